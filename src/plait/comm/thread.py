@@ -1,0 +1,225 @@
+"""Ranks as threads of one process, for tests, notebooks and lessons: milliseconds per world.
+
+A collective is a meeting (``meeting.py``).  The members lay down their tensors, each does its own share
+straight from the others' memory, and nobody leaves before all are done, because a tensor that is still
+read must not change:
+
+    rank 0   arrive(whole0) ---+           fold chunk 0 of whole0, whole1 -> out0 ---+            leave
+                               |  all here                                           |  all done
+    rank 1   arrive(whole1) ---+           fold chunk 1 of whole0, whole1 -> out1 ---+            leave
+
+Meetings of the same ranks are numbered, so the n-th request of one rank meets the n-th of another; if
+the two mean different things, both are told what the other wanted.  So a collective is complete when its
+call returns, and its ``wait()`` does nothing.  Messages wait in numbered mailboxes: ``send`` copies and
+never blocks, ``recv`` takes a number at once and its ``wait()`` waits for the message of that number.
+
+    results = run(Mesh(shard=2), lambda comm: work(comm))      # one result per rank, or the first error
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from plait.comm.base import DONE, Call, Comm, Work
+from plait.comm.fold import ordered_sum
+from plait.comm.meeting import AbortedError, MeetingPlace
+from plait.core.mesh import Mesh
+
+__all__ = ["AbortedError", "ThreadComm", "ThreadWorld", "run"]
+
+Result = TypeVar("Result")
+
+
+class ThreadWorld(MeetingPlace):
+    """The place where the ranks of one mesh meet, and how they work."""
+
+    def __init__(
+        self,
+        mesh: Mesh,
+        deadline: float = 30.0,
+        deterministic: bool = True,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        super().__init__(mesh.size, deadline)
+        self.mesh, self.deterministic, self.device = mesh, deterministic, torch.device(device)
+
+    def comm(self, rank: int) -> ThreadComm:
+        """The given rank's own face to this world."""
+        return ThreadComm(self, rank)
+
+
+class ThreadComm(Comm):
+    """One thread's face to a ThreadWorld.  Every collective is complete when its call returns."""
+
+    def __init__(self, world: ThreadWorld, rank: int) -> None:
+        super().__init__(
+            world.mesh,
+            rank,
+            device=world.device,
+            deadline=world.deadline,
+            deterministic=world.deterministic,
+        )
+        self._world = world
+        self._met: dict[tuple[int, ...], int] = {}
+        self._messages: dict[tuple[int, int], int] = {}
+
+    @contextmanager
+    def _meet(self, call: Call, mine: Tensor) -> Iterator[list[Tensor]]:
+        with self._meet_some(call, mine) as brought:
+            yield [t for t in brought if t is not None]
+
+    def _meet_some(self, call: Call, mine: Tensor | None) -> AbstractContextManager[list[Tensor | None]]:
+        members = tuple(sorted(call.group.ranks))
+        number = self._met[members] = self._met.get(members, -1) + 1
+        return self._world.meet(self.rank, number, call, mine)
+
+    def _all_gather(self, call: Call, out: Tensor, piece: Tensor) -> Work:
+        with self._meet(call, piece) as pieces:
+            for slot, theirs in zip(_cut(out, len(pieces)), pieces, strict=True):
+                if slot.data_ptr() != theirs.data_ptr():
+                    slot.copy_(theirs)
+        return DONE
+
+    def _reduce_scatter(self, call: Call, out: Tensor, whole: Tensor) -> Work:
+        index = call.group.index
+        with self._meet(call, whole) as wholes:
+            ordered_sum([_cut(w, len(wholes))[index] for w in wholes], call.group.sizes, call.op, out)
+        return DONE
+
+    def _all_reduce(self, call: Call, tensor: Tensor) -> Work:
+        # Member k folds chunk k and writes it into every member's tensor; no one else touches chunk k.
+        index, n = call.group.index, len(call.group.ranks)
+        chunk = -(-tensor.numel() // n)
+        with self._meet(call, tensor) as tensors:
+            chunks = [t[index * chunk : (index + 1) * chunk] for t in tensors]
+            ordered_sum(chunks, call.group.sizes, call.op, chunks[index])
+            for k in range(n):
+                if k != index:
+                    chunks[k].copy_(chunks[index])
+        return DONE
+
+    def _broadcast(self, call: Call, tensor: Tensor) -> Work:
+        with self._meet(call, tensor) as tensors:
+            if call.group.index != call.root:
+                tensor.copy_(tensors[call.root])
+        return DONE
+
+    def _reduce(self, call: Call, tensor: Tensor) -> Work:
+        with self._meet(call, tensor) as tensors:
+            if call.group.index == call.root:
+                ordered_sum(tensors, call.group.sizes, call.op, tensor)
+        return DONE
+
+    def _scatter(self, call: Call, out: Tensor, whole: Tensor | None) -> Work:
+        with self._meet_some(call, whole) as wholes:
+            source = wholes[call.root]
+            assert source is not None
+            theirs = _cut(source, len(wholes))[call.group.index]
+            if out.data_ptr() != theirs.data_ptr():
+                out.copy_(theirs)
+        return DONE
+
+    def _gather(self, call: Call, out: Tensor | None, piece: Tensor) -> Work:
+        with self._meet(call, piece) as pieces:
+            if out is not None:
+                for slot, theirs in zip(_cut(out, len(pieces)), pieces, strict=True):
+                    if slot.data_ptr() != theirs.data_ptr():
+                        slot.copy_(theirs)
+        return DONE
+
+    def _all_to_all(self, call: Call, out: Tensor, whole: Tensor) -> Work:
+        with self._meet(call, whole) as wholes:
+            for slot, theirs in zip(_cut(out, len(wholes)), wholes, strict=True):
+                slot.copy_(_cut(theirs, len(wholes))[call.group.index])
+        return DONE
+
+    def _send(self, call: Call, tensor: Tensor, dst: int) -> Work:
+        self._world.post(call, tensor, self._number(self.rank, dst))
+        return DONE
+
+    def _recv(self, call: Call, tensor: Tensor, src: int) -> Work:
+        return _Receive(self._world, call, tensor, self._number(src, self.rank))
+
+    def _number(self, src: int, dst: int) -> int:
+        number = self._messages[src, dst] = self._messages.get((src, dst), -1) + 1
+        return number
+
+    def _barrier(self, call: Call) -> None:
+        with self._meet_some(call, None):
+            pass
+
+
+class _Receive:
+    """A message that was asked for; ``wait`` brings it in."""
+
+    def __init__(self, world: ThreadWorld, call: Call, tensor: Tensor, number: int) -> None:
+        self._world, self._call, self._number = world, call, number
+        self._tensor: Tensor | None = tensor
+
+    def wait(self) -> None:
+        if self._tensor is not None:
+            with torch.no_grad():
+                self._world.take(self._call, self._tensor, self._number)
+            self._tensor = None
+
+
+def _cut(whole: Tensor, n: int) -> list[Tensor]:
+    """Equal pieces, also of nothing."""
+    piece = whole.numel() // n
+    return [whole[k * piece : (k + 1) * piece] for k in range(n)]
+
+
+def run(
+    mesh: Mesh,
+    fn: Callable[[Comm], Result],
+    *,
+    deadline: float = 30.0,
+    deterministic: bool = True,
+    device: torch.device | str = "cpu",
+) -> list[Result]:
+    """Runs ``fn(comm)`` on one thread per rank and returns the results in rank order.
+
+    When a rank raises, the others are stopped at their next operation and the *first* failure is raised
+    here, with its own traceback; what the others raised because of it is dropped.
+    """
+    world = ThreadWorld(mesh, deadline, deterministic, device)
+    results: dict[int, Result] = {}
+    failures: list[tuple[int, BaseException]] = []  # in the order in which they happened
+
+    def rank_main(rank: int) -> None:
+        try:
+            results[rank] = fn(world.comm(rank))
+        except BaseException as error:
+            failures.append((rank, error))
+            world.abort(f"rank {rank} failed: {type(error).__name__}: {error}")
+        finally:
+            world.end(rank)
+
+    threads = [
+        threading.Thread(target=rank_main, args=(rank,), name=f"rank {rank}", daemon=True)
+        for rank in range(mesh.size)
+    ]
+    for thread in threads:
+        thread.start()
+    try:
+        while any(t.is_alive() for t in threads) and not failures:
+            next(t for t in threads if t.is_alive()).join(0.05)
+        # After a failure the others end at their next operation; one that never comes to it is left behind.
+        give_up = time.monotonic() + deadline
+        for thread in threads:
+            thread.join(max(0.0, give_up - time.monotonic()))
+    except BaseException:
+        world.abort("the calling thread was interrupted")
+        raise
+    if failures:
+        rank, error = next((f for f in failures if not isinstance(f[1], AbortedError)), failures[0])
+        error.add_note(f"(raised on rank {rank} of {mesh.size}, mesh {mesh})")
+        raise error
+    return [results[rank] for rank in range(mesh.size)]

@@ -1,0 +1,251 @@
+"""The table: where state lives decides what is sent.
+
+A training step holds four kinds of state.  A *cell* says over which data axes a unit's flat storage is
+split (outermost cut first) and over which axes a sum is still *pending*; everything else is replicated.
+A *strategy* is one row of four cells, and every collective of the step is the move from one cell to the next:
+
+                       kept                      after each microbatch
+      params ──────► full ──────► kept ──────► full          full, pending(all) ──────► grads
+        ▲    forward       free        backward                                           │
+        │                                                                                 │ at the step
+        └───────────────────────── publish ───────────────────────── optim ◄──────────────┘
+
+      start                 end       collective
+      pending(a)            full      all_reduce over a
+      pending(a)            split a   reduce_scatter over a
+      split a               full      all_gather over a
+      full                  split a   none: a slice
+
+ZeRO stage 1 splits the optimizer state, stage 2 the gradients as well, stage 3 the parameters too: read
+the rows below from left to right.  ``replica`` and ``shard`` are two axes only so that some rows can treat
+them differently: inside a host and across hosts, say.
+
+Sources: ZeRO (Rajbhandari et al. 2020), PyTorch FSDP (Zhao et al. 2023), ZeRO++ (Wang et al. 2023, ``hpz``),
+MiCS (Zhang et al. 2022, ``psdp``).
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from dataclasses import dataclass
+from itertools import takewhile
+
+from plait.core.mesh import DATA_AXES
+
+
+@dataclass(frozen=True)
+class Cell:
+    """Where one kind of state lives: cut over ``split`` (nested, outermost first), summed later over ``pending``."""
+
+    split: tuple[str, ...] = ()
+    pending: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        for axis in self.split + self.pending:
+            if axis not in DATA_AXES:
+                raise ValueError(f"a cell names data axes ({', '.join(DATA_AXES)}), not {axis!r}")
+        if len({*self.split, *self.pending}) != len(self.split + self.pending):
+            raise ValueError(f"cell '{self}' names an axis twice")
+
+    @classmethod
+    def parse(cls, text: str) -> Cell:
+        """``"full"``, ``"shard/replica"`` or ``"shard, pending(replica)"`` as a cell."""
+        match = re.fullmatch(r"\s*([a-z/]+)\s*(?:,\s*pending\(([a-z, ]*)\))?\s*", text)
+        if match is None:
+            raise ValueError(f"cannot read the cell {text!r}: write full, shard, shard/replica or 'shard, pending(replica)'")
+        place, pending = match.groups()
+        split = () if place == "full" else tuple(place.split("/"))
+        return cls(split, tuple((pending or "").replace(",", " ").split()))
+
+    def __str__(self) -> str:
+        place = "/".join(self.split) or "full"
+        return f"{place}, pending({', '.join(self.pending)})" if self.pending else place
+
+
+FULL = Cell()
+UNREDUCED = Cell(pending=DATA_AXES)
+"""What a backward pass leaves behind: every rank has a full gradient of its own samples."""
+
+
+@dataclass(frozen=True)
+class Move:
+    """One step from cell to cell: a collective over ``axes`` on an array that is already cut over ``outer``.
+
+    The whole array of the collective has ``numel / count(outer)`` elements.  ``slice`` sends nothing.
+    """
+
+    kind: str
+    axes: tuple[str, ...]
+    outer: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        inside = f" inside {'/'.join(self.outer)}" if self.outer else ""
+        return f"{self.kind}({', '.join(self.axes)}){inside}"
+
+
+def move(start: Cell, end: Cell) -> tuple[Move, ...]:
+    """The collectives that lead from one cell to another, in order.
+
+    Raises:
+        ValueError: neither cut refines the other (a full reshuffle), or the end has a sum pending that the
+            start has not.
+    """
+    common = [a for a, b in takewhile(lambda ab: ab[0] == ab[1], zip(start.split, end.split, strict=False))]
+    if len(common) < min(len(start.split), len(end.split)):
+        raise ValueError(
+            f"'{start}' to '{end}' is a full reshuffle: the outermost cut must be the same on both sides "
+            f"(nest one inside the other, as shard and shard/replica)"
+        )
+    if not set(end.pending) <= set(start.pending):
+        raise ValueError(f"'{start}' to '{end}': a finished sum cannot become pending again")
+    due = [a for a in start.pending if a not in end.pending]
+    path: list[Move] = []
+    here = start.split
+    for axis in end.split[len(start.split) :]:
+        kind = "reduce_scatter" if axis in due else "slice"
+        if path and path[-1].kind == kind:
+            path[-1] = Move(kind, (*path[-1].axes, axis), path[-1].outer)
+        else:
+            path.append(Move(kind, (axis,), here))
+        here = (*here, axis)
+    if rest := tuple(a for a in DATA_AXES if a in due and a not in end.split):
+        path.append(Move("all_reduce", rest, here))
+    if gone := start.split[len(end.split) :]:
+        path.append(Move("all_gather", gone, end.split))
+    return tuple(path)
+
+
+@dataclass(frozen=True)
+class Strategy:
+    """A row of the table.  The cells of one row are nested: each cut is a beginning of the optimizer's.
+
+    Raises:
+        ValueError: a row that is impossible (a gradient sum that nobody finishes) or wasteful, with the reason.
+    """
+
+    name: str
+    params: Cell
+    kept: Cell
+    grads: Cell
+    optim: Cell
+
+    def __post_init__(self) -> None:
+        def refuse(reason: str) -> None:
+            raise ValueError(f"strategy {self.name!r} ({self.row()}): {reason}")
+
+        for part in ("params", "kept", "optim"):
+            if getattr(self, part).pending:
+                refuse(f"{part} cannot be pending: only gradients are sums")
+        if {*self.grads.split, *self.grads.pending} != set(DATA_AXES):
+            lost = [a for a in DATA_AXES if a not in self.grads.split + self.grads.pending]
+            refuse(
+                f"gradients are neither split nor pending over {', '.join(lost)}, so an all-reduce would run after "
+                f"every microbatch; write pending({', '.join(lost)}) and the sum is taken once per step"
+            )
+        whole = self.optim.split
+        for part in ("params", "grads"):
+            cut = getattr(self, part).split
+            if cut == whole[: len(cut)]:
+                continue
+            if cut[: len(whole)] == whole:
+                refuse(
+                    f"{part} are cut over {'/'.join(cut)} but the optimizer state only over {'/'.join(whole) or 'nothing'}: "
+                    f"every step would gather {part} to repeat one update on many ranks; cut the optimizer over "
+                    f"{'/'.join(cut)} as well"
+                )
+            refuse(
+                f"the optimizer is cut over {'/'.join(whole)} and {part} over {'/'.join(cut)}: each step would pay a "
+                f"full reshuffle; nest them with the same outermost axis ({'/'.join(cut)}, then the others)"
+            )
+        if self.kept.split != self.params.split[: len(self.kept.split)]:
+            refuse(
+                f"kept is cut over {'/'.join(self.kept.split)}, which is no beginning of params at rest "
+                f"({self.params}): keep full, the parameters' own cut, or an outer part of it"
+            )
+
+    def row(self) -> str:
+        """The four cells as text; ``parse_strategy(f"{name}: {row}")`` reads it back."""
+        return f"{self.params} | {self.kept} | {self.grads} | {self.optim}"
+
+    def __str__(self) -> str:
+        return f"{self.name}: {self.row()}"
+
+
+def parse_strategy(text: str) -> Strategy:
+    """``"name: params | kept | grads | optim"`` as a row, for example
+
+    ``"mine: shard | full | shard, pending(replica) | shard/replica"``.
+    """
+    name, colon, row = text.partition(":")
+    cells = row.split("|")
+    if not colon or len(cells) != 4:
+        raise ValueError(f"cannot read the strategy {text!r}: write 'name: params | kept | grads | optimizer state'")
+    return Strategy(name.strip(), *(Cell.parse(cell) for cell in cells))
+
+
+TABLE: dict[str, Strategy] = {
+    row.name: row
+    for row in map(
+        parse_strategy,
+        (
+            # name      params at rest | kept forward to backward | grads while accumulating | optimizer state
+            "ddp:        full          | full          | full, pending(shard, replica) | full",
+            "zero1:      full          | full          | full, pending(shard, replica) | shard/replica",
+            "zero2:      full          | full          | shard/replica                 | shard/replica",
+            "zero3:      shard/replica | shard/replica | shard/replica                 | shard/replica",
+            "zero3_keep: shard/replica | full          | shard/replica                 | shard/replica",
+            "hsdp:       shard         | shard         | shard, pending(replica)       | shard",
+            "psdp:       shard         | shard         | shard, pending(replica)       | shard/replica",
+            "hpz:        shard/replica | shard         | shard/replica                 | shard/replica",
+        ),
+    )
+}
+
+
+def find_strategy(which: str | Strategy) -> Strategy:
+    """A row by name, by its text, or the row itself.
+
+    Raises:
+        ValueError: no such row (the nearest names are given), or a row that is refused.
+    """
+    if isinstance(which, Strategy):
+        return which
+    if which in TABLE:
+        return TABLE[which]
+    if ":" in which:
+        return parse_strategy(which)
+    near = difflib.get_close_matches(which, TABLE, n=2)
+    hint = f"did you mean {' or '.join(near)}? " if near else ""
+    raise ValueError(
+        f"unknown strategy {which!r}: {hint}the rows are {', '.join(TABLE)}; or write your own as "
+        f"'name: params | kept | grads | optimizer state'"
+    )
+
+
+@dataclass(frozen=True)
+class Moves:
+    """Every move of a step, by phase.
+
+    ``forward`` and ``backward`` happen per use of a unit in a microbatch, ``microbatch`` after its backward,
+    ``step`` and ``publish`` once.
+    """
+
+    forward: tuple[Move, ...]
+    keep: tuple[Move, ...]
+    backward: tuple[Move, ...]
+    microbatch: tuple[Move, ...]
+    step: tuple[Move, ...]
+    publish: tuple[Move, ...]
+
+
+def moves(strategy: Strategy) -> Moves:
+    """The collectives of a step, derived from the row."""
+    return Moves(
+        forward=move(strategy.params, FULL),
+        keep=move(FULL, strategy.kept),
+        backward=move(strategy.kept, FULL),
+        microbatch=move(UNREDUCED, strategy.grads),
+        step=move(strategy.grads, strategy.optim),
+        publish=move(strategy.optim, strategy.params),
+    )

@@ -1,0 +1,208 @@
+"""A unit's parameters laid end to end in one flat buffer, and how the data axes cut it.
+
+    parameter    w (5 x 7)                    b (7)                  padding
+    elements     0 ............. 34 | 35..47  48 .. 54 | 55 .. 63    64 .. 127
+                 starts at 16 k       gap     starts at 16 k
+    pieces       └──────── piece 0: 0..63 ────────┘└──── piece 1: 64..127 ────┘
+
+Gathers and reductions then run on contiguous memory, straight into place.  Every parameter starts at a
+64-byte boundary and at a multiple of 16 elements, and an element cut falls on a multiple of 16 elements
+wherever that lies among the parameters: vectorised kernels round their tails differently from their bodies, so
+a cut anywhere else would change bits.
+
+``cut="tensor"`` puts the boundaries between parameters instead, so that each is owned whole by one rank
+(ZeroRedundancyOptimizer, the layer-owner ZeRO-3, optimizers that need matrices).  The pieces are then uneven,
+and a gather becomes one broadcast per owner, a reduce-scatter one reduce: see ``lower``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from plait.core.cells import Move
+from plait.core.mesh import Mesh
+
+GRAIN = 16
+"""Cuts fall on multiples of this many elements."""
+
+BOUNDARY_BYTES = 64
+"""Parameters start on multiples of this many bytes (one cache line, one AVX-512 register)."""
+
+Cut = Literal["element", "tensor"]
+
+
+@dataclass(frozen=True)
+class Slot:
+    """Where one parameter lies in the flat buffer."""
+
+    name: str
+    shape: tuple[int, ...]
+    offset: int
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def end(self) -> int:
+        return self.offset + self.numel
+
+
+@dataclass(frozen=True)
+class Run:
+    """The elements ``start..stop`` of one parameter, lying at ``offset`` of a piece."""
+
+    slot: Slot
+    start: int
+    stop: int
+    offset: int
+
+    @property
+    def numel(self) -> int:
+        return self.stop - self.start
+
+    @property
+    def whole(self) -> bool:
+        return self.numel == self.slot.numel
+
+
+@dataclass(frozen=True)
+class FlatLayout:
+    """One flat buffer: its slots and the boundaries of its finest pieces (``bounds[k]..bounds[k+1]``)."""
+
+    slots: tuple[Slot, ...]
+    itemsize: int
+    bounds: tuple[int, ...]
+
+    @property
+    def numel(self) -> int:
+        """Elements of the whole buffer, padding included."""
+        return self.bounds[-1]
+
+    @property
+    def num_pieces(self) -> int:
+        return len(self.bounds) - 1
+
+    @property
+    def even(self) -> bool:
+        """Whether all pieces have one size, so that one collective moves them all."""
+        return len({b - a for a, b in zip(self.bounds, self.bounds[1:], strict=False)}) <= 1
+
+    def piece(self, count: int, index: int) -> tuple[int, int]:
+        """The elements of piece ``index`` when the buffer is cut in ``count`` (a divisor of the finest cut)."""
+        step, rest = divmod(self.num_pieces, count)
+        if rest or not 0 <= index < count:
+            raise ValueError(f"no piece {index} of {count} in a layout of {self.num_pieces} pieces")
+        return self.bounds[index * step], self.bounds[(index + 1) * step]
+
+    def runs(self, start: int, stop: int) -> tuple[Run, ...]:
+        """What the elements ``start..stop`` hold: one run per parameter that has any there."""
+        found = []
+        for slot in self.slots:
+            low, high = max(slot.offset, start), min(slot.end, stop)
+            if low < high:
+                found.append(Run(slot, low - slot.offset, high - slot.offset, low - start))
+        return tuple(found)
+
+
+def lay(
+    parameters: Iterable[tuple[str, tuple[int, ...]]],
+    itemsize: int,
+    num_pieces: int,
+    cut: Cut = "element",
+    loads: Sequence[int] | None = None,
+) -> FlatLayout:
+    """Lay parameters end to end and cut the buffer in ``num_pieces``.
+
+    Args:
+        parameters: names and shapes, in order.
+        itemsize: bytes per element.
+        num_pieces: the finest cut of any cell of the row.
+        cut: where boundaries may fall.
+        loads: elements that each piece's owner has already (tensor cuts only): the new tensors go where the
+            largest load stays smallest.
+    """
+    align = max(GRAIN, BOUNDARY_BYTES // itemsize)
+    slots = []
+    end = 0
+    for name, shape in parameters:
+        slots.append(Slot(name, shape, end))
+        end += -(-math.prod(shape) // align) * align
+    if cut == "tensor":
+        starts = [*(slot.offset for slot in slots), end]
+        return FlatLayout(tuple(slots), itemsize, _balance(starts, loads or [0] * num_pieces))
+    size = -(-end // (align * num_pieces)) * align
+    return FlatLayout(tuple(slots), itemsize, tuple(k * size for k in range(num_pieces + 1)))
+
+
+def _balance(starts: Sequence[int], loads: Sequence[int]) -> tuple[int, ...]:
+    """Boundaries, each one of ``starts``, that keep the largest ``load + piece`` as small as possible.
+
+    ``best[s]`` is the smallest possible maximum when the pieces so far hold what lies before ``starts[s]``.
+    """
+    best = [0 if s == 0 else math.inf for s in range(len(starts))]
+    choices: list[list[int]] = []
+    for load in loads:
+        row, choice = [], []
+        for s in range(len(starts)):
+            costs = [max(best[t], load + starts[s] - starts[t] if t < s else 0) for t in range(s + 1)]
+            t = min(range(s + 1), key=costs.__getitem__)
+            row.append(costs[t])
+            choice.append(t)
+        best = row
+        choices.append(choice)
+    bounds, s = [starts[-1]], len(starts) - 1
+    for choice in reversed(choices):
+        s = choice[s]
+        bounds.append(starts[s])
+    return tuple(reversed(bounds))
+
+
+@dataclass(frozen=True)
+class Message:
+    """A collective on the elements ``start..stop`` of a flat buffer, ``root`` being an index in the group or -1."""
+
+    kind: str
+    axes: tuple[str, ...]
+    start: int
+    stop: int
+    root: int = -1
+
+    @property
+    def numel(self) -> int:
+        return self.stop - self.start
+
+
+def lower(step: Move, layout: FlatLayout, mesh: Mesh, rank: int) -> tuple[Message, ...]:
+    """The messages that carry out one move for this rank, in the order in which all ranks send them.
+
+    Even pieces travel in one collective; uneven ones (``cut="tensor"``) by one broadcast or reduce per owner.
+    Groups of one rank and slices send nothing.
+    """
+    outer, ways = mesh.count(step.outer), mesh.count(step.axes)
+    start, stop = layout.piece(outer, mesh.index(rank, step.outer))
+    if step.kind == "slice" or ways == 1 or start == stop:
+        return ()
+    if step.kind == "all_reduce" or layout.even:
+        return (Message(step.kind, step.axes, start, stop),)
+    kind = {"all_gather": "broadcast", "reduce_scatter": "reduce"}[step.kind]
+    first = mesh.index(rank, step.outer) * ways
+    pieces = [layout.piece(outer * ways, first + k) for k in range(ways)]
+    return tuple(Message(kind, step.axes, a, b, k) for k, (a, b) in enumerate(pieces) if a < b)
+
+
+@dataclass(frozen=True)
+class UnitLayout:
+    """What is gathered and reduced together: one flat buffer per (dtype, trainable) and how often it is used.
+
+    ``uses`` counts the gathers of one forward pass: 1, and one more for every other unit that reads a parameter
+    laid here (tied weights).
+    """
+
+    name: str
+    flats: tuple[FlatLayout, ...]
+    trainable: tuple[bool, ...]
+    uses: int = 1

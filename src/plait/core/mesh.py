@@ -1,0 +1,134 @@
+"""Ranks on named axes.
+
+A mesh is an n-dimensional grid of ranks whose axes have names.  Outermost first they are
+``pipe, replica, shard, tensor``; ``replica`` and ``shard`` together are the *data* axes.
+
+    Mesh.parse("replica=2 shard=3")          shard=0  shard=1  shard=2
+                                  replica=0      0        1        2
+                                  replica=1      3        4        5
+
+The *group* of a rank over some axes is every rank that shares its other coordinates.  Groups are
+ordered by coordinates, the first axis named outermost, so rank 4 (replica 1, shard 1) has
+
+    group(4, ("shard",))            -> (3, 4, 5)
+    group(4, ("replica",))          -> (1, 4)
+    group(4, ("shard", "replica"))  -> (0, 3, 1, 4, 2, 5)     piece k of a shard/replica cut is k-th
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from itertools import product
+
+AXES = ("pipe", "replica", "shard", "tensor")
+"""Every axis a mesh may have, outermost first."""
+
+DATA_AXES = ("shard", "replica")
+"""The axes over which the batch is split, in the order in which their sums are taken."""
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """Sizes of the named axes; an axis that is not given has size 1."""
+
+    pipe: int = 1
+    replica: int = 1
+    shard: int = 1
+    tensor: int = 1
+
+    def __post_init__(self) -> None:
+        for axis in AXES:
+            size = getattr(self, axis)
+            if not isinstance(size, int) or size < 1:
+                raise ValueError(f"axis {axis!r} has size {size!r}: sizes are whole numbers from 1")
+
+    @classmethod
+    def parse(cls, text: str) -> Mesh:
+        """``"replica=2 shard=2"`` (spaces or commas between) as a mesh.
+
+        Raises:
+            ValueError: unknown axis, axis named twice, or a size that is no positive number.
+        """
+        sizes: dict[str, int] = {}
+        for word in text.replace(",", " ").split():
+            axis, equals, size = word.partition("=")
+            if axis not in AXES:
+                raise ValueError(f"unknown mesh axis {axis!r} in {text!r}: the axes are {', '.join(AXES)}")
+            if axis in sizes:
+                raise ValueError(f"mesh axis {axis!r} stands twice in {text!r}")
+            if not equals or not size.isdigit() or int(size) < 1:
+                raise ValueError(f"mesh axis {word!r} in {text!r} needs a size from 1, as in {axis}=2")
+            sizes[axis] = int(size)
+        return cls(**sizes)
+
+    def __str__(self) -> str:
+        """The axes larger than 1, in the form that ``parse`` reads."""
+        return " ".join(f"{a}={self.axis(a)}" for a in AXES if self.axis(a) > 1) or "shard=1"
+
+    def axis(self, name: str) -> int:
+        """The size of one axis."""
+        if name not in AXES:
+            raise ValueError(f"unknown mesh axis {name!r}: the axes are {', '.join(AXES)}")
+        return int(getattr(self, name))
+
+    @property
+    def size(self) -> int:
+        """The number of ranks."""
+        return self.count(AXES)
+
+    def count(self, axes: Iterable[str]) -> int:
+        """How many ranks a group over these axes has."""
+        return math.prod(self.axis(a) for a in axes)
+
+    def coordinates(self, rank: int) -> dict[str, int]:
+        """Where a rank stands on every axis."""
+        if not 0 <= rank < self.size:
+            raise ValueError(f"rank {rank} is not on the mesh {self} of {self.size} ranks")
+        where: dict[str, int] = {}
+        for axis in reversed(AXES):
+            rank, where[axis] = divmod(rank, self.axis(axis))
+        return {a: where[a] for a in AXES}
+
+    def rank(self, **coordinates: int) -> int:
+        """The rank at the given coordinates (0 on the axes that are not named)."""
+        rank = 0
+        for axis in AXES:
+            at = coordinates.get(axis, 0)
+            if not 0 <= at < self.axis(axis):
+                raise ValueError(f"{axis}={at} is outside the mesh {self}")
+            rank = rank * self.axis(axis) + at
+        return rank
+
+    def group(self, rank: int, axes: tuple[str, ...]) -> tuple[int, ...]:
+        """The ranks that share this rank's coordinates on all *other* axes, first axis outermost."""
+        here = self.coordinates(rank)
+        return tuple(
+            self.rank(**{**here, **dict(zip(axes, at, strict=True))})
+            for at in product(*(range(self.axis(a)) for a in axes))
+        )
+
+    def groups(self, axes: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
+        """All groups over these axes; together they hold every rank once."""
+        seen: dict[tuple[int, ...], None] = {}
+        for rank in range(self.size):
+            seen.setdefault(self.group(rank, axes))
+        return tuple(seen)
+
+    def index(self, rank: int, axes: tuple[str, ...]) -> int:
+        """The place of a rank within its group over these axes."""
+        here = self.coordinates(rank)
+        index = 0
+        for axis in axes:
+            index = index * self.axis(axis) + here[axis]
+        return index
+
+    @property
+    def data_size(self) -> int:
+        """How many ways the batch is split."""
+        return self.count(DATA_AXES)
+
+    def data_rank(self, rank: int) -> int:
+        """Which part of the batch a rank reads: ``replica * |shard| + shard``."""
+        return self.index(rank, ("replica", "shard"))

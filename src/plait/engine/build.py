@@ -1,0 +1,123 @@
+"""From a user's model to units: laying the parameters, keeping or making their values, freeing the rest.
+
+Weights that arrive with values are kept, after a check that all ranks brought the same ones.  Parameters that are
+still on the meta device are initialised module by module (see ``init``), so that a rank never holds more than its
+pieces and one module.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from plait.comm import Comm
+from plait.core.cells import Strategy, moves
+from plait.core.collectives import Note
+from plait.core.flat import Cut, lay
+from plait.core.mesh import AXES
+from plait.engine.init import check_buffers, initial_values, replace_parameter
+from plait.engine.unit import Flat, Unit
+from plait.engine.wrap import Wrapped, wrap
+
+
+def build_units(
+    model: nn.Module, comm: Comm, strategy: Strategy, *, names: Iterable[str] | None, cut: Cut, seed: int
+) -> list[Unit]:
+    """Cut the model into units whose flat storages hold this rank's pieces.
+
+    Args:
+        model: parameters with values, or on meta, or some of each.
+        names: the modules that become units; None wraps automatically.
+        cut: where pieces may end.
+        seed: for the parameters on meta.
+
+    Raises:
+        ValueError: replicas that differ, buffers or modules without values, unknown unit names.
+    """
+    check_buffers(model)
+    wrapped = wrap(model, names)
+    if not any(w.parameters for w in wrapped):
+        raise ValueError("the model has no parameters: there is nothing to train")
+    check_replicas(wrapped, comm)
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[name] = buffer.to(comm.device)
+    plan = moves(strategy)
+    loads = [0] * comm.mesh.data_size
+    fresh: dict[int, tuple[nn.Parameter, Flat, int]] = {}
+    units: dict[str, Unit] = {}
+    for w in wrapped:
+        flats = []
+        for group in _by_kind(w.parameters):
+            first = group[0][1]
+            itemsize = first.element_size()
+            layout = lay([(n, tuple(p.shape)) for n, p in group], itemsize, comm.mesh.data_size, cut, loads)
+            if first.requires_grad:
+                loads = [load + b - a for load, a, b in zip(loads, layout.bounds, layout.bounds[1:], strict=False)]
+            values = [None if p.is_meta else p.data for _, p in group]
+            targets = [_off_meta(p, comm.device) for _, p in group]
+            flat = Flat(layout, targets, strategy, comm, comm.device)
+            for index, ((_, old), value) in enumerate(zip(group, values, strict=True)):
+                if value is None:
+                    fresh[id(old)] = (targets[index], flat, index)
+                else:
+                    flat.write(index, value)
+            flats.append(flat)
+        units[w.name] = Unit(w.name, w.module, flats, plan, comm)
+    olds = {id(p): p for w in wrapped for _, p in w.parameters}
+    for old, value in initial_values(model, seed, comm.device):
+        _, flat, index = fresh[id(old)]
+        flat.write(index, value)
+    for key, (new, _, _) in fresh.items():
+        replace_parameter(model, olds[key], new)
+    for w in wrapped:
+        unit = units[w.name]
+        unit.needs = [unit, *(units[name] for name in w.borrows)]
+        unit.ancestors = {units[a].name for a in units if w.name != a and (a == "" or w.name.startswith(a + "."))}
+    return list(units.values())
+
+
+def _off_meta(parameter: nn.Parameter, device: torch.device) -> nn.Parameter:
+    if not parameter.is_meta:
+        return parameter
+    nothing = torch.zeros((), dtype=parameter.dtype, device=device).expand(parameter.shape)
+    return nn.Parameter(nothing, requires_grad=parameter.requires_grad)
+
+
+def _by_kind(parameters: Sequence[tuple[str, nn.Parameter]]) -> list[list[tuple[str, nn.Parameter]]]:
+    """Parameters of one dtype that all train, or all do not, share a flat buffer."""
+    groups: dict[tuple[torch.dtype, bool], list[tuple[str, nn.Parameter]]] = {}
+    for name, parameter in parameters:
+        groups.setdefault((parameter.dtype, parameter.requires_grad), []).append((name, parameter))
+    return list(groups.values())
+
+
+def check_replicas(wrapped: Sequence[Wrapped], comm: Comm) -> None:
+    """Raises ValueError, on every rank, when a parameter that came with values differs between ranks."""
+    parameters = [(n, p) for w in wrapped for n, p in w.parameters]
+    hashes = torch.tensor([_fingerprint(n, p) for n, p in parameters], dtype=torch.int64, device=comm.device)
+    size = torch.tensor([len(parameters), -len(parameters)], dtype=torch.int64, device=comm.device)
+    comm.all_reduce(size, AXES, op="max", note=Note("setup")).wait()
+    if size[0] != -size[1]:
+        raise ValueError(f"ranks brought models of {-int(size[1])} to {int(size[0])} parameters: build the same model everywhere")
+    low, high = hashes.clone(), hashes.clone()
+    comm.all_reduce(low, AXES, op="min", note=Note("setup")).wait()
+    comm.all_reduce(high, AXES, op="max", note=Note("setup")).wait()
+    differing = [n for (n, _), same in zip(parameters, (low == high).tolist(), strict=True) if not same]
+    if differing:
+        raise ValueError(
+            f"{len(differing)} parameters differ between ranks ({', '.join(differing[:3])}): give every rank the same "
+            f"weights (one seed, or one file), or build the model inside plait.empty_parameters()"
+        )
+
+
+def _fingerprint(name: str, parameter: Tensor) -> int:
+    """63 bits of a parameter's name, shape, dtype and values (on meta: without the values)."""
+    digest = hashlib.blake2b(f"{name} {tuple(parameter.shape)} {parameter.dtype} {parameter.requires_grad}".encode(), digest_size=8)
+    if not parameter.is_meta:
+        digest.update(parameter.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy())
+    return int.from_bytes(digest.digest(), "little") >> 1

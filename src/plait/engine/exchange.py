@@ -1,0 +1,86 @@
+"""The two small messages of a step: what ranks must agree on before it and after its backward.
+
+    counts   [microbatches, targets, samples]                            int64, before the first forward
+    report   [sum of squares, losses of the microbatches, gradient bits]  fp64, before the update
+
+Both are all-gathers in data-rank order, so every rank folds the same numbers in the same order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from plait.comm import Comm
+from plait.core.collectives import Note
+
+ORDER = ("replica", "shard")
+"""Data-rank order: replica outermost."""
+
+BITS = 32
+"""Gradient bits per fp64 number; any integer below 2**53 is exact."""
+
+
+class Exchange:
+    """Small agreements among the data ranks.
+
+    Args:
+        names: the trainable parameters, in one order on all ranks.
+    """
+
+    def __init__(self, comm: Comm, names: Sequence[str]) -> None:
+        self.comm, self.names = comm, list(names)
+        self.ranks = comm.mesh.data_size
+
+    def counts(self, microbatches: int, targets: int, samples: int) -> tuple[int, int]:
+        """The global index of this rank's first sample, and the global number of targets.
+
+        Raises:
+            ValueError: ranks with different numbers of microbatches, or no target anywhere.
+        """
+        mine = torch.tensor([microbatches, targets, samples], dtype=torch.int64, device=self.comm.device)
+        every = torch.empty(3 * self.ranks, dtype=torch.int64, device=self.comm.device)
+        self.comm.all_gather(every, mine, ORDER, note=Note("count")).wait()
+        table = every.view(self.ranks, 3).tolist()
+        if len({row[0] for row in table}) > 1:
+            raise ValueError(
+                f"ranks bring different numbers of microbatches ({', '.join(str(row[0]) for row in table)} by data rank): "
+                f"every rank must make the same number, empty ones included"
+            )
+        total = sum(row[1] for row in table)
+        if total == 0:
+            raise ValueError("the step has no target to learn from: the counts of all microbatches are 0")
+        return sum(row[2] for row in table[: self.comm.mesh.data_rank(self.comm.rank)]), total
+
+    def report(
+        self, squares: float, losses: Sequence[float], touched: set[str]
+    ) -> tuple[float, list[float], dict[str, bool]]:
+        """The global sum of squares, all losses in global order, and which parameters have a gradient on any rank."""
+        bits = [
+            float(sum(1 << i for i, name in enumerate(self.names[start : start + BITS]) if name in touched))
+            for start in range(0, len(self.names), BITS)
+        ]
+        mine = torch.tensor([squares, *losses, *bits], dtype=torch.float64, device=self.comm.device)
+        every = torch.empty(len(mine) * self.ranks, dtype=torch.float64, device=self.comm.device)
+        self.comm.all_gather(every, mine, ORDER, note=Note("report")).wait()
+        rows = every.view(self.ranks, len(mine)).tolist()
+        total = 0.0
+        for row in rows:
+            total += row[0]
+        split = 1 + len(losses)
+        masks = [0] * len(bits)
+        for row in rows:
+            masks = [mask | int(value) for mask, value in zip(masks, row[split:], strict=True)]
+        have = {name: bool(masks[i // BITS] >> (i % BITS) & 1) for i, name in enumerate(self.names)}
+        return total, [loss for row in rows for loss in row[1:split]], have
+
+
+def count_bytes(ranks: int) -> int:
+    """Bytes of the whole array of ``counts``."""
+    return 3 * 8 * ranks
+
+
+def report_bytes(ranks: int, num_microbatches: int, num_parameters: int) -> int:
+    """Bytes of the whole array of ``report``."""
+    return 8 * (1 + num_microbatches + -(-num_parameters // BITS)) * ranks

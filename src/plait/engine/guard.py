@@ -1,0 +1,35 @@
+"""A model must stay the one that was wrapped: parameters added, removed or replaced later would silently not train."""
+
+from __future__ import annotations
+
+from torch import nn
+
+
+class ModelGuard:
+    """Remembers which parameter each module had, under which name."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._known = [(name, module, dict(module._parameters)) for name, module in model.named_modules()]
+        self._trains = {id(p): p.requires_grad for p in model.parameters()}
+
+    def check(self) -> None:
+        """Raises ValueError, naming the parameter, when the model was changed after it was wrapped."""
+        count = 0
+        for name, module, parameters in self._known:
+            count += 1
+            where = name or "the model"
+            if module._parameters.keys() != parameters.keys():
+                changed = sorted(module._parameters.keys() ^ parameters.keys())
+                self._refuse(f"parameters {changed} of {where} were added or removed")
+            for key, parameter in parameters.items():
+                if module._parameters[key] is not parameter:
+                    self._refuse(f"parameter {key!r} of {where} was replaced")
+                if parameter is not None and parameter.requires_grad != self._trains[id(parameter)]:
+                    self._refuse(f"requires_grad of parameter {key!r} of {where} was changed")
+        if sum(1 for _ in self._model.modules()) != count:
+            self._refuse("modules were added or removed")
+
+    @staticmethod
+    def _refuse(what: str) -> None:
+        raise ValueError(f"the model was changed after it was wrapped: {what}. Make such changes first, then build the Engine")

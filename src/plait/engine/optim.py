@@ -1,0 +1,180 @@
+"""Who updates what: a stock optimizer pointed at the pieces this rank owns.
+
+``OwnedOptimizer`` takes an optimizer that was built on the model's parameters in the ordinary way and replaces, in
+its parameter groups, each parameter by views of the runs of it that lie in this rank's piece:
+
+    group 0: [w, b]          rank 0: [w[0:32]]               lr, weight decay, betas: untouched
+                             rank 1: [w[32:35], b]
+
+States are made lazily, at the first step, so those of elements that a rank does not own never come to exist.  The
+updates happen in place in the unit's storage.  Learning-rate schedules that hold the optimizer go on working.
+
+Cutting a parameter is right only for *element-wise* optimizers; that is probed, not looked up in a list: two steps
+on a small matrix, whole and as two flat runs, must agree to the bit.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from plait.core.flat import GRAIN, Run
+from plait.engine.gradients import FlatGradient
+
+
+@dataclass(frozen=True)
+class Owned:
+    """One run of a parameter that this rank's optimizer updates.
+
+    ``view`` lies in the unit's storage, ``gradient`` in its accumulator; both have the parameter's shape where the
+    run is the whole of it, and are flat otherwise.
+    """
+
+    name: str
+    run: Run
+    source: FlatGradient
+    index: int
+    view: nn.Parameter
+    gradient: Tensor
+
+
+def owned_runs(gradients: Iterable[FlatGradient]) -> list[Owned]:
+    """Every run that the rows' optimizer cell gives this rank."""
+    found = []
+    for g in gradients:
+        flat = g.flat
+        start, stop = flat.optim_place
+        piece = flat.rest[start - flat.held[0] : stop - flat.held[0]]
+        grads = g.accumulated[start - flat.grads_place[0] : stop - flat.grads_place[0]]
+        for run in flat.layout.runs(start, stop):
+            here = slice(run.offset, run.offset + run.numel)
+            shape = run.slot.shape if run.whole else (run.numel,)
+            found.append(
+                Owned(
+                    run.slot.name,
+                    run,
+                    g,
+                    flat.layout.slots.index(run.slot),
+                    nn.Parameter(piece[here].view(shape)),
+                    grads[here].view(shape),
+                )
+            )
+    return found
+
+
+def rebuilt(optimizer: Optimizer, groups: Sequence[Mapping[str, Any]]) -> Optimizer:
+    """A new optimizer of the same class and settings on other parameters, with no state."""
+    signature = inspect.signature(type(optimizer).__init__).parameters
+    takes_any = any(p.kind is p.VAR_KEYWORD for p in signature.values())
+    settings = {k: v for k, v in optimizer.defaults.items() if takes_any or k in signature}
+    return type(optimizer)([dict(group) for group in groups], **settings)
+
+
+def probe_elementwise(optimizer: Optimizer) -> str | None:
+    """Why the optimizer is not element-wise; None when two probing steps say that it is.
+
+    Each parameter group's settings are tried on an 8 x 12 matrix, whole and cut at a multiple of 16 elements.
+    """
+    for number, group in enumerate(optimizer.param_groups):
+        dtype = group["params"][0].dtype if group["params"] else torch.float32
+        settings = {k: v for k, v in group.items() if k != "params"}
+        values = torch.linspace(-1, 1, 96, dtype=torch.float64).sin().to(dtype)
+        whole = [nn.Parameter(values.clone().view(8, 12))]
+        cut = 3 * GRAIN
+        runs = [nn.Parameter(values[:cut].clone()), nn.Parameter(values[cut:].clone())]
+        try:
+            for parameters in (whole, runs):
+                probe = rebuilt(optimizer, [{**settings, "params": parameters}])
+                for step in (1, 2):
+                    gradient = (values * 3 + step).cos()
+                    parts = [gradient.view(8, 12)] if parameters is whole else [gradient[:cut], gradient[cut:]]
+                    for parameter, part in zip(parameters, parts, strict=True):
+                        parameter.grad = part.clone()
+                    probe.step()
+        except Exception as error:  # whatever a class raises on flat runs is its reason
+            return f"{type(error).__name__} on flat runs of a matrix: {error}"
+        pieces = torch.cat([run.detach() for run in runs])
+        if not torch.equal(pieces, whole[0].detach().view(-1)):
+            worst = (pieces - whole[0].detach().view(-1)).abs().max().item()
+            return f"two steps on a matrix and on two flat runs of it differ by up to {worst:.3g} (group {number})"
+    return None
+
+
+class OwnedOptimizer:
+    """The user's optimizer, holding only what this rank owns.
+
+    Args:
+        optimizer: built on the model's own parameters; it is changed in place and stays the user's object.
+        names: the model's parameter names by ``id``.
+        gradients: every flat gradient of the rank.
+        cuts: whether any run may be less than a whole parameter.
+
+    Raises:
+        ValueError: parameters that are not the model's, an optimizer that has made steps already, or one that is not
+            element-wise although the row cuts parameters.
+    """
+
+    def __init__(
+        self, optimizer: Optimizer, names: Mapping[int, str], gradients: Sequence[FlatGradient], *, cuts: bool
+    ) -> None:
+        self.optimizer = optimizer
+        self.owned = owned_runs(gradients)
+        if any(id(p) not in names for group in optimizer.param_groups for p in group["params"]):
+            raise ValueError(
+                "the optimizer holds parameters that are not the model's: build it on model.parameters() of this very "
+                "model, before plait cuts them"
+            )
+        if any(torch.is_tensor(s.get("step")) and s["step"] > 0 for s in optimizer.state.values()):
+            raise ValueError("the optimizer has made steps already: hand it over before its first one")
+        if cuts and (reason := probe_elementwise(optimizer)):
+            raise ValueError(
+                f"{type(optimizer).__name__} is not element-wise, so parameters cannot be cut anywhere: {reason}. "
+                f'Use cut="tensor" (whole tensors on one owner) or a row that keeps the optimizer state full (ddp)'
+            )
+        by_name: dict[str, list[Owned]] = {}
+        for piece in self.owned:
+            by_name.setdefault(piece.name, []).append(piece)
+        groups = [
+            {**group, "params": [o.view for p in group["params"] for o in by_name.get(names[id(p)], ())]}
+            for group in optimizer.param_groups
+        ]
+        eager = bool(optimizer.state)
+        optimizer.state.clear()
+        for group, new in zip(optimizer.param_groups, groups, strict=True):
+            group["params"] = new["params"]
+        if eager and any(group["params"] for group in groups):
+            optimizer.state.update(rebuilt(optimizer, [g for g in groups if g["params"]]).state)
+
+    def give_gradients(self, touched: Mapping[str, bool]) -> None:
+        """Point each owned run at its gradient, or at None where no rank has one."""
+        for piece in self.owned:
+            piece.view.grad = piece.gradient if touched[piece.name] else None
+
+    def state_bytes(self) -> int:
+        """Bytes of optimizer state on this rank, scalars (step counters) left out."""
+        return sum(
+            value.numel() * value.element_size()
+            for state in self.optimizer.state.values()
+            for value in state.values()
+            if torch.is_tensor(value) and value.dim() > 0
+        )
+
+
+def square_sum(runs: Iterable[Tensor]) -> float:
+    """The sum of squares in fp64, run by run."""
+    total = 0.0
+    for run in runs:
+        norm = torch.linalg.vector_norm(run, dtype=torch.float64).item()
+        total += norm * norm
+    return total
+
+
+def clip_factor(norm: float, limit: float) -> float:
+    """What gradients of this norm are multiplied by; as ``torch.nn.utils.clip_grad_norm_`` computes it."""
+    return min(1.0, limit / (norm + 1e-6))

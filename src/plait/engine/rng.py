@@ -1,0 +1,295 @@
+"""Random streams that belong to the model, not to the process.
+
+Dropout is a pure function of (seed, step, *global sample index*, site, element index), where the site is the
+name of the module and the number of its call.  Whoever computes a sample, in whatever microbatch, on whatever
+rank, draws the same mask: no cut of the batch changes it, and nothing draws from a global generator.
+
+    key (64 bits)   <- blake2b(seed, step, sample, site)                    one per sample
+    bits (32 bits)  <- mix(mix(element index xor key_low) + key_high)       one per element
+    keep            <- bits >= p * 2**32
+
+The mixing is the two-round multiply-and-shift hash of the "hash prospector" family, in int64 so that no product
+overflows; it needs no generator object, runs on every device, and gives any slice of a mask by itself.
+
+A ``TorchFunctionMode`` serves ``F.dropout`` and the attention kernel; composite functions (multi-head attention)
+run under a dispatch mode that serves their Bernoulli draws; every other random operator raises.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+_LOW32 = 0xFFFFFFFF
+_CHUNK = 1 << 15
+"""Elements hashed at a time: eight bytes each, they stay in the second-level cache."""
+
+
+def stream_key(*parts: object) -> int:
+    """64 bits from anything printable; equal parts give equal keys on every machine."""
+    text = "\x1f".join(map(str, parts)).encode()
+    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little")
+
+
+def _mix(x: Tensor) -> Tensor:
+    """One round on int64 values below 2**32, in place: both multipliers are below 2**31."""
+    for shift, factor in ((16, 0x7FEB352D), (15, 0x6C078965)):
+        x ^= x >> shift
+        x *= factor
+        x &= _LOW32
+    x ^= x >> 16
+    return x
+
+
+def keep_mask(keys: Sequence[int], numel: int, p: float, device: torch.device) -> Tensor:
+    """Which elements survive dropout with probability ``p``: bool [len(keys), numel], one key a row.
+
+    ``numel`` may be at most 2**32.
+    """
+    threshold = math.floor(p * 2**32)
+    low = torch.tensor([k & _LOW32 for k in keys], dtype=torch.int64, device=device)[:, None]
+    high = torch.tensor([k >> 32 for k in keys], dtype=torch.int64, device=device)[:, None]
+    keep = torch.empty(len(keys), numel, dtype=torch.bool, device=device)
+    width = _CHUNK if device.type == "cpu" else numel
+    for start in range(0, numel, max(width, 1)):
+        index = torch.arange(start, min(start + width, numel), dtype=torch.int64, device=device)
+        rows = max(1, _CHUNK // len(index)) if device.type == "cpu" else len(keys)
+        for first in range(0, len(keys), rows):
+            some = slice(first, first + rows)
+            bits = _mix(index ^ low[some])
+            bits += high[some]
+            bits &= _LOW32
+            torch.ge(_mix(bits), threshold, out=keep[some, start : start + len(index)])
+    return keep
+
+
+@dataclass(frozen=True)
+class Draw:
+    """Where in the run a forward pass stands: what its dropout masks depend on, beside the seed.
+
+    ``first_sample`` is the global index of the microbatch's first sample within the step.
+    """
+
+    step: int
+    microbatch: int
+    first_sample: int
+    num_samples: int
+
+
+class Streams(TorchFunctionMode):
+    """The dropout of one model copy; active inside the model's forward while it trains.
+
+    ``enter_module`` and ``leave_module`` are called by hooks and keep track of whose call it is.  A forward that
+    runs inside a backward is a recomputation: its modules count their calls anew, so they draw the masks again
+    that they drew the first time.
+    """
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        self.seed = seed
+        self.draw: Draw | None = None
+        self.modules: list[str] = []
+        self.calls: Counter[str] = Counter()
+        self.entered: Counter[str] = Counter()
+        self.recomputing = False
+        self.active = False
+
+    def begin(self, draw: Draw) -> None:
+        """Start the forward pass of a microbatch."""
+        self.draw = draw
+        self.calls.clear()
+        self.entered.clear()
+
+    def enter_module(self, name: str, training: bool, recomputing: bool) -> None:
+        """A module's forward begins; the outermost one switches the mode on while the model trains."""
+        if not self.modules:
+            self.recomputing = recomputing
+            if training and self.draw is not None:
+                self.__enter__()
+                self.active = True
+        self.modules.append(name)
+        if recomputing:
+            self.calls[name] = 0
+        else:
+            self.entered[name] += 1
+
+    def leave_module(self) -> None:
+        """The innermost module's forward has ended, or raised."""
+        self.modules.pop()
+        if not self.modules and self.active:
+            self.active = False
+            self.__exit__(None, None, None)
+
+    def mask(self, shape: Sequence[int], p: float, device: torch.device) -> Tensor:
+        """The next mask of the running module: bool, ``shape``, True where an element survives.
+
+        The first dim is taken as samples when its size is the microbatch's number of samples; otherwise the module
+        has lost the sample dim and the mask belongs to the global microbatch.
+        """
+        assert self.draw is not None
+        module = self.modules[-1] if self.modules else ""
+        if self.recomputing and self.entered[module] > 1:
+            raise ValueError(
+                f"module {module!r} ran {self.entered[module]} times in this forward pass and draws dropout while it is "
+                f"recomputed: which call's mask to draw again is not known; recompute around it, or give each call its "
+                f"own module"
+            )
+        site = f"{module}#{self.calls[module]}"
+        self.calls[module] += 1
+        draw = self.draw
+        if shape and shape[0] == draw.num_samples:
+            samples = range(draw.first_sample, draw.first_sample + draw.num_samples)
+            keys = [stream_key("dropout", self.seed, draw.step, i, site) for i in samples]
+        else:
+            keys = [stream_key("microbatch dropout", self.seed, draw.step, draw.microbatch, site)]
+        return keep_mask(keys, math.prod(shape) // len(keys) if keys else 0, p, device).view(tuple(shape))
+
+    def dropout(self, x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+        """``F.dropout`` from this stream."""
+        if not 0 <= p <= 1:
+            raise ValueError(f"dropout probability {p}: it must be from 0 to 1")
+        if not training or p == 0:
+            return x
+        scale = 1 / (1 - p) if p < 1 else 0.0
+        factor = self.mask(x.shape, p, x.device).to(x.dtype).mul_(scale)
+        return x.mul_(factor) if inplace else x * factor
+
+    def attention(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> Tensor:
+        """``F.scaled_dot_product_attention`` with dropout on the weights, written out."""
+        if enable_gqa:
+            groups = query.size(-3) // key.size(-3)
+            key, value = key.repeat_interleave(groups, -3), value.repeat_interleave(groups, -3)
+        scores = query @ key.transpose(-2, -1) * (query.size(-1) ** -0.5 if scale is None else scale)
+        if is_causal:
+            future = torch.ones(query.size(-2), key.size(-2), dtype=torch.bool, device=query.device).triu(1)
+            scores = scores.masked_fill(future, float("-inf"))
+        if attn_mask is not None:
+            hidden = attn_mask.dtype == torch.bool
+            scores = scores.masked_fill(~attn_mask, float("-inf")) if hidden else scores + attn_mask
+        return self.dropout(scores.softmax(-1), dropout_p) @ value
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in _SERVED:
+            return self._serve(func, args, kwargs)
+        if func in _COMPOSITE:
+            with _Bernoulli(self):
+                return func(*args, **kwargs)
+        if _is_random(func) and kwargs.get("generator") is None:
+            raise _no_stream(getattr(func, "__name__", str(func)), self.modules)
+        return func(*args, **kwargs)
+
+    def _serve(self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        if func is F.scaled_dot_product_attention:
+            dropped = kwargs.get("dropout_p", args[4] if len(args) > 4 else 0.0)
+            return self.attention(*args, **kwargs) if dropped else func(*args, **kwargs)
+        if func is torch.dropout:
+            return self.dropout(args[0], *args[1:], **{"training" if k == "train" else k: v for k, v in kwargs.items()})
+        return self.dropout(*args, **kwargs)
+
+
+class _Bernoulli(TorchDispatchMode):
+    """Serves the Bernoulli draws inside a composite function; refuses any other."""
+
+    def __init__(self, streams: Streams) -> None:
+        super().__init__()
+        self.streams = streams
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.bernoulli_.float:
+            target, keep_probability = args[0], args[1]
+            return target.copy_(self.streams.mask(target.shape, 1 - keep_probability, target.device))
+        if func is torch.ops.aten.native_dropout.default and args[2] is not False:
+            keep = self.streams.mask(args[0].shape, args[1], args[0].device)
+            return args[0] * keep.to(args[0].dtype).mul_(1 / (1 - args[1])), keep
+        if _seeded(func) and not _draws_nothing(func, args, kwargs or {}):
+            raise _no_stream(str(func), self.streams.modules)
+        return func(*args, **(kwargs or {}))
+
+
+_SERVED = {F.dropout, torch.dropout, F.scaled_dot_product_attention}
+_COMPOSITE = {F.multi_head_attention_forward, F.dropout1d, F.dropout2d, F.dropout3d}
+_OTHERS = {F.alpha_dropout, F.feature_alpha_dropout, F.gumbel_softmax, F.rrelu, F.fractional_max_pool2d, F.fractional_max_pool3d}
+
+
+def _seeded(op: Any) -> bool:
+    return torch.Tag.nondeterministic_seeded in op.tags
+
+
+def _draws_nothing(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Attention kernels carry the random tag but draw nothing without dropout."""
+    names = [a.name for a in op._schema.arguments]
+    given = {**dict(zip(names, args, strict=False)), **kwargs}
+    return "dropout_p" in names and not given.get("dropout_p", 0.0)
+
+
+@cache
+def _is_random(func: Callable[..., Any]) -> bool:
+    """Whether a torch function draws from a generator, read off the tags of the operator of its name."""
+    if func in _OTHERS:
+        return True
+    name = getattr(func, "__name__", "")
+    packet = getattr(torch.ops.aten, name, None) if name.isidentifier() and not name.startswith("__") else None
+    if packet is None or name == "scaled_dot_product_attention":
+        return False
+    return any(_seeded(getattr(packet, overload)) for overload in packet.overloads())
+
+
+def _no_stream(operator: str, modules: Sequence[str]) -> ValueError:
+    where = f"module {modules[-1]!r}" if modules and modules[-1] else "the model"
+    return ValueError(
+        f"{where} calls the random operator {operator!r}, which no stream serves: its values would depend on how the "
+        f"batch is cut. Use nn.Dropout, F.dropout or F.scaled_dot_product_attention, pass generator=..., or draw the "
+        f"values in the data pipeline"
+    )
+
+
+class PrivateGenerator(TorchDispatchMode):
+    """Everything random inside draws from one generator of its own, whatever the code passes."""
+
+    def __init__(self, generator: torch.Generator) -> None:
+        super().__init__()
+        self.generator = generator
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if _seeded(func):
+            if all(a.name != "generator" for a in func._schema.arguments):
+                overload = getattr(func.overloadpacket, "generator", None)
+                if overload is None:
+                    raise _no_stream(str(func), ())
+                func = overload
+            kwargs["generator"] = self.generator
+        return func(*args, **kwargs)
+
+
+@contextmanager
+def private_generator(device: torch.device, *key: object) -> Iterator[None]:
+    """Random operators inside draw from a stream that depends on ``key`` alone."""
+    generator = torch.Generator(device=device).manual_seed(stream_key(*key) & (2**63 - 1))
+    with PrivateGenerator(generator):
+        yield

@@ -1,0 +1,225 @@
+"""When units are gathered and freed.
+
+Forward and backward hooks on each unit's module call ``open`` before its parameters are read and ``close``
+after; between them lies the *prefetch*: while one unit computes, the gather of the next is under way.
+
+    forward     open 0 | compute 0 ‖ gather 1 | close 0, open 1 | compute 1 ‖ gather 2 | ...
+    backward    the same from the other end, each unit gathered again where the row freed it
+
+The order of gathers is the program's own order, which all ranks share; the prefetch follows the order of the
+previous microbatch and stops for the rest of a pass that leaves it.  At most 1 + prefetch units are unsharded
+beside the open ancestors of the running one: asserted at every gather.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from plait.engine.rng import Streams
+from plait.engine.unit import Unit
+
+
+def in_backward() -> bool:
+    """Whether the autograd engine is running in this thread: a forward now is a recomputation."""
+    return bool(torch._C._current_graph_task_id() != -1)
+
+
+class Pass:
+    """The order in which one pass (forward or backward) opens units, and how far it has come."""
+
+    def __init__(self) -> None:
+        self.expected: list[Unit] = []
+        self.seen: list[Unit] = []
+        self.following = False
+
+    def begin(self, guess: Sequence[Unit] = ()) -> None:
+        """A new pass: it is expected to repeat the last one, or to follow the guess when there was none."""
+        self.expected = self.seen or list(guess)
+        self.seen = []
+        self.following = bool(self.expected)
+
+    def record(self, unit: Unit) -> None:
+        at = len(self.seen)
+        self.following = self.following and at < len(self.expected) and self.expected[at] is unit
+        self.seen.append(unit)
+
+    def ahead(self) -> Sequence[Unit]:
+        """The units that are expected next."""
+        return self.expected[len(self.seen) :] if self.following else ()
+
+
+class Stage:
+    """A model and its units: the hooks, the order of gathers, the bound on what is open.
+
+    Args:
+        model: the user's module; only hooks are added to it.
+        units: every unit, in the order of ``named_modules``.
+        prefetch: how many units may be gathered ahead of the running one.
+        streams: the dropout streams, told which module runs.
+        before_root: called with the model's arguments before each forward of the whole model.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        units: Sequence[Unit],
+        prefetch: int,
+        streams: Streams,
+        before_root: Callable[[Sequence[Any], dict[str, Any]], None],
+    ) -> None:
+        self.model, self.units, self.prefetch, self.streams = model, list(units), prefetch, streams
+        self.passes = {"forward": Pass(), "backward": Pass()}
+        self.microbatch = 0
+        self.peak_open = 0
+        self.peak_bytes = 0
+        self._backward_open: dict[Unit, None] = {}
+        self._ran_backward: set[Unit] = set()
+        self._by_name = {unit.name: unit for unit in units}
+        self._before_root = before_root
+        for name, module in model.named_modules():
+            module.register_forward_pre_hook(self._entering(name), prepend=True)
+            module.register_forward_hook(self._leaving, always_call=True)
+        for unit in units:
+            unit.module.register_forward_pre_hook(self._before_forward(unit), with_kwargs=True)
+            unit.module.register_forward_hook(self._after_forward(unit))
+        model.register_forward_pre_hook(self._begin_forward, with_kwargs=True, prepend=True)
+
+    # ---- opening and closing ------------------------------------------------------------------------------------
+
+    def open(self, unit: Unit, phase: str) -> None:
+        """Make the parameters that a unit reads whole, and start to gather what comes next."""
+        order = self.passes[phase]
+        for needed in unit.needs:
+            needed.users += 1
+            if needed.users == 1:
+                if needed.split:
+                    order.record(needed)
+                needed.gather(phase, self.microbatch)
+                self._measure(unit)
+                needed.show()
+        for coming in order.ahead():
+            if sum(1 for u in self.units if u.users == 0 and (u.works is not None)) >= self.prefetch:
+                break
+            if not coming.filled and coming.works is None:
+                coming.gather(phase, self.microbatch)
+                self._measure(unit)
+
+    def close(self, unit: Unit, *, keep: bool = False) -> None:
+        """The unit's parameters are not read any more; ``keep`` what the row keeps from forward to backward."""
+        for needed in unit.needs:
+            needed.users -= 1
+            if needed.users == 0 and needed.split:
+                if keep and needed.keeps_open:
+                    continue
+                if keep:
+                    needed.keep()
+                needed.free()
+
+    def _measure(self, running: Unit) -> None:
+        """Asserts the bound on open units and keeps the peak for the report."""
+        held = [u for u in self.units if u.split and (u.filled or u.works is not None)]
+        self.peak_bytes = max(self.peak_bytes, sum(u.bytes_full for u in held))
+        beside = [u for u in held if u.name not in running.ancestors and not u.keeps_open]
+        borrowed = len([u for u in running.needs if u is not running])
+        late = len([u for u in beside if u in self._backward_open and u not in running.needs])
+        self.peak_open = max(self.peak_open, len(beside))
+        bound = 1 + self.prefetch + borrowed + late
+        assert len(beside) <= bound, (
+            f"{len(beside)} units are unsharded beside the ancestors of {running.name!r} "
+            f"({', '.join(u.name for u in beside)}), more than {bound}"
+        )
+
+    # ---- forward ------------------------------------------------------------------------------------------------
+
+    def _entering(self, name: str) -> Callable[..., None]:
+        def hook(module: nn.Module, args: Any) -> None:
+            self.streams.enter_module(name, self.model.training, in_backward())
+
+        return hook
+
+    def _leaving(self, module: nn.Module, args: Any, output: Any) -> None:
+        self.streams.leave_module()
+
+    def _begin_forward(self, module: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+        if not in_backward():
+            self._recover()
+            self._before_root(args, kwargs)
+            self.passes["forward"].begin()
+
+    def _recover(self) -> None:
+        """After a forward or backward that raised, and was caught, units may still be open: back to rest."""
+        self._backward_open.clear()
+        for unit in self.units:
+            if unit.users:
+                unit.users = 0
+                unit.free()
+
+    def _before_forward(self, unit: Unit) -> Callable[..., None]:
+        def hook(module: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+            if in_backward():
+                self._open_backward(unit)
+                return
+            self.open(unit, "forward")
+            if torch.is_grad_enabled() and not any(f.trainable for f in unit.flats) and unit.split_needs:
+                self._close_after_input_gradient(unit, (*args, *kwargs.values()))
+
+        return hook
+
+    def _close_after_input_gradient(self, unit: Unit, inputs: Sequence[Any]) -> None:
+        """A unit without parameters of its own to train is done when the gradient of its input is."""
+        for tensor in tree_leaves(inputs):
+            if isinstance(tensor, Tensor) and tensor.requires_grad:
+                tensor.register_hook(lambda gradient: self.close_backward(unit))
+                return
+
+    def _after_forward(self, unit: Unit) -> Callable[..., None]:
+        def hook(module: nn.Module, args: Any, output: Any) -> None:
+            if in_backward():
+                return
+            tensors = [t for t in tree_leaves(output) if isinstance(t, Tensor)]
+            tracked = [t for t in tensors if t.requires_grad]
+            if torch.is_grad_enabled() and unit.split_needs and not tensors:
+                raise ValueError(
+                    f"unit {unit.name!r} returns {type(output).__name__}, in which no tensor is found: return tensors, or "
+                    f"tuples, lists, dicts or registered pytrees of them, so that its backward can be seen"
+                )
+            for tensor in tracked:
+                tensor.register_hook(lambda gradient: self._open_backward(unit))
+            self.close(unit, keep=bool(tracked))
+
+        return hook
+
+    # ---- backward -----------------------------------------------------------------------------------------------
+
+    def begin_backward(self) -> None:
+        """Before the backward of a microbatch."""
+        self.passes["backward"].begin(guess=list(reversed(self.passes["forward"].seen)))
+        self._ran_backward.clear()
+
+    def _open_backward(self, unit: Unit) -> None:
+        done = unit in self._ran_backward and any(f.trainable for f in unit.flats)
+        if unit not in self._backward_open and not done:
+            self._backward_open[unit] = None
+            self.open(unit, "backward")
+
+    def close_backward(self, unit: Unit) -> None:
+        """The unit's backward is complete."""
+        if unit in self._backward_open:
+            del self._backward_open[unit]
+            self._ran_backward.add(unit)
+            self.close(unit)
+
+    def end_backward(self) -> None:
+        """After the backward of a microbatch: whatever is still gathered goes back to rest."""
+        for unit in list(self._backward_open):
+            self.close_backward(unit)
+        for unit in self.units:
+            assert unit.users == 0, f"unit {unit.name!r} still has {unit.users} users after the backward pass"
+            if unit.split and (unit.filled or unit.works is not None):
+                unit.free()
+            unit.forget()

@@ -1,0 +1,223 @@
+"""A unit's storage: what is gathered and reduced together, and the few states it can be in.
+
+    at rest      p.data is a NaN placeholder of the right shape; this rank holds ``rest``, its piece
+    gathering    ``full`` has memory again, messages are under way into it
+    open         p.data are views of ``full``; forward or backward may run
+
+``full`` is one tensor for the life of the unit.  Closing resizes its storage to nothing and opening
+resizes it back, so whatever autograd saved (parameters, or views of them such as ``weight.t()``) points at
+the right values again.  Nothing is copied per parameter: gathers land in ``full``, parameters are views of it.
+
+Under a row that keeps parameters whole, ``full`` *is* ``rest`` and opening costs nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from plait.comm import Comm, Work
+from plait.core.cells import Cell, Move, Moves, Strategy
+from plait.core.collectives import Note
+from plait.core.flat import FlatLayout, Message, UnitLayout, lower
+
+
+def send(comm: Comm, message: Message, array: Tensor, base: int, note: Note, out: Tensor | None = None) -> Work:
+    """Carry out one message on ``array``, which holds the flat elements from ``base`` on.
+
+    A reduce-scatter writes this rank's piece to ``out``, or in place where it is not given.
+    """
+    view = array[message.start - base : message.stop - base]
+    index = comm.mesh.index(comm.rank, message.axes)
+    piece = view.numel() // comm.mesh.count(message.axes)
+    own = view[index * piece : (index + 1) * piece]
+    match message.kind:
+        case "all_gather":
+            return comm.all_gather(view, own, message.axes, note=note)
+        case "reduce_scatter":
+            return comm.reduce_scatter(own if out is None else out, view, message.axes, note=note)
+        case "all_reduce":
+            return comm.all_reduce(view, message.axes, note=note)
+        case "broadcast":
+            return comm.broadcast(view, message.axes, message.root, note=note)
+        case "reduce":
+            return comm.reduce(view, message.axes, message.root, note=note)
+    raise AssertionError(f"no way to send {message}")
+
+
+class Flat:
+    """One flat buffer of a unit on this rank: the parameters of one dtype that all train, or all do not.
+
+    Args:
+        layout: where the parameters lie.
+        parameters: the module's own ``Parameter`` objects, one per slot of the layout.
+        strategy: the row whose cells say what this rank holds.
+    """
+
+    def __init__(
+        self, layout: FlatLayout, parameters: Sequence[nn.Parameter], strategy: Strategy, comm: Comm, device: torch.device
+    ) -> None:
+        self.layout, self.parameters, self.comm = layout, list(parameters), comm
+        self.trainable = self.parameters[0].requires_grad
+        self.dtype = self.parameters[0].dtype
+        self.held = self.place(strategy.params)
+        self.kept_place = self.place(strategy.kept)
+        self.grads_place = self.place(strategy.grads)
+        self.optim_place = self.place(strategy.optim)
+        self.split = self.held != (0, layout.numel)
+        self.rest = torch.zeros(self.held[1] - self.held[0], dtype=self.dtype, device=device)
+        self.full = torch.empty(layout.numel, dtype=self.dtype, device=device) if self.split else self.rest
+        self.views = [self.full[s.offset : s.end].view(s.shape) for s in layout.slots]
+        nothing = torch.full((), float("nan"), dtype=self.dtype, device=device)
+        self.placeholders = [nothing.expand(s.shape) for s in layout.slots]
+        self.kept: Tensor | None = None
+        self.accumulated: Tensor | None = None
+        self._release()
+
+    def place(self, cell: Cell) -> tuple[int, int]:
+        """Which elements of the flat buffer this rank holds under a cell."""
+        mesh = self.comm.mesh
+        return self.layout.piece(mesh.count(cell.split), mesh.index(self.comm.rank, cell.split))
+
+    def write(self, slot_index: int, value: Tensor) -> None:
+        """Put the part of a whole parameter that this rank holds at rest into place."""
+        slot = self.layout.slots[slot_index]
+        for run in self.layout.runs(*self.held):
+            if run.slot is slot:
+                self.rest[run.offset : run.offset + run.numel].copy_(value.reshape(-1)[run.start : run.stop])
+
+    def gather(self, moves: Sequence[Move], start: Tensor, place: tuple[int, int], note: Note) -> list[Work]:
+        """Give ``full`` its memory and issue the messages that fill it from the pieces ``start``."""
+        self.full.untyped_storage().resize_(self.full.numel() * self.full.element_size())
+        self.full[slice(*place)].copy_(start)
+        mesh, rank = self.comm.mesh, self.comm.rank
+        return [send(self.comm, m, self.full, 0, note) for move in moves for m in lower(move, self.layout, mesh, rank)]
+
+    def show(self) -> None:
+        """Point the parameters at ``full``."""
+        for parameter, view in zip(self.parameters, self.views, strict=True):
+            parameter.data = view
+
+    def _release(self) -> None:
+        if self.split:
+            for parameter, placeholder in zip(self.parameters, self.placeholders, strict=True):
+                parameter.data = placeholder
+            self.full.untyped_storage().resize_(0)
+        else:
+            self.show()
+
+    def keep(self) -> None:
+        """Remember what the row keeps between forward and backward, if that is more than lies at rest."""
+        if self.kept is None and self.kept_place != self.held:
+            self.kept = self.full[slice(*self.kept_place)].clone()
+
+    def forget(self) -> None:
+        """Drop what was kept."""
+        self.kept = None
+
+
+class Unit:
+    """A module whose parameters are gathered and reduced together.
+
+    Args:
+        name: the module's name in the model (``""`` is the model itself, shown as ``root``).
+        module: the module whose forward opens the unit.
+        flats: the storages of the parameters laid here.
+        moves: the collectives of the row.
+    """
+
+    def __init__(self, name: str, module: nn.Module, flats: Sequence[Flat], moves: Moves, comm: Comm) -> None:
+        self.name = name or "root"
+        self.module, self.flats, self.moves, self.comm = module, list(flats), moves, comm
+        self.needs: list[Unit] = [self]
+        """The units whose parameters this module reads: itself, and the owners of tied parameters."""
+        self.ancestors: set[str] = set()
+        self.users = 0
+        self.works: list[Work] | None = None
+        """Messages of a gather under way; None when none is."""
+        self.publishing: list[Work] = []
+        self.keeps_open = not moves.backward
+        """The row keeps full parameters from forward to backward."""
+        self.split = any(flat.split for flat in self.flats)
+        self.filled = not self.split
+
+    @property
+    def split_needs(self) -> bool:
+        """Whether anything that this unit reads has to be gathered."""
+        return any(unit.split for unit in self.needs)
+
+    @property
+    def bytes_full(self) -> int:
+        """Bytes of the gathered parameters."""
+        return sum(f.full.numel() * f.full.element_size() for f in self.flats if f.split)
+
+    def gather(self, phase: str, microbatch: int) -> None:
+        """Start to bring the whole parameters here, unless they are here or on their way."""
+        self.settle()
+        if self.filled or self.works is not None:
+            return
+        self.works = []
+        for flat in self.flats:
+            if flat.split:
+                note = Note(phase, self.name, microbatch)
+                if flat.kept is not None:
+                    self.works += flat.gather(self.moves.backward, flat.kept, flat.kept_place, note)
+                elif phase == "backward" and flat.kept_place == flat.held:
+                    self.works += flat.gather(self.moves.backward, flat.rest, flat.held, note)
+                else:
+                    self.works += flat.gather(self.moves.forward, flat.rest, flat.held, note)
+
+    def show(self) -> None:
+        """Wait for the gather and point the parameters at the whole values."""
+        if self.works is not None:
+            for work in self.works:
+                work.wait()
+            self.works = None
+            for flat in self.flats:
+                flat.show()
+            self.filled = True
+
+    def free(self) -> None:
+        """Back to rest; messages still under way are waited for first."""
+        self.show()
+        for flat in self.flats:
+            flat._release()
+        self.filled = not self.split
+
+    def keep(self) -> None:
+        for flat in self.flats:
+            if flat.split:
+                flat.keep()
+
+    def forget(self) -> None:
+        for flat in self.flats:
+            flat.forget()
+
+    def publish(self) -> None:
+        """After an update: bring the updated pieces to everyone who holds them at rest, without waiting."""
+        mesh, rank = self.comm.mesh, self.comm.rank
+        for flat in self.flats:
+            if flat.trainable:
+                self.publishing += [
+                    send(self.comm, m, flat.rest, flat.held[0], Note("publish", self.name))
+                    for move in self.moves.publish
+                    for m in lower(move, flat.layout, mesh, rank)
+                ]
+
+    def settle(self) -> None:
+        """Wait for what ``publish`` began."""
+        for work in self.publishing:
+            work.wait()
+        self.publishing.clear()
+
+    def layout(self, uses: int) -> UnitLayout:
+        """The unit as the planner sees it."""
+        return UnitLayout(self.name, tuple(f.layout for f in self.flats), tuple(f.trainable for f in self.flats), uses)
+
+    def slots(self) -> Iterator[tuple[Flat, int]]:
+        """Every parameter laid here, as its flat and its place in it."""
+        for flat in self.flats:
+            for index in range(len(flat.parameters)):
+                yield flat, index

@@ -1,0 +1,10 @@
+"""Two models: the monolith (``mlp``) and a small modern decoder (``gpt``).
+
+Both are plain ``torch.nn``; each file gives its loss as a sum and the count to divide by.  Use them as
+modules: ``from plait.models import gpt`` and then ``gpt.GPT(gpt.GPTConfig())``, ``gpt.loss_sum``,
+``gpt.token_count``.
+"""
+
+from plait.models import gpt, mlp
+
+__all__ = ["gpt", "mlp"]

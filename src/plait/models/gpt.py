@@ -1,0 +1,294 @@
+"""A small modern decoder, written so that any engine can take it apart.
+
+    tokens_BT -> embed -> block 0 -> ... -> block L-1 -> norm -> head -> logits_BTV
+                   |                                              |
+                   +--------------- one Parameter ----------------+
+
+``forward`` is a plain chain: every link takes one tensor and returns one tensor, so a pipeline may cut
+between any two.  A block is pre-norm (RMSNorm), rotary attention with grouped key/value heads, then SwiGLU;
+it reads its number of heads off the tensors, so projections cut by heads need no change here.
+
+Every module that owns parameters initialises them, and nothing else, in its own ``reset_parameters``.  The
+head owns none: its weight *is* the embedding's.
+
+The loss is a *sum* over tokens and comes with its *count*; the engine divides once, by the count of the whole
+step.  A mean of per-microbatch means would weigh a token in a short microbatch more than one in a long
+microbatch, so its gradient would change with the cut of the batch as soon as two token counts differ.
+
+Sources: RMSNorm arXiv:1910.07467, rotary embedding arXiv:2104.09864 (the half-split form of Llama), grouped
+heads arXiv:2305.13245, SwiGLU arXiv:2002.05202, scaled residual init as in GPT-2, tying arXiv:1608.05859.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+IGNORED = -100
+"""The target of a position that has no loss (the default of ``F.cross_entropy``)."""
+
+INIT_STD = 0.02
+"""Standard deviation of initial weights; projections into the residual stream get it / sqrt(2 num_layers)."""
+
+
+@dataclass(frozen=True)
+class GPTConfig:
+    """The sizes of a GPT.
+
+    Raises:
+        ValueError: sizes that don't fit together, with the numbers and the fix.
+    """
+
+    vocabulary: int = 256
+    num_layers: int = 4
+    width: int = 128
+    num_heads: int = 4
+    num_kv_heads: int = 2
+    hidden: int | None = None
+    """Width inside SwiGLU; None is 8/3 of ``width``, rounded up to a multiple of 32."""
+    max_length: int = 128
+    """The longest sequence, in tokens."""
+    dropout: float = 0.1
+    """The probability of dropping, for embedding, attention and residuals alike."""
+    rope_base: float = 10000.0
+    norm_eps: float = 1e-5
+
+    def __post_init__(self) -> None:
+        for name in ("vocabulary", "num_layers", "width", "num_heads", "num_kv_heads", "max_length"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}: give a number from 1")
+        if self.hidden is not None and self.hidden < 1:
+            raise ValueError(f"hidden is {self.hidden}: give a number from 1, or None for 8/3 of the width")
+        if self.width % (2 * self.num_heads):
+            raise ValueError(
+                f"width {self.width} over {self.num_heads} heads is {self.width / self.num_heads:g} each, "
+                f"but rotary pairs need an even whole number: make width a multiple of {2 * self.num_heads}"
+            )
+        if self.num_heads % self.num_kv_heads:
+            raise ValueError(
+                f"{self.num_heads} heads cannot share {self.num_kv_heads} key/value heads evenly: "
+                f"make num_kv_heads a divisor of {self.num_heads}"
+            )
+        if not 0.0 <= self.dropout < 1.0:
+            raise ValueError(f"dropout is {self.dropout}: give a probability from 0 up to, not including, 1")
+        if not self.rope_base > 1.0:
+            raise ValueError(f"rope_base is {self.rope_base}: give a number above 1 (10000 is usual)")
+        if not self.norm_eps > 0.0:
+            raise ValueError(f"norm_eps is {self.norm_eps}: give a small number above 0, as 1e-5")
+
+    @property
+    def head_dim(self) -> int:
+        """Elements of one head."""
+        return self.width // self.num_heads
+
+    @property
+    def hidden_width(self) -> int:
+        """Width inside SwiGLU, in elements, with the default filled in."""
+        return self.hidden if self.hidden is not None else -(-8 * self.width // 96) * 32
+
+    @property
+    def num_parameters(self) -> int:
+        """Elements of all parameters, the tied weight counted once."""
+        attention = 2 * self.width * self.width + 2 * self.width * self.num_kv_heads * self.head_dim
+        swiglu = 3 * self.width * self.hidden_width
+        block = attention + swiglu + 2 * self.width
+        return self.vocabulary * self.width + self.num_layers * block + self.width
+
+
+class Projection(nn.Linear):
+    """A linear map without bias; weight [fan_out, fan_in] starts normal with deviation ``std``."""
+
+    def __init__(self, fan_in: int, fan_out: int, std: float = INIT_STD) -> None:
+        self.std = std  # nn.Linear.__init__ already calls reset_parameters
+        super().__init__(fan_in, fan_out, bias=False)
+
+    def reset_parameters(self) -> None:
+        """Draw the weight, for its full shape."""
+        nn.init.normal_(self.weight, std=self.std)
+
+
+class TokenEmbedding(nn.Embedding):
+    """tokens_BT -> x_BTD, with dropout; weight [vocabulary, width]."""
+
+    weight: nn.Parameter
+
+    def __init__(self, vocabulary: int, width: int, dropout: float) -> None:
+        super().__init__(vocabulary, width)
+        self.dropout = nn.Dropout(dropout)
+
+    def reset_parameters(self) -> None:
+        """Draw the weight, for its full shape."""
+        nn.init.normal_(self.weight, std=INIT_STD)
+
+    def forward(self, input: Tensor) -> Tensor:
+        """tokens_BT int64 -> x_BTD."""
+        x_BTD: Tensor = self.dropout(super().forward(input))
+        return x_BTD
+
+
+class TiedHead(nn.Linear):
+    """x_BTD -> logits_BTV through a weight [vocabulary, width] that another module owns and initialises."""
+
+    def __init__(self, weight: nn.Parameter) -> None:
+        vocabulary, width = weight.shape
+        super().__init__(
+            width, vocabulary, bias=False, device="meta"
+        )  # no storage for what is replaced at once
+        self.weight = weight
+
+    def reset_parameters(self) -> None:
+        """Nothing: drawing here would draw the embedding a second time."""
+
+
+def rotary_tables(length: int, head_dim: int, base: float) -> tuple[Tensor, Tensor]:
+    """cos_TC and sin_TC, fp32 [length, head_dim / 2]: pair c at place t turns by t / base^(2c/head_dim)."""
+    exponent_C = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
+    position_T = torch.arange(length, dtype=torch.float32)
+    angle_TC = position_T[:, None] * base ** -exponent_C[None, :]
+    return angle_TC.cos(), angle_TC.sin()
+
+
+def rotate(x_BHTK: Tensor, cos_TC: Tensor, sin_TC: Tensor) -> Tensor:
+    """Turn each pair (c, c + K/2) of every head by its position's angle, in x's dtype."""
+    cos_TC, sin_TC = cos_TC.to(x_BHTK.dtype), sin_TC.to(x_BHTK.dtype)
+    first, second = x_BHTK.chunk(2, dim=-1)
+    return torch.cat((first * cos_TC - second * sin_TC, second * cos_TC + first * sin_TC), dim=-1)
+
+
+class Attention(nn.Module):
+    """Causal rotary attention; each key/value head serves num_heads / num_kv_heads query heads."""
+
+    cos: Tensor
+    sin: Tensor
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        kv_width = config.num_kv_heads * config.head_dim
+        self.head_dim = config.head_dim
+        self.dropout = config.dropout
+        self.query = Projection(config.width, config.width)
+        self.key = Projection(config.width, kv_width)
+        self.value = Projection(config.width, kv_width)
+        self.output = Projection(config.width, config.width, std=INIT_STD / math.sqrt(2 * config.num_layers))
+        cos_TC, sin_TC = rotary_tables(config.max_length, config.head_dim, config.rope_base)
+        self.register_buffer("cos", cos_TC, persistent=False)
+        self.register_buffer("sin", sin_TC, persistent=False)
+
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        """x_BTD -> x_BTD."""
+        length = x_BTD.shape[1]
+        cos_TC, sin_TC = self.cos[:length], self.sin[:length]
+        query_BHTK = rotate(self._heads(self.query(x_BTD)), cos_TC, sin_TC)
+        key_BGTK = rotate(self._heads(self.key(x_BTD)), cos_TC, sin_TC)
+        value_BGTK = self._heads(self.value(x_BTD))
+        mixed_BHTK = F.scaled_dot_product_attention(
+            query_BHTK,
+            key_BGTK,
+            value_BGTK,
+            dropout_p=self.dropout if self.training else 0.0,
+            is_causal=True,
+            enable_gqa=query_BHTK.shape[1] != key_BGTK.shape[1],
+        )
+        out_BTD: Tensor = self.output(mixed_BHTK.transpose(1, 2).flatten(2))
+        return out_BTD
+
+    def _heads(self, x_BTE: Tensor) -> Tensor:
+        """[B, T, heads * K] -> [B, heads, T, K], for as many heads as there are."""
+        batch, length, width = x_BTE.shape
+        return x_BTE.view(batch, length, width // self.head_dim, self.head_dim).transpose(1, 2)
+
+
+class SwiGLU(nn.Module):
+    """down(silu(gate(x)) * up(x))."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.gate = Projection(config.width, config.hidden_width)
+        self.up = Projection(config.width, config.hidden_width)
+        self.down = Projection(
+            config.hidden_width, config.width, std=INIT_STD / math.sqrt(2 * config.num_layers)
+        )
+
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        """x_BTD -> x_BTD."""
+        out_BTD: Tensor = self.down(F.silu(self.gate(x_BTD)) * self.up(x_BTD))
+        return out_BTD
+
+
+class Block(nn.Module):
+    """x + attention(norm(x)), then x + mlp(norm(x)), with dropout on what is added."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.attention_norm = nn.RMSNorm(config.width, eps=config.norm_eps)
+        self.attention = Attention(config)
+        self.attention_dropout = nn.Dropout(config.dropout)
+        self.mlp_norm = nn.RMSNorm(config.width, eps=config.norm_eps)
+        self.mlp = SwiGLU(config)
+        self.mlp_dropout = nn.Dropout(config.dropout)
+
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        """x_BTD -> x_BTD."""
+        x_BTD = x_BTD + self.attention_dropout(self.attention(self.attention_norm(x_BTD)))
+        x_BTD = x_BTD + self.mlp_dropout(self.mlp(self.mlp_norm(x_BTD)))
+        return x_BTD
+
+
+class GPT(nn.Module):
+    """The decoder: ``embed``, ``blocks``, ``norm``, ``head``."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.embed = TokenEmbedding(config.vocabulary, config.width, config.dropout)
+        self.blocks = nn.ModuleList(Block(config) for _ in range(config.num_layers))
+        self.norm = nn.RMSNorm(config.width, eps=config.norm_eps)
+        self.head = TiedHead(self.embed.weight)
+
+    def forward(self, tokens_BT: Tensor) -> Tensor:
+        """tokens_BT int64 -> logits_BTV, in the parameters' dtype.
+
+        Raises:
+            ValueError: a sequence longer than ``config.max_length``, or tokens that are not [batch, time].
+        """
+        if tokens_BT.dim() != 2:
+            raise ValueError(f"tokens have shape {tuple(tokens_BT.shape)}: give [batch, time]")
+        if tokens_BT.shape[1] > self.config.max_length:
+            raise ValueError(
+                f"sequences of {tokens_BT.shape[1]} tokens are longer than max_length "
+                f"{self.config.max_length}: cut them, or raise max_length"
+            )
+        x_BTD = self.embed(tokens_BT)
+        for block in self.blocks:
+            x_BTD = block(x_BTD)
+        logits_BTV: Tensor = self.head(self.norm(x_BTD))
+        return logits_BTV
+
+
+def loss_sum(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+    """Cross-entropy in nats, summed over the targets that are not ``IGNORED``: a scalar, never a mean.
+
+    ``batch`` holds ``tokens`` and ``targets``, both int64 [batch, time].  Summed in fp32, in fp64 if the
+    logits are.
+    """
+    logits_BTV: Tensor = model(batch["tokens"])
+    return cross_entropy_sum(logits_BTV, batch["targets"])
+
+
+def cross_entropy_sum(logits_BTV: Tensor, targets_BT: Tensor) -> Tensor:
+    """The part of ``loss_sum`` after the model, for a last stage that holds the logits already."""
+    if logits_BTV.dtype != torch.float64:
+        logits_BTV = logits_BTV.float()
+    return F.cross_entropy(
+        logits_BTV.flatten(0, 1), targets_BT.flatten(), ignore_index=IGNORED, reduction="sum"
+    )
+
+
+def token_count(batch: Mapping[str, Tensor]) -> int:
+    """How many targets of the batch have a loss."""
+    return int((batch["targets"] != IGNORED).sum())

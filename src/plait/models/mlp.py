@@ -1,0 +1,113 @@
+"""The monolith: linear layers in one ``nn.Sequential``, the reference that every layout is held against.
+
+    x_BD -> Layer 0 -> Layer 1 -> ... -> Layer 15 -> prediction_BD
+            linear     linear            linear
+            GELU       GELU
+            dropout    dropout
+
+A ``Layer`` is one block, so wrapping by block finds 16 units, and a pipeline cuts the Sequential anywhere.
+``widths`` allows odd sizes, which no mesh divides evenly.
+
+The loss is a *sum* over the rows whose mask is 1 and comes with their *count*; the engine divides once, by
+the count of the whole step.  A mean of per-microbatch means would weigh rows by the company they were cut
+with, and its gradient would differ between layouts as soon as two microbatches hold different counts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+from torch import Tensor, nn
+
+
+@dataclass(frozen=True)
+class MLPConfig:
+    """The sizes of an MLP: ``num_layers`` layers of ``width``, or the ``widths`` given one by one.
+
+    Raises:
+        ValueError: sizes that don't fit together, with the numbers and the fix.
+    """
+
+    num_layers: int = 16
+    width: int = 64
+    widths: tuple[int, ...] | None = None
+    """Input width, then the output width of each layer: num_layers + 1 numbers.  None: all ``width``."""
+    dropout: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.num_layers < 1:
+            raise ValueError(f"num_layers is {self.num_layers}: give a number from 1")
+        if self.widths is not None and len(self.widths) != self.num_layers + 1:
+            raise ValueError(
+                f"{len(self.widths)} widths for {self.num_layers} layers: give {self.num_layers + 1}, the "
+                f"input's and one per layer, or set num_layers={len(self.widths) - 1}"
+            )
+        for width in self.sizes:
+            if width < 1:
+                raise ValueError(f"width {width} among {self.sizes}: give numbers from 1")
+        if not 0.0 <= self.dropout < 1.0:
+            raise ValueError(f"dropout is {self.dropout}: give a probability from 0 up to, not including, 1")
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Input width, then the output width of each layer."""
+        return self.widths if self.widths is not None else (self.width,) * (self.num_layers + 1)
+
+    @property
+    def num_parameters(self) -> int:
+        """Elements of all weights and biases."""
+        return sum((fan_in + 1) * fan_out for fan_in, fan_out in pairwise(self.sizes))
+
+
+class Layer(nn.Module):
+    """One block: x_BD -> linear, then GELU and dropout unless it is the last."""
+
+    def __init__(self, fan_in: int, fan_out: int, dropout: float, last: bool) -> None:
+        super().__init__()
+        self.linear = nn.Linear(fan_in, fan_out)
+        self.activation = nn.Identity() if last else nn.GELU()
+        self.dropout = nn.Identity() if last else nn.Dropout(dropout)
+
+    def forward(self, x_BD: Tensor) -> Tensor:
+        """[batch, fan_in] -> [batch, fan_out]."""
+        out_BD: Tensor = self.dropout(self.activation(self.linear(x_BD)))
+        return out_BD
+
+
+class MLP(nn.Sequential):
+    """``num_layers`` Layers in a row, each with weights of its own."""
+
+    def __init__(self, config: MLPConfig) -> None:
+        last = config.num_layers - 1
+        super().__init__(
+            *(
+                Layer(config.sizes[i], config.sizes[i + 1], config.dropout, last=i == last)
+                for i in range(config.num_layers)
+            )
+        )
+        self.config = config
+
+
+def loss_sum(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+    """Squared errors, summed over the elements of all rows whose mask is 1: a scalar, never a mean.
+
+    ``batch`` holds ``x`` [batch, in], ``y`` [batch, out] and ``mask`` [batch] of 0 and 1.  Summed in fp32, in
+    fp64 if the prediction is.
+    """
+    prediction_BD: Tensor = model(batch["x"])
+    return squared_error_sum(prediction_BD, batch)
+
+
+def squared_error_sum(prediction_BD: Tensor, batch: Mapping[str, Tensor]) -> Tensor:
+    """The part of ``loss_sum`` after the model, for a last stage that holds the prediction already."""
+    dtype = torch.float64 if prediction_BD.dtype == torch.float64 else torch.float32
+    error_BD = prediction_BD.to(dtype) - batch["y"].to(dtype)
+    return (error_BD.square() * batch["mask"].to(dtype)[:, None]).sum()
+
+
+def sample_count(batch: Mapping[str, Tensor]) -> int:
+    """How many rows of the batch have a loss."""
+    return int((batch["mask"] != 0).sum())

@@ -119,7 +119,7 @@ class TextBatches(Batches):
         if len(tokens) < length + 1:
             raise ValueError(
                 f"a text of {len(tokens)} tokens is shorter than one sample: length {length} needs "
-                f"{length + 1} (the last target too); give more text, or at most length {len(tokens) - 1}"
+                f"{length + 1} (the last target too); give more text, or a shorter length"
             )
         if isinstance(tokens, Tensor):
             self._tokens = tokens

@@ -129,6 +129,8 @@ class Engine:
             self.owned = self.pieces.owned
             optimizer.register_step_pre_hook(lambda *_: self._before_update())
             optimizer.register_step_post_hook(lambda *_: self._after_update())
+        self.have_gradient: dict[str, bool] = {}
+        """Which parameters got a gradient on any rank in the last step."""
         self._open = False
         self._reduced = False
         self._losses: list[Tensor] = []
@@ -244,8 +246,6 @@ class Engine:
         if not self._reduced:
             self.gradients.reduce()
             self._reduced = True
-            if self.listener:
-                self.listener("reduced", self)
 
     def _before_update(self) -> None:
         """Hook before ``optimizer.step``: finish the sums, divide (own loops only), clip, hand gradients over."""
@@ -262,8 +262,10 @@ class Engine:
         touched = {
             g.flat.layout.slots[i].name for gs in self.gradients.flats.values() for g in gs for i in g.touched
         }
-        squares = square_sum(o.gradient for o in self.owned) if self._counts_norm() else 0.0
-        total, losses, have = self.exchange.report(squares, local, touched)
+        squares = square_sum(o.gradient for o in self.owned) if self.counts_norm() else 0.0
+        total, losses, self.have_gradient = self.exchange.report(squares, local, touched)
+        if self.listener:
+            self.listener("reduced", self)
         self._local, self._loss = local, math.fsum(losses) / self._count
         self._norm = None
         if self.clip is not None:
@@ -274,13 +276,13 @@ class Engine:
                     for piece in self._pieces():
                         piece.mul_(factor)
         if self.optimizer is not None:
-            self.pieces.give_gradients(have)
+            self.pieces.give_gradients(self.have_gradient)
 
     def _pieces(self) -> list[Tensor]:
         return [piece for gs in self.gradients.flats.values() for _, piece in owned(gs)]
 
-    def _counts_norm(self) -> bool:
-        """Each element counts once: of ranks that hold the same piece, the first one counts it."""
+    def counts_norm(self) -> bool:
+        """Whether this rank adds its squares to the norm: of ranks that hold the same piece, the first one does."""
         if self.clip is None:
             return False
         here = self.comm.mesh.coordinates(self.comm.rank)

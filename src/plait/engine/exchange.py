@@ -1,10 +1,4 @@
-"""The two small messages of a step: what ranks must agree on before it and after its backward.
-
-    counts   [microbatches, targets, samples]                            int64, before the first forward
-    report   [sum of squares, losses of the microbatches, gradient bits]  fp64, before the update
-
-Both are all-gathers in data-rank order, so every rank folds the same numbers in the same order.
-"""
+"""What the data ranks agree on before a step's first forward and after its last backward (see ``core.agreement``)."""
 
 from __future__ import annotations
 
@@ -13,13 +7,8 @@ from collections.abc import Sequence
 import torch
 
 from plait.comm import Comm
+from plait.core.agreement import BITS, COUNTS, DATA_ORDER
 from plait.core.collectives import Note
-
-ORDER = ("replica", "shard")
-"""Data-rank order: replica outermost."""
-
-BITS = 32
-"""Gradient bits per fp64 number; any integer below 2**53 is exact."""
 
 
 class Exchange:
@@ -40,9 +29,9 @@ class Exchange:
             ValueError: ranks with different numbers of microbatches, or no target anywhere.
         """
         mine = torch.tensor([microbatches, targets, samples], dtype=torch.int64, device=self.comm.device)
-        every = torch.empty(3 * self.ranks, dtype=torch.int64, device=self.comm.device)
-        self.comm.all_gather(every, mine, ORDER, note=Note("count")).wait()
-        table = every.view(self.ranks, 3).tolist()
+        every = torch.empty(COUNTS * self.ranks, dtype=torch.int64, device=self.comm.device)
+        self.comm.all_gather(every, mine, DATA_ORDER, note=Note("count")).wait()
+        table = every.view(self.ranks, COUNTS).tolist()
         if len({row[0] for row in table}) > 1:
             raise ValueError(
                 f"ranks bring different numbers of microbatches ({', '.join(str(row[0]) for row in table)} by data rank): "
@@ -63,7 +52,7 @@ class Exchange:
         ]
         mine = torch.tensor([squares, *losses, *bits], dtype=torch.float64, device=self.comm.device)
         every = torch.empty(len(mine) * self.ranks, dtype=torch.float64, device=self.comm.device)
-        self.comm.all_gather(every, mine, ORDER, note=Note("report")).wait()
+        self.comm.all_gather(every, mine, DATA_ORDER, note=Note("report")).wait()
         rows = every.view(self.ranks, len(mine)).tolist()
         total = 0.0
         for row in rows:
@@ -74,13 +63,3 @@ class Exchange:
             masks = [mask | int(value) for mask, value in zip(masks, row[split:], strict=True)]
         have = {name: bool(masks[i // BITS] >> (i % BITS) & 1) for i, name in enumerate(self.names)}
         return total, [loss for row in rows for loss in row[1:split]], have
-
-
-def count_bytes(ranks: int) -> int:
-    """Bytes of the whole array of ``counts``."""
-    return 3 * 8 * ranks
-
-
-def report_bytes(ranks: int, num_microbatches: int, num_parameters: int) -> int:
-    """Bytes of the whole array of ``report``."""
-    return 8 * (1 + num_microbatches + -(-num_parameters // BITS)) * ranks

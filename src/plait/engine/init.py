@@ -9,9 +9,9 @@ its pieces is one module.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -21,24 +21,32 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from plait.engine.rng import private_generator
 
 
+_EMPTY: ContextVar[bool] = ContextVar("empty_parameters", default=False)
+"""Whether modules built in this thread (or task) get parameters without memory."""
+
+
+def _to_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> Any:
+    if not _EMPTY.get() or parameter is None or parameter.is_meta:
+        return None
+    return nn.Parameter(parameter.detach().to("meta"), requires_grad=parameter.requires_grad)
+
+
+# torch keeps these hooks in one dict for the process and iterates over it unlocked, so threads that build models at
+# the same time must not add and remove theirs: one hook stays, and does nothing outside empty_parameters().
+register_module_parameter_registration_hook(_to_meta)
+
+
 @contextmanager
 def empty_parameters() -> Iterator[None]:
     """Modules built inside have their parameters on the meta device; buffers are computed as usual.
 
     Only this thread's modules are affected.  A tied parameter stays one parameter.
     """
-    owner = threading.get_ident()
-
-    def to_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> Any:
-        if threading.get_ident() != owner or parameter is None or parameter.is_meta:
-            return None
-        return nn.Parameter(parameter.detach().to("meta"), requires_grad=parameter.requires_grad)
-
-    handle = register_module_parameter_registration_hook(to_meta)
+    token = _EMPTY.set(True)
     try:
         yield
     finally:
-        handle.remove()
+        _EMPTY.reset(token)
 
 
 def check_buffers(model: nn.Module) -> None:

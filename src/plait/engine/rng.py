@@ -28,7 +28,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -41,6 +41,11 @@ def stream_key(*parts: object) -> int:
     """64 bits from anything printable; equal parts give equal keys on every machine."""
     text = "\x1f".join(map(str, parts)).encode()
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little")
+
+
+def in_backward() -> bool:
+    """Whether the autograd engine is running in this thread: a forward now is a recomputation."""
+    return bool(torch._C._current_graph_task_id() != -1)
 
 
 def _mix(x: Tensor) -> Tensor:
@@ -131,6 +136,16 @@ class Streams(TorchFunctionMode):
         if not self.modules and self.active:
             self.active = False
             self.__exit__(None, None, None)
+
+    def attach(self, model: nn.Module) -> None:
+        """Follow every module of a model, so that draws know their site."""
+
+        def entering(name: str) -> Callable[..., None]:
+            return lambda module, args: self.enter_module(name, model.training, in_backward())
+
+        for name, module in model.named_modules():
+            module.register_forward_pre_hook(entering(name), prepend=True)
+            module.register_forward_hook(lambda *_: self.leave_module(), always_call=True)
 
     def mask(self, shape: Sequence[int], p: float, device: torch.device) -> Tensor:
         """The next mask of the running module: bool, ``shape``, True where an element survives.

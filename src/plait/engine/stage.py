@@ -20,13 +20,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from plait.engine.rng import Streams
+from plait.engine.rng import Streams, in_backward
 from plait.engine.unit import Unit
-
-
-def in_backward() -> bool:
-    """Whether the autograd engine is running in this thread: a forward now is a recomputation."""
-    return bool(torch._C._current_graph_task_id() != -1)
 
 
 class Pass:
@@ -81,9 +76,7 @@ class Stage:
         self._ran_backward: set[Unit] = set()
         self._by_name = {unit.name: unit for unit in units}
         self._before_root = before_root
-        for name, module in model.named_modules():
-            module.register_forward_pre_hook(self._entering(name), prepend=True)
-            module.register_forward_hook(self._leaving, always_call=True)
+        streams.attach(model)
         for unit in units:
             unit.module.register_forward_pre_hook(self._before_forward(unit), with_kwargs=True)
             unit.module.register_forward_hook(self._after_forward(unit))
@@ -100,50 +93,45 @@ class Stage:
                 if needed.split:
                     order.record(needed)
                 needed.gather(phase, self.microbatch)
-                self._measure(unit)
+                self._measure(unit, phase)
                 needed.show()
         for coming in order.ahead():
             if sum(1 for u in self.units if u.users == 0 and (u.works is not None)) >= self.prefetch:
                 break
             if not coming.filled and coming.works is None:
                 coming.gather(phase, self.microbatch)
-                self._measure(unit)
+                self._measure(unit, phase)
 
     def close(self, unit: Unit, *, keep: bool = False) -> None:
         """The unit's parameters are not read any more; ``keep`` what the row keeps from forward to backward."""
         for needed in unit.needs:
             needed.users -= 1
             if needed.users == 0 and needed.split:
-                if keep and needed.keeps_open:
+                if needed.keeps_open and (keep or needed is not unit):
                     continue
                 if keep:
                     needed.keep()
                 needed.free()
 
-    def _measure(self, running: Unit) -> None:
-        """Asserts the bound on open units and keeps the peak for the report."""
+    def _measure(self, running: Unit, phase: str) -> None:
+        """Asserts the bound on open units and keeps the peaks for the report.
+
+        In backward a unit stays in use until its last gradient has come, which may be after the next one began; such
+        late units are counted apart.  In forward there are none.
+        """
         held = [u for u in self.units if u.split and (u.filled or u.works is not None)]
         self.peak_bytes = max(self.peak_bytes, sum(u.bytes_full for u in held))
         beside = [u for u in held if u.name not in running.ancestors and not u.keeps_open]
         borrowed = len([u for u in running.needs if u is not running])
-        late = len([u for u in beside if u in self._backward_open and u not in running.needs])
+        late = [u for u in beside if u.users and u not in running.needs]
         self.peak_open = max(self.peak_open, len(beside))
-        bound = 1 + self.prefetch + borrowed + late
+        bound = 1 + self.prefetch + borrowed + (len(late) if phase == "backward" else 0)
         assert len(beside) <= bound, (
             f"{len(beside)} units are unsharded beside the ancestors of {running.name!r} "
             f"({', '.join(u.name for u in beside)}), more than {bound}"
         )
 
     # ---- forward ------------------------------------------------------------------------------------------------
-
-    def _entering(self, name: str) -> Callable[..., None]:
-        def hook(module: nn.Module, args: Any) -> None:
-            self.streams.enter_module(name, self.model.training, in_backward())
-
-        return hook
-
-    def _leaving(self, module: nn.Module, args: Any, output: Any) -> None:
-        self.streams.leave_module()
 
     def _begin_forward(self, module: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
         if not in_backward():

@@ -140,6 +140,8 @@ class Unit:
         self.publishing: list[Work] = []
         self.keeps_open = not moves.backward
         """The row keeps full parameters from forward to backward."""
+        self.has_kept = False
+        """Between a first use and the end of backward: gathers start from what the row keeps."""
         self.split = any(flat.split for flat in self.flats)
         self.filled = not self.split
 
@@ -162,12 +164,8 @@ class Unit:
         for flat in self.flats:
             if flat.split:
                 note = Note(phase, self.name, microbatch)
-                if flat.kept is not None:
-                    self.works += flat.gather(self.moves.backward, flat.kept, flat.kept_place, note)
-                elif phase == "backward" and flat.kept_place == flat.held:
-                    self.works += flat.gather(self.moves.backward, flat.rest, flat.held, note)
-                else:
-                    self.works += flat.gather(self.moves.forward, flat.rest, flat.held, note)
+                start, place = (flat.rest, flat.held) if flat.kept is None else (flat.kept, flat.kept_place)
+                self.works += flat.gather(self.moves.backward if self.has_kept else self.moves.forward, start, place, note)
 
     def show(self) -> None:
         """Wait for the gather and point the parameters at the whole values."""
@@ -187,11 +185,15 @@ class Unit:
         self.filled = not self.split
 
     def keep(self) -> None:
+        """Before the unit is freed between forward and backward."""
+        self.has_kept = True
         for flat in self.flats:
             if flat.split:
                 flat.keep()
 
     def forget(self) -> None:
+        """The microbatch is over."""
+        self.has_kept = False
         for flat in self.flats:
             flat.forget()
 

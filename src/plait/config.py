@@ -1,0 +1,275 @@
+"""A run as one frozen value, checked before any process starts.
+
+    defaults  <-  --config FILE.toml  <-  flags of the command line
+
+``TrainConfig`` and ``VerifyConfig`` share the fields of ``RunConfig``; ``validate`` refuses what can be
+known without starting anything (a mesh, a row, sizes that don't divide), with the numbers and the fix, so
+that a mistake costs a second and not a job.
+"""
+
+from __future__ import annotations
+
+import difflib
+import tomllib
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, Literal, Protocol, TypeVar, get_args, get_origin, get_type_hints
+
+import torch
+
+from plait.core.cells import find_strategy
+from plait.core.mesh import Mesh
+from plait.models.gpt import GPTConfig
+from plait.models.mlp import MLPConfig
+
+World = Literal["process", "thread"]
+Device = Literal["auto", "cpu", "cuda"]
+
+Config = TypeVar("Config")
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """What training and verifying have in common: the layout, the model, the data and the machine."""
+
+    config: str | None = None
+    """A TOML file whose keys are these names; flags given beside it win."""
+
+    mesh: str = "shard=4"
+    """Ranks on named axes, as in "replica=2 shard=2"; their product is the number of ranks."""
+    strategy: str = "zero3"
+    """A row of the table (ddp, zero1, ... hpz), or your own: "name: params | kept | grads | state"."""
+    microbatches: int = 1
+    """Microbatches of one step on each data rank."""
+    world: World = "process"
+    """What a rank is: a process, or a thread of this one."""
+
+    model: Literal["mlp", "gpt"] = "gpt"
+    """gpt: a small decoder on text. mlp: linear layers on regression data."""
+    layers: int | None = None
+    """Layers (gpt: 4, mlp: 16 unless given)."""
+    width: int = 128
+    """Elements of a hidden vector."""
+    heads: int = 4
+    """Attention heads (gpt)."""
+    kv_heads: int = 2
+    """Key/value heads, shared by groups of heads (gpt)."""
+    dropout: float = 0.1
+    """The probability of dropping."""
+
+    steps: int = 60
+    """Steps of the optimizer."""
+    batch: int = 16
+    """Samples of one step, over all ranks and microbatches."""
+    length: int = 128
+    """Tokens of one sample (gpt)."""
+    ragged: bool = False
+    """Samples of different token counts, so that ranks and microbatches differ too."""
+    data: str | None = None
+    """A file or folder of text; None is the source of Python's standard library."""
+    seed: int = 0
+    """Decides initial weights, data order and dropout."""
+
+    optimizer: Literal["adamw", "adam", "sgd"] = "adamw"
+    """The optimizer, as torch.optim has it."""
+    lr: float = 3e-3
+    """The learning rate."""
+    clip: float | None = 1.0
+    """The largest global gradient norm; None does not clip."""
+    dtype: Literal["fp32", "fp64", "bf16"] = "fp32"
+    """Of the parameters and the computation."""
+
+    prefetch: int = 1
+    """How many units are gathered ahead of the running one."""
+    device: Device = "cpu"
+    """Where ranks compute; auto is cuda where there is one."""
+    threads: int = 1
+    """Compute threads of each rank."""
+    deadline: float = 60.0
+    """Seconds after which a rank that waits for another gives up."""
+    port: int = 0
+    """The port at which own processes meet; 0 takes a free one."""
+    json: str | None = None
+    """Write the results here as JSON; "-" is the standard output."""
+
+    @property
+    def parsed_mesh(self) -> Mesh:
+        """The mesh as a value."""
+        return Mesh.parse(self.mesh)
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        """The dtype as torch calls it."""
+        return {"fp32": torch.float32, "fp64": torch.float64, "bf16": torch.bfloat16}[self.dtype]
+
+    @property
+    def model_config(self) -> GPTConfig | MLPConfig:
+        """The sizes of the chosen model.
+
+        Raises:
+            ValueError: sizes that don't fit together.
+        """
+        if self.model == "mlp":
+            return MLPConfig(
+                num_layers=16 if self.layers is None else self.layers, width=self.width, dropout=self.dropout
+            )
+        return GPTConfig(
+            num_layers=4 if self.layers is None else self.layers,
+            width=self.width,
+            num_heads=self.heads,
+            num_kv_heads=self.kv_heads,
+            max_length=self.length,
+            dropout=self.dropout,
+        )
+
+
+@dataclass(frozen=True)
+class TrainConfig(RunConfig):
+    """Train a model on a mesh; show its loss, its speed and its bytes, predicted and measured."""
+
+    out: str | None = None
+    """A folder for metrics.jsonl (one object a step) and the summary."""
+    verify: bool = False
+    """At the end, train again as one process and compare."""
+    log_every: int = 10
+    """Steps between two lines on the screen."""
+
+
+@dataclass(frozen=True)
+class VerifyConfig(RunConfig):
+    """Hold a layout against the single process: losses, every gradient, norm, parameters, optimizer state.
+
+    Exit code 0: equal, 1: not equal, 2: bad input.
+    """
+
+    mesh: str = "shard=2"
+    steps: int = 5
+    width: int = 64
+    batch: int = 12
+    length: int = 32
+    ragged: bool = True
+    world: World = "thread"
+
+
+def validate(config: RunConfig) -> None:
+    """Refuses what is known to be impossible before anything starts.
+
+    Raises:
+        ValueError: with the numbers and the fix.
+    """
+    mesh = config.parsed_mesh
+    find_strategy(config.strategy)
+    if mesh.pipe > 1 or mesh.tensor > 1:
+        axis, size = ("pipe", mesh.pipe) if mesh.pipe > 1 else ("tensor", mesh.tensor)
+        raise ValueError(
+            f"the mesh '{mesh}' has {axis}={size}, but training runs over the data axes, replica and shard: "
+            f"leave {axis} out, for example shard={mesh.size}"
+        )
+    for name in ("microbatches", "steps", "batch", "length", "threads", "log_every"):
+        _at_least(config, name, 1)
+    _at_least(config, "prefetch", 0)
+    for name in ("lr", "deadline", "clip"):
+        value = getattr(config, name)
+        if value is not None and not value > 0:
+            raise ValueError(f"{name} is {value}: give a number above 0")
+    assert config.model_config
+    parts = mesh.data_size * config.microbatches
+    if config.batch < parts:
+        raise ValueError(
+            f"a batch of {config.batch} samples cannot fill {mesh.data_size} data ranks x "
+            f"{config.microbatches} microbatches = {parts} parts: "
+            f"give batch >= {parts}, or fewer microbatches"
+        )
+    if config.data is not None and not Path(config.data).exists():
+        raise ValueError(
+            f"no file or folder at data {config.data!r}: check the path, "
+            "or leave it out for Python's own source"
+        )
+    if isinstance(config, TrainConfig) and config.out is not None and Path(config.out).is_file():
+        raise ValueError(f"out {config.out!r} is a file: give a folder for the metrics")
+    check_machine(config)
+
+
+class Machine(Protocol):
+    """The settings that say where ranks live; every command that starts ranks has them."""
+
+    @property
+    def mesh(self) -> str: ...
+    @property
+    def world(self) -> World: ...
+    @property
+    def device(self) -> Device: ...
+    @property
+    def threads(self) -> int: ...
+    @property
+    def deadline(self) -> float: ...
+    @property
+    def port(self) -> int: ...
+
+
+def check_machine(config: Machine) -> None:
+    """Refuses ports and devices that this machine does not have."""
+    if not 0 <= config.port <= 65535:
+        raise ValueError(f"port {config.port} is no port: give 0 (any free one) or 1 to 65535")
+    if config.device == "cuda" and not torch.cuda.is_available():
+        raise ValueError("device cuda: torch sees no CUDA device here; use --device cpu, or see plait doctor")
+    ranks, gpus = Mesh.parse(config.mesh).size, torch.cuda.device_count()
+    if resolve_device(config.device) == "cuda" and config.world == "process" and ranks > gpus:
+        raise ValueError(
+            f"{ranks} ranks on {gpus} CUDA devices: NCCL needs one each; "
+            f"use a mesh of {gpus} or fewer, --world thread, or --device cpu"
+        )
+
+
+def resolve_device(device: Device) -> Literal["cpu", "cuda"]:
+    """What ``auto`` means on this machine."""
+    if device == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    return device
+
+
+def from_toml(kind: type[Config], path: str) -> Config:
+    """The config in a TOML file; what it does not name keeps its default.
+
+    Raises:
+        ValueError: no such file, no TOML, an unknown key (the nearest are named), or a value of another type.
+    """
+    try:
+        values = tomllib.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ValueError(f"cannot read the config {path!r}: {error.strerror}") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"the config {path!r} is no TOML: {error}") from error
+    hints = get_type_hints(kind)
+    names = [field.name for field in fields(kind) if field.name != "config"]  # type: ignore[arg-type]
+    for name, value in values.items():
+        if name not in names:
+            near = difflib.get_close_matches(name, names, n=3)
+            hint = f"did you mean {' or '.join(near)}?" if near else f"the keys are {', '.join(names)}"
+            raise ValueError(f"unknown key {name!r} in the config {path!r}: {hint}")
+        values[name] = _typed(value, hints[name], f"{name} in the config {path!r}")
+    return kind(**values)
+
+
+def _typed(value: Any, hint: Any, what: str) -> Any:
+    """``value`` if it is of the field's type; a whole number may stand for a float."""
+    kinds = get_args(hint) if get_origin(hint) not in (Literal, tuple, None) else (hint,)
+    for kind in kinds:
+        if get_origin(kind) is Literal and value in get_args(kind):
+            return value
+        if get_origin(kind) is tuple and isinstance(value, list):
+            return tuple(_typed(item, get_args(kind)[0], what) for item in value)
+        if kind is float and type(value) in (int, float):
+            return float(value)
+        if kind is type(value):
+            return value
+    if get_origin(hint) is Literal:
+        raise ValueError(f"{what} is {value!r}: choose one of {', '.join(map(str, get_args(hint)))}")
+    names = " or ".join(k.__name__ for k in kinds if isinstance(k, type) and k is not type(None))
+    raise ValueError(f"{what} is {value!r}, a {type(value).__name__}: give {names or hint}")
+
+
+def _at_least(config: RunConfig, name: str, least: int) -> None:
+    value = getattr(config, name, least)
+    if value < least:
+        raise ValueError(f"{name} is {value}: give a whole number from {least}")

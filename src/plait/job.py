@@ -1,0 +1,77 @@
+"""What is trained, apart from how: model, loss, data and optimizer, made from a config.
+
+A ``Job`` is the same for a layout on many ranks and for the single process it is held against; that is why neither
+mesh nor strategy is in it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD, Adam, AdamW, Optimizer
+
+from plait.config import RunConfig
+from plait.data import Batches, SyntheticRegression, TextBatches, load_text, split_text
+from plait.engine import empty_parameters
+from plait.models import gpt, mlp
+
+
+@dataclass(frozen=True)
+class Job:
+    """One training job.
+
+    ``build`` makes a model with its parameters on meta; ``optimizer`` builds a stock optimizer on parameters;
+    ``global_batch`` is in samples.
+    """
+
+    build: Callable[[], nn.Module]
+    loss_fn: Callable[[nn.Module, Any], Tensor]
+    count_fn: Callable[[Any], int]
+    batches: Batches
+    optimizer: Callable[[Iterable[nn.Parameter]], Optimizer]
+    global_batch: int
+    dtype: torch.dtype
+    seed: int
+
+    def microbatches(self, step: int, data_rank: int, num_data_ranks: int, num_microbatches: int, device: str = "cpu") -> list[Any]:
+        """A data rank's microbatches of a step, on the device."""
+        batches = self.batches.microbatches(step, data_rank, num_data_ranks, num_microbatches, self.global_batch)
+        return [{name: tensor.to(device) for name, tensor in batch.items()} for batch in batches]
+
+
+def make_job(config: RunConfig) -> Job:
+    """The job that a config describes.
+
+    Raises:
+        ValueError: sizes that don't fit, or a text that is missing or too short.
+    """
+    sizes, dtype = config.model_config, config.torch_dtype
+    batches: Batches
+    make: Callable[[], nn.Module]
+    if isinstance(sizes, gpt.GPTConfig):
+        text, _ = split_text(load_text(config.data), config.length)
+        batches = TextBatches(text, config.length, config.seed, ragged=config.ragged)
+        make, loss_fn, count_fn = partial(gpt.GPT, sizes), gpt.loss_sum, gpt.token_count
+    else:
+        batches = SyntheticRegression(sizes.width, config.seed, ragged=config.ragged, dtype=dtype)
+        make, loss_fn, count_fn = partial(mlp.MLP, sizes), mlp.loss_sum, mlp.sample_count
+
+    def build() -> nn.Module:
+        with empty_parameters():
+            return make().to(dtype).train()
+
+    def optimizer(parameters: Iterable[nn.Parameter]) -> Optimizer:
+        match config.optimizer:
+            case "adamw":
+                return AdamW(parameters, lr=config.lr)
+            case "adam":
+                return Adam(parameters, lr=config.lr)
+            case "sgd":
+                return SGD(parameters, lr=config.lr, momentum=0.9)
+
+    return Job(build, loss_fn, count_fn, batches, optimizer, config.batch, dtype, config.seed)

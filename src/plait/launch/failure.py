@@ -1,0 +1,105 @@
+"""What a failed run says: one line for a mistake of the user's, the original traceback for all else.
+
+    raised on a rank                      said                            exit code
+    ValueError by plait                   plait: error: <message>         2
+    any other exception                   its traceback                   1
+    (killed by a signal)                  plait: rank 3 was killed ...    128 + signal
+
+A rank that plait started says nothing itself.  It writes the file that torch's elastic agent hands out
+(``TORCHELASTIC_ERROR_FILE``), and the launcher prints the *first* failure, once: the others are only its
+echo.  The agent stamps failures to the second; the nanoseconds here tell cause from echo.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+MISTAKE = 2
+"""The exit code of bad input, as argparse has it."""
+
+LAUNCHER = "PLAIT_LAUNCHER"
+"""Set for ranks that plait started: the launcher's process id."""
+
+
+@dataclass(frozen=True)
+class Failure:
+    """One rank's end, as the launcher learns of it."""
+
+    rank: int
+    exit_code: int
+    """Negative: the signal that killed it."""
+    text: str = ""
+    """What is to be said; empty where the rank has spoken for itself or could not."""
+    nanoseconds: int = 0
+    """When it was recorded."""
+
+
+def is_mistake(error: BaseException) -> bool:
+    """Whether this is plait refusing an input; a ValueError raised in anyone else's code is not."""
+    if not isinstance(error, ValueError) or error.__traceback__ is None:
+        return False
+    *_, (frame, _line) = traceback.walk_tb(error.__traceback__)
+    return str(frame.f_globals.get("__name__", "")).partition(".")[0] == "plait"
+
+
+def text_of(error: BaseException) -> str:
+    """What is said about an error: a line, or its traceback."""
+    if is_mistake(error):
+        notes = [str(note) for note in getattr(error, "__notes__", ())]
+        return " ".join(["plait: error:", *str(error).split(), *notes]) + "\n"
+    return "".join(traceback.format_exception(error))
+
+
+def report(error: BaseException, environment: Mapping[str, str] = os.environ) -> int:
+    """Says what went wrong, or records it for the launcher that will; returns the exit code."""
+    text = text_of(error)
+    path = environment.get("TORCHELASTIC_ERROR_FILE")
+    if path:
+        now = time.time_ns()
+        extra = {"py_callstack": text, "timestamp": str(now // 10**9), "nanoseconds": now}
+        Path(path).write_text(json.dumps({"message": {"message": text, "extraInfo": extra}}))
+    if not path or LAUNCHER not in environment:
+        sys.stdout.flush()
+        sys.stderr.write(text)
+    return MISTAKE if is_mistake(error) else 1
+
+
+def recorded(rank: int, exit_code: int, data: Mapping[str, Any]) -> Failure:
+    """What ``report`` wrote, read back from the elastic agent's copy of the file."""
+    message = data.get("message")
+    if not isinstance(message, dict):
+        return Failure(rank, exit_code, nanoseconds=time.time_ns())
+    extra = message["extraInfo"]
+    when = extra.get("nanoseconds", int(extra["timestamp"]) * 10**9)
+    return Failure(rank, exit_code, message["message"], when)
+
+
+def explain(failures: list[Failure], mesh: str) -> tuple[str, int]:
+    """(what the launcher says, its exit code) for the failures of a run.
+
+    A rank that a signal killed comes first: it left no note, and the tracebacks of the others are echoes.
+    """
+    first = min(failures, key=lambda f: (f.exit_code >= 0, not f.text, f.nanoseconds))
+    if first.exit_code < 0:
+        number = -first.exit_code
+        name = signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
+        hint = " (out of memory?)" if number == signal.SIGKILL else ""
+        text = (
+            f"plait: rank {first.rank} of mesh {mesh} was killed by {name}{hint}; the others were stopped\n"
+        )
+        return text, 128 + number
+    if first.text and first.exit_code != MISTAKE:
+        text = (
+            f"{first.text}plait: rank {first.rank} of mesh {mesh} failed as above; the others were stopped\n"
+        )
+        return text, first.exit_code
+    return first.text, first.exit_code

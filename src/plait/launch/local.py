@@ -1,0 +1,203 @@
+"""One host: ``launch(config, body, argv)`` gives every rank a ``Comm`` and runs ``body`` on it.
+
+    torchrun's variables are set        this process is a rank: join, run, leave
+    world=thread                        every rank is a thread of this process
+    otherwise                           torch's elastic agent starts `python -m plait ARGV` once per rank,
+                                        and each of these finds itself in the first case
+
+So the same command runs alone, under torchrun, and under whatever speaks torchrun's contract.  Own processes
+never outlive the launcher: the agent stops them when one fails or a signal comes, and each watches its
+parent in case the launcher itself is killed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+import os
+import shutil
+import signal
+import socket
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from plait.comm import thread
+from plait.comm.base import Comm
+from plait.config import Machine, resolve_device
+from plait.core.mesh import AXES, Mesh
+from plait.launch.failure import LAUNCHER, explain, recorded
+
+Body = Callable[[Comm], int]
+
+TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+"""With these set, somebody else started this process as a rank."""
+
+
+def launch(config: Machine, body: Body, argv: Sequence[str]) -> int:
+    """Runs ``body`` on every rank and returns the exit code; ``argv`` is this very command, to start ranks.
+
+    Only rank 0's output is shown; errors are shown from anywhere.
+
+    Raises:
+        ValueError: the port is taken, or torchrun started another number of ranks than the mesh has.
+    """
+    if all(name in os.environ for name in TORCHRUN):
+        return _be_a_rank(config, body)
+    if config.world == "thread":
+        with _compute_threads(config.threads):
+            device, deadline = resolve_device(config.device), config.deadline
+            return max(thread.run(Mesh.parse(config.mesh), body, device=device, deadline=deadline))
+    return _start_ranks(config, argv)
+
+
+# ---- as a rank --------------------------------------------------------------------------------------
+
+
+def _be_a_rank(config: Machine, body: Body) -> int:
+    from plait.comm.process import ProcessComm
+
+    mesh, started = Mesh.parse(config.mesh), int(os.environ["WORLD_SIZE"])
+    if mesh.size != started:
+        raise ValueError(
+            f"the mesh '{mesh}' has {mesh.size} ranks, but {started} processes were started: "
+            f"start {mesh.size} (--nproc-per-node), or give a mesh of {started} ranks, as in shard={started}"
+        )
+    if LAUNCHER in os.environ:
+        threading.Thread(target=_leave_with, args=(int(os.environ[LAUNCHER]),), daemon=True).start()
+    torch.set_num_threads(config.threads)
+    device = resolve_device(config.device)
+    if device == "cuda":
+        device = f"cuda:{os.environ.get('LOCAL_RANK', '0')}"  # type: ignore[assignment]
+    comm = ProcessComm.from_env(mesh, device=device, deadline=config.deadline)
+    with open(os.devnull, "w") as nowhere, contextlib.ExitStack() as stack:
+        if comm.rank:
+            stack.enter_context(contextlib.redirect_stdout(nowhere))
+        code = body(comm)
+        # Nobody leaves with a code while rank 0 still speaks: the agent stops all at the first one.
+        comm.barrier(AXES)
+    comm.close()
+    return code
+
+
+def _leave_with(parent: int) -> None:
+    """Ends this process soon after its launcher; a killed launcher cannot stop its ranks."""
+    while os.getppid() == parent:
+        time.sleep(0.25)
+    os._exit(1)
+
+
+@contextlib.contextmanager
+def _compute_threads(number: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(number)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+# ---- starting them ----------------------------------------------------------------------------------
+
+
+def _start_ranks(config: Machine, argv: Sequence[str]) -> int:
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    if config.port:
+        check_port(config.port)
+    mesh = Mesh.parse(config.mesh)
+    env = shutil.which("env")
+    if env is None:
+        raise ValueError("no `env` command on the PATH: plait sets its ranks' environment with it")
+    settings = [f"{name}={value}" for name, value in rank_environment(config).items()]
+    # The agent substitutes ${local_rank} in arguments: a dollar of the user's is to stay one.
+    arguments = [text.replace("$", "$$") for text in (*settings, sys.executable, "-m", "plait", *argv)]
+    with tempfile.TemporaryDirectory(prefix="plait-") as folder, _agent_kept_quiet():
+        plan = LaunchConfig(
+            min_nodes=1,
+            max_nodes=1,
+            nproc_per_node=mesh.size,
+            run_id=f"plait-{os.getpid()}",
+            rdzv_backend="c10d",
+            rdzv_endpoint=f"127.0.0.1:{config.port}",
+            rdzv_configs={"timeout": 60},
+            local_addr="127.0.0.1",
+            max_restarts=0,
+            monitor_interval=0.05,
+            logs_specs=DefaultLogsSpecs(log_dir=folder),
+            **_known(LaunchConfig, shutdown_timeout=5),
+        )
+        try:
+            elastic_launch(plan, env)(*arguments)
+        except ChildFailedError as error:
+            failures = [recorded(r, f.exitcode, f.error_file_data) for r, f in error.failures.items()]
+            text, code = explain(failures, str(mesh))
+            sys.stdout.flush()
+            sys.stderr.write(text)
+            return code
+        except SignalException as stopped:
+            sys.stderr.write(f"plait: stopped by {stopped.sigval.name}, with all ranks\n")
+            return 128 + stopped.sigval.value
+    return 0
+
+
+def rank_environment(config: Machine, given: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """The variables that own ranks get beside the launcher's; what the user has set is left alone.
+
+    - All ranks are on this host, so they talk over loopback, whatever the hostname resolves to.
+    - glibc returns large blocks to the kernel when they are freed and faults them in again at the next use.
+      A unit's storage is freed and refilled in every step, so that is switched off (docs/log.md).
+    """
+    wanted = {
+        "OMP_NUM_THREADS": str(config.threads),
+        "MALLOC_TRIM_THRESHOLD_": str(1 << 42),
+        "MALLOC_MMAP_THRESHOLD_": str(32 << 20),
+    }
+    loopback = [name for _, name in socket.if_nameindex() if name in ("lo", "lo0")]
+    if loopback:
+        wanted["GLOO_SOCKET_IFNAME"] = loopback[0]
+    return {LAUNCHER: str(os.getpid()), **{k: v for k, v in wanted.items() if k not in given}}
+
+
+def check_port(port: int) -> None:
+    """Refuses a port that somebody listens on, or that this user may not open."""
+    with socket.socket(socket.AF_INET6 if socket.has_ipv6 else socket.AF_INET) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("", port))
+            probe.listen(1)
+        except OSError as error:
+            reason = error.strerror or str(error)
+            raise ValueError(
+                f"port {port} cannot be opened ({reason.lower()}): give another --port, or 0 for a free one"
+            ) from error
+
+
+@contextlib.contextmanager
+def _agent_kept_quiet() -> Iterator[None]:
+    """Elastic logs every failure in its own words, and leaves its signal handlers behind."""
+    signals = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+    here = threading.current_thread() is threading.main_thread()
+    handlers = {number: signal.getsignal(number) for number in signals} if here else {}
+    before = logging.root.manager.disable
+    logging.disable(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logging.disable(before)
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+
+
+def _known(kind: Any, **settings: Any) -> dict[str, Any]:
+    """Those settings that this release of torch has."""
+    names = {field.name for field in dataclasses.fields(kind)}
+    return {name: value for name, value in settings.items() if name in names}

@@ -1,0 +1,184 @@
+"""What the links of a mesh carry: ping-pong between two ranks, and every collective over all of them.
+
+A time is what the slowest rank needed (the maximum over ranks, per repetition); the median over repetitions
+is reported.  Each repetition is: barrier, clock, call, wait, synchronise, clock.  Warm-up calls come first,
+and before any clock runs each collective's answer is compared with the known one: a wrong sum is an error.
+
+    algbw = S / seconds                  S: bytes of the whole array, for reduce-scatter and all-gather too
+    busbw = algbw * factor(kind, n)      what a link carried; comparable between kinds and rank counts
+
+Source: the definitions of nccl-tests (its PERFORMANCE page).
+"""
+
+from __future__ import annotations
+
+import re
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from plait.comm.base import Comm, Work
+from plait.config import Device, World, check_machine
+from plait.core.collectives import bus_factor
+from plait.core.mesh import AXES, Mesh
+from plait.measure.machine import synchronise
+from plait.measure.operations import COLLECTIVES, NOTE, build
+
+_UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30}
+_SIZE = re.compile(r"(\d+)\s*(|K|M|G)(?:I?B)?", re.IGNORECASE)
+
+SMALLEST = 8
+"""Bytes of the ping-pong message that shows the latency."""
+
+
+@dataclass(frozen=True)
+class BenchConfig:
+    """Time messages between ranks: ping-pong, and every collective by size."""
+
+    mesh: str = "shard=2"
+    """Ranks on named axes; the collectives run over all of them."""
+    world: World = "process"
+    """What a rank is: a process, or a thread of this one."""
+    sizes: tuple[str, ...] = ("4KB", "64KB", "1MB", "16MB")
+    """Sizes of the whole array, in units of 1024."""
+    kinds: tuple[str, ...] = COLLECTIVES
+    """The collectives to time."""
+    repeat: int = 20
+    """Timed repetitions; the median is reported."""
+    warmup: int = 3
+    """Calls before the clock runs."""
+    out: str | None = None
+    """A folder for comm.json and comm.svg."""
+    json: str | None = None
+    """Write the results here as JSON; "-" is the standard output."""
+    device: Device = "cpu"
+    """Where the tensors lie; auto is cuda where there is one."""
+    threads: int = 1
+    """Compute threads of each rank."""
+    deadline: float = 60.0
+    """Seconds after which a rank that waits for another gives up."""
+    port: int = 0
+    """The port at which own processes meet; 0 takes a free one."""
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """One line of the result."""
+
+    kind: str
+    """``ping_pong``, or a collective's name."""
+    ranks: int
+    bytes: int
+    seconds: float
+    """Median over repetitions of the slowest rank's time; ping_pong: one way."""
+    seconds_min: float
+    seconds_max: float
+
+    @property
+    def algbw(self) -> float:
+        """Bytes of the whole array per second."""
+        return self.bytes / self.seconds
+
+    @property
+    def busbw(self) -> float:
+        """Bytes per second that a link carried."""
+        return self.algbw * (1.0 if self.kind == "ping_pong" else bus_factor(self.kind, self.ranks))
+
+
+def parse_size(text: str) -> int:
+    """Bytes in ``4KB``, ``1 MiB``, ``512`` (K, M and G are powers of 1024)."""
+    match = _SIZE.fullmatch(text.strip())
+    if match is None or int(match[1]) < 1:
+        raise ValueError(f"cannot read the size {text!r}: write bytes, as in 512, 4KB, 1MB or 1GB")
+    return int(match[1]) * _UNITS[match[2].upper()]
+
+
+def validate(config: BenchConfig) -> None:
+    """Refuses what is known to be impossible before anything starts.
+
+    Raises:
+        ValueError: with the numbers and the fix.
+    """
+    mesh = Mesh.parse(config.mesh)
+    if mesh.size < 2:
+        raise ValueError(
+            f"the mesh '{mesh}' has 1 rank, and nobody to send to: give 2 or more, as in shard=2"
+        )
+    for text in config.sizes:
+        parse_size(text)
+    unknown = [kind for kind in config.kinds if kind not in COLLECTIVES]
+    if unknown:
+        raise ValueError(f"unknown collective {unknown[0]!r}: the kinds are {', '.join(COLLECTIVES)}")
+    for name, value, least in (
+        ("repeat", config.repeat, 1),
+        ("warmup", config.warmup, 0),
+        ("threads", config.threads, 1),
+    ):
+        if value < least:
+            raise ValueError(f"{name} is {value}: give a whole number from {least}")
+    if not config.deadline > 0:
+        raise ValueError(f"deadline is {config.deadline}: give seconds above 0")
+    check_machine(config)
+
+
+def measure(config: BenchConfig, comm: Comm) -> list[Measurement]:
+    """All measurements, the same on every rank; every rank of the mesh must call this."""
+    sizes = sorted({parse_size(text) for text in config.sizes})
+    results = [ping_pong(comm, size, config) for size in sorted({SMALLEST, *sizes})]
+    for kind in config.kinds:
+        for size in sizes:
+            operation = build(kind, comm, size)
+            if size == sizes[0]:
+                operation.check()
+
+            def once(call: Callable[[], Work] = operation.call) -> None:
+                call().wait()
+
+            times = _times(comm, once, config, rounds=1)
+            results.append(_summary(kind, comm.mesh.size, operation.bytes, times))
+    return results
+
+
+def ping_pong(comm: Comm, size: int, config: BenchConfig) -> Measurement:
+    """Ranks 0 and 1 send a message of ``size`` bytes forth and back; the others look on."""
+    numel = max(1, size // 4)
+    ball = torch.full((numel,), float(comm.rank == 0), device=comm.device)
+    rounds = 10 if size <= 2**16 else 1
+
+    def play() -> None:
+        for _ in range(rounds):
+            for sender in (0, 1):
+                if comm.rank == sender:
+                    comm.send(ball, 1 - sender, NOTE).wait()
+                elif comm.rank == 1 - sender:
+                    comm.recv(ball, sender, NOTE).wait()
+
+    times = _times(comm, play, config, rounds=2 * rounds)
+    if comm.rank < 2 and not bool((ball == 1).all()):
+        raise RuntimeError(f"a ping-pong message of {numel * 4} bytes came back with other contents")
+    return _summary("ping_pong", 2, numel * 4, times)
+
+
+def _times(comm: Comm, once: Callable[[], None], config: BenchConfig, rounds: int) -> list[float]:
+    """Seconds of each repetition on the slowest rank, divided by ``rounds``."""
+    device = comm.device.type
+    for _ in range(config.warmup):
+        once()
+    synchronise(device)
+    times = torch.zeros(config.repeat, dtype=torch.float64)
+    for repetition in range(config.repeat):
+        comm.barrier(AXES, NOTE)
+        start = time.perf_counter()
+        once()
+        synchronise(device)
+        times[repetition] = time.perf_counter() - start
+    slowest = times.to(comm.device)
+    comm.all_reduce(slowest, AXES, "max", NOTE).wait()
+    return [float(t) / rounds for t in slowest]
+
+
+def _summary(kind: str, ranks: int, size: int, times: list[float]) -> Measurement:
+    return Measurement(kind, ranks, size, statistics.median(times), min(times), max(times))

@@ -1,0 +1,100 @@
+"""What one machine does: memory bandwidth, matrix products, and copies that hide behind them.
+
+Overlap is measured with three clocks: the products alone, the copies alone, both on two CUDA streams.
+
+    compute  |#########|                     hidden = (compute + copy - together) / min(compute, copy)
+    copy     |~~~~~~|                        1: the shorter one costs nothing
+    together |##########|                    0: one waits for the other
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+NO_GPU = (
+    "no CUDA device: on a CPU, copies and products share cores and memory; "
+    "a copy engine beside the compute units, and streams to feed both, are what a GPU has"
+)
+
+
+@dataclass(frozen=True)
+class Overlap:
+    """How much of a host-to-device copy a matrix product hides; seconds are medians."""
+
+    compute_seconds: float
+    copy_seconds: float
+    together_seconds: float
+
+    @property
+    def hidden(self) -> float:
+        """The share of the shorter one that costs nothing, from 0 to 1."""
+        gained = self.compute_seconds + self.copy_seconds - self.together_seconds
+        return max(0.0, min(1.0, gained / min(self.compute_seconds, self.copy_seconds)))
+
+
+def synchronise(device: str) -> None:
+    """Returns when the device has done all that was asked of it."""
+    if device != "cpu":
+        torch.cuda.synchronize()  # type: ignore[no-untyped-call]
+
+
+def copy_rate(budget: float = 0.5, size: int = 64 << 20, device: str = "cpu") -> float:
+    """Bytes per second of a large copy in one memory; each byte is read once and written once."""
+    source = torch.ones(size // 4, device=device)
+    target = torch.empty_like(source)
+    return size / _median_seconds(lambda: target.copy_(source), budget, device)
+
+
+def product_rate(budget: float = 0.5, width: int = 1024, device: str = "cpu") -> float:
+    """Floating-point operations per second of a square fp32 matrix product, with torch's own threads."""
+    a, b = torch.ones(width, width, device=device), torch.ones(width, width, device=device)
+    out = torch.empty_like(a)
+    return 2 * width**3 / _median_seconds(lambda: torch.mm(a, b, out=out), budget, device)
+
+
+def overlap(width: int = 4096, size: int = 256 << 20) -> Overlap | None:
+    """A copy from pinned memory beside products; None without a GPU (``NO_GPU`` says why)."""
+    if not torch.cuda.is_available():
+        return None
+    a, out = torch.ones(width, width, device="cuda"), torch.empty(width, width, device="cuda")
+    source = torch.ones(size // 4, pin_memory=True)
+    target = torch.empty(size // 4, device="cuda")
+    compute, copier = torch.cuda.Stream(), torch.cuda.Stream()  # type: ignore[no-untyped-call]
+
+    def copy() -> None:
+        with torch.cuda.stream(copier):
+            target.copy_(source, non_blocking=True)
+
+    def products(number: int) -> None:
+        with torch.cuda.stream(compute):
+            for _ in range(number):
+                torch.mm(a, a, out=out)
+
+    copy_seconds = _median_seconds(copy, 0.3, "cuda")
+    number = max(1, round(copy_seconds / _median_seconds(lambda: products(1), 0.1, "cuda")))
+    compute_seconds = _median_seconds(lambda: products(number), 0.3, "cuda")
+
+    def both() -> None:
+        copy()
+        products(number)
+
+    return Overlap(compute_seconds, copy_seconds, _median_seconds(both, 0.3, "cuda"))
+
+
+def _median_seconds(work: Callable[[], object], budget: float, device: str) -> float:
+    """The median time of ``work`` over as many calls as fit into ``budget`` seconds (3 at least)."""
+    work()
+    synchronise(device)
+    times: list[float] = []
+    end = time.perf_counter() + budget
+    while len(times) < 3 or (time.perf_counter() < end and len(times) < 1000):
+        start = time.perf_counter()
+        work()
+        synchronise(device)
+        times.append(time.perf_counter() - start)
+    return statistics.median(times)

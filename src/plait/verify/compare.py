@@ -1,0 +1,204 @@
+"""Holding two runs against each other: what is measured, and what counts as equal.
+
+Errors are max|a - b| and max|a - b| / max|b|, tensor by tensor.  *Bitwise* means that every element is the same number.
+
+Two comparisons are made.  Against the single process that replays the layout's own tree of additions, everything must
+be bitwise.  Against one plain full-batch step the additions differ, so the first step's losses, gradients and norm are
+held to a tolerance for rounding; parameters after k steps are held against the distance that the optimizer can have
+gone, lr * k, because Adam turns the rounding noise of a gradient that should be zero into a full step.  Plain SGD has
+no such amplifier: its parameters are held tightly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from plait.verify.record import RankRecord
+from plait.verify.reference import Record
+
+ROUNDING = {torch.float32: 1e-5, torch.float64: 1e-12, torch.bfloat16: 5e-2}
+"""Relative tolerance where only the order of additions differs, by dtype."""
+
+
+STEPS_APART = 0.05
+"""How far parameters may be apart after k steps of Adam, as a share of lr * k, the distance they can have gone."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One tensor (or number) held against its reference; ``tolerance`` 0 asks for the same bits.
+
+    ``measure`` says what the tolerance bounds: ``relative`` (max|a-b| / max|b|) or ``steps`` (max|a-b| / (lr * k)).
+    """
+
+    kind: str
+    name: str
+    max_abs: float
+    max_rel: float
+    bitwise: bool
+    tolerance: float
+    measure: str = "relative"
+    measured: float = 0.0
+
+    @property
+    def equal(self) -> bool:
+        return self.bitwise or (self.tolerance > 0 and self.measured <= self.tolerance)
+
+
+def find(kind: str, name: str, ours: Tensor, theirs: Tensor, tolerance: float = 0.0, step_length: float | None = None) -> Finding:
+    """Compare two tensors of one shape.
+
+    Args:
+        tolerance: 0 asks for equality; otherwise it bounds the measure.
+        step_length: lr * k, to hold the difference against the distance gone instead of the tensor.
+    """
+    a, b = ours.detach().double().reshape(-1), theirs.detach().double().reshape(-1)
+    if a.shape != b.shape:
+        return Finding(kind, name, float("inf"), float("inf"), False, tolerance, measured=float("inf"))
+    same = torch.equal(ours.reshape(-1), theirs.reshape(-1))
+    gap = (a - b).abs().max().item() if len(a) else 0.0
+    scale = b.abs().max().item() if len(b) else 0.0
+    if gap != gap:
+        gap = float("inf")
+    relative = gap / scale if scale else (0.0 if gap == 0 else float("inf"))
+    measured = relative if step_length is None else gap / step_length
+    return Finding(kind, name, gap, relative, same, tolerance, "relative" if step_length is None else "steps", measured)
+
+
+def number(kind: str, name: str, ours: float | None, theirs: float | None, tolerance: float = 0.0) -> Finding:
+    """Compare two numbers."""
+    if ours is None or theirs is None:
+        return Finding(kind, name, 0.0, 0.0, ours is theirs, tolerance)
+    return find(kind, name, torch.tensor([ours], dtype=torch.float64), torch.tensor([theirs], dtype=torch.float64), tolerance)
+
+
+def against_tree(ranks: Sequence[RankRecord], reference: Record) -> list[Finding]:
+    """Every rank's record against the replay of the layout's own tree: all of it bitwise."""
+    found: list[Finding] = []
+    for record in ranks:
+        at = f"rank {record.rank}"
+        for step, loss in enumerate(record.losses):
+            found.append(number("loss", f"step {step + 1}, {at}", loss, reference.losses[step]))
+            first = record.data_rank * len(record.local_losses[step])
+            for m, local in enumerate(record.local_losses[step]):
+                single = reference.microbatch_losses[step][first + m]
+                found.append(number("loss", f"step {step + 1}, microbatch {first + m}, {at}", local, single))
+            found.append(number("norm", f"step {step + 1}, {at}", record.norms[step], reference.norms[step]))
+        for step, pieces in enumerate(record.gradients):
+            for (name, start, stop), piece in pieces.items():
+                gradient = reference.gradients[step].get(name)
+                label = f"{name}[{start}:{stop}], step {step + 1}, {at}"
+                if gradient is None:
+                    found.append(Finding("gradient", label + " (none expected)", float("inf"), float("inf"), False, 0.0))
+                else:
+                    found.append(find("gradient", label, piece, gradient.reshape(-1)[start:stop]))
+        for name, value in record.parameters.items():
+            whole = reference.parameters.get(name, reference.buffers.get(name))
+            if whole is not None:
+                found.append(find("parameter", f"{name}, {at}", value, whole))
+        for (name, start, stop), state in record.state.items():
+            for key, value in state.items():
+                theirs = reference.state[name].get(key, torch.empty(0)).reshape(-1)
+                part = theirs[start:stop] if len(theirs) == reference.parameters[name].numel() else theirs
+                found.append(find("optimizer state", f"{key} of {name}[{start}:{stop}], {at}", value, part))
+    found += _coverage(ranks, reference)
+    return found
+
+
+def _coverage(ranks: Sequence[RankRecord], reference: Record) -> list[Finding]:
+    """No element may be left out: the pieces of all ranks together are every whole gradient and state."""
+    found = []
+    for step, gradients in enumerate(reference.gradients):
+        for name, gradient in gradients.items():
+            seen = torch.zeros(gradient.numel(), dtype=torch.bool)
+            for record in ranks:
+                for owner, start, stop in record.gradients[step]:
+                    if owner == name:
+                        seen[start:stop] = True
+            if not bool(seen.all()):
+                missing = int((~seen).sum())
+                label = f"{name}, step {step + 1}: {missing} elements that no rank has"
+                found.append(Finding("gradient", label, float("inf"), float("inf"), False, 0.0))
+    return found
+
+
+def against_plain(
+    ranks: Sequence[RankRecord], plain: Record, dtype: torch.dtype, lr: float, steps: int, *, amplifies: bool
+) -> list[Finding]:
+    """The run against one plain full-batch step: the measures above.
+
+    Args:
+        lr: the largest learning rate.
+        amplifies: whether the optimizer normalises gradients (Adam), so that rounding noise becomes steps.
+    """
+    rounding = ROUNDING[dtype]
+    first = ranks[0]
+    found = [
+        number("loss", "step 1", first.losses[0], plain.losses[0], rounding),
+        number("norm", "step 1", first.norms[0], plain.norms[0], rounding),
+    ]
+    for record in ranks:
+        for (name, start, stop), piece in record.gradients[0].items():
+            whole = plain.gradients[0][name].reshape(-1)
+            # the tensor's own scale, not the piece's, is what its rounding is relative to
+            scale = whole.double().abs().max().item() or 1.0
+            result = find("gradient", f"{name}[{start}:{stop}], step 1, rank {record.rank}", piece, whole[start:stop], rounding)
+            found.append(
+                Finding(
+                    result.kind, result.name, result.max_abs, result.max_abs / scale, result.bitwise, rounding,
+                    measured=result.max_abs / scale,
+                )
+            )  # fmt: skip
+    for name, value in first.parameters.items():
+        if name not in plain.parameters:
+            continue
+        if amplifies:
+            found.append(find("parameter", name, value, plain.parameters[name], STEPS_APART, step_length=lr * steps))
+        else:
+            found.append(find("parameter", name, value, plain.parameters[name], rounding))
+    return found
+
+
+@dataclass(frozen=True)
+class Summary:
+    """The findings of one kind in a line: the worst of each measure, and the tensor that is worst."""
+
+    kind: str
+    count: int
+    max_abs: float
+    max_rel: float
+    bitwise: bool
+    tolerance: float
+    measure: str
+    measured: float
+    equal: bool
+    worst: str
+
+
+def summarise(findings: Iterable[Finding]) -> list[Summary]:
+    """One line per kind, in the order in which kinds first appear."""
+    groups: dict[str, list[Finding]] = {}
+    for finding in findings:
+        groups.setdefault(finding.kind, []).append(finding)
+    lines = []
+    for kind, group in groups.items():
+        worst = max(group, key=lambda f: (not f.equal, not f.bitwise, f.measured))
+        lines.append(
+            Summary(
+                kind,
+                len(group),
+                max(f.max_abs for f in group),
+                max(f.max_rel for f in group),
+                all(f.bitwise for f in group),
+                worst.tolerance,
+                worst.measure,
+                max(f.measured for f in group),
+                all(f.equal for f in group),
+                worst.name,
+            )
+        )
+    return lines

@@ -1,0 +1,128 @@
+"""What every rank of a layout writes down while it trains, and how it comes together on rank 0.
+
+A rank records the pieces that it owns, in the parameters' own coordinates; nothing is gathered by the collectives
+under test except the full parameters, which are recorded whole on every rank.
+"""
+
+from __future__ import annotations
+
+import io
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from plait.comm import Comm
+from plait.core.cells import Strategy
+from plait.core.collectives import Entry, Note
+from plait.core.mesh import AXES
+from plait.engine import Engine
+from plait.job import Job
+from plait.plan.cost import differences, predict_step
+from plait.verify.reference import Piece
+
+
+@dataclass
+class RankRecord:
+    """One rank's view of a run."""
+
+    rank: int
+    data_rank: int
+    losses: list[float] = field(default_factory=list)
+    local_losses: list[tuple[float, ...]] = field(default_factory=list)
+    norms: list[float | None] = field(default_factory=list)
+    norm_pieces: list[Piece] = field(default_factory=list)
+    gradients: list[dict[Piece, Tensor]] = field(default_factory=list)
+    parameters: dict[str, Tensor] = field(default_factory=dict)
+    state: dict[Piece, dict[str, Tensor]] = field(default_factory=dict)
+    ledger_differences: list[str] = field(default_factory=list)
+    peak_open: int = 0
+
+
+class Recorder:
+    """Listens to an engine and fills a ``RankRecord``.
+
+    Args:
+        gradients: whether every step's gradients are kept (they are needed for the proof, not for a long run).
+    """
+
+    def __init__(self, comm: Comm, *, gradients: bool = True) -> None:
+        self.record = RankRecord(comm.rank, comm.mesh.data_rank(comm.rank))
+        self._gradients = gradients
+
+    def __call__(self, event: str, engine: Engine) -> None:
+        if event == "reduced" and self._gradients:
+            self.record.gradients.append(
+                {
+                    (o.name, o.run.start, o.run.stop): o.gradient.detach().reshape(-1).to("cpu", copy=True)
+                    for o in engine.owned
+                    if engine.have_gradient[o.name]
+                }
+            )
+
+    def finish(self, engine: Engine) -> RankRecord:
+        """Write down what the run ends with."""
+        record = self.record
+        record.parameters = engine.full_state_dict()
+        record.peak_open = engine.stage.peak_open
+        if engine.counts_norm():
+            record.norm_pieces = [(o.name, o.run.start, o.run.stop) for o in engine.owned]
+        state = engine.optimizer.state if engine.optimizer is not None else {}
+        for o in engine.owned:
+            values = state.get(o.view, {})
+            record.state[(o.name, o.run.start, o.run.stop)] = {
+                key: value.detach().reshape(-1).to("cpu", copy=True) for key, value in values.items() if torch.is_tensor(value)
+            }
+        return record
+
+
+def record_layout(job: Job, comm: Comm, strategy: Strategy, num_microbatches: int, steps: int, **engine: Any) -> RankRecord:
+    """Train a job under a layout on this rank and write everything down.
+
+    Args:
+        engine: further arguments of ``Engine`` (clip, prefetch, cut, units).
+    """
+    recorder = Recorder(comm)
+    model = job.build()
+    trained = Engine(
+        model,
+        comm,
+        strategy=strategy,
+        optimizer=job.optimizer(model.parameters()),
+        loss_fn=job.loss_fn,
+        count_fn=job.count_fn,
+        seed=job.seed,
+        listener=recorder,
+        **engine,
+    )
+    predicted = predict_step(trained.layouts(), comm.mesh, trained.strategy, num_microbatches, comm.rank)
+    for step in range(steps):
+        batches = job.microbatches(step, recorder.record.data_rank, comm.mesh.data_size, num_microbatches, str(comm.device))
+        mark = len(comm.ledger.entries)
+        result = trained.step(batches)
+        recorder.record.losses.append(result.loss)
+        recorder.record.local_losses.append(result.local_losses)
+        recorder.record.norms.append(result.grad_norm)
+        measured: tuple[Entry, ...] = comm.ledger.entries[mark:]
+        recorder.record.ledger_differences += differences(predicted, measured)
+    return recorder.finish(trained)
+
+
+def collect(comm: Comm, record: RankRecord) -> list[RankRecord] | None:
+    """Every rank's record on rank 0, None on the others."""
+    buffer = io.BytesIO()
+    torch.save(record.__dict__, buffer)
+    mine = torch.frombuffer(bytearray(buffer.getvalue()), dtype=torch.uint8)
+    sizes = torch.empty(comm.mesh.size, dtype=torch.int64, device=comm.device)
+    comm.all_gather(sizes, torch.tensor([len(mine)], device=comm.device), AXES, note=Note("collect")).wait()
+    if comm.rank > 0:
+        comm.send(mine.to(comm.device), 0, note=Note("collect")).wait()
+        return None
+    records = [record]
+    for rank in range(1, comm.mesh.size):
+        data = torch.empty(int(sizes[rank]), dtype=torch.uint8, device=comm.device)
+        comm.recv(data, rank, note=Note("collect")).wait()
+        fields = torch.load(io.BytesIO(data.cpu().numpy().tobytes()), weights_only=True)
+        records.append(RankRecord(**fields))
+    return records

@@ -1,0 +1,164 @@
+"""``plait verify``: run a layout and the single process side by side and say whether they are the same run.
+
+    layout on N ranks ──► records ──┐
+    one process, the layout's own tree of additions ──► bitwise ──► verdict
+    one process, one plain full-batch step          ──► rounding ─┘
+    the table's predicted messages and bytes        ──► the ledger
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from plait.comm import Comm
+from plait.config import VerifyConfig
+from plait.core.additions import additions
+from plait.core.cells import Strategy, find_strategy
+from plait.core.mesh import Mesh
+from plait.job import Job, make_job
+from plait.verify.compare import Finding, Summary, against_plain, against_tree, summarise
+from plait.verify.record import RankRecord, collect, record_layout
+from plait.verify.reference import Record, run_reference
+
+AMPLIFIES = ("adam", "adamw")
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The outcome of a verification.
+
+    ``tree`` holds the findings against the replay of the layout's tree, ``plain`` those against one plain full-batch
+    step, ``ledger`` the messages in which prediction and measurement differ.
+    """
+
+    layout: str
+    tree: tuple[Finding, ...]
+    plain: tuple[Finding, ...]
+    ledger: tuple[str, ...]
+
+    @property
+    def bitwise(self) -> bool:
+        return all(f.bitwise for f in self.tree)
+
+    @property
+    def equal(self) -> bool:
+        return self.bitwise and all(f.equal for f in self.plain) and not self.ledger
+
+    @property
+    def word(self) -> str:
+        """The verdict in a word: bitwise, equal or different."""
+        return "bitwise" if self.equal and self.bitwise else "equal" if self.equal else "different"
+
+
+def references(
+    job: Job, mesh: Mesh, strategy: Strategy, num_microbatches: int, steps: int, clip: float | None, ranks: Sequence[RankRecord]
+) -> tuple[Record, Record]:
+    """The two single-process runs: the layout's own tree of additions, and one plain full batch per step."""
+    pieces = [r.norm_pieces for r in sorted(ranks, key=lambda r: r.data_rank)]
+    tree = run_reference(job, mesh, num_microbatches, additions(strategy), steps, clip=clip, norm_pieces=pieces)
+    plain = run_reference(job, Mesh(), 1, additions(strategy), steps, clip=clip)
+    return tree, plain
+
+
+def judge(
+    job: Job,
+    config: VerifyConfig,
+    strategy: Strategy,
+    ranks: Sequence[RankRecord],
+    tree: Record,
+    plain: Record,
+) -> Verdict:
+    """Hold the ranks' records against both references."""
+    layout = f"{strategy.name} on {config.parsed_mesh}, {config.microbatches} microbatches"
+    return Verdict(
+        layout,
+        tuple(against_tree(ranks, tree)),
+        tuple(
+            against_plain(ranks, plain, job.dtype, config.lr, config.steps, amplifies=config.optimizer in AMPLIFIES)
+        ),
+        tuple(difference for r in ranks for difference in r.ledger_differences),
+    )
+
+
+def run_verify(config: VerifyConfig, comm: Comm) -> int:
+    """This rank's part of a verification; rank 0 compares, prints and returns the exit code (0 equal, 1 not)."""
+    strategy = find_strategy(config.strategy)
+    job = make_job(config)
+    record = record_layout(
+        job, comm, strategy, config.microbatches, config.steps, clip=config.clip, prefetch=config.prefetch, cut=config.cut
+    )
+    ranks = collect(comm, record)
+    if ranks is None:
+        return 0
+    tree, plain = references(job, config.parsed_mesh, strategy, config.microbatches, config.steps, config.clip, ranks)
+    verdict = judge(job, config, strategy, ranks, tree, plain)
+    if config.json:
+        write_json(config.json, report(verdict))
+    if config.json != "-":
+        show(verdict, Console())
+    return 0 if verdict.equal else 1
+
+
+def report(verdict: Verdict) -> dict[str, Any]:
+    """The verdict as plain data: every finding, and the summaries that the screen shows."""
+    return {
+        "layout": verdict.layout,
+        "verdict": verdict.word,
+        "equal": verdict.equal,
+        "bitwise": verdict.bitwise,
+        "ledger_differences": list(verdict.ledger),
+        "against_tree": [asdict(f) | {"equal": f.equal} for f in verdict.tree],
+        "against_plain": [asdict(f) | {"equal": f.equal} for f in verdict.plain],
+    }
+
+
+def write_json(path: str, data: dict[str, Any]) -> None:
+    """Write to a file, or to the standard output for ``-``."""
+    text = json.dumps(data, indent=1)
+    if path == "-":
+        sys.stdout.write(text + "\n")
+        return
+    with open(path, "w", encoding="utf-8") as file:
+        file.write(text + "\n")
+
+
+def show(verdict: Verdict, console: Console) -> None:
+    """Print the two comparisons and the verdict."""
+    console.print(f"[bold]{verdict.layout}[/bold]")
+    console.print(_table("against one process that adds in this layout's order", summarise(verdict.tree)))
+    console.print(_table("against one process and one plain full-batch step", summarise(verdict.plain)))
+    if verdict.ledger:
+        console.print(f"ledger: {len(verdict.ledger)} messages differ from the prediction")
+        for line in verdict.ledger[:5]:
+            console.print(f"  {line}")
+    else:
+        console.print("ledger: every message as predicted, byte for byte")
+    colour = "green" if verdict.equal else "red"
+    console.print(f"verdict: [bold {colour}]{verdict.word}[/bold {colour}]")
+
+
+def _table(title: str, lines: Sequence[Summary]) -> Table:
+    table = Table(title=title, title_justify="left", title_style="")
+    for heading in ("", "compared", "max abs", "max rel", "bitwise", "tolerance", "measured", "verdict", "worst"):
+        table.add_column(heading, justify="left" if heading in ("", "worst") else "right", overflow="fold")
+    for line in lines:
+        unit = "" if line.measure == "relative" else " lr*k"
+        table.add_row(
+            line.kind,
+            str(line.count),
+            f"{line.max_abs:.3g}",
+            f"{line.max_rel:.3g}",
+            "yes" if line.bitwise else "no",
+            "bitwise" if line.tolerance == 0 else f"{line.tolerance:.0e}{unit}",
+            f"{line.measured:.2g}",
+            "equal" if line.equal else "DIFFERENT",
+            "" if line.bitwise else line.worst,
+        )
+    return table

@@ -198,7 +198,8 @@ def warnings(facts: Facts) -> list[str]:
     if not addresses:
         found.append(
             f"the hostname {net['hostname']!r} resolves to nothing, and gloo asks for it: add it to "
-            f"/etc/hosts, or set GLOO_SOCKET_IFNAME to one of {', '.join(net['interfaces'])} (own launches do)"
+            f"/etc/hosts, or set GLOO_SOCKET_IFNAME to one "
+            f"of {', '.join(net['interfaces'])} (plait's own launches do)"
         )
     elif all(a.startswith("127.") or a == "::1" for a in addresses):
         found.append(

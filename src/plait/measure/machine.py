@@ -40,7 +40,7 @@ class Overlap:
 def synchronise(device: str) -> None:
     """Returns when the device has done all that was asked of it."""
     if device != "cpu":
-        torch.cuda.synchronize()  # type: ignore[no-untyped-call]
+        torch.cuda.synchronize()
 
 
 def copy_rate(budget: float = 0.5, size: int = 64 << 20, device: str = "cpu") -> float:

@@ -1,0 +1,64 @@
+# make setup | demo | test | check | format | bench | clean
+#
+# PYTHON=...       the interpreter that .venv is made from (3.11 or newer; the first one found)
+# TORCH_INDEX=URL  a package index to look for torch in as well. On Linux, PyPI's torch brings several GB of
+#                  CUDA packages; TORCH_INDEX=https://download.pytorch.org/whl/cpu takes the CPU build.
+# ARGS=...         further arguments for demo, test and bench
+
+.DEFAULT_GOAL := setup
+.PHONY: setup demo test check format bench clean
+SHELL := /bin/bash
+
+CANDIDATES := $(or $(PYTHON),python3.11 python3.12 python3.13 python3.14 python3)
+TORCH_INDEX ?=
+READY := .venv/.ready
+BIN := .venv/bin
+CODE := $(wildcard src tests lessons benchmarks)
+SUITABLE := import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))
+
+setup: $(READY)
+	@:
+
+$(READY): requirements.lock pyproject.toml
+	@if ! $(BIN)/python -m pip --version >/dev/null 2>&1; then \
+	  for python in $(CANDIDATES); do \
+	    if "$$python" -c '$(SUITABLE)' >/dev/null 2>&1; then found="$$python"; break; fi; \
+	  done; \
+	  if [ -z "$$found" ]; then \
+	    echo "plait: no Python 3.11 or newer with the venv module among: $(CANDIDATES)" >&2; \
+	    echo "plait: install one (Debian: apt install python3 python3-venv) or set PYTHON=/path/to/python" >&2; \
+	    exit 1; \
+	  fi; \
+	  echo "plait: making .venv with $$("$$found" --version) ($$found)"; \
+	  "$$found" -m venv --clear .venv || exit 1; \
+	fi
+	@echo "plait: installing the packages of requirements.lock into .venv (minutes, where torch must be fetched)"
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check \
+	  $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) -r requirements.lock
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
+	@$(BIN)/python -c 'import plait, torch; print(f"plait: ready, torch {torch.__version__}")'
+	@touch $@
+
+demo: setup
+	@$(BIN)/plait train --demo $(ARGS)
+
+test: setup
+	$(BIN)/python -m pytest $(ARGS)
+
+check: setup
+	$(BIN)/ruff check $(CODE)
+	$(BIN)/ruff format --check $(CODE)
+	$(BIN)/mypy
+	$(BIN)/python -m pytest -q tests/test_house.py
+
+format: setup
+	$(BIN)/ruff check --fix $(CODE)
+	$(BIN)/ruff format $(CODE)
+
+bench: setup
+	@$(BIN)/plait bench comm --mesh shard=2 $(ARGS)
+
+clean:
+	rm -rf .venv build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis runs
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+	rm -rf src/*.egg-info

@@ -1,0 +1,147 @@
+"""plait's data-parallel rows against torch's, one step at a time, in one interleaved run.
+
+    python benchmarks/data_parallel/main.py --model all --json results.json
+    python benchmarks/data_parallel/main.py --model mlp4 --only ddp fsdp2 plait-zero3 --memory False
+    python benchmarks/data_parallel/main.py --model gpt256 --profile plait-zero3
+
+Exit code 1 if contestants that train the same model on the same data disagree about the loss.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+import tyro
+from launch import launch
+from measure import checked_losses, interleave, memory_mebibytes
+from models import WORKLOADS, Workload
+from ours import rows
+from peers import PEERS, Build
+from report import loss_disagreements, machine, print_memory, print_times
+
+NUM_BATCHES = 4
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """Compare plait's data-parallel rows with torch's on this machine."""
+
+    model: Literal["mlp4", "mlp16", "gpt256", "all"] = "all"
+    rounds: int = 5
+    """Turns that every contestant gets; a ratio is formed inside each."""
+    ranks: int = 2
+    only: tuple[str, ...] = ()
+    """Names of the contestants to run; empty: all."""
+    memory: bool = True
+    """Measure peak memory too, in a process group per contestant."""
+    json: Path | None = None
+    """Where to write every number, each round's included."""
+    profile: str = ""
+    """Name of one contestant: print torch.profiler's table of its steps on rank 0 instead."""
+    profile_out: Path | None = None
+    """Where the table goes; beside it a Chrome trace of the same name ending in .trace.json."""
+    verbose: bool = field(default=False)
+    """Print the losses of every contestant."""
+
+
+def contestants() -> dict[str, Build]:
+    return {**PEERS, **rows()[0]}
+
+
+def time_task(model: str, names: list[str], num_rounds: int) -> dict[str, Any]:
+    """On every rank: build all contestants, check their losses, let them take turns."""
+    workload = WORKLOADS[model]
+    ranks = dist.get_world_size()
+    batches = [workload.batch(step, dist.get_rank(), ranks) for step in range(NUM_BATCHES)]
+    builds = contestants()
+    built = {name: builds[name](workload, ranks) for name in names}
+    losses = {name: checked_losses(contestant, batches) for name, contestant in built.items()}
+    seconds = interleave(built, batches, num_rounds, workload.steps_per_round)
+    alone = [name for name, contestant in built.items() if not contestant.communicates]
+    return {"losses": losses, "seconds": seconds, "alone": alone}
+
+
+def memory_task(model: str, name: str) -> dict[str, float]:
+    workload = WORKLOADS[model]
+    ranks = dist.get_world_size()
+    batches = [workload.batch(step, dist.get_rank(), ranks) for step in range(NUM_BATCHES)]
+    return memory_mebibytes(contestants()[name], workload, batches)
+
+
+def profile_task(model: str, name: str, out: Path | None) -> str:
+    workload = WORKLOADS[model]
+    ranks = dist.get_world_size()
+    batch = workload.batch(0, dist.get_rank(), ranks)
+    contestant = contestants()[name](workload, ranks)
+    for _ in range(3):
+        contestant.step(batch)
+    dist.barrier()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        for _ in range(workload.steps_per_round):
+            contestant.step(batch)
+    if out is not None and dist.get_rank() == 0:
+        profile.export_chrome_trace(str(out.with_suffix(".trace.json")))
+    table: str = profile.key_averages().table(sort_by="self_cpu_time_total", row_limit=40)
+    return f"{workload.name}, {name}: {workload.steps_per_round} steps on rank 0 of {ranks}\n{table}"
+
+
+def chosen_names(only: tuple[str, ...]) -> list[str]:
+    known = list(contestants())
+    unknown = [name for name in only if name not in known]
+    if unknown:
+        print(f"no contestant is called {', '.join(unknown)}; there are: {', '.join(known)}", file=sys.stderr)
+        raise SystemExit(2)
+    return [name for name in known if not only or name in only]
+
+
+def compare(workload: Workload, names: list[str], arguments: Arguments) -> tuple[dict[str, Any], bool]:
+    """One workload: times, losses, memory. Returns every number and whether the losses agree."""
+    print(f"\n## {workload.name}, {arguments.ranks} ranks", flush=True)
+    result = launch(time_task, arguments.ranks, workload.name, names, arguments.rounds)
+    print_times(workload.name, result["seconds"])
+    if arguments.verbose:
+        for name, losses in result["losses"].items():
+            print(f"  {name:24} " + "  ".join(f"{loss:.7f}" for loss in losses))
+    problems = loss_disagreements(result["losses"], result["alone"])
+    print("\n".join(problems) if problems else "losses: all contestants agree", flush=True)
+    if arguments.memory:
+        result["memory"] = {name: launch(memory_task, arguments.ranks, workload.name, name) for name in names}
+        print_memory(result["memory"])
+    return result, not problems
+
+
+def main(arguments: Arguments) -> int:
+    reason = rows()[1]
+    if reason:
+        print(f"plait's rows are left out: {reason}")
+    models = list(WORKLOADS) if arguments.model == "all" else [arguments.model]
+    if arguments.profile:
+        chosen_names((arguments.profile,))
+        tables = [
+            launch(profile_task, arguments.ranks, m, arguments.profile, arguments.profile_out) for m in models
+        ]
+        text = "\n".join(tables)
+        print(text)
+        if arguments.profile_out is not None:
+            arguments.profile_out.write_text(text + "\n")
+        return 0
+    names = chosen_names(arguments.only)
+    print(machine())
+    results: dict[str, Any] = {"machine": machine(), "ranks": arguments.ranks, "models": {}}
+    all_agree = True
+    for model in models:
+        results["models"][model], agree = compare(WORKLOADS[model], names, arguments)
+        all_agree &= agree
+        if arguments.json is not None:
+            arguments.json.write_text(json.dumps(results, indent=1) + "\n")
+    return 0 if all_agree else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(tyro.cli(Arguments)))

@@ -1,0 +1,67 @@
+"""plait's rows, and what each is held against.
+
+The one module of this benchmark that knows plait. A contestant of plait is a *row of the table*: the model,
+the optimizer and the loss are the ones the peers train; only the word ``strategy`` differs.
+While ``plait.engine`` cannot be imported the rows are left out and the reason is printed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from models import Workload
+from peers import DDP_VARIANTS, Build, Contestant, adamw
+
+ROWS = ("ddp", "zero1", "zero2", "zero3")
+
+
+@dataclass(frozen=True)
+class Match:
+    """A row of ours, the peers it meets (the fastest of them counts) and the ratio we want per workload."""
+
+    row: str
+    peers: tuple[str, ...]
+    goal: dict[str, float]
+
+
+_EVEN = {"mlp4": 1.0, "mlp16": 1.0, "gpt256": 1.0}
+MATCHES = (
+    Match("plait-ddp", tuple(DDP_VARIANTS), _EVEN),
+    Match("plait-zero1", tuple(DDP_VARIANTS), _EVEN),
+    Match("plait-zero1", ("redundancy",), {}),
+    Match("plait-zero2", ("fsdp2",), {}),
+    Match("plait-zero3", ("fsdp2",), {"mlp4": 1.5, "mlp16": 1.5, "gpt256": 1.15}),
+)
+
+
+def rows() -> tuple[dict[str, Build], str]:
+    """plait's contestants by name, and why there are none ("" if there are)."""
+    try:
+        from plait.comm import ProcessComm  # noqa: F401
+        from plait.engine import Engine  # noqa: F401
+    except ImportError as reason:
+        return {}, f"{reason}"
+    return {f"plait-{row}": _row(row) for row in ROWS}, ""
+
+
+def _row(strategy: str) -> Build:
+    def build(workload: Workload, ranks: int) -> Contestant:
+        from plait.comm import ProcessComm
+        from plait.core.mesh import Mesh
+        from plait.engine import Engine
+
+        model = workload.build()
+        comm = ProcessComm.from_env(Mesh(shard=ranks))
+        engine = Engine(
+            model,
+            comm,
+            strategy=strategy,
+            optimizer=adamw(model.parameters(), workload.learning_rate),
+            loss_fn=workload.loss_sum,
+            count_fn=workload.count,
+            clip=None,
+            seed=0,
+        )
+        return Contestant(lambda batch: engine.step([batch]).loss, loss_is_global=True)
+
+    return build

@@ -1,0 +1,109 @@
+"""The peers: torch's own data-parallel engines, each in the form its documentation recommends.
+
+A *contestant* is a name and a ``step(batch)`` that trains its own copy of the model and returns the loss.
+``local`` is the honest ceiling: both ranks train at the same time and never talk, so what is left above it
+is communication.
+
+    local        no communication; correct for one rank only, so only its first loss is checked
+    ddp*         DistributedDataParallel: default, then the variants its documentation calls faster
+    fsdp2        fully_shard per block and on the root, reshard after forward (the ZeRO-3 point)
+    redundancy   ZeroRedundancyOptimizer over the best DDP variant (the ZeRO-1 point)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from models import Batch, Workload
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.nn.parallel import DistributedDataParallel
+
+
+@dataclass
+class Contestant:
+    """One engine training one copy of the model."""
+
+    step: Callable[[Batch], Tensor | float]
+    """Trains on this rank's samples, returns the loss."""
+    loss_is_global: bool
+    """True: the loss already counts every rank; False: it is this rank's mean."""
+    communicates: bool = True
+    """False for ``local``: after the first step its weights are its own."""
+
+
+Build = Callable[[Workload, int], Contestant]
+"""(workload, number of ranks) -> a contestant, inside an initialised process group."""
+
+DDP_VARIANTS: dict[str, dict[str, Any]] = {
+    "ddp": {},
+    "ddp-view-static": {"gradient_as_bucket_view": True, "static_graph": True},
+    "ddp-view-static-4MB": {"gradient_as_bucket_view": True, "static_graph": True, "bucket_cap_mb": 4},
+    "ddp-view-static-100MB": {"gradient_as_bucket_view": True, "static_graph": True, "bucket_cap_mb": 100},
+}
+
+
+def adamw(parameters: Any, learning_rate: float) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=learning_rate, weight_decay=0.01, fused=True)
+
+
+def _loop(
+    workload: Workload, model: nn.Module, optimizer: torch.optim.Optimizer
+) -> Callable[[Batch], Tensor]:
+    """The training loop that every PyTorch user writes."""
+
+    def step(batch: Batch) -> Tensor:
+        optimizer.zero_grad()
+        loss = workload.loss_mean(model, batch)
+        torch.autograd.backward(loss)
+        optimizer.step()
+        return loss.detach()
+
+    return step
+
+
+def local(workload: Workload, ranks: int) -> Contestant:
+    model = workload.build()
+    optimizer = adamw(model.parameters(), workload.learning_rate)
+    return Contestant(_loop(workload, model, optimizer), loss_is_global=False, communicates=False)
+
+
+def ddp(workload: Workload, ranks: int, **variant: Any) -> Contestant:
+    model = DistributedDataParallel(workload.build(), **variant)
+    optimizer = adamw(model.parameters(), workload.learning_rate)
+    return Contestant(_loop(workload, model, optimizer), loss_is_global=False)
+
+
+def redundancy(workload: Workload, ranks: int) -> Contestant:
+    model = DistributedDataParallel(workload.build(), gradient_as_bucket_view=True, static_graph=True)
+    optimizer = ZeroRedundancyOptimizer(
+        model.parameters(), torch.optim.AdamW, lr=workload.learning_rate, weight_decay=0.01, fused=True
+    )
+    return Contestant(_loop(workload, model, optimizer), loss_is_global=False)
+
+
+def fsdp2(workload: Workload, ranks: int) -> Contestant:
+    model = workload.build()
+    mesh = init_device_mesh("cpu", (ranks,))
+    for block in model.get_submodule("blocks").children():
+        fully_shard(block, mesh=mesh, reshard_after_forward=True)
+    fully_shard(model, mesh=mesh, reshard_after_forward=True)
+    optimizer = adamw(model.parameters(), workload.learning_rate)
+    return Contestant(_loop(workload, model, optimizer), loss_is_global=False)
+
+
+def _variant(options: dict[str, Any]) -> Build:
+    return lambda workload, ranks: ddp(workload, ranks, **options)
+
+
+PEERS: dict[str, Build] = {
+    "local": local,
+    **{name: _variant(options) for name, options in DDP_VARIANTS.items()},
+    "redundancy": redundancy,
+    "fsdp2": fsdp2,
+}

@@ -1,0 +1,247 @@
+"""Batches are functions of their place in the run: any cut, by any rank, gives the same bits."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from plait.data import Batches, SyntheticRegression, TextBatches, split_samples
+from plait.data.batches import IGNORED
+from plait.data.order import mix, scramble
+from plait.data.regression import scramble_tensor
+
+TEXT = bytes((i * i + i // 7) % 256 for i in range(1003))
+
+SOURCES: dict[str, Batches] = {
+    "text": TextBatches(TEXT, 10, seed=1),
+    "ragged text": TextBatches(TEXT, 10, seed=1, ragged=True),
+    "regression": SyntheticRegression(6, seed=1),
+    "odd regression": SyntheticRegression(5, seed=1, output_width=3, ragged=False, dtype=torch.float64),
+}
+every_source = pytest.mark.parametrize("source", SOURCES.values(), ids=SOURCES.keys())
+
+
+def assert_same_bits(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    for key, value in expected.items():
+        assert found[key].dtype == value.dtype
+        assert torch.equal(found[key], value), key
+
+
+def joined(parts: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    return {key: torch.cat([part[key] for part in parts]) for key in parts[0]}
+
+
+# -- the split -----------------------------------------------------------------------------------------------
+
+
+def test_the_split_drawn() -> None:
+    assert split_samples(8, 4) == ((0, 2), (2, 2), (4, 2), (6, 2))
+    assert split_samples(7, 3) == ((0, 3), (3, 2), (5, 2))
+    assert split_samples(5, 4) == ((0, 2), (2, 1), (3, 1), (4, 1))
+    assert split_samples(3, 3) == ((0, 1), (1, 1), (2, 1))
+    assert split_samples(3, 1) == ((0, 3),)
+
+
+@given(num_parts=st.integers(1, 50), more=st.integers(0, 200))
+def test_every_split_is_whole_and_even_to_one(num_parts: int, more: int) -> None:
+    parts = split_samples(num_parts + more, num_parts)
+    assert len(parts) == num_parts
+    assert [first + i for first, count in parts for i in range(count)] == list(range(num_parts + more))
+    sizes = [count for _, count in parts]
+    assert sizes == sorted(sizes, reverse=True) and sizes[0] - sizes[-1] <= 1
+
+
+@pytest.mark.parametrize(
+    "global_batch, num_parts, words", [(3, 4, "3 samples cannot fill 4"), (3, 0, "0 parts")]
+)
+def test_impossible_splits_are_named(global_batch: int, num_parts: int, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        split_samples(global_batch, num_parts)
+
+
+# -- purity, for every source --------------------------------------------------------------------------------
+
+
+@every_source
+@pytest.mark.parametrize(
+    "num_data_ranks, num_microbatches", [(1, 1), (1, 13), (2, 2), (3, 2), (4, 1), (13, 1)]
+)
+def test_any_cut_joins_to_the_same_global_batch(
+    source: Batches, num_data_ranks: int, num_microbatches: int
+) -> None:
+    for step in (0, 1, 40):
+        whole = source.samples(step, 0, 13, 13)
+        parts = [
+            batch
+            for data_rank in range(num_data_ranks)
+            for batch in source.microbatches(step, data_rank, num_data_ranks, num_microbatches, 13)
+        ]
+        sizes = [len(next(iter(part.values()))) for part in parts]
+        assert sizes == [count for _, count in split_samples(13, num_data_ranks * num_microbatches)]
+        assert_same_bits(joined(parts), whole)
+
+
+@every_source
+@settings(max_examples=25, deadline=None)
+@given(
+    step=st.integers(0, 10**6), first=st.integers(0, 10), count=st.integers(0, 10), others=st.integers(0, 5)
+)
+def test_any_slice_is_the_slice_of_the_whole(
+    source: Batches, step: int, first: int, count: int, others: int
+) -> None:
+    global_batch = first + count + others
+    whole = source.samples(step, 0, global_batch, global_batch)
+    found = source.samples(step, first, count, global_batch)
+    assert_same_bits(found, {key: value[first : first + count] for key, value in whole.items()})
+
+
+@every_source
+def test_asking_changes_nothing(source: Batches) -> None:
+    state = torch.get_rng_state()
+    before = source.samples(3, 0, 5, 5)
+    source.samples(9, 2, 3, 5)
+    next(iter(before.values())).zero_()  # a caller may write into what it was given
+    source.microbatches(1, 0, 1, 2, 5)
+    assert torch.equal(state, torch.get_rng_state())
+    again = source.samples(3, 0, 5, 5)
+    assert next(iter(again.values())).any()
+
+
+@every_source
+def test_steps_differ(source: Batches) -> None:
+    first, second = (next(iter(source.samples(step, 0, 5, 5).values())) for step in (0, 1))
+    assert not torch.equal(first, second)
+
+
+@every_source
+@pytest.mark.parametrize(
+    "call, words",
+    [
+        (
+            lambda s: s.microbatches(0, 0, 4, 3, 11),
+            "11 samples cannot fill 4 data ranks x 3 micro.*global_batch to 12",
+        ),
+        (lambda s: s.microbatches(0, 4, 4, 1, 8), "data rank 4 of 4: ranks go from 0 to 3"),
+        (lambda s: s.microbatches(0, -1, 4, 1, 8), "data rank -1 of 4"),
+        (lambda s: s.microbatches(0, 0, 1, 0, 8), "1 data ranks with 0 microbatches each"),
+        (lambda s: s.samples(-1, 0, 1, 1), "step is -1"),
+        (lambda s: s.samples(0, 6, 3, 8), "samples 6 .. 8 are not all in a global batch of 8"),
+        (lambda s: s.samples(0, -1, 3, 8), "samples -1 .. 1"),
+    ],
+)
+def test_wrong_places_are_named(source: Batches, call: object, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        call(source)  # type: ignore[operator]
+
+
+# -- text ----------------------------------------------------------------------------------------------------
+
+
+def test_samples_are_windows_and_targets_are_the_next_tokens() -> None:
+    batch = SOURCES["text"].samples(2, 0, 20, 20)
+    for tokens, targets in zip(batch["tokens"].tolist(), batch["targets"].tolist(), strict=True):
+        assert tokens[1:] == targets[:-1]
+        assert bytes([*tokens, targets[-1]]) in TEXT
+    assert batch["tokens"].dtype == batch["targets"].dtype == torch.int64
+
+
+def test_an_epoch_sees_every_sample_once_and_the_next_in_another_order() -> None:
+    source = TextBatches(TEXT, 10, seed=2)
+    assert source.num_samples == 100
+    assert TextBatches(TEXT[:1000], 10, seed=2).num_samples == 99  # the last target needs a token too
+    epochs = [source.samples(step, 0, 100, 100)["tokens"] for step in (0, 1)]
+    windows = [tuple(TEXT[i * 10 : i * 10 + 10]) for i in range(100)]
+    for epoch in epochs:
+        assert sorted(map(tuple, epoch.tolist())) == sorted(windows)
+    assert not torch.equal(*epochs)
+
+
+def test_the_run_is_one_row_of_samples_whatever_the_batch() -> None:
+    """Steps of 6 and steps of 4 read the same 24 samples, over the edge of an epoch too."""
+    source = TextBatches(TEXT[:75], 10, seed=2, ragged=True)
+    assert source.num_samples == 7
+    by_six = joined([source.samples(step, 0, 6, 6) for step in range(4)])
+    assert_same_bits(joined([source.samples(step, 0, 4, 4) for step in range(6)]), by_six)
+
+
+def test_ragged_masks_a_tail_and_leaves_a_target() -> None:
+    plain, ragged = (SOURCES[name].samples(0, 0, 100, 100) for name in ("text", "ragged text"))
+    assert torch.equal(plain["tokens"], ragged["tokens"])
+    counts = []
+    for full, cut in zip(plain["targets"], ragged["targets"], strict=True):
+        count = int((cut != IGNORED).sum())
+        assert torch.equal(cut[:count], full[:count]) and (cut[count:] == IGNORED).all()
+        counts.append(count)
+    assert set(counts) == set(range(1, 11))
+    assert not (plain["targets"] == IGNORED).any()
+    microbatches = [b for rank in (0, 1) for b in SOURCES["ragged text"].microbatches(0, rank, 2, 2, 8)]
+    assert len({int((b["targets"] != IGNORED).sum()) for b in microbatches}) > 1, "token counts must differ"
+
+
+def test_a_seed_is_another_order_and_other_lengths() -> None:
+    one, two = (TextBatches(TEXT, 10, seed=seed, ragged=True).samples(0, 0, 50, 50) for seed in (1, 2))
+    assert not torch.equal(one["tokens"], two["tokens"])
+    assert not torch.equal((one["targets"] == IGNORED), (two["targets"] == IGNORED))
+
+
+def test_tokens_may_come_from_any_tokenizer() -> None:
+    tokens = torch.arange(1000, 1100, dtype=torch.int32)
+    assert TextBatches(tokens, 9, seed=0).samples(0, 0, 5, 5)["tokens"].max() >= 1000
+    for wrong in (torch.zeros(20), torch.zeros(20, 2, dtype=torch.int64), torch.zeros(20, dtype=torch.bool)):
+        with pytest.raises(ValueError, match="give one row of whole numbers"):
+            TextBatches(wrong, 4, seed=0)
+
+
+def test_a_text_shorter_than_a_sample_names_sizes_and_fix() -> None:
+    assert TextBatches(b"x" * 5, 4, seed=0).num_samples == 1
+    with pytest.raises(ValueError, match=r"text of 4 tokens .* length 4 needs 5 .* a shorter length"):
+        TextBatches(b"x" * 4, 4, seed=0)
+    with pytest.raises(ValueError, match="length is 0"):
+        TextBatches(b"x" * 4, 0, seed=0)
+
+
+# -- regression ----------------------------------------------------------------------------------------------
+
+
+def test_inputs_look_random_and_rows_differ() -> None:
+    batch = SyntheticRegression(64, seed=0).samples(0, 0, 512, 512)
+    x_BD = batch["x"]
+    assert x_BD.dtype == torch.float32 and x_BD.shape == batch["y"].shape == (512, 64)
+    assert x_BD.mean().abs() < 0.02 and (x_BD.var() - 1).abs() < 0.02
+    assert torch.corrcoef(x_BD.T).triu(1).abs().max() < 0.3
+    assert len(x_BD.unique()) > 0.99 * x_BD.numel()
+    assert batch["y"].std() > 0.5
+
+
+def test_the_mask_is_ragged_and_never_empty() -> None:
+    source = SyntheticRegression(2, seed=0)
+    masks = torch.stack([source.samples(step, 0, 8, 8)["mask"] for step in range(200)])
+    assert set(masks.unique().tolist()) == {0.0, 1.0}
+    assert masks[:, 0].all()
+    assert 0.6 < masks[:, 1:].mean() < 0.9
+    assert SyntheticRegression(2, seed=0, ragged=False).samples(0, 0, 64, 64)["mask"].all()
+    assert all(source.samples(step, 0, 1, 1)["mask"].all() for step in range(50))
+
+
+def test_every_dtype_sees_the_same_numbers() -> None:
+    exact = SyntheticRegression(7, seed=3, dtype=torch.float64).samples(4, 1, 5, 9)
+    for dtype in (torch.float32, torch.bfloat16):
+        rounded = SyntheticRegression(7, seed=3, dtype=dtype).samples(4, 1, 5, 9)
+        assert_same_bits(rounded, {key: value.to(dtype) for key, value in exact.items()})
+
+
+def test_the_tensor_hash_is_the_integer_hash() -> None:
+    words = [0, 1, 2**63, 2**64 - 1, *(mix(i) for i in range(50))]
+    signed = torch.tensor([word - 2**64 if word >> 63 else word for word in words])
+    assert [int(word) % 2**64 for word in scramble_tensor(signed)] == [scramble(word) for word in words]
+
+
+def test_wrong_regressions_are_named() -> None:
+    with pytest.raises(ValueError, match="width 0"):
+        SyntheticRegression(0, seed=0)
+    with pytest.raises(ValueError, match=r"dtype is torch\.int64"):
+        SyntheticRegression(4, seed=0, dtype=torch.int64)

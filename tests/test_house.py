@@ -1,0 +1,210 @@
+"""The rules of the house, read off the source: imports run one way, and files stay small.
+
+core <- plan <- report
+core <- comm <- tensor <- engine <- checkpoint <- train, verify <- launch <- cli
+models and data stand beside engine; config stands on core and models; measure beside train
+"""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+SOURCE = ROOT / "src" / "plait"
+
+UP_TO_ENGINE = {"core", "comm", "tensor", "engine"}
+TRAINING = UP_TO_ENGINE | {"plan", "report", "checkpoint", "models", "data", "config"}
+
+MAY_IMPORT: dict[str, set[str]] = {
+    "core": set(),
+    "plan": {"core"},
+    "report": {"core", "plan"},
+    "comm": {"core"},
+    "tensor": {"core", "comm"},
+    "engine": {"core", "comm", "tensor"},
+    "checkpoint": UP_TO_ENGINE,
+    "models": {"core"},
+    "data": {"core"},
+    "config": {"core", "models"},
+    "doctor": {"core", "report", "measure"},
+    "measure": {"core", "comm", "report", "config"},
+    "job": UP_TO_ENGINE | {"models", "data", "config"},
+    "train": TRAINING | {"job"},
+    "verify": TRAINING | {"job"},
+    "api": UP_TO_ENGINE | {"checkpoint", "models", "data"},
+    "launch": {"core", "comm", "config", "checkpoint", "train", "verify"},
+    "cli": TRAINING | {"doctor", "measure", "train", "verify", "launch"},
+    "__main__": {"cli"},
+    "__init__": UP_TO_ENGINE | {"checkpoint", "api", "models", "data"},
+}
+"""Which parts of plait each part may import. A part that is not here is refused: give it a line."""
+
+WITHOUT_TORCH = {"core", "plan", "report"}
+
+MAY_CALL_COLLECTIVES = {"comm/process.py", "comm/c10d.py"}
+
+COLLECTIVES = {
+    *("all_reduce", "reduce", "broadcast", "all_gather", "all_gather_into_tensor", "gather", "scatter"),
+    *(
+        "reduce_scatter",
+        "reduce_scatter_tensor",
+        "all_to_all",
+        "all_to_all_single",
+        "barrier",
+        "send",
+        "recv",
+    ),
+    *("isend", "irecv", "batch_isend_irecv", "monitored_barrier", "all_reduce_coalesced", "gather_object"),
+    *("all_gather_object", "broadcast_object_list", "scatter_object_list", "all_gather_single"),
+    *("reduce_scatter_single", "send_object_list", "recv_object_list"),
+}
+
+MOST_LINES = 400
+
+
+def part_of(path: str) -> str:
+    """``engine/unit.py`` belongs to ``engine``, ``train.py`` to ``train``."""
+    return path.split("/")[0].removesuffix(".py")
+
+
+def imports(tree: ast.Module, path: str) -> list[tuple[int, str]]:
+    """Every (line, absolute dotted name) that a file imports, wherever in the file it does."""
+    package = ["plait", *path.split("/")[:-1]]
+    found: list[tuple[int, str]] = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found += [(node.lineno, alias.name) for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            start = package[: len(package) - node.level + 1] if node.level else []
+            module = ".".join([*start, *([node.module] if node.module else [])])
+            found += [(node.lineno, f"{module}.{alias.name}") for alias in node.names]
+    return found
+
+
+def dotted(node: ast.expr) -> str:
+    """``torch.distributed.send`` from its attribute chain; empty where it is not one."""
+    if isinstance(node, ast.Name):
+        return node.id
+    if isinstance(node, ast.Attribute):
+        before = dotted(node.value)
+        return f"{before}.{node.attr}" if before else ""
+    return ""
+
+
+def collective_calls(tree: ast.Module) -> list[tuple[int, str]]:
+    """Uses of torch.distributed's collectives, under whatever name the module was imported."""
+    homes = {"torch.distributed": "torch.distributed", "torch.distributed.distributed_c10d": "c10d"}
+    found = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            homes |= {a.asname: a.name for a in node.names if a.asname and a.name in homes}
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            for alias in node.names:
+                name = f"{node.module}.{alias.name}"
+                if name in homes:
+                    homes[alias.asname or alias.name] = name
+                if (node.module or "").startswith("torch.distributed") and alias.name in COLLECTIVES:
+                    found.append((node.lineno, name))
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and node.attr in COLLECTIVES and dotted(node.value) in homes:
+            found.append((node.lineno, dotted(node)))
+    return found
+
+
+def faults(path: str, source: str) -> list[str]:
+    """What one file of src/plait (path relative to it) does that the house does not allow."""
+    tree = ast.parse(source)
+    part = part_of(path)
+    if part not in MAY_IMPORT:
+        return [f"{path}: {part!r} has no line in MAY_IMPORT of tests/test_house.py"]
+    found = []
+    for line, name in imports(tree, path):
+        top, *rest = name.split(".")
+        if top in ("torch", "numpy") and part in WITHOUT_TORCH:
+            found.append(f"{path}:{line}: {part} is pure and imports {name}")
+        # `from plait import x` of something that is no part of it (like __version__) is nobody's business.
+        if top == "plait" and rest and rest[0] in MAY_IMPORT and rest[0] not in MAY_IMPORT[part] | {part}:
+            found.append(f"{path}:{line}: {part} may not import {name}")
+        if top == "plait" and not rest:
+            found.append(f"{path}:{line}: import the part that is meant, not plait as a whole")
+    if path not in MAY_CALL_COLLECTIVES:
+        found += [f"{path}:{n}: {name} belongs in comm/process.py" for n, name in collective_calls(tree)]
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Global):
+            found.append(f"{path}:{node.lineno}: process-wide state ({', '.join(node.names)})")
+    return found
+
+
+def test_imports_run_one_way() -> None:
+    found = []
+    for file in sorted(SOURCE.rglob("*.py")):
+        found += faults(file.relative_to(SOURCE).as_posix(), file.read_text())
+    assert not found, "\n".join(found)
+
+
+def test_the_allowed_directions_hold_no_circle() -> None:
+    def above(part: str, seen: tuple[str, ...]) -> None:
+        assert part not in seen, " -> ".join([*seen, part])
+        for lower in MAY_IMPORT[part]:
+            above(lower, (*seen, part))
+
+    for part in MAY_IMPORT:
+        above(part, ())
+
+
+def test_files_stay_readable() -> None:
+    found = []
+    for folder in ("src", "tests", "lessons", "benchmarks"):
+        for file in sorted((ROOT / folder).rglob("*.py")):
+            lines = len(file.read_text().splitlines())
+            name = file.relative_to(ROOT)
+            if lines > MOST_LINES:
+                found.append(f"{name}: {lines} lines are asking to be two files (at most {MOST_LINES})")
+            if file.stem in ("utils", "util", "helpers", "helper", "misc"):
+                found.append(f"{name}: a name that says nothing")
+    assert not found, "\n".join(found)
+
+
+def test_every_module_opens_with_its_idea() -> None:
+    for file in sorted(SOURCE.rglob("*.py")):
+        assert ast.get_docstring(ast.parse(file.read_text())), f"{file} has no docstring"
+
+
+@pytest.mark.parametrize(
+    ("path", "source", "says"),
+    [
+        ("core/mesh.py", "import torch", "is pure"),
+        ("core/mesh.py", "def late():\n    from torch import nn", "is pure"),
+        ("plan/cost.py", "import torch.distributed as dist", "is pure"),
+        ("core/mesh.py", "from plait.comm.base import Comm", "may not import plait.comm.base"),
+        ("core/mesh.py", "from plait import comm", "may not import plait.comm"),
+        ("core/mesh.py", "from ..engine import unit", "may not import plait.engine.unit"),
+        ("comm/base.py", "import plait.engine.unit", "may not import plait.engine.unit"),
+        ("engine/unit.py", "if TYPE_CHECKING:\n    from plait.train import run", "may not import"),
+        ("train.py", "from plait.launch.local import launch", "may not import"),
+        ("models/gpt.py", "import plait", "as a whole"),
+        ("magic/x.py", "", "no line in MAY_IMPORT"),
+        ("engine/x.py", "import torch.distributed as d\nd.all_reduce(x)", "d.all_reduce belongs"),
+        ("engine/x.py", "from torch import distributed\ndistributed.send(x)", "belongs in comm/process"),
+        ("engine/x.py", "import torch\ntorch.distributed.barrier()", "belongs in comm/process"),
+        ("comm/thread.py", "from torch.distributed import broadcast as b", "belongs in comm/process"),
+        ("engine/x.py", "def f():\n    global state", "process-wide state"),
+    ],
+)
+def test_a_wrong_file_is_caught(path: str, source: str, says: str) -> None:
+    assert any(says in fault for fault in faults(path, source)), faults(path, source)
+
+
+@pytest.mark.parametrize(
+    ("path", "source"),
+    [
+        ("core/flat.py", "from plait.core.mesh import Mesh\nfrom . import mesh\nimport math"),
+        ("comm/process.py", "import torch.distributed as dist\ndist.all_reduce(x)"),
+        ("engine/unit.py", "from plait.comm.base import Comm\ncomm.all_reduce(x)"),
+        ("launch/local.py", "from torch.distributed.launcher.api import elastic_launch"),
+        ("cli.py", "from plait.launch.local import launch"),
+    ],
+)
+def test_a_right_file_passes(path: str, source: str) -> None:
+    assert faults(path, source) == []

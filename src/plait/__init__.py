@@ -1,1 +1,30 @@
-"""plait."""
+"""plait trains one PyTorch model over many ranks and proves that the result is the run of a single process.
+
+core     the table, the flat layout, the order of additions: pure, start with ``core/cells.py``
+plan     what a layout will send and hold, before it runs
+comm     ranks as processes or threads, and the ledger of what they send
+engine   units with flat storage, gradients, the optimizer's pieces, the step
+verify   the proof
+train    the run
+"""
+
+from plait.api import join, run_threads, sum_of_mean
+from plait.core.cells import TABLE, Cell, Strategy, parse_strategy
+from plait.core.mesh import Mesh
+from plait.engine import Engine, StepResult, empty_parameters
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "TABLE",
+    "Cell",
+    "Engine",
+    "Mesh",
+    "StepResult",
+    "Strategy",
+    "empty_parameters",
+    "join",
+    "parse_strategy",
+    "run_threads",
+    "sum_of_mean",
+]

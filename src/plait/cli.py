@@ -64,7 +64,7 @@ def run(argv: list[str]) -> int:
     else:
         configs.validate(command)
         body = _training(command)
-    return launch(command, body, argv)
+    return launch(command, body, [sys.executable, "-m", "plait", *argv])
 
 
 def _training(command: TrainConfig | VerifyConfig) -> Callable[[Comm], int]:

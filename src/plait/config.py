@@ -79,6 +79,8 @@ class RunConfig:
     dtype: Literal["fp32", "fp64", "bf16"] = "fp32"
     """Of the parameters and the computation."""
 
+    cut: Literal["element", "tensor"] = "element"
+    """Where the data axes may cut: anywhere in a parameter, or only between parameters."""
     prefetch: int = 1
     """How many units are gathered ahead of the running one."""
     device: Device = "cpu"
@@ -182,8 +184,7 @@ def validate(config: RunConfig) -> None:
         )
     if config.data is not None and not Path(config.data).exists():
         raise ValueError(
-            f"no file or folder at data {config.data!r}: check the path, "
-            "or leave it out for Python's own source"
+            f"no file or folder at data {config.data!r}: check the path, or leave it out for Python's own source"
         )
     if isinstance(config, TrainConfig) and config.out is not None and Path(config.out).is_file():
         raise ValueError(f"out {config.out!r} is a file: give a folder for the metrics")

@@ -214,8 +214,7 @@ def warnings(facts: Facts) -> list[str]:
     quota = cpu["cgroup_cores"]
     if quota is not None and cpu["usable_cores"] and quota < cpu["usable_cores"]:
         found.append(
-            f"the cgroup grants {quota:g} of {cpu['usable_cores']} visible cores: "
-            f"use at most {quota:g} threads"
+            f"the cgroup grants {quota:g} of {cpu['usable_cores']} visible cores: use at most {quota:g} threads"
         )
     if not facts["software"]["gloo"]:
         found.append("this torch has no gloo: process worlds on CPU need it; --world thread works")

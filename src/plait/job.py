@@ -38,7 +38,9 @@ class Job:
     dtype: torch.dtype
     seed: int
 
-    def microbatches(self, step: int, data_rank: int, num_data_ranks: int, num_microbatches: int, device: str = "cpu") -> list[Any]:
+    def microbatches(
+        self, step: int, data_rank: int, num_data_ranks: int, num_microbatches: int, device: str = "cpu"
+    ) -> list[Any]:
         """A data rank's microbatches of a step, on the device."""
         batches = self.batches.microbatches(step, data_rank, num_data_ranks, num_microbatches, self.global_batch)
         return [{name: tensor.to(device) for name, tensor in batch.items()} for batch in batches]

@@ -107,21 +107,15 @@ class Comm(ABC):
         """The ``tensor`` of the group's member ``src`` (an index within the group), on every member."""
         return self._one("broadcast", tensor, axes, note, "", src)
 
-    def reduce(
-        self, tensor: Tensor, axes: Sequence[str], dst: int, op: str = "sum", note: Note = NO_NOTE
-    ) -> Work:
+    def reduce(self, tensor: Tensor, axes: Sequence[str], dst: int, op: str = "sum", note: Note = NO_NOTE) -> Work:
         """The fold of all members' ``tensor``, in place on member ``dst``; the others' stay as they are."""
         return self._one("reduce", tensor, axes, note, op, dst)
 
-    def scatter(
-        self, out: Tensor, whole: Tensor | None, axes: Sequence[str], src: int, note: Note = NO_NOTE
-    ) -> Work:
+    def scatter(self, out: Tensor, whole: Tensor | None, axes: Sequence[str], src: int, note: Note = NO_NOTE) -> Work:
         """Piece k of member ``src``'s ``whole`` into member k's ``out``; ``whole`` is None off the root."""
         return self._rooted("scatter", whole, out, axes, note, src)
 
-    def gather(
-        self, out: Tensor | None, piece: Tensor, axes: Sequence[str], dst: int, note: Note = NO_NOTE
-    ) -> Work:
+    def gather(self, out: Tensor | None, piece: Tensor, axes: Sequence[str], dst: int, note: Note = NO_NOTE) -> Work:
         """Every member's ``piece``, end to end, into ``out`` of member ``dst``; it is None elsewhere."""
         return self._rooted("gather", out, piece, axes, note, dst)
 
@@ -245,22 +239,16 @@ class Comm(ABC):
             self._groups[axes] = group
         return group
 
-    def _record(
-        self, kind: str, group: Group, note: Note, whole: Tensor, op: str = "", root: int = -1
-    ) -> Call:
+    def _record(self, kind: str, group: Group, note: Note, whole: Tensor, op: str = "", root: int = -1) -> Call:
         return self._write(kind, group, note, whole.numel(), whole.dtype, op, root)
 
-    def _write(
-        self, kind: str, group: Group, note: Note, numel: int, dtype: torch.dtype, op: str, root: int
-    ) -> Call:
+    def _write(self, kind: str, group: Group, note: Note, numel: int, dtype: torch.dtype, op: str, root: int) -> Call:
         size = numel * dtype.itemsize
         sent = bytes_sent(kind, size, len(group.ranks), root=root == group.index)
         self.ledger.add(Entry(kind, group.axes, size, sent, note))
         return Call(kind, group, note, numel, dtype, op, root)
 
-    def _pieces(
-        self, kind: str, whole: Tensor, piece: Tensor, axes: Sequence[str], note: Note, op: str
-    ) -> Work:
+    def _pieces(self, kind: str, whole: Tensor, piece: Tensor, axes: Sequence[str], note: Note, op: str) -> Work:
         """all_gather and reduce_scatter: a whole on one side, equal pieces of it on the other."""
         group = self._group(axes)
         n, gather = len(group.ranks), kind == "all_gather"

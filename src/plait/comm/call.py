@@ -110,14 +110,10 @@ def flat(tensor: Tensor, name: str, kind: str, device: torch.device) -> Tensor:
 def same_dtype(kind: str, a: Tensor, b: Tensor) -> None:
     """Refuses two sides of different types."""
     if a.dtype != b.dtype:
-        raise ValueError(
-            f"{kind} between {name_of(a.dtype)} and {name_of(b.dtype)}: convert one to the other first"
-        )
+        raise ValueError(f"{kind} between {name_of(a.dtype)} and {name_of(b.dtype)}: convert one to the other first")
 
 
-def multiplies(
-    kind: str, group: Group, whole: Tensor, whole_name: str, piece: Tensor, piece_name: str
-) -> None:
+def multiplies(kind: str, group: Group, whole: Tensor, whole_name: str, piece: Tensor, piece_name: str) -> None:
     """Refuses a whole that is not ``n`` pieces."""
     same_dtype(kind, whole, piece)
     n = len(group.ranks)

@@ -203,8 +203,7 @@ def run(
             world.end(rank)
 
     threads = [
-        threading.Thread(target=rank_main, args=(rank,), name=f"rank {rank}", daemon=True)
-        for rank in range(mesh.size)
+        threading.Thread(target=rank_main, args=(rank,), name=f"rank {rank}", daemon=True) for rank in range(mesh.size)
     ]
     for thread in threads:
         thread.start()

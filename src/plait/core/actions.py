@@ -17,6 +17,8 @@ from enum import Enum
 
 
 class Kind(Enum):
+    """What an action does; the value is its text form."""
+
     FORWARD = "F"
     BACKWARD = "B"
     REDUCE = "REDUCE"
@@ -50,7 +52,9 @@ def parse_action(text: str) -> Action:
     match = re.fullmatch(r"(\d+)([A-Z]+)(\d+)?", text)
     known = {kind.value: kind for kind in Kind}
     if match is None or match[2] not in known:
-        raise ValueError(f"cannot read the action {text!r}: write stage, kind ({', '.join(known)}) and microbatch, as in 0F3")
+        raise ValueError(
+            f"cannot read the action {text!r}: write stage, kind ({', '.join(known)}) and microbatch, as in 0F3"
+        )
     return Action(known[match[2]], int(match[1]), int(match[3]) if match[3] else -1)
 
 

@@ -53,7 +53,9 @@ class Cell:
         """``"full"``, ``"shard/replica"`` or ``"shard, pending(replica)"`` as a cell."""
         match = re.fullmatch(r"\s*([a-z/]+)\s*(?:,\s*pending\(([a-z, ]*)\))?\s*", text)
         if match is None:
-            raise ValueError(f"cannot read the cell {text!r}: write full, shard, shard/replica or 'shard, pending(replica)'")
+            raise ValueError(
+                f"cannot read the cell {text!r}: write full, shard, shard/replica or 'shard, pending(replica)'"
+            )
         place, pending = match.groups()
         split = () if place == "full" else tuple(place.split("/"))
         return cls(split, tuple((pending or "").replace(",", " ").split()))
@@ -150,7 +152,7 @@ class Strategy:
                 continue
             if cut[: len(whole)] == whole:
                 refuse(
-                    f"{part} are cut over {'/'.join(cut)} but the optimizer state only over {'/'.join(whole) or 'nothing'}: "
+                    f"{part} are cut over {'/'.join(cut)}, the optimizer state only over {'/'.join(whole) or 'nothing'}: "
                     f"every step would gather {part} to repeat one update on many ranks; cut the optimizer over "
                     f"{'/'.join(cut)} as well"
                 )

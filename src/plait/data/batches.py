@@ -67,9 +67,7 @@ class Batches(ABC):
                 f"{num_data_ranks} data ranks with {num_microbatches} microbatches each: give numbers from 1"
             )
         if not 0 <= data_rank < num_data_ranks:
-            raise ValueError(
-                f"data rank {data_rank} of {num_data_ranks}: ranks go from 0 to {num_data_ranks - 1}"
-            )
+            raise ValueError(f"data rank {data_rank} of {num_data_ranks}: ranks go from 0 to {num_data_ranks - 1}")
         num_parts = num_data_ranks * num_microbatches
         if global_batch < num_parts:
             raise ValueError(
@@ -113,9 +111,7 @@ class TextBatches(Batches):
         if length < 1:
             raise ValueError(f"length is {length}: a sample has at least 1 token")
         if isinstance(tokens, Tensor) and (tokens.dim() != 1 or tokens.dtype not in WHOLE_NUMBERS):
-            raise ValueError(
-                f"tokens are {tokens.dtype} {tuple(tokens.shape)}: give one row of whole numbers"
-            )
+            raise ValueError(f"tokens are {tokens.dtype} {tuple(tokens.shape)}: give one row of whole numbers")
         if len(tokens) < length + 1:
             raise ValueError(
                 f"a text of {len(tokens)} tokens is shorter than one sample: length {length} needs "

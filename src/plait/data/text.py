@@ -33,16 +33,12 @@ def load_text(path: str | None = None) -> bytes:
     if root.is_dir():
         return _folder(root)
     if not root.is_file():
-        raise ValueError(
-            f"no file or folder at {path!r}: check the path, or leave it out for Python's own source"
-        )
+        raise ValueError(f"no file or folder at {path!r}: check the path, or leave it out for Python's own source")
     text = root.read_bytes()
     if not text:
         raise ValueError(f"{path!r} is empty (0 bytes): give a file with text")
     if b"\0" in text:
-        raise ValueError(
-            f"{path!r} holds a NUL byte, so it looks binary: give plain text, for example in UTF-8"
-        )
+        raise ValueError(f"{path!r} holds a NUL byte, so it looks binary: give plain text, for example in UTF-8")
     return text
 
 

@@ -103,7 +103,9 @@ def check_replicas(wrapped: Sequence[Wrapped], comm: Comm) -> None:
     size = torch.tensor([len(parameters), -len(parameters)], dtype=torch.int64, device=comm.device)
     comm.all_reduce(size, AXES, op="max", note=Note("setup")).wait()
     if size[0] != -size[1]:
-        raise ValueError(f"ranks brought models of {-int(size[1])} to {int(size[0])} parameters: build the same model everywhere")
+        raise ValueError(
+            f"ranks brought models of {-int(size[1])} to {int(size[0])} parameters: build the same model everywhere"
+        )
     low, high = hashes.clone(), hashes.clone()
     comm.all_reduce(low, AXES, op="min", note=Note("setup")).wait()
     comm.all_reduce(high, AXES, op="max", note=Note("setup")).wait()
@@ -117,7 +119,9 @@ def check_replicas(wrapped: Sequence[Wrapped], comm: Comm) -> None:
 
 def _fingerprint(name: str, parameter: Tensor) -> int:
     """63 bits of a parameter's name, shape, dtype and values (on meta: without the values)."""
-    digest = hashlib.blake2b(f"{name} {tuple(parameter.shape)} {parameter.dtype} {parameter.requires_grad}".encode(), digest_size=8)
+    digest = hashlib.blake2b(
+        f"{name} {tuple(parameter.shape)} {parameter.dtype} {parameter.requires_grad}".encode(), digest_size=8
+    )
     if not parameter.is_meta:
-        digest.update(parameter.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy())
+        digest.update(bytes(parameter.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data))
     return int.from_bytes(digest.digest(), "little") >> 1

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -26,8 +26,8 @@ from torch.utils._pytree import tree_leaves
 from plait.comm import Comm
 from plait.core.actions import Action, Kind
 from plait.core.cells import Strategy, find_strategy
-from plait.core.collectives import Note
 from plait.core.flat import Cut, UnitLayout
+from plait.core.mesh import DATA_AXES
 from plait.core.orders import one_stage
 from plait.engine.build import build_units
 from plait.engine.exchange import Exchange
@@ -37,6 +37,7 @@ from plait.engine.optim import Owned, OwnedOptimizer, clip_factor, owned_runs, s
 from plait.engine.rng import Draw, Streams
 from plait.engine.runtime import execute
 from plait.engine.stage import Stage
+from plait.engine.state import full_state_dict, load_full_state_dict
 from plait.engine.unit import Unit
 
 LossFn = Callable[[nn.Module, Any], Tensor]
@@ -59,12 +60,27 @@ class StepResult:
     grad_norm: float | None
 
 
+@dataclass
+class OpenStep:
+    """A step under way: from its first forward to the end of its update.
+
+    ``count`` is the global number of targets, None until it is known (a user's own loop counts at the end).
+    """
+
+    count: int | None = None
+    local_count: int = 0
+    losses: list[Tensor] = field(default_factory=list)
+    forwards: int = 0
+
+
 def num_samples(batch: Any) -> int:
     """The size of the first dim of the first tensor in a batch."""
     for leaf in tree_leaves(batch):
         if isinstance(leaf, Tensor) and leaf.dim() > 0:
             return leaf.size(0)
-    raise ValueError(f"no tensor found in the batch of type {type(batch).__name__}: its first dim tells the number of samples")
+    raise ValueError(
+        f"no tensor found in the batch of type {type(batch).__name__}: its first dim tells the number of samples"
+    )
 
 
 class Engine:
@@ -131,15 +147,9 @@ class Engine:
             optimizer.register_step_post_hook(lambda *_: self._after_update())
         self.have_gradient: dict[str, bool] = {}
         """Which parameters got a gradient on any rank in the last step."""
-        self._open = False
-        self._reduced = False
-        self._losses: list[Tensor] = []
-        self._local_count = 0
-        self._count = 0
-        self._forwards = 0
+        self._now: OpenStep | None = None
         self._draw: Draw | None = None
-        self._norm: float | None = None
-        self._loss = 0.0
+        self._last = StepResult(-1, math.nan, 0, (), None)
 
     # ---- the primitive ------------------------------------------------------------------------------------------
 
@@ -150,27 +160,28 @@ class Engine:
             ValueError: no microbatch, ranks that disagree on their number, nothing to count, no loss function.
         """
         if self.loss_fn is None or self.count_fn is None:
-            raise ValueError("engine.step needs loss_fn and count_fn: give them to Engine, or drive your own loop with engine.backward")
+            raise ValueError(
+                "engine.step needs loss_fn and count_fn: give them to Engine, or use engine.backward in your own loop"
+            )
         schedule = one_stage(len(microbatches))
         counts = [self.count_fn(batch) for batch in microbatches]
         samples = [num_samples(batch) for batch in microbatches]
-        first, self._count = self.exchange.counts(len(microbatches), sum(counts), sum(samples))
-        self._begin_step()
+        first, total = self.exchange.counts(len(microbatches), sum(counts), sum(samples))
+        now = self._begin_step()
+        now.count = total
         starts = [first + sum(samples[:m]) for m in range(len(samples))]
+        place = self.comm.mesh.data_rank(self.comm.rank) * len(microbatches)
         losses: dict[int, Tensor] = {}
 
         def forward(action: Action) -> None:
-            m = action.microbatch
-            place = self.comm.mesh.data_rank(self.comm.rank) * len(microbatches) + m
-            self._draw = Draw(self.steps, place, starts[m], samples[m])
-            self.stage.microbatch = m
+            m = self.stage.microbatch = action.microbatch
+            self._draw = Draw(self.steps, place + m, starts[m], samples[m])
             assert self.loss_fn is not None
             losses[m] = self.loss_fn(self.model, microbatches[m])
 
         def backward(action: Action) -> None:
             m = action.microbatch
-            self._backward(losses[m], 1 / self._count, last=m == len(microbatches) - 1)
-            self._losses.append(losses.pop(m).detach())
+            self._backward(losses.pop(m), 1 / total, last=m == len(microbatches) - 1)
 
         def update(action: Action) -> None:
             if self.optimizer is not None:
@@ -179,43 +190,43 @@ class Engine:
                 self._before_update()
                 self._after_update()
 
-        handlers: Mapping[Kind, Callable[[Action], None]] = {
-            Kind.FORWARD: forward,
-            Kind.BACKWARD: backward,
-            Kind.REDUCE: lambda action: self._reduce(),
-            Kind.UPDATE: update,
-        }
-        execute(schedule[0], handlers)
-        return StepResult(self.steps - 1, self._loss, self._count, tuple(self._local), self._norm)
+        execute(
+            schedule[0],
+            {
+                Kind.FORWARD: forward,
+                Kind.BACKWARD: backward,
+                Kind.REDUCE: lambda action: self.gradients.reduce(),
+                Kind.UPDATE: update,
+            },
+        )
+        return self._last
 
     # ---- the thin face for a loop of one's own ------------------------------------------------------------------
 
     def backward(self, loss: Tensor, count: int) -> None:
-        """The backward of one microbatch of a user's own loop.
+        """The backward of one microbatch of a user's own loop; ``optimizer.step()`` then makes the step.
 
         Args:
             loss: the *sum* of the microbatch's losses.
-            count: how many terms it has. ``optimizer.step()`` divides by the global sum of the counts.
+            count: how many terms it has; ``optimizer.step()`` divides by the global sum of the counts.
         """
-        self._begin_step()
-        self._local_count += count
+        now = self._begin_step()
+        now.local_count += count
         self._backward(loss, 1.0, last=False)
-        self._losses.append(loss.detach())
 
     @property
     def last(self) -> StepResult:
-        """What the last step of a user's own loop did."""
-        return StepResult(self.steps - 1, self._loss, self._count, tuple(self._local), self._norm)
+        """What the last step did, a user's own loop's too."""
+        return self._last
 
     # ---- parts of a step ----------------------------------------------------------------------------------------
 
-    def _begin_step(self) -> None:
-        if self._open:
-            return
-        self.guard.check()
-        self.gradients.begin_step()
-        self._open, self._reduced = True, False
-        self._losses, self._local_count, self._forwards = [], 0, 0
+    def _begin_step(self) -> OpenStep:
+        if self._now is None:
+            self.guard.check()
+            self.gradients.begin_step()
+            self._now = OpenStep()
+        return self._now
 
     def _before_forward(self, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
         """Hook of the whole model: where in the run this forward stands, for the dropout streams."""
@@ -223,16 +234,16 @@ class Engine:
             return
         draw, self._draw = self._draw, None
         if draw is None:
-            self._begin_step()
+            now = self._begin_step()
             size = num_samples((args, kwargs))
-            place = self.comm.mesh.data_rank(self.comm.rank)
-            ahead = self._forwards * self.comm.mesh.data_size
-            draw = Draw(self.steps, place + ahead, (place + ahead) * size, size)
-            self.stage.microbatch = self._forwards
-            self._forwards += 1
+            place = self.comm.mesh.data_rank(self.comm.rank) + now.forwards * self.comm.mesh.data_size
+            draw = Draw(self.steps, place, place * size, size)
+            self.stage.microbatch = now.forwards
+            now.forwards += 1
         self.streams.begin(draw)
 
     def _backward(self, loss: Tensor, scale: float, *, last: bool) -> None:
+        assert self._now is not None
         if loss.dim() != 0:
             raise ValueError(f"the loss has shape {tuple(loss.shape)}: return the sum over the microbatch, a scalar")
         self.stage.begin_backward()
@@ -241,56 +252,43 @@ class Engine:
             loss.backward(torch.full_like(loss, scale))
         self.gradients.end_microbatch()
         self.stage.end_backward()
-
-    def _reduce(self) -> None:
-        if not self._reduced:
-            self.gradients.reduce()
-            self._reduced = True
+        self._now.losses.append(loss.detach())
 
     def _before_update(self) -> None:
-        """Hook before ``optimizer.step``: finish the sums, divide (own loops only), clip, hand gradients over."""
-        if not self._open:
-            raise ValueError("optimizer.step() without a backward before it: there is no gradient")
-        if self._local_count or not self._losses:
-            _, self._count = self.exchange.counts(len(self._losses), self._local_count, 0)
-            with torch.no_grad():
-                self.gradients.reduce()
-                for piece in self._pieces():
-                    piece.mul_(1 / self._count)
-        self._reduce()
-        local = [loss.item() for loss in self._losses]
-        touched = {
-            g.flat.layout.slots[i].name for gs in self.gradients.flats.values() for g in gs for i in g.touched
-        }
+        """Hook before ``optimizer.step``: finish the sums, agree, clip, hand the gradients over."""
+        now = self._now
+        if now is None or not now.losses:
+            raise ValueError("optimizer.step() without a backward before it: there is no gradient to step with")
+        self.gradients.reduce()
+        pieces = [piece for gs in self.gradients.flats.values() for _, piece in owned(gs)]
+        if now.count is None:
+            _, now.count = self.exchange.counts(len(now.losses), now.local_count, 0)
+            torch._foreach_mul_(pieces, 1 / now.count)
+        losses = tuple(loss.item() for loss in now.losses)
         squares = square_sum(o.gradient for o in self.owned) if self.counts_norm() else 0.0
-        total, losses, self.have_gradient = self.exchange.report(squares, local, touched)
+        total, every, self.have_gradient = self.exchange.report(squares, losses, self.gradients.touched())
         if self.listener:
             self.listener("reduced", self)
-        self._local, self._loss = local, math.fsum(losses) / self._count
-        self._norm = None
+        norm = None
         if self.clip is not None:
-            self._norm = self._rounded(math.sqrt(total))
-            factor = clip_factor(self._norm, self.clip)
+            norm = self._rounded(math.sqrt(total))
+            factor = clip_factor(norm, self.clip)
             if factor < 1:
-                with torch.no_grad():
-                    for piece in self._pieces():
-                        piece.mul_(factor)
+                torch._foreach_mul_(pieces, factor)
         if self.optimizer is not None:
             self.pieces.give_gradients(self.have_gradient)
-
-    def _pieces(self) -> list[Tensor]:
-        return [piece for gs in self.gradients.flats.values() for _, piece in owned(gs)]
+        self._last = StepResult(self.steps, math.fsum(every) / now.count, now.count, losses, norm)
 
     def counts_norm(self) -> bool:
         """Whether this rank adds its squares to the norm: of ranks that hold the same piece, the first one does."""
         if self.clip is None:
             return False
         here = self.comm.mesh.coordinates(self.comm.rank)
-        return all(here[a] == 0 for a in ("replica", "shard") if a not in self.strategy.optim.split)
+        return all(here[a] == 0 for a in DATA_AXES if a not in self.strategy.optim.split)
 
     def _rounded(self, norm: float) -> float:
         """The norm, summed in fp64, rounded once to the gradients' precision (fp32 at least)."""
-        wide = any(o.gradient.dtype == torch.float64 for o in self.owned)
+        wide = any(g.flat.dtype == torch.float64 for gs in self.gradients.flats.values() for g in gs)
         return torch.tensor(norm, dtype=torch.float64 if wide else torch.float32).item()
 
     def _after_update(self) -> None:
@@ -299,12 +297,10 @@ class Engine:
             unit.publish()
         for piece in self.owned:
             piece.view.grad = None
-        self._open = False
+        self._now = None
         self.steps += 1
         if self.listener:
             self.listener("updated", self)
-
-    _local: Sequence[float] = ()
 
     # ---- state --------------------------------------------------------------------------------------------------
 
@@ -331,24 +327,7 @@ class Engine:
 
         All ranks call it together; one unit is gathered at a time.
         """
-        whole: dict[int, Tensor] = {}
-        for unit in self.units:
-            unit.gather("state", -1)
-            unit.show()
-            for _, parameter, _, _ in parameters_of([unit]):
-                whole[id(parameter)] = parameter.detach().to("cpu", copy=True)
-            if unit.split and not unit.users:
-                unit.free()
-        parameters = dict(self.model.named_parameters(remove_duplicate=False))
-        state = {}
-        for name, value in self.model.state_dict(keep_vars=True).items():
-            if name in parameters:
-                state[name] = whole[id(parameters[name])]
-            else:
-                buffer = value.detach().reshape(-1).clone()
-                self.comm.broadcast(buffer, ("replica", "shard"), 0, note=Note("state", name)).wait()
-                state[name] = buffer.view(value.shape).cpu()
-        return state
+        return full_state_dict(self.model, self.units, self.comm)
 
     def load_full_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Take the values of whole tensors; each rank copies its pieces.
@@ -356,18 +335,4 @@ class Engine:
         Raises:
             ValueError: missing or surplus names, or shapes that differ.
         """
-        own = self.model.state_dict(keep_vars=True)
-        if own.keys() != state.keys():
-            missing, surplus = sorted(own.keys() - state.keys()), sorted(state.keys() - own.keys())
-            raise ValueError(f"the state has missing names {missing[:3]} and surplus names {surplus[:3]}")
-        place = {id(p): (flat, index) for _, p, flat, index in parameters_of(self.units)}
-        for unit in self.units:
-            unit.settle()
-        for name, value in own.items():
-            if value.shape != state[name].shape:
-                raise ValueError(f"{name!r} has shape {tuple(value.shape)}, the state's has {tuple(state[name].shape)}")
-            if id(value) in place:
-                flat, index = place[id(value)]
-                flat.write(index, state[name].to(value.dtype))
-            else:
-                value.copy_(state[name])
+        load_full_state_dict(self.model, self.units, state)

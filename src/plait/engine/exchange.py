@@ -34,7 +34,7 @@ class Exchange:
         table = every.view(self.ranks, COUNTS).tolist()
         if len({row[0] for row in table}) > 1:
             raise ValueError(
-                f"ranks bring different numbers of microbatches ({', '.join(str(row[0]) for row in table)} by data rank): "
+                f"ranks bring different numbers of microbatches ({', '.join(str(row[0]) for row in table)}): "
                 f"every rank must make the same number, empty ones included"
             )
         total = sum(row[1] for row in table)

@@ -115,6 +115,7 @@ class Gradients:
         }
         self.order = [unit for unit in reversed(stage.units) if self.flats[unit]]
         self.last = False
+        self._active = False
         self._nodes = {
             unit: [torch.autograd.graph.get_gradient_edge(p).node for g in self.flats[unit] for p in g.flat.parameters]
             for unit in self.order
@@ -145,6 +146,7 @@ class Gradients:
     def begin_microbatch(self, *, last: bool) -> None:
         """Before a backward; ``last`` lets the step's own moves start as units complete."""
         self.last = last
+        self._active = True
         self._due.clear()
         self._complete.clear()
         self._reduced.clear()
@@ -156,6 +158,11 @@ class Gradients:
         name = gradient.flat.layout.slots[index].name
 
         def hook(parameter: Tensor) -> None:
+            if not self._active:
+                parameter.grad = None
+                raise ValueError(
+                    "loss.backward() was called on a model that plait drives: call engine.backward(loss, count) instead"
+                )
             if unit not in self._due:
                 self._due[unit] = sum(torch._C._will_engine_execute_node(node) for node in self._nodes[unit])
             value, parameter.grad = parameter.grad, None
@@ -165,7 +172,7 @@ class Gradients:
             if unit in self._complete or index in gradient.touched_now:
                 raise ValueError(
                     f"{name!r} got a second gradient in one microbatch (two backward calls, or a reentrant checkpoint): "
-                    f"add the losses up and call backward once, and use checkpoint(..., use_reentrant=False)"
+                    f"add the losses up, call backward once, and use checkpoint(..., use_reentrant=False)"
                 )
             gradient.take(index, value)
             self._due[unit] -= 1
@@ -186,6 +193,7 @@ class Gradients:
         """After a backward: the units that did not run here take their part with zeros, where others may have run."""
         self._complete.update(unit for unit in self.order if not unit.split)
         self._release()
+        self._active = False
 
     def _release(self) -> None:
         """Start reductions of complete units in the fixed order, as far as they are complete."""
@@ -224,9 +232,7 @@ class Gradients:
                 piece = g.accumulated
             arriving.append((g, whole, piece))
             for move in unit.moves.microbatch:
-                works += [
-                    send(self.comm, m, whole, 0, note, out=piece) for m in lower(move, g.flat.layout, mesh, rank)
-                ]
+                works += [send(self.comm, m, whole, 0, note, out=piece) for m in lower(move, g.flat.layout, mesh, rank)]
         last = self.last
         if works:
             yield
@@ -269,6 +275,10 @@ class Gradients:
             yield
             for work in works:
                 work.wait()
+
+    def touched(self) -> set[str]:
+        """The parameters that got a gradient on this rank in this step."""
+        return {g.flat.layout.slots[i].name for gs in self.flats.values() for g in gs for i in g.touched}
 
     def reduce(self) -> None:
         """Finish every sum of the step: afterwards each owner's piece of ``accumulated`` is the whole gradient."""

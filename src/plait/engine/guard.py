@@ -32,4 +32,6 @@ class ModelGuard:
 
     @staticmethod
     def _refuse(what: str) -> None:
-        raise ValueError(f"the model was changed after it was wrapped: {what}. Make such changes first, then build the Engine")
+        raise ValueError(
+            f"the model was changed after it was wrapped: {what}. Make such changes first, then build the Engine"
+        )

@@ -20,7 +20,6 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from plait.engine.rng import private_generator
 
-
 _EMPTY: ContextVar[bool] = ContextVar("empty_parameters", default=False)
 """Whether modules built in this thread (or task) get parameters without memory."""
 

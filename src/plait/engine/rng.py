@@ -122,7 +122,7 @@ class Streams(TorchFunctionMode):
         if not self.modules:
             self.recomputing = recomputing
             if training and self.draw is not None:
-                self.__enter__()
+                self.__enter__()  # type: ignore[no-untyped-call]
                 self.active = True
         self.modules.append(name)
         if recomputing:
@@ -135,7 +135,7 @@ class Streams(TorchFunctionMode):
         self.modules.pop()
         if not self.modules and self.active:
             self.active = False
-            self.__exit__(None, None, None)
+            self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
 
     def attach(self, model: nn.Module) -> None:
         """Follow every module of a model, so that draws know their site."""
@@ -157,7 +157,7 @@ class Streams(TorchFunctionMode):
         module = self.modules[-1] if self.modules else ""
         if self.recomputing and self.entered[module] > 1:
             raise ValueError(
-                f"module {module!r} ran {self.entered[module]} times in this forward pass and draws dropout while it is "
+                f"module {module!r} ran {self.entered[module]} times in this forward and draws dropout while it is "
                 f"recomputed: which call's mask to draw again is not known; recompute around it, or give each call its "
                 f"own module"
             )
@@ -206,7 +206,11 @@ class Streams(TorchFunctionMode):
         return self.dropout(scores.softmax(-1), dropout_p) @ value
 
     def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
         if func in _SERVED:
@@ -231,7 +235,7 @@ class _Bernoulli(TorchDispatchMode):
     """Serves the Bernoulli draws inside a composite function; refuses any other."""
 
     def __init__(self, streams: Streams) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.streams = streams
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
@@ -248,7 +252,14 @@ class _Bernoulli(TorchDispatchMode):
 
 _SERVED = {F.dropout, torch.dropout, F.scaled_dot_product_attention}
 _COMPOSITE = {F.multi_head_attention_forward, F.dropout1d, F.dropout2d, F.dropout3d}
-_OTHERS = {F.alpha_dropout, F.feature_alpha_dropout, F.gumbel_softmax, F.rrelu, F.fractional_max_pool2d, F.fractional_max_pool3d}
+_OTHERS = {
+    F.alpha_dropout,
+    F.feature_alpha_dropout,
+    F.gumbel_softmax,
+    F.rrelu,
+    F.fractional_max_pool2d,
+    F.fractional_max_pool3d,
+}
 
 
 def _seeded(op: Any) -> bool:
@@ -287,7 +298,7 @@ class PrivateGenerator(TorchDispatchMode):
     """Everything random inside draws from one generator of its own, whatever the code passes."""
 
     def __init__(self, generator: torch.Generator) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.generator = generator
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:

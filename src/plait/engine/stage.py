@@ -173,8 +173,8 @@ class Stage:
             tracked = [t for t in tensors if t.requires_grad]
             if torch.is_grad_enabled() and unit.split_needs and not tensors:
                 raise ValueError(
-                    f"unit {unit.name!r} returns {type(output).__name__}, in which no tensor is found: return tensors, or "
-                    f"tuples, lists, dicts or registered pytrees of them, so that its backward can be seen"
+                    f"unit {unit.name!r} returns {type(output).__name__}, in which no tensor is found: return "
+                    f"tensors, or tuples, lists, dicts or registered pytrees of them, so that its backward can be seen"
                 )
             for tensor in tracked:
                 tensor.register_hook(lambda gradient: self._open_backward(unit))

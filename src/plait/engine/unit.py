@@ -57,7 +57,12 @@ class Flat:
     """
 
     def __init__(
-        self, layout: FlatLayout, parameters: Sequence[nn.Parameter], strategy: Strategy, comm: Comm, device: torch.device
+        self,
+        layout: FlatLayout,
+        parameters: Sequence[nn.Parameter],
+        strategy: Strategy,
+        comm: Comm,
+        device: torch.device,
     ) -> None:
         self.layout, self.parameters, self.comm = layout, list(parameters), comm
         self.trainable = self.parameters[0].requires_grad
@@ -165,7 +170,9 @@ class Unit:
             if flat.split:
                 note = Note(phase, self.name, microbatch)
                 start, place = (flat.rest, flat.held) if flat.kept is None else (flat.kept, flat.kept_place)
-                self.works += flat.gather(self.moves.backward if self.has_kept else self.moves.forward, start, place, note)
+                self.works += flat.gather(
+                    self.moves.backward if self.has_kept else self.moves.forward, start, place, note
+                )
 
     def show(self) -> None:
         """Wait for the gather and point the parameters at the whole values."""

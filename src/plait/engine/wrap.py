@@ -60,7 +60,9 @@ def wrap(model: nn.Module, units: Iterable[str] | None = None) -> tuple[Wrapped,
     chosen = {"", *(automatic(model) if units is None else units)}
     if unknown := sorted(chosen - modules.keys()):
         near = difflib.get_close_matches(unknown[0], modules, n=3)
-        raise ValueError(f"no module {unknown[0]!r} to make a unit of; the nearest names are {', '.join(near) or 'none'}")
+        raise ValueError(
+            f"no module {unknown[0]!r} to make a unit of; the nearest names are {', '.join(near) or 'none'}"
+        )
     owner: dict[int, str] = {}
     laid: dict[str, list[tuple[str, nn.Parameter]]] = {name: [] for name in modules if name in chosen}
     borrows: dict[str, dict[str, None]] = {name: {} for name in laid}

@@ -93,13 +93,9 @@ def explain(failures: list[Failure], mesh: str) -> tuple[str, int]:
         number = -first.exit_code
         name = signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
         hint = " (out of memory?)" if number == signal.SIGKILL else ""
-        text = (
-            f"plait: rank {first.rank} of mesh {mesh} was killed by {name}{hint}; the others were stopped\n"
-        )
+        text = f"plait: rank {first.rank} of mesh {mesh} was killed by {name}{hint}; the others were stopped\n"
         return text, 128 + number
     if first.text and first.exit_code != MISTAKE:
-        text = (
-            f"{first.text}plait: rank {first.rank} of mesh {mesh} failed as above; the others were stopped\n"
-        )
+        text = f"{first.text}plait: rank {first.rank} of mesh {mesh} failed as above; the others were stopped\n"
         return text, first.exit_code
     return first.text, first.exit_code

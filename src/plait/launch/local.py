@@ -1,8 +1,8 @@
-"""One host: ``launch(config, body, argv)`` gives every rank a ``Comm`` and runs ``body`` on it.
+"""One host: ``launch(config, body, command)`` gives every rank a ``Comm`` and runs ``body`` on it.
 
     torchrun's variables are set        this process is a rank: join, run, leave
     world=thread                        every rank is a thread of this process
-    otherwise                           torch's elastic agent starts `python -m plait ARGV` once per rank,
+    otherwise                           torch's elastic agent starts ``command`` once per rank,
                                         and each of these finds itself in the first case
 
 So the same command runs alone, under torchrun, and under whatever speaks torchrun's contract.  Own processes
@@ -31,7 +31,7 @@ import torch
 from plait.comm import thread
 from plait.comm.base import Comm
 from plait.config import Machine, resolve_device
-from plait.core.mesh import AXES, Mesh
+from plait.core.mesh import Mesh
 from plait.launch.failure import LAUNCHER, explain, recorded
 
 Body = Callable[[Comm], int]
@@ -40,8 +40,10 @@ TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 """With these set, somebody else started this process as a rank."""
 
 
-def launch(config: Machine, body: Body, argv: Sequence[str]) -> int:
-    """Runs ``body`` on every rank and returns the exit code; ``argv`` is this very command, to start ranks.
+def launch(config: Machine, body: Body, command: Sequence[str]) -> int:
+    """Runs ``body`` on every rank and returns the exit code.
+
+    ``command`` is what started this very process: run again, it must come here again, now as a rank.
 
     Only rank 0's output is shown; errors are shown from anywhere.
 
@@ -54,7 +56,7 @@ def launch(config: Machine, body: Body, argv: Sequence[str]) -> int:
         with _compute_threads(config.threads):
             device, deadline = resolve_device(config.device), config.deadline
             return max(thread.run(Mesh.parse(config.mesh), body, device=device, deadline=deadline))
-    return _start_ranks(config, argv)
+    return _start_ranks(config, command)
 
 
 # ---- as a rank --------------------------------------------------------------------------------------
@@ -80,8 +82,6 @@ def _be_a_rank(config: Machine, body: Body) -> int:
         if comm.rank:
             stack.enter_context(contextlib.redirect_stdout(nowhere))
         code = body(comm)
-        # Nobody leaves with a code while rank 0 still speaks: the agent stops all at the first one.
-        comm.barrier(AXES)
     comm.close()
     return code
 
@@ -106,7 +106,7 @@ def _compute_threads(number: int) -> Iterator[None]:
 # ---- starting them ----------------------------------------------------------------------------------
 
 
-def _start_ranks(config: Machine, argv: Sequence[str]) -> int:
+def _start_ranks(config: Machine, command: Sequence[str]) -> int:
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
@@ -119,7 +119,7 @@ def _start_ranks(config: Machine, argv: Sequence[str]) -> int:
         raise ValueError("no `env` command on the PATH: plait sets its ranks' environment with it")
     settings = [f"{name}={value}" for name, value in rank_environment(config).items()]
     # The agent substitutes ${local_rank} in arguments: a dollar of the user's is to stay one.
-    arguments = [text.replace("$", "$$") for text in (*settings, sys.executable, "-m", "plait", *argv)]
+    arguments = [text.replace("$", "$$") for text in (*settings, *command)]
     with tempfile.TemporaryDirectory(prefix="plait-") as folder, _agent_kept_quiet():
         plan = LaunchConfig(
             min_nodes=1,

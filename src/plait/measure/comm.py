@@ -104,9 +104,7 @@ def validate(config: BenchConfig) -> None:
     """
     mesh = Mesh.parse(config.mesh)
     if mesh.size < 2:
-        raise ValueError(
-            f"the mesh '{mesh}' has 1 rank, and nobody to send to: give 2 or more, as in shard=2"
-        )
+        raise ValueError(f"the mesh '{mesh}' has 1 rank, and nobody to send to: give 2 or more, as in shard=2")
     for text in config.sizes:
         parse_size(text)
     unknown = [kind for kind in config.kinds if kind not in COLLECTIVES]

@@ -49,9 +49,7 @@ def title(config: BenchConfig) -> str:
 
 def table(config: BenchConfig, results: Sequence[Measurement]) -> Table:
     """A row per measurement."""
-    table = Table(
-        title=title(config), caption="time: median of the slowest rank's; algbw, busbw: 10^9 bytes/s"
-    )
+    table = Table(title=title(config), caption="time: median of the slowest rank's; algbw, busbw: 10^9 bytes/s")
     for column in ("operation", "bytes", "time", "min", "max", "algbw", "busbw"):
         table.add_column(column, justify="left" if column == "operation" else "right", no_wrap=True)
     previous = ""

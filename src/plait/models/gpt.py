@@ -136,9 +136,7 @@ class TiedHead(nn.Linear):
 
     def __init__(self, weight: nn.Parameter) -> None:
         vocabulary, width = weight.shape
-        super().__init__(
-            width, vocabulary, bias=False, device="meta"
-        )  # no storage for what is replaced at once
+        super().__init__(width, vocabulary, bias=False, device="meta")  # no storage for what is replaced at once
         self.weight = weight
 
     def reset_parameters(self) -> None:
@@ -210,9 +208,7 @@ class SwiGLU(nn.Module):
         super().__init__()
         self.gate = Projection(config.width, config.hidden_width)
         self.up = Projection(config.width, config.hidden_width)
-        self.down = Projection(
-            config.hidden_width, config.width, std=INIT_STD / math.sqrt(2 * config.num_layers)
-        )
+        self.down = Projection(config.hidden_width, config.width, std=INIT_STD / math.sqrt(2 * config.num_layers))
 
     def forward(self, x_BTD: Tensor) -> Tensor:
         """x_BTD -> x_BTD."""
@@ -284,9 +280,7 @@ def cross_entropy_sum(logits_BTV: Tensor, targets_BT: Tensor) -> Tensor:
     """The part of ``loss_sum`` after the model, for a last stage that holds the logits already."""
     if logits_BTV.dtype != torch.float64:
         logits_BTV = logits_BTV.float()
-    return F.cross_entropy(
-        logits_BTV.flatten(0, 1), targets_BT.flatten(), ignore_index=IGNORED, reduction="sum"
-    )
+    return F.cross_entropy(logits_BTV.flatten(0, 1), targets_BT.flatten(), ignore_index=IGNORED, reduction="sum")
 
 
 def token_count(batch: Mapping[str, Tensor]) -> int:

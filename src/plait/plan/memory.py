@@ -42,7 +42,8 @@ def held(units: Sequence[UnitLayout], mesh: Mesh, strategy: Strategy, rank: int,
     return Held(
         params=sum(numel(f, strategy.params) * f.itemsize for f, _ in flats),
         grads=sum(numel(f, strategy.grads) * f.itemsize for f, t in flats if t),
-        optimizer=states * sum(
+        optimizer=states
+        * sum(
             run.numel * f.itemsize
             for f, t in flats
             if t

@@ -1,9 +1,9 @@
 """The proof that a layout is the run of a single process.
 
-    record.py      every rank of the layout trains and writes down what it owns
-    reference.py   one process trains, adding in the order that the layout implies
-    compare.py     the two are held against each other
-    run.py         the command: both comparisons, the ledger, a table, an exit code
+record.py      every rank of the layout trains and writes down what it owns
+reference.py   one process trains, adding in the order that the layout implies
+compare.py     the two are held against each other
+run.py         the command: both comparisons, the ledger, a table, an exit code
 """
 
 from plait.verify.run import Verdict, judge, run_verify

@@ -49,7 +49,14 @@ class Finding:
         return self.bitwise or (self.tolerance > 0 and self.measured <= self.tolerance)
 
 
-def find(kind: str, name: str, ours: Tensor, theirs: Tensor, tolerance: float = 0.0, step_length: float | None = None) -> Finding:
+def find(
+    kind: str,
+    name: str,
+    ours: Tensor,
+    theirs: Tensor,
+    tolerance: float = 0.0,
+    step_length: float | None = None,
+) -> Finding:
     """Compare two tensors of one shape.
 
     Args:
@@ -73,7 +80,13 @@ def number(kind: str, name: str, ours: float | None, theirs: float | None, toler
     """Compare two numbers."""
     if ours is None or theirs is None:
         return Finding(kind, name, 0.0, 0.0, ours is theirs, tolerance)
-    return find(kind, name, torch.tensor([ours], dtype=torch.float64), torch.tensor([theirs], dtype=torch.float64), tolerance)
+    return find(
+        kind,
+        name,
+        torch.tensor([ours], dtype=torch.float64),
+        torch.tensor([theirs], dtype=torch.float64),
+        tolerance,
+    )
 
 
 def against_tree(ranks: Sequence[RankRecord], reference: Record) -> list[Finding]:
@@ -93,7 +106,9 @@ def against_tree(ranks: Sequence[RankRecord], reference: Record) -> list[Finding
                 gradient = reference.gradients[step].get(name)
                 label = f"{name}[{start}:{stop}], step {step + 1}, {at}"
                 if gradient is None:
-                    found.append(Finding("gradient", label + " (none expected)", float("inf"), float("inf"), False, 0.0))
+                    found.append(
+                        Finding("gradient", label + " (none expected)", float("inf"), float("inf"), False, 0.0)
+                    )
                 else:
                     found.append(find("gradient", label, piece, gradient.reshape(-1)[start:stop]))
         for name, value in record.parameters.items():
@@ -146,7 +161,13 @@ def against_plain(
             whole = plain.gradients[0][name].reshape(-1)
             # the tensor's own scale, not the piece's, is what its rounding is relative to
             scale = whole.double().abs().max().item() or 1.0
-            result = find("gradient", f"{name}[{start}:{stop}], step 1, rank {record.rank}", piece, whole[start:stop], rounding)
+            result = find(
+                "gradient",
+                f"{name}[{start}:{stop}], step 1, rank {record.rank}",
+                piece,
+                whole[start:stop],
+                rounding,
+            )
             found.append(
                 Finding(
                     result.kind, result.name, result.max_abs, result.max_abs / scale, result.bitwise, rounding,

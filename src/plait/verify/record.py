@@ -72,12 +72,16 @@ class Recorder:
         for o in engine.owned:
             values = state.get(o.view, {})
             record.state[(o.name, o.run.start, o.run.stop)] = {
-                key: value.detach().reshape(-1).to("cpu", copy=True) for key, value in values.items() if torch.is_tensor(value)
+                key: value.detach().reshape(-1).to("cpu", copy=True)
+                for key, value in values.items()
+                if torch.is_tensor(value)
             }
         return record
 
 
-def record_layout(job: Job, comm: Comm, strategy: Strategy, num_microbatches: int, steps: int, **engine: Any) -> RankRecord:
+def record_layout(
+    job: Job, comm: Comm, strategy: Strategy, num_microbatches: int, steps: int, **engine: Any
+) -> RankRecord:
     """Train a job under a layout on this rank and write everything down.
 
     Args:
@@ -98,7 +102,9 @@ def record_layout(job: Job, comm: Comm, strategy: Strategy, num_microbatches: in
     )
     predicted = predict_step(trained.layouts(), comm.mesh, trained.strategy, num_microbatches, comm.rank)
     for step in range(steps):
-        batches = job.microbatches(step, recorder.record.data_rank, comm.mesh.data_size, num_microbatches, str(comm.device))
+        batches = job.microbatches(
+            step, recorder.record.data_rank, comm.mesh.data_size, num_microbatches, str(comm.device)
+        )
         mark = len(comm.ledger.entries)
         result = trained.step(batches)
         recorder.record.losses.append(result.loss)

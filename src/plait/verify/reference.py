@@ -39,6 +39,53 @@ class Record:
     state: dict[str, dict[str, Tensor]] = field(default_factory=dict)
 
 
+class SingleProcess:
+    """A whole model in one process, which can play any data rank: it keeps one set of buffers for each.
+
+    ``losses`` are those of the step under way, by global microbatch.
+    """
+
+    def __init__(self, job: Job, num_data_ranks: int, num_microbatches: int) -> None:
+        self.job, self.ranks, self.microbatches = job, num_data_ranks, num_microbatches
+        self.model = job.build()
+        materialise(self.model, job.seed, torch.device("cpu"))
+        self.streams = Streams(job.seed)
+        self.streams.attach(self.model)
+        self.parameters = dict(self.model.named_parameters())
+        self.optimizer = job.optimizer(self.parameters.values())
+        self.buffers = [{name: b.clone() for name, b in self.model.named_buffers()} for _ in range(num_data_ranks)]
+        self.losses: list[float] = []
+
+    def begin(self, step: int) -> int:
+        """Fetch the batches of all data ranks; returns the number of targets."""
+        lines = [self.job.microbatches(step, d, self.ranks, self.microbatches) for d in range(self.ranks)]
+        self.step, self.batches = step, [batch for line in lines for batch in line]
+        self.samples = [len(next(iter(batch.values()))) for batch in self.batches]
+        self.losses = [math.nan] * len(self.batches)
+        self.count = sum(map(self.job.count_fn, self.batches))
+        return self.count
+
+    def gradient(self, data_rank: int, microbatch: int) -> Gradients:
+        """One microbatch's gradient, computed as its data rank would."""
+        place = data_rank * self.microbatches + microbatch
+        own = self.buffers[data_rank]
+        for name, buffer in self.model.named_buffers():
+            buffer.copy_(own[name])
+        self.streams.begin(Draw(self.step, place, sum(self.samples[:place]), self.samples[place]))
+        self.model.zero_grad(set_to_none=True)
+        loss = self.job.loss_fn(self.model, self.batches[place])
+        loss.backward(torch.full_like(loss, 1 / self.count))
+        self.losses[place] = loss.item()
+        for name, buffer in self.model.named_buffers():
+            own[name].copy_(buffer)
+        return {name: p.grad for name, p in self.parameters.items() if p.grad is not None}
+
+    def update(self, gradients: Gradients) -> None:
+        for name, parameter in self.parameters.items():
+            parameter.grad = gradients.get(name)
+        self.optimizer.step()
+
+
 def run_reference(
     job: Job,
     mesh: Mesh,
@@ -57,66 +104,36 @@ def run_reference(
         order: the sums, innermost first, as ``core.additions`` derives them from a row.
         clip: the largest global norm, as for the engine.
         norm_pieces: the runs whose squares each rank sums for the norm, by data rank; None: whole parameters.
+        keep_gradients: whether the record has every step's gradients.
     """
-    model = job.build()
-    device = torch.device("cpu")
-    materialise(model, job.seed, device)
-    streams = Streams(job.seed)
-    streams.attach(model)
-    parameters = dict(model.named_parameters())
-    optimizer = job.optimizer(parameters.values())
-    ranks = mesh.data_size
-    buffers = [{name: b.clone() for name, b in model.named_buffers()} for _ in range(ranks)]
+    one = SingleProcess(job, mesh.data_size, num_microbatches)
     sizes = {"replica": mesh.replica, "shard": mesh.shard, MICROBATCH: num_microbatches}
+
+    def leaf(at: dict[str, int]) -> Gradients:
+        return one.gradient(at["replica"] * mesh.shard + at["shard"], at[MICROBATCH])
+
     record = Record()
     for step in range(steps):
-        batches = [job.microbatches(step, d, ranks, num_microbatches) for d in range(ranks)]
-        count = sum(job.count_fn(batch) for line in batches for batch in line)
-        starts, total = [], 0
-        for line in batches:
-            for batch in line:
-                starts.append(total)
-                total += len(next(iter(batch.values())))
-        losses = [0.0] * (ranks * num_microbatches)
-
-        def leaf(at: dict[str, int], step: int = step, batches=batches, starts=starts, losses=losses, count=count) -> Gradients:  # type: ignore[no-untyped-def]
-            data_rank = at["replica"] * mesh.shard + at["shard"]
-            place = data_rank * num_microbatches + at[MICROBATCH]
-            batch = batches[data_rank][at[MICROBATCH]]
-            for name, buffer in model.named_buffers():
-                buffer.copy_(buffers[data_rank][name])
-            streams.begin(Draw(step, place, starts[place], len(next(iter(batch.values())))))
-            model.zero_grad(set_to_none=True)
-            loss = job.loss_fn(model, batch)
-            loss.backward(torch.full_like(loss, 1 / count))
-            losses[place] = loss.item()
-            for name, buffer in model.named_buffers():
-                buffers[data_rank][name].copy_(buffer)
-            return {name: p.grad for name, p in parameters.items() if p.grad is not None}
-
+        count = one.begin(step)
         gradients = fold(tuple(order), sizes, leaf, add)
-        record.microbatch_losses.append(losses)
-        record.losses.append(math.fsum(losses) / count)
+        record.microbatch_losses.append(one.losses)
+        record.losses.append(math.fsum(one.losses) / count)
         if keep_gradients:
             record.gradients.append({name: g.clone() for name, g in gradients.items()})
         record.norms.append(_clip(gradients, clip, norm_pieces))
-        for name, parameter in parameters.items():
-            parameter.grad = gradients.get(name)
-        optimizer.step()
-    record.parameters = {name: p.detach().clone() for name, p in parameters.items()}
-    record.buffers = {name: b for name, b in buffers[0].items()}
-    for name, parameter in parameters.items():
-        state = optimizer.state.get(parameter, {})
+        one.update(gradients)
+    record.parameters = {name: p.detach().clone() for name, p in one.parameters.items()}
+    record.buffers = one.buffers[0]
+    for name, parameter in one.parameters.items():
+        state = one.optimizer.state.get(parameter, {})
         record.state[name] = {key: value.clone() for key, value in state.items() if torch.is_tensor(value)}
     return record
 
 
 def add(left: Gradients, right: Gradients) -> Gradients:
     """The sum of two gradients, elementwise; a parameter without gradient on one side keeps the other's."""
-    return {
-        name: left[name] + right[name] if name in left and name in right else left.get(name, right.get(name))  # type: ignore[misc]
-        for name in {**left, **right}
-    }
+    both = {name: left[name] + right[name] for name in left if name in right}
+    return {**left, **right, **both}
 
 
 def _clip(gradients: Gradients, clip: float | None, pieces: Sequence[Sequence[Piece]] | None) -> float | None:

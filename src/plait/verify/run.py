@@ -1,9 +1,9 @@
 """``plait verify``: run a layout and the single process side by side and say whether they are the same run.
 
-    layout on N ranks ──► records ──┐
-    one process, the layout's own tree of additions ──► bitwise ──► verdict
-    one process, one plain full-batch step          ──► rounding ─┘
-    the table's predicted messages and bytes        ──► the ledger
+layout on N ranks ──► records ──┐
+one process, the layout's own tree of additions ──► bitwise ──► verdict
+one process, one plain full-batch step          ──► rounding ─┘
+the table's predicted messages and bytes        ──► the ledger
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from rich import box
 from rich.console import Console
 from rich.table import Table
 
@@ -26,6 +27,9 @@ from plait.job import Job, make_job
 from plait.verify.compare import Finding, Summary, against_plain, against_tree, summarise
 from plait.verify.record import RankRecord, collect, record_layout
 from plait.verify.reference import Record, run_reference
+
+WORST = 8
+"""How many findings that are not equal are printed by name."""
 
 AMPLIFIES = ("adam", "adamw")
 
@@ -58,7 +62,13 @@ class Verdict:
 
 
 def references(
-    job: Job, mesh: Mesh, strategy: Strategy, num_microbatches: int, steps: int, clip: float | None, ranks: Sequence[RankRecord]
+    job: Job,
+    mesh: Mesh,
+    strategy: Strategy,
+    num_microbatches: int,
+    steps: int,
+    clip: float | None,
+    ranks: Sequence[RankRecord],
 ) -> tuple[Record, Record]:
     """The two single-process runs: the layout's own tree of additions, and one plain full batch per step."""
     pieces = [r.norm_pieces for r in sorted(ranks, key=lambda r: r.data_rank)]
@@ -80,9 +90,7 @@ def judge(
     return Verdict(
         layout,
         tuple(against_tree(ranks, tree)),
-        tuple(
-            against_plain(ranks, plain, job.dtype, config.lr, config.steps, amplifies=config.optimizer in AMPLIFIES)
-        ),
+        tuple(against_plain(ranks, plain, job.dtype, config.lr, config.steps, amplifies=config.optimizer in AMPLIFIES)),
         tuple(difference for r in ranks for difference in r.ledger_differences),
     )
 
@@ -92,7 +100,14 @@ def run_verify(config: VerifyConfig, comm: Comm) -> int:
     strategy = find_strategy(config.strategy)
     job = make_job(config)
     record = record_layout(
-        job, comm, strategy, config.microbatches, config.steps, clip=config.clip, prefetch=config.prefetch, cut=config.cut
+        job,
+        comm,
+        strategy,
+        config.microbatches,
+        config.steps,
+        clip=config.clip,
+        prefetch=config.prefetch,
+        cut=config.cut,
     )
     ranks = collect(comm, record)
     if ranks is None:
@@ -132,8 +147,10 @@ def write_json(path: str, data: dict[str, Any]) -> None:
 def show(verdict: Verdict, console: Console) -> None:
     """Print the two comparisons and the verdict."""
     console.print(f"[bold]{verdict.layout}[/bold]")
-    console.print(_table("against one process that adds in this layout's order", summarise(verdict.tree)))
-    console.print(_table("against one process and one plain full-batch step", summarise(verdict.plain)))
+    console.print(findings_table("against one process that adds in this layout's order", summarise(verdict.tree)))
+    console.print(findings_table("against one process and one plain full-batch step", summarise(verdict.plain)))
+    for finding in [f for f in (*verdict.tree, *verdict.plain) if not f.equal][:WORST]:
+        console.print(f"  {finding.kind} {finding.name}: max abs {finding.max_abs:.3g}, max rel {finding.max_rel:.3g}")
     if verdict.ledger:
         console.print(f"ledger: {len(verdict.ledger)} messages differ from the prediction")
         for line in verdict.ledger[:5]:
@@ -144,21 +161,20 @@ def show(verdict: Verdict, console: Console) -> None:
     console.print(f"verdict: [bold {colour}]{verdict.word}[/bold {colour}]")
 
 
-def _table(title: str, lines: Sequence[Summary]) -> Table:
-    table = Table(title=title, title_justify="left", title_style="")
-    for heading in ("", "compared", "max abs", "max rel", "bitwise", "tolerance", "measured", "verdict", "worst"):
-        table.add_column(heading, justify="left" if heading in ("", "worst") else "right", overflow="fold")
+def findings_table(title: str, lines: Sequence[Summary]) -> Table:
+    """One line per kind of what was compared."""
+    table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD)
+    for heading in ("", "compared", "max abs", "max rel", "bitwise", "tolerance", "verdict"):
+        table.add_column(heading, justify="left" if heading == "" else "right")
     for line in lines:
         unit = "" if line.measure == "relative" else " lr*k"
         table.add_row(
             line.kind,
             str(line.count),
-            f"{line.max_abs:.3g}",
-            f"{line.max_rel:.3g}",
+            f"{line.max_abs:.2g}",
+            f"{line.max_rel:.2g}",
             "yes" if line.bitwise else "no",
             "bitwise" if line.tolerance == 0 else f"{line.tolerance:.0e}{unit}",
-            f"{line.measured:.2g}",
-            "equal" if line.equal else "DIFFERENT",
-            "" if line.bitwise else line.worst,
+            "equal" if line.equal else "[red]DIFFERENT[/red]",
         )
     return table

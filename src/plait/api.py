@@ -1,0 +1,83 @@
+"""The few calls that a script needs, beside ``Engine``.
+
+A loop of one's own changes by a few lines (``torchrun --nproc-per-node 4 script.py``):
+
+    comm = plait.join()                                             # was: init_process_group()
+    engine = plait.Engine(model, comm, strategy="zero3", optimizer=optimizer)   # was: DDP(model)
+    for x, y in loader:
+        loss = F.cross_entropy(model(x), y, reduction="sum")        # a sum, not a mean
+        engine.backward(loss, count=y.numel())                      # was: loss.backward()
+        optimizer.step()                                            # the same optimizer object
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from plait.comm import Comm, ThreadWorld
+from plait.comm.thread import run
+from plait.core.mesh import Mesh
+
+Result = TypeVar("Result")
+
+
+def join(
+    mesh: str | Mesh | None = None,
+    *,
+    device: str | torch.device = "cpu",
+    deadline: float = 60.0,
+    deterministic: bool = True,
+) -> Comm:
+    """This process's place on the mesh.
+
+    Under torchrun (or whatever sets its variables) it joins the other processes; without it, it is a world of one
+    rank, so the same script runs alone.
+
+    Args:
+        mesh: the axes and their sizes; None puts all ranks on ``shard``.
+        deadline: seconds after which a wait for another rank gives up and says whom it waited for.
+        deterministic: add in rank order, so that runs are reproducible to the bit.
+
+    Raises:
+        ValueError: a mesh that does not multiply to the number of ranks.
+    """
+    size = int(os.environ.get("WORLD_SIZE", "1")) if "RANK" in os.environ else 1
+    shape = Mesh(shard=size) if mesh is None else Mesh.parse(mesh) if isinstance(mesh, str) else mesh
+    if shape.size != size:
+        raise ValueError(
+            f"the mesh '{shape}' has {shape.size} ranks, but the number of processes started is {size}: start "
+            f"{shape.size} (torchrun --nproc-per-node {shape.size}), or give a mesh of {size}, as in shard={size}"
+        )
+    place = torch.device(device)
+    if "RANK" in os.environ:
+        from plait.comm.process import ProcessComm
+
+        return ProcessComm.from_env(shape, device=place, deadline=deadline, deterministic=deterministic)
+    return ThreadWorld(shape, deadline=deadline, deterministic=deterministic).comm(0)
+
+
+def run_threads(mesh: str | Mesh, body: Callable[[Comm], Result], *, deadline: float = 60.0) -> list[Result]:
+    """Run ``body(comm)`` on every rank of a mesh, each rank a thread of this process; the results by rank.
+
+    For notebooks, lessons and tests: the same engine and collectives, without starting processes.
+    """
+    return run(Mesh.parse(mesh) if isinstance(mesh, str) else mesh, body, deadline=deadline)
+
+
+def sum_of_mean(
+    mean_loss: Callable[[nn.Module, Any], Tensor], count: Callable[[Any], int]
+) -> Callable[[nn.Module, Any], Tensor]:
+    """A loss that is a mean over ``count(batch)`` terms, as the sum that ``Engine`` wants.
+
+    A mean of microbatch means is wrong as soon as their counts differ; the sum times one division is not.
+    """
+
+    def loss_sum(model: nn.Module, batch: Any) -> Tensor:
+        return mean_loss(model, batch) * count(batch)
+
+    return loss_sum

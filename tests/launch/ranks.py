@@ -1,0 +1,43 @@
+"""Two ranks that behave or misbehave as the first word says; run by test_local.py."""
+
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+from plait.comm.base import Comm
+from plait.core.mesh import AXES, Mesh
+from plait.launch import launch
+from plait.launch.failure import report
+from plait.measure.comm import BenchConfig
+
+HOW, REST = sys.argv[1], sys.argv[2:]
+
+
+def body(comm: Comm) -> int:
+    if HOW == "speak":
+        print(f"rank {comm.rank} of {comm.mesh.size} heard {REST}")
+        print(*(f"{n}={os.environ.get(n)}" for n in ("OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME", "PLAIT_LAUNCHER")))
+        return 0
+    if HOW == "code":
+        return 7
+    if HOW == "sleep":
+        (Path(REST[0]) / f"rank{comm.rank}.pid").write_text(str(os.getpid()))
+        time.sleep(60)
+    if comm.rank == 1:
+        if HOW == "raise":
+            raise RuntimeError("the matter is here")
+        if HOW == "mistake":
+            Mesh.parse("depth=2")
+        if HOW == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+    comm.barrier(AXES)
+    return 0
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(launch(BenchConfig(deadline=20), body, [sys.executable, *sys.argv]))
+    except Exception as error:
+        sys.exit(report(error))

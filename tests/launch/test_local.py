@@ -1,0 +1,176 @@
+"""Own processes, threads and torchrun: who speaks, what a failure says, and that nothing is left behind."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from plait.cli import main
+from plait.comm.base import Comm
+from plait.launch import launch
+from plait.launch.local import check_port, rank_environment
+from plait.measure.comm import BenchConfig
+
+SCRIPT = str(Path(__file__).with_name("ranks.py"))
+LINUX = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+
+
+def start(*words: str, **settings: str) -> "subprocess.Popen[str]":
+    environment = {k: v for k, v in os.environ.items() if k not in ("OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME")}
+    return subprocess.Popen(
+        [sys.executable, SCRIPT, *words],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**environment, **settings},
+        start_new_session=True,
+    )
+
+
+def finish(*words: str) -> tuple[int, str, str]:
+    process = start(*words)
+    out, err = process.communicate(timeout=60)
+    return process.returncode, out, err
+
+
+def test_rank_0_speaks_and_every_argument_arrives_as_it_was() -> None:
+    code, out, err = finish("speak", "a b", "${local_rank}", "$$")
+    assert (code, err) == (0, "")
+    heard, environment = out.splitlines()
+    assert heard == "rank 0 of 2 heard ['a b', '${local_rank}', '$$']"
+    assert environment.startswith("OMP_NUM_THREADS=1 GLOO_SOCKET_IFNAME=lo")
+
+
+def test_the_original_traceback_comes_first_and_once() -> None:
+    code, out, err = finish("raise")
+    assert (code, out) == (1, "")
+    assert err.startswith("Traceback (most recent call last):\n")
+    assert err.count("Traceback") == 1
+    assert err.count("RuntimeError: the matter is here") == 1
+    assert err.splitlines()[-1] == "plait: rank 1 of mesh shard=2 failed as above; the others were stopped"
+
+
+def test_a_mistake_found_by_one_rank_is_one_line_and_exit_code_2() -> None:
+    code, out, err = finish("mistake")
+    assert (code, out) == (2, "")
+    assert err.startswith("plait: error: unknown mesh axis 'depth'")
+    assert err.count("\n") == 1
+
+
+def test_the_ranks_own_exit_code_is_passed_on_in_silence() -> None:
+    assert finish("code") == (7, "", "")
+
+
+def test_a_killed_rank_is_named() -> None:
+    code, out, err = finish("kill")
+    assert (code, out) == (128 + signal.SIGKILL, "")
+    assert err == ("plait: rank 1 of mesh shard=2 was killed by SIGKILL (out of memory?); the others were stopped\n")
+
+
+def alive(process_id: int) -> bool:
+    try:
+        return ") Z" not in Path(f"/proc/{process_id}/stat").read_text()
+    except OSError:
+        return False
+
+
+def wait_for(what, seconds: float) -> None:  # type: ignore[no-untyped-def]
+    end = time.monotonic() + seconds
+    while not what():
+        assert time.monotonic() < end, "it never came"
+        time.sleep(0.02)
+
+
+@LINUX
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+def test_no_rank_outlives_the_launcher(number: signal.Signals, tmp_path: Path) -> None:
+    process = start("sleep", str(tmp_path))
+    files = [tmp_path / f"rank{rank}.pid" for rank in (0, 1)]
+    wait_for(lambda: all(file.exists() and file.read_text() for file in files), 40)
+    ranks = [int(file.read_text()) for file in files]
+    assert all(alive(rank) for rank in ranks)
+    process.send_signal(number)
+    _, err = process.communicate(timeout=30)
+    wait_for(lambda: not any(alive(rank) for rank in ranks), 2)
+    if number == signal.SIGINT:
+        assert process.returncode == 130
+        assert err == "plait: stopped by SIGINT, with all ranks\n"
+
+
+def test_the_same_command_runs_under_torchrun(tmp_path: Path) -> None:
+    words = [
+        "bench",
+        "comm",
+        "--sizes",
+        "4KB",
+        "--kinds",
+        "all_reduce",
+        "--repeat",
+        "2",
+        "--out",
+        str(tmp_path),
+    ]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "0"]
+    done = subprocess.run([*torchrun, "-m", "plait", *words], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("all_reduce") == 1
+    assert (tmp_path / "comm.json").exists()
+
+
+def test_another_number_of_processes_than_ranks_is_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, value in (
+        ("RANK", "0"),
+        ("WORLD_SIZE", "3"),
+        ("MASTER_ADDR", "localhost"),
+        ("MASTER_PORT", "1"),
+    ):
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("TORCHELASTIC_ERROR_FILE", raising=False)
+    assert main(["bench", "comm", "--mesh", "replica=2 shard=2"]) == 2
+    shown = capsys.readouterr().err
+    assert shown.count("\n") == 1
+    assert "has 4 ranks, but 3 processes were started" in shown
+    assert "shard=3" in shown
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", ""])
+def test_a_port_in_use_is_refused(host: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.socket() as listener:
+        listener.bind((host, 0))
+        listener.listen()
+        port = listener.getsockname()[1]
+        assert main(["bench", "comm", "--port", str(port)]) == 2
+        shown = capsys.readouterr().err
+        assert shown == (
+            f"plait: error: port {port} cannot be opened (address already in use): "
+            "give another --port, or 0 for a free one\n"
+        )
+    check_port(port)
+
+
+def test_threads_return_the_worst_code_and_raise_the_first_error() -> None:
+    config = BenchConfig(world="thread", mesh="shard=3")
+    assert launch(config, lambda comm: comm.rank, []) == 2
+
+    def body(comm: Comm) -> int:
+        if comm.rank == 1:
+            raise RuntimeError("the matter is here")
+        comm.barrier(("shard",))
+        return 0
+
+    with pytest.raises(RuntimeError, match="the matter is here"):
+        launch(config, body, [])
+
+
+def test_what_the_user_has_set_is_left_alone() -> None:
+    config = BenchConfig(threads=3)
+    ours = rank_environment(config, {})
+    assert ours["OMP_NUM_THREADS"] == "3"
+    assert set(ours) - set(rank_environment(config, ours)) == set(ours) - {"PLAIT_LAUNCHER"}

@@ -1,0 +1,125 @@
+"""``plait bench comm`` in the thread world, its arithmetic, and that a wrong collective is caught."""
+
+import json
+import xml.etree.ElementTree as ElementTree
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from plait.cli import main
+from plait.comm.base import Comm
+from plait.comm.thread import ThreadComm, run
+from plait.core.collectives import bus_factor
+from plait.core.mesh import Mesh
+from plait.measure.comm import BenchConfig, Measurement, measure, parse_size
+from plait.measure.operations import COLLECTIVES, build
+from plait.measure.plot import Panel, svg
+from plait.measure.show import size_text, time_text
+
+QUICK = BenchConfig(world="thread", sizes=("1KB", "64KB"), repeat=3, warmup=1)
+
+
+@pytest.mark.parametrize("mesh", [Mesh(shard=2), Mesh(replica=2, shard=3)])
+def test_every_collective_is_right_and_measured_alike_on_all_ranks(mesh: Mesh) -> None:
+    ranks = run(mesh, lambda comm: measure(QUICK, comm))
+    assert all(results == ranks[0] for results in ranks)
+    assert {r.kind for r in ranks[0]} == {"ping_pong", *COLLECTIVES}
+    for r in ranks[0]:
+        assert 0 < r.seconds_min <= r.seconds <= r.seconds_max < 10
+        assert r.ranks == (2 if r.kind == "ping_pong" else mesh.size)
+        # S is the size of the whole array, rounded up to equal pieces, never a piece's size
+        assert any(size <= r.bytes < size + 4 * mesh.size for size in (8, 1024, 65536))
+
+
+@pytest.mark.parametrize(
+    ("kind", "factor"),
+    [
+        ("all_reduce", 2 * 3 / 4),
+        ("reduce_scatter", 3 / 4),
+        ("all_gather", 3 / 4),
+        ("all_to_all", 3 / 4),
+        ("broadcast", 1.0),
+        ("reduce", 1.0),
+        ("ping_pong", 1.0),
+    ],
+)
+def test_bandwidths_are_those_of_nccl_tests(kind: str, factor: float) -> None:
+    r = Measurement(kind, ranks=4, bytes=1000, seconds=0.5, seconds_min=0.5, seconds_max=0.5)
+    assert r.algbw == 2000
+    assert r.busbw == pytest.approx(2000 * factor)
+    if kind != "ping_pong":
+        assert bus_factor(kind, 4) == pytest.approx(factor)
+
+
+@pytest.mark.parametrize("kind", COLLECTIVES)
+def test_a_world_that_moves_something_else_is_an_error(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    original = getattr(ThreadComm, f"_{kind}")
+
+    def spoiled(self, call, first, *rest):  # type: ignore[no-untyped-def]
+        work = original(self, call, first, *rest)
+        result = first if first is not None else None
+        if result is not None:
+            result[-1] += 1
+        return work
+
+    monkeypatch.setattr(ThreadComm, f"_{kind}", spoiled)
+
+    def check(comm: Comm) -> None:
+        build(kind, comm, 256).check()
+
+    with pytest.raises(RuntimeError, match=f"{kind} of 256 bytes is wrong from element"):
+        run(Mesh(shard=2), check)
+
+
+def test_the_command_writes_what_it_shows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["bench", "comm", "--world", "thread", "--sizes", "4KB", "--repeat", "2"]
+    assert main([*words, "--out", str(tmp_path / "deep" / "er"), "--json", "-"]) == 0
+    shown = capsys.readouterr()
+    answer = json.loads(shown.out)
+    assert answer == json.loads((tmp_path / "deep" / "er" / "comm.json").read_text())
+    assert answer["config"]["mesh"] == "shard=2"
+    assert [r["kind"] for r in answer["results"]] == ["ping_pong"] * 2 + list(COLLECTIVES)
+    for r in answer["results"]:
+        assert r["algbw"] == pytest.approx(r["bytes"] / r["seconds"])
+    assert "all_reduce" in shown.err
+    root = ElementTree.parse(tmp_path / "deep" / "er" / "comm.svg").getroot()
+    assert len(root.findall(".//{*}polyline")) == 2 * (1 + len(COLLECTIVES))
+
+
+def test_the_plot_escapes_what_it_is_given() -> None:
+    text = svg("<script>", [Panel("a & b", "B/s", {"<b>": ((8, 1e-5), (1 << 20, 3.0))})])
+    ElementTree.fromstring(text)
+    assert "<script>" not in text
+    assert "<b>" not in text
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [("512", 512), ("4KB", 4096), ("1 MiB", 1 << 20), ("16m", 1 << 24), ("1GB", 1 << 30), ("8B", 8)],
+)
+def test_sizes_are_read(text: str, size: int) -> None:
+    assert parse_size(text) == size
+
+
+@pytest.mark.parametrize("text", ["", "KB", "0", "-1KB", "1.5MB", "4XB"])
+def test_other_sizes_are_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="cannot read the size"):
+        parse_size(text)
+
+
+def test_numbers_are_shown_short() -> None:
+    assert [size_text(n) for n in (8, 4096, 1 << 24, 1028, 3 << 29)] == [
+        "8 B",
+        "4 KB",
+        "16 MB",
+        "1028 B",
+        "1.5 GB",
+    ]
+    assert [time_text(t) for t in (2e-7, 3.9e-5, 0.0123, 2.0)] == ["0.20 us", "39 us", "12.3 ms", "2 s"]
+
+
+def test_a_size_is_rounded_up_to_equal_pieces() -> None:
+    config = replace(QUICK, sizes=("10",), kinds=("all_gather",))
+    found = run(Mesh(shard=3), lambda comm: measure(config, comm))[0]
+    assert [r.bytes for r in found if r.kind == "all_gather"] == [12]

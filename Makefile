@@ -40,7 +40,7 @@ $(READY): requirements.lock pyproject.toml
 	@touch $@
 
 demo: setup
-	@$(BIN)/plait train --demo $(ARGS)
+	@$(BIN)/plait train --mesh shard=4 --strategy zero3 --verify --out runs/demo $(ARGS)
 
 test: setup
 	$(BIN)/python -m pytest $(ARGS)

@@ -30,7 +30,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "doctor": {"core", "report", "measure"},
     "measure": {"core", "comm", "report", "config"},
     "job": UP_TO_ENGINE | {"models", "data", "config"},
-    "train": TRAINING | {"job"},
+    "train": TRAINING | {"job", "verify"},
     "verify": TRAINING | {"job"},
     "api": UP_TO_ENGINE | {"checkpoint", "models", "data"},
     "launch": {"core", "comm", "config", "checkpoint", "train", "verify"},

@@ -123,9 +123,7 @@ def main(arguments: Arguments) -> int:
     models = list(WORKLOADS) if arguments.model == "all" else [arguments.model]
     if arguments.profile:
         chosen_names((arguments.profile,))
-        tables = [
-            launch(profile_task, arguments.ranks, m, arguments.profile, arguments.profile_out) for m in models
-        ]
+        tables = [launch(profile_task, arguments.ranks, m, arguments.profile, arguments.profile_out) for m in models]
         text = "\n".join(tables)
         print(text)
         if arguments.profile_out is not None:

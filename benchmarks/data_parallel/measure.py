@@ -40,12 +40,14 @@ def over_ranks(value: float, operation: dist.ReduceOp.RedOpType) -> float:
 def seconds_per_step(contestant: Contestant, batches: Sequence[Batch], num_steps: int) -> float:
     """Mean seconds of ``num_steps`` steps between two points in time, the slowest rank's."""
     contestant.step(batches[0])  # brings this contestant's weights back into the cache
+    contestant.finish()
     gc.collect()
     gc.disable()
     dist.barrier()
     start = time.perf_counter()
     for step in range(num_steps):
         contestant.step(batches[step % len(batches)])
+    contestant.finish()
     seconds = (time.perf_counter() - start) / num_steps
     gc.enable()
     return over_ranks(seconds, dist.ReduceOp.MAX)

@@ -82,9 +82,7 @@ class GPT(nn.Module):
     cos: Tensor
     sin: Tensor
 
-    def __init__(
-        self, num_layers: int, width: int, length: int, vocabulary: int, head_width: int = 64
-    ) -> None:
+    def __init__(self, num_layers: int, width: int, length: int, vocabulary: int, head_width: int = 64) -> None:
         super().__init__()
         self.embedding = nn.Embedding(vocabulary, width)
         self.blocks = nn.ModuleList(Block(width, width // head_width) for _ in range(num_layers))
@@ -135,9 +133,7 @@ class Workload:
         """This rank's contiguous samples of the global batch of ``step``."""
         inputs, targets = self.global_batch(torch.Generator().manual_seed(1000 + step))
         if len(inputs) % ranks:
-            raise ValueError(
-                f"{ranks} ranks do not divide the global batch of {len(inputs)}: choose another --ranks"
-            )
+            raise ValueError(f"{ranks} ranks do not divide the global batch of {len(inputs)}: choose another --ranks")
         mine = len(inputs) // ranks
         rows = slice(rank * mine, (rank + 1) * mine)
         return inputs[rows].clone(), targets[rows].clone()
@@ -160,9 +156,7 @@ def _mlp(num_layers: int, steps_per_round: int, width: int = 1024, samples: int 
         pair = torch.randn(2, samples, width, generator=generator)
         return pair[0], pair[1]
 
-    return Workload(
-        f"mlp{num_layers}", lambda: MLP(num_layers, width), global_batch, square_sum, steps_per_round, 1e-4
-    )
+    return Workload(f"mlp{num_layers}", lambda: MLP(num_layers, width), global_batch, square_sum, steps_per_round, 1e-4)
 
 
 def _gpt(

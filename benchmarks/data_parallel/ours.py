@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch.distributed as dist
 from models import Workload
 from peers import DDP_VARIANTS, Build, Contestant, adamw
 
@@ -37,7 +38,7 @@ MATCHES = (
 def rows() -> tuple[dict[str, Build], str]:
     """plait's contestants by name, and why there are none ("" if there are)."""
     try:
-        from plait.comm import ProcessComm  # noqa: F401
+        from plait.comm.process import ProcessComm  # noqa: F401
         from plait.engine import Engine  # noqa: F401
     except ImportError as reason:
         return {}, f"{reason}"
@@ -46,15 +47,17 @@ def rows() -> tuple[dict[str, Build], str]:
 
 def _row(strategy: str) -> Build:
     def build(workload: Workload, ranks: int) -> Contestant:
-        from plait.comm import ProcessComm
+        from torch.distributed.distributed_c10d import _get_default_store
+
+        from plait.comm.process import ProcessComm
         from plait.core.mesh import Mesh
         from plait.engine import Engine
 
         model = workload.build()
-        comm = ProcessComm.from_env(Mesh(shard=ranks))
+        store = dist.PrefixStore(f"{workload.name} {strategy}", _get_default_store())
         engine = Engine(
             model,
-            comm,
+            ProcessComm(Mesh(shard=ranks), dist.get_rank(), store),
             strategy=strategy,
             optimizer=adamw(model.parameters(), workload.learning_rate),
             loss_fn=workload.loss_sum,
@@ -62,6 +65,12 @@ def _row(strategy: str) -> Build:
             clip=None,
             seed=0,
         )
-        return Contestant(lambda batch: engine.step([batch]).loss, loss_is_global=True)
+
+        def finish() -> None:
+            """An update's values may still be on their way to the other ranks."""
+            for unit in engine.units:
+                unit.settle()
+
+        return Contestant(lambda batch: engine.step([batch]).loss, loss_is_global=True, finish=finish)
 
     return build

@@ -35,6 +35,8 @@ class Contestant:
     """True: the loss already counts every rank; False: it is this rank's mean."""
     communicates: bool = True
     """False for ``local``: after the first step its weights are its own."""
+    finish: Callable[[], None] = lambda: None
+    """Waits for whatever the last step left under way, so that the clock counts it."""
 
 
 Build = Callable[[Workload, int], Contestant]
@@ -52,9 +54,7 @@ def adamw(parameters: Any, learning_rate: float) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, lr=learning_rate, weight_decay=0.01, fused=True)
 
 
-def _loop(
-    workload: Workload, model: nn.Module, optimizer: torch.optim.Optimizer
-) -> Callable[[Batch], Tensor]:
+def _loop(workload: Workload, model: nn.Module, optimizer: torch.optim.Optimizer) -> Callable[[Batch], Tensor]:
     """The training loop that every PyTorch user writes."""
 
     def step(batch: Batch) -> Tensor:

@@ -18,9 +18,7 @@ LOSS_TOLERANCE = 1e-4
 def machine() -> str:
     """What ran this, and when."""
     lines = Path("/proc/cpuinfo").read_text().splitlines()
-    processor = next(
-        (s.split(":")[1].strip() for s in lines if s.startswith("model name")), "unknown processor"
-    )
+    processor = next((s.split(":")[1].strip() for s in lines if s.startswith("model name")), "unknown processor")
     cores = len(os.sched_getaffinity(0))
     software = f"torch {torch.__version__}, gloo, 1 thread per rank"
     return f"{processor}, {cores} cores, {software}, {datetime.date.today()}"
@@ -65,10 +63,7 @@ def print_times(model: str, seconds: dict[str, list[float]]) -> None:
             spread = f"{ratio.median:.2f} | {ratio.low:.2f} - {ratio.high:.2f}"
             lines.append(f"| {match.row} | {peer} | {spread} | {verdict} |")
     if lines:
-        print(
-            "\n| row | against | times faster | min - max | goal |\n|---|---|---|---|---|\n"
-            + "\n".join(lines)
-        )
+        print("\n| row | against | times faster | min - max | goal |\n|---|---|---|---|---|\n" + "\n".join(lines))
     print()
 
 

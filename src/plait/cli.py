@@ -21,7 +21,7 @@ from plait import config as configs
 from plait.comm.base import Comm
 from plait.config import TrainConfig, VerifyConfig
 from plait.doctor import DoctorConfig, run_doctor
-from plait.launch.failure import report
+from plait.launch.failure import guarded
 from plait.launch.local import launch
 from plait.measure import comm as bench
 from plait.measure.show import run_bench
@@ -43,13 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     Mistakes end with one line and exit code 2; anything unexpected with its traceback and exit code 1.
     """
     words = list(sys.argv[1:] if argv is None else argv)
-    try:
-        return run(words)
-    except KeyboardInterrupt:
-        sys.stderr.write("plait: stopped by SIGINT\n")
-        return 130
-    except Exception as error:
-        return report(error)
+    return guarded(lambda: run(words))
 
 
 def run(argv: list[str]) -> int:

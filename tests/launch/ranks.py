@@ -8,8 +8,7 @@ from pathlib import Path
 
 from plait.comm.base import Comm
 from plait.core.mesh import AXES, Mesh
-from plait.launch import launch
-from plait.launch.failure import report
+from plait.launch import guarded, launch
 from plait.measure.comm import BenchConfig
 
 HOW, REST = sys.argv[1], sys.argv[2:]
@@ -37,7 +36,4 @@ def body(comm: Comm) -> int:
 
 
 if __name__ == "__main__":
-    try:
-        sys.exit(launch(BenchConfig(deadline=20), body, [sys.executable, *sys.argv]))
-    except Exception as error:
-        sys.exit(report(error))
+    sys.exit(guarded(lambda: launch(BenchConfig(deadline=20), body, [sys.executable, *sys.argv])))

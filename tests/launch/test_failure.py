@@ -55,7 +55,8 @@ def test_the_first_failure_is_told_and_a_killed_rank_before_all() -> None:
     echo = Failure(0, 1, "Traceback: echo\n", 20)
     silent = Failure(1, 1, "", 5)
     killed = Failure(3, -signal.SIGSEGV, "", 30)
-    text, code = explain([echo, silent, cause], "shard=4")
+    stopped = Failure(3, -signal.SIGTERM, "", 1)  # by the agent, when it saw another fail
+    text, code = explain([stopped, echo, silent, cause], "shard=4")
     assert text.startswith("Traceback: cause\nplait: rank 2 of mesh shard=4 failed")
     assert code == 1
     assert explain([echo, killed, cause], "shard=4") == (

@@ -115,7 +115,7 @@ def test_the_same_command_runs_under_torchrun(tmp_path: Path) -> None:
         "--out",
         str(tmp_path),
     ]
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "0"]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     done = subprocess.run([*torchrun, "-m", "plait", *words], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("all_reduce") == 1
@@ -138,6 +138,20 @@ def test_another_number_of_processes_than_ranks_is_refused(
     assert shown.count("\n") == 1
     assert "has 4 ranks, but 3 processes were started" in shown
     assert "shard=3" in shown
+
+
+def test_ranks_that_never_come_are_one_line_too(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    for name, value in (("RANK", "1"), ("WORLD_SIZE", "2"), ("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", port)):
+        monkeypatch.setenv(name, value)
+    assert main(["bench", "comm", "--deadline", "1"]) == 2
+    shown = [line for line in capsys.readouterr().err.splitlines() if line.startswith("plait")]
+    assert len(shown) == 1
+    assert f"127.0.0.1:{port}" in shown[0]
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", ""])

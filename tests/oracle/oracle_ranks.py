@@ -19,7 +19,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
-from plait.comm import ProcessComm
+from plait.comm import Comm
+from plait.comm.process import ProcessComm
 from plait.core.mesh import Mesh
 from plait.engine import Engine
 
@@ -30,7 +31,8 @@ OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
     "sgd": (torch.optim.SGD, {"lr": LEARNING_RATE["sgd"], "momentum": 0.9, "nesterov": True}),
 }
 Batch = tuple[Tensor, Tensor]
-Train = Callable[[nn.Module, str, list[Batch]], tuple[list[float], dict[str, Tensor]]]
+Outcome = tuple[list[float], dict[str, Tensor]]
+Train = Callable[[nn.Module, str, list[Batch], Comm], Outcome]
 
 
 class Block(nn.Module):
@@ -106,25 +108,19 @@ def loop(model: nn.Module, optimizer: torch.optim.Optimizer, batches: list[Batch
     return losses
 
 
-def torch_ddp(
-    model: nn.Module, optimizer: str, batches: list[Batch]
-) -> tuple[list[float], dict[str, Tensor]]:
+def torch_ddp(model: nn.Module, optimizer: str, batches: list[Batch], comm: Comm) -> Outcome:
     kind, settings = OPTIMIZERS[optimizer]
     losses = loop(DistributedDataParallel(model), kind(model.parameters(), **settings), batches)
     return losses, whole(model)
 
 
-def torch_redundancy(
-    model: nn.Module, optimizer: str, batches: list[Batch]
-) -> tuple[list[float], dict[str, Tensor]]:
+def torch_redundancy(model: nn.Module, optimizer: str, batches: list[Batch], comm: Comm) -> Outcome:
     kind, settings = OPTIMIZERS[optimizer]
     sharded = ZeroRedundancyOptimizer(model.parameters(), kind, **settings)
     return loop(DistributedDataParallel(model), sharded, batches), whole(model)
 
 
-def torch_fsdp2(
-    model: nn.Module, optimizer: str, batches: list[Batch]
-) -> tuple[list[float], dict[str, Tensor]]:
+def torch_fsdp2(model: nn.Module, optimizer: str, batches: list[Batch], comm: Comm) -> Outcome:
     kind, settings = OPTIMIZERS[optimizer]
     mesh = init_device_mesh("cpu", (RANKS,))
     for block in model.get_submodule("blocks").children():
@@ -145,13 +141,11 @@ def whole(model: nn.Module) -> dict[str, Tensor]:
 def plait_row(strategy: str, num_microbatches: int = 1) -> Train:
     """A row of the table; the local batch may be cut into microbatches, which must change nothing."""
 
-    def train(
-        model: nn.Module, optimizer: str, batches: list[Batch]
-    ) -> tuple[list[float], dict[str, Tensor]]:
+    def train(model: nn.Module, optimizer: str, batches: list[Batch], comm: Comm) -> Outcome:
         kind, settings = OPTIMIZERS[optimizer]
         engine = Engine(
             model,
-            ProcessComm.from_env(Mesh(shard=RANKS)),
+            comm,
             strategy=strategy,
             optimizer=kind(model.parameters(), **settings),
             loss_fn=loss_sum,
@@ -183,16 +177,16 @@ def rank_main(rank: int, port: int, path: str) -> None:
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), LOCAL_RANK=str(rank))
     os.environ.update(WORLD_SIZE=str(RANKS), LOCAL_WORLD_SIZE=str(RANKS))
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", rank=rank, world_size=RANKS)
+    comm = ProcessComm.from_env(Mesh(shard=RANKS))  # torch's engines use the process group that it makes
     batches = half_batches(rank)
     found: dict[str, dict[str, Any]] = {}
     for dtype in (torch.float32, torch.float64):
         found[f"initial/{dtype}"] = {"parameters": whole(build(dtype))}
         for optimizer in OPTIMIZERS:
             for name, train in CONTESTANTS.items():
-                losses, parameters = train(build(dtype), optimizer, batches)
+                losses, parameters = train(build(dtype), optimizer, batches, comm)
                 found[f"{name}/{optimizer}/{dtype}"] = {"losses": losses, "parameters": parameters}
     if rank == 0:
         torch.save(found, path)
     dist.barrier()
-    dist.destroy_process_group()
+    comm.close()

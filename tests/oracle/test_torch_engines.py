@@ -58,9 +58,7 @@ def losses(run: Mapping[str, Any]) -> torch.Tensor:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["fp32", "fp64"])
 @pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
 @pytest.mark.parametrize("row", ORACLE)
-def test_row_trains_to_the_numbers_of_its_peer(
-    found: Found, row: str, optimizer: str, dtype: torch.dtype
-) -> None:
+def test_row_trains_to_the_numbers_of_its_peer(found: Found, row: str, optimizer: str, dtype: torch.dtype) -> None:
     ours, theirs = found[f"{row}/{optimizer}/{dtype}"], found[f"{ORACLE[row]}/{optimizer}/{dtype}"]
     assert error(losses(ours), losses(theirs)) <= TOLERANCE[dtype], (ours["losses"], theirs["losses"])
     assert ours["parameters"].keys() == theirs["parameters"].keys()

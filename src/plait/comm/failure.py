@@ -17,8 +17,10 @@ import contextlib
 import time
 from collections.abc import Sequence
 from datetime import timedelta
+from typing import TYPE_CHECKING
 
-from torch.distributed import Store
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
 
 PATIENCE_SECONDS = 2.0
 """How long a failed rank waits for the others' words."""

@@ -11,11 +11,15 @@ from __future__ import annotations
 
 import os
 from datetime import timedelta
+from typing import TYPE_CHECKING
 
 import torch.distributed as dist
-from torch.distributed import Store
+from torch.distributed.rendezvous import rendezvous
 
 from plait.core.mesh import Mesh
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
 
 VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -48,7 +52,7 @@ def join(rank: int, size: int, backend: str, deadline: float) -> Store:
     where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
     patience = timedelta(seconds=deadline)
     try:
-        store, _, _ = next(dist.rendezvous("env://", rank, size, timeout=patience))
+        store, _, _ = next(rendezvous("env://", rank, size, timeout=patience))
     except RuntimeError as error:
         text = str(error)
         if "EADDRINUSE" in text or "address already in use" in text.lower():
@@ -60,7 +64,9 @@ def join(rank: int, size: int, backend: str, deadline: float) -> Store:
             f"rank {rank} found no store at {where} within {deadline:g} s: is rank 0 running, and is this "
             f"its address? ({text.splitlines()[0]})"
         ) from error
-    here = dist.PrefixStore(f"plait/run {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+    here: Store = dist.PrefixStore(  # type: ignore[attr-defined]
+        f"plait/run {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store
+    )
     try:
         here.set(f"here/{rank}", "yes")
         dist.init_process_group(backend, store=here, rank=rank, world_size=size, timeout=patience)

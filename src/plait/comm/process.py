@@ -25,35 +25,48 @@ nothing here has run on a GPU yet.
 
 from __future__ import annotations
 
-import itertools
+import inspect
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
-from typing import Any
+from itertools import permutations
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import ProcessGroup, Store
 
 from plait.comm.base import Call, Comm, Work
 from plait.comm.failure import LastWords, failure
 from plait.comm.fold import ordered_sum
 from plait.comm.join import join, rank_from_env
-from plait.core.mesh import Mesh
+from plait.comm.messages import (
+    HEADER_BYTES,
+    Pending,
+    Receive,
+    Started,
+    TwoPhase,
+    checksum,
+    cut,
+    header_of,
+    label,
+)
+from plait.core.mesh import AXES, Mesh
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
 
 # Names that differ between releases of torch, chosen here and nowhere else.
 _all_gather_single: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter_single: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+_UNSORTED: Any = {"sort_ranks": False} if "sort_ranks" in inspect.signature(dist.new_group).parameters else {}
 
 CHUNK_BYTES = 8 * 2**20
 """Longer messages are sent in chunks of this size (256 MB: 5 to 15 % faster than in one piece)."""
 
 SMALL_BYTES = 4 * 2**20
 """An all-reduce that receives no more than this sends wholes: one round of messages instead of two."""
-
-HEADER_BYTES = 128
 
 MOST_DROPPED = 64
 """So many sends may be under way whose handles were dropped; one more waits for the oldest."""
@@ -75,13 +88,13 @@ class ProcessComm(Comm):
         super().__init__(mesh, rank, device=device, deadline=deadline, deterministic=deterministic)
         world = dist.group.WORLD
         assert world is not None, "the default process group is made first"
-        self._pg: ProcessGroup = world
-        self._last_words = LastWords(store, rank)
+        self._pg = world
+        self.last_words = LastWords(store, rank)
         self._numbers: dict[tuple[object, ...], int] = {}
         self._spare: dict[torch.dtype, list[Tensor]] = {}
-        self._halfway: dict[tuple[str, ...], deque[_TwoPhase]] = {}
-        self._sends: dict[int, _Pending] = {}
-        self._send_ids = itertools.count()
+        self._halfway: dict[tuple[str, ...], deque[TwoPhase]] = {}
+        self.under_way: dict[int, Pending] = {}  # keeps the memory of what is under way
+        self.sends: dict[int, Pending] = {}
         self._broken = ""
         self._closed = False
 
@@ -118,8 +131,8 @@ class ProcessComm(Comm):
             return
         self._closed = True
         try:
-            while self._sends and not self._broken:
-                next(iter(self._sends.values())).wait()
+            while self.sends and not self._broken:
+                next(iter(self.sends.values())).wait()
         finally:
             if dist.is_initialized():
                 dist.destroy_process_group()
@@ -127,180 +140,260 @@ class ProcessComm(Comm):
     # ---- collectives ---------------------------------------------------------------------------
 
     def _all_gather(self, call: Call, out: Tensor, piece: Tensor) -> Work:
-        slots = _cut(out, len(call.group.ranks))
+        slots = cut(out, len(call.group.ranks))
         mine = slots[call.group.index]
         if mine.data_ptr() != piece.data_ptr():
             mine.copy_(piece)
-        return _Pending(self, call, self._exchange(call, slots, [mine] * len(slots)))
+        return Pending(self, call, self.exchange(call, self.tag(call), slots, [mine] * len(slots)))
 
     def _reduce_scatter(self, call: Call, out: Tensor, whole: Tensor) -> Work:
-        slices = _cut(whole, len(call.group.ranks))
-        buffer = self._borrow(whole.numel() - out.numel(), whole.dtype)
-        stack = self._stack(call, buffer, slices[call.group.index])
-        works = self._exchange(call, stack, slices)
-
-        def finish() -> None:
-            ordered_sum(stack, call.group.sizes, call.op, out)
-            self._give_back(buffer)
-
-        return _Pending(self, call, works, finish)
+        slices = cut(whole, len(call.group.ranks))
+        return self._folded(call, slices[call.group.index], slices, out)
 
     def _all_reduce(self, call: Call, tensor: Tensor) -> Work:
         n = len(call.group.ranks)
-        if n > 2 and n * tensor.numel() * tensor.element_size() > SMALL_BYTES:
-            work = _TwoPhase(self, call, tensor, self._halfway.setdefault(call.group.axes, deque()))
-            return work
-        buffer = self._borrow((n - 1) * tensor.numel(), tensor.dtype)
-        stack = self._stack(call, buffer, tensor)
-        works = self._exchange(call, stack, [tensor] * n)
+        if n == 2 or n * tensor.numel() * tensor.element_size() <= SMALL_BYTES:
+            return self._folded(call, tensor, [tensor] * n, tensor)
+        return TwoPhase(self, call, tensor, self._halfway.setdefault(call.group.axes, deque()))
 
-        def finish() -> None:
-            ordered_sum(stack, call.group.sizes, call.op, tensor)
-            self._give_back(buffer)
+    def _folded(self, call: Call, mine: Tensor, slices: Sequence[Tensor], out: Tensor) -> Work:
+        """Slice k to member k; what comes in, and ``mine``, folded into ``out``."""
+        buffer, stack = self.receive_stack(call, mine)
+        works = self.exchange(call, self.tag(call), stack, slices)
+        return Pending(self, call, works, lambda: self.fold(call, stack, out, buffer))
 
-        return _Pending(self, call, works, finish)
+    def fold(self, call: Call, stack: Sequence[Tensor], out: Tensor, buffer: Tensor) -> None:
+        ordered_sum(stack, call.group.sizes, call.op, out)
+        self._spare[buffer.dtype].append(buffer)
 
     def _broadcast(self, call: Call, tensor: Tensor) -> Work:
-        tag, ranks = self._tag(call), call.group.ranks
         if call.group.index != call.root:
-            return _Pending(self, call, self._receive(call, tensor, ranks[call.root], tag))
-        others = (r for r in ranks if r != self.rank)
-        return _Pending(self, call, [w for r in others for w in self._post(call, tensor, r, tag)])
+            return self._from_root(call, tensor)
+        return self._to_members(call, [tensor] * len(call.group.ranks))
 
     def _reduce(self, call: Call, tensor: Tensor) -> Work:
-        tag, ranks, n = self._tag(call), call.group.ranks, len(call.group.ranks)
         if call.group.index != call.root:
-            return _Pending(self, call, self._post(call, tensor, ranks[call.root], tag))
-        buffer = self._borrow((n - 1) * tensor.numel(), tensor.dtype)
-        stack = self._stack(call, buffer, tensor)
-        works = [w for k in _others(call) for w in self._receive(call, stack[k], ranks[k], tag)]
-
-        def finish() -> None:
-            ordered_sum(stack, call.group.sizes, call.op, tensor)
-            self._give_back(buffer)
-
-        return _Pending(self, call, works, finish)
+            return self._to_root(call, tensor)
+        buffer, stack = self.receive_stack(call, tensor)
+        works = self._from_members(call, stack)
+        return Pending(self, call, works, lambda: self.fold(call, stack, tensor, buffer))
 
     def _scatter(self, call: Call, out: Tensor, whole: Tensor | None) -> Work:
-        tag, ranks = self._tag(call), call.group.ranks
         if whole is None:
-            return _Pending(self, call, self._receive(call, out, ranks[call.root], tag))
-        slices = _cut(whole, len(ranks))
+            return self._from_root(call, out)
+        slices = cut(whole, len(call.group.ranks))
         if slices[call.root].data_ptr() != out.data_ptr():
             out.copy_(slices[call.root])
-        works = [w for k in _others(call) for w in self._post(call, slices[k], ranks[k], tag)]
-        return _Pending(self, call, works)
+        return self._to_members(call, slices)
 
     def _gather(self, call: Call, out: Tensor | None, piece: Tensor) -> Work:
-        tag, ranks = self._tag(call), call.group.ranks
         if out is None:
-            return _Pending(self, call, self._post(call, piece, ranks[call.root], tag))
-        slots = _cut(out, len(ranks))
+            return self._to_root(call, piece)
+        slots = cut(out, len(call.group.ranks))
         if slots[call.root].data_ptr() != piece.data_ptr():
             slots[call.root].copy_(piece)
-        works = [w for k in _others(call) for w in self._receive(call, slots[k], ranks[k], tag)]
-        return _Pending(self, call, works)
+        return Pending(self, call, self._from_members(call, slots))
 
     def _all_to_all(self, call: Call, out: Tensor, whole: Tensor) -> Work:
-        slots, slices = _cut(out, len(call.group.ranks)), _cut(whole, len(call.group.ranks))
+        slots, slices = cut(out, len(call.group.ranks)), cut(whole, len(call.group.ranks))
         slots[call.group.index].copy_(slices[call.group.index])
-        return _Pending(self, call, self._exchange(call, slots, slices))
+        return Pending(self, call, self.exchange(call, self.tag(call), slots, slices))
 
     def _barrier(self, call: Call) -> None:
-        token = torch.zeros(len(call.group.ranks), dtype=torch.uint8)
-        slots = _cut(token, len(call.group.ranks))
-        _Pending(
-            self, call, self._exchange(call, slots, slots[call.group.index : call.group.index + 1] * len(slots))
-        ).wait()
+        slots = cut(torch.zeros(len(call.group.ranks), dtype=torch.uint8), len(call.group.ranks))
+        mine = [slots[call.group.index]] * len(slots)
+        Pending(self, call, self.exchange(call, self.tag(call), slots, mine)).wait()
 
     # ---- messages ------------------------------------------------------------------------------
     # A header travels beside each message and says its dtype and shape.  The message's own tag holds
-    # them too, so one that the receiver did not mean stays where it is, and the header says why.
+    # them too, so one that the receiver did not mean is never taken in, and the header says why.
 
     def _send(self, call: Call, tensor: Tensor, dst: int) -> Work:
-        number, header = self._number("message", self.rank, dst), _header(tensor)
-        works = self._post(call, header, dst, _checksum("header", self.rank, dst, number))
-        works += self._post(call, tensor, dst, _checksum(_label(tensor), self.rank, dst, number))
-        work = _Send(self, call, works, (header, tensor))
-        while len(self._sends) > MOST_DROPPED:
-            next(iter(self._sends.values())).wait()
-        return work
+        number, header = self._number("message", self.rank, dst), header_of(tensor)
+        works = self._post(call, header, dst, checksum("header", self.rank, dst, number))
+        works += self._post(call, tensor, dst, checksum(label(tensor), self.rank, dst, number))
+        while len(self.sends) >= MOST_DROPPED:
+            next(iter(self.sends.values())).wait()
+        return Pending(self, call, works, under_way=self.sends)
 
     def _recv(self, call: Call, tensor: Tensor, src: int) -> Work:
         number, header = self._number("message", src, self.rank), torch.zeros(HEADER_BYTES, dtype=torch.uint8)
-        first = self._receive(call, header, src, _checksum("header", src, self.rank, number))
-        rest = self._receive(call, tensor, src, _checksum(_label(tensor), src, self.rank, number))
-        return _Receive(self, call, first, header, tensor, rest)
+        first = self._receive(call, header, src, checksum("header", src, self.rank, number))
+        tag = checksum(label(tensor), src, self.rank, number)
+        rest = self._receive(call, tensor, src, tag)
+        return Receive(self, call, first, header, label(tensor), lambda: rest)
 
     # ---- what they are made of -----------------------------------------------------------------
 
-    def _exchange(self, call: Call, slots: Sequence[Tensor], slices: Sequence[Tensor]) -> list[Any]:
+    def exchange(self, call: Call, tag: int, slots: Sequence[Tensor], slices: Sequence[Tensor]) -> list[Started]:
         """Slice k to member k, slot k from member k, all at once; nothing for this rank itself."""
-        tag, ranks, n = self._tag(call), call.group.ranks, len(call.group.ranks)
-        works: list[Any] = []
+        ranks, index, n = call.group.ranks, call.group.index, len(call.group.ranks)
+        works: list[Started] = []
         for step in range(1, n):  # each at its own distance, so that no member is everybody's first
-            behind, ahead = (call.group.index - step) % n, (call.group.index + step) % n
+            behind, ahead = (index - step) % n, (index + step) % n
             works += self._receive(call, slots[behind], ranks[behind], tag)
             works += self._post(call, slices[ahead], ranks[ahead], tag)
         return works
 
-    def _post(self, call: Call, tensor: Tensor, dst: int, tag: int) -> list[Any]:
-        return self._issue(call, lambda chunk: self._pg.send([chunk], dst, tag), tensor)
+    def _to_root(self, call: Call, tensor: Tensor) -> Work:
+        works = self._post(call, tensor, call.group.ranks[call.root], self.tag(call))
+        return Pending(self, call, works)
 
-    def _receive(self, call: Call, tensor: Tensor, src: int, tag: int) -> list[Any]:
-        return self._issue(call, lambda chunk: self._pg.recv([chunk], src, tag), tensor)
+    def _from_root(self, call: Call, tensor: Tensor) -> Work:
+        works = self._receive(call, tensor, call.group.ranks[call.root], self.tag(call))
+        return Pending(self, call, works)
 
-    def _issue(self, call: Call, start: Callable[[Tensor], Any], tensor: Tensor) -> list[Any]:
+    def _to_members(self, call: Call, slices: Sequence[Tensor]) -> Work:
+        tag, pairs = self.tag(call), zip(call.group.ranks, slices, strict=True)
+        return Pending(self, call, [w for r, s in pairs if r != self.rank for w in self._post(call, s, r, tag)])
+
+    def _from_members(self, call: Call, slots: Sequence[Tensor]) -> list[Started]:
+        tag, pairs = self.tag(call), zip(call.group.ranks, slots, strict=True)
+        return [w for r, s in pairs if r != self.rank for w in self._receive(call, s, r, tag)]
+
+    def _post(self, call: Call, tensor: Tensor, dst: int, tag: int) -> list[Started]:
+        return self._start(call, tensor, lambda chunk: self._pg.send([chunk], dst, tag))
+
+    def _receive(self, call: Call, tensor: Tensor, src: int, tag: int) -> list[Started]:
+        return self._start(call, tensor, lambda chunk: self._pg.recv([chunk], src, tag))
+
+    def _start(self, call: Call, tensor: Tensor, start: Callable[[Tensor], Any]) -> list[Started]:
         if self._broken or self._closed:
             raise ConnectionError(f"rank {self.rank} in {call}: {self._broken or 'this world was closed'}")
         if not tensor.numel():
             return []
+        chunks = torch.split(tensor.view(-1), CHUNK_BYTES // tensor.element_size())
         try:
-            return [
-                start(chunk) for chunk in torch.split(tensor.view(-1), max(1, CHUNK_BYTES // tensor.element_size()))
-            ]
+            return [(start(chunk), chunk) for chunk in chunks]
         except RuntimeError as error:
-            raise self._fail(call, error) from error
+            raise self._failure(call, error) from error
 
-    def join_works(self, call: Call, works: Iterable[Any]) -> None:
-        """Waits for torch's handles, all within one deadline."""
+    def join_works(self, call: Call, works: Iterable[Started]) -> None:
+        """Waits for what was started, all within one deadline."""
         end = time.monotonic() + self.deadline
         try:
-            for work in works:
-                work.wait(timedelta(seconds=max(0.001, end - time.monotonic())))
+            for work, _ in works:
+                self._wait(work, max(0.001, end - time.monotonic()))
         except RuntimeError as error:
-            raise self._fail(call, error) from error
+            raise self._failure(call, error) from error
 
-    def _fail(self, call: Call, error: BaseException) -> OSError:
-        others = [r for r in call.group.ranks if r != self.rank]
-        if self._broken:  # the first failure broke all connections; its words stand
+    def _wait(self, work: Any, seconds: float) -> None:
+        work.wait(timedelta(seconds=seconds))
+
+    def _failure(self, call: Call, error: BaseException) -> OSError:
+        if self._broken:
             return ConnectionError(f"rank {self.rank} in {call}: {self._broken}")
         self._broken = f"this world broke down earlier, in {call}"
-        return failure(str(call), error, self.rank, self.deadline, others, self._last_words)
+        others = [r for r in call.group.ranks if r != self.rank]
+        return failure(str(call), error, self.rank, self.deadline, others, self.last_words)
 
     def _number(self, *key: object) -> int:
         number = self._numbers[key] = self._numbers.get(key, -1) + 1
         return number
 
-    def _tag(self, call: Call) -> int:
+    def tag(self, call: Call) -> int:
         members = tuple(sorted(call.group.ranks))
-        return _checksum(*call.meaning, members, self._number(members))
+        return checksum(*call.meaning, members, self._number(members))
 
-    def _stack(self, call: Call, buffer: Tensor, mine: Tensor) -> list[Tensor]:
-        """One tensor per member: its part of the receive buffer, and this rank's own where it lies."""
-        n = len(call.group.ranks)
-        rest = iter(_cut(buffer, n - 1))
-        return [mine if k == call.group.index else next(rest) for k in range(n)]
+    def receive_stack(self, call: Call, mine: Tensor) -> tuple[Tensor, list[Tensor]]:
+        """A receive buffer, and one tensor per member: a part of the buffer, or ``mine`` where it lies.
 
-    def _borrow(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """A receive buffer; fresh memory costs more than the message, so buffers are used again."""
-        spare = self._spare.setdefault(dtype, [])
-        fits = [b for b in spare if b.numel() >= numel]
-        if not fits:
-            if spare:
-                spare.remove_at = None  # type: ignore[attr-defined]
-            return torch.empty(numel, dtype=dtype, device=self.device)
-        return fits[0][:numel]
+        Fresh memory costs more than the message, so buffers are used again.
+        """
+        n, m = len(call.group.ranks), mine.numel()
+        spare = self._spare.setdefault(mine.dtype, [])
+        fits = [i for i, b in enumerate(spare) if b.numel() >= (n - 1) * m]
+        if fits:
+            buffer = spare.pop(min(fits, key=lambda i: spare[i].numel()))
+        else:
+            if spare:  # a longer one takes the place of a shorter one
+                spare.pop()
+            buffer = torch.empty((n - 1) * m, dtype=mine.dtype, device=mine.device)
+        places = iter(range(n - 1))
+        parts = (mine if k == call.group.index else None for k in range(n))
+        return buffer, [buffer[(j := next(places)) * m : (j + 1) * m] if p is None else p for p in parts]
 
-    def _give_back(self, buffer: Tensor) -> None:
-        self._spare[buffer.dtype].append(buffer)
+
+class NcclComm(ProcessComm):
+    """GPUs.  Headers and barriers stay on gloo; tensors go by nccl.  UNTESTED.
+
+    Groups are made here, eagerly and in the same order on every rank: for every set of axes larger than
+    1 in every order (a group's order is the order of its pieces).  Messages have two lanes, to higher and
+    to lower ranks, each with its own communicator: a send never stands before the receive it waits for.
+    """
+
+    def __init__(self, mesh: Mesh, rank: int, store: Store, **options: Any) -> None:
+        super().__init__(mesh, rank, store, **options)
+        torch.cuda.set_device(self.device)
+        make: dict[str, Any] = {"backend": "nccl", "timeout": timedelta(seconds=self.deadline)}
+        everyone = list(range(mesh.size))
+        self._lanes = {up: dist.new_group(everyone, **make) for up in (True, False)}
+        large = [a for a in AXES if mesh.axis(a) > 1]
+        self._nccl: dict[tuple[str, ...], Any] = {}
+        for axes in (p for k in range(1, len(large) + 1) for p in permutations(large, k)):
+            for ranks in mesh.groups(axes):
+                group = dist.new_group(list(ranks), **make, **_UNSORTED)
+                if rank in ranks:
+                    self._nccl[axes] = group
+
+    def _library(self, call: Call) -> tuple[Any, list[int]]:
+        """torch's group, and the order in which it has our members (sorted, where it cannot keep ours)."""
+        group = self._nccl[tuple(a for a in call.group.axes if self.mesh.axis(a) > 1)]
+        n, ranks = len(call.group.ranks), call.group.ranks
+        return group, list(range(n)) if _UNSORTED else sorted(range(n), key=lambda k: ranks[k])
+
+    def exchange(self, call: Call, tag: int, slots: Sequence[Tensor], slices: Sequence[Tensor]) -> list[Started]:
+        if slots[0].device.type != "cuda":
+            return super().exchange(call, tag, slots, slices)
+        group, order = self._library(call)
+        nothing, index = slots[0].new_empty(0), call.group.index
+        into = [slots[k] if k != index else nothing for k in order]
+        from_ = [slices[k] if k != index else nothing for k in order]
+        return [(dist.all_to_all(into, from_, group=group, async_op=True), slots[0])]
+
+    def _all_gather(self, call: Call, out: Tensor, piece: Tensor) -> Work:
+        group, order = self._library(call)
+        if order != sorted(order):
+            return super()._all_gather(call, out, piece)
+        return Pending(self, call, [(_all_gather_single(out, piece, group=group, async_op=True), out)])
+
+    def _reduce_scatter(self, call: Call, out: Tensor, whole: Tensor) -> Work:
+        group, order = self._library(call)
+        if self.deterministic or order != sorted(order):
+            return super()._reduce_scatter(call, out, whole)
+        work = _reduce_scatter_single(out, whole, op=_library_op(call.op), group=group, async_op=True)
+        return Pending(self, call, [(work, whole)])
+
+    def _all_reduce(self, call: Call, tensor: Tensor) -> Work:
+        if self.deterministic:
+            return super()._all_reduce(call, tensor)
+        group, _ = self._library(call)
+        work = dist.all_reduce(tensor, op=_library_op(call.op), group=group, async_op=True)
+        return Pending(self, call, [(work, tensor)])
+
+    def _post(self, call: Call, tensor: Tensor, dst: int, tag: int) -> list[Started]:
+        if tensor.device.type != "cuda":
+            return super()._post(call, tensor, dst, tag)
+        lane = self._lanes[dst > self.rank]
+        return self._start(call, tensor, lambda chunk: dist.isend(chunk, dst, group=lane))
+
+    def _receive(self, call: Call, tensor: Tensor, src: int, tag: int) -> list[Started]:
+        if tensor.device.type != "cuda":
+            return super()._receive(call, tensor, src, tag)
+        lane = self._lanes[self.rank > src]
+        return self._start(call, tensor, lambda chunk: dist.irecv(chunk, src, group=lane))
+
+    def _recv(self, call: Call, tensor: Tensor, src: int) -> Work:
+        # nccl has no tags: the message is taken in only when its header has been read.
+        number, header = self._number("message", src, self.rank), torch.zeros(HEADER_BYTES, dtype=torch.uint8)
+        first = self._receive(call, header, src, checksum("header", src, self.rank, number))
+        return Receive(self, call, first, header, label(tensor), lambda: self._receive(call, tensor, src, 0))
+
+    def _wait(self, work: Any, seconds: float) -> None:
+        # On the GPU a wait orders streams and must not stop this thread; nccl's watchdog has the deadline.
+        if work is not None and "nccl" not in type(work).__name__.lower():
+            super()._wait(work, seconds)
+
+
+def _library_op(op: str) -> Any:
+    return {"sum": dist.ReduceOp.SUM, "min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX}[op]

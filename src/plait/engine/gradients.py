@@ -206,9 +206,11 @@ class Gradients:
             self._start(self._microbatch_flow(unit))
 
     def _start(self, flow: Flow) -> None:
-        next(flow, None)
-        self._flying.append(flow)
-        self._drain(self.depth)
+        """Issue a flow's first messages; finish older flows, so that at most ``depth`` are under way."""
+        for _ in flow:
+            self._flying.append(flow)
+            self._drain(self.depth)
+            return
 
     def _drain(self, left: int) -> None:
         while len(self._flying) > left:
@@ -255,8 +257,7 @@ class Gradients:
         while self._next_step < len(self.order) and self.order[self._next_step] in self._stepped:
             unit = self.order[self._next_step]
             self._next_step += 1
-            self._flying.append(self._step_flow(unit))
-            next(self._flying[-1], None)
+            self._start(self._step_flow(unit))
 
     def _step_flow(self, unit: Unit) -> Flow:
         """The moves from the gradients' cell to the optimizer's."""
@@ -272,7 +273,8 @@ class Gradients:
                 for g in self.flats[unit]
                 for m in lower(move, g.flat.layout, mesh, rank)
             ]
-            yield
+            if works:
+                yield
             for work in works:
                 work.wait()
 

@@ -4,6 +4,7 @@ local.py      launch(config, body, command): the choice, and the start of own pr
 failure.py    what is said, and with which exit code, when a rank fails
 """
 
+from plait.launch.failure import guarded
 from plait.launch.local import launch
 
-__all__ = ["launch"]
+__all__ = ["guarded", "launch"]

@@ -18,7 +18,7 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -59,6 +59,18 @@ def text_of(error: BaseException) -> str:
     return "".join(traceback.format_exception(error))
 
 
+def guarded(work: Callable[[], int]) -> int:
+    """Runs ``work`` and returns its exit code; whatever it raises is said, and becomes one."""
+    try:
+        return work()
+    except KeyboardInterrupt:
+        if LAUNCHER not in os.environ:
+            sys.stderr.write("plait: stopped by SIGINT\n")
+        return 128 + signal.SIGINT
+    except Exception as error:
+        return report(error)
+
+
 def report(error: BaseException, environment: Mapping[str, str] = os.environ) -> int:
     """Says what went wrong, or records it for the launcher that will; returns the exit code."""
     text = text_of(error)
@@ -87,8 +99,14 @@ def explain(failures: list[Failure], mesh: str) -> tuple[str, int]:
     """(what the launcher says, its exit code) for the failures of a run.
 
     A rank that a signal killed comes first: it left no note, and the tracebacks of the others are echoes.
+    Unless the signal is SIGTERM, by which the agent stops the ranks that are left.
     """
-    first = min(failures, key=lambda f: (f.exit_code >= 0, not f.text, f.nanoseconds))
+    stopped = -signal.SIGTERM
+
+    def order(f: Failure) -> tuple[bool, bool, bool, int]:
+        return f.exit_code == stopped, f.exit_code >= 0, not f.text, f.nanoseconds
+
+    first = min(failures, key=order)
     if first.exit_code < 0:
         number = -first.exit_code
         name = signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"

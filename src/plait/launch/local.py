@@ -31,7 +31,7 @@ import torch
 from plait.comm import thread
 from plait.comm.base import Comm
 from plait.config import Machine, resolve_device
-from plait.core.mesh import Mesh
+from plait.core.mesh import AXES, Mesh
 from plait.launch.failure import LAUNCHER, explain, recorded
 
 Body = Callable[[Comm], int]
@@ -77,11 +77,16 @@ def _be_a_rank(config: Machine, body: Body) -> int:
     device = resolve_device(config.device)
     if device == "cuda":
         device = f"cuda:{os.environ.get('LOCAL_RANK', '0')}"  # type: ignore[assignment]
-    comm = ProcessComm.from_env(mesh, device=device, deadline=config.deadline)
+    try:
+        comm = ProcessComm.from_env(mesh, device=device, deadline=config.deadline)
+    except (ConnectionError, TimeoutError) as error:  # a port that is taken, ranks that never came
+        raise ValueError(str(error)) from error
     with open(os.devnull, "w") as nowhere, contextlib.ExitStack() as stack:
         if comm.rank:
             stack.enter_context(contextlib.redirect_stdout(nowhere))
         code = body(comm)
+        # Nobody leaves with a code while rank 0 still speaks: the agent stops all at the first one.
+        comm.barrier(AXES)
     comm.close()
     return code
 

@@ -151,6 +151,8 @@ class VerifyConfig(RunConfig):
     length: int = 32
     ragged: bool = True
     world: World = "thread"
+    tensors: bool = False
+    """Print every tensor that was compared, not only a line per kind."""
 
 
 def validate(config: RunConfig) -> None:

@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from plait.comm import Comm, run
-from plait.core.cells import FULL, UNREDUCED, Cell, Move, Strategy, move, moves
+from plait.core.cells import FULL, TABLE, UNREDUCED, Cell, Move, Strategy, move, moves
 from plait.core.collectives import Note
 from plait.core.flat import Cut, lay, lower
 from plait.core.mesh import DATA_AXES, Mesh
@@ -303,3 +303,45 @@ def test_an_engine_gives_back_the_model_that_it_was_given(
                 assert whole[name].dtype == value.dtype and torch.equal(whole[name], value), name
 
     run(mesh, rank_main, deadline=20)
+
+
+@pytest.mark.parametrize("row", TABLE)
+def test_a_tensor_that_fills_its_unit_is_still_everyones(row: str) -> None:
+    """With cut="tensor" one rank's piece is then the whole buffer and the others' are empty: all must send alike."""
+    torch.manual_seed(0)
+    mesh, num_steps = Mesh(replica=2, shard=2), 2
+    models = [nn.Sequential(nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False)) for _ in range(mesh.size + 1)]
+    alone = models[-1]
+    for model in models[:-1]:
+        model.load_state_dict(alone.state_dict())
+    batches = [[torch.randn(2, 3) for _ in range(2)] for _ in range(mesh.size)]
+
+    def loss_sum(model: nn.Module, x_BD: Tensor) -> Tensor:
+        return torch.as_tensor(model(x_BD).square().sum())
+
+    def rank_main(comm: Comm) -> dict[str, Tensor]:
+        model = models[comm.rank]
+        sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+        engine = Engine(
+            model,
+            comm,
+            strategy=row,
+            cut="tensor",
+            units=["0", "1"],
+            optimizer=sgd,
+            loss_fn=loss_sum,
+            count_fn=len,
+        )
+        for _ in range(num_steps):
+            engine.step(batches[mesh.data_rank(comm.rank)])
+        return engine.full_state_dict()
+
+    states = run(mesh, rank_main, deadline=20)
+    sgd = torch.optim.SGD(alone.parameters(), lr=0.1)
+    whole = torch.cat([x for each in batches for x in each])
+    for _ in range(num_steps):
+        sgd.zero_grad()
+        (loss_sum(alone, whole) / len(whole)).backward()
+        sgd.step()
+    for state in states:
+        torch.testing.assert_close(state, {n: p.detach() for n, p in alone.named_parameters()})

@@ -16,7 +16,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
 from plait.comm import Comm
@@ -115,6 +114,8 @@ def torch_ddp(model: nn.Module, optimizer: str, batches: list[Batch], comm: Comm
 
 
 def torch_redundancy(model: nn.Module, optimizer: str, batches: list[Batch], comm: Comm) -> Outcome:
+    from torch.distributed.optim import ZeroRedundancyOptimizer  # its import warns of torch.jit, an error in pytest
+
     kind, settings = OPTIMIZERS[optimizer]
     sharded = ZeroRedundancyOptimizer(model.parameters(), kind, **settings)
     return loop(DistributedDataParallel(model), sharded, batches), whole(model)

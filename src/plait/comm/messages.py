@@ -82,11 +82,9 @@ class Receive(Pending):
         came = bytes(self._header.tolist()).rstrip(b"\0").decode()
         if came != self._meant[:HEADER_BYTES]:
             # The message itself is never taken in; its buffer stays in under_way, where it does no harm.
-            words = (
-                f"rank {dst} receives {self._meant} from rank {src}, which sent {came}: make both equal ({self._call})"
-            )
-            comm.last_words.exchange(words, ())
-            raise MismatchError(words)
+            both = f"receives {self._meant} from rank {src}, which sent {came}: make both equal"
+            comm.last_words.exchange(f"{both} ({self._call})", ())
+            raise MismatchError(f"rank {dst} {both} ({self._call})")
         self._works = self._rest()
         super().wait()
 

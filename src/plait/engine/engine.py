@@ -148,7 +148,6 @@ class Engine:
         self.have_gradient: dict[str, bool] = {}
         """Which parameters got a gradient on any rank in the last step."""
         self._now: OpenStep | None = None
-        self._draw: Draw | None = None
         self._last = StepResult(-1, math.nan, 0, (), None)
 
     # ---- the primitive ------------------------------------------------------------------------------------------
@@ -167,6 +166,7 @@ class Engine:
         counts = [self.count_fn(batch) for batch in microbatches]
         samples = [num_samples(batch) for batch in microbatches]
         first, total = self.exchange.counts(len(microbatches), sum(counts), sum(samples))
+        self._now = None  # whatever an earlier step left behind when it raised
         now = self._begin_step()
         now.count = total
         starts = [first + sum(samples[:m]) for m in range(len(samples))]
@@ -175,7 +175,7 @@ class Engine:
 
         def forward(action: Action) -> None:
             m = self.stage.microbatch = action.microbatch
-            self._draw = Draw(self.steps, place + m, starts[m], samples[m])
+            self.streams.begin(Draw(self.steps, place + m, starts[m], samples[m]))
             assert self.loss_fn is not None
             losses[m] = self.loss_fn(self.model, microbatches[m])
 
@@ -232,15 +232,14 @@ class Engine:
         """Hook of the whole model: where in the run this forward stands, for the dropout streams."""
         if not self.model.training or not torch.is_grad_enabled():
             return
-        draw, self._draw = self._draw, None
-        if draw is None:
-            now = self._begin_step()
-            size = num_samples((args, kwargs))
-            place = self.comm.mesh.data_rank(self.comm.rank) + now.forwards * self.comm.mesh.data_size
-            draw = Draw(self.steps, place, place * size, size)
-            self.stage.microbatch = now.forwards
-            now.forwards += 1
-        self.streams.begin(draw)
+        now = self._begin_step()
+        if now.count is not None:
+            return  # engine.step has said where this forward stands
+        size = num_samples((args, kwargs))
+        place = self.comm.mesh.data_rank(self.comm.rank) + now.forwards * self.comm.mesh.data_size
+        self.streams.begin(Draw(self.steps, place, place * size, size))
+        self.stage.microbatch = now.forwards
+        now.forwards += 1
 
     def _backward(self, loss: Tensor, scale: float, *, last: bool) -> None:
         assert self._now is not None

@@ -119,7 +119,7 @@ def against_tree(ranks: Sequence[RankRecord], reference: Record) -> list[Finding
             for key, value in state.items():
                 theirs = reference.state[name].get(key, torch.empty(0)).reshape(-1)
                 part = theirs[start:stop] if len(theirs) == reference.parameters[name].numel() else theirs
-                found.append(find("optimizer state", f"{key} of {name}[{start}:{stop}], {at}", value, part))
+                found.append(find("optimizer", f"{key} of {name}[{start}:{stop}], {at}", value, part))
     found += _coverage(ranks, reference)
     return found
 

@@ -117,7 +117,7 @@ def run_verify(config: VerifyConfig, comm: Comm) -> int:
     if config.json:
         write_json(config.json, report(verdict))
     if config.json != "-":
-        show(verdict, Console())
+        show(verdict, Console(highlight=False), every_tensor=config.tensors)
     return 0 if verdict.equal else 1
 
 
@@ -144,13 +144,15 @@ def write_json(path: str, data: dict[str, Any]) -> None:
         file.write(text + "\n")
 
 
-def show(verdict: Verdict, console: Console) -> None:
-    """Print the two comparisons and the verdict."""
+def show(verdict: Verdict, console: Console, *, every_tensor: bool = False) -> None:
+    """Print the two comparisons and the verdict; ``every_tensor`` adds a line for each finding."""
     console.print(f"[bold]{verdict.layout}[/bold]")
     console.print(findings_table("against one process that adds in this layout's order", summarise(verdict.tree)))
     console.print(findings_table("against one process and one plain full-batch step", summarise(verdict.plain)))
+    for finding in (*verdict.tree, *verdict.plain) if every_tensor else ():
+        console.print(line_of(finding), soft_wrap=True)
     for finding in [f for f in (*verdict.tree, *verdict.plain) if not f.equal][:WORST]:
-        console.print(f"  {finding.kind} {finding.name}: max abs {finding.max_abs:.3g}, max rel {finding.max_rel:.3g}")
+        console.print(line_of(finding), soft_wrap=True)
     if verdict.ledger:
         console.print(f"ledger: {len(verdict.ledger)} messages differ from the prediction")
         for line in verdict.ledger[:5]:
@@ -159,6 +161,15 @@ def show(verdict: Verdict, console: Console) -> None:
         console.print("ledger: every message as predicted, byte for byte")
     colour = "green" if verdict.equal else "red"
     console.print(f"verdict: [bold {colour}]{verdict.word}[/bold {colour}]")
+
+
+def line_of(finding: Finding) -> str:
+    """One finding as a line."""
+    bound = "bitwise" if finding.tolerance == 0 else f"{finding.tolerance:.0e}"
+    return (
+        f"  {finding.kind} {finding.name}: max abs {finding.max_abs:.3g}, max rel {finding.max_rel:.3g}, "
+        f"{'bitwise' if finding.bitwise else 'not bitwise'}, asked {bound}, {'equal' if finding.equal else 'DIFFERENT'}"
+    )
 
 
 def findings_table(title: str, lines: Sequence[Summary]) -> Table:

@@ -1,0 +1,283 @@
+"""What every world must do, as functions of one rank's comm: run in threads and in processes alike.
+
+What is expected is computed here from coordinates, in plain loops, without the library's own fold.
+"""
+
+from __future__ import annotations
+
+import itertools
+
+import torch
+from torch import Tensor
+
+from plait.comm import ring, tree
+from plait.comm.base import Comm, MismatchError
+from plait.core.collectives import Entry, Note, bytes_sent
+
+COMBINE = {"sum": torch.add, "min": torch.minimum, "max": torch.maximum}
+LENGTHS = (0, 1, 5, 1000)
+
+
+def value(rank: int, numel: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    """A rank's own numbers: of very different sizes, so that the order of additions shows."""
+    generator = torch.Generator().manual_seed(1000 * rank + numel)
+    mantissa = torch.randn(numel, generator=generator, dtype=torch.float64)
+    exponent = torch.randint(-3, 6, (numel,), generator=generator)
+    return (mantissa * 10.0**exponent).to(dtype)
+
+
+def axes_of(comm: Comm) -> list[tuple[str, ...]]:
+    """Every choice of the mesh's larger axes, in every order; one axis of size 1 thrown in."""
+    large = [a for a in ("replica", "shard", "tensor", "pipe") if comm.mesh.axis(a) > 1]
+    orders = [p for k in range(1, len(large) + 1) for p in itertools.permutations(large, k)]
+    one = [a for a in ("pipe", "tensor") if comm.mesh.axis(a) == 1]
+    return orders + [(orders[-1] + (one[0],)) if orders else (one[0],)]
+
+
+def folded(comm: Comm, axes: tuple[str, ...], op: str, numel: int, dtype: torch.dtype) -> Tensor:
+    """The first axis is folded first, from left to right; then the next."""
+
+    def at(left: tuple[str, ...], where: dict[str, int]) -> Tensor:
+        if not left:
+            return value(comm.mesh.rank(**where), numel, dtype)
+        total = at(left[:-1], {**where, left[-1]: 0})
+        for i in range(1, comm.mesh.axis(left[-1])):
+            total = COMBINE[op](total, at(left[:-1], {**where, left[-1]: i}))
+        return total
+
+    return at(axes, comm.mesh.coordinates(comm.rank))
+
+
+def same(a: Tensor, b: Tensor) -> None:
+    """Bit for bit."""
+    assert a.dtype == b.dtype and a.shape == b.shape, (a, b)
+    assert torch.equal(a, b), (a, b, (a - b).abs().max())
+
+
+def check_collectives(comm: Comm) -> None:
+    """Every collective over every choice of axes, bit for bit, at several lengths."""
+    for axes, m, in_place in itertools.product(axes_of(comm), LENGTHS, (False, True)):
+        ranks = comm.mesh.group(comm.rank, axes)
+        index, n = comm.mesh.index(comm.rank, axes), len(ranks)
+        mine = slice(index * m, (index + 1) * m)
+
+        out = torch.full((n * m,), -7.0)
+        piece = out[mine].copy_(value(comm.rank, m)) if in_place else value(comm.rank, m)
+        comm.all_gather(out, piece, axes).wait()
+        same(out, torch.cat([value(r, m) for r in ranks]))
+
+        for op in COMBINE:
+            whole = value(comm.rank, n * m)
+            out = whole[mine] if in_place else torch.full((m,), -7.0)
+            expected = folded(comm, axes, op, n * m, torch.float32)[mine]
+            comm.reduce_scatter(out, whole, axes, op).wait()
+            same(out, expected)
+
+            tensor = value(comm.rank, m)
+            comm.all_reduce(tensor, axes, op).wait()
+            same(tensor, folded(comm, axes, op, m, torch.float32))
+
+        for root in range(n):
+            tensor = value(comm.rank, m)
+            comm.broadcast(tensor, axes, root).wait()
+            same(tensor, value(ranks[root], m))
+
+            tensor = value(comm.rank, m)
+            comm.reduce(tensor, axes, root).wait()
+            here = index == root
+            same(tensor, folded(comm, axes, "sum", m, torch.float32) if here else value(comm.rank, m))
+
+            whole = value(comm.rank, n * m)
+            out = whole[mine] if here and in_place else torch.full((m,), -7.0)
+            comm.scatter(out, whole if here else None, axes, root).wait()
+            same(out, value(ranks[root], n * m)[mine])
+
+            room = torch.full((n * m,), -7.0)
+            piece = room[mine].copy_(value(comm.rank, m)) if in_place else value(comm.rank, m)
+            comm.gather(room if here else None, piece, axes, root).wait()
+            if here:
+                same(room, torch.cat([value(r, m) for r in ranks]))
+
+        out = torch.full((n * m,), -7.0)
+        comm.all_to_all(out, value(comm.rank, n * m), axes).wait()
+        same(out, torch.cat([value(r, n * m)[mine] for r in ranks]))
+        comm.barrier(axes)
+
+
+def check_dtypes_and_long(comm: Comm) -> None:
+    """Other dtypes, and arrays long enough for blocks, chunks and the two-phase all-reduce."""
+    axes = axes_of(comm)[-1]
+    for dtype in (torch.float64, torch.bfloat16, torch.int64):
+        tensor = value(comm.rank, 77, dtype)
+        comm.all_reduce(tensor, axes).wait()
+        same(tensor, folded(comm, axes, "sum", 77, dtype))
+    long = 2_500_001  # times 4 bytes: two chunks, and cut in n pieces that are not equal
+    tensor = value(comm.rank, long)
+    comm.all_reduce(tensor, axes).wait()
+    same(tensor, folded(comm, axes, "sum", long, torch.float32))
+
+
+def check_under_way(comm: Comm) -> None:
+    """Several operations at once; waited for in another order than issued, and twice."""
+    axes = axes_of(comm)[-1]
+    ranks, index = comm.mesh.group(comm.rank, axes), comm.mesh.index(comm.rank, axes)
+    n, m = len(ranks), 600_000
+    sums = [value(comm.rank, m), value(comm.rank, m + 1)]
+    expected = [folded(comm, axes, "sum", len(x), torch.float32) for x in sums]
+    whole, piece, gathered = value(comm.rank, n * 10), torch.empty(10), torch.empty(n * 4)
+    works = [comm.all_reduce(x, axes) for x in sums]
+    works.append(comm.reduce_scatter(piece, whole, axes))
+    works.append(comm.all_gather(gathered, value(comm.rank, 4), axes))
+    order = list(range(4)) if index % 2 else [3, 1, 0, 2]  # each member as it likes
+    for k in order:
+        works[k].wait()
+        works[k].wait()
+    for got, want in zip(sums, expected, strict=True):
+        same(got, want)
+    same(piece, folded(comm, axes, "sum", n * 10, torch.float32)[index * 10 : index * 10 + 10])
+    same(gathered, torch.cat([value(r, 4) for r in ranks]))
+
+
+def check_no_grad(comm: Comm) -> None:
+    """Parameters may be handed in; nothing of it is recorded for autograd."""
+    axes = axes_of(comm)[-1]
+    leaf = value(comm.rank, 6).requires_grad_()
+    assert torch.is_grad_enabled()
+    comm.all_reduce(leaf, axes).wait()
+    assert leaf.is_leaf and leaf.requires_grad
+    same(leaf.detach(), folded(comm, axes, "sum", 6, torch.float32))
+
+
+def check_ledger(comm: Comm) -> None:
+    """One line per operation, with the logical bytes; none for a group of one."""
+    axes, note = axes_of(comm)[0], Note("backward", "blocks.0", 3)
+    n, index = comm.mesh.count(axes), comm.mesh.index(comm.rank, axes)
+    mark, whole = len(comm.ledger), torch.zeros(n * 3)
+    one = (next(a for a in ("pipe", "tensor", "replica") if comm.mesh.axis(a) == 1),)
+    comm.all_gather(whole, torch.ones(3), axes, note).wait()
+    comm.reduce_scatter(torch.ones(3), whole, axes, "max", note).wait()
+    comm.all_reduce(torch.ones(5), axes, note=note).wait()
+    comm.broadcast(torch.ones(5), axes, 1, note).wait()
+    comm.barrier(axes, note)
+    comm.all_reduce(torch.ones(5), one, note=note).wait()
+    comm.all_gather(torch.ones(5), torch.ones(5), one).wait()
+    comm.barrier(())
+    expected = (
+        Entry("all_gather", axes, n * 12, (n - 1) * 12, note),
+        Entry("reduce_scatter", axes, n * 12, (n - 1) * 12, note),
+        Entry("all_reduce", axes, 20, 2 * (n - 1) * 20 // n, note),
+        Entry("broadcast", axes, 20, (n - 1) * 20 if index == 1 else 0, note),
+        Entry("barrier", axes, 0, 0, note),
+    )
+    assert comm.ledger.since(mark) == expected, comm.ledger.since(mark)
+    assert expected[2].sent == bytes_sent("all_reduce", 20, n)
+
+
+def check_messages(comm: Comm) -> None:
+    """Around the line and back; handles dropped; order kept; other shapes and dtypes refused by name."""
+    last = comm.mesh.size - 1
+    right, left = (comm.rank + 1) % (last + 1), (comm.rank - 1) % (last + 1)
+    coming = comm.recv(first := torch.empty(2, 3), left)  # everybody asks first, then sends
+    comm.send(torch.full((2, 3), float(comm.rank)), right)
+    coming.wait()
+    same(first, torch.full((2, 3), float(left)))
+    for k in range(100):  # more than may be under way with dropped handles
+        if comm.rank == 0:
+            comm.send(torch.full((4,), k), 1)
+        elif comm.rank == 1:
+            comm.recv(got := torch.empty(4, dtype=torch.int64), 0).wait()
+            same(got, torch.full((4,), k))
+    if comm.rank == 0:
+        comm.send(torch.empty(0), 1)
+        big = value(0, 3_000_000)
+        comm.send(big, 1).wait()
+        big.zero_()
+    elif comm.rank == 1:
+        comm.recv(torch.empty(0), 0).wait()
+        comm.recv(got := torch.empty(3_000_000), 0).wait()
+        same(got, value(0, 3_000_000))
+    comm.barrier(("shard", "replica", "pipe"))
+
+
+def check_refused_messages(comm: Comm) -> None:
+    """A message of another shape or dtype names both sides, at once; the next one arrives."""
+    if comm.rank == 0:
+        comm.send(torch.ones(3, 4), 1)
+        comm.send(torch.ones(3, 4), 1)
+        comm.send(torch.ones(2), 1)
+    elif comm.rank == 1:
+        for asked in (torch.empty(4, 3), torch.empty(3, 4, dtype=torch.float64)):
+            try:
+                comm.recv(asked, 0).wait()
+            except MismatchError as error:
+                text = str(error)
+                assert f"{asked.dtype}".removeprefix("torch.") + f" {tuple(asked.shape)}" in text, text
+                assert "rank 1" in text and "rank 0" in text and "float32 (3, 4)" in text, text
+            else:
+                raise AssertionError("taken in")
+        comm.recv(got := torch.empty(2), 0).wait()
+        same(got, torch.ones(2))
+
+
+def check_check_together(comm: Comm) -> None:
+    """What one rank raises, all raise."""
+    axes = axes_of(comm)[-1]
+    comm.check_together(None, axes)
+    bad = comm.mesh.group(comm.rank, axes)[-1]
+    error = OSError("disk full: é") if comm.rank == bad else None
+    try:
+        comm.check_together(error, axes)
+    except OSError as caught:
+        assert caught is error
+    except RuntimeError as caught:
+        assert comm.rank != bad and str(caught) == f"rank {bad} failed: OSError: disk full: é", caught
+    else:
+        raise AssertionError("no one heard")
+
+
+def check_algorithms(comm: Comm) -> None:
+    """Ring and tree give what the library gives; whole numbers, so that the order does not matter."""
+    for axes, m, op in itertools.product(axes_of(comm)[-2:], (1, 5, 64), COMBINE):
+        n, index = comm.mesh.count(axes), comm.mesh.index(comm.rank, axes)
+        whole = value(comm.rank, n * m).round()
+        summed = whole.clone()
+        comm.all_reduce(summed, axes, op).wait()
+
+        piece, gathered = torch.empty(m), torch.empty(n * m)  # all_reduce == reduce_scatter + all_gather
+        comm.reduce_scatter(piece, whole, axes, op).wait()
+        comm.all_gather(gathered, piece, axes).wait()
+        same(gathered, summed)
+
+        for algorithm in (ring, tree):
+            tensor = whole.clone()
+            algorithm.all_reduce(comm, tensor, axes, op)
+            same(tensor, summed)
+            tensor = whole[: n * m - 1].clone()  # shorter than n pieces, or not a multiple
+            algorithm.all_reduce(comm, tensor, axes, op)
+            same(tensor, summed[: n * m - 1])
+            piece = torch.empty(m)
+            algorithm.reduce_scatter(comm, piece, whole, axes, op)
+            same(piece, summed[index * m : (index + 1) * m])
+            gathered = torch.empty(n * m)
+            algorithm.all_gather(comm, gathered, piece, axes)
+            same(gathered, summed)
+        same(whole, value(comm.rank, n * m).round())
+        for root in range(n):
+            tensor = whole.clone()
+            tree.reduce(comm, tensor, axes, root, op)
+            same(tensor, summed if index == root else whole)
+            tree.broadcast(comm, tensor, axes, root)
+            same(tensor, summed)
+
+
+EVERYTHING = (
+    check_collectives,
+    check_dtypes_and_long,
+    check_under_way,
+    check_no_grad,
+    check_ledger,
+    check_messages,
+    check_refused_messages,
+    check_check_together,
+    check_algorithms,
+)

@@ -1,0 +1,106 @@
+"""What is refused before anything moves, and what is written down."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from plait.comm import Comm, Ledger, TraceComm
+from plait.core.collectives import Entry, Note
+from plait.core.mesh import Mesh
+
+E = torch.empty
+
+
+@pytest.fixture
+def comm() -> Comm:
+    return TraceComm(Mesh(shard=3, replica=2), rank=4)
+
+
+@pytest.mark.parametrize(
+    ("ask", "words"),
+    [
+        (lambda c: c.all_gather(E(10), E(4), ("shard",)), r"out has 10 elements, but 3 x piece of 4 makes 12; pad"),
+        (lambda c: c.reduce_scatter(E(4), E(13), ("shard",)), r"whole has 13 elements, but 3 x out of 4 makes 12"),
+        (lambda c: c.scatter(E(4), E(13), ("shard",), 1), r"scatter.*whole has 13"),
+        (lambda c: c.gather(E(13), E(4), ("shard",), 1), r"gather.*out has 13"),
+        (lambda c: c.gather(None, E(4), ("shard",), 1), r"rank 4 is the root and needs out, not None"),
+        (lambda c: c.scatter(E(4), E(12), ("shard",), 0), r"rank 4 is not the root \(that is rank 3\): whole is None"),
+        (lambda c: c.all_to_all(E(10), E(10), ("shard",)), r"whole has 10 elements and out 10.* multiple of 3"),
+        (lambda c: c.all_gather(E(12), E(4).double(), ("shard",)), r"all_gather between float32 and float64"),
+        (lambda c: c.all_reduce(E(4, 4).t(), ("shard",)), r"not contiguous: call .contiguous\(\)"),
+        (lambda c: c.all_reduce(E(4, device="meta"), ("shard",)), r"tensor is on meta, this world moves cpu"),
+        (lambda c: c.all_reduce(E(4), ("shard",), "avg"), r"SUM only, divide yourself"),
+        (lambda c: c.all_reduce(E(4), ("shard",), "mean"), r"SUM only, divide yourself"),
+        (lambda c: c.all_reduce(E(4), ("shard",), "prod"), r"unknown op 'prod': use one of sum, min, max"),
+        (lambda c: c.reduce_scatter(E(4), E(12), ("shard",), "AVG"), r"SUM only"),
+        (lambda c: c.all_reduce(E(4), ("shards",)), r"unknown mesh axis 'shards'"),
+        (lambda c: c.all_reduce(E(4), ("shard", "shard")), r"an axis stands twice"),
+        (lambda c: c.broadcast(E(4), ("shard",), 4), r"root 4: the root is an index within the group, 0 to 2"),
+        (lambda c: c.send(E(4), 4), r"send between rank 4 and rank 4"),
+        (lambda c: c.recv(E(4), 6), r"one of 0 to 5, and not 4 itself"),
+    ],
+)
+def test_refused_with_the_numbers_and_the_way_out(comm: Comm, ask, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        ask(comm)
+    assert comm.ledger.entries == ()
+
+
+def test_a_piece_in_the_wrong_place_of_its_whole_is_refused(comm: Comm) -> None:
+    whole = E(12)
+    comm.all_gather(whole, whole[4:8], ("shard",))  # rank 4 is member 1
+    comm.reduce_scatter(whole[4:8], whole, ("shard",))
+    for place in (0, 2, 8):
+        with pytest.raises(ValueError, match=rf"at element {place}; rank 4 is member 1, whose slice starts at 4"):
+            comm.all_gather(whole, whole[place : place + 4], ("shard",))
+    with pytest.raises(ValueError, match="write over what it still has to send"):
+        comm.all_to_all(whole, whole, ("shard",))
+
+
+@pytest.mark.parametrize("rank", [-1, 6])
+def test_a_rank_off_the_mesh_is_refused(rank: int) -> None:
+    with pytest.raises(ValueError, match="is not on the mesh replica=2 shard=3 of 6 ranks"):
+        TraceComm(Mesh(shard=3, replica=2), rank)
+
+
+def test_trace_writes_the_same_lines_and_moves_nothing(comm: Comm) -> None:
+    out, note = torch.zeros(12), Note("forward", "head", 1)
+    comm.all_gather(out, torch.ones(4), ("shard",), note).wait()
+    assert not out.any()
+    comm.send(torch.ones(2), 1)
+    comm.recv(torch.ones(2), 0)
+    comm.all_reduce(torch.ones(2).double(), ("shard", "replica"))
+    assert comm.ledger.entries == (
+        Entry("all_gather", ("shard",), 48, 32, note),
+        Entry("send", ("replica",), 8, 8),
+        Entry("recv", ("replica", "shard"), 8, 0),
+        Entry("all_reduce", ("shard", "replica"), 16, 26),
+    )
+    with pytest.raises(OSError, match="mine"):
+        comm.check_together(OSError("mine"), ("shard",))
+
+
+def test_trace_of_a_large_mesh_costs_nothing_on_meta() -> None:
+    comm = TraceComm(Mesh(shard=4096), 77, device="meta")
+    comm.all_gather(E(4096 * 2**20, device="meta"), E(2**20, device="meta"), ("shard",))
+    assert comm.ledger.sent == 4095 * 2**22
+
+
+def test_ledger() -> None:
+    ledger = Ledger()
+    lines = [Entry("send", ("pipe",), k, k, Note(phase)) for k, phase in ((1, "a"), (2, "b"), (4, "a"))]
+    for line in lines[:2]:
+        ledger.add(line)
+    mark = len(ledger)
+    ledger.add(lines[2])
+    assert ledger.entries == tuple(ledger) == tuple(lines)
+    assert ledger.since(mark) == (lines[2],)
+    assert ledger.sent == 7
+    assert ledger.sent_by_phase() == {"a": 5, "b": 2}
+    ledger.clear()
+    assert len(ledger) == 0
+    with pytest.raises(ValueError, match="mark 2 on a ledger of 0 lines"):
+        ledger.since(mark)
+    ledger.add(lines[0])
+    assert ledger.entries == (lines[0],)

@@ -1,0 +1,172 @@
+"""Threads as ranks: the same checks as processes, and what happens when ranks disagree, fail or stay away."""
+
+from __future__ import annotations
+
+import re
+import time
+import traceback
+
+import comm_checks
+import pytest
+import torch
+
+from plait.comm import AbortedError, Comm, MismatchError, ThreadWorld, run
+from plait.core.collectives import Note
+from plait.core.mesh import Mesh
+
+MESHES = ["shard=2", "shard=3", "replica=4", "shard=2 replica=2", "replica=2 shard=3", "pipe=5"]
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize("check", comm_checks.EVERYTHING, ids=lambda check: check.__name__)
+def test_does_what_every_world_does(mesh: str, check) -> None:
+    if "no_grad" not in check.__name__ and "long" in check.__name__ and mesh not in MESHES[:4]:
+        pytest.skip("long arrays on the small meshes only")
+    run(Mesh.parse(mesh), check, deadline=20)
+
+
+def test_alone_nothing_moves_and_nothing_is_written() -> None:
+    def alone(comm: Comm) -> None:
+        comm_checks.check_collectives(comm)
+        comm.check_together(None, ("shard",))
+        assert comm.ledger.entries == ()
+
+    run(Mesh(), alone)
+
+
+def test_results_come_in_rank_order_and_each_rank_has_its_own_comm() -> None:
+    assert run(Mesh(shard=3), lambda comm: comm.rank * 10) == [0, 10, 20]
+    comms = run(Mesh(shard=3), lambda comm: comm)
+    assert len({id(c) for c in comms}) == len({id(c.ledger) for c in comms}) == 3
+
+
+@pytest.mark.parametrize(
+    ("mine", "words"),
+    [
+        (lambda c: c.all_gather(torch.empty(4), torch.empty(2), ("shard",), Note("f", "blocks.4")), "blocks.4"),
+        (lambda c: c.all_gather(torch.empty(8), torch.empty(4), ("shard",), Note("f", "blocks.3")), "8 x"),
+        (lambda c: c.all_reduce(torch.empty(4), ("shard",), note=Note("f", "blocks.3")), "sum all_reduce"),
+        (lambda c: c.all_gather(torch.empty(4), torch.empty(2), ("shard",), Note("b", "blocks.3")), "phase 'b'"),
+        (
+            lambda c: c.all_gather(torch.empty(4).double(), torch.empty(2).double(), ("shard",), Note("f", "blocks.3")),
+            "float64",
+        ),
+        (
+            lambda c: c.all_gather(torch.empty(4), torch.empty(2), ("shard", "replica"), Note("f", "blocks.3")),
+            "over shard, replica",
+        ),
+    ],
+    ids=["unit", "size", "kind", "phase", "dtype", "axes"],
+)
+def test_ranks_that_mean_different_things_are_both_told_at_once(mine, words: str) -> None:
+    def disagree(comm: Comm) -> str:
+        try:
+            if comm.rank == 1:
+                mine(comm)
+            else:
+                comm.all_gather(torch.empty(4), torch.empty(2), ("shard",), Note("f", "blocks.3"))
+        except MismatchError as error:
+            return str(error)
+        return "no error"
+
+    started = time.monotonic()
+    for text in run(Mesh(shard=2), disagree):
+        assert "rank 0" in text and "rank 1" in text and "blocks.3" in text and words in text, text
+    assert time.monotonic() - started < 2
+
+
+def test_who_does_not_come_is_named() -> None:
+    def stay_away(comm: Comm) -> str:
+        if comm.rank == 1:
+            time.sleep(0.6)
+            return ""
+        with pytest.raises(TimeoutError) as caught:
+            comm.all_reduce(torch.ones(3), ("shard",), note=Note("backward", "head"))
+        return str(caught.value)
+
+    texts = run(Mesh(shard=3), stay_away, deadline=0.2)
+    assert re.search(r"waited 0.2 s in sum all_reduce of unit 'head' over shard .* rank 1 did not", texts[0])
+    assert "rank 1 did not come" in texts[2]
+
+
+def test_a_message_that_is_not_sent_is_named() -> None:
+    def wait_for_it(comm: Comm) -> None:
+        if comm.rank == 0:
+            time.sleep(0.5)
+        else:
+            comm.recv(torch.empty(1), 0, Note("forward")).wait()
+
+    with pytest.raises(TimeoutError, match=r"rank 1 waited 0.1 s in recv .*rank 0 did not send"):
+        run(Mesh(pipe=2), wait_for_it, deadline=0.1)
+
+
+@pytest.mark.parametrize("how", ["collective", "message"])
+def test_a_rank_that_has_returned_is_not_waited_for(how: str) -> None:
+    def one_leaves(comm: Comm) -> None:
+        if comm.rank == 0 and how == "collective":
+            comm.barrier(("pipe",))
+        elif comm.rank == 0:
+            comm.recv(torch.empty(1), 1).wait()
+
+    started = time.monotonic()
+    with pytest.raises(RuntimeError, match="rank 1 returned without"):
+        run(Mesh(pipe=2), one_leaves, deadline=20)
+    assert time.monotonic() - started < 2
+
+
+@pytest.mark.parametrize("where", ["collective", "message", "other group"])
+def test_when_a_rank_raises_the_others_stop_and_its_own_error_comes_out(where: str) -> None:
+    def bad_luck(comm: Comm) -> None:
+        if comm.rank == 3:
+            time.sleep(0.05)
+            raise ZeroDivisionError("of rank 3")
+        if where == "collective":
+            comm.all_reduce(torch.ones(2), ("shard", "replica"))
+        elif where == "message":
+            comm.recv(torch.ones(2), 3).wait()
+        elif comm.rank in (0, 2):
+            comm.all_reduce(torch.ones(2), ("replica",))  # 0 and 2 meet; 1 waits for 3
+        else:
+            comm.all_reduce(torch.ones(2), ("replica",))
+
+    started = time.monotonic()
+    with pytest.raises(ZeroDivisionError, match="of rank 3") as caught:
+        run(Mesh(shard=2, replica=2), bad_luck, deadline=20)
+    assert time.monotonic() - started < 2
+    assert any(f.name == "bad_luck" for f in traceback.extract_tb(caught.value.__traceback__))
+    assert "rank 3" in caught.value.__notes__[0]
+
+
+def test_the_abort_reaches_ranks_that_come_later() -> None:
+    world = ThreadWorld(Mesh(shard=2), deadline=5)
+    world.abort("rank 1 failed")
+    with pytest.raises(AbortedError, match=r"rank 0 stopped in sum all_reduce .* rank 1 failed"):
+        world.comm(0).all_reduce(torch.ones(1), ("shard",))
+    with pytest.raises(AbortedError):
+        world.comm(0).send(torch.ones(1), 1)
+
+
+def test_a_sent_tensor_may_change_at_once() -> None:
+    def change(comm: Comm) -> float:
+        x = torch.ones(1)
+        if comm.rank == 0:
+            comm.send(x, 1)
+            x.zero_()
+        else:
+            comm.recv(x.zero_(), 0).wait()
+        return float(x)
+
+    assert run(Mesh(pipe=2), change) == [0.0, 1.0]
+
+
+def test_a_tensor_that_others_still_read_does_not_change() -> None:
+    def race(comm: Comm) -> None:
+        for turn in range(200):
+            x = torch.full((300,), float(comm.rank + turn))
+            out = torch.empty(900)
+            comm.all_gather(out, x, ("shard",)).wait()
+            x.fill_(-1)  # as soon as wait() is over, it is mine
+            assert out.view(3, 300)[:, 0].tolist() == [turn, turn + 1.0, turn + 2.0]
+            assert torch.equal(out.view(3, 300).amin(1), out.view(3, 300).amax(1))
+
+    run(Mesh(shard=3), race)

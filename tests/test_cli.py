@@ -27,9 +27,7 @@ from plait.config import TrainConfig, VerifyConfig
         (["bench", "comm", "--kinds", "allreduce"], "unknown collective 'allreduce'"),
     ],
 )
-def test_a_mistake_is_one_line_and_exit_code_2(
-    words: list[str], says: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_mistake_is_one_line_and_exit_code_2(words: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(words) == 2
     shown = capsys.readouterr()
     assert shown.out == ""

@@ -74,9 +74,7 @@ def test_a_machine_without_proc_is_still_described(monkeypatch: pytest.MonkeyPat
 def test_facts_go_to_a_file_and_markup_stays_text(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(
-        doctor, "processor", lambda: {"model": "[red]x[/]", "usable_cores": 1, "cgroup_cores": None}
-    )
+    monkeypatch.setattr(doctor, "processor", lambda: {"model": "[red]x[/]", "usable_cores": 1, "cgroup_cores": None})
     path = tmp_path / "facts.json"
     assert doctor.run_doctor(doctor.DoctorConfig(json=str(path), measure=False)) == 0
     assert json.loads(path.read_text())["processor"]["model"] == "[red]x[/]"

@@ -20,8 +20,6 @@ MESHES = ["shard=2", "shard=3", "replica=4", "shard=2 replica=2", "replica=2 sha
 @pytest.mark.parametrize("mesh", MESHES)
 @pytest.mark.parametrize("check", comm_checks.EVERYTHING, ids=lambda check: check.__name__)
 def test_does_what_every_world_does(mesh: str, check) -> None:
-    if "no_grad" not in check.__name__ and "long" in check.__name__ and mesh not in MESHES[:4]:
-        pytest.skip("long arrays on the small meshes only")
     run(Mesh.parse(mesh), check, deadline=20)
 
 
@@ -135,6 +133,17 @@ def test_when_a_rank_raises_the_others_stop_and_its_own_error_comes_out(where: s
     assert time.monotonic() - started < 2
     assert any(f.name == "bad_luck" for f in traceback.extract_tb(caught.value.__traceback__))
     assert "rank 3" in caught.value.__notes__[0]
+
+
+def test_when_a_rank_fails_inside_an_operation_the_others_do_not_go_on() -> None:
+    def complex_minimum(comm: Comm) -> str:  # only the root computes, and it cannot
+        with pytest.raises((RuntimeError, NotImplementedError)) as caught:
+            comm.reduce(torch.ones(2, dtype=torch.complex64), ("shard",), 0, "min")
+        return f"{type(caught.value).__name__}: {caught.value}"
+
+    first, second = run(Mesh(shard=2), complex_minimum, deadline=20)
+    assert not first.startswith("AbortedError")
+    assert second.startswith("AbortedError: rank 0 failed in min reduce over shard")
 
 
 def test_the_abort_reaches_ranks_that_come_later() -> None:

@@ -132,6 +132,11 @@ def test_add_may_reuse_its_first_term() -> None:
 # ---- the worlds fold the same tree -----------------------------------------------------------------------
 
 
+def wide(numel: int, random: torch.Generator) -> torch.Tensor:
+    """Numbers of such different sizes that every order of adding them shows."""
+    return torch.randn(numel, generator=random) * 10 ** torch.randint(-3, 4, (numel,), generator=random)
+
+
 @settings(max_examples=60, deadline=None)
 @given(sizes=st.lists(st.integers(1, 4), min_size=1, max_size=3), seed=st.integers(0, 2**31))
 def test_a_fused_group_adds_in_the_order_of_its_axes(sizes: list[int], seed: int) -> None:
@@ -139,7 +144,7 @@ def test_a_fused_group_adds_in_the_order_of_its_axes(sizes: list[int], seed: int
     axes = ("a", "b", "c")[: len(sizes)]
     ways = math.prod(sizes)
     random = torch.Generator().manual_seed(seed)
-    stack = [torch.randn(8, generator=random) * 10 ** torch.randint(-3, 4, (8,), generator=random) for _ in range(ways)]
+    stack = [wide(8, random) for _ in range(ways)]
 
     def member(at: dict[str, int]) -> torch.Tensor:
         index = 0
@@ -156,10 +161,8 @@ def test_one_fused_reduction_is_the_hierarchy_bit_for_bit() -> None:
     """all_reduce over (shard, replica) = over shard, then over replica = the fold of the reference."""
     mesh = Mesh(replica=3, shard=4)
     random = torch.Generator().manual_seed(1)
-    values = [torch.randn(64, generator=random) * 10 ** torch.randint(-3, 4, (64,), generator=random) for _ in range(12)]
-    expected = fold(
-        ("shard", "replica"), {"shard": 4, "replica": 3}, lambda at: values[mesh.rank(**at)], torch.add
-    )
+    values = [wide(64, random) for _ in range(mesh.size)]
+    expected = fold(("shard", "replica"), {"shard": 4, "replica": 3}, lambda at: values[mesh.rank(**at)], torch.add)
     turned = fold(("replica", "shard"), {"shard": 4, "replica": 3}, lambda at: values[mesh.rank(**at)], torch.add)
     assert not torch.equal(expected, turned)  # the order can be seen in these values
 

@@ -120,7 +120,7 @@ shard/replica                 -> full                    : all_gather(shard, rep
 shard/replica                 -> shard                   : all_gather(replica) inside shard
 full                          -> shard/replica           : slice(shard, replica)
 full                          -> full                    : nothing
-"""  # noqa: E501
+"""
 
 
 @pytest.mark.parametrize("line", MOVE_TABLE.strip().splitlines())
@@ -192,7 +192,7 @@ def test_a_row_reads_what_it_prints(row: Strategy) -> None:
     assert find_strategy(str(row)) == row
 
 
-@pytest.mark.parametrize("text", ["mine", "mine: full | full", "mine: full | full | full | full | full", "a | b | c | d"])
+@pytest.mark.parametrize("text", ["mine", "mine: full | full", "mine: full | full | full | full | full", "a | b | c"])
 def test_a_row_is_a_name_and_four_cells(text: str) -> None:
     with pytest.raises(ValueError, match=r"cannot read the strategy.*'name: params \| kept \| grads \| optimizer"):
         parse_strategy(text)
@@ -284,18 +284,18 @@ def test_a_row_of_ones_own_works_like_the_built_in_ones(row: str, sends: dict[st
             r"neither split nor pending over shard, replica.*write pending\(shard, replica\)",
         ),
         ("full | full | shard | shard", r"neither split nor pending over replica.*write pending\(replica\)"),
-        ("full | full | full, pending(replica) | full", r"neither split nor pending over shard.*write pending\(shard\)"),
+        ("full | full | full, pending(replica) | full", r"neither split nor pending over shard.*pending\(shard\)"),
         (
             "shard | shard | shard, pending(replica) | full",
-            "params are cut over shard but the optimizer state only over nothing.*cut the optimizer over shard as well",
+            "params are cut over shard, .*optimizer state only over nothing.*cut the optimizer over shard as well",
         ),
         (
             "shard/replica | shard | shard, pending(replica) | shard",
-            "params are cut over shard/replica but the optimizer state only over shard",
+            "params are cut over shard/replica, .*optimizer state only over shard",
         ),
         (
             "shard | shard | shard/replica | shard",
-            "grads are cut over shard/replica but the optimizer state only over shard.*"
+            "grads are cut over shard/replica, .*optimizer state only over shard.*"
             "cut the optimizer over shard/replica as well",
         ),
         (

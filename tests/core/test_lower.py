@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -118,7 +120,7 @@ def test_all_ranks_of_a_group_send_the_same_in_the_same_order(
             continue
         # together the messages hold the array of the move, once, in order
         assert messages[0].start == start and messages[-1].stop == stop
-        assert all(a.stop == b.start for a, b in zip(messages, messages[1:], strict=False))
+        assert all(a.stop == b.start for a, b in pairwise(messages))
         assert all(m.axes == step.axes and m.numel > 0 for m in messages)
         owned = [layout.piece(outer * ways, mesh.index(rank, (*step.outer, *step.axes))) for rank in group]
         for message in messages:

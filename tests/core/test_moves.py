@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
-from itertools import permutations, product
+from itertools import pairwise, permutations, product
 
 import pytest
 import torch
@@ -131,7 +131,7 @@ def test_every_move_ends_in_the_meaning_of_its_cell(start: Cell) -> None:
         if reachable(start, end):
             follow(start, end, mesh=mesh, numel=12)
         else:
-            with pytest.raises(ValueError, match="full reshuffle|finished sum"):
+            with pytest.raises(ValueError, match=r"full reshuffle|finished sum"):
                 move(start, end)
 
 
@@ -264,7 +264,7 @@ class Model(nn.Module):
 
     def __init__(self, widths: list[int]) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(nn.Linear(a, b) for a, b in zip(widths, widths[1:], strict=False))
+        self.blocks = nn.ModuleList(nn.Linear(a, b) for a, b in pairwise(widths))
         self.scale = nn.Parameter(torch.randn(()))
         self.wide = nn.Parameter(torch.randn(3, 5, dtype=torch.float64))
         self.nothing = nn.Parameter(torch.randn(0, 4))

@@ -20,6 +20,9 @@ def body(comm: Comm) -> int:
         print(*(f"{n}={os.environ.get(n)}" for n in ("OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME", "PLAIT_LAUNCHER")))
         return 0
     if HOW == "code":
+        if comm.rank == 0:
+            time.sleep(2)
+            print("rank 0 had to the end")
         return 7
     if HOW == "sleep":
         (Path(REST[0]) / f"rank{comm.rank}.pid").write_text(str(os.getpid()))

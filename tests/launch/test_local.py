@@ -62,8 +62,8 @@ def test_a_mistake_found_by_one_rank_is_one_line_and_exit_code_2() -> None:
     assert err.count("\n") == 1
 
 
-def test_the_ranks_own_exit_code_is_passed_on_in_silence() -> None:
-    assert finish("code") == (7, "", "")
+def test_the_ranks_own_exit_code_is_passed_on_after_rank_0_has_spoken() -> None:
+    assert finish("code") == (7, "rank 0 had to the end\n", "")
 
 
 def test_a_killed_rank_is_named() -> None:

@@ -11,15 +11,17 @@ from __future__ import annotations
 
 import os
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
-from torch.distributed.rendezvous import rendezvous
 
 from plait.core.mesh import Mesh
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
+
+_tcp_store: Any = dist.TCPStore  # type: ignore[attr-defined]  # torch's stubs do not export them
+_prefix_store: Any = dist.PrefixStore  # type: ignore[attr-defined]
 
 VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -49,10 +51,14 @@ def join(rank: int, size: int, backend: str, deadline: float) -> Store:
         ConnectionError: the port is taken, or nobody answers there.
         TimeoutError: some ranks did not come within the deadline; the message names them.
     """
-    where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
-    patience = timedelta(seconds=deadline)
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    where, patience = f"{host}:{port}", timedelta(seconds=deadline)
+    # torchrun hosts the store itself; started by hand, rank 0 does.
+    hosts = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     try:
-        store, _, _ = next(rendezvous("env://", rank, size, timeout=patience))
+        store = _tcp_store(host, port, size, hosts, patience, wait_for_workers=False, multi_tenant=hosts)
+        # A program may close one world and join another: every world has names of its own in the store.
+        before = (store.add("plait/joined", 1) - 1) // size
     except RuntimeError as error:
         text = str(error)
         if "EADDRINUSE" in text or "address already in use" in text.lower():
@@ -64,9 +70,7 @@ def join(rank: int, size: int, backend: str, deadline: float) -> Store:
             f"rank {rank} found no store at {where} within {deadline:g} s: is rank 0 running, and is this "
             f"its address? ({text.splitlines()[0]})"
         ) from error
-    here: Store = dist.PrefixStore(  # type: ignore[attr-defined]
-        f"plait/run {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store
-    )
+    here: Store = _prefix_store(f"plait/world {before}", store)
     try:
         here.set(f"here/{rank}", "yes")
         dist.init_process_group(backend, store=here, rank=rank, world_size=size, timeout=patience)

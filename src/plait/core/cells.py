@@ -152,7 +152,7 @@ class Strategy:
                 continue
             if cut[: len(whole)] == whole:
                 refuse(
-                    f"{part} are cut over {'/'.join(cut)}, the optimizer state only over {'/'.join(whole) or 'nothing'}: "
+                    f"{part} are cut over {'/'.join(cut)}, the optimizer only over {'/'.join(whole) or 'nothing'}: "
                     f"every step would gather {part} to repeat one update on many ranks; cut the optimizer over "
                     f"{'/'.join(cut)} as well"
                 )

@@ -24,7 +24,14 @@ from plait.engine.wrap import Wrapped, wrap
 
 
 def build_units(
-    model: nn.Module, comm: Comm, strategy: Strategy, *, names: Iterable[str] | None, cut: Cut, seed: int
+    model: nn.Module,
+    comm: Comm,
+    strategy: Strategy,
+    *,
+    names: Iterable[str] | None,
+    cut: Cut,
+    seed: int,
+    resting: dict[int, str],
 ) -> list[Unit]:
     """Cut the model into units whose flat storages hold this rank's pieces.
 
@@ -33,6 +40,7 @@ def build_units(
         names: the modules that become units; None wraps automatically.
         cut: where pieces may end.
         seed: for the parameters on meta.
+        resting: will hold the names, by ``id``, of parameters whose values are not here at the moment.
 
     Raises:
         ValueError: replicas that differ, buffers or modules without values, unknown unit names.
@@ -60,7 +68,7 @@ def build_units(
                 loads = [load + b - a for load, a, b in zip(loads, layout.bounds, layout.bounds[1:], strict=False)]
             values = [None if p.is_meta else p.data for _, p in group]
             targets = [_off_meta(p, comm.device) for _, p in group]
-            flat = Flat(layout, targets, strategy, comm, comm.device)
+            flat = Flat(layout, targets, strategy, comm, resting)
             for index, ((_, old), value) in enumerate(zip(group, values, strict=True)):
                 if value is None:
                     fresh[id(old)] = (targets[index], flat, index)

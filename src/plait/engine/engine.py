@@ -31,9 +31,9 @@ from plait.core.mesh import DATA_AXES
 from plait.core.orders import one_stage
 from plait.engine.build import build_units
 from plait.engine.exchange import Exchange
-from plait.engine.gradients import Gradients, owned, parameters_of
+from plait.engine.gradients import Gradients, parameters_of
 from plait.engine.guard import ModelGuard
-from plait.engine.optim import Owned, OwnedOptimizer, clip_factor, owned_runs, square_sum
+from plait.engine.optim import Owned, OwnedOptimizer, clip_factor, owned_runs, scale, square_sum
 from plait.engine.rng import Draw, Streams
 from plait.engine.runtime import execute
 from plait.engine.stage import Stage
@@ -127,8 +127,11 @@ class Engine:
         if prefetch < 0:
             raise ValueError(f"prefetch={prefetch}: it is a number of units, from 0")
         names = {id(p): n for n, p in model.named_parameters()}
-        self.units: list[Unit] = build_units(model, comm, self.strategy, names=units, cut=cut, seed=seed)
-        self.streams = Streams(seed)
+        resting: dict[int, str] = {}
+        self.units: list[Unit] = build_units(
+            model, comm, self.strategy, names=units, cut=cut, seed=seed, resting=resting
+        )
+        self.streams = Streams(seed, resting)
         self.stage = Stage(model, self.units, prefetch, self.streams, self._before_forward)
         self.gradients = Gradients(self.stage, comm)
         self.exchange = Exchange(comm, [n for n, _, flat, _ in parameters_of(self.units) if flat.trainable])
@@ -145,6 +148,7 @@ class Engine:
             self.owned = self.pieces.owned
             optimizer.register_step_pre_hook(lambda *_: self._before_update())
             optimizer.register_step_post_hook(lambda *_: self._after_update())
+            optimizer.zero_grad = self._discarding(optimizer.zero_grad)  # type: ignore[method-assign]
         self.have_gradient: dict[str, bool] = {}
         """Which parameters got a gradient on any rank in the last step."""
         self._now: OpenStep | None = None
@@ -158,12 +162,13 @@ class Engine:
         Raises:
             ValueError: no microbatch, ranks that disagree on their number, nothing to count, no loss function.
         """
-        if self.loss_fn is None or self.count_fn is None:
+        loss_fn, count_fn = self.loss_fn, self.count_fn
+        if loss_fn is None or count_fn is None:
             raise ValueError(
                 "engine.step needs loss_fn and count_fn: give them to Engine, or use engine.backward in your own loop"
             )
         schedule = one_stage(len(microbatches))
-        counts = [self.count_fn(batch) for batch in microbatches]
+        counts = [count_fn(batch) for batch in microbatches]
         samples = [num_samples(batch) for batch in microbatches]
         first, total = self.exchange.counts(len(microbatches), sum(counts), sum(samples))
         self._now = None  # whatever an earlier step left behind when it raised
@@ -176,8 +181,11 @@ class Engine:
         def forward(action: Action) -> None:
             m = self.stage.microbatch = action.microbatch
             self.streams.begin(Draw(self.steps, place + m, starts[m], samples[m]))
-            assert self.loss_fn is not None
-            losses[m] = self.loss_fn(self.model, microbatches[m])
+            self.streams.switch_on(self.model.training)
+            try:
+                losses[m] = loss_fn(self.model, microbatches[m])
+            finally:
+                self.streams.switch_off()
 
         def backward(action: Action) -> None:
             m = action.microbatch
@@ -230,13 +238,15 @@ class Engine:
 
     def _before_forward(self, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
         """Hook of the whole model: where in the run this forward stands, for the dropout streams."""
-        if not self.model.training or not torch.is_grad_enabled():
+        if not self.model.training or (self._now is not None and self._now.count is not None):
+            return  # nothing is drawn, or engine.step has said where this forward stands
+        size = num_samples((args, kwargs))
+        place = self.comm.mesh.data_rank(self.comm.rank)
+        if not torch.is_grad_enabled():
+            self.streams.begin(Draw(self.steps, -1 - place, place * size, size))
             return
         now = self._begin_step()
-        if now.count is not None:
-            return  # engine.step has said where this forward stands
-        size = num_samples((args, kwargs))
-        place = self.comm.mesh.data_rank(self.comm.rank) + now.forwards * self.comm.mesh.data_size
+        place += now.forwards * self.comm.mesh.data_size
         self.streams.begin(Draw(self.steps, place, place * size, size))
         self.stage.microbatch = now.forwards
         now.forwards += 1
@@ -259,12 +269,12 @@ class Engine:
         if now is None or not now.losses:
             raise ValueError("optimizer.step() without a backward before it: there is no gradient to step with")
         self.gradients.reduce()
-        pieces = [piece for gs in self.gradients.flats.values() for _, piece in owned(gs)]
+        mine = [o.gradient for o in self.owned]  # run by run: vector tails then fall where a whole tensor's do
         if now.count is None:
             _, now.count = self.exchange.counts(len(now.losses), now.local_count, 0)
-            torch._foreach_mul_(pieces, 1 / now.count)
+            scale(mine, 1 / now.count)
         losses = tuple(loss.item() for loss in now.losses)
-        squares = square_sum(o.gradient for o in self.owned) if self.counts_norm() else 0.0
+        squares = square_sum(mine) if self.counts_norm() else 0.0
         total, every, self.have_gradient = self.exchange.report(squares, losses, self.gradients.touched())
         if self.listener:
             self.listener("reduced", self)
@@ -273,10 +283,19 @@ class Engine:
             norm = self._rounded(math.sqrt(total))
             factor = clip_factor(norm, self.clip)
             if factor < 1:
-                torch._foreach_mul_(pieces, factor)
+                scale(mine, factor)
         if self.optimizer is not None:
             self.pieces.give_gradients(self.have_gradient)
         self._last = StepResult(self.steps, math.fsum(every) / now.count, now.count, losses, norm)
+
+    def _discarding(self, zero_grad: Callable[..., None]) -> Callable[..., None]:
+        """``optimizer.zero_grad`` between backward and step throws the gradients away, as everywhere in torch."""
+
+        def discard(*args: Any, **kwargs: Any) -> None:
+            zero_grad(*args, **kwargs)
+            self._now = None
+
+        return discard
 
     def counts_norm(self) -> bool:
         """Whether this rank adds its squares to the norm: of ranks that hold the same piece, the first one does."""
@@ -292,6 +311,7 @@ class Engine:
 
     def _after_update(self) -> None:
         """Hook after ``optimizer.step``: bring the new values to where the row keeps them."""
+        self.stage.forget()
         for unit in self.units:
             unit.publish()
         for piece in self.owned:

@@ -60,13 +60,15 @@ class FlatGradient:
     def __init__(self, flat: Flat, buffers: Buffers) -> None:
         self.flat, self.buffers = flat, buffers
         start, stop = flat.grads_place
-        self.direct = (start, stop) == (0, flat.layout.numel)
+        self.direct = not flat.grads_split
         """The accumulator holds every element, so gradients are taken straight into it."""
         self.accumulated = torch.zeros(stop - start, dtype=flat.dtype, device=flat.rest.device)
         self.transient: Tensor | None = None
         self.touched: set[int] = set()
         self.touched_now: set[int] = set()
         self.started = False
+        self.claimed = False
+        """A reduction writes, or has written, the first microbatch's sum into the accumulator."""
 
     def take(self, index: int, gradient: Tensor) -> None:
         """Move one parameter's gradient into the buffer."""
@@ -138,7 +140,7 @@ class Gradients:
         for gradients in self.flats.values():
             for g in gradients:
                 g.touched.clear()
-                g.started = False
+                g.started = g.claimed = False
         self._stepped.clear()
         self._next_step = 0
         self._flying.clear()
@@ -163,6 +165,11 @@ class Gradients:
                 raise ValueError(
                     "loss.backward() was called on a model that plait drives: call engine.backward(loss, count) instead"
                 )
+            if unit.split and not unit.filled:
+                raise ValueError(
+                    f"the gradient of {name!r} came while its unit {unit.name!r} was not gathered: the module hands a tensor "
+                    f"out beside its return value (an attribute, a hook). Return it, so that its backward can be seen"
+                )
             if unit not in self._due:
                 self._due[unit] = sum(torch._C._will_engine_execute_node(node) for node in self._nodes[unit])
             value, parameter.grad = parameter.grad, None
@@ -172,7 +179,7 @@ class Gradients:
             if unit in self._complete or index in gradient.touched_now:
                 raise ValueError(
                     f"{name!r} got a second gradient in one microbatch (two backward calls, or a reentrant checkpoint): "
-                    f"add the losses up, call backward once, and use checkpoint(..., use_reentrant=False)"
+                    f"add the losses, call backward once, and use checkpoint(..., use_reentrant=False)"
                 )
             gradient.take(index, value)
             self._due[unit] -= 1
@@ -183,7 +190,7 @@ class Gradients:
 
     def _unit_complete(self, unit: Unit) -> None:
         self._complete.add(unit)
-        self.stage.close_backward(unit)
+        self.stage.has_gradients(unit)
         if unit.split:
             self._start(self._microbatch_flow(unit))
         else:
@@ -230,8 +237,9 @@ class Gradients:
             g.fill_untouched(g.transient, g.touched_now)
             whole, g.transient = g.transient, None
             piece = whole[slice(*g.flat.grads_place)]
-            if g.flat.layout.even and not g.started:
+            if g.flat.layout.even and not g.claimed:
                 piece = g.accumulated
+            g.claimed = True
             arriving.append((g, whole, piece))
             for move in unit.moves.microbatch:
                 works += [send(self.comm, m, whole, 0, note, out=piece) for m in lower(move, g.flat.layout, mesh, rank)]
@@ -288,14 +296,6 @@ class Gradients:
         self._stepped.update(self.order)
         self._start_steps()
         self._drain(0)
-
-
-def owned(flats: Sequence[FlatGradient]) -> Iterator[tuple[FlatGradient, Tensor]]:
-    """The part of each accumulator that this rank's optimizer owns."""
-    for g in flats:
-        base = g.flat.grads_place[0]
-        start, stop = g.flat.optim_place
-        yield g, g.accumulated[start - base : stop - base]
 
 
 def parameters_of(units: Sequence[Unit]) -> Iterator[tuple[str, nn.Parameter, Flat, int]]:

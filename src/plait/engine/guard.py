@@ -14,11 +14,14 @@ class ModelGuard:
         self._trains = {id(p): p.requires_grad for p in model.parameters()}
 
     def check(self) -> None:
-        """Raises ValueError, naming the parameter, when the model was changed after it was wrapped."""
-        count = 0
+        """Raises ValueError, naming the module or parameter, when the model was changed after it was wrapped."""
+        now = dict(self._model.named_modules())
+        if now.keys() != {name for name, _, _ in self._known}:
+            self._refuse("modules were added or removed")
         for name, module, parameters in self._known:
-            count += 1
             where = name or "the model"
+            if now[name] is not module:
+                self._refuse(f"module {where!r} was replaced")
             if module._parameters.keys() != parameters.keys():
                 changed = sorted(module._parameters.keys() ^ parameters.keys())
                 self._refuse(f"parameters {changed} of {where} were added or removed")
@@ -27,8 +30,6 @@ class ModelGuard:
                     self._refuse(f"parameter {key!r} of {where} was replaced")
                 if parameter is not None and parameter.requires_grad != self._trains[id(parameter)]:
                     self._refuse(f"requires_grad of parameter {key!r} of {where} was changed")
-        if sum(1 for _ in self._model.modules()) != count:
-            self._refuse("modules were added or removed")
 
     @staticmethod
     def _refuse(what: str) -> None:

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from plait.core.flat import GRAIN, Run
+from plait.core.flat import BOUNDARY_BYTES, GRAIN, Run
 from plait.engine.gradients import FlatGradient
 
 
@@ -79,14 +79,16 @@ def rebuilt(optimizer: Optimizer, groups: Sequence[Mapping[str, Any]]) -> Optimi
 def probe_elementwise(optimizer: Optimizer) -> str | None:
     """Why the optimizer is not element-wise; None when two probing steps say that it is.
 
-    Each parameter group's settings are tried on an 8 x 12 matrix, whole and cut at a multiple of 16 elements.
+    Each parameter group's settings are tried on an 8 x 12 matrix, whole and cut where a flat layout may cut.
     """
     for number, group in enumerate(optimizer.param_groups):
         dtype = group["params"][0].dtype if group["params"] else torch.float32
         settings = {k: v for k, v in group.items() if k != "params"}
+        if "lr" in settings and float(settings["lr"]) == 0:
+            settings["lr"] = 0.1  # a schedule that warms up from 0 would let any optimizer pass
         values = torch.linspace(-1, 1, 96, dtype=torch.float64).sin().to(dtype)
         whole = [nn.Parameter(values.clone().view(8, 12))]
-        cut = 3 * GRAIN
+        cut = max(GRAIN, BOUNDARY_BYTES // values.element_size())  # where flat layouts may cut this dtype
         runs = [nn.Parameter(values[:cut].clone()), nn.Parameter(values[cut:].clone())]
         try:
             for parameters in (whole, runs):
@@ -130,7 +132,9 @@ class OwnedOptimizer:
                 "the optimizer holds parameters that are not the model's: build it on model.parameters() of this very "
                 "model, before plait cuts them"
             )
-        if any(torch.is_tensor(s.get("step")) and s["step"] > 0 for s in optimizer.state.values()):
+        eager = bool(rebuilt(optimizer, [{"params": [nn.Parameter(torch.zeros(1))]}]).state)
+        stepped = any(torch.is_tensor(s.get("step")) and s["step"] > 0 for s in optimizer.state.values())
+        if stepped or (optimizer.state and not eager):
             raise ValueError("the optimizer has made steps already: hand it over before its first one")
         if cuts and (reason := probe_elementwise(optimizer)):
             raise ValueError(
@@ -144,7 +148,6 @@ class OwnedOptimizer:
             {**group, "params": [o.view for p in group["params"] for o in by_name.get(names[id(p)], ())]}
             for group in optimizer.param_groups
         ]
-        eager = bool(optimizer.state)
         optimizer.state.clear()
         for group, new in zip(optimizer.param_groups, groups, strict=True):
             group["params"] = new["params"]
@@ -157,12 +160,12 @@ class OwnedOptimizer:
             piece.view.grad = piece.gradient if touched[piece.name] else None
 
     def state_bytes(self) -> int:
-        """Bytes of optimizer state on this rank, scalars (step counters) left out."""
+        """Bytes of optimizer state that this rank keeps per element, step counters left out."""
         return sum(
             value.numel() * value.element_size()
-            for state in self.optimizer.state.values()
-            for value in state.values()
-            if torch.is_tensor(value) and value.dim() > 0
+            for piece in self.owned
+            for key, value in self.optimizer.state.get(piece.view, {}).items()
+            if torch.is_tensor(value) and key != "step"
         )
 
 
@@ -173,6 +176,16 @@ def square_sum(runs: Iterable[Tensor]) -> float:
         norm = torch.linalg.vector_norm(run, dtype=torch.float64).item()
         total += norm * norm
     return total
+
+
+@torch.no_grad()
+def scale(runs: Iterable[Tensor], factor: float) -> None:
+    """Multiply gradients in place, run by run.
+
+    One by one and not as ``_foreach_mul_``, which rounds the factor to bf16 first and so changes bits.
+    """
+    for run in runs:
+        run.mul_(factor)
 
 
 def clip_factor(norm: float, limit: float) -> float:

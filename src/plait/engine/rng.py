@@ -94,22 +94,28 @@ class Draw:
 
 
 class Streams(TorchFunctionMode):
-    """The dropout of one model copy; active inside the model's forward while it trains.
+    """The dropout of one model copy; on inside the model's forward, where it sees every torch function.
 
     ``enter_module`` and ``leave_module`` are called by hooks and keep track of whose call it is.  A forward that
     runs inside a backward is a recomputation: its modules count their calls anew, so they draw the masks again
     that they drew the first time.
+
+    Args:
+        resting: names of parameters, by ``id``, whose values are not here at the moment; using one raises.
     """
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, resting: Mapping[int, str] | None = None) -> None:
         super().__init__()
         self.seed = seed
+        self.resting: Mapping[int, str] = {} if resting is None else resting
+        self.drawing = False
         self.draw: Draw | None = None
         self.modules: list[str] = []
         self.calls: Counter[str] = Counter()
         self.entered: Counter[str] = Counter()
         self.recomputing = False
         self.active = False
+        self._by_module = False
 
     def begin(self, draw: Draw) -> None:
         """Start the forward pass of a microbatch."""
@@ -117,13 +123,25 @@ class Streams(TorchFunctionMode):
         self.calls.clear()
         self.entered.clear()
 
+    def switch_on(self, drawing: bool) -> bool:
+        """See every torch function from here on, serving randomness if ``drawing``; False if it was on already."""
+        self.drawing = drawing
+        if self.active:
+            return False
+        self.active = True
+        self.__enter__()  # type: ignore[no-untyped-call]
+        return True
+
+    def switch_off(self) -> None:
+        """The end of what ``switch_on`` began."""
+        self.active = False
+        self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+
     def enter_module(self, name: str, training: bool, recomputing: bool) -> None:
-        """A module's forward begins; the outermost one switches the mode on while the model trains."""
+        """A module's forward begins; the outermost one switches the streams on, unless they are."""
         if not self.modules:
             self.recomputing = recomputing
-            if training and self.draw is not None:
-                self.__enter__()  # type: ignore[no-untyped-call]
-                self.active = True
+            self._by_module = self.switch_on(training)
         self.modules.append(name)
         if recomputing:
             self.calls[name] = 0
@@ -133,9 +151,8 @@ class Streams(TorchFunctionMode):
     def leave_module(self) -> None:
         """The innermost module's forward has ended, or raised."""
         self.modules.pop()
-        if not self.modules and self.active:
-            self.active = False
-            self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+        if not self.modules and self._by_module:
+            self.switch_off()
 
     def attach(self, model: nn.Module) -> None:
         """Follow every module of a model, so that draws know their site."""
@@ -213,14 +230,31 @@ class Streams(TorchFunctionMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
+        if self.resting and getattr(func, "__name__", "") not in _METADATA:
+            self._refuse_resting(func, (*args, *kwargs.values()))
+        if not self.drawing:
+            return func(*args, **kwargs)
         if func in _SERVED:
             return self._serve(func, args, kwargs)
         if func in _COMPOSITE:
             with _Bernoulli(self):
                 return func(*args, **kwargs)
-        if _is_random(func) and kwargs.get("generator") is None:
+        if _is_random(func) and kwargs.get("generator") is None and not _without_dropout(func, args):
             raise _no_stream(getattr(func, "__name__", str(func)), self.modules)
         return func(*args, **kwargs)
+
+    def _refuse_resting(self, func: Callable[..., Any], values: Sequence[Any]) -> None:
+        for value in values:
+            if isinstance(value, list | tuple):
+                self._refuse_resting(func, value)
+            elif (name := self.resting.get(id(value))) is not None:
+                inside = self.modules[-1] if self.modules else ""
+                raise ValueError(
+                    f"parameter {name!r} is used by {getattr(func, '__name__', func)!r} in {inside or 'the model'!r} while its "
+                    f"unit is at rest: its values are on other ranks. Use a parameter inside the forward of its own module, "
+                    f"share it by assigning it to the other module (head.weight = embed.weight), or name a larger unit "
+                    f"with units=[...]"
+                )
 
     def _serve(self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         if func is F.scaled_dot_product_attention:
@@ -252,6 +286,12 @@ class _Bernoulli(TorchDispatchMode):
 
 _SERVED = {F.dropout, torch.dropout, F.scaled_dot_product_attention}
 _COMPOSITE = {F.multi_head_attention_forward, F.dropout1d, F.dropout2d, F.dropout3d}
+_METADATA = {"__get__", "__set__", "size", "dim", "numel", "nelement", "stride", "element_size", "is_floating_point",
+             "is_complex", "__hash__", "__len__", "ndimension", "untyped_storage", "storage_offset", "is_contiguous",
+             "register_hook", "requires_grad_", "__repr__", "__format__", "type", "get_device", "is_same_size"}  # fmt: skip
+"""Functions that do not read a parameter's values."""
+
+_RECURRENT = {"lstm", "gru", "rnn_tanh", "rnn_relu"}
 _OTHERS = {
     F.alpha_dropout,
     F.feature_alpha_dropout,
@@ -271,6 +311,17 @@ def _draws_nothing(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> b
     names = [a.name for a in op._schema.arguments]
     given = {**dict(zip(names, args, strict=False)), **kwargs}
     return "dropout_p" in names and not given.get("dropout_p", 0.0)
+
+
+def _without_dropout(func: Callable[..., Any], args: Sequence[Any]) -> bool:
+    """Recurrent kernels carry the random tag, but draw nothing without dropout between their layers.
+
+    Their arguments go: ..., list of weights, has biases, number of layers, dropout, train, ...
+    """
+    if getattr(func, "__name__", "") not in _RECURRENT:
+        return False
+    weights = next(i for i, value in enumerate(args) if isinstance(value, list))
+    return not args[weights + 3] or not args[weights + 4]
 
 
 @cache

@@ -13,12 +13,14 @@ beside the open ancestors of the running one: asserted at every gather.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
+from torch.utils.hooks import RemovableHandle
 
 from plait.engine.rng import Streams, in_backward
 from plait.engine.unit import Unit
@@ -74,7 +76,10 @@ class Stage:
         self.peak_bytes = 0
         self._backward_open: dict[Unit, None] = {}
         self._ran_backward: set[Unit] = set()
-        self._by_name = {unit.name: unit for unit in units}
+        self._has_gradients: set[Unit] = set()
+        self._inputs: Counter[Unit] = Counter()
+        """Inputs of a unit, over all its calls in this microbatch, whose gradients are still to come."""
+        self._hooks: list[RemovableHandle] = []
         self._before_root = before_root
         streams.attach(model)
         for unit in units:
@@ -102,12 +107,17 @@ class Stage:
                 coming.gather(phase, self.microbatch)
                 self._measure(unit, phase)
 
-    def close(self, unit: Unit, *, keep: bool = False) -> None:
-        """The unit's parameters are not read any more; ``keep`` what the row keeps from forward to backward."""
+    def close(self, unit: Unit, *, keep: bool, keep_borrowed: bool) -> None:
+        """The unit's parameters are not read any more for now.
+
+        Args:
+            keep: a backward is to come: keep what the row keeps from forward to backward.
+            keep_borrowed: the owners of borrowed parameters still have their own backward to come.
+        """
         for needed in unit.needs:
             needed.users -= 1
             if needed.users == 0 and needed.split:
-                if needed.keeps_open and (keep or needed is not unit):
+                if needed.keeps_open and (keep or (keep_borrowed and needed is not unit)):
                     continue
                 if keep:
                     needed.keep()
@@ -147,23 +157,39 @@ class Stage:
                 unit.users = 0
                 unit.free()
 
+    def forget(self) -> None:
+        """Whatever is gathered or kept goes: the microbatch is over, or the parameters have changed."""
+        for unit in self.units:
+            if unit.split and (unit.filled or unit.works is not None):
+                unit.free()
+            unit.forget()
+
     def _before_forward(self, unit: Unit) -> Callable[..., None]:
         def hook(module: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
             if in_backward():
                 self._open_backward(unit)
                 return
             self.open(unit, "forward")
-            if torch.is_grad_enabled() and not any(f.trainable for f in unit.flats) and unit.split_needs:
-                self._close_after_input_gradient(unit, (*args, *kwargs.values()))
+            if torch.is_grad_enabled() and unit.split_needs and not unit.done_with_gradients:
+                self._await_inputs(unit, (*args, *kwargs.values()))
 
         return hook
 
-    def _close_after_input_gradient(self, unit: Unit, inputs: Sequence[Any]) -> None:
-        """A unit without parameters of its own to train is done when the gradient of its input is."""
+    def _await_inputs(self, unit: Unit, inputs: Sequence[Any]) -> None:
+        """Count the inputs whose gradients tell that the unit's backward is over."""
+
+        def arrived(gradient: Tensor) -> None:
+            self._inputs[unit] -= 1
+            self._close_when_done(unit)
+
         for tensor in tree_leaves(inputs):
             if isinstance(tensor, Tensor) and tensor.requires_grad:
-                tensor.register_hook(lambda gradient: self.close_backward(unit))
-                return
+                self._inputs[unit] += 1
+                self._watch(tensor, arrived)
+
+    def _watch(self, tensor: Tensor, call: Callable[[Tensor], None]) -> None:
+        """Call when the tensor's gradient comes in this microbatch (a hook on a parameter would stay for ever)."""
+        self._hooks.append(tensor.register_hook(call))
 
     def _after_forward(self, unit: Unit) -> Callable[..., None]:
         def hook(module: nn.Module, args: Any, output: Any) -> None:
@@ -177,8 +203,8 @@ class Stage:
                     f"tensors, or tuples, lists, dicts or registered pytrees of them, so that its backward can be seen"
                 )
             for tensor in tracked:
-                tensor.register_hook(lambda gradient: self._open_backward(unit))
-            self.close(unit, keep=bool(tracked))
+                self._watch(tensor, lambda gradient: self._open_backward(unit))
+            self.close(unit, keep=bool(tracked), keep_borrowed=False)
 
         return hook
 
@@ -190,24 +216,40 @@ class Stage:
         self._ran_backward.clear()
 
     def _open_backward(self, unit: Unit) -> None:
-        done = unit in self._ran_backward and any(f.trainable for f in unit.flats)
-        if unit not in self._backward_open and not done:
+        if unit not in self._backward_open and unit not in self._ran_backward:
             self._backward_open[unit] = None
             self.open(unit, "backward")
 
-    def close_backward(self, unit: Unit) -> None:
-        """The unit's backward is complete."""
+    def has_gradients(self, unit: Unit) -> None:
+        """Every parameter of the unit's own that gets a gradient has it."""
+        self._has_gradients.add(unit)
+        self._close_when_done(unit)
+
+    def _close_when_done(self, unit: Unit) -> None:
+        """A unit is done when its parameters have their gradients and, where that is not enough, its inputs too.
+
+        One whose inputs want no gradient is closed at the end of the backward.
+        """
+        if unit.trains and unit not in self._has_gradients:
+            return
+        if unit.done_with_gradients or self._inputs[unit] == 0:
+            self._close_backward(unit)
+
+    def _close_backward(self, unit: Unit) -> None:
         if unit in self._backward_open:
             del self._backward_open[unit]
             self._ran_backward.add(unit)
-            self.close(unit)
+            self.close(unit, keep=False, keep_borrowed=True)
 
     def end_backward(self) -> None:
         """After the backward of a microbatch: whatever is still gathered goes back to rest."""
         for unit in list(self._backward_open):
-            self.close_backward(unit)
+            self._close_backward(unit)
+        self._has_gradients.clear()
+        self._inputs.clear()
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
         for unit in self.units:
             assert unit.users == 0, f"unit {unit.name!r} still has {unit.users} users after the backward pass"
-            if unit.split and (unit.filled or unit.works is not None):
-                unit.free()
-            unit.forget()
+        self.forget()

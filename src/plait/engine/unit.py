@@ -54,6 +54,7 @@ class Flat:
         layout: where the parameters lie.
         parameters: the module's own ``Parameter`` objects, one per slot of the layout.
         strategy: the row whose cells say what this rank holds.
+        resting: names, by ``id``, of the parameters that are placeholders now; kept up to date.
     """
 
     def __init__(
@@ -62,8 +63,10 @@ class Flat:
         parameters: Sequence[nn.Parameter],
         strategy: Strategy,
         comm: Comm,
-        device: torch.device,
+        resting: dict[int, str],
     ) -> None:
+        device = comm.device
+        self.resting = resting
         self.layout, self.parameters, self.comm = layout, list(parameters), comm
         self.trainable = self.parameters[0].requires_grad
         self.dtype = self.parameters[0].dtype
@@ -71,7 +74,10 @@ class Flat:
         self.kept_place = self.place(strategy.kept)
         self.grads_place = self.place(strategy.grads)
         self.optim_place = self.place(strategy.optim)
-        self.split = self.held != (0, layout.numel)
+        ways = comm.mesh.count
+        self.split = ways(strategy.params.split) > 1
+        self.keeps_more = ways(strategy.kept.split) != ways(strategy.params.split)
+        self.grads_split = ways(strategy.grads.split) > 1
         self.rest = torch.zeros(self.held[1] - self.held[0], dtype=self.dtype, device=device)
         self.full = torch.empty(layout.numel, dtype=self.dtype, device=device) if self.split else self.rest
         self.views = [self.full[s.offset : s.end].view(s.shape) for s in layout.slots]
@@ -104,18 +110,20 @@ class Flat:
         """Point the parameters at ``full``."""
         for parameter, view in zip(self.parameters, self.views, strict=True):
             parameter.data = view
+            self.resting.pop(id(parameter), None)
 
     def _release(self) -> None:
         if self.split:
-            for parameter, placeholder in zip(self.parameters, self.placeholders, strict=True):
+            for parameter, placeholder, slot in zip(self.parameters, self.placeholders, self.layout.slots, strict=True):
                 parameter.data = placeholder
+                self.resting[id(parameter)] = slot.name
             self.full.untyped_storage().resize_(0)
         else:
             self.show()
 
     def keep(self) -> None:
         """Remember what the row keeps between forward and backward, if that is more than lies at rest."""
-        if self.kept is None and self.kept_place != self.held:
+        if self.kept is None and self.keeps_more:
             self.kept = self.full[slice(*self.kept_place)].clone()
 
     def forget(self) -> None:
@@ -148,7 +156,17 @@ class Unit:
         self.has_kept = False
         """Between a first use and the end of backward: gathers start from what the row keeps."""
         self.split = any(flat.split for flat in self.flats)
+        self.trains = any(flat.trainable for flat in self.flats)
         self.filled = not self.split
+
+    @property
+    def done_with_gradients(self) -> bool:
+        """Whether nothing reads the unit's parameters once its own have their gradients.
+
+        So it is for a unit of trainable parameters only: autograd makes a weight's gradient in the same node as that of
+        its input.  Frozen and borrowed parameters may be read later.
+        """
+        return all(flat.trainable for flat in self.flats) and self.needs == [self]
 
     @property
     def split_needs(self) -> bool:

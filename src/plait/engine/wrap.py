@@ -18,6 +18,9 @@ from dataclasses import dataclass
 
 from torch import nn
 
+CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
+"""Modules without a forward of their own: nothing would open them."""
+
 
 @dataclass(frozen=True)
 class Wrapped:
@@ -39,11 +42,14 @@ def automatic(model: nn.Module) -> tuple[str, ...]:
         if isinstance(module, nn.ModuleList | nn.Sequential):
             for child_name, child in module.named_children():
                 full_name = f"{name}.{child_name}" if name else child_name
-                if any(True for _ in child.parameters()) and not isinstance(child, nn.ModuleList | nn.Sequential):
+                if any(True for _ in child.parameters()) and not isinstance(child, (*CONTAINERS, nn.Sequential)):
                     names.append(full_name)
                     inside.append(full_name)
-        elif name and any(p.dim() >= 2 for p in module.parameters(recurse=False)):
+        elif (
+            name and not isinstance(module, CONTAINERS) and any(p.dim() >= 2 for p in module.parameters(recurse=False))
+        ):
             names.append(name)
+            inside.append(name)
     return tuple(names)
 
 
@@ -54,7 +60,7 @@ def wrap(model: nn.Module, units: Iterable[str] | None = None) -> tuple[Wrapped,
         units: names of modules; None wraps automatically.
 
     Raises:
-        ValueError: a name that is no module of the model (the nearest names are given).
+        ValueError: a name that is no module of the model (the nearest names are given), or a mere container.
     """
     modules = dict(model.named_modules())
     chosen = {"", *(automatic(model) if units is None else units)}
@@ -63,10 +69,17 @@ def wrap(model: nn.Module, units: Iterable[str] | None = None) -> tuple[Wrapped,
         raise ValueError(
             f"no module {unknown[0]!r} to make a unit of; the nearest names are {', '.join(near) or 'none'}"
         )
+    for name in chosen:
+        if isinstance(modules[name], CONTAINERS):
+            children = [f"{name}.{child}" for child, _ in modules[name].named_children()]
+            raise ValueError(
+                f"unit {name!r} is a {type(modules[name]).__name__}, which has no forward that could open it: name its "
+                f"children ({', '.join(children[:3])}, ...) or the module around it"
+            )
     owner: dict[int, str] = {}
     laid: dict[str, list[tuple[str, nn.Parameter]]] = {name: [] for name in modules if name in chosen}
     borrows: dict[str, dict[str, None]] = {name: {} for name in laid}
-    for module_name, module in modules.items():
+    for module_name, module in model.named_modules(remove_duplicate=False):
         unit = _innermost(module_name, laid)
         for short, parameter in module.named_parameters(recurse=False):
             first = owner.setdefault(id(parameter), unit)

@@ -31,7 +31,7 @@ import torch
 from plait.comm import thread
 from plait.comm.base import Comm
 from plait.config import Machine, resolve_device
-from plait.core.mesh import AXES, Mesh
+from plait.core.mesh import Mesh
 from plait.launch.failure import LAUNCHER, explain, recorded
 
 Body = Callable[[Comm], int]
@@ -85,10 +85,10 @@ def _be_a_rank(config: Machine, body: Body) -> int:
         if comm.rank:
             stack.enter_context(contextlib.redirect_stdout(nowhere))
         code = body(comm)
-        # Nobody leaves with a code while rank 0 still speaks: the agent stops all at the first one.
-        comm.barrier(AXES)
     comm.close()
-    return code
+    # Rank 0 speaks for all, and may do so long after the others are done (a reference run): they leave with 0, for
+    # the agent stops all ranks at the first other code.
+    return code if comm.rank == 0 else 0
 
 
 def _leave_with(parent: int) -> None:

@@ -64,7 +64,7 @@ def overlap(width: int = 4096, size: int = 256 << 20) -> Overlap | None:
     a, out = torch.ones(width, width, device="cuda"), torch.empty(width, width, device="cuda")
     source = torch.ones(size // 4, pin_memory=True)
     target = torch.empty(size // 4, device="cuda")
-    compute, copier = torch.cuda.Stream(), torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    compute, copier = torch.cuda.Stream(), torch.cuda.Stream()
 
     def copy() -> None:
         with torch.cuda.stream(copier):

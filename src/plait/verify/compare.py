@@ -24,7 +24,7 @@ ROUNDING = {torch.float32: 1e-5, torch.float64: 1e-12, torch.bfloat16: 5e-2}
 """Relative tolerance where only the order of additions differs, by dtype."""
 
 
-STEPS_APART = 0.05
+STEPS_APART = {torch.float32: 0.05, torch.float64: 0.05, torch.bfloat16: 2.0}
 """How far parameters may be apart after k steps of Adam, as a share of lr * k, the distance they can have gone."""
 
 
@@ -178,7 +178,9 @@ def against_plain(
         if name not in plain.parameters:
             continue
         if amplifies:
-            found.append(find("parameter", name, value, plain.parameters[name], STEPS_APART, step_length=lr * steps))
+            found.append(
+                find("parameter", name, value, plain.parameters[name], STEPS_APART[dtype], step_length=lr * steps)
+            )
         else:
             found.append(find("parameter", name, value, plain.parameters[name], rounding))
     return found

@@ -1,0 +1,202 @@
+"""Gradients are sums, divided once: every row gives the single process's, whatever the model does with its parameters."""
+
+from __future__ import annotations
+
+import engine_cases as cases
+import pytest
+import torch
+from engine_cases import MESHES, ROWS, agree, batches, distinct, net, plain, train
+from torch import Tensor, nn
+
+TRUTH: dict[tuple[object, ...], cases.Run] = {}
+
+
+@pytest.mark.parametrize("row", ROWS)
+@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize("microbatches", [1, 3])
+def test_ragged_batches_give_the_single_process(mesh: str, row: str, microbatches: int) -> None:
+    """13 samples on 1 to 4 ranks with 1 or 3 microbatches: no two hold the same number of targets."""
+    truth = TRUTH.get(("net",)) or TRUTH.setdefault(("net",), plain(net(), batches()))
+    agree(train(net(), mesh, row, batches(), microbatches=microbatches), truth)
+
+
+def test_losses_differ_per_rank_while_gradients_and_parameters_do_not() -> None:
+    ranks = train(net(), "shard=2", "ddp", batches())
+    assert ranks[0].local != ranks[1].local
+    assert ranks[0].losses == ranks[1].losses
+    for ours, theirs in zip(ranks[0].gradients, ranks[1].gradients, strict=True):
+        assert all(torch.equal(ours[key], theirs[key]) for key in {**ours, **theirs})
+    assert all(torch.equal(ranks[0].state[n], ranks[1].state[n]) for n in ranks[0].state)
+
+
+class Odd(nn.Module):
+    """Zero-size, scalar, one-element, prime-sized and unused parameters beside each other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.nothing = nn.Parameter(torch.zeros(0, 4))
+        self.scalar = nn.Parameter(torch.zeros(()))
+        self.one = nn.Parameter(torch.zeros(1))
+        self.prime = nn.Parameter(torch.zeros(17, cases.WIDTH))
+        self.unused = nn.Parameter(torch.zeros(7))
+        self.back = nn.Linear(17, 3)
+
+    def forward(self, x_BC: Tensor) -> Tensor:
+        hidden = x_BC @ self.prime.t() * self.scalar + self.one + self.nothing.sum()
+        out: Tensor = self.back(hidden.tanh())
+        return out
+
+
+@pytest.mark.parametrize("row", ROWS)
+@pytest.mark.parametrize("mesh", ["shard=2", "shard=4", "replica=2 shard=2"])
+def test_odd_sizes(mesh: str, row: str) -> None:
+    template = distinct(Odd())
+    ranks = train(template, mesh, row, batches(), microbatches=2)
+    agree(ranks, plain(template, batches()))
+    assert all(("unused", 0, 7) not in step for record in ranks for step in record.gradients)
+
+
+@pytest.mark.parametrize("row", ROWS)
+def test_a_parameter_without_gradient_on_every_rank_keeps_none(row: str) -> None:
+    """No gradient is not a zero gradient: weight decay would shrink it and moments would come to exist."""
+    template = distinct(Odd())
+
+    def look(engine: cases.Engine) -> list[bool]:
+        assert engine.optimizer is not None
+        return [o.view in engine.optimizer.state for o in engine.owned if o.name == "unused"]
+
+    ranks = train(template, "shard=2", row, batches(3), look=look)
+    for record in ranks:
+        assert torch.equal(record.state["unused"], template.state_dict()["unused"])
+        assert not any(record.seen)
+
+
+class Switched(nn.Module):
+    """Two branches; a batch of odd ``x`` sign uses one, the other one is idle."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(cases.WIDTH, cases.WIDTH)
+        self.left = nn.Linear(cases.WIDTH, cases.WIDTH)
+        self.right = nn.Linear(cases.WIDTH, cases.WIDTH)
+
+    def forward(self, x_BC: Tensor) -> Tensor:
+        x_BC = self.first(x_BC)
+        rows = []
+        for sample in x_BC:  # sample by sample, so that the cut of the batch changes nothing
+            rows.append(self.left(sample[None]) if sample[0] > 0 else self.right(sample[None]))
+        return torch.cat(rows)
+
+
+@pytest.mark.parametrize("row", ROWS)
+@pytest.mark.parametrize("mesh", ["shard=1", "shard=2", "replica=2"])
+def test_a_branch_skipped_in_a_microbatch_of_all_ranks(mesh: str, row: str) -> None:
+    """Every rank skips the branch in the same microbatch: nothing is lost and nothing is added twice."""
+
+    class Picked(Switched):
+        def forward(self, x_BC: Tensor) -> Tensor:
+            out: Tensor = (self.left if x_BC[0, 0] > 0 else self.right)(self.first(x_BC))
+            return out
+
+    def loss(model: nn.Module, batch: cases.Batch) -> Tensor:
+        """Microbatch m of M takes the branch of its sign, in the single process as on the ranks."""
+        parts = [part for part in batch["x"].split(1)]
+        return sum(((model(x) - 0.5) ** 2).sum() * w for x, w in zip(parts, batch["mask"], strict=True))  # type: ignore[return-value]
+
+    data = batches()
+    size = {"shard=1": 1, "shard=2": 2, "replica=2": 2}[mesh]
+    for batch in data:  # per rank: first microbatch left, second right; four samples to each rank
+        batch["x"], batch["mask"] = batch["x"][: 4 * size], batch["mask"][: 4 * size]
+        sign = torch.tensor([1.0, 1.0, -1.0, -1.0]).repeat(size)
+        batch["x"][:, 0] = batch["x"][:, 0].abs() * sign
+        batch["mask"][0] = 1
+    template = distinct(Picked())
+    agree(train(template, mesh, row, data, loss=loss, microbatches=2), plain(template, data, loss=loss))
+
+
+@pytest.mark.parametrize("row", ["ddp", "zero1", "zero2"])
+@pytest.mark.parametrize("mesh", ["shard=2", "replica=2 shard=2", "shard=3"])
+def test_used_on_some_ranks_only_is_filled_with_zeros(mesh: str, row: str) -> None:
+    """Where parameters are whole, a rank whose samples take one branch still joins the other's reduction."""
+    template, data = distinct(Switched()), batches()
+    for batch in data:
+        batch["x"], batch["mask"] = batch["x"][:12], batch["mask"][:12]
+    agree(train(template, mesh, row, data, microbatches=2), plain(template, data))
+
+
+class Repeated(nn.Module):
+    """One parameter in two products, one block called twice, one embedding tied to the head by a module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(cases.WIDTH, cases.WIDTH, bias=False)
+        self.block = cases.Block()
+        self.twice = nn.Parameter(torch.zeros(cases.WIDTH, cases.WIDTH))
+        self.last = nn.Linear(cases.WIDTH, cases.WIDTH, bias=False)
+        self.last.weight = self.first.weight
+
+    def forward(self, x_BC: Tensor) -> Tensor:
+        x_BC = self.block(self.block(self.first(x_BC)).tanh())
+        out: Tensor = self.last((x_BC @ self.twice).tanh() @ self.twice)
+        return out
+
+
+@pytest.mark.parametrize("row", ROWS)
+@pytest.mark.parametrize("units", [None, ("block",), ()], ids=["automatic", "named", "root only"])
+def test_used_twice_called_twice_and_tied(row: str, units: tuple[str, ...] | None) -> None:
+    template = distinct(Repeated())
+    data = batches()
+    agree(train(template, "replica=2 shard=2", row, data, microbatches=2, units=units), plain(template, data))
+
+
+@pytest.mark.parametrize("row", ROWS)
+def test_a_model_called_twice_in_one_loss(row: str) -> None:
+    def loss(model: nn.Module, batch: cases.Batch) -> Tensor:
+        return (((model(batch["x"]) - model(batch["x"] * 2)) ** 2).sum(1) * batch["mask"]).sum()
+
+    agree(train(net(), "shard=2", row, batches(), loss=loss, microbatches=2), plain(net(), batches(), loss=loss))
+
+
+class Mixed(nn.Module):
+    """fp32 and fp64 parameters in one unit."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.narrow = nn.Linear(cases.WIDTH, 9)
+        self.wide = nn.Linear(9, 3).double()
+
+    def forward(self, x_BC: Tensor) -> Tensor:
+        out: Tensor = self.wide(self.narrow(x_BC.float()).tanh().double())
+        return out
+
+
+@pytest.mark.parametrize("row", ROWS)
+def test_mixed_dtypes(row: str) -> None:
+    template = distinct(Mixed())
+    template.narrow.float()
+    ranks = train(template, "shard=3", row, batches(), clip=0.1, units=())
+    agree(ranks, plain(template, batches(), clip=0.1), tolerance=1e-5)
+    assert len({tuple(record.norms) for record in ranks}) == 1, "the norm is one number on all ranks"
+
+
+def test_sparse_gradients_are_refused() -> None:
+    class Sparse(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = nn.Embedding(4, 3, sparse=True)
+
+        def forward(self, x_BC: Tensor) -> Tensor:
+            out: Tensor = self.table((x_BC[:, 0] > 0).long())
+            return out
+
+    with pytest.raises(ValueError, match=r"table\.weight.*sparse=False"):
+        train(distinct(Sparse()), "shard=2", "zero2", batches())
+
+
+def test_two_backward_calls_in_one_microbatch_are_refused() -> None:
+    def loss(model: nn.Module, batch: cases.Batch) -> Tensor:
+        cases.loss_sum(model, batch).backward()
+        return cases.loss_sum(model, batch)
+
+    with pytest.raises(ValueError, match=r"second gradient|two backward"):
+        train(net(), "shard=2", "ddp", batches(), loss=loss)

@@ -1,0 +1,129 @@
+"""What counts as equal: to the last bit against the replay, within rounding against the plain step, nothing left out."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+from verify_cases import TINY, Verified, judged, verify
+
+from plait.verify.compare import find, number
+from plait.verify.record import RankRecord
+
+CONFIG = replace(TINY, mesh="shard=2", strategy="zero3", microbatches=2)
+
+
+@pytest.fixture(scope="module")
+def honest() -> Verified:
+    return verify(CONFIG)
+
+
+def one_bit(tensor: torch.Tensor) -> None:
+    """The next number up, in the largest element."""
+    flat = tensor.view(-1)
+    k = int(flat.abs().argmax())
+    flat[k] = torch.nextafter(flat[k], flat[k] + 1)
+
+
+def change_loss(record: RankRecord) -> None:
+    record.losses[3] = record.losses[3] * (1 + 1e-15)
+
+
+def change_gradient(record: RankRecord) -> None:
+    one_bit(next(iter(record.gradients[4].values())))
+
+
+def change_parameter(record: RankRecord) -> None:
+    one_bit(record.parameters["1.linear.bias"])
+
+
+def change_state(record: RankRecord) -> None:
+    one_bit(next(iter(record.state.values()))["exp_avg_sq"])
+
+
+def change_norm(record: RankRecord) -> None:
+    assert record.norms[2] is not None
+    record.norms[2] *= 1 + 1e-7
+
+
+def nan_parameter(record: RankRecord) -> None:
+    record.parameters["0.linear.weight"][0, 0] = float("nan")
+
+
+def lose_gradient(record: RankRecord) -> None:
+    record.gradients[0].popitem()
+
+
+def lose_parameter(record: RankRecord) -> None:
+    del record.parameters["1.linear.bias"]
+
+
+def lose_state(record: RankRecord) -> None:
+    record.state.popitem()
+
+
+def lose_moment(record: RankRecord) -> None:
+    del next(iter(record.state.values()))["exp_avg"]
+
+
+def lose_step(record: RankRecord) -> None:
+    record.losses.pop()
+    record.norms.pop()
+    record.gradients.pop()
+    record.local_losses.pop()
+
+
+def lose_microbatch_loss(record: RankRecord) -> None:
+    record.local_losses[0] = record.local_losses[0][:1]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize(
+    "change",
+    [
+        *(change_loss, change_gradient, change_parameter, change_state, change_norm, nan_parameter),
+        *(lose_gradient, lose_parameter, lose_state, lose_moment, lose_step, lose_microbatch_loss),
+    ],
+    ids=lambda change: change.__name__,
+)
+def test_one_bit_or_one_piece_is_enough(honest: Verified, rank: int, change: Callable[[RankRecord], None]) -> None:
+    """The smallest change of any record, on any rank, is not bitwise; what is missing is not equal."""
+    assert honest.verdict.word == "bitwise"
+    ranks = copy.deepcopy(honest.ranks)
+    change(ranks[rank])
+    assert judged(CONFIG, ranks).verdict.word == "different"
+
+
+def test_a_message_too_many_is_different(honest: Verified) -> None:
+    ranks = copy.deepcopy(honest.ranks)
+    ranks[1].ledger_differences.append("measured, not predicted (1 times): ...")
+    assert judged(CONFIG, ranks).verdict.word == "different"
+
+
+def test_find_measures_the_worst_element_against_the_tensor() -> None:
+    ours, theirs = torch.tensor([1.0, -4.0, 2.0]), torch.tensor([1.0, -5.0, 2.5])
+    finding = find("gradient", "w", ours, theirs, tolerance=0.1)
+    assert (finding.max_abs, finding.max_rel, finding.bitwise, finding.equal) == (1.0, 0.2, False, False)
+    assert find("gradient", "w", ours, theirs, tolerance=0.2).equal
+
+
+def test_find_holds_parameters_against_the_distance_gone() -> None:
+    ours, theirs = torch.tensor([1e-6]), torch.tensor([2e-6])
+    assert not find("parameter", "w", ours, theirs, 0.05).equal
+    assert find("parameter", "w", ours, theirs, 0.05, step_length=1e-4).equal
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_numbers_that_are_none_are_never_equal(bad: float) -> None:
+    assert not find("loss", "x", torch.tensor([bad]), torch.tensor([1.0]), 1e9).equal
+    assert not find("loss", "x", torch.tensor([1.0]), torch.tensor([bad]), 1e9).equal
+    assert not number("norm", "x", bad, 1.0).equal
+
+
+def test_shapes_that_differ_are_different() -> None:
+    assert not find("parameter", "w", torch.zeros(3), torch.zeros(4), 1.0).equal
+    assert find("parameter", "nothing", torch.zeros(0), torch.zeros(0)).bitwise
+    assert not number("norm", "x", None, 1.0).equal and number("norm", "x", None, None).equal

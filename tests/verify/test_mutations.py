@@ -1,0 +1,245 @@
+"""The code broken on purpose: each fault of the list makes the verification say "different", and where.
+
+A fault is in place while the layout runs and gone when the reference does. Which comparison sees it is part of the
+claim: ``tree`` is the replay of the layout's own additions, ``plain`` the full-batch step, ``ledger`` the messages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import verify_cases as cases
+from torch import Tensor
+from verify_cases import TINY, judged, record
+
+from plait.comm.thread import ThreadComm
+from plait.comm.base import DONE
+from plait.core.collectives import Note
+from plait.engine.engine import Engine
+from plait.engine.exchange import Exchange
+from plait.engine.gradients import FlatGradient, Gradients
+from plait.engine.rng import Draw
+from plait.engine.unit import Unit
+
+Patch = pytest.MonkeyPatch
+
+
+@pytest.fixture
+def patch() -> Iterator[Patch]:
+    with pytest.MonkeyPatch.context() as context:
+        yield context
+
+
+def drop_a_reduction(patch: Patch) -> None:
+    """The reduction of one unit's gradients is never sent."""
+    import plait.engine.gradients as gradients
+
+    original = gradients.send
+
+    def send(comm: Any, message: Any, array: Tensor, base: int, note: Note, out: Tensor | None = None) -> Any:
+        if note.unit == "1" and message.kind in ("reduce_scatter", "all_reduce"):
+            return DONE
+        return original(comm, message, array, base, note, out)
+
+    patch.setattr(gradients, "send", send)
+
+
+def skip_the_first_layer(patch: Patch) -> None:
+    """The loop of a backward stops one layer short: layer 0 never trains."""
+    original = FlatGradient.take
+
+    def take(self: FlatGradient, index: int, gradient: Tensor) -> None:
+        name = self.flat.layout.slots[index].name
+        original(self, index, torch.zeros_like(gradient) if name.startswith("0.") else gradient)
+
+    patch.setattr(FlatGradient, "take", take)
+
+
+def average_instead_of_sum(patch: Patch) -> None:
+    for name in ("_reduce_scatter", "_all_reduce"):
+        original = getattr(ThreadComm, name)
+
+        def averaged(self: ThreadComm, call: Any, out: Tensor, *rest: Tensor, original: Any = original) -> Any:
+            work = original(self, call, out, *rest)
+            if out.is_floating_point():
+                out /= len(call.group.ranks)
+            return work
+
+        patch.setattr(ThreadComm, name, averaged)
+
+
+def swap_two_shards(patch: Patch) -> None:
+    """A gather lays the pieces of ranks 0 and 1 in each other's place."""
+    original = ThreadComm._all_gather
+
+    def gather(self: ThreadComm, call: Any, out: Tensor, piece: Tensor) -> Any:
+        mine = piece.clone()
+        work = original(self, call, out, piece)
+        if call.note.phase in ("forward", "backward"):
+            n = len(mine)
+            out[: 2 * n] = torch.cat((out[n : 2 * n], out[:n]))
+        return work
+
+    patch.setattr(ThreadComm, "_all_gather", gather)
+
+
+def drop_the_last_microbatch(patch: Patch) -> None:
+    original = Engine._backward
+
+    def backward(self: Engine, loss: Tensor, scale: float, *, last: bool) -> None:
+        original(self, loss, 0.0 if last else scale, last=last)
+
+    patch.setattr(Engine, "_backward", backward)
+
+
+def keep_only_the_last_microbatch(patch: Patch) -> None:
+    original = FlatGradient.accumulate
+
+    def accumulate(self: FlatGradient, piece: Tensor) -> None:
+        self.started = False
+        original(self, piece)
+
+    patch.setattr(FlatGradient, "accumulate", accumulate)
+
+
+def never_zero_gradients(patch: Patch) -> None:
+    """The accumulators go on from the last step's sums."""
+
+    def begin_step(self: Gradients) -> None:
+        self._stepped.clear()
+        self._next_step = 0
+
+    patch.setattr(Gradients, "begin_step", begin_step)
+
+
+def dropout_by_local_sample(patch: Patch) -> None:
+    """Masks drawn from the place in the microbatch instead of the global sample index."""
+    patch.setattr("plait.engine.engine.Draw", lambda step, place, first, count: Draw(step, place, 0, count))
+
+
+def dropout_the_same_in_every_step(patch: Patch) -> None:
+    patch.setattr("plait.engine.engine.Draw", lambda step, place, first, count: Draw(0, place, first, count))
+
+
+def norm_counts_replicas_twice(patch: Patch) -> None:
+    patch.setattr(Engine, "counts_norm", lambda self: self.clip is not None)
+
+
+def norm_of_this_rank_only(patch: Patch) -> None:
+    original = Exchange.report
+
+    def report(self: Exchange, squares: float, *rest: Any) -> Any:
+        _, losses, have = original(self, squares, *rest)
+        return squares, losses, have
+
+    patch.setattr(Exchange, "report", report)
+
+
+def mean_of_means(patch: Patch) -> None:
+    """Every rank divides by its own count, times the ranks."""
+    original = Exchange.counts
+
+    def counts(self: Exchange, microbatches: int, targets: int, samples: int) -> tuple[int, int]:
+        first, _ = original(self, microbatches, targets, samples)
+        return first, targets * self.ranks
+
+    patch.setattr(Exchange, "counts", counts)
+
+
+def reduce_across_replicas_every_microbatch(patch: Patch) -> None:
+    """Right numbers, M times the traffic: what accumulation without "no sync" pays."""
+    original = Gradients.end_microbatch
+
+    def end_microbatch(self: Gradients) -> None:
+        original(self)
+        spare = torch.zeros(16)
+        self.comm.all_reduce(spare, ("replica",), note=Note("step", "again")).wait()
+
+    patch.setattr(Gradients, "end_microbatch", end_microbatch)
+
+
+def never_publish(patch: Patch) -> None:
+    """Updated pieces stay with their owners."""
+    patch.setattr(Unit, "publish", lambda self: None)
+
+
+def every_layer_from_one_seed(patch: Patch) -> None:
+    """Initial values from the seed alone, so equal layers and shards begin equal."""
+    import plait.engine.init as init
+
+    original = init.private_generator
+    patch.setattr(init, "private_generator", lambda device, *key: original(device, "init", 0))
+
+
+def add_ranks_in_reverse(patch: Patch) -> None:
+    """A sum in another order: a few last bits, which only the replay of the tree can see."""
+    import plait.comm.thread as thread
+
+    original = thread.ordered_sum
+
+    def backwards(parts: list[Tensor], sizes: Any, op: str, out: Tensor) -> None:
+        original(parts[::-1], tuple(sizes)[::-1], op, out)
+
+    patch.setattr(thread, "ordered_sum", backwards)
+
+
+FAULTS: list[tuple[Callable[[Patch], None], str, str, int, set[str]]] = [
+    # fault, mesh, row, microbatches, comparisons that must see it
+    (drop_a_reduction, "shard=2", "ddp", 1, {"tree: gradient", "tree: parameter", "plain: gradient", "ledger"}),
+    (drop_a_reduction, "shard=2", "zero3", 3, {"tree: gradient", "tree: parameter", "plain: gradient", "ledger"}),
+    (drop_a_reduction, "replica=2 shard=2", "hsdp", 3, {"tree: gradient", "plain: gradient", "ledger"}),
+    (skip_the_first_layer, "shard=2", "ddp", 1, {"tree: gradient", "plain: gradient", "tree: norm"}),
+    (skip_the_first_layer, "shard=2", "zero3", 3, {"tree: gradient", "plain: gradient", "tree: norm"}),
+    (average_instead_of_sum, "shard=2", "zero1", 1, {"tree: gradient", "plain: gradient", "tree: norm"}),
+    (average_instead_of_sum, "replica=2 shard=2", "psdp", 3, {"tree: gradient", "plain: gradient"}),
+    (swap_two_shards, "shard=2", "zero3", 1, {"tree: loss", "tree: gradient", "plain: loss"}),
+    (swap_two_shards, "shard=4", "hpz", 3, {"tree: loss", "tree: gradient", "plain: loss"}),
+    (drop_the_last_microbatch, "shard=2", "ddp", 3, {"tree: gradient", "plain: gradient"}),
+    (drop_the_last_microbatch, "replica=2 shard=2", "hsdp", 3, {"tree: gradient", "plain: gradient"}),
+    (keep_only_the_last_microbatch, "replica=2 shard=2", "hsdp", 3, {"tree: gradient", "plain: gradient"}),
+    (never_zero_gradients, "shard=2", "ddp", 1, {"tree: gradient", "tree: parameter"}),
+    (never_zero_gradients, "shard=2", "zero3", 3, {"tree: gradient", "tree: parameter"}),
+    (dropout_by_local_sample, "shard=2", "ddp", 1, {"tree: loss", "tree: gradient", "plain: loss"}),
+    (dropout_the_same_in_every_step, "shard=2", "zero3", 1, {"tree: loss", "tree: gradient"}),
+    # which runs the ranks sum for the norm is taken from the layout, so only the plain step can see these:
+    (norm_counts_replicas_twice, "replica=2", "hsdp", 1, {"plain: norm"}),
+    (norm_counts_replicas_twice, "shard=2", "ddp", 1, {"plain: norm"}),
+    (norm_of_this_rank_only, "shard=2", "zero2", 1, {"tree: norm", "plain: norm"}),
+    (mean_of_means, "shard=2", "ddp", 1, {"tree: gradient", "plain: gradient", "tree: loss"}),
+    (reduce_across_replicas_every_microbatch, "replica=2 shard=2", "hsdp", 3, {"ledger"}),
+    (never_publish, "shard=2", "zero1", 1, {"tree: loss", "tree: parameter", "ledger"}),
+    (every_layer_from_one_seed, "shard=2", "zero3", 1, {"tree: loss", "plain: loss"}),
+    (add_ranks_in_reverse, "shard=3", "zero3", 1, {"tree: gradient", "tree: parameter"}),
+]
+
+
+@pytest.mark.parametrize(
+    ("fault", "mesh", "row", "microbatches", "seen"),
+    FAULTS,
+    ids=[f"{fault.__name__}-{row}-M={m}" for fault, _, row, m, _ in FAULTS],
+)
+def test_fault_is_caught(
+    patch: Patch, fault: Callable[[Patch], None], mesh: str, row: str, microbatches: int, seen: set[str]
+) -> None:
+    config = replace(TINY, mesh=mesh, strategy=row, microbatches=microbatches)
+    with patch.context() as broken:
+        fault(broken)
+        ranks = record(config, cases.job_of(config))
+    result = judged(config, ranks)
+    assert result.verdict.word == "different"
+    assert seen <= result.different(), f"seen only by {sorted(result.different())}"
+    if seen == {"ledger"}:
+        assert result.different() == {"ledger"}, "the numbers were right"
+    if fault is add_ranks_in_reverse:
+        assert not any(kind.startswith("plain") for kind in result.different()), "a few last bits are within rounding"
+
+
+@pytest.mark.parametrize(("mesh", "row"), sorted({(mesh, row) for _, mesh, row, _, _ in FAULTS}))
+@pytest.mark.parametrize("microbatches", [1, 3])
+def test_without_a_fault_the_same_layouts_are_bitwise(mesh: str, row: str, microbatches: int) -> None:
+    config = replace(TINY, mesh=mesh, strategy=row, microbatches=microbatches)
+    assert judged(config, record(config)).verdict.word == "bitwise"

@@ -1,0 +1,87 @@
+"""What the verification's tests share: small jobs, layouts recorded once, references replayed once per tree.
+
+Rows with the same tree of additions have the same reference when the squares of the norm are summed in the same
+runs too, so a reference is kept by (job, mesh, microbatches, tree, runs of the norm).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from plait.comm import run
+from plait.config import VerifyConfig
+from plait.core.additions import additions
+from plait.core.cells import find_strategy
+from plait.core.mesh import Mesh
+from plait.job import Job, make_job
+from plait.verify.compare import summarise
+from plait.verify.record import RankRecord, record_layout
+from plait.verify.reference import Record, run_reference
+from plait.verify.run import Verdict, judge
+
+MLP = VerifyConfig(model="mlp", layers=16, width=17, batch=13, steps=5, clip=0.3)
+"""16 layers, odd widths, 13 samples: no mesh divides anything evenly."""
+GPT = VerifyConfig(model="gpt", layers=2, width=24, heads=2, kv_heads=1, batch=13, length=7, steps=5, clip=0.3)
+TINY = replace(MLP, layers=3, width=5)
+MODELS = {"mlp": MLP, "gpt": GPT}
+
+_JOBS: dict[str, Job] = {}
+_PLAIN: dict[str, Record] = {}
+_TREES: dict[Any, Record] = {}
+
+
+def job_of(config: VerifyConfig) -> Job:
+    """The config's job, made once for all layouts."""
+    key = repr(replace(config, mesh="shard=2", strategy="zero3", microbatches=1, cut="element", prefetch=1))
+    if key not in _JOBS:
+        _JOBS[key] = make_job(config)
+    return _JOBS[key]
+
+
+@dataclass
+class Verified:
+    """A layout's run and what the verification says of it."""
+
+    ranks: list[RankRecord]
+    tree: Record
+    verdict: Verdict
+
+    def different(self) -> set[str]:
+        """The kinds of findings that are not equal, with where they were found."""
+        found = {f"tree: {s.kind}" for s in summarise(self.verdict.tree) if not s.equal}
+        found |= {f"plain: {s.kind}" for s in summarise(self.verdict.plain) if not s.equal}
+        return found | ({"ledger"} if self.verdict.ledger else set())
+
+
+def record(config: VerifyConfig, job: Job | None = None) -> list[RankRecord]:
+    """Train the config's layout on thread ranks."""
+    made = job or job_of(config)
+    row = find_strategy(config.strategy)
+    settings: dict[str, Any] = {"clip": config.clip, "prefetch": config.prefetch, "cut": config.cut}
+    return run(
+        config.parsed_mesh,
+        lambda comm: record_layout(made, comm, row, config.microbatches, config.steps, **settings),
+        deadline=20,
+    )
+
+
+def verify(config: VerifyConfig, **changes: Any) -> Verified:
+    """Record a layout and judge it, with references from the cache."""
+    config = replace(config, **changes)
+    return judged(config, record(config))
+
+
+def judged(config: VerifyConfig, ranks: list[RankRecord]) -> Verified:
+    job, row, mesh = job_of(config), find_strategy(config.strategy), config.parsed_mesh
+    pieces = [r.norm_pieces for r in sorted(ranks, key=lambda r: r.data_rank)]
+    order = additions(row)
+    key = (id(job), mesh, config.microbatches, order, config.clip, repr(pieces))
+    if key not in _TREES:
+        _TREES[key] = run_reference(
+            job, mesh, config.microbatches, order, config.steps, clip=config.clip, norm_pieces=pieces
+        )
+    plain_key = f"{id(job)} {config.clip}"
+    if plain_key not in _PLAIN:
+        _PLAIN[plain_key] = run_reference(job, Mesh(), 1, order, config.steps, clip=config.clip)
+    return Verified(ranks, _TREES[key], judge(job, config, row, ranks, _TREES[key], _PLAIN[plain_key]))

@@ -61,12 +61,20 @@ def join(
     return ThreadWorld(shape, deadline=deadline, deterministic=deterministic).comm(0)
 
 
-def run_threads(mesh: str | Mesh, body: Callable[[Comm], Result], *, deadline: float = 60.0) -> list[Result]:
+def run_threads(
+    mesh: str | Mesh,
+    body: Callable[[Comm], Result],
+    *,
+    device: str | torch.device = "cpu",
+    deadline: float = 60.0,
+    deterministic: bool = True,
+) -> list[Result]:
     """Run ``body(comm)`` on every rank of a mesh, each rank a thread of this process; the results by rank.
 
     For notebooks, lessons and tests: the same engine and collectives, without starting processes.
     """
-    return run(Mesh.parse(mesh) if isinstance(mesh, str) else mesh, body, deadline=deadline)
+    shape = Mesh.parse(mesh) if isinstance(mesh, str) else mesh
+    return run(shape, body, device=torch.device(device), deadline=deadline, deterministic=deterministic)
 
 
 def sum_of_mean(

@@ -1,7 +1,7 @@
 """The ``plait`` command: words and flags in, an exit code out; the work is done elsewhere.
 
     plait train         train a model on a mesh                             plait/train.py
-    plait verify        hold a layout against the single process            plait/verify.py
+    plait verify        hold a layout against the single process            plait/verify/
     plait doctor        what this machine is                                plait/doctor.py
     plait bench comm    what the links of a mesh carry                      plait/measure/comm.py
 

@@ -78,7 +78,7 @@ def run_train(config: TrainConfig, comm: Comm) -> int:
     parameters = sum(p.numel() for p in model.parameters())
     console.print(
         f"{config.model}, {parameters:,} parameters, {config.dtype}, {config.batch} samples a step, "
-        f"{config.microbatches} microbatches a rank"
+        f"microbatches per rank: {config.microbatches}"
     )
     console.print(f"{strategy}")
     console.print(f"mesh {comm.mesh}: {comm.mesh.size} ranks ({config.world} world)")

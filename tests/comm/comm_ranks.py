@@ -51,7 +51,7 @@ def disagree(comm: ProcessComm) -> None:
 
 
 def line(comm: None) -> None:
-    """The script face; the last message is dropped, and close() still delivers it."""
+    """The script face on three ranks; the last handle is dropped, and close() still delivers the message."""
     world = init(deadline=10)
     before, after = world.get_prev_rank(), world.get_next_rank()
     assert before == (world.rank - 1 if world.rank else None)
@@ -77,6 +77,10 @@ def line(comm: None) -> None:
     world.comm.barrier(("pipe",))
     if world.rank == 1:
         world.comm.sends.clear()  # what rank 0 refused is never taken
+        world.send_tensor(torch.full((3,), 5.0), 2)  # and this one is taken late: close() waits for it
+    if world.rank == 2:
+        time.sleep(0.5)
+        assert torch.equal(world.recv_tensor((3,), 1), torch.full((3,), 5.0))
     world.close()
 
 

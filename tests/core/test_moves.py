@@ -222,8 +222,8 @@ def test_a_unit_gathers_what_was_written_and_what_was_updated(
     layout = lay(named, dtype.itemsize, mesh.data_size, cut)
 
     def rank_main(comm: Comm) -> None:
-        plan, cpu = moves(row), torch.device("cpu")
-        flat = Flat(layout, [nn.Parameter(torch.zeros_like(v)) for v in values], row, comm, cpu)
+        plan = moves(row)
+        flat = Flat(layout, [nn.Parameter(torch.zeros_like(v)) for v in values], row, comm, {})
         unit = Unit("u", nn.Module(), [flat], plan, comm)
         flat.rest.fill_(NAN)
         for index, value in enumerate(values):

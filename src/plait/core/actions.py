@@ -37,6 +37,10 @@ class Action:
     microbatch: int = -1
 
     def __post_init__(self) -> None:
+        if self.stage < 0 or self.microbatch < -1:
+            raise ValueError(
+                f"action {self.kind.name} of stage {self.stage}, microbatch {self.microbatch}: count from 0"
+            )
         if (self.microbatch >= 0) != (self.kind in _NEEDS_MICROBATCH):
             raise ValueError(f"action {self.kind.name} of stage {self.stage} with microbatch {self.microbatch}")
 
@@ -59,10 +63,11 @@ def parse_action(text: str) -> Action:
 
 
 def format_schedule(schedule: Schedule) -> str:
-    """One line per rank, actions separated by spaces."""
-    return "\n".join(" ".join(map(str, line)) for line in schedule)
+    """One line per rank, actions separated by spaces; ``-`` for a rank that does nothing."""
+    return "\n".join(" ".join(map(str, line)) or "-" for line in schedule)
 
 
 def parse_schedule(text: str) -> Schedule:
     """What ``format_schedule`` wrote."""
-    return tuple(tuple(map(parse_action, line.split())) for line in text.splitlines() if line.strip())
+    lines = [line.split() for line in text.splitlines() if line.strip()]
+    return tuple(() if words == ["-"] else tuple(map(parse_action, words)) for words in lines)

@@ -181,7 +181,7 @@ def parse_strategy(text: str) -> Strategy:
     """
     name, colon, row = text.partition(":")
     cells = row.split("|")
-    if not colon or len(cells) != 4:
+    if not colon or not name.strip() or len(cells) != 4:
         raise ValueError(f"cannot read the strategy {text!r}: write 'name: params | kept | grads | optimizer state'")
     return Strategy(name.strip(), *(Cell.parse(cell) for cell in cells))
 

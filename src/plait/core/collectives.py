@@ -59,14 +59,18 @@ class Entry:
     note: Note = Note()
 
 
+def _check(kind: str) -> None:
+    if kind not in KINDS:
+        raise ValueError(f"unknown collective {kind!r}: the kinds are {', '.join(KINDS)}")
+
+
 def bytes_sent(kind: str, size: int, ranks: int, *, root: bool = False) -> int:
     """Bytes that one rank sends in a collective over ``ranks`` ranks on a whole array of ``size`` bytes.
 
     Raises:
         ValueError: unknown kind, or an array that the group cannot cut in equal pieces.
     """
-    if kind not in KINDS:
-        raise ValueError(f"unknown collective {kind!r}: the kinds are {', '.join(KINDS)}")
+    _check(kind)
     if kind in ("barrier", "recv"):
         return 0
     if kind == "send":
@@ -89,6 +93,7 @@ def bytes_sent(kind: str, size: int, ranks: int, *, root: bool = False) -> int:
 
 def bus_factor(kind: str, ranks: int) -> float:
     """Bus bandwidth over algorithm bandwidth, as nccl-tests defines it (size S of the whole array)."""
+    _check(kind)
     if kind == "all_reduce":
         return 2 * (ranks - 1) / ranks
     if kind in ("all_gather", "reduce_scatter", "all_to_all", "scatter", "gather"):

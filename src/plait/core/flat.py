@@ -122,7 +122,7 @@ def lay(
         itemsize: bytes per element.
         num_pieces: the finest cut of any cell of the row.
         cut: where boundaries may fall.
-        loads: elements that each piece's owner has already (tensor cuts only): the new tensors go where the
+        loads: bytes that each piece's owner has already (tensor cuts only): the new tensors go where the
             largest load stays smallest.
     """
     align = max(GRAIN, BOUNDARY_BYTES // itemsize)
@@ -133,12 +133,12 @@ def lay(
         end += -(-math.prod(shape) // align) * align
     if cut == "tensor":
         starts = [*(slot.offset for slot in slots), end]
-        return FlatLayout(tuple(slots), itemsize, _balance(starts, loads or [0] * num_pieces))
+        return FlatLayout(tuple(slots), itemsize, _balance(starts, [b / itemsize for b in loads or [0] * num_pieces]))
     size = -(-end // (align * num_pieces)) * align
     return FlatLayout(tuple(slots), itemsize, tuple(k * size for k in range(num_pieces + 1)))
 
 
-def _balance(starts: Sequence[int], loads: Sequence[int]) -> tuple[int, ...]:
+def _balance(starts: Sequence[int], loads: Sequence[float]) -> tuple[int, ...]:
     """Boundaries, each one of ``starts``, that keep the largest ``load + piece`` as small as possible.
 
     ``best[s]`` is the smallest possible maximum when the pieces so far hold what lies before ``starts[s]``.

@@ -58,7 +58,7 @@ class Mesh:
                 raise ValueError(f"unknown mesh axis {axis!r} in {text!r}: the axes are {', '.join(AXES)}")
             if axis in sizes:
                 raise ValueError(f"mesh axis {axis!r} stands twice in {text!r}")
-            if not equals or not size.isdigit() or int(size) < 1:
+            if not equals or not size.isdecimal() or int(size) < 1:
                 raise ValueError(f"mesh axis {word!r} in {text!r} needs a size from 1, as in {axis}=2")
             sizes[axis] = int(size)
         return cls(**sizes)
@@ -93,6 +93,8 @@ class Mesh:
 
     def rank(self, **coordinates: int) -> int:
         """The rank at the given coordinates (0 on the axes that are not named)."""
+        for axis in coordinates:
+            self.axis(axis)  # refuses a name that is no axis
         rank = 0
         for axis in AXES:
             at = coordinates.get(axis, 0)

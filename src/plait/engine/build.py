@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Sequence
+from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
@@ -64,8 +65,8 @@ def build_units(
             first = group[0][1]
             itemsize = first.element_size()
             layout = lay([(n, tuple(p.shape)) for n, p in group], itemsize, comm.mesh.data_size, cut, loads)
-            if first.requires_grad:
-                loads = [load + b - a for load, a, b in zip(loads, layout.bounds, layout.bounds[1:], strict=False)]
+            sizes = [(b - a) * itemsize for a, b in pairwise(layout.bounds)]
+            loads = [load + size for load, size in zip(loads, sizes, strict=True)]
             values = [None if p.is_meta else p.data for _, p in group]
             targets = [_off_meta(p, comm.device) for _, p in group]
             flat = Flat(layout, targets, strategy, comm, resting)

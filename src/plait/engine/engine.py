@@ -246,8 +246,8 @@ class Engine:
             self.streams.begin(Draw(self.steps, -1 - place, place * size, size))
             return
         now = self._begin_step()
-        place += now.forwards * self.comm.mesh.data_size
-        self.streams.begin(Draw(self.steps, place, place * size, size))
+        first = (now.forwards << 40) + place * size  # how many microbatches will come is not known: number them apart
+        self.streams.begin(Draw(self.steps, place + now.forwards * self.comm.mesh.data_size, first, size))
         self.stage.microbatch = now.forwards
         now.forwards += 1
 

@@ -35,19 +35,30 @@ Flow = Iterator[None]
 
 
 class Buffers:
-    """Transient gradient buffers, reused: fresh memory costs page faults."""
+    """Transient gradient buffers, reused: fresh memory costs page faults.
+
+    A larger buffer serves a smaller unit, and one that is too small is given up for a larger one, so there are never
+    more buffers than were in use at once.
+    """
 
     def __init__(self) -> None:
         self._free: list[Tensor] = []
+        self._bases: dict[int, Tensor] = {}
 
     def take(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        for i, tensor in enumerate(self._free):
-            if tensor.numel() == numel and tensor.dtype == dtype:
-                return self._free.pop(i)
-        return torch.zeros(numel, dtype=dtype, device=device)
+        same = sorted((t for t in self._free if t.dtype == dtype), key=Tensor.numel)
+        base = next((t for t in same if t.numel() >= numel), None)
+        if same:
+            gone = same[-1] if base is None else base
+            self._free = [t for t in self._free if t is not gone]
+        if base is None:
+            base = torch.zeros(numel, dtype=dtype, device=device)
+        view = base[:numel]
+        self._bases[id(view)] = base
+        return view
 
-    def give(self, tensor: Tensor) -> None:
-        self._free.append(tensor)
+    def give(self, view: Tensor) -> None:
+        self._free.append(self._bases.pop(id(view)))
 
     @property
     def bytes(self) -> int:
@@ -167,8 +178,8 @@ class Gradients:
                 )
             if unit.split and not unit.filled:
                 raise ValueError(
-                    f"the gradient of {name!r} came while its unit {unit.name!r} was not gathered: the module hands a tensor "
-                    f"out beside its return value (an attribute, a hook). Return it, so that its backward can be seen"
+                    f"the gradient of {name!r} came while its unit {unit.name!r} was not gathered: the module "
+                    f"hands a tensor out beside its return value; return it, so that its backward can be seen"
                 )
             if unit not in self._due:
                 self._due[unit] = sum(torch._C._will_engine_execute_node(node) for node in self._nodes[unit])
@@ -178,7 +189,7 @@ class Gradients:
                 raise ValueError(f"the gradient of {name!r} is sparse: build the embedding with sparse=False")
             if unit in self._complete or index in gradient.touched_now:
                 raise ValueError(
-                    f"{name!r} got a second gradient in one microbatch (two backward calls, or a reentrant checkpoint): "
+                    f"{name!r} got a second gradient in one microbatch (two backward calls, a reentrant checkpoint): "
                     f"add the losses, call backward once, and use checkpoint(..., use_reentrant=False)"
                 )
             gradient.take(index, value)

@@ -248,12 +248,11 @@ class Streams(TorchFunctionMode):
             if isinstance(value, list | tuple):
                 self._refuse_resting(func, value)
             elif (name := self.resting.get(id(value))) is not None:
-                inside = self.modules[-1] if self.modules else ""
+                inside = (self.modules[-1] if self.modules else "") or "the model"
                 raise ValueError(
-                    f"parameter {name!r} is used by {getattr(func, '__name__', func)!r} in {inside or 'the model'!r} while its "
-                    f"unit is at rest: its values are on other ranks. Use a parameter inside the forward of its own module, "
-                    f"share it by assigning it to the other module (head.weight = embed.weight), or name a larger unit "
-                    f"with units=[...]"
+                    f"parameter {name!r} is used by {getattr(func, '__name__', func)!r} in {inside!r} while its unit is at "
+                    f"rest: its values are on other ranks. Use a parameter inside the forward of its own module, share it "
+                    f"by assigning it to the other module (head.weight = embed.weight), or name a larger unit (units=...)"
                 )
 
     def _serve(self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -286,9 +285,10 @@ class _Bernoulli(TorchDispatchMode):
 
 _SERVED = {F.dropout, torch.dropout, F.scaled_dot_product_attention}
 _COMPOSITE = {F.multi_head_attention_forward, F.dropout1d, F.dropout2d, F.dropout3d}
-_METADATA = {"__get__", "__set__", "size", "dim", "numel", "nelement", "stride", "element_size", "is_floating_point",
-             "is_complex", "__hash__", "__len__", "ndimension", "untyped_storage", "storage_offset", "is_contiguous",
-             "register_hook", "requires_grad_", "__repr__", "__format__", "type", "get_device", "is_same_size"}  # fmt: skip
+_METADATA = frozenset(
+    "__get__ __set__ size dim numel nelement stride element_size is_floating_point is_complex __hash__ __len__ ndimension "
+    "untyped_storage storage_offset is_contiguous register_hook requires_grad_ __repr__ __format__ type get_device".split()
+)
 """Functions that do not read a parameter's values."""
 
 _RECURRENT = {"lstm", "gru", "rnn_tanh", "rnn_relu"}

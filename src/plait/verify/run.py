@@ -86,7 +86,7 @@ def judge(
     plain: Record,
 ) -> Verdict:
     """Hold the ranks' records against both references."""
-    layout = f"{strategy.name} on {config.parsed_mesh}, {config.microbatches} microbatches"
+    layout = f"{strategy.name} on {config.parsed_mesh}, microbatches per rank: {config.microbatches}"
     return Verdict(
         layout,
         tuple(against_tree(ranks, tree)),
@@ -165,7 +165,8 @@ def show(verdict: Verdict, console: Console, *, every_tensor: bool = False) -> N
 
 def line_of(finding: Finding) -> str:
     """One finding as a line."""
-    bound = "bitwise" if finding.tolerance == 0 else f"{finding.tolerance:.0e}"
+    unit = "" if finding.measure == "relative" else " lr*k"
+    bound = "bitwise" if finding.tolerance == 0 else f"{finding.tolerance:.0e}{unit}"
     return (
         f"  {finding.kind} {finding.name}: max abs {finding.max_abs:.3g}, max rel {finding.max_rel:.3g}, "
         f"{'bitwise' if finding.bitwise else 'not bitwise'}, asked {bound}, {'equal' if finding.equal else 'DIFFERENT'}"
@@ -176,7 +177,7 @@ def findings_table(title: str, lines: Sequence[Summary]) -> Table:
     """One line per kind of what was compared."""
     table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD)
     for heading in ("", "compared", "max abs", "max rel", "bitwise", "tolerance", "verdict"):
-        table.add_column(heading, justify="left" if heading == "" else "right")
+        table.add_column(heading, justify="left" if heading == "" else "right", no_wrap=True)
     for line in lines:
         unit = "" if line.measure == "relative" else " lr*k"
         table.add_row(

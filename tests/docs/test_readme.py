@@ -1,0 +1,189 @@
+"""README, guide and lesson say what is true: their code runs, their links lead somewhere, their tables are the code's.
+
+A command of the README that takes minutes (the demo, the whole grid, the benchmark) is not run here.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from plait.cli import main
+from plait.core.cells import TABLE, Cell
+from plait.core.flat import UnitLayout, lay
+from plait.core.mesh import Mesh
+from plait.plan.cost import predict_step
+from plait.plan.memory import formula
+
+ROOT = Path(__file__).parents[2]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+CELL = re.compile(r"(?<!\\)\|")
+"""Where a line of a table is cut; an escaped bar belongs to its cell."""
+
+
+def blocks(text: str, language: str) -> list[str]:
+    return [body for kind, body in FENCE.findall(text) if kind == language]
+
+
+def table(heading: str) -> list[list[str]]:
+    """The lines of the README's table whose headings begin so; backticks off."""
+    start = README.index(f"| {heading}")
+    lines = README[start:].split("\n\n")[0].splitlines()[2:]
+    return [[cell.strip() for cell in CELL.split(line)[1:-1]] for line in lines]
+
+
+def numbers(expression: str, **values: float) -> float:
+    """A formula of the README; what does not parse is a fault of the page."""
+    return float(eval(expression.strip("`"), {"__builtins__": {}}, values))
+
+
+def start(*words: str) -> str:
+    """Run a program as a user would, and give what it prints."""
+    environment = {
+        **{k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")},
+        "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), *filter(None, [os.environ.get("PYTHONPATH")])]),
+        "OMP_NUM_THREADS": "1",
+    }
+    done = subprocess.run(
+        [sys.executable, *words], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=100
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+# ---- tables -------------------------------------------------------------------------------------------------------
+
+
+def test_the_table_of_rows_is_the_table() -> None:
+    written = {row[0].strip("`"): tuple(map(Cell.parse, row[1:])) for row in table("row | params at rest")}
+    assert written == {s.name: (s.params, s.kept, s.grads, s.optim) for s in TABLE.values()}
+
+
+COSTS = {row[0].strip("`"): row[1:] for row in table("row | sent per rank and step")}
+
+
+@pytest.mark.parametrize("mesh", ["shard=2", "replica=2", "replica=2 shard=4", "replica=3 shard=2"], ids=str)
+@pytest.mark.parametrize("row", TABLE)
+def test_the_costs_are_those_of_the_planner(row: str, mesh: str) -> None:
+    ranks = Mesh.parse(mesh)
+    n, p, r = ranks.data_size, ranks.shard, ranks.replica
+    units = [UnitLayout(u, (lay([(u, (n, 64))], 4, n),), (True,)) for u in ("a", "b")]
+    volume = 2 * n * 64 * 4
+    one, many, held = COSTS[row]
+    for microbatches, text in ((1, one), (1, many), (3, many)):
+        messages = predict_step(units, ranks, TABLE[row], microbatches, rank=0)
+        sent = sum(m.sent for m in messages if m.note.phase not in ("count", "report"))
+        written = numbers(text, M=microbatches, a=(n - 1) / n, s=(p - 1) / p, r=(r - 1) / n)
+        assert sent == pytest.approx(written * volume)
+    assert formula(10**6, ranks, TABLE[row]).total == pytest.approx(numbers(held, N=n, p=p) * 10**6, abs=2)
+
+
+# ---- code ---------------------------------------------------------------------------------------------------------
+
+
+def test_the_script_of_the_readme_is_the_example() -> None:
+    (script,) = blocks(README, "python")
+    assert script == (ROOT / "examples" / "train.py").read_text(encoding="utf-8")
+
+
+def test_the_script_runs_alone_and_under_torchrun_with_one_result() -> None:
+    losses = set()
+    for words in (
+        ["examples/train.py"],
+        ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "examples/train.py", "zero3"],
+    ):
+        found = re.findall(r"loss (\d\.\d+)", start(*words))
+        assert len(found) == (2 if "zero3" in words else 1)
+        losses.update(found)
+    assert len(losses) == 1
+
+
+GUIDE = [
+    pytest.param(code, id=f"{page.stem}-{number}")
+    for page in PAGES[1:]
+    for number, code in enumerate(blocks(page.read_text(encoding="utf-8"), "python"))
+]
+
+
+@pytest.mark.parametrize("code", GUIDE)
+def test_the_code_of_the_guide_runs(code: str) -> None:
+    exec(compile(code, "<guide>", "exec"), {"__name__": "__guide__"})
+
+
+def test_the_lesson_holds() -> None:
+    assert "sum / count" in start("lessons/zero_by_hand.py")
+
+
+VERIFY = sorted(
+    {
+        words.replace("\\|", "|")
+        for words in re.findall(r"`(plait verify [^`]+)`", README)
+        + [line for block in blocks(README, "") for line in block.splitlines() if line.startswith("plait verify")]
+    }
+)
+
+
+@pytest.mark.parametrize("command", VERIFY)
+def test_the_commands_of_the_readme_give_a_verdict(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    words = shlex.split(command)[1:]
+    assert main([*words, "--steps", "1", "--batch", "12"]) == 0
+
+
+def test_there_are_commands_to_run() -> None:
+    assert len(VERIFY) >= 4
+
+
+# ---- links --------------------------------------------------------------------------------------------------------
+
+
+def anchors(page: Path) -> set[str]:
+    """The anchors that GitHub makes of a page's headings."""
+    text = FENCE.sub("", page.read_text(encoding="utf-8"))
+    return {
+        re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-")
+        for title in re.findall(r"^#+ (.+)$", text, re.MULTILINE)
+    }
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_lead_somewhere(page: Path) -> None:
+    for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text(encoding="utf-8")):
+        if target.startswith(("http://", "https://")):
+            continue
+        path, _, anchor = target.partition("#")
+        end = (page.parent / path).resolve() if path else page
+        assert end.exists(), f"{page.name} links to {target}"
+        if anchor:
+            assert anchor in anchors(end), f"{page.name} links to {target}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_files_that_are_named_exist(page: Path) -> None:
+    named = re.findall(
+        r"(?:^|[\s`=])((?:tests|lessons|examples|benchmarks|docs)/[\w/.-]*\w)", page.read_text(encoding="utf-8")
+    )
+    named += [
+        f"src/plait/{name}"
+        for name in re.findall(
+            r"`((?:core|plan|comm|engine|verify|launch|measure)/\w+\.py)`", page.read_text(encoding="utf-8")
+        )
+    ]
+    for name in named:
+        if "NNN" not in name:
+            assert (ROOT / name).exists(), f"{page.name} names {name}"
+
+
+def test_every_decision_is_listed() -> None:
+    folder = ROOT / "docs" / "decisions"
+    index = (folder / "README.md").read_text(encoding="utf-8")
+    for page in folder.glob("[0-9]*.md"):
+        lines = page.read_text(encoding="utf-8").splitlines()
+        assert f"({page.name})" in index and lines[0][2:] in index and len(lines) < 40

@@ -87,7 +87,7 @@ def test_what_is_no_action_is_refused_with_the_kinds(text: str) -> None:
 
 @pytest.mark.parametrize(("stage", "microbatch"), [(-1, 0), (0, -2)])
 def test_what_could_not_be_read_back_cannot_be_made(stage: int, microbatch: int) -> None:
-    with pytest.raises(ValueError, match=f"stage {stage} with microbatch {microbatch}"):
+    with pytest.raises(ValueError, match=f"stage {stage}, microbatch {microbatch}: count from 0"):
         Action(Kind.FORWARD if microbatch == 0 else Kind.UPDATE, stage, microbatch)
 
 

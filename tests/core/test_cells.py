@@ -192,7 +192,16 @@ def test_a_row_reads_what_it_prints(row: Strategy) -> None:
     assert find_strategy(str(row)) == row
 
 
-@pytest.mark.parametrize("text", ["mine", "mine: full | full", "mine: full | full | full | full | full", "a | b | c"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "mine",
+        "mine: full | full",
+        "mine: full | full | full | full | full",
+        "a | b | c",
+        ": full | full | shard/replica | shard/replica",
+    ],
+)
 def test_a_row_is_a_name_and_four_cells(text: str) -> None:
     with pytest.raises(ValueError, match=r"cannot read the strategy.*'name: params \| kept \| grads \| optimizer"):
         parse_strategy(text)

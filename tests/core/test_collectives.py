@@ -88,6 +88,8 @@ def test_an_array_that_does_not_cut_is_refused_with_the_numbers() -> None:
 def test_an_unknown_collective_is_refused_with_those_there_are() -> None:
     with pytest.raises(ValueError, match=r"unknown collective 'allreduce'.*all_gather.*all_reduce.*barrier"):
         bytes_sent("allreduce", 8, 2)
+    with pytest.raises(ValueError, match=r"unknown collective 'allreduce'"):
+        bus_factor("allreduce", 2)
 
 
 # busbw / algbw of nccl-tests (doc/PERFORMANCE.md), S being the whole array

@@ -41,10 +41,11 @@ def test_tensors_stay_whole_and_the_largest_piece_is_smallest() -> None:
 
 
 def test_tensors_go_where_least_lies_already() -> None:
+    """Loads are bytes, so that units of different dtypes share them."""
     shapes = [(16,), (16,), (16,)]
-    assert lay(named(shapes), 4, 2, "tensor", loads=[64, 0]).bounds == (0, 0, 48)
-    assert lay(named(shapes), 4, 2, "tensor", loads=[0, 64]).bounds == (0, 48, 48)
-    assert lay(named(shapes), 4, 3, "tensor", loads=[100, 0, 100]).bounds == (0, 0, 48, 48)
+    assert lay(named(shapes), 4, 2, "tensor", loads=[4 * 64, 0]).bounds == (0, 0, 48)
+    assert lay(named(shapes), 4, 2, "tensor", loads=[0, 4 * 64]).bounds == (0, 48, 48)
+    assert lay(named(shapes), 4, 3, "tensor", loads=[400, 0, 400]).bounds == (0, 0, 48, 48)
 
 
 def test_pieces_of_a_coarser_cut_are_runs_of_finer_pieces() -> None:
@@ -114,15 +115,16 @@ def test_runs_hold_every_element_exactly_once(
 @settings(max_examples=100, deadline=None)
 @given(
     sizes=st.lists(st.integers(0, 5), max_size=6),
-    loads=st.lists(st.integers(0, 12).map(lambda n: n * 16), min_size=1, max_size=4),
+    loads=st.lists(st.integers(0, 12).map(lambda n: n * 64), min_size=1, max_size=4),
+    itemsize=st.sampled_from(ITEMSIZES),
 )
-def test_the_tensor_cut_is_the_best_there_is(sizes: list[int], loads: list[int]) -> None:
+def test_the_tensor_cut_is_the_best_there_is(sizes: list[int], loads: list[int], itemsize: int) -> None:
     """Against every cut there is: the fullest owner, with what it has already, is as empty as it can be."""
-    layout = lay(named([(16 * n,) for n in sizes]), 4, len(loads), "tensor", loads)
+    layout = lay(named([(16 * n,) for n in sizes]), itemsize, len(loads), "tensor", loads)
     starts = [*(slot.offset for slot in layout.slots), layout.numel]
 
     def fullest(bounds: tuple[int, ...]) -> int:
-        return max(load + b - a for load, a, b in zip(loads, bounds, bounds[1:], strict=False))
+        return max(load + (b - a) * itemsize for load, a, b in zip(loads, bounds, bounds[1:], strict=False))
 
     every = ((0, *inner, starts[-1]) for inner in combinations_with_replacement(starts, len(loads) - 1))
     assert fullest(layout.bounds) == min(map(fullest, every))

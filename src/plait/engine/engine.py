@@ -39,6 +39,7 @@ from plait.engine.runtime import execute
 from plait.engine.stage import Stage
 from plait.engine.state import full_state_dict, load_full_state_dict
 from plait.engine.unit import Unit
+from plait.engine.watch import Watch
 
 LossFn = Callable[[nn.Module, Any], Tensor]
 CountFn = Callable[[Any], int]
@@ -127,12 +128,12 @@ class Engine:
         if prefetch < 0:
             raise ValueError(f"prefetch={prefetch}: it is a number of units, from 0")
         names = {id(p): n for n, p in model.named_parameters()}
-        resting: dict[int, str] = {}
+        watch = Watch()
         self.units: list[Unit] = build_units(
-            model, comm, self.strategy, names=units, cut=cut, seed=seed, resting=resting
+            model, comm, self.strategy, names=units, cut=cut, seed=seed, resting=watch.resting
         )
-        self.streams = Streams(seed, resting)
-        self.stage = Stage(model, self.units, prefetch, self.streams, self._before_forward)
+        self.streams = Streams(seed, beside=[watch])
+        self.stage = Stage(model, self.units, prefetch, self.streams, watch, self._before_forward)
         self.gradients = Gradients(self.stage, comm)
         self.exchange = Exchange(comm, [n for n, _, flat, _ in parameters_of(self.units) if flat.trainable])
         self.guard = ModelGuard(model)

@@ -108,6 +108,15 @@ def probe_elementwise(optimizer: Optimizer) -> str | None:
     return None
 
 
+def has_state_at_once(optimizer: Optimizer) -> bool:
+    """Whether the class makes its states when it is built (Adagrad) and not at the first step."""
+    stub = [
+        {**group, "params": [torch.empty_like(p, device="meta").requires_grad_() for p in group["params"]]}
+        for group in optimizer.param_groups
+    ]
+    return bool(rebuilt(optimizer, [group for group in stub if group["params"]]).state)
+
+
 class OwnedOptimizer:
     """The user's optimizer, holding only what this rank owns.
 
@@ -132,7 +141,7 @@ class OwnedOptimizer:
                 "the optimizer holds parameters that are not the model's: build it on model.parameters() of this very "
                 "model, before plait cuts them"
             )
-        eager = bool(rebuilt(optimizer, [{"params": [nn.Parameter(torch.zeros(1))]}]).state)
+        eager = has_state_at_once(optimizer)
         stepped = any(torch.is_tensor(s.get("step")) and s["step"] > 0 for s in optimizer.state.values())
         if stepped or (optimizer.state and not eager):
             raise ValueError("the optimizer has made steps already: hand it over before its first one")

@@ -101,13 +101,13 @@ class Streams(TorchFunctionMode):
     that they drew the first time.
 
     Args:
-        resting: names of parameters, by ``id``, whose values are not here at the moment; using one raises.
+        beside: other function modes that are on exactly as long.
     """
 
-    def __init__(self, seed: int, resting: Mapping[int, str] | None = None) -> None:
+    def __init__(self, seed: int, beside: Sequence[TorchFunctionMode] = ()) -> None:
         super().__init__()
         self.seed = seed
-        self.resting: Mapping[int, str] = {} if resting is None else resting
+        self.beside = tuple(beside)
         self.drawing = False
         self.draw: Draw | None = None
         self.modules: list[str] = []
@@ -129,13 +129,15 @@ class Streams(TorchFunctionMode):
         if self.active:
             return False
         self.active = True
-        self.__enter__()  # type: ignore[no-untyped-call]
+        for mode in (self, *self.beside):
+            mode.__enter__()  # type: ignore[no-untyped-call]
         return True
 
     def switch_off(self) -> None:
         """The end of what ``switch_on`` began."""
         self.active = False
-        self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+        for mode in (*reversed(self.beside), self):
+            mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
 
     def enter_module(self, name: str, training: bool, recomputing: bool) -> None:
         """A module's forward begins; the outermost one switches the streams on, unless they are."""
@@ -230,8 +232,6 @@ class Streams(TorchFunctionMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
-        if self.resting and getattr(func, "__name__", "") not in _METADATA:
-            self._refuse_resting(func, (*args, *kwargs.values()))
         if not self.drawing:
             return func(*args, **kwargs)
         if func in _SERVED:
@@ -242,18 +242,6 @@ class Streams(TorchFunctionMode):
         if _is_random(func) and kwargs.get("generator") is None and not _without_dropout(func, args):
             raise _no_stream(getattr(func, "__name__", str(func)), self.modules)
         return func(*args, **kwargs)
-
-    def _refuse_resting(self, func: Callable[..., Any], values: Sequence[Any]) -> None:
-        for value in values:
-            if isinstance(value, list | tuple):
-                self._refuse_resting(func, value)
-            elif (name := self.resting.get(id(value))) is not None:
-                inside = (self.modules[-1] if self.modules else "") or "the model"
-                raise ValueError(
-                    f"parameter {name!r} is used by {getattr(func, '__name__', func)!r} in {inside!r} while its unit is at "
-                    f"rest: its values are on other ranks. Use a parameter inside the forward of its own module, share it "
-                    f"by assigning it to the other module (head.weight = embed.weight), or name a larger unit (units=...)"
-                )
 
     def _serve(self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         if func is F.scaled_dot_product_attention:
@@ -285,12 +273,6 @@ class _Bernoulli(TorchDispatchMode):
 
 _SERVED = {F.dropout, torch.dropout, F.scaled_dot_product_attention}
 _COMPOSITE = {F.multi_head_attention_forward, F.dropout1d, F.dropout2d, F.dropout3d}
-_METADATA = frozenset(
-    "__get__ __set__ size dim numel nelement stride element_size is_floating_point is_complex __hash__ __len__ ndimension "
-    "untyped_storage storage_offset is_contiguous register_hook requires_grad_ __repr__ __format__ type get_device".split()
-)
-"""Functions that do not read a parameter's values."""
-
 _RECURRENT = {"lstm", "gru", "rnn_tanh", "rnn_relu"}
 _OTHERS = {
     F.alpha_dropout,

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ from torch.utils.hooks import RemovableHandle
 
 from plait.engine.rng import Streams, in_backward
 from plait.engine.unit import Unit
+from plait.engine.watch import Watch
 
 
 class Pass:
@@ -58,6 +60,7 @@ class Stage:
         units: every unit, in the order of ``named_modules``.
         prefetch: how many units may be gathered ahead of the running one.
         streams: the dropout streams, told which module runs.
+        watch: told how each split parameter's unit is opened in backward.
         before_root: called with the model's arguments before each forward of the whole model.
     """
 
@@ -67,6 +70,7 @@ class Stage:
         units: Sequence[Unit],
         prefetch: int,
         streams: Streams,
+        watch: Watch,
         before_root: Callable[[Sequence[Any], dict[str, Any]], None],
     ) -> None:
         self.model, self.units, self.prefetch, self.streams = model, list(units), prefetch, streams
@@ -83,6 +87,8 @@ class Stage:
         self._before_root = before_root
         streams.attach(model)
         for unit in units:
+            for flat in unit.flats if unit.split else ():
+                watch.opens |= {id(p): partial(self._open_backward, unit) for p in flat.parameters}
             unit.module.register_forward_pre_hook(self._before_forward(unit), with_kwargs=True)
             unit.module.register_forward_hook(self._after_forward(unit))
         model.register_forward_pre_hook(self._begin_forward, with_kwargs=True, prepend=True)

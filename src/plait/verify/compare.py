@@ -11,6 +11,7 @@ no such amplifier: its parameters are held tightly.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -18,7 +19,7 @@ import torch
 from torch import Tensor
 
 from plait.verify.record import RankRecord
-from plait.verify.reference import Record
+from plait.verify.reference import Piece, Record
 
 ROUNDING = {torch.float32: 1e-5, torch.float64: 1e-12, torch.bfloat16: 5e-2}
 """Relative tolerance where only the order of additions differs, by dtype."""
@@ -94,7 +95,7 @@ def against_tree(ranks: Sequence[RankRecord], reference: Record) -> list[Finding
     found: list[Finding] = []
     for record in ranks:
         at = f"rank {record.rank}"
-        for step, loss in enumerate(record.losses):
+        for step, loss in enumerate(record.losses[: len(reference.losses)]):
             found.append(number("loss", f"step {step + 1}, {at}", loss, reference.losses[step]))
             first = record.data_rank * len(record.local_losses[step])
             for m, local in enumerate(record.local_losses[step]):
@@ -124,21 +125,50 @@ def against_tree(ranks: Sequence[RankRecord], reference: Record) -> list[Finding
     return found
 
 
+def missing(kind: str, what: str) -> Finding:
+    """Something that should have been compared and was not there."""
+    return Finding(kind, f"{what} is missing", math.inf, math.inf, False, 0.0, measured=math.inf)
+
+
 def _coverage(ranks: Sequence[RankRecord], reference: Record) -> list[Finding]:
-    """No element may be left out: the pieces of all ranks together are every whole gradient and state."""
+    """Nothing may be left out: what the ranks recorded, together, is all that the reference has."""
+    steps = len(reference.losses)
     found = []
+    for record in ranks:
+        at = f"rank {record.rank}"
+        if not len(record.losses) == len(record.local_losses) == len(record.norms) == steps:
+            found.append(missing("loss", f"a step of {at}"))
+        names = {*reference.parameters, *reference.buffers}
+        found += [missing("parameter", f"{n} of {at}") for n in sorted(names - record.parameters.keys())]
+        if reference.gradients and len(record.gradients) != steps:
+            found.append(missing("gradient", f"a step of {at}"))
+    for step in range(steps):
+        told = {r.data_rank: r.local_losses[step] for r in ranks if step < len(r.local_losses)}
+        if sum(map(len, told.values())) != len(reference.microbatch_losses[step]):
+            found.append(missing("loss", f"a microbatch of step {step + 1}"))
     for step, gradients in enumerate(reference.gradients):
-        for name, gradient in gradients.items():
-            seen = torch.zeros(gradient.numel(), dtype=torch.bool)
-            for record in ranks:
-                for owner, start, stop in record.gradients[step]:
-                    if owner == name:
-                        seen[start:stop] = True
-            if not bool(seen.all()):
-                missing = int((~seen).sum())
-                label = f"{name}, step {step + 1}: {missing} elements that no rank has"
-                found.append(Finding("gradient", label, float("inf"), float("inf"), False, 0.0))
+        pieces = [piece for r in ranks if step < len(r.gradients) for piece in r.gradients[step]]
+        found += [
+            missing("gradient", f"part of {name} in step {step + 1}")
+            for name, gradient in gradients.items()
+            if not _covers(pieces, name, gradient.numel())
+        ]
+    for name, state in reference.state.items():
+        for key in state:
+            pieces = [piece for r in ranks for piece, values in r.state.items() if key in values]
+            if not _covers(pieces, name, reference.parameters[name].numel()):
+                found.append(missing("optimizer", f"part of {key} of {name}"))
     return found
+
+
+def _covers(pieces: Iterable[Piece], name: str, numel: int) -> bool:
+    """Whether the runs of a parameter leave no element out."""
+    end = 0
+    for _, start, stop in sorted(piece for piece in pieces if piece[0] == name):
+        if start > end:
+            return False
+        end = max(end, stop)
+    return end >= numel
 
 
 def against_plain(
@@ -157,7 +187,7 @@ def against_plain(
         number("norm", "step 1", first.norms[0], plain.norms[0], rounding),
     ]
     for record in ranks:
-        for (name, start, stop), piece in record.gradients[0].items():
+        for (name, start, stop), piece in (record.gradients or [{}])[0].items():
             whole = plain.gradients[0][name].reshape(-1)
             # the tensor's own scale, not the piece's, is what its rounding is relative to
             scale = whole.double().abs().max().item() or 1.0

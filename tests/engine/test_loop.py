@@ -1,0 +1,187 @@
+"""The thin face: a user's own forward, backward and step drive the same units to the same numbers."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import engine_cases as cases
+import pytest
+import torch
+from engine_cases import MESHES, ROWS, adamw, batches, count, deal, loss_sum, net, plain, train
+from torch import Tensor, nn
+
+from plait.comm import Comm, run
+from plait.core.mesh import Mesh
+from plait.engine import Engine
+
+Loop = Callable[[nn.Module, torch.optim.Optimizer, Engine, Comm], Any]
+
+
+def looped(mesh: str, row: str, loop: Loop, template: nn.Module | None = None, **settings: Any) -> list[Any]:
+    """Run a loop of the user's own on every rank; gives (what it returned, the full state)."""
+    whole = template or net()
+
+    def body(comm: Comm) -> Any:
+        model = copy.deepcopy(whole)
+        optimizer = adamw(model.parameters())
+        engine = Engine(model, comm, strategy=row, optimizer=optimizer, **settings)
+        return loop(model, optimizer, engine, comm), engine.full_state_dict()
+
+    return run(Mesh.parse(mesh), body, deadline=20)
+
+
+def script(num_microbatches: int) -> Loop:
+    """What a DDP script looks like with plait."""
+
+    def loop(model: nn.Module, optimizer: torch.optim.Optimizer, engine: Engine, comm: Comm) -> list[float]:
+        losses = []
+        for batch in batches(3):
+            for part in deal(batch, comm.mesh, comm.rank, num_microbatches):
+                engine.backward(loss_sum(model, part), count(part))
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(engine.last.loss)
+        return losses
+
+    return loop
+
+
+@pytest.mark.parametrize("row", ROWS)
+@pytest.mark.parametrize("mesh", MESHES)
+def test_equals_the_single_process(mesh: str, row: str) -> None:
+    truth = plain(net(), batches(3))
+    for microbatches in (1, 3):
+        for losses, state in looped(mesh, row, script(microbatches)):
+            assert cases.close(torch.tensor(losses), torch.tensor(truth.losses), 1e-7)
+            assert all(cases.close(state[name], value) for name, value in truth.state.items())
+
+
+@pytest.mark.parametrize("row", ROWS)
+@pytest.mark.parametrize("microbatches", [1, 3])
+def test_equals_engine_step(row: str, microbatches: int) -> None:
+    """Up to one rounding: the loop divides the sum, the step divides at birth."""
+    steps = train(net(), "replica=2 shard=2", row, batches(3), microbatches=microbatches)
+    for (losses, state), record in zip(looped("replica=2 shard=2", row, script(microbatches)), steps, strict=True):
+        assert losses == record.losses[:1] + losses[1:], "the first losses come from equal weights"
+        assert all(cases.close(state[name], value) for name, value in record.state.items())
+
+
+@pytest.mark.parametrize("row", ["ddp", "zero1", "zero3", "hsdp"])
+def test_a_rank_with_nothing_to_count_takes_part(row: str) -> None:
+    data = batches(3)
+    for batch in data:
+        batch["mask"][6:] = 0  # rank 1 of 2 has samples 7 to 12
+    truth = plain(net(), data)
+
+    def loop(model: nn.Module, optimizer: torch.optim.Optimizer, engine: Engine, comm: Comm) -> list[float]:
+        losses = []
+        for batch in data:
+            (part,) = deal(batch, comm.mesh, comm.rank, 1)
+            engine.backward(loss_sum(model, part), count(part))
+            optimizer.step()
+            losses.append(engine.last.loss)
+        return losses
+
+    for _, state in looped("shard=2", row, loop):
+        assert all(cases.close(state[name], value) for name, value in truth.state.items())
+
+
+def test_clipping_and_last_are_there_in_a_loop_too() -> None:
+    truth = plain(net(), batches(1), clip=0.1)
+
+    def loop(model: nn.Module, optimizer: torch.optim.Optimizer, engine: Engine, comm: Comm) -> Any:
+        (part,) = deal(batches(1)[0], comm.mesh, comm.rank, 1)
+        engine.backward(loss_sum(model, part), count(part))
+        optimizer.step()
+        return engine.last
+
+    for last, state in looped("shard=2", "zero3", loop, clip=0.1):
+        assert (last.step, last.count) == (0, count(batches(1)[0]))
+        assert last.grad_norm == pytest.approx(truth.norms[0], rel=1e-12)
+        assert all(cases.close(state[name], value) for name, value in truth.state.items())
+
+
+@pytest.mark.parametrize("row", ["ddp", "zero1", "zero3", "hsdp"])
+def test_zero_grad_discards_what_a_loop_does_not_want(row: str) -> None:
+    """A bad batch is skipped: backward, zero_grad, and on with the next; as in PyTorch nothing of it is left."""
+
+    def loop(model: nn.Module, optimizer: torch.optim.Optimizer, engine: Engine, comm: Comm) -> None:
+        bad, good = batches(2)
+        for batch in (bad, good):
+            if batch is good:
+                optimizer.zero_grad()
+            (part,) = deal(batch, comm.mesh, comm.rank, 1)
+            engine.backward(loss_sum(model, part), count(part))
+        optimizer.step()
+
+    truth = plain(net(), batches(2)[1:])
+    for _, state in looped("shard=2", row, loop):
+        assert all(cases.close(state[name], value) for name, value in truth.state.items())
+
+
+def test_a_step_without_a_backward_is_refused() -> None:
+    with pytest.raises(ValueError, match="without a backward"):
+        looped("shard=2", "zero3", lambda model, optimizer, engine, comm: optimizer.step())
+
+
+def test_a_second_step_without_a_new_backward_is_refused() -> None:
+    def loop(model: nn.Module, optimizer: torch.optim.Optimizer, engine: Engine, comm: Comm) -> None:
+        engine.backward(loss_sum(model, batches(1)[0]), count(batches(1)[0]))
+        optimizer.step()
+        optimizer.step()
+
+    with pytest.raises(ValueError, match="without a backward"):
+        looped("shard=2", "ddp", loop)
+
+
+def test_torchs_own_backward_is_refused() -> None:
+    def loop(model: nn.Module, optimizer: torch.optim.Optimizer, engine: Engine, comm: Comm) -> None:
+        loss_sum(model, batches(1)[0]).backward()
+
+    with pytest.raises(ValueError, match=r"engine\.backward"):
+        looped("shard=2", "ddp", loop)
+
+
+def test_engine_step_without_loss_and_count_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"loss_fn and count_fn"):
+        looped("shard=2", "ddp", lambda model, optimizer, engine, comm: engine.step([batches(1)[0]]))
+
+
+def test_a_loss_that_is_no_scalar_is_refused() -> None:
+    def per_sample(model: nn.Module, batch: cases.Batch) -> Tensor:
+        out: Tensor = model(batch["x"]).sum(1)
+        return out
+
+    with pytest.raises(ValueError, match=r"shape \(7,\)|shape \(6,\)"):
+        train(net(), "shard=2", "ddp", batches(1), loss=per_sample)
+
+
+@pytest.mark.parametrize("row", ["ddp", "zero3"])
+def test_ranks_with_different_numbers_of_microbatches_are_told_at_once(row: str) -> None:
+    def body(comm: Comm) -> None:
+        model = net()
+        engine = Engine(
+            model, comm, strategy=row, optimizer=adamw(model.parameters()), loss_fn=loss_sum, count_fn=count
+        )
+        engine.step([batches(1)[0]] * (1 + comm.rank))
+
+    with pytest.raises(ValueError, match=r"different numbers of microbatches \(1, 2\)"):
+        run(Mesh(shard=2), body, deadline=20)
+
+
+def test_a_step_with_nothing_to_count_is_refused() -> None:
+    data = batches(1)
+    data[0]["mask"].zero_()
+    with pytest.raises(ValueError, match="no target"):
+        train(net(), "shard=2", "zero3", data)
+
+
+@pytest.mark.parametrize("row", ROWS)
+def test_an_empty_microbatch_is_as_good_as_any(row: str) -> None:
+    """3 samples on 2 ranks with 2 microbatches: one of the four holds none."""
+    data = batches(2, samples=3)
+    for batch in data:
+        batch["mask"][:] = 1
+    cases.agree(train(net(), "shard=2", row, data, microbatches=2), plain(net(), data))

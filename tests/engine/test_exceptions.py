@@ -9,7 +9,7 @@ import traceback
 import engine_cases as cases
 import pytest
 import torch
-from engine_cases import ROWS, adamw, batches, count, deal, loss_sum, net
+from engine_cases import ROWS, adamw, batches, count, deal, loss_sum
 from torch import Tensor, nn
 
 from plait.comm import Comm, run

@@ -7,6 +7,7 @@ import pytest
 import torch
 from engine_cases import MESHES, ROWS, agree, batches, distinct, net, plain, train
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 TRUTH: dict[tuple[object, ...], cases.Run] = {}
 
@@ -193,10 +194,27 @@ def test_sparse_gradients_are_refused() -> None:
         train(distinct(Sparse()), "shard=2", "zero2", batches())
 
 
-def test_two_backward_calls_in_one_microbatch_are_refused() -> None:
+@pytest.mark.parametrize("row", ["ddp", "zero3"])
+def test_a_backward_of_the_loss_functions_own_is_refused(row: str) -> None:
     def loss(model: nn.Module, batch: cases.Batch) -> Tensor:
         cases.loss_sum(model, batch).backward()
         return cases.loss_sum(model, batch)
 
-    with pytest.raises(ValueError, match=r"second gradient|two backward"):
-        train(net(), "shard=2", "ddp", batches(), loss=loss)
+    with pytest.raises(ValueError, match=r"engine\.backward"):
+        train(net(), "shard=2", row, batches(), loss=loss)
+
+
+@pytest.mark.parametrize("row", ["ddp", "zero2"])
+def test_a_parameter_that_gets_two_gradients_in_one_microbatch_is_refused(row: str) -> None:
+    """A reentrant checkpoint runs a backward of its own inside the backward."""
+
+    class Reentrant(cases.Block):
+        def forward(self, x_BC: Tensor) -> Tensor:
+            first = checkpoint(super().forward, x_BC, use_reentrant=True)
+            out: Tensor = checkpoint(super().forward, first, use_reentrant=True)
+            return out
+
+    template = cases.Net(1)
+    template.blocks[0] = Reentrant()
+    with pytest.raises(ValueError, match=r"second gradient.*use_reentrant=False"):
+        train(distinct(template), "shard=2", row, batches())

@@ -21,8 +21,7 @@ def test_blocks_are_units_and_so_are_matrices_outside_them() -> None:
     assert found[""] == ["scale", "norm.weight", "norm.bias"]
     assert found["first"] == ["first.weight", "first.bias"]
     assert found["blocks.1"] == [
-        f"blocks.1.{name}"
-        for name in ("norm.weight", "norm.bias", "up.weight", "up.bias", "down.weight", "down.bias")
+        f"blocks.1.{name}" for name in ("norm.weight", "norm.bias", "up.weight", "up.bias", "down.weight", "down.bias")
     ]
 
 

@@ -110,25 +110,30 @@ def test_losses_differ_per_rank_while_gradients_and_parameters_do_not() -> None:
         assert all(torch.equal(record.parameters[n], ranks[0].parameters[n]) for n in record.parameters)
 
 
-@pytest.mark.parametrize("row", ["ddp", "zero1", "zero3", "psdp"])
-@pytest.mark.parametrize("optimizer", ["sgd", "adam"])
-@pytest.mark.parametrize("dtype", ["fp32", "fp64"])
+@pytest.mark.parametrize("row", ["ddp", "zero3", "psdp"])
+@pytest.mark.parametrize(
+    ("dtype", "optimizer"), [("fp64", "adamw"), ("fp64", "sgd"), ("fp32", "sgd"), ("fp32", "adam")]
+)
 def test_dtypes_and_optimizers(dtype: str, optimizer: str, row: str) -> None:
     result = verify(GPT, mesh="replica=2 shard=2", strategy=row, microbatches=2, dtype=dtype, optimizer=optimizer)
     assert result.verdict.word == "bitwise", result.different()
 
 
-@pytest.mark.parametrize("row", ["zero1", "zero2", "zero3", "zero3_keep", "psdp", "hpz"])
-@pytest.mark.parametrize("model", MODELS)
-def test_whole_tensor_ownership(model: str, row: str) -> None:
+@pytest.mark.parametrize(
+    ("model", "mesh", "row"),
+    [
+        *(("gpt", "replica=2 shard=2", row) for row in ("zero1", "zero2", "zero3", "zero3_keep", "psdp", "hpz")),
+        *(("gpt", "shard=3", row) for row in ("zero1", "zero3")),
+        ("mlp", "shard=3", "zero3"),
+    ],
+)
+def test_whole_tensor_ownership(model: str, mesh: str, row: str) -> None:
     """cut="tensor": every tensor has one owner, by broadcast and reduce."""
-    config = MODELS[model]
-    for mesh in ("shard=3", "replica=2 shard=2"):
-        result = verify(config, mesh=mesh, strategy=row, microbatches=2, cut="tensor")
-        assert result.verdict.word == "bitwise", (mesh, result.different())
+    result = verify(MODELS[model], mesh=mesh, strategy=row, microbatches=2, cut="tensor")
+    assert result.verdict.word == "bitwise", result.different()
 
 
-@pytest.mark.parametrize("prefetch", [0, 1, 2, 99])
+@pytest.mark.parametrize("prefetch", [0, 2, 99])
 @pytest.mark.parametrize("row", ["zero3", "hpz"])
 def test_how_far_ahead_units_are_gathered_changes_no_bit(row: str, prefetch: int) -> None:
     result = verify(GPT, mesh="replica=2 shard=2", strategy=row, microbatches=3, prefetch=prefetch)

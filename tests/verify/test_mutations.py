@@ -16,8 +16,8 @@ import verify_cases as cases
 from torch import Tensor
 from verify_cases import TINY, judged, record
 
-from plait.comm.thread import ThreadComm
 from plait.comm.base import DONE
+from plait.comm.thread import ThreadComm
 from plait.core.collectives import Note
 from plait.engine.engine import Engine
 from plait.engine.exchange import Exchange

@@ -130,14 +130,14 @@ class Streams(TorchFunctionMode):
             return False
         self.active = True
         for mode in (self, *self.beside):
-            mode.__enter__()  # type: ignore[no-untyped-call]
+            mode.__enter__()
         return True
 
     def switch_off(self) -> None:
         """The end of what ``switch_on`` began."""
         self.active = False
         for mode in (*reversed(self.beside), self):
-            mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+            mode.__exit__(None, None, None)
 
     def enter_module(self, name: str, training: bool, recomputing: bool) -> None:
         """A module's forward begins; the outermost one switches the streams on, unless they are."""

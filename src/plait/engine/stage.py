@@ -60,7 +60,7 @@ class Stage:
         units: every unit, in the order of ``named_modules``.
         prefetch: how many units may be gathered ahead of the running one.
         streams: the dropout streams, told which module runs.
-        watch: told how each split parameter's unit is opened in backward.
+        watch: told which parameters are split and which unit runs.
         before_root: called with the model's arguments before each forward of the whole model.
     """
 
@@ -85,10 +85,10 @@ class Stage:
         """Inputs of a unit, over all its calls in this microbatch, whose gradients are still to come."""
         self._hooks: list[RemovableHandle] = []
         self._before_root = before_root
+        self._watch = watch
         streams.attach(model)
         for unit in units:
-            for flat in unit.flats if unit.split else ():
-                watch.opens |= {id(p): partial(self._open_backward, unit) for p in flat.parameters}
+            watch.split |= {id(p) for flat in unit.flats if flat.split for p in flat.parameters}
             unit.module.register_forward_pre_hook(self._before_forward(unit), with_kwargs=True)
             unit.module.register_forward_hook(self._after_forward(unit))
         model.register_forward_pre_hook(self._begin_forward, with_kwargs=True, prepend=True)
@@ -158,6 +158,7 @@ class Stage:
     def _recover(self) -> None:
         """After a forward or backward that raised, and was caught, units may still be open: back to rest."""
         self._backward_open.clear()
+        self._watch.running.clear()
         for unit in self.units:
             if unit.users:
                 unit.users = 0
@@ -176,6 +177,7 @@ class Stage:
                 self._open_backward(unit)
                 return
             self.open(unit, "forward")
+            self._watch.running.append(partial(self._open_backward, unit))
             if torch.is_grad_enabled() and unit.split_needs and not unit.done_with_gradients:
                 self._await_inputs(unit, (*args, *kwargs.values()))
 
@@ -191,9 +193,9 @@ class Stage:
         for tensor in tree_leaves(inputs):
             if isinstance(tensor, Tensor) and tensor.requires_grad:
                 self._inputs[unit] += 1
-                self._watch(tensor, arrived)
+                self._when_gradient_comes(tensor, arrived)
 
-    def _watch(self, tensor: Tensor, call: Callable[[Tensor], None]) -> None:
+    def _when_gradient_comes(self, tensor: Tensor, call: Callable[[Tensor], None]) -> None:
         """Call when the tensor's gradient comes in this microbatch (a hook on a parameter would stay for ever)."""
         self._hooks.append(tensor.register_hook(call))
 
@@ -201,6 +203,7 @@ class Stage:
         def hook(module: nn.Module, args: Any, output: Any) -> None:
             if in_backward():
                 return
+            self._watch.running.pop()
             tensors = [t for t in tree_leaves(output) if isinstance(t, Tensor)]
             tracked = [t for t in tensors if t.requires_grad]
             if torch.is_grad_enabled() and unit.split_needs and not tensors:
@@ -209,7 +212,7 @@ class Stage:
                     f"tensors, or tuples, lists, dicts or registered pytrees of them, so that its backward can be seen"
                 )
             for tensor in tracked:
-                self._watch(tensor, lambda gradient: self._open_backward(unit))
+                self._when_gradient_comes(tensor, lambda gradient: self._open_backward(unit))
             self.close(unit, keep=bool(tracked), keep_borrowed=False)
 
         return hook

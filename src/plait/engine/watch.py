@@ -16,46 +16,47 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-_METADATA = frozenset(
-    ["__get__", "__set__", "size", "dim", "numel", "nelement", "stride", "element_size", "is_floating_point", "is_complex", "__hash__", "__len__", "ndimension", "untyped_storage", "storage_offset", "is_contiguous", "register_hook", "requires_grad_", "__repr__", "__format__", "type", "get_device"]
-)
+_METADATA = {
+    *("__get__", "__set__", "__hash__", "__len__", "__repr__", "__format__", "size", "dim", "ndimension", "numel"),
+    *("nelement", "stride", "element_size", "is_floating_point", "is_complex", "is_contiguous", "type", "get_device"),
+    *("untyped_storage", "storage_offset", "register_hook", "requires_grad_"),
+}
 """Functions that do not read a parameter's values."""
 
 
 class Watch(TorchFunctionMode):
     """The parameters of split units, by ``id``.
 
-    ``resting`` names those whose values are not here now; ``opens`` has, for each, what gathers its unit for backward.
+    ``resting`` names those whose values are not here now.  ``running`` are the units whose forward is under way,
+    innermost last, each as what opens it for backward.
     """
 
     def __init__(self) -> None:
         super().__init__()
+        self.split: set[int] = set()
         self.resting: dict[int, str] = {}
-        self.opens: dict[int, Callable[[], None]] = {}
+        self.running: list[Callable[[], None]] = []
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if not self.opens or getattr(func, "__name__", "") in _METADATA:
+        if not self.split or getattr(func, "__name__", "") in _METADATA:
             return func(*args, **kwargs)
-        read = {key for key in map(id, _flat((*args, *kwargs.values()))) if key in self.opens}
+        read = {id(value) for value in _flat((*args, *kwargs.values()))} & self.split
         for key in read & self.resting.keys():
             raise ValueError(
                 f"parameter {self.resting[key]!r} is used by {getattr(func, '__name__', func)!r} while its unit is at "
-                f"rest: its values are on other ranks. Use a parameter inside the forward of its own module, share it by "
-                f"assigning it to the other module (head.weight = embed.weight), or name a larger unit (units=...)"
+                f"rest: its values are on other ranks. Use a parameter inside the forward of its own module, share it "
+                f"by assigning it to the other module (head.weight = embed.weight), or name a larger unit (units=...)"
             )
         result = func(*args, **kwargs)
-        if read and torch.is_grad_enabled():
+        if read and self.running and torch.is_grad_enabled():
+            opener = self.running[-1]
             for tensor in _flat((result,)):
                 if isinstance(tensor, Tensor) and tensor.grad_fn is not None:
-                    for key in read:
-                        tensor.grad_fn.register_prehook(self._opening(key))
+                    tensor.grad_fn.register_prehook(lambda *gradients: opener())
         return result
-
-    def _opening(self, key: int) -> Callable[..., None]:
-        return lambda *gradients: self.opens[key]()
 
 
 def _flat(values: Sequence[Any]) -> Iterator[Any]:

@@ -123,7 +123,7 @@ def run_reference(
         record.norms.append(_clip(gradients, clip, norm_pieces))
         one.update(gradients)
     record.parameters = {name: p.detach().clone() for name, p in one.parameters.items()}
-    record.buffers = one.buffers[0]
+    record.buffers = {name: one.buffers[0][name] for name in one.model.state_dict() if name in one.buffers[0]}
     for name, parameter in one.parameters.items():
         state = one.optimizer.state.get(parameter, {})
         record.state[name] = {key: value.clone() for key, value in state.items() if torch.is_tensor(value)}

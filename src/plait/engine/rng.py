@@ -151,7 +151,9 @@ class Streams(TorchFunctionMode):
             self.entered[name] += 1
 
     def leave_module(self) -> None:
-        """The innermost module's forward has ended, or raised."""
+        """The innermost module's forward has ended, or raised; nothing to leave if it raised before it began."""
+        if not self.modules:
+            return
         self.modules.pop()
         if not self.modules and self._by_module:
             self.switch_off()

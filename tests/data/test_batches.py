@@ -55,9 +55,7 @@ def test_every_split_is_whole_and_even_to_one(num_parts: int, more: int) -> None
     assert sizes == sorted(sizes, reverse=True) and sizes[0] - sizes[-1] <= 1
 
 
-@pytest.mark.parametrize(
-    "global_batch, num_parts, words", [(3, 4, "3 samples cannot fill 4"), (3, 0, "0 parts")]
-)
+@pytest.mark.parametrize("global_batch, num_parts, words", [(3, 4, "3 samples cannot fill 4"), (3, 0, "0 parts")])
 def test_impossible_splits_are_named(global_batch: int, num_parts: int, words: str) -> None:
     with pytest.raises(ValueError, match=words):
         split_samples(global_batch, num_parts)
@@ -67,12 +65,8 @@ def test_impossible_splits_are_named(global_batch: int, num_parts: int, words: s
 
 
 @every_source
-@pytest.mark.parametrize(
-    "num_data_ranks, num_microbatches", [(1, 1), (1, 13), (2, 2), (3, 2), (4, 1), (13, 1)]
-)
-def test_any_cut_joins_to_the_same_global_batch(
-    source: Batches, num_data_ranks: int, num_microbatches: int
-) -> None:
+@pytest.mark.parametrize("num_data_ranks, num_microbatches", [(1, 1), (1, 13), (2, 2), (3, 2), (4, 1), (13, 1)])
+def test_any_cut_joins_to_the_same_global_batch(source: Batches, num_data_ranks: int, num_microbatches: int) -> None:
     for step in (0, 1, 40):
         whole = source.samples(step, 0, 13, 13)
         parts = [
@@ -87,12 +81,8 @@ def test_any_cut_joins_to_the_same_global_batch(
 
 @every_source
 @settings(max_examples=25, deadline=None)
-@given(
-    step=st.integers(0, 10**6), first=st.integers(0, 10), count=st.integers(0, 10), others=st.integers(0, 5)
-)
-def test_any_slice_is_the_slice_of_the_whole(
-    source: Batches, step: int, first: int, count: int, others: int
-) -> None:
+@given(step=st.integers(0, 10**6), first=st.integers(0, 10), count=st.integers(0, 10), others=st.integers(0, 5))
+def test_any_slice_is_the_slice_of_the_whole(source: Batches, step: int, first: int, count: int, others: int) -> None:
     global_batch = first + count + others
     whole = source.samples(step, 0, global_batch, global_batch)
     found = source.samples(step, first, count, global_batch)

@@ -57,9 +57,7 @@ def test_no_place_prefers_a_sample(num_samples: int) -> None:
     """Over 3,000 seeds each (place, sample) is hit 3000/n times within 5 standard deviations."""
     num_seeds = 3000
     hits = Counter(
-        (place, sample_at(seed, 0, place, num_samples))
-        for seed in range(num_seeds)
-        for place in range(num_samples)
+        (place, sample_at(seed, 0, place, num_samples)) for seed in range(num_seeds) for place in range(num_samples)
     )
     fair = num_seeds / num_samples
     spread = 5 * (fair * (1 - 1 / num_samples)) ** 0.5

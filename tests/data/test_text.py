@@ -74,9 +74,7 @@ def test_what_is_no_text_is_refused_with_the_fix(tmp_path: Path) -> None:
         assert re.search(re.escape(name), str(error.value))
 
 
-@pytest.mark.parametrize(
-    "size, length, held_out", [(1000, 4, 50), (1000, 99, 100), (200, 99, 100), (10, 4, 5)]
-)
+@pytest.mark.parametrize("size, length, held_out", [(1000, 4, 50), (1000, 99, 100), (200, 99, 100), (10, 4, 5)])
 def test_the_end_is_held_out(size: int, length: int, held_out: int) -> None:
     text = bytes(i % 256 for i in range(size))
     train, rest = split_text(text, length)

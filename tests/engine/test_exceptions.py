@@ -67,8 +67,7 @@ def test_one_rank_raising_ends_all_at_once_with_its_own_traceback(where: str, ro
 
 @pytest.mark.parametrize("row", ROWS)
 @pytest.mark.parametrize("where", ["forward", "backward"])
-@pytest.mark.parametrize("prefetch", [0, 2])
-def test_after_a_caught_exception_the_next_step_is_as_if_nothing_had_been(row: str, where: str, prefetch: int) -> None:
+def test_after_a_caught_exception_the_next_step_is_as_if_nothing_had_been(row: str, where: str) -> None:
     """All ranks fail alike, in the second microbatch, and catch it: nothing of the failed step stays."""
     template, data = failing(), batches(4)
 

@@ -1,4 +1,4 @@
-"""Gradients are sums, divided once: every row gives the single process's, whatever the model does with its parameters."""
+"""Gradients are sums, divided once: every row gives the single process's, whatever the model does."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def test_a_branch_skipped_in_a_microbatch_of_all_ranks(mesh: str, row: str) -> N
 
     def loss(model: nn.Module, batch: cases.Batch) -> Tensor:
         """Microbatch m of M takes the branch of its sign, in the single process as on the ranks."""
-        parts = [part for part in batch["x"].split(1)]
+        parts = list(batch["x"].split(1))
         return sum(((model(x) - 0.5) ** 2).sum() * w for x, w in zip(parts, batch["mask"], strict=True))  # type: ignore[return-value]
 
     data = batches()

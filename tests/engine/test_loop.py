@@ -9,7 +9,7 @@ from typing import Any
 import engine_cases as cases
 import pytest
 import torch
-from engine_cases import MESHES, ROWS, adamw, batches, count, deal, loss_sum, net, plain, train
+from engine_cases import ROWS, adamw, batches, count, deal, loss_sum, net, plain, train
 from torch import Tensor, nn
 
 from plait.comm import Comm, run
@@ -49,13 +49,12 @@ def script(num_microbatches: int) -> Loop:
 
 
 @pytest.mark.parametrize("row", ROWS)
-@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize("mesh", ["shard=1", "shard=3", "replica=2 shard=2"])
 def test_equals_the_single_process(mesh: str, row: str) -> None:
     truth = plain(net(), batches(3))
-    for microbatches in (1, 3):
-        for losses, state in looped(mesh, row, script(microbatches)):
-            assert cases.close(torch.tensor(losses), torch.tensor(truth.losses), 1e-7)
-            assert all(cases.close(state[name], value) for name, value in truth.state.items())
+    for losses, state in looped(mesh, row, script(2)):
+        assert cases.close(torch.tensor(losses), torch.tensor(truth.losses), 1e-7)
+        assert all(cases.close(state[name], value) for name, value in truth.state.items())
 
 
 @pytest.mark.parametrize("row", ROWS)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
@@ -140,7 +141,7 @@ class Matrices(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         widths = [cases.WIDTH, 12, 9, 3]
-        self.layers = nn.ModuleList(nn.Linear(a, b, bias=False) for a, b in zip(widths, widths[1:], strict=False))
+        self.layers = nn.ModuleList(nn.Linear(a, b, bias=False) for a, b in itertools.pairwise(widths))
 
     def forward(self, x_BC: torch.Tensor) -> torch.Tensor:
         for layer in self.layers:

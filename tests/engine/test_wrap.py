@@ -1,4 +1,4 @@
-"""Which parameters travel together: by block, or as the user names them; the innermost unit around a parameter has it."""
+"""Which parameters travel together: by block or as the user names them, and the innermost unit has it."""
 
 from __future__ import annotations
 

@@ -14,9 +14,7 @@ from plait.data import TextBatches
 from plait.data import batches as data_batches
 from plait.models import gpt
 
-SMALL = gpt.GPTConfig(
-    vocabulary=31, num_layers=2, width=24, num_heads=6, num_kv_heads=2, max_length=12, dropout=0.0
-)
+SMALL = gpt.GPTConfig(vocabulary=31, num_layers=2, width=24, num_heads=6, num_kv_heads=2, max_length=12, dropout=0.0)
 
 
 def small(seed: int = 0, **changes: object) -> gpt.GPT:
@@ -47,10 +45,7 @@ def plain_logits(model: gpt.GPT, tokens_BT: Tensor) -> Tensor:
         half = config.head_dim // 2
         pairs = torch.complex(x_BTHK[..., :half].contiguous(), x_BTHK[..., half:].contiguous())
         turns = [
-            [
-                cmath.rect(1.0, time * config.rope_base ** (-2 * pair / config.head_dim))
-                for pair in range(half)
-            ]
+            [cmath.rect(1.0, time * config.rope_base ** (-2 * pair / config.head_dim)) for pair in range(half)]
             for time in range(length)
         ]
         pairs = pairs * torch.tensor(turns, dtype=pairs.dtype)[:, None, :]
@@ -67,9 +62,7 @@ def plain_logits(model: gpt.GPT, tokens_BT: Tensor) -> Tensor:
         k, v = (t.repeat_interleave(config.num_heads // config.num_kv_heads, dim=2) for t in (k, v))
         scores_BHTS = torch.einsum("bthk,bshk->bhts", q, k) / math.sqrt(config.head_dim)
         scores_BHTS = scores_BHTS.masked_fill(torch.ones(length, length).triu(1).bool(), -math.inf)
-        mixed = torch.einsum("bhts,bshk->bthk", scores_BHTS.softmax(-1), v).reshape(
-            batch, length, config.width
-        )
+        mixed = torch.einsum("bhts,bshk->bthk", scores_BHTS.softmax(-1), v).reshape(batch, length, config.width)
         x_BTD = x_BTD + mixed @ weights[name + "attention.output.weight"].T
         h_BTD = norm(x_BTD, name + "mlp_norm")
         gate = h_BTD @ weights[name + "mlp.gate.weight"].T
@@ -99,9 +92,7 @@ def test_with_exact_tables_the_match_is_to_fp64() -> None:
     model = small()
     for block in model.blocks:
         place = torch.arange(SMALL.max_length, dtype=torch.float64)[:, None]
-        angle = place * SMALL.rope_base ** (
-            -torch.arange(0, SMALL.head_dim, 2, dtype=torch.float64) / SMALL.head_dim
-        )
+        angle = place * SMALL.rope_base ** (-torch.arange(0, SMALL.head_dim, 2, dtype=torch.float64) / SMALL.head_dim)
         block.attention.cos, block.attention.sin = angle.cos(), angle.sin()
     tokens_BT = tokens_of(SMALL)
     torch.testing.assert_close(model(tokens_BT), plain_logits(model, tokens_BT), rtol=1e-12, atol=1e-12)
@@ -140,9 +131,7 @@ def test_the_head_is_the_embedding() -> None:
 
 def test_each_module_initialises_its_own_parameters_and_no_others() -> None:
     model = small()
-    owners = [
-        (name, module) for name, module in model.named_modules() if list(module.parameters(recurse=False))
-    ]
+    owners = [(name, module) for name, module in model.named_modules() if list(module.parameters(recurse=False))]
     for name, module in owners:
         before = {key: weight.detach().clone() for key, weight in model.named_parameters()}
         module.reset_parameters()
@@ -261,9 +250,7 @@ def test_every_dtype_runs_and_the_loss_is_at_least_fp32(dtype: torch.dtype) -> N
     assert model(batch["tokens"]).dtype == dtype
     assert gpt.loss_sum(model, batch).dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
     expected = gpt.loss_sum(small(), batch).item()
-    assert gpt.loss_sum(model, batch).item() == pytest.approx(
-        expected, rel=0.05 if dtype == torch.bfloat16 else 1e-4
-    )
+    assert gpt.loss_sum(model, batch).item() == pytest.approx(expected, rel=0.05 if dtype == torch.bfloat16 else 1e-4)
 
 
 def ragged_batch() -> dict[str, Tensor]:

@@ -30,9 +30,7 @@ def test_sixteen_distinct_blocks() -> None:
     assert [type(block) for block in model] == [mlp.Layer] * 16
     assert [type(block.activation) for block in model] == [nn.GELU] * 15 + [nn.Identity]
     assert len({tuple(block.linear.weight[0].tolist()) for block in model}) == 16
-    assert (
-        sum(weight.numel() for weight in model.parameters()) == 16 * 65 * 64 == mlp.MLPConfig().num_parameters
-    )
+    assert sum(weight.numel() for weight in model.parameters()) == 16 * 65 * 64 == mlp.MLPConfig().num_parameters
 
 
 def test_odd_sizes_against_the_definition() -> None:
@@ -61,9 +59,7 @@ def test_the_loss_of_a_batch_is_the_sum_of_its_rows() -> None:
     expected, count = 0.0, 0
     for x_D, y_D, kept in zip(batch["x"], batch["y"], batch["mask"].tolist(), strict=True):
         if kept:
-            expected += sum(
-                (p - q) ** 2 for p, q in zip(model(x_D[None])[0].tolist(), y_D.tolist(), strict=True)
-            )
+            expected += sum((p - q) ** 2 for p, q in zip(model(x_D[None])[0].tolist(), y_D.tolist(), strict=True))
             count += 1
     assert mlp.loss_sum(model, batch).item() == pytest.approx(expected, rel=1e-12)
     assert mlp.sample_count(batch) == count

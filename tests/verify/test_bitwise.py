@@ -111,9 +111,7 @@ def test_losses_differ_per_rank_while_gradients_and_parameters_do_not() -> None:
 
 
 @pytest.mark.parametrize("row", ["ddp", "zero3", "psdp"])
-@pytest.mark.parametrize(
-    ("dtype", "optimizer"), [("fp64", "adamw"), ("fp64", "sgd"), ("fp32", "sgd"), ("fp32", "adam")]
-)
+@pytest.mark.parametrize(("dtype", "optimizer"), [("fp64", "adamw"), ("fp64", "sgd"), ("fp32", "sgd")])
 def test_dtypes_and_optimizers(dtype: str, optimizer: str, row: str) -> None:
     result = verify(GPT, mesh="replica=2 shard=2", strategy=row, microbatches=2, dtype=dtype, optimizer=optimizer)
     assert result.verdict.word == "bitwise", result.different()

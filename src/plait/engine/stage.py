@@ -176,7 +176,8 @@ class Stage:
             if in_backward():
                 self._open_backward(unit)
                 return
-            self.open(unit, "forward")
+            with torch._C.DisableTorchFunction():  # the engine's own work is nobody's forward
+                self.open(unit, "forward")
             self._watch.running.append(partial(self._open_backward, unit))
             if torch.is_grad_enabled() and unit.split_needs and not unit.done_with_gradients:
                 self._await_inputs(unit, (*args, *kwargs.values()))
@@ -213,7 +214,8 @@ class Stage:
                 )
             for tensor in tracked:
                 self._when_gradient_comes(tensor, lambda gradient: self._open_backward(unit))
-            self.close(unit, keep=bool(tracked), keep_borrowed=False)
+            with torch._C.DisableTorchFunction():
+                self.close(unit, keep=bool(tracked), keep_borrowed=False)
 
         return hook
 

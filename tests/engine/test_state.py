@@ -52,10 +52,9 @@ def test_full_state_is_the_single_process_state(mesh: str, row: str) -> None:
 
 @pytest.mark.parametrize("row", ROWS)
 def test_round_trip_into_another_layout(row: str) -> None:
-    """Saved under ddp on 2 ranks, loaded under the row on 3; then both go on alike."""
+    """Saved under ddp on 2 ranks, loaded under the row on 3."""
     template, other = distinct(Full()), distinct(Full(), seed=5)
     saved = train(template, "shard=2", "ddp", batches())[0].state
-    more = batches(4)[2:]
 
     def body(comm: Comm) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         model = copy.deepcopy(other)
@@ -74,7 +73,6 @@ def test_round_trip_into_another_layout(row: str) -> None:
     for loaded, again in run(Mesh(shard=3), body):
         assert cases.close(loaded.pop("output"), expected)
         assert all(torch.equal(loaded[name], saved[name]) and torch.equal(again[name], saved[name]) for name in saved)
-    assert more
 
 
 @pytest.mark.parametrize(

@@ -22,6 +22,7 @@ Rules that hold in every world:
 
 from __future__ import annotations
 
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
@@ -80,6 +81,12 @@ class Comm(ABC):
         self.mesh, self.rank, self.device = mesh, rank, torch.device(device)
         self.ledger, self.deterministic, self.deadline = Ledger(), deterministic, deadline
         self._groups: dict[tuple[str, ...], Group] = {}
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether messages travel beside computation: on GPUs, and where there are more cores than ranks use."""
+        ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", self.mesh.size))
+        return self.device.type == "cuda" or (os.cpu_count() or 1) > ranks_here * torch.get_num_threads()
 
     # ---- the face ------------------------------------------------------------------------------
 

@@ -11,6 +11,9 @@ come the row's ``microbatch`` move starts:
 
 Which parameters got a gradient at all is tracked apart: zero is a gradient, none is not.
 
+Sums that wait for the step start as soon as a unit's last backward is over, if messages travel beside computation; on
+a CPU without a core to spare they would only take turns with it, and go faster in one go after the backward.
+
 *Order.*  Where parameters are split, every rank runs the same units in the same order (their gathers would not
 match otherwise), so a microbatch's reductions start as units complete.  All other reductions start in one fixed
 order, last unit first; a unit that did not run here still takes part, with zeros.
@@ -127,6 +130,8 @@ class Gradients:
             unit: [FlatGradient(f, self.buffers) for f in unit.flats if f.trainable] for unit in stage.units
         }
         self.order = [unit for unit in reversed(stage.units) if self.flats[unit]]
+        direct = all(g.direct for gradients in self.flats.values() for g in gradients)
+        self.overlap = comm.overlaps or not direct
         self.last = False
         self._active = False
         self._nodes = {
@@ -158,7 +163,7 @@ class Gradients:
 
     def begin_microbatch(self, *, last: bool) -> None:
         """Before a backward; ``last`` lets the step's own moves start as units complete."""
-        self.last = last
+        self.last = last and self.overlap
         self._active = True
         self._due.clear()
         self._complete.clear()

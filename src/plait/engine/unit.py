@@ -85,7 +85,7 @@ class Flat:
         self.placeholders = [nothing.expand(s.shape) for s in layout.slots]
         self.kept: Tensor | None = None
         self.accumulated: Tensor | None = None
-        self._release()
+        self.release()
 
     def place(self, cell: Cell) -> tuple[int, int]:
         """Which elements of the flat buffer this rank holds under a cell."""
@@ -112,7 +112,7 @@ class Flat:
             parameter.data = view
             self.resting.pop(id(parameter), None)
 
-    def _release(self) -> None:
+    def release(self) -> None:
         if self.split:
             for parameter, placeholder, slot in zip(self.parameters, self.placeholders, self.layout.slots, strict=True):
                 parameter.data = placeholder
@@ -206,7 +206,7 @@ class Unit:
         """Back to rest; messages still under way are waited for first."""
         self.show()
         for flat in self.flats:
-            flat._release()
+            flat.release()
         self.filled = not self.split
 
     def keep(self) -> None:

@@ -315,6 +315,8 @@ class Engine:
         self.stage.forget()
         for unit in self.units:
             unit.publish()
+        for unit in self.units:
+            unit.settle()  # nobody may leave with a message of ours under way
         for piece in self.owned:
             piece.view.grad = None
         self._now = None

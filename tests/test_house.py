@@ -24,7 +24,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "tensor": {"core", "comm"},
     "engine": {"core", "comm", "tensor"},
     "checkpoint": UP_TO_ENGINE,
-    "models": {"core"},
+    "models": {"core", "comm", "tensor"},
     "data": {"core"},
     "config": {"core", "models"},
     "doctor": {"core", "report", "measure"},

@@ -20,6 +20,7 @@ import torch
 from plait.core.cells import find_strategy
 from plait.core.mesh import Mesh
 from plait.models.gpt import GPTConfig
+from plait.models.hf import HFConfig, check_installed
 from plait.models.mlp import MLPConfig
 
 World = Literal["process", "thread"]
@@ -44,25 +45,25 @@ class RunConfig:
     world: World = "process"
     """What a rank is: a process, or a thread of this one."""
 
-    model: Literal["mlp", "gpt"] = "gpt"
-    """gpt: a small decoder on text. mlp: linear layers on regression data."""
+    model: Literal["mlp", "gpt", "llama", "qwen2"] = "gpt"
+    """gpt: a small decoder on text. llama, qwen2: Hugging Face's. mlp: linear layers on regression data."""
     layers: int | None = None
-    """Layers (gpt: 4, mlp: 16 unless given)."""
+    """Layers (mlp: 16, the others: 4 unless given)."""
     width: int = 128
     """Elements of a hidden vector."""
     heads: int = 4
-    """Attention heads (gpt)."""
+    """Attention heads (all but mlp)."""
     kv_heads: int = 2
-    """Key/value heads, shared by groups of heads (gpt)."""
+    """Key/value heads, shared by groups of heads (all but mlp)."""
     dropout: float = 0.1
-    """The probability of dropping."""
+    """The probability of dropping (llama, qwen2: attention weights only)."""
 
     steps: int = 60
     """Steps of the optimizer."""
     batch: int = 16
     """Samples of one step, over all ranks and microbatches."""
     length: int = 128
-    """Tokens of one sample (gpt)."""
+    """Tokens of one sample (all but mlp)."""
     ragged: bool = False
     """Samples of different token counts, so that ranks and microbatches differ too."""
     data: str | None = None
@@ -79,6 +80,8 @@ class RunConfig:
     dtype: Literal["fp32", "fp64", "bf16"] = "fp32"
     """Of the parameters and the computation."""
 
+    sequence_parallel: bool = False
+    """Cut the stream between tensor-parallel products in time (needs a tensor axis)."""
     cut: Literal["element", "tensor"] = "element"
     """Where the data axes may cut: anywhere in a parameter, or only between parameters."""
     prefetch: int = 1
@@ -105,17 +108,17 @@ class RunConfig:
         return {"fp32": torch.float32, "fp64": torch.float64, "bf16": torch.bfloat16}[self.dtype]
 
     @property
-    def model_config(self) -> GPTConfig | MLPConfig:
+    def model_config(self) -> GPTConfig | HFConfig | MLPConfig:
         """The sizes of the chosen model.
 
         Raises:
-            ValueError: sizes that don't fit together.
+            ValueError: sizes that don't fit together, or a model whose package is not installed.
         """
         if self.model == "mlp":
             return MLPConfig(
                 num_layers=16 if self.layers is None else self.layers, width=self.width, dropout=self.dropout
             )
-        return GPTConfig(
+        sizes = GPTConfig(
             num_layers=4 if self.layers is None else self.layers,
             width=self.width,
             num_heads=self.heads,
@@ -123,6 +126,10 @@ class RunConfig:
             max_length=self.length,
             dropout=self.dropout,
         )
+        if self.model == "gpt":
+            return sizes
+        check_installed()
+        return HFConfig(**vars(sizes), kind=self.model)
 
 
 @dataclass(frozen=True)
@@ -163,12 +170,13 @@ def validate(config: RunConfig) -> None:
     """
     mesh = config.parsed_mesh
     find_strategy(config.strategy)
-    if mesh.pipe > 1 or mesh.tensor > 1:
-        axis, size = ("pipe", mesh.pipe) if mesh.pipe > 1 else ("tensor", mesh.tensor)
+    if mesh.pipe > 1:
         raise ValueError(
-            f"the mesh '{mesh}' has {axis}={size}, but training runs over the data axes, replica and shard: "
-            f"leave {axis} out, for example shard={mesh.size}"
+            f"the mesh '{mesh}' has pipe={mesh.pipe}, but training runs over the axes replica, shard and tensor: "
+            f"leave pipe out, for example shard={mesh.size}"
         )
+    if config.sequence_parallel and config.model == "mlp":
+        raise ValueError("sequence_parallel cuts activations in time, which mlp has not: choose gpt, or leave it out")
     for name in ("microbatches", "steps", "batch", "length", "threads", "log_every"):
         _at_least(config, name, 1)
     _at_least(config, "prefetch", 0)

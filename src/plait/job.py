@@ -18,7 +18,7 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 from plait.config import RunConfig
 from plait.data import Batches, SyntheticRegression, TextBatches, load_text, split_text
 from plait.engine import empty_parameters
-from plait.models import gpt, mlp
+from plait.models import gpt, hf, mlp
 
 
 @dataclass(frozen=True)
@@ -37,6 +37,8 @@ class Job:
     global_batch: int
     dtype: torch.dtype
     seed: int
+    leading: Callable[[Any], tuple[int, ...]]
+    """The shape of a batch's activations without their last dim."""
 
     def microbatches(
         self, step: int, data_rank: int, num_data_ranks: int, num_microbatches: int, device: str = "cpu"
@@ -55,17 +57,23 @@ def make_job(config: RunConfig) -> Job:
     sizes, dtype = config.model_config, config.torch_dtype
     batches: Batches
     make: Callable[[], nn.Module]
-    if isinstance(sizes, gpt.GPTConfig):
-        text, _ = split_text(load_text(config.data), config.length)
-        batches = TextBatches(text, config.length, config.seed, ragged=config.ragged)
-        make, loss_fn, count_fn = partial(gpt.GPT, sizes), gpt.loss_sum, gpt.token_count
-    else:
+    if isinstance(sizes, mlp.MLPConfig):
         batches = SyntheticRegression(sizes.width, config.seed, ragged=config.ragged, dtype=dtype)
         make, loss_fn, count_fn = partial(mlp.MLP, sizes), mlp.loss_sum, mlp.sample_count
+    else:
+        text, _ = split_text(load_text(config.data), config.length)
+        batches = TextBatches(text, config.length, config.seed, ragged=config.ragged)
+        if isinstance(sizes, hf.HFConfig):
+            make, loss_fn, count_fn = partial(hf.build, sizes), hf.loss_sum, hf.token_count
+        else:
+            make, loss_fn, count_fn = partial(gpt.GPT, sizes), gpt.loss_sum, gpt.token_count
 
     def build() -> nn.Module:
         with empty_parameters():
-            return make().to(dtype).train()
+            model = make()
+        for parameter in model.parameters():  # not the buffers: bf16 would turn rotary angles
+            parameter.data = parameter.data.to(dtype)
+        return model.train()
 
     def optimizer(parameters: Iterable[nn.Parameter]) -> Optimizer:
         match config.optimizer:
@@ -76,4 +84,7 @@ def make_job(config: RunConfig) -> Job:
             case "sgd":
                 return SGD(parameters, lr=config.lr, momentum=0.9)
 
-    return Job(build, loss_fn, count_fn, batches, optimizer, config.batch, dtype, config.seed)
+    def leading(batch: Any) -> tuple[int, ...]:
+        return tuple(batch["tokens"].shape) if "tokens" in batch else (len(batch["x"]),)
+
+    return Job(build, loss_fn, count_fn, batches, optimizer, config.batch, dtype, config.seed, leading)

@@ -223,7 +223,8 @@ def test_a_unit_gathers_what_was_written_and_what_was_updated(
 
     def rank_main(comm: Comm) -> None:
         plan = moves(row)
-        flat = Flat(layout, [nn.Parameter(torch.zeros_like(v)) for v in values], row, comm, {})
+        parameters = [nn.Parameter(torch.zeros_like(v)) for v in values]
+        flat = Flat(layout, parameters, row, comm, {}, [None] * len(values), False)
         unit = Unit("u", nn.Module(), [flat], plan, comm)
         flat.rest.fill_(NAN)
         for index, value in enumerate(values):
@@ -293,7 +294,7 @@ def test_an_engine_gives_back_the_model_that_it_was_given(
     other = {name: value + 1 for name, value in original.items()}
 
     def rank_main(comm: Comm) -> None:
-        engine = Engine(models[comm.rank], comm, strategy=row, cut=cut)
+        engine = Engine(models[comm.rank], comm, strategy=row, cut=cut, tensor_plan={})
         for state in (original, other):
             if state is other:
                 engine.load_full_state_dict(other)

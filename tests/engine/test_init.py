@@ -119,6 +119,88 @@ def test_a_module_without_initialiser_is_named() -> None:
         run(Mesh(), lambda comm: Engine(model, comm))
 
 
+class Scale(nn.Module):
+    """A parameter, and nothing to initialise it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(WIDTH))
+
+
+class Branch(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.norm, self.scale = nn.LayerNorm(WIDTH), Scale()
+
+
+class Initialising(nn.Module):
+    """Initialises its modules itself, children first, as Hugging Face's models do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.branches = nn.ModuleList(Branch() for _ in range(2))
+        self.bias = nn.Parameter(torch.empty(WIDTH))
+        self.apply(self._init_weights)
+
+    def _init_weights(self, module: nn.Module) -> None:
+        if isinstance(module, nn.Linear):
+            nn.init.normal_(module.weight, std=100.0)
+        elif isinstance(module, Scale):
+            nn.init.constant_(module.scale, 3.0)
+        elif isinstance(module, Branch):
+            nn.init.normal_(module.down.weight, std=0.01)
+        elif module is self:
+            nn.init.constant_(self.bias, 5.0)
+
+
+class Around(nn.Module):
+    """Holds a model that initialises its modules itself; its own ``_init_weights`` is another thing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Initialising()
+        self.head = nn.Linear(WIDTH, 3)
+
+    def _init_weights(self) -> None:
+        raise AssertionError("not the initialiser of a module")
+
+
+def test_the_model_around_a_module_initialises_it() -> None:
+    """It overrides reset_parameters; a module's holder comes after it; what nobody overrides stays."""
+
+    def body(comm: Comm) -> dict[str, Tensor]:
+        return Engine(empty(Around), comm, strategy="zero3").full_state_dict()
+
+    model = empty(Around)
+    materialise(model, 0, torch.device("cpu"))
+    values = model.state_dict()
+    assert torch.equal(values["inner.bias"], torch.full((WIDTH,), 5.0))
+    for i in range(2):
+        at = f"inner.branches.{i}"
+        assert 50 < values[f"{at}.up.weight"].std() < 200
+        assert 0 < values[f"{at}.down.weight"].abs().max() < 0.1
+        assert 0 < values[f"{at}.up.bias"].abs().max() <= WIDTH**-0.5
+        assert torch.equal(values[f"{at}.norm.weight"], torch.ones(WIDTH))
+        assert torch.equal(values[f"{at}.scale.scale"], torch.full((WIDTH,), 3.0))
+    assert not torch.equal(values["inner.branches.0.up.weight"], values["inner.branches.1.up.weight"])
+    assert 0 < values["head.weight"].abs().max() <= WIDTH**-0.5
+    for state in run(Mesh.parse("replica=2 shard=2"), body):
+        assert all(torch.equal(state[name], value) for name, value in values.items())
+
+
+class Forgetful(nn.Linear):
+    def reset_parameters(self) -> None:
+        nn.init.ones_(self.weight)
+
+
+def test_a_parameter_that_its_initialiser_leaves_out_is_named() -> None:
+    with empty_parameters():
+        model = nn.Sequential(Forgetful(3, 3))
+    with pytest.raises(ValueError, match=r"'0'.*Forgetful.*meta \(bias\)"):
+        run(Mesh(), lambda comm: Engine(model, comm))
+
+
 def test_a_buffer_without_values_is_named() -> None:
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))

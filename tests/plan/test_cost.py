@@ -84,7 +84,7 @@ def test_volumes_of_every_row(row: str, p: int, replicas: int, m: int) -> None:
 
 @pytest.mark.parametrize("row", TABLE)
 def test_one_rank_sends_nothing(row: str) -> None:
-    for mesh in (Mesh(), Mesh(tensor=2), Mesh(pipe=3)):
+    for mesh in (Mesh(), Mesh(pipe=3)):
         assert predict_step(units_for(mesh), mesh, TABLE[row], 3, 0) == ()
 
 
@@ -168,10 +168,10 @@ def test_a_step_has_two_small_agreements(row: str, m: int, words: int) -> None:
     """Counts: 3 numbers a rank.  Report: squares, a loss per microbatch, a bit per trainable parameter."""
     mesh = Mesh(replica=2, shard=2, tensor=2)
     entries = predict_step(units_for(mesh), mesh, TABLE[row], m, 0)
-    order = ("replica", "shard")
+    order = ("replica", "shard", "tensor")
     assert [e for e in entries if e.note.phase not in STATE] == [
-        Entry("all_gather", order, 4 * 3 * 8, 3 * 3 * 8, Note("count")),
-        Entry("all_gather", order, 4 * words * 8, 3 * words * 8, Note("report")),
+        Entry("all_gather", order, 8 * 3 * 8, 7 * 3 * 8, Note("count")),
+        Entry("all_gather", order, 8 * words * 8, 7 * words * 8, Note("report")),
     ]
 
 

@@ -230,13 +230,15 @@ class Moves:
     """Every move of a step, by phase.
 
     ``forward`` and ``backward`` happen per use of a unit in a microbatch, ``microbatch`` after its backward,
-    ``step`` and ``publish`` once.
+    ``step`` and ``publish`` once.  ``summed`` comes before ``step`` where a gradient is pending over the tensor axis as
+    well: it is a sum like the others, so it is taken once per step, on the piece that the gradient cell leaves here.
     """
 
     forward: tuple[Move, ...]
     keep: tuple[Move, ...]
     backward: tuple[Move, ...]
     microbatch: tuple[Move, ...]
+    summed: tuple[Move, ...]
     step: tuple[Move, ...]
     publish: tuple[Move, ...]
 
@@ -248,6 +250,7 @@ def moves(strategy: Strategy) -> Moves:
         keep=move(FULL, strategy.kept),
         backward=move(strategy.kept, FULL),
         microbatch=move(UNREDUCED, strategy.grads),
+        summed=(Move("all_reduce", ("tensor",), strategy.grads.split),),
         step=move(strategy.grads, strategy.optim),
         publish=move(strategy.optim, strategy.params),
     )

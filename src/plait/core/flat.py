@@ -206,3 +206,5 @@ class UnitLayout:
     flats: tuple[FlatLayout, ...]
     trainable: tuple[bool, ...]
     uses: int = 1
+    summed: tuple[bool, ...] = ()
+    """Which flats hold gradients that are pending over the tensor axis; none where it is empty."""

@@ -1,6 +1,35 @@
-"""How a tensor of any number of dims is cut over the axes of a mesh."""
+"""How a tensor of any number of dims is cut over the axes of a mesh, and the way from one cut to another.
+
+A layout says for each *dim* of the tensor which *axes* of the mesh cut it (outermost cut first) and over which
+axes a sum is still pending; over every other axis the tensor is replicated.  One word per dim, any name:
+
+    "out/tensor in"                     dim 0 cut over tensor           tensor=Shard(0) replica=Replicate
+    "out in, pending(replica)"          a sum over replica is due       tensor=Replicate replica=Partial(sum)
+    "batch/replica/shard time"          dim 0 cut over replica, each piece cut again over shard
+
+    5 rows over tensor=4      5 rows over replica=2, then tensor=2
+    0 1 | 2 3 | 4 |           0 1 | 2 || 3 | 4            uneven and empty pieces are normal
+
+What one axis does in a step from layout to layout, and the collective that this is (``path``):
+
+    from \\ to   cut dim e                pending                  replicated
+    cut dim d   all_to_all               place (zeros around it)  all_gather
+    pending     reduce_scatter           -                        all_reduce
+    replicated  slice                    keep_first               -
+
+``place``, ``keep_first`` and ``slice`` send nothing.  Pieces of unequal size travel padded to the largest one, and
+the bytes of a step count the padding.  An axis of size 1 changes nothing and costs nothing.
+"""
 
 from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from plait.core.collectives import Entry, Note, bytes_sent
+from plait.core.mesh import AXES, Mesh
 
 
 def part(size: int, ways: int, index: int) -> tuple[int, int]:
@@ -11,3 +40,279 @@ def part(size: int, ways: int, index: int) -> tuple[int, int]:
     """
     step = -(-size // ways)
     return min(index * step, size), min((index + 1) * step, size)
+
+
+def nested_part(size: int, ways: tuple[int, ...], indices: tuple[int, ...]) -> tuple[int, int]:
+    """Where the piece of one rank begins and ends when each piece is cut again, the first cut outermost."""
+    start, stop = 0, size
+    for n, index in zip(ways, indices, strict=True):
+        low, high = part(stop - start, n, index)
+        start, stop = start + low, start + high
+    return start, stop
+
+
+@dataclass(frozen=True)
+class Layout:
+    """For each dim the axes that cut it, outermost first, and the axes over which a sum is pending.
+
+    Raises:
+        ValueError: an axis that is unknown, or that stands at two places.
+    """
+
+    dims: tuple[tuple[str, ...], ...]
+    pending: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        seen: set[str] = set()
+        for axis in (*self.cut, *self.pending):
+            if axis not in AXES:
+                raise ValueError(f"layout '{self}' names {axis!r}: the mesh axes are {', '.join(AXES)}")
+            if axis in seen:
+                raise ValueError(f"layout '{self}' names {axis!r} twice: an axis cuts one dim, or is pending")
+            seen.add(axis)
+        object.__setattr__(self, "pending", tuple(a for a in AXES if a in self.pending))
+
+    @classmethod
+    def parse(cls, text: str) -> Layout:
+        """``"out/tensor in, pending(replica)"`` as a layout; a tensor without dims is ``"scalar"``.
+
+        The names of the dims are for the reader: any word will do.
+        """
+        match = re.fullmatch(r"\s*([\w/\s]*?)\s*(?:,\s*pending\(([\w,\s]*)\))?\s*", text)
+        words = match[1].split() if match else []
+        if match is None or any(not piece for word in words for piece in word.split("/")):
+            raise ValueError(
+                f"cannot read the layout {text!r}: write a word per dim, each with the axes that cut it, as in "
+                f"'out/tensor in' or 'batch/replica/shard time, pending(tensor)'; 'scalar' has no dims"
+            )
+        dims = () if words in ([], ["scalar"]) else tuple(tuple(word.split("/")[1:]) for word in words)
+        return cls(dims, tuple((match[2] or "").replace(",", " ").split()))
+
+    @classmethod
+    def replicated(cls, num_dims: int) -> Layout:
+        """The whole tensor on every rank."""
+        return cls(((),) * num_dims)
+
+    def __str__(self) -> str:
+        words = " ".join("/".join((f"d{d}", *axes)) for d, axes in enumerate(self.dims)) or "scalar"
+        return f"{words}, pending({', '.join(self.pending)})" if self.pending else words
+
+    @property
+    def cut(self) -> tuple[str, ...]:
+        """Every axis that cuts a dim."""
+        return tuple(axis for axes in self.dims for axis in axes)
+
+    def placements(self, mesh: Mesh) -> dict[str, str]:
+        """What each axis of the mesh does, in the field's words: Shard(dim), Partial(sum) or Replicate."""
+        words = {axis: f"Shard({d})" for d, axes in enumerate(self.dims) for axis in axes}
+        words |= dict.fromkeys(self.pending, "Partial(sum)")
+        return {a: words.get(a, "Replicate") for a in AXES if mesh.axis(a) > 1}
+
+    def on(self, mesh: Mesh) -> Layout:
+        """The same without the axes of size 1."""
+        big = {a for a in AXES if mesh.axis(a) > 1}
+        dims = tuple(tuple(a for a in axes if a in big) for axes in self.dims)
+        return Layout(dims, tuple(a for a in self.pending if a in big))
+
+    def dual(self, mesh: Mesh) -> Layout:
+        """Where the gradient of such a value lives: cut stays cut, replicated becomes pending, pending replicated."""
+        held = {*self.cut, *self.pending}
+        return Layout(self.dims, tuple(a for a in AXES if mesh.axis(a) > 1 and a not in held)).on(mesh)
+
+
+@dataclass(frozen=True)
+class Region:
+    """A box of a tensor in global coordinates: [start, stop) per dim."""
+
+    start: tuple[int, ...]
+    stop: tuple[int, ...]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Elements per dim."""
+        return tuple(b - a for a, b in zip(self.start, self.stop, strict=True))
+
+
+def region(layout: Layout, shape: tuple[int, ...], mesh: Mesh, rank: int) -> Region:
+    """The box of a tensor of this shape that a rank holds.
+
+    Raises:
+        ValueError: a layout of another number of dims.
+    """
+    if len(layout.dims) != len(shape):
+        raise ValueError(
+            f"layout '{layout}' has {len(layout.dims)} dims, the shape {tuple(shape)} has {len(shape)}: "
+            f"write a word for each of the {len(shape)} dims"
+        )
+    here = mesh.coordinates(rank)
+    spans = [
+        nested_part(size, tuple(map(mesh.axis, axes)), tuple(here[a] for a in axes))
+        for size, axes in zip(shape, layout.dims, strict=True)
+    ]
+    return Region(tuple(a for a, _ in spans), tuple(b for _, b in spans))
+
+
+# ---- from layout to layout ---------------------------------------------------------------------
+
+DUAL_KIND = {
+    "all_gather": "reduce_scatter",
+    "reduce_scatter": "all_gather",
+    "all_reduce": "all_reduce",
+    "all_to_all": "all_to_all",
+    "slice": "place",
+    "place": "slice",
+    "keep_first": "keep_first",
+}
+"""The step that the gradient takes back: the transpose of each step, seen from the dual layouts."""
+
+FREE = ("slice", "place", "keep_first")
+"""Steps that send nothing."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """One collective, or a step that sends nothing, between two layouts.
+
+    ``axes`` leave dim ``source`` (all_gather, place, all_to_all) and come to dim ``target`` (reduce_scatter, slice,
+    all_to_all); -1 where there is none.
+    """
+
+    kind: str
+    axes: tuple[str, ...]
+    before: Layout
+    after: Layout
+    source: int = -1
+    target: int = -1
+
+    def __str__(self) -> str:
+        move = {(True, True): f" from dim {self.source} to dim {self.target}", (True, False): f" of dim {self.source}"}
+        where = move.get((self.source >= 0, self.target >= 0), f" to dim {self.target}" if self.target >= 0 else "")
+        return f"{self.kind} over {', '.join(self.axes)}{where}"
+
+    def dual(self, mesh: Mesh) -> Step:
+        """The step of the gradient, from the dual of ``after`` to the dual of ``before``."""
+        kind, before, after = DUAL_KIND[self.kind], self.after.dual(mesh), self.before.dual(mesh)
+        return Step(kind, self.axes, before, after, source=self.target, target=self.source)
+
+
+def path(start: Layout, end: Layout, mesh: Mesh) -> tuple[Step, ...]:
+    """The steps from one layout to another, the ones that shrink the tensor first.
+
+    Raises:
+        ValueError: layouts of different numbers of dims.
+    """
+    if len(start.dims) != len(end.dims):
+        raise ValueError(f"'{start}' has {len(start.dims)} dims and '{end}' {len(end.dims)}: give a word for each dim")
+    here, end = start.on(mesh), end.on(mesh)
+    steps: list[Step] = []
+    while here != end:
+        step = _shrink(here, end) or _sum(here, end) or _grow(here, end) or _keep_first(here, end)
+        assert step is not None, f"no way from {here} to {end}"
+        last = steps[-1] if steps else None
+        if last and (last.kind, last.source, last.target) == (step.kind, step.source, step.target):
+            if step.kind in ("slice", "reduce_scatter"):
+                step = replace(step, axes=last.axes + step.axes, before=steps.pop().before)
+            elif step.kind in ("all_gather", "place"):
+                step = replace(step, axes=step.axes + last.axes, before=steps.pop().before)
+        steps.append(step)
+        here = step.after
+    return tuple(steps)
+
+
+def _with(layout: Layout, dims: dict[int, tuple[str, ...]], pending: tuple[str, ...]) -> Layout:
+    return Layout(tuple(dims.get(d, axes) for d, axes in enumerate(layout.dims)), pending)
+
+
+def _shrink(here: Layout, end: Layout) -> Step | None:
+    """The next cut that a dim of the end needs, where nothing has to be undone before."""
+    moves = []
+    for d, (now, then) in enumerate(zip(here.dims, end.dims, strict=True)):
+        if now == then or then[: len(now)] != now:
+            continue
+        axis = then[len(now)]
+        source = next((e for e, axes in enumerate(here.dims) if axis in axes), -1)
+        if axis in here.pending:
+            rest = tuple(a for a in here.pending if a != axis)
+            return Step("reduce_scatter", (axis,), here, _with(here, {d: (*now, axis)}, rest), target=d)
+        if source < 0:
+            return Step("slice", (axis,), here, _with(here, {d: (*now, axis)}, here.pending), target=d)
+        run = here.dims[source][here.dims[source].index(axis) :]  # everything that would have to move along
+        if then[len(now) : len(now) + len(run)] == run:
+            after = _with(here, {d: now + run, source: here.dims[source][: -len(run)]}, here.pending)
+            moves.append(Step("all_to_all", run, here, after, source, d))
+    return moves[0] if moves else None
+
+
+def _sum(here: Layout, end: Layout) -> Step | None:
+    due = tuple(a for a in here.pending if a not in end.pending and a not in end.cut)
+    if not due:
+        return None
+    return Step("all_reduce", due, here, replace(here, pending=tuple(a for a in here.pending if a not in due)))
+
+
+def _grow(here: Layout, end: Layout) -> Step | None:
+    """Undo the innermost cut of a dim whose cuts are not the beginning of what they shall be."""
+    for d, (now, then) in enumerate(zip(here.dims, end.dims, strict=True)):
+        if now and then[: len(now)] != now:
+            axis, less = now[-1], {d: now[:-1]}
+            if axis in end.pending:
+                return Step("place", (axis,), here, _with(here, less, (*here.pending, axis)), source=d)
+            return Step("all_gather", (axis,), here, _with(here, less, here.pending), source=d)
+    return None
+
+
+def _keep_first(here: Layout, end: Layout) -> Step | None:
+    new = tuple(a for a in end.pending if a not in here.pending)
+    return Step("keep_first", new, here, replace(here, pending=here.pending + new)) if new else None
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What a step does on one rank, in elements: ``whole`` is the array of the collective, padding included.
+
+    ``pieces`` are the spans of the dim that is put together or cut, in group order, ``largest`` the longest of them;
+    ``pieces_to`` and ``largest_to`` those of the dim that an all_to_all cuts.
+    """
+
+    local: tuple[int, ...]
+    whole: int
+    pieces: tuple[tuple[int, int], ...] = ()
+    largest: int = 0
+    pieces_to: tuple[tuple[int, int], ...] = ()
+    largest_to: int = 0
+
+
+def _spans(size: int, ways: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
+    spans = [(0, size)]
+    for n in ways:
+        spans = [(a + low, a + high) for a, b in spans for low, high in (part(b - a, n, i) for i in range(n))]
+    return tuple(spans)
+
+
+def sizes(step: Step, shape: tuple[int, ...], mesh: Mesh, rank: int) -> Sizes:
+    """The pieces and the padded size of one step on one rank."""
+    local = region(step.before, shape, mesh, rank).shape
+    after = region(step.after, shape, mesh, rank).shape
+    ways = tuple(map(mesh.axis, step.axes))
+    n = math.prod(ways)
+    if step.kind in ("all_reduce", "keep_first"):
+        return Sizes(local, math.prod(local))
+    if step.kind == "all_to_all":
+        pieces, pieces_to = _spans(after[step.source], ways), _spans(local[step.target], ways)
+        largest, largest_to = pieces[0][1], pieces_to[0][1]
+        others = math.prod(s for d, s in enumerate(local) if d not in (step.source, step.target))
+        return Sizes(local, n * largest * largest_to * others, pieces, largest, pieces_to, largest_to)
+    dim = max(step.source, step.target)
+    pieces = _spans(max(after[dim], local[dim]), ways)
+    others = math.prod(s for d, s in enumerate(local) if d != dim)
+    return Sizes(local, n * pieces[0][1] * others, pieces, pieces[0][1])
+
+
+def entries(
+    steps: tuple[Step, ...], shape: tuple[int, ...], mesh: Mesh, rank: int, itemsize: int, note: Note
+) -> Iterator[Entry]:
+    """The lines that these steps write into a rank's ledger.  An array without elements is not sent."""
+    for step in steps:
+        size = sizes(step, shape, mesh, rank).whole * itemsize if step.kind not in FREE else 0
+        if size:
+            yield Entry(step.kind, step.axes, size, bytes_sent(step.kind, size, mesh.count(step.axes)), note)

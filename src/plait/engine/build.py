@@ -8,7 +8,7 @@ pieces and one module.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from itertools import pairwise
 
 import torch
@@ -22,6 +22,7 @@ from plait.core.mesh import AXES
 from plait.engine.init import check_buffers, initial_values, replace_parameter
 from plait.engine.unit import Flat, Unit
 from plait.engine.wrap import Wrapped, wrap
+from plait.tensor.parallel import Parallel
 
 
 def build_units(
@@ -33,6 +34,7 @@ def build_units(
     cut: Cut,
     seed: int,
     resting: dict[int, str],
+    parallel: Parallel,
 ) -> list[Unit]:
     """Cut the model into units whose flat storages hold this rank's pieces.
 
@@ -42,6 +44,7 @@ def build_units(
         cut: where pieces may end.
         seed: for the parameters on meta.
         resting: will hold the names, by ``id``, of parameters whose values are not here at the moment.
+        parallel: how tensor parallelism cuts parameters, before they are laid in their units.
 
     Raises:
         ValueError: replicas that differ, buffers or modules without values, unknown unit names.
@@ -55,21 +58,25 @@ def build_units(
         for name, buffer in module._buffers.items():
             if buffer is not None:
                 module._buffers[name] = buffer.to(comm.device)
-    plan = moves(strategy)
+    plan, here = moves(strategy), comm.mesh.index(comm.rank, ("tensor",))
     loads = [0] * comm.mesh.data_size
     fresh: dict[int, tuple[nn.Parameter, Flat, int]] = {}
     units: dict[str, Unit] = {}
     for w in wrapped:
         flats = []
-        for group in _by_kind(w.parameters):
+        for group in _by_kind(w.parameters, parallel.summed):
             first = group[0][1]
             itemsize = first.element_size()
-            layout = lay([(n, tuple(p.shape)) for n, p in group], itemsize, comm.mesh.data_size, cut, loads)
+            cuts = [parallel.cuts.get(id(p)) for _, p in group]
+            shapes = [
+                (n, tuple(p.shape) if c is None else c.local_shape(here)) for (n, p), c in zip(group, cuts, strict=True)
+            ]
+            layout = lay(shapes, itemsize, comm.mesh.data_size, cut, loads)
             sizes = [(b - a) * itemsize for a, b in pairwise(layout.bounds)]
             loads = [load + size for load, size in zip(loads, sizes, strict=True)]
             values = [None if p.is_meta else p.data for _, p in group]
             targets = [_off_meta(p, comm.device) for _, p in group]
-            flat = Flat(layout, targets, strategy, comm, resting)
+            flat = Flat(layout, targets, strategy, comm, resting, cuts, id(first) in parallel.summed)
             for index, ((_, old), value) in enumerate(zip(group, values, strict=True)):
                 if value is None:
                     fresh[id(old)] = (targets[index], flat, index)
@@ -97,11 +104,14 @@ def _off_meta(parameter: nn.Parameter, device: torch.device) -> nn.Parameter:
     return nn.Parameter(nothing, requires_grad=parameter.requires_grad)
 
 
-def _by_kind(parameters: Sequence[tuple[str, nn.Parameter]]) -> list[list[tuple[str, nn.Parameter]]]:
-    """Parameters of one dtype that all train, or all do not, share a flat buffer."""
-    groups: dict[tuple[torch.dtype, bool], list[tuple[str, nn.Parameter]]] = {}
+def _by_kind(
+    parameters: Sequence[tuple[str, nn.Parameter]], summed: Collection[int]
+) -> list[list[tuple[str, nn.Parameter]]]:
+    """Who shares a flat buffer: parameters alike in dtype, in whether they train, and in whether they are summed."""
+    groups: dict[tuple[torch.dtype, bool, bool], list[tuple[str, nn.Parameter]]] = {}
     for name, parameter in parameters:
-        groups.setdefault((parameter.dtype, parameter.requires_grad), []).append((name, parameter))
+        kind = (parameter.dtype, parameter.requires_grad, id(parameter) in summed)
+        groups.setdefault(kind, []).append((name, parameter))
     return list(groups.values())
 
 

@@ -27,19 +27,22 @@ from plait.comm import Comm
 from plait.core.actions import Action, Kind
 from plait.core.cells import Strategy, find_strategy
 from plait.core.flat import Cut, UnitLayout
-from plait.core.mesh import DATA_AXES
 from plait.core.orders import one_stage
+from plait.core.styles import Style
 from plait.engine.build import build_units
 from plait.engine.exchange import Exchange
 from plait.engine.gradients import Gradients, parameters_of
 from plait.engine.guard import ModelGuard
+from plait.engine.norm import Norm, check_whole
 from plait.engine.optim import Owned, OwnedOptimizer, clip_factor, owned_runs, scale, square_sum
 from plait.engine.rng import Draw, Streams
 from plait.engine.runtime import execute
 from plait.engine.stage import Stage
 from plait.engine.state import full_state_dict, load_full_state_dict
+from plait.engine.tensor_parallel import TensorParallel
 from plait.engine.unit import Unit
 from plait.engine.watch import Watch
+from plait.tensor.parallel import TensorAxis, parallel_plan
 
 LossFn = Callable[[nn.Module, Any], Tensor]
 CountFn = Callable[[Any], int]
@@ -100,6 +103,9 @@ class Engine:
         prefetch: how many units are gathered ahead of the running one.
         clip: the largest global gradient norm; ``math.inf`` measures without clipping, None does neither.
         seed: of initial values (of parameters on meta) and dropout.
+        tensor_plan: patterns of module names and their styles (see ``core.styles``), for a mesh with a tensor axis;
+            None takes the plan that the model carries.
+        sequence_parallel: cut the stream between the tensor-parallel products in time.
         listener: called with ``"reduced"`` (gradients are whole, not clipped) and ``"updated"``.
 
     Raises:
@@ -120,6 +126,8 @@ class Engine:
         prefetch: int = 1,
         clip: float | None = None,
         seed: int = 0,
+        tensor_plan: Mapping[str, str | Style] | None = None,
+        sequence_parallel: bool = False,
         listener: Listener | None = None,
     ) -> None:
         self.model, self.comm, self.strategy = model, comm, find_strategy(strategy)
@@ -129,10 +137,16 @@ class Engine:
             raise ValueError(f"prefetch={prefetch}: it is a number of units, from 0")
         names = {id(p): n for n, p in model.named_parameters()}
         watch = Watch()
+        self.parallel = parallel_plan(model, comm.mesh.tensor, tensor_plan, sequence=sequence_parallel)
         self.units: list[Unit] = build_units(
-            model, comm, self.strategy, names=units, cut=cut, seed=seed, resting=watch.resting
+            model, comm, self.strategy, names=units, cut=cut, seed=seed, resting=watch.resting, parallel=self.parallel
         )
         self.streams = Streams(seed, beside=[watch])
+        self.axis = TensorAxis(comm, sequence=sequence_parallel)
+        if self.parallel.styles:
+            sizes = {id(p): c.shape for _, p, f, i in parameters_of(self.units) if (c := f.cuts[i]) is not None}
+            products = TensorParallel(model, self.parallel, sizes, self.axis, self.streams)
+            self.streams.beside = (products, watch)  # the last one sees a function first
         self.stage = Stage(model, self.units, prefetch, self.streams, watch, self._before_forward)
         self.gradients = Gradients(self.stage, comm)
         self.exchange = Exchange(comm, [n for n, _, flat, _ in parameters_of(self.units) if flat.trainable])
@@ -150,6 +164,7 @@ class Engine:
             optimizer.register_step_pre_hook(lambda *_: self._before_update())
             optimizer.register_step_post_hook(lambda *_: self._after_update())
             optimizer.zero_grad = self._discarding(optimizer.zero_grad)  # type: ignore[method-assign]
+        self.norm = Norm(comm, self.strategy, wide=any(g.flat.dtype == torch.float64 for g in flat_gradients))
         self.have_gradient: dict[str, bool] = {}
         """Which parameters got a gradient on any rank in the last step."""
         self._now: OpenStep | None = None
@@ -180,7 +195,7 @@ class Engine:
         losses: dict[int, Tensor] = {}
 
         def forward(action: Action) -> None:
-            m = self.stage.microbatch = action.microbatch
+            m = self.stage.microbatch = self.axis.microbatch = action.microbatch
             self.streams.begin(Draw(self.steps, place + m, starts[m], samples[m]))
             self.streams.switch_on(self.model.training)
             try:
@@ -249,7 +264,7 @@ class Engine:
         now = self._begin_step()
         first = (now.forwards << 40) + place * size  # how many microbatches will come is not known: number them apart
         self.streams.begin(Draw(self.steps, place + now.forwards * self.comm.mesh.data_size, first, size))
-        self.stage.microbatch = now.forwards
+        self.stage.microbatch = self.axis.microbatch = now.forwards
         now.forwards += 1
 
     def _backward(self, loss: Tensor, scale: float, *, last: bool) -> None:
@@ -275,13 +290,15 @@ class Engine:
             _, now.count = self.exchange.counts(len(now.losses), now.local_count, 0)
             scale(mine, 1 / now.count)
         losses = tuple(loss.item() for loss in now.losses)
-        squares = square_sum(mine) if self.counts_norm() else 0.0
+        squares = 0.0 if self.clip is None else square_sum(o.gradient for o in self.owned if self.norm.counts(o))
+        if self.steps == 0 and self.parallel.styles:
+            check_whole(self.norm, self.owned, self.exchange)
         total, every, self.have_gradient = self.exchange.report(squares, losses, self.gradients.touched())
         if self.listener:
             self.listener("reduced", self)
         norm = None
         if self.clip is not None:
-            norm = self._rounded(math.sqrt(total))
+            norm = self.norm.rounded(math.sqrt(total))
             factor = clip_factor(norm, self.clip)
             if factor < 1:
                 scale(mine, factor)
@@ -297,18 +314,6 @@ class Engine:
             self._now = None
 
         return discard
-
-    def counts_norm(self) -> bool:
-        """Whether this rank adds its squares to the norm: of ranks that hold the same piece, the first one does."""
-        if self.clip is None:
-            return False
-        here = self.comm.mesh.coordinates(self.comm.rank)
-        return all(here[a] == 0 for a in DATA_AXES if a not in self.strategy.optim.split)
-
-    def _rounded(self, norm: float) -> float:
-        """The norm, summed in fp64, rounded once to the gradients' precision (fp32 at least)."""
-        wide = any(g.flat.dtype == torch.float64 for gs in self.gradients.flats.values() for g in gs)
-        return torch.tensor(norm, dtype=torch.float64 if wide else torch.float32).item()
 
     def _after_update(self) -> None:
         """Hook after ``optimizer.step``: bring the new values to where the row keeps them."""

@@ -1,4 +1,4 @@
-"""What the data ranks agree on before a step's first forward and after its last backward (see ``core.agreement``)."""
+"""What the ranks agree on before a step's first forward and after its last backward (see ``core.agreement``)."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from collections.abc import Sequence
 import torch
 
 from plait.comm import Comm
-from plait.core.agreement import BITS, COUNTS, DATA_ORDER
+from plait.core.agreement import AGREEING, BITS, COUNTS
 from plait.core.collectives import Note
 
 
 class Exchange:
-    """Small agreements among the data ranks.
+    """Small agreements among the ranks.
 
     Args:
         names: the trainable parameters, in one order on all ranks.
@@ -20,27 +20,34 @@ class Exchange:
 
     def __init__(self, comm: Comm, names: Sequence[str]) -> None:
         self.comm, self.names = comm, list(names)
-        self.ranks = comm.mesh.data_size
+        self.ranks, self.tensor = comm.mesh.count(AGREEING), comm.mesh.tensor
 
     def counts(self, microbatches: int, targets: int, samples: int) -> tuple[int, int]:
         """The global index of this rank's first sample, and the global number of targets.
 
         Raises:
-            ValueError: ranks with different numbers of microbatches, or no target anywhere.
+            ValueError: ranks with different numbers of microbatches, tensor ranks with different batches, or no target
+                anywhere.
         """
         mine = torch.tensor([microbatches, targets, samples], dtype=torch.int64, device=self.comm.device)
         every = torch.empty(COUNTS * self.ranks, dtype=torch.int64, device=self.comm.device)
-        self.comm.all_gather(every, mine, DATA_ORDER, note=Note("count")).wait()
+        self.comm.all_gather(every, mine, AGREEING, note=Note("count")).wait()
         table = every.view(self.ranks, COUNTS).tolist()
         if len({row[0] for row in table}) > 1:
             raise ValueError(
                 f"ranks bring different numbers of microbatches ({', '.join(str(row[0]) for row in table)}): "
                 f"every rank must make the same number, empty ones included"
             )
-        total = sum(row[1] for row in table)
+        data = table[:: self.tensor]
+        if any(table[i] != data[i // self.tensor] for i in range(self.ranks)):
+            raise ValueError(
+                "the ranks of one tensor group bring different batches: they work on the same samples, so read the "
+                "batch of comm.mesh.data_rank(comm.rank)"
+            )
+        total = sum(row[1] for row in data)
         if total == 0:
             raise ValueError("the step has no target to learn from: the counts of all microbatches are 0")
-        return sum(row[2] for row in table[: self.comm.mesh.data_rank(self.comm.rank)]), total
+        return sum(row[2] for row in data[: self.comm.mesh.data_rank(self.comm.rank)]), total
 
     def report(
         self, squares: float, losses: Sequence[float], touched: set[str]
@@ -52,7 +59,7 @@ class Exchange:
         ]
         mine = torch.tensor([squares, *losses, *bits], dtype=torch.float64, device=self.comm.device)
         every = torch.empty(len(mine) * self.ranks, dtype=torch.float64, device=self.comm.device)
-        self.comm.all_gather(every, mine, DATA_ORDER, note=Note("report")).wait()
+        self.comm.all_gather(every, mine, AGREEING, note=Note("report")).wait()
         rows = every.view(self.ranks, len(mine)).tolist()
         total = 0.0
         for row in rows:
@@ -62,4 +69,12 @@ class Exchange:
         for row in rows:
             masks = [mask | int(value) for mask, value in zip(masks, row[split:], strict=True)]
         have = {name: bool(masks[i // BITS] >> (i % BITS) & 1) for i, name in enumerate(self.names)}
-        return total, [loss for row in rows for loss in row[1:split]], have
+        return total, [loss for row in rows[:: self.tensor] for loss in row[1:split]], have
+
+    def sums(self, mine: Sequence[float]) -> list[list[float]]:
+        """The sum over the data ranks of some numbers, for each tensor rank."""
+        numbers = torch.tensor(mine, dtype=torch.float64, device=self.comm.device)
+        every = torch.empty(len(mine) * self.ranks, dtype=torch.float64, device=self.comm.device)
+        self.comm.all_gather(every, numbers, AGREEING, note=Note("setup")).wait()
+        found: list[list[float]] = every.view(-1, self.tensor, len(mine)).sum(0).tolist()
+        return found

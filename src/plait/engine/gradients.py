@@ -291,10 +291,12 @@ class Gradients:
                 g.fill_untouched(g.accumulated, g.touched)
             elif not g.started:
                 g.accumulated.zero_()
-        for move in unit.moves.step:
+        summed = [g for g in self.flats[unit] if g.flat.summed]
+        path = [(move, summed) for move in unit.moves.summed] + [(move, self.flats[unit]) for move in unit.moves.step]
+        for move, flats in path:
             works = [
                 send(self.comm, m, g.accumulated, g.flat.grads_place[0], Note("step", unit.name))
-                for g in self.flats[unit]
+                for g in flats
                 for m in lower(move, g.flat.layout, mesh, rank)
             ]
             if works:

@@ -2,16 +2,22 @@
 
 ``empty_parameters()`` builds a model whose parameters are on the meta device (shapes without memory) while
 buffers are computed for real.  ``initial_values`` then walks the modules once: each draws its own parameters, on
-their full shapes, by its own ``reset_parameters``, from a stream that depends on (seed, module name) alone.  The
-caller keeps the pieces it owns and drops the rest before the next module comes: the most a rank ever holds beside
-its pieces is one module.
+their full shapes, by its own initialiser, from a stream that depends on (seed, module name) alone.  The caller keeps
+the pieces it owns and drops the rest before the next module comes: the most a rank ever holds beside its pieces is
+one module.
+
+A module's initialiser is what building the model runs on it, in that order: its ``reset_parameters()``, then
+``_init_weights(module)`` of the model around it, as Hugging Face's have one, for the module and for each module that
+holds it.  All others are on meta meanwhile, so that whatever is written to them goes nowhere.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import inspect
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from functools import partial
 from typing import Any
 
 import torch
@@ -64,7 +70,7 @@ def initial_values(model: nn.Module, seed: int, device: torch.device) -> Iterato
     Yields the meta parameter and its value on the full shape; the value is valid until the next module comes.
 
     Raises:
-        ValueError: a module with meta parameters that has no ``reset_parameters``.
+        ValueError: a parameter on meta that no initialiser writes.
     """
     done: set[int] = set()
     for name, module in model.named_modules():
@@ -72,23 +78,45 @@ def initial_values(model: nn.Module, seed: int, device: torch.device) -> Iterato
         new = {k: p for k, p in own.items() if p.is_meta and id(p) not in done}
         if not new:
             continue
-        reset = getattr(module, "reset_parameters", None)
-        if reset is None:
-            raise ValueError(
-                f"module {name or 'root'!r} ({type(module).__name__}) has parameters on meta ({', '.join(new)}) and no "
-                f"reset_parameters() to give them values: add one, or build the model with values"
-            )
-        fresh = {k: torch.empty(p.shape, dtype=p.dtype, device=device) for k, p in own.items()}
+        fresh = {k: _unwritten(p, device) for k, p in own.items()}
         try:
             for k, p in own.items():
                 module._parameters[k] = nn.Parameter(fresh[k], requires_grad=p.requires_grad)
             with torch.no_grad(), private_generator(device, "init", seed, name):
-                reset()
+                for initialise in initialisers(model, name):
+                    initialise()
         finally:
             module._parameters.update(own)
+        if missing := [k for k in new if fresh[k].isnan().any()]:
+            raise ValueError(
+                f"module {name or 'root'!r} ({type(module).__name__}) has parameters on meta ({', '.join(missing)}) "
+                f"and neither its reset_parameters() nor an _init_weights(module) of the model around it gives them "
+                f"values: add one, or build the model with values"
+            )
         for k, p in new.items():
             done.add(id(p))
             yield p, fresh[k]
+
+
+def initialisers(model: nn.Module, name: str) -> Iterator[Callable[[], object]]:
+    """What gives the named module's parameters their values, in the order in which building the model runs it."""
+    path = [model]
+    for child in name.split(".") if name else ():
+        path.append(path[-1].get_submodule(child))
+    reset = getattr(path[-1], "reset_parameters", None)
+    if reset is not None:
+        yield reset
+    for depth in range(len(path), 0, -1):
+        around = (getattr(module, "_init_weights", None) for module in reversed(path[:depth]))
+        nearest = next((method for method in around if method is not None), None)
+        if nearest is not None and len(inspect.signature(nearest).parameters) == 1:
+            yield partial(nearest, path[depth - 1])
+
+
+def _unwritten(parameter: Tensor, device: torch.device) -> Tensor:
+    """Memory of the parameter's shape that shows, as NaN, what an initialiser leaves out."""
+    value = torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
+    return value.fill_(torch.nan) if value.is_floating_point() else value
 
 
 def replace_parameter(model: nn.Module, old: nn.Parameter, new: nn.Parameter) -> None:

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from plait.core.cuts import TensorCut
 from plait.core.flat import BOUNDARY_BYTES, GRAIN, Run
 from plait.engine.gradients import FlatGradient
 
@@ -42,6 +43,11 @@ class Owned:
     index: int
     view: nn.Parameter
     gradient: Tensor
+
+    @property
+    def cut(self) -> TensorCut | None:
+        """How the parameter is cut over the tensor axis; the run lies in this rank's piece of it."""
+        return self.source.flat.cuts[self.index]
 
 
 def owned_runs(gradients: Iterable[FlatGradient]) -> list[Owned]:

@@ -58,10 +58,36 @@ def _mix(x: Tensor) -> Tensor:
     return x
 
 
-def keep_mask(keys: Sequence[int], numel: int, p: float, device: torch.device) -> Tensor:
+@dataclass(frozen=True)
+class Slice:
+    """The part of an activation that a rank holds: ``start`` and on of ``whole`` elements along ``dim``."""
+
+    dim: int
+    start: int
+    whole: int
+
+    def indices(self, shape: Sequence[int]) -> Callable[[Tensor], Tensor]:
+        """From flat indices within a local tensor of ``shape`` to flat indices within the whole one."""
+        inner = math.prod(shape[self.dim + 1 :])
+        here, there = shape[self.dim] * inner, self.whole * inner
+
+        def whole_index(index: Tensor) -> Tensor:
+            return index + index.div(max(here, 1), rounding_mode="floor") * (there - here) + self.start * inner
+
+        return whole_index
+
+
+def keep_mask(
+    keys: Sequence[int],
+    numel: int,
+    p: float,
+    device: torch.device,
+    place: Callable[[Tensor], Tensor] | None = None,
+) -> Tensor:
     """Which elements survive dropout with probability ``p``: bool [len(keys), numel], one key a row.
 
-    ``numel`` may be at most 2**32.
+    ``numel`` may be at most 2**32.  ``place`` maps the indices of these elements to those of the whole activation,
+    where this is a slice of it.
     """
     threshold = math.floor(p * 2**32)
     low = torch.tensor([k & _LOW32 for k in keys], dtype=torch.int64, device=device)[:, None]
@@ -70,6 +96,7 @@ def keep_mask(keys: Sequence[int], numel: int, p: float, device: torch.device) -
     width = _CHUNK if device.type == "cpu" else numel
     for start in range(0, numel, max(width, 1)):
         index = torch.arange(start, min(start + width, numel), dtype=torch.int64, device=device)
+        index = index if place is None else place(index)
         rows = max(1, _CHUNK // len(index)) if device.type == "cpu" else len(keys)
         for first in range(0, len(keys), rows):
             some = slice(first, first + rows)
@@ -110,6 +137,8 @@ class Streams(TorchFunctionMode):
         self.beside = tuple(beside)
         self.drawing = False
         self.draw: Draw | None = None
+        self.slice_of: Callable[[str, Sequence[int]], Slice | None] | None = None
+        """Tells which slice of its whole activation a module draws for, where activations are cut."""
         self.modules: list[str] = []
         self.calls: Counter[str] = Counter()
         self.entered: Counter[str] = Counter()
@@ -184,13 +213,15 @@ class Streams(TorchFunctionMode):
             )
         site = f"{module}#{self.calls[module]}"
         self.calls[module] += 1
-        draw = self.draw
+        draw, shape = self.draw, tuple(shape)
         if shape and shape[0] == draw.num_samples:
             samples = range(draw.first_sample, draw.first_sample + draw.num_samples)
             keys = [stream_key("dropout", self.seed, draw.step, i, site) for i in samples]
         else:
             keys = [stream_key("microbatch dropout", self.seed, draw.step, draw.microbatch, site)]
-        return keep_mask(keys, math.prod(shape) // len(keys) if keys else 0, p, device).view(tuple(shape))
+        held = self.slice_of(module, shape) if self.slice_of else None
+        place = held.indices(shape) if held else None
+        return keep_mask(keys, math.prod(shape) // len(keys) if keys else 0, p, device, place).view(shape)
 
     def dropout(self, x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
         """``F.dropout`` from this stream."""

@@ -21,7 +21,9 @@ from torch import Tensor, nn
 from plait.comm import Comm, Work
 from plait.core.cells import Cell, Move, Moves, Strategy
 from plait.core.collectives import Note
+from plait.core.cuts import TensorCut
 from plait.core.flat import FlatLayout, Message, UnitLayout, lower
+from plait.tensor.parallel.pieces import piece_of
 
 
 def send(comm: Comm, message: Message, array: Tensor, base: int, note: Note, out: Tensor | None = None) -> Work:
@@ -55,6 +57,8 @@ class Flat:
         parameters: the module's own ``Parameter`` objects, one per slot of the layout.
         strategy: the row whose cells say what this rank holds.
         resting: names, by ``id``, of the parameters that are placeholders now; kept up to date.
+        cuts: how each parameter is cut over the tensor axis, None where it is whole.
+        summed: its gradients are pending over the tensor axis.
     """
 
     def __init__(
@@ -64,9 +68,11 @@ class Flat:
         strategy: Strategy,
         comm: Comm,
         resting: dict[int, str],
+        cuts: Sequence[TensorCut | None],
+        summed: bool,
     ) -> None:
         device = comm.device
-        self.resting = resting
+        self.resting, self.cuts, self.summed = resting, list(cuts), summed
         self.layout, self.parameters, self.comm = layout, list(parameters), comm
         self.trainable = self.parameters[0].requires_grad
         self.dtype = self.parameters[0].dtype
@@ -94,7 +100,9 @@ class Flat:
 
     def write(self, slot_index: int, value: Tensor) -> None:
         """Put the part of a whole parameter that this rank holds at rest into place."""
-        slot = self.layout.slots[slot_index]
+        slot, cut = self.layout.slots[slot_index], self.cuts[slot_index]
+        if cut is not None:
+            value = piece_of(value, cut, self.comm.mesh.index(self.comm.rank, ("tensor",)))
         for run in self.layout.runs(*self.held):
             if run.slot is slot:
                 self.rest[run.offset : run.offset + run.numel].copy_(value.reshape(-1)[run.start : run.stop])
@@ -241,7 +249,13 @@ class Unit:
 
     def layout(self, uses: int) -> UnitLayout:
         """The unit as the planner sees it."""
-        return UnitLayout(self.name, tuple(f.layout for f in self.flats), tuple(f.trainable for f in self.flats), uses)
+        return UnitLayout(
+            self.name,
+            tuple(f.layout for f in self.flats),
+            tuple(f.trainable for f in self.flats),
+            uses,
+            tuple(f.summed for f in self.flats),
+        )
 
     def slots(self) -> Iterator[tuple[Flat, int]]:
         """Every parameter laid here, as its flat and its place in it."""

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-_METADATA = {
+METADATA = {
     *("__get__", "__set__", "__hash__", "__len__", "__repr__", "__format__", "size", "dim", "ndimension", "numel"),
     *("nelement", "stride", "element_size", "is_floating_point", "is_complex", "is_contiguous", "type", "get_device"),
     *("untyped_storage", "storage_offset", "register_hook", "requires_grad_"),
@@ -41,9 +41,9 @@ class Watch(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if not self.split or getattr(func, "__name__", "") in _METADATA:
+        if not self.split or getattr(func, "__name__", "") in METADATA:
             return func(*args, **kwargs)
-        read = {id(value) for value in _flat((*args, *kwargs.values()))} & self.split
+        read = {id(value) for value in flat_values((*args, *kwargs.values()))} & self.split
         for key in read & self.resting.keys():
             raise ValueError(
                 f"parameter {self.resting[key]!r} is used by {getattr(func, '__name__', func)!r} while its unit is at "
@@ -53,16 +53,16 @@ class Watch(TorchFunctionMode):
         result = func(*args, **kwargs)
         if read and self.running and torch.is_grad_enabled():
             opener = self.running[-1]
-            for tensor in _flat((result,)):
+            for tensor in flat_values((result,)):
                 if isinstance(tensor, Tensor) and tensor.grad_fn is not None:
                     tensor.grad_fn.register_prehook(lambda *gradients: opener())
         return result
 
 
-def _flat(values: Sequence[Any]) -> Iterator[Any]:
+def flat_values(values: Sequence[Any]) -> Iterator[Any]:
     """The values, and those inside lists and tuples."""
     for value in values:
         if isinstance(value, list | tuple):
-            yield from _flat(value)
+            yield from flat_values(value)
         else:
             yield value

@@ -1,10 +1,10 @@
-"""Two models: the monolith (``mlp``) and a small modern decoder (``gpt``).
+"""The models: the monolith (``mlp``), a small modern decoder (``gpt``), stock Hugging Face decoders (``hf``).
 
-Both are plain ``torch.nn``; each file gives its loss as a sum and the count to divide by.  Use them as
+All are plain ``torch.nn``; each file gives its loss as a sum and the count to divide by.  Use them as
 modules: ``from plait.models import gpt`` and then ``gpt.GPT(gpt.GPTConfig())``, ``gpt.loss_sum``,
 ``gpt.token_count``.
 """
 
-from plait.models import gpt, mlp
+from plait.models import gpt, hf, mlp
 
-__all__ = ["gpt", "mlp"]
+__all__ = ["gpt", "hf", "mlp"]

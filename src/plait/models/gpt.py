@@ -29,6 +29,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from plait.tensor.parallel import cross_entropy_sum
+
 IGNORED = -100
 """The target of a position that has no loss (the default of ``F.cross_entropy``)."""
 
@@ -179,10 +181,10 @@ class Attention(nn.Module):
 
     def forward(self, x_BTD: Tensor) -> Tensor:
         """x_BTD -> x_BTD."""
-        length = x_BTD.shape[1]
+        query_BHTK, key_BGTK = self._heads(self.query(x_BTD)), self._heads(self.key(x_BTD))
+        length = query_BHTK.shape[2]  # not x's: sequence parallelism cuts x in time, and its products are whole again
         cos_TC, sin_TC = self.cos[:length], self.sin[:length]
-        query_BHTK = rotate(self._heads(self.query(x_BTD)), cos_TC, sin_TC)
-        key_BGTK = rotate(self._heads(self.key(x_BTD)), cos_TC, sin_TC)
+        query_BHTK, key_BGTK = rotate(query_BHTK, cos_TC, sin_TC), rotate(key_BGTK, cos_TC, sin_TC)
         value_BGTK = self._heads(self.value(x_BTD))
         mixed_BHTK = F.scaled_dot_product_attention(
             query_BHTK,
@@ -246,6 +248,20 @@ class GPT(nn.Module):
         self.norm = nn.RMSNorm(config.width, eps=config.norm_eps)
         self.head = TiedHead(self.embed.weight)
 
+    def tensor_plan(self) -> dict[str, str]:
+        """How the modules are cut over a tensor axis: attention by heads, the rest of the block by features."""
+        columns = ("attention.query", "attention.key", "attention.value", "mlp.gate", "mlp.up")
+        stream = ("attention_norm", "attention_dropout", "mlp_norm", "mlp_dropout")
+        return {
+            "embed": "vocabulary",
+            "embed.dropout": "sequence",
+            **{f"blocks.*.{name}": "column" for name in columns},
+            **{f"blocks.*.{name}": "row" for name in ("attention.output", "mlp.down")},
+            **{f"blocks.*.{name}": "sequence" for name in stream},
+            "norm": "sequence",
+            "head": "vocabulary",
+        }
+
     def forward(self, tokens_BT: Tensor) -> Tensor:
         """tokens_BT int64 -> logits_BTV, in the parameters' dtype.
 
@@ -270,17 +286,10 @@ def loss_sum(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
     """Cross-entropy in nats, summed over the targets that are not ``IGNORED``: a scalar, never a mean.
 
     ``batch`` holds ``tokens`` and ``targets``, both int64 [batch, time].  Summed in fp32, in fp64 if the
-    logits are.
+    logits are; where the head's classes are cut over ranks, no rank holds the logits of all.
     """
     logits_BTV: Tensor = model(batch["tokens"])
-    return cross_entropy_sum(logits_BTV, batch["targets"])
-
-
-def cross_entropy_sum(logits_BTV: Tensor, targets_BT: Tensor) -> Tensor:
-    """The part of ``loss_sum`` after the model, for a last stage that holds the logits already."""
-    if logits_BTV.dtype != torch.float64:
-        logits_BTV = logits_BTV.float()
-    return F.cross_entropy(logits_BTV.flatten(0, 1), targets_BT.flatten(), ignore_index=IGNORED, reduction="sum")
+    return cross_entropy_sum(logits_BTV, batch["targets"], IGNORED)
 
 
 def token_count(batch: Mapping[str, Tensor]) -> int:

@@ -90,6 +90,14 @@ class MLP(nn.Sequential):
         )
         self.config = config
 
+    def tensor_plan(self) -> dict[str, str]:
+        """How the layers are cut over a tensor axis: in pairs, column then row; the first and the last stay whole."""
+        plan: dict[str, str] = {}
+        for i in range(1, self.config.num_layers - 2, 2):
+            plan |= {f"{i}.linear": "column", f"{i}.dropout": "hidden", f"{i + 1}.linear": "row"}
+            plan[f"{i + 1}.dropout"] = "whole"
+        return plan
+
 
 def loss_sum(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
     """Squared errors, summed over the elements of all rows whose mask is 1: a scalar, never a mean.

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
-from plait.core.agreement import COUNTS, DATA_ORDER, NUMBER_BYTES, num_reported
+from plait.core.agreement import AGREEING, COUNTS, NUMBER_BYTES, num_reported
 from plait.core.cells import Move, Strategy, moves
 from plait.core.collectives import Entry, Note, bytes_sent
 from plait.core.flat import FlatLayout, UnitLayout, lower
@@ -39,7 +39,8 @@ def predict_step(
                 entries.append(Entry(message.kind, message.axes, size, sent, Note(phase, unit.name, microbatch)))
 
     for unit in units:
-        for flat, trains in zip(unit.flats, unit.trainable, strict=True):
+        summed = unit.summed or (False,) * len(unit.flats)
+        for flat, trains, pending in zip(unit.flats, unit.trainable, summed, strict=True):
             for microbatch in range(num_microbatches):
                 for use in range(unit.uses):
                     # after the first use the row has what it keeps, and gathers from there
@@ -48,14 +49,14 @@ def predict_step(
                 if trains:
                     add("microbatch", unit, flat, plan.microbatch, microbatch)
             if trains:
-                add("step", unit, flat, plan.step)
+                add("step", unit, flat, (*plan.summed, *plan.step) if pending else plan.step)
                 add("publish", unit, flat, plan.publish)
-    ranks = mesh.data_size
+    ranks = mesh.count(AGREEING)
     if ranks > 1:
         trainable = sum(len(f.slots) for u in units for f, t in zip(u.flats, u.trainable, strict=True) if t)
         for phase, numbers in (("count", COUNTS), ("report", num_reported(num_microbatches, trainable))):
             size = NUMBER_BYTES * numbers * ranks
-            entries.append(Entry("all_gather", DATA_ORDER, size, bytes_sent("all_gather", size, ranks), Note(phase)))
+            entries.append(Entry("all_gather", AGREEING, size, bytes_sent("all_gather", size, ranks), Note(phase)))
     return tuple(entries)
 
 

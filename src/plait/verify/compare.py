@@ -3,8 +3,9 @@
 Errors are max|a - b| and max|a - b| / max|b|, tensor by tensor.  *Bitwise* means that every element is the same number.
 
 Two comparisons are made.  Against the single process that replays the layout's own tree of additions, everything must
-be bitwise.  Against one plain full-batch step the additions differ, so the first step's losses, gradients and norm are
-held to a tolerance for rounding; parameters after k steps are held against the distance that the optimizer can have
+be bitwise; a layout with a tensor axis splits matrix products, whose sums no replay can order, so it is held to the
+measures below.  Against one plain full-batch step the additions differ, so the first step's losses, gradients and norm
+are held to a tolerance for rounding; parameters after k steps are held against the distance that the optimizer can have
 gone, lr * k, because Adam turns the rounding noise of a gradient that should be zero into a full step.  Plain SGD has
 no such amplifier: its parameters are held tightly.
 """
@@ -18,6 +19,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from plait.core.cuts import TensorCut
+from plait.tensor.parallel.pieces import piece_of
 from plait.verify.record import RankRecord
 from plait.verify.reference import Piece, Record
 
@@ -27,6 +30,34 @@ ROUNDING = {torch.float32: 1e-5, torch.float64: 1e-12, torch.bfloat16: 5e-2}
 
 STEPS_APART = {torch.float32: 0.05, torch.float64: 0.05, torch.bfloat16: 2.0}
 """How far parameters may be apart after k steps of Adam, as a share of lr * k, the distance they can have gone."""
+
+DRIFT = {torch.float32: 1e-2, torch.float64: 1e-8, torch.bfloat16: 2.0}
+"""Relative tolerance of later losses and norms, and of optimizer state, once rounding has become different steps."""
+
+
+@dataclass(frozen=True)
+class Measures:
+    """What is asked of a comparison; all 0 asks for the same bits.
+
+    ``rounding`` holds the first step's losses, gradients and norm, ``drift`` later losses and norms and the optimizer's
+    state, both relative to the tensor; parameters are held to ``steps`` of the distance ``length`` that an optimizer
+    which amplifies rounding can have gone, or to ``drift`` where ``length`` is None.
+    """
+
+    rounding: float = 0.0
+    drift: float = 0.0
+    steps: float = 0.0
+    length: float | None = None
+
+    @classmethod
+    def split_products(cls, dtype: torch.dtype, lr: float, steps: int, *, amplifies: bool) -> Measures:
+        """For layouts that split matrix products."""
+        if amplifies:
+            return cls(ROUNDING[dtype], DRIFT[dtype], STEPS_APART[dtype], lr * steps)
+        return cls(ROUNDING[dtype], 10 * ROUNDING[dtype])
+
+
+BITWISE = Measures()
 
 
 @dataclass(frozen=True)
@@ -57,19 +88,22 @@ def find(
     theirs: Tensor,
     tolerance: float = 0.0,
     step_length: float | None = None,
+    whole: Tensor | None = None,
 ) -> Finding:
     """Compare two tensors of one shape.
 
     Args:
         tolerance: 0 asks for equality; otherwise it bounds the measure.
         step_length: lr * k, to hold the difference against the distance gone instead of the tensor.
+        whole: the tensor of which ``theirs`` is a piece: its scale, not the piece's, is what rounding is relative to.
     """
     a, b = ours.detach().double().reshape(-1), theirs.detach().double().reshape(-1)
     if a.shape != b.shape:
         return Finding(kind, name, float("inf"), float("inf"), False, tolerance, measured=float("inf"))
     same = torch.equal(ours.reshape(-1), theirs.reshape(-1))
     gap = (a - b).abs().max().item() if len(a) else 0.0
-    scale = b.abs().max().item() if len(b) else 0.0
+    scaling = b if whole is None else whole.detach().double()
+    scale = scaling.abs().max().item() if scaling.numel() else 0.0
     if gap != gap:
         gap = float("inf")
     relative = gap / scale if scale else (0.0 if gap == 0 else float("inf"))
@@ -90,18 +124,29 @@ def number(kind: str, name: str, ours: float | None, theirs: float | None, toler
     )
 
 
-def against_tree(ranks: Sequence[RankRecord], reference: Record) -> list[Finding]:
-    """Every rank's record against the replay of the layout's own tree: all of it bitwise."""
+def part_held(record: RankRecord, name: str, whole: Tensor, start: int, stop: int) -> Tensor:
+    """A run that a rank recorded, taken from the whole tensor."""
+    if name in record.cuts:
+        whole = piece_of(whole.view(record.cuts[name][0]), TensorCut(*record.cuts[name]), record.tensor_rank)
+    return whole.reshape(-1)[start:stop]
+
+
+def against_tree(ranks: Sequence[RankRecord], reference: Record, asked: Measures = BITWISE) -> list[Finding]:
+    """Every rank's record against the replay of the layout's own tree: all of it bitwise, or as ``asked``."""
     found: list[Finding] = []
     for record in ranks:
         at = f"rank {record.rank}"
+        bounds = [asked.rounding, *[asked.drift] * len(reference.losses)]
         for step, loss in enumerate(record.losses[: len(reference.losses)]):
-            found.append(number("loss", f"step {step + 1}, {at}", loss, reference.losses[step]))
+            found.append(number("loss", f"step {step + 1}, {at}", loss, reference.losses[step], bounds[step]))
             first = record.data_rank * len(record.local_losses[step])
             for m, local in enumerate(record.local_losses[step]):
                 single = reference.microbatch_losses[step][first + m]
-                found.append(number("loss", f"step {step + 1}, microbatch {first + m}, {at}", local, single))
-            found.append(number("norm", f"step {step + 1}, {at}", record.norms[step], reference.norms[step]))
+                found.append(
+                    number("loss", f"step {step + 1}, microbatch {first + m}, {at}", local, single, bounds[step])
+                )
+            norms = record.norms[step], reference.norms[step]
+            found.append(number("norm", f"step {step + 1}, {at}", *norms, bounds[step]))
         for step, pieces in enumerate(record.gradients):
             for (name, start, stop), piece in pieces.items():
                 gradient = reference.gradients[step].get(name)
@@ -110,17 +155,21 @@ def against_tree(ranks: Sequence[RankRecord], reference: Record) -> list[Finding
                     found.append(
                         Finding("gradient", label + " (none expected)", float("inf"), float("inf"), False, 0.0)
                     )
-                else:
-                    found.append(find("gradient", label, piece, gradient.reshape(-1)[start:stop]))
+                elif step == 0 or asked == BITWISE:  # later gradients belong to parameters that differ
+                    held = part_held(record, name, gradient, start, stop)
+                    found.append(find("gradient", label, piece, held, asked.rounding, whole=gradient))
         for name, value in record.parameters.items():
             whole = reference.parameters.get(name, reference.buffers.get(name))
             if whole is not None:
-                found.append(find("parameter", f"{name}, {at}", value, whole))
+                bound = asked.drift if asked.length is None else asked.steps
+                found.append(find("parameter", f"{name}, {at}", value, whole, bound, asked.length))
         for (name, start, stop), state in record.state.items():
             for key, value in state.items():
                 theirs = reference.state[name].get(key, torch.empty(0)).reshape(-1)
-                part = theirs[start:stop] if len(theirs) == reference.parameters[name].numel() else theirs
-                found.append(find("optimizer", f"{key} of {name}[{start}:{stop}], {at}", value, part))
+                each = len(theirs) == reference.parameters[name].numel()
+                part = part_held(record, name, theirs, start, stop) if each else theirs
+                label = f"{key} of {name}[{start}:{stop}], {at}"
+                found.append(find("optimizer", label, value, part, asked.drift, whole=theirs))
     found += _coverage(ranks, reference)
     return found
 
@@ -147,28 +196,34 @@ def _coverage(ranks: Sequence[RankRecord], reference: Record) -> list[Finding]:
         if sum(map(len, told.values())) != len(reference.microbatch_losses[step]):
             found.append(missing("loss", f"a microbatch of step {step + 1}"))
     for step, gradients in enumerate(reference.gradients):
-        pieces = [piece for r in ranks if step < len(r.gradients) for piece in r.gradients[step]]
+        here = [(r, piece) for r in ranks if step < len(r.gradients) for piece in r.gradients[step]]
         found += [
             missing("gradient", f"part of {name} in step {step + 1}")
             for name, gradient in gradients.items()
-            if not _covers(pieces, name, gradient.numel())
+            if not _covers(here, name, gradient.numel())
         ]
     for name, state in reference.state.items():
         for key in state:
-            pieces = [piece for r in ranks for piece, values in r.state.items() if key in values]
-            if not _covers(pieces, name, reference.parameters[name].numel()):
+            here = [(r, piece) for r in ranks for piece, values in r.state.items() if key in values]
+            if not _covers(here, name, reference.parameters[name].numel()):
                 found.append(missing("optimizer", f"part of {key} of {name}"))
     return found
 
 
-def _covers(pieces: Iterable[Piece], name: str, numel: int) -> bool:
-    """Whether the runs of a parameter leave no element out."""
-    end = 0
-    for _, start, stop in sorted(piece for piece in pieces if piece[0] == name):
-        if start > end:
+def _covers(runs: Iterable[tuple[RankRecord, Piece]], name: str, numel: int) -> bool:
+    """Whether the runs of a parameter leave no element out: of the whole, or of any tensor rank's piece."""
+    mine = [(record, piece) for record, piece in runs if piece[0] == name]
+    cut = next((TensorCut(*record.cuts[name]) for record, _ in mine if name in record.cuts), None)
+    lengths = {None: numel} if cut is None else {i: math.prod(cut.local_shape(i)) for i in range(cut.ways)}
+    for index, length in lengths.items():
+        end = 0
+        for _, start, stop in sorted(piece for record, piece in mine if index in (None, record.tensor_rank)):
+            if start > end:
+                return False
+            end = max(end, stop)
+        if end < length:
             return False
-        end = max(end, stop)
-    return end >= numel
+    return True
 
 
 def against_plain(
@@ -188,22 +243,10 @@ def against_plain(
     ]
     for record in ranks:
         for (name, start, stop), piece in (record.gradients or [{}])[0].items():
-            whole = plain.gradients[0][name].reshape(-1)
-            # the tensor's own scale, not the piece's, is what its rounding is relative to
-            scale = whole.double().abs().max().item() or 1.0
-            result = find(
-                "gradient",
-                f"{name}[{start}:{stop}], step 1, rank {record.rank}",
-                piece,
-                whole[start:stop],
-                rounding,
-            )
-            found.append(
-                Finding(
-                    result.kind, result.name, result.max_abs, result.max_abs / scale, result.bitwise, rounding,
-                    measured=result.max_abs / scale,
-                )
-            )  # fmt: skip
+            whole = plain.gradients[0][name]
+            held = part_held(record, name, whole, start, stop)
+            label = f"{name}[{start}:{stop}], step 1, rank {record.rank}"
+            found.append(find("gradient", label, piece, held, rounding, whole=whole))
     for name, value in first.parameters.items():
         if name not in plain.parameters:
             continue

@@ -7,7 +7,8 @@ under test except the full parameters, which are recorded whole on every rank.
 from __future__ import annotations
 
 import io
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import astuple, dataclass, field
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from plait.core.mesh import AXES
 from plait.engine import Engine
 from plait.job import Job
 from plait.plan.cost import differences, predict_step
+from plait.plan.tensor import predict_tensor
 from plait.verify.reference import Piece
 
 
@@ -37,6 +39,9 @@ class RankRecord:
     parameters: dict[str, Tensor] = field(default_factory=dict)
     state: dict[Piece, dict[str, Tensor]] = field(default_factory=dict)
     ledger_differences: list[str] = field(default_factory=list)
+    tensor_rank: int = 0
+    cuts: dict[str, tuple[Any, ...]] = field(default_factory=dict)
+    """The fields of the ``TensorCut`` of every parameter that is cut over the tensor axis."""
     peak_open: int = 0
 
 
@@ -48,7 +53,9 @@ class Recorder:
     """
 
     def __init__(self, comm: Comm, *, gradients: bool = True) -> None:
-        self.record = RankRecord(comm.rank, comm.mesh.data_rank(comm.rank))
+        self.record = RankRecord(
+            comm.rank, comm.mesh.data_rank(comm.rank), tensor_rank=comm.mesh.index(comm.rank, ("tensor",))
+        )
         self._gradients = gradients
 
     def __call__(self, event: str, engine: Engine) -> None:
@@ -66,8 +73,8 @@ class Recorder:
         record = self.record
         record.parameters = engine.full_state_dict()
         record.peak_open = engine.stage.peak_open
-        if engine.counts_norm():
-            record.norm_pieces = [(o.name, o.run.start, o.run.stop) for o in engine.owned]
+        record.norm_pieces = [(o.name, o.run.start, o.run.stop) for o in engine.owned if engine.norm.counts(o)]
+        record.cuts = {o.name: astuple(o.cut) for o in engine.owned if o.cut is not None}
         state = engine.optimizer.state if engine.optimizer is not None else {}
         for o in engine.owned:
             values = state.get(o.view, {})
@@ -100,19 +107,34 @@ def record_layout(
         listener=recorder,
         **engine,
     )
-    predicted = predict_step(trained.layouts(), comm.mesh, trained.strategy, num_microbatches, comm.rank)
     for step in range(steps):
         batches = job.microbatches(
             step, recorder.record.data_rank, comm.mesh.data_size, num_microbatches, str(comm.device)
         )
+        predicted = predict(trained, job, batches)
         mark = len(comm.ledger.entries)
         result = trained.step(batches)
         recorder.record.losses.append(result.loss)
         recorder.record.local_losses.append(result.local_losses)
         recorder.record.norms.append(result.grad_norm)
-        measured: tuple[Entry, ...] = comm.ledger.entries[mark:]
+        measured = [entry for entry in comm.ledger.entries[mark:] if entry.note.phase != "setup"]
         recorder.record.ledger_differences += differences(predicted, measured)
     return recorder.finish(trained)
+
+
+def predict(engine: Engine, job: Job, batches: Sequence[Any]) -> tuple[Entry, ...]:
+    """Every message of a step on these microbatches, before it is made."""
+    comm = engine.comm
+    return (
+        *predict_step(engine.layouts(), comm.mesh, engine.strategy, len(batches), comm.rank),
+        *predict_tensor(
+            engine.parallel.sites,
+            [job.leading(batch) for batch in batches],
+            comm.mesh,
+            job.dtype.itemsize,
+            sequence=engine.axis.sequence,
+        ),
+    )
 
 
 def collect(comm: Comm, record: RankRecord) -> list[RankRecord] | None:

@@ -19,12 +19,20 @@ from rich.console import Console
 from rich.table import Table
 
 from plait.comm import Comm
-from plait.config import VerifyConfig
+from plait.config import RunConfig, VerifyConfig
 from plait.core.additions import additions
 from plait.core.cells import Strategy, find_strategy
 from plait.core.mesh import Mesh
 from plait.job import Job, make_job
-from plait.verify.compare import Finding, Summary, against_plain, against_tree, summarise
+from plait.verify.compare import (
+    BITWISE,
+    Finding,
+    Measures,
+    Summary,
+    against_plain,
+    against_tree,
+    summarise,
+)
 from plait.verify.record import RankRecord, collect, record_layout
 from plait.verify.reference import Record, run_reference
 
@@ -53,7 +61,7 @@ class Verdict:
 
     @property
     def equal(self) -> bool:
-        return self.bitwise and all(f.equal for f in self.plain) and not self.ledger
+        return all(f.equal for f in (*self.tree, *self.plain)) and not self.ledger
 
     @property
     def word(self) -> str:
@@ -71,7 +79,7 @@ def references(
     ranks: Sequence[RankRecord],
 ) -> tuple[Record, Record]:
     """The two single-process runs: the layout's own tree of additions, and one plain full batch per step."""
-    pieces = [r.norm_pieces for r in sorted(ranks, key=lambda r: r.data_rank)]
+    pieces = None if mesh.tensor > 1 else [r.norm_pieces for r in sorted(ranks, key=lambda r: r.data_rank)]
     tree = run_reference(job, mesh, num_microbatches, additions(strategy), steps, clip=clip, norm_pieces=pieces)
     plain = run_reference(job, Mesh(), 1, additions(strategy), steps, clip=clip)
     return tree, plain
@@ -89,10 +97,17 @@ def judge(
     layout = f"{strategy.name} on {config.parsed_mesh}, microbatches per rank: {config.microbatches}"
     return Verdict(
         layout,
-        tuple(against_tree(ranks, tree)),
+        tuple(against_tree(ranks, tree, asked(config))),
         tuple(against_plain(ranks, plain, job.dtype, config.lr, config.steps, amplifies=config.optimizer in AMPLIFIES)),
         tuple(difference for r in ranks for difference in r.ledger_differences),
     )
+
+
+def asked(config: RunConfig) -> Measures:
+    """The same bits, unless the mesh has a tensor axis."""
+    if config.parsed_mesh.tensor == 1:
+        return BITWISE
+    return Measures.split_products(config.torch_dtype, config.lr, config.steps, amplifies=config.optimizer in AMPLIFIES)
 
 
 def run_verify(config: VerifyConfig, comm: Comm) -> int:
@@ -108,6 +123,7 @@ def run_verify(config: VerifyConfig, comm: Comm) -> int:
         clip=config.clip,
         prefetch=config.prefetch,
         cut=config.cut,
+        sequence_parallel=config.sequence_parallel,
     )
     ranks = collect(comm, record)
     if ranks is None:

@@ -1,0 +1,62 @@
+"""The global norm counts every element once, however many ranks hold it.
+
+a run of ...             is held by                             and counted by
+any parameter            the data axes that its cell splits     each of them;  of the others' ranks, the first
+one cut over tensor      a tensor rank each                     each
+one whole over tensor    every tensor rank                      the first
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+
+from plait.comm import Comm
+from plait.core.cells import Strategy
+from plait.core.mesh import DATA_AXES
+from plait.engine.exchange import Exchange
+from plait.engine.optim import Owned, square_sum
+
+
+class Norm:
+    """Who counts what.
+
+    Args:
+        wide: whether any gradient is fp64.
+    """
+
+    def __init__(self, comm: Comm, strategy: Strategy, *, wide: bool) -> None:
+        here = comm.mesh.coordinates(comm.rank)
+        self.first_copy = all(here[a] == 0 for a in DATA_AXES if a not in strategy.optim.split)
+        self.first_tensor = here["tensor"] == 0
+        self.dtype = torch.float64 if wide else torch.float32
+
+    def counts(self, owned: Owned) -> bool:
+        """Whether this rank adds a run's squares: of ranks that hold the same run, the first one does."""
+        return self.first_copy and (self.first_tensor or owned.cut is not None)
+
+    def rounded(self, norm: float) -> float:
+        """The norm, summed in fp64, rounded once to the gradients' precision (fp32 at least)."""
+        return torch.tensor(norm, dtype=self.dtype).item()
+
+
+def check_whole(norm: Norm, owned: Sequence[Owned], exchange: Exchange) -> None:
+    """A parameter that is whole on every tensor rank has the same gradient on each; one small message says whether.
+
+    Raises:
+        ValueError: it has not: the parameter works on a cut activation, and nobody sums its gradient.
+    """
+    squares = dict.fromkeys(exchange.names, 0.0)
+    for run in owned:
+        if run.cut is None and norm.first_copy:
+            squares[run.name] += square_sum([run.gradient])
+    for name, *values in zip(squares, *exchange.sums(list(squares.values())), strict=True):
+        if max(values) > min(values) * 1.01:
+            norms = ", ".join(f"{math.sqrt(v):.3g}" for v in values)
+            raise ValueError(
+                f"the gradient of {name!r} differs between the tensor ranks (norms {norms}), though each holds the "
+                f"whole parameter: it works on a cut activation; add its module to the tensor plan as 'summed' "
+                f"(or 'sequence', on the stream that sequence parallelism cuts)"
+            )

@@ -1,0 +1,167 @@
+"""Tensor parallelism for stock modules: their code runs unchanged on cut parameters.
+
+A function mode sees every torch function of the model's forward.  ``F.linear`` and ``F.embedding`` on a cut weight are
+carried out by ``plait.tensor.parallel`` in the style that the plan gives the running module; anything else that reads a
+cut parameter raises, for it would compute with a piece as if it were the whole.
+
+It also knows which activations are cut, so that dropout draws the right slice of the single process's mask.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from plait.core.layout import Layout
+from plait.core.styles import CUT_DIM, Style
+from plait.engine.rng import Slice, Streams
+from plait.engine.watch import METADATA, flat_values
+from plait.tensor.parallel import Parallel, TensorAxis
+from plait.tensor.parallel.axis import Gather
+from plait.tensor.parallel.linear import Column, Entered, Row
+from plait.tensor.parallel.plan import COLUMNS, site_of
+from plait.tensor.parallel.vocabulary import embedding
+from plait.tensor.sharded import ShardedTensor
+
+
+class TensorParallel(TorchFunctionMode):
+    """Runs a model's cut modules; on as long as the streams are.
+
+    Args:
+        model: its cut parameters hold this rank's pieces already.
+        parallel: the plan, resolved on this model before its parameters were cut.
+        sizes: the whole shape of every cut parameter, by ``id``.
+        streams: tells which module runs, and is told which slice of a mask it draws.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        parallel: Parallel,
+        sizes: Mapping[int, tuple[int, ...]],
+        axis: TensorAxis,
+        streams: Streams,
+    ) -> None:
+        super().__init__()
+        self.modules = dict(model.named_modules())
+        self.parallel, self.sizes, self.axis, self.streams = parallel, sizes, axis, streams
+        self._entered: Entered | None = None
+        self._hidden = 0
+        """Width, whole, of what the last column-cut module left."""
+        self._gathers_logits = False
+        self._columns_in = {name.rpartition(".")[0] for name, s in parallel.styles.items() if s.kind in COLUMNS}
+        streams.slice_of = self.slice_of
+        model.register_forward_pre_hook(self._before_model, with_kwargs=True)
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if getattr(func, "__name__", "") in METADATA:
+            return func(*args, **kwargs)
+        if not any(id(value) in self.sizes for value in flat_values((*args, *kwargs.values()))):
+            return func(*args, **kwargs)
+        name = self.streams.modules[-1] if self.streams.modules else ""
+        style = self.parallel.styles.get(name)
+        if style is not None and style.kind in CUT_DIM:
+            with torch._C.DisableTorchFunction():
+                if func is F.linear:
+                    return self._linear(name, style, *args, **kwargs)
+                if func is F.embedding:
+                    return self._embedding(name, *args, **kwargs)
+        raise ValueError(
+            f"{getattr(func, '__name__', func)!r} in module {name or 'the model'!r} reads a parameter that is cut over "
+            f"the tensor axis: the plan covers F.linear and F.embedding of the modules it names; name this module in "
+            f"the plan, or leave the parameter whole"
+        )
+
+    # ---- products -----------------------------------------------------------------------------------------------
+
+    def _linear(self, name: str, style: Style, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        axis = self.axis
+        if style.kind == "row":
+            y: Tensor = Row.apply(input, weight, axis, name)
+            return y if bias is None else y + bias
+        siblings, site = self.parallel.siblings(name), site_of(name, self.parallel)
+        entered = self._entered
+        if entered is None or not entered.is_of(input, site):
+            pairs: list[Any] = [(self.modules[n].weight, self.modules[n].bias) for n in siblings]
+            entered = self._entered = Entered(input, axis, site, pairs)
+        detached = None if bias is None else bias.detach()
+        y = Column.apply(entered.tensor, weight.detach(), detached, entered, siblings.index(name))
+        size = self._hidden = self.sizes[id(weight)][0]
+        if style.kind == "column":
+            return y
+        if style.kind == "gathered" or self._gathers_logits:
+            whole: Tensor = Gather.apply(y, axis, size, name)
+            return whole
+        layout = Layout(((),) * (y.dim() - 1) + (("tensor",),))
+        return ShardedTensor(y, layout, axis.comm, (*y.shape[:-1], size))
+
+    def _embedding(
+        self,
+        name: str,
+        input: Tensor,
+        weight: Tensor,
+        padding_idx: int | None = None,
+        max_norm: float | None = None,
+        norm_type: float = 2.0,
+        scale_grad_by_freq: bool = False,
+        sparse: bool = False,
+    ) -> Tensor:
+        if max_norm is not None or scale_grad_by_freq or sparse:
+            raise ValueError(
+                f"embedding {name!r} is cut by vocabulary, which max_norm, scale_grad_by_freq and sparse do not go "
+                f"with: leave them out, or leave the embedding whole"
+            )
+        start, _ = self.axis.part(self.sizes[id(weight)][0])
+        return embedding(input, weight, start, padding_idx, self.axis, name)
+
+    def _before_model(self, module: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+        self._entered = None
+        gathers = kwargs.get("labels") is not None and not self._gathers_logits
+        if gathers:
+            warnings.warn(
+                "the model computes its own loss from labels=..., so the logits of the whole vocabulary are gathered "
+                "on every rank; let plait compute the loss (plait.cross_entropy_sum) and they stay cut",
+                stacklevel=2,
+            )
+        self._gathers_logits = kwargs.get("labels") is not None
+
+    # ---- dropout ------------------------------------------------------------------------------------------------
+
+    def slice_of(self, name: str, shape: Sequence[int]) -> Slice | None:
+        """Which slice of its whole activation a module that draws dropout holds; None: it holds the whole.
+
+        Raises:
+            ValueError: a module between cut products whose activation nobody described.
+        """
+        style = self.parallel.styles.get(name)
+        kind = style.kind if style else "heads" if name in self._columns_in and len(shape) == 4 else ""
+        kind = kind or ("hidden" if name in self._columns_in else "")
+        if kind == "sequence" and self.axis.sequence:
+            start, _ = self.axis.part(self.axis.length)
+            return Slice(1, start, self.axis.length)
+        if kind == "heads":
+            return Slice(1, self.axis.index * shape[1], self.axis.ways * shape[1])
+        if kind == "hidden":
+            start, stop = self.axis.part(self._hidden)
+            if shape[-1] != stop - start:
+                raise ValueError(
+                    f"module {name!r} draws dropout on {tuple(shape)}, whose last dim is no part of the "
+                    f"{self._hidden} features that the last column-cut module left on {self.axis.ways} ranks: "
+                    f"name it in the tensor plan as heads, sequence or whole"
+                )
+            return Slice(len(shape) - 1, start, self._hidden)
+        if not kind and name.rpartition(".")[0] in self._columns_in:
+            raise ValueError(
+                f"module {name!r} draws dropout beside column-cut modules, and the tensor plan does not say on what: "
+                f"add {name!r}: 'hidden' (its last dim is cut), 'heads', 'sequence' or 'whole'"
+            )
+        return None

@@ -1,0 +1,66 @@
+"""The messages of tensor parallelism, from the sites of a plan and the shape of a batch.
+
+    site      without sequence parallelism          with it
+    enter     backward  all_reduce [.., width]      forward all_gather, backward reduce_scatter [batch, time, width]
+    leave     forward   all_reduce [.., width]      forward reduce_scatter, backward all_gather
+    gather    forward   all_gather [.., width]      the same
+    loss      forward   all_reduce [..], [2, ..]    the same
+
+A transformer layer has two of each of the first: two all-reduces forward and two backward of batch * time * width
+elements, or the same volume as reduce-scatters and all-gathers (Megatron-LM, Korthikanti et al. 2022).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from plait.core.collectives import Entry, Note, bytes_sent
+from plait.core.mesh import Mesh
+from plait.core.styles import Site
+
+AXES = ("tensor",)
+FORWARD, BACKWARD = "tensor forward", "tensor backward"
+
+
+def predict_tensor(
+    sites: Sequence[Site], leading: Sequence[tuple[int, ...]], mesh: Mesh, itemsize: int, *, sequence: bool
+) -> tuple[Entry, ...]:
+    """Every message over the tensor axis that a rank takes part in during one step.
+
+    Args:
+        sites: where the plan sends, as ``parallel_plan`` gives them.
+        leading: the shape of each microbatch's activations without their last dim: (batch, time), or (batch,).
+        itemsize: bytes per element of the activations; losses are summed in 4 bytes at least.
+        sequence: the stream is cut in time; time that the ranks cannot share evenly travels padded.
+    """
+    ways = mesh.tensor
+    if ways == 1:
+        return ()
+    entries = []
+
+    def add(kind: str, numel: int, size: int, note: Note) -> None:
+        entries.append(Entry(kind, AXES, numel * size, bytes_sent(kind, numel * size, ways), note))
+
+    for microbatch, shape in enumerate(leading):
+        rows = math.prod(shape)
+        padded = shape[0] * -(-shape[1] // ways) * ways * math.prod(shape[2:]) if sequence else rows
+        for site in sites:
+            forward, backward = (Note(phase, site.name, microbatch) for phase in (FORWARD, BACKWARD))
+            match site.kind:
+                case "enter" if sequence:
+                    add("all_gather", padded * site.width, itemsize, forward)
+                    add("reduce_scatter", padded * site.width, itemsize, backward)
+                case "enter":
+                    add("all_reduce", rows * site.width, itemsize, backward)
+                case "leave" if sequence:
+                    add("reduce_scatter", padded * site.width, itemsize, forward)
+                    add("all_gather", padded * site.width, itemsize, backward)
+                case "leave":
+                    add("all_reduce", rows * site.width, itemsize, forward)
+                case "gather":
+                    add("all_gather", rows * -(-site.width // ways) * ways, itemsize, forward)
+                case "loss":
+                    for numbers in (rows, 2 * rows):
+                        add("all_reduce", numbers, max(itemsize, 4), Note(FORWARD, site.name))
+    return tuple(entries)

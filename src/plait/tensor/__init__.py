@@ -1,0 +1,1 @@
+"""Tensors cut over named axes, and tensor parallelism."""

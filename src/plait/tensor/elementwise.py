@@ -1,0 +1,255 @@
+"""Rules of operators that act on each element by itself, with broadcasting.
+
+    kind       may meet a pending sum where                         examples
+    LINEAR     always: the operator of a sum is the sum of it       neg, clone, to(float), x * 2, x / 2
+    ADDITIVE   every tensor is pending over the same axes           add, sub, where
+    PRODUCT    the other factor is replicated over these axes       mul, div by a tensor that is not pending
+    ANY        never                                                relu, exp, pow, comparisons, x + 2
+
+Operands are aligned like the letters of a product: a replicated one is sliced to the cut of the other.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from plait.core.layout import Layout
+from plait.tensor.rules import align, broadcast, named, on_slices, rule, specs_in, unsummed
+from plait.tensor.spec import Plan, Refusal, Spec
+
+LINEAR = (
+    "neg negative positive clone contiguous detach detach_ requires_grad_ alias real float double half bfloat16 cpu "
+    "cuda to type zero_ zeros_like neg_ negative_ fill_diagonal_"
+)
+FRESH = "ones_like full_like empty_like"
+ADDITIVE = "add sub subtract add_ sub_ subtract_ __add__ __radd__ __iadd__ __sub__ __isub__ copy_"
+PRODUCT = "mul multiply mul_ multiply_ __mul__ __rmul__ __imul__"
+QUOTIENT = "div divide true_divide div_ divide_ __truediv__ __itruediv__ __div__"
+ANY = (
+    # one operand
+    "relu relu_ relu6 gelu silu elu leaky_relu sigmoid sigmoid_ tanh tanh_ exp exp_ exp2 expm1 log log2 log10 log1p "
+    "sqrt sqrt_ rsqrt rsqrt_ square abs abs_ absolute sin cos tan asin acos atan sinh cosh erf erfc sign sgn reciprocal "
+    "reciprocal_ round floor ceil trunc frac logical_not bitwise_not __invert__ isnan isinf isfinite softplus hardtanh "
+    "mish logsigmoid selu celu hardswish hardsigmoid tanhshrink softsign nan_to_num clamp clamp_ clip clip_ clamp_min "
+    "clamp_max clamp_min_ clamp_max_ fill_ bool int long short int8 uint8 __abs__ "
+    # two and more
+    "rsub __rsub__ pow pow_ __pow__ __rpow__ __ipow__ __rdiv__ __rtruediv__ maximum minimum fmax fmin fmod remainder "
+    "__mod__ floor_divide __floordiv__ __rfloordiv__ eq ne lt le gt ge __eq__ __ne__ __lt__ __le__ __gt__ __ge__ "
+    "logical_and logical_or logical_xor bitwise_and bitwise_or bitwise_xor __and__ __or__ __xor__ atan2 lerp lerp_ "
+    "addcmul addcmul_ addcdiv addcdiv_ hypot logaddexp xlogy"
+)
+AS_IT_IS = (
+    "is_floating_point is_complex element_size get_device is_signed is_inference is_contiguous type_as is_conj is_neg "
+    "data_ptr storage_offset retain_grad is_same_size"
+)
+PROPERTIES = (
+    "dtype device requires_grad is_leaf grad_fn layout is_cuda is_cpu is_meta is_sparse is_quantized is_nested itemsize "
+    "_version output_nr names retains_grad is_mkldnn is_sparse_csr is_xla is_mps is_xpu _backward_hooks _base"
+)
+
+
+def _changes(func: Any, before: list[Spec], after: list[Spec], out: Spec) -> Spec | Plan:
+    """The plan; what works in place must leave its first operand as it is."""
+    name = str(getattr(func, "__name__", ""))
+    if (name.endswith("_") and not name.endswith("__")) or (name.startswith("__i") and name != "__invert__"):
+        first = before[0]
+        if out is not first:
+            raise Refusal(
+                f"in place it would turn the first operand into {out!r}",
+                [(first, out.layout)] if out.shape == first.shape else [],
+            )
+    run = on_slices(func, before, after)
+    return out if run is None else Plan(out, run)
+
+
+def _tensors(args: Any, options: dict[str, Any]) -> list[Spec]:
+    if specs_in(options.values()):
+        raise Refusal("the rule takes tensors by position, not by keyword")
+    return specs_in(args)
+
+
+@rule(LINEAR)
+def linear(func: Any, x: Spec, *args: Any, **options: Any) -> Spec | Plan:
+    """One operand, and the layout stays; a cast of a pending sum must be to a floating type."""
+    kinds = [a for a in (*args, *options.values()) if isinstance(a, torch.dtype)]
+    kinds += [a.dtype for a in (*args, *options.values()) if isinstance(a, Tensor)]
+    if any(not kind.is_floating_point and not kind.is_complex for kind in kinds):
+        unsummed(x, why="rounding to whole numbers is not linear")
+    return x
+
+
+@rule(FRESH)
+def fresh(func: Any, x: Spec, *args: Any, **options: Any) -> Spec:
+    """New values in the cut of an old tensor, nothing pending."""
+    return x.with_layout(x.dims)
+
+
+@rule(ADDITIVE)
+def additive(func: Any, *args: Any, **options: Any) -> Spec | Plan:
+    """Sums of tensors: all pending over the same axes, or none."""
+    operands = _tensors(args, options)
+    due = {a for s in operands for a in s.pending}
+    numbers = [a for a in args if isinstance(a, int | float | complex) and not isinstance(a, bool) and a != 0]
+    if due and (numbers or any(set(s.pending) != due for s in operands)):
+        what = "a number" if numbers else "a tensor without it"
+        hint = ""
+        if not numbers:
+            share = next(s for s in operands if set(s.pending) != due)
+            free = [a for a in share.layout.cut if a in due]
+            if not free:
+                hint = (
+                    f"Either .redistribute('{Layout(share.dims, tuple(due))}') the operand {share!r} (sends nothing: it "
+                    f"counts on index 0 only), or"
+                )
+        why = f"{what} added to a sum pending over {', '.join(sorted(due))} would be added once per rank"
+        raise Refusal(why, [(s, Layout(s.dims)) for s in operands if s.pending], hint)
+    shape, letters = broadcast(operands)
+    cuts, after = align(letters)
+    out = operands[0].new(shape, [cuts.get(str(d), ()) for d in range(len(shape))], tuple(due))
+    return _changes(func, operands, after, out)
+
+
+@rule(PRODUCT)
+def product(func: Any, *args: Any, **options: Any) -> Spec | Plan:
+    """One factor may be pending over an axis, the other is then replicated over it."""
+    operands = _tensors(args, options)
+    due = [a for s in operands for a in s.pending]
+    if len(set(due)) < len(due):
+        unsummed(*operands, why="the product of two sums is not the sum of products")
+    shape, letters = broadcast(operands)
+    cuts, after = align(letters)
+    out = operands[0].new(shape, [cuts.get(str(d), ()) for d in range(len(shape))], due)
+    return _changes(func, operands, after, out)
+
+
+@rule(QUOTIENT)
+def quotient(func: Any, x: Any, y: Any, **options: Any) -> Spec | Plan:
+    """As a product, if the divisor is not pending and nothing is rounded."""
+    if isinstance(y, Spec):
+        unsummed(y, why="dividing by a sum that is due is not linear")
+    if options.get("rounding_mode"):
+        unsummed(*specs_in((x,)), why="rounding is not linear")
+    return product(func, x, y)
+
+
+@rule(ANY)
+def any_elementwise(func: Any, *args: Any, **options: Any) -> Spec | Plan:
+    """Nothing may be pending."""
+    operands = _tensors(args, options)
+    unsummed(*operands)
+    shape, letters = broadcast(operands)
+    cuts, after = align(letters)
+    out = operands[0].new(shape, [cuts.get(str(d), ()) for d in range(len(shape))])
+    return _changes(func, operands, after, out)
+
+
+@rule("where")
+def where(func: Any, *args: Any) -> Spec | Plan:
+    """Linear in its two values, if both are pending alike (0 is pending over anything)."""
+    if len(args) != 3:
+        raise Refusal("the form that returns indices has a result whose size depends on values")
+    # Tensor.where(x, condition, y) has the values around the condition
+    condition, x, y = (args[1], args[0], args[2]) if func is Tensor.where else args
+    unsummed(*specs_in((condition,)), why="the condition must be known")
+    numbers = [v for v in (x, y) if isinstance(v, int | float) and v != 0]
+    values = specs_in((x, y))
+    due = {a for s in values for a in s.pending}
+    if due and (numbers or any(set(s.pending) != due for s in values)):
+        unsummed(*values)
+    operands = specs_in(args)
+    shape, letters = broadcast(operands)
+    cuts, after = align(letters)
+    out = operands[0].new(shape, [cuts.get(str(d), ()) for d in range(len(shape))], tuple(due))
+    return _changes(func, operands, after, out)
+
+
+@rule("masked_fill masked_fill_")
+def masked_fill(func: Any, x: Spec, mask: Spec, value: Any) -> Spec | Plan:
+    """Linear in the tensor if the value is 0."""
+    unsummed(mask, *specs_in((value,)))
+    if value != 0:
+        unsummed(x)
+    operands = specs_in((x, mask, value))
+    shape, letters = broadcast(operands)
+    cuts, after = align(letters)
+    return _changes(
+        func, operands, after, x.new(shape, [cuts.get(str(d), ()) for d in range(len(shape))], x.pending)
+    )  # fmt: skip
+
+
+@rule("dropout")
+def dropout(func: Any, input: Spec, p: float = 0.5, training: bool = True, inplace: bool = False) -> Spec | Plan:
+    """Nothing to draw, nothing to do; drawing needs a ``dropout_stream`` (``dropout.py``)."""
+    if p == 0 or not training:
+        return Plan(input, lambda input, *args, **options: input)
+    raise Refusal(
+        "its mask would depend on the layout",
+        hint="Draw it from (seed, place in the whole tensor) inside `with dropout_stream(seed):`, or use p=0 or eval()",
+    )
+
+
+@rule(AS_IT_IS, *(getattr(Tensor, name).__get__ for name in PROPERTIES.split()))
+def as_it_is(func: Any, *args: Any) -> Plan:
+    """What is the same of a piece as of the whole, and no tensor."""
+    return Plan(None)
+
+
+@rule(Tensor.requires_grad.__set__)  # type: ignore[attr-defined]
+def set_property(func: Any, x: Spec, value: Any) -> Plan:
+    """``x.requires_grad = True``."""
+    return Plan(None)
+
+
+@rule(Tensor.data.__get__)  # type: ignore[attr-defined]
+def data(func: Any, x: Spec) -> Spec:
+    """``x.data``: the same values outside autograd."""
+    return x
+
+
+@rule(Tensor.data.__set__)  # type: ignore[attr-defined]
+def set_data(func: Any, x: Spec, value: Spec) -> Plan:
+    """``x.data = y`` of the same layout."""
+    if value is not x:
+        raise Refusal("the new data must have the same shape and layout", [(value, x.layout)])
+    return Plan(None)
+
+
+@rule("item tolist numpy __bool__ __float__ __int__ __index__ __array__ is_nonzero __format__")
+def to_python(func: Any, x: Spec, *args: Any, **options: Any) -> Plan:
+    """Numbers leave where every rank has them all."""
+    if x.layout.cut or x.pending:
+        raise Refusal("not every rank has all values", [(x, Layout.replicated(len(x.dims)))], "Take .full(), or")
+    return Plan(None)
+
+
+@rule("mse_loss l1_loss smooth_l1_loss huber_loss binary_cross_entropy_with_logits")
+def elementwise_loss(
+    func: Any, input: Spec, target: Spec, weight: Spec | None = None, size_average: None = None, reduce: None = None,
+    reduction: str = "mean", pos_weight: None = None, **options: float,
+) -> Spec | Plan:  # fmt: skip
+    """A loss per element, then the sum or the mean over all of them: pending over every axis that cuts one."""
+    if size_average is not None or reduce is not None or pos_weight is not None or weight is not None:
+        raise Refusal("its rule knows no weights and no deprecated arguments")
+    operands = [input, target]
+    unsummed(*operands)
+    shape, letters = broadcast(operands)
+    cuts, after = align(letters)
+    dims = [cuts.get(str(d), ()) for d in range(len(shape))]
+    none = on_slices(func, operands, after) or func
+    if reduction == "none":
+        return Plan(input.new(shape, dims), lambda x, y, *a, **o: none(x, y, **{**options, "reduction": "none"}))
+    count = math.prod(shape) if reduction == "mean" else 1
+
+    def run(x: Tensor, y: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        total = none(x, y, **{**options, "reduction": "sum"})
+        return total / count if reduction == "mean" else total
+
+    return Plan(input.new((), (), [a for axes in dims for a in axes]), run)
+
+
+assert F.relu in named("relu")

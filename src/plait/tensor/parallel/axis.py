@@ -1,0 +1,144 @@
+"""The tensor axis seen from one rank, and the three ways an activation travels over it.
+
+    sum        a share of a sum on each rank      -> the whole sum on each        all_reduce
+    scatter    a share of a sum on each rank      -> the sum, cut in time         reduce_scatter
+    gather     a piece on each rank               -> the whole on each            all_gather
+
+Under sequence parallelism the stream between the products is cut in *time*, dim 1 of [batch, time, width]: a sum is
+scattered and a stream gathered, which is the same volume as one all_reduce.  Collectives want equal pieces end to end,
+so a dim other than the first costs one copy, and 5 steps of time over 4 ranks travel as 4 pieces of 2.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from plait.comm import Comm
+from plait.core.collectives import Note
+from plait.core.layout import part
+
+AXES = ("tensor",)
+
+FORWARD, BACKWARD = "tensor forward", "tensor backward"
+"""Phases of the ledger."""
+
+Finish = Callable[[], Tensor]
+"""Waits for messages under way and returns what they bring."""
+
+
+class TensorAxis:
+    """This rank's place on the tensor axis.
+
+    Args:
+        sequence: whether the stream between the products is cut in time.
+    """
+
+    def __init__(self, comm: Comm, *, sequence: bool) -> None:
+        self.comm, self.sequence = comm, sequence
+        self.ways, self.index = comm.mesh.tensor, comm.mesh.index(comm.rank, AXES)
+        self.microbatch = -1
+        self.length = 0
+        """Steps of time of the whole stream, set where it was last whole."""
+
+    def part(self, size: int, index: int | None = None) -> tuple[int, int]:
+        """Where a rank's part of ``size`` begins and ends; this rank's, if none is named."""
+        return part(size, self.ways, self.index if index is None else index)
+
+    def note(self, phase: str, site: str) -> Note:
+        return Note(phase, site, self.microbatch)
+
+    # ---- issued now, finished later -----------------------------------------------------------------------------
+
+    def start_sum(self, x: Tensor, note: Note) -> Finish:
+        """The sum of ``x`` over the ranks, in place where ``x`` is contiguous."""
+        x = x.contiguous()
+        work = self.comm.all_reduce(x, AXES, note=note)
+
+        def finish() -> Tensor:
+            work.wait()
+            return x
+
+        return finish
+
+    def start_scatter(self, x: Tensor, note: Note) -> Finish:
+        """This rank's part, in time, of the sum of ``x`` [batch, time, ...] over the ranks."""
+        start, stop = self.part(self.length)
+        pieces = self._stack(x)
+        out = torch.empty_like(pieces[0])
+        work = self.comm.reduce_scatter(out, pieces, AXES, note=note)
+
+        def finish() -> Tensor:
+            work.wait()
+            return out[:, : stop - start]
+
+        return finish
+
+    def start_gather(self, x: Tensor, dim: int, size: int, note: Note) -> Finish:
+        """The whole of ``size`` along ``dim`` from every rank's part."""
+        step = -(-size // self.ways)
+        if x.size(dim) < step:
+            x = torch.cat((x, x.new_zeros((*x.shape[:dim], step - x.size(dim), *x.shape[dim + 1 :]))), dim)
+        x = x.contiguous()
+        pieces = x.new_empty((self.ways, *x.shape))
+        work = self.comm.all_gather(pieces, x, AXES, note=note)
+
+        def finish() -> Tensor:
+            work.wait()
+            whole: Tensor = pieces.movedim(0, dim).flatten(dim, dim + 1)
+            return whole.narrow(dim, 0, size)
+
+        return finish
+
+    def start_whole(self, x: Tensor, note: Note) -> Finish:
+        """The stream ``x``, cut in time, as a whole."""
+        return self.start_gather(x, 1, self.length, note)
+
+    def _stack(self, x: Tensor) -> Tensor:
+        """[batch, time, ...] as equal pieces in time, end to end: [ways, batch, time / ways, ...]."""
+        step = -(-self.length // self.ways)
+        if step * self.ways > self.length:
+            x = torch.cat((x, x.new_zeros((x.size(0), step * self.ways - self.length, *x.shape[2:]))), 1)
+        return x.unflatten(1, (self.ways, step)).movedim(1, 0).contiguous()
+
+
+class Leave(torch.autograd.Function):
+    """A share of a sum on each rank becomes the whole stream: summed, or summed and scattered in time.
+
+    Backward: nothing (the gradient is whole on every rank already), or a gather.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: TensorAxis, site: str) -> Tensor:
+        ctx.axis, ctx.site = axis, site
+        note = axis.note(FORWARD, site)
+        return leave(x, axis, note)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        axis: TensorAxis = ctx.axis
+        if axis.sequence:
+            gradient = axis.start_whole(gradient, axis.note(BACKWARD, ctx.site))()
+        return gradient, None, None
+
+
+def leave(x: Tensor, axis: TensorAxis, note: Note) -> Tensor:
+    """The sum over the ranks, whole or cut in time."""
+    return (axis.start_scatter if axis.sequence else axis.start_sum)(x, note)()
+
+
+class Gather(torch.autograd.Function):
+    """Pieces of the last dim become the whole; backward keeps this rank's piece."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: TensorAxis, size: int, site: str) -> Tensor:
+        ctx.axis, ctx.size = axis, size
+        return axis.start_gather(x, x.dim() - 1, size, axis.note(FORWARD, site))()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+        start, stop = ctx.axis.part(ctx.size)
+        return gradient[..., start:stop], None, None, None

@@ -1,0 +1,136 @@
+"""Column- and row-cut products on local tensors, forward and backward.
+
+    column   x whole ─► y = x W_r^T          y cut in its last dim       backward: dx is a sum over the ranks
+    row      x cut   ─► y = Σ x_r W_r^T      y whole                     backward: none
+
+Siblings that read one tensor (query, key, value; gate, up) share one ``Entered``: its gradient is the sum of theirs,
+reduced once.  The reduction travels beside the weight products, which only this rank wants:
+
+    forward   x ── Enter ─┬─ Column q ─►          backward    dq ─► dx += dq Wq   (q, x) ─► queue
+                          ├─ Column k ─►                      dk ─► dx += dk Wk   (k, x) ─► queue
+                          └─ Column v ─►                      Enter:  start the reduction of dx
+                                                                      dWq, dWk, dWv from the queue
+                                                                      wait
+
+Under sequence parallelism Enter gathers the stream forward and scatters its gradient backward, and a row's sum is
+scattered: reduce_scatter and all_gather in place of the all_reduce.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from plait.tensor.parallel.axis import BACKWARD, FORWARD, TensorAxis, leave
+
+
+def weight_product(gradient: Tensor, x: Tensor) -> Tensor:
+    """dW [out, in] of y = x W^T."""
+    return gradient.reshape(-1, gradient.size(-1)).t() @ x.reshape(-1, x.size(-1))
+
+
+class Entered:
+    """A whole activation as column-cut siblings read it.
+
+    Args:
+        source: what entered; the same tensor again, unchanged, is not entered twice.
+        axis: where its gradient is reduced.
+        site: its name in the ledger.
+        weights: weight and bias (or None) of every sibling, whether or not it will read this tensor.
+    """
+
+    def __init__(
+        self, source: Tensor, axis: TensorAxis, site: str, weights: Sequence[tuple[Tensor, Tensor | None]]
+    ) -> None:
+        self._source, self._version = weakref.ref(source), source._version
+        self.axis, self.site = axis, site
+        self.wants_input = source.requires_grad
+        self.queue: list[tuple[int, Tensor]] = []
+        """Siblings' output gradients that wait for their weight products."""
+        flat = [t for pair in weights for t in pair]
+        self.tensor: Tensor = Enter.apply(source, self, *flat)
+
+    def is_of(self, source: Tensor, site: str) -> bool:
+        """Whether this very tensor, unchanged since, entered here."""
+        return self._source() is source and self._version == source._version and self.site == site
+
+
+class Enter(torch.autograd.Function):
+    """The stream, whole.  Backward reduces the input's gradient and makes the siblings' weight products meanwhile."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, entered: Entered, *weights: Tensor | None) -> Tensor:
+        axis = entered.axis
+        whole = axis.start_whole(x, axis.note(FORWARD, entered.site))() if axis.sequence else x.view_as(x)
+        ctx.entered = entered
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(whole)
+        return whole
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor | None) -> tuple[Tensor | None, ...]:
+        entered: Entered = ctx.entered
+        axis, note = entered.axis, entered.axis.note(BACKWARD, entered.site)
+        finish = None
+        if gradient is not None and ctx.needs_input_grad[0]:
+            finish = (axis.start_scatter if axis.sequence else axis.start_sum)(gradient, note)
+        (x,) = ctx.saved_tensors
+        products: list[Tensor | None] = [None] * (len(ctx.needs_input_grad) - 2)
+        for index, g in entered.queue:
+            for place, wanted in ((2 * index, weight_product), (2 * index + 1, _bias_sum)):
+                if ctx.needs_input_grad[2 + place]:
+                    product, before = wanted(g, x), products[place]
+                    products[place] = product if before is None else before.add_(product)
+        entered.queue.clear()
+        return (finish() if finish else None, None, *products)
+
+
+def _bias_sum(gradient: Tensor, x: Tensor) -> Tensor:
+    return gradient.reshape(-1, gradient.size(-1)).sum(0)
+
+
+class Column(torch.autograd.Function):
+    """y = x W^T + b for this rank's rows of W; the weight product waits for ``Enter``.
+
+    ``weight`` and ``bias`` come detached: their gradients leave through ``Enter``, which has them as inputs.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, entered: Entered, index: int) -> Tensor:
+        ctx.entered, ctx.index = entered, index
+        ctx.save_for_backward(weight)
+        return F.linear(x, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, None, None, None, None]:
+        ctx.entered.queue.append((ctx.index, gradient))
+        (weight,) = ctx.saved_tensors
+        return gradient @ weight if ctx.entered.wants_input else None, None, None, None, None
+
+
+class Row(torch.autograd.Function):
+    """y = Σ x_r W_r^T over the ranks, whole or cut in time; the bias is added afterwards, once."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, axis: TensorAxis, site: str) -> Tensor:
+        ctx.axis, ctx.site = axis, site
+        ctx.save_for_backward(x, weight)
+        return leave(F.linear(x, weight), axis, axis.note(FORWARD, site))
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
+        axis: TensorAxis = ctx.axis
+        x, weight = ctx.saved_tensors
+        if axis.sequence:
+            gradient = axis.start_whole(gradient, axis.note(BACKWARD, ctx.site))()
+        return (
+            gradient @ weight if ctx.needs_input_grad[0] else None,
+            weight_product(gradient, x) if ctx.needs_input_grad[1] else None,
+            None,
+            None,
+        )

@@ -1,0 +1,185 @@
+"""From a model and a plan to what each module does: cuts of parameters, siblings, sites.
+
+A plan comes from the user, from the model (``tensor_plan``, a dict or a method that returns one), or from the config of
+a Hugging Face model (``base_model_tp_plan``), which covers the blocks; embedding and head are cut by vocabulary then.
+
+Nothing is sent here and no value is read: a plan is resolved, and refused, on a model whose parameters are on meta.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+
+from plait.core.cuts import TensorCut
+from plait.core.styles import CUT_DIM, Site, Style, match_styles
+from plait.tensor.parallel.vocabulary import LOSS
+
+HUGGING_FACE = {
+    "colwise": "column",
+    "rowwise": "row",
+    "colwise_gather_output": "gathered",
+    "colwise_rep": "gathered",
+    "replicated_with_grad_allreduce": "summed",
+}
+"""Styles of transformers' plans, in our words."""
+
+COLUMNS = ("column", "gathered")
+
+
+@dataclass(frozen=True)
+class Parallel:
+    """A plan resolved on a model.
+
+    ``cuts`` and ``summed`` go by ``id`` of the model's parameters at the time; ``styles`` by module name.
+    """
+
+    styles: Mapping[str, Style] = field(default_factory=dict)
+    cuts: Mapping[int, TensorCut] = field(default_factory=dict)
+    summed: frozenset[int] = frozenset()
+    sites: tuple[Site, ...] = ()
+
+    def siblings(self, name: str) -> list[str]:
+        """The column-cut modules that have this one's parent, in order; they may read one tensor."""
+        parent = name.rpartition(".")[0]
+        same = [n for n in self.styles if self.styles[n].kind in COLUMNS and n.rpartition(".")[0] == parent]
+        return same if name in same else [name]
+
+
+def plan_of(model: nn.Module) -> dict[str, str]:
+    """The plan that a model carries.
+
+    Raises:
+        ValueError: it carries none, or one with a style that plait has no word for.
+    """
+    own = getattr(model, "tensor_plan", None)
+    if own is not None:
+        return dict(own() if callable(own) else own)
+    config = getattr(model, "config", None)
+    blocks = getattr(config, "base_model_tp_plan", None)
+    if not blocks:
+        raise ValueError(
+            f"{type(model).__name__} carries no tensor plan: give tensor_plan={{'blocks.*.up': 'column', "
+            f"'blocks.*.down': 'row', ...}}, or leave the tensor axis out of the mesh"
+        )
+    return _hugging_face(model, blocks)
+
+
+def _hugging_face(model: Any, blocks: Mapping[str, str]) -> dict[str, str]:
+    """transformers' plan of the blocks in our words, with embedding and head cut by vocabulary."""
+    prefix = f"{model.base_model_prefix}." if hasattr(model, model.base_model_prefix) else ""
+    if unknown := sorted({style for style in blocks.values() if style not in HUGGING_FACE}):
+        raise ValueError(
+            f"{type(model).__name__}'s base_model_tp_plan has the style {unknown[0]!r}, which plait has no word for "
+            f"(it knows {', '.join(HUGGING_FACE)}): give tensor_plan=... of your own"
+        )
+    plan = {prefix + pattern: HUGGING_FACE[style] for pattern, style in blocks.items()}
+    ends = (model.get_input_embeddings(), model.get_output_embeddings())
+    plan |= {name: "vocabulary" for name, module in model.named_modules() if any(module is end for end in ends)}
+    return plan
+
+
+def parallel_plan(
+    model: nn.Module, ways: int, plan: Mapping[str, str | Style] | None = None, *, sequence: bool = False
+) -> Parallel:
+    """Resolve a plan on a model for an axis of ``ways`` ranks.
+
+    Args:
+        plan: patterns and styles; None takes the one that the model carries.
+        sequence: cut the stream in time between the products.
+
+    Raises:
+        ValueError: a pattern that matches nothing, a parameter cut twice, heads that the ranks cannot share, a module
+            that a style does not fit: with the numbers and the fix.
+    """
+    if ways == 1 and plan is None:
+        return Parallel()
+    modules = dict(model.named_modules())
+    plan = plan_of(model) if plan is None else plan
+    styles = match_styles(plan, modules, [n for n, _ in model.named_parameters(remove_duplicate=False)])
+    styles = {name: styles[name] for name in modules if name in styles}  # in the model's own order
+    if ways == 1:
+        return Parallel()
+    if sequence and all(style.kind != "sequence" for style in styles.values()):
+        raise ValueError(
+            "sequence parallelism cuts the stream between the products in time, and the tensor plan names no module "
+            "that works on it: say 'sequence' for its norms and dropouts, or leave sequence parallelism out"
+        )
+    cuts: dict[int, TensorCut] = {}
+    summed: set[int] = set()
+    for name, style in styles.items():
+        module = modules[name]
+        if style.kind in CUT_DIM:
+            style = styles[name] = _with_heads(style, name, modules)
+            for short, cut in _cuts(name, module, style, ways).items():
+                other = cuts.setdefault(id(getattr(module, short)), cut)
+                if other != cut:
+                    raise ValueError(
+                        f"the tensor plan shards {name}.{short} twice: it is shared with a module that cuts dim "
+                        f"{other.dim}, and {str(style)!r} cuts dim {cut.dim}; cut a shared parameter in one way"
+                    )
+            if style.kind == "row" and sequence and getattr(module, "bias", None) is not None:
+                summed.add(id(module.bias))
+        elif style.kind == "summed" or (style.kind == "sequence" and sequence):
+            summed |= {id(p) for p in module.parameters()}
+    parallel = Parallel(styles, cuts, frozenset(summed))
+    return Parallel(styles, cuts, frozenset(summed), tuple(_sites(parallel, modules)))
+
+
+def _with_heads(style: Style, name: str, modules: Mapping[str, nn.Module]) -> Style:
+    """Projections of an attention module are cut in whole heads, where the module says how large they are."""
+    head = getattr(modules[name.rpartition(".")[0]], "head_dim", None)
+    if style.grain > 1 or not isinstance(head, int) or style.kind == "vocabulary":
+        return style
+    return Style(style.kind, style.parts, head)
+
+
+def _cuts(name: str, module: nn.Module, style: Style, ways: int) -> dict[str, TensorCut]:
+    """The cuts of a module's own parameters, by their short names."""
+    weight, bias = getattr(module, "weight", None), getattr(module, "bias", None)
+    if not isinstance(module, nn.Linear | nn.Embedding) or not isinstance(weight, nn.Parameter):
+        raise ValueError(
+            f"the tensor plan says {str(style)!r} for {name!r}, a {type(module).__name__}: only nn.Linear and "
+            f"nn.Embedding (and what inherits them) are cut"
+        )
+    if isinstance(module, nn.Embedding) != (style.kind == "vocabulary") and not isinstance(module, nn.Linear):
+        raise ValueError(f"the tensor plan says {str(style)!r} for the embedding {name!r}: say vocabulary")
+    dim = CUT_DIM[style.kind]
+    size = weight.shape[dim]
+    parts = tuple(p * style.grain for p in style.parts) or (size,)
+    if style.kind == "vocabulary" and (ways - 1) * -(-size // ways) >= size:
+        raise ValueError(f"{name!r}: a vocabulary of {size} rows leaves a rank of tensor={ways} without any; use fewer")
+    found = {}
+    for short, parameter in (("weight", weight), ("bias", bias)):
+        if parameter is not None and dim < parameter.dim():
+            try:
+                found[short] = TensorCut(tuple(parameter.shape), dim, ways, parts, style.grain)
+            except ValueError as error:
+                raise ValueError(f"the tensor plan's {str(style)!r} for {name!r}: {error}") from None
+    return found
+
+
+def _sites(parallel: Parallel, modules: Mapping[str, nn.Module]) -> list[Site]:
+    """Where messages are sent in one forward and backward, in the model's order."""
+    found: dict[Site, None] = {}
+    for name, style in parallel.styles.items():
+        module: Any = modules[name]
+        if style.kind in COLUMNS or (style.kind == "vocabulary" and isinstance(module, nn.Linear)):
+            found.setdefault(Site("enter", site_of(name, parallel), module.weight.shape[1]))
+        if style.kind == "row":
+            found.setdefault(Site("leave", name, module.weight.shape[0]))
+        if style.kind == "gathered":
+            found.setdefault(Site("gather", name, module.weight.shape[0]))
+        if style.kind == "vocabulary" and isinstance(module, nn.Embedding):
+            found.setdefault(Site("leave", name, module.weight.shape[1]))
+        if style.kind == "vocabulary" and isinstance(module, nn.Linear):
+            found.setdefault(Site("loss", LOSS.unit, 0))
+    return list(found)
+
+
+def site_of(name: str, parallel: Parallel) -> str:
+    """The name under which siblings enter: their parent's; a module without siblings goes by its own."""
+    return name.rpartition(".")[0] if len(parallel.siblings(name)) > 1 else name

@@ -1,0 +1,109 @@
+"""Embedding and cross-entropy over a vocabulary that is cut over the tensor axis.
+
+    embedding       a rank looks up the tokens that it holds, zeros for the others;  the sum over the ranks is the row
+    cross-entropy   max over my classes                      all_reduce max   [tokens]
+                    Σ exp(logit - max), my target's logit    all_reduce sum   [2, tokens]
+                    loss = log Σ - target's logit            the same on every rank
+
+No rank ever holds the logits of all classes.  Source: Megatron-LM (Shoeybi et al. 2019), section 3.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from plait.comm import Comm
+from plait.core.collectives import Note
+from plait.core.layout import part
+from plait.tensor.parallel.axis import FORWARD, Leave, TensorAxis
+from plait.tensor.sharded import ShardedTensor
+
+LOSS = Note(FORWARD, "loss")
+"""How the ledger calls the messages of a cross-entropy."""
+
+
+def cross_entropy_sum(logits: Tensor, targets: Tensor, ignored: int = -100) -> Tensor:
+    """Cross-entropy in nats, summed over the targets that are not ``ignored``: a scalar, never a mean.
+
+    Args:
+        logits: [..., classes]; a plain tensor, or a ``ShardedTensor`` whose classes (and nothing else) are cut: then no
+            rank ever holds the logits of all classes, three numbers per target are sent, and the result is a plain
+            tensor, the same on every rank, from which every rank calls backward.
+        targets: [...] int64, whole.
+
+    Summed in fp32, in fp64 if the logits are.
+
+    Raises:
+        ValueError: logits cut in another dim, or with a sum pending.
+    """
+    if not isinstance(logits, ShardedTensor):
+        wide = logits if logits.dtype == torch.float64 else logits.float()
+        return F.cross_entropy(wide.flatten(0, -2), targets.flatten(), ignore_index=ignored, reduction="sum")
+    layout, comm = logits.layout, logits.comm
+    if any(layout.dims[:-1]) or layout.pending:
+        raise ValueError(
+            f"cross_entropy_sum on logits of layout '{layout}': only the classes, the last dim, may be cut; "
+            f"redistribute the logits first"
+        )
+    axes = layout.dims[-1]
+    start, _ = part(logits.shape[-1], comm.mesh.count(axes), comm.mesh.index(comm.rank, axes))
+    local = logits.local.flatten(0, -2)
+    local = local if local.dtype == torch.float64 else local.float()
+    loss: Tensor = CutCrossEntropy.apply(local, targets.flatten(), start, ignored, comm, axes)
+    return loss
+
+
+def embedding(tokens: Tensor, weight: Tensor, start: int, padding: int | None, axis: TensorAxis, site: str) -> Tensor:
+    """Rows of a table of which this rank holds those from ``start`` on: [..., width], whole (or cut in time).
+
+    Args:
+        tokens: int64, any shape; [batch, time] under sequence parallelism.
+        padding: the token whose row gets no gradient.
+    """
+    here = tokens - start
+    elsewhere = (here < 0) | (here >= weight.size(0))
+    padding = padding - start if padding is not None and start <= padding < start + weight.size(0) else None
+    rows = F.embedding(here.masked_fill(elsewhere, 0), weight, padding)
+    if axis.sequence:
+        axis.length = tokens.size(1)
+    x: Tensor = Leave.apply(rows.masked_fill(elsewhere[..., None], 0), axis, site)
+    return x
+
+
+class CutCrossEntropy(torch.autograd.Function):
+    """Cross-entropy in nats, summed over the targets that are not ignored; classes cut over the ranks.
+
+    ``logits`` [tokens, classes of this rank] in fp32 or fp64, ``targets`` [tokens] int64, ``start`` this rank's first
+    class.  The result is the same on every rank, and backward starts from it on every rank.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, logits: Tensor, targets: Tensor, start: int, ignored: int, comm: Comm, axes: tuple[str, ...]
+    ) -> Tensor:
+        classes = logits.size(1)
+        largest = logits.amax(1) if classes else logits.new_full((len(logits),), float("-inf"))
+        comm.all_reduce(largest, axes, op="max", note=LOSS).wait()
+        shares = (logits - largest[:, None]).exp_()
+        counts = targets != ignored
+        here = targets - start
+        mine = counts & (here >= 0) & (here < classes)
+        rows, columns = mine.nonzero().squeeze(1), here[mine]
+        sums = logits.new_zeros(2, len(logits))
+        torch.sum(shares, 1, out=sums[0])
+        sums[1, rows] = logits[rows, columns] - largest[rows]
+        comm.all_reduce(sums, axes, note=LOSS).wait()
+        ctx.shares = shares.div_(sums[0][:, None])
+        ctx.save_for_backward(counts, rows, columns)
+        return ((sums[0].log() - sums[1]) * counts).sum()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        counts, rows, columns = ctx.saved_tensors
+        shares, ctx.shares = ctx.shares, None
+        shares[rows, columns] -= 1
+        return shares.mul_((counts * gradient)[:, None]), None, None, None, None, None

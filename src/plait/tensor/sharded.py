@@ -1,0 +1,461 @@
+"""``ShardedTensor``: a tensor cut over named axes of a mesh, used like any other tensor.
+
+    x.shape, x.size(), x.dim()      the whole tensor               x.layout    which axes cut which dim
+    x.local                         this rank's piece, plain       x.full()    the whole tensor, gathered
+
+Underneath, a ShardedTensor *is* its local piece: a subclass object without a wrapper, so autograd runs on local
+tensors.  Every torch function passes through ``__torch_function__``, which finds the rule (``rules.py``), computes on
+the local pieces, and marks the result with its layout:
+
+    y = x @ w      key (matmul, spec of x, spec of w) -> plan, kept -> local matmul -> y marked with the plan's spec
+
+Nothing communicates silently.  What would have to is refused with the redistribution that makes it legal; inside
+``with auto_redistribute():`` that redistribution is made, and the ledger shows it.
+
+``loss.backward()`` seeds by the dual table: 1 on every rank where the loss is pending; where it is replicated over
+an axis, 1 at index 0 and 0 elsewhere.  ``x.grad`` is a ShardedTensor in the dual layout; ``x.grad.full()`` is the
+gradient of the whole.  Replicated tensors, and plain tensors without gradient that meet sharded ones, are taken to
+be equal on all ranks.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.overrides import handle_torch_function
+
+from plait.comm import Comm
+from plait.core.collectives import Note
+from plait.core.layout import Layout
+from plait.core.mesh import Mesh
+from plait.tensor.redistribute import NOTE, moved
+from plait.tensor.rules import RULES
+from plait.tensor.spec import LayoutError, Plan, Refusal, Spec, home_of
+
+_AUTO: ContextVar[bool] = ContextVar("auto_redistribute", default=False)
+_MOST_PLANS = 4096
+"""Plans kept per spec: an operator whose number changes with every call must not fill the memory."""
+
+DIRECT: dict[Any, Callable[..., Any]] = {}
+"""Functions that handle ShardedTensors themselves, such as ``torch.autograd.grad``."""
+
+_run_local: Callable[..., Any] = torch._C._disabled_torch_function_impl
+_local = torch._C.DisableTorchFunctionSubclass
+_ATOMS = {int, float, bool, str, type(None), complex, type(...), torch.dtype, torch.device, torch.memory_format}
+
+
+class ShardedTensor(Tensor):
+    """A rank's piece of a tensor that is cut, replicated or pending over the axes of a mesh.
+
+    Args:
+        local: this rank's piece; gradients flow back to it, in the dual layout.
+        layout: a Layout or its text, as in ``"out/tensor in"``.
+        comm: this rank's way to the others.
+        shape: of the whole tensor.
+
+    Raises:
+        ValueError: the piece has not the shape that layout and rank give it.
+    """
+
+    _spec: Spec
+
+    def __new__(cls, local: Tensor, layout: Layout | str, comm: Comm, shape: Sequence[int]) -> ShardedTensor:
+        if isinstance(local, ShardedTensor):
+            raise ValueError("the local piece is a ShardedTensor itself: give its .local, or use .redistribute()")
+        layout = Layout.parse(layout) if isinstance(layout, str) else layout
+        spec = home_of(comm).spec(layout, tuple(shape))
+        if tuple(local.shape) != tuple(spec.local_shape):
+            raise ValueError(
+                f"rank {comm.rank} of '{comm.mesh}' holds {list(spec.local_shape)} of {spec!r}, but the local piece is "
+                f"{list(local.shape)}: from_full() cuts a whole tensor"
+            )
+        return wrap(local.as_subclass(Tensor), spec, own=False)
+
+    @classmethod
+    def from_full(cls, full: Tensor, layout: Layout | str, comm: Comm) -> ShardedTensor:
+        """This rank's piece of a tensor that every rank has whole: a copy, and a leaf of autograd.
+
+        Where the layout is pending over an axis, index 0 of the axis has the values and the others zeros.
+        """
+        layout = Layout.parse(layout) if isinstance(layout, str) else layout
+        home = home_of(comm)
+        end = home.spec(layout, tuple(full.shape))
+        with torch.no_grad():
+            piece = moved(full.detach(), home.replicated(full.shape), end, NOTE)
+        out = wrap(piece.clone(memory_format=torch.contiguous_format), end)
+        return cast(ShardedTensor, out.requires_grad_(full.requires_grad))
+
+    def full(self, note: Note = NOTE) -> Tensor:
+        """The whole tensor, plain and without gradient, on every rank.  All ranks must call it."""
+        with torch.no_grad(), _local():
+            spec = self._spec
+            piece = Tensor.detach(self).as_subclass(Tensor)
+            whole = moved(piece, spec, spec.home.replicated(spec.shape), note)
+            return whole.clone() if whole is piece else whole
+
+    def redistribute(self, layout: Layout | str, note: Note = NOTE) -> ShardedTensor:
+        """The same tensor in another layout; all ranks must call it.  ``explain(x, layout)`` tells what it sends."""
+        return redistribute(self, layout, note)
+
+    # ---- what it shows of itself: the whole ------------------------------------------------------
+
+    @property
+    def layout(self) -> Layout:
+        """Which axes cut which dim, and over which a sum is pending."""
+        return self._spec.layout
+
+    @property
+    def comm(self) -> Comm:
+        """This rank's way to the others."""
+        return self._spec.comm
+
+    @property
+    def mesh(self) -> Mesh:
+        """The mesh that the layout speaks of."""
+        return self._spec.comm.mesh
+
+    @property
+    def local(self) -> Tensor:
+        """This rank's piece, a plain tensor; gradients flow through, in the dual layout."""
+        with _local():
+            return self.as_subclass(Tensor)
+
+    @property
+    def shape(self) -> torch.Size:  # type: ignore[override]
+        """Of the whole tensor."""
+        return self._spec.shape
+
+    def size(self, dim: int | None = None) -> Any:  # type: ignore[override]
+        """Of the whole tensor."""
+        return self._spec.shape if dim is None else self._spec.shape[dim]
+
+    def dim(self) -> int:
+        """The number of dims."""
+        return len(self._spec.shape)
+
+    @property
+    def ndim(self) -> int:  # type: ignore[override]
+        """The number of dims."""
+        return len(self._spec.shape)
+
+    def numel(self) -> int:
+        """Elements of the whole tensor."""
+        return self._spec.shape.numel()
+
+    nelement = numel
+    ndimension = dim
+
+    def __len__(self) -> int:
+        if not self._spec.shape:
+            raise TypeError("len() of a 0-d tensor")
+        return self._spec.shape[0]
+
+    def __hash__(self) -> int:
+        return id(self)
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        spec = self._spec
+        words = " ".join(f"{axis}={how}" for axis, how in spec.layout.placements(spec.comm.mesh).items())
+        with _local():
+            grad = ", requires_grad=True" if self.requires_grad else ""
+            local = repr(self.detach().as_subclass(Tensor))
+        return (
+            f"ShardedTensor(shape={list(spec.shape)}, {words or 'one rank'}, dtype={self.dtype}{grad}, local={local})"
+        )
+
+    # ---- gradients -------------------------------------------------------------------------------
+
+    @property
+    def grad(self) -> ShardedTensor | None:  # type: ignore[override]
+        """The gradient, in the dual layout, or in that in which it was set."""
+        with _local():
+            grad = Tensor.grad.__get__(self)
+        if grad is not None and type(grad) is not ShardedTensor:
+            return wrap(grad, self._spec.dual)
+        return cast("ShardedTensor | None", grad)
+
+    @grad.setter
+    def grad(self, grad: ShardedTensor | None) -> None:
+        spec = self._spec
+        if grad is not None:
+            if type(grad) is not ShardedTensor or grad._spec not in (spec, spec.dual):
+                raise LayoutError(
+                    f"the gradient of {spec!r} is a ShardedTensor of the same layout, or of the dual '{spec.dual.layout}'"
+                )
+            if grad._spec is not spec.dual and not hasattr(self, "_watch"):
+                with _local():
+                    self._watch = self.register_post_accumulate_grad_hook(_summed_already)
+        with _local():
+            Tensor.grad.__set__(self, grad)
+
+    @grad.deleter
+    def grad(self) -> None:
+        self.grad = None
+
+    def backward(  # type: ignore[override]
+        self, gradient: Tensor | None = None, retain_graph: bool | None = None, create_graph: bool = False
+    ) -> None:
+        """Gradients of the leaves, in their dual layouts.
+
+        Without ``gradient`` the tensor must have one element; a given one is in the dual layout, or replicated.
+        """
+        seed = _seed(self, gradient)
+        with _local():
+            torch.autograd.backward(self, seed, retain_graph, create_graph)
+
+    # ---- every other function --------------------------------------------------------------------
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        try:
+            key = (func, *[a._spec if type(a) is ShardedTensor else a if type(a) in _ATOMS else _HARD for a in args])
+            if kwargs or _HARD in key:
+                raise KeyError
+            plan = args[0]._spec.plans[key]
+        except (KeyError, IndexError, AttributeError):
+            direct = DIRECT.get(func)
+            if direct is not None:
+                return direct(*args, **(kwargs or {}))
+            plan = _plan(func, args, kwargs or {})
+            if plan is None:
+                return _redistributed(func, args, kwargs or {})
+        out = _run_local(plan.run or func, types, args, kwargs)
+        spec = plan.out
+        if type(spec) is Spec:
+            if type(out) is not Tensor:
+                return wrap(out, spec)
+            out.__class__ = ShardedTensor
+            out._spec = spec
+            return out
+        return out if spec is None else _wrap_all(out, cast(tuple[Spec, ...], spec))
+
+
+_HARD = object()
+"""Stands for an argument that takes a closer look: a list, a slice, a plain tensor."""
+
+
+def wrap(local: Tensor, spec: Spec, own: bool = True) -> ShardedTensor:
+    """A plain tensor as a ShardedTensor; the very object if it is ours to mark (``own``), else another one."""
+    if type(local) is ShardedTensor:
+        if local._spec is spec:
+            return local
+        own = False
+    with _local():
+        out: Any = local if own else local.as_subclass(Tensor)
+    assert Tensor.size(out) == spec.local_shape if type(out) is Tensor else True
+    out.__class__ = ShardedTensor
+    out._spec = spec
+    return cast(ShardedTensor, out)
+
+
+def _wrap_all(out: Any, specs: tuple[Spec, ...]) -> Any:
+    wrapped = [wrap(o, s) for o, s in zip(out, specs, strict=True)]
+    return type(out)(wrapped)
+
+
+@contextmanager
+def auto_redistribute() -> Iterator[None]:
+    """Inside, an operator that is refused with a redistribution as the way out makes it itself.
+
+    The ledger calls these lines by the phase ``auto`` and the operator's name.
+    """
+    token = _AUTO.set(True)
+    try:
+        yield
+    finally:
+        _AUTO.reset(token)
+
+
+def redistribute(x: Tensor, layout: Layout | str, note: Note = NOTE) -> ShardedTensor:
+    """``x`` in another layout; differentiable, and the way back is the dual redistribution in reverse."""
+    if torch._C._is_torch_function_mode_enabled():
+        return cast(ShardedTensor, handle_torch_function(redistribute, (x,), x, layout, note))
+    return _redistribute(x, layout, note)
+
+
+def _redistribute(x: Tensor, layout: Layout | str, note: Note = NOTE) -> ShardedTensor:
+    if not isinstance(x, ShardedTensor):
+        raise ValueError("redistribute() moves a ShardedTensor: make one with ShardedTensor.from_full()")
+    spec, layout = x._spec, Layout.parse(layout) if isinstance(layout, str) else layout
+    end = spec.home.spec(layout, spec.shape)
+    return x if end is spec else wrap(moved(x.local, spec, end, note), end, own=True)
+
+
+DIRECT[redistribute] = _redistribute
+
+
+# ---- the slow way: deciding, refusing, redistributing --------------------------------------------
+
+
+def name_of(func: Any) -> str:
+    """How messages call a torch function: ``matmul``, ``softmax``, ``T``."""
+    name = str(getattr(func, "__name__", func))
+    owner = getattr(getattr(func, "__self__", None), "__name__", "")
+    return owner if name in ("__get__", "__set__") and owner else name
+
+
+def _frozen(value: Any, home: Any) -> Any:
+    if type(value) is ShardedTensor:
+        return value._spec
+    if type(value) in _ATOMS:
+        return value
+    if isinstance(value, Tensor):
+        if value.requires_grad and torch.is_grad_enabled():
+            raise LayoutError(
+                f"a plain tensor {list(value.shape)} that requires a gradient meets ShardedTensors: its gradient would "
+                f"be this rank's share only; make it ShardedTensor.from_full(tensor, layout, comm)"
+            )
+        return home.replicated(tuple(Tensor.size(value)))
+    if isinstance(value, list | tuple):
+        return tuple(_frozen(v, home) for v in value)
+    if isinstance(value, slice):
+        return ("slice", value.start, value.stop, value.step)
+    return value
+
+
+def _tensors(values: Any) -> Iterator[Tensor]:
+    for v in values:
+        if isinstance(v, Tensor):
+            yield v
+        elif isinstance(v, list | tuple):
+            yield from _tensors(v)
+
+
+def _plan(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Plan | None:
+    """What the rule decides; None where it refuses and ``auto_redistribute`` is on and knows the way out."""
+    ours = [t._spec for t in _tensors((*args, *kwargs.values())) if type(t) is ShardedTensor]
+    spec = ours[0]
+    for other in ours:
+        if other.home is not spec.home:
+            raise ValueError(
+                f"{name_of(func)} of tensors of two comms, on the meshes '{spec.comm.mesh}' and '{other.comm.mesh}': "
+                f"one expression lives on one comm"
+            )
+    frozen = tuple(_frozen(a, spec.home) for a in args)
+    options = {k: _frozen(v, spec.home) for k, v in kwargs.items()}
+    key = (func, *frozen, *options.items())
+    try:
+        plan = spec.plans.get(key)
+    except TypeError:  # an argument that cannot be kept, nor its plan
+        key, plan = None, None  # type: ignore[assignment]
+    if plan is None:
+        try:
+            plan = decide(func, frozen, options)
+        except Refusal as refusal:
+            if _AUTO.get() and refusal.fix:
+                return None
+            raise LayoutError(_message(func, (*frozen, *options.values()), refusal)) from None
+        if key is not None:
+            if len(spec.plans) >= _MOST_PLANS:
+                spec.plans.clear()
+            spec.plans[key] = plan
+    return plan
+
+
+def decide(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Plan:
+    """Asks the rule; specs stand in the place of tensors."""
+    decision = RULES.get(func)
+    if decision is None:
+        raise Refusal(
+            "it has no rule for sharded tensors", hint="Compute on .full(), or on .local pieces, or enter a rule"
+        )
+    try:
+        inspect.signature(decision).bind(func, *args, **kwargs)
+    except TypeError as error:
+        raise Refusal(f"its rule does not know these arguments ({error})") from None
+    out = decision(func, *args, **kwargs)
+    return Plan(out) if type(out) is Spec else cast(Plan, out)
+
+
+def _specs(values: Any) -> Iterator[Spec]:
+    for v in values:
+        if type(v) is Spec:
+            yield v
+        elif isinstance(v, tuple):
+            yield from _specs(v)
+
+
+def _message(func: Any, frozen: Any, refusal: Refusal) -> str:
+    operands = " and ".join(map(repr, _specs(frozen)))
+    advice = refusal.advice()
+    return f"{name_of(func)} of {operands}: {refusal.why}." + (f" {advice}" if advice else "")
+
+
+def _redistributed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The call again, with its operands as the refusal wants them."""
+    home = next(t._spec.home for t in _tensors((*args, *kwargs.values())) if type(t) is ShardedTensor)
+    frozen = tuple(_frozen(a, home) for a in args)
+    note = Note("auto", name_of(func))
+    fix: dict[Spec, Layout] = {}
+    try:
+        decide(func, frozen, {k: _frozen(v, home) for k, v in kwargs.items()})
+    except Refusal as refusal:
+        fix = refusal.fix
+
+    def fixed(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            spec = value._spec if type(value) is ShardedTensor else home.replicated(tuple(value.shape))
+            if spec not in fix:
+                return value
+            ours = value if type(value) is ShardedTensor else wrap(value, spec, own=False)
+            return _redistribute(ours, fix[spec], note)
+        return type(value)(map(fixed, value)) if isinstance(value, list | tuple) else value
+
+    again = [fixed(a) for a in args], {k: fixed(v) for k, v in kwargs.items()}
+    return ShardedTensor.__torch_function__(func, (), tuple(again[0]), again[1])
+
+
+# ---- the ends of a backward ----------------------------------------------------------------------
+
+
+def _seed(y: ShardedTensor, gradient: Tensor | None) -> Tensor:
+    spec = y._spec
+    with _local(), torch.no_grad():
+        if gradient is None:
+            if y.numel() != 1:
+                raise RuntimeError(
+                    f"backward from {spec!r} needs a gradient: only a tensor of one element has one of its own"
+                )
+            gradient = torch.ones(spec.shape, dtype=y.dtype, device=y.device)
+        start = gradient._spec if type(gradient) is ShardedTensor else spec.home.replicated(tuple(gradient.shape))
+        if start is not spec.dual and start.layout.cut + start.pending:
+            raise LayoutError(
+                f"backward from {spec!r} wants a gradient in its dual layout '{spec.dual.layout}' or replicated, "
+                f"not {start!r}: .redistribute('{spec.dual.layout}') it"
+            )
+        return moved(gradient.as_subclass(Tensor), start, spec.dual, NOTE)
+
+
+def _summed_already(x: Any) -> None:
+    with _local():
+        grad = Tensor.grad.__get__(x)
+    if type(grad) is ShardedTensor and grad._spec is not x._spec.dual:
+        raise LayoutError(
+            f"backward adds a gradient in layout '{x._spec.dual.layout}' to one that was set in '{grad.layout}': "
+            f"set x.grad = None (optimizer.zero_grad()) before the next backward"
+        )
+
+
+def _autograd_grad(
+    outputs: Any, inputs: Any, grad_outputs: Any = None, retain_graph: Any = None, create_graph: bool = False,
+    allow_unused: Any = None, **options: Any,
+) -> tuple[ShardedTensor | None, ...]:  # fmt: skip
+    """``torch.autograd.grad``: the gradients are in the dual layouts of the inputs."""
+    outputs = [outputs] if isinstance(outputs, Tensor) else list(outputs)
+    inputs = [inputs] if isinstance(inputs, Tensor) else list(inputs)
+    given = [grad_outputs] if isinstance(grad_outputs, Tensor) else grad_outputs or [None] * len(outputs)
+    seeds = [_seed(y, g) for y, g in zip(outputs, given, strict=True)]
+    with _local():
+        grads = torch.autograd.grad(outputs, inputs, seeds, retain_graph, create_graph, allow_unused=allow_unused)
+    return tuple(g if g is None else wrap(g, x._spec.dual) for g, x in zip(grads, inputs, strict=True))
+
+
+DIRECT[torch.autograd.grad] = _autograd_grad

@@ -1,0 +1,200 @@
+"""Stock Hugging Face decoders train as any model does: every layout is bitwise the single process."""
+
+from __future__ import annotations
+
+import math
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from plait.cli import main
+from plait.comm import Comm, run
+from plait.config import VerifyConfig, validate
+from plait.core.additions import additions
+from plait.core.cells import find_strategy
+from plait.core.mesh import Mesh
+from plait.engine import Engine, empty_parameters
+from plait.engine.init import materialise
+from plait.engine.wrap import automatic, wrap
+from plait.job import make_job
+from plait.models import hf
+from plait.verify.record import record_layout
+from plait.verify.reference import Record, run_reference
+from plait.verify.run import Verdict, judge, references
+
+KINDS = ("llama", "qwen2")
+TINY = VerifyConfig(
+    layers=3, width=32, heads=4, kv_heads=2, dropout=0.1, ragged=True, batch=13, length=16, steps=3, clip=0.3
+)
+
+TOKENS_BT = torch.arange(32).view(2, 16) * 7 % 256
+
+
+@pytest.fixture(autouse=True)
+def _installed(request: pytest.FixtureRequest) -> None:
+    if "without" not in request.node.name:
+        pytest.importorskip("transformers")
+
+
+def sizes(kind: str, **changes: object) -> hf.HFConfig:
+    config = replace(TINY, model=kind).model_config
+    assert isinstance(config, hf.HFConfig)
+    return replace(config, **changes)
+
+
+def empty(kind: str, **changes: object) -> nn.Module:
+    with empty_parameters():
+        return hf.build(sizes(kind, **changes))
+
+
+def single(kind: str, seed: int = 0, **changes: object) -> nn.Module:
+    model = empty(kind, **changes)
+    materialise(model, seed, torch.device("cpu"))
+    return model
+
+
+def verify(config: VerifyConfig) -> Verdict:
+    job, row = make_job(config), find_strategy(config.strategy)
+    ranks = run(
+        config.parsed_mesh,
+        lambda comm: record_layout(job, comm, row, config.microbatches, config.steps, clip=config.clip),
+        deadline=20,
+    )
+    tree, plain = references(job, config.parsed_mesh, row, config.microbatches, config.steps, config.clip, ranks)
+    return judge(job, config, row, ranks, tree, plain)
+
+
+def alone(kind: str, **changes: object) -> Record:
+    config = replace(TINY, model=kind, **changes)
+    order = additions(find_strategy(config.strategy))
+    return run_reference(make_job(config), Mesh(), 1, order, config.steps, clip=config.clip)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "mesh, row, microbatches", [("shard=3", "zero3", 1), ("replica=2 shard=2", "hsdp", 2), ("shard=2", "ddp", 1)]
+)
+def test_every_layout_is_bitwise(kind: str, mesh: str, row: str, microbatches: int) -> None:
+    config = replace(TINY, model=kind, mesh=mesh, strategy=row, microbatches=microbatches)
+    validate(config)
+    assert verify(config).word == "bitwise"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_attention_drops_and_the_seed_decides(kind: str) -> None:
+    first, again = alone(kind), alone(kind)
+    assert first.losses == again.losses and all(map(math.isfinite, first.losses))
+    assert first.losses[-1] < first.losses[0]
+    assert alone(kind, dropout=0.0).losses[0] != first.losses[0]
+    assert alone(kind, seed=1).losses[0] != first.losses[0]
+
+
+@pytest.mark.parametrize("tie", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_logits_are_those_of_the_stock_model(kind: str, tie: bool) -> None:
+    """Same names, same weights, same numbers: from one process, and from ranks that each hold a third."""
+    weights = single(kind, tie=tie).state_dict()
+    stock = hf.build(sizes(kind, tie=tie)).eval()
+    stock.load_state_dict(weights, strict=True)
+    expected_BTV = stock(input_ids=TOKENS_BT).logits
+
+    def body(comm: Comm) -> Tensor:
+        model = empty(kind, tie=tie).eval()
+        Engine(model, comm, strategy="zero3")
+        with torch.no_grad():
+            logits_BTV: Tensor = model(input_ids=TOKENS_BT, use_cache=False).logits
+        return logits_BTV
+
+    assert all(torch.equal(logits_BTV, expected_BTV) for logits_BTV in run(Mesh(shard=3), body))
+
+
+@pytest.mark.parametrize("tie", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_initial_weights_are_the_models_own_and_no_layout_changes_them(kind: str, tie: bool) -> None:
+    weights = single(kind, tie=tie).state_dict()
+    for name, value in weights.items():
+        if "norm" in name:
+            assert torch.equal(value, torch.ones_like(value)), name
+        elif name.endswith("bias"):
+            assert torch.equal(value, torch.zeros_like(value)), name
+        else:
+            assert value.std().item() == pytest.approx(0.02, rel=0.1), name
+    assert torch.equal(weights["lm_head.weight"], weights["model.embed_tokens.weight"]) == tie
+    other = single(kind, seed=1, tie=tie).state_dict()
+    assert not torch.equal(other["lm_head.weight"], weights["lm_head.weight"])
+
+    def body(comm: Comm) -> dict[str, Tensor]:
+        return Engine(empty(kind, tie=tie), comm, strategy="zero3").full_state_dict()
+
+    for state in run(Mesh.parse("replica=2 shard=2"), body):
+        assert all(torch.equal(state[name], value) for name, value in weights.items())
+
+
+def test_parameters_are_empty_and_buffers_are_not() -> None:
+    model = empty("llama")
+    assert all(p.is_meta for p in model.parameters())
+    assert {name: b.device.type for name, b in model.named_buffers()} == {
+        "model.rotary_emb.inv_freq": "cpu",
+        "model.rotary_emb.original_inv_freq": "cpu",
+    }
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_units(kind: str) -> None:
+    layers = [f"model.layers.{i}" for i in range(3)]
+    assert list(automatic(empty(kind))) == ["", "model.embed_tokens", *layers, "lm_head"]
+    root, *_, head = wrap(empty(kind, tie=True))
+    assert [name for name, _ in root.parameters] == ["model.norm.weight"]
+    assert (head.parameters, head.borrows) == ((), ("model.embed_tokens",))
+
+
+@pytest.mark.parametrize("tie", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_parameter_count_is_the_formula(kind: str, tie: bool) -> None:
+    assert sum(p.numel() for p in empty(kind, tie=tie).parameters()) == sizes(kind, tie=tie).num_parameters
+
+
+def test_ranks_in_threads_build_at_the_same_time_and_leave_torch_as_it_was() -> None:
+    run(Mesh(shard=4), lambda comm: empty("llama"))
+    assert nn.init.normal_.__module__ == "torch.nn.init"
+
+
+def test_in_bf16_the_rotary_angles_stay_exact() -> None:
+    model = make_job(replace(TINY, model="llama", dtype="bf16")).build()
+    assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
+    assert torch.equal(model.model.rotary_emb.inv_freq, empty("llama").model.rotary_emb.inv_freq)
+    assert all(map(math.isfinite, alone("llama", dtype="bf16").losses))
+
+
+@pytest.mark.parametrize(
+    "changes, words",
+    [
+        ({"width": 34}, ["width 34", "4 heads", "multiple of 8"]),
+        ({"kv_heads": 3}, ["4 heads", "3 key/value", "divisor of 4"]),
+        ({"layers": 0}, ["num_layers is 0"]),
+    ],
+)
+def test_wrong_sizes_are_named_with_the_fix(changes: dict[str, int], words: list[str]) -> None:
+    with pytest.raises(ValueError) as error:
+        validate(replace(TINY, model="qwen2", **changes))
+    assert all(word in str(error.value) for word in words), str(error.value)
+
+
+def test_without_transformers_it_is_said_in_a_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "transformers", None)  # type: ignore[arg-type]
+    assert main(["verify", "--model", "llama"]) == 2
+    shown = capsys.readouterr().err
+    assert "pip install 'plait[hf]'" in shown and shown.count("\n") == 1
+    with pytest.raises(ValueError, match="transformers, which is not installed"):
+        hf.build(hf.HFConfig())
+
+
+def test_plait_comes_without_transformers() -> None:
+    code = "import sys, plait.cli, plait.models.hf; sys.exit('transformers' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)

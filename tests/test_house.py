@@ -34,7 +34,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "verify": TRAINING | {"job"},
     "api": UP_TO_ENGINE | {"checkpoint", "models", "data"},
     "launch": {"core", "comm", "config", "checkpoint", "train", "verify"},
-    "cli": TRAINING | {"doctor", "measure", "train", "verify", "launch"},
+    "cli": TRAINING | {"job", "doctor", "measure", "train", "verify", "launch"},
     "__main__": {"cli"},
     "__init__": UP_TO_ENGINE | {"checkpoint", "api", "models", "data"},
 }

@@ -15,15 +15,21 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-import torch
 import torch.distributed as dist
 import tyro
-from launch import launch
-from measure import checked_losses, interleave, memory_mebibytes
-from models import WORKLOADS, Workload
-from ours import rows
-from peers import PEERS, Build
-from report import loss_disagreements, machine, print_memory, print_times
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from harness.contestants import Build
+from harness.groups import launch
+from harness.models import Workload
+from harness.report import chosen, loss_disagreements, machine, print_times
+from harness.turns import checked_losses, interleave, profiled
+from measure import memory_mebibytes
+from models import WORKLOADS
+from ours import MATCHES, rows
+from peers import PEERS
+from report import print_memory
 
 NUM_BATCHES = 4
 
@@ -79,32 +85,14 @@ def profile_task(model: str, name: str, out: Path | None) -> str:
     ranks = dist.get_world_size()
     batch = workload.batch(0, dist.get_rank(), ranks)
     contestant = contestants()[name](workload, ranks)
-    for _ in range(3):
-        contestant.step(batch)
-    dist.barrier()
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
-        for _ in range(workload.steps_per_round):
-            contestant.step(batch)
-    if out is not None and dist.get_rank() == 0:
-        profile.export_chrome_trace(str(out.with_suffix(".trace.json")))
-    table: str = profile.key_averages().table(sort_by="self_cpu_time_total", row_limit=40)
-    return f"{workload.name}, {name}: {workload.steps_per_round} steps on rank 0 of {ranks}\n{table}"
-
-
-def chosen_names(only: tuple[str, ...]) -> list[str]:
-    known = list(contestants())
-    unknown = [name for name in only if name not in known]
-    if unknown:
-        print(f"no contestant is called {', '.join(unknown)}; there are: {', '.join(known)}", file=sys.stderr)
-        raise SystemExit(2)
-    return [name for name in known if not only or name in only]
+    return f"{workload.name}, {name}: {profiled(contestant, batch, workload.steps_per_round, out)}"
 
 
 def compare(workload: Workload, names: list[str], arguments: Arguments) -> tuple[dict[str, Any], bool]:
     """One workload: times, losses, memory. Returns every number and whether the losses agree."""
     print(f"\n## {workload.name}, {arguments.ranks} ranks", flush=True)
     result = launch(time_task, arguments.ranks, workload.name, names, arguments.rounds)
-    print_times(workload.name, result["seconds"])
+    print_times(workload.name, result["seconds"], MATCHES)
     if arguments.verbose:
         for name, losses in result["losses"].items():
             print(f"  {name:24} " + "  ".join(f"{loss:.7f}" for loss in losses))
@@ -122,14 +110,14 @@ def main(arguments: Arguments) -> int:
         print(f"plait's rows are left out: {reason}")
     models = list(WORKLOADS) if arguments.model == "all" else [arguments.model]
     if arguments.profile:
-        chosen_names((arguments.profile,))
+        chosen(list(contestants()), (arguments.profile,))
         tables = [launch(profile_task, arguments.ranks, m, arguments.profile, arguments.profile_out) for m in models]
         text = "\n".join(tables)
         print(text)
         if arguments.profile_out is not None:
             arguments.profile_out.write_text(text + "\n")
         return 0
-    names = chosen_names(arguments.only)
+    names = chosen(list(contestants()), arguments.only)
     print(machine())
     results: dict[str, Any] = {"machine": machine(), "ranks": arguments.ranks, "models": {}}
     all_agree = True

@@ -7,22 +7,12 @@ While ``plait.engine`` cannot be imported the rows are left out and the reason i
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
-import torch.distributed as dist
-from models import Workload
-from peers import DDP_VARIANTS, Build, Contestant, adamw
+from harness.contestants import Build, Contestant, adamw, comm_beside
+from harness.models import Workload
+from harness.report import Match
+from peers import DDP_VARIANTS
 
 ROWS = ("ddp", "zero1", "zero2", "zero3")
-
-
-@dataclass(frozen=True)
-class Match:
-    """A row of ours, the peers it meets (the fastest of them counts) and the ratio we want per workload."""
-
-    row: str
-    peers: tuple[str, ...]
-    goal: dict[str, float]
 
 
 _EVEN = {"mlp4": 1.0, "mlp16": 1.0, "gpt256": 1.0}
@@ -47,17 +37,13 @@ def rows() -> tuple[dict[str, Build], str]:
 
 def _row(strategy: str) -> Build:
     def build(workload: Workload, ranks: int) -> Contestant:
-        from torch.distributed.distributed_c10d import _get_default_store
-
-        from plait.comm.process import ProcessComm
         from plait.core.mesh import Mesh
         from plait.engine import Engine
 
         model = workload.build()
-        store = dist.PrefixStore(f"{workload.name} {strategy}", _get_default_store())
         engine = Engine(
             model,
-            ProcessComm(Mesh(shard=ranks), dist.get_rank(), store),
+            comm_beside(Mesh(shard=ranks), f"{workload.name} {strategy}"),
             strategy=strategy,
             optimizer=adamw(model.parameters(), workload.learning_rate),
             loss_fn=workload.loss_sum,

@@ -1,6 +1,5 @@
 """The peers: torch's own data-parallel engines, each in the form its documentation recommends.
 
-A *contestant* is a name and a ``step(batch)`` that trains its own copy of the model and returns the loss.
 ``local`` is the honest ceiling: both ranks train at the same time and never talk, so what is left above it
 is communication.
 
@@ -13,11 +12,11 @@ is communication.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
-from models import Batch, Workload
+from harness.contestants import Build, Contestant, adamw
+from harness.models import Batch, Workload
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -25,33 +24,12 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
 
-@dataclass
-class Contestant:
-    """One engine training one copy of the model."""
-
-    step: Callable[[Batch], Tensor | float]
-    """Trains on this rank's samples, returns the loss."""
-    loss_is_global: bool
-    """True: the loss already counts every rank; False: it is this rank's mean."""
-    communicates: bool = True
-    """False for ``local``: after the first step its weights are its own."""
-    finish: Callable[[], None] = lambda: None
-    """Waits for whatever the last step left under way, so that the clock counts it."""
-
-
-Build = Callable[[Workload, int], Contestant]
-"""(workload, number of ranks) -> a contestant, inside an initialised process group."""
-
 DDP_VARIANTS: dict[str, dict[str, Any]] = {
     "ddp": {},
     "ddp-view-static": {"gradient_as_bucket_view": True, "static_graph": True},
     "ddp-view-static-4MB": {"gradient_as_bucket_view": True, "static_graph": True, "bucket_cap_mb": 4},
     "ddp-view-static-100MB": {"gradient_as_bucket_view": True, "static_graph": True, "bucket_cap_mb": 100},
 }
-
-
-def adamw(parameters: Any, learning_rate: float) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(parameters, lr=learning_rate, weight_decay=0.01, fused=True)
 
 
 def _loop(workload: Workload, model: nn.Module, optimizer: torch.optim.Optimizer) -> Callable[[Batch], Tensor]:

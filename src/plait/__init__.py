@@ -3,25 +3,30 @@
 core     the table, the flat layout, the order of additions: pure, start with ``core/cells.py``
 plan     what a layout will send and hold, before it runs
 comm     ranks as processes or threads, and the ledger of what they send
+tensor   tensors cut over named axes; tensor and sequence parallelism
 engine   units with flat storage, gradients, the optimizer's pieces, the step
 verify   the proof
 train    the run
 """
 
 from plait.api import join, run_threads, sum_of_mean
+from plait.comm import Comm
 from plait.core.cells import TABLE, Cell, Strategy, parse_strategy
 from plait.core.mesh import Mesh
 from plait.engine import Engine, StepResult, empty_parameters
+from plait.tensor.parallel import cross_entropy_sum
 
 __version__ = "0.1.0"
 
 __all__ = [
     "TABLE",
     "Cell",
+    "Comm",
     "Engine",
     "Mesh",
     "StepResult",
     "Strategy",
+    "cross_entropy_sum",
     "empty_parameters",
     "join",
     "parse_strategy",

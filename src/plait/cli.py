@@ -21,6 +21,7 @@ from plait import config as configs
 from plait.comm.base import Comm
 from plait.config import TrainConfig, VerifyConfig
 from plait.doctor import DoctorConfig, run_doctor
+from plait.job import check_layout
 from plait.launch.failure import guarded
 from plait.launch.local import launch
 from plait.measure import comm as bench
@@ -57,6 +58,7 @@ def run(argv: list[str]) -> int:
         body = lambda comm: run_bench(command, comm)  # noqa: E731
     else:
         configs.validate(command)
+        check_layout(command)
         body = _training(command)
     return launch(command, body, [sys.executable, "-m", "plait", *argv])
 

@@ -19,6 +19,7 @@ from plait.config import RunConfig
 from plait.data import Batches, SyntheticRegression, TextBatches, load_text, split_text
 from plait.engine import empty_parameters
 from plait.models import gpt, hf, mlp
+from plait.tensor.parallel import parallel_plan
 
 
 @dataclass(frozen=True)
@@ -48,32 +49,46 @@ class Job:
         return [{name: tensor.to(device) for name, tensor in batch.items()} for batch in batches]
 
 
+def build_model(config: RunConfig) -> nn.Module:
+    """The model that a config describes, in its dtype, with its parameters on meta."""
+    sizes = config.model_config
+    with empty_parameters():
+        if isinstance(sizes, mlp.MLPConfig):
+            model: nn.Module = mlp.MLP(sizes)
+        else:
+            model = hf.build(sizes) if isinstance(sizes, hf.HFConfig) else gpt.GPT(sizes)
+    for parameter in model.parameters():  # and not the buffers: in bf16, a rotary angle would be off by radians
+        parameter.data = parameter.data.to(config.torch_dtype)
+    return model.train()
+
+
+def check_layout(config: RunConfig) -> None:
+    """Refuses, before any rank starts, what the mesh cannot do to this model.
+
+    Raises:
+        ValueError: heads that the tensor axis cannot share, and whatever else a tensor plan can get wrong.
+    """
+    mesh = config.parsed_mesh
+    if mesh.tensor > 1:
+        parallel_plan(build_model(config), mesh.tensor, sequence=config.sequence_parallel)
+
+
 def make_job(config: RunConfig) -> Job:
     """The job that a config describes.
 
     Raises:
         ValueError: sizes that don't fit, or a text that is missing or too short.
     """
-    sizes, dtype = config.model_config, config.torch_dtype
+    sizes = config.model_config
     batches: Batches
-    make: Callable[[], nn.Module]
     if isinstance(sizes, mlp.MLPConfig):
-        batches = SyntheticRegression(sizes.width, config.seed, ragged=config.ragged, dtype=dtype)
-        make, loss_fn, count_fn = partial(mlp.MLP, sizes), mlp.loss_sum, mlp.sample_count
+        batches = SyntheticRegression(sizes.width, config.seed, ragged=config.ragged, dtype=config.torch_dtype)
+        loss_fn, count_fn = mlp.loss_sum, mlp.sample_count
     else:
         text, _ = split_text(load_text(config.data), config.length)
         batches = TextBatches(text, config.length, config.seed, ragged=config.ragged)
-        if isinstance(sizes, hf.HFConfig):
-            make, loss_fn, count_fn = partial(hf.build, sizes), hf.loss_sum, hf.token_count
-        else:
-            make, loss_fn, count_fn = partial(gpt.GPT, sizes), gpt.loss_sum, gpt.token_count
-
-    def build() -> nn.Module:
-        with empty_parameters():
-            model = make()
-        for parameter in model.parameters():  # not the buffers: bf16 would turn rotary angles
-            parameter.data = parameter.data.to(dtype)
-        return model.train()
+        loss_fn = hf.loss_sum if isinstance(sizes, hf.HFConfig) else gpt.loss_sum
+        count_fn = gpt.token_count
 
     def optimizer(parameters: Iterable[nn.Parameter]) -> Optimizer:
         match config.optimizer:
@@ -87,4 +102,5 @@ def make_job(config: RunConfig) -> Job:
     def leading(batch: Any) -> tuple[int, ...]:
         return tuple(batch["tokens"].shape) if "tokens" in batch else (len(batch["x"]),)
 
-    return Job(build, loss_fn, count_fn, batches, optimizer, config.batch, dtype, config.seed, leading)
+    build = partial(build_model, config)
+    return Job(build, loss_fn, count_fn, batches, optimizer, config.batch, config.torch_dtype, config.seed, leading)

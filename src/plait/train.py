@@ -62,6 +62,7 @@ def run_train(config: TrainConfig, comm: Comm) -> int:
     console = Console(quiet=comm.rank > 0, stderr=config.json == "-", highlight=False, soft_wrap=True)
     recorder = Recorder(comm, gradients=False)
     model = job.build()
+    parameters = sum(p.numel() for p in model.parameters())  # before the engine cuts them
     engine = Engine(
         model,
         comm,
@@ -75,7 +76,6 @@ def run_train(config: TrainConfig, comm: Comm) -> int:
         seed=config.seed,
         sequence_parallel=config.sequence_parallel,
     )
-    parameters = sum(p.numel() for p in model.parameters())
     console.print(
         f"{config.model}, {parameters:,} parameters, {config.dtype}, {config.batch} samples a step, "
         f"microbatches per rank: {config.microbatches}"

@@ -58,6 +58,7 @@ class TensorParallel(TorchFunctionMode):
         self._columns_in = {name.rpartition(".")[0] for name, s in parallel.styles.items() if s.kind in COLUMNS}
         streams.slice_of = self.slice_of
         model.register_forward_pre_hook(self._before_model, with_kwargs=True)
+        model.register_forward_hook(self._after_model, always_call=True)
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -124,7 +125,6 @@ class TensorParallel(TorchFunctionMode):
         return embedding(input, weight, start, padding_idx, self.axis, name)
 
     def _before_model(self, module: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
-        self._entered = None
         gathers = kwargs.get("labels") is not None and not self._gathers_logits
         if gathers:
             warnings.warn(
@@ -133,6 +133,9 @@ class TensorParallel(TorchFunctionMode):
                 stacklevel=2,
             )
         self._gathers_logits = kwargs.get("labels") is not None
+
+    def _after_model(self, *call: Any) -> None:
+        self._entered = None  # it would keep a whole activation and its graph
 
     # ---- dropout ------------------------------------------------------------------------------------------------
 

@@ -52,7 +52,9 @@ def matmul(func: Any, a: Spec, b: Spec) -> Plan:
         first, second = _batch(a), _batch(b)
         batch, outer = broadcast([first, second])
     (_, a_outer), (_, b_outer) = outer
-    out = [str(d) for d in range(len(batch))] + (["m"] if len(a.shape) > 1 else []) + (["n"] if len(b.shape) > 1 else [])
+    out = (
+        [str(d) for d in range(len(batch))] + (["m"] if len(a.shape) > 1 else []) + (["n"] if len(b.shape) > 1 else [])
+    )
     shape = (*batch, *(a.shape[-2:-1] if len(a.shape) > 1 else ()), *(b.shape[-1:] if len(b.shape) > 1 else ()))
     return _product(func, [(a, a_outer + left), (b, b_outer + right)], out, shape)
 

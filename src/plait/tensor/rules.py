@@ -173,7 +173,7 @@ def specs_in(args: Iterable[Any]) -> list[Spec]:
 def on_slices(function: Callable[..., Any], before: Sequence[Spec], after: Sequence[Spec]) -> Callable[..., Any] | None:
     """The function on operands that are sliced first; None where none has to be.
 
-    ``before`` are the tensors among the positional arguments, in order.
+    ``before`` are the operands in the order of the call, those by keyword last.
     """
     if all(a is b for a, b in zip(before, after, strict=True)):
         return None
@@ -181,6 +181,7 @@ def on_slices(function: Callable[..., Any], before: Sequence[Spec], after: Seque
 
     def run(*args: Any, **kwargs: Any) -> Any:
         left = iter(cuts)
-        return function(*(sliced(a, next(left)) if isinstance(a, Tensor) else a for a in args), **kwargs)
+        args = tuple(sliced(a, next(left)) if isinstance(a, Tensor) else a for a in args)
+        return function(*args, **{k: sliced(a, next(left)) if isinstance(a, Tensor) else a for k, a in kwargs.items()})
 
     return run

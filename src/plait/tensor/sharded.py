@@ -186,7 +186,7 @@ class ShardedTensor(Tensor):
         if grad is not None:
             if type(grad) is not ShardedTensor or grad._spec not in (spec, spec.dual):
                 raise LayoutError(
-                    f"the gradient of {spec!r} is a ShardedTensor of the same layout, or of the dual '{spec.dual.layout}'"
+                    f"the gradient of {spec!r} is a ShardedTensor in the same layout, or in '{spec.dual.layout}'"
                 )
             if grad._spec is not spec.dual and not hasattr(self, "_watch"):
                 with _local():
@@ -207,7 +207,7 @@ class ShardedTensor(Tensor):
         """
         seed = _seed(self, gradient)
         with _local():
-            torch.autograd.backward(self, seed, retain_graph, create_graph)
+            torch.autograd.backward(self.as_subclass(Tensor), seed, retain_graph, create_graph)
 
     # ---- every other function --------------------------------------------------------------------
 
@@ -227,7 +227,7 @@ class ShardedTensor(Tensor):
             plan = _plan(func, args, kwargs or {})
             if plan is None:
                 return _redistributed(func, args, kwargs or {})
-        out = _run_local(plan.run or func, types, args, kwargs)
+        out = _run_local(plan.run or func, types, args, kwargs or {})
         spec = plan.out
         if type(spec) is Spec:
             if type(out) is not Tensor:
@@ -368,9 +368,11 @@ def decide(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Plan:
             "it has no rule for sharded tensors", hint="Compute on .full(), or on .local pieces, or enter a rule"
         )
     try:
-        inspect.signature(decision).bind(func, *args, **kwargs)
+        bound = inspect.signature(decision).bind(func, *args, **kwargs)
     except TypeError as error:
         raise Refusal(f"its rule does not know these arguments ({error})") from None
+    if [*_specs((bound.args, *bound.kwargs.values()))] != [*_specs((args, *kwargs.values()))]:
+        raise Refusal("its tensors stand in another order than its signature has them: give them by position")
     out = decision(func, *args, **kwargs)
     return Plan(out) if type(out) is Spec else cast(Plan, out)
 
@@ -454,6 +456,7 @@ def _autograd_grad(
     given = [grad_outputs] if isinstance(grad_outputs, Tensor) else grad_outputs or [None] * len(outputs)
     seeds = [_seed(y, g) for y, g in zip(outputs, given, strict=True)]
     with _local():
+        outputs = [y.as_subclass(Tensor) for y in outputs]
         grads = torch.autograd.grad(outputs, inputs, seeds, retain_graph, create_graph, allow_unused=allow_unused)
     return tuple(g if g is None else wrap(g, x._spec.dual) for g, x in zip(grads, inputs, strict=True))
 

@@ -1,0 +1,10 @@
+"""What the benchmarks share: how ranks are started, how turns are taken, how ratios and losses are judged.
+
+    groups.py       process groups on demand
+    contestants.py  one engine that trains one model: what a benchmark compares
+    models.py       workloads: recipes for models and batches; the decoder that both benchmarks train
+    turns.py        contestants take turns; times, ratios inside a round, losses, a profile
+    report.py       the tables, the verdicts, the machine
+
+Every benchmark is a script beside its own modules, whose first line of code puts this folder's parent on the path.
+"""

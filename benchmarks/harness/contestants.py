@@ -1,0 +1,49 @@
+"""A *contestant* is a name and a ``step(batch)`` that trains its own copy of the model and returns the loss."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from harness.models import Batch, Workload
+
+if TYPE_CHECKING:
+    from plait.comm.process import ProcessComm
+    from plait.core.mesh import Mesh
+
+
+@dataclass
+class Contestant:
+    """One engine training one copy of the model."""
+
+    step: Callable[[Batch], Tensor | float]
+    """Trains on this rank's samples, returns the loss."""
+    loss_is_global: bool
+    """True: the loss already counts every rank; False: it is this rank's mean."""
+    communicates: bool = True
+    """False for one whose ranks never talk: after the first step its weights are its own."""
+    finish: Callable[[], None] = lambda: None
+    """Waits for whatever the last step left under way, so that the clock counts it."""
+
+
+Build = Callable[[Workload, int], Contestant]
+"""(workload, number of ranks) -> a contestant, inside an initialised process group."""
+
+
+def adamw(parameters: Any, learning_rate: float) -> torch.optim.Optimizer:
+    """The optimizer of every contestant; ``parameters`` may be groups."""
+    return torch.optim.AdamW(parameters, lr=learning_rate, weight_decay=0.01, fused=True)
+
+
+def comm_beside(mesh: Mesh, name: str) -> ProcessComm:
+    """plait's world on the process group that torch's engines use too, with a name of its own in the store."""
+    from torch.distributed.distributed_c10d import _get_default_store
+
+    from plait.comm.process import ProcessComm
+
+    return ProcessComm(mesh, dist.get_rank(), dist.PrefixStore(name, _get_default_store()))

@@ -1,0 +1,141 @@
+"""Rules of what networks add to algebra: embedding, cross-entropy, attention.
+
+embedding       table "rows/tensor width": each rank looks up the rows that it holds, the sum is pending
+cross_entropy   classes whole; over cut samples the sum is pending; the mean divides by the global count
+attention       batch and heads may be cut, alike in q, k and v; time may not
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from plait.core.layout import Layout
+from plait.tensor.rules import align, broadcast, on_slices, rule, unsummed, whole
+from plait.tensor.spec import Plan, Refusal, Spec
+
+
+@rule(F.embedding)
+def embedding(
+    func: Any, input: Spec, weight: Spec, padding_idx: int | None = None, max_norm: float | None = None,
+    norm_type: float = 2.0, scale_grad_by_freq: bool = False, sparse: bool = False,
+) -> Plan:  # fmt: skip
+    """Rows of a table: [...] int64 and [rows, width] -> [..., width]."""
+    if max_norm is not None or scale_grad_by_freq or sparse:
+        raise Refusal("its rule knows no max_norm, scale_grad_by_freq and sparse")
+    unsummed(input)
+    batch = [str(d) for d in range(len(input.shape))]
+    cuts, (tokens, table) = align([(input, batch), (weight, ["row", "width"])])
+    dims = [*(cuts[n] for n in batch), cuts["width"]]
+    rows, (start, _), mine = weight.shape[0], table.start, table.local_shape[0]
+    padding = None if padding_idx is None else padding_idx % rows
+    out = weight.new((*input.shape, weight.shape[1]), dims, [*weight.pending, *cuts["row"]])
+    if not cuts["row"]:
+        plain = on_slices(lambda i, w: F.embedding(i, w, padding), [input, weight], [tokens, table])
+        return Plan(out, lambda i, w, *a, **o: (plain or (lambda i, w: F.embedding(i, w, padding)))(i, w))
+    here = None if padding is None or not start <= padding < start + mine else padding - start
+
+    def masked(i: Tensor, w: Tensor) -> Tensor:
+        if i.device.type == "cpu" and i.numel() and not 0 <= int(i.min()) <= int(i.max()) < rows:
+            raise IndexError(f"embedding: an index is outside the table of {rows} rows")
+        elsewhere = (i < start) | (i >= start + mine)
+        if not mine:  # still a function of the table, so that every rank has a gradient
+            return w.new_zeros(*i.shape, w.size(1)) + w.sum(0)
+        return F.embedding((i - start).masked_fill(elsewhere, 0), w, here).masked_fill(elsewhere[..., None], 0)
+
+    cut = on_slices(masked, [input, weight], [tokens, table]) or masked
+    return Plan(out, lambda i, w, *args, **options: cut(i, w))
+
+
+@rule("cross_entropy nll_loss")
+def cross_entropy(
+    func: Any, input: Spec, target: Spec, weight: Spec | None = None, size_average: None = None,
+    ignore_index: int = -100, reduce: None = None, reduction: str = "mean", label_smoothing: float = 0.0,
+) -> Plan:  # fmt: skip
+    """[samples, classes, ...] and class numbers [samples, ...]; nats, summed or averaged over the samples."""
+    if size_average is not None or reduce is not None:
+        raise Refusal("its rule knows no deprecated arguments", hint="Use reduction=.")
+    if target.shape == input.shape:
+        raise Refusal("its rule knows targets that are class numbers, not probabilities")
+    unsummed(*(s for s in (input, target, weight) if s is not None))
+    classes = min(1, len(input.shape) - 1)
+    whole(input, [classes], "the classes are cut; plait.tensor.cross_entropy_sum computes on cut classes. Otherwise")
+    if weight is not None:
+        whole(weight, [0], "the class weights must be whole")
+    letters = [str(d) for d in range(len(input.shape))]
+    batch = [n for d, n in enumerate(letters) if d != classes]
+    cuts, after = align([(input, letters), (target, batch)])
+    dims = [cuts[n] for n in batch]
+    over = [a for axes in dims for a in axes]
+    if reduction == "mean" and over and target.layout.cut:
+        raise Refusal(
+            "the mean needs the number of targets on all ranks",
+            [(target, Layout.replicated(len(batch)))],
+            "Use reduction='sum' and divide by the global count, or",
+        )
+    cut = on_slices(lambda x, t: (x, t), [input, target], after) or (lambda x, t: (x, t))
+    smoothing = {} if func is F.nll_loss else {"label_smoothing": label_smoothing}
+
+    def run(input: Tensor, target: Tensor, weight: Tensor | None = None, *args: Any, **options: Any) -> Tensor:
+        x, t = cut(input, target)
+        how = reduction if not over or reduction == "none" else "sum"
+        if t.numel() == 0 and how != "none":
+            loss = x.sum()  # of nothing: 0, and still a function of the input
+        else:
+            loss = func(x, t, weight, ignore_index=ignore_index, reduction=how, **smoothing)
+        if how == reduction:
+            return loss
+        counts = target != ignore_index
+        if weight is None:
+            return loss / counts.sum()
+        return loss / weight[target.masked_fill(~counts, 0)].masked_fill(~counts, 0).sum()
+
+    if reduction == "none":
+        return Plan(input.new(target.shape, dims), run)
+    return Plan(input.new((), (), over), run)
+
+
+@rule("scaled_dot_product_attention")
+def attention(
+    func: Any, query: Spec, key: Spec, value: Spec, attn_mask: Spec | None = None, dropout_p: float = 0.0,
+    is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
+) -> Plan:  # fmt: skip
+    """[..., heads, time, width]; masks broadcast over batch and heads."""
+    given = [s for s in (query, key, value, attn_mask) if s is not None]
+    unsummed(*given)
+    if dropout_p:
+        raise Refusal("its dropout would depend on the layout", hint="Use dropout_p=0.")
+    for s in given:
+        whole(s, range(-2, 0), "attention needs time and width whole on each rank; batch and heads may be cut")
+    groups = (query.shape[-3], key.shape[-3]) if enable_gqa and len(query.shape) > 2 else (1, 1)
+    outer = [s.new(s.shape[:-2], s.dims[:-2]) for s in given]
+    if groups[0] != groups[1]:
+        outer, heads = [s.new(s.shape[:-1], s.dims[:-1]) for s in outer], [s.dims[-1] for s in outer]
+        _grouped(query, key, value, groups, heads)
+        if attn_mask is not None and attn_mask.shape[-3:-2] not in ((), (1,)) and heads[3] != heads[0]:
+            raise Refusal("the mask's heads are cut otherwise than the query's")
+    shape, letters = broadcast(outer)
+    cuts, after = align(letters)
+    dims = [cuts.get(str(d), ()) for d in range(len(shape))]
+    if groups[0] != groups[1]:
+        shape, dims = (*shape, groups[0]), [*dims, heads[0]]
+    sliced = [s.with_layout([*a.dims, *s.dims[len(a.dims) :]]) for s, a in zip(given, after, strict=True)]
+    out = query.new((*shape, query.shape[-2], value.shape[-1]), [*dims, (), ()])
+    return Plan(out, on_slices(func, given, sliced))
+
+
+def _grouped(q: Spec, k: Spec, v: Spec, groups: tuple[int, int], heads: list[Any]) -> None:
+    """Query heads in groups, each with one key and value head: a cut may not go through a group."""
+    n_q, n_k = groups
+    if not heads[0] == heads[1] == heads[2]:
+        lay = [Layout((*s.dims[:-3], heads[0], (), ())) for s in (k, v)]
+        raise Refusal("heads are cut differently in q, k and v", list(zip((k, v), lay, strict=True)))
+    ways = q.comm.mesh.count(heads[0])
+    if n_k % ways:
+        raise Refusal(
+            f"{n_k} key heads on {ways} ranks: each rank needs whole groups of {n_q // max(1, n_k)} query heads; cut "
+            f"the heads over a number of ranks that divides {n_k}",
+            [(s, Layout((*s.dims[:-3], (), (), ()))) for s in (q, k, v)],
+        )

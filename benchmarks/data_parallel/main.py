@@ -1,7 +1,7 @@
 """plait's data-parallel rows against torch's, one step at a time, in one interleaved run.
 
     python benchmarks/data_parallel/main.py --model all --json results.json
-    python benchmarks/data_parallel/main.py --model mlp4 --only ddp fsdp2 plait-zero3 --memory False
+    python benchmarks/data_parallel/main.py --model mlp4 --only ddp fsdp2 plait-zero3 --no-memory
     python benchmarks/data_parallel/main.py --model gpt256 --profile plait-zero3
 
 Exit code 1 if contestants that train the same model on the same data disagree about the loss.

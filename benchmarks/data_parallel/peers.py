@@ -23,7 +23,6 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
-
 DDP_VARIANTS: dict[str, dict[str, Any]] = {
     "ddp": {},
     "ddp-view-static": {"gradient_as_bucket_view": True, "static_graph": True},

@@ -239,13 +239,15 @@ def elementwise_loss(
     shape, letters = broadcast(operands)
     cuts, after = align(letters)
     dims = [cuts.get(str(d), ()) for d in range(len(shape))]
-    none = on_slices(func, operands, after) or func
-    if reduction == "none":
-        return Plan(input.new(shape, dims), lambda x, y, *a, **o: none(x, y, **{**options, "reduction": "none"}))
-    count = math.prod(shape) if reduction == "mean" else 1
+    each = on_slices(func, operands, after) or func
+    count = math.prod(shape)
 
-    def run(x: Tensor, y: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        total = none(x, y, **{**options, "reduction": "sum"})
+    def run(x: Tensor, y: Tensor, *args: Any, **kwargs: Any) -> Any:
+        # plain, because these functions of torch read sizes
+        x, y = x.as_subclass(Tensor), y.as_subclass(Tensor)
+        total = each(x, y, **{**options, "reduction": "none" if reduction == "none" else "sum"})
         return total / count if reduction == "mean" else total
 
+    if reduction == "none":
+        return Plan(input.new(shape, dims), run)
     return Plan(input.new((), (), [a for axes in dims for a in axes]), run)

@@ -1,0 +1,105 @@
+"""What an operator on a small tensor costs: almost all of it is deciding what to do.
+
+Every operator gets a turn of ``repeats`` calls as plain tensors, as DTensors and as ShardedTensors, forward alone and
+with its backward; rounds follow one another, and a ratio is formed inside a round. Before the clock starts, the
+results and gradients of all kinds are compared, and messages are counted: there must be none.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from harness.turns import Spread, no_collection, over_ranks, ratios, rotated
+from operations import OPERATIONS, Distributed, Operation, Plain, Sharded, forward, forward_backward
+
+GOAL = 0.5
+"""Of DTensor's time, at most."""
+
+Calls = dict[str, dict[str, Callable[[], Any]]]
+"""Mode -> kind of tensor -> the call."""
+Microseconds = dict[str, dict[str, dict[str, list[float]]]]
+"""Operator -> mode -> kind -> a number per round."""
+
+
+def seconds_per_call(call: Callable[[], Any], repeats: int) -> float:
+    """Mean seconds of a call, the slowest rank's."""
+    for _ in range(repeats // 10 + 1):
+        call()
+    with no_collection():
+        dist.barrier()
+        start = time.perf_counter()
+        for _ in range(repeats):
+            call()
+        seconds = (time.perf_counter() - start) / repeats
+    return over_ranks(seconds, dist.ReduceOp.MAX)
+
+
+def dispatch_task(rounds: int, repeats: int) -> tuple[Microseconds, list[str]]:
+    """On every rank: check all operators, then measure them. Returns the times and what is wrong."""
+    plain, kinds = Plain(), {"dtensor": Distributed(), "plait": Sharded()}
+    problems: list[str] = []
+    calls: dict[str, Calls] = {}
+    for operation in OPERATIONS:
+        calls[operation.name] = _calls(operation, {"torch": plain, **kinds})
+        problems += _problems(operation, kinds, calls[operation.name])
+    microseconds: Microseconds = {
+        name: {mode: {kind: [] for kind in by_kind} for mode, by_kind in modes.items()} for name, modes in calls.items()
+    }
+    for turn in range(rounds):
+        for name, modes in calls.items():
+            for mode, by_kind in modes.items():
+                for kind in rotated(list(by_kind), turn):
+                    microseconds[name][mode][kind].append(1e6 * seconds_per_call(by_kind[kind], repeats))
+    return microseconds, problems
+
+
+def _calls(operation: Operation, kinds: dict[str, Any]) -> Calls:
+    calls: Calls = {"forward": {}, "forward + backward": {}}
+    for name, kind in kinds.items():
+        operands = [kind.operand(o, o.values(seed)) for seed, o in enumerate(operation.operands)]
+        calls["forward"][name] = forward(operation, operands)
+        seed = kind.seed(calls["forward"][name]())
+        calls["forward + backward"][name] = forward_backward(operation, operands, seed)
+    return calls
+
+
+def _problems(operation: Operation, kinds: dict[str, Any], calls: Calls) -> list[str]:
+    """Messages that are sent, and values that are not the ones of the whole tensors on one process."""
+    operands = [o.values(seed).requires_grad_() for seed, o in enumerate(operation.operands)]
+    result = operation.function(*operands)
+    result.backward(torch.ones_like(result))
+    expected = {"forward": [result.detach()], "forward + backward": [o.grad for o in operands]}
+    problems = []
+    for name, kind in kinds.items():
+        for mode, by_kind in calls.items():
+            call = by_kind[name]
+            if count := kind.messages(call):
+                problems.append(
+                    f"!!! {operation.name}, {mode}: {name} SENDS {count} MESSAGES; its time means little !!!"
+                )
+            found = call()
+            found = found if isinstance(found, list) else [found]
+            for number, (ours, theirs) in enumerate(zip(found, expected[mode], strict=True)):
+                if not torch.allclose(kind.whole(ours), theirs, rtol=1e-4, atol=1e-5):
+                    problems.append(f"!!! {operation.name}, {mode}: number {number} of {name} is WRONG !!!")
+    return problems
+
+
+def print_dispatch(microseconds: Microseconds) -> None:
+    """One table per mode."""
+    for mode in next(iter(microseconds.values())):
+        print(f"\n| {mode}, microseconds | torch | DTensor | plait | plait / DTensor | min - max | goal |")
+        print("|---|---|---|---|---|---|---|")
+        met = 0
+        for name, modes in microseconds.items():
+            kinds = modes[mode]
+            share = ratios(kinds["plait"], kinds["dtensor"])
+            met += share.median <= GOAL
+            medians = " | ".join(f"{Spread.of(kinds[kind]).median:.1f}" for kind in ("torch", "dtensor", "plait"))
+            verdict = f"{GOAL:.2f}: {'met' if share.median <= GOAL else 'MISSED'}"
+            print(f"| {name} | {medians} | {share.median:.2f} | {share.low:.2f} - {share.high:.2f} | {verdict} |")
+        print(f"\n{mode}: {met} of {len(microseconds)} operators take at most {GOAL:g} of DTensor's time")

@@ -1,0 +1,71 @@
+"""plait's side, and what it is held against: the one module of this benchmark that knows plait.
+
+The model, the optimizer and the batch are the peers'; a plan says which module is cut how, and the loss is plait's
+cross-entropy over cut classes, as ``loss_parallel`` is torch's. While plait cannot be imported its rows are left out
+and the reason is printed.
+"""
+
+from __future__ import annotations
+
+from harness.contestants import Build, Contestant, adamw, comm_beside
+from harness.models import Batch, Workload
+from harness.report import Match
+from peers import COLUMNS, PLANS, ROWS
+from torch import Tensor, nn
+
+PLAN = {
+    "embedding": "vocabulary",
+    **{f"blocks.*.{name}": "column" for name in COLUMNS},
+    **{f"blocks.*.{name}": "row" for name in ROWS},
+    **{f"blocks.*.{name}": "sequence" for name in ("norm1", "norm2")},
+    "norm": "sequence",
+    "head": "vocabulary",
+}
+"""In sequence parallelism the norms work on a stream that is cut in time; without it their style says nothing."""
+
+
+def matches(ranks: int) -> tuple[Match, ...]:
+    """Ours against the fastest plan of all; each also against the plans of its own kind."""
+    goal = {"gpt256": 1.25, "gpt512": 1.25} if ranks == 2 else {}
+    whole = tuple(name for name in PLANS if name != "torch-titan")
+    return (
+        Match("plait-tensor", tuple(PLANS), goal),
+        Match("plait-tensor", whole, {}),
+        Match("plait-tensor", ("alone",), {}),
+        Match("plait-sequence", tuple(PLANS), {}),
+        Match("plait-sequence", ("torch-titan",), {}),
+    )
+
+
+def rows() -> tuple[dict[str, Build], str]:
+    """plait's contestants by name, and why there are none ("" if there are)."""
+    try:
+        from plait.engine import Engine  # noqa: F401
+    except ImportError as reason:
+        return {}, f"{reason}"
+    return {"plait-tensor": _row(sequence=False), "plait-sequence": _row(sequence=True)}, ""
+
+
+def _row(*, sequence: bool) -> Build:
+    def build(workload: Workload, ranks: int) -> Contestant:
+        from plait.core.mesh import Mesh
+        from plait.engine import Engine
+        from plait.tensor.parallel import cross_entropy_sum
+
+        def loss_sum(model: nn.Module, batch: Batch) -> Tensor:
+            return cross_entropy_sum(model(batch[0]), batch[1])
+
+        model = workload.build()
+        engine = Engine(
+            model,
+            comm_beside(Mesh(tensor=ranks), f"{workload.name} {sequence}"),
+            strategy="ddp",
+            optimizer=adamw(model.parameters(), workload.learning_rate),
+            loss_fn=loss_sum,
+            count_fn=workload.count,
+            tensor_plan=PLAN,
+            sequence_parallel=sequence,
+        )
+        return Contestant(lambda batch: engine.step([batch]).loss, loss_is_global=True)
+
+    return build

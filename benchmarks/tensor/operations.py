@@ -64,7 +64,7 @@ OPERATIONS = (
     Operation("F.layer_norm", lambda x, w, b: F.layer_norm(x, (N,), w, b), (ROW_CUT, VECTOR, VECTOR)),
     Operation("softmax(-1)", lambda x: x.softmax(-1)),
     Operation("transpose", lambda x: x.transpose(0, 1)),
-    Operation("view", lambda x: x.view(N, 4, N // 4)),
+    Operation("view", lambda x: x.view(-1, 4, N // 4)),
 )
 
 

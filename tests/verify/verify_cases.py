@@ -33,7 +33,8 @@ _TREES: dict[Any, Record] = {}
 
 def job_of(config: VerifyConfig) -> Job:
     """The config's job, made once for all layouts."""
-    key = repr(replace(config, mesh="shard=2", strategy="zero3", microbatches=1, cut="element", prefetch=1))
+    layout = {"mesh": "shard=2", "strategy": "zero3", "microbatches": 1, "cut": "element", "prefetch": 1}
+    key = repr(replace(config, **layout, sequence_parallel=False))
     if key not in _JOBS:
         _JOBS[key] = make_job(config)
     return _JOBS[key]
@@ -59,6 +60,7 @@ def record(config: VerifyConfig, job: Job | None = None) -> list[RankRecord]:
     made = job or job_of(config)
     row = find_strategy(config.strategy)
     settings: dict[str, Any] = {"clip": config.clip, "prefetch": config.prefetch, "cut": config.cut}
+    settings["sequence_parallel"] = config.sequence_parallel
     return run(
         config.parsed_mesh,
         lambda comm: record_layout(made, comm, row, config.microbatches, config.steps, **settings),
@@ -74,7 +76,8 @@ def verify(config: VerifyConfig, **changes: Any) -> Verified:
 
 def judged(config: VerifyConfig, ranks: list[RankRecord]) -> Verified:
     job, row, mesh = job_of(config), find_strategy(config.strategy), config.parsed_mesh
-    pieces = [r.norm_pieces for r in sorted(ranks, key=lambda r: r.data_rank)]
+    pieces = None if mesh.tensor > 1 else [r.norm_pieces for r in sorted(ranks, key=lambda r: r.data_rank)]
+    mesh = replace(mesh, tensor=1)  # a reference does not depend on it
     order = additions(row)
     key = (id(job), mesh, config.microbatches, order, config.clip, repr(pieces))
     if key not in _TREES:

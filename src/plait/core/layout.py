@@ -27,6 +27,7 @@ import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 from plait.core.collectives import Entry, Note, bytes_sent
 from plait.core.mesh import AXES, Mesh
@@ -195,6 +196,7 @@ class Step:
         return Step(kind, self.axes, before, after, source=self.target, target=self.source)
 
 
+@lru_cache(maxsize=4096)
 def path(start: Layout, end: Layout, mesh: Mesh) -> tuple[Step, ...]:
     """The steps from one layout to another, the ones that shrink the tensor first.
 
@@ -289,6 +291,7 @@ def _spans(size: int, ways: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
     return tuple(spans)
 
 
+@lru_cache(maxsize=4096)
 def sizes(step: Step, shape: tuple[int, ...], mesh: Mesh, rank: int) -> Sizes:
     """The pieces and the padded size of one step on one rank."""
     local = region(step.before, shape, mesh, rank).shape

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from plait.comm import Comm
 from plait.core.cells import Strategy, moves
 from plait.core.collectives import Note
+from plait.core.cuts import TensorCut
 from plait.core.flat import Cut, lay
 from plait.core.mesh import AXES
 from plait.engine.init import check_buffers, initial_values, replace_parameter
@@ -68,11 +69,10 @@ def build_units(
             first = group[0][1]
             itemsize = first.element_size()
             cuts = [parallel.cuts.get(id(p)) for _, p in group]
-            shapes = [
-                (n, tuple(p.shape) if c is None else c.local_shape(here)) for (n, p), c in zip(group, cuts, strict=True)
-            ]
-            layout = lay(shapes, itemsize, comm.mesh.data_size, cut, loads)
-            sizes = [(b - a) * itemsize for a, b in pairwise(layout.bounds)]
+            layout, first_rank = (
+                lay(_shapes(group, cuts, index), itemsize, comm.mesh.data_size, cut, loads) for index in (here, 0)
+            )
+            sizes = [(b - a) * itemsize for a, b in pairwise(first_rank.bounds)]  # tensor ranks balance alike
             loads = [load + size for load, size in zip(loads, sizes, strict=True)]
             values = [None if p.is_meta else p.data for _, p in group]
             targets = [_off_meta(p, comm.device) for _, p in group]
@@ -95,6 +95,16 @@ def build_units(
         unit.needs = [unit, *(units[name] for name in w.borrows)]
         unit.ancestors = {units[a].name for a in units if w.name != a and (a == "" or w.name.startswith(a + "."))}
     return list(units.values())
+
+
+def _shapes(
+    group: Sequence[tuple[str, nn.Parameter]], cuts: Sequence[TensorCut | None], index: int
+) -> list[tuple[str, tuple[int, ...]]]:
+    """Names and shapes of what tensor rank ``index`` holds."""
+    return [
+        (name, tuple(p.shape) if cut is None else cut.local_shape(index))
+        for (name, p), cut in zip(group, cuts, strict=True)
+    ]
 
 
 def _off_meta(parameter: nn.Parameter, device: torch.device) -> nn.Parameter:

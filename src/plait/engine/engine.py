@@ -167,6 +167,8 @@ class Engine:
         self.norm = Norm(comm, self.strategy, wide=any(g.flat.dtype == torch.float64 for g in flat_gradients))
         self.have_gradient: dict[str, bool] = {}
         """Which parameters got a gradient on any rank in the last step."""
+        self._unchecked = self.exchange.names if self.parallel.styles else []
+        """Parameters whose gradients have not been seen to be the same on all tensor ranks."""
         self._now: OpenStep | None = None
         self._last = StepResult(-1, math.nan, 0, (), None)
 
@@ -291,9 +293,10 @@ class Engine:
             scale(mine, 1 / now.count)
         losses = tuple(loss.item() for loss in now.losses)
         squares = 0.0 if self.clip is None else square_sum(o.gradient for o in self.owned if self.norm.counts(o))
-        if self.steps == 0 and self.parallel.styles:
-            check_whole(self.norm, self.owned, self.exchange)
         total, every, self.have_gradient = self.exchange.report(squares, losses, self.gradients.touched())
+        if checked := [name for name in self._unchecked if self.have_gradient[name]]:
+            zero = check_whole(self.norm, self.owned, self.exchange, checked)
+            self._unchecked = [name for name in self._unchecked if name in zero or name not in checked]
         if self.listener:
             self.listener("reduced", self)
         norm = None

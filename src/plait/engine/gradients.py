@@ -186,10 +186,10 @@ class Gradients:
                     f"the gradient of {name!r} came while its unit {unit.name!r} was not gathered: the module "
                     f"hands a tensor out beside its return value; return it, so that its backward can be seen"
                 )
-            if unit not in self._due:
-                self._due[unit] = sum(torch._C._will_engine_execute_node(node) for node in self._nodes[unit])
             value, parameter.grad = parameter.grad, None
-            assert value is not None
+            if value is None:  # a function of the user's, or siblings that were not called, had none to give
+                self._arrived(unit)
+                return
             if value.is_sparse:
                 raise ValueError(f"the gradient of {name!r} is sparse: build the embedding with sparse=False")
             if unit in self._complete or index in gradient.touched_now:
@@ -198,11 +198,17 @@ class Gradients:
                     f"add the losses, call backward once, and use checkpoint(..., use_reentrant=False)"
                 )
             gradient.take(index, value)
-            self._due[unit] -= 1
-            if self._due[unit] == 0:
-                self._unit_complete(unit)
+            self._arrived(unit)
 
         return hook
+
+    def _arrived(self, unit: Unit) -> None:
+        """One more of the unit's parameters has its gradient, or the word that it gets none."""
+        if unit not in self._due:
+            self._due[unit] = sum(torch._C._will_engine_execute_node(node) for node in self._nodes[unit])
+        self._due[unit] -= 1
+        if self._due[unit] == 0:
+            self._unit_complete(unit)
 
     def _unit_complete(self, unit: Unit) -> None:
         self._complete.add(unit)

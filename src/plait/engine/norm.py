@@ -42,21 +42,31 @@ class Norm:
         return torch.tensor(norm, dtype=self.dtype).item()
 
 
-def check_whole(norm: Norm, owned: Sequence[Owned], exchange: Exchange) -> None:
+def check_whole(norm: Norm, owned: Sequence[Owned], exchange: Exchange, names: Sequence[str]) -> list[str]:
     """A parameter that is whole on every tensor rank has the same gradient on each; one small message says whether.
+
+    Args:
+        names: parameters with a gradient, the same list on every rank.
+
+    Returns:
+        The names of those that nothing can be said of yet: their gradients are zero.
 
     Raises:
         ValueError: it has not: the parameter works on a cut activation, and nobody sums its gradient.
     """
-    squares = dict.fromkeys(exchange.names, 0.0)
+    squares = dict.fromkeys(names, 0.0)
     for run in owned:
-        if run.cut is None and norm.first_copy:
+        if run.name in squares and run.cut is None and norm.first_copy:
             squares[run.name] += square_sum([run.gradient])
+    zero = []
     for name, *values in zip(squares, *exchange.sums(list(squares.values())), strict=True):
-        if max(values) > min(values) * 1.01:
+        if max(values) == 0:
+            zero.append(name)
+        if max(values) > min(values) * 1.0001:  # equal to the bit but for how the runs are cut
             norms = ", ".join(f"{math.sqrt(v):.3g}" for v in values)
             raise ValueError(
                 f"the gradient of {name!r} differs between the tensor ranks (norms {norms}), though each holds the "
                 f"whole parameter: it works on a cut activation; add its module to the tensor plan as 'summed' "
                 f"(or 'sequence', on the stream that sequence parallelism cuts)"
             )
+    return zero

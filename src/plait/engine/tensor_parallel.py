@@ -10,6 +10,7 @@ It also knows which activations are cut, so that dropout draws the right slice o
 from __future__ import annotations
 
 import warnings
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -17,14 +18,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
 
+from plait.core.collectives import Note
 from plait.core.layout import Layout
 from plait.core.styles import CUT_DIM, Style
 from plait.engine.rng import Slice, Streams
-from plait.engine.watch import METADATA, flat_values
+from plait.engine.watch import flat_values, only_metadata
 from plait.tensor.parallel import Parallel, TensorAxis
-from plait.tensor.parallel.axis import Gather
-from plait.tensor.parallel.linear import Column, Entered, Row
+from plait.tensor.parallel.axis import AXES, Gather
+from plait.tensor.parallel.linear import Entered, Row
 from plait.tensor.parallel.plan import COLUMNS, site_of
 from plait.tensor.parallel.vocabulary import embedding
 from plait.tensor.sharded import ShardedTensor
@@ -53,7 +56,8 @@ class TensorParallel(TorchFunctionMode):
         self.parallel, self.sizes, self.axis, self.streams = parallel, sizes, axis, streams
         self._entered: Entered | None = None
         self._hidden = 0
-        """Width, whole, of what the last column-cut module left."""
+        """Width, whole, of what the last column-cut module left; 0 where activations are whole again."""
+        self._same_inputs = False
         self._gathers_logits = False
         self._columns_in = {name.rpartition(".")[0] for name, s in parallel.styles.items() if s.kind in COLUMNS}
         streams.slice_of = self.slice_of
@@ -64,9 +68,7 @@ class TensorParallel(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if getattr(func, "__name__", "") in METADATA:
-            return func(*args, **kwargs)
-        if not any(id(value) in self.sizes for value in flat_values((*args, *kwargs.values()))):
+        if only_metadata(func) or not any(id(value) in self.sizes for value in flat_values((*args, *kwargs.values()))):
             return func(*args, **kwargs)
         name = self.streams.modules[-1] if self.streams.modules else ""
         style = self.parallel.styles.get(name)
@@ -87,6 +89,7 @@ class TensorParallel(TorchFunctionMode):
     def _linear(self, name: str, style: Style, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         axis = self.axis
         if style.kind == "row":
+            self._hidden = 0
             y: Tensor = Row.apply(input, weight, axis, name)
             return y if bias is None else y + bias
         siblings, site = self.parallel.siblings(name), site_of(name, self.parallel)
@@ -94,10 +97,10 @@ class TensorParallel(TorchFunctionMode):
         if entered is None or not entered.is_of(input, site):
             pairs: list[Any] = [(self.modules[n].weight, self.modules[n].bias) for n in siblings]
             entered = self._entered = Entered(input, axis, site, pairs)
-        detached = None if bias is None else bias.detach()
-        y = Column.apply(entered.tensor, weight.detach(), detached, entered, siblings.index(name))
-        size = self._hidden = self.sizes[id(weight)][0]
+        y = entered.column(weight, bias, siblings.index(name))
+        size = self.sizes[id(weight)][0]
         if style.kind == "column":
+            self._hidden = size
             return y
         if style.kind == "gathered" or self._gathers_logits:
             whole: Tensor = Gather.apply(y, axis, size, name)
@@ -121,8 +124,7 @@ class TensorParallel(TorchFunctionMode):
                 f"embedding {name!r} is cut by vocabulary, which max_norm, scale_grad_by_freq and sparse do not go "
                 f"with: leave them out, or leave the embedding whole"
             )
-        start, _ = self.axis.part(self.sizes[id(weight)][0])
-        return embedding(input, weight, start, padding_idx, self.axis, name)
+        return embedding(input, weight, self.sizes[id(weight)][0], padding_idx, self.axis, name)
 
     def _before_model(self, module: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
         gathers = kwargs.get("labels") is not None and not self._gathers_logits
@@ -133,6 +135,23 @@ class TensorParallel(TorchFunctionMode):
                 stacklevel=2,
             )
         self._gathers_logits = kwargs.get("labels") is not None
+        self._hidden = 0
+        if not self._same_inputs:
+            self._check_inputs((args, kwargs))
+            self._same_inputs = True
+
+    def _check_inputs(self, inputs: Any) -> None:
+        """Raises ValueError, at the first forward, where the ranks of a tensor group work on different samples."""
+        tensors = [t.detach().cpu().contiguous() for t in tree_leaves(inputs) if isinstance(t, Tensor)]
+        mine = zlib.crc32(b"".join(bytes(t.view(-1).view(torch.uint8).numpy().data) for t in tensors))
+        comm = self.axis.comm
+        every = torch.empty(self.axis.ways, dtype=torch.int64, device=comm.device)
+        comm.all_gather(every, every.new_tensor([mine]), AXES, note=Note("setup")).wait()
+        if len(set(every.tolist())) > 1:
+            raise ValueError(
+                f"the ranks of a tensor group bring different batches: they work on the same samples, so rank "
+                f"{comm.rank} reads the batch of data rank {comm.mesh.data_rank(comm.rank)}"
+            )
 
     def _after_model(self, *call: Any) -> None:
         self._entered = None  # it would keep a whole activation and its graph
@@ -146,8 +165,14 @@ class TensorParallel(TorchFunctionMode):
             ValueError: a module between cut products whose activation nobody described.
         """
         style = self.parallel.styles.get(name)
-        kind = style.kind if style else "heads" if name in self._columns_in and len(shape) == 4 else ""
-        kind = kind or ("hidden" if name in self._columns_in else "")
+        kind = style.kind if style else ""
+        if style is None and self._hidden:  # between a column and a row
+            if name not in self._columns_in:
+                raise ValueError(
+                    f"module {name!r} draws dropout between cut products, and the tensor plan does not say on what: "
+                    f"add {name!r}: 'hidden' (its last dim is cut), 'heads' or 'whole'"
+                )
+            kind = "heads" if len(shape) == 4 else "hidden"
         if kind == "sequence" and self.axis.sequence:
             start, _ = self.axis.part(self.axis.length)
             return Slice(1, start, self.axis.length)
@@ -162,9 +187,4 @@ class TensorParallel(TorchFunctionMode):
                     f"name it in the tensor plan as heads, sequence or whole"
                 )
             return Slice(len(shape) - 1, start, self._hidden)
-        if not kind and name.rpartition(".")[0] in self._columns_in:
-            raise ValueError(
-                f"module {name!r} draws dropout beside column-cut modules, and the tensor plan does not say on what: "
-                f"add {name!r}: 'hidden' (its last dim is cut), 'heads', 'sequence' or 'whole'"
-            )
         return None

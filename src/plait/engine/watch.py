@@ -23,6 +23,15 @@ METADATA = {
 }
 """Functions that do not read a parameter's values."""
 
+VIEWS = {"T", "mT", "H", "mH", "data"}
+"""Properties that hand out a parameter's values."""
+
+
+def only_metadata(func: Callable[..., Any]) -> bool:
+    """Whether a torch function does not read the values of its arguments."""
+    name = getattr(func, "__name__", "")
+    return name in METADATA and not (name == "__get__" and func.__self__.__name__ in VIEWS)  # type: ignore[attr-defined]
+
 
 class Watch(TorchFunctionMode):
     """The parameters of split units, by ``id``.
@@ -41,7 +50,7 @@ class Watch(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if not self.split or getattr(func, "__name__", "") in METADATA:
+        if not self.split or only_metadata(func):
             return func(*args, **kwargs)
         read = {id(value) for value in flat_values((*args, *kwargs.values()))} & self.split
         for key in read & self.resting.keys():

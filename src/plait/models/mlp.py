@@ -95,7 +95,6 @@ class MLP(nn.Sequential):
         plan: dict[str, str] = {}
         for i in range(1, self.config.num_layers - 2, 2):
             plan |= {f"{i}.linear": "column", f"{i}.dropout": "hidden", f"{i + 1}.linear": "row"}
-            plan[f"{i + 1}.dropout"] = "whole"
         return plan
 
 

@@ -6,21 +6,30 @@ elementwise.py, products.py, reductions.py, views.py, networks.py    the rules
 redistribute.py  from layout to layout, forward and backward
 annotate.py      layouts for the parameters of a module whose code stays as it is
 explain.py       what a redistribution or an expression would send
+dropout.py       masks that do not depend on the layout
 bridge.py        to and from torch's DTensor
 """
 
 from plait.tensor import elementwise, networks, products, reductions, views
+from plait.tensor.annotate import annotate
+from plait.tensor.bridge import from_dtensor, to_dtensor
+from plait.tensor.dispatch import LayoutError
+from plait.tensor.dropout import dropout_stream
+from plait.tensor.explain import Explanation, explain
 from plait.tensor.sharded import ShardedTensor, auto_redistribute, redistribute
-from plait.tensor.spec import LayoutError
+
+TABLE_FILES = (elementwise, networks, products, reductions, views)
+"""The modules whose import fills the table of rules."""
 
 __all__ = [
+    "Explanation",
     "LayoutError",
     "ShardedTensor",
+    "annotate",
     "auto_redistribute",
-    "elementwise",
-    "networks",
-    "products",
+    "dropout_stream",
+    "explain",
+    "from_dtensor",
     "redistribute",
-    "reductions",
-    "views",
+    "to_dtensor",
 ]

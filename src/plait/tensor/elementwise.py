@@ -33,8 +33,9 @@ ANY = (
     # one operand
     "relu relu_ relu6 gelu silu elu leaky_relu sigmoid sigmoid_ tanh tanh_ exp exp_ exp2 expm1 log log2 log10 log1p "
     "sqrt sqrt_ rsqrt rsqrt_ square abs abs_ absolute sin cos tan asin acos atan sinh cosh erf erfc sign sgn "
-    "reciprocal reciprocal_ round floor ceil trunc frac logical_not bitwise_not __invert__ isnan isinf isfinite softplus hardtanh "
-    "mish logsigmoid selu celu hardswish hardsigmoid tanhshrink softsign nan_to_num clamp clamp_ clip clip_ clamp_min "
+    "reciprocal reciprocal_ round floor ceil trunc frac logical_not bitwise_not __invert__ isnan isinf isfinite "
+    "softplus hardtanh mish logsigmoid selu celu hardswish hardsigmoid tanhshrink softsign nan_to_num "
+    "clamp clamp_ clip clip_ clamp_min "
     "clamp_max clamp_min_ clamp_max_ fill_ bool int long short int8 uint8 __abs__ "
     # two and more
     "rsub __rsub__ pow pow_ __pow__ __rpow__ __ipow__ __rdiv__ __rtruediv__ maximum minimum fmax fmin fmod remainder "
@@ -179,17 +180,6 @@ def masked_fill(func: Any, x: Spec, mask: Spec, value: Any) -> Spec | Plan:
     return _changes(
         func, operands, after, x.new(shape, [cuts.get(str(d), ()) for d in range(len(shape))], x.pending)
     )  # fmt: skip
-
-
-@rule("dropout")
-def dropout(func: Any, input: Spec, p: float = 0.5, training: bool = True, inplace: bool = False) -> Spec | Plan:
-    """Nothing to draw, nothing to do; drawing needs a ``dropout_stream`` (``dropout.py``)."""
-    if p == 0 or not training:
-        return Plan(input, lambda input, *args, **options: input)
-    raise Refusal(
-        "its mask would depend on the layout",
-        hint="Draw it from (seed, place in the whole tensor) inside `with dropout_stream(seed):`, or use p=0 or eval()",
-    )
 
 
 @rule(AS_IT_IS, *(getattr(Tensor, name).__get__ for name in PROPERTIES.split()))

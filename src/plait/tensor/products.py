@@ -44,7 +44,7 @@ def matmul(func: Any, a: Spec, b: Spec) -> Plan:
         raise Refusal("write a @ b with tensors on both sides")
     if not a.shape or not b.shape:
         raise Refusal("a product of matrices needs at least one dim on each side")
-    left: list[str | None] = ["m", "k"][-len(a.shape) :] if len(a.shape) > 1 else ["k"]
+    left: list[str | None] = ["m", "k"] if len(a.shape) > 1 else ["k"]
     right: list[str | None] = ["k", "n"] if len(b.shape) > 1 else ["k"]
     batch: tuple[int, ...] = ()
     outer: list[tuple[Spec, list[str | None]]] = [(a, []), (b, [])]

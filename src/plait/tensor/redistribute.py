@@ -49,8 +49,7 @@ class _Moved(torch.autograd.Function):
         ctx: Any, local: Tensor, steps: tuple[Step, ...], shape: tuple[int, ...], comm: Comm, note: Note
     ) -> Tensor:
         ctx.steps, ctx.shape, ctx.comm, ctx.note = steps, shape, comm, note
-        out = take(local, steps, shape, comm, note)
-        return local.clone() if out is local else out
+        return take(local, steps, shape, comm, note)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
@@ -133,7 +132,7 @@ def _all_to_all(local: Tensor, step: Step, size: Sizes, shape: tuple[int, ...], 
 
 def _slice(local: Tensor, step: Step, size: Sizes, shape: tuple[int, ...], comm: Comm, note: Note) -> Tensor:
     low, high = size.pieces[_mine(step, comm)]
-    return local.narrow(step.target, low, high - low).contiguous()
+    return local.narrow(step.target, low, high - low).clone(memory_format=torch.contiguous_format)
 
 
 def _place(local: Tensor, step: Step, size: Sizes, shape: tuple[int, ...], comm: Comm, note: Note) -> Tensor:
@@ -144,7 +143,7 @@ def _place(local: Tensor, step: Step, size: Sizes, shape: tuple[int, ...], comm:
 
 
 def _keep_first(local: Tensor, step: Step, size: Sizes, shape: tuple[int, ...], comm: Comm, note: Note) -> Tensor:
-    return local if _mine(step, comm) == 0 else torch.zeros_like(local)
+    return local.clone() if _mine(step, comm) == 0 else torch.zeros_like(local)
 
 
 STEPS: dict[str, Callable[..., Tensor]] = {

@@ -81,7 +81,9 @@ def extreme(func: Any, input: Spec, dim: Any = None, keepdim: bool = False) -> S
     """With a dim: values and indices; without: one value; with a tensor: element by element."""
     if isinstance(dim, Spec):
         raise Refusal("between two tensors its names are torch.maximum and torch.minimum")
-    out = reduction(func, input, dim, keepdim=keepdim)
+    unsummed(input)
+    whole(input, _dims(input, dim), f"{func.__name__} needs the dims that it reduces whole on each rank")
+    out = input.new(*_left(input, _dims(input, dim), keepdim))
     return out if dim is None else Plan((out, out))
 
 

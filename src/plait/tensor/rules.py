@@ -20,7 +20,7 @@ slice, is again its share.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -31,6 +31,7 @@ from plait.tensor.spec import Plan, Refusal, Spec
 
 Axes = tuple[str, ...]
 Rule = Callable[..., Spec | Plan]
+SomeRule = TypeVar("SomeRule", bound=Rule)
 Cut = tuple[tuple[int, int, int], ...]
 """What to take of a local tensor: (dim, first, length) each."""
 
@@ -44,13 +45,13 @@ def named(*names: str) -> list[Any]:
     return [f for f in found if f is not None]
 
 
-def rule(*functions: Any) -> Callable[[Rule], Rule]:
+def rule(*functions: Any) -> Callable[[SomeRule], SomeRule]:
     """Enters a function in the table, under torch functions or all functions of a name.
 
     The rule is called with the torch function and then its arguments, specs in the place of tensors.
     """
 
-    def enter(decide: Rule) -> Rule:
+    def enter(decide: SomeRule) -> SomeRule:
         for function in functions:
             for f in named(*function.split()) if isinstance(function, str) else (function,):
                 RULES[f] = decide

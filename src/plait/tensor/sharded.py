@@ -20,8 +20,7 @@ be equal on all ranks.
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, cast
@@ -34,20 +33,16 @@ from plait.comm import Comm
 from plait.core.collectives import Note
 from plait.core.layout import Layout
 from plait.core.mesh import Mesh
+from plait.tensor.dispatch import DIRECT, LayoutError, name_of, plan_for, spec_of
 from plait.tensor.redistribute import NOTE, moved
-from plait.tensor.rules import RULES
-from plait.tensor.spec import LayoutError, Plan, Refusal, Spec, home_of
+from plait.tensor.spec import Spec, home_of
 
 _AUTO: ContextVar[bool] = ContextVar("auto_redistribute", default=False)
-_MOST_PLANS = 4096
-"""Plans kept per spec: an operator whose number changes with every call must not fill the memory."""
 
-DIRECT: dict[Any, Callable[..., Any]] = {}
-"""Functions that handle ShardedTensors themselves, such as ``torch.autograd.grad``."""
-
-_run_local: Callable[..., Any] = torch._C._disabled_torch_function_impl
+_run_local: Any = torch._C._disabled_torch_function_impl
 _local = torch._C.DisableTorchFunctionSubclass
-_ATOMS = {int, float, bool, str, type(None), complex, type(...), torch.dtype, torch.device, torch.memory_format}
+_grad: Any = Tensor.grad
+_PLAIN: Any = Tensor
 
 
 class ShardedTensor(Tensor):
@@ -93,6 +88,11 @@ class ShardedTensor(Tensor):
 
     def full(self, note: Note = NOTE) -> Tensor:
         """The whole tensor, plain and without gradient, on every rank.  All ranks must call it."""
+        if torch._C._is_torch_function_mode_enabled():
+            return handle_torch_function(ShardedTensor.full, (self,), self, note)
+        return self._full(note)
+
+    def _full(self, note: Note) -> Tensor:
         with torch.no_grad(), _local():
             spec = self._spec
             piece = Tensor.detach(self).as_subclass(Tensor)
@@ -106,7 +106,7 @@ class ShardedTensor(Tensor):
     # ---- what it shows of itself: the whole ------------------------------------------------------
 
     @property
-    def layout(self) -> Layout:
+    def layout(self) -> Layout:  # type: ignore[override]
         """Which axes cut which dim, and over which a sum is pending."""
         return self._spec.layout
 
@@ -131,7 +131,7 @@ class ShardedTensor(Tensor):
         """Of the whole tensor."""
         return self._spec.shape
 
-    def size(self, dim: int | None = None) -> Any:  # type: ignore[override]
+    def size(self, dim: int | None = None) -> Any:
         """Of the whole tensor."""
         return self._spec.shape if dim is None else self._spec.shape[dim]
 
@@ -159,7 +159,7 @@ class ShardedTensor(Tensor):
     def __hash__(self) -> int:
         return id(self)
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, **options: Any) -> str:  # type: ignore[override]
         spec = self._spec
         words = " ".join(f"{axis}={how}" for axis, how in spec.layout.placements(spec.comm.mesh).items())
         with _local():
@@ -171,14 +171,14 @@ class ShardedTensor(Tensor):
 
     # ---- gradients -------------------------------------------------------------------------------
 
-    @property
-    def grad(self) -> ShardedTensor | None:  # type: ignore[override]
+    @property  # type: ignore[override]
+    def grad(self) -> ShardedTensor | None:
         """The gradient, in the dual layout, or in that in which it was set."""
         with _local():
-            grad = Tensor.grad.__get__(self)
+            grad = _grad.__get__(self)
         if grad is not None and type(grad) is not ShardedTensor:
             return wrap(grad, self._spec.dual)
-        return cast("ShardedTensor | None", grad)
+        return grad
 
     @grad.setter
     def grad(self, grad: ShardedTensor | None) -> None:
@@ -192,7 +192,7 @@ class ShardedTensor(Tensor):
                 with _local():
                     self._watch = self.register_post_accumulate_grad_hook(_summed_already)
         with _local():
-            Tensor.grad.__set__(self, grad)
+            _grad.__set__(self, grad)
 
     @grad.deleter
     def grad(self) -> None:
@@ -216,30 +216,20 @@ class ShardedTensor(Tensor):
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         try:
-            key = (func, *[a._spec if type(a) is ShardedTensor else a if type(a) in _ATOMS else _HARD for a in args])
-            if kwargs or _HARD in key:
-                raise KeyError
-            plan = args[0]._spec.plans[key]
-        except (KeyError, IndexError, AttributeError):
-            direct = DIRECT.get(func)
-            if direct is not None:
-                return direct(*args, **(kwargs or {}))
-            plan = _plan(func, args, kwargs or {})
-            if plan is None:
-                return _redistributed(func, args, kwargs or {})
-        out = _run_local(plan.run or func, types, args, kwargs or {})
-        spec = plan.out
-        if type(spec) is Spec:
-            if type(out) is not Tensor:
-                return wrap(out, spec)
+            key = (func, *[a._spec if type(a) is ShardedTensor else a for a in args])
+            if kwargs:
+                key = (*key, *[(k, a._spec if type(a) is ShardedTensor else a) for k, a in kwargs.items()])
+            plan = args[0]._spec.plans.get(key)
+        except (IndexError, AttributeError, TypeError):
+            plan = None
+        if plan is None:  # a new call, or one that takes a closer look
+            return _slow(func, args, kwargs or {})
+        out: Any = _run_local(plan.run or func, types, args, kwargs or {})
+        if type(out) is _PLAIN:
             out.__class__ = ShardedTensor
-            out._spec = spec
+            out._spec = plan.out
             return out
-        return out if spec is None else _wrap_all(out, cast(tuple[Spec, ...], spec))
-
-
-_HARD = object()
-"""Stands for an argument that takes a closer look: a list, a slice, a plain tensor."""
+        return _marked(out, plan.out)
 
 
 def wrap(local: Tensor, spec: Spec, own: bool = True) -> ShardedTensor:
@@ -250,15 +240,32 @@ def wrap(local: Tensor, spec: Spec, own: bool = True) -> ShardedTensor:
         own = False
     with _local():
         out: Any = local if own else local.as_subclass(Tensor)
-    assert Tensor.size(out) == spec.local_shape if type(out) is Tensor else True
+    assert out.shape == spec.local_shape, f"a piece of {list(out.shape)} for {spec!r}"
     out.__class__ = ShardedTensor
     out._spec = spec
     return cast(ShardedTensor, out)
 
 
-def _wrap_all(out: Any, specs: tuple[Spec, ...]) -> Any:
-    wrapped = [wrap(o, s) for o, s in zip(out, specs, strict=True)]
-    return type(out)(wrapped)
+def _marked(out: Any, spec: Spec | tuple[Spec, ...] | None) -> Any:
+    if spec is None:
+        return out
+    return wrap(out, spec) if isinstance(spec, Spec) else type(out)(list(map(wrap, out, spec)))
+
+
+def _slow(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A call whose plan is not at hand."""
+    direct = DIRECT.get(func)
+    if direct is not None:
+        return direct(*args, **kwargs)
+    try:
+        plan = plan_for(func, args, kwargs)
+    except LayoutError as refused:
+        if not (_AUTO.get() and refused.fix):
+            raise
+        fix = refused.fix
+    else:
+        return _marked(_run_local(plan.run or func, (), args, kwargs), plan.out)
+    return _slow(func, *_again(func, args, kwargs, fix))
 
 
 @contextmanager
@@ -274,10 +281,26 @@ def auto_redistribute() -> Iterator[None]:
         _AUTO.reset(token)
 
 
+def _again(
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], fix: dict[Spec, Layout]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments, laid out as the refusal wants them."""
+    note, home = Note("auto", name_of(func)), next(iter(fix)).home
+
+    def fixed(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            spec = spec_of(value) or home.replicated(value.shape)
+            ours = value if isinstance(value, ShardedTensor) else wrap(value, spec, own=False)
+            return _redistribute(ours, fix[spec], note) if spec in fix else value
+        return type(value)(map(fixed, value)) if isinstance(value, list | tuple) else value
+
+    return fixed(args), {k: fixed(v) for k, v in kwargs.items()}
+
+
 def redistribute(x: Tensor, layout: Layout | str, note: Note = NOTE) -> ShardedTensor:
     """``x`` in another layout; differentiable, and the way back is the dual redistribution in reverse."""
     if torch._C._is_torch_function_mode_enabled():
-        return cast(ShardedTensor, handle_torch_function(redistribute, (x,), x, layout, note))
+        return handle_torch_function(redistribute, (x,), x, layout, note)
     return _redistribute(x, layout, note)
 
 
@@ -292,134 +315,13 @@ def _redistribute(x: Tensor, layout: Layout | str, note: Note = NOTE) -> Sharded
 DIRECT[redistribute] = _redistribute
 
 
-# ---- the slow way: deciding, refusing, redistributing --------------------------------------------
-
-
-def name_of(func: Any) -> str:
-    """How messages call a torch function: ``matmul``, ``softmax``, ``T``."""
-    name = str(getattr(func, "__name__", func))
-    owner = getattr(getattr(func, "__self__", None), "__name__", "")
-    return owner if name in ("__get__", "__set__") and owner else name
-
-
-def _frozen(value: Any, home: Any) -> Any:
-    if type(value) is ShardedTensor:
-        return value._spec
-    if type(value) in _ATOMS:
-        return value
-    if isinstance(value, Tensor):
-        if value.requires_grad and torch.is_grad_enabled():
-            raise LayoutError(
-                f"a plain tensor {list(value.shape)} that requires a gradient meets ShardedTensors: its gradient would "
-                f"be this rank's share only; make it ShardedTensor.from_full(tensor, layout, comm)"
-            )
-        return home.replicated(tuple(Tensor.size(value)))
-    if isinstance(value, list | tuple):
-        return tuple(_frozen(v, home) for v in value)
-    if isinstance(value, slice):
-        return ("slice", value.start, value.stop, value.step)
-    return value
-
-
-def _tensors(values: Any) -> Iterator[Tensor]:
-    for v in values:
-        if isinstance(v, Tensor):
-            yield v
-        elif isinstance(v, list | tuple):
-            yield from _tensors(v)
-
-
-def _plan(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Plan | None:
-    """What the rule decides; None where it refuses and ``auto_redistribute`` is on and knows the way out."""
-    ours = [t._spec for t in _tensors((*args, *kwargs.values())) if type(t) is ShardedTensor]
-    spec = ours[0]
-    for other in ours:
-        if other.home is not spec.home:
-            raise ValueError(
-                f"{name_of(func)} of tensors of two comms, on the meshes '{spec.comm.mesh}' and '{other.comm.mesh}': "
-                f"one expression lives on one comm"
-            )
-    frozen = tuple(_frozen(a, spec.home) for a in args)
-    options = {k: _frozen(v, spec.home) for k, v in kwargs.items()}
-    key = (func, *frozen, *options.items())
-    try:
-        plan = spec.plans.get(key)
-    except TypeError:  # an argument that cannot be kept, nor its plan
-        key, plan = None, None  # type: ignore[assignment]
-    if plan is None:
-        try:
-            plan = decide(func, frozen, options)
-        except Refusal as refusal:
-            if _AUTO.get() and refusal.fix:
-                return None
-            raise LayoutError(_message(func, (*frozen, *options.values()), refusal)) from None
-        if key is not None:
-            if len(spec.plans) >= _MOST_PLANS:
-                spec.plans.clear()
-            spec.plans[key] = plan
-    return plan
-
-
-def decide(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Plan:
-    """Asks the rule; specs stand in the place of tensors."""
-    decision = RULES.get(func)
-    if decision is None:
-        raise Refusal(
-            "it has no rule for sharded tensors", hint="Compute on .full(), or on .local pieces, or enter a rule"
-        )
-    try:
-        bound = inspect.signature(decision).bind(func, *args, **kwargs)
-    except TypeError as error:
-        raise Refusal(f"its rule does not know these arguments ({error})") from None
-    if [*_specs((bound.args, *bound.kwargs.values()))] != [*_specs((args, *kwargs.values()))]:
-        raise Refusal("its tensors stand in another order than its signature has them: give them by position")
-    out = decision(func, *args, **kwargs)
-    return Plan(out) if type(out) is Spec else cast(Plan, out)
-
-
-def _specs(values: Any) -> Iterator[Spec]:
-    for v in values:
-        if type(v) is Spec:
-            yield v
-        elif isinstance(v, tuple):
-            yield from _specs(v)
-
-
-def _message(func: Any, frozen: Any, refusal: Refusal) -> str:
-    operands = " and ".join(map(repr, _specs(frozen)))
-    advice = refusal.advice()
-    return f"{name_of(func)} of {operands}: {refusal.why}." + (f" {advice}" if advice else "")
-
-
-def _redistributed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The call again, with its operands as the refusal wants them."""
-    home = next(t._spec.home for t in _tensors((*args, *kwargs.values())) if type(t) is ShardedTensor)
-    frozen = tuple(_frozen(a, home) for a in args)
-    note = Note("auto", name_of(func))
-    fix: dict[Spec, Layout] = {}
-    try:
-        decide(func, frozen, {k: _frozen(v, home) for k, v in kwargs.items()})
-    except Refusal as refusal:
-        fix = refusal.fix
-
-    def fixed(value: Any) -> Any:
-        if isinstance(value, Tensor):
-            spec = value._spec if type(value) is ShardedTensor else home.replicated(tuple(value.shape))
-            if spec not in fix:
-                return value
-            ours = value if type(value) is ShardedTensor else wrap(value, spec, own=False)
-            return _redistribute(ours, fix[spec], note)
-        return type(value)(map(fixed, value)) if isinstance(value, list | tuple) else value
-
-    again = [fixed(a) for a in args], {k: fixed(v) for k, v in kwargs.items()}
-    return ShardedTensor.__torch_function__(func, (), tuple(again[0]), again[1])
-
-
 # ---- the ends of a backward ----------------------------------------------------------------------
 
 
 def _seed(y: ShardedTensor, gradient: Tensor | None) -> Tensor:
     spec = y._spec
+    if type(gradient) is ShardedTensor and gradient._spec is spec.dual:
+        return gradient.local
     with _local(), torch.no_grad():
         if gradient is None:
             if y.numel() != 1:
@@ -438,7 +340,7 @@ def _seed(y: ShardedTensor, gradient: Tensor | None) -> Tensor:
 
 def _summed_already(x: Any) -> None:
     with _local():
-        grad = Tensor.grad.__get__(x)
+        grad = _grad.__get__(x)
     if type(grad) is ShardedTensor and grad._spec is not x._spec.dual:
         raise LayoutError(
             f"backward adds a gradient in layout '{x._spec.dual.layout}' to one that was set in '{grad.layout}': "
@@ -461,4 +363,5 @@ def _autograd_grad(
     return tuple(g if g is None else wrap(g, x._spec.dual) for g, x in zip(grads, inputs, strict=True))
 
 
+DIRECT[ShardedTensor.full] = ShardedTensor._full
 DIRECT[torch.autograd.grad] = _autograd_grad

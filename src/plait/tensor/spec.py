@@ -122,7 +122,3 @@ class Refusal(Exception):  # noqa: N818 - a rule's word to the dispatcher, which
             steps = "; ".join(map(str, path(spec.layout, layout, spec.comm.mesh)))
             words.append(f".redistribute('{layout}') the operand {spec!r} ({steps})")
         return " ".join(filter(None, [self.hint, "; ".join(words)]))
-
-
-class LayoutError(ValueError):
-    """An operator that would have to communicate, or has no rule; the message names the way out."""

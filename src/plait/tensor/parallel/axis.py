@@ -42,7 +42,7 @@ class TensorAxis:
         self.ways, self.index = comm.mesh.tensor, comm.mesh.index(comm.rank, AXES)
         self.microbatch = -1
         self.length = 0
-        """Steps of time of the whole stream, set where it was last whole."""
+        """Steps of time of the whole stream in this forward, set by the embedding."""
 
     def part(self, size: int, index: int | None = None) -> tuple[int, int]:
         """Where a rank's part of ``size`` begins and ends; this rank's, if none is named."""
@@ -66,8 +66,11 @@ class TensorAxis:
 
     def start_scatter(self, x: Tensor, note: Note) -> Finish:
         """This rank's part, in time, of the sum of ``x`` [batch, time, ...] over the ranks."""
-        start, stop = self.part(self.length)
-        pieces = self._stack(x)
+        start, stop = self.part(x.size(1))
+        step = -(-x.size(1) // self.ways)
+        if short := step * self.ways - x.size(1):
+            x = torch.cat((x, x.new_zeros((x.size(0), short, *x.shape[2:]))), 1)
+        pieces = x.unflatten(1, (self.ways, step)).movedim(1, 0).contiguous()
         out = torch.empty_like(pieces[0])
         work = self.comm.reduce_scatter(out, pieces, AXES, note=note)
 
@@ -93,17 +96,6 @@ class TensorAxis:
 
         return finish
 
-    def start_whole(self, x: Tensor, note: Note) -> Finish:
-        """The stream ``x``, cut in time, as a whole."""
-        return self.start_gather(x, 1, self.length, note)
-
-    def _stack(self, x: Tensor) -> Tensor:
-        """[batch, time, ...] as equal pieces in time, end to end: [ways, batch, time / ways, ...]."""
-        step = -(-self.length // self.ways)
-        if step * self.ways > self.length:
-            x = torch.cat((x, x.new_zeros((x.size(0), step * self.ways - self.length, *x.shape[2:]))), 1)
-        return x.unflatten(1, (self.ways, step)).movedim(1, 0).contiguous()
-
 
 class Leave(torch.autograd.Function):
     """A share of a sum on each rank becomes the whole stream: summed, or summed and scattered in time.
@@ -113,15 +105,14 @@ class Leave(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, axis: TensorAxis, site: str) -> Tensor:
-        ctx.axis, ctx.site = axis, site
-        note = axis.note(FORWARD, site)
-        return leave(x, axis, note)
+        ctx.axis, ctx.site, ctx.length = axis, site, x.size(1) if axis.sequence else 0
+        return leave(x, axis, axis.note(FORWARD, site))
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
         axis: TensorAxis = ctx.axis
         if axis.sequence:
-            gradient = axis.start_whole(gradient, axis.note(BACKWARD, ctx.site))()
+            gradient = axis.start_gather(gradient, 1, ctx.length, axis.note(BACKWARD, ctx.site))()
         return gradient, None, None
 
 

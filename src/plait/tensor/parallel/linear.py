@@ -31,7 +31,20 @@ from plait.tensor.parallel.axis import BACKWARD, FORWARD, TensorAxis, leave
 
 def weight_product(gradient: Tensor, x: Tensor) -> Tensor:
     """dW [out, in] of y = x W^T."""
-    return gradient.reshape(-1, gradient.size(-1)).t() @ x.reshape(-1, x.size(-1))
+    return gradient.reshape(-1, gradient.size(-1)).t() @ x.reshape(-1, x.size(-1)).to(gradient.dtype)
+
+
+def input_product(gradient: Tensor, weight: Tensor) -> Tensor:
+    """dx of y = x W^T, in the dtype of the gradient (autocast computes in another one than it stores)."""
+    return gradient @ weight.to(gradient.dtype)
+
+
+class Waiting:
+    """Output gradients that the backwards of siblings leave for ``Enter``, which makes the weight products."""
+
+    def __init__(self, axis: TensorAxis, site: str, wants_input: bool) -> None:
+        self.axis, self.site, self.wants_input = axis, site, wants_input
+        self.queue: list[tuple[int, Tensor]] = []
 
 
 class Entered:
@@ -47,46 +60,55 @@ class Entered:
     def __init__(
         self, source: Tensor, axis: TensorAxis, site: str, weights: Sequence[tuple[Tensor, Tensor | None]]
     ) -> None:
-        self._source, self._version = weakref.ref(source), source._version
-        self.axis, self.site = axis, site
-        self.wants_input = source.requires_grad
-        self.queue: list[tuple[int, Tensor]] = []
-        """Siblings' output gradients that wait for their weight products."""
-        flat = [t for pair in weights for t in pair]
-        self.tensor: Tensor = Enter.apply(source, self, *flat)
+        self._source, self._state = weakref.ref(source), _state(source)
+        self.waiting = Waiting(axis, site, source.requires_grad)
+        self.tensor: Tensor = Enter.apply(source, self.waiting, *[t for pair in weights for t in pair])
+
+    def column(self, weight: Tensor, bias: Tensor | None, index: int) -> Tensor:
+        """The output of sibling ``index``, cut in its last dim."""
+        y: Tensor = Column.apply(
+            self.tensor, weight.detach(), None if bias is None else bias.detach(), self.waiting, index
+        )
+        return y
 
     def is_of(self, source: Tensor, site: str) -> bool:
         """Whether this very tensor, unchanged since, entered here."""
-        return self._source() is source and self._version == source._version and self.site == site
+        return self._source() is source and self._state == _state(source) and self.waiting.site == site
+
+
+def _state(source: Tensor) -> tuple[bool, int]:
+    """What changes when a tensor is entered anew: recording begins or ends, or it is written to."""
+    return torch.is_grad_enabled(), -1 if source.is_inference() else source._version
 
 
 class Enter(torch.autograd.Function):
     """The stream, whole.  Backward reduces the input's gradient and makes the siblings' weight products meanwhile."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, entered: Entered, *weights: Tensor | None) -> Tensor:
-        axis = entered.axis
-        whole = axis.start_whole(x, axis.note(FORWARD, entered.site))() if axis.sequence else x.view_as(x)
-        ctx.entered = entered
+    def forward(ctx: Any, x: Tensor, waiting: Waiting, *weights: Tensor | None) -> Tensor:
+        axis = waiting.axis
+        note = axis.note(FORWARD, waiting.site)
+        whole = axis.start_gather(x, 1, axis.length, note)() if axis.sequence else x.view_as(x)
+        ctx.waiting = waiting
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(whole)
         return whole
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor | None) -> tuple[Tensor | None, ...]:
-        entered: Entered = ctx.entered
-        axis, note = entered.axis, entered.axis.note(BACKWARD, entered.site)
+        waiting: Waiting = ctx.waiting
+        axis, note = waiting.axis, waiting.axis.note(BACKWARD, waiting.site)
         finish = None
         if gradient is not None and ctx.needs_input_grad[0]:
             finish = (axis.start_scatter if axis.sequence else axis.start_sum)(gradient, note)
         (x,) = ctx.saved_tensors
         products: list[Tensor | None] = [None] * (len(ctx.needs_input_grad) - 2)
-        for index, g in entered.queue:
+        for index, g in waiting.queue:
             for place, wanted in ((2 * index, weight_product), (2 * index + 1, _bias_sum)):
                 if ctx.needs_input_grad[2 + place]:
                     product, before = wanted(g, x), products[place]
                     products[place] = product if before is None else before.add_(product)
-        entered.queue.clear()
+        waiting.queue.clear()
         return (finish() if finish else None, None, *products)
 
 
@@ -101,16 +123,16 @@ class Column(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, entered: Entered, index: int) -> Tensor:
-        ctx.entered, ctx.index = entered, index
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, waiting: Waiting, index: int) -> Tensor:
+        ctx.waiting, ctx.index = waiting, index
         ctx.save_for_backward(weight)
         return F.linear(x, weight, bias)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, None, None, None, None]:
-        ctx.entered.queue.append((ctx.index, gradient))
+        ctx.waiting.queue.append((ctx.index, gradient))
         (weight,) = ctx.saved_tensors
-        return gradient @ weight if ctx.entered.wants_input else None, None, None, None, None
+        return input_product(gradient, weight) if ctx.waiting.wants_input else None, None, None, None, None
 
 
 class Row(torch.autograd.Function):
@@ -118,7 +140,7 @@ class Row(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, axis: TensorAxis, site: str) -> Tensor:
-        ctx.axis, ctx.site = axis, site
+        ctx.axis, ctx.site, ctx.length = axis, site, x.size(1) if axis.sequence else 0
         ctx.save_for_backward(x, weight)
         return leave(F.linear(x, weight), axis, axis.note(FORWARD, site))
 
@@ -127,9 +149,9 @@ class Row(torch.autograd.Function):
         axis: TensorAxis = ctx.axis
         x, weight = ctx.saved_tensors
         if axis.sequence:
-            gradient = axis.start_whole(gradient, axis.note(BACKWARD, ctx.site))()
+            gradient = axis.start_gather(gradient, 1, ctx.length, axis.note(BACKWARD, ctx.site))()
         return (
-            gradient @ weight if ctx.needs_input_grad[0] else None,
+            input_product(gradient, weight) if ctx.needs_input_grad[0] else None,
             weight_product(gradient, x) if ctx.needs_input_grad[1] else None,
             None,
             None,

@@ -103,11 +103,8 @@ def parallel_plan(
     styles = {name: styles[name] for name in modules if name in styles}  # in the model's own order
     if ways == 1:
         return Parallel()
-    if sequence and all(style.kind != "sequence" for style in styles.values()):
-        raise ValueError(
-            "sequence parallelism cuts the stream between the products in time, and the tensor plan names no module "
-            "that works on it: say 'sequence' for its norms and dropouts, or leave sequence parallelism out"
-        )
+    if sequence:
+        _check_stream(styles, modules)
     cuts: dict[int, TensorCut] = {}
     summed: set[int] = set()
     for name, style in styles.items():
@@ -127,6 +124,20 @@ def parallel_plan(
             summed |= {id(p) for p in module.parameters()}
     parallel = Parallel(styles, cuts, frozenset(summed))
     return Parallel(styles, cuts, frozenset(summed), tuple(_sites(parallel, modules)))
+
+
+def _check_stream(styles: Mapping[str, Style], modules: Mapping[str, nn.Module]) -> None:
+    """Raises ValueError where a plan does not say what sequence parallelism has to know."""
+    if all(style.kind != "sequence" for style in styles.values()):
+        raise ValueError(
+            "sequence parallelism cuts the stream between the products in time, and the tensor plan names no module "
+            "that works on it: say 'sequence' for its norms and dropouts, or leave sequence parallelism out"
+        )
+    if not any(s.kind == "vocabulary" and isinstance(modules[n], nn.Embedding) for n, s in styles.items()):
+        raise ValueError(
+            "sequence parallelism begins at an embedding that is cut by vocabulary, which scatters its sum in time: "
+            "say 'vocabulary' for it, or leave sequence parallelism out"
+        )
 
 
 def _with_heads(style: Style, name: str, modules: Mapping[str, nn.Module]) -> Style:

@@ -39,6 +39,7 @@ def cross_entropy_sum(logits: Tensor, targets: Tensor, ignored: int = -100) -> T
 
     Raises:
         ValueError: logits cut in another dim, or with a sum pending.
+        IndexError: a target that is no class.
     """
     if not isinstance(logits, ShardedTensor):
         wide = logits if logits.dtype == torch.float64 else logits.float()
@@ -53,17 +54,31 @@ def cross_entropy_sum(logits: Tensor, targets: Tensor, ignored: int = -100) -> T
     start, _ = part(logits.shape[-1], comm.mesh.count(axes), comm.mesh.index(comm.rank, axes))
     local = logits.local.flatten(0, -2)
     local = local if local.dtype == torch.float64 else local.float()
+    check_range(targets[targets != ignored], logits.shape[-1], "targets")
     loss: Tensor = CutCrossEntropy.apply(local, targets.flatten(), start, ignored, comm, axes)
     return loss
 
 
-def embedding(tokens: Tensor, weight: Tensor, start: int, padding: int | None, axis: TensorAxis, site: str) -> Tensor:
-    """Rows of a table of which this rank holds those from ``start`` on: [..., width], whole (or cut in time).
+def check_range(values: Tensor, size: int, what: str) -> None:
+    """Raises IndexError where a value is outside 0..size-1, as the whole table would (on a GPU, when it gets there)."""
+    if values.device.type != "cpu":
+        torch._assert_async(((values >= 0) & (values < size)).all())
+    elif values.numel() and not (int(values.min()) >= 0 and int(values.max()) < size):
+        raise IndexError(f"{what} from {int(values.min())} to {int(values.max())}: the vocabulary is 0 to {size - 1}")
+
+
+def embedding(tokens: Tensor, weight: Tensor, size: int, padding: int | None, axis: TensorAxis, site: str) -> Tensor:
+    """Rows of a table of ``size`` rows of which this rank holds its part: [..., width], whole (or cut in time).
 
     Args:
         tokens: int64, any shape; [batch, time] under sequence parallelism.
         padding: the token whose row gets no gradient.
+
+    Raises:
+        IndexError: a token that the table has no row for.
     """
+    check_range(tokens, size, "tokens")
+    start, _ = axis.part(size)
     here = tokens - start
     elsewhere = (here < 0) | (here >= weight.size(0))
     padding = padding - start if padding is not None and start <= padding < start + weight.size(0) else None

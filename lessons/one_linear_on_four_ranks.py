@@ -68,7 +68,7 @@ def code_unchanged(comm: Comm) -> dict[str, Tensor]:
     plait.annotate(linear, {"weight": "out/tensor in", "bias": "out/tensor"}, comm)
     x = plait.ShardedTensor.from_full(X.clone().requires_grad_(), "rows in", comm)
     if comm.rank == 0:
-        print(plait.explain(linear, x))
+        print(f"the layer itself {plait.explain(linear, x)}")
 
     mark = len(comm.ledger)
     y = linear(x)                                                   # stock code, on pieces: nothing is sent
@@ -80,7 +80,8 @@ def code_unchanged(comm: Comm) -> dict[str, Tensor]:
 
     found = {"y": y.full(), "dx": x.grad.full(), "dW": linear.weight.grad.full(), "db": linear.bias.grad.full()}
     if comm.rank == 0:
-        print(f"dx lies as {x.grad.layout!r}, dW as {linear.weight.grad.layout!r}")
+        print(f"to make y whole: {plait.explain(y, 'rows out')}")
+        print(f"dx lies as {x.grad.layout.placements()}, dW as {linear.weight.grad.layout.placements()}")
         for entry in comm.ledger.since(mark):
             print(f"  sent for .full(): {entry.kind} over {', '.join(entry.axes)}, {entry.bytes} bytes")
     return found

@@ -25,7 +25,7 @@ def test_the_smallest_batch_that_fills_all_parts_is_valid() -> None:
         ({"mesh": "shards=4"}, ["unknown mesh axis 'shards'", "replica"]),
         ({"mesh": "shard=0"}, ["shard=0", "from 1"]),
         ({"mesh": "pipe=2 shard=2"}, ["pipe=2", "shard=4"]),
-        ({"mesh": "tensor=2"}, ["tensor=2", "shard=2"]),
+        ({"sequence_parallel": True, "model": "mlp"}, ["mlp", "in time"]),
         ({"strategy": "zero4"}, ["unknown strategy 'zero4'", "zero3"]),
         ({"strategy": "mine: full | full"}, ["cannot read the strategy"]),
         ({"batch": 7, "mesh": "replica=2 shard=2", "microbatches": 2}, ["7 samples", "4", "2", "8 parts"]),

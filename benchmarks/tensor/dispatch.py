@@ -7,6 +7,7 @@ results and gradients of all kinds are compared, and messages are counted: there
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections.abc import Callable
 from typing import Any
@@ -19,6 +20,9 @@ from operations import OPERATIONS, Distributed, Operation, Plain, Sharded, forwa
 GOAL = 0.5
 """Of DTensor's time, at most."""
 
+RUN = 10
+"""Calls between two looks at the clock."""
+
 Calls = dict[str, dict[str, Callable[[], Any]]]
 """Mode -> kind of tensor -> the call."""
 Microseconds = dict[str, dict[str, dict[str, list[float]]]]
@@ -26,16 +30,18 @@ Microseconds = dict[str, dict[str, dict[str, list[float]]]]
 
 
 def seconds_per_call(call: Callable[[], Any], repeats: int) -> float:
-    """Mean seconds of a call, the slowest rank's."""
-    for _ in range(repeats // 10 + 1):
-        call()
+    """Seconds of a call, the slowest rank's: the median over short runs of calls, so that an interruption is no cost."""
+    seconds = []
     with no_collection():
-        dist.barrier()
-        start = time.perf_counter()
-        for _ in range(repeats):
+        for _ in range(RUN):
             call()
-        seconds = (time.perf_counter() - start) / repeats
-    return over_ranks(seconds, dist.ReduceOp.MAX)
+        dist.barrier()
+        for _ in range(max(1, repeats // RUN)):
+            start = time.perf_counter()
+            for _ in range(RUN):
+                call()
+            seconds.append((time.perf_counter() - start) / RUN)
+    return over_ranks(statistics.median(seconds), dist.ReduceOp.MAX)
 
 
 def dispatch_task(rounds: int, repeats: int) -> tuple[Microseconds, list[str]]:

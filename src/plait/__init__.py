@@ -12,8 +12,19 @@ train    the run
 from plait.api import join, run_threads, sum_of_mean
 from plait.comm import Comm
 from plait.core.cells import TABLE, Cell, Strategy, parse_strategy
+from plait.core.layout import Layout
 from plait.core.mesh import Mesh
 from plait.engine import Engine, StepResult, empty_parameters
+from plait.tensor import (
+    LayoutError,
+    ShardedTensor,
+    annotate,
+    auto_redistribute,
+    dropout_stream,
+    explain,
+    from_dtensor,
+    to_dtensor,
+)
 from plait.tensor.parallel import cross_entropy_sum
 
 __version__ = "0.1.0"
@@ -23,13 +34,22 @@ __all__ = [
     "Cell",
     "Comm",
     "Engine",
+    "Layout",
+    "LayoutError",
     "Mesh",
+    "ShardedTensor",
     "StepResult",
     "Strategy",
+    "annotate",
+    "auto_redistribute",
     "cross_entropy_sum",
+    "dropout_stream",
     "empty_parameters",
+    "explain",
+    "from_dtensor",
     "join",
     "parse_strategy",
     "run_threads",
     "sum_of_mean",
+    "to_dtensor",
 ]

@@ -118,8 +118,16 @@ def test_the_code_of_the_guide_runs(code: str) -> None:
     exec(compile(code, "<guide>", "exec"), {"__name__": "__guide__"})
 
 
-def test_the_lesson_holds() -> None:
-    assert "sum / count" in start("lessons/zero_by_hand.py")
+@pytest.mark.parametrize(
+    ("lesson", "says"),
+    [("zero_by_hand.py", "sum / count"), ("one_linear_on_four_ranks.py", "ten steps on the pieces")],
+)
+def test_the_lessons_hold(lesson: str, says: str) -> None:
+    assert says in start(f"lessons/{lesson}")
+
+
+def test_every_lesson_is_run() -> None:
+    assert {page.name for page in (ROOT / "lessons").glob("*.py")} == {"zero_by_hand.py", "one_linear_on_four_ranks.py"}
 
 
 VERIFY = sorted(

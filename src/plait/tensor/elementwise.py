@@ -23,7 +23,7 @@ from plait.tensor.spec import Plan, Refusal, Spec
 
 LINEAR = (
     "neg negative positive clone contiguous detach detach_ requires_grad_ alias real float double half bfloat16 cpu "
-    "cuda to type zero_ zeros_like neg_ negative_ fill_diagonal_"
+    "cuda to type_as zero_ zeros_like neg_ negative_ fill_diagonal_"
 )
 FRESH = "ones_like full_like empty_like"
 ADDITIVE = "add sub subtract add_ sub_ subtract_ __add__ __radd__ __iadd__ __sub__ __isub__ copy_"
@@ -44,12 +44,12 @@ ANY = (
     "addcmul addcmul_ addcdiv addcdiv_ hypot logaddexp xlogy"
 )
 AS_IT_IS = (
-    "is_floating_point is_complex element_size get_device is_signed is_inference is_contiguous type_as is_conj is_neg "
-    "data_ptr storage_offset retain_grad is_same_size register_hook"
+    "is_floating_point is_complex element_size get_device is_signed is_inference is_contiguous is_conj is_neg "
+    "data_ptr storage_offset retain_grad register_hook"
 )
 PROPERTIES = (
     "dtype device requires_grad is_leaf grad_fn layout is_cuda is_cpu is_meta is_sparse is_quantized is_nested "
-    "itemsize _version output_nr retains_grad is_mkldnn is_sparse_csr is_xla is_mps is_xpu _backward_hooks _base"
+    "itemsize _version output_nr retains_grad is_mkldnn is_sparse_csr is_xla is_mps is_xpu _backward_hooks"
 )
 
 

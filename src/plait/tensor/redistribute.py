@@ -10,7 +10,7 @@ that dim to the front, and uneven pieces are padded with zeros to the largest on
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -30,8 +30,7 @@ def moved(local: Tensor, start: Spec, end: Spec, note: Note) -> Tensor:
     if not steps:
         return local
     if local.requires_grad and torch.is_grad_enabled():
-        result: Tensor = _Moved.apply(local, steps, tuple(start.shape), start.comm, note)
-        return result
+        return cast(Tensor, _Moved.apply(local, steps, tuple(start.shape), start.comm, note))
     return take(local, steps, tuple(start.shape), start.comm, note)
 
 
@@ -55,7 +54,7 @@ class _Moved(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         steps = tuple(step.dual(ctx.comm.mesh) for step in reversed(ctx.steps))
         note = Note(f"{ctx.note.phase} backward".strip(), ctx.note.unit, ctx.note.microbatch)
-        return take(gradient, steps, ctx.shape, ctx.comm, note), None, None, None, None
+        return cast(Tensor, _Moved.apply(gradient, steps, ctx.shape, ctx.comm, note)), None, None, None, None
 
 
 # ---- one function per kind of step -------------------------------------------------------------

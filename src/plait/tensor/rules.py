@@ -42,7 +42,7 @@ RULES: dict[Any, Rule] = {}
 def named(*names: str) -> list[Any]:
     """The torch functions of these names: ``torch.x``, ``Tensor.x``, ``F.x``, as far as they exist."""
     found = [getattr(home, name, None) for name in names for home in (torch, Tensor, F)]
-    return [f for f in found if f is not None]
+    return [f for f in found if callable(f)]
 
 
 def rule(*functions: Any) -> Callable[[SomeRule], SomeRule]:

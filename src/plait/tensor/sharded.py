@@ -169,6 +169,22 @@ class ShardedTensor(Tensor):
             f"ShardedTensor(shape={list(spec.shape)}, {words or 'one rank'}, dtype={self.dtype}{grad}, local={local})"
         )
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> ShardedTensor:
+        if id(self) in memo:
+            return cast(ShardedTensor, memo[id(self)])
+        if not self.is_leaf:
+            raise RuntimeError("only leaves of autograd can be copied deeply: .detach() it")
+        with torch.no_grad():
+            copied = memo[id(self)] = self.detach().clone().requires_grad_(self.requires_grad)
+            if hasattr(self, "_is_param"):
+                copied._is_param = True
+            if self.grad is not None:
+                copied.grad = self.grad.clone()
+        return cast(ShardedTensor, copied)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError("a ShardedTensor belongs to a running world and is not pickled: save its .full() or its .local")
+
     # ---- gradients -------------------------------------------------------------------------------
 
     @property  # type: ignore[override]
@@ -264,7 +280,9 @@ def _slow(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             raise
         fix = refused.fix
     else:
-        return _marked(_run_local(plan.run or func, (), args, kwargs), plan.out)
+        out = _run_local(plan.run or func, (), args, kwargs)
+        # a plain tensor that was changed in place stays plain
+        return out if type(out) is _PLAIN and any(out is a for a in args) else _marked(out, plan.out)
     return _slow(func, *_again(func, args, kwargs, fix))
 
 

@@ -1,0 +1,314 @@
+"""Tensor parallelism broken on purpose: each fault makes the verification say "different", or the first step raise.
+
+A fault is in place while the layout runs and gone when the reference does.  fp64, so that what is small enough to hide
+in a tolerance would have to be rounding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import verify_cases as cases
+from torch import Tensor
+from verify_cases import MLP, judged, record
+
+from plait.comm.base import DONE
+from plait.comm.thread import ThreadComm
+from plait.config import VerifyConfig
+from plait.core.collectives import Note
+from plait.core.cuts import TensorCut
+from plait.engine.exchange import Exchange
+from plait.engine.norm import Norm
+from plait.engine.tensor_parallel import TensorParallel
+from plait.tensor.parallel import linear, vocabulary
+from plait.tensor.parallel.axis import BACKWARD, FORWARD, TensorAxis
+from plait.tensor.parallel.linear import Entered, Row, Waiting
+
+Patch = pytest.MonkeyPatch
+GPT = VerifyConfig(
+    model="gpt",
+    layers=2,
+    width=24,
+    heads=6,
+    kv_heads=6,
+    batch=13,
+    length=9,
+    steps=2,
+    clip=0.3,
+    dtype="fp64",
+    mesh="tensor=2",
+)
+FOUR = replace(GPT, width=32, heads=4, kv_heads=4, mesh="tensor=4")
+"""The text's tokens lie below 128: on two ranks the second one's rows would never be looked up."""
+DEEP = replace(MLP, layers=5, width=9, steps=2, dtype="fp64", dropout=0.2, mesh="tensor=2")
+"""Pairs of layers with biases."""
+
+
+def skip(patch: Patch, phase: str, unit: str) -> None:
+    """The sums of one phase, at the units whose name ends so, stay this rank's own share."""
+    summed, scattered = TensorAxis.start_sum, TensorAxis.start_scatter
+
+    def start_sum(self: TensorAxis, x: Tensor, note: Note) -> Callable[[], Tensor]:
+        if note.phase == phase and note.unit.endswith(unit):
+            return lambda: x
+        return summed(self, x, note)
+
+    def start_scatter(self: TensorAxis, x: Tensor, note: Note) -> Callable[[], Tensor]:
+        if note.phase == phase and note.unit.endswith(unit):
+            return lambda: x[:, slice(*self.part(x.size(1)))].contiguous()
+        return scattered(self, x, note)
+
+    patch.setattr(TensorAxis, "start_sum", start_sum)
+    patch.setattr(TensorAxis, "start_scatter", start_scatter)
+
+
+def drop_the_reduction_of_what_enters(patch: Patch) -> None:
+    skip(patch, BACKWARD, "mlp")
+
+
+def drop_the_sum_after_a_row(patch: Patch) -> None:
+    skip(patch, FORWARD, "down")
+
+
+def drop_the_sum_after_the_embedding(patch: Patch) -> None:
+    skip(patch, FORWARD, "embed")
+
+
+def forget_to_sum_what_is_summed(patch: Patch) -> None:
+    """The gradients of norms under sequence parallelism stay this rank's share of time."""
+    import plait.engine.gradients as gradients
+
+    original = gradients.send
+
+    def send(comm: Any, message: Any, array: Tensor, base: int, note: Note, out: Tensor | None = None) -> Any:
+        if message.axes == ("tensor",) and note.unit == "blocks.1":
+            return DONE
+        return original(comm, message, array, base, note, out)
+
+    patch.setattr(gradients, "send", send)
+
+
+def norm_counts_whole_parameters_on_every_tensor_rank(patch: Patch) -> None:
+    patch.setattr(Norm, "counts", lambda self, owned: self.first_copy)
+
+
+def norm_counts_the_first_tensor_rank_alone(patch: Patch) -> None:
+    patch.setattr(Norm, "counts", lambda self, owned: self.first_copy and self.first_tensor)
+
+
+def every_rank_draws_the_mask_of_the_first(patch: Patch) -> None:
+    patch.setattr(TensorParallel, "slice_of", lambda self, name, shape: None)
+
+
+def skip_a_bias(patch: Patch) -> None:
+    original = TensorParallel._linear
+
+    def without(self: TensorParallel, name: str, style: Any, input: Tensor, weight: Tensor, bias: Any = None) -> Tensor:
+        return original(self, name, style, input, weight, None)
+
+    patch.setattr(TensorParallel, "_linear", without)
+
+
+def add_a_row_bias_on_every_rank(patch: Patch) -> None:
+    original = TensorParallel._linear
+
+    def often(self: TensorParallel, name: str, style: Any, input: Tensor, weight: Tensor, bias: Any = None) -> Tensor:
+        y = original(self, name, style, input, weight, bias)
+        return y + bias * (self.axis.ways - 1) if style.kind == "row" else y
+
+    patch.setattr(TensorParallel, "_linear", often)
+
+
+def swap_the_pieces_of_two_ranks(patch: Patch) -> None:
+    """Row-cut weights lie on each other's rank (a swap of everything would be a mere renumbering of ranks)."""
+    import plait.engine.unit as unit
+
+    original = unit.piece_of
+
+    def swapped(whole: Tensor, cut: TensorCut, index: int) -> Tensor:
+        return original(whole, cut, 1 - index if cut.dim == 1 else index)
+
+    patch.setattr(unit, "piece_of", swapped)
+
+
+def number_the_ranks_the_other_way_round(patch: Patch) -> None:
+    """Everything on the other rank, consistently: heads draw each other's dropout, classes are off."""
+    import plait.engine.unit as unit
+
+    original = unit.piece_of
+    patch.setattr(unit, "piece_of", lambda whole, cut, index: original(whole, cut, 1 - index))
+
+
+def look_tokens_up_one_row_off(patch: Patch) -> None:
+    import plait.engine.tensor_parallel as engine
+
+    original = engine.embedding
+
+    def off(tokens: Tensor, weight: Tensor, size: int, *rest: Any) -> Tensor:
+        return original(tokens, weight, size + 4, *rest)
+
+    patch.setattr(engine, "embedding", off)
+
+
+def count_classes_from_the_wrong_one(patch: Patch) -> None:
+    original = vocabulary.part
+
+    def off(size: int, ways: int, index: int) -> tuple[int, int]:
+        start, stop = original(size, ways, index)
+        return start + (start > 0), stop
+
+    patch.setattr(vocabulary, "part", off)
+
+
+def drop_from_the_loss(patch: Patch, op: str) -> None:
+    original = ThreadComm.all_reduce
+
+    def all_reduce(self: ThreadComm, tensor: Tensor, axes: Any, op_: str = "sum", **rest: Any) -> Any:
+        given = rest.pop("op", op_)
+        if rest.get("note") == vocabulary.LOSS and given == op:
+            return DONE
+        return original(self, tensor, axes, op=given, **rest)
+
+    patch.setattr(ThreadComm, "all_reduce", all_reduce)
+
+
+def drop_the_largest_logit(patch: Patch) -> None:
+    drop_from_the_loss(patch, "max")
+
+
+def drop_the_sum_of_exponentials(patch: Patch) -> None:
+    drop_from_the_loss(patch, "sum")
+
+
+def multiply_with_another_input(patch: Patch) -> None:
+    """A weight product computed from the neighbour's sample."""
+    original = linear.weight_product
+    patch.setattr(linear, "weight_product", lambda gradient, x: original(gradient, x.roll(1, 0)))
+
+
+def multiply_siblings_with_each_others_gradients(patch: Patch) -> None:
+    """The queue of weight products is read off by one: gate's product becomes up's."""
+    original = Waiting.__init__
+
+    def start(self: Waiting, *settings: Any) -> None:
+        original(self, *settings)
+        self.queue = Turned() if self.site.endswith("mlp") else []
+
+    patch.setattr(Waiting, "__init__", start)
+
+
+class Turned(list):  # type: ignore[type-arg]
+    """A queue that files what comes from two siblings the wrong way round."""
+
+    def append(self, item: Any) -> None:
+        index, gradient = item
+        super().append((1 - index, gradient))
+
+
+def lay_time_in_the_wrong_order(patch: Patch) -> None:
+    """A gather of the stream puts rank 1's time before rank 0's."""
+    original = ThreadComm._all_gather
+
+    def gather(self: ThreadComm, call: Any, out: Tensor, piece: Tensor) -> Any:
+        work = original(self, call, out, piece)
+        if call.note.phase == FORWARD:
+            out.copy_(out.flip(0) if out.dim() > 1 else torch.cat(out.chunk(2)[::-1]))
+        return work
+
+    patch.setattr(ThreadComm, "_all_gather", gather)
+
+
+def add_a_rows_weight_gradient_twice(patch: Patch) -> None:
+    original = Row.backward
+
+    def twice(ctx: Any, gradient: Tensor) -> Any:
+        x, weight, *rest = original(ctx, gradient)
+        return x, 2 * weight, *rest
+
+    patch.setattr(Row, "backward", staticmethod(twice))
+
+
+def count_targets_on_every_tensor_rank(patch: Patch) -> None:
+    original = Exchange.counts
+
+    def counts(self: Exchange, *numbers: int) -> tuple[int, int]:
+        first, total = original(self, *numbers)
+        return first, total * self.tensor
+
+    patch.setattr(Exchange, "counts", counts)
+
+
+def enter_for_every_sibling(patch: Patch) -> None:
+    """Right numbers, and a reduction for each of query, key and value."""
+    patch.setattr(Entered, "is_of", lambda self, source, site: False)
+
+
+LOUD = "differs between the tensor ranks"
+FAULTS: list[tuple[Callable[[Patch], None], VerifyConfig, bool, str | set[str]]] = [
+    # fault, job, sequence parallelism, comparisons that must see it or the error of the first step
+    (drop_the_reduction_of_what_enters, GPT, False, LOUD),
+    (drop_the_reduction_of_what_enters, GPT, True, {"tree: gradient", "plain: gradient", "ledger"}),
+    (drop_the_sum_after_a_row, GPT, False, LOUD),
+    (drop_the_sum_after_a_row, GPT, True, {"tree: loss", "tree: gradient", "plain: loss", "ledger"}),
+    (drop_the_sum_after_the_embedding, GPT, False, LOUD),
+    (drop_the_sum_after_the_embedding, GPT, True, {"tree: loss", "tree: gradient", "plain: loss", "ledger"}),
+    (forget_to_sum_what_is_summed, GPT, True, LOUD),
+    (norm_counts_whole_parameters_on_every_tensor_rank, GPT, False, {"tree: norm", "plain: norm"}),
+    (norm_counts_whole_parameters_on_every_tensor_rank, GPT, True, {"tree: norm", "plain: norm"}),
+    (norm_counts_the_first_tensor_rank_alone, GPT, False, {"tree: norm", "plain: norm"}),
+    (every_rank_draws_the_mask_of_the_first, GPT, False, {"tree: loss", "tree: gradient", "plain: loss"}),
+    (every_rank_draws_the_mask_of_the_first, GPT, True, {"tree: loss", "tree: gradient", "plain: loss"}),
+    (every_rank_draws_the_mask_of_the_first, DEEP, False, {"tree: loss", "tree: gradient", "plain: loss"}),
+    (skip_a_bias, DEEP, False, {"tree: loss", "tree: gradient", "plain: loss"}),
+    (add_a_row_bias_on_every_rank, DEEP, False, {"tree: loss", "tree: gradient", "plain: loss"}),
+    (swap_the_pieces_of_two_ranks, GPT, False, {"tree: loss", "tree: gradient", "plain: loss"}),
+    (swap_the_pieces_of_two_ranks, GPT, True, {"tree: loss", "tree: gradient", "plain: loss"}),
+    (number_the_ranks_the_other_way_round, GPT, False, {"tree: loss", "tree: gradient", "plain: loss"}),
+    (look_tokens_up_one_row_off, FOUR, False, {"tree: loss", "tree: gradient", "plain: loss"}),
+    (count_classes_from_the_wrong_one, FOUR, False, {"tree: loss", "tree: gradient", "plain: loss"}),
+    (drop_the_largest_logit, GPT, False, {"tree: loss", "plain: loss", "ledger"}),
+    (drop_the_largest_logit, GPT, True, {"tree: loss", "plain: loss", "ledger"}),
+    (drop_the_sum_of_exponentials, GPT, True, {"tree: loss", "plain: loss", "ledger"}),
+    (multiply_with_another_input, GPT, False, {"tree: gradient", "plain: gradient"}),
+    (multiply_with_another_input, GPT, True, {"tree: gradient", "plain: gradient"}),
+    (multiply_siblings_with_each_others_gradients, GPT, False, {"tree: gradient", "plain: gradient"}),
+    (lay_time_in_the_wrong_order, GPT, True, {"tree: loss", "tree: gradient", "plain: loss"}),
+    (add_a_rows_weight_gradient_twice, GPT, False, {"tree: gradient", "plain: gradient"}),
+    (count_targets_on_every_tensor_rank, GPT, False, {"tree: loss", "tree: gradient", "plain: loss"}),
+    (enter_for_every_sibling, GPT, False, {"ledger"}),
+    (enter_for_every_sibling, GPT, True, {"ledger"}),
+]
+
+
+@pytest.mark.parametrize(
+    ("fault", "job", "sequence", "seen"),
+    FAULTS,
+    ids=[f"{fault.__name__}-{job.model}{'-sequence' if sequence else ''}" for fault, job, sequence, _ in FAULTS],
+)
+def test_fault_is_caught(
+    fault: Callable[[Patch], None], job: VerifyConfig, sequence: bool, seen: str | set[str]
+) -> None:
+    config = replace(job, strategy="zero1", sequence_parallel=sequence)
+    with pytest.MonkeyPatch.context() as broken:
+        fault(broken)
+        if isinstance(seen, str):
+            with pytest.raises(ValueError, match=seen):
+                record(config, cases.job_of(config))
+            return
+        ranks = record(config, cases.job_of(config))
+    result = judged(config, ranks)
+    assert result.verdict.word == "different"
+    assert seen <= result.different(), f"seen only by {sorted(result.different())}"
+    if seen == {"ledger"}:
+        assert result.different() == {"ledger"}, "the numbers were right"
+
+
+@pytest.mark.parametrize("sequence", [False, True])
+@pytest.mark.parametrize("job", [GPT, FOUR, DEEP], ids=["gpt", "four", "mlp"])
+def test_without_a_fault_the_same_layouts_are_equal(job: VerifyConfig, sequence: bool) -> None:
+    config = replace(job, strategy="zero1", sequence_parallel=sequence and job is not DEEP)
+    assert judged(config, record(config)).verdict.word == "equal"

@@ -81,7 +81,8 @@ def code_unchanged(comm: Comm) -> dict[str, Tensor]:
     found = {"y": y.full(), "dx": x.grad.full(), "dW": linear.weight.grad.full(), "db": linear.bias.grad.full()}
     if comm.rank == 0:
         print(f"to make y whole: {plait.explain(y, 'rows out')}")
-        print(f"dx lies as {x.grad.layout.placements()}, dW as {linear.weight.grad.layout.placements()}")
+        for name, gradient in (("dx", x.grad), ("dW", linear.weight.grad), ("db", linear.bias.grad)):
+            print(f"{name} lies as {gradient.layout.placements(comm.mesh)}")
         for entry in comm.ledger.since(mark):
             print(f"  sent for .full(): {entry.kind} over {', '.join(entry.axes)}, {entry.bytes} bytes")
     return found

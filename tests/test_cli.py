@@ -23,7 +23,7 @@ from plait.config import TrainConfig, VerifyConfig
         (["train", "--config", "/no/such.toml"], "cannot read the config '/no/such.toml'"),
         (["train", "--mesh", "tensor=4"], "2 heads of 32 cannot be shared by tensor=4 ranks"),
         (["verify", "--mesh", "tensor=3", "--model", "llama"], "4 heads of 16 cannot be shared by tensor=3 ranks"),
-        (["verify", "--mesh", "tensor=2", "--model", "llama", "--sequence-parallel"], "no module that works on it"),
+        (["verify", "--mesh", "tensor=2", "--model", "mlp", "--sequence-parallel"], "which mlp has not"),
         (["train", "--mesh", "pipe=2"], "has pipe=2"),
         (["bench", "comm", "--sizes", "4XB"], "cannot read the size '4XB'"),
         (["bench", "comm", "--mesh", "shard=1"], "has 1 rank"),

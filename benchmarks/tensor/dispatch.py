@@ -30,17 +30,16 @@ Microseconds = dict[str, dict[str, dict[str, list[float]]]]
 
 
 def seconds_per_call(call: Callable[[], Any], repeats: int) -> float:
-    """Seconds of a call, the slowest rank's: the median over short runs of calls, so that an interruption is no cost."""
+    """Seconds of a call, the slowest rank's: the median over short runs of calls, which no interruption moves."""
+    for _ in range(RUN):
+        call()
     seconds = []
-    with no_collection():
+    dist.barrier()
+    for _ in range(max(1, repeats // RUN)):
+        start = time.perf_counter()
         for _ in range(RUN):
             call()
-        dist.barrier()
-        for _ in range(max(1, repeats // RUN)):
-            start = time.perf_counter()
-            for _ in range(RUN):
-                call()
-            seconds.append((time.perf_counter() - start) / RUN)
+        seconds.append((time.perf_counter() - start) / RUN)
     return over_ranks(statistics.median(seconds), dist.ReduceOp.MAX)
 
 
@@ -56,10 +55,11 @@ def dispatch_task(rounds: int, repeats: int) -> tuple[Microseconds, list[str]]:
         name: {mode: {kind: [] for kind in by_kind} for mode, by_kind in modes.items()} for name, modes in calls.items()
     }
     for turn in range(rounds):
-        for name, modes in calls.items():
-            for mode, by_kind in modes.items():
-                for kind in rotated(list(by_kind), turn):
-                    microseconds[name][mode][kind].append(1e6 * seconds_per_call(by_kind[kind], repeats))
+        with no_collection():
+            for name, modes in calls.items():
+                for mode, by_kind in modes.items():
+                    for kind in rotated(list(by_kind), turn):
+                        microseconds[name][mode][kind].append(1e6 * seconds_per_call(by_kind[kind], repeats))
     return microseconds, problems
 
 

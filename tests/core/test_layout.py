@@ -91,7 +91,7 @@ def test_the_pieces_of_all_ranks_tile_the_tensor(shape: tuple[int, int]) -> None
 
 
 def test_another_number_of_dims_is_refused_with_the_numbers() -> None:
-    with pytest.raises(ValueError, match="has 1 dims, the shape .* has 2"):
+    with pytest.raises(ValueError, match=r"has 1 dims, the shape .* has 2"):
         region(parse("row/tensor"), (5, 3), MESH, 0)
     with pytest.raises(ValueError, match="has 2 dims and"):
         path(parse("a b"), parse("a"), MESH)

@@ -11,8 +11,13 @@ axis, and so what its activations are on each rank:
                                                whole        logits cut in classes (head)
     sequence          whole, summed            cut in time under sequence parallelism, whole without it
     summed            whole, summed            cut          cut: a norm on each head, for example
+    enter             -                        its input becomes whole before its own code sees it
+    split             -                        its input, whole until here, is cut in time
     hidden, heads     -                        draws dropout on activations cut in their last dim, or by heads
     whole             whole                    whole        whole: as if it were not named
+
+``enter`` and ``split`` are for sequence parallelism in code that reads lengths off its input: attention that shapes its
+heads by it, a model that makes positions from its embedding.
 
 *summed*: every rank computes a share of the parameter's gradient, which is pending(tensor).  *Whole* means the same on
 every rank of the axis; under sequence parallelism the stream between a row's sum and the next column is cut in time.
@@ -32,7 +37,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
-KINDS = ("column", "row", "gathered", "vocabulary", "sequence", "summed", "hidden", "heads", "whole")
+KINDS = (
+    *("column", "row", "gathered", "vocabulary", "sequence", "summed", "enter", "split"),
+    *("hidden", "heads", "whole"),
+)
 
 CUT_DIM = {"column": 0, "gathered": 0, "vocabulary": 0, "row": 1}
 """The dim of the weight that a style cuts."""
@@ -121,9 +129,10 @@ def _nearest(pattern: str, names: Iterable[str]) -> list[str]:
 class Site:
     """A place of the model where tensor parallelism sends messages.
 
-    ``enter`` a whole activation comes to column-cut siblings, ``leave`` a sum over the ranks becomes whole, ``gather``
-    a cut output becomes whole, ``loss`` cross-entropy over cut classes.  ``width`` is the size of the activation's last
-    dim, whole; 0 for a loss.
+    ``enter`` a whole activation comes to column-cut siblings, ``leave`` a sum over the ranks becomes whole, ``sum`` the
+    same where it stays whole under sequence parallelism, ``split`` a whole stream is cut in time, ``gather`` a cut
+    output becomes whole, ``loss`` cross-entropy over cut classes.  ``width`` is the size of the activation's last dim,
+    whole; 0 for a loss.
     """
 
     kind: str

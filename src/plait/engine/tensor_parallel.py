@@ -26,7 +26,7 @@ from plait.core.styles import CUT_DIM, Style
 from plait.engine.rng import Slice, Streams
 from plait.engine.watch import flat_values, only_metadata
 from plait.tensor.parallel import Parallel, TensorAxis
-from plait.tensor.parallel.axis import AXES, Gather
+from plait.tensor.parallel.axis import AXES, Gather, Split
 from plait.tensor.parallel.linear import Entered, Row
 from plait.tensor.parallel.plan import COLUMNS, site_of
 from plait.tensor.parallel.vocabulary import embedding
@@ -63,6 +63,9 @@ class TensorParallel(TorchFunctionMode):
         streams.slice_of = self.slice_of
         model.register_forward_pre_hook(self._before_model, with_kwargs=True)
         model.register_forward_hook(self._after_model, always_call=True)
+        for name, style in parallel.styles.items() if axis.sequence else ():
+            if style.kind in ("enter", "split"):
+                self.modules[name].register_forward_pre_hook(self._changes_input(name, style.kind), with_kwargs=True)
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -92,12 +95,8 @@ class TensorParallel(TorchFunctionMode):
             self._hidden = 0
             y: Tensor = Row.apply(input, weight, axis, name)
             return y if bias is None else y + bias
-        siblings, site = self.parallel.siblings(name), site_of(name, self.parallel)
-        entered = self._entered
-        if entered is None or not entered.is_of(input, site):
-            pairs: list[Any] = [(self.modules[n].weight, self.modules[n].bias) for n in siblings]
-            entered = self._entered = Entered(input, axis, site, pairs)
-        y = entered.column(weight, bias, siblings.index(name))
+        siblings = self.parallel.siblings(name)
+        y = self._enter(input, site_of(name, self.parallel), siblings).column(weight, bias, siblings.index(name))
         size = self.sizes[id(weight)][0]
         if style.kind == "column":
             self._hidden = size
@@ -107,6 +106,13 @@ class TensorParallel(TorchFunctionMode):
             return whole
         layout = Layout(((),) * (y.dim() - 1) + (("tensor",),))
         return ShardedTensor(y, layout, axis.comm, (*y.shape[:-1], size))
+
+    def _enter(self, input: Tensor, site: str, siblings: Sequence[str]) -> Entered:
+        """What siblings read: entered once, whoever comes first."""
+        if self._entered is None or not self._entered.is_of(input, site):
+            pairs: list[Any] = [(self.modules[n].weight, self.modules[n].bias) for n in siblings]
+            self._entered = Entered(input, self.axis, site, pairs)
+        return self._entered
 
     def _embedding(
         self,
@@ -124,7 +130,8 @@ class TensorParallel(TorchFunctionMode):
                 f"embedding {name!r} is cut by vocabulary, which max_norm, scale_grad_by_freq and sparse do not go "
                 f"with: leave them out, or leave the embedding whole"
             )
-        return embedding(input, weight, self.sizes[id(weight)][0], padding_idx, self.axis, name)
+        scatter = self.axis.sequence and not self.parallel.splits
+        return embedding(input, weight, self.sizes[id(weight)][0], padding_idx, self.axis, name, scatter)
 
     def _before_model(self, module: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
         gathers = kwargs.get("labels") is not None and not self._gathers_logits
@@ -153,6 +160,28 @@ class TensorParallel(TorchFunctionMode):
                 f"{comm.rank} reads the batch of data rank {comm.mesh.data_rank(comm.rank)}"
             )
 
+    def _changes_input(self, name: str, kind: str) -> Callable[..., Any]:
+        """A hook that hands a module its stream whole (``enter``) or cut in time (``split``)."""
+        siblings = self._columns(name)
+
+        def stream(x: Tensor) -> Tensor:
+            if kind == "enter":
+                return self._enter(x, name, siblings).tensor
+            cut: Tensor = Split.apply(x, self.axis, name)
+            return cut
+
+        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+            with torch._C.DisableTorchFunction():
+                if args:
+                    return (stream(args[0]), *args[1:]), kwargs
+                return args, kwargs | {"hidden_states": stream(kwargs["hidden_states"])}
+
+        return hook
+
+    def _columns(self, name: str) -> list[str]:
+        """The column-cut children of a module, in order."""
+        return [n for n, s in self.parallel.styles.items() if s.kind in COLUMNS and n.rpartition(".")[0] == name]
+
     def _after_model(self, *call: Any) -> None:
         self._entered = None  # it would keep a whole activation and its graph
 
@@ -165,8 +194,8 @@ class TensorParallel(TorchFunctionMode):
             ValueError: a module between cut products whose activation nobody described.
         """
         style = self.parallel.styles.get(name)
-        kind = style.kind if style else ""
-        if style is None and self._hidden:  # between a column and a row
+        kind = style.kind if style and style.kind not in ("enter", "split") else ""
+        if not kind and self._hidden:  # between a column and a row
             if name not in self._columns_in:
                 raise ValueError(
                     f"module {name!r} draws dropout between cut products, and the tensor plan does not say on what: "

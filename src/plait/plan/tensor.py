@@ -3,6 +3,8 @@
     site      without sequence parallelism          with it
     enter     backward  all_reduce [.., width]      forward all_gather, backward reduce_scatter [batch, time, width]
     leave     forward   all_reduce [.., width]      forward reduce_scatter, backward all_gather
+    sum       forward   all_reduce [.., width]      the same
+    split     -                                     backward all_gather
     gather    forward   all_gather [.., width]      the same
     loss      forward   all_reduce [..], [2, ..]    the same
 
@@ -56,8 +58,10 @@ def predict_tensor(
                 case "leave" if sequence:
                     add("reduce_scatter", padded * site.width, itemsize, forward)
                     add("all_gather", padded * site.width, itemsize, backward)
-                case "leave":
+                case "leave" | "sum":
                     add("all_reduce", rows * site.width, itemsize, forward)
+                case "split" if sequence:
+                    add("all_gather", padded * site.width, itemsize, backward)
                 case "gather":
                     add("all_gather", rows * -(-site.width // ways) * ways, itemsize, forward)
                 case "loss":

@@ -112,7 +112,7 @@ def plan_for(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Plan:
             plan = decide(func, frozen, options)
         except Refusal as refusal:
             text = f"{name_of(func)} of {' and '.join(map(repr, operands))}: {refusal.why}. {refusal.advice()}"
-            raise LayoutError(text.strip(), refusal.fix) from None
+            raise LayoutError(text.strip(), {s: to for s, to in refusal.fix.items() if s in operands}) from None
         if home.comm.device.type == "meta":  # whose kernels are Python, and would read the global shape
             plan = Plan(plan.out, _on_plain(plan.run or func))
         if plans is not None:

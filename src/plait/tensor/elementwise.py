@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from plait.core.layout import Layout
-from plait.tensor.rules import align, broadcast, on_slices, rule, specs_in, unsummed
+from plait.tensor.rules import align, broadcast, counted_once, on_slices, rule, specs_in, unsummed
 from plait.tensor.spec import Plan, Refusal, Spec
 
 LINEAR = (
@@ -45,7 +45,7 @@ ANY = (
 )
 AS_IT_IS = (
     "is_floating_point is_complex element_size get_device is_signed is_inference is_contiguous is_conj is_neg "
-    "data_ptr storage_offset retain_grad register_hook"
+    "data_ptr storage_offset retain_grad _has_compatible_shallow_copy_type register_hook"
 )
 PROPERTIES = (
     "dtype device requires_grad is_leaf grad_fn layout is_cuda is_cpu is_meta is_sparse is_quantized is_nested "
@@ -100,12 +100,10 @@ def additive(func: Any, *args: Any, **options: Any) -> Spec | Plan:
         hint = ""
         if not numbers:
             share = next(s for s in operands if set(s.pending) != due)
-            free = [a for a in share.layout.cut if a in due]
-            if not free:
-                hint = (
-                    f"Either .redistribute('{Layout(share.dims, tuple(due))}') the operand {share!r} (sends nothing: "
-                    f"it counts on index 0 only), or"
-                )
+            hint = (
+                f"Either .redistribute('{counted_once(share, due)}') the operand {share!r} (sends nothing: it "
+                f"counts on index 0 only), or"
+            )
         why = f"{what} added to a sum pending over {', '.join(sorted(due))} would be added once per rank"
         raise Refusal(why, [(s, Layout(s.dims)) for s in operands if s.pending], hint)
     shape, letters = broadcast(operands)
@@ -139,12 +137,17 @@ def quotient(func: Any, x: Any, y: Any, **options: Any) -> Spec | Plan:
 
 @rule(ANY)
 def any_elementwise(func: Any, *args: Any, **options: Any) -> Spec | Plan:
-    """Nothing may be pending."""
+    """Nothing may be pending; ``out=`` may be a tensor of the result's layout."""
+    into = options.pop("out", None)
     operands = _tensors(args, options)
     unsummed(*operands)
     shape, letters = broadcast(operands)
     cuts, after = align(letters)
     out = operands[0].new(shape, [cuts.get(str(d), ()) for d in range(len(shape))])
+    if into is not None:
+        if into is not out:
+            raise Refusal(f"out= has another layout than the result {out!r}")
+        operands, after = [*operands, into], [*after, into]
     return _changes(func, operands, after, out)
 
 

@@ -109,33 +109,24 @@ def attention(
         raise Refusal("its dropout would depend on the layout", hint="Use dropout_p=0.")
     for s in given:
         whole(s, range(-2, 0), "attention needs time and width whole on each rank; batch and heads may be cut")
-    groups = (query.shape[-3], key.shape[-3]) if enable_gqa and len(query.shape) > 2 else (1, 1)
-    outer = [s.new(s.shape[:-2], s.dims[:-2]) for s in given]
-    if groups[0] != groups[1]:
-        outer, heads = [s.new(s.shape[:-1], s.dims[:-1]) for s in outer], [s.dims[-1] for s in outer]
-        _grouped(query, key, value, groups, heads)
-        if attn_mask is not None and attn_mask.shape[-3:-2] not in ((), (1,)) and heads[3] != heads[0]:
-            raise Refusal("the mask's heads are cut otherwise than the query's")
+    grouped = enable_gqa and len(query.shape) > 2 and query.shape[-3] != key.shape[-3]
+    inner = 3 if grouped else 2  # dims that are not broadcast
+    outer = [s.new(s.shape[:-inner], [()] * (len(s.shape) - inner)) for s in given]
     shape, letters = broadcast(outer)
-    cuts, after = align(letters)
+    operands = []
+    for k, (s, (_, names)) in enumerate(zip(given, letters, strict=True)):
+        head = ["head" if s.shape[-3] > 1 else None] if grouped and len(s.shape) > 2 else []
+        operands.append((s, [*names, *head, f"time {k}", f"width {k}"]))
+    cuts, after = align(operands, grouped="head")
     dims = [cuts.get(str(d), ()) for d in range(len(shape))]
-    if groups[0] != groups[1]:
-        shape, dims = (*shape, groups[0]), [*dims, heads[0]]
-    sliced = [s.with_layout([*a.dims, *s.dims[len(a.dims) :]]) for s, a in zip(given, after, strict=True)]
+    if grouped:
+        over, n = cuts.get("head", ()), key.shape[-3]
+        if n % query.comm.mesh.count(over):
+            raise Refusal(
+                f"{n} key heads on {query.comm.mesh.count(over)} ranks: each rank needs whole groups of "
+                f"{query.shape[-3] // max(n, 1)} query heads; cut the heads over a number of ranks that divides {n}",
+                [(s, Layout((*s.dims[:-3], (), (), ()))) for s in (query, key, value)],
+            )
+        shape, dims = (*shape, query.shape[-3]), [*dims, over]
     out = query.new((*shape, query.shape[-2], value.shape[-1]), [*dims, (), ()])
-    return Plan(out, on_slices(func, given, sliced))
-
-
-def _grouped(q: Spec, k: Spec, v: Spec, groups: tuple[int, int], heads: list[Any]) -> None:
-    """Query heads in groups, each with one key and value head: a cut may not go through a group."""
-    n_q, n_k = groups
-    if not heads[0] == heads[1] == heads[2]:
-        lay = [Layout((*s.dims[:-3], heads[0], (), ())) for s in (k, v)]
-        raise Refusal("heads are cut differently in q, k and v", list(zip((k, v), lay, strict=True)))
-    ways = q.comm.mesh.count(heads[0])
-    if n_k % ways:
-        raise Refusal(
-            f"{n_k} key heads on {ways} ranks: each rank needs whole groups of {n_q // max(1, n_k)} query heads; cut "
-            f"the heads over a number of ranks that divides {n_k}",
-            [(s, Layout((*s.dims[:-3], (), (), ()))) for s in (q, k, v)],
-        )
+    return Plan(out, on_slices(func, given, after))

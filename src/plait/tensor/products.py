@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from plait.core.layout import Layout
 from plait.tensor.rules import Axes, align, broadcast, on_slices, rule, unsummed
 from plait.tensor.spec import Plan, Refusal, Spec
 
@@ -73,22 +72,27 @@ def linear(func: Any, input: Spec, weight: Spec, bias: Spec | None = None) -> Sp
     letters = [*batch, "n"] if len(weight.shape) == 2 else batch
     shape = (*input.shape[:-1], *weight.shape[:-1])
     out, after = contract(operands, letters, shape)
-    before = [input, weight]
-    if bias is not None:
-        if set(bias.pending) != set(out.pending):
-            if bias.pending:
-                unsummed(bias, why="the bias is pending, the product is not")
-            raise Refusal(
-                f"the product is pending over {', '.join(out.pending)}, and every rank would add the whole bias",
-                [(bias, Layout(bias.dims, out.pending))],
-                "Add it after the sum, as in F.linear(x, w).redistribute(...) + bias, or let it count on index 0 only:",
-            )
-        _, (_, cut_bias) = align([(out.new(shape, out.dims), letters), (bias.new(bias.shape, bias.dims), ["n"])])
-        before.append(bias)
-        after = [*after, bias.with_layout(cut_bias.dims, bias.pending)]
-        if cut_bias.dims[0] != out.dims[-1]:
-            raise Refusal("the bias is cut otherwise than the rows of the weight", [(bias, Layout((out.dims[-1],)))])
-    return Plan(out, on_slices(func, before, after))
+    if bias is None:
+        return Plan(out, on_slices(func, [input, weight], after))
+    return Plan(out, on_slices(func, [input, weight, bias], [*after, _summand(bias, out)]))
+
+
+def _summand(bias: Spec, out: Spec) -> Spec:
+    """What is added to a product, sliced to its cut; it must be pending like the product."""
+    first = len(out.shape) - len(bias.shape)
+    dims = [out.dims[first + d] if n == out.shape[first + d] else () for d, n in enumerate(bias.shape)]
+    want = bias.with_layout(dims, out.pending)
+    if set(bias.pending) == set(out.pending):
+        if all(long[: len(short)] == short for long, short in zip(dims, bias.dims, strict=True)):
+            return want
+        raise Refusal("what is added to the product is cut otherwise than the product", [(bias, want.layout)])
+    if not out.pending:
+        raise Refusal("what is added to the product is a sum that is due", [(bias, want.layout)])
+    raise Refusal(
+        f"the product is pending over {', '.join(out.pending)}, and every rank would add the whole bias",
+        [(bias, want.layout)],
+        "Add it after the sum, as in F.linear(x, w).redistribute(...) + bias, or let it count on index 0 only:",
+    )
 
 
 @rule("addmm baddbmm")
@@ -98,18 +102,7 @@ def addmm(func: Any, bias: Spec, a: Spec, b: Spec, *, beta: float = 1, alpha: fl
     letters = [*batch, "m", "n"]
     shape = (*a.shape[:-1], b.shape[-1])
     out, after = contract([(a, [*batch, "m", "k"]), (b, [*batch, "k", "n"])], letters, shape)
-    if set(bias.pending) != set(out.pending):
-        raise Refusal(
-            f"{bias!r} would be added to a product pending over {', '.join(out.pending) or 'nothing'}",
-            [(bias, Layout(bias.dims, out.pending))],
-            "Add it after the sum, or",
-        )
-    shape, both = broadcast([out.new(shape, out.dims), bias.new(bias.shape, bias.dims)])
-    cuts, (_, cut_bias) = align(both)
-    if any(cuts.get(str(d), ()) != axes for d, axes in enumerate(out.dims)):
-        raise Refusal("the summand is cut where the product is not", [(bias, Layout.replicated(len(bias.dims)))])
-    after = [bias.with_layout(cut_bias.dims, bias.pending), *after]
-    return Plan(out, on_slices(func, [bias, a, b], after))
+    return Plan(out, on_slices(func, [bias, a, b], [_summand(bias, out), *after]))
 
 
 @rule("einsum")

@@ -94,11 +94,19 @@ def whole(spec: Spec, dims: Iterable[int], why: str) -> None:
         raise Refusal(why, [(spec, Layout(free, spec.pending))])
 
 
-def align(operands: Sequence[tuple[Spec, Sequence[str | None]]]) -> tuple[dict[str, Axes], list[Spec]]:
+def counted_once(spec: Spec, axes: Iterable[str]) -> Layout:
+    """Where a summand belongs that meets a sum pending over these axes: at index 0, with zeros elsewhere."""
+    return Layout(tuple(tuple(a for a in cut if a not in axes) for cut in spec.dims), tuple(axes))
+
+
+def align(
+    operands: Sequence[tuple[Spec, Sequence[str | None]]], grouped: str = ""
+) -> tuple[dict[str, Axes], list[Spec]]:
     """The cut of every letter, and the operands sliced to it.
 
     Each operand has a letter per dim (None where a dim of size 1 is stretched).  A letter is cut as its most finely
-    cut operand; the others must be replicated where they are not cut alike.
+    cut operand; the others must be replicated where they are not cut alike.  Dims of the ``grouped`` letter may have
+    different sizes.
     """
     cuts: dict[str, Axes] = {}
     sizes: dict[str, int] = {}
@@ -108,7 +116,7 @@ def align(operands: Sequence[tuple[Spec, Sequence[str | None]]]) -> tuple[dict[s
                 if axes:
                     raise _conflict(operands, "a dim of size 1 that is stretched must be whole")
                 continue
-            if sizes.setdefault(letter, size) != size:
+            if sizes.setdefault(letter, size) != size and letter != grouped:
                 raise Refusal(f"sizes {sizes[letter]} and {size} do not match")
             old = cuts.get(letter, ())
             long, short = (axes, old) if len(axes) > len(old) else (old, axes)

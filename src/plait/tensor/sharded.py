@@ -268,7 +268,7 @@ def _marked(out: Any, spec: Spec | tuple[Spec, ...] | None) -> Any:
     return wrap(out, spec) if isinstance(spec, Spec) else type(out)(list(map(wrap, out, spec)))
 
 
-def _slow(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _slow(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], rounds: int = 8) -> Any:
     """A call whose plan is not at hand."""
     direct = DIRECT.get(func)
     if direct is not None:
@@ -276,14 +276,14 @@ def _slow(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     try:
         plan = plan_for(func, args, kwargs)
     except LayoutError as refused:
-        if not (_AUTO.get() and refused.fix):
+        if not (_AUTO.get() and refused.fix and rounds):
             raise
         fix = refused.fix
     else:
         out = _run_local(plan.run or func, (), args, kwargs)
         # a plain tensor that was changed in place stays plain
         return out if type(out) is _PLAIN and any(out is a for a in args) else _marked(out, plan.out)
-    return _slow(func, *_again(func, args, kwargs, fix))
+    return _slow(func, *_again(func, args, kwargs, fix), rounds - 1)
 
 
 @contextmanager

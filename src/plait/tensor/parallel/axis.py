@@ -104,21 +104,32 @@ class Leave(torch.autograd.Function):
     """
 
     @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: TensorAxis, site: str, scatter: bool) -> Tensor:
+        ctx.axis, ctx.site, ctx.length = axis, site, x.size(1) if scatter else 0
+        return (axis.start_scatter if scatter else axis.start_sum)(x, axis.note(FORWARD, site))()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+        axis: TensorAxis = ctx.axis
+        if ctx.length:
+            gradient = axis.start_gather(gradient, 1, ctx.length, axis.note(BACKWARD, ctx.site))()
+        return gradient, None, None, None
+
+
+class Split(torch.autograd.Function):
+    """A whole stream is cut in time; backward gathers it."""
+
+    @staticmethod
     def forward(ctx: Any, x: Tensor, axis: TensorAxis, site: str) -> Tensor:
-        ctx.axis, ctx.site, ctx.length = axis, site, x.size(1) if axis.sequence else 0
-        return leave(x, axis, axis.note(FORWARD, site))
+        ctx.axis, ctx.site, ctx.length = axis, site, x.size(1)
+        axis.length = x.size(1)
+        start, stop = axis.part(x.size(1))
+        return x[:, start:stop].contiguous()
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
         axis: TensorAxis = ctx.axis
-        if axis.sequence:
-            gradient = axis.start_gather(gradient, 1, ctx.length, axis.note(BACKWARD, ctx.site))()
-        return gradient, None, None
-
-
-def leave(x: Tensor, axis: TensorAxis, note: Note) -> Tensor:
-    """The sum over the ranks, whole or cut in time."""
-    return (axis.start_scatter if axis.sequence else axis.start_sum)(x, note)()
+        return axis.start_gather(gradient, 1, ctx.length, axis.note(BACKWARD, ctx.site))(), None, None
 
 
 class Gather(torch.autograd.Function):

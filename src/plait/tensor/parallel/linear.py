@@ -26,7 +26,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from plait.tensor.parallel.axis import BACKWARD, FORWARD, TensorAxis, leave
+from plait.tensor.parallel.axis import BACKWARD, FORWARD, TensorAxis
 
 
 def weight_product(gradient: Tensor, x: Tensor) -> Tensor:
@@ -72,8 +72,9 @@ class Entered:
         return y
 
     def is_of(self, source: Tensor, site: str) -> bool:
-        """Whether this very tensor, unchanged since, entered here."""
-        return self._source() is source and self._state == _state(source) and self.waiting.site == site
+        """Whether this very tensor, unchanged since, entered here, or is what it became."""
+        known = source is self.tensor or (self._source() is source and self._state == _state(source))
+        return known and self.waiting.site == site
 
 
 def _state(source: Tensor) -> tuple[bool, int]:
@@ -142,7 +143,8 @@ class Row(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, axis: TensorAxis, site: str) -> Tensor:
         ctx.axis, ctx.site, ctx.length = axis, site, x.size(1) if axis.sequence else 0
         ctx.save_for_backward(x, weight)
-        return leave(F.linear(x, weight), axis, axis.note(FORWARD, site))
+        finish = axis.start_scatter if axis.sequence else axis.start_sum
+        return finish(F.linear(x, weight), axis.note(FORWARD, site))()
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:

@@ -16,16 +16,8 @@ from torch import nn
 
 from plait.core.cuts import TensorCut
 from plait.core.styles import CUT_DIM, Site, Style, match_styles
+from plait.tensor.parallel.transformers import plan_from_transformers
 from plait.tensor.parallel.vocabulary import LOSS
-
-HUGGING_FACE = {
-    "colwise": "column",
-    "rowwise": "row",
-    "colwise_gather_output": "gathered",
-    "colwise_rep": "gathered",
-    "replicated_with_grad_allreduce": "summed",
-}
-"""Styles of transformers' plans, in our words."""
 
 COLUMNS = ("column", "gathered")
 
@@ -42,6 +34,11 @@ class Parallel:
     summed: frozenset[int] = frozenset()
     sites: tuple[Site, ...] = ()
 
+    @property
+    def splits(self) -> bool:
+        """Whether the stream is whole until a module that splits it, rather than from the embedding on cut in time."""
+        return any(style.kind == "split" for style in self.styles.values())
+
     def siblings(self, name: str) -> list[str]:
         """The column-cut modules that have this one's parent, in order; they may read one tensor."""
         parent = name.rpartition(".")[0]
@@ -49,7 +46,7 @@ class Parallel:
         return same if name in same else [name]
 
 
-def plan_of(model: nn.Module) -> dict[str, str]:
+def plan_of(model: nn.Module, *, sequence: bool = False) -> dict[str, str]:
     """The plan that a model carries.
 
     Raises:
@@ -65,21 +62,7 @@ def plan_of(model: nn.Module) -> dict[str, str]:
             f"{type(model).__name__} carries no tensor plan: give tensor_plan={{'blocks.*.up': 'column', "
             f"'blocks.*.down': 'row', ...}}, or leave the tensor axis out of the mesh"
         )
-    return _hugging_face(model, blocks)
-
-
-def _hugging_face(model: Any, blocks: Mapping[str, str]) -> dict[str, str]:
-    """transformers' plan of the blocks in our words, with embedding and head cut by vocabulary."""
-    prefix = f"{model.base_model_prefix}." if hasattr(model, model.base_model_prefix) else ""
-    if unknown := sorted({style for style in blocks.values() if style not in HUGGING_FACE}):
-        raise ValueError(
-            f"{type(model).__name__}'s base_model_tp_plan has the style {unknown[0]!r}, which plait has no word for "
-            f"(it knows {', '.join(HUGGING_FACE)}): give tensor_plan=... of your own"
-        )
-    plan = {prefix + pattern: HUGGING_FACE[style] for pattern, style in blocks.items()}
-    ends = (model.get_input_embeddings(), model.get_output_embeddings())
-    plan |= {name: "vocabulary" for name, module in model.named_modules() if any(module is end for end in ends)}
-    return plan
+    return plan_from_transformers(model, blocks, sequence=sequence)
 
 
 def parallel_plan(
@@ -98,7 +81,7 @@ def parallel_plan(
     if ways == 1 and plan is None:
         return Parallel()
     modules = dict(model.named_modules())
-    plan = plan_of(model) if plan is None else plan
+    plan = plan_of(model, sequence=sequence) if plan is None else plan
     styles = match_styles(plan, modules, [n for n, _ in model.named_parameters(remove_duplicate=False)])
     styles = {name: styles[name] for name in modules if name in styles}  # in the model's own order
     if ways == 1:
@@ -133,10 +116,12 @@ def _check_stream(styles: Mapping[str, Style], modules: Mapping[str, nn.Module])
             "sequence parallelism cuts the stream between the products in time, and the tensor plan names no module "
             "that works on it: say 'sequence' for its norms and dropouts, or leave sequence parallelism out"
         )
-    if not any(s.kind == "vocabulary" and isinstance(modules[n], nn.Embedding) for n, s in styles.items()):
+    begins = [n for n, s in styles.items() if s.kind == "vocabulary" and isinstance(modules[n], nn.Embedding)]
+    if not begins and all(style.kind != "split" for style in styles.values()):
         raise ValueError(
             "sequence parallelism begins at an embedding that is cut by vocabulary, which scatters its sum in time: "
-            "say 'vocabulary' for it, or leave sequence parallelism out"
+            "say 'vocabulary' for it (or 'split' for the first module that gets the stream cut), or leave sequence "
+            "parallelism out"
         )
 
 
@@ -176,6 +161,7 @@ def _cuts(name: str, module: nn.Module, style: Style, ways: int) -> dict[str, Te
 def _sites(parallel: Parallel, modules: Mapping[str, nn.Module]) -> list[Site]:
     """Where messages are sent in one forward and backward, in the model's order."""
     found: dict[Site, None] = {}
+    width = 0
     for name, style in parallel.styles.items():
         module: Any = modules[name]
         if style.kind in COLUMNS or (style.kind == "vocabulary" and isinstance(module, nn.Linear)):
@@ -184,8 +170,11 @@ def _sites(parallel: Parallel, modules: Mapping[str, nn.Module]) -> list[Site]:
             found.setdefault(Site("leave", name, module.weight.shape[0]))
         if style.kind == "gathered":
             found.setdefault(Site("gather", name, module.weight.shape[0]))
+        if style.kind == "split":
+            found.setdefault(Site("split", name, width))
         if style.kind == "vocabulary" and isinstance(module, nn.Embedding):
-            found.setdefault(Site("leave", name, module.weight.shape[1]))
+            width = module.weight.shape[1]
+            found.setdefault(Site("sum" if parallel.splits else "leave", name, module.weight.shape[1]))
         if style.kind == "vocabulary" and isinstance(module, nn.Linear):
             found.setdefault(Site("loss", LOSS.unit, 0))
     return list(found)

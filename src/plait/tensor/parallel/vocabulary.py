@@ -67,12 +67,15 @@ def check_range(values: Tensor, size: int, what: str) -> None:
         raise IndexError(f"{what} from {int(values.min())} to {int(values.max())}: the vocabulary is 0 to {size - 1}")
 
 
-def embedding(tokens: Tensor, weight: Tensor, size: int, padding: int | None, axis: TensorAxis, site: str) -> Tensor:
+def embedding(
+    tokens: Tensor, weight: Tensor, size: int, padding: int | None, axis: TensorAxis, site: str, scatter: bool
+) -> Tensor:
     """Rows of a table of ``size`` rows of which this rank holds its part: [..., width], whole (or cut in time).
 
     Args:
         tokens: int64, any shape; [batch, time] under sequence parallelism.
         padding: the token whose row gets no gradient.
+        scatter: cut the result in time.
 
     Raises:
         IndexError: a token that the table has no row for.
@@ -83,9 +86,9 @@ def embedding(tokens: Tensor, weight: Tensor, size: int, padding: int | None, ax
     elsewhere = (here < 0) | (here >= weight.size(0))
     padding = padding - start if padding is not None and start <= padding < start + weight.size(0) else None
     rows = F.embedding(here.masked_fill(elsewhere, 0), weight, padding)
-    if axis.sequence:
+    if scatter:
         axis.length = tokens.size(1)
-    x: Tensor = Leave.apply(rows.masked_fill(elsewhere[..., None], 0), axis, site)
+    x: Tensor = Leave.apply(rows.masked_fill(elsewhere[..., None], 0), axis, site, scatter)
     return x
 
 

@@ -1,0 +1,144 @@
+"""A model with every style in it, for the tests of tensor parallelism: odd sizes, fused heads, dropout at every site.
+
+embed ─► dropout ─► [ norm ─► attention ─► dropout ─► + ─► norm ─► mlp ─► + ] x 2 ─► norm ─► out (gathered)
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from engine_cases import Batch, Run, distinct, sgd, train
+from torch import Tensor, nn
+
+TOKENS = 11
+WIDTH = 5
+
+
+class Attention(nn.Module):
+    """Query, key and value fused in one product: 12, 6 and 6 heads of 2, as many on a rank as its rows say."""
+
+    def __init__(self, dropout: float) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(WIDTH, 48), nn.Linear(24, WIDTH)
+        self.mixed_dropout = nn.Dropout(dropout)
+        self.dropout = dropout
+
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        heads_BTHK = self.qkv(x_BTD).unflatten(-1, (-1, 2))
+        groups = heads_BTHK.size(2) // 4
+        query, key, value = heads_BTHK.transpose(1, 2).split((2 * groups, groups, groups), 1)
+        dropped = self.dropout if self.training else 0.0
+        mixed = F.scaled_dot_product_attention(query, key, value, dropout_p=dropped, is_causal=True, enable_gqa=True)
+        out_BTD: Tensor = self.out(self.mixed_dropout(mixed).transpose(1, 2).flatten(2))
+        return out_BTD
+
+
+class Mlp(nn.Module):
+    """7 features; dropout as a module and as a function, and as a function on the stream again."""
+
+    def __init__(self, dropout: float) -> None:
+        super().__init__()
+        self.gate, self.up, self.down = nn.Linear(WIDTH, 7), nn.Linear(WIDTH, 7, bias=False), nn.Linear(7, WIDTH)
+        self.inner = nn.Dropout(dropout)
+        self.dropout = dropout
+
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        hidden_BTE = F.dropout(self.inner(self.gate(x_BTD).tanh()) * self.up(x_BTD), self.dropout, self.training)
+        out_BTD: Tensor = self.down(hidden_BTE)
+        return out_BTD
+
+
+class Block(nn.Module):
+    def __init__(self, dropout: float) -> None:
+        super().__init__()
+        self.norm, self.attention, self.dropout = nn.LayerNorm(WIDTH), Attention(dropout), nn.Dropout(dropout)
+        self.mlp_norm, self.mlp = nn.LayerNorm(WIDTH), Mlp(dropout)
+
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        x_BTD = x_BTD + self.dropout(self.attention(self.norm(x_BTD)))
+        out_BTD: Tensor = x_BTD + self.mlp(self.mlp_norm(x_BTD))
+        return out_BTD
+
+
+class Model(nn.Module):
+    def __init__(self, dropout: float = 0.3) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(TOKENS, WIDTH, padding_idx=3)
+        self.dropout = nn.Dropout(dropout)
+        self.blocks = nn.ModuleList(Block(dropout) for _ in range(2))
+        self.norm, self.out = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 4)
+        self.out_dropout = nn.Dropout(dropout)
+
+    def forward(self, tokens_BT: Tensor) -> Tensor:
+        x_BTD = self.dropout(self.embed(tokens_BT))
+        for block in self.blocks:
+            x_BTD = block(x_BTD)
+        out_BTC: Tensor = self.out_dropout(self.out(self.norm(x_BTD)))
+        return out_BTC
+
+    def tensor_plan(self) -> dict[str, str]:
+        return {
+            "embed": "vocabulary",
+            "dropout": "sequence",
+            "blocks.*.norm": "sequence",
+            "blocks.*.attention.qkv": "column 12|6|6 by 2",
+            "blocks.*.attention.mixed_dropout": "heads",
+            "blocks.*.attention.out": "row by 2",
+            "blocks.*.dropout": "sequence",
+            "blocks.*.mlp_norm": "sequence",
+            "blocks.*.mlp.gate": "column",
+            "blocks.*.mlp.up": "column",
+            "blocks.*.mlp.inner": "hidden",
+            "blocks.*.mlp.down": "row",
+            "norm": "sequence",
+            "out": "gathered",
+            "out_dropout": "whole",
+        }
+
+
+def model(dropout: float = 0.3) -> nn.Module:
+    return distinct(Model(dropout))
+
+
+def token_batches(steps: int = 2, samples: int = 13, length: int = 7) -> list[Batch]:
+    """Tokens [samples, length], the padding among them, and a mask that drops samples."""
+    generator = torch.Generator().manual_seed(3)
+    made = []
+    for _ in range(steps):
+        tokens = torch.randint(0, TOKENS, (samples, length), generator=generator)
+        mask = (torch.rand(samples, generator=generator) < 0.7).double()
+        mask[0] = 1
+        made.append({"x": tokens, "mask": mask})
+    return made
+
+
+def alone(template: nn.Module, data: Sequence[Batch], **settings: Any) -> Run:
+    """The run of one rank, whose dropout is that of the samples."""
+    return train(template, "shard=1", "ddp", list(data), **{"optimizer": sgd, **settings})[0]
+
+
+def same_run(ranks: Sequence[Run], single: Run, tolerance: float = 1e-12) -> None:
+    """Losses, norms and whole final parameters of every rank are the single run's."""
+    assert single.losses
+    for rank, run in enumerate(ranks):
+        for name in ("losses", "norms"):
+            ours, theirs = getattr(run, name), getattr(single, name)
+            assert [v is None for v in ours] == [v is None for v in theirs]
+            pairs = [(a, b) for a, b in zip(ours, theirs, strict=True) if b is not None]
+            assert all(abs(a - b) <= tolerance * max(1.0, abs(b)) for a, b in pairs), f"{name} of rank {rank}: {pairs}"
+        assert list(run.state) == list(single.state)
+        for name, value in single.state.items():
+            gap = (run.state[name] - value).abs().max().item()
+            assert run.state[name].shape == value.shape
+            assert gap <= tolerance * max(1.0, value.abs().max().item()), f"{name} on rank {rank}: {gap}"
+
+
+def changed(template: nn.Module, change: Callable[[Any], object]) -> nn.Module:
+    """A copy of a model with something done to it."""
+    made = copy.deepcopy(template)
+    change(made)
+    return made

@@ -226,16 +226,16 @@ def test_a_cut_parameter_in_the_loss_raises() -> None:
 
 
 class PerHead(Pair):
-    """A norm over every 2 features of what is cut."""
+    """A norm over every 3 features of what is cut."""
 
     def forward(self, x_BD: Tensor) -> Tensor:
-        hidden = self.norm(self.up(x_BD).unflatten(-1, (-1, 2))).flatten(-2)
+        hidden = self.norm(self.up(x_BD).unflatten(-1, (-1, 3))).flatten(-2)
         out: Tensor = self.down(torch.tanh(hidden) * self.gate(x_BD))
         return out
 
 
-per_head = partial(around, PerHead, norm=nn.LayerNorm(2), hidden=12)
-HEADS = {**PLAN, "pairs.*.up": "column by 2", "pairs.*.gate": "column by 2"}
+per_head = partial(around, PerHead, norm=nn.LayerNorm(3), hidden=18)
+HEADS = {**PLAN, "pairs.*.up": "column by 3", "pairs.*.gate": "column by 3"}
 
 
 def test_a_whole_parameter_on_a_cut_activation_is_refused_at_the_first_step() -> None:
@@ -253,7 +253,6 @@ def test_it_is_refused_as_soon_as_it_has_a_gradient() -> None:
 
 @pytest.mark.parametrize(("mesh", "row"), [("tensor=2", "ddp"), ("tensor=3", "zero1"), ("shard=2 tensor=2", "zero3")])
 def test_said_to_be_summed_it_is_right(mesh: str, row: str) -> None:
-    equal(per_head(), mesh, row, tensor_plan={**HEADS, "pairs.*.norm": "summed"}, clip=1e9) if False else None
     equal(per_head(), mesh, row, tensor_plan={**HEADS, "pairs.*.norm": "summed"})
 
 
@@ -281,7 +280,7 @@ def test_tensor_ranks_with_different_batches_are_refused(how: str) -> None:
             batch = {name: tensor[comm.rank :] for name, tensor in batch.items()}
         engine.step([batch])
 
-    with pytest.raises(ValueError, match="ranks of (a|one) tensor group bring different batches"):
+    with pytest.raises(ValueError, match=r"ranks of (a|one) tensor group bring different batches"):
         plait.run_threads("tensor=2", body)
 
 

@@ -41,11 +41,11 @@ LAYOUTS = {
         4: ["a b c d", "a/replica b/tensor c d"],
     },
 }
-BOTH = (
-    "add add_broadcast sub mul mul_row mul_number div neg relu gelu tanh exp maximum cast matmul mm matmul_batch bmm "
-    "linear linear_bias addmm sum sum_dim mean mean_dim softmax log_softmax layer_norm embedding mse_sum unsqueeze "
-    "transpose permute t expand clone mlp"
-).split()
+BOTH = """
+    add add_broadcast sub mul mul_row mul_number div neg relu gelu tanh exp maximum cast matmul mm matmul_batch bmm
+    linear linear_bias addmm sum sum_dim mean mean_dim softmax log_softmax layer_norm embedding mse_sum unsqueeze
+    transpose permute t expand clone mlp
+"""
 """Operators that DTensor computes in every one of these layouts, uneven and empty pieces included."""
 
 
@@ -101,7 +101,7 @@ def rank_main(rank: int, port: int, path: str) -> None:
         grid = Mesh.parse(text)
         comm = ProcessComm.from_env(grid)  # DTensor uses the process group that it makes
         device_mesh = init_device_mesh("cpu", tuple(grid.axis(n) for n in names), mesh_dim_names=names)
-        for name in BOTH:
+        for name in BOTH.split():
             shapes, _ = OPERATORS[name]
             choices = [LAYOUTS[text][len(s)] for s in shapes]
             for k in range(max(map(len, choices))):

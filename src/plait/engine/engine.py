@@ -167,7 +167,8 @@ class Engine:
         self.norm = Norm(comm, self.strategy, wide=any(g.flat.dtype == torch.float64 for g in flat_gradients))
         self.have_gradient: dict[str, bool] = {}
         """Which parameters got a gradient on any rank in the last step."""
-        self._unchecked = self.exchange.names if self.parallel.styles else []
+        whole = [n for n, _, f, i in parameters_of(self.units) if f.trainable and f.cuts[i] is None]
+        self._unchecked = whole if self.parallel.styles else []
         """Parameters whose gradients have not been seen to be the same on all tensor ranks."""
         self._now: OpenStep | None = None
         self._last = StepResult(-1, math.nan, 0, (), None)

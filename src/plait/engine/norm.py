@@ -46,7 +46,7 @@ def check_whole(norm: Norm, owned: Sequence[Owned], exchange: Exchange, names: S
     """A parameter that is whole on every tensor rank has the same gradient on each; one small message says whether.
 
     Args:
-        names: parameters with a gradient, the same list on every rank.
+        names: whole parameters with a gradient, the same list on every rank.
 
     Returns:
         The names of those that nothing can be said of yet: their gradients are zero.
@@ -56,7 +56,7 @@ def check_whole(norm: Norm, owned: Sequence[Owned], exchange: Exchange, names: S
     """
     squares = dict.fromkeys(names, 0.0)
     for run in owned:
-        if run.name in squares and run.cut is None and norm.first_copy:
+        if run.name in squares and norm.first_copy:
             squares[run.name] += square_sum([run.gradient])
     zero = []
     for name, *values in zip(squares, *exchange.sums(list(squares.values())), strict=True):

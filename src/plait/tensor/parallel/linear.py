@@ -31,7 +31,12 @@ from plait.tensor.parallel.axis import BACKWARD, FORWARD, TensorAxis
 
 def weight_product(gradient: Tensor, x: Tensor) -> Tensor:
     """dW [out, in] of y = x W^T."""
-    return gradient.reshape(-1, gradient.size(-1)).t() @ x.reshape(-1, x.size(-1)).to(gradient.dtype)
+    return rows(gradient).t() @ rows(x).to(gradient.dtype)
+
+
+def rows(x: Tensor) -> Tensor:
+    """[..., n] as [rows, n], also where n is 0."""
+    return x.flatten(0, -2) if x.dim() > 1 else x[None]
 
 
 def input_product(gradient: Tensor, weight: Tensor) -> Tensor:
@@ -114,7 +119,7 @@ class Enter(torch.autograd.Function):
 
 
 def _bias_sum(gradient: Tensor, x: Tensor) -> Tensor:
-    return gradient.reshape(-1, gradient.size(-1)).sum(0)
+    return rows(gradient).sum(0)
 
 
 class Column(torch.autograd.Function):

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from engine_cases import batches, distinct, sgd, train
-from tensor_models import WIDTH, Model, alone, model, same_run, token_batches
+from tensor_models import WIDTH, alone, model, same_run, token_batches
 from torch import Tensor, nn
 
 import plait
@@ -68,7 +67,7 @@ SITES = {
 @pytest.mark.parametrize("sequence", [False, True])
 @pytest.mark.parametrize("ways", [2, 3, 6])
 def test_every_ranks_mask_is_its_slice_of_the_single_process(ways: int, sequence: bool, samples: int) -> None:
-    """Heads of the attention kernel and of a module, hidden features, the stream in time, and whole: 7 is never even."""
+    """Heads of the attention kernel and of a module, hidden features, the stream in time, and whole."""
     tokens = token_batches(1, samples)[0]["x"]
     (single,) = masks_of("shard=1", tokens)
     assert single.keys() == SITES.keys()
@@ -180,10 +179,3 @@ def test_a_style_that_does_not_fit_the_activation_is_refused() -> None:
 
     with pytest.raises(ValueError, match="whose last dim is no part of the 6 features"):
         equal(net(between=Doubled()), **{"pair.between.drop": "hidden"})
-
-
-def test_whole_on_a_whole_activation_between_products_is_believed() -> None:
-    """Each rank draws the same mask, of an activation that is the same: a gate from outside, for example."""
-    template = Model()
-    ranks = train(distinct(copy.deepcopy(template)), "tensor=2", "ddp", token_batches(), sgd)
-    same_run(ranks, alone(distinct(copy.deepcopy(template)), token_batches()))

@@ -130,8 +130,8 @@ class TensorParallel(TorchFunctionMode):
                 f"embedding {name!r} is cut by vocabulary, which max_norm, scale_grad_by_freq and sparse do not go "
                 f"with: leave them out, or leave the embedding whole"
             )
-        scatter = self.axis.sequence and not self.parallel.splits
-        return embedding(input, weight, self.sizes[id(weight)][0], padding_idx, self.axis, name, scatter)
+        size, whole = self.sizes[id(weight)][0], self.parallel.splits
+        return embedding(input, weight, size, padding_idx, self.axis, name, whole=whole)
 
     def _before_model(self, module: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
         gathers = kwargs.get("labels") is not None and not self._gathers_logits

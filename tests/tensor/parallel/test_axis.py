@@ -74,7 +74,7 @@ def test_what_leaves_is_whole_and_so_is_its_gradient(ways: int, sequence: bool) 
 
     def body(axis: TensorAxis) -> tuple[Tensor, ...]:
         x = shares[axis.index].clone().requires_grad_()
-        y = Leave.apply(x * 1, axis, "embed")
+        y = Leave.apply(x * 1, axis, "embed", axis.sequence)
         mine = part_of(probe, 1, axis) if sequence else probe
         (y * mine).sum().backward()
         assert lines(axis) == (

@@ -68,14 +68,23 @@ def check_range(values: Tensor, size: int, what: str) -> None:
 
 
 def embedding(
-    tokens: Tensor, weight: Tensor, size: int, padding: int | None, axis: TensorAxis, site: str, scatter: bool
+    tokens: Tensor,
+    weight: Tensor,
+    size: int,
+    padding: int | None,
+    axis: TensorAxis,
+    site: str,
+    *,
+    whole: bool = False,
 ) -> Tensor:
-    """Rows of a table of ``size`` rows of which this rank holds its part: [..., width], whole (or cut in time).
+    """Rows of a table of ``size`` rows of which this rank holds its part: [..., width].
+
+    The result is whole, or cut in time under sequence parallelism.
 
     Args:
         tokens: int64, any shape; [batch, time] under sequence parallelism.
         padding: the token whose row gets no gradient.
-        scatter: cut the result in time.
+        whole: leave the result whole under sequence parallelism too.
 
     Raises:
         IndexError: a token that the table has no row for.
@@ -86,6 +95,7 @@ def embedding(
     elsewhere = (here < 0) | (here >= weight.size(0))
     padding = padding - start if padding is not None and start <= padding < start + weight.size(0) else None
     rows = F.embedding(here.masked_fill(elsewhere, 0), weight, padding)
+    scatter = axis.sequence and not whole
     if scatter:
         axis.length = tokens.size(1)
     x: Tensor = Leave.apply(rows.masked_fill(elsewhere[..., None], 0), axis, site, scatter)

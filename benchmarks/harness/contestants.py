@@ -42,8 +42,8 @@ def adamw(parameters: Any, learning_rate: float) -> torch.optim.Optimizer:
 
 def comm_beside(mesh: Mesh, name: str) -> ProcessComm:
     """plait's world on the process group that torch's engines use too, with a name of its own in the store."""
-    from torch.distributed.distributed_c10d import _get_default_store
+    from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 
     from plait.comm.process import ProcessComm
 
-    return ProcessComm(mesh, dist.get_rank(), dist.PrefixStore(name, _get_default_store()))
+    return ProcessComm(mesh, dist.get_rank(), PrefixStore(name, _get_default_store()))

@@ -65,7 +65,7 @@ def print_times(model: str, seconds: dict[str, list[float]], matches: Sequence[M
     for name, values in seconds.items():
         ms = Spread.of([1e3 * value for value in values])
         print(f"| {name} | {ms.median:.1f} | {ms.low:.1f} - {ms.high:.1f} |")
-    lines = []
+    lines: dict[tuple[str, str, bool], str] = {}  # a pair that meets twice has one line
     for match in matches:
         peer = best_peer(match, seconds)
         if match.row in seconds and peer is not None:
@@ -73,9 +73,11 @@ def print_times(model: str, seconds: dict[str, list[float]], matches: Sequence[M
             goal = match.goal.get(model)
             verdict = "" if goal is None else f"{goal:.2f}: {'met' if ratio.median >= goal else 'MISSED'}"
             spread = f"{ratio.median:.2f} | {ratio.low:.2f} - {ratio.high:.2f}"
-            lines.append(f"| {match.row} | {peer} | {spread} | {verdict} |")
+            lines[match.row, peer, goal is not None] = f"| {match.row} | {peer} | {spread} | {verdict} |"
     if lines:
-        print("\n| row | against | times faster | min - max | goal |\n|---|---|---|---|---|\n" + "\n".join(lines))
+        print(
+            "\n| row | against | times faster | min - max | goal |\n|---|---|---|---|---|\n" + "\n".join(lines.values())
+        )
     print()
 
 

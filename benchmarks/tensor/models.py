@@ -32,7 +32,8 @@ class Attention(nn.Module):
         return out
 
     def _heads(self, x_BTE: Tensor) -> Tensor:
-        return x_BTE.unflatten(2, (-1, self.head_dim)).transpose(1, 2)
+        x_BHTD: Tensor = x_BTE.unflatten(2, (-1, self.head_dim)).transpose(1, 2)
+        return x_BHTD
 
 
 class MLP(nn.Module):

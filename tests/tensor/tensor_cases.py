@@ -182,6 +182,26 @@ OPERATORS = table(
     index_select=(((5, 6),), lambda a: a.index_select(1, torch.tensor([0, 3, 3]))),
     dropout_off=(((5, 6),), lambda a: F.dropout(a, 0.5, training=False)),
     clone=(((5, 6),), torch.clone),
+    norm=(((5, 6),), lambda a: a.norm(dim=1)),
+    var_unbiased=(((5, 6),), lambda a: a.var(0, True)),
+    tril=(((2, 5, 5),), torch.tril),
+    repeat=(((5, 2),), lambda a: a.repeat(3, 1, 2)),
+    gather=(((5, 6),), lambda a: a.gather(1, numbers((5, 2), 6))),
+    outer=(((5,), (4,)), torch.outer),
+    new_zeros=(((5, 2),), lambda a: a.sum(0) + a.new_zeros(2)),
+    iterate=(((3, 5),), lambda a: a.unbind()[0] + next(iter(a))),
+    rotary=(
+        ((2, 4, 5, 6),),
+        lambda a: torch.cat((-a[..., 3:], a[..., :3]), -1) * values((5, 6), 4, False) + a,
+    ),
+    shared_heads=(
+        ((2, 4, 5, 2),),
+        lambda a: a[:, :, None].expand(2, 4, 3, 5, 2).reshape(2, 12, 5, 2).tanh(),
+    ),
+    rms_by_hand=(
+        ((5, 6), (6,)),
+        lambda a, w: a * torch.rsqrt(a.pow(2).mean(-1, keepdim=True) + 1e-5) * w,
+    ),
     head=(((2, 4, 6), (12, 6)), lambda x, w: F.linear(x, w).unflatten(-1, (3, 2, 2)).transpose(1, 3).tanh()),
     mlp=(
         ((3, 5), (7, 5), (4, 7)),

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.multiprocessing as mp
 
-Found = dict[str, dict[str, Any] | None]
+Found = dict[str, dict[str, Any]]
 
 
 @pytest.fixture(scope="module")
@@ -31,15 +31,12 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
 
 
 def test_values_and_gradients_are_those_of_dtensor(found: Found) -> None:
-    both = {key: row for key, row in found.items() if row is not None}
-    assert len(both) > 150, f"DTensor computed only {len(both)} of {len(found)} rows"
+    both = {key: row for key, row in found.items() if "error" not in row}
+    assert len(both) > 0.95 * len(found) > 150, [f"{k}: {r['error']}" for k, r in found.items() if "error" in r]
     wrong = [f"{key}: {row}" for key, row in both.items() if not max(row["values"], row["gradients"]) < 1e-9]
     assert not wrong, "\n".join(wrong)
 
 
-def test_where_both_compute_without_a_message_they_agree_on_the_layout(found: Found) -> None:
-    both = {key: row for key, row in found.items() if row is not None and row["layout"] is not None}
-    assert len(both) > 50
-    assert sum(row["layout"] for row in both.values()) > 0.8 * len(both), [
-        k for k, r in both.items() if not r["layout"]
-    ]
+def test_where_neither_sends_anything_the_layouts_are_the_same(found: Found) -> None:
+    both = {key: row["layout"] for key, row in found.items() if row.get("layout") is not None}
+    assert len(both) > 80 and all(both.values()), [key for key, same in both.items() if not same]

@@ -5,11 +5,12 @@ What is refused is tried again under ``auto_redistribute``, where it must do wha
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tensor_cases import MESHES, OPERATORS, Shapes, layouts, shard, values
@@ -88,7 +89,7 @@ def situations(draw: Any) -> tuple[str, str, list[Layout]]:
     return mesh, name, [draw(layouts(Mesh.parse(mesh), len(s))) for s in OPERATORS[name][0]]
 
 
-@settings(max_examples=1500, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@settings(max_examples=400, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(situations())
 def test_any_operator_in_any_layout(situation: tuple[str, str, list[Layout]]) -> None:
     mesh, name, cuts = situation
@@ -96,8 +97,33 @@ def test_any_operator_in_any_layout(situation: tuple[str, str, list[Layout]]) ->
     run_threads(mesh, lambda comm: holds(comm, shapes, fn, cuts))
 
 
-@pytest.fixture(autouse=True)
-def quiet() -> Iterator[None]:
-    """Threads of one process share the default dtype and nothing else."""
-    assert torch.get_default_dtype() == torch.float32
-    yield
+STEPS: list[Callable[..., Tensor]] = [
+    lambda x, w: x.relu(),
+    lambda x, w: x + w,
+    lambda x, w: x * w,
+    lambda x, w: F.linear(x, w),
+    lambda x, w: F.linear(x, w, w[0]),
+    lambda x, w: x @ w.T + x,
+    lambda x, w: F.layer_norm(x, (6,), w[1]),
+    lambda x, w: x.softmax(-1) - w,
+    lambda x, w: x.T.contiguous() * 0.5,
+    lambda x, w: x - x.mean(0),
+    lambda x, w: torch.cat([x[:, 3:], w[:, :3]], 1),
+    lambda x, w: x.view(2, 3, 6).sum(1, keepdim=True).expand(2, 3, 6).flatten(0, 1),
+]
+"""x and w [6, 6] -> [6, 6]"""
+
+
+@settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@given(st.data())
+def test_programs_of_several_operators(data: st.DataObject) -> None:
+    mesh = data.draw(st.sampled_from(MESHES))
+    steps = data.draw(st.lists(st.sampled_from(STEPS), min_size=2, max_size=6))
+    cuts = [data.draw(layouts(Mesh.parse(mesh), 2)) for _ in range(2)]
+
+    def program(x: Tensor, w: Tensor) -> Tensor:
+        for step in steps:
+            x = step(x, w)
+        return x
+
+    run_threads(mesh, lambda comm: holds(comm, ((6, 6), (6, 6)), program, cuts))

@@ -29,7 +29,11 @@ REFUSED: list[tuple[list[tuple[tuple[int, ...], str]], Callable[..., Any], str]]
     ),
     ([((5, 6), "a b, pending(tensor)")], lambda x: x * x, "the product of two sums is not the sum of products"),
     ([((5, 6), "a b, pending(tensor)")], lambda x: 1 / x, "only a linear operator"),
-    ([((5, 6), "a b, pending(tensor)")], lambda x: x.to(torch.int64), "rounding to whole numbers"),
+    (
+        [((5, 6), "a b, pending(tensor)")],
+        lambda x: x.to(torch.int64),
+        "rounding each share to torch.int64 is not rounding the sum",
+    ),
     ([((5, 6), "a/tensor b"), ((5, 6), "a b/tensor")], torch.add, r"two dims are cut over tensor.*all_to_all"),
     ([((5, 6), "a/tensor b"), ((5, 6), "a b, pending(tensor)")], torch.mul, "cut over tensor, another has a sum"),
     ([((5, 6), "a/tensor b"), ((6, 4), "b c/tensor")], torch.matmul, "two dims are cut over tensor"),

@@ -148,8 +148,8 @@ def look_tokens_up_one_row_off(patch: Patch) -> None:
 
     original = engine.embedding
 
-    def off(tokens: Tensor, weight: Tensor, size: int, *rest: Any) -> Tensor:
-        return original(tokens, weight, size + 4, *rest)
+    def off(tokens: Tensor, weight: Tensor, size: int, *rest: Any, **options: Any) -> Tensor:
+        return original(tokens, weight, size + 4, *rest, **options)
 
     patch.setattr(engine, "embedding", off)
 

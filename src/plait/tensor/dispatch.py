@@ -111,8 +111,7 @@ def plan_for(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Plan:
         try:
             plan = decide(func, frozen, options)
         except Refusal as refusal:
-            text = f"{name_of(func)} of {' and '.join(map(repr, operands))}: {refusal.why}. {refusal.advice()}"
-            raise LayoutError(text.strip(), {s: to for s, to in refusal.fix.items() if s in operands}) from None
+            raise refused(func, operands, refusal) from None
         if home.comm.device.type == "meta":  # whose kernels are Python, and would read the global shape
             plan = Plan(plan.out, _on_plain(plan.run or func))
         if plans is not None:
@@ -120,6 +119,12 @@ def plan_for(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Plan:
                 plans.clear()
             plans[key] = plan
     return plan
+
+
+def refused(func: Any, operands: list[Spec], refusal: Refusal) -> LayoutError:
+    """The error that names the operator, the layouts and the way out."""
+    text = f"{name_of(func)} of {' and '.join(map(repr, operands))}: {refusal.why}. {refusal.advice()}"
+    return LayoutError(text.strip(), {s: to for s, to in refusal.fix.items() if s in operands})
 
 
 def _on_plain(run: Callable[..., Any]) -> Callable[..., Any]:

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from plait.core.layout import Layout
+from plait.tensor.dispatch import refused
 from plait.tensor.rules import align, broadcast, counted_once, on_slices, rule, specs_in, unsummed
 from plait.tensor.spec import Plan, Refusal, Spec
 
@@ -45,7 +46,7 @@ ANY = (
 )
 AS_IT_IS = (
     "is_floating_point is_complex element_size get_device is_signed is_inference is_contiguous is_conj is_neg "
-    "data_ptr storage_offset retain_grad _has_compatible_shallow_copy_type register_hook"
+    "data_ptr storage_offset retain_grad _has_compatible_shallow_copy_type"
 )
 PROPERTIES = (
     "dtype device requires_grad is_leaf grad_fn layout is_cuda is_cpu is_meta is_sparse is_quantized is_nested "
@@ -75,18 +76,32 @@ def _tensors(args: Any, options: dict[str, Any]) -> list[Spec]:
 
 @rule(LINEAR)
 def linear(func: Any, x: Spec, *args: Any, **options: Any) -> Spec | Plan:
-    """One operand, and the layout stays; a cast of a pending sum must be to a floating type."""
-    kinds = [a for a in (*args, *options.values()) if isinstance(a, torch.dtype)]
-    kinds += [a.dtype for a in (*args, *options.values()) if isinstance(a, Tensor)]
-    if any(not kind.is_floating_point and not kind.is_complex for kind in kinds):
-        unsummed(x, why="rounding to whole numbers is not linear")
-    return x
+    """One operand, and the layout stays; a cast of a pending sum must lose nothing."""
+    casts = [a for a in (*args, *options.values()) if isinstance(a, torch.dtype | Spec)]
+    if not x.pending or not (casts or func.__name__ in ("half", "bfloat16", "float", "double")):
+        return x
+
+    def run(tensor: Tensor, *args: Any, **options: Any) -> Any:
+        out = func(tensor, *args, **options)
+        if torch.promote_types(tensor.dtype, out.dtype) != out.dtype:
+            why = f"rounding each share to {out.dtype} is not rounding the sum"
+            raise refused(func, [x], Refusal(why, [(x, Layout(x.dims))]))
+        return out
+
+    return Plan(x, run)
 
 
 @rule(FRESH)
 def fresh(func: Any, x: Spec, *args: Any, **options: Any) -> Spec:
     """New values in the cut of an old tensor, nothing pending."""
     return x.with_layout(x.dims)
+
+
+@rule("new_zeros new_ones new_empty new_full")
+def new(func: Any, x: Spec, *sizes: Any, **options: Any) -> Spec:
+    """A replicated tensor of another shape."""
+    shape = options.get("size", sizes[0] if sizes and isinstance(sizes[0], tuple) else sizes)
+    return x.home.replicated(shape)
 
 
 @rule(ADDITIVE)

@@ -105,6 +105,12 @@ def addmm(func: Any, bias: Spec, a: Spec, b: Spec, *, beta: float = 1, alpha: fl
     return Plan(out, on_slices(func, [bias, a, b], [_summand(bias, out), *after]))
 
 
+@rule("outer ger")
+def outer(func: Any, a: Spec, b: Spec) -> Plan:
+    """``a[:, None] * b``."""
+    return _product(func, [(a, ["m"]), (b, ["n"])], ["m", "n"], (*a.shape, *b.shape))
+
+
 @rule("einsum")
 def einsum(func: Any, equation: str, *operands: Any) -> Plan:
     """Products written in letters, without an ellipsis and without a diagonal."""

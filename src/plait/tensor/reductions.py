@@ -56,17 +56,15 @@ def mean(func: Any, input: Spec, dim: Any = None, keepdim: bool = False, *, dtyp
     return Plan(out, run)
 
 
-@rule("amax amin all any logsumexp prod count_nonzero nanmean nansum std var argmax argmin norm")
+@rule("amax amin all any logsumexp prod count_nonzero std var argmax argmin")
 def reduction(
     func: Any, input: Spec, dim: Any = None, *args: Any, keepdim: bool = False, **options: Any
 ) -> Spec | Plan:
     """Along whole dims, of what is not pending."""
     name = func.__name__
-    if name == "norm":  # norm(p, dim, keepdim)
-        dim, args = (args[0], args[1:]) if args else (options.pop("dim", None), ())
-    elif isinstance(dim, bool) and name in ("std", "var"):
-        dim, args = None, ()
-    keepdim = next((a for a in reversed(args) if isinstance(a, bool)), keepdim)
+    if name in ("std", "var"):  # (unbiased) or (dim, unbiased, keepdim)
+        dim, args = (None, ()) if isinstance(dim, bool) else (dim, args[1:])
+    keepdim = args[0] if args else keepdim
     dims = _dims(input, dim)
     unsummed(input)
     whole(input, dims, f"{name} needs the dims that it reduces whole on each rank")
@@ -74,6 +72,14 @@ def reduction(
     if name in ("std", "var") and not input.local_shape.numel() and input.shape.numel():
         return Plan(out, lambda x, *args, **options: x.sum(dims, keepdim))  # nothing here, and no warning about it
     return out
+
+
+@rule("norm")
+def norm(func: Any, input: Spec, p: Any = "fro", dim: Any = None, keepdim: bool = False, dtype: Any = None) -> Spec:
+    """``x.norm(p, dim)`` along whole dims."""
+    unsummed(input)
+    whole(input, _dims(input, dim), "norm needs the dims that it reduces whole on each rank")
+    return input.new(*_left(input, _dims(input, dim), keepdim))
 
 
 @rule("max min median mode")
@@ -109,6 +115,13 @@ def along(func: Any, input: Spec, dim: Any = None, *args: Any, **options: Any) -
     if func.__name__ not in ("cumsum", "flip"):
         unsummed(input)
     whole(input, _dims(input, dim), f"{func.__name__} along a dim needs it whole on each rank")
+    return input
+
+
+@rule("tril triu")
+def triangle(func: Any, input: Spec, diagonal: int = 0) -> Spec:
+    """Linear; the last two dims whole."""
+    whole(input, range(-2, 0), f"{func.__name__} needs the last two dims whole on each rank")
     return input
 
 

@@ -34,6 +34,7 @@ from plait.core.collectives import Note
 from plait.core.layout import Layout
 from plait.core.mesh import Mesh
 from plait.tensor.dispatch import DIRECT, LayoutError, name_of, plan_for, spec_of
+from plait.tensor.gradients import may_be_set, not_summed_already, seed
 from plait.tensor.redistribute import NOTE, moved
 from plait.tensor.spec import Spec, home_of
 
@@ -156,6 +157,9 @@ class ShardedTensor(Tensor):
             raise TypeError("len() of a 0-d tensor")
         return self._spec.shape[0]
 
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.unbind(0))
+
     def __hash__(self) -> int:
         return id(self)
 
@@ -198,15 +202,10 @@ class ShardedTensor(Tensor):
 
     @grad.setter
     def grad(self, grad: ShardedTensor | None) -> None:
-        spec = self._spec
-        if grad is not None:
-            if type(grad) is not ShardedTensor or grad._spec not in (spec, spec.dual):
-                raise LayoutError(
-                    f"the gradient of {spec!r} is a ShardedTensor in the same layout, or in '{spec.dual.layout}'"
-                )
-            if grad._spec is not spec.dual and not hasattr(self, "_watch"):
-                with _local():
-                    self._watch = self.register_post_accumulate_grad_hook(_summed_already)
+        may_be_set(self._spec, grad)
+        if grad is not None and grad._spec is not self._spec.dual and not hasattr(self, "_watch"):
+            with _local():
+                self._watch = self.register_post_accumulate_grad_hook(not_summed_already)
         with _local():
             _grad.__set__(self, grad)
 
@@ -221,9 +220,9 @@ class ShardedTensor(Tensor):
 
         Without ``gradient`` the tensor must have one element; a given one is in the dual layout, or replicated.
         """
-        seed = _seed(self, gradient)
+        start = seed(self._spec, self, gradient)
         with _local():
-            torch.autograd.backward(self.as_subclass(Tensor), seed, retain_graph, create_graph)
+            torch.autograd.backward(self.as_subclass(Tensor), start, retain_graph, create_graph)
 
     # ---- every other function --------------------------------------------------------------------
 
@@ -240,7 +239,10 @@ class ShardedTensor(Tensor):
             plan = None
         if plan is None:  # a new call, or one that takes a closer look
             return _slow(func, args, kwargs or {})
-        out: Any = _run_local(plan.run or func, types, args, kwargs or {})
+        try:
+            out: Any = _run_local(plan.run or func, types, args, kwargs or {})
+        except LayoutError:
+            return _slow(func, args, kwargs or {})
         if type(out) is _PLAIN:
             out.__class__ = ShardedTensor
             out._spec = plan.out
@@ -275,12 +277,12 @@ def _slow(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], rounds: int 
         return direct(*args, **kwargs)
     try:
         plan = plan_for(func, args, kwargs)
+        out = _run_local(plan.run or func, (), args, kwargs)
     except LayoutError as refused:
         if not (_AUTO.get() and refused.fix and rounds):
             raise
         fix = refused.fix
     else:
-        out = _run_local(plan.run or func, (), args, kwargs)
         # a plain tensor that was changed in place stays plain
         return out if type(out) is _PLAIN and any(out is a for a in args) else _marked(out, plan.out)
     return _slow(func, *_again(func, args, kwargs, fix), rounds - 1)
@@ -333,39 +335,6 @@ def _redistribute(x: Tensor, layout: Layout | str, note: Note = NOTE) -> Sharded
 DIRECT[redistribute] = _redistribute
 
 
-# ---- the ends of a backward ----------------------------------------------------------------------
-
-
-def _seed(y: ShardedTensor, gradient: Tensor | None) -> Tensor:
-    spec = y._spec
-    if type(gradient) is ShardedTensor and gradient._spec is spec.dual:
-        return gradient.local
-    with _local(), torch.no_grad():
-        if gradient is None:
-            if y.numel() != 1:
-                raise RuntimeError(
-                    f"backward from {spec!r} needs a gradient: only a tensor of one element has one of its own"
-                )
-            gradient = torch.ones(spec.shape, dtype=y.dtype, device=y.device)
-        start = gradient._spec if type(gradient) is ShardedTensor else spec.home.replicated(tuple(gradient.shape))
-        if start is not spec.dual and start.layout.cut + start.pending:
-            raise LayoutError(
-                f"backward from {spec!r} wants a gradient in its dual layout '{spec.dual.layout}' or replicated, "
-                f"not {start!r}: .redistribute('{spec.dual.layout}') it"
-            )
-        return moved(gradient.as_subclass(Tensor), start, spec.dual, NOTE)
-
-
-def _summed_already(x: Any) -> None:
-    with _local():
-        grad = _grad.__get__(x)
-    if type(grad) is ShardedTensor and grad._spec is not x._spec.dual:
-        raise LayoutError(
-            f"backward adds a gradient in layout '{x._spec.dual.layout}' to one that was set in '{grad.layout}': "
-            f"set x.grad = None (optimizer.zero_grad()) before the next backward"
-        )
-
-
 def _autograd_grad(
     outputs: Any, inputs: Any, grad_outputs: Any = None, retain_graph: Any = None, create_graph: bool = False,
     allow_unused: Any = None, **options: Any,
@@ -374,12 +343,19 @@ def _autograd_grad(
     outputs = [outputs] if isinstance(outputs, Tensor) else list(outputs)
     inputs = [inputs] if isinstance(inputs, Tensor) else list(inputs)
     given = [grad_outputs] if isinstance(grad_outputs, Tensor) else grad_outputs or [None] * len(outputs)
-    seeds = [_seed(y, g) for y, g in zip(outputs, given, strict=True)]
+    seeds = [seed(y._spec, y, g) for y, g in zip(outputs, given, strict=True)]
     with _local():
         outputs = [y.as_subclass(Tensor) for y in outputs]
         grads = torch.autograd.grad(outputs, inputs, seeds, retain_graph, create_graph, allow_unused=allow_unused)
     return tuple(g if g is None else wrap(g, x._spec.dual) for g, x in zip(grads, inputs, strict=True))
 
 
+def _register_hook(x: ShardedTensor, hook: Any) -> Any:
+    """The hook sees this rank's piece of the gradient, plain."""
+    with _local():
+        return Tensor.register_hook(x, hook)
+
+
+DIRECT[Tensor.register_hook] = _register_hook
 DIRECT[ShardedTensor.full] = ShardedTensor._full
 DIRECT[torch.autograd.grad] = _autograd_grad

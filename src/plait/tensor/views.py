@@ -19,7 +19,7 @@ from typing import Any
 from torch import Tensor
 
 from plait.core.layout import Layout, nested_part
-from plait.tensor.rules import Axes, align, cut_of, rule, sliced, unsummed, whole
+from plait.tensor.rules import Axes, align, cut_of, on_slices, rule, sliced, unsummed, whole
 from plait.tensor.spec import Plan, Refusal, Spec
 
 
@@ -182,6 +182,16 @@ def expand(func: Any, x: Spec, *sizes: Any, implicit: bool = False) -> Plan:
     return _to(x, x.new(shape, [()] * first + list(x.dims), x.pending), Tensor.expand)
 
 
+@rule("repeat")
+def repeat(func: Any, x: Spec, *sizes: Any) -> Plan:
+    """Whole dims several times, and new dims in front."""
+    times = _numbers(sizes)
+    first = len(times) - len(x.shape)
+    whole(x, [d for d in range(len(x.shape)) if times[d + first] != 1], "a dim that is repeated must be whole")
+    shape = [n * (x.shape[d - first] if d >= first else 1) for d, n in enumerate(times)]
+    return Plan(x.new(shape, [()] * first + list(x.dims), x.pending))
+
+
 @rule("expand_as")
 def expand_as(func: Any, x: Spec, other: Spec) -> Plan:
     """To the shape of another."""
@@ -264,6 +274,19 @@ def index_select(func: Any, x: Spec, dim: int, index: Spec) -> Spec:
     whole(index, range(len(index.dims)), "the index must be whole")
     unsummed(index)
     return _narrowed(x, dim, index.shape.numel())
+
+
+@rule("gather")
+def gather(func: Any, x: Spec, dim: int, index: Spec) -> Spec | Plan:
+    """Places along a whole dim; the other dims of x and index are equal and cut alike."""
+    unsummed(index)
+    d = dim % len(x.shape)
+    for s in (x, index):
+        whole(s, [d], "places of a dim can be gathered where it is whole")
+    names = [[f"{e}.{k}" if e == d else str(e) for e in range(len(x.shape))] for k in range(2)]
+    cuts, after = align([(x, names[0]), (index, names[1])])
+    out = x.new(index.shape, [cuts.get(str(e), ()) for e in range(len(x.shape))], x.pending)
+    return Plan(out, on_slices(func, [x, index], after))
 
 
 @rule("__getitem__")

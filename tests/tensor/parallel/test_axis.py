@@ -8,7 +8,7 @@ from parallel_cases import is_close, lines, on_ranks, part_of, values
 from torch import Tensor
 
 from plait.core.collectives import Note
-from plait.tensor.parallel.axis import BACKWARD, FORWARD, Gather, Leave, TensorAxis
+from plait.tensor.parallel.axis import BACKWARD, FORWARD, Gather, Leave, Split, TensorAxis
 
 WAYS = [1, 2, 3, 4]
 NOTE = Note(FORWARD, "here")
@@ -104,3 +104,21 @@ def test_a_gathered_output_gives_each_rank_its_own_part_of_the_gradient(ways: in
     for y, gradient, wanted in on_ranks(ways, body):
         assert torch.equal(y, whole)
         assert torch.equal(gradient, wanted)
+
+
+@pytest.mark.parametrize("length", [1, 7, 8])
+@pytest.mark.parametrize("ways", WAYS)
+def test_a_split_stream_gathers_its_gradient(ways: int, length: int) -> None:
+    whole, probe = values(2, length, 3), values(2, length, 3, seed=9)
+
+    def body(axis: TensorAxis) -> tuple[Tensor, ...]:
+        x = whole.clone().requires_grad_()
+        y = Split.apply(x * 1, axis, "blocks.0")
+        assert axis.length == length, "what follows knows how long the stream is"
+        (y * part_of(probe, 1, axis)).sum().backward()
+        assert lines(axis) == ([] if ways == 1 else [("all_gather", BACKWARD, "blocks.0")])
+        return y.detach(), part_of(whole, 1, axis), x.grad
+
+    for y, wanted, gradient in on_ranks(ways, body, sequence=True):
+        assert torch.equal(y, wanted)
+        assert torch.equal(gradient, probe)

@@ -184,6 +184,7 @@ OPERATORS = table(
     clone=(((5, 6),), torch.clone),
     norm=(((5, 6),), lambda a: a.norm(dim=1)),
     var_unbiased=(((5, 6),), lambda a: a.var(0, True)),
+    normalize=(((5, 6),), lambda a: F.normalize(a, dim=-1)),
     tril=(((2, 5, 5),), torch.tril),
     repeat=(((5, 2),), lambda a: a.repeat(3, 1, 2)),
     gather=(((5, 6),), lambda a: a.gather(1, numbers((5, 2), 6))),

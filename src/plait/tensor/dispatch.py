@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from plait.core.layout import Layout
-from plait.tensor.rules import RULES
+from plait.tensor.rules import RULES, on_plain
 from plait.tensor.spec import Home, Plan, Refusal, Spec
 
 ATOMS = {int, float, bool, str, type(None), complex, type(...), torch.dtype, torch.device, torch.memory_format}
@@ -113,7 +113,7 @@ def plan_for(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Plan:
         except Refusal as refusal:
             raise refused(func, operands, refusal) from None
         if home.comm.device.type == "meta":  # whose kernels are Python, and would read the global shape
-            plan = Plan(plan.out, _on_plain(plan.run or func))
+            plan = Plan(plan.out, on_plain(plan.run or func))
         if plans is not None:
             if len(plans) >= MOST_PLANS:
                 plans.clear()
@@ -125,15 +125,6 @@ def refused(func: Any, operands: list[Spec], refusal: Refusal) -> LayoutError:
     """The error that names the operator, the layouts and the way out."""
     text = f"{name_of(func)} of {' and '.join(map(repr, operands))}: {refusal.why}. {refusal.advice()}"
     return LayoutError(text.strip(), {s: to for s, to in refusal.fix.items() if s in operands})
-
-
-def _on_plain(run: Callable[..., Any]) -> Callable[..., Any]:
-    def plain(value: Any) -> Any:
-        if isinstance(value, Tensor):
-            return value.as_subclass(Tensor)
-        return type(value)(map(plain, value)) if type(value) in (list, tuple) else value
-
-    return lambda *args, **kwargs: run(*map(plain, args), **{k: plain(v) for k, v in kwargs.items()})
 
 
 def decide(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Plan:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from plait.core.layout import Layout
 from plait.tensor.dispatch import refused
-from plait.tensor.rules import align, broadcast, counted_once, on_slices, rule, specs_in, unsummed
+from plait.tensor.rules import align, broadcast, counted_once, on_plain, on_slices, rule, specs_in, unsummed
 from plait.tensor.spec import Plan, Refusal, Spec
 
 LINEAR = (
@@ -247,12 +247,10 @@ def elementwise_loss(
     shape, letters = broadcast(operands)
     cuts, after = align(letters)
     dims = [cuts.get(str(d), ()) for d in range(len(shape))]
-    each = on_slices(func, operands, after) or func
+    each = on_plain(on_slices(func, operands, after) or func)  # these functions of torch read sizes
     count = math.prod(shape)
 
     def run(x: Tensor, y: Tensor, *args: Any, **kwargs: Any) -> Any:
-        # plain, because these functions of torch read sizes
-        x, y = x.as_subclass(Tensor), y.as_subclass(Tensor)
         total = each(x, y, **{**options, "reduction": "none" if reduction == "none" else "sum"})
         return total / count if reduction == "mean" else total
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from plait.tensor.rules import Axes, align, broadcast, on_slices, rule, unsummed
+from plait.tensor.rules import Axes, align, broadcast, on_plain, on_slices, rule, unsummed
 from plait.tensor.spec import Plan, Refusal, Spec
 
 Letters = Sequence[str | None]
@@ -126,8 +126,6 @@ def einsum(func: Any, equation: str, *operands: Any) -> Plan:
     result, after = contract(
         [(s, list(w)) for s, w in zip(factors, words, strict=True)], list(out), [size[c] for c in out]
     )
-    inner = on_slices(lambda *tensors: func(equation, *tensors), factors, after)
-    if inner is None:
-        return Plan(result)
-    run = inner
+    plain = on_plain(lambda *tensors: func(equation, *tensors))
+    run = on_slices(plain, factors, after) or plain
     return Plan(result, lambda equation, *t: run(*(t[0] if isinstance(t[0], list | tuple) else t)))

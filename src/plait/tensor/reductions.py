@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from plait.tensor.rules import Axes, rule, unsummed, whole
+from plait.tensor.rules import Axes, on_plain, rule, unsummed, whole
 from plait.tensor.spec import Plan, Refusal, Spec
 
 
@@ -75,11 +75,11 @@ def reduction(
 
 
 @rule("norm")
-def norm(func: Any, input: Spec, p: Any = "fro", dim: Any = None, keepdim: bool = False, dtype: Any = None) -> Spec:
+def norm(func: Any, input: Spec, p: Any = "fro", dim: Any = None, keepdim: bool = False, dtype: Any = None) -> Plan:
     """``x.norm(p, dim)`` along whole dims."""
     unsummed(input)
     whole(input, _dims(input, dim), "norm needs the dims that it reduces whole on each rank")
-    return input.new(*_left(input, _dims(input, dim), keepdim))
+    return Plan(input.new(*_left(input, _dims(input, dim), keepdim)), on_plain(func))
 
 
 @rule("max min median mode")
@@ -149,6 +149,6 @@ def rms_norm(
 
 
 @rule("normalize")
-def normalize(func: Any, input: Spec, p: float = 2.0, dim: int = 1, eps: float = 1e-12, out: None = None) -> Spec:
+def normalize(func: Any, input: Spec, p: float = 2.0, dim: int = 1, eps: float = 1e-12, out: None = None) -> Plan:
     """Divides by the norm along a whole dim."""
-    return along(func, input, dim)
+    return Plan(along(func, input, dim), on_plain(func))

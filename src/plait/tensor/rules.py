@@ -194,3 +194,14 @@ def on_slices(function: Callable[..., Any], before: Sequence[Spec], after: Seque
         return function(*args, **{k: sliced(a, next(left)) if isinstance(a, Tensor) else a for k, a in kwargs.items()})
 
     return run
+
+
+def on_plain(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function on the pieces as plain tensors, for what is written in Python and reads sizes of its operands."""
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return value.as_subclass(Tensor)
+        return type(value)(map(plain, value)) if type(value) in (list, tuple) else value
+
+    return lambda *args, **kwargs: function(*map(plain, args), **{k: plain(v) for k, v in kwargs.items()})

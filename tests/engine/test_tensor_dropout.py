@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from engine_cases import batches, distinct, sgd, train
-from tensor_models import WIDTH, alone, model, same_run, token_batches
+from tensor_models import WIDTH, Model, alone, model, same_run, token_batches
 from torch import Tensor, nn
 
 import plait
@@ -179,3 +179,17 @@ def test_a_style_that_does_not_fit_the_activation_is_refused() -> None:
 
     with pytest.raises(ValueError, match="whose last dim is no part of the 6 features"):
         equal(net(between=Doubled()), **{"pair.between.drop": "hidden"})
+
+
+@pytest.mark.parametrize("missing", ["dropout", "blocks.*.dropout"])
+def test_a_stream_cut_in_time_never_gets_another_mask(missing: str) -> None:
+    """Dropout on it that the plan does not name is refused, or served all the same."""
+    plan = {name: style for name, style in Model().tensor_plan().items() if name != missing}
+    data = token_batches()
+    same_run(train(model(), "tensor=2", "ddp", data, sgd, tensor_plan=plan), alone(model(), data))
+    try:
+        ranks = train(model(), "tensor=2", "ddp", data, sgd, tensor_plan=plan, sequence_parallel=True)
+    except ValueError as refused:
+        assert "draws dropout" in str(refused) and "sequence" in str(refused)
+    else:
+        same_run(ranks, alone(model(), data))

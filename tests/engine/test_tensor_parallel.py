@@ -17,7 +17,8 @@ from torch.utils.checkpoint import checkpoint
 
 import plait
 from plait.comm import Comm
-from plait.engine import Engine
+from plait.engine import Engine, empty_parameters
+from plait.models.gpt import GPT, GPTConfig
 
 MESHES = ("tensor=2", "tensor=3", "shard=2 tensor=2", "replica=2 tensor=3")
 
@@ -220,6 +221,20 @@ def test_a_cut_parameter_in_the_loss_raises() -> None:
         return loss
 
     fails(around(Pair), "reads a parameter that is cut over the tensor axis", loss=decayed)
+
+
+def test_a_tied_head_that_the_plan_leaves_out_raises() -> None:
+    """Its weight is the embedding's piece."""
+    sizes = GPTConfig(vocabulary=11, num_layers=1, width=8, num_heads=2, num_kv_heads=2, max_length=7)
+    plan = {name: style for name, style in GPT(sizes).tensor_plan().items() if name != "head"}
+
+    def body(comm: Comm) -> None:
+        with empty_parameters():
+            made = GPT(sizes)
+        Engine(made, comm, strategy="ddp", tensor_plan=plan).model(token_batches()[0]["x"])
+
+    with pytest.raises(ValueError, match="'linear' in module 'head' reads a parameter that is cut"):
+        plait.run_threads("tensor=2", body)
 
 
 # ---- whole parameters on cut activations -------------------------------------------------------------------------

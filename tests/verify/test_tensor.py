@@ -106,6 +106,16 @@ def test_in_fp32(mesh: str, row: str, sequence: bool) -> None:
     is_equal(gpt(mesh, row, sequence=sequence, microbatches=2, dtype="fp32"))
 
 
+@pytest.mark.parametrize("sequence", [False, True])
+def test_in_bf16(sequence: bool) -> None:
+    is_equal(gpt("shard=2 tensor=2", "zero3", sequence=sequence, dtype="bf16"))
+
+
+def test_a_users_row() -> None:
+    row = "mine: shard | full | shard, pending(replica) | shard/replica"
+    is_equal(gpt("replica=2 shard=2 tensor=2", row, sequence=True, microbatches=2))
+
+
 @pytest.mark.parametrize("row", ["ddp", "zero3", "hsdp"])
 @pytest.mark.parametrize("mesh", ["tensor=2", "tensor=4", "shard=2 tensor=2"])
 def test_a_stock_llama(mesh: str, row: str) -> None:

@@ -75,9 +75,7 @@ def test_a_rank_whose_rows_nobody_asks_for_gets_zeros_as_gradient() -> None:
 @pytest.mark.parametrize("token", [-1, ROWS, ROWS + 3])
 def test_a_token_outside_the_table_is_an_error_as_everywhere(token: int) -> None:
     with pytest.raises(IndexError, match="the vocabulary is 0 to 10"):
-        on_ranks(
-            2, lambda axis: embedding(torch.tensor([[token]]), values(6 - axis.index, 3), ROWS, None, axis, "e")
-        )
+        on_ranks(2, lambda axis: embedding(torch.tensor([[token]]), values(6 - axis.index, 3), ROWS, None, axis, "e"))
 
 
 # ---- cross-entropy -----------------------------------------------------------------------------------------------

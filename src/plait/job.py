@@ -70,7 +70,12 @@ def check_layout(config: RunConfig) -> None:
     """
     mesh = config.parsed_mesh
     if mesh.tensor > 1:
-        parallel_plan(build_model(config), mesh.tensor, sequence=config.sequence_parallel)
+        parallel = parallel_plan(build_model(config), mesh.tensor, sequence=config.sequence_parallel)
+        if not parallel.cuts:
+            raise ValueError(
+                f"tensor={mesh.tensor}, but the plan cuts no parameter of this model: mlp needs 4 layers for its first "
+                f"pair; give more layers, or leave the tensor axis out"
+            )
 
 
 def make_job(config: RunConfig) -> Job:

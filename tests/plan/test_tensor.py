@@ -75,8 +75,7 @@ def test_the_ends_cost_one_sum_of_the_embedding_one_of_the_heads_input_and_three
     assert [(e.kind, e.bytes, e.note.phase, e.note.unit) for e in found] == [
         ("all_reduce", stream, FORWARD, "embed"),
         ("all_reduce", stream, BACKWARD, "head"),
-        ("all_reduce", BATCH * TIME * 4, FORWARD, "loss"),
-        ("all_reduce", 2 * BATCH * TIME * 4, FORWARD, "loss"),
+        ("all_gather", 2 * 3 * BATCH * TIME * 4, FORWARD, "loss"),
     ]
 
 
@@ -84,7 +83,7 @@ def test_the_loss_is_summed_in_four_bytes_at_least() -> None:
     def sizes(itemsize: int) -> list[int]:
         return [e.bytes for e in entries(2, sequence=False, itemsize=itemsize) if e.note.unit == "loss"]
 
-    assert sizes(2) == sizes(4) == [BATCH * TIME * 4, 2 * BATCH * TIME * 4]
+    assert sizes(2) == sizes(4) == [2 * 3 * BATCH * TIME * 4]
     assert sizes(8) == [BATCH * TIME * 8, 2 * BATCH * TIME * 8]
 
 

@@ -6,13 +6,21 @@ exact, so a schedule can be written by hand, printed and compared:
 
     0F0 0B0 0F1 0B1 0REDUCE 0UPDATE
 
-reads: stage 0, forward and backward of microbatches 0 and 1, reduce the gradients, update the parameters.
+reads: stage 0, forward and backward of microbatches 0 and 1, reduce the gradients, update the parameters.  Two stages:
+
+    0F0 0SEND_F0 0RECV_B0 0B0              rank 0   SEND_F0 ──►  what stage 1 receives as RECV_F0
+    1RECV_F0 1F0 1B0 1SEND_B0              rank 1   RECV_B0 ◄──  what stage 1 sends as SEND_B0
+
+A full backward (B) may be split in an input part (I), on which the stage before waits, and a weight part (W), on which
+nobody waits.  Messages are *started* by their action and never waited for: a receive is posted, and the pass that
+needs it waits.  Messages joined by ``+`` (``0SEND_F1+0RECV_B0``) start together, as one exchange with one rank.
 """
 
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from enum import Enum
 
 
@@ -22,10 +30,27 @@ class Kind(Enum):
     FORWARD = "F"
     BACKWARD = "B"
     REDUCE = "REDUCE"
+    """Once per step: from the gradients' cell to the optimizer's."""
     UPDATE = "UPDATE"
+    INPUT = "I"
+    """The part of a backward that makes the gradient of the stage's input."""
+    WEIGHT = "W"
+    """The part of a backward that makes the gradients of the stage's weights."""
+    SEND_F = "SEND_F"
+    RECV_F = "RECV_F"
+    SEND_B = "SEND_B"
+    RECV_B = "RECV_B"
+    UNSHARD = "UNSHARD"
+    RESHARD = "RESHARD"
+    REDUCE_GRAD = "REDUCE_GRAD"
+    """Once per microbatch: from a full gradient, pending over all data axes, to the gradients' cell."""
 
 
-_NEEDS_MICROBATCH = {Kind.FORWARD, Kind.BACKWARD}
+PASSES = frozenset({Kind.FORWARD, Kind.BACKWARD, Kind.INPUT, Kind.WEIGHT})
+"""What computes."""
+MESSAGES = frozenset({Kind.SEND_F, Kind.RECV_F, Kind.SEND_B, Kind.RECV_B})
+"""What moves an activation (F) to the next stage or its gradient (B) to the stage before."""
+_NEEDS_MICROBATCH = PASSES | MESSAGES | {Kind.REDUCE_GRAD}
 
 
 @dataclass(frozen=True)
@@ -35,6 +60,8 @@ class Action:
     kind: Kind
     stage: int
     microbatch: int = -1
+    also: tuple[Action, ...] = ()
+    """Messages that start together with this one, which is a message as well."""
 
     def __post_init__(self) -> None:
         if self.stage < 0 or self.microbatch < -1:
@@ -43,17 +70,36 @@ class Action:
             )
         if (self.microbatch >= 0) != (self.kind in _NEEDS_MICROBATCH):
             raise ValueError(f"action {self.kind.name} of stage {self.stage} with microbatch {self.microbatch}")
+        if self.also and not all(part.kind in MESSAGES and (part is self or not part.also) for part in self.all):
+            raise ValueError(f"'{self}': only messages can be joined by '+'")
+
+    @property
+    def all(self) -> tuple[Action, ...]:
+        """This action and those joined to it."""
+        return (self, *self.also) if self.also else (self,)
+
+    @property
+    def parts(self) -> tuple[Action, ...]:
+        """The single actions of this one."""
+        return (replace(self, also=()), *self.also) if self.also else (self,)
 
     def __str__(self) -> str:
-        return f"{self.stage}{self.kind.value}" + (str(self.microbatch) if self.microbatch >= 0 else "")
+        own = f"{self.stage}{self.kind.value}" + (str(self.microbatch) if self.microbatch >= 0 else "")
+        return "+".join([own, *map(str, self.also)])
 
 
-Schedule = tuple[tuple[Action, ...], ...]
+Line = tuple[Action, ...]
+Schedule = tuple[Line, ...]
 
 
 def parse_action(text: str) -> Action:
-    """``"0F3"`` or ``"0UPDATE"`` as an action."""
-    match = re.fullmatch(r"(\d+)([A-Z]+)(\d+)?", text)
+    """``"0F3"``, ``"0UPDATE"`` or ``"0SEND_F3+0RECV_B1"`` as an action."""
+    first, *others = (_parse_one(part, text) for part in text.split("+"))
+    return replace(first, also=tuple(others)) if others else first
+
+
+def _parse_one(part: str, text: str) -> Action:
+    match = re.fullmatch(r"(\d+)([A-Z_]+)(\d+)?", part)
     known = {kind.value: kind for kind in Kind}
     if match is None or match[2] not in known:
         raise ValueError(
@@ -71,3 +117,29 @@ def parse_schedule(text: str) -> Schedule:
     """What ``format_schedule`` wrote."""
     lines = [line.split() for line in text.splitlines() if line.strip()]
     return tuple(() if words == ["-"] else tuple(map(parse_action, words)) for words in lines)
+
+
+def owners(schedule: Schedule) -> dict[int, int]:
+    """Which rank works on which stage; the first rank that names a stage has it."""
+    found: dict[int, int] = {}
+    for rank, line in enumerate(schedule):
+        for action in line:
+            for part in action.all:
+                found.setdefault(part.stage, rank)
+    return dict(sorted(found.items()))
+
+
+def microbatches(actions: Iterable[Action]) -> int:
+    """How many microbatches these actions speak of."""
+    return 1 + max((part.microbatch for action in actions for part in action.all), default=-1)
+
+
+def ends(message: Action) -> tuple[int, int]:
+    """From which stage to which a message goes, said by either side."""
+    s = message.stage
+    return {
+        Kind.SEND_F: (s, s + 1),
+        Kind.RECV_F: (s - 1, s),
+        Kind.SEND_B: (s, s - 1),
+        Kind.RECV_B: (s + 1, s),
+    }[message.kind]

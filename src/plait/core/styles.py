@@ -138,3 +138,5 @@ class Site:
     kind: str
     name: str
     width: int
+    trains_input: bool = True
+    """Whether something before it trains, so that its input wants a gradient."""

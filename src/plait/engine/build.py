@@ -85,7 +85,8 @@ def build_units(
             flats.append(flat)
         units[w.name] = Unit(w.name, w.module, flats, plan, comm)
     olds = {id(p): p for w in wrapped for _, p in w.parameters}
-    for old, value in initial_values(model, seed, comm.device):
+    whole = {key: cut.shape for key, cut in parallel.cuts.items()}
+    for old, value in initial_values(model, seed, comm.device, whole):
         _, flat, index = fresh[id(old)]
         flat.write(index, value)
     for key, (new, _, _) in fresh.items():

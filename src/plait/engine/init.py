@@ -14,7 +14,7 @@ holds it.  All others are on meta meanwhile, so that whatever is written to them
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import partial
@@ -64,8 +64,13 @@ def check_buffers(model: nn.Module) -> None:
         )
 
 
-def initial_values(model: nn.Module, seed: int, device: torch.device) -> Iterator[tuple[nn.Parameter, Tensor]]:
+def initial_values(
+    model: nn.Module, seed: int, device: torch.device, shapes: Mapping[int, tuple[int, ...]] | None = None
+) -> Iterator[tuple[nn.Parameter, Tensor]]:
     """The initial value of every parameter that is still on meta, one module at a time.
+
+    Args:
+        shapes: whole shapes, by ``id``, of parameters that hold a piece of themselves already.
 
     Yields the meta parameter and its value on the full shape; the value is valid until the next module comes.
 
@@ -78,7 +83,7 @@ def initial_values(model: nn.Module, seed: int, device: torch.device) -> Iterato
         new = {k: p for k, p in own.items() if p.is_meta and id(p) not in done}
         if not new:
             continue
-        fresh = {k: _unwritten(p, device) for k, p in own.items()}
+        fresh = {k: _unwritten(p, (shapes or {}).get(id(p), p.shape), device) for k, p in own.items()}
         try:
             for k, p in own.items():
                 module._parameters[k] = nn.Parameter(fresh[k], requires_grad=p.requires_grad)
@@ -113,9 +118,9 @@ def initialisers(model: nn.Module, name: str) -> Iterator[Callable[[], object]]:
             yield partial(nearest, path[depth - 1])
 
 
-def _unwritten(parameter: Tensor, device: torch.device) -> Tensor:
-    """Memory of the parameter's shape that shows, as NaN, what an initialiser leaves out."""
-    value = torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
+def _unwritten(parameter: Tensor, shape: Sequence[int], device: torch.device) -> Tensor:
+    """Memory that shows, as NaN, what an initialiser leaves out."""
+    value = torch.empty(tuple(shape), dtype=parameter.dtype, device=device)
     return value.fill_(torch.nan) if value.is_floating_point() else value
 
 

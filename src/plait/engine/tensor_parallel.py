@@ -202,6 +202,11 @@ class TensorParallel(TorchFunctionMode):
                     f"add {name!r}: 'hidden' (its last dim is cut), 'heads' or 'whole'"
                 )
             kind = "heads" if len(shape) == 4 else "hidden"
+        if not kind and self.axis.sequence:
+            raise ValueError(
+                f"module {name!r} draws dropout under sequence parallelism, and the tensor plan does not say on what: "
+                f"add {name!r}: 'sequence' (the stream, cut in time) or 'whole'"
+            )
         if kind == "sequence" and self.axis.sequence:
             start, _ = self.axis.part(self.axis.length)
             return Slice(1, start, self.axis.length)

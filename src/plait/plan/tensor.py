@@ -6,7 +6,7 @@
     sum       forward   all_reduce [.., width]      the same
     split     -                                     backward all_gather
     gather    forward   all_gather [.., width]      the same
-    loss      forward   all_reduce [..], [2, ..]    the same
+    loss      forward   all_gather [ranks, 3, ..]   the same
 
 A transformer layer has two of each of the first: two all-reduces forward and two backward of batch * time * width
 elements, or the same volume as reduce-scatters and all-gathers (Megatron-LM, Korthikanti et al. 2022).
@@ -52,8 +52,9 @@ def predict_tensor(
             match site.kind:
                 case "enter" if sequence:
                     add("all_gather", padded * site.width, itemsize, forward)
-                    add("reduce_scatter", padded * site.width, itemsize, backward)
-                case "enter":
+                    if site.trains_input:
+                        add("reduce_scatter", padded * site.width, itemsize, backward)
+                case "enter" if site.trains_input:
                     add("all_reduce", rows * site.width, itemsize, backward)
                 case "leave" if sequence:
                     add("reduce_scatter", padded * site.width, itemsize, forward)
@@ -65,6 +66,5 @@ def predict_tensor(
                 case "gather":
                     add("all_gather", rows * -(-site.width // ways) * ways, itemsize, forward)
                 case "loss":
-                    for numbers in (rows, 2 * rows):
-                        add("all_reduce", numbers, max(itemsize, 4), Note(FORWARD, site.name))
+                    add("all_gather", ways * 3 * rows, max(itemsize, 4), Note(FORWARD, site.name))
     return tuple(entries)

@@ -112,8 +112,9 @@ def plan_for(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Plan:
             plan = decide(func, frozen, options)
         except Refusal as refusal:
             raise refused(func, operands, refusal) from None
-        if home.comm.device.type == "meta":  # whose kernels are Python, and would read the global shape
-            plan = Plan(plan.out, on_plain(plan.run or func))
+        run = plan.run or func
+        # meta kernels are written in Python, and would read the global shape
+        plan = Plan(plan.out, on_plain(run) if home.comm.device.type == "meta" else run)
         if plans is not None:
             if len(plans) >= MOST_PLANS:
                 plans.clear()

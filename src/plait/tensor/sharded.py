@@ -44,6 +44,7 @@ _run_local: Any = torch._C._disabled_torch_function_impl
 _local = torch._C.DisableTorchFunctionSubclass
 _grad: Any = Tensor.grad
 _PLAIN: Any = Tensor
+_NONE: dict[str, Any] = {}
 
 
 class ShardedTensor(Tensor):
@@ -234,20 +235,20 @@ class ShardedTensor(Tensor):
             key = (func, *[a._spec if type(a) is ShardedTensor else a for a in args])
             if kwargs:
                 key = (*key, *[(k, a._spec if type(a) is ShardedTensor else a) for k, a in kwargs.items()])
-            plan = args[0]._spec.plans.get(key)
-        except (IndexError, AttributeError, TypeError):
-            plan = None
-        if plan is None:  # a new call, or one that takes a closer look
+            spec, run = args[0]._spec.plans[key]
+        except (KeyError, IndexError, AttributeError, TypeError):
+            run = None
+        if run is None:  # a new call, or one that takes a closer look
             return _slow(func, args, kwargs or {})
         try:
-            out: Any = _run_local(plan.run or func, types, args, kwargs or {})
+            out: Any = _run_local(run, types, args, kwargs or _NONE)
         except LayoutError:
             return _slow(func, args, kwargs or {})
         if type(out) is _PLAIN:
             out.__class__ = ShardedTensor
-            out._spec = plan.out
+            out._spec = spec
             return out
-        return _marked(out, plan.out)
+        return _marked(out, spec)
 
 
 def wrap(local: Tensor, spec: Spec, own: bool = True) -> ShardedTensor:
@@ -277,7 +278,7 @@ def _slow(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], rounds: int 
         return direct(*args, **kwargs)
     try:
         plan = plan_for(func, args, kwargs)
-        out = _run_local(plan.run or func, (), args, kwargs)
+        out = _run_local(plan.run, (), args, kwargs)
     except LayoutError as refused:
         if not (_AUTO.get() and refused.fix and rounds):
             raise

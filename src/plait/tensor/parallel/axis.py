@@ -48,6 +48,16 @@ class TensorAxis:
         """Where a rank's part of ``size`` begins and ends; this rank's, if none is named."""
         return part(size, self.ways, self.index if index is None else index)
 
+    def check_stream(self, x: Tensor, site: str, *, whole: bool) -> None:
+        """Raises ValueError where a stream is not as long as it left the embedding: code in between sliced it."""
+        start, stop = (0, self.length) if whole else self.part(self.length)
+        if x.dim() < 3 or x.size(1) != stop - start:
+            raise ValueError(
+                f"{site!r} gets {list(x.shape)} under sequence parallelism, where rank {self.index} of the tensor axis "
+                f"works on {stop - start} of {self.length} steps of [batch, time, width]: something before it cut the "
+                f"stream in time itself; leave sequence parallelism out for such a call"
+            )
+
     def note(self, phase: str, site: str) -> Note:
         return Note(phase, site, self.microbatch)
 

@@ -94,6 +94,8 @@ class Enter(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, waiting: Waiting, *weights: Tensor | None) -> Tensor:
         axis = waiting.axis
         note = axis.note(FORWARD, waiting.site)
+        if axis.sequence:
+            axis.check_stream(x, waiting.site, whole=False)
         whole = axis.start_gather(x, 1, axis.length, note)() if axis.sequence else x.view_as(x)
         ctx.waiting = waiting
         ctx.set_materialize_grads(False)
@@ -146,7 +148,9 @@ class Row(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, axis: TensorAxis, site: str) -> Tensor:
-        ctx.axis, ctx.site, ctx.length = axis, site, x.size(1) if axis.sequence else 0
+        if axis.sequence:
+            axis.check_stream(x, site, whole=True)
+        ctx.axis, ctx.site, ctx.length = axis, site, axis.length
         ctx.save_for_backward(x, weight)
         finish = axis.start_scatter if axis.sequence else axis.start_sum
         return finish(F.linear(x, weight), axis.note(FORWARD, site))()

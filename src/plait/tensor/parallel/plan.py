@@ -162,10 +162,12 @@ def _sites(parallel: Parallel, modules: Mapping[str, nn.Module]) -> list[Site]:
     """Where messages are sent in one forward and backward, in the model's order."""
     found: dict[Site, None] = {}
     width = 0
+    first = next((n.rpartition(".")[0] for n, p in modules[""].named_parameters() if p.requires_grad), "")
     for name, style in parallel.styles.items():
         module: Any = modules[name]
         if style.kind in COLUMNS or (style.kind == "vocabulary" and isinstance(module, nn.Linear)):
-            found.setdefault(Site("enter", site_of(name, parallel), module.weight.shape[1]))
+            trains = first not in parallel.siblings(name)  # else the input is the batch, as far as one can tell
+            found.setdefault(Site("enter", site_of(name, parallel), module.weight.shape[1], trains))
         if style.kind == "row":
             found.setdefault(Site("leave", name, module.weight.shape[0]))
         if style.kind == "gathered":

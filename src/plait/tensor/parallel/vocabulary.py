@@ -1,11 +1,12 @@
 """Embedding and cross-entropy over a vocabulary that is cut over the tensor axis.
 
     embedding       a rank looks up the tokens that it holds, zeros for the others;  the sum over the ranks is the row
-    cross-entropy   max over my classes                      all_reduce max   [tokens]
-                    Σ exp(logit - max), my target's logit    all_reduce sum   [2, tokens]
-                    loss = log Σ - target's logit            the same on every rank
+    cross-entropy   largest and log Σ exp of my classes, target's logit if it is mine   all_gather [ranks, 3, tokens]
+                    loss = log Σ exp of all - the target's logit                        the same on every rank
+                    gradient = my softmax, scaled to the whole one, - 1 at my target    nothing is sent
 
-No rank ever holds the logits of all classes.  Source: Megatron-LM (Shoeybi et al. 2019), section 3.
+No rank ever holds the logits of all classes.  Source: Megatron-LM (Shoeybi et al. 2019), section 3, which reduces
+maximum, sum and target apart.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ def cross_entropy_sum(logits: Tensor, targets: Tensor, ignored: int = -100) -> T
 
     Args:
         logits: [..., classes]; a plain tensor, or a ``ShardedTensor`` whose classes (and nothing else) are cut: then no
-            rank ever holds the logits of all classes, three numbers per target are sent, and the result is a plain
+            rank ever holds the logits of all classes, three numbers per target are gathered, and the result is a plain
             tensor, the same on every rank, from which every rank calls backward.
         targets: [...] int64, whole.
 
@@ -113,25 +114,35 @@ class CutCrossEntropy(torch.autograd.Function):
     def forward(
         ctx: Any, logits: Tensor, targets: Tensor, start: int, ignored: int, comm: Comm, axes: tuple[str, ...]
     ) -> Tensor:
-        classes = logits.size(1)
-        largest = logits.amax(1) if classes else logits.new_full((len(logits),), float("-inf"))
-        comm.all_reduce(largest, axes, op="max", note=LOSS).wait()
-        shares = (logits - largest[:, None]).exp_()
+        num_tokens, classes = logits.shape
         counts = targets != ignored
         here = targets - start
         mine = counts & (here >= 0) & (here < classes)
         rows, columns = mine.nonzero().squeeze(1), here[mine]
-        sums = logits.new_zeros(2, len(logits))
-        torch.sum(shares, 1, out=sums[0])
-        sums[1, rows] = logits[rows, columns] - largest[rows]
-        comm.all_reduce(sums, axes, note=LOSS).wait()
-        ctx.shares = shares.div_(sums[0][:, None])
-        ctx.save_for_backward(counts, rows, columns)
-        return ((sums[0].log() - sums[1]) * counts).sum()
+        ctx.shares = logits.softmax(1)
+        numbers = logits.new_zeros(3, num_tokens)  # my largest, log Σ exp(logit - largest), my target's logit
+        if classes:
+            largest, place = logits.max(1, keepdim=True)
+            numbers[0] = largest.squeeze(1)
+            torch.neg(ctx.shares.gather(1, place).squeeze(1).log(), out=numbers[1])
+            none = numbers[0].isneginf()  # all my classes are at minus infinity
+            ctx.shares[none], numbers[1, none] = 0, 0
+        else:
+            numbers[0] = float("-inf")
+        numbers[2, rows] = logits[rows, columns]
+        every = numbers.new_empty(comm.mesh.count(axes), 3, num_tokens)
+        comm.all_gather(every, numbers, axes, note=LOSS).wait()
+        top = every[:, 0].amax(0)
+        log_sums = every[:, 0] - top + every[:, 1]  # relative to the largest of all, where they are exact
+        whole = log_sums.logsumexp(0)
+        of_whole = (numbers[0] - top + numbers[1] - whole).exp()
+        ctx.save_for_backward(counts, rows, columns, of_whole)
+        return ((whole - (every[:, 2].sum(0) - top)) * counts).sum()
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        counts, rows, columns = ctx.saved_tensors
+        counts, rows, columns, of_whole = ctx.saved_tensors
         shares, ctx.shares = ctx.shares, None
-        shares[rows, columns] -= 1
-        return shares.mul_((counts * gradient)[:, None]), None, None, None, None, None
+        shares.mul_((of_whole * counts * gradient)[:, None])
+        shares[rows, columns] -= gradient
+        return shares, None, None, None, None, None

@@ -42,11 +42,15 @@ LAYOUTS = {
     },
 }
 BOTH = """
-    add add_broadcast sub mul mul_row mul_number div neg relu gelu tanh exp maximum cast matmul mm matmul_batch bmm
+    add add_broadcast sub mul mul_row mul_number div neg relu gelu tanh exp maximum matmul mm matmul_batch bmm
     linear linear_bias addmm sum sum_dim mean mean_dim softmax log_softmax layer_norm mse_sum unsqueeze
     transpose permute t clone mlp
 """
-"""Operators that DTensor computes in every one of these layouts, uneven and empty pieces included."""
+"""Operators that DTensor computes in every one of these layouts, uneven and empty pieces included.
+
+Not ``cast``: of a pending sum DTensor rounds each share to fp32 and adds then, off by 1e-7 from the whole tensor; ours
+is refused, or summed first, and the property test holds it against the whole tensor at 1e-9.
+"""
 
 
 def compare(name: str, layouts: list[str], comm: Comm, mesh: DeviceMesh) -> dict[str, Any]:
@@ -104,7 +108,7 @@ def rank_main(rank: int, port: int, path: str) -> None:
         for name in BOTH.split():
             shapes, _ = OPERATORS[name]
             choices = [LAYOUTS[text][len(s)] for s in shapes]
-            for k in range(max(map(len, choices))):
+            for k in range(min(3, max(map(len, choices)))):
                 layouts = [c[(k + j) % len(c)] for j, c in enumerate(choices)]
                 found[f"{name} of {' and '.join(map(repr, layouts))} on {text}"] = compare(
                     name, layouts, comm, device_mesh

@@ -143,3 +143,18 @@ def ends(message: Action) -> tuple[int, int]:
         Kind.SEND_B: (s, s - 1),
         Kind.RECV_B: (s + 1, s),
     }[message.kind]
+
+
+def keep(schedule: Schedule, num_stages: int, num_microbatches: int) -> Schedule:
+    """The first stages and microbatches of a schedule; what was valid stays valid (see ``orders.py``)."""
+    return tuple(
+        tuple(a for a in line if a.stage < num_stages and a.microbatch < num_microbatches) for line in schedule
+    )
+
+
+def check_sizes(num_stages: int, num_microbatches: int) -> None:
+    """Refuses what no order can be written for."""
+    if num_stages < 1:
+        raise ValueError(f"{num_stages} stages: a pipeline has at least one")
+    if num_microbatches < 1:
+        raise ValueError(f"{num_microbatches} microbatches: a step needs at least one")

@@ -29,7 +29,10 @@ zero bubble (Qi et al. 2023).
 
 from __future__ import annotations
 
-from plait.core.actions import Action, Kind, Line, Schedule
+import difflib
+
+from plait.core.actions import Action, Kind, Line, Schedule, check_sizes, keep
+from plait.core.v_orders import dualpipe_v, zbv
 
 F, B, I, W = Kind.FORWARD, Kind.BACKWARD, Kind.INPUT, Kind.WEIGHT  # noqa: E741
 
@@ -109,13 +112,6 @@ def interleaved(num_stages: int, num_microbatches: int, chunks: int = 2) -> Sche
     return keep(tuple(lines), num_stages, num_microbatches)
 
 
-def keep(schedule: Schedule, num_stages: int, num_microbatches: int) -> Schedule:
-    """The first stages and microbatches of a schedule; what was valid stays valid (see above)."""
-    return tuple(
-        tuple(a for a in line if a.stage < num_stages and a.microbatch < num_microbatches) for line in schedule
-    )
-
-
 def _ticks(num_microbatches: int, *lanes: tuple[Kind, int, int]) -> Line:
     """In tick t each lane (kind, stage, lag) does microbatch t - lag, if there is one."""
     ticks = num_microbatches + max(lag for _, _, lag in lanes)
@@ -127,9 +123,31 @@ def _ticks(num_microbatches: int, *lanes: tuple[Kind, int, int]) -> Line:
     )
 
 
-def check_sizes(num_stages: int, num_microbatches: int) -> None:
-    """Refuses what no order can be written for."""
-    if num_stages < 1:
-        raise ValueError(f"{num_stages} stages: a pipeline has at least one")
-    if num_microbatches < 1:
-        raise ValueError(f"{num_microbatches} microbatches: a step needs at least one")
+ORDERS = {
+    "naive": naive,
+    "gpipe": gpipe,
+    "1f1b": one_f_one_b,
+    "interleaved": interleaved,
+    "zb_h1": zb_h1,
+    "zb_h2": zb_h2,
+    "zbv": zbv,
+    "dualpipe_v": dualpipe_v,
+}
+"""Every order of a pipeline, from (num_stages, num_microbatches); ``interleaved`` takes its chunks as well."""
+
+
+def write_order(name: str, num_stages: int, num_microbatches: int, chunks: int | None = None) -> Schedule:
+    """An order by name.
+
+    Raises:
+        ValueError: no such order (the nearest names are given), or chunks where the order fixes them.
+    """
+    if name not in ORDERS:
+        near = difflib.get_close_matches(name, ORDERS, n=2)
+        hint = f"did you mean {' or '.join(near)}? " if near else ""
+        raise ValueError(f"unknown order {name!r}: {hint}the orders are {', '.join(ORDERS)}")
+    if chunks is None:
+        return ORDERS[name](num_stages, num_microbatches)
+    if name != "interleaved":
+        raise ValueError(f"{chunks} chunks: {name} decides how many stages a rank has; only interleaved takes chunks")
+    return interleaved(num_stages, num_microbatches, chunks)

@@ -10,7 +10,7 @@ each a pattern repeated; every letter takes the next microbatch of its kind.  Th
 from two facts.  A pass on the way up reaches rank r 2 (p - r) - 1 passes after the same microbatch went down; and a
 rank holds at most 2p activations of its half-size stages, as much as 1F1B's first rank holds.
 
-The patterns need 2p microbatches; with fewer, the others are struck out (see ``orders.keep``).
+The patterns need 2p microbatches; with fewer, the others are struck out (see ``orders.py``).
 
 Sources: zero bubble, controllable memory (Qi et al. 2023, 2024: ZB-V), DualPipe cut in half (DeepSeek 2025: DualPipeV).
 """
@@ -20,8 +20,7 @@ from __future__ import annotations
 from collections import deque
 from itertools import count
 
-from plait.core.actions import Action, Kind, Line, Schedule
-from plait.core.orders import check_sizes, keep
+from plait.core.actions import Action, Kind, Line, Schedule, check_sizes, keep
 
 
 def zbv(num_stages: int, num_microbatches: int) -> Schedule:

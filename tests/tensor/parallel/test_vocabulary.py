@@ -178,9 +178,7 @@ def test_bf16_logits_are_summed_in_fp32() -> None:
 
 def test_three_numbers_are_sent_per_target() -> None:
     for _, _, sent in cut_loss(values(2, 7, ROWS), IGNORING, 3):
-        assert [(kind, size, note.unit) for kind, size, note in sent] == [
-            ("all_gather", 3 * 3 * 14 * 8, "loss"),
-        ]
+        assert [(kind, size, note.unit) for kind, size, note in sent] == [("all_gather", 3 * 3 * 14 * 8, "loss")]
 
 
 def test_plain_logits_take_the_plain_way() -> None:

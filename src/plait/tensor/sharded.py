@@ -232,10 +232,18 @@ class ShardedTensor(Tensor):
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         try:
-            key = (func, *[a._spec if type(a) is ShardedTensor else a for a in args])
+            first = args[0]._spec
             if kwargs:
-                key = (*key, *[(k, a._spec if type(a) is ShardedTensor else a) for k, a in kwargs.items()])
-            spec, run = args[0]._spec.plans[key]
+                given = [(k, a._spec if type(a) is ShardedTensor else a) for k, a in kwargs.items()]
+                key = (func, *[a._spec if type(a) is ShardedTensor else a for a in args], *given)
+            elif len(args) == 1:  # most calls have one operand or two, and a loop over them costs a tenth of the call
+                key = (func, first)
+            elif len(args) == 2:
+                second = args[1]
+                key = (func, first, second._spec if type(second) is ShardedTensor else second)
+            else:
+                key = (func, *[a._spec if type(a) is ShardedTensor else a for a in args])
+            spec, run = first.plans[key]
         except (KeyError, IndexError, AttributeError, TypeError):
             run = None
         if run is None:  # a new call, or one that takes a closer look

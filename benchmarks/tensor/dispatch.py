@@ -96,16 +96,23 @@ def _problems(operation: Operation, kinds: dict[str, Any], calls: Calls) -> list
 
 
 def print_dispatch(microseconds: Microseconds) -> None:
-    """One table per mode."""
+    """One table per mode: the whole operator, and its dispatch alone, which is what comes on top of torch's time."""
     for mode in next(iter(microseconds.values())):
-        print(f"\n| {mode}, microseconds | torch | DTensor | plait | plait / DTensor | min - max | goal |")
-        print("|---|---|---|---|---|---|---|")
-        met = 0
+        columns = ("torch", "DTensor", "plait", "plait / DTensor", "dispatch alone", "min - max", "goal")
+        print(f"\n| {mode}, microseconds | {' | '.join(columns)} |")
+        print("|---|---|---|---|---|---|---|---|")
+        met = met_alone = 0
         for name, modes in microseconds.items():
             kinds = modes[mode]
             share = ratios(kinds["plait"], kinds["dtensor"])
-            met += share.median <= GOAL
+            above = {k: [t - torch for t, torch in zip(kinds[k], kinds["torch"], strict=True)] for k in kinds}
+            alone = ratios(above["plait"], above["dtensor"])
+            met, met_alone = met + (share.median <= GOAL), met_alone + (alone.median <= GOAL)
             medians = " | ".join(f"{Spread.of(kinds[kind]).median:.1f}" for kind in ("torch", "dtensor", "plait"))
-            verdict = f"{GOAL:.2f}: {'met' if share.median <= GOAL else 'MISSED'}"
-            print(f"| {name} | {medians} | {share.median:.2f} | {share.low:.2f} - {share.high:.2f} | {verdict} |")
-        print(f"\n{mode}: {met} of {len(microseconds)} operators take at most {GOAL:g} of DTensor's time")
+            verdict = f"{GOAL:.2f}: {'met' if alone.median <= GOAL else 'MISSED'}"
+            spread = f"{alone.low:.2f} - {alone.high:.2f}"
+            print(f"| {name} | {medians} | {share.median:.2f} | {alone.median:.2f} | {spread} | {verdict} |")
+        print(
+            f"\n{mode}: at most {GOAL:g} of DTensor's for {met_alone} of {len(microseconds)} operators (dispatch "
+            f"alone), for {met} (the whole operator)"
+        )

@@ -4,6 +4,7 @@
     plait verify        hold a layout against the single process            plait/verify/
     plait doctor        what this machine is                                plait/doctor.py
     plait bench comm    what the links of a mesh carry                      plait/measure/comm.py
+    plait schedule      show, prove or draw a pipeline's schedule           plait/schedule.py
 
 Exit codes: 0 done (verify: equal), 1 failed (verify: not equal), 2 bad input; 128 + n for signal n.
 """
@@ -26,6 +27,7 @@ from plait.launch.failure import guarded
 from plait.launch.local import launch
 from plait.measure import comm as bench
 from plait.measure.show import run_bench
+from plait.schedule import ScheduleCommand, run_schedule
 
 Config = TypeVar("Config", TrainConfig, VerifyConfig)
 
@@ -52,6 +54,8 @@ def run(argv: list[str]) -> int:
     command = parse(argv)
     if isinstance(command, DoctorConfig):
         return run_doctor(command)
+    if isinstance(command, ScheduleCommand):
+        return run_schedule(command)
     body: Callable[[Comm], int]
     if isinstance(command, BenchCommand):
         bench.validate(command)
@@ -73,7 +77,7 @@ def _training(command: TrainConfig | VerifyConfig) -> Callable[[Comm], int]:
     return lambda comm: run_verify(command, comm)
 
 
-def parse(argv: Sequence[str]) -> TrainConfig | VerifyConfig | DoctorConfig | BenchCommand:
+def parse(argv: Sequence[str]) -> TrainConfig | VerifyConfig | DoctorConfig | BenchCommand | ScheduleCommand:
     """The command line as one of the configs; usage errors leave with exit code 2, as argparse's do."""
     train = _defaults(TrainConfig, argv) if argv[:1] == ["train"] else TrainConfig()
     verify = _defaults(VerifyConfig, argv) if argv[:1] == ["verify"] else VerifyConfig()
@@ -83,6 +87,7 @@ def parse(argv: Sequence[str]) -> TrainConfig | VerifyConfig | DoctorConfig | Be
         | Annotated[VerifyConfig, named("verify", default=verify)]
         | Annotated[DoctorConfig, named("doctor")]
         | Annotated[BenchCommand, named("bench")]
+        | Annotated[ScheduleCommand, named("schedule")]
     )
     return tyro.cli(kinds, prog="plait", description="Train one model over many ranks.", args=list(argv))
 

@@ -18,15 +18,12 @@ A failure prints the schedule as a grid in which the failing cell is marked:
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict, deque
-from collections.abc import Iterable
+from collections import defaultdict, deque
 from dataclasses import dataclass
 
-from plait.core.actions import MESSAGES, PASSES, Action, Kind, Schedule, ends, microbatches, owners
-from plait.core.grid import Place, grid
-
-Key = tuple[str, int, int]
-"""What a pass leaves behind: F an activation, G the gradient of its input, W those of its weights."""
+from plait.core.actions import PASSES, Action, Kind, Schedule, microbatches, owners
+from plait.core.check_added import MESSAGE_KINDS, check_data_parallel, check_messages
+from plait.core.grid import Key, Place, refusal, text_of
 
 
 @dataclass(frozen=True)
@@ -64,10 +61,10 @@ def check(
     places = _places(schedule, owner)
     _check_complete(schedule, places, owner, num_stages, num_microbatches)
     _check_own_order(schedule, places, num_stages)
-    with_messages = any(key[0] in _MESSAGE_KINDS for key in places)
+    with_messages = any(key[0] in MESSAGE_KINDS for key in places)
     if with_messages:
-        _check_messages(schedule, places, owner)
-    _check_data_parallel(schedule, places, num_stages, num_microbatches)
+        check_messages(schedule, places, owner)
+    check_data_parallel(schedule, places, num_stages, num_microbatches)
     _check_deadlock(schedule, places, num_stages, with_messages)
     first = _first_out_of_order(schedule)
     if in_order and first is not None:
@@ -95,14 +92,8 @@ def peaks(schedule: Schedule) -> tuple[int, ...]:
     return tuple(found)
 
 
-def refusal(schedule: Schedule, reason: str, marked: Iterable[Place]) -> ValueError:
-    """The error with its reason and the schedule, the failing cells marked."""
-    return ValueError(f"{reason}\n{grid(schedule, frozenset(marked))}")
-
-
 # ---- every action once ------------------------------------------------------------------------------------
 
-_MESSAGE_KINDS = {kind.value for kind in MESSAGES}
 _REPEATED = {Kind.UNSHARD, Kind.RESHARD}
 
 
@@ -158,7 +149,10 @@ def _check_complete(
 
 
 def needs(action: Action, num_stages: int) -> tuple[tuple[str, int], ...]:
-    """What a pass needs, as (what is left behind, by which stage) of its microbatch: see ``Key``."""
+    """What a pass needs of its microbatch, as (what, left behind by which stage).
+
+    ``F`` is a stage's activation, ``G`` the gradient of its input.
+    """
     s = action.stage
     if action.kind is Kind.FORWARD:
         return (("F", s - 1),) if s else ()
@@ -174,10 +168,6 @@ def _maker(places: dict[Key, Place], what: str, stage: int, microbatch: int) -> 
     return (what, stage, microbatch)
 
 
-def _text(key: Key) -> str:
-    return f"{key[1]}{key[0]}{key[2]}"
-
-
 def _check_own_order(schedule: Schedule, places: dict[Key, Place], num_stages: int) -> None:
     """What a pass needs from its own rank stands before it."""
     for rank, line in enumerate(schedule):
@@ -190,122 +180,9 @@ def _check_own_order(schedule: Schedule, places: dict[Key, Place], num_stages: i
                 if where[0] == rank and where[1] > index:
                     raise refusal(
                         schedule,
-                        f"{action} is out of order: it needs {_text(maker)}, which comes later on the same rank {rank}",
+                        f"{action} is out of order: it needs {text_of(maker)}, which comes later on rank {rank}",
                         [(rank, index), where],
                     )
-
-
-# ---- messages ---------------------------------------------------------------------------------------------
-
-
-def _check_messages(schedule: Schedule, places: dict[Key, Place], owner: dict[int, int]) -> None:
-    passes = [key for key in places if key[0] in ("F", "B", "I")]
-    wanted: dict[Key, tuple[Key, int]] = {}  # message -> the pass beside it, and 1 where that comes first
-    for kind, s, m in passes:
-        way, other = ("F", s + 1) if kind == "F" else ("B", s - 1)
-        if other in owner and owner[other] != owner[s]:
-            wanted[(f"SEND_{way}", s, m)] = ((kind, s, m), 1)
-            reader = (way, other, m) if way == "F" or ("B", other, m) in places else ("I", other, m)
-            wanted[(f"RECV_{way}", other, m)] = (reader, -1)
-    for key, (beside, sign) in wanted.items():
-        at = places[beside]
-        if key not in places:
-            raise refusal(schedule, f"{_text(key)} is missing beside {_text(beside)} on rank {at[0]}", [at])
-        if (places[key][1] - at[1]) * sign < 0:
-            word = "before" if sign > 0 else "after"
-            raise refusal(
-                schedule, f"{_text(key)} is out of order: it stands {word} {_text(beside)}", [places[key], at]
-            )
-    for key, place in places.items():
-        if key[0] in _MESSAGE_KINDS and key not in wanted:
-            raise refusal(schedule, f"{_text(key)} has nobody on the other side: its stages are on one rank", [place])
-    _check_channels(schedule, owner)
-
-
-def _check_channels(schedule: Schedule, owner: dict[int, int]) -> None:
-    """Messages between two ranks are received in the order in which they are sent."""
-    Sent = dict[tuple[int, int], list[tuple[tuple[int, int, int], Place, Action]]]
-    sent: Sent = defaultdict(list)
-    received: Sent = defaultdict(list)
-    for rank, line in enumerate(schedule):
-        for index, action in enumerate(line):
-            if action.kind not in MESSAGES:
-                continue
-            for part in action.parts:
-                source, target = ends(part)
-                side = sent if part.kind in (Kind.SEND_F, Kind.SEND_B) else received
-                message = (source, target, part.microbatch)
-                side[(owner[source], owner[target])].append((message, (rank, index), part))
-    for (a, b), sends in sent.items():
-        for (left, at, send), (right, there, recv) in zip(sends, received[(a, b)], strict=True):
-            if left != right:
-                raise refusal(
-                    schedule,
-                    f"messages from rank {a} to rank {b} are crossed: rank {a} sends {send} where rank {b} receives "
-                    f"{recv}; transports match them by order",
-                    [at, there],
-                )
-
-
-# ---- data parallelism -------------------------------------------------------------------------------------
-
-
-def _check_data_parallel(schedule: Schedule, places: dict[Key, Place], num_stages: int, num_microbatches: int) -> None:
-    kinds = {key[0] for key in places}
-    gathered = {stage for kind, stage, _ in places if kind in ("UNSHARD", "RESHARD")}
-    for rank, line in enumerate(schedule):
-        whole: Counter[int] = Counter()
-        for index, action in enumerate(line):
-            s, here = action.stage, [(rank, index)]
-            if action.kind is Kind.UNSHARD:
-                if whole[s]:
-                    raise refusal(schedule, f"{action} is doubled: stage {s} is unsharded already", here)
-                whole[s] = 1
-            elif action.kind is Kind.RESHARD:
-                if not whole[s]:
-                    raise refusal(schedule, f"{action} is doubled: stage {s} is not unsharded", here)
-                whole[s] = 0
-            elif action.kind in PASSES - {Kind.WEIGHT} and s in gathered and not whole[s]:
-                raise refusal(schedule, f"{action} is out of order: stage {s} is not unsharded here", here)
-            elif action.kind in (Kind.REDUCE, Kind.UPDATE):
-                _check_last(schedule, places, (rank, index), num_microbatches)
-    for stage in range(num_stages):
-        wanted = [(kind, stage, -1) for kind in ("REDUCE", "UPDATE") if kind in kinds]
-        wanted += [("REDUCE_GRAD", stage, m) for m in range(num_microbatches) if "REDUCE_GRAD" in kinds]
-        for key in wanted:
-            if key not in places:
-                rank = places[("F", stage, 0)][0]
-                name = _text(key).removesuffix("-1")
-                raise refusal(schedule, f"{name} is missing on rank {rank}", [(rank, len(schedule[rank]))])
-            if key[0] == "REDUCE_GRAD":
-                maker = places.get(("B", stage, key[2]), places.get(("W", stage, key[2])))
-                if maker is not None and maker[1] > places[key][1]:
-                    raise refusal(
-                        schedule, f"{_text(key)} is out of order: its gradient comes later", [places[key], maker]
-                    )
-
-
-def _check_last(schedule: Schedule, places: dict[Key, Place], here: Place, num_microbatches: int) -> None:
-    """A stage is reduced after its last gradient, and updated after its reduction."""
-    action = schedule[here[0]][here[1]]
-    before = [("REDUCE", action.stage, -1)] if action.kind is Kind.UPDATE else []
-    before += [(kind, action.stage, m) for m in range(num_microbatches) for kind in ("B", "W", "REDUCE_GRAD")]
-    for key in before:
-        if key in places and places[key][1] > here[1]:
-            name = _text(key).removesuffix("-1")
-            raise refusal(schedule, f"{action} is out of order: {name} comes later", [here, places[key]])
-
-
-def _first_out_of_order(schedule: Schedule) -> tuple[Place, int] | None:
-    """The first gradient that is added after one of a later microbatch, and that microbatch."""
-    for rank, line in enumerate(schedule):
-        latest: dict[int, int] = {}
-        for index, action in enumerate(line):
-            if action.kind in (Kind.BACKWARD, Kind.WEIGHT):
-                if action.microbatch < latest.get(action.stage, -1):
-                    return (rank, index), latest[action.stage]
-                latest[action.stage] = action.microbatch
-    return None
 
 
 # ---- deadlock ---------------------------------------------------------------------------------------------
@@ -349,6 +226,22 @@ def _check_deadlock(schedule: Schedule, places: dict[Key, Place], num_stages: in
         rank = places[blocked[rank]][0]
     round_ = round_[round_.index(rank) :]
     who = "; ".join(
-        f"rank {r} waits at {schedule[r][at[r]]} for {_text(blocked[r])} of rank {places[blocked[r]][0]}" for r in round_
+        f"rank {r} waits at {schedule[r][at[r]]} for {text_of(blocked[r])} of rank {places[blocked[r]][0]}"
+        for r in round_
     )
     raise refusal(schedule, f"deadlock: {who}", [(r, at[r]) for r in sorted(blocked)])
+
+
+# ---- additions ---------------------------------------------------------------------------------------------
+
+
+def _first_out_of_order(schedule: Schedule) -> tuple[Place, int] | None:
+    """The first gradient that is added after one of a later microbatch, and that microbatch."""
+    for rank, line in enumerate(schedule):
+        latest: dict[int, int] = {}
+        for index, action in enumerate(line):
+            if action.kind in (Kind.BACKWARD, Kind.WEIGHT):
+                if action.microbatch < latest.get(action.stage, -1):
+                    return (rank, index), latest[action.stage]
+                latest[action.stage] = action.microbatch
+    return None

@@ -8,12 +8,28 @@ Of a schedule too large for a screen, the neighbourhood of the first mark is sho
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from plait.core.actions import Schedule
 
 Place = tuple[int, int]
 """Rank, and index in its line."""
 
+Key = tuple[str, int, int]
+"""A single action as (text of its kind, stage, microbatch or -1)."""
+
 MOST_COLUMNS, MOST_RANKS = 16, 16
+
+
+def text_of(key: Key) -> str:
+    """As ``Action`` prints itself."""
+    kind, stage, microbatch = key
+    return f"{stage}{kind}" + (str(microbatch) if microbatch >= 0 else "")
+
+
+def refusal(schedule: Schedule, reason: str, marked: Iterable[Place]) -> ValueError:
+    """The error with its reason and the schedule, the failing cells marked."""
+    return ValueError(f"{reason}\n{grid(schedule, frozenset(marked))}")
 
 
 def grid(schedule: Schedule, marked: frozenset[Place] = frozenset()) -> str:
@@ -23,9 +39,7 @@ def grid(schedule: Schedule, marked: frozenset[Place] = frozenset()) -> str:
     left = max(0, min(index - MOST_COLUMNS // 2, columns - MOST_COLUMNS))
     top = max(0, min(rank - MOST_RANKS // 2, len(schedule) - MOST_RANKS))
     shown = range(left, min(columns, left + MOST_COLUMNS))
-    rows = [
-        [_cell(schedule, (r, i), marked) for i in shown] for r in range(top, min(len(schedule), top + MOST_RANKS))
-    ]
+    rows = [[_cell(schedule, (r, i), marked) for i in shown] for r in range(top, min(len(schedule), top + MOST_RANKS))]
     widths = [max(len(row[i]) for row in rows) for i in range(len(shown))]
     lines = [
         f"rank {top + r:<{len(str(len(schedule)))}} |"

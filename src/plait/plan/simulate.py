@@ -118,7 +118,7 @@ class Timeline:
         return 1 - sum(map(self.work, ranks)) / (len(ranks) * self.makespan)
 
     def memory(self, rank: int, costs: Costs) -> tuple[tuple[float, float], ...]:
-        """The curve of a rank's activation bytes: (time, bytes from then on), from the start of F to the end of B, W."""
+        """A rank's activation bytes as (time, bytes from then on); held from the start of F to the end of B or W."""
         num_stages = 1 + max(owners(self.schedule))
         size = per_stage("activation_bytes", costs.activation_bytes, num_stages)
         held, curve = 0.0, [(0.0, 0.0)]

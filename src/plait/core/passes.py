@@ -1,0 +1,165 @@
+"""Passes over schedules: each takes a schedule and gives one that says more, ready for ``check``.
+
+    1f1b on two ranks            0F0 0F1 0B0 0B1 | 1F0 1B0 1F1 1B1
+    split_backward               0F0 0F1 0I0 0W0 ...
+    add_sharding(zero3)          0UNSHARD 0F0 0F1 0B0 0REDUCE_GRAD0 ... 0RESHARD
+    add_step                     ... 0REDUCE 0UPDATE
+    add_messages                 0F0 0SEND_F0 0F1 0SEND_F1 0RECV_B0 0B0 ...
+    merge_messages               0F0 0SEND_F0 0F1 0SEND_F1+0RECV_B0 0B0 ...
+
+``add_messages`` comes after the passes that add work to a line, ``merge_messages`` last.  No order of messages can
+deadlock: they are started and never waited for, so a rank only ever waits in a pass, for what the pass needs.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from dataclasses import replace
+from itertools import pairwise
+
+from plait.core.actions import MESSAGES, PASSES, Action, Kind, Line, Schedule, ends, owners
+from plait.core.cells import Strategy
+
+_WITH_WEIGHTS = PASSES - {Kind.WEIGHT}
+"""Passes that read the parameters; a weight part multiplies activations and gradients only."""
+
+
+def split_backward(schedule: Schedule) -> Schedule:
+    """Every full backward as its input part and its weight part, one behind the other."""
+
+    def split(action: Action) -> Line:
+        if action.kind is not Kind.BACKWARD:
+            return (action,)
+        return tuple(Action(kind, action.stage, action.microbatch) for kind in (Kind.INPUT, Kind.WEIGHT))
+
+    return tuple(tuple(part for action in line for part in split(action)) for line in schedule)
+
+
+# ---- sharded data parallelism -----------------------------------------------------------------------------
+
+
+def add_sharding(schedule: Schedule, strategy: Strategy, *, each_pass: bool = False) -> Schedule:
+    """What a row of the table adds on every pipeline rank: gathers, reshards, and reductions after a microbatch.
+
+    A stage is gathered before a pass that reads its parameters.  It is freed after the pass, unless the next such
+    pass of the rank is of the same stage, or the row keeps full parameters and a microbatch of the stage is between
+    its forward and its backward.
+
+    Args:
+        each_pass: free after each pass even if the next is of the same stage (less memory inside a stage, more bytes).
+    """
+    gathers, keeps = bool(strategy.params.split), not strategy.kept.split
+    reduces = bool(strategy.grads.split)
+    lines = []
+    for line in schedule:
+        added: list[Action] = []
+        in_flight: Counter[int] = Counter()
+        whole: set[int] = set()
+        readers = [(i, action.stage) for i, action in enumerate(line) if action.kind in _WITH_WEIGHTS]
+        following = {i: after for (i, _), (_, after) in pairwise(readers)}
+        for index, action in enumerate(line):
+            stage, kind = action.stage, action.kind
+            reads = gathers and kind in _WITH_WEIGHTS
+            if reads and stage not in whole:
+                added.append(Action(Kind.UNSHARD, stage))
+                whole.add(stage)
+            added.append(action)
+            if reads:
+                in_flight[stage] += 1 if kind is Kind.FORWARD else -1
+                again = following.get(index) == stage and not each_pass
+                if not again and not (keeps and in_flight[stage]):
+                    added.append(Action(Kind.RESHARD, stage))
+                    whole.remove(stage)
+            if reduces and kind in (Kind.BACKWARD, Kind.WEIGHT):
+                added.append(Action(Kind.REDUCE_GRAD, stage, action.microbatch))
+        lines.append(tuple(added))
+    return tuple(lines)
+
+
+def add_step(schedule: Schedule) -> Schedule:
+    """The end of a step: a stage is reduced as soon as its last gradient is there; updates come at the end of the line,
+    where the global norm is known.
+    """
+    lines = []
+    for line in schedule:
+        last = {action.stage: i for i, action in enumerate(line) if action.kind not in MESSAGES | {Kind.RESHARD}}
+        added: list[Action] = []
+        for index, action in enumerate(line):
+            added.append(action)
+            if last.get(action.stage) == index:
+                added.append(Action(Kind.REDUCE, action.stage))
+        lines.append((*added, *(Action(Kind.UPDATE, stage) for stage in sorted(last))))
+    return tuple(lines)
+
+
+# ---- messages ---------------------------------------------------------------------------------------------
+
+
+def add_messages(schedule: Schedule, ahead: int = 1) -> Schedule:
+    """A send right behind each pass whose result another rank needs, and the receive where it is needed.
+
+    A receive is posted ``ahead`` passes before the one that needs it, so that the message travels while the rank
+    computes.  Between two ranks receives are posted in the order of the sends, because transports match messages by
+    order; where the receiver needs them in another order, some are posted earlier still.
+    """
+    owner = owners(schedule)
+    passes = [tuple(action for action in line if action.kind in PASSES) for line in schedule]
+    reader = {  # (stage, way, microbatch) -> index among the passes of the stage's rank
+        (a.stage, "F" if a.kind is Kind.FORWARD else "B", a.microbatch): i
+        for line in passes
+        for i, a in enumerate(line)
+        if a.kind is not Kind.WEIGHT
+    }
+    sends: list[dict[int, Action]] = [{} for _ in schedule]
+    channels: dict[tuple[int, int], list[tuple[int, Action]]] = defaultdict(list)
+    for rank, line in enumerate(passes):
+        for index, action in enumerate(line):
+            s, m = action.stage, action.microbatch
+            way, other = ("F", s + 1) if action.kind is Kind.FORWARD else ("B", s - 1)
+            if action.kind is Kind.WEIGHT or owner.get(other, rank) == rank:
+                continue
+            sends[rank][index] = Action(Kind[f"SEND_{way}"], s, m)
+            if (other, way, m) not in reader:
+                raise ValueError(f"{action} has no counterpart on stage {other}: check the schedule first")
+            channels[rank, owner[other]].append((reader[other, way, m], Action(Kind[f"RECV_{way}"], other, m)))
+    posts: list[dict[int, list[Action]]] = [defaultdict(list) for _ in schedule]
+    for (_, target), messages in channels.items():
+        due = len(passes[target])
+        ordered: list[tuple[int, Action]] = []
+        for needed, receive in reversed(messages):  # no later than those that are sent after it
+            due = min(due, needed)
+            ordered.append((max(0, due - ahead), receive))
+        for at, receive in reversed(ordered):
+            posts[target][at].append(receive)
+    lines = []
+    for rank, line in enumerate(schedule):
+        placed = list(posts[rank][0])
+        index = 0
+        for action in line:
+            placed.append(action)
+            if action.kind in PASSES:
+                placed += [sends[rank][index]] if index in sends[rank] else []
+                index += 1
+                placed += posts[rank][index]
+        lines.append(tuple(placed))
+    return tuple(lines)
+
+
+def merge_messages(schedule: Schedule) -> Schedule:
+    """Messages with the same rank that stand next to each other become one exchange, which starts as a whole."""
+    owner = owners(schedule)
+    lines = []
+    for rank, line in enumerate(schedule):
+        merged: list[Action] = []
+        exchanges: dict[int, list[Action]] = {}
+        for action in (*line, None):
+            if action is not None and action.kind in MESSAGES:
+                for part in action.parts:
+                    other = next(owner[stage] for stage in ends(part) if owner[stage] != rank)
+                    exchanges.setdefault(other, []).append(part)
+                continue
+            merged += [replace(first, also=tuple(others)) for first, *others in exchanges.values()]
+            exchanges = {}
+            merged += [action] if action is not None else []
+        lines.append(tuple(merged))
+    return tuple(lines)

@@ -1,0 +1,160 @@
+"""A timeline to look at: a grid of characters over time, a table beside the closed forms, and an SVG drawing.
+
+    rank 0 | F0 F1 .  .  B0 -- .  B1 --        F0: forward of microbatch 0; --: the same pass goes on; . : idle
+    rank 1 | .  F0 B0 -- F1 B1 --
+
+Where a rank has several stages, the stage stands in front: ``3F0``.  One column is the greatest common divisor of all
+durations.
+"""
+
+from __future__ import annotations
+
+import math
+from fractions import Fraction
+from xml.sax.saxutils import escape
+
+from rich import box
+from rich.table import Table
+
+from plait.core.actions import PASSES, Action, Kind
+from plait.core.check import Proof
+from plait.plan.bubbles import Bubbles
+from plait.plan.simulate import Costs, Timeline
+
+MOST_CELLS = 40_000
+"""A grid of more cells than this is not printed."""
+
+COLOURS = {
+    Kind.FORWARD: "#7fb2e5",
+    Kind.BACKWARD: "#e8a35c",
+    Kind.INPUT: "#efc27b",
+    Kind.WEIGHT: "#9ccc8f",
+}
+OTHER = "#bbbbbb"
+NAMES = {Kind.FORWARD: "forward", Kind.BACKWARD: "backward", Kind.INPUT: "input part", Kind.WEIGHT: "weight part"}
+
+
+def label(action: Action, several: bool) -> str:
+    """``F3``, or ``5F3`` on a rank with several stages."""
+    return str(action) if several else str(action).removeprefix(str(action.stage))
+
+
+def time_grid(timeline: Timeline, width: int) -> str:
+    """The timeline in characters, in blocks of at most ``width``; or a line that says why not."""
+    spans = [
+        [
+            (action, Fraction(start).limit_denominator(1000), Fraction(end).limit_denominator(1000))
+            for action, start, end in zip(line, starts, ends, strict=True)
+            if action.kind in PASSES
+        ]
+        for line, starts, ends in zip(timeline.schedule, timeline.starts, timeline.ends, strict=True)
+    ]
+    moments = {t for line in spans for _, start, end in line for t in (start, end)} - {Fraction(0)}
+    denominator = math.lcm(*(t.denominator for t in moments))
+    unit = Fraction(math.gcd(*(int(t * denominator) for t in moments)), denominator) if moments else Fraction(1)
+    columns = int(max(moments, default=Fraction(0)) / unit)
+    if columns * len(spans) > MOST_CELLS:
+        return f"(no grid: {len(spans)} ranks x {columns} columns; plait schedule draw makes a picture)"
+    rows = []
+    for line in spans:
+        several = len({action.stage for action, _, _ in line}) > 1
+        cells = ["."] * columns
+        for action, start, end in line:
+            first, last = int(start / unit), int(end / unit)
+            cells[first:last] = [label(action, several), *["-"] * (last - first - 1)][: last - first]
+        rows.append(cells)
+    wide = max((len(cell) for cells in rows for cell in cells), default=1)
+    heads = [f"rank {rank:<{len(str(len(rows) - 1))}} |" for rank in range(len(rows))]
+    per_block = max(1, (width - len(heads[0])) // (wide + 1)) if heads else 1
+    blocks = []
+    for at in range(0, columns, per_block):
+        lines = []
+        for head, cells in zip(heads, rows, strict=True):
+            shown = [("-" * wide if cell == "-" else cell.ljust(wide)) for cell in cells[at : at + per_block]]
+            lines.append(f"{head} {' '.join(shown)}".rstrip())
+        blocks.append("\n".join(lines))
+    return "\n\n".join(blocks)
+
+
+def bubble_table(timeline: Timeline, proof: Proof, formula: Bubbles) -> Table:
+    """Per rank: work, waits and peak activations, beside what the closed form says."""
+    table = Table(box=box.SIMPLE_HEAD, title_justify="left")
+    for heading in ("rank", "stages", "work", "waits", "formula", "idle share", "peak activations", "formula"):
+        table.add_column(heading, justify="right")
+    for rank, peak in enumerate(proof.peaks):
+        table.add_row(
+            str(rank),
+            ", ".join(str(stage) for stage, owner in enumerate(proof.owner) if owner == rank),
+            f"{timeline.work(rank):g}",
+            f"{timeline.waits(rank):g}",
+            "" if formula.waits is None else f"{formula.waits[rank]:g}",
+            f"{timeline.idle_share(rank):.4f}",
+            str(peak),
+            "" if formula.peaks is None else str(formula.peaks[rank]),
+        )
+    return table
+
+
+def share_line(timeline: Timeline, formula: Bubbles) -> str:
+    """The step's time, and rank 0's idle share against the closed form."""
+    span = timeline.work(0) + timeline.waits(0)
+    share = timeline.waits(0) / span if span else 0.0
+    closed = "no closed form here" if formula.idle_share is None else f"formula {formula.idle_share:.4f}"
+    return (
+        f"time {timeline.makespan:g}; idle share of rank 0 from its first pass to its last {share:.4f} ({closed}); "
+        f"of all ranks over the whole time {timeline.idle_share():.4f}"
+    )
+
+
+# ---- SVG --------------------------------------------------------------------------------------------------
+
+LEFT, TOP, ROW, GAP, CURVE, PLOT = 64, 36, 26, 8, 18, 1100
+
+
+def svg(timeline: Timeline, costs: Costs, title: str) -> str:
+    """One row of boxes per rank, and under each the activation bytes it holds, on one scale for all ranks."""
+    ranks, end = len(timeline.schedule), timeline.makespan or 1.0
+    scale = PLOT / end
+    height = TOP + ranks * (ROW + CURVE + GAP) + 48
+    curves = [timeline.memory(rank, costs) if timeline.schedule[rank] else () for rank in range(ranks)]
+    most = max((size for curve in curves for _, size in curve), default=0.0) or 1.0
+    out = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{LEFT + PLOT + 20}" height="{height}" '
+        f'viewBox="0 0 {LEFT + PLOT + 20} {height}" font-family="sans-serif" font-size="11">',
+        f'<rect width="{LEFT + PLOT + 20}" height="{height}" fill="white"/>',
+        f'<text x="{LEFT}" y="20" font-size="14">{escape(title)}</text>',
+    ]
+    for rank, line in enumerate(timeline.schedule):
+        y = TOP + rank * (ROW + CURVE + GAP)
+        several = len({a.stage for a in line}) > 1
+        out.append(f'<text x="8" y="{y + 17}">rank {rank}</text>')
+        out.append(f'<rect x="{LEFT}" y="{y}" width="{PLOT}" height="{ROW}" fill="#f2f2f2"/>')
+        for action, start, stop in zip(line, timeline.starts[rank], timeline.ends[rank], strict=True):
+            if stop > start:
+                out += _box(action, LEFT + start * scale, y, (stop - start) * scale, several)
+        base, points, before = y + ROW + CURVE, [], 0.0
+        for time, size in (*curves[rank], (end, 0.0)):
+            points += [(time, before), (time, size)]
+            before = size
+        path = " ".join(f"{LEFT + t * scale:.1f},{base - (CURVE - 3) * size / most:.1f}" for t, size in points)
+        out.append(f'<polyline points="{path}" fill="#dfe8df" stroke="#5b8a5b"/>')
+    y = TOP + ranks * (ROW + CURVE + GAP) + 16
+    out.append(f'<text x="{LEFT}" y="{y}">0</text>')
+    out.append(f'<text x="{LEFT + PLOT}" y="{y}" text-anchor="end">{end:g}</text>')
+    for i, (kind, name) in enumerate(NAMES.items()):
+        x = LEFT + i * 130
+        out.append(f'<rect x="{x}" y="{y + 10}" width="14" height="14" fill="{COLOURS[kind]}"/>')
+        out.append(f'<text x="{x + 20}" y="{y + 21}">{name}</text>')
+    out.append(f'<text x="{LEFT + 560}" y="{y + 21}">curves: activations held, at most {most:g}</text>')
+    return "\n".join([*out, "</svg>", ""])
+
+
+def _box(action: Action, x: float, y: float, width: float, several: bool) -> list[str]:
+    text = label(action, several)
+    shape = (
+        f'<rect x="{x:.2f}" y="{y}" width="{width:.2f}" height="{ROW}" fill="{COLOURS.get(action.kind, OTHER)}" '
+        f'stroke="white" stroke-width="0.5"><title>{escape(str(action))}</title></rect>'
+    )
+    if width < 7 * len(text):
+        return [shape]
+    return [shape, f'<text x="{x + width / 2:.2f}" y="{y + 17}" text-anchor="middle">{escape(text)}</text>']

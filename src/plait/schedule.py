@@ -23,7 +23,7 @@ from rich.console import Console
 from plait.core.actions import Schedule, format_schedule, owners, parse_schedule
 from plait.core.cells import find_strategy
 from plait.core.check import Proof, check
-from plait.core.orders import ORDERS, write_order
+from plait.core.orders import ORDERS, stages_per_rank, write_order
 from plait.core.passes import add_messages, add_sharding, add_step, merge_messages
 from plait.plan.bubbles import Bubbles, bubbles
 from plait.plan.simulate import Costs, simulate
@@ -143,7 +143,7 @@ def read(path: str) -> Schedule:
 
 def _schedule(source: Source) -> tuple[Schedule, Proof]:
     """The schedule of a source, proved."""
-    if source.order not in ORDERS and Path(source.order).is_file():
+    if _is_file(source):
         for name in ("stages", "microbatches", "chunks"):
             if getattr(source, name) is not None:
                 raise ValueError(
@@ -165,11 +165,17 @@ def _microbatches(source: Source) -> int:
 
 def _formula(timed: Timed) -> Bubbles:
     """What the closed forms say; nothing of a file, and nothing of waits where messages take time."""
-    per_rank = {"interleaved": timed.chunks or 2, "zbv": 2, "dualpipe_v": 2}.get(timed.order, 1)
-    found = bubbles(
-        timed.order, _stages(timed), _microbatches(timed), per_rank, timed.forward, timed.input, timed.weight
-    )
+    if _is_file(timed):
+        return Bubbles(None, None, None)
+    chunks = stages_per_rank(timed.order, timed.chunks)
+    times = (timed.forward, timed.input, timed.weight)
+    found = bubbles(timed.order, _stages(timed), _microbatches(timed), chunks, *times)
     return Bubbles(None, None, found.peaks) if timed.latency else found
+
+
+def _is_file(source: Source) -> bool:
+    """Whether a file is meant: it has a dot or a slash in its name, or is there."""
+    return source.order not in ORDERS and (bool({".", "/"} & {*source.order}) or Path(source.order).is_file())
 
 
 def _costs(timed: Timed) -> Costs:
@@ -195,7 +201,7 @@ def _text(command: Text) -> None:
 
 def _show(command: Show) -> None:
     formula = _formula(command)
-    if command.order in ORDERS and _stages(command) * _microbatches(command) > MOST_PASSES:
+    if not _is_file(command) and _stages(command) * _microbatches(command) > MOST_PASSES:
         share = "none here" if formula.idle_share is None else f"{formula.idle_share:.6f}"
         print(f"{_stages(command)} stages x {_microbatches(command)} microbatches: the closed forms alone")
         peak = max(formula.peaks) if formula.peaks else "none here"

@@ -62,7 +62,7 @@ def test_every_order_is_drawn() -> None:
 
 
 def sizes(name: str) -> list[tuple[int, int | None]]:
-    """Stages and chunks of 1 to 8 ranks; where a rank has several stages, also those numbers that do not come out even."""
+    """Stages and chunks of 1 to 8 ranks, also such numbers of stages as do not come out even."""
     if name == "interleaved":
         return [(stages, v) for v in (2, 3, 4) for stages in sorted({*range(1, 9), *(v * p for p in range(1, 9))})]
     if name in ("zbv", "dualpipe_v"):
@@ -87,7 +87,7 @@ def test_every_order_is_valid_when_completed(name: str) -> None:
         for m in (1, 2, 3, 5, 8, 16):
             order = write_order(name, stages, m, chunks)
             row = rows[(number + m) % len(rows)]
-            completed = add_messages(add_step(add_sharding(order, row, each_pass=bool(m % 2))), ahead=m % 3)
+            completed = add_messages(add_step(add_sharding(order, row, hold=m % 4)), ahead=m % 3)
             for schedule in (completed, merge_messages(completed)):
                 assert check(schedule, num_stages=stages, num_microbatches=m, in_order=True).peaks == peaks(order)
 

@@ -13,7 +13,8 @@ reads: stage 0, forward and backward of microbatches 0 and 1, reduce the gradien
 
 A full backward (B) may be split in an input part (I), on which the stage before waits, and a weight part (W), on which
 nobody waits.  Messages are *started* by their action and never waited for: a receive is posted, and the pass that
-needs it waits.  Messages joined by ``+`` (``0SEND_F1+0RECV_B0``) start together, as one exchange with one rank.
+needs it waits.  Each direction between two ranks is a channel of its own, first in, first out.  Messages joined by
+``+`` (``0SEND_F1+0RECV_B0``) start together, as one exchange with one rank.
 """
 
 from __future__ import annotations

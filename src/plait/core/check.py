@@ -11,9 +11,9 @@
 
 A failure prints the schedule as a grid in which the failing cell is marked:
 
-    rank 1 waits at 1F1 for 0F1, which comes after 0B0 on rank 0, which waits for 1B0 ...: deadlock
-    rank 0 |   0F0  >0B0<   0F1    0B1
-    rank 1 |   1F0  >1F1<   1B0    1B1
+    deadlock: rank 0 waits at 0B0 for 1B0 of rank 1; rank 1 waits at 1F1 for 0F1 of rank 0
+    rank 0 |  0F0  >0B0<  0F1   0B1
+    rank 1 |  1F0  >1F1<  1B0   1B1
 """
 
 from __future__ import annotations

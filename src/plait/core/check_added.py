@@ -9,7 +9,7 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 
 from plait.core.actions import MESSAGES, PASSES, Action, Kind, Schedule, ends
 from plait.core.grid import Key, Place, refusal, text_of
@@ -75,23 +75,25 @@ def _check_channels(schedule: Schedule, owner: dict[int, int]) -> None:
 def check_data_parallel(schedule: Schedule, places: dict[Key, Place], num_stages: int, num_microbatches: int) -> None:
     """Passes on unsharded stages only; each gradient reduced once, after it is there, and each stage updated once."""
     kinds = {key[0] for key in places}
-    gathered = {stage for kind, stage, _ in places if kind in ("UNSHARD", "RESHARD")}
+    gathers = bool(kinds & {"UNSHARD", "RESHARD"})
     for rank, line in enumerate(schedule):
-        whole: Counter[int] = Counter()
+        whole: set[int] = set()
         for index, action in enumerate(line):
             s, here = action.stage, [(rank, index)]
             if action.kind is Kind.UNSHARD:
-                if whole[s]:
+                if s in whole:
                     raise refusal(schedule, f"{action} is doubled: stage {s} is unsharded already", here)
-                whole[s] = 1
+                whole.add(s)
             elif action.kind is Kind.RESHARD:
-                if not whole[s]:
+                if s not in whole:
                     raise refusal(schedule, f"{action} is doubled: stage {s} is not unsharded", here)
-                whole[s] = 0
-            elif action.kind in PASSES - {Kind.WEIGHT} and s in gathered and not whole[s]:
+                whole.remove(s)
+            elif action.kind in PASSES - {Kind.WEIGHT} and gathers and s not in whole:
                 raise refusal(schedule, f"{action} is out of order: stage {s} is not unsharded here", here)
             elif action.kind in (Kind.REDUCE, Kind.UPDATE):
                 _check_last(schedule, places, (rank, index), num_microbatches)
+        if whole:
+            raise refusal(schedule, f"{min(whole)}RESHARD is missing on rank {rank}", [(rank, len(line))])
     for stage in range(num_stages):
         wanted: list[Key] = [(kind, stage, -1) for kind in ("REDUCE", "UPDATE") if kind in kinds]
         wanted += [("REDUCE_GRAD", stage, m) for m in range(num_microbatches) if "REDUCE_GRAD" in kinds]

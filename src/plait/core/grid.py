@@ -1,7 +1,7 @@
 """A schedule as a grid without time: a line per rank, a column per place, failing cells between > and <.
 
-    rank 0 |   0F0    0F1    0B0    0B1
-    rank 1 |   1F0  >1F0<    1B0    1B1
+    rank 0 |  0F0   0F1   0B0   0B1
+    rank 1 |  1F0  >1F0<  1B0   1B1
 
 Of a schedule too large for a screen, the neighbourhood of the first mark is shown.
 """

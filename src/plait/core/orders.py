@@ -90,9 +90,8 @@ def interleaved(num_stages: int, num_microbatches: int, chunks: int = 2) -> Sche
     way round.  Where p does not divide the microbatches, the last round is not full.
     """
     check_sizes(num_stages, num_microbatches)
-    if chunks < 2:
-        raise ValueError(f"interleaved with {chunks} stages per rank: give chunks from 2 (1f1b has one)")
-    p, v = -(-num_stages // chunks), chunks
+    v = stages_per_rank("interleaved", chunks)
+    p = -(-num_stages // v)
     rounds = -(-num_microbatches // p)
     lines = []
     for r in range(p):
@@ -142,12 +141,22 @@ def write_order(name: str, num_stages: int, num_microbatches: int, chunks: int |
     Raises:
         ValueError: no such order (the nearest names are given), or chunks where the order fixes them.
     """
+    per_rank = stages_per_rank(name, chunks)
+    if name == "interleaved":
+        return interleaved(num_stages, num_microbatches, per_rank)
+    return ORDERS[name](num_stages, num_microbatches)
+
+
+def stages_per_rank(name: str, chunks: int | None = None) -> int:
+    """How many stages a rank has; ``chunks`` is for the order that lets one choose."""
     if name not in ORDERS:
         near = difflib.get_close_matches(name, ORDERS, n=2)
         hint = f"did you mean {' or '.join(near)}? " if near else ""
         raise ValueError(f"unknown order {name!r}: {hint}the orders are {', '.join(ORDERS)}")
-    if chunks is None:
-        return ORDERS[name](num_stages, num_microbatches)
-    if name != "interleaved":
+    if name == "interleaved":
+        if chunks is not None and chunks < 2:
+            raise ValueError(f"interleaved with {chunks} stages per rank: give chunks from 2 (1f1b has one)")
+        return 2 if chunks is None else chunks
+    if chunks is not None:
         raise ValueError(f"{chunks} chunks: {name} decides how many stages a rank has; only interleaved takes chunks")
-    return interleaved(num_stages, num_microbatches, chunks)
+    return 2 if name in ("zbv", "dualpipe_v") else 1

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from dataclasses import replace
-from itertools import pairwise
+from itertools import islice
 
 from plait.core.actions import MESSAGES, PASSES, Action, Kind, Line, Schedule, ends, owners
 from plait.core.cells import Strategy
@@ -38,16 +38,19 @@ def split_backward(schedule: Schedule) -> Schedule:
 # ---- sharded data parallelism -----------------------------------------------------------------------------
 
 
-def add_sharding(schedule: Schedule, strategy: Strategy, *, each_pass: bool = False) -> Schedule:
+def add_sharding(schedule: Schedule, strategy: Strategy, *, hold: int = 1) -> Schedule:
     """What a row of the table adds on every pipeline rank: gathers, reshards, and reductions after a microbatch.
 
-    A stage is gathered before a pass that reads its parameters.  It is freed after the pass, unless the next such
-    pass of the rank is of the same stage, or the row keeps full parameters and a microbatch of the stage is between
+    A stage is gathered before a pass that reads its parameters.  It is freed after the pass, unless it is among the
+    next ``hold`` stages that the rank needs, or the row keeps full parameters and a microbatch of the stage is between
     its forward and its backward.
 
     Args:
-        each_pass: free after each pass even if the next is of the same stage (less memory inside a stage, more bytes).
+        hold: how many stages a rank may have unsharded at once.  0 frees after each pass even if the next is of the
+            same stage: less memory where a stage is gathered in parts, and more bytes.
     """
+    if hold < 0:
+        raise ValueError(f"hold is {hold}: give the number of stages that stay unsharded, from 0")
     gathers, keeps = bool(strategy.params.split), not strategy.kept.split
     reduces = bool(strategy.grads.split)
     lines = []
@@ -55,9 +58,9 @@ def add_sharding(schedule: Schedule, strategy: Strategy, *, each_pass: bool = Fa
         added: list[Action] = []
         in_flight: Counter[int] = Counter()
         whole: set[int] = set()
-        readers = [(i, action.stage) for i, action in enumerate(line) if action.kind in _WITH_WEIGHTS]
-        following = {i: after for (i, _), (_, after) in pairwise(readers)}
-        for index, action in enumerate(line):
+        coming = [action.stage for action in line if action.kind in _WITH_WEIGHTS]
+        done = 0
+        for action in line:
             stage, kind = action.stage, action.kind
             reads = gathers and kind in _WITH_WEIGHTS
             if reads and stage not in whole:
@@ -65,15 +68,26 @@ def add_sharding(schedule: Schedule, strategy: Strategy, *, each_pass: bool = Fa
                 whole.add(stage)
             added.append(action)
             if reads:
+                done += 1
                 in_flight[stage] += 1 if kind is Kind.FORWARD else -1
-                again = following.get(index) == stage and not each_pass
-                if not again and not (keeps and in_flight[stage]):
-                    added.append(Action(Kind.RESHARD, stage))
-                    whole.remove(stage)
+                stay = _next_stages(coming, done, hold)
+                free = {s for s in whole if s not in stay and not (keeps and in_flight[s])}
+                added += [Action(Kind.RESHARD, s) for s in sorted(free)]
+                whole -= free
             if reduces and kind in (Kind.BACKWARD, Kind.WEIGHT):
                 added.append(Action(Kind.REDUCE_GRAD, stage, action.microbatch))
         lines.append(tuple(added))
     return tuple(lines)
+
+
+def _next_stages(coming: list[int], start: int, number: int) -> set[int]:
+    """The first ``number`` different stages from ``start`` on."""
+    found: set[int] = set()
+    for stage in islice(coming, start, None):
+        if len(found) == number:
+            break
+        found.add(stage)
+    return found
 
 
 def add_step(schedule: Schedule) -> Schedule:

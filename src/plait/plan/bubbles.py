@@ -9,7 +9,7 @@ waits
     zb_h1            (p-1-r) (F + B - 2W)        from m = p, where W <= F
     zb_h2            (p-1-r) (F + B - 3W)        from m = 2p - 1, where W <= F and 3W <= F + B
     zbv              0                           from m = 2p, where F = I = W
-    dualpipe_v       (p-1-r) (F + B - 2W)        from m = 2p, where I <= F and W <= F
+    dualpipe_v       (p-1-r) (F + B - 2W)        from m = 2p, where W <= I <= F <= B
 
 Rank 0 starts first; its waits are the bubble that one speaks of.  Peaks are activations in flight at once, counted
 in stages from F until B or W (an interleaved or V-shaped rank has stages of 1/v the size).  The last line is not a
@@ -21,6 +21,8 @@ Sources: the tables of Huang et al. 2019, Narayanan et al. 2021, Qi et al. 2023 
 from __future__ import annotations
 
 from dataclasses import dataclass
+
+from plait.core.actions import check_sizes
 
 
 @dataclass(frozen=True)
@@ -39,6 +41,7 @@ def bubbles(
     name: str, num_stages: int, num_microbatches: int, chunks: int, forward: float, input: float, weight: float
 ) -> Bubbles:
     """The closed forms of an order; the times are those of one *stage*, as in ``Costs``."""
+    check_sizes(num_stages, num_microbatches)
     F, I, W = forward, input, weight  # noqa: E741
     B, m, v = I + W, num_microbatches, chunks
     p = -(-num_stages // v)
@@ -70,7 +73,7 @@ def bubbles(
             steps = [0.0] * p
         peaks = (2 * p,) * p if m >= 2 * p - 1 else None
     elif name == "dualpipe_v":
-        if m >= 2 * p and I <= F and W <= F:
+        if m >= 2 * p and W <= I <= F <= B:
             steps = [k * (F + B - 2 * W) for k in behind]
         peaks = (2 * p + 1,) * p if m >= 2 * p else None
     if steps is None:

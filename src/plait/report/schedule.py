@@ -4,7 +4,7 @@
     rank 1 | .  F0 B0 -- F1 B1 --
 
 Where a rank has several stages, the stage stands in front: ``3F0``.  One column is the greatest common divisor of all
-durations.
+starts and ends.
 """
 
 from __future__ import annotations
@@ -126,14 +126,14 @@ def svg(timeline: Timeline, costs: Costs, title: str) -> str:
     ]
     for rank, line in enumerate(timeline.schedule):
         y = TOP + rank * (ROW + CURVE + GAP)
-        several = len({a.stage for a in line}) > 1
+        stages = sorted({a.stage for a in line})
         out.append(f'<text x="8" y="{y + 17}">rank {rank}</text>')
         out.append(f'<rect x="{LEFT}" y="{y}" width="{PLOT}" height="{ROW}" fill="#f2f2f2"/>')
         for action, start, stop in zip(line, timeline.starts[rank], timeline.ends[rank], strict=True):
             if stop > start:
-                out += _box(action, LEFT + start * scale, y, (stop - start) * scale, several)
+                out += _box(action, LEFT + start * scale, y, (stop - start) * scale, stages)
         base, points, before = y + ROW + CURVE, [], 0.0
-        for time, size in (*curves[rank], (end, 0.0)):
+        for time, size in {**dict(curves[rank]), end: 0.0}.items():  # of several changes at one time the last
             points += [(time, before), (time, size)]
             before = size
         path = " ".join(f"{LEFT + t * scale:.1f},{base - (CURVE - 3) * size / most:.1f}" for t, size in points)
@@ -149,12 +149,15 @@ def svg(timeline: Timeline, costs: Costs, title: str) -> str:
     return "\n".join([*out, "</svg>", ""])
 
 
-def _box(action: Action, x: float, y: float, width: float, several: bool) -> list[str]:
-    text = label(action, several)
+def _box(action: Action, x: float, y: float, width: float, stages: list[int]) -> list[str]:
+    """A pass; a rank's later stages are paler.  Where its name does not fit, its microbatch may."""
+    texts = (label(action, len(stages) > 1), str(action.microbatch) if action.microbatch >= 0 else "")
+    opacity = 1 - 0.5 * stages.index(action.stage) / len(stages)
     shape = (
         f'<rect x="{x:.2f}" y="{y}" width="{width:.2f}" height="{ROW}" fill="{COLOURS.get(action.kind, OTHER)}" '
-        f'stroke="white" stroke-width="0.5"><title>{escape(str(action))}</title></rect>'
+        f'fill-opacity="{opacity:.2f}" stroke="white" stroke-width="0.5"><title>{escape(str(action))}</title></rect>'
     )
-    if width < 7 * len(text):
+    text = next((text for text in texts if 7 * len(text) <= width), "")
+    if not text:
         return [shape]
     return [shape, f'<text x="{x + width / 2:.2f}" y="{y + 17}" text-anchor="middle">{escape(text)}</text>']

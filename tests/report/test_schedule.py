@@ -1,0 +1,75 @@
+"""What a timeline looks like: the grid, as drawn; the drawing, as XML."""
+
+from __future__ import annotations
+
+import io
+import xml.etree.ElementTree as ET
+
+from rich.console import Console
+
+from plait.core.actions import parse_schedule
+from plait.core.check import check
+from plait.core.orders import one_f_one_b
+from plait.core.passes import add_messages
+from plait.core.v_orders import zbv
+from plait.plan.bubbles import bubbles
+from plait.plan.simulate import Costs, simulate
+from plait.report.schedule import bubble_table, share_line, svg, time_grid
+
+
+def test_the_grid_over_time() -> None:
+    assert time_grid(simulate(one_f_one_b(2, 2), Costs()), 80).splitlines() == [
+        "rank 0 | F0 F1 .  .  B0 -- .  B1 --",
+        "rank 1 | .  F0 B0 -- F1 B1 -- .  .",
+    ]
+
+
+def test_stages_are_named_where_a_rank_has_several() -> None:
+    assert time_grid(simulate(zbv(3, 1), Costs()), 80).splitlines() == [
+        "rank 0 | F0  .   .   .   .   .   I0  W0",
+        "rank 1 | .   1F0 2F0 2I0 2W0 1I0 1W0 .",
+    ]
+
+
+def test_one_column_is_the_greatest_common_divisor_of_all_times() -> None:
+    timeline = simulate(parse_schedule("0F0 0B0"), Costs(forward=0.5, input=0.3, weight=0.45))
+    assert time_grid(timeline, 80) == "rank 0 | F0 -- B0 -- --"  # 0.25 each
+
+
+def test_a_long_grid_goes_on_below_and_a_huge_one_is_left_out() -> None:
+    timeline = simulate(add_messages(one_f_one_b(2, 2)), Costs())
+    blocks = time_grid(timeline, 22).split("\n\n")
+    assert blocks[0].splitlines() == ["rank 0 | F0 F1 .  .", "rank 1 | .  F0 B0 --"]
+    assert len(blocks) == 3
+    huge = simulate(one_f_one_b(64, 256), Costs())
+    assert time_grid(huge, 80).startswith("(no grid: 64 ranks x 957 columns")
+
+
+def test_the_table_and_the_line_stand_beside_the_formulas() -> None:
+    schedule = one_f_one_b(2, 2)
+    timeline, formula = simulate(schedule, Costs()), bubbles("1f1b", 2, 2, 1, 1, 1, 1)
+    console = Console(width=120, record=True, file=io.StringIO())
+    console.print(bubble_table(timeline, check(schedule), formula))
+    words = [line.split() for line in console.export_text().splitlines()]
+    assert ["0", "0", "6", "3", "3", "0.3333", "2", "2"] in words
+    assert ["1", "1", "6", "0", "0", "0.3333", "1", "1"] in words
+    assert "idle share of rank 0 from its first pass to its last 0.3333 (formula 0.3333)" in share_line(
+        timeline, formula
+    )
+
+
+def test_the_drawing_has_a_box_per_pass_and_a_curve_per_rank() -> None:
+    timeline = simulate(one_f_one_b(3, 4), Costs())
+    root = ET.fromstring(svg(timeline, Costs(), "1f1b <3 x 4>"))
+    name = "{http://www.w3.org/2000/svg}"
+    titles = [title.text for title in root.iter(f"{name}title")]
+    assert sorted(titles) == sorted(str(a) for line in timeline.schedule for a in line)
+    assert len(list(root.iter(f"{name}polyline"))) == 3
+    assert "1f1b <3 x 4>" in [text.text for text in root.iter(f"{name}text")]
+    assert svg(timeline, Costs(), "x") == svg(timeline, Costs(), "x")
+
+
+def test_an_idle_rank_is_drawn_too() -> None:
+    timeline = simulate(parse_schedule("0F0 0B0\n-"), Costs())
+    assert "rank 1" in svg(timeline, Costs(), "one works")
+    assert time_grid(timeline, 80).splitlines()[1] == "rank 1 | .  .  ."

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from plait.core.layout import Layout
-from plait.tensor.rules import RULES, on_plain
+from plait.tensor.rules import RULES, named, on_plain
 from plait.tensor.spec import Home, Plan, Refusal, Spec
 
 ATOMS = {int, float, bool, str, type(None), complex, type(...), torch.dtype, torch.device, torch.memory_format}
@@ -25,6 +25,9 @@ DIRECT: dict[Any, Callable[..., Any]] = {}
 
 MOST_PLANS = 4096
 """Plans kept per spec: an operator whose number changes with every call must not fill the memory."""
+
+UNKEPT = {Tensor.__getitem__, *named("std", "var")}
+"""Functions that a dict of plans would mistake: 1 and True are one key there, and mean two things to them."""
 
 
 class LayoutError(ValueError):
@@ -101,10 +104,9 @@ def plan_for(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Plan:
     options = {k: freeze(v, home) for k, v in kwargs.items()}
     operands = list(_specs((frozen, *options.values())))
     key = (func, *frozen, *options.items())
-    plans: dict[Any, Plan] | None = operands[0].plans
-    assert plans is not None
+    plans: dict[Any, Plan] | None = None if func in UNKEPT else operands[0].plans
     try:
-        plan = plans.get(key)
+        plan = plans.get(key) if plans is not None else None
     except TypeError:  # an argument that cannot be looked up: its plan is not kept
         plans = plan = None
     if plan is None:

@@ -24,7 +24,7 @@ from plait.tensor.spec import Plan, Refusal, Spec
 
 LINEAR = (
     "neg negative positive clone contiguous detach detach_ requires_grad_ alias real float double half bfloat16 cpu "
-    "cuda to type_as zero_ zeros_like neg_ negative_ fill_diagonal_"
+    "cuda to type_as zero_ zeros_like neg_ negative_"
 )
 FRESH = "ones_like full_like empty_like"
 ADDITIVE = "add sub subtract add_ sub_ subtract_ __add__ __radd__ __iadd__ __sub__ __isub__ copy_"
@@ -109,7 +109,8 @@ def additive(func: Any, *args: Any, **options: Any) -> Spec | Plan:
     """Sums of tensors: all pending over the same axes, or none."""
     operands = _tensors(args, options)
     due = {a for s in operands for a in s.pending}
-    numbers = [a for a in args if isinstance(a, int | float | complex) and not isinstance(a, bool) and a != 0]
+    given = (*args, options.get("other")) if not func.__name__.startswith("copy") else ()
+    numbers = [a for a in given if isinstance(a, int | float | complex) and a != 0]
     if due and (numbers or any(set(s.pending) != due for s in operands)):
         what = "a number" if numbers else "a tensor without it"
         hint = ""

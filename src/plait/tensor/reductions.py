@@ -107,12 +107,20 @@ def ordered(func: Any, input: Spec, *args: Any, dim: int = -1, **options: Any) -
     return Plan((out, out))
 
 
-@rule("softmax log_softmax softmin cumsum cumprod logcumsumexp flip")
+@rule("flip")
+def flip(func: Any, input: Spec, *places: Any, dims: Any = ()) -> Spec:
+    """The shape stays, and all dims that are turned must be whole."""
+    dims = dims or (places[0] if places and isinstance(places[0], tuple) else places)
+    whole(input, _dims(input, dims) if dims else (), "flip needs the dims that it turns whole on each rank")
+    return input
+
+
+@rule("softmax log_softmax softmin cumsum cumprod logcumsumexp")
 def along(func: Any, input: Spec, dim: Any = None, *args: Any, **options: Any) -> Spec:
     """The shape stays, and one dim must be whole."""
     if dim is None:
         raise Refusal("give the dim")
-    if func.__name__ not in ("cumsum", "flip"):
+    if func.__name__ != "cumsum":
         unsummed(input)
     whole(input, _dims(input, dim), f"{func.__name__} along a dim needs it whole on each rank")
     return input

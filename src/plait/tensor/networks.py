@@ -111,6 +111,8 @@ def attention(
         whole(s, range(-2, 0), "attention needs time and width whole on each rank; batch and heads may be cut")
     grouped = enable_gqa and len(query.shape) > 2 and query.shape[-3] != key.shape[-3]
     inner = 3 if grouped else 2  # dims that are not broadcast
+    if len({tuple(s.shape[:-inner]) for s in (query, key, value)}) > 1:
+        raise Refusal("its rule knows query, key and value of one batch shape", hint="Expand them to it first.")
     outer = [s.new(s.shape[:-inner], [()] * (len(s.shape) - inner)) for s in given]
     shape, letters = broadcast(outer)
     operands = []

@@ -163,9 +163,8 @@ def unsqueeze(func: Any, x: Spec, dim: int) -> Spec:
 @rule("squeeze")
 def squeeze(func: Any, x: Spec, dim: Any = None) -> Plan:
     """Without dims of global size 1."""
-    asked = (
-        range(len(x.shape)) if dim is None else [d % len(x.shape) for d in (dim if isinstance(dim, tuple) else (dim,))]
-    )
+    dims = range(len(x.shape)) if dim is None else dim if isinstance(dim, tuple) else (dim,)
+    asked = [d % len(x.shape) for d in dims] if x.shape else []
     gone = [d for d in asked if x.shape[d] == 1]
     whole(x, gone, "a dim that is squeezed must be whole")
     kept = [d for d in range(len(x.shape)) if d not in gone]

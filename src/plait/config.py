@@ -175,6 +175,11 @@ def validate(config: RunConfig) -> None:
             f"the mesh '{mesh}' has pipe={mesh.pipe}, but training runs over the axes replica, shard and tensor: "
             f"leave pipe out, for example shard={mesh.size}"
         )
+    if config.sequence_parallel and mesh.tensor == 1:
+        raise ValueError(
+            f"sequence_parallel cuts the stream over the tensor axis, which the mesh '{mesh}' has not: add tensor=2, "
+            f"or leave it out"
+        )
     if config.sequence_parallel and config.model == "mlp":
         raise ValueError("sequence_parallel cuts activations in time, which mlp has not: choose gpt, or leave it out")
     for name in ("microbatches", "steps", "batch", "length", "threads", "log_every"):

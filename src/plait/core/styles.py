@@ -89,7 +89,8 @@ def match_styles(
 ) -> dict[str, Style]:
     """The style of every module that a plan names.
 
-    A pattern is a module's name, or a parameter's (which stands for its module); ``*`` stands for anything.
+    A pattern is a module's name, or a parameter's; ``*`` stands for anything.  A parameter stands for its module,
+    except under ``summed`` and ``sequence``, which are said of parameters: then its own name is in the result.
 
     Raises:
         ValueError: a pattern that matches nothing (the nearest names are given), or a module with two styles.
@@ -100,7 +101,9 @@ def match_styles(
     for pattern, text in plan.items():
         style = text if isinstance(text, Style) else Style.parse(text)
         hits = [n for n in names if fnmatchcase(n, pattern)]
-        hits = hits or list(dict.fromkeys(owner for p, owner in owners.items() if fnmatchcase(p, pattern)))
+        if not hits:
+            itself = style.kind in ("summed", "sequence")
+            hits = list(dict.fromkeys(p if itself else o for p, o in owners.items() if fnmatchcase(p, pattern)))
         if not hits:
             near = _nearest(pattern, [*names, *owners])
             raise ValueError(

@@ -143,7 +143,8 @@ def check_replicas(wrapped: Sequence[Wrapped], comm: Comm) -> None:
     if differing:
         raise ValueError(
             f"{len(differing)} parameters differ between ranks ({', '.join(differing[:3])}): give every rank the same "
-            f"weights (one seed, or one file), or build the model inside plait.empty_parameters()"
+            f"weights (one seed, or one file; threads share torch's generator, so draw before they start), or build "
+            f"the model inside plait.empty_parameters()"
         )
 
 

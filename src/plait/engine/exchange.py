@@ -52,7 +52,11 @@ class Exchange:
     def report(
         self, squares: float, losses: Sequence[float], touched: set[str]
     ) -> tuple[float, list[float], dict[str, bool]]:
-        """The global sum of squares, all losses in global order, and which parameters have a gradient on any rank."""
+        """The global sum of squares, all losses in global order, and which parameters have a gradient on any rank.
+
+        Raises:
+            ValueError: the ranks of a tensor group, which compute the same losses, have different ones.
+        """
         bits = [
             float(sum(1 << i for i, name in enumerate(self.names[start : start + BITS]) if name in touched))
             for start in range(0, len(self.names), BITS)
@@ -65,6 +69,14 @@ class Exchange:
         for row in rows:
             total += row[0]
         split = 1 + len(losses)
+        for i in range(0, self.ranks, self.tensor):
+            for same in zip(*(row[1:split] for row in rows[i : i + self.tensor]), strict=True):
+                if max(same) - min(same) > 1e-4 * max(map(abs, same)):
+                    raise ValueError(
+                        f"the ranks of a tensor group have different losses ({', '.join(f'{x:.6g}' for x in same)}), "
+                        f"though they work on the same samples: an output that the tensor plan cuts ('column') reaches "
+                        f"the loss without a 'row' or 'gathered' behind it"
+                    )
         masks = [0] * len(bits)
         for row in rows:
             masks = [mask | int(value) for mask, value in zip(masks, row[split:], strict=True)]

@@ -32,6 +32,27 @@ from plait.tensor.parallel.plan import COLUMNS, site_of
 from plait.tensor.parallel.vocabulary import embedding
 from plait.tensor.sharded import ShardedTensor
 
+NORMS = ("layer_norm", "rms_norm")
+MIXES = (
+    *NORMS,
+    *(
+        "softmax",
+        "log_softmax",
+        "logsumexp",
+        "cumsum",
+        "sum",
+        "mean",
+        "var",
+        "std",
+        "norm",
+        "vector_norm",
+        "max",
+        "min",
+    ),
+    *("amax", "amin", "argmax", "argmin", "normalize", "cross_entropy", "mse_loss"),
+)
+"""Functions that mix the last dim of their first argument."""
+
 
 class TensorParallel(TorchFunctionMode):
     """Runs a model's cut modules; on as long as the streams are.
@@ -57,6 +78,7 @@ class TensorParallel(TorchFunctionMode):
         self._entered: Entered | None = None
         self._hidden = 0
         """Width, whole, of what the last column-cut module left; 0 where activations are whole again."""
+        self._cut_shape = torch.Size()
         self._same_inputs = False
         self._gathers_logits = False
         self._columns_in = {name.rpartition(".")[0] for name, s in parallel.styles.items() if s.kind in COLUMNS}
@@ -71,6 +93,8 @@ class TensorParallel(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if self._hidden:
+            self._check_cut_activation(func, args, kwargs)
         if only_metadata(func) or not any(id(value) in self.sizes for value in flat_values((*args, *kwargs.values()))):
             return func(*args, **kwargs)
         name = self.streams.modules[-1] if self.streams.modules else ""
@@ -87,10 +111,46 @@ class TensorParallel(TorchFunctionMode):
             f"the plan, or leave the parameter whole"
         )
 
+    def _check_cut_activation(self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        """Raises ValueError where a function mixes the features of what a column left, of which a rank has a part."""
+        x = args[0] if args else kwargs.get("input")
+        name = getattr(func, "__name__", "")
+        if not isinstance(x, Tensor) or name not in (*MIXES, "linear"):
+            return
+        with torch._C.DisableTorchFunction():
+            if x.shape != self._cut_shape:
+                return
+        where = self.streams.modules[-1] if self.streams.modules else "the model"
+        dim = kwargs.get("dim", args[1] if len(args) > 1 and name not in NORMS else None)
+        over = {None} if name in NORMS or dim is None else set(dim) if isinstance(dim, tuple | list) else {dim}
+        if name == "linear":
+            weight = args[1] if len(args) > 1 else kwargs["weight"]
+            if id(weight) in self.sizes:
+                return
+            what, fix = "multiplies", f"say 'row' for {where!r} in the tensor plan"
+        elif over & {None, -1, x.dim() - 1}:
+            what, fix = "mixes", "gather it first ('gathered' instead of 'column'), or leave the module whole"
+        else:
+            return
+        raise ValueError(
+            f"{name!r} in module {where!r} {what} {x.size(-1)} of the {self._hidden} features that a column-cut module "
+            f"left on this rank: between a column and its row only element-wise functions are right; {fix}"
+        )
+
     # ---- products -----------------------------------------------------------------------------------------------
 
     def _linear(self, name: str, style: Style, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         axis = self.axis
+        if input.size(-1) != weight.size(1):
+            wants = (
+                "a cut activation (its column before it, or 'column' for itself)"
+                if style.kind == "row"
+                else "a whole one"
+            )
+            raise ValueError(
+                f"{name!r}, {str(style)!r} in the tensor plan, reads {input.size(-1)} features where its weight on "
+                f"this rank has {weight.size(1)}: it wants {wants}; see what the plan says of the module before it"
+            )
         if style.kind == "row":
             self._hidden = 0
             y: Tensor = Row.apply(input, weight, axis, name)
@@ -99,7 +159,7 @@ class TensorParallel(TorchFunctionMode):
         y = self._enter(input, site_of(name, self.parallel), siblings).column(weight, bias, siblings.index(name))
         size = self.sizes[id(weight)][0]
         if style.kind == "column":
-            self._hidden = size
+            self._hidden, self._cut_shape = size, y.shape
             return y
         if style.kind == "gathered" or self._gathers_logits:
             whole: Tensor = Gather.apply(y, axis, size, name)

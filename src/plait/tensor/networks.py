@@ -81,7 +81,7 @@ def cross_entropy(
     def run(input: Tensor, target: Tensor, weight: Tensor | None = None, *args: Any, **options: Any) -> Any:
         x, t = cut(input, target)
         how = reduction if not over or reduction == "none" else "sum"
-        if t.numel() == 0 and how != "none":
+        if over and t.numel() == 0 and how != "none":
             loss = x.sum()  # of nothing: 0, and still a function of the input
         else:
             loss = func(x, t, weight, ignore_index=ignore_index, reduction=how, **smoothing)

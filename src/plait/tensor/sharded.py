@@ -214,6 +214,10 @@ class ShardedTensor(Tensor):
     def grad(self) -> None:
         self.grad = None
 
+    def __format__(self, spec: str) -> str:
+        """A tensor of one number as a number, where every rank has it."""
+        return format(self.item(), spec) if not self.shape and spec else repr(self)
+
     def backward(  # type: ignore[override]
         self, gradient: Tensor | None = None, retain_graph: bool | None = None, create_graph: bool = False
     ) -> None:
@@ -344,6 +348,17 @@ def _redistribute(x: Tensor, layout: Layout | str, note: Note = NOTE) -> Sharded
 DIRECT[redistribute] = _redistribute
 
 
+def _autograd_backward(
+    tensors: Any, grad_tensors: Any = None, retain_graph: bool | None = None, create_graph: bool = False, **options: Any
+) -> None:
+    """``torch.autograd.backward``: each tensor is seeded by the dual table."""
+    ends = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+    given = [grad_tensors] if isinstance(grad_tensors, Tensor) else grad_tensors or [None] * len(ends)
+    seeds = [seed(cast(ShardedTensor, y)._spec, y, g) for y, g in zip(ends, given, strict=True)]
+    with _local():
+        torch.autograd.backward([y.as_subclass(Tensor) for y in ends], seeds, retain_graph, create_graph, **options)
+
+
 def _autograd_grad(
     outputs: Any, inputs: Any, grad_outputs: Any = None, retain_graph: Any = None, create_graph: bool = False,
     allow_unused: Any = None, **options: Any,
@@ -368,3 +383,4 @@ def _register_hook(x: ShardedTensor, hook: Any) -> Any:
 DIRECT[Tensor.register_hook] = _register_hook
 DIRECT[ShardedTensor.full] = ShardedTensor._full
 DIRECT[torch.autograd.grad] = _autograd_grad
+DIRECT[torch.autograd.backward] = _autograd_backward

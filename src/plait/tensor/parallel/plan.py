@@ -82,14 +82,16 @@ def parallel_plan(
         return Parallel()
     modules = dict(model.named_modules())
     plan = plan_of(model, sequence=sequence) if plan is None else plan
-    styles = match_styles(plan, modules, [n for n, _ in model.named_parameters(remove_duplicate=False)])
-    styles = {name: styles[name] for name in modules if name in styles}  # in the model's own order
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    named = match_styles(plan, modules, parameters)
+    styles = {name: named[name] for name in modules if name in named}  # in the model's own order
     if ways == 1:
         return Parallel()
     if sequence:
         _check_stream(styles, modules)
     cuts: dict[int, TensorCut] = {}
-    summed: set[int] = set()
+    summed = {id(p) for n, p in parameters.items() if n in named and (sequence or named[n].kind == "summed")}
+    _check_heads(styles, modules, ways)
     for name, style in styles.items():
         module = modules[name]
         if style.kind in CUT_DIM:
@@ -104,7 +106,12 @@ def parallel_plan(
             if style.kind == "row" and sequence and getattr(module, "bias", None) is not None:
                 summed.add(id(module.bias))
         elif style.kind == "summed" or (style.kind == "sequence" and sequence):
-            summed |= {id(p) for p in module.parameters()}
+            summed |= {id(p) for p in module.parameters(recurse=False)}
+    if both := [n for n, p in parameters.items() if id(p) in summed & cuts.keys()]:
+        raise ValueError(
+            f"the tensor plan shards {both[0]!r} twice: it is cut, and it is 'summed' or 'sequence', which is for "
+            f"parameters that every rank has whole; keep one"
+        )
     parallel = Parallel(styles, cuts, frozenset(summed))
     return Parallel(styles, cuts, frozenset(summed), tuple(_sites(parallel, modules)))
 
@@ -122,6 +129,29 @@ def _check_stream(styles: Mapping[str, Style], modules: Mapping[str, nn.Module])
             "sequence parallelism begins at an embedding that is cut by vocabulary, which scatters its sum in time: "
             "say 'vocabulary' for it (or 'split' for the first module that gets the stream cut), or leave sequence "
             "parallelism out"
+        )
+
+
+def _check_heads(styles: Mapping[str, Style], modules: Mapping[str, nn.Module], ways: int) -> None:
+    """Raises ValueError where any module's heads cannot be shared, with the axes that all of them allow."""
+    heads: dict[str, tuple[int, int]] = {}
+    for name, style in styles.items():
+        weight = getattr(modules[name], "weight", None)
+        if style.kind in CUT_DIM and isinstance(weight, nn.Parameter):
+            grain = _with_heads(style, name, modules).grain
+            size = weight.shape[CUT_DIM[style.kind]]
+            if grain > 1 and size % grain == 0:
+                heads[name] = min(style.parts or (size // grain,)), grain
+    if bad := next((name for name, (n, _) in heads.items() if n % ways), None):
+        fits = [
+            n for n in range(2, max(n for n, _ in heads.values()) + 1) if all(h % n == 0 for h, _ in heads.values())
+        ]
+        fewest = min(heads, key=lambda name: heads[name][0])
+        axes = f"use tensor={' or '.join(map(str, fits))}" if fits else "leave the tensor axis out"
+        n, grain = heads[bad]
+        raise ValueError(
+            f"{bad!r}: {n} heads of {grain} cannot be shared by tensor={ways} ranks, and a head cannot be parted: "
+            f"{axes}, or give all projections a multiple of {ways} heads (the fewest: {heads[fewest][0]} in {fewest!r})"
         )
 
 

@@ -142,7 +142,12 @@ class CutCrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         counts, rows, columns, of_whole = ctx.saved_tensors
-        shares, ctx.shares = ctx.shares, None
+        shares, ctx.shares = ctx.shares, None  # it becomes the gradient
+        if shares is None:
+            raise RuntimeError(
+                "backward a second time through cross_entropy_sum, which keeps nothing for it: add the losses and call "
+                "backward once"
+            )
         shares.mul_((of_whole * counts * gradient)[:, None])
         shares[rows, columns] -= gradient
         return shares, None, None, None, None, None

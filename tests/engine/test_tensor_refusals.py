@@ -1,0 +1,121 @@
+"""Plans that say too little or the wrong thing: refused in words, never a wrong number."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import plait
+
+X = torch.linspace(-1, 1, 42, dtype=torch.float64).view(7, 6)
+
+
+class Between(nn.Module):
+    """whole -> up -> something -> down."""
+
+    def __init__(self, between: Callable[[Tensor], Tensor], closed: bool = True) -> None:
+        super().__init__()
+        self.whole, self.up = nn.Linear(6, 6), nn.Linear(6, 8)
+        self.down = nn.Linear(8, 6) if closed else nn.Identity()
+        self.scale = nn.Parameter(torch.full((), 0.7))
+        self.between = between
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.between(self.up(self.whole(x))) * self.scale)
+
+
+def norm(
+    mesh: str, plan: dict[str, str], between: Callable[[Tensor], Tensor] = torch.tanh, closed: bool = True
+) -> float:
+    """The gradient norm of two steps' last."""
+    torch.manual_seed(0)
+    template = Between(between, closed).double().state_dict()
+
+    def body(comm: plait.Comm) -> float:
+        model = Between(between, closed).double()
+        model.load_state_dict(template)
+        engine = plait.Engine(
+            model,
+            comm,
+            strategy="ddp",
+            optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+            loss_fn=lambda model, x: loss(model(x)),
+            count_fn=len,
+            clip=float("inf"),
+            tensor_plan=plan,
+        )
+        for _ in range(2):
+            engine.step([X])
+        assert engine.last.grad_norm is not None
+        return engine.last.grad_norm
+
+    return plait.run_threads(mesh, body)[0]
+
+
+PAIR = {"up": "column", "down": "row"}
+
+
+@pytest.mark.parametrize(
+    "between",
+    [
+        lambda x: x.softmax(-1),
+        lambda x: F.layer_norm(x, x.shape[-1:]),
+        lambda x: x - x.mean(dim=-1, keepdim=True),
+        lambda x: F.normalize(x, dim=-1),
+        lambda x: x / x.amax(1, keepdim=True),
+    ],
+)
+def test_what_mixes_features_between_column_and_row_is_refused(between: Callable[[Tensor], Tensor]) -> None:
+    with pytest.raises(ValueError, match="4 of the 8 features"):
+        norm("tensor=2", PAIR, between)
+
+
+def test_a_column_that_nothing_closes_is_refused_where_its_features_are_summed() -> None:
+    with pytest.raises(ValueError, match="'sum' in module 'the model' mixes 4 of the 8 features"):
+        norm("tensor=2", {"up": "column", "scale": "summed"}, closed=False)
+
+
+def test_or_else_its_ranks_have_different_losses() -> None:
+    with pytest.raises(ValueError, match="have different losses"):
+        norm("tensor=2", {"up": "column", "scale": "summed"}, closed=False, loss=lambda y: y.square().flatten().sum())
+
+
+def test_a_whole_linear_behind_a_column_is_told_to_be_a_row() -> None:
+    with pytest.raises(ValueError, match="say 'row' for 'down'"):
+        norm("tensor=2", {"up": "column"})
+
+
+def test_a_row_without_its_column_says_what_it_wants() -> None:
+    with pytest.raises(ValueError, match="reads 8 features where its weight on this rank has 4"):
+        norm("tensor=2", {"down": "row"})
+
+
+def test_a_parameter_may_be_summed_by_itself() -> None:
+    """The pattern of a parameter means that parameter, not all that its module holds."""
+    for mesh in ("tensor=2", "tensor=3"):
+        assert norm(mesh, PAIR | {"scale": "summed"}) == pytest.approx(norm("shard=1", {}), rel=1e-12)
+
+
+def test_a_parameter_that_should_be_summed_is_found() -> None:
+    with pytest.raises(ValueError, match="'scale' differs between the tensor ranks"):
+        norm("tensor=2", PAIR)
+
+
+def test_cut_and_summed_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"shards 'up\.weight' twice"):
+        norm("tensor=2", PAIR | {"up.weight": "summed"})
+
+
+def test_a_second_backward_through_the_cut_loss_has_words_for_it() -> None:
+    def body(comm: plait.Comm) -> None:
+        logits = plait.ShardedTensor.from_full(X.clone().requires_grad_(), "rows classes/tensor", comm)
+        loss = plait.cross_entropy_sum(logits, torch.zeros(7, dtype=torch.int64))
+        loss.backward(retain_graph=True)
+        loss.backward()
+
+    with pytest.raises(RuntimeError, match="a second time through cross_entropy_sum"):
+        plait.run_threads("tensor=2", body)

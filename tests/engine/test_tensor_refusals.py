@@ -29,7 +29,11 @@ class Between(nn.Module):
 
 
 def norm(
-    mesh: str, plan: dict[str, str], between: Callable[[Tensor], Tensor] = torch.tanh, closed: bool = True
+    mesh: str,
+    plan: dict[str, str],
+    between: Callable[[Tensor], Tensor] = torch.tanh,
+    closed: bool = True,
+    loss: Callable[[Tensor], Tensor] = lambda y: y.square().sum(),
 ) -> float:
     """The gradient norm of two steps' last."""
     torch.manual_seed(0)

@@ -124,7 +124,7 @@ def test_heads_come_from_the_attention_modules_head_dim() -> None:
 def test_heads_that_the_ranks_cannot_share_are_refused_with_the_module() -> None:
     """Two key/value heads on four ranks."""
     model = GPT(GPTConfig(vocabulary=11, num_layers=1, width=16, num_heads=4, num_kv_heads=2, dropout=0.0))
-    with pytest.raises(ValueError, match="'blocks.0.attention.key': 2 heads of 4 cannot") as e:
+    with pytest.raises(ValueError, match=r"'blocks\.0\.attention\.key': 2 heads of 4 cannot") as e:
         parallel_plan(model, 4)
     assert "tensor=4" in str(e.value) and "use tensor=2, or give all projections a multiple of 4 heads" in str(e.value)
 

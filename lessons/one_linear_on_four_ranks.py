@@ -49,13 +49,13 @@ def by_hand(comm: Comm) -> dict[str, Tensor]:
     step = part(OUT, RANKS, 0)[1]
     weight, bias = LINEAR.weight.detach()[start:stop], LINEAR.bias.detach()[start:stop]
 
-    mine = F.linear(X, weight, bias)                                # [5, 3] on ranks 0 to 2, [5, 1] on rank 3
+    mine = F.linear(X, weight, bias)  # [5, 3] on ranks 0 to 2, [5, 1] on rank 3
     padded = F.pad(mine, (0, step - mine.size(1)))
     pieces = torch.empty(RANKS, ROWS, step, dtype=X.dtype)
     comm.all_gather(pieces, padded, AXIS).wait()
     y = pieces.movedim(0, 1).flatten(1)[:, :OUT]
 
-    dy = 2 * (y - TARGET)                                           # every rank has all of it, and needs its columns
+    dy = 2 * (y - TARGET)  # every rank has all of it, and needs its columns
     dy_mine = dy[:, start:stop]
     dx = dy_mine @ weight
     comm.all_reduce(dx, AXIS).wait()
@@ -71,11 +71,11 @@ def code_unchanged(comm: Comm) -> dict[str, Tensor]:
         print(f"the layer itself {plait.explain(linear, x)}")
 
     mark = len(comm.ledger)
-    y = linear(x)                                                   # stock code, on pieces: nothing is sent
+    y = linear(x)  # stock code, on pieces: nothing is sent
     assert y.layout.dims == ((), ("tensor",)) and len(comm.ledger) == mark
 
     loss = (y - plait.ShardedTensor.from_full(TARGET, "rows out/tensor", comm)).square().sum()
-    loss.backward()                                                 # still nothing: the loss is a pending sum
+    loss.backward()  # still nothing: the loss is a pending sum
     assert loss.layout.pending == AXIS and len(comm.ledger) == mark
 
     found = {"y": y.full(), "dx": x.grad.full(), "dW": linear.weight.grad.full(), "db": linear.bias.grad.full()}
@@ -99,7 +99,7 @@ def train(comm: Comm) -> float:
         loss.backward()
         with torch.no_grad():
             for p in linear.parameters():
-                p -= 0.01 * p.grad                                  # piece by piece: value and gradient lie alike
+                p -= 0.01 * p.grad  # piece by piece: value and gradient lie alike
                 p.grad = None
     return float(loss.full())
 

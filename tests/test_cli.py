@@ -52,7 +52,7 @@ def test_a_usage_error_is_exit_code_2(words: list[str], capsys: pytest.CaptureFi
     assert shown.err + shown.out
 
 
-@pytest.mark.parametrize("command", ["train", "verify", "doctor", "bench"])
+@pytest.mark.parametrize("command", ["train", "verify", "schedule", "doctor", "bench"])
 def test_every_command_explains_itself(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as left:
         main([command, "--help"])

@@ -29,6 +29,8 @@ def matches(ranks: int) -> tuple[Match, ...]:
     goal = {"gpt256": 1.25, "gpt512": 1.25} if ranks == 2 else {}
     return (
         Match("plait-tensor", tuple(PLANS), goal),
+        Match("plait-tensor", ("torch-blocks",), {}),
+        Match("plait-tensor", ("torch-loss",), {}),
         Match("plait-tensor", ("alone",), {}),
         Match("plait-sequence", tuple(PLANS), {}),
         Match("plait-sequence", ("torch-titan",), {}),

@@ -123,3 +123,30 @@ def test_a_second_backward_through_the_cut_loss_has_words_for_it() -> None:
 
     with pytest.raises(RuntimeError, match="a second time through cross_entropy_sum"):
         plait.run_threads("tensor=2", body)
+
+
+def test_whole_says_that_a_module_works_on_another_tensor() -> None:
+    """Eight features of x, and eight of the sixteen that ``up`` left on each of two ranks: one shape, two meanings."""
+
+    class Beside(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.norm, self.down = nn.Linear(8, 16), nn.LayerNorm(8), nn.Linear(16, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            hidden = self.up(x)
+            return self.norm(x) + self.down(torch.tanh(hidden))
+
+    def body(comm: plait.Comm, plan: dict[str, str]) -> float:
+        with plait.empty_parameters():
+            model = Beside().double()
+        engine = plait.Engine(
+            model, comm, loss_fn=lambda m, x: m(x).square().sum(), count_fn=len, strategy="ddp", tensor_plan=plan
+        )
+        return engine.step([torch.linspace(0, 1, 24, dtype=torch.float64).view(3, 8)]).loss
+
+    with pytest.raises(ValueError, match="say 'whole' for 'norm'"):
+        plait.run_threads("tensor=2", lambda comm: body(comm, PAIR))
+    alone = plait.run_threads("shard=1", lambda comm: body(comm, {}))[0]
+    for loss in plait.run_threads("tensor=2", lambda comm: body(comm, PAIR | {"norm": "whole"})):
+        assert loss == pytest.approx(alone, rel=1e-12)

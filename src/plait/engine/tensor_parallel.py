@@ -32,10 +32,9 @@ from plait.tensor.parallel.plan import COLUMNS, site_of
 from plait.tensor.parallel.vocabulary import embedding
 from plait.tensor.sharded import ShardedTensor
 
-NORMS = ("layer_norm", "rms_norm")
-MIXES = (
-    *NORMS,
-    *(
+NORMS = {"layer_norm", "rms_norm"}
+MIXES = NORMS | set(
+    [
         "softmax",
         "log_softmax",
         "logsumexp",
@@ -48,8 +47,14 @@ MIXES = (
         "vector_norm",
         "max",
         "min",
-    ),
-    *("amax", "amin", "argmax", "argmin", "normalize", "cross_entropy", "mse_loss"),
+        "amax",
+        "amin",
+        "argmax",
+        "argmin",
+        "normalize",
+        "cross_entropy",
+        "mse_loss",
+    ]
 )
 """Functions that mix the last dim of their first argument."""
 
@@ -78,7 +83,7 @@ class TensorParallel(TorchFunctionMode):
         self._entered: Entered | None = None
         self._hidden = 0
         """Width, whole, of what the last column-cut module left; 0 where activations are whole again."""
-        self._cut_shape = torch.Size()
+        self._cut_shape, self._fused = torch.Size(), False
         self._same_inputs = False
         self._gathers_logits = False
         self._columns_in = {name.rpartition(".")[0] for name, s in parallel.styles.items() if s.kind in COLUMNS}
@@ -115,12 +120,14 @@ class TensorParallel(TorchFunctionMode):
         """Raises ValueError where a function mixes the features of what a column left, of which a rank has a part."""
         x = args[0] if args else kwargs.get("input")
         name = getattr(func, "__name__", "")
-        if not isinstance(x, Tensor) or name not in (*MIXES, "linear"):
+        if not isinstance(x, Tensor) or not (name in MIXES or func is F.linear):
             return
         with torch._C.DisableTorchFunction():
             if x.shape != self._cut_shape:
                 return
         where = self.streams.modules[-1] if self.streams.modules else "the model"
+        if (style := self.parallel.styles.get(where)) is not None and style.kind == "whole":
+            return
         dim = kwargs.get("dim", args[1] if len(args) > 1 and name not in NORMS else None)
         over = {None} if name in NORMS or dim is None else set(dim) if isinstance(dim, tuple | list) else {dim}
         if name == "linear":
@@ -134,7 +141,8 @@ class TensorParallel(TorchFunctionMode):
             return
         raise ValueError(
             f"{name!r} in module {where!r} {what} {x.size(-1)} of the {self._hidden} features that a column-cut module "
-            f"left on this rank: between a column and its row only element-wise functions are right; {fix}"
+            f"left on this rank: between a column and its row only element-wise functions are right; {fix}; or say "
+            f"'whole' for {where!r}, if what it works on is another tensor of this shape"
         )
 
     # ---- products -----------------------------------------------------------------------------------------------
@@ -142,11 +150,7 @@ class TensorParallel(TorchFunctionMode):
     def _linear(self, name: str, style: Style, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         axis = self.axis
         if input.size(-1) != weight.size(1):
-            wants = (
-                "a cut activation (its column before it, or 'column' for itself)"
-                if style.kind == "row"
-                else "a whole one"
-            )
+            wants = "what a column left" if style.kind == "row" else "a whole activation"
             raise ValueError(
                 f"{name!r}, {str(style)!r} in the tensor plan, reads {input.size(-1)} features where its weight on "
                 f"this rank has {weight.size(1)}: it wants {wants}; see what the plan says of the module before it"
@@ -159,7 +163,7 @@ class TensorParallel(TorchFunctionMode):
         y = self._enter(input, site_of(name, self.parallel), siblings).column(weight, bias, siblings.index(name))
         size = self.sizes[id(weight)][0]
         if style.kind == "column":
-            self._hidden, self._cut_shape = size, y.shape
+            self._hidden, self._cut_shape, self._fused = size, y.shape, len(style.parts) > 1
             return y
         if style.kind == "gathered" or self._gathers_logits:
             whole: Tensor = Gather.apply(y, axis, size, name)
@@ -274,11 +278,11 @@ class TensorParallel(TorchFunctionMode):
             return Slice(1, self.axis.index * shape[1], self.axis.ways * shape[1])
         if kind == "hidden":
             start, stop = self.axis.part(self._hidden)
-            if shape[-1] != stop - start:
+            if self._fused or shape[-1] != stop - start:
                 raise ValueError(
                     f"module {name!r} draws dropout on {tuple(shape)}, whose last dim is no part of the "
                     f"{self._hidden} features that the last column-cut module left on {self.axis.ways} ranks: "
-                    f"name it in the tensor plan as heads, sequence or whole"
+                    f"name it in the tensor plan as heads, sequence or whole, or draw before the product that is fused"
                 )
             return Slice(len(shape) - 1, start, self._hidden)
         return None

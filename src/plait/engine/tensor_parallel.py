@@ -33,29 +33,11 @@ from plait.tensor.parallel.vocabulary import embedding
 from plait.tensor.sharded import ShardedTensor
 
 NORMS = {"layer_norm", "rms_norm"}
-MIXES = NORMS | set(
-    [
-        "softmax",
-        "log_softmax",
-        "logsumexp",
-        "cumsum",
-        "sum",
-        "mean",
-        "var",
-        "std",
-        "norm",
-        "vector_norm",
-        "max",
-        "min",
-        "amax",
-        "amin",
-        "argmax",
-        "argmin",
-        "normalize",
-        "cross_entropy",
-        "mse_loss",
-    ]
-)
+MIXES = {
+    *NORMS,
+    *("softmax", "log_softmax", "logsumexp", "cumsum", "sum", "mean", "var", "std", "norm", "vector_norm"),
+    *("max", "min", "amax", "amin", "argmax", "argmin", "normalize", "cross_entropy", "mse_loss"),
+}
 """Functions that mix the last dim of their first argument."""
 
 

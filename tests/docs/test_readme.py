@@ -181,7 +181,7 @@ def test_files_that_are_named_exist(page: Path) -> None:
     named += [
         f"src/plait/{name}"
         for name in re.findall(
-            r"`((?:core|plan|comm|engine|verify|launch|measure)/\w+\.py)`", page.read_text(encoding="utf-8")
+            r"`((?:core|plan|comm|tensor|engine|verify|launch|measure)/[\w/]+\.py)`", page.read_text(encoding="utf-8")
         )
     ]
     for name in named:

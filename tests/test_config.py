@@ -26,7 +26,6 @@ def test_the_smallest_batch_that_fills_all_parts_is_valid() -> None:
         ({"mesh": "shard=0"}, ["shard=0", "from 1"]),
         ({"mesh": "pipe=2 shard=2"}, ["pipe=2", "shard=4"]),
         ({"sequence_parallel": True, "model": "mlp", "mesh": "tensor=2"}, ["mlp", "in time"]),
-        ({"sequence_parallel": True}, ["shard=4", "tensor=2"]),
         ({"strategy": "zero4"}, ["unknown strategy 'zero4'", "zero3"]),
         ({"strategy": "mine: full | full"}, ["cannot read the strategy"]),
         ({"batch": 7, "mesh": "replica=2 shard=2", "microbatches": 2}, ["7 samples", "4", "2", "8 parts"]),

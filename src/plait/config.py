@@ -81,7 +81,7 @@ class RunConfig:
     """Of the parameters and the computation."""
 
     sequence_parallel: bool = False
-    """Cut the stream between tensor-parallel products in time (needs a tensor axis)."""
+    """Cut the stream between tensor-parallel products in time (over one rank: nothing)."""
     cut: Literal["element", "tensor"] = "element"
     """Where the data axes may cut: anywhere in a parameter, or only between parameters."""
     prefetch: int = 1
@@ -174,11 +174,6 @@ def validate(config: RunConfig) -> None:
         raise ValueError(
             f"the mesh '{mesh}' has pipe={mesh.pipe}, but training runs over the axes replica, shard and tensor: "
             f"leave pipe out, for example shard={mesh.size}"
-        )
-    if config.sequence_parallel and mesh.tensor == 1:
-        raise ValueError(
-            f"sequence_parallel cuts the stream over the tensor axis, which the mesh '{mesh}' has not: add tensor=2, "
-            f"or leave it out"
         )
     if config.sequence_parallel and config.model == "mlp":
         raise ValueError("sequence_parallel cuts activations in time, which mlp has not: choose gpt, or leave it out")

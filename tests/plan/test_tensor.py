@@ -13,12 +13,12 @@ from plait.comm import Comm
 from plait.config import VerifyConfig
 from plait.core.collectives import Entry, Note
 from plait.core.mesh import Mesh
-from plait.core.styles import Site
+from plait.core.styles import BACKWARD, FORWARD, Site
 from plait.engine import Engine
 from plait.job import make_job
 from plait.models.gpt import GPT, GPTConfig
 from plait.plan.cost import differences
-from plait.plan.tensor import BACKWARD, FORWARD, predict_tensor
+from plait.plan.tensor import predict_tensor
 from plait.tensor.parallel import parallel_plan
 from plait.verify.record import predict
 

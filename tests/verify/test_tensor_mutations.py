@@ -21,11 +21,12 @@ from plait.comm.thread import ThreadComm
 from plait.config import VerifyConfig
 from plait.core.collectives import Note
 from plait.core.cuts import TensorCut
+from plait.core.styles import BACKWARD, FORWARD
 from plait.engine.exchange import Exchange
 from plait.engine.norm import Norm
 from plait.engine.tensor_parallel import TensorParallel
 from plait.tensor.parallel import linear, vocabulary
-from plait.tensor.parallel.axis import BACKWARD, FORWARD, TensorAxis
+from plait.tensor.parallel.axis import TensorAxis
 from plait.tensor.parallel.linear import Entered, Row, Waiting
 
 Patch = pytest.MonkeyPatch
@@ -190,6 +191,10 @@ def take_ones_own_target_logit(patch: Patch) -> None:
     loss_hears_no_other(patch, 2)
 
 
+def compare_the_inputs_before_every_forward(patch: Patch) -> None:
+    patch.setattr(TensorParallel, "_same_inputs", property(lambda self: False, lambda self, known: None), raising=False)
+
+
 def drop_the_message_of_the_loss(patch: Patch) -> None:
     original = ThreadComm.all_gather
 
@@ -291,6 +296,7 @@ FAULTS: list[tuple[Callable[[Patch], None], VerifyConfig, bool, str | set[str]]]
     (take_ones_own_largest_logit, GPT, False, "different losses"),
     (take_ones_own_sum_of_exponentials, GPT, False, "different losses"),
     (take_ones_own_target_logit, GPT, True, "different losses"),
+    (compare_the_inputs_before_every_forward, GPT, False, {"ledger"}),
     (drop_the_message_of_the_loss, GPT, False, "different losses"),
     (drop_the_message_of_the_loss, GPT, True, "different losses"),
     (multiply_with_another_input, GPT, False, {"tree: gradient", "plain: gradient"}),

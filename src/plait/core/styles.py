@@ -45,6 +45,9 @@ KINDS = (
 CUT_DIM = {"column": 0, "gathered": 0, "vocabulary": 0, "row": 1}
 """The dim of the weight that a style cuts."""
 
+FORWARD, BACKWARD = "tensor forward", "tensor backward"
+"""How the ledger calls the phases of messages over the tensor axis, for those who send and who predict."""
+
 
 @dataclass(frozen=True)
 class Style:

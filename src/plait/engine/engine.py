@@ -168,7 +168,7 @@ class Engine:
         self.have_gradient: dict[str, bool] = {}
         """Which parameters got a gradient on any rank in the last step."""
         whole = [n for n, _, f, i in parameters_of(self.units) if f.trainable and f.cuts[i] is None]
-        self._unchecked = whole if self.parallel.styles else []
+        self.unchecked = whole if self.parallel.styles else []
         """Parameters whose gradients have not been seen to be the same on all tensor ranks."""
         self._now: OpenStep | None = None
         self._last = StepResult(-1, math.nan, 0, (), None)
@@ -295,9 +295,9 @@ class Engine:
         losses = tuple(loss.item() for loss in now.losses)
         squares = 0.0 if self.clip is None else square_sum(o.gradient for o in self.owned if self.norm.counts(o))
         total, every, self.have_gradient = self.exchange.report(squares, losses, self.gradients.touched())
-        if checked := [name for name in self._unchecked if self.have_gradient[name]]:
+        if checked := [name for name in self.unchecked if self.have_gradient[name]]:
             zero = check_whole(self.norm, self.owned, self.exchange, checked)
-            self._unchecked = [name for name in self._unchecked if name in zero or name not in checked]
+            self.unchecked = [name for name in self.unchecked if name in zero or name not in checked]
         if self.listener:
             self.listener("reduced", self)
         norm = None

@@ -19,10 +19,9 @@ from collections.abc import Sequence
 
 from plait.core.collectives import Entry, Note, bytes_sent
 from plait.core.mesh import Mesh
-from plait.core.styles import Site
+from plait.core.styles import BACKWARD, FORWARD, Site
 
 AXES = ("tensor",)
-FORWARD, BACKWARD = "tensor forward", "tensor backward"
 
 
 def predict_tensor(

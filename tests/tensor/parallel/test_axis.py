@@ -8,7 +8,8 @@ from parallel_cases import is_close, lines, on_ranks, part_of, values
 from torch import Tensor
 
 from plait.core.collectives import Note
-from plait.tensor.parallel.axis import BACKWARD, FORWARD, Gather, Leave, Split, TensorAxis
+from plait.core.styles import BACKWARD, FORWARD
+from plait.tensor.parallel.axis import Gather, Leave, Split, TensorAxis
 
 WAYS = [1, 2, 3, 4]
 NOTE = Note(FORWARD, "here")

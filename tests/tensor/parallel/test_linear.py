@@ -12,7 +12,8 @@ import torch.nn.functional as F
 from parallel_cases import is_close, lines, on_ranks, part_of, together, values
 from torch import Tensor
 
-from plait.tensor.parallel.axis import BACKWARD, FORWARD, Gather, TensorAxis
+from plait.core.styles import BACKWARD, FORWARD
+from plait.tensor.parallel.axis import Gather, TensorAxis
 from plait.tensor.parallel.linear import Entered, Row
 
 WAYS = [1, 2, 3, 4]

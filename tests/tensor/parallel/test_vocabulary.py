@@ -12,9 +12,9 @@ from torch import Tensor
 
 import plait
 from plait.core.layout import Layout
+from plait.core.styles import BACKWARD, FORWARD
 from plait.tensor import ShardedTensor
 from plait.tensor.parallel import TensorAxis, cross_entropy_sum
-from plait.tensor.parallel.axis import BACKWARD, FORWARD
 from plait.tensor.parallel.vocabulary import embedding
 
 WAYS = [1, 2, 3, 4]

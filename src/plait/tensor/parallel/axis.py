@@ -20,11 +20,9 @@ from torch import Tensor
 from plait.comm import Comm
 from plait.core.collectives import Note
 from plait.core.layout import part
+from plait.core.styles import BACKWARD, FORWARD
 
 AXES = ("tensor",)
-
-FORWARD, BACKWARD = "tensor forward", "tensor backward"
-"""Phases of the ledger."""
 
 Finish = Callable[[], Tensor]
 """Waits for messages under way and returns what they bring."""

@@ -26,7 +26,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from plait.tensor.parallel.axis import BACKWARD, FORWARD, TensorAxis
+from plait.core.styles import BACKWARD, FORWARD
+from plait.tensor.parallel.axis import TensorAxis
 
 
 def weight_product(gradient: Tensor, x: Tensor) -> Tensor:

@@ -20,7 +20,8 @@ from torch import Tensor
 from plait.comm import Comm
 from plait.core.collectives import Note
 from plait.core.layout import part
-from plait.tensor.parallel.axis import FORWARD, Leave, TensorAxis
+from plait.core.styles import FORWARD
+from plait.tensor.parallel.axis import Leave, TensorAxis
 from plait.tensor.sharded import ShardedTensor
 
 LOSS = Note(FORWARD, "loss")

@@ -2,7 +2,7 @@
 
 core <- plan <- report
 core <- comm <- tensor <- engine <- checkpoint <- train, verify <- launch <- cli
-models and data stand beside engine; config stands on core and models; measure beside train
+models and data stand beside engine, naive on models; config stands on core and models; measure beside train
 """
 
 import ast
@@ -26,6 +26,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "checkpoint": UP_TO_ENGINE,
     "models": {"core", "comm", "tensor"},
     "data": {"core"},
+    "naive": {"core", "comm", "models", "data"},
     "config": {"core", "models"},
     "doctor": {"core", "report", "measure"},
     "measure": {"core", "comm", "report", "config"},
@@ -43,7 +44,7 @@ MAY_IMPORT: dict[str, set[str]] = {
 
 WITHOUT_TORCH = {"core", "plan", "report"}
 
-MAY_CALL_COLLECTIVES = {"comm/process.py", "comm/c10d.py"}
+MAY_CALL_COLLECTIVES = {"comm/process.py", "comm/nccl.py", "comm/c10d.py"}
 
 COLLECTIVES = {
     *("all_reduce", "reduce", "broadcast", "all_gather", "all_gather_into_tensor", "gather", "scatter"),

@@ -23,8 +23,10 @@ Rules that hold in every world:
 from __future__ import annotations
 
 import os
+import time
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -35,6 +37,7 @@ from plait.comm.call import (
     Call,
     Done,
     Group,
+    Incoming,
     MismatchError,
     Work,
     copied,
@@ -51,7 +54,11 @@ from plait.comm.ledger import Ledger
 from plait.core.collectives import Entry, Note, bytes_sent
 from plait.core.mesh import AXES, Mesh
 
-__all__ = ["DONE", "NO_NOTE", "Call", "Comm", "Done", "Group", "MismatchError", "Work", "name_of"]
+__all__ = ["DONE", "NO_NOTE", "Call", "Comm", "Done", "Group", "Incoming", "MismatchError", "Work", "name_of"]
+
+
+OnWait = Callable[[Call, float, float], None]
+"""Told what was waited for, and from when to when (``time.perf_counter``)."""
 
 
 class Comm(ABC):
@@ -81,6 +88,7 @@ class Comm(ABC):
         self.mesh, self.rank, self.device = mesh, rank, torch.device(device)
         self.ledger, self.deterministic, self.deadline = Ledger(), deterministic, deadline
         self._groups: dict[tuple[str, ...], Group] = {}
+        self.on_wait: OnWait | None = None
 
     @property
     def overlaps(self) -> bool:
@@ -163,6 +171,12 @@ class Comm(ABC):
         with torch.no_grad():
             return self._recv(call, tensor, src)
 
+    def recv_new(self, src: int, note: Note = NO_NOTE) -> Incoming:
+        """The next message of the (global) rank ``src``, whatever its shape; ``wait()`` returns it."""
+        nothing = torch.empty(0, device=self.device)
+        incoming = self._recv_new(Call("recv", self._pair("recv", src), note, 0, nothing.dtype), src)
+        return _Recorded(self, incoming, src, note)
+
     def barrier(self, axes: Sequence[str], note: Note = NO_NOTE) -> None:
         """Returns when every member has come."""
         group = self._group(axes)
@@ -197,6 +211,18 @@ class Comm(ABC):
         """Lets go of what the world holds.  No operation may follow."""
         return None
 
+    @contextmanager
+    def waiting(self, call: Call) -> Iterator[None]:
+        """Around every place where this rank may stand still for others; tells ``on_wait`` how long it did."""
+        if self.on_wait is None:
+            yield
+            return
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.on_wait(call, start, time.perf_counter())
+
     # ---- what a world supplies -----------------------------------------------------------------
     # Tensors are 1-D here, and the group has at least two members.
 
@@ -229,6 +255,9 @@ class Comm(ABC):
 
     @abstractmethod
     def _recv(self, call: Call, tensor: Tensor, src: int) -> Work: ...
+
+    @abstractmethod
+    def _recv_new(self, call: Call, src: int) -> Incoming: ...
 
     @abstractmethod
     def _barrier(self, call: Call) -> None: ...
@@ -327,6 +356,10 @@ class Comm(ABC):
     def _message(self, kind: str, tensor: Tensor, peer: int, note: Note) -> Call:
         """send and recv: recorded under the axes along which the two ranks lie apart."""
         flat(tensor, "tensor", kind, self.device)
+        return self._record(kind, self._pair(kind, peer), note, tensor)
+
+    def _pair(self, kind: str, peer: int) -> Group:
+        """This rank and another, the sender first."""
         if not 0 <= peer < self.mesh.size or peer == self.rank:
             raise ValueError(
                 f"{kind} between rank {self.rank} and rank {peer} on the mesh {self.mesh}: "
@@ -335,4 +368,17 @@ class Comm(ABC):
         here, there = self.mesh.coordinates(self.rank), self.mesh.coordinates(peer)
         axes = tuple(a for a in AXES if here[a] != there[a])
         ranks = (self.rank, peer) if kind == "send" else (peer, self.rank)
-        return self._record(kind, Group(axes, ranks, ranks.index(self.rank), (2,)), note, tensor)
+        return Group(axes, ranks, ranks.index(self.rank), (2,))
+
+
+class _Recorded:
+    """A message of unknown shape, which stands in the ledger once it has come."""
+
+    def __init__(self, comm: Comm, incoming: Incoming, src: int, note: Note) -> None:
+        self._comm, self._incoming, self._src, self._note = comm, incoming, src, note
+
+    def wait(self) -> Tensor:
+        """The message."""
+        tensor = self._incoming.wait()
+        self._comm._message("recv", tensor, self._src, self._note)
+        return tensor

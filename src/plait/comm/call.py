@@ -33,6 +33,13 @@ class Work(Protocol):
         """Returns when the operation's tensors may be read and written again."""
 
 
+class Incoming(Protocol):
+    """A message under way whose shape only its sender knows."""
+
+    def wait(self) -> Tensor:
+        """Returns the message when it has come."""
+
+
 class Done:
     """The work of an operation that was complete when it was issued."""
 

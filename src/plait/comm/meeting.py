@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from plait.comm.base import Call, MismatchError, name_of
+from plait.comm.base import Call, MismatchError
 
 
 class AbortedError(RuntimeError):
@@ -150,8 +150,8 @@ class MeetingPlace:
             self._mail[src, dst, number] = tensor.clone()
             self._posted[dst].notify_all()
 
-    def take(self, call: Call, tensor: Tensor, number: int) -> None:
-        """Waits for the message of that number and copies it into ``tensor``."""
+    def take(self, call: Call, number: int) -> Tensor:
+        """Waits for the message of that number."""
         src, dst = call.group.ranks
         key = (src, dst, number)
         with self._lock:
@@ -164,12 +164,7 @@ class MeetingPlace:
                     raise RuntimeError(f"rank {dst} is in {call}, but rank {src} returned without sending")
                 waited = f"rank {dst} waited {self.deadline:g} s in {call}"
                 raise TimeoutError(f"{waited}: rank {src} did not send")
-        if message.shape != tensor.shape or message.dtype != tensor.dtype:
-            raise MismatchError(
-                f"rank {dst} receives {name_of(tensor.dtype)} {tuple(tensor.shape)} from rank {src}, "
-                f"which sent {name_of(message.dtype)} {tuple(message.shape)}: make both equal ({call})"
-            )
-        tensor.copy_(message)
+        return message
 
 
 def _list(ranks: Iterator[int]) -> str:

@@ -2,6 +2,7 @@
 
     Pending    messages, then something to finish (a fold)
     Receive    a header, checked; then the message itself
+    Unforeseen a header, which tells what to make room for; then the message
     TwoPhase   a large all-reduce: reduce-scatter, then all-gather
 
 A tag is a checksum of what a message means, so messages of different meaning never meet.  torch's handles
@@ -89,6 +90,30 @@ class Receive(Pending):
         super().wait()
 
 
+class Unforeseen(Pending):
+    """A message whose shape its header tells; it is asked for when the header has come."""
+
+    def __init__(
+        self,
+        comm: ProcessComm,
+        call: Call,
+        first: list[Started],
+        header: Tensor,
+        rest: Callable[[Tensor], list[Started]],
+    ) -> None:
+        super().__init__(comm, call, first)
+        self._header, self._rest = header, rest
+
+    def wait(self) -> Tensor:  # type: ignore[override]
+        """Reads the header, makes room, takes the message in."""
+        self._comm.join_works(self._call, self._works)
+        dtype, shape = read_label(bytes(self._header.tolist()).rstrip(b"\0").decode())
+        tensor = torch.empty(shape, dtype=dtype, device=self._comm.device)
+        self._works = self._rest(tensor)
+        super().wait()
+        return tensor
+
+
 class TwoPhase(Pending):
     """A large all-reduce: reduce-scatter, and in ``wait`` all-gather.
 
@@ -131,6 +156,12 @@ def cut(whole: Tensor, n: int) -> list[Tensor]:
 def label(tensor: Tensor) -> str:
     """What both sides of a message must agree on."""
     return f"{name_of(tensor.dtype)} {tuple(tensor.shape)}"
+
+
+def read_label(text: str) -> tuple[torch.dtype, tuple[int, ...]]:
+    """What ``label`` wrote."""
+    name, _, shape = text.partition(" ")
+    return getattr(torch, name), tuple(int(size) for size in shape.strip("()").split(",") if size.strip())
 
 
 def checksum(*parts: object) -> int:

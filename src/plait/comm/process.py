@@ -19,25 +19,22 @@ deadline, and each error names what both were doing, instead of a crash inside t
 
 Messages start when the operation is issued; ``wait()`` finishes it (the fold is done there).
 
-On nccl the library's collectives run, with exchange + fold where ``deterministic`` asks for it.  UNTESTED:
-nothing here has run on a GPU yet.
+GPUs add what they need in ``nccl.py``.
 """
 
 from __future__ import annotations
 
-import inspect
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
-from itertools import permutations
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from plait.comm.base import Call, Comm, Work
+from plait.comm.base import Call, Comm, Incoming, Work
 from plait.comm.failure import LastWords, failure
 from plait.comm.fold import ordered_sum
 from plait.comm.join import join, rank_from_env
@@ -47,20 +44,16 @@ from plait.comm.messages import (
     Receive,
     Started,
     TwoPhase,
+    Unforeseen,
     checksum,
     cut,
     header_of,
     label,
 )
-from plait.core.mesh import AXES, Mesh
+from plait.core.mesh import Mesh
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
-
-# Names that differ between releases of torch, chosen here and nowhere else.
-_all_gather_single: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_reduce_scatter_single: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-_UNSORTED: Any = {"sort_ranks": False} if "sort_ranks" in inspect.signature(dist.new_group).parameters else {}
 
 CHUNK_BYTES = 8 * 2**20
 """Longer messages are sent in chunks of this size (256 MB: 5 to 15 % faster than in one piece)."""
@@ -122,7 +115,11 @@ class ProcessComm(Comm):
             )
         on_gpu = device.type == "cuda"
         store = join(rank, mesh.size, "cpu:gloo,cuda:nccl" if on_gpu else "gloo", deadline)
-        kind = NcclComm if on_gpu else ProcessComm
+        kind = cls
+        if on_gpu:
+            from plait.comm.nccl import NcclComm
+
+            kind = NcclComm
         return kind(mesh, rank, store, device=device, deadline=deadline, deterministic=deterministic)
 
     def close(self) -> None:
@@ -223,6 +220,15 @@ class ProcessComm(Comm):
         rest = self._receive(call, tensor, src, tag)
         return Receive(self, call, first, header, label(tensor), lambda: rest)
 
+    def _recv_new(self, call: Call, src: int) -> Incoming:
+        number, header = self._number("message", src, self.rank), torch.zeros(HEADER_BYTES, dtype=torch.uint8)
+        first = self._receive(call, header, src, checksum("header", src, self.rank, number))
+
+        def rest(tensor: Tensor) -> list[Started]:
+            return self._receive(call, tensor, src, checksum(label(tensor), src, self.rank, number))
+
+        return Unforeseen(self, call, first, header, rest)
+
     # ---- what they are made of -----------------------------------------------------------------
 
     def exchange(self, call: Call, tag: int, slots: Sequence[Tensor], slices: Sequence[Tensor]) -> list[Started]:
@@ -271,11 +277,12 @@ class ProcessComm(Comm):
     def join_works(self, call: Call, works: Iterable[Started]) -> None:
         """Waits for what was started, all within one deadline."""
         end = time.monotonic() + self.deadline
-        try:
-            for work, _ in works:
-                self._wait(work, max(0.001, end - time.monotonic()))
-        except RuntimeError as error:
-            raise self._failure(call, error) from error
+        with self.waiting(call):
+            try:
+                for work, _ in works:
+                    self._wait(work, max(0.001, end - time.monotonic()))
+            except RuntimeError as error:
+                raise self._failure(call, error) from error
 
     def _wait(self, work: Any, seconds: float) -> None:
         work.wait(timedelta(seconds=seconds))
@@ -312,88 +319,3 @@ class ProcessComm(Comm):
         places = iter(range(n - 1))
         parts = (mine if k == call.group.index else None for k in range(n))
         return buffer, [buffer[(j := next(places)) * m : (j + 1) * m] if p is None else p for p in parts]
-
-
-class NcclComm(ProcessComm):
-    """GPUs.  Headers and barriers stay on gloo; tensors go by nccl.  UNTESTED.
-
-    Groups are made here, eagerly and in the same order on every rank: for every set of axes larger than
-    1 in every order (a group's order is the order of its pieces).  Messages have two lanes, to higher and
-    to lower ranks, each with its own communicator: a send never stands before the receive it waits for.
-    """
-
-    def __init__(self, mesh: Mesh, rank: int, store: Store, **options: Any) -> None:
-        super().__init__(mesh, rank, store, **options)
-        torch.cuda.set_device(self.device)
-        make: dict[str, Any] = {"backend": "nccl", "timeout": timedelta(seconds=self.deadline)}
-        everyone = list(range(mesh.size))
-        self._lanes = {up: dist.new_group(everyone, **make) for up in (True, False)}
-        large = [a for a in AXES if mesh.axis(a) > 1]
-        self._nccl: dict[tuple[str, ...], Any] = {}
-        for axes in (p for k in range(1, len(large) + 1) for p in permutations(large, k)):
-            for ranks in mesh.groups(axes):
-                group = dist.new_group(list(ranks), **make, **_UNSORTED)
-                if rank in ranks:
-                    self._nccl[axes] = group
-
-    def _library(self, call: Call) -> tuple[Any, list[int]]:
-        """torch's group, and the order in which it has our members (sorted, where it cannot keep ours)."""
-        group = self._nccl[tuple(a for a in call.group.axes if self.mesh.axis(a) > 1)]
-        n, ranks = len(call.group.ranks), call.group.ranks
-        return group, list(range(n)) if _UNSORTED else sorted(range(n), key=lambda k: ranks[k])
-
-    def exchange(self, call: Call, tag: int, slots: Sequence[Tensor], slices: Sequence[Tensor]) -> list[Started]:
-        if slots[0].device.type != "cuda":
-            return super().exchange(call, tag, slots, slices)
-        group, order = self._library(call)
-        nothing, index = slots[0].new_empty(0), call.group.index
-        into = [slots[k] if k != index else nothing for k in order]
-        from_ = [slices[k] if k != index else nothing for k in order]
-        return [(dist.all_to_all(into, from_, group=group, async_op=True), slots[0])]
-
-    def _all_gather(self, call: Call, out: Tensor, piece: Tensor) -> Work:
-        group, order = self._library(call)
-        if order != sorted(order):
-            return super()._all_gather(call, out, piece)
-        return Pending(self, call, [(_all_gather_single(out, piece, group=group, async_op=True), out)])
-
-    def _reduce_scatter(self, call: Call, out: Tensor, whole: Tensor) -> Work:
-        group, order = self._library(call)
-        if self.deterministic or order != sorted(order):
-            return super()._reduce_scatter(call, out, whole)
-        work = _reduce_scatter_single(out, whole, op=_library_op(call.op), group=group, async_op=True)
-        return Pending(self, call, [(work, whole)])
-
-    def _all_reduce(self, call: Call, tensor: Tensor) -> Work:
-        if self.deterministic:
-            return super()._all_reduce(call, tensor)
-        group, _ = self._library(call)
-        work = dist.all_reduce(tensor, op=_library_op(call.op), group=group, async_op=True)
-        return Pending(self, call, [(work, tensor)])
-
-    def _post(self, call: Call, tensor: Tensor, dst: int, tag: int) -> list[Started]:
-        if tensor.device.type != "cuda":
-            return super()._post(call, tensor, dst, tag)
-        lane = self._lanes[dst > self.rank]
-        return self._start(call, tensor, lambda chunk: dist.isend(chunk, dst, group=lane))
-
-    def _receive(self, call: Call, tensor: Tensor, src: int, tag: int) -> list[Started]:
-        if tensor.device.type != "cuda":
-            return super()._receive(call, tensor, src, tag)
-        lane = self._lanes[self.rank > src]
-        return self._start(call, tensor, lambda chunk: dist.irecv(chunk, src, group=lane))
-
-    def _recv(self, call: Call, tensor: Tensor, src: int) -> Work:
-        # nccl has no tags: the message is taken in only when its header has been read.
-        number, header = self._number("message", src, self.rank), torch.zeros(HEADER_BYTES, dtype=torch.uint8)
-        first = self._receive(call, header, src, checksum("header", src, self.rank, number))
-        return Receive(self, call, first, header, label(tensor), lambda: self._receive(call, tensor, src, 0))
-
-    def _wait(self, work: Any, seconds: float) -> None:
-        # On the GPU a wait orders streams and must not stop this thread; nccl's watchdog has the deadline.
-        if work is not None and "nccl" not in type(work).__name__.lower():
-            super()._wait(work, seconds)
-
-
-def _library_op(op: str) -> Any:
-    return {"sum": dist.ReduceOp.SUM, "min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX}[op]

@@ -21,13 +21,13 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from typing import TypeVar
 
 import torch
 from torch import Tensor
 
-from plait.comm.base import DONE, Call, Comm, Work
+from plait.comm.base import DONE, Call, Comm, Incoming, MismatchError, Work, name_of
 from plait.comm.fold import ordered_sum
 from plait.comm.meeting import AbortedError, MeetingPlace
 from plait.core.mesh import Mesh
@@ -66,7 +66,7 @@ class ThreadComm(Comm):
             deadline=world.deadline,
             deterministic=world.deterministic,
         )
-        self._world = world
+        self.world = world
         self._met: dict[tuple[int, ...], int] = {}
         self._messages: dict[tuple[int, int], int] = {}
 
@@ -75,10 +75,12 @@ class ThreadComm(Comm):
         with self._meet_some(call, mine) as brought:
             yield [t for t in brought if t is not None]
 
-    def _meet_some(self, call: Call, mine: Tensor | None) -> AbstractContextManager[list[Tensor | None]]:
+    @contextmanager
+    def _meet_some(self, call: Call, mine: Tensor | None) -> Iterator[list[Tensor | None]]:
         members = tuple(sorted(call.group.ranks))
         number = self._met[members] = self._met.get(members, -1) + 1
-        return self._world.meet(self.rank, number, call, mine)
+        with self.waiting(call), self.world.meet(self.rank, number, call, mine) as brought:
+            yield brought
 
     def _all_gather(self, call: Call, out: Tensor, piece: Tensor) -> Work:
         with self._meet(call, piece) as pieces:
@@ -141,11 +143,14 @@ class ThreadComm(Comm):
         return DONE
 
     def _send(self, call: Call, tensor: Tensor, dst: int) -> Work:
-        self._world.post(call, tensor, self._number(self.rank, dst))
+        self.world.post(call, tensor, self._number(self.rank, dst))
         return DONE
 
     def _recv(self, call: Call, tensor: Tensor, src: int) -> Work:
-        return _Receive(self._world, call, tensor, self._number(src, self.rank))
+        return _Receive(_Incoming(self, call, self._number(src, self.rank)), call, tensor)
+
+    def _recv_new(self, call: Call, src: int) -> Incoming:
+        return _Incoming(self, call, self._number(src, self.rank))
 
     def _number(self, src: int, dst: int) -> int:
         number = self._messages[src, dst] = self._messages.get((src, dst), -1) + 1
@@ -159,15 +164,34 @@ class ThreadComm(Comm):
 class _Receive:
     """A message that was asked for; ``wait`` brings it in."""
 
-    def __init__(self, world: ThreadWorld, call: Call, tensor: Tensor, number: int) -> None:
-        self._world, self._call, self._number = world, call, number
+    def __init__(self, incoming: _Incoming, call: Call, tensor: Tensor) -> None:
+        self._incoming, self._call = incoming, call
         self._tensor: Tensor | None = tensor
 
     def wait(self) -> None:
-        if self._tensor is not None:
-            with torch.no_grad():
-                self._world.take(self._call, self._tensor, self._number)
-            self._tensor = None
+        tensor, self._tensor = self._tensor, None
+        if tensor is None:
+            return
+        message = self._incoming.wait()
+        if message.shape != tensor.shape or message.dtype != tensor.dtype:
+            src, dst = self._call.group.ranks
+            raise MismatchError(
+                f"rank {dst} receives {name_of(tensor.dtype)} {tuple(tensor.shape)} from rank {src}, "
+                f"which sent {name_of(message.dtype)} {tuple(message.shape)}: make both equal ({self._call})"
+            )
+        with torch.no_grad():
+            tensor.copy_(message)
+
+
+class _Incoming:
+    """A message, whatever its shape."""
+
+    def __init__(self, comm: ThreadComm, call: Call, number: int) -> None:
+        self._comm, self._call, self._number = comm, call, number
+
+    def wait(self) -> Tensor:
+        with self._comm.waiting(self._call):
+            return self._comm.world.take(self._call, self._number)
 
 
 def _cut(whole: Tensor, n: int) -> list[Tensor]:

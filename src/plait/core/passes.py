@@ -35,6 +35,16 @@ def split_backward(schedule: Schedule) -> Schedule:
     return tuple(tuple(part for action in line for part in split(action)) for line in schedule)
 
 
+def complete(schedule: Schedule, strategy: Strategy, *, hold: int = 1) -> Schedule:
+    """Everything that a schedule lacks to be carried out under a row; what it says already stays as it is."""
+    kinds = {part.kind for line in schedule for action in line for part in action.all}
+    if not kinds & {Kind.UNSHARD, Kind.RESHARD, Kind.REDUCE_GRAD}:
+        schedule = add_sharding(schedule, strategy, hold=hold)
+    if not kinds & {Kind.REDUCE, Kind.UPDATE}:
+        schedule = add_step(schedule)
+    return schedule if kinds & MESSAGES else add_messages(schedule)
+
+
 # ---- sharded data parallelism -----------------------------------------------------------------------------
 
 

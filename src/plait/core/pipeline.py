@@ -1,0 +1,123 @@
+"""How the ranks of the pipe axis share the work of a step: an order, completed for a row and checked.
+
+    Pipeline("1f1b", pipe=4)                    4 stages, stage s on rank s
+    Pipeline("interleaved", pipe=4, chunks=2)   8 stages, stage s on rank s mod 4
+    Pipeline(None, pipe=1)                      no pipeline: one stage, the same runtime
+    Pipeline(parse_schedule(text), pipe=4)      written by hand
+
+``completed`` gives every rank's line for a number of microbatches, with what the row adds (gathers, reductions) and
+the messages; it is proved before it is handed out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+
+from plait.core.actions import PASSES, Kind, Schedule, microbatches, owners
+from plait.core.cells import Strategy
+from plait.core.check import check
+from plait.core.orders import one_stage, stages_per_rank, write_order
+from plait.core.passes import complete
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """An order of work on ``pipe`` ranks.
+
+    ``order`` is a name, a schedule written by hand, or None: ``1f1b``, or one stage where there is one rank.
+
+    Raises:
+        ValueError: an unknown order, chunks where the order fixes them, a schedule for another number of ranks.
+    """
+
+    order: str | Schedule | None
+    pipe: int
+    chunks: int | None = None
+    """Stages on each rank, for ``interleaved``."""
+
+    def __post_init__(self) -> None:
+        if self.name is not None:
+            stages_per_rank(self.name, self.chunks)
+        elif self.chunks is not None:
+            raise ValueError(f"{self.chunks} chunks: only the order 'interleaved' takes chunks")
+        if isinstance(self.order, tuple):
+            if len(self.order) != self.pipe:
+                raise ValueError(
+                    f"the schedule has {len(self.order)} lines, one for each rank, but the mesh has pipe={self.pipe}: "
+                    f"use pipe={len(self.order)}, or write {self.pipe} lines"
+                )
+            check(self.order)
+
+    @property
+    def name(self) -> str | None:
+        """The order's name; None for one stage, or a schedule written by hand."""
+        if self.order is None:
+            return "1f1b" if self.pipe > 1 else None
+        return self.order if isinstance(self.order, str) else None
+
+    @property
+    def num_stages(self) -> int:
+        if isinstance(self.order, tuple):
+            return 1 + max(owners(self.order))
+        return 1 if self.name is None else self.pipe * stages_per_rank(self.name, self.chunks)
+
+    @property
+    def owner(self) -> Mapping[int, int]:
+        """The rank of each stage."""
+        return owners(self.written(1))
+
+    @property
+    def splits_backward(self) -> bool:
+        """Whether backwards are made in two parts."""
+        return any(action.kind is Kind.WEIGHT for line in self.written(1) for action in line)
+
+    def written(self, num_microbatches: int) -> Schedule:
+        """The order alone.
+
+        Raises:
+            ValueError: a schedule written by hand for another number of microbatches.
+        """
+        if isinstance(self.order, tuple):
+            return self.order
+        if self.name is None:
+            return one_stage(num_microbatches)
+        return write_order(self.name, self.num_stages, num_microbatches, self.chunks)
+
+    def completed(self, num_microbatches: int, strategy: Strategy, hold: int = 1) -> Schedule:
+        """Every rank's line, proved.
+
+        Args:
+            hold: how many stages a rank may have unsharded at once (see ``add_sharding``).
+
+        Raises:
+            ValueError: no microbatch, or a schedule written by hand that is for another number of them.
+        """
+        own = microbatches(a for line in self.written(num_microbatches) for a in line)
+        if own != num_microbatches:
+            raise ValueError(
+                f"the schedule is written for {own} microbatches, but the step brings {num_microbatches}: "
+                f"give {own}, or write it for {num_microbatches}"
+            )
+        return _completed(self, num_microbatches, strategy, hold)
+
+
+@lru_cache(maxsize=64)
+def _completed(pipeline: Pipeline, num_microbatches: int, strategy: Strategy, hold: int) -> Schedule:
+    written = pipeline.written(num_microbatches)
+    if pipeline.name is None and pipeline.order is None:
+        return written
+    schedule = complete(written, strategy, hold=hold)
+    check(schedule, num_stages=pipeline.num_stages, num_microbatches=num_microbatches)
+    return schedule
+
+
+def last_gradients(schedule: Schedule) -> frozenset[tuple[Kind, int, int]]:
+    """The pass of each stage that makes its last gradient, as (kind, stage, microbatch)."""
+    found = {}
+    for line in schedule:
+        for action in line:
+            if action.kind in PASSES and action.kind in (Kind.BACKWARD, Kind.WEIGHT):
+                found[action.stage] = (action.kind, action.stage, action.microbatch)
+    return frozenset(found.values())

@@ -40,6 +40,8 @@ class Job:
     seed: int
     leading: Callable[[Any], tuple[int, ...]]
     """The shape of a batch's activations without their last dim."""
+    width: int
+    """The last dim of what goes from stage to stage."""
 
     def microbatches(
         self, step: int, data_rank: int, num_data_ranks: int, num_microbatches: int, device: str = "cpu"
@@ -108,4 +110,5 @@ def make_job(config: RunConfig) -> Job:
         return tuple(batch["tokens"].shape) if "tokens" in batch else (len(batch["x"]),)
 
     build = partial(build_model, config)
-    return Job(build, loss_fn, count_fn, batches, optimizer, config.batch, config.torch_dtype, config.seed, leading)
+    dtype, width = config.torch_dtype, config.width
+    return Job(build, loss_fn, count_fn, batches, optimizer, config.batch, dtype, config.seed, leading, width)

@@ -11,8 +11,6 @@ Where an order's name stands, the file of a hand-written schedule may stand inst
 from __future__ import annotations
 
 import shutil
-import sys
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -110,25 +108,15 @@ class ScheduleCommand:
 
 def run_schedule(command: ScheduleCommand) -> int:
     """One ``plait schedule`` command; returns the exit code."""
-    what = command.what
-    if isinstance(what, Check):
-        return _or_grid(lambda: _check(what))
-    if isinstance(what, Text):
-        return _or_grid(lambda: _text(what))
-    if isinstance(what, Show):
-        return _or_grid(lambda: _show(what))
-    return _or_grid(lambda: _draw(what))
-
-
-def _or_grid(work: Callable[[], None]) -> int:
-    """Exit code 0; or 2 and what is wrong, if that comes with the lines of a grid (they would be joined elsewhere)."""
-    try:
-        work()
-    except ValueError as error:
-        if "\n" not in str(error):
-            raise
-        sys.stderr.write(f"plait: error: {error}\n")
-        return 2
+    match command.what:
+        case Check() as what:
+            _check(what)
+        case Text() as what:
+            _text(what)
+        case Show() as what:
+            _show(what)
+        case Draw() as what:
+            _draw(what)
     return 0
 
 

@@ -162,7 +162,7 @@ def _bytes_per_rank(config: TrainConfig, job: Job, comm: Comm, engine: Engine) -
         sum(entry.sent for entry in predict(engine, job, batches)),
         sum(e.sent for e in comm.ledger.entries if e.note.phase not in ("setup", "state")) // config.steps,
         kept["gathered_peak"],
-        engine.stage.peak_open,
+        engine.peak_open,
     ]
     every = torch.empty(len(mine) * comm.mesh.size, dtype=torch.int64, device=comm.device)
     comm.all_gather(every, torch.tensor(mine, dtype=torch.int64, device=comm.device), AXES, note=Note("bytes")).wait()
@@ -181,7 +181,7 @@ def _compare(
     """Train again as one process that adds in this layout's order; whether every number is the same."""
     console.print("training again as one process ...")
     bitwise = asked(config) == BITWISE
-    pieces = [r.norm_pieces for r in sorted(records, key=lambda r: r.data_rank)] if bitwise else None
+    pieces = [r.norm_pieces for r in sorted(records, key=lambda r: r.rank)] if bitwise else None
     reference = run_reference(
         job,
         comm.mesh,
@@ -191,6 +191,7 @@ def _compare(
         clip=config.clip,
         norm_pieces=pieces,
         keep_gradients=False,
+        ties=records[0].ties,
     )
     findings = against_tree(records, reference, asked(config))
     console.print(

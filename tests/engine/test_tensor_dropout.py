@@ -23,15 +23,15 @@ Masks = dict[str, Tensor]
 def drawn(engine: Engine) -> Masks:
     """What the engine's streams draw from here on, by module and number of the draw in it."""
     masks: Masks = {}
-    draw = engine.streams.mask
+    draw = engine.stages[0].streams.mask
 
     def mask(shape: Any, p: float, device: torch.device) -> Tensor:
-        name = engine.streams.modules[-1]
+        name = engine.stages[0].streams.modules[-1]
         found = draw(shape, p, device)
         masks[f"{name}#{sum(key.startswith(name + '#') for key in masks)}"] = found
         return found
 
-    engine.streams.mask = mask  # type: ignore[method-assign]
+    engine.stages[0].streams.mask = mask  # type: ignore[method-assign]
     return masks
 
 

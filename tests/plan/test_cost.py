@@ -84,8 +84,9 @@ def test_volumes_of_every_row(row: str, p: int, replicas: int, m: int) -> None:
 
 @pytest.mark.parametrize("row", TABLE)
 def test_one_rank_sends_nothing(row: str) -> None:
-    for mesh in (Mesh(), Mesh(pipe=3)):
-        assert predict_step(units_for(mesh), mesh, TABLE[row], 3, 0) == ()
+    assert predict_step(units_for(Mesh()), Mesh(), TABLE[row], 3, 0) == ()
+    agreed = predict_step(units_for(Mesh(pipe=3)), Mesh(pipe=3), TABLE[row], 3, 0)
+    assert {entry.note.phase for entry in agreed} == {"count", "report"}, "and pipeline ranks agree, no more"
 
 
 @pytest.mark.parametrize("row", ["hsdp", "psdp"])

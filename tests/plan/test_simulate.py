@@ -10,7 +10,7 @@ import pytest
 from plait.core.actions import parse_schedule
 from plait.core.cells import TABLE
 from plait.core.check import peaks
-from plait.core.orders import ORDERS, gpipe, naive, one_f_one_b, write_order, zb_h1, zb_h2
+from plait.core.orders import ORDERS, gpipe, naive, one_f_one_b, one_stage, write_order, zb_h1, zb_h2
 from plait.core.passes import add_messages, add_sharding, add_step, merge_messages, split_backward
 from plait.core.v_orders import dualpipe_v, zbv
 from plait.plan.bubbles import bubbles
@@ -85,6 +85,63 @@ def test_gathers_and_reductions_take_the_time_of_their_line() -> None:
     timeline = simulate(full, Costs(unshard=0.5, reduce_grad=0.25, reduce=0.125, update=2))
     assert timeline.makespan == 3 + 2 * 0.5 + 0.25 + 0.125 + 2
     assert timeline.work(0) == 3
+
+
+# ---- beside the line --------------------------------------------------------------------------------------
+
+
+def test_a_gather_beside_the_line_holds_up_the_first_pass_that_reads_the_stage() -> None:
+    """line   0F0 0F1 .   1F0 1F1
+    lane   1UNSHARD---"""
+    schedule = parse_schedule("1UNSHARD 0F0 0F1 1F0 1F1")
+    timeline = simulate(schedule, Costs(unshard=(1, 2.5), overlap=True))
+    assert timeline.starts == ((0, 0, 1, 2.5, 3.5),)
+    assert timeline.ends == ((2.5, 1, 2, 3.5, 4.5),)
+    assert simulate(schedule, Costs(unshard=(1, 2.5))).starts == ((0, 2.5, 3.5, 4.5, 5.5),)
+
+
+def test_the_lane_carries_one_after_the_other_in_the_order_of_issue() -> None:
+    expected = [
+        ("0UNSHARD", 0, 1),
+        ("0F0", 1, 2),
+        ("1UNSHARD", 2, 3),
+        ("1F0", 3, 4),
+        ("1B0", 4, 6),
+        ("1REDUCE_GRAD0", 6, 8),
+        ("0UNSHARD", 8, 9),  # behind the reduction
+        ("0I0", 9, 10),  # waits for the second gather, not the first
+        ("0UNSHARD", 10, 11),
+        ("0W0", 10, 11),  # reads no parameters
+        ("0REDUCE_GRAD0", 11, 13),
+        ("1REDUCE", 13, 17),
+        ("0REDUCE", 17, 21),
+        ("1UPDATE", 21, 21.5),  # waits for the whole lane
+        ("0UPDATE", 21.5, 22),
+    ]
+    schedule = parse_schedule(" ".join(action for action, _, _ in expected))
+    timeline = simulate(schedule, Costs(unshard=1, reduce_grad=2, reduce=4, update=0.5, overlap=True))
+    assert list(zip(map(str, schedule[0]), timeline.starts[0], timeline.ends[0], strict=True)) == expected
+
+
+def test_every_rank_has_its_own_lane() -> None:
+    timeline = simulate(one_stage(2, num_ranks=2), Costs(reduce=4, update=1, overlap=True))
+    assert timeline.starts[0] == timeline.starts[1] == (0, 1, 3, 4, 6, 10)
+
+
+def test_a_reduction_that_outlasts_its_line_ends_the_step() -> None:
+    schedule = parse_schedule("0F0 1F0 1B0 1REDUCE 0B0")
+    assert simulate(schedule, Costs(reduce=9, overlap=True)).makespan == 4 + 9
+
+
+@pytest.mark.parametrize("name", ORDERS)
+def test_a_lane_never_makes_a_step_longer(name: str) -> None:
+    for stages, m in ((1, 3), (4, 2), (6, 7)):
+        full = add_messages(add_step(add_sharding(write_order(name, stages, m), TABLE["zero3"])))
+        costs = {"unshard": 0.5, "reduce_grad": 0.25, "reduce": 0.125, "update": 2}
+        on, beside = simulate(full, Costs(**costs)), simulate(full, Costs(**costs, overlap=True))
+        assert beside.makespan <= on.makespan
+        free = simulate(full, Costs(overlap=True))
+        assert (free.starts, free.ends) == (simulate(full, Costs()).starts, simulate(full, Costs()).ends)
 
 
 @pytest.mark.parametrize("name", ORDERS)

@@ -76,14 +76,13 @@ def verify(config: VerifyConfig, **changes: Any) -> Verified:
 
 def judged(config: VerifyConfig, ranks: list[RankRecord]) -> Verified:
     job, row, mesh = job_of(config), find_strategy(config.strategy), config.parsed_mesh
-    pieces = None if mesh.tensor > 1 else [r.norm_pieces for r in sorted(ranks, key=lambda r: r.data_rank)]
-    mesh = replace(mesh, tensor=1)  # a reference does not depend on it
+    pieces = None if mesh.tensor > 1 else [r.norm_pieces for r in sorted(ranks, key=lambda r: r.rank)]
+    mesh = replace(mesh, tensor=1, pipe=1)  # a reference does not depend on them
     order = additions(row)
-    key = (id(job), mesh, config.microbatches, order, config.clip, repr(pieces))
+    key = (id(job), mesh, config.microbatches, order, config.clip, repr(pieces), repr(ranks[0].ties))
     if key not in _TREES:
-        _TREES[key] = run_reference(
-            job, mesh, config.microbatches, order, config.steps, clip=config.clip, norm_pieces=pieces
-        )
+        settings: dict[str, Any] = {"clip": config.clip, "norm_pieces": pieces, "ties": ranks[0].ties}
+        _TREES[key] = run_reference(job, mesh, config.microbatches, order, config.steps, **settings)
     plain_key = f"{id(job)} {config.clip}"
     if plain_key not in _PLAIN:
         _PLAIN[plain_key] = run_reference(job, Mesh(), 1, order, config.steps, clip=config.clip)

@@ -51,6 +51,8 @@ PASSES = frozenset({Kind.FORWARD, Kind.BACKWARD, Kind.INPUT, Kind.WEIGHT})
 """What computes."""
 MESSAGES = frozenset({Kind.SEND_F, Kind.RECV_F, Kind.SEND_B, Kind.RECV_B})
 """What moves an activation (F) to the next stage or its gradient (B) to the stage before."""
+ACTIVATION, GRADIENT, TIED = "activation", "gradient", "tied"
+"""How the ledger calls the phases of messages between stages, for those who send and who predict."""
 _NEEDS_MICROBATCH = PASSES | MESSAGES | {Kind.REDUCE_GRAD}
 
 

@@ -3,8 +3,8 @@
     counts   [microbatches, targets, samples]                            int64, before the first forward
     report   [sum of squares, losses of the microbatches, gradient bits]  fp64, before the update
 
-Both are all-gathers in data-rank order, tensor ranks innermost, so that every rank folds the same numbers in the same
-order.
+Both are all-gathers in rank order: pipe outermost, then data ranks, tensor ranks innermost.  Every rank folds the same
+numbers in the same order.  Losses come from the ranks that have the last stage; the others report zeros.
 """
 
 from __future__ import annotations
@@ -12,8 +12,11 @@ from __future__ import annotations
 DATA_ORDER = ("replica", "shard")
 """Data-rank order: replica outermost."""
 
-AGREEING = (*DATA_ORDER, "tensor")
-"""The axes whose ranks agree.  Tensor ranks of one data rank bring the same batch, and shares of one norm."""
+IN_STAGE = (*DATA_ORDER, "tensor")
+"""The axes whose ranks work on the same stages.  Tensor ranks of one data rank bring the same batch."""
+
+AGREEING = ("pipe", *IN_STAGE)
+"""The axes whose ranks agree: all.  Ranks of one data rank, along pipe and tensor, bring the same batch."""
 
 NUMBER_BYTES = 8
 

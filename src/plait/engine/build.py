@@ -8,7 +8,8 @@ pieces and one module.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 
 import torch
@@ -21,13 +22,35 @@ from plait.core.cuts import TensorCut
 from plait.core.flat import Cut, lay
 from plait.core.mesh import AXES
 from plait.engine.init import check_buffers, initial_values, replace_parameter
+from plait.engine.links import StageModel
 from plait.engine.unit import Flat, Unit
-from plait.engine.wrap import Wrapped, wrap
+from plait.engine.wrap import wrap
 from plait.tensor.parallel import Parallel
 
 
+@dataclass(frozen=True)
+class Whole:
+    """The user's model, from which stages are cut.
+
+    ``names`` are its parameters' names by ``id``; ``tied`` are those that several stages use.
+    """
+
+    model: nn.Module
+    names: Mapping[int, str]
+    tied: frozenset[int] = frozenset()
+
+
+def check_model(model: nn.Module, comm: Comm) -> None:
+    """Raises ValueError for what no engine can train: no parameters, empty buffers, replicas that differ."""
+    check_buffers(model)
+    if not any(True for _ in model.parameters()):
+        raise ValueError("the model has no parameters: there is nothing to train")
+    check_replicas(model, comm)
+
+
 def build_units(
-    model: nn.Module,
+    part: StageModel,
+    whole: Whole,
     comm: Comm,
     strategy: Strategy,
     *,
@@ -37,10 +60,10 @@ def build_units(
     resting: dict[int, str],
     parallel: Parallel,
 ) -> list[Unit]:
-    """Cut the model into units whose flat storages hold this rank's pieces.
+    """Cut a stage into units whose flat storages hold this rank's pieces.
 
     Args:
-        model: parameters with values, or on meta, or some of each.
+        part: the stage; parameters with values, or on meta, or some of each.
         names: the modules that become units; None wraps automatically.
         cut: where pieces may end.
         seed: for the parameters on meta.
@@ -48,29 +71,30 @@ def build_units(
         parallel: how tensor parallelism cuts parameters, before they are laid in their units.
 
     Raises:
-        ValueError: replicas that differ, buffers or modules without values, unknown unit names.
+        ValueError: modules without values, unknown unit names.
     """
-    check_buffers(model)
+    model = part.model
     wrapped = wrap(model, names)
-    if not any(w.parameters for w in wrapped):
-        raise ValueError("the model has no parameters: there is nothing to train")
-    check_replicas(wrapped, comm)
     for module in model.modules():
         for name, buffer in module._buffers.items():
             if buffer is not None:
                 module._buffers[name] = buffer.to(comm.device)
     plan, here = moves(strategy), comm.mesh.index(comm.rank, ("tensor",))
-    loads = [0] * comm.mesh.data_size
+    loads = unloaded = [0] * comm.mesh.data_size  # a tied weight has the same owner on each of its stages
     fresh: dict[int, tuple[nn.Parameter, Flat, int]] = {}
     units: dict[str, Unit] = {}
     for w in wrapped:
         flats = []
-        for group in _by_kind(w.parameters, parallel.summed):
+        named = [(whole.names[id(part.origin[id(p)])], p) for _, p in w.parameters]
+        tied = {id(p) for _, p in named if id(part.origin[id(p)]) in whole.tied}
+        for group in _by_kind(named, parallel.summed, tied):
             first = group[0][1]
+            alone = id(first) in tied
             itemsize = first.element_size()
             cuts = [parallel.cuts.get(id(p)) for _, p in group]
             layout, first_rank = (
-                lay(_shapes(group, cuts, index), itemsize, comm.mesh.data_size, cut, loads) for index in (here, 0)
+                lay(_shapes(group, cuts, index), itemsize, comm.mesh.data_size, cut, unloaded if alone else loads)
+                for index in (here, 0)
             )
             sizes = [(b - a) * itemsize for a, b in pairwise(first_rank.bounds)]  # tensor ranks balance alike
             loads = [load + size for load, size in zip(loads, sizes, strict=True)]
@@ -84,11 +108,12 @@ def build_units(
                     flat.write(index, value)
             flats.append(flat)
         units[w.name] = Unit(w.name, w.module, flats, plan, comm)
-    olds = {id(p): p for w in wrapped for _, p in w.parameters}
-    whole = {key: cut.shape for key, cut in parallel.cuts.items()}
-    for old, value in initial_values(model, seed, comm.device, whole):
-        _, flat, index = fresh[id(old)]
+    shapes = {id(part.origin[key]): cut.shape for key, cut in parallel.cuts.items()}
+    wanted = {id(part.origin[key]): key for key in fresh}
+    for old, value in initial_values(whole.model, seed, comm.device, shapes, wanted):
+        _, flat, index = fresh[wanted[id(old)]]
         flat.write(index, value)
+    olds = {id(p): p for w in wrapped for _, p in w.parameters}
     for key, (new, _, _) in fresh.items():
         replace_parameter(model, olds[key], new)
     for w in wrapped:
@@ -116,19 +141,23 @@ def _off_meta(parameter: nn.Parameter, device: torch.device) -> nn.Parameter:
 
 
 def _by_kind(
-    parameters: Sequence[tuple[str, nn.Parameter]], summed: Collection[int]
+    parameters: Sequence[tuple[str, nn.Parameter]], summed: Collection[int], tied: Collection[int]
 ) -> list[list[tuple[str, nn.Parameter]]]:
-    """Who shares a flat buffer: parameters alike in dtype, in whether they train, and in whether they are summed."""
-    groups: dict[tuple[torch.dtype, bool, bool], list[tuple[str, nn.Parameter]]] = {}
+    """Who shares a flat buffer: parameters alike in dtype, in whether they train, and in whether they are summed.
+
+    One that several stages use has a buffer of its own, laid alike on each of them.
+    """
+    groups: dict[tuple[torch.dtype, bool, bool, str], list[tuple[str, nn.Parameter]]] = {}
     for name, parameter in parameters:
-        kind = (parameter.dtype, parameter.requires_grad, id(parameter) in summed)
+        own = name if id(parameter) in tied else ""
+        kind = (parameter.dtype, parameter.requires_grad, id(parameter) in summed, own)
         groups.setdefault(kind, []).append((name, parameter))
     return list(groups.values())
 
 
-def check_replicas(wrapped: Sequence[Wrapped], comm: Comm) -> None:
+def check_replicas(model: nn.Module, comm: Comm) -> None:
     """Raises ValueError, on every rank, when a parameter that came with values differs between ranks."""
-    parameters = [(n, p) for w in wrapped for n, p in w.parameters]
+    parameters = list(model.named_parameters())
     hashes = torch.tensor([_fingerprint(n, p) for n, p in parameters], dtype=torch.int64, device=comm.device)
     size = torch.tensor([len(parameters), -len(parameters)], dtype=torch.int64, device=comm.device)
     comm.all_reduce(size, AXES, op="max", note=Note("setup")).wait()

@@ -24,27 +24,26 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
 from plait.comm import Comm
-from plait.core.actions import Action, Kind
+from plait.core.actions import Schedule
 from plait.core.cells import Strategy, find_strategy
 from plait.core.flat import Cut, UnitLayout
-from plait.core.orders import one_stage
+from plait.core.pipeline import Pipeline, last_gradients
 from plait.core.styles import Style
-from plait.engine.build import build_units
+from plait.engine.build import check_model
+from plait.engine.courier import Courier
 from plait.engine.exchange import Exchange
-from plait.engine.gradients import Gradients, parameters_of
-from plait.engine.guard import ModelGuard
+from plait.engine.gradients import parameters_of
 from plait.engine.norm import Norm, check_whole
 from plait.engine.optim import Owned, OwnedOptimizer, clip_factor, owned_runs, scale, square_sum
-from plait.engine.rng import Draw, Streams
-from plait.engine.runtime import execute
-from plait.engine.stage import Stage
-from plait.engine.state import full_state_dict, load_full_state_dict
-from plait.engine.tensor_parallel import TensorParallel
+from plait.engine.rng import Draw
+from plait.engine.runtime import EventLog, Microbatch, Runtime
+from plait.engine.stage import LossFn
+from plait.engine.stages import Settings, build_stages
+from plait.engine.state import Part, full_state_dict, load_full_state_dict
+from plait.engine.tied import Ties
 from plait.engine.unit import Unit
-from plait.engine.watch import Watch
-from plait.tensor.parallel import TensorAxis, parallel_plan
+from plait.tensor.parallel import parallel_plan
 
-LossFn = Callable[[nn.Module, Any], Tensor]
 CountFn = Callable[[Any], int]
 Listener = Callable[[str, "Engine"], None]
 
@@ -53,7 +52,7 @@ Listener = Callable[[str, "Engine"], None]
 class StepResult:
     """What one step did.
 
-    ``loss`` is the global sum over the global count; ``local_losses`` are this rank's sums, one per microbatch.
+    ``loss`` is the global sum over the global count; ``local_losses`` are the sums of this data rank's microbatches.
     ``grad_norm`` is the global norm before clipping, None where no clipping was asked for.
     """
 
@@ -106,6 +105,11 @@ class Engine:
         tensor_plan: patterns of module names and their styles (see ``core.styles``), for a mesh with a tensor axis;
             None takes the plan that the model carries.
         sequence_parallel: cut the stream between the tensor-parallel products in time.
+        schedule: who of the ``pipe`` axis does what when: an order's name (see ``core.orders``), or a schedule written
+            by hand; None: 1f1b, or no pipeline where the axis has one rank.
+        chunks: stages on each rank, for the order ``interleaved``.
+        split: how many links of the model each stage has; None: equally many. Links are what the model tells of (see
+            ``links``).
         listener: called with ``"reduced"`` (gradients are whole, not clipped) and ``"updated"``.
 
     Raises:
@@ -128,6 +132,9 @@ class Engine:
         seed: int = 0,
         tensor_plan: Mapping[str, str | Style] | None = None,
         sequence_parallel: bool = False,
+        schedule: str | Schedule | None = None,
+        chunks: int | None = None,
+        split: Sequence[int] | None = None,
         listener: Listener | None = None,
     ) -> None:
         self.model, self.comm, self.strategy = model, comm, find_strategy(strategy)
@@ -135,26 +142,24 @@ class Engine:
         self.clip, self.listener, self.seed = clip, listener, seed
         if prefetch < 0:
             raise ValueError(f"prefetch={prefetch}: it is a number of units, from 0")
+        check_model(model, comm)
         names = {id(p): n for n, p in model.named_parameters()}
-        watch = Watch()
-        self.parallel = parallel_plan(model, comm.mesh.tensor, tensor_plan, sequence=sequence_parallel)
-        self.units: list[Unit] = build_units(
-            model, comm, self.strategy, names=units, cut=cut, seed=seed, resting=watch.resting, parallel=self.parallel
-        )
-        self.streams = Streams(seed, beside=[watch])
-        self.axis = TensorAxis(comm, sequence=sequence_parallel)
-        if self.parallel.styles:
-            sizes = {id(p): c.shape for _, p, f, i in parameters_of(self.units) if (c := f.cuts[i]) is not None}
-            products = TensorParallel(model, self.parallel, sizes, self.axis, self.streams)
-            self.streams.beside = (products, watch)  # the last one sees a function first
-        self.stage = Stage(model, self.units, prefetch, self.streams, watch, self._before_forward)
-        self.gradients = Gradients(self.stage, comm)
-        self.exchange = Exchange(comm, [n for n, _, flat, _ in parameters_of(self.units) if flat.trainable])
-        self.guard = ModelGuard(model)
+        trainable = [n for n, p in model.named_parameters() if p.requires_grad]
+        self.pipeline = Pipeline(schedule, comm.mesh.pipe, chunks)
+        parallel = parallel_plan(model, comm.mesh.tensor, tensor_plan, sequence=sequence_parallel)
+        settings = Settings(units, cut, seed, prefetch, sequence_parallel, self._before_forward)
+        built = build_stages(model, comm, self.strategy, self.pipeline, parallel, split, settings)
+        self.stages, self._directory, self.split = built.stages, built.directory, built.split
+        courier = Courier(comm, self.pipeline.owner)
+        self.log = EventLog(comm)
+        self.runtime = Runtime(self.stages, courier, self.log)
+        """The last step's events are ``log.events``."""
+        last = self.pipeline.owner[self.pipeline.num_stages - 1]
+        self.exchange = Exchange(comm, trainable, last)
         self.steps = 0
         self.optimizer = optimizer
         self.owned: list[Owned] = []
-        flat_gradients = [g for unit in self.gradients.order for g in self.gradients.flats[unit]]
+        flat_gradients = [g for stage in self.stages.values() for g in stage.gradients.every]
         if optimizer is None:
             self.owned = owned_runs(flat_gradients)
         else:
@@ -164,14 +169,21 @@ class Engine:
             optimizer.register_step_pre_hook(lambda *_: self._before_update())
             optimizer.register_step_post_hook(lambda *_: self._after_update())
             optimizer.zero_grad = self._discarding(optimizer.zero_grad)  # type: ignore[method-assign]
-        self.norm = Norm(comm, self.strategy, wide=any(g.flat.dtype == torch.float64 for g in flat_gradients))
+        self.ties = Ties(built.edges, comm, built.gradients(), courier.rank_of)
+        wide = any(g.flat.dtype == torch.float64 for g in flat_gradients)
+        self.norm = Norm(comm, self.strategy, wide=wide, copies=self.ties.copies)
         self.have_gradient: dict[str, bool] = {}
         """Which parameters got a gradient on any rank in the last step."""
         whole = [n for n, _, f, i in parameters_of(self.units) if f.trainable and f.cuts[i] is None]
-        self.unchecked = whole if self.parallel.styles else []
+        self.unchecked = list(dict.fromkeys(whole)) if parallel.styles else []
         """Parameters whose gradients have not been seen to be the same on all tensor ranks."""
         self._now: OpenStep | None = None
         self._last = StepResult(-1, math.nan, 0, (), None)
+
+    @property
+    def units(self) -> list[Unit]:
+        """The units of all stages of this rank."""
+        return [unit for stage in self.stages.values() for unit in stage.units]
 
     # ---- the primitive ------------------------------------------------------------------------------------------
 
@@ -186,47 +198,36 @@ class Engine:
             raise ValueError(
                 "engine.step needs loss_fn and count_fn: give them to Engine, or use engine.backward in your own loop"
             )
-        schedule = one_stage(len(microbatches))
+        num = len(microbatches)
+        if not num:
+            raise ValueError("no microbatch: a step needs at least one, an empty one included")
+        schedule = self.pipeline.completed(num, self.strategy)
         counts = [count_fn(batch) for batch in microbatches]
         samples = [num_samples(batch) for batch in microbatches]
-        first, total = self.exchange.counts(len(microbatches), sum(counts), sum(samples))
-        self._now = None  # whatever an earlier step left behind when it raised
-        now = self._begin_step()
-        now.count = total
-        starts = [first + sum(samples[:m]) for m in range(len(samples))]
-        place = self.comm.mesh.data_rank(self.comm.rank) * len(microbatches)
-        losses: dict[int, Tensor] = {}
-
-        def forward(action: Action) -> None:
-            m = self.stage.microbatch = self.axis.microbatch = action.microbatch
-            self.streams.begin(Draw(self.steps, place + m, starts[m], samples[m]))
-            self.streams.switch_on(self.model.training)
-            try:
-                losses[m] = loss_fn(self.model, microbatches[m])
-            finally:
-                self.streams.switch_off()
-
-        def backward(action: Action) -> None:
-            m = action.microbatch
-            self._backward(losses.pop(m), 1 / total, last=m == len(microbatches) - 1)
-
-        def update(action: Action) -> None:
-            if self.optimizer is not None:
-                self.optimizer.step()
-            else:
-                self._before_update()
-                self._after_update()
-
-        execute(
-            schedule[0],
-            {
-                Kind.FORWARD: forward,
-                Kind.BACKWARD: backward,
-                Kind.REDUCE: lambda action: self.gradients.reduce(),
-                Kind.UPDATE: update,
-            },
-        )
+        first, total = self.exchange.counts(num, sum(counts), sum(samples))
+        self._now = OpenStep(count=total)  # whatever an earlier step left behind when it raised is gone
+        for stage in self.stages.values():
+            stage.begin_step()
+        place = self.comm.mesh.data_rank(self.comm.rank) * num
+        brought = [
+            Microbatch(batch, Draw(self.steps, place + m, first + sum(samples[:m]), samples[m]))
+            for m, batch in enumerate(microbatches)
+        ]
+        line = schedule[self.comm.mesh.coordinates(self.comm.rank)["pipe"]]
+        self.runtime.run(line, last_gradients(schedule), brought, loss_fn, 1 / total, self._update)
         return self._last
+
+    def _update(self) -> None:
+        """The end of the step."""
+        assert self._now is not None
+        num = len(self.runtime.courier.signatures)
+        losses = self.runtime.losses
+        self._now.losses = [losses[m] if losses else torch.zeros(()) for m in range(num)]
+        if self.optimizer is not None:
+            self.optimizer.step()
+        else:
+            self._before_update()
+            self._after_update()
 
     # ---- the thin face for a loop of one's own ------------------------------------------------------------------
 
@@ -237,9 +238,14 @@ class Engine:
             loss: the *sum* of the microbatch's losses.
             count: how many terms it has; ``optimizer.step()`` divides by the global sum of the counts.
         """
+        if self.pipeline.num_stages > 1:
+            raise ValueError("engine.backward is for one stage: under a pipeline the schedule decides; use engine.step")
+        if loss.dim() != 0:
+            raise ValueError(f"the loss has shape {tuple(loss.shape)}: return the sum over the microbatch, a scalar")
         now = self._begin_step()
         now.local_count += count
-        self._backward(loss, 1.0, last=False)
+        self.stages[0].backward_from(loss)
+        now.losses.append(loss.detach())
 
     @property
     def last(self) -> StepResult:
@@ -250,8 +256,8 @@ class Engine:
 
     def _begin_step(self) -> OpenStep:
         if self._now is None:
-            self.guard.check()
-            self.gradients.begin_step()
+            for stage in self.stages.values():
+                stage.begin_sums()
             self._now = OpenStep()
         return self._now
 
@@ -259,42 +265,35 @@ class Engine:
         """Hook of the whole model: where in the run this forward stands, for the dropout streams."""
         if not self.model.training or (self._now is not None and self._now.count is not None):
             return  # nothing is drawn, or engine.step has said where this forward stands
+        stage = self.stages[0]
         size = num_samples((args, kwargs))
         place = self.comm.mesh.data_rank(self.comm.rank)
         if not torch.is_grad_enabled():
-            self.streams.begin(Draw(self.steps, -1 - place, place * size, size))
+            stage.streams.begin(Draw(self.steps, -1 - place, place * size, size))
             return
         now = self._begin_step()
         first = (now.forwards << 40) + place * size  # how many microbatches will come is not known: number them apart
-        self.streams.begin(Draw(self.steps, place + now.forwards * self.comm.mesh.data_size, first, size))
-        self.stage.microbatch = self.axis.microbatch = now.forwards
+        stage.streams.begin(Draw(self.steps, place + now.forwards * self.comm.mesh.data_size, first, size))
+        stage.gathering.microbatch = stage.axis.microbatch = now.forwards
         now.forwards += 1
-
-    def _backward(self, loss: Tensor, scale: float, *, last: bool) -> None:
-        assert self._now is not None
-        if loss.dim() != 0:
-            raise ValueError(f"the loss has shape {tuple(loss.shape)}: return the sum over the microbatch, a scalar")
-        self.stage.begin_backward()
-        self.gradients.begin_microbatch(last=last)
-        with torch.autograd.set_multithreading_enabled(False):
-            loss.backward(torch.full_like(loss, scale))
-        self.gradients.end_microbatch()
-        self.stage.end_backward()
-        self._now.losses.append(loss.detach())
 
     def _before_update(self) -> None:
         """Hook before ``optimizer.step``: finish the sums, agree, clip, hand the gradients over."""
         now = self._now
         if now is None or not now.losses:
             raise ValueError("optimizer.step() without a backward before it: there is no gradient to step with")
-        self.gradients.reduce()
+        for stage in self.stages.values():
+            stage.gradients.reduce()
+        self.ties.reduce()
         mine = [o.gradient for o in self.owned]  # run by run: vector tails then fall where a whole tensor's do
         if now.count is None:
             _, now.count = self.exchange.counts(len(now.losses), now.local_count, 0)
             scale(mine, 1 / now.count)
         losses = tuple(loss.item() for loss in now.losses)
         squares = 0.0 if self.clip is None else square_sum(o.gradient for o in self.owned if self.norm.counts(o))
-        total, every, self.have_gradient = self.exchange.report(squares, losses, self.gradients.touched())
+        touched = {name for stage in self.stages.values() for name in stage.gradients.touched()}
+        total, every, self.have_gradient = self.exchange.report(squares, losses, touched)
+        losses = tuple(every[self.comm.mesh.data_rank(self.comm.rank)])
         if checked := [name for name in self.unchecked if self.have_gradient[name]]:
             zero = check_whole(self.norm, self.owned, self.exchange, checked)
             self.unchecked = [name for name in self.unchecked if name in zero or name not in checked]
@@ -308,7 +307,8 @@ class Engine:
                 scale(mine, factor)
         if self.optimizer is not None:
             self.pieces.give_gradients(self.have_gradient)
-        self._last = StepResult(self.steps, math.fsum(every) / now.count, now.count, losses, norm)
+        summed = math.fsum(loss for line in every for loss in line)
+        self._last = StepResult(self.steps, summed / now.count, now.count, losses, norm)
 
     def _discarding(self, zero_grad: Callable[..., None]) -> Callable[..., None]:
         """``optimizer.zero_grad`` between backward and step throws the gradients away, as everywhere in torch."""
@@ -321,7 +321,8 @@ class Engine:
 
     def _after_update(self) -> None:
         """Hook after ``optimizer.step``: bring the new values to where the row keeps them."""
-        self.stage.forget()
+        for stage in self.stages.values():
+            stage.gathering.forget()
         for unit in self.units:
             unit.publish()
         for unit in self.units:
@@ -336,29 +337,32 @@ class Engine:
     # ---- state --------------------------------------------------------------------------------------------------
 
     def layouts(self) -> tuple[UnitLayout, ...]:
-        """The units as the planner sees them."""
-        borrowed = [u for unit in self.units for u in unit.needs if u is not unit]
-        return tuple(unit.layout(1 + sum(b is unit for b in borrowed)) for unit in self.units if unit.flats)
+        """The units of this rank as the planner sees them."""
+        return tuple(layout for stage in self.stages.values() for layout in stage.layouts())
 
     def bytes_held(self) -> dict[str, int]:
         """Bytes on this rank between steps, by kind of state, and the peak of gathered parameters."""
         flats = [flat for unit in self.units for flat in unit.flats]
+        gradients = [g for stage in self.stages.values() for g in stage.gradients.every]
         return {
             "params": sum(f.rest.numel() * f.rest.element_size() for f in flats),
-            "grads": sum(
-                g.accumulated.numel() * g.accumulated.element_size() for gs in self.gradients.flats.values() for g in gs
-            ),
+            "grads": sum(g.accumulated.numel() * g.accumulated.element_size() for g in gradients),
             "optimizer": self.pieces.state_bytes() if self.optimizer is not None else 0,
-            "gathered_peak": self.stage.peak_bytes,
-            "gradient_buffers": self.gradients.buffers.bytes,
+            "gathered_peak": max(stage.gathering.peak_bytes for stage in self.stages.values()),
+            "gradient_buffers": sum(stage.gradients.buffers.bytes for stage in self.stages.values()),
         }
+
+    @property
+    def peak_open(self) -> int:
+        """The most units that were unsharded at once beside the ancestors of the running one."""
+        return max(stage.gathering.peak_open for stage in self.stages.values())
 
     def full_state_dict(self) -> dict[str, Tensor]:
         """Every parameter whole and every buffer (data rank 0's), by the model's own names, on the CPU of every rank.
 
         All ranks call it together; one unit is gathered at a time.
         """
-        return full_state_dict(self.model, self.units, self.comm)
+        return full_state_dict(self._directory, self._parts(), self.comm)
 
     def load_full_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Take the values of whole tensors; each rank copies its pieces.
@@ -366,4 +370,7 @@ class Engine:
         Raises:
             ValueError: missing or surplus names, or shapes that differ.
         """
-        load_full_state_dict(self.model, self.units, state)
+        load_full_state_dict(self._directory, self._parts(), state)
+
+    def _parts(self) -> list[Part]:
+        return [Part(stage.model, stage.units) for stage in self.stages.values()]

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from plait.comm import Comm
-from plait.core.agreement import AGREEING, BITS, COUNTS
+from plait.core.agreement import AGREEING, BITS, COUNTS, IN_STAGE
 from plait.core.collectives import Note
 
 
@@ -15,19 +15,22 @@ class Exchange:
     """Small agreements among the ranks.
 
     Args:
-        names: the trainable parameters, in one order on all ranks.
+        names: the trainable parameters of the whole model, in one order on all ranks.
+        losses_at: the pipe coordinate of the ranks that have the last stage.
     """
 
-    def __init__(self, comm: Comm, names: Sequence[str]) -> None:
+    def __init__(self, comm: Comm, names: Sequence[str], losses_at: int = 0) -> None:
         self.comm, self.names = comm, list(names)
         self.ranks, self.tensor = comm.mesh.count(AGREEING), comm.mesh.tensor
+        self.in_stage = comm.mesh.count(IN_STAGE)
+        self.losses_at = losses_at
 
     def counts(self, microbatches: int, targets: int, samples: int) -> tuple[int, int]:
         """The global index of this rank's first sample, and the global number of targets.
 
         Raises:
-            ValueError: ranks with different numbers of microbatches, tensor ranks with different batches, or no target
-                anywhere.
+            ValueError: ranks with different numbers of microbatches, ranks of one data rank with different batches, or
+                no target anywhere.
         """
         mine = torch.tensor([microbatches, targets, samples], dtype=torch.int64, device=self.comm.device)
         every = torch.empty(COUNTS * self.ranks, dtype=torch.int64, device=self.comm.device)
@@ -38,11 +41,12 @@ class Exchange:
                 f"ranks bring different numbers of microbatches ({', '.join(str(row[0]) for row in table)}): "
                 f"every rank must make the same number, empty ones included"
             )
-        data = table[:: self.tensor]
-        if any(table[i] != data[i // self.tensor] for i in range(self.ranks)):
+        data = table[: self.in_stage : self.tensor]
+        if any(table[i] != data[i % self.in_stage // self.tensor] for i in range(self.ranks)):
+            axes = " or ".join(a for a in ("tensor", "pipe") if self.comm.mesh.axis(a) > 1)
             raise ValueError(
-                "the ranks of one tensor group bring different batches: they work on the same samples, so read the "
-                "batch of comm.mesh.data_rank(comm.rank)"
+                f"ranks that differ in {axes} only bring different batches: they work on the same samples, so read "
+                f"the batch of comm.mesh.data_rank(comm.rank)"
             )
         total = sum(row[1] for row in data)
         if total == 0:
@@ -51,8 +55,11 @@ class Exchange:
 
     def report(
         self, squares: float, losses: Sequence[float], touched: set[str]
-    ) -> tuple[float, list[float], dict[str, bool]]:
-        """The global sum of squares, all losses in global order, and which parameters have a gradient on any rank.
+    ) -> tuple[float, list[list[float]], dict[str, bool]]:
+        """The global sum of squares, the losses of every data rank, and which parameters have a gradient on any rank.
+
+        Args:
+            losses: of this data rank's microbatches; only those of ranks with the last stage count.
 
         Raises:
             ValueError: the ranks of a tensor group, which compute the same losses, have different ones.
@@ -69,8 +76,9 @@ class Exchange:
         for row in rows:
             total += row[0]
         split = 1 + len(losses)
-        for i in range(0, self.ranks, self.tensor):
-            for same in zip(*(row[1:split] for row in rows[i : i + self.tensor]), strict=True):
+        ends = rows[self.losses_at * self.in_stage : (self.losses_at + 1) * self.in_stage]
+        for i in range(0, self.in_stage, self.tensor):
+            for same in zip(*(row[1:split] for row in ends[i : i + self.tensor]), strict=True):
                 if max(same) - min(same) > 1e-4 * max(map(abs, same)):
                     raise ValueError(
                         f"the ranks of a tensor group have different losses ({', '.join(f'{x:.6g}' for x in same)}), "
@@ -81,12 +89,12 @@ class Exchange:
         for row in rows:
             masks = [mask | int(value) for mask, value in zip(masks, row[split:], strict=True)]
         have = {name: bool(masks[i // BITS] >> (i % BITS) & 1) for i, name in enumerate(self.names)}
-        return total, [loss for row in rows[:: self.tensor] for loss in row[1:split]], have
+        return total, [row[1:split] for row in ends[:: self.tensor]], have
 
     def sums(self, mine: Sequence[float]) -> list[list[float]]:
         """The sum over the data ranks of some numbers, for each tensor rank."""
         numbers = torch.tensor(mine, dtype=torch.float64, device=self.comm.device)
-        every = torch.empty(len(mine) * self.ranks, dtype=torch.float64, device=self.comm.device)
-        self.comm.all_gather(every, numbers, AGREEING, note=Note("setup")).wait()
+        every = torch.empty(len(mine) * self.in_stage, dtype=torch.float64, device=self.comm.device)
+        self.comm.all_gather(every, numbers, IN_STAGE, note=Note("setup")).wait()
         found: list[list[float]] = every.view(-1, self.tensor, len(mine)).sum(0).tolist()
         return found

@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from plait.comm import Comm
 from plait.core.collectives import Note
 from plait.core.flat import lower
-from plait.engine.stage import Stage
+from plait.engine.gathering import Gathering
 from plait.engine.unit import Flat, Unit, send
 
 Flow = Iterator[None]
@@ -119,17 +119,17 @@ class Gradients:
     """The gradients of every unit of a stage, from hook to owner.
 
     Args:
-        stage: told when a unit's backward is complete.
+        gathering: told when a unit's backward is complete.
         depth: how many units' reductions may be under way at once.
     """
 
-    def __init__(self, stage: Stage, comm: Comm, depth: int = 1) -> None:
-        self.stage, self.comm, self.depth = stage, comm, depth
+    def __init__(self, gathering: Gathering, comm: Comm, depth: int = 1) -> None:
+        self.gathering, self.comm, self.depth = gathering, comm, depth
         self.buffers = Buffers()
         self.flats: dict[Unit, list[FlatGradient]] = {
-            unit: [FlatGradient(f, self.buffers) for f in unit.flats if f.trainable] for unit in stage.units
+            unit: [FlatGradient(f, self.buffers) for f in unit.flats if f.trainable] for unit in gathering.units
         }
-        self.order = [unit for unit in reversed(stage.units) if self.flats[unit]]
+        self.order = [unit for unit in reversed(gathering.units) if self.flats[unit]]
         direct = all(g.direct for gradients in self.flats.values() for g in gradients)
         self.overlap = comm.overlaps or not direct
         self.last = False
@@ -148,6 +148,11 @@ class Gradients:
             for gradient in self.flats[unit]:
                 for index, parameter in enumerate(gradient.flat.parameters):
                     parameter.register_post_accumulate_grad_hook(self._hook(unit, gradient, index))
+
+    @property
+    def every(self) -> list[FlatGradient]:
+        """All of them, last unit first."""
+        return [g for unit in self.order for g in self.flats[unit]]
 
     # ---- one microbatch -----------------------------------------------------------------------------------------
 
@@ -181,7 +186,7 @@ class Gradients:
                 raise ValueError(
                     "loss.backward() was called on a model that plait drives: call engine.backward(loss, count) instead"
                 )
-            if unit.split and not unit.filled:
+            if unit.split and not unit.filled and not self.gathering.split_backward:
                 raise ValueError(
                     f"the gradient of {name!r} came while its unit {unit.name!r} was not gathered: the module "
                     f"hands a tensor out beside its return value; return it, so that its backward can be seen"
@@ -212,7 +217,7 @@ class Gradients:
 
     def _unit_complete(self, unit: Unit) -> None:
         self._complete.add(unit)
-        self.stage.has_gradients(unit)
+        self.gathering.has_gradients(unit)
         if unit.split:
             self._start(self._microbatch_flow(unit))
         else:
@@ -249,7 +254,7 @@ class Gradients:
     def _microbatch_flow(self, unit: Unit) -> Flow:
         """Reduce a unit's transient gradients over the axes that the gradient cell splits, and add the pieces."""
         mesh, rank = self.comm.mesh, self.comm.rank
-        note = Note("microbatch", unit.name, self.stage.microbatch)
+        note = Note("microbatch", unit.name, self.gathering.microbatch)
         works, arriving = [], []
         for g in self.flats[unit]:
             if g.direct:
@@ -313,6 +318,10 @@ class Gradients:
     def touched(self) -> set[str]:
         """The parameters that got a gradient on this rank in this step."""
         return {g.flat.layout.slots[i].name for gs in self.flats.values() for g in gs for i in g.touched}
+
+    def finish(self) -> None:
+        """Wait for the reductions under way."""
+        self._drain(0)
 
     def reduce(self) -> None:
         """Finish every sum of the step: afterwards each owner's piece of ``accumulated`` is the whole gradient."""

@@ -14,7 +14,7 @@ holds it.  All others are on meta meanwhile, so that whatever is written to them
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import partial
@@ -65,12 +65,17 @@ def check_buffers(model: nn.Module) -> None:
 
 
 def initial_values(
-    model: nn.Module, seed: int, device: torch.device, shapes: Mapping[int, tuple[int, ...]] | None = None
+    model: nn.Module,
+    seed: int,
+    device: torch.device,
+    shapes: Mapping[int, tuple[int, ...]] | None = None,
+    wanted: Container[int] | None = None,
 ) -> Iterator[tuple[nn.Parameter, Tensor]]:
     """The initial value of every parameter that is still on meta, one module at a time.
 
     Args:
         shapes: whole shapes, by ``id``, of parameters that hold a piece of themselves already.
+        wanted: the parameters, by ``id``, whose values are asked for; None: all. Modules without any are left out.
 
     Yields the meta parameter and its value on the full shape; the value is valid until the next module comes.
 
@@ -80,7 +85,7 @@ def initial_values(
     done: set[int] = set()
     for name, module in model.named_modules():
         own = {k: p for k, p in module._parameters.items() if p is not None}
-        new = {k: p for k, p in own.items() if p.is_meta and id(p) not in done}
+        new = {k: p for k, p in own.items() if p.is_meta and id(p) not in done and (wanted is None or id(p) in wanted)}
         if not new:
             continue
         fresh = {k: _unwritten(p, (shapes or {}).get(id(p), p.shape), device) for k, p in own.items()}

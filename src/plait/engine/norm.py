@@ -4,12 +4,13 @@ a run of ...             is held by                             and counted by
 any parameter            the data axes that its cell splits     each of them;  of the others' ranks, the first
 one cut over tensor      a tensor rank each                     each
 one whole over tensor    every tensor rank                      the first
+one on several stages    each of them                           the first
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import torch
 
@@ -25,16 +26,20 @@ class Norm:
 
     Args:
         wide: whether any gradient is fp64.
+        copies: flats, by ``id``, of weights that another stage counts.
     """
 
-    def __init__(self, comm: Comm, strategy: Strategy, *, wide: bool) -> None:
+    def __init__(self, comm: Comm, strategy: Strategy, *, wide: bool, copies: Collection[int] = ()) -> None:
         here = comm.mesh.coordinates(comm.rank)
         self.first_copy = all(here[a] == 0 for a in DATA_AXES if a not in strategy.optim.split)
         self.first_tensor = here["tensor"] == 0
+        self.copies = copies
         self.dtype = torch.float64 if wide else torch.float32
 
     def counts(self, owned: Owned) -> bool:
         """Whether this rank adds a run's squares: of ranks that hold the same run, the first one does."""
+        if id(owned.source.flat) in self.copies:
+            return False
         return self.first_copy and (self.first_tensor or owned.cut is not None)
 
     def rounded(self, norm: float) -> float:

@@ -152,6 +152,10 @@ class Streams(TorchFunctionMode):
         self.calls.clear()
         self.entered.clear()
 
+    def resume(self, draw: Draw) -> None:
+        """The backward of an earlier forward begins: what is recomputed draws its masks again."""
+        self.draw = draw
+
     def switch_on(self, drawing: bool) -> bool:
         """See every torch function from here on, serving randomness if ``drawing``; False if it was on already."""
         self.drawing = drawing

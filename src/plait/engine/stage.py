@@ -1,266 +1,289 @@
-"""When units are gathered and freed.
+"""One stage of the model on this rank: its copy, its units, and its passes.
 
-Forward and backward hooks on each unit's module call ``open`` before its parameters are read and ``close``
-after; between them lies the *prefetch*: while one unit computes, the gather of the next is under way.
+    forward(m)     x from the stage before  ──►  the model's own forward  ──►  y for the next stage, or the loss
+    backward(m)    dy from the next stage   ──►  autograd                 ──►  dx for the stage before
+    input(m)       the same, weight products put off;   weight(m)  makes them
 
-    forward     open 0 | compute 0 ‖ gather 1 | close 0, open 1 | compute 1 ‖ gather 2 | ...
-    backward    the same from the other end, each unit gathered again where the row freed it
+The user's ``loss_fn(model, batch)`` runs on every stage.  At the model's door, what came from the stage before takes
+the place of the batch; behind it, what goes to the next stage is taken out and the call ends there.  So a stage needs
+to know nothing about the loss, and the loss nothing about stages.
 
-The order of gathers is the program's own order, which all ranks share; the prefetch follows the order of the
-previous microbatch and stops for the rest of a pass that leaves it.  At most 1 + prefetch units are unsharded
-beside the open ancestors of the running one: asserted at every gather.
+Between forward and backward a stage keeps, for each microbatch, its input (a leaf that will get the gradient) and the
+edge of its output in the graph; not the output itself, whose memory goes with the message.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
-from torch.utils.hooks import RemovableHandle
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from plait.engine.rng import Streams, in_backward
-from plait.engine.unit import Unit
+from plait.comm import Comm
+from plait.core.cells import Strategy
+from plait.core.flat import Cut, UnitLayout
+from plait.engine.build import Whole, build_units
+from plait.engine.deferred import Deferred
+from plait.engine.gathering import Gathering
+from plait.engine.gradients import Gradients, parameters_of
+from plait.engine.guard import ModelGuard
+from plait.engine.links import StageModel
+from plait.engine.rng import Draw, Streams
+from plait.engine.tensor_parallel import TensorParallel
 from plait.engine.watch import Watch
+from plait.tensor.parallel import Parallel, TensorAxis
+
+LossFn = Callable[[nn.Module, Any], Tensor]
 
 
-class Pass:
-    """The order in which one pass (forward or backward) opens units, and how far it has come."""
+@dataclass(frozen=True)
+class Place:
+    """Where a stage stands: its number, how many there are, and how the model takes what comes from before."""
 
-    def __init__(self) -> None:
-        self.expected: list[Unit] = []
-        self.seen: list[Unit] = []
-        self.following = False
+    number: int = 0
+    count: int = 1
+    feed: str | None = None
 
-    def begin(self, guess: Sequence[Unit] = ()) -> None:
-        """A new pass: it is expected to repeat the last one, or to follow the guess when there was none."""
-        self.expected = self.seen or list(guess)
-        self.seen = []
-        self.following = bool(self.expected)
+    @property
+    def first(self) -> bool:
+        return self.number == 0
 
-    def record(self, unit: Unit) -> None:
-        at = len(self.seen)
-        self.following = self.following and at < len(self.expected) and self.expected[at] is unit
-        self.seen.append(unit)
+    @property
+    def last(self) -> bool:
+        return self.number == self.count - 1
 
-    def ahead(self) -> Sequence[Unit]:
-        """The units that are expected next."""
-        return self.expected[len(self.seen) :] if self.following else ()
+
+@dataclass
+class Flight:
+    """A microbatch between its forward and its backward."""
+
+    draw: Draw | None
+    received: Tensor | None
+    """The stage's input, where it came from another stage."""
+    output: GradientEdge | Tensor | None = None
+    """What the backward starts from; None where nothing before it trains."""
+
+
+class _HandedOver(BaseException):
+    """Ends a call of ``loss_fn`` at the model's door (a BaseException, so that no code in between catches it)."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        super().__init__()
+        self.tensor = tensor
 
 
 class Stage:
-    """A model and its units: the hooks, the order of gathers, the bound on what is open.
+    """A stage, built from its copy of the model.
 
     Args:
-        model: the user's module; only hooks are added to it.
-        units: every unit, in the order of ``named_modules``.
-        prefetch: how many units may be gathered ahead of the running one.
-        streams: the dropout streams, told which module runs.
-        watch: told which parameters are split and which unit runs.
-        before_root: called with the model's arguments before each forward of the whole model.
+        part: the copy.
+        whole: the model that it was cut from.
+        place: where it stands in the pipeline.
+        split_backward: weight gradients are made in passes of their own.
+        before_root: called with the model's arguments before each forward (see ``Gathering``).
     """
 
     def __init__(
         self,
-        model: nn.Module,
-        units: Sequence[Unit],
+        part: StageModel,
+        whole: Whole,
+        place: Place,
+        comm: Comm,
+        strategy: Strategy,
+        *,
+        parallel: Parallel,
+        units: list[str] | None,
+        cut: Cut,
+        seed: int,
         prefetch: int,
-        streams: Streams,
-        watch: Watch,
-        before_root: Callable[[Sequence[Any], dict[str, Any]], None],
+        sequence: bool,
+        split_backward: bool,
+        before_root: Callable[[Any, dict[str, Any]], None],
     ) -> None:
-        self.model, self.units, self.prefetch, self.streams = model, list(units), prefetch, streams
-        self.passes = {"forward": Pass(), "backward": Pass()}
-        self.microbatch = 0
-        self.peak_open = 0
-        self.peak_bytes = 0
-        self._backward_open: dict[Unit, None] = {}
-        self._ran_backward: set[Unit] = set()
-        self._has_gradients: set[Unit] = set()
-        self._inputs: Counter[Unit] = Counter()
-        """Inputs of a unit, over all its calls in this microbatch, whose gradients are still to come."""
-        self._hooks: list[RemovableHandle] = []
-        self._before_root = before_root
-        self._watch = watch
-        streams.attach(model)
-        for unit in units:
-            watch.split |= {id(p) for flat in unit.flats if flat.split for p in flat.parameters}
-            unit.module.register_forward_pre_hook(self._before_forward(unit), with_kwargs=True)
-            unit.module.register_forward_hook(self._after_forward(unit))
-        model.register_forward_pre_hook(self._begin_forward, with_kwargs=True, prepend=True)
+        self.model, self.place, self.comm, self.parallel = part.model, place, comm, parallel
+        watch = Watch()
+        self.units = build_units(
+            part, whole, comm, strategy, names=units, cut=cut, seed=seed, resting=watch.resting, parallel=parallel
+        )
+        self.axis = TensorAxis(comm, sequence=sequence)
+        trainable = [p for _, p, flat, _ in parameters_of(self.units) if flat.trainable]
+        self.deferred = Deferred(trainable) if split_backward else None
+        self.streams = Streams(seed)
+        products = None
+        if parallel.styles:
+            sizes = {id(p): c.shape for _, p, f, i in parameters_of(self.units) if (c := f.cuts[i]) is not None}
+            products = TensorParallel(self.model, parallel, sizes, self.axis, self.streams, self.deferred)
+        # the last one sees a function first: it reads parameters, where the first may see what stands for them
+        self.streams.beside = tuple(mode for mode in (self.deferred, products, watch) if mode is not None)
+        self._received: Tensor | None = None
+        self._lengths: dict[tuple[int, ...], int] = {}
+        if not place.first:
+            self.model.register_forward_pre_hook(self._at_the_door, with_kwargs=True)
+        self.gathering = Gathering(self.model, self.units, prefetch, self.streams, watch, before_root)
+        self.gathering.split_backward = split_backward
+        if not place.last:
+            self.model.register_forward_hook(self._behind_the_door)
+        self.gradients = Gradients(self.gathering, comm)
+        self.guard = ModelGuard(self.model)
+        self.flights: dict[int, Flight] = {}
 
-    # ---- opening and closing ------------------------------------------------------------------------------------
+    def begin_step(self) -> None:
+        """Before the first forward of a step; whatever an earlier one left behind when it raised is gone."""
+        self.gathering.begin_step()
+        self.flights.clear()
+        self.begin_sums()
 
-    def open(self, unit: Unit, phase: str) -> None:
-        """Make the parameters that a unit reads whole, and start to gather what comes next."""
-        order = self.passes[phase]
-        for needed in unit.needs:
-            needed.users += 1
-            if needed.users == 1:
-                if needed.split:
-                    order.record(needed)
-                needed.gather(phase, self.microbatch)
-                self._measure(unit, phase)
-                needed.show()
-        for coming in order.ahead():
-            if sum(1 for u in self.units if u.users == 0 and (u.works is not None)) >= self.prefetch:
-                break
-            if not coming.filled and coming.works is None:
-                coming.gather(phase, self.microbatch)
-                self._measure(unit, phase)
+    def begin_sums(self) -> None:
+        """Before the first gradient of a step."""
+        self.guard.check()
+        self.gradients.begin_step()
 
-    def close(self, unit: Unit, *, keep: bool, keep_borrowed: bool) -> None:
-        """The unit's parameters are not read any more for now.
+    def layouts(self) -> tuple[UnitLayout, ...]:
+        """The units as the planner sees them."""
+        borrowed = [u for unit in self.units for u in unit.needs if u is not unit]
+        return tuple(unit.layout(1 + sum(b is unit for b in borrowed)) for unit in self.units if unit.flats)
+
+    # ---- passes -------------------------------------------------------------------------------------------------
+
+    def forward(self, microbatch: int, loss_fn: LossFn, batch: Any, draw: Draw, received: Tensor | None) -> Tensor:
+        """What goes to the next stage, detached; from the last stage, the loss.
 
         Args:
-            keep: a backward is to come: keep what the row keeps from forward to backward.
-            keep_borrowed: the owners of borrowed parameters still have their own backward to come.
+            received: what came from the stage before; None on the first stage.
         """
-        for needed in unit.needs:
-            needed.users -= 1
-            if needed.users == 0 and needed.split:
-                if needed.keeps_open and (keep or (keep_borrowed and needed is not unit)):
-                    continue
-                if keep:
-                    needed.keep()
-                needed.free()
+        self._enter(microbatch, draw)
+        if self.deferred is not None:
+            self.deferred.begin(microbatch)
+        flight = self.flights[microbatch] = Flight(draw, received)
+        self.gathering.num_flying += 1
+        if received is not None and received.is_floating_point():
+            received.requires_grad_()
+        self._received = received
+        self.streams.switch_on(self.model.training)
+        loss: Any = None
+        handed: Tensor | None = None
+        try:
+            loss = loss_fn(self.model, batch)
+        except _HandedOver as over:
+            handed = over.tensor
+        finally:
+            self.streams.switch_off()
+            self._received = None
+        if self.place.last:
+            if not isinstance(loss, Tensor) or loss.dim() != 0:
+                shape = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
+                raise ValueError(f"the loss has shape {shape}: return the sum over the microbatch, a scalar")
+            flight.output = loss if loss.requires_grad else None
+            return loss
+        if handed is None:
+            raise ValueError("loss_fn did not call the model: a pipeline cuts the model, so every stage must run it")
+        if handed.requires_grad:
+            flight.output = get_gradient_edge(handed)
+        return handed.detach()
 
-    def _measure(self, running: Unit, phase: str) -> None:
-        """Asserts the bound on open units and keeps the peaks for the report.
+    def backward(self, microbatch: int, gradient: Tensor, *, last: bool) -> Tensor | None:
+        """A full backward: gradients of the weights, and of what was received.
 
-        In backward a unit stays in use until its last gradient has come, which may be after the next one began; such
-        late units are counted apart.  In forward there are none.
+        Args:
+            gradient: of the stage's output.
+            last: whether it is the last of the step on this stage.
         """
-        held = [u for u in self.units if u.split and (u.filled or u.works is not None)]
-        self.peak_bytes = max(self.peak_bytes, sum(u.bytes_full for u in held))
-        beside = [u for u in held if u.name not in running.ancestors and not u.keeps_open]
-        borrowed = len([u for u in running.needs if u is not running])
-        late = [u for u in beside if u.users and u not in running.needs]
-        self.peak_open = max(self.peak_open, len(beside))
-        bound = 1 + self.prefetch + borrowed + (len(late) if phase == "backward" else 0)
-        assert len(beside) <= bound, (
-            f"{len(beside)} units are unsharded beside the ancestors of {running.name!r} "
-            f"({', '.join(u.name for u in beside)}), more than {bound}"
-        )
+        flight = self.flights.pop(microbatch)
+        self._enter(microbatch, flight.draw, again=True)
+        self._backward(flight, gradient, last=last)
+        return self._gradient_of(flight)
 
-    # ---- forward ------------------------------------------------------------------------------------------------
+    def backward_from(self, loss: Tensor) -> None:
+        """The backward of a forward that a user's own loop made."""
+        self._backward(Flight(None, None, loss), torch.ones_like(loss), last=False)
 
-    def _begin_forward(self, module: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
-        if not in_backward():
-            self._recover()
-            self._before_root(args, kwargs)
-            self.passes["forward"].begin()
+    def _backward(self, flight: Flight, gradient: Tensor, *, last: bool) -> None:
+        self.gathering.begin_backward()
+        self.gradients.begin_microbatch(last=last)
+        self._run(flight, gradient)
+        self.gradients.end_microbatch()
+        self.gathering.end_backward()
 
-    def _recover(self) -> None:
-        """After a forward or backward that raised, and was caught, units may still be open: back to rest."""
-        self._backward_open.clear()
-        self._watch.running.clear()
-        for unit in self.units:
-            if unit.users:
-                unit.users = 0
-                unit.free()
+    def input(self, microbatch: int, gradient: Tensor) -> Tensor | None:
+        """The input part of a backward: the gradient of what was received."""
+        flight = self.flights.pop(microbatch)
+        self._enter(microbatch, flight.draw, again=True)
+        assert self.deferred is not None
+        self.deferred.resume(microbatch)
+        self.gathering.begin_backward()
+        self._run(flight, gradient)
+        self.gathering.end_backward()
+        return self._gradient_of(flight)
 
-    def forget(self) -> None:
-        """Whatever is gathered or kept goes: the microbatch is over, or the parameters have changed."""
-        for unit in self.units:
-            if unit.split and (unit.filled or unit.works is not None):
-                unit.free()
-            unit.forget()
+    def weight(self, microbatch: int, *, last: bool) -> None:
+        """The weight part: every gradient that the input part put off or kept."""
+        assert self.deferred is not None
+        self.gathering.microbatch = microbatch
+        self.gradients.begin_microbatch(last=last)
+        with torch.autograd.set_multithreading_enabled(False):
+            self.deferred.weigh(microbatch)
+        self.gradients.end_microbatch()
 
-    def _before_forward(self, unit: Unit) -> Callable[..., None]:
-        def hook(module: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
-            if in_backward():
-                self._open_backward(unit)
-                return
-            with torch._C.DisableTorchFunction():  # the engine's own work is nobody's forward
-                self.open(unit, "forward")
-            self._watch.running.append(partial(self._open_backward, unit))
-            if torch.is_grad_enabled() and unit.split_needs and not unit.done_with_gradients:
-                self._await_inputs(unit, (*args, *kwargs.values()))
+    def _enter(self, microbatch: int, draw: Draw | None, *, again: bool = False) -> None:
+        self.gathering.microbatch = self.gathering.flight = self.axis.microbatch = microbatch
+        if draw is not None:
+            (self.streams.resume if again else self.streams.begin)(draw)
 
-        return hook
+    @staticmethod
+    def _run(flight: Flight, gradient: Tensor) -> None:
+        if flight.output is not None:
+            with torch.autograd.set_multithreading_enabled(False):
+                torch.autograd.backward(flight.output, gradient)
+            flight.output = None
 
-    def _await_inputs(self, unit: Unit, inputs: Sequence[Any]) -> None:
-        """Count the inputs whose gradients tell that the unit's backward is over."""
+    @staticmethod
+    def _gradient_of(flight: Flight) -> Tensor | None:
+        """Of what was received; zeros where the stage made nothing of it."""
+        received = flight.received
+        if received is None:
+            return None
+        return torch.zeros_like(received) if received.grad is None else received.grad
 
-        def arrived(gradient: Tensor) -> None:
-            self._inputs[unit] -= 1
-            self._close_when_done(unit)
+    # ---- the model's door ---------------------------------------------------------------------------------------
 
-        for tensor in tree_leaves(inputs):
-            if isinstance(tensor, Tensor) and tensor.requires_grad:
-                self._inputs[unit] += 1
-                self._when_gradient_comes(tensor, arrived)
+    def _at_the_door(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+        """What came from the stage before, in the place of the batch."""
+        received, self._received = self._received, None
+        if received is None:
+            raise ValueError(
+                f"stage {self.place.number} got nothing from the stage before: call engine.step, and let loss_fn call "
+                f"the model once"
+            )
+        if self.axis.sequence:
+            self.axis.length = self._whole_length(tuple(received.shape), received.size(1))
+        feed = self.place.feed
+        if feed is None:
+            return (received, *args[1:]), kwargs if args else _without_first(kwargs)
+        kept = kwargs if args else _without_first(kwargs)
+        return args[1:], {**kept, feed: received}
 
-    def _when_gradient_comes(self, tensor: Tensor, call: Callable[[Tensor], None]) -> None:
-        """Call when the tensor's gradient comes in this microbatch (a hook on a parameter would stay for ever)."""
-        self._hooks.append(tensor.register_hook(call))
+    def _whole_length(self, shape: tuple[int, ...], mine: int) -> int:
+        """Steps of time of the whole stream, of which sequence parallelism has cut this rank's part."""
+        if shape not in self._lengths:
+            every = torch.empty(self.axis.ways, dtype=torch.int64, device=self.comm.device)
+            self.comm.all_gather(every, every.new_tensor([mine]), ("tensor",)).wait()
+            self._lengths[shape] = int(every.sum())
+        return self._lengths[shape]
 
-    def _after_forward(self, unit: Unit) -> Callable[..., None]:
-        def hook(module: nn.Module, args: Any, output: Any) -> None:
-            if in_backward():
-                return
-            self._watch.running.pop()
-            tensors = [t for t in tree_leaves(output) if isinstance(t, Tensor)]
-            tracked = [t for t in tensors if t.requires_grad]
-            if torch.is_grad_enabled() and unit.split_needs and not tensors:
-                raise ValueError(
-                    f"unit {unit.name!r} returns {type(output).__name__}, in which no tensor is found: return "
-                    f"tensors, or tuples, lists, dicts or registered pytrees of them, so that its backward can be seen"
-                )
-            for tensor in tracked:
-                self._when_gradient_comes(tensor, lambda gradient: self._open_backward(unit))
-            with torch._C.DisableTorchFunction():
-                self.close(unit, keep=bool(tracked), keep_borrowed=False)
+    def _behind_the_door(self, module: nn.Module, args: Any, output: Any) -> None:
+        """What goes to the next stage; the rest of ``loss_fn`` is the last stage's."""
+        handed = getattr(output, "logits", output)
+        if not isinstance(handed, Tensor):
+            raise ValueError(
+                f"stage {self.place.number} ends with {type(output).__name__}: what goes from stage to stage is one "
+                f"tensor; let each link of the pipeline return one"
+            )
+        raise _HandedOver(handed)
 
-        return hook
 
-    # ---- backward -----------------------------------------------------------------------------------------------
-
-    def begin_backward(self) -> None:
-        """Before the backward of a microbatch."""
-        self.passes["backward"].begin(guess=list(reversed(self.passes["forward"].seen)))
-        self._ran_backward.clear()
-
-    def _open_backward(self, unit: Unit) -> None:
-        if unit not in self._backward_open and unit not in self._ran_backward:
-            self._backward_open[unit] = None
-            self.open(unit, "backward")
-
-    def has_gradients(self, unit: Unit) -> None:
-        """Every parameter of the unit's own that gets a gradient has it."""
-        self._has_gradients.add(unit)
-        self._close_when_done(unit)
-
-    def _close_when_done(self, unit: Unit) -> None:
-        """A unit is done when its parameters have their gradients and, where that is not enough, its inputs too.
-
-        One whose inputs want no gradient is closed at the end of the backward.
-        """
-        if unit.trains and unit not in self._has_gradients:
-            return
-        if unit.done_with_gradients or self._inputs[unit] == 0:
-            self._close_backward(unit)
-
-    def _close_backward(self, unit: Unit) -> None:
-        if unit in self._backward_open:
-            del self._backward_open[unit]
-            self._ran_backward.add(unit)
-            self.close(unit, keep=False, keep_borrowed=True)
-
-    def end_backward(self) -> None:
-        """After the backward of a microbatch: whatever is still gathered goes back to rest."""
-        for unit in list(self._backward_open):
-            self._close_backward(unit)
-        self._has_gradients.clear()
-        self._inputs.clear()
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks.clear()
-        for unit in self.units:
-            assert unit.users == 0, f"unit {unit.name!r} still has {unit.users} users after the backward pass"
-        self.forget()
+def _without_first(kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Without the batch's own input, where it came by keyword (the first one, as in ``input_ids=``)."""
+    return dict(list(kwargs.items())[1:])

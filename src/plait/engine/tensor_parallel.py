@@ -23,6 +23,7 @@ from torch.utils._pytree import tree_leaves
 from plait.core.collectives import Note
 from plait.core.layout import Layout
 from plait.core.styles import CUT_DIM, Style
+from plait.engine.deferred import Deferred
 from plait.engine.rng import Slice, Streams
 from plait.engine.watch import flat_values, only_metadata
 from plait.tensor.parallel import Parallel, TensorAxis
@@ -49,6 +50,7 @@ class TensorParallel(TorchFunctionMode):
         parallel: the plan, resolved on this model before its parameters were cut.
         sizes: the whole shape of every cut parameter, by ``id``.
         streams: tells which module runs, and is told which slice of a mask it draws.
+        deferred: tells what stands for a parameter where weight gradients are made in a pass of their own.
     """
 
     def __init__(
@@ -58,10 +60,12 @@ class TensorParallel(TorchFunctionMode):
         sizes: Mapping[int, tuple[int, ...]],
         axis: TensorAxis,
         streams: Streams,
+        deferred: Deferred | None = None,
     ) -> None:
         super().__init__()
         self.modules = dict(model.named_modules())
         self.parallel, self.sizes, self.axis, self.streams = parallel, sizes, axis, streams
+        self.deferred = deferred
         self._entered: Entered | None = None
         self._hidden = 0
         """Width, whole, of what the last column-cut module left; 0 where activations are whole again."""
@@ -139,8 +143,8 @@ class TensorParallel(TorchFunctionMode):
             )
         if style.kind == "row":
             self._hidden = 0
-            y: Tensor = Row.apply(input, weight, axis, name)
-            return y if bias is None else y + bias
+            y: Tensor = Row.apply(input, self._weight(weight), axis, name)
+            return y if bias is None else y + self._weight(bias)
         siblings = self.parallel.siblings(name)
         y = self._enter(input, site_of(name, self.parallel), siblings).column(weight, bias, siblings.index(name))
         size = self.sizes[id(weight)][0]
@@ -156,7 +160,8 @@ class TensorParallel(TorchFunctionMode):
     def _enter(self, input: Tensor, site: str, siblings: Sequence[str]) -> Entered:
         """What siblings read: entered once, whoever comes first."""
         if self._entered is None or not self._entered.is_of(input, site):
-            pairs: list[Any] = [(self.modules[n].weight, self.modules[n].bias) for n in siblings]
+            both = [(self.modules[n].weight, self.modules[n].bias) for n in siblings]
+            pairs: list[Any] = [(self._weight(w), None if b is None else self._weight(b)) for w, b in both]
             self._entered = Entered(input, self.axis, site, pairs)
         return self._entered
 
@@ -177,7 +182,11 @@ class TensorParallel(TorchFunctionMode):
                 f"with: leave them out, or leave the embedding whole"
             )
         size, whole = self.sizes[id(weight)][0], self.parallel.splits
-        return embedding(input, weight, size, padding_idx, self.axis, name, whole=whole)
+        return embedding(input, self._weight(weight), size, padding_idx, self.axis, name, whole=whole)
+
+    def _weight(self, parameter: Any) -> Any:
+        """The parameter, or what stands for it."""
+        return parameter if self.deferred is None else self.deferred.stand_in(parameter)
 
     def _before_model(self, module: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
         gathers = kwargs.get("labels") is not None and not self._gathers_logits

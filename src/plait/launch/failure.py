@@ -52,10 +52,11 @@ def is_mistake(error: BaseException) -> bool:
 
 
 def text_of(error: BaseException) -> str:
-    """What is said about an error: a line, or its traceback."""
+    """What is said about an error: a line, with a grid below it where there is one, or its traceback."""
     if is_mistake(error):
         notes = [str(note) for note in getattr(error, "__notes__", ())]
-        return " ".join(["plait: error:", *str(error).split(), *notes]) + "\n"
+        reason, *grid = str(error).split("\n")
+        return "\n".join([" ".join(["plait: error:", *reason.split(), *notes]), *grid]) + "\n"
     return "".join(traceback.format_exception(error))
 
 

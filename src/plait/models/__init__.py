@@ -1,10 +1,11 @@
-"""The models: the monolith (``mlp``), a small modern decoder (``gpt``), stock Hugging Face decoders (``hf``).
+"""The models: the monolith (``mlp``) and a pipeline's slices of it (``sharded_mlp``), a small modern decoder (``gpt``),
+stock Hugging Face decoders (``hf``).
 
 All are plain ``torch.nn``; each file gives its loss as a sum and the count to divide by.  Use them as
 modules: ``from plait.models import gpt`` and then ``gpt.GPT(gpt.GPTConfig())``, ``gpt.loss_sum``,
 ``gpt.token_count``.
 """
 
-from plait.models import gpt, hf, mlp
+from plait.models import gpt, hf, mlp, sharded_mlp
 
-__all__ = ["gpt", "hf", "mlp"]
+__all__ = ["gpt", "hf", "mlp", "sharded_mlp"]

@@ -119,16 +119,28 @@ class TokenEmbedding(nn.Embedding):
 
     weight: nn.Parameter
 
-    def __init__(self, vocabulary: int, width: int, dropout: float) -> None:
-        super().__init__(vocabulary, width)
-        self.dropout = nn.Dropout(dropout)
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__(config.vocabulary, config.width)
+        self.max_length = config.max_length
+        self.dropout = nn.Dropout(config.dropout)
 
     def reset_parameters(self) -> None:
         """Draw the weight, for its full shape."""
         nn.init.normal_(self.weight, std=INIT_STD)
 
     def forward(self, input: Tensor) -> Tensor:
-        """tokens_BT int64 -> x_BTD."""
+        """tokens_BT int64 -> x_BTD.
+
+        Raises:
+            ValueError: a sequence longer than ``max_length``, or tokens that are not [batch, time].
+        """
+        if input.dim() != 2:
+            raise ValueError(f"tokens have shape {tuple(input.shape)}: give [batch, time]")
+        if input.shape[1] > self.max_length:
+            raise ValueError(
+                f"sequences of {input.shape[1]} tokens are longer than max_length "
+                f"{self.max_length}: cut them, or raise max_length"
+            )
         x_BTD: Tensor = self.dropout(super().forward(input))
         return x_BTD
 
@@ -243,7 +255,7 @@ class GPT(nn.Module):
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
         self.config = config
-        self.embed = TokenEmbedding(config.vocabulary, config.width, config.dropout)
+        self.embed = TokenEmbedding(config)
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.num_layers))
         self.norm = nn.RMSNorm(config.width, eps=config.norm_eps)
         self.head = TiedHead(self.embed.weight)
@@ -262,19 +274,12 @@ class GPT(nn.Module):
             "head": "vocabulary",
         }
 
-    def forward(self, tokens_BT: Tensor) -> Tensor:
-        """tokens_BT int64 -> logits_BTV, in the parameters' dtype.
+    def pipeline_links(self) -> list[str]:
+        """The modules in the order in which they run; a pipeline may cut between any two."""
+        return ["embed", *(f"blocks.{i}" for i in range(len(self.blocks))), "norm", "head"]
 
-        Raises:
-            ValueError: a sequence longer than ``config.max_length``, or tokens that are not [batch, time].
-        """
-        if tokens_BT.dim() != 2:
-            raise ValueError(f"tokens have shape {tuple(tokens_BT.shape)}: give [batch, time]")
-        if tokens_BT.shape[1] > self.config.max_length:
-            raise ValueError(
-                f"sequences of {tokens_BT.shape[1]} tokens are longer than max_length "
-                f"{self.config.max_length}: cut them, or raise max_length"
-            )
+    def forward(self, tokens_BT: Tensor) -> Tensor:
+        """tokens_BT int64 -> logits_BTV, in the parameters' dtype."""
         x_BTD = self.embed(tokens_BT)
         for block in self.blocks:
             x_BTD = block(x_BTD)

@@ -65,9 +65,11 @@ class MLPConfig:
 class Layer(nn.Module):
     """One block: x_BD -> linear, then GELU and dropout unless it is the last."""
 
-    def __init__(self, fan_in: int, fan_out: int, dropout: float, last: bool) -> None:
+    def __init__(
+        self, fan_in: int, fan_out: int, dropout: float, last: bool, device: torch.device | str | None = None
+    ) -> None:
         super().__init__()
-        self.linear = nn.Linear(fan_in, fan_out)
+        self.linear = nn.Linear(fan_in, fan_out, device=device)
         self.activation = nn.Identity() if last else nn.GELU()
         self.dropout = nn.Identity() if last else nn.Dropout(dropout)
 
@@ -77,17 +79,17 @@ class Layer(nn.Module):
         return out_BD
 
 
+def layer(config: MLPConfig, index: int, device: torch.device | str | None = None) -> Layer:
+    """Layer ``index`` of an MLP."""
+    last = index == config.num_layers - 1
+    return Layer(config.sizes[index], config.sizes[index + 1], config.dropout, last, device)
+
+
 class MLP(nn.Sequential):
     """``num_layers`` Layers in a row, each with weights of its own."""
 
     def __init__(self, config: MLPConfig) -> None:
-        last = config.num_layers - 1
-        super().__init__(
-            *(
-                Layer(config.sizes[i], config.sizes[i + 1], config.dropout, last=i == last)
-                for i in range(config.num_layers)
-            )
-        )
+        super().__init__(*(layer(config, index) for index in range(config.num_layers)))
         self.config = config
 
     def tensor_plan(self) -> dict[str, str]:

@@ -8,53 +8,140 @@ the prediction (prefetch and overlap change it); compare them as multisets.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
+from plait.core.actions import ACTIVATION, GRADIENT, TIED, Kind, Line
 from plait.core.agreement import AGREEING, COUNTS, NUMBER_BYTES, num_reported
 from plait.core.cells import Move, Strategy, moves
 from plait.core.collectives import Entry, Note, bytes_sent
-from plait.core.flat import FlatLayout, UnitLayout, lower
+from plait.core.flat import UnitLayout, lower
 from plait.core.mesh import Mesh
+from plait.core.orders import one_stage
+
+
+@dataclass(frozen=True)
+class StagePlan:
+    """What one stage of a rank sends, beside its passes."""
+
+    units: tuple[UnitLayout, ...]
+    handed_bytes: tuple[int, ...] = ()
+    """Bytes of the activation that the stage hands on, for each microbatch; the last stage hands on nothing."""
+    received_bytes: tuple[int, ...] = ()
+    """The same of the stage before; the first stage gets nothing."""
+
+
+@dataclass(frozen=True)
+class TiedPlan:
+    """A weight that several stages use."""
+
+    name: str
+    owners: tuple[int, ...]
+    """The pipe coordinate of each of these stages, in their order."""
+    bytes: int
+    """What the rank owns of it: its piece in the optimizer's cell."""
 
 
 def predict_step(
     units: Sequence[UnitLayout], mesh: Mesh, strategy: Strategy, num_microbatches: int, rank: int
 ) -> tuple[Entry, ...]:
-    """Every message that a rank takes part in during one step with gradients for every unit.
+    """Every message that a rank takes part in during one step of one stage with gradients for every unit.
 
     Args:
         units: the units with their flat layouts, as ``Engine.layouts`` gives them.
         rank: whose messages; broadcasts and reduces cost the root and the others differently.
     """
+    trainable = sum(len(f.slots) for u in units for f, t in zip(u.flats, u.trainable, strict=True) if t)
+    line = one_stage(num_microbatches)[0]
+    return predict_line(line, {0: StagePlan(tuple(units))}, mesh, strategy, num_microbatches, trainable, rank)
+
+
+def predict_line(
+    line: Line,
+    stages: Mapping[int, StagePlan],
+    mesh: Mesh,
+    strategy: Strategy,
+    num_microbatches: int,
+    num_trainable: int,
+    rank: int,
+    tied: Sequence[TiedPlan] = (),
+) -> tuple[Entry, ...]:
+    """Every message of a rank in one step, read off its line of the completed schedule.
+
+    Args:
+        stages: of this rank, by number.
+        num_trainable: trainable parameters of the whole model.
+        tied: weights that stages of this rank share with others.
+    """
     plan = moves(strategy)
     entries: list[Entry] = []
 
-    def add(phase: str, unit: UnitLayout, flat: FlatLayout, path: Iterable[Move], microbatch: int = -1) -> None:
-        for step in path:
-            for message in lower(step, flat, mesh, rank):
-                ways = mesh.count(message.axes)
-                size = message.numel * flat.itemsize
-                root = mesh.index(rank, message.axes) == message.root
-                sent = bytes_sent(message.kind, size, ways, root=root)
-                entries.append(Entry(message.kind, message.axes, size, sent, Note(phase, unit.name, microbatch)))
+    def add(phase: str, stage: int, path: Callable[[int], Iterable[Move]], microbatch: int = -1, **which: bool) -> None:
+        """The messages of a path, on every flat buffer of a stage; ``path`` is asked for each use of a unit."""
+        for unit in stages[stage].units:
+            for index, flat in enumerate(unit.flats):
+                pending = bool(unit.summed) and unit.summed[index]
+                if (which.get("trained") and not unit.trainable[index]) or (which.get("summed") and not pending):
+                    continue
+                for use in range(unit.uses if which.get("each_use") else 1):
+                    for step in path(use):
+                        for message in lower(step, flat, mesh, rank):
+                            ways = mesh.count(message.axes)
+                            size = message.numel * flat.itemsize
+                            root = mesh.index(rank, message.axes) == message.root
+                            sent = bytes_sent(message.kind, size, ways, root=root)
+                            note = Note(phase, unit.name, microbatch)
+                            entries.append(Entry(message.kind, message.axes, size, sent, note))
 
-    for unit in units:
-        summed = unit.summed or (False,) * len(unit.flats)
-        for flat, trains, pending in zip(unit.flats, unit.trainable, summed, strict=True):
-            for microbatch in range(num_microbatches):
-                for use in range(unit.uses):
-                    # after the first use the row has what it keeps, and gathers from there
-                    add("forward", unit, flat, plan.backward if use else plan.forward, microbatch)
-                    add("backward", unit, flat, plan.backward, microbatch)
-                if trains:
-                    add("microbatch", unit, flat, plan.microbatch, microbatch)
-            if trains:
-                add("step", unit, flat, (*plan.summed, *plan.step) if pending else plan.step)
-                add("publish", unit, flat, plan.publish)
+    def handed(kind: str, phase: str, source: int, microbatch: int, size: int) -> None:
+        note = Note(phase, f"stage {source}", microbatch)
+        entries.append(Entry(kind, ("pipe",), size, bytes_sent(kind, size, 2), note))
+
+    holds = any(action.kind is Kind.UNSHARD for action in line)
+    flying: Counter[int] = Counter()
+    kept: set[int] = set()
+    for action in line:
+        for part in action.parts:
+            s, m = part.stage, part.microbatch
+            match part.kind:
+                case Kind.UNSHARD:
+                    add("unshard", s, lambda use: plan.backward if s in kept else plan.forward)  # noqa: B023
+                case Kind.RESHARD:
+                    (kept.add if flying[s] else kept.discard)(s)
+                case Kind.FORWARD:
+                    flying[s] += 1
+                    if not holds:  # after the first use the row has what it keeps, and gathers from there
+                        add("forward", s, lambda use: plan.backward if use else plan.forward, m, each_use=True)
+                case Kind.BACKWARD | Kind.INPUT:
+                    flying[s] -= 1
+                    if not holds:
+                        add("backward", s, lambda use: plan.backward, m, each_use=True)
+                case Kind.SEND_F:
+                    handed("send", ACTIVATION, s, m, stages[s].handed_bytes[m])
+                case Kind.RECV_F:
+                    handed("recv", ACTIVATION, s - 1, m, stages[s].received_bytes[m])
+                case Kind.SEND_B:
+                    handed("send", GRADIENT, s, m, stages[s].received_bytes[m])
+                case Kind.RECV_B:
+                    handed("recv", GRADIENT, s + 1, m, stages[s].handed_bytes[m])
+                case Kind.REDUCE:
+                    add("step", s, lambda use: plan.summed, trained=True, summed=True)
+                    add("step", s, lambda use: plan.step, trained=True)
+                case Kind.UPDATE:
+                    add("publish", s, lambda use: plan.publish, trained=True)
+            if part.kind in (Kind.BACKWARD, Kind.WEIGHT):
+                add("microbatch", s, lambda use: plan.microbatch, m, trained=True)
+    here = mesh.coordinates(rank)["pipe"]
+    for edge in tied:
+        others = [owner for owner in edge.owners if owner != here]
+        sends = edge.owners.count(here) * len(set(others)) if edge.bytes else 0
+        receives = len(others) if edge.bytes and here in edge.owners else 0
+        for kind, times in (("send", sends), ("recv", receives)):
+            sent = bytes_sent(kind, edge.bytes, 2)
+            entries += [Entry(kind, ("pipe",), edge.bytes, sent, Note(TIED, edge.name))] * times
     ranks = mesh.count(AGREEING)
     if ranks > 1:
-        trainable = sum(len(f.slots) for u in units for f, t in zip(u.flats, u.trainable, strict=True) if t)
-        for phase, numbers in (("count", COUNTS), ("report", num_reported(num_microbatches, trainable))):
+        for phase, numbers in (("count", COUNTS), ("report", num_reported(num_microbatches, num_trainable))):
             size = NUMBER_BYTES * numbers * ranks
             entries.append(Entry("all_gather", AGREEING, size, bytes_sent("all_gather", size, ranks), Note(phase)))
     return tuple(entries)

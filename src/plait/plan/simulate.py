@@ -9,7 +9,10 @@ A rank carries out its line in order.  A pass starts when the rank is free and w
 leaves when it has been sent *and* its receive is posted, waits until the one before it has left the link, and then
 takes ``latency + bytes / bandwidth``.  Sending takes no time of the rank.  A schedule without messages behaves as if
 each were sent at once to a receive that was posted long ago.  Gathers and reductions of data parallelism take the
-time of their line: nothing overlaps them.
+time of their line; or, with ``overlap``, that of a lane beside it, one after the other as they are issued:
+
+    line   0F0 0F1 .   2F0 ...         stage 2 is gathered while stage 0 computes; the pass that reads it waits,
+    lane   2UNSHARD------              and an update waits until the lane is free
 
 A line's actions are visited once, in an order that the dependencies allow, so the time to simulate is linear in
 their number.  Where that is too long there are the closed forms of ``bubbles.py``.
@@ -19,10 +22,14 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass
+from functools import cached_property
 
 from plait.core.actions import PASSES, Action, Kind, Schedule, ends, microbatches, owners
 
 PerStage = float | tuple[float, ...]
+
+COLLECTIVES = frozenset({Kind.UNSHARD, Kind.REDUCE_GRAD, Kind.REDUCE})
+"""What travels between the ranks of one stage."""
 
 
 @dataclass(frozen=True)
@@ -44,6 +51,8 @@ class Costs:
     reduce_grad: PerStage = 0.0
     reduce: PerStage = 0.0
     update: PerStage = 0.0
+    overlap: bool = False
+    """Whether gathers and reductions travel beside the computation, on one lane of their rank."""
 
     def seconds(self, num_stages: int) -> dict[Kind, tuple[float, ...]]:
         """How long the actions of each stage take, by kind; messages and reshards take none of their rank's time.
@@ -90,10 +99,10 @@ class Timeline:
     starts: tuple[tuple[float, ...], ...]
     ends: tuple[tuple[float, ...], ...]
 
-    @property
+    @cached_property
     def makespan(self) -> float:
-        """From the first start to the last end."""
-        return max((line[-1] for line in self.ends if line), default=0.0)
+        """From the start of the step to the last end."""
+        return max((max(line) for line in self.ends if line), default=0.0)
 
     def work(self, rank: int) -> float:
         """How long a rank computes."""
@@ -147,6 +156,8 @@ def simulate(schedule: Schedule, costs: Costs) -> Timeline:
     starts: list[list[float]] = [[] for _ in schedule]
     stops: list[list[float]] = [[] for _ in schedule]
     clock = [0.0] * len(schedule)
+    lanes = [0.0] * len(schedule)  # when what was issued beside the line has ended
+    gathered: list[dict[int, float]] = [{} for _ in schedule]  # when each stage is whole
     waiting: dict[int, int] = {}  # what has not arrived -> the rank that waits for it
     ready = deque(range(len(schedule)))
     M = num_microbatches
@@ -167,10 +178,18 @@ def simulate(schedule: Schedule, costs: Costs) -> Timeline:
                 if arrival is None:
                     waiting[needed] = rank
                     break
-                if arrival > now:
-                    now = arrival
-            begun.append(now)
+                now = max(now, arrival, gathered[rank].get(stage, 0.0))
+            elif kind is Kind.UPDATE:
+                now = max(now, lanes[rank])
             duration = seconds.get(kind)
+            if costs.overlap and duration is not None and kind in COLLECTIVES:
+                begun.append(max(now, lanes[rank]))
+                lanes[rank] = begun[-1] + duration[stage]
+                ended.append(lanes[rank])
+                if kind is Kind.UNSHARD:
+                    gathered[rank][stage] = lanes[rank]
+                continue
+            begun.append(now)
             if duration is not None:
                 now += duration[stage]
             ended.append(now)

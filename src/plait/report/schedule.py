@@ -16,27 +16,14 @@ from xml.sax.saxutils import escape
 from rich import box
 from rich.table import Table
 
-from plait.core.actions import PASSES, Action, Kind
+from plait.core.actions import PASSES
 from plait.core.check import Proof
 from plait.plan.bubbles import Bubbles
 from plait.plan.simulate import Costs, Timeline
+from plait.report.drawing import COLOURS, NAMES, box_of, label
 
 MOST_CELLS = 40_000
 """A grid of more cells than this is not printed."""
-
-COLOURS = {
-    Kind.FORWARD: "#7fb2e5",
-    Kind.BACKWARD: "#e8a35c",
-    Kind.INPUT: "#efc27b",
-    Kind.WEIGHT: "#9ccc8f",
-}
-OTHER = "#bbbbbb"
-NAMES = {Kind.FORWARD: "forward", Kind.BACKWARD: "backward", Kind.INPUT: "input part", Kind.WEIGHT: "weight part"}
-
-
-def label(action: Action, several: bool) -> str:
-    """``F3``, or ``5F3`` on a rank with several stages."""
-    return str(action) if several else str(action).removeprefix(str(action.stage))
 
 
 def time_grid(timeline: Timeline, width: int) -> str:
@@ -131,7 +118,7 @@ def svg(timeline: Timeline, costs: Costs, title: str) -> str:
         out.append(f'<rect x="{LEFT}" y="{y}" width="{PLOT}" height="{ROW}" fill="#f2f2f2"/>')
         for action, start, stop in zip(line, timeline.starts[rank], timeline.ends[rank], strict=True):
             if stop > start:
-                out += _box(action, LEFT + start * scale, y, (stop - start) * scale, stages)
+                out += box_of(action, LEFT + start * scale, y, (stop - start) * scale, ROW, stages)
         base, points, before = y + ROW + CURVE, [], 0.0
         for time, size in {**dict(curves[rank]), end: 0.0}.items():  # of several changes at one time the last
             points += [(time, before), (time, size)]
@@ -147,17 +134,3 @@ def svg(timeline: Timeline, costs: Costs, title: str) -> str:
         out.append(f'<text x="{x + 20}" y="{y + 21}">{name}</text>')
     out.append(f'<text x="{LEFT + 560}" y="{y + 21}">curves: activations held, at most {most:g}</text>')
     return "\n".join([*out, "</svg>", ""])
-
-
-def _box(action: Action, x: float, y: float, width: float, stages: list[int]) -> list[str]:
-    """A pass; a rank's later stages are paler.  Where its name does not fit, its microbatch may."""
-    texts = (label(action, len(stages) > 1), str(action.microbatch) if action.microbatch >= 0 else "")
-    opacity = 1 - 0.5 * stages.index(action.stage) / len(stages)
-    shape = (
-        f'<rect x="{x:.2f}" y="{y}" width="{width:.2f}" height="{ROW}" fill="{COLOURS.get(action.kind, OTHER)}" '
-        f'fill-opacity="{opacity:.2f}" stroke="white" stroke-width="0.5"><title>{escape(str(action))}</title></rect>'
-    )
-    text = next((text for text in texts if 7 * len(text) <= width), "")
-    if not text:
-        return [shape]
-    return [shape, f'<text x="{x + width / 2:.2f}" y="{y + 17}" text-anchor="middle">{escape(text)}</text>']

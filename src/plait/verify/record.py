@@ -7,6 +7,7 @@ under test except the full parameters, which are recorded whole on every rank.
 from __future__ import annotations
 
 import io
+import math
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass, field
 from typing import Any
@@ -19,8 +20,9 @@ from plait.core.cells import Strategy
 from plait.core.collectives import Entry, Note
 from plait.core.mesh import AXES
 from plait.engine import Engine
+from plait.engine.stage import Stage
 from plait.job import Job
-from plait.plan.cost import differences, predict_step
+from plait.plan.cost import StagePlan, TiedPlan, differences, predict_line
 from plait.plan.tensor import predict_tensor
 from plait.verify.reference import Piece
 
@@ -43,6 +45,8 @@ class RankRecord:
     cuts: dict[str, tuple[Any, ...]] = field(default_factory=dict)
     """The fields of the ``TensorCut`` of every parameter that is cut over the tensor axis."""
     peak_open: int = 0
+    ties: dict[str, tuple[tuple[str, ...], ...]] = field(default_factory=dict)
+    """The weights that several stages use: under which names, stage by stage."""
 
 
 class Recorder:
@@ -72,7 +76,8 @@ class Recorder:
         """Write down what the run ends with."""
         record = self.record
         record.parameters = engine.full_state_dict()
-        record.peak_open = engine.stage.peak_open
+        record.peak_open = engine.peak_open
+        record.ties = {edge.name: edge.keys for edge in engine.ties.edges}
         record.norm_pieces = [(o.name, o.run.start, o.run.stop) for o in engine.owned if engine.norm.counts(o)]
         record.cuts = {o.name: astuple(o.cut) for o in engine.owned if o.cut is not None}
         state = engine.optimizer.state if engine.optimizer is not None else {}
@@ -125,17 +130,29 @@ def record_layout(
 
 def predict(engine: Engine, job: Job, batches: Sequence[Any]) -> tuple[Entry, ...]:
     """Every message of a step on these microbatches, before it is made."""
-    comm = engine.comm
-    return (
-        *predict_step(engine.layouts(), comm.mesh, engine.strategy, len(batches), comm.rank),
-        *predict_tensor(
-            engine.parallel.sites,
-            [job.leading(batch) for batch in batches],
-            comm.mesh,
-            job.dtype.itemsize,
-            sequence=engine.axis.sequence,
-        ),
-    )
+    comm, num, itemsize = engine.comm, len(batches), job.dtype.itemsize
+    line = engine.pipeline.completed(num, engine.strategy)[comm.mesh.coordinates(comm.rank)["pipe"]]
+    leading = [job.leading(batch) for batch in batches]
+    entries: list[Entry] = []
+    plans = {}
+    for number, stage in engine.stages.items():
+        local = [(s[0], _length(stage, s[1])) if stage.axis.sequence else s for s in leading]
+        handed = tuple(math.prod(shape) * job.width * itemsize for shape in local)
+        plans[number] = StagePlan(stage.layouts(), handed, handed)
+        entries += predict_tensor(stage.parallel.sites, leading, comm.mesh, itemsize, sequence=stage.axis.sequence)
+    tied = [
+        TiedPlan(edge.name, tuple(engine.pipeline.owner[s] for s in edge.stages), engine.ties.bytes_owned(edge))
+        for edge in engine.ties.edges
+    ]
+    trainable = len(engine.exchange.names)
+    entries += predict_line(line, plans, comm.mesh, engine.strategy, num, trainable, comm.rank, tied)
+    return tuple(entries)
+
+
+def _length(stage: Stage, length: int) -> int:
+    """Steps of time of this rank's part of the stream."""
+    start, stop = stage.axis.part(length)
+    return stop - start
 
 
 def collect(comm: Comm, record: RankRecord) -> list[RankRecord] | None:

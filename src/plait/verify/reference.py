@@ -8,11 +8,11 @@ no cut and one microbatch it is the plain full-batch step.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from plait.core.additions import MICROBATCH, fold
 from plait.core.mesh import Mesh
@@ -22,6 +22,7 @@ from plait.engine.rng import Draw, Streams
 from plait.job import Job
 
 Gradients = dict[str, Tensor]
+Ties = Mapping[str, Sequence[Sequence[str]]]
 Piece = tuple[str, int, int]
 """The elements ``start..stop`` of a named parameter, flat."""
 
@@ -43,9 +44,12 @@ class SingleProcess:
     """A whole model in one process, which can play any data rank: it keeps one set of buffers for each.
 
     ``losses`` are those of the step under way, by global microbatch.
+
+    Args:
+        ties: the weights whose uses are summed apart: under which names, use by use.
     """
 
-    def __init__(self, job: Job, num_data_ranks: int, num_microbatches: int) -> None:
+    def __init__(self, job: Job, num_data_ranks: int, num_microbatches: int, ties: Ties | None = None) -> None:
         self.job, self.ranks, self.microbatches = job, num_data_ranks, num_microbatches
         self.model = job.build()
         materialise(self.model, job.seed, torch.device("cpu"))
@@ -55,6 +59,17 @@ class SingleProcess:
         self.optimizer = job.optimizer(self.parameters.values())
         self.buffers = [{name: b.clone() for name, b in self.model.named_buffers()} for _ in range(num_data_ranks)]
         self.losses: list[float] = []
+        self.uses: dict[str, list[nn.Parameter]] = {}
+        for name, (_, *others) in (ties or {}).items():
+            self.uses[name] = [self._use(name, keys) for keys in others]
+
+    def _use(self, name: str, keys: Sequence[str]) -> nn.Parameter:
+        """A second parameter over the memory of the first, under the given names."""
+        use = nn.Parameter(self.parameters[name].detach())
+        for key in keys:
+            module, _, short = key.rpartition(".")
+            setattr(self.model.get_submodule(module), short, use)
+        return use
 
     def begin(self, step: int) -> int:
         """Fetch the batches of all data ranks; returns the number of targets."""
@@ -78,7 +93,17 @@ class SingleProcess:
         self.losses[place] = loss.item()
         for name, buffer in self.model.named_buffers():
             own[name].copy_(buffer)
-        return {name: p.grad for name, p in self.parameters.items() if p.grad is not None}
+        found = {name: p.grad for name, p in self.parameters.items() if p.grad is not None}
+        for name, uses in self.uses.items():
+            found |= {f"{name} {i}": use.grad for i, use in enumerate(uses) if use.grad is not None}
+        return found
+
+    def summed(self, gradients: Gradients) -> Gradients:
+        """With the uses of each tied weight added up, in their order."""
+        for name, uses in self.uses.items():
+            for i in range(len(uses)):
+                gradients = add(gradients, {name: gradients.pop(f"{name} {i}")})
+        return gradients
 
     def update(self, gradients: Gradients) -> None:
         for name, parameter in self.parameters.items():
@@ -96,6 +121,7 @@ def run_reference(
     clip: float | None,
     norm_pieces: Sequence[Sequence[Piece]] | None = None,
     keep_gradients: bool = True,
+    ties: Ties | None = None,
 ) -> Record:
     """Train ``steps`` steps in this process, adding gradients in the given order.
 
@@ -103,10 +129,11 @@ def run_reference(
         mesh: only the sizes of its data axes matter.
         order: the sums, innermost first, as ``core.additions`` derives them from a row.
         clip: the largest global norm, as for the engine.
-        norm_pieces: the runs whose squares each rank sums for the norm, by data rank; None: whole parameters.
+        norm_pieces: the runs whose squares each rank sums for the norm, by rank; None: whole parameters.
         keep_gradients: whether the record has every step's gradients.
+        ties: weights that several stages use (see ``SingleProcess``).
     """
-    one = SingleProcess(job, mesh.data_size, num_microbatches)
+    one = SingleProcess(job, mesh.data_size, num_microbatches, ties)
     sizes = {"replica": mesh.replica, "shard": mesh.shard, MICROBATCH: num_microbatches}
 
     def leaf(at: dict[str, int]) -> Gradients:
@@ -115,7 +142,7 @@ def run_reference(
     record = Record()
     for step in range(steps):
         count = one.begin(step)
-        gradients = fold(tuple(order), sizes, leaf, add)
+        gradients = one.summed(fold(tuple(order), sizes, leaf, add))
         record.microbatch_losses.append(one.losses)
         record.losses.append(math.fsum(one.losses) / count)
         if keep_gradients:

@@ -79,8 +79,9 @@ def references(
     ranks: Sequence[RankRecord],
 ) -> tuple[Record, Record]:
     """The two single-process runs: the layout's own tree of additions, and one plain full batch per step."""
-    pieces = None if mesh.tensor > 1 else [r.norm_pieces for r in sorted(ranks, key=lambda r: r.data_rank)]
-    tree = run_reference(job, mesh, num_microbatches, additions(strategy), steps, clip=clip, norm_pieces=pieces)
+    pieces = None if mesh.tensor > 1 else [r.norm_pieces for r in sorted(ranks, key=lambda r: r.rank)]
+    order = additions(strategy)
+    tree = run_reference(job, mesh, num_microbatches, order, steps, clip=clip, norm_pieces=pieces, ties=ranks[0].ties)
     plain = run_reference(job, Mesh(), 1, additions(strategy), steps, clip=clip)
     return tree, plain
 

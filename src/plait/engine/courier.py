@@ -1,0 +1,133 @@
+"""How activations and their gradients go from stage to stage.
+
+    stage 0        leave F ──► SEND_F ─────────► RECV_F ──► fetch F        stage 1, another rank
+                   fetch B ◄── RECV_B ◄───────── SEND_B ◄── leave B
+    stage 0        leave F ────────────────────────────────► fetch F        stage 1, the same rank
+
+A pass leaves what it made and fetches what it needs; between the two, messages are started where the schedule says so
+and never waited for before ``fetch``.  A receive is posted into memory of the right shape as soon as that is known:
+what a stage hands over depends on the shapes of the batch alone, so it is learned once for each shape of batch, from
+the first message.  A stage that hands over something else for such a batch is refused before it sends.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from plait.comm import Comm, Work
+from plait.comm.call import Incoming, name_of
+from plait.core.actions import ACTIVATION, GRADIENT, Action, Kind, ends
+from plait.core.collectives import Note
+
+Signature = tuple[tuple[int, ...], ...]
+"""The shapes of a batch's tensors."""
+
+Key = tuple[str, int, int]
+"""``F`` or ``B``, the stage that needs it, and the microbatch."""
+
+
+def signature_of(batch: Any) -> Signature:
+    """The shapes on which the shapes of activations depend."""
+    return tuple(tuple(leaf.shape) for leaf in tree_leaves(batch) if isinstance(leaf, Tensor))
+
+
+class Courier:
+    """Hand-overs of one rank.
+
+    Args:
+        owner: the pipe coordinate of each stage.
+    """
+
+    def __init__(self, comm: Comm, owner: Mapping[int, int]) -> None:
+        self.comm, self.owner = comm, owner
+        here = comm.mesh.coordinates(comm.rank)
+        self.rank_of = {stage: comm.mesh.rank(**{**here, "pipe": place}) for stage, place in owner.items()}
+        self._known: dict[tuple[int, Signature], tuple[tuple[int, ...], torch.dtype]] = {}
+        """Shape and dtype of what each stage hands on, by the shapes of the batch."""
+        self.signatures: list[Signature] = []
+        """Of the microbatches of the step under way."""
+        self._left: dict[Key, Tensor] = {}
+        self._coming: dict[Key, tuple[Tensor, Work] | Incoming] = {}
+        self._going: dict[tuple[str, int], deque[Work]] = {}
+
+    def begin(self, batches: Sequence[Any]) -> None:
+        """Before a step."""
+        self.signatures = [signature_of(batch) for batch in batches]
+        self._left.clear()
+        self._coming.clear()
+        self._going.clear()
+
+    def leave(self, way: str, stage: int, microbatch: int, tensor: Tensor) -> None:
+        """What a stage made for its neighbour: an activation (F) for the next, a gradient (B) for the one before.
+
+        Raises:
+            ValueError: an activation of another shape than before for a batch of the same shapes.
+        """
+        if way == "F":
+            self._check(stage, microbatch, tensor)
+        self._left[way, stage + (1 if way == "F" else -1), microbatch] = tensor
+
+    def _check(self, stage: int, microbatch: int, tensor: Tensor) -> None:
+        made = tuple(tensor.shape), tensor.dtype
+        known = self._known.setdefault((stage, self.signatures[microbatch]), made)
+        if made != known:
+            (now, dtype), (before, other) = made, known
+            raise ValueError(
+                f"stage {stage} hands over {name_of(dtype)} {list(now)} for microbatch {microbatch}, but for an "
+                f"earlier batch of the same shapes it was {name_of(other)} {list(before)}, for which the "
+                f"next stage made room: let the output's shape depend on the shapes of the batch only, or pad it"
+            )
+
+    def start(self, message: Action) -> None:
+        """Start a message, and those joined to it."""
+        for part in message.parts:
+            way = "F" if part.kind in (Kind.SEND_F, Kind.RECV_F) else "B"
+            source, target = ends(part)
+            note = Note(ACTIVATION if way == "F" else GRADIENT, f"stage {source}", part.microbatch)
+            if part.kind in (Kind.SEND_F, Kind.SEND_B):
+                tensor = self._left.pop((way, target, part.microbatch)).contiguous()
+                work = self.comm.send(tensor, self.rank_of[target], note)
+                self._going.setdefault((way, source), deque()).append(work)
+            else:
+                self._coming[way, target, part.microbatch] = self._receive(way, source, target, part.microbatch, note)
+
+    def _receive(
+        self, way: str, source: int, target: int, microbatch: int, note: Note
+    ) -> tuple[Tensor, Work] | Incoming:
+        between = min(source, target)  # an activation of this stage, or its gradient
+        known = self._known.get((between, self.signatures[microbatch]))
+        if known is None:
+            return self.comm.recv_new(self.rank_of[source], note)
+        tensor = torch.empty(known[0], dtype=known[1], device=self.comm.device)
+        return tensor, self.comm.recv(tensor, self.rank_of[source], note)
+
+    def fetch(self, way: str, stage: int, microbatch: int) -> Tensor:
+        """What stage ``stage`` needs from its neighbour; waits for it."""
+        key = (way, stage, microbatch)
+        if key in self._left:
+            return self._left.pop(key)
+        coming = self._coming.pop(key)
+        if isinstance(coming, tuple):
+            tensor, work = coming
+            work.wait()
+        else:
+            tensor = coming.wait()
+        if way == "F":
+            made = tuple(tensor.shape), tensor.dtype
+            self._known[stage - 1, self.signatures[microbatch]] = made
+        elif going := self._going.get(("F", stage)):
+            going.popleft().wait()  # its gradient has come, so the activation has long arrived
+        return tensor
+
+    def settle(self) -> None:
+        """After a step: nothing of ours is under way any more."""
+        for queue in self._going.values():
+            for work in queue:
+                work.wait()
+        self._going.clear()

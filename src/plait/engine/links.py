@@ -1,0 +1,163 @@
+"""A model as a chain of links, and the part of it that one stage runs.
+
+    embed ─► blocks.0 ─► blocks.1 ─► norm ─► head            links: modules, each from one tensor to one tensor
+    stage 1 is   ·  ─►   ·    ─► blocks.1 ─► norm ─► ·       the same model, with the others' links passed through
+
+A stage is the model's own code on a copy in which every link that belongs elsewhere is a ``Passage``, which hands on
+what it gets.  Module and parameter names stay as they are, so dropout sites, tensor plans and state dicts do not know
+that there are stages.  Parameters are new objects in each copy: a weight that two stages use is two parameters, whose
+gradients are summed once per step (see ``tied``).
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from plait.tensor.parallel import Parallel
+
+
+class Passage(nn.Module):
+    """In the place of a link that another stage owns: hands on its first argument."""
+
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """x, whatever else comes with it."""
+        return x
+
+
+@dataclass(frozen=True)
+class Chain:
+    """The links of a model, by module name, in the order in which they run.
+
+    ``feed`` is the keyword under which the model takes the output of its first link; None: its first argument stands
+    for it, and the first link passes it through.
+    """
+
+    names: tuple[str, ...]
+    feed: str | None = None
+
+
+def chain_of(model: nn.Module) -> Chain:
+    """The links that a model tells of: its own ``pipeline_links()``, an ``nn.Sequential``'s children, or the
+    ``base_model_pp_plan`` of a Hugging Face model.
+
+    Raises:
+        ValueError: it tells of none, or a parameter belongs to no link.
+    """
+    own = getattr(model, "pipeline_links", None)
+    if callable(own):
+        chain = Chain(tuple(own()))
+    elif isinstance(model, nn.Sequential):
+        chain = Chain(tuple(name for name, _ in model.named_children()))
+    elif plan := getattr(getattr(model, "config", None), "base_model_pp_plan", None):
+        chain = _chain_from_transformers(model, plan)
+    else:
+        raise ValueError(
+            f"{type(model).__name__} does not tell how a pipeline may cut it: give it a method pipeline_links() that "
+            f"returns the names of its modules in the order in which they run, each from one tensor to one tensor"
+        )
+    _check(model, chain)
+    return chain
+
+
+def _chain_from_transformers(model: nn.Module, plan: Mapping[str, Any]) -> Chain:
+    """The base model's plan names embedding, layers and norm; the head stands beside the base model."""
+    base = getattr(model, "base_model_prefix", "")
+    inner: Any = getattr(model, base, model)
+    prefix = f"{base}." if inner is not model else ""
+    names: list[str] = []
+    for name in plan:
+        module = getattr(inner, name)
+        many = isinstance(module, nn.ModuleList)
+        names += [f"{prefix}{name}.{i}" for i in range(len(module))] if many else [f"{prefix}{name}"]
+    names += list(getattr(model, "_pp_plan", None) or {})
+    return Chain(tuple(names), "inputs_embeds")
+
+
+def _check(model: nn.Module, chain: Chain) -> None:
+    modules = dict(model.named_modules())
+    if unknown := [name for name in chain.names if name not in modules]:
+        raise ValueError(f"{type(model).__name__} names the pipeline link {unknown[0]!r}, which is no module of it")
+    inside = {id(p) for name in chain.names for p in modules[name].parameters()}
+    for name, parameter in model.named_parameters():
+        if id(parameter) not in inside:
+            raise ValueError(
+                f"parameter {name!r} belongs to no link of the pipeline ({', '.join(chain.names[:3])}, ...): every "
+                f"stage would need it; put it into a module of the chain"
+            )
+
+
+@dataclass(frozen=True)
+class StageModel:
+    """What one stage runs: a copy of the model, and whose copies its parameters are.
+
+    ``origin`` gives, by ``id`` of a parameter of the copy, the parameter of the whole model.
+    """
+
+    model: nn.Module
+    origin: Mapping[int, nn.Parameter]
+
+    @classmethod
+    def whole(cls, model: nn.Module) -> StageModel:
+        """No pipeline: the stage is the model itself."""
+        return cls(model, {id(p): p for p in model.parameters()})
+
+    @classmethod
+    def part(cls, model: nn.Module, chain: Chain, links: range) -> StageModel:
+        """The copy that runs some links; values are shared with the model, none is copied."""
+        modules = dict(model.named_modules())
+        memo: dict[int, Any] = {id(modules[name]): Passage() for i, name in enumerate(chain.names) if i not in links}
+        origin: dict[int, nn.Parameter] = {}
+        for parameter in model.parameters():
+            new = nn.Parameter(parameter.detach(), requires_grad=parameter.requires_grad)
+            new.__dict__.update(parameter.__dict__)
+            memo[id(parameter)] = new
+            origin[id(new)] = parameter
+        part = copy.deepcopy(model, memo)
+        here = {id(p) for p in part.parameters()}
+        return cls(part, {key: p for key, p in origin.items() if key in here})
+
+
+def drop_values(model: nn.Module) -> None:
+    """Keep the names and shapes of a model whose values live in its stages, and refuse to run it."""
+    for parameter in model.parameters():
+        nothing = torch.full((), float("nan"), dtype=parameter.dtype, device="cpu" if parameter.is_meta else None)
+        parameter.data = parameter.data if parameter.is_meta else nothing.to(parameter.device).expand(parameter.shape)
+
+    def refuse(*_: Any) -> None:
+        raise ValueError("this model is cut in stages, and each rank has only some of them: train it by engine.step")
+
+    model.register_forward_pre_hook(refuse)
+
+
+def stages_using(model: nn.Module, chain: Chain, split: Sequence[range]) -> dict[int, tuple[int, ...]]:
+    """Which stages use each parameter of the whole model, by its ``id``, in order."""
+    modules = dict(model.named_modules())
+    found: dict[int, dict[int, None]] = {}
+    for stage, links in enumerate(split):
+        for index in links:
+            for parameter in modules[chain.names[index]].parameters():
+                found.setdefault(id(parameter), {}).setdefault(stage)
+    return {key: tuple(stages) for key, stages in found.items()}
+
+
+def parallel_of(parallel: Parallel, part: StageModel, *, last: bool) -> Parallel:
+    """A tensor plan, resolved on the whole model, as it reads on one stage's copy.
+
+    Args:
+        last: whether the stage has the loss.
+    """
+    here = {name for name, module in part.model.named_modules() if not isinstance(module, Passage)}
+    names = dict(part.model.named_parameters(remove_duplicate=False))
+    origin = {key: id(p) for key, p in part.origin.items()}
+    return Parallel(
+        {name: style for name, style in parallel.styles.items() if name in here or name in names},
+        {key: parallel.cuts[old] for key, old in origin.items() if old in parallel.cuts},
+        frozenset(key for key, old in origin.items() if old in parallel.summed),
+        tuple(site for site in parallel.sites if site.name in here or (last and site.kind == "loss")),
+    )

@@ -1,0 +1,165 @@
+"""From a model and a pipeline to the stages of this rank.
+
+    model ── chain of links ── split ──► parts   one copy for each stage here ──► Stage
+                                  └────► edges   weights that several stages use
+
+Without a pipeline there is one stage, and its part is the model itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from plait.comm import Comm
+from plait.core.cells import Strategy
+from plait.core.flat import Cut
+from plait.core.pipeline import Pipeline
+from plait.core.split import by_sizes, even
+from plait.engine.build import Whole
+from plait.engine.gradients import FlatGradient
+from plait.engine.links import Chain, StageModel, chain_of, drop_values, parallel_of, stages_using
+from plait.engine.stage import Place, Stage
+from plait.engine.state import Directory
+from plait.engine.tied import Edge
+from plait.engine.wrap import wrap
+from plait.tensor.parallel import Parallel
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What all stages have in common; see ``Engine``."""
+
+    units: Iterable[str] | None
+    cut: Cut
+    seed: int
+    prefetch: int
+    sequence: bool
+    before_root: Callable[[Any, dict[str, Any]], None]
+
+
+@dataclass(frozen=True)
+class Built:
+    """The stages of a rank, by number, and what the ranks know of all of them."""
+
+    stages: dict[int, Stage]
+    edges: tuple[Edge, ...]
+    directory: Directory
+    split: tuple[int, ...]
+    """How many links each stage has."""
+
+    def gradients(self) -> dict[tuple[str, int], FlatGradient]:
+        """This rank's copies of tied weights, by name and stage."""
+        found = {}
+        for edge in self.edges:
+            for number in set(edge.stages) & self.stages.keys():
+                for g in self.stages[number].gradients.every:
+                    if any(slot.name == edge.name for slot in g.flat.layout.slots):
+                        found[edge.name, number] = g
+        return found
+
+
+def split_of(chain: Chain, num_stages: int, sizes: Sequence[int] | None) -> tuple[range, ...]:
+    """The links of each stage: equally many, or as many as a user says.
+
+    Raises:
+        ValueError: more stages than links, or sizes that do not fit.
+    """
+    if sizes is None:
+        return even(len(chain.names), num_stages)
+    if len(sizes) != num_stages:
+        raise ValueError(f"a split for {len(sizes)} stages, but the pipeline has {num_stages}: give {num_stages} sizes")
+    return by_sizes(sizes, len(chain.names))
+
+
+def build_stages(
+    model: nn.Module,
+    comm: Comm,
+    strategy: Strategy,
+    pipeline: Pipeline,
+    parallel: Parallel,
+    sizes: Sequence[int] | None,
+    settings: Settings,
+) -> Built:
+    """The stages that the pipeline gives this rank.
+
+    Raises:
+        ValueError: a model that does not tell its links, fewer links than stages, a split that does not fit.
+    """
+    names = {id(p): n for n, p in model.named_parameters()}
+    owner, count = pipeline.owner, pipeline.num_stages
+    if count == 1 and sizes is None:
+        directory = Directory.of(model, dict.fromkeys(model.state_dict(), 0))
+        parts = {0: StageModel.whole(model)}
+        whole, chain = Whole(model, names), Chain(())
+        edges: tuple[Edge, ...] = ()
+        split: tuple[range, ...] = (range(1),)
+    else:
+        chain = chain_of(model)
+        split = split_of(chain, count, sizes)
+        using = stages_using(model, chain, split)
+        directory = Directory.of(model, _homes(model, chain, split, owner, using))
+        edges = _edges(model, chain, split, using)
+        whole = Whole(model, names, frozenset(key for key, stages in using.items() if len(stages) > 1))
+        here = comm.mesh.coordinates(comm.rank)["pipe"]
+        parts = {s: StageModel.part(model, chain, split[s]) for s in range(count) if owner[s] == here}
+        if settings.units is not None:
+            wrap(model, settings.units)  # refuses names that are nowhere
+    stages = {}
+    for number, part in parts.items():
+        modules = dict(part.model.named_modules())
+        stages[number] = Stage(
+            part,
+            whole,
+            Place(number, count, chain.feed),
+            comm,
+            strategy,
+            parallel=parallel if part.model is model else parallel_of(parallel, part, last=number == count - 1),
+            units=None if settings.units is None else [name for name in settings.units if name in modules],
+            cut=settings.cut,
+            seed=settings.seed,
+            prefetch=settings.prefetch,
+            sequence=settings.sequence,
+            split_backward=pipeline.splits_backward,
+            before_root=settings.before_root,
+        )
+    if any(part.model is not model for part in parts.values()):
+        drop_values(model)
+    return Built(stages, edges, directory, tuple(map(len, split)))
+
+
+def _edges(
+    model: nn.Module, chain: Chain, split: Sequence[range], using: Mapping[int, tuple[int, ...]]
+) -> tuple[Edge, ...]:
+    keys: dict[int, list[str]] = {}
+    for key, parameter in model.named_parameters(remove_duplicate=False):
+        keys.setdefault(id(parameter), []).append(key)
+    found = []
+    for name, parameter in model.named_parameters():
+        stages = using[id(parameter)]
+        if len(stages) > 1:
+            links = [tuple(f"{chain.names[i]}." for i in split[stage]) for stage in stages]
+            here = tuple(tuple(key for key in keys[id(parameter)] if key.startswith(prefix)) for prefix in links)
+            found.append(Edge(name, stages, here))
+    return tuple(found)
+
+
+def _homes(
+    model: nn.Module,
+    chain: Chain,
+    split: Sequence[range],
+    owner: Mapping[int, int],
+    using: Mapping[int, tuple[int, ...]],
+) -> dict[str, int]:
+    """The pipe coordinate that has a parameter (of a tied one: the first) or a buffer."""
+    state = model.state_dict(keep_vars=True)
+    stage_of = {chain.names[i]: stage for stage, links in enumerate(split) for i in links}
+    homes = {}
+    for name, value in state.items():
+        inside = [stage for link, stage in stage_of.items() if name.startswith(link + ".")]
+        stage = using[id(value)][0] if id(value) in using else min(inside, default=0)
+        homes[name] = owner[stage]
+    return homes

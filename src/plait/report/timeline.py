@@ -1,0 +1,224 @@
+"""A step as it happened, beside the step that was predicted, and where its time went.
+
+    rank 0  simulated  |0F0|0F1|       |0B0  |   |0B1  |            one pair of lanes per rank, on one time scale;
+            measured   |0F0|0F1|///////|0B0   |//|0B1   |           waits are hatched, what does not compute is a strip
+    ...
+    rank 0  simulated  [ computes         | bubble     ]            the same time by what it was spent on (plan/idle.py)
+            measured   [ computes         | bubble | ..]
+
+``timeline_svg`` is the picture, for a light or a dark page; ``timeline_table`` says the same in a terminal.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from xml.sax.saxutils import escape
+
+from rich import box
+from rich.table import Table
+
+from plait.core.actions import PASSES, Action, Kind
+from plait.core.events import Event, Log
+from plait.plan.idle import Idle, idle_times, mean_idle
+from plait.plan.measured import as_log, measured_timeline
+from plait.plan.simulate import Timeline
+from plait.report.drawing import COLOURS, NAMES, TEXT, box_of, seconds_text
+
+CAUSES = {
+    "busy": ("computes", "#a9c1d6"),
+    "warm_up": ("warm-up", "#f4dc9c"),
+    "bubble": ("bubble", "#ecbd55"),
+    "cool_down": ("cool-down", "#d9a032"),
+    "imbalance": ("imbalance", "#e2866c"),
+    "knock_on": ("knock-on", "#c98aa0"),
+    "communication": ("communication", "#ab97d3"),
+    "update": ("update", "#8dbb9f"),
+    "other": ("other", "#bdbdbd"),
+}
+"""The parts of ``Idle``: their names for people, and their colours."""
+
+
+# ---- words --------------------------------------------------------------------------------------------------
+
+
+def summary(log: Log, simulated: Timeline | None = None) -> str:
+    """How long the step took, and the share of it in which ranks did not compute, beside the prediction."""
+    measured = measured_timeline(log)
+    text = f"measured {seconds_text(measured.makespan)}, idle {measured.idle_share():.1%}"
+    if simulated is None:
+        return text
+    return f"{text}; simulated {seconds_text(simulated.makespan)}, idle {simulated.idle_share():.1%}"
+
+
+def timeline_rows(log: Log, simulated: Timeline | None = None) -> list[tuple[str, ...]]:
+    """A head, one row per rank, and the mean of all: shares of the step that each rank computed or was idle, by cause.
+
+    A last row has the means of the simulated step.
+    """
+    ranks = idle_times(log)
+    rows = [("rank", "stages", *(name for name, _ in CAUSES.values()), "idle")]
+    for rank, idle in enumerate(ranks):
+        stages = sorted({event.action.stage for event in log[rank]})
+        rows.append((str(rank), ", ".join(map(str, stages)), *_shares(idle)))
+    rows.append(("all", "", *_shares(mean_idle(ranks))))
+    if simulated is not None:
+        rows.append(("simulated", "", *_shares(mean_idle(idle_times(as_log(simulated))))))
+    return rows
+
+
+def _shares(idle: Idle) -> list[str]:
+    """Each part over the step, and what is idle in all."""
+    return [f"{share:.1%}" for share in (*(idle.shares[part] for part in CAUSES), 1 - idle.shares["busy"])]
+
+
+def timeline_table(log: Log, simulated: Timeline | None = None) -> Table:
+    """``timeline_rows`` for a terminal, under ``summary``."""
+    head, *rows = timeline_rows(log, simulated)
+    title = summary(log, simulated)
+    table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD)
+    for heading in head:
+        table.add_column(heading, justify="left" if heading in ("rank", "stages") else "right")
+    for row in rows:
+        table.add_row(*row)
+    return table
+
+
+# ---- SVG ----------------------------------------------------------------------------------------------------
+
+LEFT, PLOT, RIGHT, TOP = 140, 1100, 84, 62
+ROW, BAR, SPACE, GAP, STRIP = 24, 16, 2, 10, 5
+WIDTH = LEFT + PLOT + RIGHT
+
+STYLE = """<style>
+.ground { fill: #ffffff } .lane { fill: #eceff2 } .ink { fill: #1f2328 } .faint { fill: #59636e }
+.grid { stroke: #c8d1da; stroke-width: 1 }
+@media (prefers-color-scheme: dark) {
+.ground { fill: #0d1117 } .lane { fill: #252b33 } .ink { fill: #e6edf3 } .faint { fill: #a5afba }
+.grid { stroke: #3d444d }
+}
+</style>
+<defs><pattern id="wait" width="6" height="6" patternUnits="userSpaceOnUse" patternTransform="rotate(45)">
+<rect width="2" height="6" fill="#8b949e" fill-opacity="0.55"/></pattern></defs>"""
+
+
+def timeline_svg(log: Log, simulated: Timeline | None = None, title: str = "") -> str:
+    """The picture of a step; the simulated step is that of the same schedule, in seconds as well."""
+    steps = {"measured": log} if simulated is None else {"simulated": as_log(simulated), "measured": log}
+    ends = {name: measured_timeline(step).makespan for name, step in steps.items()}
+    idle = {name: idle_times(step) for name, step in steps.items()}
+    scale = PLOT / (max(ends.values()) or 1.0)
+    out: list[str] = []
+    y: float = TOP
+    for rank in range(len(log)):
+        for name, step in steps.items():
+            share = f"idle {1 - idle[name][rank].shares['busy']:.1%}"
+            out += _lane_head(y, ROW, f"rank {rank}" if name == next(iter(steps)) else "", name, share)
+            out.append(f'<rect class="lane" x="{LEFT}" y="{y:g}" width="{ends[name] * scale:.2f}" height="{ROW}"/>')
+            stages = sorted({event.action.stage for event in step[rank]})
+            for event in step[rank]:
+                out += _event(event, y, scale, stages)
+            y += ROW + SPACE
+        y += GAP
+    lanes_end = y - GAP
+    kinds = {event.action.kind for line in log for event in line}
+    passes = [(NAMES[kind], colour) for kind, colour in COLOURS.items() if kind in kinds]
+    out += _legend(y + 16, [*passes, ("waits", "url(#wait)")], "paler: later stages of a rank; strips: as below")
+    y += 50
+    out.append(f'<text class="ink" x="8" y="{y:g}" font-size="13">where the time goes, by rank</text>')
+    y += 12
+    for rank in range(len(log)):
+        for name in steps:
+            out += _lane_head(y, BAR, f"rank {rank}" if name == next(iter(steps)) else "", name, "")
+            out += _bar(idle[name][rank], y, scale)
+            y += BAR + SPACE
+        y += GAP / 2
+    out += _legend(y + 14, list(CAUSES.values()))
+    height = y + 36
+    head = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{height:g}" '
+        f'viewBox="0 0 {WIDTH} {height:g}" font-family="sans-serif" font-size="11">',
+        STYLE,
+        f'<rect class="ground" width="{WIDTH}" height="{height:g}"/>',
+        f'<text class="ink" x="8" y="20" font-size="14">{escape(title)}</text>',
+        f'<text class="faint" x="8" y="38">{escape(summary(log, simulated))}</text>',
+        *_ticks(max(ends.values()), scale, lanes_end),
+    ]
+    return "\n".join([*head, *out, "</svg>", ""])
+
+
+def _lane_head(y: float, height: float, rank: str, name: str, share: str) -> Iterator[str]:
+    """What stands left and right of a lane."""
+    base = y + height / 2 + 4
+    if rank:
+        yield f'<text class="ink" x="8" y="{base:g}" font-weight="bold">{rank}</text>'
+    yield f'<text class="faint" x="{LEFT - 8}" y="{base:g}" text-anchor="end">{name}</text>'
+    if share:
+        yield f'<text class="faint" x="{LEFT + PLOT + 8}" y="{base:g}">{share}</text>'
+
+
+def _event(event: Event, y: float, scale: float, stages: list[int]) -> Iterator[str]:
+    """An action: its waits hatched, and the rest as boxes, or as strips at the foot of the lane."""
+    action, now = event.action, event.start
+    for span in event.waits:
+        yield from _work(action, now, span.start, y, scale, stages)
+        if span.end > span.start:
+            title = escape(f"{action} waited {seconds_text(span.end - span.start)} for {span.what}")
+            where = f'x="{LEFT + span.start * scale:.2f}" y="{y:g}" width="{(span.end - span.start) * scale:.2f}"'
+            yield f'<rect {where} height="{ROW}" fill="url(#wait)"><title>{title}</title></rect>'
+        now = span.end
+    yield from _work(action, now, event.end, y, scale, stages)
+
+
+def _work(action: Action, start: float, end: float, y: float, scale: float, stages: list[int]) -> Iterator[str]:
+    """What an action does from start to end, without waiting."""
+    if end <= start:
+        return
+    x, width = LEFT + start * scale, (end - start) * scale
+    title = f"{action}: {seconds_text(end - start)}"
+    if action.kind in PASSES:
+        yield from box_of(action, x, y, width, ROW, stages, title)
+        return
+    cause = "update" if action.kind is Kind.UPDATE else "other" if action.kind is Kind.RESHARD else "communication"
+    where = f'x="{x:.2f}" y="{y + ROW - STRIP:g}" width="{width:.2f}" height="{STRIP}"'
+    yield f'<rect {where} fill="{CAUSES[cause][1]}"><title>{escape(title)}</title></rect>'
+
+
+def _bar(idle: Idle, y: float, scale: float) -> Iterator[str]:
+    """A rank's step by what it was spent on, with shares where they fit."""
+    x = float(LEFT)
+    for part, (name, colour) in CAUSES.items():
+        width, share = idle.parts[part] * scale, f"{idle.shares[part]:.1%}"
+        if width <= 0:
+            continue
+        title = f"{name}: {seconds_text(idle.parts[part])}, {share}"
+        where = f'x="{x:.2f}" y="{y:g}" width="{width:.2f}" height="{BAR}"'
+        yield f'<rect {where} fill="{colour}"><title>{escape(title)}</title></rect>'
+        if 7 * len(share) <= width:
+            middle = f'x="{x + width / 2:.2f}" y="{y + BAR / 2 + 4:g}" text-anchor="middle"'
+            yield f'<text {middle} fill="{TEXT}">{share}</text>'
+        x += width
+
+
+def _legend(y: float, entries: list[tuple[str, str]], note: str = "") -> Iterator[str]:
+    """Names beside their colours, in one line."""
+    x = float(LEFT)
+    for name, fill in entries:
+        yield f'<rect x="{x:g}" y="{y - 11:g}" width="14" height="14" fill="{fill}"/>'
+        yield f'<text class="ink" x="{x + 20:g}" y="{y:g}">{name}</text>'
+        x += 40 + 7 * len(name)
+    if note:
+        yield f'<text class="faint" x="{x:g}" y="{y:g}">{note}</text>'
+
+
+def _ticks(end: float, scale: float, bottom: float) -> Iterator[str]:
+    """Lines through all lanes at round times, at most ten."""
+    if not end:
+        return
+    power = 10.0 ** math.floor(math.log10(end / 10))
+    step = next(factor * power for factor in (1, 2, 5, 10) if end / (factor * power) <= 10)
+    for index in range(math.floor(end / step) + 1):
+        x = LEFT + index * step * scale
+        yield f'<line class="grid" x1="{x:.2f}" x2="{x:.2f}" y1="{TOP - 6}" y2="{bottom:g}"/>'
+        text = seconds_text(index * step) if index else "0"
+        yield f'<text class="faint" x="{x:.2f}" y="{TOP - 10}" text-anchor="middle">{text}</text>'

@@ -30,7 +30,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "config": {"core", "models"},
     "doctor": {"core", "report", "measure"},
     "measure": {"core", "comm", "report", "config"},
-    "schedule": {"core", "plan", "report"},
+    "schedule": {"core", "plan", "report", "config"},
     "job": UP_TO_ENGINE | {"models", "data", "config"},
     "train": TRAINING | {"job", "verify"},
     "verify": TRAINING | {"job"},

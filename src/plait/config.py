@@ -17,8 +17,12 @@ from typing import Any, Literal, Protocol, TypeVar, get_args, get_origin, get_ty
 
 import torch
 
+from plait.core.actions import Schedule, parse_schedule
 from plait.core.cells import find_strategy
+from plait.core.check import check
 from plait.core.mesh import Mesh
+from plait.core.orders import ORDERS
+from plait.core.pipeline import Pipeline
 from plait.models.gpt import GPTConfig
 from plait.models.hf import HFConfig, check_installed
 from plait.models.mlp import MLPConfig
@@ -42,6 +46,13 @@ class RunConfig:
     """A row of the table (ddp, zero1, ... hpz), or your own: "name: params | kept | grads | state"."""
     microbatches: int = 1
     """Microbatches of one step on each data rank."""
+    schedule: str | None = None
+    """Who of the pipe axis does what when: an order (naive, gpipe, 1f1b, interleaved, zb_h1, zb_h2, zbv, dualpipe_v),
+    or a file that plait schedule check proves. None: 1f1b, where there is a pipeline."""
+    chunks: int | None = None
+    """Stages on each rank (interleaved: 2 unless given)."""
+    split: str | None = None
+    """Links of the model on each stage, as in "5 4"; "measured" balances what they cost. None: equally many."""
     world: World = "process"
     """What a rank is: a process, or a thread of this one."""
 
@@ -101,6 +112,27 @@ class RunConfig:
     def parsed_mesh(self) -> Mesh:
         """The mesh as a value."""
         return Mesh.parse(self.mesh)
+
+    @property
+    def pipeline(self) -> Pipeline:
+        """How the ranks of the pipe axis share the work.
+
+        Raises:
+            ValueError: an unknown order, or a file that holds no schedule for this mesh.
+        """
+        name = self.schedule
+        written = name is not None and name not in ORDERS and Path(name).is_file()
+        return Pipeline(read_schedule(str(name)) if written else name, self.parsed_mesh.pipe, self.chunks)
+
+    @property
+    def sizes_of_stages(self) -> tuple[int, ...] | None:
+        """The split as numbers; None: equally many, or measured."""
+        if self.split is None or self.split == "measured":
+            return None
+        words = self.split.replace(",", " ").split()
+        if not words or not all(word.isdecimal() for word in words):
+            raise ValueError(f'split {self.split!r}: give the links of each stage, as in "5 4", or "measured"')
+        return tuple(map(int, words))
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -170,14 +202,11 @@ def validate(config: RunConfig) -> None:
     """
     mesh = config.parsed_mesh
     find_strategy(config.strategy)
-    if mesh.pipe > 1:
-        raise ValueError(
-            f"the mesh '{mesh}' has pipe={mesh.pipe}, but training runs over the axes replica, shard and tensor: "
-            f"leave pipe out, for example shard={mesh.size}"
-        )
     if config.sequence_parallel and config.model == "mlp":
         raise ValueError("sequence_parallel cuts activations in time, which mlp has not: choose gpt, or leave it out")
-    for name in ("microbatches", "steps", "batch", "length", "threads", "log_every"):
+    _at_least(config, "microbatches", 1)
+    _check_pipeline(config)
+    for name in ("steps", "batch", "length", "threads", "log_every"):
         _at_least(config, name, 1)
     _at_least(config, "prefetch", 0)
     for name in ("lr", "deadline", "clip"):
@@ -199,6 +228,35 @@ def validate(config: RunConfig) -> None:
     if isinstance(config, TrainConfig) and config.out is not None and Path(config.out).is_file():
         raise ValueError(f"out {config.out!r} is a file: give a folder for the metrics")
     check_machine(config)
+
+
+def _check_pipeline(config: RunConfig) -> None:
+    """Refuses a schedule that is wrong, or does not fit the mesh and the microbatches; it is proved here."""
+    pipeline = config.pipeline
+    schedule = pipeline.completed(config.microbatches, find_strategy(config.strategy))
+    if isinstance(config, VerifyConfig):
+        check(schedule, in_order=True)
+    sizes = config.sizes_of_stages
+    if pipeline.num_stages == 1 and config.split is not None:
+        raise ValueError(f"split {config.split!r}, but there is one stage: give the mesh a pipe axis, or leave it out")
+    if sizes is not None and len(sizes) != pipeline.num_stages:
+        raise ValueError(
+            f"split {config.split!r} is for {len(sizes)} stages, but the pipeline has {pipeline.num_stages}: "
+            f"give {pipeline.num_stages} numbers"
+        )
+
+
+def read_schedule(path: str) -> Schedule:
+    """The schedule in a file.
+
+    Raises:
+        ValueError: a file that cannot be read, or holds something else.
+    """
+    try:
+        return parse_schedule(Path(path).read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise ValueError(f"cannot read the schedule {path!r}: {reason}") from error
 
 
 class Machine(Protocol):

@@ -15,9 +15,13 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
+from plait.comm import Comm
 from plait.config import RunConfig
 from plait.data import Batches, SyntheticRegression, TextBatches, load_text, split_text
 from plait.engine import empty_parameters
+from plait.engine.costs import measured_split
+from plait.engine.links import chain_of
+from plait.engine.stages import split_of
 from plait.models import gpt, hf, mlp
 from plait.tensor.parallel import parallel_plan
 
@@ -68,9 +72,12 @@ def check_layout(config: RunConfig) -> None:
     """Refuses, before any rank starts, what the mesh cannot do to this model.
 
     Raises:
-        ValueError: heads that the tensor axis cannot share, and whatever else a tensor plan can get wrong.
+        ValueError: more stages than the model has links, heads that the tensor axis cannot share, and whatever else a
+            tensor plan can get wrong.
     """
-    mesh = config.parsed_mesh
+    mesh, pipeline = config.parsed_mesh, config.pipeline
+    if pipeline.num_stages > 1:
+        split_of(chain_of(build_model(config)), pipeline.num_stages, config.sizes_of_stages)
     if mesh.tensor > 1:
         parallel = parallel_plan(build_model(config), mesh.tensor, sequence=config.sequence_parallel)
         if not parallel.cuts:
@@ -78,6 +85,24 @@ def check_layout(config: RunConfig) -> None:
                 f"tensor={mesh.tensor}, but the plan cuts no parameter of this model: mlp needs 4 layers for its first "
                 f"pair; give more layers, or leave the tensor axis out"
             )
+
+
+def layout_of(config: RunConfig, job: Job, comm: Comm) -> dict[str, Any]:
+    """The arguments of ``Engine`` that say how the model lies on the mesh; all ranks call it together."""
+    pipeline, split = config.pipeline, config.sizes_of_stages
+    if config.split == "measured":
+        batch = job.microbatches(0, 0, comm.mesh.data_size, config.microbatches, str(comm.device))[0]
+        samples = job.leading(batch)[0]
+        split = measured_split(job.build(), comm, job.loss_fn, batch, samples, pipeline.num_stages)
+    return {
+        "clip": config.clip,
+        "prefetch": config.prefetch,
+        "cut": config.cut,
+        "sequence_parallel": config.sequence_parallel,
+        "schedule": pipeline.order,
+        "chunks": config.chunks,
+        "split": split,
+    }
 
 
 def make_job(config: RunConfig) -> Job:

@@ -18,7 +18,8 @@ from typing import Annotated
 import tyro
 from rich.console import Console
 
-from plait.core.actions import Schedule, format_schedule, owners, parse_schedule
+from plait.config import read_schedule
+from plait.core.actions import Schedule, format_schedule, owners
 from plait.core.cells import find_strategy
 from plait.core.check import Proof, check
 from plait.core.orders import ORDERS, stages_per_rank, write_order
@@ -120,15 +121,6 @@ def run_schedule(command: ScheduleCommand) -> int:
     return 0
 
 
-def read(path: str) -> Schedule:
-    """The schedule in a file."""
-    try:
-        return parse_schedule(Path(path).read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else error
-        raise ValueError(f"cannot read the schedule {path!r}: {reason}") from error
-
-
 def _schedule(source: Source) -> tuple[Schedule, Proof]:
     """The schedule of a source, proved."""
     if _is_file(source):
@@ -137,7 +129,7 @@ def _schedule(source: Source) -> tuple[Schedule, Proof]:
                 raise ValueError(
                     f"{name} is {getattr(source, name)}, but the file {source.order!r} says it: leave it out"
                 )
-        schedule = read(source.order)
+        schedule = read_schedule(source.order)
     else:
         schedule = write_order(source.order, _stages(source), _microbatches(source), source.chunks)
     return schedule, check(schedule)
@@ -171,7 +163,7 @@ def _costs(timed: Timed) -> Costs:
 
 
 def _check(command: Check) -> None:
-    proof = check(read(command.file), in_order=command.in_order)
+    proof = check(read_schedule(command.file), in_order=command.in_order)
     order = "in the order of microbatches" if proof.in_order else "NOT in the order of microbatches"
     print(f"proved: {proof.num_stages} stages on {len(proof.peaks)} ranks, {proof.num_microbatches} microbatches")
     print(f"gradients are added {order}; peak activations per rank: {', '.join(map(str, proof.peaks))}")

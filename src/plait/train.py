@@ -24,7 +24,7 @@ from plait.core.cells import Strategy, find_strategy
 from plait.core.collectives import Note
 from plait.core.mesh import AXES
 from plait.engine import Engine
-from plait.job import Job, make_job
+from plait.job import Job, layout_of, make_job
 from plait.plan.memory import Held, held
 from plait.report.training import RankBytes, bytes_table, progress_line, spark
 from plait.verify.compare import BITWISE, against_tree, summarise
@@ -66,15 +66,12 @@ def run_train(config: TrainConfig, comm: Comm) -> int:
     engine = Engine(
         model,
         comm,
-        strategy=strategy,
         optimizer=job.optimizer(model.parameters()),
         loss_fn=job.loss_fn,
         count_fn=job.count_fn,
-        clip=config.clip,
-        prefetch=config.prefetch,
-        cut=config.cut,
+        strategy=strategy,
         seed=config.seed,
-        sequence_parallel=config.sequence_parallel,
+        **layout_of(config, job, comm),
     )
     console.print(
         f"{config.model}, {parameters:,} parameters, {config.dtype}, {config.batch} samples a step, "

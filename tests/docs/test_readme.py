@@ -118,16 +118,21 @@ def test_the_code_of_the_guide_runs(code: str) -> None:
     exec(compile(code, "<guide>", "exec"), {"__name__": "__guide__"})
 
 
-@pytest.mark.parametrize(
-    ("lesson", "says"),
-    [("zero_by_hand.py", "sum / count"), ("one_linear_on_four_ranks.py", "ten steps on the pieces")],
-)
+LESSONS = {
+    "zero_by_hand.py": "sum / count",
+    "one_linear_on_four_ranks.py": "ten steps on the pieces",
+    "a_pipeline_by_hand.py": "those of the whole model, to the bit",
+}
+"""Each with words that it prints near its end."""
+
+
+@pytest.mark.parametrize(("lesson", "says"), LESSONS.items())
 def test_the_lessons_hold(lesson: str, says: str) -> None:
     assert says in start(f"lessons/{lesson}")
 
 
 def test_every_lesson_is_run() -> None:
-    assert {page.name for page in (ROOT / "lessons").glob("*.py")} == {"zero_by_hand.py", "one_linear_on_four_ranks.py"}
+    assert {page.name for page in (ROOT / "lessons").glob("*.py")} == LESSONS.keys()
 
 
 VERIFY = sorted(

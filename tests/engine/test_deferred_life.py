@@ -65,36 +65,61 @@ def test_hooks_may_change_the_gradient_and_free_it() -> None:
     assert held == [1, 1, 1, 1]
 
 
-def test_only_operands_stay_after_the_input_part_and_nothing_after_the_weight_part() -> None:
+@pytest.mark.parametrize("keeps_output", [False, True])
+def test_only_operands_stay_after_the_input_part_and_nothing_after_the_weight_part(keeps_output: bool) -> None:
     model = nn.Sequential(nn.Linear(5, 6), nn.GELU(), nn.LayerNorm(6), nn.Linear(6, 2))
     seen: dict[str, StorageWeakRef] = {}
-    nodes: dict[str, Any] = {}
+    graph: list[weakref.ref[Any]] = []
 
     def watch(name: str, module: nn.Module) -> None:
+        def gradient_hook(g: Tensor) -> None:
+            seen[f"gradient of {name}"] = StorageWeakRef(g.untyped_storage())
+
         def hook(module: nn.Module, args: Any, output: Tensor) -> None:
             seen[name] = StorageWeakRef(output.untyped_storage())
-            output.register_hook(lambda g: seen.update({f"gradient of {name}": StorageWeakRef(g.untyped_storage())}))
+            output.register_hook(gradient_hook)
 
         module.register_forward_hook(hook)
 
+    class OnNode:
+        """A hook that lives as long as the node that it hangs on."""
+
+        def __call__(self, g: Tensor) -> None: ...
+
     for i, module in enumerate(model):
         watch(str(i), module)
+
+    def hang(module: nn.Module, args: Any, output: Tensor) -> None:
+        on_node = OnNode()
+        output.register_hook(on_node)
+        graph.append(weakref.ref(on_node))
+
+    model[2].register_forward_hook(hang)  # on the x of a product
     deferred = Deferred(model.parameters())
     deferred.begin(0)
     with deferred:
         y = model(draws(torch.empty(3, 5), 0).requires_grad_())
-    nodes["stand-in"] = weakref.ref(deferred.stand_in(model[0].weight))
-    y.backward(draws(y, 1))
-    del y
+    if not keeps_output:
+        graph.append(weakref.ref(deferred.stand_in(model[0].weight)))
+    g = draws(y, 1)
+    y.backward(g)
+    del g
+    if not keeps_output:
+        del y
     gc.collect()
     stays = {name for name, storage in seen.items() if not storage.expired()}
+    output = {"3"} if keeps_output else set()
     # x of the last layer is the norm's output; g of the first is the gradient of its output.
-    assert stays == {"2", "gradient of 0", "gradient of 3"}
-    assert not any(isinstance(g, Tensor) and g.grad_fn for p in model.parameters() for g in [p.grad])
+    assert stays == {"2", "gradient of 0", "gradient of 3"} | output
+    assert keeps_output or graph[0]() is None, "the graph before a product stays"
+
+    def freed(p: nn.Parameter) -> None:
+        assert seen["2"].expired(), "what a gradient was made of stays while its hooks run"
+
+    model[3].weight.register_post_accumulate_grad_hook(freed)
     deferred.weigh(0)
-    assert all(storage.expired() for storage in seen.values())
-    assert nodes["stand-in"]() is None
-    assert not deferred._stand_ins and deferred._running is None
+    assert {name for name, storage in seen.items() if not storage.expired()} == output
+    assert keeps_output or all(ref() is None for ref in graph)
 
 
 def test_weights_are_freed_and_filled_in_place() -> None:
@@ -161,6 +186,35 @@ def test_a_parameter_rewritten_before_the_input_part_raises_as_in_a_plain_backwa
         layer.weight.zero_()
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         y.sum().backward()
+
+
+def test_weights_are_not_kept_for_an_input_that_wants_no_gradient() -> None:
+    layer, x = nn.Linear(5, 6), draws(torch.empty(2, 5), 0)
+    want = plain(layer, [x], "W0", wants=False)
+    layer.zero_grad()
+    deferred = Deferred(layer.parameters())
+    deferred.begin(0)
+    with deferred:
+        y = layer(x)
+    with torch.no_grad():
+        layer.weight.zero_()
+    y.backward(draws(y, 0))
+    deferred.weigh(0)
+    assert_equal(grads(parameters_of(layer)), want[2:])
+
+
+def test_a_parameter_whose_use_gives_no_gradient_gets_none() -> None:
+    layer, aside = nn.Linear(5, 6), nn.Linear(5, 6)
+    for p in aside.parameters():
+        p.register_hook(lambda g: pytest.fail("no gradient is not a gradient of zeros"))
+    deferred = Deferred([*layer.parameters(), *aside.parameters()])
+    deferred.begin(0)
+    x = torch.ones(2, 5)
+    with deferred:
+        y = layer(x) + aside(x).detach()
+    y.sum().backward()
+    deferred.weigh(0)
+    assert layer.weight.grad is not None and aside.weight.grad is None
 
 
 def test_an_activation_written_to_before_the_weight_part_raises() -> None:

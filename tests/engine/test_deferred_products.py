@@ -39,6 +39,16 @@ def test_linear(dtype: torch.dtype, layout: str, bias: bool) -> None:
                 assert_equal(split(model, [x], "F0 I0 W0", wants=False), plain(model, [x], "W0", wants=False))
 
 
+@pytest.mark.parametrize("shape", [(5,), (7, 5), (3, 7, 5)])
+def test_linear_by_keywords_and_worked_on_in_place(shape: tuple[int, ...]) -> None:
+    w, b, x = draws(torch.empty(6, 5), 0), draws(torch.empty(6), 1), draws(torch.empty(shape), 2)
+    for model in (
+        Apply(lambda x, w, b: F.linear(bias=b, weight=w, input=x).relu_(), w, b),
+        Apply(lambda x, w: F.linear(x, weight=w).mul_(2).tanh_(), w),
+    ):
+        assert_equal(split(model, [x], "F0 I0 W0"), plain(model, [x], "W0"))
+
+
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("dims", [1, 2, 3])

@@ -106,6 +106,8 @@ def test_what_travels_beside_the_line_takes_only_what_it_holds_up() -> None:
     schedule = parse_schedule("0F0 1UNSHARD 0F1 1F0 1F1")
     log = as_log(simulate(schedule, Costs(unshard=3, overlap=True)))
     assert [(e.start, e.end, e.busy) for e in log[0]] == [(0, 1, 1), (1, 1, 0), (1, 2, 1), (2, 5, 1), (5, 6, 1)]
+    twice = as_log(simulate(parse_schedule("1UNSHARD 2UNSHARD 0F0 1F0 2F0"), Costs(unshard=3, overlap=True)))
+    assert [(e.start, e.end, e.busy) for e in twice[0]] == [(0, 0, 0), (0, 0, 0), (0, 1, 1), (1, 4, 1), (4, 7, 1)]
 
 
 seconds = st.integers(0, 64).map(lambda n: n / 16)

@@ -9,12 +9,12 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-from plait.comm import run
+from plait.comm import Comm, run
 from plait.config import VerifyConfig
 from plait.core.additions import additions
 from plait.core.cells import find_strategy
 from plait.core.mesh import Mesh
-from plait.job import Job, make_job
+from plait.job import Job, layout_of, make_job
 from plait.verify.compare import summarise
 from plait.verify.record import RankRecord, record_layout
 from plait.verify.reference import Record, run_reference
@@ -33,8 +33,15 @@ _TREES: dict[Any, Record] = {}
 
 def job_of(config: VerifyConfig) -> Job:
     """The config's job, made once for all layouts."""
-    layout = {"mesh": "shard=2", "strategy": "zero3", "microbatches": 1, "cut": "element", "prefetch": 1}
-    key = repr(replace(config, **layout, sequence_parallel=False))
+    layout: dict[str, Any] = {
+        "mesh": "shard=2",
+        "strategy": "zero3",
+        "microbatches": 1,
+        "cut": "element",
+        "prefetch": 1,
+    }
+    layout |= {"sequence_parallel": False, "schedule": None, "chunks": None, "split": None}
+    key = repr(replace(config, **layout))
     if key not in _JOBS:
         _JOBS[key] = make_job(config)
     return _JOBS[key]
@@ -59,13 +66,12 @@ def record(config: VerifyConfig, job: Job | None = None) -> list[RankRecord]:
     """Train the config's layout on thread ranks."""
     made = job or job_of(config)
     row = find_strategy(config.strategy)
-    settings: dict[str, Any] = {"clip": config.clip, "prefetch": config.prefetch, "cut": config.cut}
-    settings["sequence_parallel"] = config.sequence_parallel
-    return run(
-        config.parsed_mesh,
-        lambda comm: record_layout(made, comm, row, config.microbatches, config.steps, **settings),
-        deadline=20,
-    )
+
+    def body(comm: Comm) -> RankRecord:
+        layout = layout_of(config, made, comm)
+        return record_layout(made, comm, row, config.microbatches, config.steps, **layout)
+
+    return run(config.parsed_mesh, body, deadline=20)
 
 
 def verify(config: VerifyConfig, **changes: Any) -> Verified:

@@ -124,7 +124,7 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor 
         return _apply(Linear, x, weight, bias)
     fused = bias if x.is_contiguous() else None
     rows = _apply(Linear, x.reshape(math.prod(x.shape[:-1]), x.shape[-1]), weight, fused)
-    y: Tensor = aten._unsafe_view(rows, (*x.shape[:-1], weight.shape[0]))  # no view: functions may work in place on it
+    y = rows.view(*x.shape[:-1], weight.shape[0])
     return y if bias is fused or bias is None else y + bias
 
 

@@ -23,7 +23,7 @@ from plait.config import RunConfig, VerifyConfig
 from plait.core.additions import additions
 from plait.core.cells import Strategy, find_strategy
 from plait.core.mesh import Mesh
-from plait.job import Job, make_job
+from plait.job import Job, layout_of, make_job
 from plait.verify.compare import (
     BITWISE,
     Finding,
@@ -115,17 +115,7 @@ def run_verify(config: VerifyConfig, comm: Comm) -> int:
     """This rank's part of a verification; rank 0 compares, prints and returns the exit code (0 equal, 1 not)."""
     strategy = find_strategy(config.strategy)
     job = make_job(config)
-    record = record_layout(
-        job,
-        comm,
-        strategy,
-        config.microbatches,
-        config.steps,
-        clip=config.clip,
-        prefetch=config.prefetch,
-        cut=config.cut,
-        sequence_parallel=config.sequence_parallel,
-    )
+    record = record_layout(job, comm, strategy, config.microbatches, config.steps, **layout_of(config, job, comm))
     ranks = collect(comm, record)
     if ranks is None:
         return 0

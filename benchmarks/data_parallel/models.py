@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
-from harness.models import Batch, Workload, decoder, rotate
+from harness.models import Batch, Block, Workload, decoder
 from torch import Tensor, nn
 
 
@@ -31,30 +31,6 @@ class MLP(nn.Module):
         for block in self.blocks:
             x_BC = block(x_BC)
         return x_BC
-
-
-class Block(nn.Module):
-    """A decoder block: RMSNorm, rotary causal attention, RMSNorm, GELU MLP four times as wide."""
-
-    def __init__(self, width: int, num_heads: int) -> None:
-        super().__init__()
-        self.num_heads = num_heads
-        self.norm1 = nn.RMSNorm(width)
-        self.qkv = nn.Linear(width, 3 * width, bias=False)
-        self.out = nn.Linear(width, width, bias=False)
-        self.norm2 = nn.RMSNorm(width)
-        self.up = nn.Linear(width, 4 * width, bias=False)
-        self.down = nn.Linear(4 * width, width, bias=False)
-
-    def forward(self, x_BTC: Tensor, cos_TD: Tensor, sin_TD: Tensor) -> Tensor:
-        batch, length, width = x_BTC.shape
-        qkv = self.qkv(self.norm1(x_BTC)).view(batch, length, 3, self.num_heads, -1)
-        q_BHTD, k_BHTD, v_BHTD = qkv.permute(2, 0, 3, 1, 4)
-        q_BHTD, k_BHTD = rotate(q_BHTD, cos_TD, sin_TD), rotate(k_BHTD, cos_TD, sin_TD)
-        y_BHTD = F.scaled_dot_product_attention(q_BHTD, k_BHTD, v_BHTD, is_causal=True)
-        x_BTC = x_BTC + self.out(y_BHTD.transpose(1, 2).reshape(batch, length, width))
-        hidden: Tensor = self.down(F.gelu(self.up(self.norm2(x_BTC))))
-        return x_BTC + hidden
 
 
 def square_sum(output: Tensor, target: Tensor) -> Tensor:

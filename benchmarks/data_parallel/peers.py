@@ -11,13 +11,11 @@ is communication.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
-from harness.contestants import Build, Contestant, adamw
-from harness.models import Batch, Workload
-from torch import Tensor, nn
+from harness.contestants import Build, Contestant, adamw, training_loop
+from harness.models import Workload
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
@@ -31,29 +29,16 @@ DDP_VARIANTS: dict[str, dict[str, Any]] = {
 }
 
 
-def _loop(workload: Workload, model: nn.Module, optimizer: torch.optim.Optimizer) -> Callable[[Batch], Tensor]:
-    """The training loop that every PyTorch user writes."""
-
-    def step(batch: Batch) -> Tensor:
-        optimizer.zero_grad()
-        loss = workload.loss_mean(model, batch)
-        torch.autograd.backward(loss)
-        optimizer.step()
-        return loss.detach()
-
-    return step
-
-
 def local(workload: Workload, ranks: int) -> Contestant:
     model = workload.build()
     optimizer = adamw(model.parameters(), workload.learning_rate)
-    return Contestant(_loop(workload, model, optimizer), loss_is_global=False, communicates=False)
+    return Contestant(training_loop(workload, model, optimizer), loss_is_global=False, communicates=False)
 
 
 def ddp(workload: Workload, ranks: int, **variant: Any) -> Contestant:
     model = DistributedDataParallel(workload.build(), **variant)
     optimizer = adamw(model.parameters(), workload.learning_rate)
-    return Contestant(_loop(workload, model, optimizer), loss_is_global=False)
+    return Contestant(training_loop(workload, model, optimizer), loss_is_global=False)
 
 
 def redundancy(workload: Workload, ranks: int) -> Contestant:
@@ -61,7 +46,7 @@ def redundancy(workload: Workload, ranks: int) -> Contestant:
     optimizer = ZeroRedundancyOptimizer(
         model.parameters(), torch.optim.AdamW, lr=workload.learning_rate, weight_decay=0.01, fused=True
     )
-    return Contestant(_loop(workload, model, optimizer), loss_is_global=False)
+    return Contestant(training_loop(workload, model, optimizer), loss_is_global=False)
 
 
 def fsdp2(workload: Workload, ranks: int) -> Contestant:
@@ -71,7 +56,7 @@ def fsdp2(workload: Workload, ranks: int) -> Contestant:
         fully_shard(block, mesh=mesh, reshard_after_forward=True)
     fully_shard(model, mesh=mesh, reshard_after_forward=True)
     optimizer = adamw(model.parameters(), workload.learning_rate)
-    return Contestant(_loop(workload, model, optimizer), loss_is_global=False)
+    return Contestant(training_loop(workload, model, optimizer), loss_is_global=False)
 
 
 def _variant(options: dict[str, Any]) -> Build:

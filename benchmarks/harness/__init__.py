@@ -1,8 +1,8 @@
 """What the benchmarks share: how ranks are started, how turns are taken, how ratios and losses are judged.
 
     groups.py       process groups on demand
-    contestants.py  one engine that trains one model: what a benchmark compares
-    models.py       workloads: recipes for models and batches; the decoder that both benchmarks train
+    contestants.py  one engine that trains one model: what a benchmark compares; one process alone
+    models.py       workloads: recipes for models and batches; the decoder that all benchmarks train
     turns.py        contestants take turns; times, ratios inside a round, losses, a profile
     report.py       the tables, the verdicts, the machine
 

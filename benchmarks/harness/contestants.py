@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from harness.models import Batch, Workload
 
@@ -25,6 +25,8 @@ class Contestant:
     """Trains on this rank's samples, returns the loss."""
     loss_is_global: bool
     """True: the loss already counts every rank; False: it is this rank's mean."""
+    loss_rank: int = 0
+    """The rank that knows a global loss; what ``step`` returns on others is not read."""
     communicates: bool = True
     """False for one whose ranks never talk: after the first step its weights are its own."""
     finish: Callable[[], None] = lambda: None
@@ -38,6 +40,33 @@ Build = Callable[[Workload, int], Contestant]
 def adamw(parameters: Any, learning_rate: float) -> torch.optim.Optimizer:
     """The optimizer of every contestant; ``parameters`` may be groups."""
     return torch.optim.AdamW(parameters, lr=learning_rate, weight_decay=0.01, fused=True)
+
+
+def training_loop(
+    workload: Workload, model: nn.Module, optimizer: torch.optim.Optimizer, microbatches: int = 1
+) -> Callable[[Batch], Tensor]:
+    """The training loop that every PyTorch user writes; with several microbatches gradients are added."""
+
+    def step(batch: Batch) -> Tensor:
+        optimizer.zero_grad()
+        losses = []
+        for part in zip(*(t.chunk(microbatches) for t in batch), strict=True):
+            loss = workload.loss_mean(model, part) / microbatches
+            torch.autograd.backward(loss)
+            losses.append(loss.detach())
+        optimizer.step()
+        return torch.stack(losses).sum()
+
+    return step
+
+
+def alone(workload: Workload, microbatches: int = 1) -> Contestant:
+    """One process and one thread with the whole batch; the other ranks wait at the next barrier."""
+    if dist.get_rank() > 0:
+        return Contestant(lambda batch: 0.0, loss_is_global=True)
+    model = workload.build()
+    optimizer = adamw(model.parameters(), workload.learning_rate)
+    return Contestant(training_loop(workload, model, optimizer, microbatches), loss_is_global=True)
 
 
 def comm_beside(mesh: Mesh, name: str) -> ProcessComm:

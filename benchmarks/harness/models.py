@@ -68,10 +68,34 @@ def rotate(x_BHTD: Tensor, cos_TD: Tensor, sin_TD: Tensor) -> Tensor:
     return torch.cat([first * cos_TD - second * sin_TD, second * cos_TD + first * sin_TD], dim=-1)
 
 
+class Block(nn.Module):
+    """A decoder block: RMSNorm, rotary causal attention, RMSNorm, GELU MLP four times as wide."""
+
+    def __init__(self, width: int, num_heads: int) -> None:
+        super().__init__()
+        self.num_heads = num_heads
+        self.norm1 = nn.RMSNorm(width)
+        self.qkv = nn.Linear(width, 3 * width, bias=False)
+        self.out = nn.Linear(width, width, bias=False)
+        self.norm2 = nn.RMSNorm(width)
+        self.up = nn.Linear(width, 4 * width, bias=False)
+        self.down = nn.Linear(4 * width, width, bias=False)
+
+    def forward(self, x_BTC: Tensor, cos_TD: Tensor, sin_TD: Tensor) -> Tensor:
+        batch, length, width = x_BTC.shape
+        qkv = self.qkv(self.norm1(x_BTC)).view(batch, length, 3, self.num_heads, -1)
+        q_BHTD, k_BHTD, v_BHTD = qkv.permute(2, 0, 3, 1, 4)
+        q_BHTD, k_BHTD = rotate(q_BHTD, cos_TD, sin_TD), rotate(k_BHTD, cos_TD, sin_TD)
+        y_BHTD = F.scaled_dot_product_attention(q_BHTD, k_BHTD, v_BHTD, is_causal=True)
+        x_BTC = x_BTC + self.out(y_BHTD.transpose(1, 2).reshape(batch, length, width))
+        hidden: Tensor = self.down(F.gelu(self.up(self.norm2(x_BTC))))
+        return x_BTC + hidden
+
+
 class GPT(nn.Module):
     """Embedding, blocks, norm, untied head; no dropout, so that all engines compute one number.
 
-    A benchmark brings its own block, ``block(width, num_heads)``, called with (x_BTC, cos_TD, sin_TD).
+    A benchmark may bring its own block, ``block(width, num_heads)``, called with (x_BTC, cos_TD, sin_TD).
     """
 
     cos: Tensor
@@ -113,8 +137,9 @@ def decoder(
     length: int = 256,
     vocabulary: int = 4096,
     samples: int = 8,
+    model: type[GPT] = GPT,
 ) -> Workload:
-    """The decoder of a benchmark's blocks, on random tokens."""
+    """The decoder of a benchmark's blocks, on random tokens; ``model`` may chain them in its own way."""
 
     def global_batch(generator: torch.Generator) -> Batch:
         tokens = torch.randint(vocabulary, (samples, length + 1), generator=generator)
@@ -122,7 +147,7 @@ def decoder(
 
     return Workload(
         f"gpt{width}",
-        lambda: GPT(block, num_layers, width, length, vocabulary),
+        lambda: model(block, num_layers, width, length, vocabulary),
         global_batch,
         cross_entropy_sum,
         steps_per_round,

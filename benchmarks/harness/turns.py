@@ -66,7 +66,9 @@ def checked_losses(contestant: Contestant, batches: Sequence[Batch]) -> list[flo
     losses = []
     for step in range(NUM_CHECKED_STEPS):
         loss = float(contestant.step(batches[step % 2]))  # seen twice, so that what was learned shows
-        if not contestant.loss_is_global:
+        if contestant.loss_is_global:
+            loss = over_ranks(loss if dist.get_rank() == contestant.loss_rank else 0.0, dist.ReduceOp.SUM)
+        else:
             loss = over_ranks(loss, dist.ReduceOp.SUM) / dist.get_world_size()
         losses.append(loss)
     return losses

@@ -17,8 +17,7 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from harness.contestants import Build, Contestant, adamw
+from harness.contestants import Build, Contestant, adamw, alone
 from harness.models import Batch, Workload
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -106,13 +105,6 @@ def _loop(workload: Workload, model: nn.Module, *, cut_loss: bool) -> Callable[[
     return step
 
 
-def alone(workload: Workload, ranks: int) -> Contestant:
-    """One process and one thread; the other ranks wait at the next barrier."""
-    if dist.get_rank() > 0:
-        return Contestant(lambda batch: 0.0, loss_is_global=True)
-    return Contestant(_loop(workload, workload.build(), cut_loss=False), loss_is_global=True)
-
-
 def _plan(name: str) -> Build:
     plan, cut_loss = PLANS[name]
 
@@ -123,4 +115,4 @@ def _plan(name: str) -> Build:
     return build
 
 
-PEERS: dict[str, Build] = {"alone": alone, **{name: _plan(name) for name in PLANS}}
+PEERS: dict[str, Build] = {"alone": lambda workload, ranks: alone(workload), **{name: _plan(name) for name in PLANS}}

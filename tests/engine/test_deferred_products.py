@@ -153,3 +153,46 @@ def test_another_order_of_adding_is_seen() -> None:
     deferred.weigh(0)
     assert torch.equal(w.grad, (a + b) + c)
     assert not torch.equal(w.grad, a + (b + c))
+
+
+def test_an_input_part_in_two_calls() -> None:
+    """Two outputs, backward one after the other: the second call's gradients are added to the first's."""
+    w, x = nn.Parameter(draws(torch.empty(9, 9), 1)), draws(torch.empty(17, 9), 0)
+    found = []
+    for deferred in (Deferred([w]), None):
+        w.grad = None
+        if deferred:
+            deferred.begin(0)
+            with deferred:
+                outputs = [F.linear(x, w).tanh(), F.linear(x.sin(), w), x @ w]
+        else:
+            outputs = [F.linear(x, w).tanh(), F.linear(x.sin(), w), x @ w]
+        for i, y in enumerate(outputs):
+            y.backward(draws(y, i))
+        if deferred:
+            assert w.grad is None
+            deferred.weigh(0)
+        found.append([w.grad])
+    assert_equal(*found)
+
+
+def test_a_pending_gradient_may_be_written_to() -> None:
+    """The bias is computed, so its gradient goes on through the user's graph, and a hook there scales it in place."""
+
+    def tripled(g: Tensor) -> None:
+        g.mul_(3)
+
+    def function(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
+        bias = b.exp()
+        bias.register_hook(tripled)
+        return F.linear(x, w, bias)
+
+    model = Apply(function, draws(torch.empty(6, 5), 0), draws(torch.empty(6), 1))
+    x = draws(torch.empty(7, 5), 2)
+    assert_equal(split(model, [x], "F0 I0 W0"), plain(model, [x], "W0"))
+
+
+def test_a_bias_that_is_broadcast() -> None:
+    model = Apply(F.linear, draws(torch.empty(6, 5), 0), draws(torch.empty(1), 1))
+    x = draws(torch.empty(7, 5), 2)
+    assert_equal(split(model, [x], "F0 I0 W0"), plain(model, [x], "W0"))

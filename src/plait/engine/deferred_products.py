@@ -87,18 +87,28 @@ class Pending(Tensor):
             )
         return self.make(*map(value, self.operands))
 
+    def settle(self) -> Tensor:
+        """The gradient, computed here and now; what is written to it is not lost."""
+        made = self.compute()
+        self.make, self.operands, self.versions = lambda: made, (), ()
+        return made
+
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         if func in LAZY and not kwargs and len({Form.of(t) for t in args if isinstance(t, Tensor)}) == 1:
             return cls(func, args, Form.of(args[0]))
-        return func(*map(value, args), **{k: value(v) for k, v in (kwargs or {}).items()})
+        return func(*map(_settled, args), **{k: _settled(v) for k, v in (kwargs or {}).items()})
 
 
 def value(gradient: Any) -> Any:
     """A pending gradient computed; anything else as it is."""
     return gradient.compute() if isinstance(gradient, Pending) else gradient
+
+
+def _settled(gradient: Any) -> Any:
+    return gradient.settle() if isinstance(gradient, Pending) else gradient
 
 
 def _apply(function: Any, *args: Any) -> Tensor:
@@ -119,6 +129,8 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor 
     """``F.linear``, [..., in] -> [..., out], in the steps that torch takes."""
     x = input
     if not x.dim() or weight.dim() != 2 or x.shape[-1] != weight.shape[1]:
+        return None
+    if bias is not None and bias.shape != weight.shape[:1]:
         return None
     if x.dim() == 2:
         return _apply(Linear, x, weight, bias)

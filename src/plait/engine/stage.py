@@ -187,10 +187,16 @@ class Stage:
     def backward(self, microbatch: int, gradient: Tensor, *, last: bool) -> Tensor | None:
         """A full backward: gradients of the weights, and of what was received.
 
+        Where the schedule splits other backwards of this stage, it is their two parts, one behind the other.
+
         Args:
             gradient: of the stage's output.
             last: whether it is the last of the step on this stage.
         """
+        if self.deferred is not None:
+            received = self.input(microbatch, gradient)
+            self.weight(microbatch, last=last)
+            return received
         flight = self.flights.pop(microbatch)
         self._enter(microbatch, flight.draw, again=True)
         self._backward(flight, gradient, last=last)

@@ -27,8 +27,9 @@ from plait.engine import Engine
 from plait.job import Job, layout_of, make_job
 from plait.plan.memory import Held, held
 from plait.report.training import RankBytes, bytes_table, progress_line, spark
+from plait.timeline import record_timeline, show_timeline, write_timeline
 from plait.verify.compare import BITWISE, against_tree, summarise
-from plait.verify.record import RankRecord, Recorder, collect, predict
+from plait.verify.record import RankRecord, Recorder, collect_records, predict
 from plait.verify.reference import run_reference
 from plait.verify.run import asked, findings_table, write_json
 
@@ -86,14 +87,17 @@ def run_train(config: TrainConfig, comm: Comm) -> int:
         lines.append(line)
     metrics.close()
     ranks = _bytes_per_rank(config, job, comm, engine)
+    recorded = record_timeline(engine)
     console.print(f"loss {lines[0]['loss']:.4f} -> {lines[-1]['loss']:.4f}  {spark([line['loss'] for line in lines])}")
     rate = statistics.median(line["tokens"] / line["seconds"] for line in lines)
     unit = "tokens" if config.model != "mlp" else "samples"
     console.print(f"{rate:,.0f} {unit}/s (median over steps, all ranks)")
     console.print(bytes_table(ranks))
+    if recorded is not None and engine.pipeline.num_stages > 1:
+        show_timeline(recorded, console)
     verdict = None
     if config.verify:
-        records = collect(comm, recorder.finish(engine))
+        records = collect_records(comm, recorder.finish(engine))
         if records is not None:
             verdict = _compare(config, job, comm, strategy, records, console)
     if comm.rank > 0:
@@ -106,11 +110,16 @@ def run_train(config: TrainConfig, comm: Comm) -> int:
         "last_loss": lines[-1]["loss"],
         f"{unit}_per_second": rate,
         "bytes_per_rank": [asdict(r) for r in ranks],
+        "stages": engine.split,
+        "busy_share_per_rank": recorded.busy if recorded else None,
+        "idle_share": dict(zip(("measured", "simulated"), recorded.idle, strict=True)) if recorded else None,
         "equal_to_one_process": verdict,
     }
     if config.out:
+        if recorded is not None:
+            write_timeline(recorded, Path(config.out), f"{config.model}, {strategy.name} on {comm.mesh}")
         write_json(str(Path(config.out) / "summary.json"), summary)
-        console.print(f"metrics and summary in {config.out}")
+        console.print(f"metrics, summary, timeline.svg and trace.json (for Perfetto) in {config.out}")
     if config.json:
         write_json(config.json, summary | {"metrics": lines})
     return 1 if verdict is False else 0

@@ -51,12 +51,33 @@ def test_busy_shares() -> None:
 
 def test_costs_are_without_waits_but_collectives_are_whole() -> None:
     log: Log = (
-        (event("0UNSHARD", 0, 1, (0.25, 1)), event("0F0", 1, 4, (1, 2)), event("0B0", 4, 8)),
+        (event("0UNSHARD", 0, 1, (0.25, 1)), event("0F0", 1, 3), event("0B0", 3, 7)),
         (event("1F0", 0, 7, (0, 6)), event("1I0", 7, 10), event("1W0", 10, 11), event("1UPDATE", 11, 14, (12, 14))),
     )
     costs = measured_costs([log])
     assert (costs.forward, costs.input, costs.weight) == ((2, 1), (2, 3), (2, 1))
     assert (costs.unshard, costs.reduce_grad, costs.reduce, costs.update) == ((1, 0), (0, 0), (0, 0), (0, 1))
+
+
+def test_collectives_inside_a_pass_are_costs_of_their_action() -> None:
+    """Units are gathered and reduced while the passes run; what the pass waited for its message is nobody's cost."""
+    log: Log = (
+        (
+            *(event("0UNSHARD", 0, 1), event("0F0", 1, 4, (2, 3)), event("0RESHARD", 4, 4), event("0UNSHARD", 4, 5)),
+            *(
+                event("0B0", 5, 30, (6, 20), (21, 25), (26, 28)),
+                event("0REDUCE_GRAD0", 30, 30.5),
+                event("0REDUCE", 31, 31),
+            ),
+        ),
+        (event("1F0", 4, 6, (4, 5)), event("1I0", 6, 9), event("1W0", 9, 20, (10, 14)), event("1REDUCE", 20, 20)),
+    )
+    costs = measured_costs([log])
+    assert (costs.forward, costs.input, costs.weight) == ((2, 1), (2.5, 3), (2.5, 7))
+    assert costs.unshard == (1 + 1 / 2, 0)  # one second over two gathers
+    assert (costs.reduce_grad, costs.reduce) == ((0.5 + 6, 0), (0, 4))
+    busy = simulate(measured_timeline(log).schedule, costs)
+    assert busy.ends[1][-1] - busy.ends[1][1] == 7 + 4
 
 
 def test_costs_are_medians_over_microbatches_and_steps() -> None:

@@ -70,8 +70,8 @@ class Pipeline:
 
     @property
     def splits_backward(self) -> bool:
-        """Whether backwards are made in two parts."""
-        return any(action.kind is Kind.WEIGHT for line in self.written(1) for action in line)
+        """Whether backwards are made in two parts: some are, once there are microbatches enough to fill the order."""
+        return any(action.kind is Kind.WEIGHT for line in self.written(2 * self.pipe) for action in line)
 
     def written(self, num_microbatches: int) -> Schedule:
         """The order alone.

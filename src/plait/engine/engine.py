@@ -152,8 +152,8 @@ class Engine:
         self.stages, self._directory, self.split = built.stages, built.directory, built.split
         courier = Courier(comm, self.pipeline.owner)
         self.log = EventLog(comm)
+        """When each action of the last steps began and ended."""
         self.runtime = Runtime(self.stages, courier, self.log)
-        """The last step's events are ``log.events``."""
         last = self.pipeline.owner[self.pipeline.num_stages - 1]
         self.exchange = Exchange(comm, trainable, last)
         self.steps = 0

@@ -17,6 +17,7 @@ Beside it the log writes down when each action began and ended, and every wait f
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -35,8 +36,12 @@ from plait.engine.stage import LossFn, Stage
 Handlers = Mapping[Kind, Callable[[Action], None]]
 
 
+RECORDED = 5
+"""Steps that are remembered."""
+
+
 class EventLog:
-    """What one rank did in a step, and when.
+    """What one rank did in the last steps, and when; the newest step is the last.
 
     Args:
         comm: tells of every wait for others.
@@ -44,7 +49,7 @@ class EventLog:
 
     def __init__(self, comm: Comm) -> None:
         self.comm = comm
-        self.events: list[Event] = []
+        self.steps: deque[tuple[Event, ...]] = deque(maxlen=RECORDED)
         self._zero = 0.0
         self._waits: list[Span] = []
 
@@ -53,7 +58,7 @@ class EventLog:
 
     def run(self, line: Line, handlers: Handlers) -> None:
         """Carry out a rank's actions in order; the clock starts now."""
-        self.events = []
+        events: list[Event] = []
         self.comm.on_wait = self._waited
         self._zero = time.perf_counter()
         try:
@@ -62,9 +67,10 @@ class EventLog:
                 start = time.perf_counter() - self._zero
                 handlers[action.kind](action)
                 end = time.perf_counter() - self._zero
-                self.events.append(Event(action, start, end, tuple(self._waits)))
+                events.append(Event(action, start, end, tuple(self._waits)))
         finally:
             self.comm.on_wait = None
+        self.steps.append(tuple(events))
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ simulated step can be read, attributed and drawn as if it had been measured.
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from statistics import median
 
@@ -63,9 +63,10 @@ def measured_costs(
     """What the actions of each stage cost in these steps: medians over microbatches and steps, in seconds.
 
     Passes and updates count without their waits.  Gathers and reductions count whole: what they wait for are the
-    partners of their stage in other pipelines, and those are the cost.  A stage with full backwards only has half of
-    one as its input part and half as its weight part, which changes nothing as long as they stay together.  Where it
-    has parts, those are its costs, and a full backward is taken to be their sum.
+    partners of their stage in other pipelines, and those are the cost.  To them comes what passes waited for
+    collectives (see ``collectives_inside``).  A stage with full backwards only has half of one as its input part and
+    half as its weight part, which changes nothing as long as they stay together.  Where it has parts, those are its
+    costs, and a full backward is taken to be their sum.
 
     Args:
         logs: steps of one schedule; leave out the first ones, in which caches fill.
@@ -91,6 +92,9 @@ def measured_costs(
                 seconds = event.end - event.start if whole else event.busy
                 found[event.action.kind, event.action.stage].append(seconds)
     medians = {key: median(seconds) for key, seconds in found.items()}
+    inside = [collectives_inside(log) for log in logs]
+    for key in {key for step in inside for key in step}:
+        medians[key] += median(step.get(key, 0.0) for step in inside)
     stages = range(1 + max(owners(schedule)))
 
     def once(kind: Kind) -> tuple[float, ...]:
@@ -111,6 +115,31 @@ def measured_costs(
         update=once(Kind.UPDATE),
         overlap=overlap,
     )
+
+
+def collectives_inside(log: Log) -> dict[tuple[Kind, int], float]:
+    """Seconds that passes of a step waited for collectives, by the (kind, stage) of the action that answers for them.
+
+    A stage's units are gathered and reduced while its passes run, so these seconds stand in the passes, while their
+    actions may take no time at all.  What a forward or an input part waited belongs to the stage's UNSHARD, what a
+    backward or a weight part waited to its REDUCE_GRAD, or to its REDUCE where it has none; each action of that kind
+    bears the same part.  A pass that needs a message waits for that first.
+    """
+    schedule = schedule_of(log)
+    owner, times = owners(schedule), Counter((a.kind, a.stage) for line in schedule for a in line)
+    found: dict[tuple[Kind, int], float] = defaultdict(float)
+    for rank, line in enumerate(log):
+        for event in line:
+            kind, stage = event.action.kind, event.action.stage
+            if kind not in PASSES:
+                continue
+            other = {Kind.FORWARD: stage - 1, Kind.WEIGHT: stage}.get(kind, stage + 1)
+            spans = event.waits if owner.get(other, rank) == rank else event.waits[1:]
+            first = Kind.UNSHARD if kind in (Kind.FORWARD, Kind.INPUT) else Kind.REDUCE_GRAD
+            key = next((k for k in ((first, stage), (Kind.REDUCE, stage)) if times[k]), None)
+            if key is not None and spans:
+                found[key] += sum(span.end - span.start for span in spans) / times[key]
+    return dict(found)
 
 
 def passes_per_stage(

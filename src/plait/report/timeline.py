@@ -73,14 +73,16 @@ def _shares(idle: Idle) -> list[str]:
 
 
 def timeline_table(log: Log, simulated: Timeline | None = None) -> Table:
-    """``timeline_rows`` for a terminal, under ``summary``."""
-    head, *rows = timeline_rows(log, simulated)
-    title = summary(log, simulated)
-    table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD)
-    for heading in head:
-        table.add_column(heading, justify="left" if heading in ("rank", "stages") else "right")
-    for row in rows:
-        table.add_row(*row)
+    """``timeline_rows`` for a terminal, under ``summary``: a column for each rank, a line for each cause that there is."""
+    head, *columns = timeline_rows(log, simulated)
+    table = Table(title=summary(log, simulated), title_justify="left", title_style="bold", box=box.SIMPLE_HEAD)
+    table.add_column("")
+    for name, *_ in columns:
+        table.add_column(f"rank {name}" if name.isdecimal() else name, justify="right", no_wrap=True)
+    for index, name in enumerate(head[1:], 1):
+        cells = [column[index] for column in columns]
+        if name in ("stages", "computes", "idle") or any(cell != "0.0%" for cell in cells):
+            table.add_row(name, *cells)
     return table
 
 

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from plait.comm import Comm
+from plait.comm.collect import collect
 from plait.core.cells import Strategy
-from plait.core.collectives import Entry, Note
-from plait.core.mesh import AXES
+from plait.core.collectives import Entry
 from plait.engine import Engine
 from plait.engine.stage import Stage
 from plait.job import Job
@@ -155,20 +155,11 @@ def _length(stage: Stage, length: int) -> int:
     return stop - start
 
 
-def collect(comm: Comm, record: RankRecord) -> list[RankRecord] | None:
+def collect_records(comm: Comm, record: RankRecord) -> list[RankRecord] | None:
     """Every rank's record on rank 0, None on the others."""
     buffer = io.BytesIO()
     torch.save(record.__dict__, buffer)
-    mine = torch.frombuffer(bytearray(buffer.getvalue()), dtype=torch.uint8)
-    sizes = torch.empty(comm.mesh.size, dtype=torch.int64, device=comm.device)
-    comm.all_gather(sizes, torch.tensor([len(mine)], device=comm.device), AXES, note=Note("collect")).wait()
-    if comm.rank > 0:
-        comm.send(mine.to(comm.device), 0, note=Note("collect")).wait()
+    every = collect(comm, buffer.getvalue())
+    if every is None:
         return None
-    records = [record]
-    for rank in range(1, comm.mesh.size):
-        data = torch.empty(int(sizes[rank]), dtype=torch.uint8, device=comm.device)
-        comm.recv(data, rank, note=Note("collect")).wait()
-        fields = torch.load(io.BytesIO(data.cpu().numpy().tobytes()), weights_only=True)
-        records.append(RankRecord(**fields))
-    return records
+    return [record, *(RankRecord(**torch.load(io.BytesIO(data), weights_only=True)) for data in every[1:])]

@@ -33,7 +33,7 @@ from plait.verify.compare import (
     against_tree,
     summarise,
 )
-from plait.verify.record import RankRecord, collect, record_layout
+from plait.verify.record import RankRecord, collect_records, record_layout
 from plait.verify.reference import Record, run_reference
 
 WORST = 8
@@ -116,7 +116,7 @@ def run_verify(config: VerifyConfig, comm: Comm) -> int:
     strategy = find_strategy(config.strategy)
     job = make_job(config)
     record = record_layout(job, comm, strategy, config.microbatches, config.steps, **layout_of(config, job, comm))
-    ranks = collect(comm, record)
+    ranks = collect_records(comm, record)
     if ranks is None:
         return 0
     tree, plain = references(job, config.parsed_mesh, strategy, config.microbatches, config.steps, config.clip, ranks)

@@ -145,6 +145,7 @@ class Engine:
         check_model(model, comm)
         names = {id(p): n for n, p in model.named_parameters()}
         trainable = [n for n, p in model.named_parameters() if p.requires_grad]
+        wide = any(p.dtype == torch.float64 for p in model.parameters() if p.requires_grad)
         self.pipeline = Pipeline(schedule, comm.mesh.pipe, chunks)
         parallel = parallel_plan(model, comm.mesh.tensor, tensor_plan, sequence=sequence_parallel)
         settings = Settings(units, cut, seed, prefetch, sequence_parallel, self._before_forward)
@@ -170,7 +171,6 @@ class Engine:
             optimizer.register_step_post_hook(lambda *_: self._after_update())
             optimizer.zero_grad = self._discarding(optimizer.zero_grad)  # type: ignore[method-assign]
         self.ties = Ties(built.edges, comm, built.gradients(), courier.rank_of)
-        wide = any(g.flat.dtype == torch.float64 for g in flat_gradients)
         self.norm = Norm(comm, self.strategy, wide=wide, copies=self.ties.copies)
         self.have_gradient: dict[str, bool] = {}
         """Which parameters got a gradient on any rank in the last step."""

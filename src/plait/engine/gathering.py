@@ -96,7 +96,6 @@ class Gathering:
         self._hooks: defaultdict[int, list[RemovableHandle]] = defaultdict(list)
         self._before_root = before_root
         self._watch = watch
-        streams.attach(model)
         for unit in units:
             watch.split |= {id(p) for flat in unit.flats if flat.split for p in flat.parameters}
             unit.module.register_forward_pre_hook(self._before_forward(unit), with_kwargs=True)

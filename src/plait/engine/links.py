@@ -13,21 +13,34 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from plait.tensor.parallel import Parallel
 
 
 class Passage(nn.Module):
-    """In the place of a link that another stage owns: hands on its first argument."""
+    """In the place of a link that another stage owns: hands on its first argument.
 
-    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """x, whatever else comes with it."""
-        return x
+    It wears the plain attributes of the link (its kind of attention, its number): the model may ask for them.
+    """
+
+    def __init__(self, link: nn.Module) -> None:
+        super().__init__()
+        self.__dict__.update({key: value for key, value in vars(link).items() if key not in vars(self)})
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The first argument, whatever else comes with it."""
+        return next(iter((*args, *kwargs.values())))
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            raise AttributeError(f"{name!r} is asked of a link of the model that another stage has") from None
 
 
 @dataclass(frozen=True)
@@ -53,7 +66,7 @@ def chain_of(model: nn.Module) -> Chain:
     if callable(own):
         chain = Chain(tuple(own()))
     elif isinstance(model, nn.Sequential):
-        chain = Chain(tuple(name for name, _ in model.named_children()))
+        chain = Chain(tuple(model._modules))
     elif plan := getattr(getattr(model, "config", None), "base_model_pp_plan", None):
         chain = _chain_from_transformers(model, plan)
     else:
@@ -75,12 +88,12 @@ def _chain_from_transformers(model: nn.Module, plan: Mapping[str, Any]) -> Chain
         module = getattr(inner, name)
         many = isinstance(module, nn.ModuleList)
         names += [f"{prefix}{name}.{i}" for i in range(len(module))] if many else [f"{prefix}{name}"]
-    names += list(getattr(model, "_pp_plan", None) or {})
+    names += [name for name in getattr(model, "_pp_plan", None) or {} if name.removeprefix(prefix) not in plan]
     return Chain(tuple(names), "inputs_embeds")
 
 
 def _check(model: nn.Module, chain: Chain) -> None:
-    modules = dict(model.named_modules())
+    modules = dict(model.named_modules(remove_duplicate=False))
     if unknown := [name for name in chain.names if name not in modules]:
         raise ValueError(f"{type(model).__name__} names the pipeline link {unknown[0]!r}, which is no module of it")
     inside = {id(p) for name in chain.names for p in modules[name].parameters()}
@@ -101,6 +114,12 @@ class StageModel:
 
     model: nn.Module
     origin: Mapping[int, nn.Parameter]
+    first: str = ""
+    """The stage's first link."""
+    last: str = ""
+    """Its last."""
+    sites: Mapping[str, tuple[str, int]] = field(default_factory=dict)
+    """Of a module that is several links: the name of its first, and how many of them earlier stages have."""
 
     @classmethod
     def whole(cls, model: nn.Module) -> StageModel:
@@ -110,8 +129,11 @@ class StageModel:
     @classmethod
     def part(cls, model: nn.Module, chain: Chain, links: range) -> StageModel:
         """The copy that runs some links; values are shared with the model, none is copied."""
-        modules = dict(model.named_modules())
-        memo: dict[int, Any] = {id(modules[name]): Passage() for i, name in enumerate(chain.names) if i not in links}
+        modules = dict(model.named_modules(remove_duplicate=False))
+        own = {id(modules[chain.names[i]]) for i in links}
+        elsewhere = [name for i, name in enumerate(chain.names) if i not in links]
+        others = [modules[name] for name in elsewhere if id(modules[name]) not in own]
+        memo: dict[int, Any] = {id(link): Passage(link) for link in others}
         origin: dict[int, nn.Parameter] = {}
         for parameter in model.parameters():
             new = nn.Parameter(parameter.detach(), requires_grad=parameter.requires_grad)
@@ -119,8 +141,29 @@ class StageModel:
             memo[id(parameter)] = new
             origin[id(new)] = parameter
         part = copy.deepcopy(model, memo)
+        for name in elsewhere:
+            if id(modules[name]) in own:  # one module is several links
+                parent, _, short = name.rpartition(".")
+                part.get_submodule(parent)._modules[short] = Passage(modules[name])
         here = {id(p) for p in part.parameters()}
-        return cls(part, {key: p for key, p in origin.items() if key in here})
+        names = [chain.names[i] for i in links]
+        mine = {key: p for key, p in origin.items() if key in here}
+        return cls(part, mine, names[0], names[-1], _sites(model, chain, links))
+
+
+def _sites(model: nn.Module, chain: Chain, links: range) -> dict[str, tuple[str, int]]:
+    """See ``StageModel.sites``; its submodules have as many earlier calls as it has."""
+    modules = dict(model.named_modules(remove_duplicate=False))
+    found = {}
+    for index in links:
+        name = chain.names[index]
+        same = [other for other in chain.names[:index] if modules[other] is modules[name]]
+        earlier = [other for other in same if other in chain.names[: links.start]]
+        if earlier and same == earlier:
+            for inside, _ in modules[name].named_modules():
+                suffix = f".{inside}" if inside else ""
+                found[name + suffix] = (same[0] + suffix, len(earlier))
+    return found
 
 
 def drop_values(model: nn.Module) -> None:
@@ -137,7 +180,7 @@ def drop_values(model: nn.Module) -> None:
 
 def stages_using(model: nn.Module, chain: Chain, split: Sequence[range]) -> dict[int, tuple[int, ...]]:
     """Which stages use each parameter of the whole model, by its ``id``, in order."""
-    modules = dict(model.named_modules())
+    modules = dict(model.named_modules(remove_duplicate=False))
     found: dict[int, dict[int, None]] = {}
     for stage, links in enumerate(split):
         for index in links:

@@ -134,6 +134,7 @@ class Streams(TorchFunctionMode):
     def __init__(self, seed: int, beside: Sequence[TorchFunctionMode] = ()) -> None:
         super().__init__()
         self.seed = seed
+        self.before: Counter[str] = Counter()
         self.beside = tuple(beside)
         self.drawing = False
         self.draw: Draw | None = None
@@ -149,7 +150,7 @@ class Streams(TorchFunctionMode):
     def begin(self, draw: Draw) -> None:
         """Start the forward pass of a microbatch."""
         self.draw = draw
-        self.calls.clear()
+        self.calls = self.before.copy()
         self.entered.clear()
 
     def resume(self, draw: Draw) -> None:
@@ -179,7 +180,7 @@ class Streams(TorchFunctionMode):
             self._by_module = self.switch_on(training)
         self.modules.append(name)
         if recomputing:
-            self.calls[name] = 0
+            self.calls[name] = self.before[name]
         else:
             self.entered[name] += 1
 
@@ -191,14 +192,20 @@ class Streams(TorchFunctionMode):
         if not self.modules and self._by_module:
             self.switch_off()
 
-    def attach(self, model: nn.Module) -> None:
-        """Follow every module of a model, so that draws know their site."""
+    def attach(self, model: nn.Module, sites: Mapping[str, tuple[str, int]] | None = None) -> None:
+        """Follow every module of a model, so that draws know their site.
+
+        Args:
+            sites: modules that another part of the model calls first: under which name, and how often.
+        """
+        known = sites or {}
+        self.before = Counter(dict(known.values()))
 
         def entering(name: str) -> Callable[..., None]:
             return lambda module, args: self.enter_module(name, model.training, in_backward())
 
         for name, module in model.named_modules():
-            module.register_forward_pre_hook(entering(name), prepend=True)
+            module.register_forward_pre_hook(entering(known.get(name, (name, 0))[0]), prepend=True)
             module.register_forward_hook(lambda *_: self.leave_module(), always_call=True)
 
     def mask(self, shape: Sequence[int], p: float, device: torch.device) -> Tensor:

@@ -4,17 +4,16 @@
     backward(m)    dy from the next stage   ──►  autograd                 ──►  dx for the stage before
     input(m)       the same, weight products put off;   weight(m)  makes them
 
-The user's ``loss_fn(model, batch)`` runs on every stage.  At the model's door, what came from the stage before takes
-the place of the batch; behind it, what goes to the next stage is taken out and the call ends there.  So a stage needs
-to know nothing about the loss, and the loss nothing about stages.
+The user's ``loss_fn(model, batch)`` runs on every stage (see ``door``), so a stage needs to know nothing about the
+loss, and the loss nothing about stages.
 
-Between forward and backward a stage keeps, for each microbatch, its input (a leaf that will get the gradient) and the
-edge of its output in the graph; not the output itself, whose memory goes with the message.
+Between forward and backward a stage keeps, for each microbatch, what it received and the edge of its output in the
+graph; not the output itself, whose memory goes with the message.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,9 +23,11 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from plait.comm import Comm
 from plait.core.cells import Strategy
+from plait.core.collectives import Note
 from plait.core.flat import Cut, UnitLayout
 from plait.engine.build import Whole, build_units
 from plait.engine.deferred import Deferred
+from plait.engine.door import Crossing, Door, HandedOver
 from plait.engine.gathering import Gathering
 from plait.engine.gradients import Gradients, parameters_of
 from plait.engine.guard import ModelGuard
@@ -61,18 +62,9 @@ class Flight:
     """A microbatch between its forward and its backward."""
 
     draw: Draw | None
-    received: Tensor | None
-    """The stage's input, where it came from another stage."""
+    crossing: Crossing
     output: GradientEdge | Tensor | None = None
     """What the backward starts from; None where nothing before it trains."""
-
-
-class _HandedOver(BaseException):
-    """Ends a call of ``loss_fn`` at the model's door (a BaseException, so that no code in between catches it)."""
-
-    def __init__(self, tensor: Tensor) -> None:
-        super().__init__()
-        self.tensor = tensor
 
 
 class Stage:
@@ -118,14 +110,17 @@ class Stage:
             products = TensorParallel(self.model, parallel, sizes, self.axis, self.streams, self.deferred)
         # the last one sees a function first: it reads parameters, where the first may see what stands for them
         self.streams.beside = tuple(mode for mode in (self.deferred, products, watch) if mode is not None)
-        self._received: Tensor | None = None
+        self.streams.attach(self.model, part.sites)
         self._lengths: dict[tuple[int, ...], int] = {}
+        self.door = Door(part, place.number, place.feed)
         if not place.first:
-            self.model.register_forward_pre_hook(self._at_the_door, with_kwargs=True)
+            self.door.let_in()
         self.gathering = Gathering(self.model, self.units, prefetch, self.streams, watch, before_root)
         self.gathering.split_backward = split_backward
         if not place.last:
-            self.model.register_forward_hook(self._behind_the_door)
+            self.door.let_out()
+        if place.count > 1:
+            watch.staged = {id(p) for _, p, _, _ in parameters_of(self.units)}
         self.gradients = Gradients(self.gathering, comm)
         self.guard = ModelGuard(self.model)
         self.flights: dict[int, Flight] = {}
@@ -157,21 +152,21 @@ class Stage:
         self._enter(microbatch, draw)
         if self.deferred is not None:
             self.deferred.begin(microbatch)
-        flight = self.flights[microbatch] = Flight(draw, received)
+        flight = self.flights[microbatch] = Flight(draw, Crossing(received))
         self.gathering.num_flying += 1
-        if received is not None and received.is_floating_point():
-            received.requires_grad_()
-        self._received = received
+        if self.axis.sequence and received is not None:
+            self.axis.length = self._whole_length(received)
+        self.door.open(flight.crossing)
         self.streams.switch_on(self.model.training)
         loss: Any = None
         handed: Tensor | None = None
         try:
             loss = loss_fn(self.model, batch)
-        except _HandedOver as over:
+        except HandedOver as over:
             handed = over.tensor
         finally:
             self.streams.switch_off()
-            self._received = None
+            self.door.close()
         if self.place.last:
             if not isinstance(loss, Tensor) or loss.dim() != 0:
                 shape = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
@@ -179,7 +174,10 @@ class Stage:
             flight.output = loss if loss.requires_grad else None
             return loss
         if handed is None:
-            raise ValueError("loss_fn did not call the model: a pipeline cuts the model, so every stage must run it")
+            raise ValueError(
+                "loss_fn did not call the model, or caught what ends its call: under a pipeline every stage runs it, "
+                "as model(...), outside of a bare except"
+            )
         if handed.requires_grad:
             flight.output = get_gradient_edge(handed)
         return handed.detach()
@@ -204,7 +202,7 @@ class Stage:
 
     def backward_from(self, loss: Tensor) -> None:
         """The backward of a forward that a user's own loop made."""
-        self._backward(Flight(None, None, loss), torch.ones_like(loss), last=False)
+        self._backward(Flight(None, Crossing(None), loss), torch.ones_like(loss), last=False)
 
     def _backward(self, flight: Flight, gradient: Tensor, *, last: bool) -> None:
         self.gathering.begin_backward()
@@ -248,48 +246,16 @@ class Stage:
     @staticmethod
     def _gradient_of(flight: Flight) -> Tensor | None:
         """Of what was received; zeros where the stage made nothing of it."""
-        received = flight.received
-        if received is None:
-            return None
-        return torch.zeros_like(received) if received.grad is None else received.grad
+        crossing = flight.crossing
+        if crossing.received is None or crossing.gradient is not None:
+            return crossing.gradient
+        return torch.zeros_like(crossing.received)
 
-    # ---- the model's door ---------------------------------------------------------------------------------------
-
-    def _at_the_door(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-        """What came from the stage before, in the place of the batch."""
-        received, self._received = self._received, None
-        if received is None:
-            raise ValueError(
-                f"stage {self.place.number} got nothing from the stage before: call engine.step, and let loss_fn call "
-                f"the model once"
-            )
-        if self.axis.sequence:
-            self.axis.length = self._whole_length(tuple(received.shape), received.size(1))
-        feed = self.place.feed
-        if feed is None:
-            return (received, *args[1:]), kwargs if args else _without_first(kwargs)
-        kept = kwargs if args else _without_first(kwargs)
-        return args[1:], {**kept, feed: received}
-
-    def _whole_length(self, shape: tuple[int, ...], mine: int) -> int:
+    def _whole_length(self, received: Tensor) -> int:
         """Steps of time of the whole stream, of which sequence parallelism has cut this rank's part."""
+        shape = tuple(received.shape)
         if shape not in self._lengths:
             every = torch.empty(self.axis.ways, dtype=torch.int64, device=self.comm.device)
-            self.comm.all_gather(every, every.new_tensor([mine]), ("tensor",)).wait()
+            self.comm.all_gather(every, every.new_tensor([shape[1]]), ("tensor",), note=Note("setup")).wait()
             self._lengths[shape] = int(every.sum())
         return self._lengths[shape]
-
-    def _behind_the_door(self, module: nn.Module, args: Any, output: Any) -> None:
-        """What goes to the next stage; the rest of ``loss_fn`` is the last stage's."""
-        handed = getattr(output, "logits", output)
-        if not isinstance(handed, Tensor):
-            raise ValueError(
-                f"stage {self.place.number} ends with {type(output).__name__}: what goes from stage to stage is one "
-                f"tensor; let each link of the pipeline return one"
-            )
-        raise _HandedOver(handed)
-
-
-def _without_first(kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Without the batch's own input, where it came by keyword (the first one, as in ``input_ids=``)."""
-    return dict(list(kwargs.items())[1:])

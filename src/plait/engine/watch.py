@@ -43,6 +43,8 @@ class Watch(TorchFunctionMode):
     def __init__(self) -> None:
         super().__init__()
         self.split: set[int] = set()
+        self.staged: set[int] = set()
+        """The parameters of a stage, which ``loss_fn`` may not read beside the model: other stages have others."""
         self.resting: dict[int, str] = {}
         self.running: list[Callable[[], None]] = []
 
@@ -50,6 +52,8 @@ class Watch(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if self.staged and not self.running and not only_metadata(func):
+            self._check_outside(func, args, kwargs)
         if not self.split or only_metadata(func):
             return func(*args, **kwargs)
         read = {id(value) for value in flat_values((*args, *kwargs.values()))} & self.split
@@ -66,6 +70,14 @@ class Watch(TorchFunctionMode):
                 if isinstance(tensor, Tensor) and tensor.grad_fn is not None:
                     tensor.grad_fn.register_prehook(lambda *gradients: opener())
         return result
+
+    def _check_outside(self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        if any(id(value) in self.staged for value in flat_values((*args, *kwargs.values()))):
+            raise ValueError(
+                f"loss_fn reads a parameter by {getattr(func, '__name__', func)!r} outside of the model's call: under "
+                f"a pipeline each stage has only its own; let the model compute the term, or the optimizer (weight "
+                f"decay)"
+            )
 
 
 def flat_values(values: Sequence[Any]) -> Iterator[Any]:

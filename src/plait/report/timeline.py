@@ -73,7 +73,7 @@ def _shares(idle: Idle) -> list[str]:
 
 
 def timeline_table(log: Log, simulated: Timeline | None = None) -> Table:
-    """``timeline_rows`` for a terminal, under ``summary``: a column for each rank, a line for each cause that there is."""
+    """``timeline_rows`` for a terminal, under ``summary``: a column for each rank, a line for each cause there is."""
     head, *columns = timeline_rows(log, simulated)
     table = Table(title=summary(log, simulated), title_justify="left", title_style="bold", box=box.SIMPLE_HEAD)
     table.add_column("")

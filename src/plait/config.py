@@ -51,6 +51,8 @@ class RunConfig:
     or a file that plait schedule check proves. None: 1f1b, where there is a pipeline."""
     chunks: int | None = None
     """Stages on each rank (interleaved: 2 unless given)."""
+    hold: int | None = 1
+    """Stages that a rank may have unsharded at once; None: units are gathered one by one."""
     split: str | None = None
     """Links of the model on each stage, as in "5 4"; "measured" balances what they cost. None: equally many."""
     world: World = "process"
@@ -122,7 +124,7 @@ class RunConfig:
         """
         name = self.schedule
         written = name is not None and name not in ORDERS and Path(name).is_file()
-        return Pipeline(read_schedule(str(name)) if written else name, self.parsed_mesh.pipe, self.chunks)
+        return Pipeline(read_schedule(str(name)) if written else name, self.parsed_mesh.pipe, self.chunks, self.hold)
 
     @property
     def sizes_of_stages(self) -> tuple[int, ...] | None:

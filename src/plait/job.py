@@ -101,6 +101,7 @@ def layout_of(config: RunConfig, job: Job, comm: Comm) -> dict[str, Any]:
         "sequence_parallel": config.sequence_parallel,
         "schedule": pipeline.order,
         "chunks": config.chunks,
+        "hold": config.hold,
         "split": split,
     }
 

@@ -35,7 +35,7 @@ def split_backward(schedule: Schedule) -> Schedule:
     return tuple(tuple(part for action in line for part in split(action)) for line in schedule)
 
 
-def complete(schedule: Schedule, strategy: Strategy, *, hold: int = 1) -> Schedule:
+def complete(schedule: Schedule, strategy: Strategy, *, hold: int | None = 1) -> Schedule:
     """Everything that a schedule lacks to be carried out under a row; what it says already stays as it is."""
     kinds = {part.kind for line in schedule for action in line for part in action.all}
     if not kinds & {Kind.UNSHARD, Kind.RESHARD, Kind.REDUCE_GRAD}:
@@ -48,7 +48,7 @@ def complete(schedule: Schedule, strategy: Strategy, *, hold: int = 1) -> Schedu
 # ---- sharded data parallelism -----------------------------------------------------------------------------
 
 
-def add_sharding(schedule: Schedule, strategy: Strategy, *, hold: int = 1) -> Schedule:
+def add_sharding(schedule: Schedule, strategy: Strategy, *, hold: int | None = 1) -> Schedule:
     """What a row of the table adds on every pipeline rank: gathers, reshards, and reductions after a microbatch.
 
     A stage is gathered before a pass that reads its parameters.  It is freed after the pass, unless it is among the
@@ -57,11 +57,12 @@ def add_sharding(schedule: Schedule, strategy: Strategy, *, hold: int = 1) -> Sc
 
     Args:
         hold: how many stages a rank may have unsharded at once.  0 frees after each pass even if the next is of the
-            same stage: less memory where a stage is gathered in parts, and more bytes.
+            same stage. None leaves gathers to the units of a stage, each around its own part of a pass: the least
+            memory, and the most bytes.
     """
-    if hold < 0:
+    if hold is not None and hold < 0:
         raise ValueError(f"hold is {hold}: give the number of stages that stay unsharded, from 0")
-    gathers, keeps = bool(strategy.params.split), not strategy.kept.split
+    gathers, keeps = bool(strategy.params.split) and hold is not None, not strategy.kept.split
     reduces = bool(strategy.grads.split)
     lines = []
     for line in schedule:
@@ -80,7 +81,7 @@ def add_sharding(schedule: Schedule, strategy: Strategy, *, hold: int = 1) -> Sc
             if reads:
                 done += 1
                 in_flight[stage] += 1 if kind is Kind.FORWARD else -1
-                stay = _next_stages(coming, done, hold)
+                stay = _next_stages(coming, done, hold or 0)
                 free = {s for s in whole if s not in stay and not (keeps and in_flight[s])}
                 added += [Action(Kind.RESHARD, s) for s in sorted(free)]
                 whole -= free

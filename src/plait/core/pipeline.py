@@ -36,6 +36,8 @@ class Pipeline:
     pipe: int
     chunks: int | None = None
     """Stages on each rank, for ``interleaved``."""
+    hold: int | None = 1
+    """How many stages a rank may have unsharded at once; None: units are gathered one by one (see ``add_sharding``)."""
 
     def __post_init__(self) -> None:
         if self.name is not None:
@@ -85,11 +87,8 @@ class Pipeline:
             return one_stage(num_microbatches)
         return write_order(self.name, self.num_stages, num_microbatches, self.chunks)
 
-    def completed(self, num_microbatches: int, strategy: Strategy, hold: int = 1) -> Schedule:
+    def completed(self, num_microbatches: int, strategy: Strategy) -> Schedule:
         """Every rank's line, proved.
-
-        Args:
-            hold: how many stages a rank may have unsharded at once (see ``add_sharding``).
 
         Raises:
             ValueError: no microbatch, or a schedule written by hand that is for another number of them.
@@ -100,15 +99,15 @@ class Pipeline:
                 f"the schedule is written for {own} microbatches, but the step brings {num_microbatches}: "
                 f"give {own}, or write it for {num_microbatches}"
             )
-        return _completed(self, num_microbatches, strategy, hold)
+        return _completed(self, num_microbatches, strategy)
 
 
 @lru_cache(maxsize=64)
-def _completed(pipeline: Pipeline, num_microbatches: int, strategy: Strategy, hold: int) -> Schedule:
+def _completed(pipeline: Pipeline, num_microbatches: int, strategy: Strategy) -> Schedule:
     written = pipeline.written(num_microbatches)
     if pipeline.name is None and pipeline.order is None:
         return written
-    schedule = complete(written, strategy, hold=hold)
+    schedule = complete(written, strategy, hold=pipeline.hold)
     check(schedule, num_stages=pipeline.num_stages, num_microbatches=num_microbatches)
     return schedule
 

@@ -108,6 +108,8 @@ class Engine:
         schedule: who of the ``pipe`` axis does what when: an order's name (see ``core.orders``), or a schedule written
             by hand; None: 1f1b, or no pipeline where the axis has one rank.
         chunks: stages on each rank, for the order ``interleaved``.
+        hold: how many stages a rank may have unsharded at once under a row that splits parameters; None gathers units
+            one by one in each pass.
         split: how many links of the model each stage has; None: equally many. Links are what the model tells of (see
             ``links``).
         listener: called with ``"reduced"`` (gradients are whole, not clipped) and ``"updated"``.
@@ -134,6 +136,7 @@ class Engine:
         sequence_parallel: bool = False,
         schedule: str | Schedule | None = None,
         chunks: int | None = None,
+        hold: int | None = 1,
         split: Sequence[int] | None = None,
         listener: Listener | None = None,
     ) -> None:
@@ -146,7 +149,7 @@ class Engine:
         names = {id(p): n for n, p in model.named_parameters()}
         trainable = [n for n, p in model.named_parameters() if p.requires_grad]
         wide = any(p.dtype == torch.float64 for p in model.parameters() if p.requires_grad)
-        self.pipeline = Pipeline(schedule, comm.mesh.pipe, chunks)
+        self.pipeline = Pipeline(schedule, comm.mesh.pipe, chunks, hold)
         parallel = parallel_plan(model, comm.mesh.tensor, tensor_plan, sequence=sequence_parallel)
         settings = Settings(units, cut, seed, prefetch, sequence_parallel, self._before_forward)
         built = build_stages(model, comm, self.strategy, self.pipeline, parallel, split, settings)

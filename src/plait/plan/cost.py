@@ -109,9 +109,11 @@ def predict_line(
                 case Kind.RESHARD:
                     (kept.add if flying[s] else kept.discard)(s)
                 case Kind.FORWARD:
+                    has_kept = flying[s] > 0
                     flying[s] += 1
-                    if not holds:  # after the first use the row has what it keeps, and gathers from there
-                        add("forward", s, lambda use: plan.backward if use else plan.forward, m, each_use=True)
+                    if not holds:  # once a use has left what the row keeps, gathers start from there
+                        first = plan.backward if has_kept else plan.forward
+                        add("forward", s, lambda use: plan.backward if use else first, m, each_use=True)  # noqa: B023
                 case Kind.BACKWARD | Kind.INPUT:
                     flying[s] -= 1
                     if not holds:

@@ -236,7 +236,7 @@ def _check_pipeline(config: RunConfig) -> None:
     """Refuses a schedule that is wrong, or does not fit the mesh and the microbatches; it is proved here."""
     pipeline = config.pipeline
     schedule = pipeline.completed(config.microbatches, find_strategy(config.strategy))
-    if isinstance(config, VerifyConfig):
+    if isinstance(config, VerifyConfig) or (isinstance(config, TrainConfig) and config.verify):
         check(schedule, in_order=True)
     sizes = config.sizes_of_stages
     if pipeline.num_stages == 1 and config.split is not None:

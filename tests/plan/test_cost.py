@@ -169,7 +169,7 @@ def test_a_step_has_two_small_agreements(row: str, m: int, words: int) -> None:
     """Counts: 3 numbers a rank.  Report: squares, a loss per microbatch, a bit per trainable parameter."""
     mesh = Mesh(replica=2, shard=2, tensor=2)
     entries = predict_step(units_for(mesh), mesh, TABLE[row], m, 0)
-    order = ("replica", "shard", "tensor")
+    order = ("pipe", "replica", "shard", "tensor")
     assert [e for e in entries if e.note.phase not in STATE] == [
         Entry("all_gather", order, 8 * 3 * 8, 7 * 3 * 8, Note("count")),
         Entry("all_gather", order, 8 * words * 8, 7 * words * 8, Note("report")),

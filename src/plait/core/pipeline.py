@@ -44,6 +44,8 @@ class Pipeline:
             stages_per_rank(self.name, self.chunks)
         elif self.chunks is not None:
             raise ValueError(f"{self.chunks} chunks: only the order 'interleaved' takes chunks")
+        if self.hold is not None and self.hold < 0:
+            raise ValueError(f"hold is {self.hold}: give the number of stages that stay unsharded, from 0")
         if isinstance(self.order, tuple):
             if len(self.order) != self.pipe:
                 raise ValueError(

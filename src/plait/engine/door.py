@@ -3,14 +3,13 @@
     loss_fn(model, batch)
         │ model(tokens)                              the user's own call
         ▼
-      door ── what was received, in the place of the tokens ──► the stage's links ──► door ── HandedOver ──► next stage
+      door ── what was received, in the place of the tokens ──► the stage's links ──► HandedOver ──► next stage
 
-So the user's ``loss_fn`` runs on every stage, and on all but the last its call ends behind the model.
+So the user's ``loss_fn`` runs on every stage, and on all but the last its call ends behind the stage's last link.
 
-The links of others hand on what they get, but code of the model *between* links runs on every stage.  Where it only
-passes the stream along that does no harm; where it computes on it, every stage would do it again.  So what reaches the
-stage's first link must be the very tensor that was received, and what leaves must be the very one that its last link
-returned; anything else is refused.
+The links of others hand on what they get, but code of the model *before* the stage's first link runs once more.  Where
+it only passes the stream along that does no harm; where it computes on it, several stages would.  So what reaches the
+first link must be the very tensor that was received; anything else is refused.
 """
 
 from __future__ import annotations
@@ -22,10 +21,11 @@ import torch
 from torch import Tensor, nn
 
 from plait.engine.links import StageModel
+from plait.engine.rng import in_backward
 
 
 class HandedOver(BaseException):
-    """Ends a call of ``loss_fn`` behind the model; no ``except Exception`` in between catches it."""
+    """Ends a call of ``loss_fn`` behind the stage's last link; no ``except Exception`` in between catches it."""
 
     def __init__(self, tensor: Tensor) -> None:
         super().__init__()
@@ -86,7 +86,8 @@ class Door:
         self._first = next(iter(signature.parameters), "")
         self._crossing: Crossing | None = None
         self._inside: Tensor | None = None
-        self._last: Tensor | None = None
+        self._calls = 0
+        """Of the last link, in this call of ``loss_fn``."""
 
     def let_in(self) -> None:
         """From now on the model gets what was received; before other hooks look at its arguments."""
@@ -95,17 +96,16 @@ class Door:
         link.register_forward_pre_hook(self._at_first_link, with_kwargs=True)
 
     def let_out(self) -> None:
-        """From now on the model's call ends behind it; after other hooks have looked at its output."""
-        self.part.model.get_submodule(self.part.last).register_forward_hook(self._at_last_link)
-        self.part.model.register_forward_hook(self._behind)
+        """From now on the model's call ends behind the stage's last link, after other hooks of it."""
+        self.part.model.get_submodule(self.part.last).register_forward_hook(self._behind_last_link)
 
     def open(self, crossing: Crossing) -> None:
         """Before a call of ``loss_fn``."""
-        self._crossing = crossing
+        self._crossing, self._calls = crossing, 0
 
     def close(self) -> None:
         """After it."""
-        self._crossing = self._inside = self._last = None
+        self._crossing = self._inside = None
 
     def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
         if self._crossing is None:
@@ -129,27 +129,21 @@ class Door:
     def _at_first_link(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
         inside, self._inside = self._inside, None
         if inside is not None and not _same(inside, next(iter((*args, *kwargs.values())), None)):
-            self._refuse(f"before {self.part.first!r}")
-
-    def _at_last_link(self, module: nn.Module, args: Any, output: Any) -> None:
-        self._last = output if isinstance(output, Tensor) else None
-
-    def _behind(self, module: nn.Module, args: Any, output: Any) -> None:
-        handed = getattr(output, "logits", output)
-        if not isinstance(handed, Tensor):
             raise ValueError(
-                f"stage {self.number} ends with {type(output).__name__}: what goes from stage to stage is one tensor; "
-                f"let each link of the pipeline return one"
+                f"the model works on the stream before {self.part.first!r}, outside of the pipeline's links: several "
+                f"stages would do it; move it into a module that is a link, or into one of them"
             )
-        if self._last is None or not _same(self._last, handed):
-            self._refuse(f"behind {self.part.last!r}")
-        raise HandedOver(handed)
 
-    def _refuse(self, where: str) -> None:
-        raise ValueError(
-            f"the model works on the stream {where}, outside of the pipeline's links: every stage would do it again; "
-            f"move it into a module that is a link, or into one of them"
-        )
+    def _behind_last_link(self, module: nn.Module, args: Any, output: Any) -> None:
+        self._calls += 1
+        if self._calls < self.part.last_calls or in_backward():
+            return
+        if not isinstance(output, Tensor):
+            raise ValueError(
+                f"stage {self.number} ends with {self.part.last!r}, which returns {type(output).__name__}: what goes "
+                f"from stage to stage is one tensor; let each link of the pipeline return one"
+            )
+        raise HandedOver(output)
 
 
 def _same(x: Tensor, y: Any) -> bool:

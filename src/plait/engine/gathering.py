@@ -88,6 +88,8 @@ class Gathering:
         """Weight gradients are made in a pass of their own, after the units have been closed."""
         self.peak_open = 0
         self.peak_bytes = 0
+        self._inside: list[Unit] = []
+        """The units whose forward is under way, innermost last."""
         self._backward_open: dict[Unit, None] = {}
         self._ran_backward: set[Unit] = set()
         self._has_gradients: set[Unit] = set()
@@ -200,6 +202,7 @@ class Gathering:
         """After a forward or backward that raised, and was caught, units may still be open: back to rest."""
         self._backward_open.clear()
         self._watch.running.clear()
+        self._inside.clear()
         for unit in self.units:
             if unit.users:
                 unit.users = 0
@@ -220,6 +223,7 @@ class Gathering:
             with torch._C.DisableTorchFunction():  # the engine's own work is nobody's forward
                 self.open(unit, "forward")
             self._watch.running.append(partial(self._open_backward, unit))
+            self._inside.append(unit)
             if torch.is_grad_enabled() and unit.split_needs and self._waits_for_inputs(unit):
                 self._await_inputs(unit, (*args, *kwargs.values()))
 
@@ -249,20 +253,28 @@ class Gathering:
         def hook(module: nn.Module, args: Any, output: Any) -> None:
             if in_backward():
                 return
-            self._watch.running.pop()
-            tensors = [t for t in tree_leaves(output) if isinstance(t, Tensor)]
-            tracked = [t for t in tensors if t.requires_grad]
-            if torch.is_grad_enabled() and unit.split_needs and not tensors:
-                raise ValueError(
-                    f"unit {unit.name!r} returns {type(output).__name__}, in which no tensor is found: return "
-                    f"tensors, or tuples, lists, dicts or registered pytrees of them, so that its backward can be seen"
-                )
-            for tensor in tracked:
-                self._when_gradient_comes(tensor, lambda gradient: self._open_backward(unit))
-            with torch._C.DisableTorchFunction():
-                self.close(unit, keep=bool(tracked), keep_borrowed=False)
+            self._leave(self._inside.pop(), output)
 
         return hook
+
+    def unwind(self, output: Tensor) -> None:
+        """The model's forward ended in its midst, with ``output``: the units around it are left as well."""
+        while self._inside:
+            self._leave(self._inside.pop(), output)
+
+    def _leave(self, unit: Unit, output: Any) -> None:
+        self._watch.running.pop()
+        tensors = [t for t in tree_leaves(output) if isinstance(t, Tensor)]
+        tracked = [t for t in tensors if t.requires_grad]
+        if torch.is_grad_enabled() and unit.split_needs and not tensors:
+            raise ValueError(
+                f"unit {unit.name!r} returns {type(output).__name__}, in which no tensor is found: return "
+                f"tensors, or tuples, lists, dicts or registered pytrees of them, so that its backward can be seen"
+            )
+        for tensor in tracked:
+            self._when_gradient_comes(tensor, lambda gradient: self._open_backward(unit))
+        with torch._C.DisableTorchFunction():
+            self.close(unit, keep=bool(tracked), keep_borrowed=False)
 
     # ---- backward -----------------------------------------------------------------------------------------------
 

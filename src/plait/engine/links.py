@@ -96,6 +96,11 @@ def _check(model: nn.Module, chain: Chain) -> None:
     modules = dict(model.named_modules(remove_duplicate=False))
     if unknown := [name for name in chain.names if name not in modules]:
         raise ValueError(f"{type(model).__name__} names the pipeline link {unknown[0]!r}, which is no module of it")
+    for i, name in enumerate(chain.names):
+        if around := next((n for j, n in enumerate(chain.names) if i != j and f"{name}.".startswith(f"{n}.")), None):
+            raise ValueError(
+                f"the pipeline link {name!r} of {type(model).__name__} stands twice, as part of {around!r}"
+            )
     inside = {id(p) for name in chain.names for p in modules[name].parameters()}
     for name, parameter in model.named_parameters():
         if id(parameter) not in inside:
@@ -118,6 +123,8 @@ class StageModel:
     """The stage's first link."""
     last: str = ""
     """Its last."""
+    last_calls: int = 1
+    """How many of the stage's links the module of the last one is."""
     sites: Mapping[str, tuple[str, int]] = field(default_factory=dict)
     """Of a module that is several links: the name of its first, and how many of them earlier stages have."""
 
@@ -148,7 +155,8 @@ class StageModel:
         here = {id(p) for p in part.parameters()}
         names = [chain.names[i] for i in links]
         mine = {key: p for key, p in origin.items() if key in here}
-        return cls(part, mine, names[0], names[-1], _sites(model, chain, links))
+        last_calls = sum(modules[name] is modules[names[-1]] for name in names)
+        return cls(part, mine, names[0], names[-1], last_calls, _sites(model, chain, links))
 
 
 def _sites(model: nn.Module, chain: Chain, links: range) -> dict[str, tuple[str, int]]:

@@ -164,6 +164,7 @@ class Stage:
             loss = loss_fn(self.model, batch)
         except HandedOver as over:
             handed = over.tensor
+            self.gathering.unwind(handed)
         finally:
             self.streams.switch_off()
             self.door.close()

@@ -16,6 +16,8 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from plait.engine.rng import in_backward
+
 METADATA = {
     *("__get__", "__set__", "__hash__", "__len__", "__repr__", "__format__", "size", "dim", "ndimension", "numel"),
     *("nelement", "stride", "element_size", "is_floating_point", "is_complex", "is_contiguous", "type", "get_device"),
@@ -52,7 +54,7 @@ class Watch(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if self.staged and not self.running and not only_metadata(func):
+        if self.staged and not self.running and not in_backward() and not only_metadata(func):
             self._check_outside(func, args, kwargs)
         if not self.split or only_metadata(func):
             return func(*args, **kwargs)

@@ -1,0 +1,153 @@
+"""Pipeline: which stages a rank has, the lines that come out complete and proved, and what is refused."""
+
+from __future__ import annotations
+
+import itertools
+import re
+
+import pytest
+
+from plait.core.actions import Kind, format_schedule, parse_schedule
+from plait.core.cells import TABLE
+from plait.core.check import check
+from plait.core.orders import ORDERS, one_stage, write_order
+from plait.core.pipeline import Pipeline, last_gradients
+
+TWO = parse_schedule("0F0 0F1 0B0 0B1\n1F0 1B0 1F1 1B1")
+BENT = parse_schedule("0F0 2F0 2B0 0B0\n1F0 1B0")
+"""Three stages on two ranks."""
+
+
+@pytest.mark.parametrize(
+    ("pipeline", "name", "num_stages", "owner"),
+    [
+        (Pipeline(None, 1), None, 1, {0: 0}),
+        (Pipeline(None, 3), "1f1b", 3, {0: 0, 1: 1, 2: 2}),
+        (Pipeline("gpipe", 2), "gpipe", 2, {0: 0, 1: 1}),
+        (Pipeline("1f1b", 1), "1f1b", 1, {0: 0}),
+        (Pipeline("interleaved", 2), "interleaved", 4, {0: 0, 1: 1, 2: 0, 3: 1}),
+        (Pipeline("interleaved", 2, 3), "interleaved", 6, {0: 0, 1: 1, 2: 0, 3: 1, 4: 0, 5: 1}),
+        (Pipeline("interleaved", 1, 3), "interleaved", 3, {0: 0, 1: 0, 2: 0}),
+        (Pipeline("zbv", 3), "zbv", 6, {0: 0, 1: 1, 2: 2, 3: 2, 4: 1, 5: 0}),
+        (Pipeline("dualpipe_v", 2), "dualpipe_v", 4, {0: 0, 1: 1, 2: 1, 3: 0}),
+        (Pipeline(TWO, 2), None, 2, {0: 0, 1: 1}),
+        (Pipeline(TWO[::-1], 2), None, 2, {0: 1, 1: 0}),
+        (Pipeline(BENT, 2), None, 3, {0: 0, 1: 1, 2: 0}),
+    ],
+    ids=str,
+)
+def test_names_stages_and_owners(pipeline: Pipeline, name: str | None, num_stages: int, owner: dict[int, int]) -> None:
+    assert (pipeline.name, pipeline.num_stages, dict(pipeline.owner)) == (name, num_stages, owner)
+
+
+def test_which_orders_split_backwards() -> None:
+    assert {order for order in ORDERS if Pipeline(order, 3).splits_backward} == {"zb_h1", "zb_h2", "zbv", "dualpipe_v"}
+    assert not Pipeline(None, 1).splits_backward and not Pipeline(TWO, 2).splits_backward
+    assert Pipeline(parse_schedule("0F0 0I0 0F1 0B1 0W0\n1F0 1B0 1F1 1B1"), 2).splits_backward
+
+
+def test_an_order_that_splits_backwards_of_later_microbatches_only() -> None:
+    """What one microbatch looks like does not say what many do: stages are built before their number is known."""
+    for order, pipe, many in itertools.product(ORDERS, (1, 2, 3, 4), (1, 2, 3, 5, 8, 9)):
+        pipeline = Pipeline(order, pipe)
+        splits = any(action.kind is Kind.WEIGHT for line in pipeline.written(many) for action in line)
+        assert not splits or pipeline.splits_backward, f"{order} on {pipe} with {many}"
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_written_is_the_order_itself(order: str) -> None:
+    for pipe, many in itertools.product((1, 2, 3), (1, 4)):
+        pipeline = Pipeline(order, pipe)
+        assert pipeline.written(many) == write_order(order, pipeline.num_stages, many)
+    assert Pipeline(TWO, 2).written(2) is TWO
+    assert Pipeline(None, 1).written(3) == one_stage(3)
+
+
+@pytest.mark.parametrize("row", TABLE)
+@pytest.mark.parametrize("order", ORDERS)
+def test_completed_lines_are_proved_and_end_in_an_update_of_each_stage(order: str, row: str) -> None:
+    for pipe, many in itertools.product((1, 2, 3), (1, 2, 5)):
+        pipeline = Pipeline(order, pipe)
+        schedule = pipeline.completed(many, TABLE[row])
+        assert check(schedule, num_stages=pipeline.num_stages, num_microbatches=many, in_order=True)
+        for rank, line in enumerate(schedule):
+            stages = [stage for stage, owner in pipeline.owner.items() if owner == rank]
+            assert [str(action) for action in line[-len(stages) :]] == [f"{stage}UPDATE" for stage in stages]
+
+
+def test_completed_in_full() -> None:
+    lines = format_schedule(Pipeline("1f1b", 2).completed(2, TABLE["zero3"])).split("\n")
+    assert lines == [
+        "0UNSHARD 0F0 0SEND_F0 0F1 0SEND_F1 0RECV_B0 0B0 0REDUCE_GRAD0 0RECV_B1 0B1 0RESHARD 0REDUCE_GRAD1 "
+        "0REDUCE 0UPDATE",
+        "1RECV_F0 1UNSHARD 1F0 1B0 1SEND_B0 1REDUCE_GRAD0 1RECV_F1 1F1 1B1 1SEND_B1 1RESHARD 1REDUCE_GRAD1 "
+        "1REDUCE 1UPDATE",
+    ] or check_by_content(lines)
+
+
+def check_by_content(lines: list[str]) -> bool:
+    """Placeholder."""
+    return False
+
+
+def test_without_a_pipeline_nothing_is_added() -> None:
+    """Units are gathered one by one then, by the model's own hooks."""
+    assert Pipeline(None, 1).completed(3, TABLE["zero3"]) == one_stage(3)
+
+
+def test_hold_frees_stages_between_passes() -> None:
+    def gathers(hold: int) -> int:
+        schedule = Pipeline("interleaved", 2).completed(4, TABLE["zero3"], hold)
+        return sum(action.kind is Kind.UNSHARD for line in schedule for action in line)
+
+    assert gathers(0) == 2 * 2 * 2 * 4, "for each pass of 2 ranks x 2 stages x 4 microbatches"
+    assert gathers(0) > gathers(1) > gathers(2) == 4
+
+
+def test_the_last_gradient_of_each_stage() -> None:
+    assert last_gradients(Pipeline("1f1b", 2).completed(3, TABLE["ddp"])) == {
+        (Kind.BACKWARD, 0, 2),
+        (Kind.BACKWARD, 1, 2),
+    }
+    mixed = parse_schedule("0F0 0F1 0I1 0B0 0W1\n1F0 1I0 1F1 1B1 1W0")
+    assert last_gradients(mixed) == {(Kind.WEIGHT, 0, 1), (Kind.WEIGHT, 1, 0)}
+    assert last_gradients(one_stage(2)) == {(Kind.BACKWARD, 0, 1)}
+
+
+# ---- refusals -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("order", "pipe", "chunks", "words"),
+    [
+        ("1f2b", 2, None, "unknown order '1f2b': did you mean 1f1b"),
+        ("1f1b", 2, 2, "2 chunks: 1f1b decides how many stages a rank has; only interleaved takes chunks"),
+        ("zbv", 2, 3, "3 chunks: zbv decides"),
+        ("interleaved", 2, 1, "interleaved with 1 stages per rank: give chunks from 2"),
+        (None, 2, 2, "only interleaved takes chunks"),
+        (None, 1, 2, "2 chunks: only the order 'interleaved' takes chunks"),
+        (TWO, 2, 2, "2 chunks: only the order 'interleaved' takes chunks"),
+        (TWO, 3, None, "the schedule has 2 lines, .* the mesh has pipe=3: use pipe=2, or write 3 lines"),
+        (TWO, 1, None, "the schedule has 2 lines, .* pipe=1: use pipe=2, or write 1 lines"),
+        (parse_schedule("0F0 0B0\n1F0"), 2, None, "1B0 is missing"),
+        (parse_schedule("0B0 0F0\n1F0 1B0"), 2, None, "0B0"),
+        ((), 0, None, "the schedule is empty"),
+    ],
+    ids=str,
+)
+def test_refused_when_made(order: object, pipe: int, chunks: int | None, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        Pipeline(order, pipe, chunks)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("many", [1, 3])
+def test_a_written_schedule_is_for_its_own_number_of_microbatches(many: int) -> None:
+    words = re.escape(f"written for 2 microbatches, but the step brings {many}: give 2, or write it for {many}")
+    with pytest.raises(ValueError, match=words):
+        Pipeline(TWO, 2).completed(many, TABLE["ddp"])
+
+
+@pytest.mark.parametrize("pipeline", [Pipeline("1f1b", 2), Pipeline(None, 1), Pipeline("zbv", 2)], ids=str)
+def test_a_step_has_a_microbatch(pipeline: Pipeline) -> None:
+    with pytest.raises(ValueError, match="0 microbatches"):
+        pipeline.completed(0, TABLE["ddp"])

@@ -1,0 +1,368 @@
+"""Faults of a pipeline, each put in place by a monkeypatch: what the mutation tests break on purpose."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import verify_cases as cases
+from torch import Tensor
+
+from plait.comm import run
+from plait.core.actions import Action, Kind
+from plait.core.collectives import Note
+from plait.engine.courier import Courier
+from plait.engine.deferred import Weigh
+from plait.engine.engine import Engine
+from plait.engine.exchange import Exchange
+from plait.engine.gathering import Gathering
+from plait.engine.gradients import FlatGradient, Gradients
+from plait.engine.norm import Norm
+from plait.engine.runtime import Runtime
+from plait.engine.stage import Stage
+from plait.engine.tied import Ties
+from plait.engine.unit import Unit
+
+Patch = pytest.MonkeyPatch
+
+
+# ---- tied weights -------------------------------------------------------------------------------------------------
+
+
+def tied_uses_summed_before_the_data_axes(patch: Patch) -> None:
+    """The same sum in another order: a few last bits, which only the replay of the tree can see."""
+    add_uses, reduce, finish = Ties.reduce, Gradients.reduce, Engine._before_update
+
+    def before_update(self: Engine) -> None:
+        add_uses(self.ties)
+        for stage in self.stages.values():
+            reduce(stage.gradients)
+        finish(self)
+
+    patch.setattr(Ties, "reduce", lambda self: None)
+    patch.setattr(Gradients, "reduce", lambda self: None)
+    patch.setattr(Engine, "_before_update", before_update)
+
+
+def tied_uses_not_summed(patch: Patch) -> None:
+    patch.setattr(Ties, "reduce", lambda self: None)
+
+
+def tied_uses_summed_twice(patch: Patch) -> None:
+    original = Ties.reduce
+
+    def twice(self: Ties) -> None:
+        original(self)
+        original(self)
+
+    patch.setattr(Ties, "reduce", twice)
+
+
+def tied_uses_summed_on_the_first_stage_alone(patch: Patch) -> None:
+    original = Ties.reduce
+
+    def first_alone(self: Ties) -> None:
+        others = {key: g for key, g in self.gradients.items() if key[1] != self.edges[0].stages[0]}
+        kept = {key: g.accumulated.clone() for key, g in others.items()}
+        original(self)
+        for key, g in others.items():
+            g.accumulated.copy_(kept[key])
+
+    patch.setattr(Ties, "reduce", first_alone)
+
+
+def tied_weight_counted_on_every_stage(patch: Patch) -> None:
+    original = Norm.__init__
+
+    def without_copies(self: Norm, *args: Any, copies: Any = (), **rest: Any) -> None:
+        original(self, *args, **rest)
+
+    patch.setattr(Norm, "__init__", without_copies)
+
+
+# ---- backward in two parts ----------------------------------------------------------------------------------------
+
+
+def weigh_twice(patch: Patch) -> None:
+    original = Stage.weight
+
+    def twice(self: Stage, microbatch: int, *, last: bool) -> None:
+        original(self, microbatch, last=False)
+        original(self, microbatch, last=last)
+
+    patch.setattr(Stage, "weight", twice)
+
+
+def double_what_is_weighed(patch: Patch) -> None:
+    original = Weigh.backward
+    patch.setattr(Weigh, "backward", staticmethod(lambda ctx, g: (2 * original(ctx, g)[0], None)))
+
+
+def drop_the_last_weight_part(patch: Patch) -> None:
+    original = Stage.weight
+
+    def weight(self: Stage, microbatch: int, *, last: bool) -> None:
+        if not last:
+            original(self, microbatch, last=last)
+
+    patch.setattr(Stage, "weight", weight)
+
+
+def drop_the_last_use_of_a_weight(patch: Patch) -> None:
+    """Of a sum of pending products only the first is made."""
+    import plait.engine.deferred as deferred
+    from plait.engine.deferred_products import Pending
+
+    original = deferred.value
+
+    def first(gradient: Any) -> Any:
+        while isinstance(gradient, Pending) and gradient.make is torch.ops.aten.add.Tensor:
+            gradient = gradient.operands[0]
+        return original(gradient)
+
+    patch.setattr(deferred, "value", first)
+
+
+def no_gradient_for_the_stage_before(patch: Patch) -> None:
+    original = Stage._gradient_of
+
+    def nothing(flight: Any) -> Tensor | None:
+        gradient = original(flight)
+        return None if gradient is None else torch.zeros_like(gradient)
+
+    patch.setattr(Stage, "_gradient_of", staticmethod(nothing))
+
+
+# ---- what is handed over ------------------------------------------------------------------------------------------
+
+
+def one_late(patch: Patch, which: str) -> None:
+    """A stage leaves what it made for the microbatch before."""
+    original = Courier.leave
+
+    def leave(self: Courier, way: str, stage: int, microbatch: int, tensor: Tensor) -> None:
+        held = self.__dict__.setdefault("held", {})
+        before = held.get((way, stage), tensor)
+        held[way, stage] = tensor.clone()
+        original(self, way, stage, microbatch, before if way == which else tensor)
+
+    patch.setattr(Courier, "leave", leave)
+
+
+def hand_over_the_gradient_of_another_microbatch(patch: Patch) -> None:
+    one_late(patch, "B")
+
+
+def hand_over_the_activation_of_another_microbatch(patch: Patch) -> None:
+    one_late(patch, "F")
+
+
+def use_the_first_activation_for_all(patch: Patch) -> None:
+    """A stage goes on computing on memory that it got for microbatch 0."""
+    original = Courier.fetch
+
+    def fetch(self: Courier, way: str, stage: int, microbatch: int) -> Tensor:
+        came = original(self, way, stage, microbatch)
+        if way == "F":
+            came = self.__dict__.setdefault("first", {}).setdefault(stage, came.clone()).clone()
+        return came
+
+    patch.setattr(Courier, "fetch", fetch)
+
+
+def cross_two_messages(patch: Patch) -> None:
+    """The gradient of microbatch 1 overtakes that of microbatch 0."""
+    original = Courier.start
+
+    def start(self: Courier, message: Action) -> None:
+        if message.kind is Kind.SEND_B and message.microbatch == 0:
+            self.__dict__["waits"] = message
+            return
+        original(self, message)
+        if message.kind is Kind.SEND_B and message.microbatch == 1:
+            original(self, self.__dict__["waits"])
+
+    patch.setattr(Courier, "start", start)
+
+
+def forget_a_message(patch: Patch) -> None:
+    original = Courier.start
+
+    def start(self: Courier, message: Action) -> None:
+        if not (message.kind is Kind.SEND_F and message.microbatch == 1):
+            original(self, message)
+
+    patch.setattr(Courier, "start", start)
+    patch.setattr(cases, "run", lambda mesh, body, deadline: run(mesh, body, deadline=2))
+
+
+def a_stray_message(patch: Patch) -> None:
+    """Right numbers, and a message that nobody asked for."""
+    original = Courier.settle
+
+    def settle(self: Courier) -> None:
+        original(self)
+        every = torch.empty(self.comm.mesh.pipe)
+        self.comm.all_gather(every, torch.zeros(1), ("pipe",), note=Note("activation", "stage 0", 0)).wait()
+
+    patch.setattr(Courier, "settle", settle)
+
+
+# ---- sums ---------------------------------------------------------------------------------------------------------
+
+
+def seed_twice_as_much(patch: Patch) -> None:
+    original = Runtime.run
+
+    def run(self: Runtime, line: Any, last: Any, microbatches: Any, loss_fn: Any, seed: float, update: Any) -> None:
+        original(self, line, last, microbatches, loss_fn, 2 * seed, update)
+
+    patch.setattr(Runtime, "run", run)
+
+
+def leave_out_the_reduction_of_a_stage(patch: Patch) -> None:
+    reduce_all, build = Gradients.reduce, Stage.__init__
+    left_out: set[int] = set()
+
+    def built(self: Stage, *args: Any, **rest: Any) -> None:
+        build(self, *args, **rest)
+        if self.place.first:
+            left_out.add(id(self.gradients))
+
+    def reduce(self: Gradients) -> None:
+        if id(self) not in left_out:
+            reduce_all(self)
+
+    patch.setattr(Stage, "__init__", built)
+    patch.setattr(Gradients, "reduce", reduce)
+
+
+def add_ranks_in_reverse(patch: Patch) -> None:
+    import plait.comm.thread as thread
+
+    original = thread.ordered_sum
+
+    def backwards(parts: list[Tensor], sizes: Any, op: str, out: Tensor) -> None:
+        original(parts[::-1], tuple(sizes)[::-1], op, out)
+
+    patch.setattr(thread, "ordered_sum", backwards)
+
+
+def add_microbatches_in_reverse(patch: Patch) -> None:
+    def accumulate(self: FlatGradient, piece: Tensor) -> None:
+        pieces = self.__dict__.setdefault("pieces", [])
+        if not self.started:
+            pieces.clear()
+        pieces.append(piece.clone())
+        total = pieces[-1].clone()
+        for earlier in pieces[-2::-1]:
+            total += earlier
+        self.accumulated.copy_(total)
+        self.started = True
+
+    patch.setattr(FlatGradient, "accumulate", accumulate)
+
+
+def keep_only_the_last_microbatch(patch: Patch) -> None:
+    def accumulate(self: FlatGradient, piece: Tensor) -> None:
+        self.accumulated.copy_(piece)
+        self.started = True
+
+    patch.setattr(FlatGradient, "accumulate", accumulate)
+
+
+def report_the_losses_of_a_rank_that_has_none(patch: Patch) -> None:
+    original = Exchange.__init__
+
+    def elsewhere(self: Exchange, comm: Any, names: Any, losses_at: int = 0) -> None:
+        original(self, comm, names, (losses_at + 1) % comm.mesh.pipe)
+
+    patch.setattr(Exchange, "__init__", elsewhere)
+
+
+def report_losses_in_the_order_of_backwards(patch: Patch) -> None:
+    original = Engine._update
+
+    def update(self: Engine) -> None:
+        losses = self.runtime.losses
+        self.runtime.losses = dict(zip(losses, reversed(losses.values()), strict=True))
+        original(self)
+
+    patch.setattr(Engine, "_update", update)
+
+
+# ---- parameters ---------------------------------------------------------------------------------------------------
+
+
+def keep_parameters_over_the_update(patch: Patch) -> None:
+    """RESHARD leaves the stage gathered, and nobody throws it away after the update."""
+
+    def release(self: Gathering) -> None:
+        self.held = False
+        for unit in self.units:
+            unit.users -= 1
+            unit.show()
+
+    patch.setattr(Gathering, "release", release)
+    patch.setattr(Gathering, "forget", lambda self: None)
+
+
+def gather_from_what_lies_at_rest(patch: Patch) -> None:
+    """Right numbers; hpz keeps a copy nearby and does not use it."""
+    patch.setattr(Unit, "keep", lambda self: None)
+
+
+def go_on_from_kept_parameters(patch: Patch) -> None:
+    """hpz begins the next step from what it kept in this one."""
+    patch.setattr(Unit, "forget", lambda self: None)
+
+
+def count_layers_from_0_in_every_stage(patch: Patch) -> None:
+    """Initial values drawn under a name that a stage might give its first layer."""
+    import plait.engine.init as init
+
+    original = init.private_generator
+
+    def generator(device: Any, what: str, seed: int, name: str) -> Any:
+        return original(device, what, seed, re.sub(r"\d+", lambda number: str(int(number[0]) % 2), name))
+
+    patch.setattr(init, "private_generator", generator)
+
+
+# ---- dropout ------------------------------------------------------------------------------------------------------
+
+
+def draw_for_the_next_microbatch(patch: Patch) -> None:
+    """In flight: behind the first stage, forwards draw the masks of the samples that come next."""
+    original = Stage._enter
+
+    def enter(self: Stage, microbatch: int, draw: Any, *, again: bool = False) -> None:
+        if not self.place.first and draw is not None:
+            draw = replace(draw, first_sample=draw.first_sample + draw.num_samples)
+        original(self, microbatch, draw, again=again)
+
+    patch.setattr(Stage, "_enter", enter)
+
+
+def recompute_with_the_latest_draw(patch: Patch) -> None:
+    """What is recomputed in a backward draws what the last forward drew."""
+    original = Stage._enter
+
+    def enter(self: Stage, microbatch: int, draw: Any, *, again: bool = False) -> None:
+        original(self, microbatch, None if again else draw, again=again)
+
+    patch.setattr(Stage, "_enter", enter)
+
+
+def recompute_for_another_microbatch(patch: Patch) -> None:
+    original = Stage._enter
+
+    def enter(self: Stage, microbatch: int, draw: Any, *, again: bool = False) -> None:
+        if again and draw is not None:
+            draw = replace(draw, first_sample=draw.first_sample + 1)
+        original(self, microbatch, draw, again=again)
+
+    patch.setattr(Stage, "_enter", enter)

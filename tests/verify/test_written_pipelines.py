@@ -1,0 +1,129 @@
+"""Schedules written by hand, in files; what verify refuses and train takes; and the same runs in real processes."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from pipeline_cases import CHAIN, DECODER, is_bitwise, runs
+from verify_cases import verify
+
+from plait.cli import main
+from plait.config import VerifyConfig
+from plait.core.actions import parse_schedule
+
+WRITTEN = {
+    "two forwards, then in turn": """
+        0F0 0F1 0B0 0F2 0B1 0B2
+        1F0 1F1 1B0 1B1 1F2 1B2
+    """,
+    "one backward in two parts, the others whole": """
+        0F0 0F1 0F2 0B0 0I1 0I2 0W1 0W2
+        1F0 1B0 1F1 1I1 1F2 1W1 1B2
+    """,
+    "the first and the last stage on one rank": """
+        0F0 0F1 2F0 2B0 0F2 2F1 2B1 0B0 2F2 2B2 0B1 0B2
+        1F0 1F1 1F2 1B0 1B1 1B2
+    """,
+    "the stages the other way round": """
+        2F0 2B0 2F1 2B1 2F2 2B2
+        1F0 1F1 1B0 1F2 1B1 1B2
+        0F0 0F1 0F2 0B0 0B1 0B2
+    """,
+    "forwards in an order of their own": """
+        0F2 0F0 0F1 0B0 0B1 0B2
+        1F2 1F0 1B0 1F1 1B1 1B2
+    """,
+    "with messages, joined": """
+        0F0 0SEND_F0 0F1 0SEND_F1+0RECV_B0 0B0 0F2 0SEND_F2+0RECV_B1 0B1 0RECV_B2 0B2
+        1RECV_F0 1F0 1RECV_F1 1B0 1SEND_B0 1F1 1RECV_F2 1B1 1SEND_B1 1F2 1B2 1SEND_B2
+    """,
+}
+
+
+@pytest.mark.parametrize("config", [CHAIN, DECODER], ids=["mlp", "gpt"])
+@pytest.mark.parametrize("text", WRITTEN.values(), ids=list(WRITTEN))
+@pytest.mark.parametrize("row", ["ddp", "zero3"])
+def test_a_schedule_in_a_file(config: VerifyConfig, text: str, row: str, tmp_path: Path) -> None:
+    file = tmp_path / "mine.txt"
+    file.write_text(text)
+    ranks = len(parse_schedule(text))
+    is_bitwise(runs(config, f"pipe={ranks} shard=2", strategy=row, schedule=str(file), microbatches=3))
+
+
+LATE = """
+0F0 0F1 0F2 0B0 0B2 0B1
+1F0 1F1 1B0 1F2 1B2 1B1
+"""
+"""Adds the gradient of microbatch 2 before that of microbatch 1 (the first two would commute)."""
+LATE_WEIGHTS = """
+0F0 0F1 0F2 0I0 0I1 0I2 0W0 0W2 0W1
+1F0 1F1 1B0 1B1 1F2 1B2
+"""
+"""The same, of the weight parts alone."""
+SIZES = {"layers": 6, "width": 24, "heads": 2, "kv-heads": 1, "batch": 13, "length": 7, "steps": 2, "clip": 0.3}
+
+
+def flags(**words: object) -> list[str]:
+    return [f"--{name}={value}" for name, value in {**SIZES, **words}.items()]
+
+
+@pytest.mark.parametrize("split", [False, True], ids=["B", "I and W"])
+def test_verify_refuses_another_order_of_additions(
+    split: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With the grid, and the place marked; no rank starts."""
+    file = tmp_path / "late.txt"
+    file.write_text(LATE_WEIGHTS if split else LATE)
+    assert main(["verify", *flags(mesh="pipe=2", schedule=file, microbatches=3)]) == 2
+    shown = capsys.readouterr()
+    assert shown.out == "" and "Traceback" not in shown.err
+    assert "1 adds its gradient after that of microbatch 2: out of order" in shown.err
+    assert "rank 0 |" in shown.err and "rank 1 |" in shown.err
+    assert (">0W1<" if split else ">0B1<") in shown.err
+
+
+@pytest.mark.parametrize("config", [CHAIN, DECODER], ids=["mlp", "gpt"])
+def test_another_order_of_additions_agrees_to_rounding(config: VerifyConfig, tmp_path: Path) -> None:
+    """What training accepts and no replay has the bits of."""
+    file = tmp_path / "late.txt"
+    file.write_text(LATE)
+    result = verify(config, mesh="pipe=2 shard=2", schedule=str(file), microbatches=3, strategy="zero3")
+    assert all(finding.equal for finding in result.verdict.plain) and not result.verdict.ledger
+    assert "tree: gradient" in result.different(), "the order does not matter, and the refusal has no reason"
+    worst = max(f.max_rel for f in result.verdict.tree if f.kind == "gradient" and "step 1" in f.name)
+    assert 0 < worst < 1e-5
+
+
+def test_training_takes_any_order_of_additions(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "late.txt"
+    file.write_text(LATE)
+    assert main(["train", *flags(mesh="pipe=2", schedule=file, microbatches=3, world="thread")]) == 0
+    assert "mesh pipe=2: 2 ranks" in capsys.readouterr().out
+
+
+# ---- processes ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("mesh", "words"),
+    [
+        ("pipe=2", {"schedule": "zbv", "strategy": "ddp", "microbatches": 5}),
+        ("pipe=2 shard=2", {"schedule": "interleaved", "strategy": "zero3", "microbatches": 3}),
+        ("pipe=2 shard=2", {"schedule": "zb_h1", "strategy": "zero2", "microbatches": 3, "split": "3 6"}),
+    ],
+    ids=["2 ranks, zbv", "4 ranks, interleaved", "4 ranks, zb_h1"],
+)
+def test_processes_make_the_same_run(mesh: str, words: dict[str, object], tmp_path: Path) -> None:
+    """Real processes, every message of theirs as predicted too."""
+    out = tmp_path / "verdict.json"
+    command = [sys.executable, "-m", "plait", "verify", *flags(mesh=mesh, world="process", json=out, **words)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stdout + done.stderr
+    told = json.loads(out.read_text())
+    assert told["verdict"] == "bitwise" and not told["ledger_differences"]
+    threads = runs(DECODER, mesh, **words).verdict.tree
+    assert [f["name"] for f in told["against_tree"]] == [f.name for f in threads], "nothing is left out"

@@ -31,7 +31,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "doctor": {"core", "report", "measure"},
     "measure": {"core", "comm", "report", "config"},
     "schedule": {"core", "plan", "report", "config"},
-    "job": UP_TO_ENGINE | {"models", "data", "config"},
+    "job": UP_TO_ENGINE | {"plan", "models", "data", "config"},
     "timeline": UP_TO_ENGINE | {"plan", "report"},
     "train": TRAINING | {"job", "verify", "timeline"},
     "verify": TRAINING | {"job"},

@@ -68,6 +68,16 @@ def rotate(x_BHTD: Tensor, cos_TD: Tensor, sin_TD: Tensor) -> Tensor:
     return torch.cat([first * cos_TD - second * sin_TD, second * cos_TD + first * sin_TD], dim=-1)
 
 
+def attention(qkv_BTE: Tensor, num_heads: int, cos_TD: Tensor, sin_TD: Tensor) -> Tensor:
+    """Rotary causal attention of fused queries, keys and values [B, T, 3 width] -> [B, T, width]."""
+    batch, length, width = qkv_BTE.shape
+    qkv = qkv_BTE.view(batch, length, 3, num_heads, -1)
+    q_BHTD, k_BHTD, v_BHTD = qkv.permute(2, 0, 3, 1, 4)
+    q_BHTD, k_BHTD = rotate(q_BHTD, cos_TD, sin_TD), rotate(k_BHTD, cos_TD, sin_TD)
+    y_BHTD = F.scaled_dot_product_attention(q_BHTD, k_BHTD, v_BHTD, is_causal=True)
+    return y_BHTD.transpose(1, 2).reshape(batch, length, width // 3)
+
+
 class Block(nn.Module):
     """A decoder block: RMSNorm, rotary causal attention, RMSNorm, GELU MLP four times as wide."""
 
@@ -82,12 +92,7 @@ class Block(nn.Module):
         self.down = nn.Linear(4 * width, width, bias=False)
 
     def forward(self, x_BTC: Tensor, cos_TD: Tensor, sin_TD: Tensor) -> Tensor:
-        batch, length, width = x_BTC.shape
-        qkv = self.qkv(self.norm1(x_BTC)).view(batch, length, 3, self.num_heads, -1)
-        q_BHTD, k_BHTD, v_BHTD = qkv.permute(2, 0, 3, 1, 4)
-        q_BHTD, k_BHTD = rotate(q_BHTD, cos_TD, sin_TD), rotate(k_BHTD, cos_TD, sin_TD)
-        y_BHTD = F.scaled_dot_product_attention(q_BHTD, k_BHTD, v_BHTD, is_causal=True)
-        x_BTC = x_BTC + self.out(y_BHTD.transpose(1, 2).reshape(batch, length, width))
+        x_BTC = x_BTC + self.out(attention(self.qkv(self.norm1(x_BTC)), self.num_heads, cos_TD, sin_TD))
         hidden: Tensor = self.down(F.gelu(self.up(self.norm2(x_BTC))))
         return x_BTC + hidden
 

@@ -1,10 +1,11 @@
 """What is trained: the decoder of the data-parallel benchmark as a chain of links, one tensor in and one out.
 
-    tokens_BT ── embedding ── blocks.0 ── ... ── blocks.7 ── norm ── head ── logits_BTV
-                 link 0       link 1             link 8      link 9  link 10
+    tokens_BT ── embedding ── halves.0 ── halves.1 ── ... ── halves.15 ── norm ── head ── logits_BTV
+                 link 0       attention   MLP                MLP          link 17  link 18
 
-A stage is a run of links, so the sizes of the stages say everything: (5, 6) is the embedding and four blocks, then
-four blocks, norm and head.
+A stage is a run of links, so the sizes of the stages say everything: (9, 10) is the embedding and four blocks, then
+four blocks, norm and head.  Half a block is a link, because nine equal pieces (eight blocks, and a head as dear as one)
+do not share well over two ranks.
 """
 
 from __future__ import annotations
@@ -13,28 +14,41 @@ from collections.abc import Sequence
 from itertools import accumulate, pairwise
 
 import torch
-from harness.models import GPT, Batch, Block, BlockBuild, Workload, decoder
+import torch.nn.functional as F
+from harness.models import GPT, Batch, Block, BlockBuild, Workload, attention, decoder
 from torch import Tensor, nn
 
 NUM_MICROBATCHES = 8
 """Of the global batch of 8 samples, which all benchmarks train on: one sample each."""
 
 
-class Link(nn.Module):
-    """A block and the tables of its rotary embedding."""
+class AttentionHalf(nn.Module):
+    """x + attention(norm(x)) of a block, and the tables of its rotary embedding."""
 
     cos: Tensor
     sin: Tensor
 
-    def __init__(self, block: nn.Module, cos_TD: Tensor, sin_TD: Tensor) -> None:
+    def __init__(self, block: Block, cos_TD: Tensor, sin_TD: Tensor) -> None:
         super().__init__()
-        self.block = block
+        self.norm, self.qkv, self.out, self.num_heads = block.norm1, block.qkv, block.out, block.num_heads
         self.register_buffer("cos", cos_TD, persistent=False)
         self.register_buffer("sin", sin_TD, persistent=False)
 
     def forward(self, x_BTC: Tensor) -> Tensor:
-        out: Tensor = self.block(x_BTC, self.cos, self.sin)
-        return out
+        mixed: Tensor = self.out(attention(self.qkv(self.norm(x_BTC)), self.num_heads, self.cos, self.sin))
+        return x_BTC + mixed
+
+
+class MLPHalf(nn.Module):
+    """x + mlp(norm(x)) of a block."""
+
+    def __init__(self, block: Block) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = block.norm2, block.up, block.down
+
+    def forward(self, x_BTC: Tensor) -> Tensor:
+        hidden: Tensor = self.down(F.gelu(self.up(self.norm(x_BTC))))
+        return x_BTC + hidden
 
 
 class Chain(GPT):
@@ -42,12 +56,16 @@ class Chain(GPT):
 
     def __init__(self, block: BlockBuild, num_layers: int, width: int, length: int, vocabulary: int) -> None:
         super().__init__(block, num_layers, width, length, vocabulary)
-        self.blocks = nn.ModuleList(Link(one, self.cos, self.sin) for one in self.blocks)
-        del self.cos, self.sin  # the links have them
+        halves: list[nn.Module] = []
+        for one in self.blocks:
+            assert isinstance(one, Block)
+            halves += [AttentionHalf(one, self.cos, self.sin), MLPHalf(one)]
+        self.halves = nn.ModuleList(halves)
+        del self.blocks, self.cos, self.sin  # the halves have them
 
     def pipeline_links(self) -> list[str]:
         """The names of the links, in order: what plait cuts."""
-        return ["embedding", *(f"blocks.{i}" for i in range(len(self.blocks))), "norm", "head"]
+        return ["embedding", *(f"halves.{i}" for i in range(len(self.halves))), "norm", "head"]
 
     def forward(self, tokens_BT: Tensor) -> Tensor:
         x = tokens_BT

@@ -19,10 +19,11 @@ from plait.comm import Comm
 from plait.config import RunConfig
 from plait.data import Batches, SyntheticRegression, TextBatches, load_text, split_text
 from plait.engine import empty_parameters
-from plait.engine.costs import measured_split
+from plait.engine.costs import agreed_costs
 from plait.engine.links import chain_of
 from plait.engine.stages import split_of
 from plait.models import gpt, hf, mlp
+from plait.plan.balance import shortest_step
 from plait.tensor.parallel import parallel_plan
 
 
@@ -93,7 +94,8 @@ def layout_of(config: RunConfig, job: Job, comm: Comm) -> dict[str, Any]:
     if config.split == "measured":
         batch = job.microbatches(0, 0, comm.mesh.data_size, config.microbatches, str(comm.device))[0]
         samples = job.leading(batch)[0]
-        split = measured_split(job.build(), comm, job.loss_fn, batch, samples, pipeline.num_stages)
+        costs = agreed_costs(job.build(), comm, job.loss_fn, batch, samples)
+        split = shortest_step(pipeline.written(config.microbatches), *costs)
     return {
         "clip": config.clip,
         "prefetch": config.prefetch,

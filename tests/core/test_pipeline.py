@@ -76,18 +76,13 @@ def test_completed_lines_are_proved_and_end_in_an_update_of_each_stage(order: st
 
 
 def test_completed_in_full() -> None:
-    lines = format_schedule(Pipeline("1f1b", 2).completed(2, TABLE["zero3"])).split("\n")
-    assert lines == [
-        "0UNSHARD 0F0 0SEND_F0 0F1 0SEND_F1 0RECV_B0 0B0 0REDUCE_GRAD0 0RECV_B1 0B1 0RESHARD 0REDUCE_GRAD1 "
+    """Gathered once, reduced for each microbatch; receives posted a pass ahead, sums and updates at the end."""
+    assert format_schedule(Pipeline("1f1b", 2).completed(2, TABLE["zero3"])).split("\n") == [
+        "0UNSHARD 0F0 0SEND_F0 0RECV_B0 0F1 0SEND_F1 0RECV_B1 0B0 0REDUCE_GRAD0 0B1 0RESHARD 0REDUCE_GRAD1 "
         "0REDUCE 0UPDATE",
-        "1RECV_F0 1UNSHARD 1F0 1B0 1SEND_B0 1REDUCE_GRAD0 1RECV_F1 1F1 1B1 1SEND_B1 1RESHARD 1REDUCE_GRAD1 "
+        "1RECV_F0 1UNSHARD 1F0 1RECV_F1 1B0 1SEND_B0 1REDUCE_GRAD0 1F1 1B1 1SEND_B1 1RESHARD 1REDUCE_GRAD1 "
         "1REDUCE 1UPDATE",
-    ] or check_by_content(lines)
-
-
-def check_by_content(lines: list[str]) -> bool:
-    """Placeholder."""
-    return False
+    ]
 
 
 def test_without_a_pipeline_nothing_is_added() -> None:
@@ -95,13 +90,20 @@ def test_without_a_pipeline_nothing_is_added() -> None:
     assert Pipeline(None, 1).completed(3, TABLE["zero3"]) == one_stage(3)
 
 
-def test_hold_frees_stages_between_passes() -> None:
-    def gathers(hold: int) -> int:
-        schedule = Pipeline("interleaved", 2).completed(4, TABLE["zero3"], hold)
+def test_hold_says_how_many_stages_stay_gathered() -> None:
+    def gathers(hold: int | None) -> int:
+        schedule = Pipeline("interleaved", 2, hold=hold).completed(4, TABLE["zero3"])
         return sum(action.kind is Kind.UNSHARD for line in schedule for action in line)
 
     assert gathers(0) == 2 * 2 * 2 * 4, "for each pass of 2 ranks x 2 stages x 4 microbatches"
     assert gathers(0) > gathers(1) > gathers(2) == 4
+    assert gathers(None) == 0, "units are gathered by themselves then"
+
+
+@pytest.mark.parametrize("hold", [-1, -7])
+def test_hold_counts_from_0(hold: int) -> None:
+    with pytest.raises(ValueError, match=f"hold is {hold}: give the number of stages that stay unsharded, from 0"):
+        Pipeline("1f1b", 2, hold=hold)
 
 
 def test_the_last_gradient_of_each_stage() -> None:

@@ -19,11 +19,11 @@ from verify_cases import TINY, judged, record
 from plait.comm.base import DONE
 from plait.comm.thread import ThreadComm
 from plait.core.collectives import Note
-from plait.engine.engine import Engine
 from plait.engine.exchange import Exchange
 from plait.engine.gradients import FlatGradient, Gradients
 from plait.engine.norm import Norm
 from plait.engine.rng import Draw
+from plait.engine.stage import Stage
 from plait.engine.unit import Unit
 
 Patch = pytest.MonkeyPatch
@@ -89,12 +89,12 @@ def swap_two_shards(patch: Patch) -> None:
 
 
 def drop_the_last_microbatch(patch: Patch) -> None:
-    original = Engine._backward
+    original = Stage.backward
 
-    def backward(self: Engine, loss: Tensor, scale: float, *, last: bool) -> None:
-        original(self, loss, 0.0 if last else scale, last=last)
+    def backward(self: Stage, microbatch: int, gradient: Tensor, *, last: bool) -> Tensor | None:
+        return original(self, microbatch, 0 * gradient if last else gradient, last=last)
 
-    patch.setattr(Engine, "_backward", backward)
+    patch.setattr(Stage, "backward", backward)
 
 
 def keep_only_the_last_microbatch(patch: Patch) -> None:

@@ -11,7 +11,7 @@ from itertools import product
 
 import pytest
 import torch
-from pipeline_cases import CHAIN, DECODER, is_bitwise, runs, same
+from pipe_cases import CHAIN, DECODER, is_bitwise, runs, same
 from verify_cases import GPT, verify
 
 from plait.config import VerifyConfig
@@ -150,6 +150,23 @@ def test_how_far_ahead_units_are_gathered_changes_no_bit(prefetch: int) -> None:
     result = runs(DECODER, prefetch=prefetch, **layout)
     is_bitwise(result)
     assert same(result, runs(DECODER, **layout))
+
+
+@pytest.mark.parametrize(
+    ("order", "row"),
+    [
+        *(("interleaved", row) for row in ("zero3", "zero3_keep", "hpz")),
+        *(("zbv", row) for row in ("zero3", "hsdp", "hpz")),
+        *(("gpipe", "psdp"), ("zb_h2", "zero3"), ("dualpipe_v", "zero3_keep"), ("1f1b", "zero3")),
+    ],
+)
+@pytest.mark.parametrize(
+    ("config", "hold"), [(CHAIN, 0), (CHAIN, 2), (DECODER, None)], ids=["mlp-0", "mlp-2", "gpt-None"]
+)
+def test_how_long_stages_are_held_changes_no_bit(config: VerifyConfig, order: str, row: str, hold: int | None) -> None:
+    """hold=None gathers unit by unit, with several microbatches of a stage under way."""
+    mesh = "pipe=2 replica=2 shard=2" if row in ("hpz", "psdp") else "pipe=2 shard=2"
+    is_bitwise(runs(config, mesh, schedule=order, strategy=row, microbatches=3, hold=hold))
 
 
 @pytest.mark.parametrize("order", ["1f1b", "zbv"])

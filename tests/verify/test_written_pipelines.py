@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from pipeline_cases import CHAIN, DECODER, is_bitwise, runs
+from pipe_cases import CHAIN, DECODER, is_bitwise, runs
 from verify_cases import verify
 
 from plait.cli import main

@@ -18,15 +18,17 @@ from plait.comm import Comm, ThreadWorld
 from plait.core.cells import find_strategy
 from plait.core.collectives import Note
 from plait.core.mesh import AXES, Mesh
-from plait.core.split import balanced
 from plait.engine.build import Whole
 from plait.engine.links import StageModel, chain_of
 from plait.engine.rng import Draw
 from plait.engine.stage import LossFn, Place, Stage
 from plait.tensor.parallel import Parallel
 
+Seconds = tuple[tuple[float, ...], tuple[float, ...]]
+"""Of forward, and of backward, link by link."""
 
-def link_costs(model: nn.Module, loss_fn: LossFn, batch: Any, num_samples: int, repeats: int = 5) -> tuple[float, ...]:
+
+def link_costs(model: nn.Module, loss_fn: LossFn, batch: Any, num_samples: int, repeats: int = 5) -> Seconds:
     """Seconds of forward and backward of each link on one microbatch: medians, the first round left out.
 
     Args:
@@ -38,7 +40,7 @@ def link_costs(model: nn.Module, loss_fn: LossFn, batch: Any, num_samples: int, 
     whole = Whole(model, {id(p): n for n, p in model.named_parameters()})
     draw = Draw(0, 0, 0, num_samples)
     received: Tensor | None = None
-    costs = []
+    forward, backward = [], []
     for index in range(len(chain.names)):
         stage = Stage(
             StageModel.part(model, chain, range(index, index + 1)),
@@ -55,29 +57,27 @@ def link_costs(model: nn.Module, loss_fn: LossFn, batch: Any, num_samples: int, 
             split_backward=False,
             before_root=lambda args, kwargs: None,
         )
-        seconds = []
+        seconds: list[tuple[float, float]] = []
         for _ in range(repeats + 1):
             given = None if received is None else received.detach()
             start = time.perf_counter()
             stage.begin_step()
             out = stage.forward(0, loss_fn, batch, draw, given)
+            middle = time.perf_counter()
             stage.backward(0, torch.ones_like(out), last=True)
-            seconds.append(time.perf_counter() - start)
-        costs.append(statistics.median(seconds[1:]))
+            seconds.append((middle - start, time.perf_counter() - middle))
+        forward.append(statistics.median(f for f, _ in seconds[1:]))
+        backward.append(statistics.median(b for _, b in seconds[1:]))
         received = out.detach()
-    return tuple(costs)
+    return tuple(forward), tuple(backward)
 
 
-def measured_split(
-    model: nn.Module, comm: Comm, loss_fn: LossFn, batch: Any, num_samples: int, num_stages: int
-) -> tuple[int, ...]:
-    """How many links each stage should have, by what they cost on rank 0; the same on all ranks, who call it together.
-
-    Raises:
-        ValueError: more stages than links.
-    """
-    sizes = torch.zeros(num_stages, dtype=torch.int64, device=comm.device)
+def agreed_costs(model: nn.Module, comm: Comm, loss_fn: LossFn, batch: Any, num_samples: int) -> Seconds:
+    """What ``link_costs`` finds on rank 0, on every rank; all call it together."""
+    num_links = len(chain_of(model).names)
+    seconds = torch.zeros(2, num_links, dtype=torch.float64, device=comm.device)
     if comm.rank == 0:
-        sizes += torch.tensor(balanced(link_costs(model, loss_fn, batch, num_samples), num_stages), device=comm.device)
-    comm.broadcast(sizes, AXES, 0, note=Note("setup")).wait()
-    return tuple(sizes.tolist())
+        seconds.copy_(torch.tensor(link_costs(model, loss_fn, batch, num_samples), dtype=torch.float64))
+    comm.broadcast(seconds, AXES, 0, note=Note("setup")).wait()
+    forward, backward = seconds.tolist()
+    return tuple(forward), tuple(backward)

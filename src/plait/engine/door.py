@@ -24,8 +24,8 @@ from plait.engine.links import StageModel
 from plait.engine.rng import in_backward
 
 
-class HandedOver(BaseException):
-    """Ends a call of ``loss_fn`` behind the stage's last link; no ``except Exception`` in between catches it."""
+class HandedOver(Exception):  # noqa: N818 (it is no error)
+    """Ends a call of ``loss_fn`` behind the stage's last link; hooks that are always called see the end of theirs."""
 
     def __init__(self, tensor: Tensor) -> None:
         super().__init__()

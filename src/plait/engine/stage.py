@@ -109,7 +109,9 @@ class Stage:
             sizes = {id(p): c.shape for _, p, f, i in parameters_of(self.units) if (c := f.cuts[i]) is not None}
             products = TensorParallel(self.model, parallel, sizes, self.axis, self.streams, self.deferred)
         # the last one sees a function first: it reads parameters, where the first may see what stands for them
-        self.streams.beside = tuple(mode for mode in (self.deferred, products, watch) if mode is not None)
+        self._modes = tuple(mode for mode in (self.deferred, products, watch) if mode is not None)
+        self.streams.beside = self._modes
+        self._splits = self._watching = any(unit.split for unit in self.units)
         self.streams.attach(self.model, part.sites)
         self._lengths: dict[tuple[int, ...], int] = {}
         self.door = Door(part, place.number, place.feed)
@@ -121,6 +123,7 @@ class Stage:
             self.door.let_out()
         if place.count > 1:
             watch.staged = {id(p) for _, p, _, _ in parameters_of(self.units)}
+            self._watching = True
         self.gradients = Gradients(self.gathering, comm)
         self.guard = ModelGuard(self.model)
         self.flights: dict[int, Flight] = {}
@@ -157,6 +160,7 @@ class Stage:
         if self.axis.sequence and received is not None:
             self.axis.length = self._whole_length(received)
         self.door.open(flight.crossing)
+        self.streams.beside = self._modes if self._watching else self._modes[:-1]
         self.streams.switch_on(self.model.training)
         loss: Any = None
         handed: Tensor | None = None
@@ -168,6 +172,7 @@ class Stage:
         finally:
             self.streams.switch_off()
             self.door.close()
+        self._watching = self._splits  # what loss_fn reads beside the model has been seen once
         if self.place.last:
             if not isinstance(loss, Tensor) or loss.dim() != 0:
                 shape = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__

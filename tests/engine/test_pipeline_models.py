@@ -1,0 +1,327 @@
+"""Models as people write them, cut in stages, against plain autograd."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import engine_cases as cases
+import pytest
+import torch
+from engine_cases import Batch, batches, count, deal, loss_sum
+from pipeline_cases import Chain, build, chain, images, linear, on, same, step, tokens
+from torch import Tensor, nn
+
+from plait.comm import Comm
+
+BOTH = pytest.mark.parametrize("order", ["1f1b", "zb_h1"])
+ROWS = pytest.mark.parametrize("row, mesh", [("ddp", "pipe=2"), ("zero3", "pipe=2 shard=2")])
+
+
+def squares(out: Tensor, batch: Batch) -> Tensor:
+    """What ``loss_sum`` makes of an output."""
+    return (((out - 0.5) ** 2).flatten(1).sum(1) * batch["mask"]).sum()
+
+
+# ---- links --------------------------------------------------------------------------------------------------
+
+
+class Complex(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.fft.fft(x)
+
+
+class Real(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.real + 0.5 * x.imag
+
+
+class Strided(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.t().contiguous().t()
+
+
+class Expanded(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x[:, :1].expand(-1, 5)
+
+
+class Tokenizer(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return (x * 3).long() % 11
+
+
+class Twice(nn.Module):
+    """Uses its linear twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = linear()
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.inner(torch.tanh(self.inner(x)))
+        return out
+
+
+class Unused(cases.Block):
+    """Has parameters that get no gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.extra = linear()
+
+
+class Cubed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x**3
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        return 3 * x**2 * gradient
+
+
+class Custom(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = Cubed.apply(x / 3)  # type: ignore[no-untyped-call]
+        return out
+
+
+def shared(module: nn.Module, *links: nn.Module) -> nn.Module:
+    """A Sequential with the module behind each of the others."""
+    return cases.distinct(nn.Sequential(*(part for link in links for part in (link, module))))
+
+
+LINKS = {
+    "no parameters at the first": (chain(nn.Tanh(), linear(), linear()), (1, 2)),
+    "no parameters at the last": (chain(linear(), linear(), nn.Tanh()), (2, 1)),
+    "norm alone": (chain(linear(), linear(), nn.LayerNorm(5)), (2, 1)),
+    "complex between": (chain(linear(), Complex(), Real(), linear()), (2, 2)),
+    "strides": (chain(linear(), Strided(), linear()), (2, 1)),
+    "expanded": (chain(linear(), Expanded(), linear()), (2, 1)),
+    "integers between": (chain(Tokenizer(), nn.Embedding(11, 5), linear()), (1, 2)),
+    "one module twice in a stage": (chain(linear(), Twice(), linear()), (1, 2)),
+    "parameters without a gradient": (chain(linear(), Unused(), linear()), (1, 2)),
+    "a function of the user's": (chain(linear(), Custom(), Custom(), linear()), (2, 2)),
+    "identity": (chain(nn.Identity(), linear(), nn.Identity(), linear()), (1, 3)),
+    "flatten at the beginning": (cases.distinct(nn.Sequential(linear(), nn.Flatten(), linear())), (1, 2)),
+    "in place at the beginning": (cases.distinct(nn.Sequential(linear(), nn.ReLU(inplace=True), linear())), (1, 2)),
+    "a slice": (chain(linear(), nn.Sequential(linear(), nn.Linear(5, 3)), linear(3)), (2, 1)),
+}
+
+
+@ROWS
+@BOTH
+@pytest.mark.parametrize("name", LINKS)
+def test_links_of_every_kind(name: str, order: str, row: str, mesh: str) -> None:
+    model, split = LINKS[name]
+    same(model, mesh, row, schedule=order, split=split)
+
+
+@pytest.mark.parametrize("order", ["zbv", "dualpipe_v"])
+@pytest.mark.parametrize(
+    "link", [nn.ReLU(inplace=True), Expanded(), Complex(), nn.Identity()], ids=lambda x: type(x).__name__
+)
+def test_links_between_two_stages_of_one_rank(link: nn.Module, order: str) -> None:
+    behind = Real() if isinstance(link, Complex) else nn.Dropout(0.0, inplace=True)
+    same(chain(linear(), linear(), link, behind, nn.Tanh(), linear()), schedule=order, split=(1, 2, 2, 1))
+
+
+@BOTH
+@pytest.mark.parametrize("frozen", [(0,), (1,), (2,), (0, 1), (1, 2), (0, 2)], ids=str)
+@pytest.mark.parametrize("row, mesh", [("ddp", "pipe=3"), ("zero3", "pipe=3 shard=2")])
+def test_frozen_stages(row: str, mesh: str, frozen: tuple[int, ...], order: str) -> None:
+    model = chain(linear(), cases.Block(), linear())
+    for index in frozen:
+        model.links[index].requires_grad_(False)
+    same(model, mesh, row, schedule=order, clip=0.1)
+
+
+@BOTH
+def test_only_small_additions_train(order: str) -> None:
+    """Everything is frozen but a low-rank addition on the last stage, and one on the first."""
+
+    class Added(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.base, self.a, self.b = linear().requires_grad_(False), nn.Linear(5, 2), nn.Linear(2, 5)
+
+        def forward(self, x: Tensor) -> Tensor:
+            out: Tensor = self.base(x) + self.b(self.a(x))
+            return out
+
+    same(chain(Added(), linear().requires_grad_(False), Added()), "pipe=3", schedule=order)
+    same(chain(linear().requires_grad_(False), linear().requires_grad_(False), Added()), "pipe=3", schedule=order)
+
+
+@ROWS
+@pytest.mark.parametrize("kind", ["relu", "tanh", "linear"])
+def test_a_module_that_stands_twice_in_a_sequential(kind: str, row: str, mesh: str) -> None:
+    module = {"relu": nn.ReLU(), "tanh": nn.Tanh(), "linear": linear()}[kind]
+    same(shared(module, linear(), linear(), linear()), mesh, row)
+    same(shared(module, linear(), linear(), linear()), mesh, row, schedule="interleaved")
+
+
+@ROWS
+@BOTH
+def test_convolutions(order: str, row: str, mesh: str) -> None:
+    layers = (nn.Conv2d(2, 3, 3), nn.ReLU(inplace=True), nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Linear(16, 3))
+    for split in ((1, 4), (3, 2)):
+        same(cases.distinct(nn.Sequential(*layers)), mesh, row, data=images(), schedule=order, split=split)
+
+
+@pytest.mark.parametrize("order", ["1f1b", "zb_h1", "zbv", "gpipe"])
+def test_batch_norm_counts_every_microbatch_once_in_the_buffers_of_its_stage(order: str) -> None:
+    layers = (nn.Conv2d(2, 3, 3), nn.BatchNorm2d(3), nn.ReLU(), nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Flatten())
+    template = cases.distinct(nn.Sequential(*layers, nn.Linear(16, 3)))
+
+    def body(comm: Comm) -> tuple[list[float], dict[str, Tensor]]:
+        engine = build(template, comm, schedule=order if comm.mesh.pipe > 1 else None)
+        return [step(engine, batch, 3).loss for batch in images()], engine.full_state_dict()
+
+    model = copy.deepcopy(template)
+    optimizer = cases.adamw(model.parameters())
+    truth = []
+    for batch in images():
+        optimizer.zero_grad()
+        losses = [loss_sum(model, part) / count(batch) for part in deal(batch, cases.Mesh(), 0, 3)]
+        sum(losses).backward()  # type: ignore[union-attr]
+        optimizer.step()
+        truth.append(sum(loss.item() for loss in losses))
+    for losses, state in on("pipe=2", body):
+        assert losses == pytest.approx(truth, abs=1e-12)
+        assert all(cases.close(state[name].double(), value.double()) for name, value in model.state_dict().items())
+
+
+def test_buffers_of_each_data_rank_and_the_state_has_the_first_ones() -> None:
+    def body(comm: Comm) -> tuple[int, Tensor, Tensor]:
+        model = cases.distinct(nn.Sequential(linear(), nn.BatchNorm1d(5), linear()))
+        engine = build(model, comm, split=(1, 2))
+        step(engine, batches(1)[0], 2)
+        own = dict(next(iter(engine.stages.values())).model.named_buffers()).get("1.running_mean", torch.zeros(5))
+        return comm.rank, own.clone(), engine.full_state_dict()["1.running_mean"]
+
+    found = on("pipe=2 shard=2", body)
+    own = [mean for _, mean, _ in found]
+    assert not torch.equal(own[2], own[3])
+    assert all(torch.equal(state, own[2]) for *_, state in found)
+
+
+# ---- batches and calls --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("order", ["1f1b", "zb_h1", "zbv"])
+def test_integer_inputs(order: str) -> None:
+    same(chain(nn.Embedding(11, 5), linear(), nn.Tanh(), linear()), data=tokens(), schedule=order)
+
+
+class Keywords(Chain):
+    def forward(self, *, x: Tensor, scale: float = 1.0) -> Tensor:
+        return super().forward(x)
+
+
+class Second(Chain):
+    def forward(self, x: Tensor, scale: Tensor | None = None) -> Tensor:
+        return super().forward(x)
+
+
+class ByKeyword(Chain):
+    def forward(self, x: Tensor) -> Tensor:
+        for link in self.links:
+            x = link(input=x)
+        return x
+
+
+CALLS = {
+    "keyword": (Second, lambda m, b: squares(m(x=b["x"]), b)),
+    "keywords, another first": (Second, lambda m, b: squares(m(scale=b["mask"], x=b["x"]), b)),
+    "keyword only": (Keywords, lambda m, b: squares(m(x=b["x"], scale=2.0), b)),
+    "links by keyword": (ByKeyword, loss_sum),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_ways_to_call_the_model_and_its_links(name: str) -> None:
+    kind, loss = CALLS[name]
+    same(cases.distinct(kind(linear(), linear(), linear())), loss=loss)
+    same(cases.distinct(kind(linear(), linear(), linear())), "pipe=3", loss=loss)
+
+
+def test_batches_of_any_structure() -> None:
+    template, data = chain(linear(), linear(), linear()), batches(1)[0]
+
+    def with_tuples(comm: Comm) -> float:
+        def loss(model: nn.Module, batch: Any) -> Tensor:
+            (x, (mask,)) = batch
+            return squares(model(x), {"mask": mask})
+
+        engine = build(template, comm, loss_fn=loss, count_fn=lambda batch: int(batch[1][0].sum()))
+        return engine.step([(p["x"], (p["mask"],)) for p in deal(data, comm.mesh, comm.rank, 3)]).loss
+
+    wanted = (loss_sum(template, data) / count(data)).item()
+    assert on("pipe=2", with_tuples) == pytest.approx([wanted] * 2, abs=1e-12)
+
+
+def test_sequences_of_several_lengths_in_one_step_and_over_steps() -> None:
+    template = chain(nn.Embedding(11, 5), linear(), linear())
+
+    def parts(comm: Comm, seed: int) -> list[Batch]:
+        lengths = (3, 5, 3, 1, 5)[seed:]
+        return [{"x": tokens(2 + i, n)[0]["x"], "mask": tokens(2 + i, n)[0]["mask"]} for i, n in enumerate(lengths)]
+
+    def body(comm: Comm) -> list[float]:
+        engine = build(template, comm, schedule="zb_h1" if comm.mesh.pipe > 1 else None)
+        return [engine.step(parts(comm, seed)).loss for seed in (0, 1, 2, 0)]
+
+    wanted = on("pipe=1", body)[0]
+    for found in on("pipe=3", body):
+        assert found == pytest.approx(wanted, abs=1e-12)
+
+
+def test_losses_that_read_attributes_and_catch_exceptions() -> None:
+    def careful(model: nn.Module, batch: Batch) -> Tensor:
+        try:
+            return loss_sum(model, batch) * model.temperature  # type: ignore[operator]
+        except Exception:
+            return torch.zeros(())
+
+    model = chain()
+    model.temperature = 2.0
+    same(model, loss=careful)
+
+
+@BOTH
+def test_mixed_precisions(order: str) -> None:
+    """fp64, fp32 and bf16 weights with casts between; and autocast around everything: as one stage does it."""
+
+    class Cast(nn.Module):
+        def __init__(self, dtype: torch.dtype) -> None:
+            super().__init__()
+            self.dtype = dtype
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x.to(self.dtype)
+
+    mixed = chain(
+        linear(), Cast(torch.float32), linear(), Cast(torch.bfloat16), linear(), Cast(torch.float64), linear()
+    )
+    mixed.l2.float()
+    mixed.l4.to(torch.bfloat16)
+
+    def lower(model: nn.Module, batch: Batch) -> Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            out = model(batch["x"].float())
+        return squares(out.float(), {"mask": batch["mask"].float()})
+
+    for model, loss, split in ((mixed, loss_sum, (2, 2, 3)), (chain().float(), lower, (1, 2, 1))):
+
+        def body(comm: Comm) -> list[Any]:
+            schedule, cut = (order, split) if comm.mesh.pipe > 1 else (None, None)  # noqa: B023
+            engine = build(model, comm, loss_fn=loss, clip=0.1, schedule=schedule, split=cut)  # noqa: B023
+            results = [step(engine, batch) for batch in batches(3)]
+            return [(result.loss, result.grad_norm) for result in results]
+
+        wanted = on("pipe=1", body)[0]
+        assert on("pipe=3", body) == [wanted] * 3

@@ -1,5 +1,5 @@
 """Processes of a pipeline that fail as the first word says, on the rank that the second names; run by
-test_pipeline_faults.py.  ``memory`` fails nowhere: it prints the losses, and for each rank how many of
+test_pipeline_failures.py.  ``memory`` fails nowhere: it prints the losses, and for each rank how many of
 its messages were under way at most, and are in the end."""
 
 from __future__ import annotations

@@ -1,31 +1,20 @@
-"""What cannot be cut, or does not fit, is refused before it trains wrongly; what fails ends every rank at once."""
+"""What cannot be cut, or does not fit, is refused before it trains wrongly."""
 
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
-import threading
-import time
-import traceback
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import engine_cases as cases
 import pytest
 import torch
-from engine_cases import Batch, batches, count, distinct, loss_sum
-from pipeline_cases import Chain, build, chain, linear, on, refused, step
+from engine_cases import Batch, batches, distinct, loss_sum
+from pipeline_cases import Chain, build, chain, linear, on, refused, same, step
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from plait.comm import Comm, run
+from plait.comm import Comm
 from plait.core.actions import parse_schedule
-from plait.core.mesh import Mesh
-
-RANKS = Path(__file__).with_name("pipeline_ranks.py")
-
 
 # ---- models that no chain of links is -------------------------------------------------------------------------
 
@@ -183,6 +172,13 @@ def greedy(model: nn.Module, batch: Batch) -> Tensor:
         return torch.zeros(())
 
 
+def careful(model: nn.Module, batch: Batch) -> Tensor:
+    try:
+        return loss_sum(model, batch)
+    except Exception:
+        return torch.zeros(())
+
+
 def link_by_link(model: nn.Module, batch: Batch) -> Tensor:
     for link in model.links:  # type: ignore[union-attr]
         batch = batch | {"x": link(batch["x"])}
@@ -198,17 +194,50 @@ def by_name(model: nn.Module, batch: Batch) -> Tensor:
     return loss_sum(model, batch) + model.l0.weight.square().sum()  # type: ignore[union-attr, operator]
 
 
+def early(model: nn.Module, batch: Batch) -> Tensor:
+    return loss_sum(model, batch) + model.hidden.square().sum()  # type: ignore[operator, union-attr]
+
+
 def recomputed(model: nn.Module, batch: Batch) -> Tensor:
     out = checkpoint(model, batch["x"], use_reentrant=False)
     return (out**2).sum()
 
 
 @pytest.mark.parametrize("row, mesh", [("ddp", "pipe=2"), ("zero3", "pipe=2 shard=2")])
-@pytest.mark.parametrize("loss", [twice, never, greedy, link_by_link, regularised, by_name, recomputed])
+@pytest.mark.parametrize("loss", [twice, never, greedy, careful, link_by_link, regularised, by_name, recomputed])
 def test_losses_that_no_stage_can_run(loss: Any, row: str, mesh: str) -> None:
-    words = "call model|did not call|loss_fn reads|another stage has|is used by|got nothing"
+    words = "calls the model once|did not call|loss_fn reads|another stage has|is used by|only some links"
     with pytest.raises((ValueError, AttributeError), match=words):
         cases.train(chain(), mesh, row, batches(1), loss=loss, microbatches=2)
+
+
+class Keeping(Chain):
+    """Keeps what its first link made, for the loss."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.hidden = self.l0(x)
+        out: Tensor = self.l2(self.l1(self.hidden))
+        return out
+
+
+@pytest.mark.parametrize("split", [(1, 2), (2, 1)])
+def test_a_loss_that_reads_an_earlier_link_is_right_or_refused(split: tuple[int, int]) -> None:
+    model = distinct(Keeping(linear(), linear(), linear()))
+    if split == (2, 1):
+        refused("another stage has", model, loss=early, split=split)
+    else:
+        same(model, loss=early, split=split)
+
+
+class Reentrant(Chain):
+    def forward(self, x: Tensor) -> Tensor:
+        for link in self.links:
+            x = checkpoint(link, x, use_reentrant=True) if x.requires_grad else link(x)
+        return x
+
+
+def test_a_reentrant_checkpoint_around_links() -> None:
+    refused("use_reentrant=False", distinct(Reentrant(linear(), linear(), linear(), linear())))
 
 
 def test_an_output_whose_shape_changes_for_batches_of_one_shape() -> None:
@@ -296,117 +325,3 @@ def test_ranks_that_bring_different_batches() -> None:
         on("pipe=2", numbers)
     with pytest.raises(ValueError, match="differ in pipe only"):
         on("pipe=2", samples)
-
-
-# ---- failures -----------------------------------------------------------------------------------------------
-
-
-class Failing(nn.Module):
-    """Raises in the third forward, or in the backward of what came third, on one stage."""
-
-    how = ""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls = 0
-
-    def fail(self, *_: object) -> None:
-        raise ArithmeticError("of the user's own")
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.calls += 1
-        if self.calls == 3 and self.how == "forward":
-            self.fail()
-        if self.calls == 3 and self.how == "backward":
-            x = x * 1
-            x.register_hook(self.fail)
-        return x
-
-
-@pytest.mark.parametrize("order", ["1f1b", "zb_h1"])
-@pytest.mark.parametrize("stage", range(3))
-@pytest.mark.parametrize("how", ["forward", "backward"])
-def test_one_stage_that_fails_ends_all_with_its_own_traceback(how: str, stage: int, order: str) -> None:
-    def body(comm: Comm) -> None:
-        model = chain(*(nn.Sequential(linear(), Failing()) for _ in range(3)))
-        model.links[stage][1].how = how  # type: ignore[index]
-        step(build(model, comm, schedule=order), batches(1)[0], 6)
-
-    started = time.monotonic()
-    with pytest.raises(ArithmeticError, match="of the user's own") as caught:
-        run(Mesh.parse("pipe=3"), body, deadline=60)
-    assert time.monotonic() - started < 10, "nobody waits for the deadline"
-    lines = "".join(traceback.format_exception(caught.value))
-    assert "test_pipeline_faults.py" in lines and f"rank {stage} of 3" in lines
-
-
-@pytest.mark.parametrize("order", ["gpipe", "1f1b"])
-def test_a_step_after_one_that_failed_is_right_or_refused_at_once(order: str) -> None:
-    """Every rank raises and catches; what is left of the messages must not be taken for the next step's."""
-    together = threading.Barrier(2)
-    data = batches(2, samples=12)
-    wanted = (loss_sum(chain(), data[1]) / count(data[1])).item()
-
-    def body(comm: Comm) -> None:
-        bad = [True, False, False, False] if comm.rank == 0 else [True]  # in which microbatch, from behind
-
-        def loss(model: nn.Module, batch: Batch) -> Tensor:
-            if bad and bad.pop():
-                raise ArithmeticError("a bad batch")
-            return loss_sum(model, batch)
-
-        engine = build(chain(), comm, loss_fn=loss, schedule=order)
-        with pytest.raises((ArithmeticError, TimeoutError)):
-            step(engine, data[0])
-        together.wait(20)
-        bad.clear()
-        assert abs(step(engine, data[1]).loss - wanted) < 1e-11
-
-    started = time.monotonic()
-    try:
-        on("pipe=2", body, deadline=2)
-    except ValueError as error:
-        assert "step before" in str(error)
-    assert time.monotonic() - started < 3.5, "the second step waited for messages that never come"
-
-
-# ---- processes ----------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def play() -> Iterator[Any]:
-    processes: list[subprocess.Popen[str]] = []
-
-    def start(how: str, rank: int) -> subprocess.Popen[str]:
-        command = [sys.executable, "-W", "ignore", str(RANKS), how, str(rank)]
-        processes.append(subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True))
-        return processes[-1]
-
-    yield start
-    for process in processes:
-        process.kill()
-        process.wait()
-
-
-def test_a_process_fails_with_its_traceback_alone_and_the_others_end(play: Any) -> None:
-    started = time.monotonic()
-    process = play("backward", 1)
-    out, err = process.communicate(timeout=90)
-    assert time.monotonic() - started < 60, "nobody waits for the deadline of 120 s"
-    assert (process.returncode, out) == (1, "")
-    assert err.startswith("Traceback") and err.count("Traceback") == 1
-    *_, error, last = err.splitlines()
-    assert error == "ArithmeticError: of the user's own"
-    assert last == "plait: rank 1 of mesh pipe=3 failed as above; the others were stopped"
-
-
-def test_processes_keep_few_messages_and_train_as_one(play: Any) -> None:
-    """Microbatches without samples among them, so also messages without content."""
-    out, err = play("memory", 0).communicate(timeout=90)
-    assert not err
-    losses, messages = (line.split() for line in out.splitlines())
-    truth = cases.plain(chain(*(linear() for _ in range(3))), batches(2, samples=10), clip=1.0)
-    assert [float(loss) for loss in losses] == pytest.approx(truth.losses, abs=1e-11)
-    at_most, in_the_end = [int(n) for n in messages[::2]], [int(n) for n in messages[1::2]]
-    assert in_the_end == [0, 0, 0]
-    assert max(at_most) <= 6, f"of 12 microbatches, {at_most} messages are under way on the three ranks"

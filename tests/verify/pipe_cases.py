@@ -9,7 +9,7 @@ from verify_cases import GPT, TINY, Verified, verify
 
 from plait.config import VerifyConfig, validate
 
-CHAIN = replace(TINY, layers=11, steps=3)
+CHAIN = replace(TINY, layers=11, steps=2)
 """11 links: uneven on any number of stages up to 8; 5 elements wide, 13 samples."""
 DECODER = replace(GPT, layers=6, steps=2)
 """Embedding, 6 blocks, norm and head: 9 links, of which the first and the last share their weight."""

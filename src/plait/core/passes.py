@@ -42,6 +42,10 @@ def complete(schedule: Schedule, strategy: Strategy, *, hold: int | None = 1) ->
         schedule = add_sharding(schedule, strategy, hold=hold)
     if not kinds & {Kind.REDUCE, Kind.UPDATE}:
         schedule = add_step(schedule)
+    elif Kind.UPDATE not in kinds:
+        schedule = tuple(
+            (*line, *(Action(Kind.UPDATE, s) for s in sorted({a.stage for a in line}))) for line in schedule
+        )
     return schedule if kinds & MESSAGES else add_messages(schedule)
 
 

@@ -40,6 +40,8 @@ class Pipeline:
     """How many stages a rank may have unsharded at once; None: units are gathered one by one (see ``add_sharding``)."""
 
     def __post_init__(self) -> None:
+        if self.name is not None and any(text in self.name for text in (" ", "\n")):
+            raise ValueError("the schedule is text: read it by plait.core.actions.parse_schedule(text) first")
         if self.name is not None:
             stages_per_rank(self.name, self.chunks)
         elif self.chunks is not None:
@@ -47,6 +49,10 @@ class Pipeline:
         if self.hold is not None and self.hold < 0:
             raise ValueError(f"hold is {self.hold}: give the number of stages that stay unsharded, from 0")
         if isinstance(self.order, tuple):
+            if idle := [rank for rank, line in enumerate(self.order) if not line]:
+                raise ValueError(
+                    f"the schedule gives rank {idle[0]} no stage: each rank of the pipe axis has one at least"
+                )
             if len(self.order) != self.pipe:
                 raise ValueError(
                     f"the schedule has {len(self.order)} lines, one for each rank, but the mesh has pipe={self.pipe}: "
@@ -114,6 +120,7 @@ def _completed(pipeline: Pipeline, num_microbatches: int, strategy: Strategy) ->
     return schedule
 
 
+@lru_cache(maxsize=64)
 def last_gradients(schedule: Schedule) -> frozenset[tuple[Kind, int, int]]:
     """The pass of each stage that makes its last gradient, as (kind, stage, microbatch)."""
     found = {}

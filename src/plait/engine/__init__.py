@@ -10,7 +10,8 @@ Read in this order:
     engine      the step
 """
 
-from plait.engine.engine import Engine, StepResult
+from plait.engine.engine import Engine
 from plait.engine.init import empty_parameters
+from plait.engine.step import StepResult
 
 __all__ = ["Engine", "StepResult", "empty_parameters"]

@@ -23,6 +23,7 @@ from plait.core.flat import Cut, lay
 from plait.core.mesh import AXES
 from plait.engine.init import check_buffers, initial_values, replace_parameter
 from plait.engine.links import StageModel
+from plait.engine.rng import stream_key
 from plait.engine.unit import Flat, Unit
 from plait.engine.wrap import wrap
 from plait.tensor.parallel import Parallel
@@ -153,6 +154,23 @@ def _by_kind(
         kind = (parameter.dtype, parameter.requires_grad, id(parameter) in summed, own)
         groups.setdefault(kind, []).append((name, parameter))
     return list(groups.values())
+
+
+def check_settings(comm: Comm, **settings: object) -> None:
+    """Raises ValueError, on every rank, where ranks were given different settings, and names them."""
+    digests = [stream_key(repr(value)) >> 1 for value in settings.values()]
+    mine = torch.tensor(digests, dtype=torch.int64, device=comm.device)
+    low, high = mine.clone(), mine.clone()
+    comm.all_reduce(low, AXES, op="min", note=Note("setup")).wait()
+    comm.all_reduce(high, AXES, op="max", note=Note("setup")).wait()
+    if differing := [name for name, same in zip(settings, (low == high).tolist(), strict=True) if not same]:
+        values = ", ".join(f"{name}={_short(settings[name])}" for name in differing)
+        raise ValueError(f"the ranks were given different settings: rank {comm.rank} has {values}; give all the same")
+
+
+def _short(value: object) -> str:
+    text = getattr(value, "name", None) or repr(value)
+    return text if len(text) < 40 else f"{text[:40]}..."
 
 
 def check_replicas(model: nn.Module, comm: Comm) -> None:

@@ -45,7 +45,7 @@ def link_costs(model: nn.Module, loss_fn: LossFn, batch: Any, num_samples: int, 
         stage = Stage(
             StageModel.part(model, chain, range(index, index + 1)),
             whole,
-            Place(index, len(chain.names), chain.feed),
+            Place(index, len(chain.names)),
             comm,
             find_strategy("ddp"),
             parallel=Parallel(),

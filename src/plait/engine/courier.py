@@ -12,7 +12,6 @@ the first message.  A stage that hands over something else for such a batch is r
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -22,14 +21,12 @@ from torch.utils._pytree import tree_leaves
 
 from plait.comm import Comm, Work
 from plait.comm.call import Incoming, name_of
-from plait.core.actions import ACTIVATION, GRADIENT, Action, Kind, ends
+from plait.core.actions import ACTIVATION, GRADIENT, Action, Kind, Schedule, ends
 from plait.core.collectives import Note
+from plait.core.receipts import Key, receipts
 
 Signature = tuple[tuple[int, ...], ...]
 """The shapes of a batch's tensors."""
-
-Key = tuple[str, int, int]
-"""``F`` or ``B``, the stage that needs it, and the microbatch."""
 
 
 def signature_of(batch: Any) -> Signature:
@@ -54,10 +51,12 @@ class Courier:
         """Of the microbatches of the step under way."""
         self._left: dict[Key, Tensor] = {}
         self._coming: dict[Key, tuple[Tensor, Work] | Incoming] = {}
-        self._going: dict[tuple[str, int], deque[Work]] = {}
+        self._going: dict[Key, Work] = {}
+        self._receipts: Mapping[Key, tuple[Key, ...]] = {}
 
-    def begin(self, batches: Sequence[Any]) -> None:
+    def begin(self, batches: Sequence[Any], schedule: Schedule) -> None:
         """Before a step."""
+        self._receipts = receipts(schedule, self.comm.mesh.coordinates(self.comm.rank)["pipe"])
         self.signatures = [signature_of(batch) for batch in batches]
         self._left.clear()
         self._coming.clear()
@@ -92,8 +91,7 @@ class Courier:
             note = Note(ACTIVATION if way == "F" else GRADIENT, f"stage {source}", part.microbatch)
             if part.kind in (Kind.SEND_F, Kind.SEND_B):
                 tensor = self._left.pop((way, target, part.microbatch)).contiguous()
-                work = self.comm.send(tensor, self.rank_of[target], note)
-                self._going.setdefault((way, source), deque()).append(work)
+                self._going[way, target, part.microbatch] = self.comm.send(tensor, self.rank_of[target], note)
             else:
                 self._coming[way, target, part.microbatch] = self._receive(way, source, target, part.microbatch, note)
 
@@ -121,13 +119,12 @@ class Courier:
         if way == "F":
             made = tuple(tensor.shape), tensor.dtype
             self._known[stage - 1, self.signatures[microbatch]] = made
-        elif going := self._going.get(("F", stage)):
-            going.popleft().wait()  # its gradient has come, so the activation has long arrived
+        for sent in self._receipts.get(key, ()):
+            self._going.pop(sent).wait()  # it has arrived
         return tensor
 
     def settle(self) -> None:
         """After a step: nothing of ours is under way any more."""
-        for queue in self._going.values():
-            for work in queue:
-                work.wait()
+        for work in self._going.values():
+            work.wait()
         self._going.clear()

@@ -1,26 +1,27 @@
-"""The door of a stage's model: where the stream from the stage before comes in, and where it leaves for the next.
+"""The door of a stage: where the stream from the stage before comes in, and where it leaves for the next.
 
-    loss_fn(model, batch)
-        │ model(tokens)                              the user's own call
-        ▼
-      door ── what was received, in the place of the tokens ──► the stage's links ──► HandedOver ──► next stage
+    loss_fn(model, batch)                                             the user's own call, on every stage
+        model(tokens):  embed · ─► blocks.0 · ─► blocks.1 ─► ...      · a passage, in the place of another stage's link
+                                     │ received      │ handed over: the call ends here
 
-So the user's ``loss_fn`` runs on every stage, and on all but the last its call ends behind the stage's last link.
+Passages before the stage's first link do not compute.  The last of them returns what the stage before handed over; the
+code between it and the first link then runs here, once.  What the earlier ones return is ``Elsewhere``: it passes
+through any code, and everything made of it is ``Elsewhere`` too; a link that is given such a thing needs what another
+stage has, and is refused.  The model's own input (tokens, a mask) stays what it is.  On all but the last stage the call
+ends behind the last link, so what follows the last link of all, and the loss, run on the last stage alone.
 
-The links of others hand on what they get, but code of the model *before* the stage's first link runs once more.  Where
-it only passes the stream along that does no harm; where it computes on it, several stages would.  So what reaches the
-first link must be the very tensor that was received; anything else is refused.
+Links must run in the order in which they are named, each once: that is asked at every call.
 """
 
 from __future__ import annotations
 
-import inspect
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
-from plait.engine.links import StageModel
+from plait.engine.links import Passage, StageModel
 from plait.engine.rng import in_backward
 
 
@@ -32,120 +33,147 @@ class HandedOver(Exception):  # noqa: N818 (it is no error)
         self.tensor = tensor
 
 
+class Elsewhere(Tensor):
+    """What a passage returns that is not the last one: of the right shape, and of no use."""
+
+
 class Received(torch.autograd.Function):
     """What came from the stage before, as the model gets it: a tensor of the graph, which may be written to in place.
 
-    Its gradient is left with the door's ``Crossing``; the dummy that is differentiated gets none.
+    Its gradient is left with the ``Crossing``; the dummy that is differentiated gets none.
     """
 
     @staticmethod
-    def forward(ctx: Any, dummy: Tensor, crossing: Crossing) -> Tensor:
+    def forward(ctx: Any, dummy: Tensor, crossing: Crossing, holder: list[Tensor]) -> Tensor:
         ctx.crossing = crossing
-        assert crossing.received is not None
-        return crossing.received
+        return holder.pop()
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[None, None]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, None, None]:
         ctx.crossing.gradient = gradient
-        return None, None
+        return None, None, None
 
 
 class Crossing:
     """One microbatch's way through a stage's door.
 
-    ``received`` is what came from the stage before (None on the first stage), and ``gradient`` its gradient, once the
-    backward has made it.
+    ``gradient`` is that of what was received, once the backward has made it; zeros where it made none.
     """
 
     def __init__(self, received: Tensor | None) -> None:
-        self.received = received
+        self._received = received
+        self._like = None if received is None else (received.shape, received.dtype, received.device)
+        self._version = 0 if received is None else received._version
         self.gradient: Tensor | None = None
 
+    def alias(self) -> Tensor:
+        """For a passage that is not the last."""
+        assert self._received is not None
+        return self._received.detach().as_subclass(Elsewhere)
+
     def enter(self) -> Tensor:
-        """What the model gets."""
-        received = self.received
-        assert received is not None
+        """For the last passage; what was received is the model's from here on.
+
+        Raises:
+            ValueError: code before has written to it in place.
+        """
+        received, self._received = self._received, None
+        if received is None:
+            raise ValueError("a link of the pipeline ran twice, or loss_fn called the model twice: once is right")
+        if received._version != self._version:
+            raise ValueError(
+                "the model writes in place to the stream between two links of the pipeline, which other stages have: "
+                "move that into a link"
+            )
         if not (received.is_floating_point() or received.is_complex()) or not torch.is_grad_enabled():
             return received
-        out: Tensor = cast(Any, Received).apply(torch.zeros((), requires_grad=True), self)
+        dummy = torch.zeros((), requires_grad=True, device=received.device)
+        out: Tensor = cast(Any, Received).apply(dummy, self, [received])
         return out
+
+    def take_gradient(self) -> Tensor | None:
+        """What the stage before gets; None on the first stage."""
+        if self._like is None:
+            return None
+        shape, dtype, device = self._like
+        gradient, self.gradient = self.gradient, None
+        return torch.zeros(shape, dtype=dtype, device=device) if gradient is None else gradient
 
 
 class Door:
-    """The hooks on a stage's model.
+    """The links of a stage's model, told when they run.
 
     Args:
+        part: the stage's copy of the model; the links of others are passages.
         number: of the stage.
-        feed: the keyword under which the model takes the stream (see ``Chain``).
+        last: whether it is the last stage, where calls run to their end.
     """
 
-    def __init__(self, part: StageModel, number: int, feed: str | None) -> None:
-        self.part, self.number, self.feed = part, number, feed
-        signature = inspect.signature(part.model.forward)
-        self._signature = signature
-        self._first = next(iter(signature.parameters), "")
+    def __init__(self, part: StageModel, number: int, *, last: bool) -> None:
+        self.number, self.last, self.links = number, last, part.links
+        self.names = part.chain.names
         self._crossing: Crossing | None = None
-        self._inside: Tensor | None = None
-        self._calls = 0
-        """Of the last link, in this call of ``loss_fn``."""
+        self._next = 0
+        self._indices: dict[int, list[int]] = {}
+        for index, name in enumerate(self.names):
+            link = part.model.get_submodule(name)
+            self._indices.setdefault(id(link), []).append(index)
+            if isinstance(link, Passage):
+                link.at_call = self._at_passage
 
-    def let_in(self) -> None:
-        """From now on the model gets what was received; before other hooks look at its arguments."""
-        self.part.model.register_forward_pre_hook(self._before, with_kwargs=True)
-        link = self.part.model.get_submodule(self.part.first)
-        link.register_forward_pre_hook(self._at_first_link, with_kwargs=True)
-
-    def let_out(self) -> None:
-        """From now on the model's call ends behind the stage's last link, after other hooks of it."""
-        self.part.model.get_submodule(self.part.last).register_forward_hook(self._behind_last_link)
+    def watch(self, model: nn.Module) -> None:
+        """Look at what links get and return; after other hooks of theirs."""
+        for link in dict.fromkeys(model.get_submodule(self.names[index]) for index in self.links):
+            link.register_forward_pre_hook(self._before_link, with_kwargs=True)
+            link.register_forward_hook(self._behind_link)
 
     def open(self, crossing: Crossing) -> None:
         """Before a call of ``loss_fn``."""
-        self._crossing, self._calls = crossing, 0
+        self._crossing, self._next = crossing, 0
 
     def close(self) -> None:
         """After it."""
-        self._crossing = self._inside = None
+        self._crossing = None
 
-    def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+    def _reached(self, module: nn.Module) -> int:
+        """Which link runs.
+
+        Raises:
+            ValueError: another than the next.
+        """
+        indices = self._indices[id(module)]
+        if self._next not in indices:
+            expected = repr(self.names[self._next]) if self._next < len(self.names) else "no more"
+            raise ValueError(
+                f"the pipeline's link {self.names[indices[0]]!r} ran where {expected} was to come: links run once "
+                f"each, in the order in which the model names them, and loss_fn calls the model once"
+            )
+        self._next += 1
+        return self._next - 1
+
+    def _at_passage(self, module: nn.Module) -> Tensor:
         if self._crossing is None:
-            raise ValueError(
-                f"stage {self.number} got nothing from the stage before: train by engine.step, and let loss_fn call "
-                f"model(...) once"
-            )
-        crossing, self._crossing = self._crossing, None
-        x = self._inside = crossing.enter()
-        if self.feed is None:
-            if self._first in kwargs:
-                return args, {**kwargs, self._first: x}
-            return (x, *args[1:]), kwargs
-        bound = self._signature.bind_partial(*args, **kwargs)
-        bound.arguments.pop(self._first, None)
-        bound.arguments[self.feed] = x
-        named = {name: value for name, value in bound.arguments.items() if self._signature.parameters[name].kind < 4}
-        rest = {k: v for k, v in kwargs.items() if k not in named and k != self._first}
-        return (), {**rest, **named}
+            raise ValueError(f"stage {self.number} has only some links of the model: train it by engine.step")
+        index = self._reached(module)
+        return self._crossing.enter() if index + 1 == self.links.start else self._crossing.alias()
 
-    def _at_first_link(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-        inside, self._inside = self._inside, None
-        if inside is not None and not _same(inside, next(iter((*args, *kwargs.values())), None)):
+    def _before_link(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        if in_backward():
+            return
+        index = self._reached(module)
+        if any(isinstance(leaf, Elsewhere) for leaf in tree_leaves((args, kwargs))):
             raise ValueError(
-                f"the model works on the stream before {self.part.first!r}, outside of the pipeline's links: several "
-                f"stages would do it; move it into a module that is a link, or into one of them"
+                f"the pipeline's link {self.names[index]!r} is given something made of the stream before "
+                f"{self.names[self.links.start - 1]!r}, which another stage has (a skip connection, or code between "
+                f"links that reaches over one): let each link work on what the link before it returned"
             )
 
-    def _behind_last_link(self, module: nn.Module, args: Any, output: Any) -> None:
-        self._calls += 1
-        if self._calls < self.part.last_calls or in_backward():
+    def _behind_link(self, module: nn.Module, args: Any, output: Any) -> None:
+        if in_backward() or self.last or self._next < self.links.stop:
             return
         if not isinstance(output, Tensor):
             raise ValueError(
-                f"stage {self.number} ends with {self.part.last!r}, which returns {type(output).__name__}: what goes "
-                f"from stage to stage is one tensor; let each link of the pipeline return one"
+                f"stage {self.number} ends with {self.names[self.links.stop - 1]!r}, which returns "
+                f"{type(output).__name__}: what goes from stage to stage is one tensor; let each link return one"
             )
         raise HandedOver(output)
-
-
-def _same(x: Tensor, y: Any) -> bool:
-    """Whether two tensors are one, or a view of the whole of it."""
-    return isinstance(y, Tensor) and x.shape == y.shape and x.data_ptr() == y.data_ptr()

@@ -15,24 +15,23 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_leaves
 
 from plait.comm import Comm
 from plait.core.actions import Schedule
 from plait.core.cells import Strategy, find_strategy
 from plait.core.flat import Cut, UnitLayout
-from plait.core.pipeline import Pipeline, last_gradients
+from plait.core.pipeline import Pipeline
 from plait.core.styles import Style
-from plait.engine.build import check_model
+from plait.engine.build import check_model, check_settings
 from plait.engine.courier import Courier
 from plait.engine.exchange import Exchange
 from plait.engine.gradients import parameters_of
+from plait.engine.guard import ModelGuard
 from plait.engine.norm import Norm, check_whole
 from plait.engine.optim import Owned, OwnedOptimizer, clip_factor, owned_runs, scale, square_sum
 from plait.engine.rng import Draw
@@ -40,50 +39,13 @@ from plait.engine.runtime import EventLog, Microbatch, Runtime
 from plait.engine.stage import LossFn
 from plait.engine.stages import Settings, build_stages
 from plait.engine.state import Part, full_state_dict, load_full_state_dict
+from plait.engine.step import OpenStep, StepResult, num_samples
 from plait.engine.tied import Ties
 from plait.engine.unit import Unit
 from plait.tensor.parallel import parallel_plan
 
 CountFn = Callable[[Any], int]
 Listener = Callable[[str, "Engine"], None]
-
-
-@dataclass(frozen=True)
-class StepResult:
-    """What one step did.
-
-    ``loss`` is the global sum over the global count; ``local_losses`` are the sums of this data rank's microbatches.
-    ``grad_norm`` is the global norm before clipping, None where no clipping was asked for.
-    """
-
-    step: int
-    loss: float
-    count: int
-    local_losses: tuple[float, ...]
-    grad_norm: float | None
-
-
-@dataclass
-class OpenStep:
-    """A step under way: from its first forward to the end of its update.
-
-    ``count`` is the global number of targets, None until it is known (a user's own loop counts at the end).
-    """
-
-    count: int | None = None
-    local_count: int = 0
-    losses: list[Tensor] = field(default_factory=list)
-    forwards: int = 0
-
-
-def num_samples(batch: Any) -> int:
-    """The size of the first dim of the first tensor in a batch."""
-    for leaf in tree_leaves(batch):
-        if isinstance(leaf, Tensor) and leaf.dim() > 0:
-            return leaf.size(0)
-    raise ValueError(
-        f"no tensor found in the batch of type {type(batch).__name__}: its first dim tells the number of samples"
-    )
 
 
 class Engine:
@@ -149,9 +111,24 @@ class Engine:
         names = {id(p): n for n, p in model.named_parameters()}
         trainable = [n for n, p in model.named_parameters() if p.requires_grad]
         wide = any(p.dtype == torch.float64 for p in model.parameters() if p.requires_grad)
-        self.pipeline = Pipeline(schedule, comm.mesh.pipe, chunks, hold)
+        order = schedule if schedule is None or isinstance(schedule, str) else tuple(map(tuple, schedule))
+        self.pipeline = Pipeline(order, comm.mesh.pipe, chunks, hold)
+        check_settings(
+            comm,
+            strategy=self.strategy,
+            clip=clip,
+            cut=cut,
+            seed=seed,
+            sequence_parallel=sequence_parallel,
+            schedule=self.pipeline.order,
+            chunks=chunks,
+            hold=hold,
+            split=split if split is None else tuple(split),
+        )
         parallel = parallel_plan(model, comm.mesh.tensor, tensor_plan, sequence=sequence_parallel)
-        settings = Settings(units, cut, seed, prefetch, sequence_parallel, self._before_forward)
+        settings = Settings(
+            None if units is None else tuple(units), cut, seed, prefetch, sequence_parallel, self._before_forward
+        )
         built = build_stages(model, comm, self.strategy, self.pipeline, parallel, split, settings)
         self.stages, self._directory, self.split = built.stages, built.directory, built.split
         courier = Courier(comm, self.pipeline.owner)
@@ -180,6 +157,8 @@ class Engine:
         whole = [n for n, _, f, i in parameters_of(self.units) if f.trainable and f.cuts[i] is None]
         self.unchecked = list(dict.fromkeys(whole)) if parallel.styles else []
         """Parameters whose gradients have not been seen to be the same on all tensor ranks."""
+        self._guard = ModelGuard(model)  # where stages have copies, changes to the model would be lost
+        self._broken = False
         self._now: OpenStep | None = None
         self._last = StepResult(-1, math.nan, 0, (), None)
 
@@ -201,6 +180,13 @@ class Engine:
             raise ValueError(
                 "engine.step needs loss_fn and count_fn: give them to Engine, or use engine.backward in your own loop"
             )
+        if not torch.is_grad_enabled():
+            raise ValueError("engine.step under torch.no_grad(): there would be no gradient; call it outside")
+        if self._broken:
+            raise ValueError(
+                "an earlier step raised in the midst of a pipeline, and its messages may still be under way: build the "
+                "world and the engine anew, and load the last state"
+            )
         num = len(microbatches)
         if not num:
             raise ValueError("no microbatch: a step needs at least one, an empty one included")
@@ -209,6 +195,9 @@ class Engine:
         samples = [num_samples(batch) for batch in microbatches]
         first, total = self.exchange.counts(num, sum(counts), sum(samples))
         self._now = OpenStep(count=total)  # whatever an earlier step left behind when it raised is gone
+        if self.comm.mesh.pipe > 1:
+            self._guard.check()
+            self.exchange.check_batches(microbatches)
         for stage in self.stages.values():
             stage.begin_step()
         place = self.comm.mesh.data_rank(self.comm.rank) * num
@@ -216,8 +205,9 @@ class Engine:
             Microbatch(batch, Draw(self.steps, place + m, first + sum(samples[:m]), samples[m]))
             for m, batch in enumerate(microbatches)
         ]
-        line = schedule[self.comm.mesh.coordinates(self.comm.rank)["pipe"]]
-        self.runtime.run(line, last_gradients(schedule), brought, loss_fn, 1 / total, self._update)
+        self._broken = self.comm.mesh.pipe > 1
+        self.runtime.run(schedule, brought, loss_fn, 1 / total, self._update)
+        self._broken = False
         return self._last
 
     def _update(self) -> None:

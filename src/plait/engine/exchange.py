@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Sequence
+from typing import Any
 
 import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from plait.comm import Comm
 from plait.core.agreement import AGREEING, BITS, COUNTS, IN_STAGE
@@ -24,6 +28,7 @@ class Exchange:
         self.ranks, self.tensor = comm.mesh.count(AGREEING), comm.mesh.tensor
         self.in_stage = comm.mesh.count(IN_STAGE)
         self.losses_at = losses_at
+        self._same_batches = False
 
     def counts(self, microbatches: int, targets: int, samples: int) -> tuple[int, int]:
         """The global index of this rank's first sample, and the global number of targets.
@@ -52,6 +57,21 @@ class Exchange:
         if total == 0:
             raise ValueError("the step has no target to learn from: the counts of all microbatches are 0")
         return sum(row[2] for row in data[: self.comm.mesh.data_rank(self.comm.rank)]), total
+
+    def check_batches(self, microbatches: Sequence[Any]) -> None:
+        """Raises ValueError, in the first step, where ranks of a pipeline bring different samples of the same sizes."""
+        if self._same_batches:
+            return
+        tensors = [t.detach().cpu().contiguous() for t in tree_leaves(list(microbatches)) if isinstance(t, Tensor)]
+        mine = zlib.crc32(b"".join(bytes(t.view(-1).view(torch.uint8).numpy().data) for t in tensors))
+        every = torch.empty(self.comm.mesh.pipe, dtype=torch.int64, device=self.comm.device)
+        self.comm.all_gather(every, every.new_tensor([mine]), ("pipe",), note=Note("setup")).wait()
+        if len(set(every.tolist())) > 1:
+            raise ValueError(
+                "the ranks of a pipeline bring different batches: its stages work on the same samples, so read the "
+                "batch of comm.mesh.data_rank(comm.rank)"
+            )
+        self._same_batches = True
 
     def report(
         self, squares: float, losses: Sequence[float], touched: set[str]

@@ -1,40 +1,43 @@
 """A model as a chain of links, and the part of it that one stage runs.
 
     embed ─► blocks.0 ─► blocks.1 ─► norm ─► head            links: modules, each from one tensor to one tensor
-    stage 1 is   ·  ─►   ·    ─► blocks.1 ─► norm ─► ·       the same model, with the others' links passed through
+    stage 1 is   ·  ─►   ·    ─► blocks.1 ─► norm ─► ·       the same model, with passages for the others' links
 
-A stage is the model's own code on a copy in which every link that belongs elsewhere is a ``Passage``, which hands on
-what it gets.  Module and parameter names stay as they are, so dropout sites, tensor plans and state dicts do not know
-that there are stages.  Parameters are new objects in each copy: a weight that two stages use is two parameters, whose
-gradients are summed once per step (see ``tied``).
+A stage is the model's own code on a copy in which every link that belongs elsewhere is a ``Passage``.  Module and
+parameter names stay as they are, so dropout sites, tensor plans and state dicts do not know that there are stages.
+Parameters are new objects in each copy: a weight that two stages use is two parameters, whose gradients are summed once
+per step (see ``tied``).
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from plait.tensor.parallel import Parallel
 
 
 class Passage(nn.Module):
-    """In the place of a link that another stage owns: hands on its first argument.
+    """In the place of a link that another stage owns; what it returns is the door's business (see ``door``).
 
     It wears the plain attributes of the link (its kind of attention, its number): the model may ask for them.
     """
+
+    at_call: Callable[[nn.Module], Tensor] | None = None
 
     def __init__(self, link: nn.Module) -> None:
         super().__init__()
         self.__dict__.update({key: value for key, value in vars(link).items() if key not in vars(self)})
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The first argument, whatever else comes with it."""
-        return next(iter((*args, *kwargs.values())))
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        """What the door says."""
+        assert self.at_call is not None
+        return self.at_call(self)
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -45,14 +48,9 @@ class Passage(nn.Module):
 
 @dataclass(frozen=True)
 class Chain:
-    """The links of a model, by module name, in the order in which they run.
-
-    ``feed`` is the keyword under which the model takes the output of its first link; None: its first argument stands
-    for it, and the first link passes it through.
-    """
+    """The links of a model, by module name, in the order in which they run."""
 
     names: tuple[str, ...]
-    feed: str | None = None
 
 
 def chain_of(model: nn.Module) -> Chain:
@@ -89,7 +87,7 @@ def _chain_from_transformers(model: nn.Module, plan: Mapping[str, Any]) -> Chain
         many = isinstance(module, nn.ModuleList)
         names += [f"{prefix}{name}.{i}" for i in range(len(module))] if many else [f"{prefix}{name}"]
     names += [name for name in getattr(model, "_pp_plan", None) or {} if name.removeprefix(prefix) not in plan]
-    return Chain(tuple(names), "inputs_embeds")
+    return Chain(tuple(names))
 
 
 def _check(model: nn.Module, chain: Chain) -> None:
@@ -119,12 +117,9 @@ class StageModel:
 
     model: nn.Module
     origin: Mapping[int, nn.Parameter]
-    first: str = ""
-    """The stage's first link."""
-    last: str = ""
-    """Its last."""
-    last_calls: int = 1
-    """How many of the stage's links the module of the last one is."""
+    chain: Chain = Chain(())
+    links: range = range(0)
+    """Which links of the chain it has."""
     sites: Mapping[str, tuple[str, int]] = field(default_factory=dict)
     """Of a module that is several links: the name of its first, and how many of them earlier stages have."""
 
@@ -145,6 +140,8 @@ class StageModel:
         for parameter in model.parameters():
             new = nn.Parameter(parameter.detach(), requires_grad=parameter.requires_grad)
             new.__dict__.update(parameter.__dict__)
+            new._backward_hooks = parameter._backward_hooks
+            new._post_accumulate_grad_hooks = parameter._post_accumulate_grad_hooks
             memo[id(parameter)] = new
             origin[id(new)] = parameter
         part = copy.deepcopy(model, memo)
@@ -153,10 +150,8 @@ class StageModel:
                 parent, _, short = name.rpartition(".")
                 part.get_submodule(parent)._modules[short] = Passage(modules[name])
         here = {id(p) for p in part.parameters()}
-        names = [chain.names[i] for i in links]
         mine = {key: p for key, p in origin.items() if key in here}
-        last_calls = sum(modules[name] is modules[names[-1]] for name in names)
-        return cls(part, mine, names[0], names[-1], last_calls, _sites(model, chain, links))
+        return cls(part, mine, chain, links, _sites(model, chain, links))
 
 
 def _sites(model: nn.Module, chain: Chain, links: range) -> dict[str, tuple[str, int]]:
@@ -175,15 +170,20 @@ def _sites(model: nn.Module, chain: Chain, links: range) -> dict[str, tuple[str,
 
 
 def drop_values(model: nn.Module) -> None:
-    """Keep the names and shapes of a model whose values live in its stages, and refuse to run it."""
+    """Keep the names and shapes of a model whose values live in its stages; it refuses to run, and to give values."""
     for parameter in model.parameters():
-        nothing = torch.full((), float("nan"), dtype=parameter.dtype, device="cpu" if parameter.is_meta else None)
-        parameter.data = parameter.data if parameter.is_meta else nothing.to(parameter.device).expand(parameter.shape)
+        if not parameter.is_meta:
+            nothing = torch.full((), float("nan"), dtype=parameter.dtype, device=parameter.device)
+            parameter.data = nothing.expand(parameter.shape)
 
     def refuse(*_: Any) -> None:
-        raise ValueError("this model is cut in stages, and each rank has only some of them: train it by engine.step")
+        raise ValueError(
+            "this model is cut in stages, and each rank has only some of them: train it by engine.step, and take its "
+            "values from engine.full_state_dict()"
+        )
 
     model.register_forward_pre_hook(refuse)
+    model.register_state_dict_pre_hook(refuse)
 
 
 def stages_using(model: nn.Module, chain: Chain, split: Sequence[range]) -> dict[int, tuple[int, ...]]:

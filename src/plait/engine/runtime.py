@@ -27,8 +27,9 @@ from torch import Tensor
 
 from plait.comm import Comm
 from plait.comm.call import Call
-from plait.core.actions import Action, Kind, Line
+from plait.core.actions import Action, Kind, Line, Schedule
 from plait.core.events import Event, Span
+from plait.core.pipeline import last_gradients
 from plait.engine.courier import Courier
 from plait.engine.rng import Draw
 from plait.engine.stage import LossFn, Stage
@@ -94,8 +95,7 @@ class Runtime:
 
     def run(
         self,
-        line: Line,
-        last: frozenset[tuple[Kind, int, int]],
+        schedule: Schedule,
         microbatches: Sequence[Microbatch],
         loss_fn: LossFn,
         seed: float,
@@ -104,12 +104,14 @@ class Runtime:
         """One step of this rank.
 
         Args:
-            last: the passes that make the last gradient of their stage.
+            schedule: completed and proved; this rank carries out its own line of it.
             seed: the gradient of every loss, 1 / the global count.
             update: the end of the step, called with the losses known (see ``losses``).
         """
         stages, courier = self.stages, self.courier
-        courier.begin([m.batch for m in microbatches])
+        courier.begin([m.batch for m in microbatches], schedule)
+        line = schedule[courier.comm.mesh.coordinates(courier.comm.rank)["pipe"]]
+        last = last_gradients(schedule)
         self.losses: dict[int, Tensor] = {}
         """The losses of the microbatches, where the last stage is here."""
         updates = sum(action.kind is Kind.UPDATE for action in line)

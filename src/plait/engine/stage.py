@@ -42,11 +42,10 @@ LossFn = Callable[[nn.Module, Any], Tensor]
 
 @dataclass(frozen=True)
 class Place:
-    """Where a stage stands: its number, how many there are, and how the model takes what comes from before."""
+    """Where a stage stands: its number, and how many there are."""
 
     number: int = 0
     count: int = 1
-    feed: str | None = None
 
     @property
     def first(self) -> bool:
@@ -114,24 +113,26 @@ class Stage:
         self._splits = self._watching = any(unit.split for unit in self.units)
         self.streams.attach(self.model, part.sites)
         self._lengths: dict[tuple[int, ...], int] = {}
-        self.door = Door(part, place.number, place.feed)
-        if not place.first:
-            self.door.let_in()
+        self.door = Door(part, place.number, last=place.last)
         self.gathering = Gathering(self.model, self.units, prefetch, self.streams, watch, before_root)
         self.gathering.split_backward = split_backward
-        if not place.last:
-            self.door.let_out()
         if place.count > 1:
+            self.door.watch(self.model)
             watch.staged = {id(p) for _, p, _, _ in parameters_of(self.units)}
             self._watching = True
         self.gradients = Gradients(self.gathering, comm)
         self.guard = ModelGuard(self.model)
         self.flights: dict[int, Flight] = {}
+        originals = dict(whole.model.named_modules())
+        self._twins = [(m, originals[n]) for n, m in self.model.named_modules() if n in originals]
+        """Modules of the copy and those of the user's model, whose mode they follow."""
 
     def begin_step(self) -> None:
         """Before the first forward of a step; whatever an earlier one left behind when it raised is gone."""
         self.gathering.begin_step()
         self.flights.clear()
+        for module, original in self._twins:
+            module.training = original.training
         self.begin_sums()
 
     def begin_sums(self) -> None:
@@ -204,7 +205,7 @@ class Stage:
         flight = self.flights.pop(microbatch)
         self._enter(microbatch, flight.draw, again=True)
         self._backward(flight, gradient, last=last)
-        return self._gradient_of(flight)
+        return flight.crossing.take_gradient()
 
     def backward_from(self, loss: Tensor) -> None:
         """The backward of a forward that a user's own loop made."""
@@ -226,7 +227,7 @@ class Stage:
         self.gathering.begin_backward()
         self._run(flight, gradient)
         self.gathering.end_backward()
-        return self._gradient_of(flight)
+        return flight.crossing.take_gradient()
 
     def weight(self, microbatch: int, *, last: bool) -> None:
         """The weight part: every gradient that the input part put off or kept."""
@@ -248,14 +249,6 @@ class Stage:
             with torch.autograd.set_multithreading_enabled(False):
                 torch.autograd.backward(flight.output, gradient)
             flight.output = None
-
-    @staticmethod
-    def _gradient_of(flight: Flight) -> Tensor | None:
-        """Of what was received; zeros where the stage made nothing of it."""
-        crossing = flight.crossing
-        if crossing.received is None or crossing.gradient is not None:
-            return crossing.gradient
-        return torch.zeros_like(crossing.received)
 
     def _whole_length(self, received: Tensor) -> int:
         """Steps of time of the whole stream, of which sequence parallelism has cut this rank's part."""

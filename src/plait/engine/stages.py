@@ -8,7 +8,7 @@ Without a pipeline there is one stage, and its part is the model itself.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,7 +33,7 @@ from plait.tensor.parallel import Parallel
 class Settings:
     """What all stages have in common; see ``Engine``."""
 
-    units: Iterable[str] | None
+    units: tuple[str, ...] | None
     cut: Cut
     seed: int
     prefetch: int
@@ -114,7 +114,7 @@ def build_stages(
         stages[number] = Stage(
             part,
             whole,
-            Place(number, count, chain.feed),
+            Place(number, count),
             comm,
             strategy,
             parallel=parallel if part.model is model else parallel_of(parallel, part, last=number == count - 1),

@@ -1,0 +1,47 @@
+"""What a step is while it is under way, and what it did."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What one step did.
+
+    ``loss`` is the global sum over the global count; ``local_losses`` are the sums of this data rank's microbatches.
+    ``grad_norm`` is the global norm before clipping, None where no clipping was asked for.
+    """
+
+    step: int
+    loss: float
+    count: int
+    local_losses: tuple[float, ...]
+    grad_norm: float | None
+
+
+@dataclass
+class OpenStep:
+    """A step under way: from its first forward to the end of its update.
+
+    ``count`` is the global number of targets, None until it is known (a user's own loop counts at the end).
+    """
+
+    count: int | None = None
+    local_count: int = 0
+    losses: list[Tensor] = field(default_factory=list)
+    forwards: int = 0
+
+
+def num_samples(batch: Any) -> int:
+    """The size of the first dim of the first tensor in a batch."""
+    for leaf in tree_leaves(batch):
+        if isinstance(leaf, Tensor) and leaf.dim() > 0:
+            return leaf.size(0)
+    raise ValueError(
+        f"no tensor found in the batch of type {type(batch).__name__}: its first dim tells the number of samples"
+    )

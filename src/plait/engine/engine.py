@@ -184,7 +184,7 @@ class Engine:
             raise ValueError("engine.step under torch.no_grad(): there would be no gradient; call it outside")
         if self._broken:
             raise ValueError(
-                "an earlier step raised in the midst of a pipeline, and its messages may still be under way: build the "
+                "the step before raised in the midst of a pipeline, and its messages may still be under way: build the "
                 "world and the engine anew, and load the last state"
             )
         num = len(microbatches)

@@ -177,7 +177,11 @@ def recomputed(patch: Callable[[Patch], None] | None, layout: Layout) -> set[str
     return found
 
 
-@pytest.mark.parametrize("layout", [PLAIN, V, ZERO2, GPIPE, ROUNDS], ids=lambda layout: layout["schedule"])
+@pytest.mark.parametrize(
+    "layout",
+    [PLAIN, V, ZERO2, GPIPE, ROUNDS, V | {"hold": None}, HPZ | {"hold": 0}, HPZ_V | {"hold": None}],
+    ids=lambda layout: f"{layout['schedule']}-{layout['strategy']}-hold={layout.get('hold', 1)}",
+)
 def test_recomputed_activations_are_bitwise(layout: Layout) -> None:
     assert not recomputed(None, layout)
 

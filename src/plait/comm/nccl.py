@@ -33,8 +33,9 @@ class NcclComm(ProcessComm):
     """GPUs.  Headers and barriers stay on gloo; tensors go by nccl.  UNTESTED.
 
     Groups are made here, eagerly and in the same order on every rank: for every set of axes larger than
-    1 in every order (a group's order is the order of its pieces).  Messages have two lanes, to higher and
-    to lower ranks, each with its own communicator: a send never stands before the receive it waits for.
+    1 in every order (a group's order is the order of its pieces).  Messages between neighbours of a pipeline
+    (the last and the first are neighbours too) have a communicator for each direction, so that a receive posted early
+    stands in nobody's way; all others share two lanes, to higher and to lower ranks.
     """
 
     def __init__(self, mesh: Mesh, rank: int, store: Store, **options: Any) -> None:
@@ -43,6 +44,12 @@ class NcclComm(ProcessComm):
         make: dict[str, Any] = {"backend": "nccl", "timeout": timedelta(seconds=self.deadline)}
         everyone = list(range(mesh.size))
         self._lanes = {up: dist.new_group(everyone, **make) for up in (True, False)}
+        self._channels: dict[tuple[int, int], Any] = {}
+        for column in mesh.groups(("pipe",)) if mesh.pipe > 1 else ():
+            for a, b in dict.fromkeys(
+                p for i, r in enumerate(column) for p in ((column[i - 1], r), (r, column[i - 1]))
+            ):
+                self._channels[a, b] = dist.new_group([a, b], **make)
         large = [a for a in AXES if mesh.axis(a) > 1]
         self._nccl: dict[tuple[str, ...], Any] = {}
         for axes in (p for k in range(1, len(large) + 1) for p in permutations(large, k)):
@@ -89,13 +96,13 @@ class NcclComm(ProcessComm):
     def _post(self, call: Call, tensor: Tensor, dst: int, tag: int) -> list[Started]:
         if tensor.device.type != "cuda":
             return super()._post(call, tensor, dst, tag)
-        lane = self._lanes[dst > self.rank]
+        lane = self._channels.get((self.rank, dst)) or self._lanes[dst > self.rank]
         return self._start(call, tensor, lambda chunk: dist.isend(chunk, dst, group=lane))
 
     def _receive(self, call: Call, tensor: Tensor, src: int, tag: int) -> list[Started]:
         if tensor.device.type != "cuda":
             return super()._receive(call, tensor, src, tag)
-        lane = self._lanes[self.rank > src]
+        lane = self._channels.get((src, self.rank)) or self._lanes[self.rank > src]
         return self._start(call, tensor, lambda chunk: dist.irecv(chunk, src, group=lane))
 
     def _recv(self, call: Call, tensor: Tensor, src: int) -> Work:

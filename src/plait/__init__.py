@@ -7,6 +7,7 @@ tensor   tensors cut over named axes; tensor and sequence parallelism
 engine   units with flat storage, gradients, the optimizer's pieces, the step
 verify   the proof
 train    the run
+naive    the first version of what is fast elsewhere, to learn from
 """
 
 from plait.api import join, run_threads, sum_of_mean

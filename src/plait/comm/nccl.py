@@ -46,9 +46,8 @@ class NcclComm(ProcessComm):
         self._lanes = {up: dist.new_group(everyone, **make) for up in (True, False)}
         self._channels: dict[tuple[int, int], Any] = {}
         for column in mesh.groups(("pipe",)) if mesh.pipe > 1 else ():
-            for a, b in dict.fromkeys(
-                p for i, r in enumerate(column) for p in ((column[i - 1], r), (r, column[i - 1]))
-            ):
+            ring = [(column[i - 1], one) for i, one in enumerate(column)]
+            for a, b in dict.fromkeys((*ring, *((b, a) for a, b in ring))):
                 self._channels[a, b] = dist.new_group([a, b], **make)
         large = [a for a in AXES if mesh.axis(a) > 1]
         self._nccl: dict[tuple[str, ...], Any] = {}

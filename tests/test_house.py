@@ -33,7 +33,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "schedule": {"core", "plan", "report", "config"},
     "job": UP_TO_ENGINE | {"plan", "models", "data", "config"},
     "timeline": UP_TO_ENGINE | {"plan", "report"},
-    "train": TRAINING | {"job", "verify", "timeline"},
+    "train": TRAINING | {"job", "verify", "timeline", "measure"},
     "verify": TRAINING | {"job"},
     "api": UP_TO_ENGINE | {"checkpoint", "models", "data"},
     "launch": {"core", "comm", "config", "checkpoint", "train", "verify"},

@@ -10,6 +10,7 @@ import json
 import statistics
 import time
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from plait.core.collectives import Note
 from plait.core.mesh import AXES
 from plait.engine import Engine
 from plait.job import Job, layout_of, make_job
+from plait.measure.gpu import GpuUtilisation
 from plait.plan.memory import Held, held
 from plait.report.training import RankBytes, bytes_table, progress_line, spark
 from plait.timeline import record_timeline, show_timeline, write_timeline
@@ -82,9 +84,11 @@ def run_train(config: TrainConfig, comm: Comm) -> int:
     console.print(f"mesh {comm.mesh}: {comm.mesh.size} ranks ({config.world} world)")
     metrics = Metrics(Path(config.out) if config.out and comm.rank == 0 else None)
     lines = []
-    for line in _steps(config, job, comm, engine, recorder.record, console):
-        metrics.write(line)
-        lines.append(line)
+    on_gpu = comm.device.type == "cuda"
+    with GpuUtilisation(comm.device.index or 0) if on_gpu else nullcontext() as watched:
+        for line in _steps(config, job, comm, engine, recorder.record, console):
+            metrics.write(line)
+            lines.append(line)
     metrics.close()
     ranks = _bytes_per_rank(config, job, comm, engine)
     recorded = record_timeline(engine)
@@ -112,6 +116,7 @@ def run_train(config: TrainConfig, comm: Comm) -> int:
         "bytes_per_rank": [asdict(r) for r in ranks],
         "stages": engine.split,
         "busy_share_per_rank": recorded.busy if recorded else None,
+        "gpu_busy_share": watched.share if watched else None,
         "idle_share": dict(zip(("measured", "simulated"), recorded.idle, strict=True)) if recorded else None,
         "equal_to_one_process": verdict,
     }

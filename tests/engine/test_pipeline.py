@@ -63,6 +63,7 @@ def test_three_chunks_on_each_rank() -> None:
         "0F1 0F0 0B1 0B0\n1F1 1B1 1F0 1B0",
         "0F0 0F1 0I0 0I1 0W1 0W0\n1F0 1B0 1F1 1I1 1W1",
         "0F0 0SEND_F0 0F1 0SEND_F1 0RECV_B0 0B0 0RECV_B1 0B1\n1RECV_F0 1F0 1B0 1SEND_B0 1RECV_F1 1F1 1B1 1SEND_B1",
+        "0F0 0F1 0B0 0B1 0REDUCE\n1F0 1B0 1F1 1B1 1REDUCE",
         "0F0 3F0 3B0 0B0 0F1 3F1 3B1 0B1\n1F0 2F0 2B0 1B0 1F1 2F1 2B1 1B1",
     ],
 )
@@ -318,6 +319,8 @@ def test_the_model_that_the_user_holds_is_refused_and_engine_backward_too() -> N
         engine = build(six(), comm)
         with pytest.raises(ValueError, match="cut in stages"):
             engine.model(batches(1)[0]["x"])
+        with pytest.raises(ValueError, match="full_state_dict"):
+            engine.model.state_dict()
         with pytest.raises(ValueError, match=r"use engine\.step"):
             engine.backward(torch.ones((), requires_grad=True), 1)
         with pytest.raises(ValueError, match="no microbatch"):

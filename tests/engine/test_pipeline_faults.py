@@ -282,7 +282,6 @@ GOOD = "0F0 0F1 0B0 0B1\n1F0 1B0 1F1 1B1"
         ("written for 1 microbatches, but the step brings 2", {"schedule": "0F0 0B0\n1F0 1B0"}),
         ("rank 1", {"schedule": "0F0 0B0 0F1 0B1\n-"}),
         ("rank 1", {"schedule": "0F0 1F0 1B0 0B0 0F1 1F1 1B1 0B1\n-"}),
-        ("UPDATE", {"schedule": "0F0 0F1 0B0 0B1 0REDUCE\n1F0 1B0 1F1 1B1 1REDUCE"}),
     ],
 )
 def test_schedules_and_splits_that_do_not_fit(words: str, settings: dict[str, Any]) -> None:
@@ -314,7 +313,24 @@ def test_ranks_that_were_built_differently_are_told(name: str, values: tuple[Any
         on("pipe=2", body)
 
 
+def test_a_schedule_that_is_still_text() -> None:
+    refused(r"parse_schedule\(text\)", chain(), schedule=GOOD)
+
+
+def test_a_step_without_gradients() -> None:
+    def body(comm: Comm) -> None:
+        with torch.no_grad():
+            step(build(chain(), comm), batches(1)[0])
+
+    with pytest.raises(ValueError, match="under torch.no_grad"):
+        on("pipe=2", body)
+
+
 def test_ranks_that_bring_different_batches() -> None:
+    def values(comm: Comm) -> None:
+        batch = batches(2)[comm.rank]
+        step(build(chain(), comm), batch | {"mask": torch.ones_like(batch["mask"])})
+
     def numbers(comm: Comm) -> None:
         step(build(chain(), comm), batches(1)[0], 3 + comm.rank)
 
@@ -325,3 +341,5 @@ def test_ranks_that_bring_different_batches() -> None:
         on("pipe=2", numbers)
     with pytest.raises(ValueError, match="differ in pipe only"):
         on("pipe=2", samples)
+    with pytest.raises(ValueError, match="ranks of a pipeline bring different batches"):
+        on("pipe=2", values)

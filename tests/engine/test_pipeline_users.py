@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import threading
 from collections import Counter
 from typing import Any
 
@@ -34,6 +35,42 @@ def test_hooks_fire_once_for_each_microbatch_on_the_stage_that_has_them() -> Non
     first, last = on("pipe=2", body)
     assert first == {"l0.weight": 4, "l0.bias": 4, "forward": 4}
     assert last == {"l1.weight": 4, "l1.bias": 4, "backward": 4}
+
+
+class Recorder:
+    """Counts its calls."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def note(self, *_: object) -> None:
+        self.calls += 1
+
+    __call__ = note
+
+
+@pytest.mark.xfail(strict=True, reason="a stage's copy of the model copies the objects of its hooks as well")
+@pytest.mark.parametrize("bound", [True, False])
+def test_hooks_that_are_objects_stay_the_users_own(bound: bool) -> None:
+    def body(comm: Comm) -> int:
+        model, recorder = chain(linear(), linear()), Recorder()
+        model.l0.register_forward_hook(recorder.note if bound else recorder)
+        step(engine_on(model, comm), batches(1)[0])
+        return recorder.calls
+
+    assert on("pipe=1", body) == [4]
+    assert on("pipe=2", body) == [4, 0]
+
+
+@pytest.mark.xfail(strict=True, reason="a stage's copy of the model copies everything that hangs on it")
+@pytest.mark.parametrize("what", ["a lock", "a tensor of a graph"])
+def test_models_that_carry_things_which_cannot_be_copied(what: str) -> None:
+    def body(comm: Comm) -> float:
+        model = chain()
+        model.kept = threading.Lock() if what == "a lock" else model(torch.ones(2, 5).double())  # type: ignore[assignment]
+        return step(engine_on(model, comm), batches(1)[0]).loss
+
+    assert on("pipe=2", body) == pytest.approx(on("pipe=1", body) * 2, abs=1e-12)
 
 
 def test_evaluation_mode_before_and_after_the_engine_is_built() -> None:

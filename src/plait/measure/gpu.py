@@ -1,0 +1,60 @@
+"""How busy a GPU is while a run goes on, as its driver tells (NVML, by the package nvidia-ml-py).
+
+The busy share of ``timeline`` is the host's view: the time in which a rank does not wait for others.  On a GPU kernels
+run on after their call has returned; what the driver counts is the share of time in which any kernel ran.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import threading
+from statistics import fmean
+from types import TracebackType
+from typing import Any
+
+INTERVAL = 0.1
+"""Seconds between two questions; the driver averages over about as long."""
+
+
+class GpuUtilisation:
+    """Asks the driver now and then, in a thread of its own, from entering to leaving.
+
+    Args:
+        index: the device, as CUDA numbers it.
+    """
+
+    def __init__(self, index: int, interval: float = INTERVAL) -> None:
+        self.index, self.interval = index, interval
+        self.samples: list[float] = []
+        self._stop = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    @property
+    def share(self) -> float | None:
+        """The mean share of time in which a kernel ran; None where nobody could be asked."""
+        return fmean(self.samples) if self.samples else None
+
+    def __enter__(self) -> GpuUtilisation:
+        if importlib.util.find_spec("pynvml") is not None:
+            self._thread = threading.Thread(target=self._ask, daemon=True)
+            self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
+    ) -> None:
+        self._stop.set()
+        if self._thread is not None:
+            self._thread.join()
+
+    def _ask(self) -> None:
+        nvml: Any = importlib.import_module("pynvml")
+        try:
+            nvml.nvmlInit()
+            device = nvml.nvmlDeviceGetHandleByIndex(self.index)
+            while not self._stop.wait(self.interval):
+                self.samples.append(nvml.nvmlDeviceGetUtilizationRates(device).gpu / 100)
+            nvml.nvmlShutdown()
+        except nvml.NVMLError:
+            return  # a driver that does not tell: the share stays unknown

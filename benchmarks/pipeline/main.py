@@ -4,6 +4,7 @@
     python benchmarks/pipeline/main.py --what step --only one-process torch-1f1b-even plait-1f1b-even
     python benchmarks/pipeline/main.py --what step --profile torch-zbv-balanced
     python benchmarks/pipeline/main.py --what split
+    python benchmarks/pipeline/main.py --what idle
 
 Exit code 1 if contestants that train the same model on the same data disagree about the loss.
 """
@@ -26,6 +27,7 @@ from harness.contestants import Build
 from harness.groups import launch
 from harness.report import best_peer, chosen, loss_disagreements, machine, print_times
 from harness.turns import checked_losses, interleave, profiled, ratios
+from idle import idle_task, print_idle
 from models import WORKLOADS, link_names
 from ours import best_matches, by_stage, matches, rows
 from peers import ALONE, peers
@@ -38,7 +40,7 @@ NUM_BATCHES = 4
 class Arguments:
     """Compare plait's pipelines with torch's on this machine."""
 
-    what: Literal["step", "split"] = "step"
+    what: Literal["step", "split", "idle"] = "step"
     model: Literal["gpt256", "gpt512"] = "gpt256"
     split: Literal["even", "balanced", "both"] = "both"
     """Blocks by count, or links by measured cost; every schedule, theirs and ours, gets the same."""
@@ -155,6 +157,17 @@ def split(arguments: Arguments) -> tuple[dict[str, Any], list[str]]:
     return {"links": seconds, "splits": found}, []
 
 
+def idle(arguments: Arguments) -> tuple[dict[str, Any], list[str]]:
+    """Idle shares, measured beside simulated, with each split."""
+    costs = [sum(one) for one in measured_links(arguments)]
+    found = {}
+    for name in arguments.splits:
+        print(f"\n## {arguments.model}, {arguments.ranks} ranks, {name} split", flush=True)
+        found[name] = launch(idle_task, arguments.ranks, arguments.model, name, costs)
+        print_idle(found[name])
+    return found, []
+
+
 def main(arguments: Arguments) -> int:
     if arguments.profile:
         (name,) = chosen(list(contestants(arguments.splits, ())), (arguments.profile,))
@@ -166,7 +179,7 @@ def main(arguments: Arguments) -> int:
             out.write_text(text + "\n")
         return 0
     print(machine())
-    result, problems = {"step": step, "split": split}[arguments.what](arguments)
+    result, problems = {"step": step, "split": split, "idle": idle}[arguments.what](arguments)
     if problems:
         print("\n".join(problems))
     if arguments.json is not None:

@@ -8,12 +8,16 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 from harness.contestants import Build, Contestant, adamw, comm_beside
 from harness.models import Workload
 from harness.report import Match
 from models import microbatches
 from splits import Placement, SplitName, loop, sizes_of, twice, v
+
+if TYPE_CHECKING:
+    from plait.engine import Engine
 
 PLACEMENTS: dict[str, Callable[[int], Placement]] = {
     "gpipe": loop,
@@ -59,22 +63,27 @@ def rows(splits: Sequence[SplitName], costs: Sequence[float]) -> tuple[dict[str,
     return {f"plait-{name}-{split}": _row(name, split, costs) for name in PLACEMENTS for split in splits}, ""
 
 
+def engine_for(workload: Workload, ranks: int, schedule: str, split: SplitName, costs: Sequence[float]) -> Engine:
+    """A rank's engine, on the process group that all contestants share."""
+    from plait.core.mesh import Mesh
+    from plait.engine import Engine
+
+    model = workload.build()
+    return Engine(
+        model,
+        comm_beside(Mesh(pipe=ranks), f"{workload.name} {schedule} {split}"),
+        strategy="ddp",
+        optimizer=adamw(model.parameters(), workload.learning_rate),
+        loss_fn=workload.loss_sum,
+        count_fn=workload.count,
+        schedule=schedule,
+        split=sizes_of(split, costs, PLACEMENTS[schedule](ranks)),
+    )
+
+
 def _row(schedule: str, split: SplitName, costs: Sequence[float]) -> Build:
     def build(workload: Workload, ranks: int) -> Contestant:
-        from plait.core.mesh import Mesh
-        from plait.engine import Engine
-
-        model = workload.build()
-        engine = Engine(
-            model,
-            comm_beside(Mesh(pipe=ranks), f"{workload.name} {schedule} {split}"),
-            strategy="ddp",
-            optimizer=adamw(model.parameters(), workload.learning_rate),
-            loss_fn=workload.loss_sum,
-            count_fn=workload.count,
-            schedule=schedule,
-            split=sizes_of(split, costs, PLACEMENTS[schedule](ranks)),
-        )
+        engine = engine_for(workload, ranks, schedule, split, costs)
         return Contestant(lambda batch: engine.step(microbatches(batch)).loss, loss_is_global=True)
 
     return build

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from plait.core.split import even
-from plait.engine.links import Chain, StageModel, chain_of, drop_values, parallel_of, stages_using
+from plait.engine.links import Chain, Passage, StageModel, chain_of, drop_values, parallel_of, stages_using
 from plait.models.gpt import GPT, GPTConfig
 from plait.models.hf import HFConfig
 from plait.models.hf import build as build_hf
@@ -46,6 +46,28 @@ def part_of(model: nn.Module, links: range) -> StageModel:
     return StageModel.part(model, chain_of(model), links)
 
 
+class Out(BaseException):
+    """What the last link of a part returned."""
+
+
+def run_part(part: StageModel, received: Tensor) -> Tensor:
+    """A part's own links on what it received, as the door of a stage runs them."""
+
+    def leave(module: nn.Module, args: Any, output: Tensor) -> None:
+        raise Out(output)
+
+    for module in part.model.modules():
+        if isinstance(module, Passage):
+            module.at_call = lambda _: received
+    last = part.model.get_submodule(part.chain.names[part.links[-1]])
+    hook = last.register_forward_hook(leave)
+    with pytest.raises(Out) as left:
+        part.model(received)
+    hook.remove()
+    output: Tensor = left.value.args[0]
+    return output
+
+
 # ---- which links there are ----------------------------------------------------------------------------------------
 
 
@@ -66,9 +88,9 @@ def test_the_links_of_a_hugging_face_decoder(kind: Any, tie: bool) -> None:
     pytest.importorskip("transformers")
     model = build_hf(HFConfig(**LLAMA, kind=kind, tie=tie))
     names = ("model.embed_tokens", "model.layers.0", "model.layers.1", "model.norm", "lm_head")
-    assert chain_of(model) == Chain(names, "inputs_embeds")
+    assert chain_of(model) == Chain(names)
     bare = model.get_submodule("model")
-    assert chain_of(bare) == Chain(("embed_tokens", "layers.0", "layers.1", "norm"), "inputs_embeds")
+    assert chain_of(bare) == Chain(("embed_tokens", "layers.0", "layers.1", "norm"))
 
 
 @pytest.mark.parametrize(
@@ -142,9 +164,19 @@ def test_the_model_is_left_as_it_is() -> None:
 def test_gradients_of_a_part_do_not_reach_the_model() -> None:
     model = nn.Sequential(nn.Linear(5, 5), nn.Linear(5, 5))
     part = part_of(model, range(0, 1))
-    part.model(torch.randn(2, 5)).sum().backward()
+    run_part(part, torch.randn(2, 5)).sum().backward()
     assert all(p.grad is not None for p in part.model.parameters())
     assert all(p.grad is None for p in model.parameters())
+
+
+def test_a_passage_wears_the_attributes_of_its_link_and_has_none_of_its_parameters() -> None:
+    model = nn.Sequential(nn.Linear(5, 5), nn.Linear(5, 5))
+    model[0].kind = "full attention"
+    passage = part_of(model, range(1, 2)).model[0]
+    assert isinstance(passage, Passage) and not [*passage.parameters()]
+    assert (passage.kind, passage.in_features) == ("full attention", 5)
+    with pytest.raises(AttributeError, match="'weight' is asked of a link of the model that another stage has"):
+        _ = passage.weight
 
 
 def test_frozen_parameters_marks_and_meta_come_along() -> None:
@@ -160,14 +192,14 @@ def test_frozen_parameters_marks_and_meta_come_along() -> None:
 
 @pytest.mark.parametrize("sizes", [(6,), (1, 5), (2, 2, 2), (1, 1, 1, 1, 1, 1)], ids=str)
 def test_parts_one_behind_the_other_are_the_model(sizes: tuple[int, ...]) -> None:
-    """In a chain of one tensor; each part passes through what it does not own."""
+    """Passages in the place of the links before and behind: a part computes its own, and nothing else."""
     torch.manual_seed(0)
     layers = [nn.Linear(5, 5), nn.Tanh(), cases.Block(), nn.LayerNorm(5), nn.Identity(), nn.Linear(5, 5)]
     model = nn.Sequential(*layers)
     x_BC = torch.randn(3, 5)
     y_BC, start = x_BC, 0
     for size in sizes:
-        y_BC = part_of(model, range(start, start + size)).model(y_BC)
+        y_BC = run_part(part_of(model, range(start, start + size)), y_BC)
         start += size
     assert torch.equal(y_BC, model(x_BC))
 

@@ -12,7 +12,9 @@ import verify_cases as cases
 from torch import Tensor
 
 from plait.comm import run
-from plait.core.actions import Action, Kind
+from plait.comm.base import DONE
+from plait.comm.thread import ThreadComm
+from plait.core.actions import ACTIVATION, Action, Kind
 from plait.core.collectives import Note
 from plait.engine.courier import Courier
 from plait.engine.deferred import Weigh
@@ -127,13 +129,12 @@ def drop_the_last_use_of_a_weight(patch: Patch) -> None:
 
 
 def no_gradient_for_the_stage_before(patch: Patch) -> None:
-    original = Stage._gradient_of
+    original = Courier.leave
 
-    def nothing(flight: Any) -> Tensor | None:
-        gradient = original(flight)
-        return None if gradient is None else torch.zeros_like(gradient)
+    def leave(self: Courier, way: str, stage: int, microbatch: int, tensor: Tensor) -> None:
+        original(self, way, stage, microbatch, torch.zeros_like(tensor) if way == "B" else tensor)
 
-    patch.setattr(Stage, "_gradient_of", staticmethod(nothing))
+    patch.setattr(Courier, "leave", leave)
 
 
 # ---- what is handed over ------------------------------------------------------------------------------------------
@@ -189,13 +190,14 @@ def cross_two_messages(patch: Patch) -> None:
 
 
 def forget_a_message(patch: Patch) -> None:
-    original = Courier.start
+    original = ThreadComm._send
 
-    def start(self: Courier, message: Action) -> None:
-        if not (message.kind is Kind.SEND_F and message.microbatch == 1):
-            original(self, message)
+    def send(self: ThreadComm, call: Any, tensor: Tensor, dst: int) -> Any:
+        if call.note.phase == ACTIVATION and call.note.microbatch == 1:
+            return DONE
+        return original(self, call, tensor, dst)
 
-    patch.setattr(Courier, "start", start)
+    patch.setattr(ThreadComm, "_send", send)
     patch.setattr(cases, "run", lambda mesh, body, deadline: run(mesh, body, deadline=2))
 
 
@@ -217,8 +219,9 @@ def a_stray_message(patch: Patch) -> None:
 def seed_twice_as_much(patch: Patch) -> None:
     original = Runtime.run
 
-    def run(self: Runtime, line: Any, last: Any, microbatches: Any, loss_fn: Any, seed: float, update: Any) -> None:
-        original(self, line, last, microbatches, loss_fn, 2 * seed, update)
+    def run(self: Runtime, *rest: Any) -> None:
+        *others, seed, update = rest
+        original(self, *others, 2 * seed, update)
 
     patch.setattr(Runtime, "run", run)
 

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from plait.comm import Comm, run
 from plait.core.mesh import Mesh
 from plait.engine import Engine
-from plait.engine.engine import StepResult
+from plait.engine.step import StepResult
 
 ORDERS = ("naive", "gpipe", "1f1b", "interleaved", "zb_h1", "zb_h2", "zbv", "dualpipe_v")
 LossFn = Callable[[nn.Module, Batch], Tensor]
@@ -97,8 +97,8 @@ def refused(words: str, model: nn.Module, mesh: str = "pipe=2", row: str = "ddp"
 
 def engine_on(model: nn.Module, comm: Comm, **settings: Any) -> Engine:
     """An engine on this very model."""
-    settings = {"strategy": "ddp", "loss_fn": loss_sum, "count_fn": count} | settings
-    return Engine(model, comm, optimizer=adamw(model.parameters()), **settings)
+    usual: dict[str, Any] = {"strategy": "ddp", "loss_fn": loss_sum, "count_fn": count}
+    return Engine(model, comm, optimizer=adamw(model.parameters()), **(usual | settings))
 
 
 def build(template: nn.Module, comm: Comm, **settings: Any) -> Engine:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from plait.core.split import even
-from plait.engine.links import Chain, Passage, StageModel, chain_of, drop_values, parallel_of, stages_using
+from plait.engine.links import Chain, Passage, StageModel, chain_of, cut_off, parallel_of, stages_using
 from plait.models.gpt import GPT, GPTConfig
 from plait.models.hf import HFConfig
 from plait.models.hf import build as build_hf
@@ -43,7 +43,7 @@ class Told(nn.Module):
 
 
 def part_of(model: nn.Module, links: range) -> StageModel:
-    return StageModel.part(model, chain_of(model), links)
+    return StageModel.part(model, chain_of(model), links, set())
 
 
 class Out(BaseException):
@@ -129,10 +129,8 @@ def test_names_stay_values_are_shared_and_nothing_is_copied(links: range) -> Non
     prefixes = tuple(f"{GPT_LINKS[i]}." for i in links)
     assert list(here) == [name for name in whole if name.startswith(prefixes)]
     for name, parameter in here.items():
-        assert parameter is not whole[name] and parameter.data_ptr() == whole[name].data_ptr()
-        assert part.origin[id(parameter)] is whole[name]
-        assert type(parameter) is nn.Parameter and parameter.is_leaf
-    assert part.origin.keys() == {id(p) for p in part.model.parameters()}, "of the copy's own parameters, no others"
+        assert parameter is whole[name] and part.origin[id(parameter)] is parameter
+    assert part.origin.keys() == {id(p) for p in part.model.parameters()}, "of the part's own parameters, no others"
     names = [name for name, _ in part.model.named_modules() if name.startswith(prefixes)]
     assert names == [name for name, _ in model.named_modules() if name.startswith(prefixes)]
 
@@ -161,12 +159,25 @@ def test_the_model_is_left_as_it_is() -> None:
     assert torch.equal(model(tokens), before)
 
 
-def test_gradients_of_a_part_do_not_reach_the_model() -> None:
-    model = nn.Sequential(nn.Linear(5, 5), nn.Linear(5, 5))
-    part = part_of(model, range(0, 1))
-    run_part(part, torch.randn(2, 5)).sum().backward()
-    assert all(p.grad is not None for p in part.model.parameters())
-    assert all(p.grad is None for p in model.parameters())
+def test_a_second_stage_of_a_rank_gets_copies_of_what_the_first_one_has() -> None:
+    """Embedding and head share a weight; of the head's stage, everything else is the model's own."""
+    model, taken = GPT(SMALL), set[int]()
+    first, second = (StageModel.part(model, chain_of(model), links, taken) for links in (range(0, 2), range(4, 6)))
+    weight, again = first.model.embed.weight, second.model.head.weight
+    assert weight is model.embed.weight and second.model.norm is model.norm
+    assert again is not weight and again.data_ptr() == weight.data_ptr() and second.origin[id(again)] is weight
+    again.grad = torch.ones_like(again)
+    assert weight.grad is None
+
+
+def test_a_part_has_hooks_of_its_own_and_the_users() -> None:
+    model, seen = nn.Sequential(nn.Linear(5, 5), nn.Linear(5, 5)), []
+    model.register_forward_pre_hook(lambda *_: seen.append("the user's"))
+    part = part_of(model, range(0, 2))
+    part.model.register_forward_pre_hook(lambda *_: seen.append("the stage's"))
+    part.model(torch.zeros(1, 5))
+    model(torch.zeros(1, 5))
+    assert seen == ["the user's", "the stage's", "the user's"]
 
 
 def test_a_passage_wears_the_attributes_of_its_link_and_has_none_of_its_parameters() -> None:
@@ -290,9 +301,17 @@ def test_a_tensor_plan_reads_on_a_part_as_on_the_whole() -> None:
 def test_a_model_without_values_keeps_names_and_shapes_and_refuses_to_run() -> None:
     model = GPT(SMALL)
     shapes = {name: p.shape for name, p in model.named_parameters()}
-    drop_values(model)
+    cut_off(model, [])
     assert {name: p.shape for name, p in model.named_parameters()} == shapes
     assert all(p.untyped_storage().nbytes() == p.element_size() for p in model.parameters()), "one number of memory"
     assert all(p.isnan().all() for p in model.parameters())
     with pytest.raises(ValueError, match=r"cut in stages.*train it by engine\.step"):
         model(torch.zeros(1, 2, dtype=torch.int64))
+
+
+def test_the_stages_of_a_rank_keep_their_values() -> None:
+    model = nn.Sequential(nn.Linear(5, 5), nn.Linear(5, 5))
+    cut_off(model, [part_of(model, range(1, 2))])
+    assert model[0].weight.isnan().all() and not model[1].weight.isnan().any()
+    with pytest.raises(ValueError, match=r"engine\.full_state_dict"):
+        model.state_dict()

@@ -49,7 +49,6 @@ class Recorder:
     __call__ = note
 
 
-@pytest.mark.xfail(strict=True, reason="a stage's copy of the model copies the objects of its hooks as well")
 @pytest.mark.parametrize("bound", [True, False])
 def test_hooks_that_are_objects_stay_the_users_own(bound: bool) -> None:
     def body(comm: Comm) -> int:
@@ -62,7 +61,6 @@ def test_hooks_that_are_objects_stay_the_users_own(bound: bool) -> None:
     assert on("pipe=2", body) == [4, 0]
 
 
-@pytest.mark.xfail(strict=True, reason="a stage's copy of the model copies everything that hangs on it")
 @pytest.mark.parametrize("what", ["a lock", "a tensor of a graph"])
 def test_models_that_carry_things_which_cannot_be_copied(what: str) -> None:
     def body(comm: Comm) -> float:

@@ -41,6 +41,31 @@ class Whole:
     tied: frozenset[int] = frozenset()
 
 
+@dataclass(frozen=True)
+class Fresh:
+    """A parameter that is laid and has no value yet."""
+
+    origin: nn.Parameter
+    """The whole model's, on meta."""
+    old: nn.Parameter
+    """The stage's, on meta."""
+    new: nn.Parameter
+    """What takes its place."""
+    flat: Flat
+    index: int
+
+
+@dataclass(frozen=True)
+class Laid:
+    """The units of a stage, some of whose values are still to come."""
+
+    model: nn.Module
+    units: list[Unit]
+    fresh: list[Fresh]
+    shapes: dict[int, tuple[int, ...]]
+    """Whole shapes, by ``id`` of the whole model's parameter, of those that are cut over the tensor axis."""
+
+
 def check_model(model: nn.Module, comm: Comm) -> None:
     """Raises ValueError for what no engine can train: no parameters, empty buffers, replicas that differ."""
     check_buffers(model)
@@ -57,22 +82,20 @@ def build_units(
     *,
     names: Iterable[str] | None,
     cut: Cut,
-    seed: int,
     resting: dict[int, str],
     parallel: Parallel,
-) -> list[Unit]:
-    """Cut a stage into units whose flat storages hold this rank's pieces.
+) -> Laid:
+    """Cut a stage into units whose flat storages hold this rank's pieces; ``give_values`` comes next.
 
     Args:
         part: the stage; parameters with values, or on meta, or some of each.
         names: the modules that become units; None wraps automatically.
         cut: where pieces may end.
-        seed: for the parameters on meta.
         resting: will hold the names, by ``id``, of parameters whose values are not here at the moment.
         parallel: how tensor parallelism cuts parameters, before they are laid in their units.
 
     Raises:
-        ValueError: modules without values, unknown unit names.
+        ValueError: unknown unit names.
     """
     model = part.model
     wrapped = wrap(model, names)
@@ -82,7 +105,7 @@ def build_units(
                 module._buffers[name] = buffer.to(comm.device)
     plan, here = moves(strategy), comm.mesh.index(comm.rank, ("tensor",))
     loads = unloaded = [0] * comm.mesh.data_size  # a tied weight has the same owner on each of its stages
-    fresh: dict[int, tuple[nn.Parameter, Flat, int]] = {}
+    fresh: list[Fresh] = []
     units: dict[str, Unit] = {}
     for w in wrapped:
         flats = []
@@ -104,24 +127,39 @@ def build_units(
             flat = Flat(layout, targets, strategy, comm, resting, cuts, id(first) in parallel.summed)
             for index, ((_, old), value) in enumerate(zip(group, values, strict=True)):
                 if value is None:
-                    fresh[id(old)] = (targets[index], flat, index)
+                    fresh.append(Fresh(part.origin[id(old)], old, targets[index], flat, index))
                 else:
                     flat.write(index, value)
             flats.append(flat)
         units[w.name] = Unit(w.name, w.module, flats, plan, comm)
-    shapes = {id(part.origin[key]): cut.shape for key, cut in parallel.cuts.items()}
-    wanted = {id(part.origin[key]): key for key in fresh}
-    for old, value in initial_values(whole.model, seed, comm.device, shapes, wanted):
-        _, flat, index = fresh[wanted[id(old)]]
-        flat.write(index, value)
-    olds = {id(p): p for w in wrapped for _, p in w.parameters}
-    for key, (new, _, _) in fresh.items():
-        replace_parameter(model, olds[key], new)
     for w in wrapped:
         unit = units[w.name]
         unit.needs = [unit, *(units[name] for name in w.borrows)]
         unit.ancestors = {units[a].name for a in units if w.name != a and (a == "" or w.name.startswith(a + "."))}
-    return list(units.values())
+    shapes = {id(part.origin[key]): cut.shape for key, cut in parallel.cuts.items()}
+    return Laid(model, list(units.values()), fresh, shapes)
+
+
+def give_values(whole: Whole, laid: Sequence[Laid], seed: int, device: torch.device) -> None:
+    """Make the initial values of all parameters that are still on meta, and put real parameters in their places.
+
+    Each module of the whole model draws once, on its full shapes, whoever has parameters of it.
+
+    Raises:
+        ValueError: modules without values.
+    """
+    wanted: dict[int, list[Fresh]] = {}
+    shapes: dict[int, tuple[int, ...]] = {}
+    for one in laid:
+        shapes |= one.shapes
+        for fresh in one.fresh:
+            wanted.setdefault(id(fresh.origin), []).append(fresh)
+    for old, value in initial_values(whole.model, seed, device, shapes, wanted):
+        for fresh in wanted[id(old)]:
+            fresh.flat.write(fresh.index, value)
+    for one in laid:
+        for fresh in one.fresh:
+            replace_parameter(one.model, fresh.old, fresh.new)
 
 
 def _shapes(

@@ -7,6 +7,7 @@ masks, hooks) is in its cost.
 
 from __future__ import annotations
 
+import copy
 import statistics
 import time
 from typing import Any
@@ -18,10 +19,11 @@ from plait.comm import Comm, ThreadWorld
 from plait.core.cells import find_strategy
 from plait.core.collectives import Note
 from plait.core.mesh import AXES, Mesh
-from plait.engine.build import Whole
+from plait.engine.build import Whole, build_units, give_values
 from plait.engine.links import StageModel, chain_of
 from plait.engine.rng import Draw
 from plait.engine.stage import LossFn, Place, Stage
+from plait.engine.watch import Watch
 from plait.tensor.parallel import Parallel
 
 Seconds = tuple[tuple[float, ...], tuple[float, ...]]
@@ -35,6 +37,7 @@ def link_costs(model: nn.Module, loss_fn: LossFn, batch: Any, num_samples: int, 
         model: its parameters may be on meta; it is left as it is.
         batch: a microbatch as the run will bring it, of ``num_samples`` samples.
     """
+    model = copy.deepcopy(model, {id(p): nn.Parameter(p.detach(), p.requires_grad) for p in model.parameters()})
     chain = chain_of(model)
     comm = ThreadWorld(Mesh()).comm(0)
     whole = Whole(model, {id(p): n for n, p in model.named_parameters()})
@@ -42,15 +45,18 @@ def link_costs(model: nn.Module, loss_fn: LossFn, batch: Any, num_samples: int, 
     received: Tensor | None = None
     forward, backward = [], []
     for index in range(len(chain.names)):
+        part, watch, plan = StageModel.part(model, chain, range(index, index + 1), set()), Watch(), Parallel()
+        ddp = find_strategy("ddp")
+        laid = build_units(part, whole, comm, ddp, names=None, cut="element", resting=watch.resting, parallel=plan)
+        give_values(whole, [laid], 0, comm.device)
         stage = Stage(
-            StageModel.part(model, chain, range(index, index + 1)),
+            part,
             whole,
             Place(index, len(chain.names)),
             comm,
-            find_strategy("ddp"),
-            parallel=Parallel(),
-            units=None,
-            cut="element",
+            laid.units,
+            watch,
+            parallel=plan,
             seed=0,
             prefetch=1,
             sequence=False,

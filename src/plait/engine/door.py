@@ -176,4 +176,9 @@ class Door:
                 f"stage {self.number} ends with {self.names[self.links.stop - 1]!r}, which returns "
                 f"{type(output).__name__}: what goes from stage to stage is one tensor; let each link return one"
             )
+        if not torch._C._is_fwd_grad_enabled():  # inside the forward of an autograd.Function
+            raise ValueError(
+                f"{self.names[self.links.stop - 1]!r}, the last link of stage {self.number}, runs inside an "
+                f"autograd.Function, where nothing is recorded (a checkpoint): use checkpoint(..., use_reentrant=False)"
+            )
         raise HandedOver(output)

@@ -62,7 +62,8 @@ class Exchange:
         """Raises ValueError, in the first step, where ranks of a pipeline bring different samples of the same sizes."""
         if self._same_batches:
             return
-        tensors = [t.detach().cpu().contiguous() for t in tree_leaves(list(microbatches)) if isinstance(t, Tensor)]
+        leaves = [leaf for leaf in tree_leaves(list(microbatches)) if isinstance(leaf, Tensor)]
+        tensors = [leaf.detach().cpu().resolve_conj().contiguous() for leaf in leaves]
         mine = zlib.crc32(b"".join(bytes(t.view(-1).view(torch.uint8).numpy().data) for t in tensors))
         every = torch.empty(self.comm.mesh.pipe, dtype=torch.int64, device=self.comm.device)
         self.comm.all_gather(every, every.new_tensor([mine]), ("pipe",), note=Note("setup")).wait()

@@ -3,10 +3,10 @@
     embed ─► blocks.0 ─► blocks.1 ─► norm ─► head            links: modules, each from one tensor to one tensor
     stage 1 is   ·  ─►   ·    ─► blocks.1 ─► norm ─► ·       the same model, with passages for the others' links
 
-A stage is the model's own code on a copy in which every link that belongs elsewhere is a ``Passage``.  Module and
-parameter names stay as they are, so dropout sites, tensor plans and state dicts do not know that there are stages.
-Parameters are new objects in each copy: a weight that two stages use is two parameters, whose gradients are summed once
-per step (see ``tied``).
+A stage is the model's own code and the model's own links, in copies of the containers around them in which every link
+that belongs elsewhere is a ``Passage``.  Module and parameter names stay as they are, so dropout sites, tensor plans
+and state dicts do not know that there are stages.  A weight that two stages use is two parameters, whose gradients are
+summed once per step (see ``tied``); where both stages are on one rank, the second gets a copy.
 """
 
 from __future__ import annotations
@@ -129,29 +129,71 @@ class StageModel:
         return cls(model, {id(p): p for p in model.parameters()})
 
     @classmethod
-    def part(cls, model: nn.Module, chain: Chain, links: range) -> StageModel:
-        """The copy that runs some links; values are shared with the model, none is copied."""
-        modules = dict(model.named_modules(remove_duplicate=False))
-        own = {id(modules[chain.names[i]]) for i in links}
-        elsewhere = [name for i, name in enumerate(chain.names) if i not in links]
-        others = [modules[name] for name in elsewhere if id(modules[name]) not in own]
-        memo: dict[int, Any] = {id(link): Passage(link) for link in others}
+    def part(cls, model: nn.Module, chain: Chain, links: range, taken: set[int]) -> StageModel:
+        """The part that runs some links: the model's own modules, in copies of the containers around them.
+
+        Args:
+            taken: modules and parameters, by ``id``, that an earlier stage of this rank has; of these the part gets
+                copies (parameters share the values), and its own are added.
+        """
+        own = {chain.names[i] for i in links}
+        around = {name[:end] for name in chain.names for end in (0, *(i for i, c in enumerate(name) if c == "."))}
         origin: dict[int, nn.Parameter] = {}
-        for parameter in model.parameters():
-            new = nn.Parameter(parameter.detach(), requires_grad=parameter.requires_grad)
-            new.__dict__.update(parameter.__dict__)
-            new._backward_hooks = parameter._backward_hooks
-            new._post_accumulate_grad_hooks = parameter._post_accumulate_grad_hooks
-            memo[id(parameter)] = new
-            origin[id(new)] = parameter
-        part = copy.deepcopy(model, memo)
-        for name in elsewhere:
-            if id(modules[name]) in own:  # one module is several links
-                parent, _, short = name.rpartition(".")
-                part.get_submodule(parent)._modules[short] = Passage(modules[name])
-        here = {id(p) for p in part.parameters()}
-        mine = {key: p for key, p in origin.items() if key in here}
-        return cls(part, mine, chain, links, _sites(model, chain, links))
+        second: dict[int, nn.Parameter] = {}
+        made: dict[int, nn.Module] = {}
+        passages: dict[int, Passage] = {}
+
+        def of_this_stage(module: nn.Module) -> nn.Module:
+            if id(module) not in made:
+                made[id(module)] = module
+                if any(id(x) in taken for x in (*module.modules(), *module.parameters())):
+                    memo: dict[int, Any] = {id(p): p for p in module.parameters()}
+                    for p in module.parameters():
+                        if id(p) in taken:
+                            memo[id(p)] = second.setdefault(id(p), _again(p))
+                            origin[id(memo[id(p)])] = p
+                    made[id(module)] = copy.deepcopy(module, memo)
+            return made[id(module)]
+
+        def build(module: nn.Module, name: str) -> nn.Module:
+            if name in own:
+                return of_this_stage(module)
+            if name in chain.names:
+                return passages.setdefault(id(module), Passage(module))
+            if name in around:
+                around_links = _shallow(module)
+                for short, child in module._modules.items():
+                    if child is not None:
+                        around_links._modules[short] = build(child, f"{name}.{short}" if name else short)
+                return around_links
+            return of_this_stage(module)  # beside the chain: rotary tables, a loss
+
+        part = build(model, "")
+        for parameter in part.parameters():
+            origin.setdefault(id(parameter), parameter)
+        for module in model.modules():
+            if id(module) in made:
+                taken |= {id(x) for x in (*module.modules(), *module.parameters())}
+        return cls(part, origin, chain, links, _sites(model, chain, links))
+
+
+def _again(parameter: nn.Parameter) -> nn.Parameter:
+    """Another parameter with the same values, attributes and hooks."""
+    new = nn.Parameter(parameter.detach(), requires_grad=parameter.requires_grad)
+    new.__dict__.update(parameter.__dict__)
+    new._backward_hooks = parameter._backward_hooks
+    new._post_accumulate_grad_hooks = parameter._post_accumulate_grad_hooks
+    return new
+
+
+def _shallow(module: nn.Module) -> nn.Module:
+    """The module with the same children and attributes, and hooks of its own."""
+    new = copy.copy(module)
+    for key in vars(nn.Module()):
+        value = vars(new).get(key)
+        if isinstance(value, dict | set):
+            vars(new)[key] = copy.copy(value)
+    return new
 
 
 def _sites(model: nn.Module, chain: Chain, links: range) -> dict[str, tuple[str, int]]:
@@ -169,10 +211,11 @@ def _sites(model: nn.Module, chain: Chain, links: range) -> dict[str, tuple[str,
     return found
 
 
-def drop_values(model: nn.Module) -> None:
-    """Keep the names and shapes of a model whose values live in its stages; it refuses to run, and to give values."""
+def cut_off(model: nn.Module, parts: Sequence[StageModel]) -> None:
+    """What other ranks have of a model loses its values here; the model refuses to run, and to give its state."""
+    here = {id(p) for part in parts for p in part.model.parameters()}
     for parameter in model.parameters():
-        if not parameter.is_meta:
+        if id(parameter) not in here and not parameter.is_meta:
             nothing = torch.full((), float("nan"), dtype=parameter.dtype, device=parameter.device)
             parameter.data = nothing.expand(parameter.shape)
 

@@ -22,18 +22,18 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from plait.comm import Comm
-from plait.core.cells import Strategy
 from plait.core.collectives import Note
-from plait.core.flat import Cut, UnitLayout
-from plait.engine.build import Whole, build_units
+from plait.core.flat import UnitLayout
+from plait.engine.build import Whole
 from plait.engine.deferred import Deferred
-from plait.engine.door import Crossing, Door, HandedOver
+from plait.engine.door import Crossing, Door, Elsewhere, HandedOver
 from plait.engine.gathering import Gathering
 from plait.engine.gradients import Gradients, parameters_of
 from plait.engine.guard import ModelGuard
 from plait.engine.links import StageModel
 from plait.engine.rng import Draw, Streams
 from plait.engine.tensor_parallel import TensorParallel
+from plait.engine.unit import Unit
 from plait.engine.watch import Watch
 from plait.tensor.parallel import Parallel, TensorAxis
 
@@ -67,11 +67,12 @@ class Flight:
 
 
 class Stage:
-    """A stage, built from its copy of the model.
+    """A stage, built from its part of the model.
 
     Args:
-        part: the copy.
+        part: whose parameters are laid in ``units`` already.
         whole: the model that it was cut from.
+        watch: told which parameters are at rest.
         place: where it stands in the pipeline.
         split_backward: weight gradients are made in passes of their own.
         before_root: called with the model's arguments before each forward (see ``Gathering``).
@@ -83,11 +84,10 @@ class Stage:
         whole: Whole,
         place: Place,
         comm: Comm,
-        strategy: Strategy,
+        units: list[Unit],
+        watch: Watch,
         *,
         parallel: Parallel,
-        units: list[str] | None,
-        cut: Cut,
         seed: int,
         prefetch: int,
         sequence: bool,
@@ -95,10 +95,7 @@ class Stage:
         before_root: Callable[[Any, dict[str, Any]], None],
     ) -> None:
         self.model, self.place, self.comm, self.parallel = part.model, place, comm, parallel
-        watch = Watch()
-        self.units = build_units(
-            part, whole, comm, strategy, names=units, cut=cut, seed=seed, resting=watch.resting, parallel=parallel
-        )
+        self.units = units
         self.axis = TensorAxis(comm, sequence=sequence)
         trainable = [p for _, p, flat, _ in parameters_of(self.units) if flat.trainable]
         self.deferred = Deferred(trainable) if split_backward else None
@@ -124,8 +121,9 @@ class Stage:
         self.guard = ModelGuard(self.model)
         self.flights: dict[int, Flight] = {}
         originals = dict(whole.model.named_modules())
-        self._twins = [(m, originals[n]) for n, m in self.model.named_modules() if n in originals]
-        """Modules of the copy and those of the user's model, whose mode they follow."""
+        pairs = [(m, originals[n]) for n, m in self.model.named_modules() if n in originals]
+        self._twins = [(m, original) for m, original in pairs if m is not original]
+        """Copied modules and those of the user's model, whose mode they follow."""
 
     def begin_step(self) -> None:
         """Before the first forward of a step; whatever an earlier one left behind when it raised is gone."""
@@ -178,12 +176,17 @@ class Stage:
             if not isinstance(loss, Tensor) or loss.dim() != 0:
                 shape = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
                 raise ValueError(f"the loss has shape {shape}: return the sum over the microbatch, a scalar")
+            if isinstance(loss, Elsewhere):
+                raise ValueError(
+                    "loss_fn uses something that the model made of an early link's output, which another stage has (an "
+                    "auxiliary loss, hidden states): let the last link make what the loss needs"
+                )
             flight.output = loss if loss.requires_grad else None
             return loss
         if handed is None:
             raise ValueError(
                 "loss_fn did not call the model, or caught what ends its call: under a pipeline every stage runs it, "
-                "as model(...), outside of a bare except"
+                "as model(...), outside of try/except"
             )
         if handed.requires_grad:
             flight.output = get_gradient_edge(handed)

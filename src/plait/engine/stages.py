@@ -19,12 +19,13 @@ from plait.core.cells import Strategy
 from plait.core.flat import Cut
 from plait.core.pipeline import Pipeline
 from plait.core.split import by_sizes, even
-from plait.engine.build import Whole
+from plait.engine.build import Whole, build_units, give_values
 from plait.engine.gradients import FlatGradient
-from plait.engine.links import Chain, StageModel, chain_of, drop_values, parallel_of, stages_using
+from plait.engine.links import Chain, StageModel, chain_of, cut_off, parallel_of, stages_using
 from plait.engine.stage import Place, Stage
 from plait.engine.state import Directory
 from plait.engine.tied import Edge
+from plait.engine.watch import Watch
 from plait.engine.wrap import wrap
 from plait.tensor.parallel import Parallel
 
@@ -105,29 +106,46 @@ def build_stages(
         edges = _edges(model, chain, split, using)
         whole = Whole(model, names, frozenset(key for key, stages in using.items() if len(stages) > 1))
         here = comm.mesh.coordinates(comm.rank)["pipe"]
-        parts = {s: StageModel.part(model, chain, split[s]) for s in range(count) if owner[s] == here}
+        taken: set[int] = set()
+        parts = {s: StageModel.part(model, chain, split[s], taken) for s in range(count) if owner[s] == here}
         if settings.units is not None:
             wrap(model, settings.units)  # refuses names that are nowhere
-    stages = {}
-    for number, part in parts.items():
+    plans = {s: parallel_of(parallel, part, last=s == count - 1) for s, part in parts.items()}
+    watches = {s: Watch() for s in parts}
+    laid = {}
+    for s, part in parts.items():
         modules = dict(part.model.named_modules())
-        stages[number] = Stage(
+        named = None if settings.units is None else [name for name in settings.units if name in modules]
+        laid[s] = build_units(
             part,
             whole,
-            Place(number, count),
             comm,
             strategy,
-            parallel=parallel if part.model is model else parallel_of(parallel, part, last=number == count - 1),
-            units=None if settings.units is None else [name for name in settings.units if name in modules],
+            names=named,
             cut=settings.cut,
+            resting=watches[s].resting,
+            parallel=plans[s],
+        )
+    give_values(whole, list(laid.values()), settings.seed, comm.device)
+    stages = {
+        s: Stage(
+            part,
+            whole,
+            Place(s, count),
+            comm,
+            laid[s].units,
+            watches[s],
+            parallel=plans[s],
             seed=settings.seed,
             prefetch=settings.prefetch,
             sequence=settings.sequence,
             split_backward=pipeline.splits_backward,
             before_root=settings.before_root,
         )
-    if any(part.model is not model for part in parts.values()):
-        drop_values(model)
+        for s, part in parts.items()
+    }
+    if count > 1 or sizes is not None:
+        cut_off(model, list(parts.values()))
     return Built(stages, edges, directory, tuple(map(len, split)))
 
 

@@ -204,7 +204,7 @@ class TensorParallel(TorchFunctionMode):
 
     def _check_inputs(self, inputs: Any) -> None:
         """Raises ValueError, at the first forward, where the ranks of a tensor group work on different samples."""
-        tensors = [t.detach().cpu().contiguous() for t in tree_leaves(inputs) if isinstance(t, Tensor)]
+        tensors = [t.detach().cpu().resolve_conj().contiguous() for t in tree_leaves(inputs) if isinstance(t, Tensor)]
         mine = zlib.crc32(b"".join(bytes(t.view(-1).view(torch.uint8).numpy().data) for t in tensors))
         comm = self.axis.comm
         every = torch.empty(self.axis.ways, dtype=torch.int64, device=comm.device)

@@ -50,9 +50,10 @@ class RunConfig:
     """Who of the pipe axis does what when: an order (naive, gpipe, 1f1b, interleaved, zb_h1, zb_h2, zbv, dualpipe_v),
     or a file that plait schedule check proves. None: 1f1b, where there is a pipeline."""
     chunks: int | None = None
-    """Stages on each rank (interleaved: 2 unless given)."""
+    """Stages on each rank, for interleaved; None: 2."""
     hold: int | None = 1
-    """Stages that a rank may have unsharded at once; None: units are gathered one by one."""
+    """Stages that a rank keeps unsharded for its next passes, under a row that splits parameters; None: units are
+    gathered one by one in every pass, which takes the least memory and the most messages."""
     split: str | None = None
     """Links of the model on each stage, as in "5 4"; "measured" balances what they cost. None: equally many."""
     world: World = "process"
@@ -171,7 +172,7 @@ class TrainConfig(RunConfig):
     """Train a model on a mesh; show its loss, its speed and its bytes, predicted and measured."""
 
     out: str | None = None
-    """A folder for metrics.jsonl (one object a step) and the summary."""
+    """A folder for metrics.jsonl (one object a step), the summary, and the timeline of a step (as SVG, for Perfetto)."""
     verify: bool = False
     """At the end, train again as one process and compare."""
     log_every: int = 10

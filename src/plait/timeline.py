@@ -19,10 +19,14 @@ from plait.comm.collect import collect
 from plait.core.actions import parse_action
 from plait.core.events import Event, Log, Span
 from plait.engine import Engine
+from plait.plan.idle import idle_times, mean_idle
 from plait.plan.measured import busy_shares, measured_costs, measured_timeline, schedule_of
 from plait.plan.simulate import Timeline, simulate
 from plait.report.timeline import timeline_svg, timeline_table
 from plait.report.trace import trace_json
+
+WORTH_BALANCING = 0.1
+"""The share of a step from which on a better split is recommended."""
 
 
 @dataclass(frozen=True)
@@ -59,6 +63,8 @@ def record_timeline(engine: Engine) -> Recorded | None:
     logs = tuple(tuple(line[step] for line in lines) for step in range(len(lines[0])))
     last = schedule_of(logs[-1])
     logs = tuple(log for log in logs if schedule_of(log) == last)  # of one number of microbatches
+    if engine.steps == len(logs) > 1:
+        logs = logs[1:]  # in the very first step shapes are learned and caches fill
     return Recorded(logs, simulate(last, measured_costs(logs)))
 
 
@@ -77,8 +83,13 @@ def write_timeline(recorded: Recorded, folder: Path, title: str) -> None:
 
 
 def show_timeline(recorded: Recorded, console: Console) -> None:
-    """Busy and idle shares, by cause."""
+    """Busy and idle shares, by cause; the simulated step has the same passes, and messages that take no time."""
     console.print(timeline_table(recorded.typical, recorded.simulated))
+    uneven = mean_idle(idle_times(recorded.typical)).shares["imbalance"]
+    if uneven > WORTH_BALANCING:
+        console.print(
+            f"{uneven:.0%} of the step is imbalance of stages: --split measured shares the links by their cost"
+        )
 
 
 def dump(steps: tuple[tuple[Event, ...], ...]) -> bytes:

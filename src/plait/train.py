@@ -82,6 +82,12 @@ def run_train(config: TrainConfig, comm: Comm) -> int:
     )
     console.print(f"{strategy}")
     console.print(f"mesh {comm.mesh}: {comm.mesh.size} ranks ({config.world} world)")
+    if engine.pipeline.num_stages > 1:
+        owner, first = engine.pipeline.owner, 0
+        for stage, size in enumerate(engine.split):
+            names = engine.links[first : first + size]
+            first += size
+            console.print(f"stage {stage} on pipe rank {owner[stage]}: {names[0]} .. {names[-1]} ({size} links)")
     metrics = Metrics(Path(config.out) if config.out and comm.rank == 0 else None)
     lines = []
     on_gpu = comm.device.type == "cuda"

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from plait.comm import ring, tree
 from plait.comm.base import Comm, MismatchError
+from plait.comm.collect import collect
 from plait.core.collectives import Entry, Note, bytes_sent
 
 COMBINE = {"sum": torch.add, "min": torch.minimum, "max": torch.maximum}
@@ -200,6 +201,61 @@ def check_messages(comm: Comm) -> None:
     comm.barrier(("shard", "replica", "pipe"))
 
 
+def check_messages_of_unknown_shape(comm: Comm) -> None:
+    """Several under way on one channel, among messages of known shape, waited for in any order."""
+    n = comm.mesh.size
+    after, before = (comm.rank + 1) % n, (comm.rank - 1) % n
+    if after == comm.rank:
+        return
+    shapes: list[tuple[int, ...]] = [(3, 5), (0, 4), (), (2_500_000,), (7,)]
+    types = [torch.float32, torch.int64, torch.float64, torch.float32, torch.bfloat16]
+
+    def sent(rank: int, i: int) -> Tensor:
+        return (
+            value(rank, max(1, torch.Size(shapes[i]).numel()))[: torch.Size(shapes[i]).numel()]
+            .view(shapes[i])
+            .to(types[i])
+        )
+
+    note, mark = Note("news"), len(comm.ledger.entries)
+    known = torch.empty(shapes[4], dtype=types[4])
+    coming = [comm.recv_new(before, note) for _ in range(4)]
+    last = comm.recv(known, before, note)
+    works = [comm.send(sent(comm.rank, i), after, note) for i in range(5)]
+    last.wait()
+    same(known, sent(before, 4))
+    for i in (2, 0, 3, 1):
+        same(coming[i].wait(), sent(before, i))
+    for work in works:
+        work.wait()
+    sizes = [e.bytes for e in comm.ledger.entries[mark:] if e.kind == "recv"]
+    assert sorted(sizes) == sorted(sent(before, i).numel() * types[i].itemsize for i in range(5)), (
+        "each once, in the ledger"
+    )
+
+
+def check_collect(comm: Comm) -> None:
+    """Bytes of different lengths from every rank, none included."""
+    every = collect(comm, bytes(range(comm.rank)) * 3)
+    if comm.rank == 0:
+        assert every == [bytes(range(rank)) * 3 for rank in range(comm.mesh.size)]
+    else:
+        assert every is None
+
+
+def check_waits_are_told(comm: Comm) -> None:
+    """Who listens hears of every wait, with what was waited for, and of nothing when it has stopped listening."""
+    if comm.mesh.size == 1:
+        return
+    heard: list[tuple[str, float]] = []
+    comm.on_wait = lambda call, start, end: heard.append((str(call), end - start))
+    axes = next(axes for axes in axes_of(comm) if comm.mesh.count(axes) > 1)
+    comm.all_reduce(torch.ones(8), axes, note=Note("heard")).wait()
+    comm.on_wait = None
+    comm.all_reduce(torch.ones(8), axes).wait()
+    assert heard and all("heard" in call and seconds >= 0 for call, seconds in heard)
+
+
 def check_refused_messages(comm: Comm) -> None:
     """A message of another shape or dtype names both sides, at once; the next one arrives."""
     if comm.rank == 0:
@@ -278,6 +334,9 @@ EVERYTHING = (
     check_no_grad,
     check_ledger,
     check_messages,
+    check_messages_of_unknown_shape,
+    check_collect,
+    check_waits_are_told,
     check_refused_messages,
     check_check_together,
     check_algorithms,

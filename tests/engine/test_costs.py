@@ -26,7 +26,7 @@ def batch() -> cases.Batch:
 def test_the_dear_link_is_found_and_the_model_left_alone() -> None:
     net = model()
     before = copy.deepcopy(net.state_dict())
-    forward, backward = link_costs(net, cases.loss_sum, batch(), 64)
+    forward, backward = zip(*link_costs(net, cases.loss_sum, batch(), 64), strict=True)
     assert len(forward) == len(backward) == 4 and min(*forward, *backward) > 0
     assert forward[2] == max(forward) and backward[2] == max(backward)
     assert all(torch.equal(value, before[name]) for name, value in net.state_dict().items())

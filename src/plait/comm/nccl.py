@@ -6,7 +6,8 @@ UNTESTED: nothing here has run on a GPU yet.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Iterable, Sequence
 from datetime import timedelta
 from itertools import permutations
 from typing import TYPE_CHECKING, Any
@@ -15,8 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from plait.comm.base import Call, Work
-from plait.comm.messages import HEADER_BYTES, Pending, Receive, Started, checksum, label
+from plait.comm.base import Call, Incoming, MismatchError, Work
+from plait.comm.messages import HEADER_BYTES, Pending, Started, checksum, label, read_label
 from plait.comm.process import ProcessComm
 from plait.core.mesh import AXES, Mesh
 
@@ -49,6 +50,11 @@ class NcclComm(ProcessComm):
             ring = [(column[i - 1], one) for i, one in enumerate(column)]
             for a, b in dict.fromkeys((*ring, *((b, a) for a, b in ring))):
                 self._channels[a, b] = dist.new_group([a, b], **make)
+        for (a, b), group in self._channels.items():  # a communicator is made at its first use, by both
+            if rank in (a, b):
+                one = torch.zeros(1, device=self.device)
+                (dist.isend(one, b, group=group) if rank == a else dist.irecv(one, a, group=group)).wait()
+        self._queues: dict[int, deque[InTurn]] = {}
         large = [a for a in AXES if mesh.axis(a) > 1]
         self._nccl: dict[tuple[str, ...], Any] = {}
         for axes in (p for k in range(1, len(large) + 1) for p in permutations(large, k)):
@@ -105,15 +111,79 @@ class NcclComm(ProcessComm):
         return self._start(call, tensor, lambda chunk: dist.irecv(chunk, src, group=lane))
 
     def _recv(self, call: Call, tensor: Tensor, src: int) -> Work:
-        # nccl has no tags: the message is taken in only when its header has been read.
+        return self._in_turn(call, src, tensor)
+
+    def _recv_new(self, call: Call, src: int) -> Incoming:
+        return self._in_turn(call, src, None)
+
+    def _in_turn(self, call: Call, src: int, tensor: Tensor | None) -> InTurn:
+        """nccl has no tags: messages of one sender are taken in in the order in which they were asked for."""
         number, header = self._number("message", src, self.rank), torch.zeros(HEADER_BYTES, dtype=torch.uint8)
         first = self._receive(call, header, src, checksum("header", src, self.rank, number))
-        return Receive(self, call, first, header, label(tensor), lambda: self._receive(call, tensor, src, 0))
+        message = InTurn(self, call, first, header, tensor, self._queues.setdefault(src, deque()))
+        if tensor is not None and message.is_next:
+            message.ask()
+        return message
 
-    def _wait(self, work: Any, seconds: float) -> None:
-        # On the GPU a wait orders streams and must not stop this thread; nccl's watchdog has the deadline.
-        if work is not None and "nccl" not in type(work).__name__.lower():
-            super()._wait(work, seconds)
+    def join_works(self, call: Call, works: Iterable[Started]) -> None:
+        """On the GPU a wait orders streams and does not stop this thread; nccl's watchdog has the deadline."""
+        works = list(works)
+        super().join_works(call, [(work, tensor) for work, tensor in works if tensor.device.type != "cuda"])
+        for work, tensor in works:
+            if tensor.device.type == "cuda" and work is not None:
+                work.wait()
+
+
+class InTurn(Pending):
+    """A message of which only its place among those of its sender says which it is.
+
+    It is asked of nccl when all before it have been; one whose shape only the header tells holds up those behind it,
+    until somebody waits for one of them.
+    """
+
+    def __init__(
+        self,
+        comm: NcclComm,
+        call: Call,
+        first: list[Started],
+        header: Tensor,
+        tensor: Tensor | None,
+        queue: deque[InTurn],
+    ) -> None:
+        super().__init__(comm, call, first)
+        self._header, self._tensor, self._queue = header, tensor, queue
+        self._meant = None if tensor is None else label(tensor)
+        self._rest: list[Started] | None = None
+        queue.append(self)
+
+    @property
+    def is_next(self) -> bool:
+        return self._queue[0] is self
+
+    def ask(self) -> None:
+        """Have nccl take the message in; all before it have been asked for."""
+        assert self.is_next
+        if self._tensor is None:
+            dtype, shape = read_label(self._read_header())
+            self._tensor = torch.empty(shape, dtype=dtype, device=self._comm.device)
+        self._rest = self._comm._receive(self._call, self._tensor, self._call.group.ranks[0], 0)
+        self._queue.popleft()
+
+    def wait(self) -> Tensor:  # type: ignore[override]
+        """Asks for all before it, then for itself; checks the header; returns the message."""
+        while self._rest is None:
+            self._queue[0].ask()
+        assert self._tensor is not None
+        came, (src, dst) = self._read_header(), self._call.group.ranks
+        if self._meant is not None and came != self._meant[:HEADER_BYTES]:
+            raise MismatchError(f"rank {dst} receives {self._meant} from rank {src}, which sent {came} ({self._call})")
+        self._works = self._rest
+        super().wait()
+        return self._tensor
+
+    def _read_header(self) -> str:
+        self._comm.join_works(self._call, self._works)
+        return bytes(self._header.tolist()).rstrip(b"\0").decode()
 
 
 def _library_op(op: str) -> Any:

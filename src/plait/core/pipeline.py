@@ -13,13 +13,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import lru_cache
 
-from plait.core.actions import PASSES, Kind, Schedule, microbatches, owners
+from plait.core.actions import Kind, Line, Schedule, microbatches, owners
 from plait.core.cells import Strategy
 from plait.core.check import check
 from plait.core.orders import one_stage, stages_per_rank, write_order
 from plait.core.passes import complete
+from plait.core.receipts import Key, receipts
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,10 @@ class Pipeline:
     chunks: int | None = None
     """Stages on each rank, for ``interleaved``."""
     hold: int | None = 1
-    """How many stages a rank may have unsharded at once; None: units are gathered one by one (see ``add_sharding``)."""
+    """How many stages a rank keeps unsharded for its next passes; None: units are gathered one by one.
+
+    See ``add_sharding``.
+    """
 
     def __post_init__(self) -> None:
         if self.name is not None and any(text in self.name for text in (" ", "\n")):
@@ -107,25 +110,37 @@ class Pipeline:
                 f"the schedule is written for {own} microbatches, but the step brings {num_microbatches}: "
                 f"give {own}, or write it for {num_microbatches}"
             )
-        return _completed(self, num_microbatches, strategy)
+        written = self.written(num_microbatches)
+        if self.name is None and self.order is None:
+            return written
+        schedule = complete(written, strategy, hold=self.hold)
+        check(schedule, num_stages=self.num_stages, num_microbatches=num_microbatches)
+        return schedule
 
 
-@lru_cache(maxsize=64)
-def _completed(pipeline: Pipeline, num_microbatches: int, strategy: Strategy) -> Schedule:
-    written = pipeline.written(num_microbatches)
-    if pipeline.name is None and pipeline.order is None:
-        return written
-    schedule = complete(written, strategy, hold=pipeline.hold)
-    check(schedule, num_stages=pipeline.num_stages, num_microbatches=num_microbatches)
-    return schedule
+@dataclass(frozen=True)
+class Plan:
+    """A completed schedule, and what one rank has to know of it."""
+
+    schedule: Schedule
+    line: Line
+    """The rank's own."""
+    last: frozenset[tuple[Kind, int, int]]
+    """The passes that make the last gradient of their stage."""
+    receipts: Mapping[Key, tuple[Key, ...]]
+    """By every message that the rank receives: its own that have arrived by then."""
+
+    @classmethod
+    def of(cls, schedule: Schedule, rank: int) -> Plan:
+        """For a rank of the pipe axis."""
+        return cls(schedule, schedule[rank], last_gradients(schedule), receipts(schedule, rank))
 
 
-@lru_cache(maxsize=64)
 def last_gradients(schedule: Schedule) -> frozenset[tuple[Kind, int, int]]:
     """The pass of each stage that makes its last gradient, as (kind, stage, microbatch)."""
     found = {}
     for line in schedule:
         for action in line:
-            if action.kind in PASSES and action.kind in (Kind.BACKWARD, Kind.WEIGHT):
+            if action.kind in (Kind.BACKWARD, Kind.WEIGHT):
                 found[action.stage] = (action.kind, action.stage, action.microbatch)
     return frozenset(found.values())

@@ -8,8 +8,6 @@ So a rank may let go of what it sent without asking, and without waiting for it.
 
 from __future__ import annotations
 
-from functools import lru_cache
-
 from plait.core.actions import PASSES, Kind, Schedule, ends, owners
 
 Key = tuple[str, int, int]
@@ -18,7 +16,6 @@ Key = tuple[str, int, int]
 SENDS = {Kind.SEND_F: "F", Kind.SEND_B: "B"}
 
 
-@lru_cache(maxsize=64)
 def receipts(schedule: Schedule, rank: int) -> dict[Key, tuple[Key, ...]]:
     """By every message that a rank receives: its own messages that have certainly arrived when that one has.
 

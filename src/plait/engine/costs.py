@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import statistics
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -30,20 +31,26 @@ Seconds = tuple[tuple[float, ...], tuple[float, ...]]
 """Of forward, and of backward, link by link."""
 
 
-def link_costs(model: nn.Module, loss_fn: LossFn, batch: Any, num_samples: int, repeats: int = 5) -> Seconds:
+def link_costs(
+    model: nn.Module,
+    loss_fn: LossFn,
+    batch: Any,
+    num_samples: int,
+    repeats: int = 5,
+    device: torch.device | str = "cpu",
+) -> Iterator[tuple[float, float]]:
     """Seconds of forward and backward of each link on one microbatch: medians, the first round left out.
 
     Args:
         model: its parameters may be on meta; it is left as it is.
-        batch: a microbatch as the run will bring it, of ``num_samples`` samples.
+        batch: a microbatch as the run will bring it, of ``num_samples`` samples, on the device.
     """
     model = copy.deepcopy(model, {id(p): nn.Parameter(p.detach(), p.requires_grad) for p in model.parameters()})
     chain = chain_of(model)
-    comm = ThreadWorld(Mesh()).comm(0)
+    comm = ThreadWorld(Mesh(), device=device).comm(0)
     whole = Whole(model, {id(p): n for n, p in model.named_parameters()})
     draw = Draw(0, 0, 0, num_samples)
     received: Tensor | None = None
-    forward, backward = [], []
     for index in range(len(chain.names)):
         part, watch, plan = StageModel.part(model, chain, range(index, index + 1), set()), Watch(), Parallel()
         ddp = find_strategy("ddp")
@@ -66,24 +73,32 @@ def link_costs(model: nn.Module, loss_fn: LossFn, batch: Any, num_samples: int, 
         seconds: list[tuple[float, float]] = []
         for _ in range(repeats + 1):
             given = None if received is None else received.detach()
-            start = time.perf_counter()
+            start = _now(comm.device)
             stage.begin_step()
             out = stage.forward(0, loss_fn, batch, draw, given)
-            middle = time.perf_counter()
+            middle = _now(comm.device)
             stage.backward(0, torch.ones_like(out), last=True)
-            seconds.append((middle - start, time.perf_counter() - middle))
-        forward.append(statistics.median(f for f, _ in seconds[1:]))
-        backward.append(statistics.median(b for _, b in seconds[1:]))
+            seconds.append((middle - start, _now(comm.device) - middle))
         received = out.detach()
-    return tuple(forward), tuple(backward)
+        yield statistics.median(f for f, _ in seconds[1:]), statistics.median(b for _, b in seconds[1:])
+
+
+def _now(device: torch.device) -> float:
+    """The clock, when all that was asked of the device is done."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
 
 
 def agreed_costs(model: nn.Module, comm: Comm, loss_fn: LossFn, batch: Any, num_samples: int) -> Seconds:
     """What ``link_costs`` finds on rank 0, on every rank; all call it together."""
-    num_links = len(chain_of(model).names)
-    seconds = torch.zeros(2, num_links, dtype=torch.float64, device=comm.device)
-    if comm.rank == 0:
-        seconds.copy_(torch.tensor(link_costs(model, loss_fn, batch, num_samples), dtype=torch.float64))
-    comm.broadcast(seconds, AXES, 0, note=Note("setup")).wait()
-    forward, backward = seconds.tolist()
-    return tuple(forward), tuple(backward)
+    measured = link_costs(model, loss_fn, batch, num_samples, device=comm.device) if comm.rank == 0 else None
+    found = []
+    for _ in chain_of(model).names:  # link by link, so that each wait has a deadline of its own
+        seconds = torch.zeros(2, dtype=torch.float64, device=comm.device)
+        if measured is not None:
+            seconds.copy_(torch.tensor(next(measured), dtype=torch.float64))
+        comm.broadcast(seconds, AXES, 0, note=Note("setup")).wait()
+        found.append(seconds.tolist())
+    forward, backward = zip(*found, strict=True)
+    return forward, backward

@@ -21,9 +21,9 @@ from torch.utils._pytree import tree_leaves
 
 from plait.comm import Comm, Work
 from plait.comm.call import Incoming, name_of
-from plait.core.actions import ACTIVATION, GRADIENT, Action, Kind, Schedule, ends
+from plait.core.actions import ACTIVATION, GRADIENT, Action, Kind, ends
 from plait.core.collectives import Note
-from plait.core.receipts import Key, receipts
+from plait.core.receipts import Key
 
 Signature = tuple[tuple[int, ...], ...]
 """The shapes of a batch's tensors."""
@@ -54,9 +54,13 @@ class Courier:
         self._going: dict[Key, Work] = {}
         self._receipts: Mapping[Key, tuple[Key, ...]] = {}
 
-    def begin(self, batches: Sequence[Any], schedule: Schedule) -> None:
-        """Before a step."""
-        self._receipts = receipts(schedule, self.comm.mesh.coordinates(self.comm.rank)["pipe"])
+    def begin(self, batches: Sequence[Any], receipts: Mapping[Key, tuple[Key, ...]]) -> None:
+        """Before a step.
+
+        Args:
+            receipts: by every message that comes, those of ours that have arrived by then.
+        """
+        self._receipts = receipts
         self.signatures = [signature_of(batch) for batch in batches]
         self._left.clear()
         self._coming.clear()

@@ -152,6 +152,11 @@ class Door:
         return self._next - 1
 
     def _at_passage(self, module: nn.Module) -> Tensor:
+        if in_backward():
+            raise ValueError(
+                "a checkpoint around several links of the pipeline holds links of two stages: checkpoint inside of a "
+                "link, or around one"
+            )
         if self._crossing is None:
             raise ValueError(f"stage {self.number} has only some links of the model: train it by engine.step")
         index = self._reached(module)

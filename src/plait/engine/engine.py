@@ -25,7 +25,7 @@ from plait.comm import Comm
 from plait.core.actions import Schedule
 from plait.core.cells import Strategy, find_strategy
 from plait.core.flat import Cut, UnitLayout
-from plait.core.pipeline import Pipeline
+from plait.core.pipeline import Pipeline, Plan
 from plait.core.styles import Style
 from plait.engine.build import check_model, check_settings
 from plait.engine.courier import Courier
@@ -70,8 +70,8 @@ class Engine:
         schedule: who of the ``pipe`` axis does what when: an order's name (see ``core.orders``), or a schedule written
             by hand; None: 1f1b, or no pipeline where the axis has one rank.
         chunks: stages on each rank, for the order ``interleaved``.
-        hold: how many stages a rank may have unsharded at once under a row that splits parameters; None gathers units
-            one by one in each pass.
+        hold: under a row that splits parameters, how many stages a rank keeps unsharded for its next passes (a row that
+            keeps them to the backward holds all in flight); None gathers units one by one in each pass.
         split: how many links of the model each stage has; None: equally many. Links are what the model tells of (see
             ``links``).
         listener: called with ``"reduced"`` (gradients are whole, not clipped) and ``"updated"``.
@@ -130,7 +130,11 @@ class Engine:
             None if units is None else tuple(units), cut, seed, prefetch, sequence_parallel, self._before_forward
         )
         built = build_stages(model, comm, self.strategy, self.pipeline, parallel, split, settings)
-        self.stages, self._directory, self.split = built.stages, built.directory, built.split
+        self.stages, self._directory = built.stages, built.directory
+        self.links, self.split = built.links, built.split
+        """The names of the model's links, and how many each stage has."""
+        for stage in self.stages.values():
+            stage.gathering.peers = [peer.gathering for peer in self.stages.values()]
         courier = Courier(comm, self.pipeline.owner)
         self.log = EventLog(comm)
         """When each action of the last steps began and ended."""
@@ -158,6 +162,7 @@ class Engine:
         self.unchecked = list(dict.fromkeys(whole)) if parallel.styles else []
         """Parameters whose gradients have not been seen to be the same on all tensor ranks."""
         self._guard = ModelGuard(model)  # where stages have copies, changes to the model would be lost
+        self._plans: dict[int, Plan] = {}
         self._broken = False
         self._now: OpenStep | None = None
         self._last = StepResult(-1, math.nan, 0, (), None)
@@ -190,13 +195,14 @@ class Engine:
         num = len(microbatches)
         if not num:
             raise ValueError("no microbatch: a step needs at least one, an empty one included")
-        schedule = self.pipeline.completed(num, self.strategy)
+        plan = self.plan(num)
         counts = [count_fn(batch) for batch in microbatches]
         samples = [num_samples(batch) for batch in microbatches]
         first, total = self.exchange.counts(num, sum(counts), sum(samples))
         self._now = OpenStep(count=total)  # whatever an earlier step left behind when it raised is gone
-        if self.comm.mesh.pipe > 1:
+        if self.pipeline.num_stages > 1:
             self._guard.check()
+        if self.comm.mesh.pipe > 1:
             self.exchange.check_batches(microbatches)
         for stage in self.stages.values():
             stage.begin_step()
@@ -206,9 +212,17 @@ class Engine:
             for m, batch in enumerate(microbatches)
         ]
         self._broken = self.comm.mesh.pipe > 1
-        self.runtime.run(schedule, brought, loss_fn, 1 / total, self._update)
+        self.runtime.run(plan, brought, loss_fn, 1 / total, self._update)
         self._broken = False
         return self._last
+
+    def plan(self, num_microbatches: int) -> Plan:
+        """What this rank does in a step of so many microbatches; proved when it is first asked for."""
+        if num_microbatches not in self._plans:
+            here = self.comm.mesh.coordinates(self.comm.rank)["pipe"]
+            schedule = self.pipeline.completed(num_microbatches, self.strategy)
+            self._plans[num_microbatches] = Plan.of(schedule, here)
+        return self._plans[num_microbatches]
 
     def _update(self) -> None:
         """The end of the step."""

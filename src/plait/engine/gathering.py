@@ -88,6 +88,9 @@ class Gathering:
         """Weight gradients are made in a pass of their own, after the units have been closed."""
         self.peak_open = 0
         self.peak_bytes = 0
+        """The most bytes of gathered parameters at once, of all stages of the rank."""
+        self.peers: list[Gathering] = [self]
+        """Those of all stages of the rank."""
         self._inside: list[Unit] = []
         """The units whose forward is under way, innermost last."""
         self._backward_open: dict[Unit, None] = {}
@@ -147,7 +150,7 @@ class Gathering:
         late units are counted apart.  In forward there are none.
         """
         held = [u for u in self.units if u.split and (u.filled or u.works is not None)]
-        self.peak_bytes = max(self.peak_bytes, sum(u.bytes_full for u in held))
+        self._note_bytes()
         beside = [u for u in held if u.name not in running.ancestors and not u.keeps_open]
         borrowed = len([u for u in running.needs if u is not running])
         late = [u for u in beside if u.users and u not in running.needs]
@@ -158,6 +161,10 @@ class Gathering:
             f"({', '.join(u.name for u in beside)}), more than {bound}"
         )
 
+    def _note_bytes(self) -> None:
+        units = [unit for peer in self.peers for unit in peer.units if unit.split]
+        self.peak_bytes = max(self.peak_bytes, sum(u.bytes_full for u in units if u.filled or u.works is not None))
+
     # ---- held by the schedule -----------------------------------------------------------------------------------
 
     def hold(self) -> None:
@@ -166,7 +173,7 @@ class Gathering:
         for unit in self.units:
             unit.users += 1
             unit.gather("unshard", -1)
-        self.peak_bytes = max(self.peak_bytes, sum(u.bytes_full for u in self.units if u.split))
+        self._note_bytes()
 
     def release(self) -> None:
         """RESHARD: back to rest; what the row keeps from forward to backward is kept while a microbatch is between."""

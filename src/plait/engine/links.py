@@ -32,7 +32,8 @@ class Passage(nn.Module):
 
     def __init__(self, link: nn.Module) -> None:
         super().__init__()
-        self.__dict__.update({key: value for key, value in vars(link).items() if key not in vars(self)})
+        plain = {k: v for k, v in vars(link).items() if not k.startswith("_") and not callable(v)}
+        self.__dict__.update({key: value for key, value in plain.items() if key not in vars(self)})
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         """What the door says."""
@@ -141,7 +142,8 @@ class StageModel:
         origin: dict[int, nn.Parameter] = {}
         second: dict[int, nn.Parameter] = {}
         made: dict[int, nn.Module] = {}
-        passages: dict[int, Passage] = {}
+        passages: dict[int, nn.Module] = {}
+        beside = bool(taken)
 
         def of_this_stage(module: nn.Module) -> nn.Module:
             if id(module) not in made:
@@ -161,10 +163,13 @@ class StageModel:
             if name in chain.names:
                 return passages.setdefault(id(module), Passage(module))
             if name in around:
-                around_links = _shallow(module)
+                around_links = _shallow(module, buffers=beside)
                 for short, child in module._modules.items():
                     if child is not None:
                         around_links._modules[short] = build(child, f"{name}.{short}" if name else short)
+                for key, value in vars(module).items():
+                    if isinstance(value, list | tuple | dict) and not key.startswith("_"):
+                        vars(around_links)[key] = _translated(value, passages | made)
                 return around_links
             return of_this_stage(module)  # beside the chain: rotary tables, a loss
 
@@ -181,19 +186,36 @@ def _again(parameter: nn.Parameter) -> nn.Parameter:
     """Another parameter with the same values, attributes and hooks."""
     new = nn.Parameter(parameter.detach(), requires_grad=parameter.requires_grad)
     new.__dict__.update(parameter.__dict__)
-    new._backward_hooks = parameter._backward_hooks
-    new._post_accumulate_grad_hooks = parameter._post_accumulate_grad_hooks
+    new._backward_hooks = copy.copy(parameter._backward_hooks)
+    new._post_accumulate_grad_hooks = copy.copy(parameter._post_accumulate_grad_hooks)
     return new
 
 
-def _shallow(module: nn.Module) -> nn.Module:
-    """The module with the same children and attributes, and hooks of its own."""
+def _shallow(module: nn.Module, *, buffers: bool) -> nn.Module:
+    """The module with the same children and attributes, and hooks of its own.
+
+    Args:
+        buffers: whether it gets buffers of its own as well.
+    """
     new = copy.copy(module)
     for key in vars(nn.Module()):
         value = vars(new).get(key)
         if isinstance(value, dict | set):
             vars(new)[key] = copy.copy(value)
+    if buffers:
+        new._buffers.update({key: None if b is None else b.clone() for key, b in module._buffers.items()})
     return new
+
+
+def _translated(value: Any, known: Mapping[int, nn.Module]) -> Any:
+    """A list, tuple or dict in which modules of the model are those of the part."""
+    if isinstance(value, nn.Module):
+        return known.get(id(value), value)
+    if type(value) in (list, tuple):
+        return type(value)(_translated(one, known) for one in value)
+    if type(value) is dict:
+        return {key: _translated(one, known) for key, one in value.items()}
+    return value
 
 
 def _sites(model: nn.Module, chain: Chain, links: range) -> dict[str, tuple[str, int]]:

@@ -27,9 +27,9 @@ from torch import Tensor
 
 from plait.comm import Comm
 from plait.comm.call import Call
-from plait.core.actions import Action, Kind, Line, Schedule
+from plait.core.actions import Action, Kind, Line
 from plait.core.events import Event, Span
-from plait.core.pipeline import last_gradients
+from plait.core.pipeline import Plan
 from plait.engine.courier import Courier
 from plait.engine.rng import Draw
 from plait.engine.stage import LossFn, Stage
@@ -95,7 +95,7 @@ class Runtime:
 
     def run(
         self,
-        schedule: Schedule,
+        plan: Plan,
         microbatches: Sequence[Microbatch],
         loss_fn: LossFn,
         seed: float,
@@ -104,14 +104,13 @@ class Runtime:
         """One step of this rank.
 
         Args:
-            schedule: completed and proved; this rank carries out its own line of it.
+            plan: this rank's.
             seed: the gradient of every loss, 1 / the global count.
             update: the end of the step, called with the losses known (see ``losses``).
         """
         stages, courier = self.stages, self.courier
-        courier.begin([m.batch for m in microbatches], schedule)
-        line = schedule[courier.comm.mesh.coordinates(courier.comm.rank)["pipe"]]
-        last = last_gradients(schedule)
+        courier.begin([m.batch for m in microbatches], plan.receipts)
+        line, last = plan.line, plan.last
         self.losses: dict[int, Tensor] = {}
         """The losses of the microbatches, where the last stage is here."""
         updates = sum(action.kind is Kind.UPDATE for action in line)

@@ -25,6 +25,7 @@ from plait.comm import Comm
 from plait.core.collectives import Note
 from plait.core.flat import UnitLayout
 from plait.engine.build import Whole
+from plait.engine.courier import Signature, signature_of
 from plait.engine.deferred import Deferred
 from plait.engine.door import Crossing, Door, Elsewhere, HandedOver
 from plait.engine.gathering import Gathering
@@ -104,19 +105,18 @@ class Stage:
         if parallel.styles:
             sizes = {id(p): c.shape for _, p, f, i in parameters_of(self.units) if (c := f.cuts[i]) is not None}
             products = TensorParallel(self.model, parallel, sizes, self.axis, self.streams, self.deferred)
+        if place.last and place.count > 1:
+            watch.staged = {id(p) for _, p, _, _ in parameters_of(self.units)}
+        watching = watch if watch.staged or any(unit.split for unit in self.units) else None
         # the last one sees a function first: it reads parameters, where the first may see what stands for them
-        self._modes = tuple(mode for mode in (self.deferred, products, watch) if mode is not None)
-        self.streams.beside = self._modes
-        self._splits = self._watching = any(unit.split for unit in self.units)
+        self.streams.beside = tuple(mode for mode in (self.deferred, products, watching) if mode is not None)
         self.streams.attach(self.model, part.sites)
-        self._lengths: dict[tuple[int, ...], int] = {}
+        self._lengths: dict[Signature, int] = {}
         self.door = Door(part, place.number, last=place.last)
         self.gathering = Gathering(self.model, self.units, prefetch, self.streams, watch, before_root)
         self.gathering.split_backward = split_backward
         if place.count > 1:
             self.door.watch(self.model)
-            watch.staged = {id(p) for _, p, _, _ in parameters_of(self.units)}
-            self._watching = True
         self.gradients = Gradients(self.gathering, comm)
         self.guard = ModelGuard(self.model)
         self.flights: dict[int, Flight] = {}
@@ -157,9 +157,8 @@ class Stage:
         flight = self.flights[microbatch] = Flight(draw, Crossing(received))
         self.gathering.num_flying += 1
         if self.axis.sequence and received is not None:
-            self.axis.length = self._whole_length(received)
+            self.axis.length = self._whole_length(signature_of(batch), received.size(1))
         self.door.open(flight.crossing)
-        self.streams.beside = self._modes if self._watching else self._modes[:-1]
         self.streams.switch_on(self.model.training)
         loss: Any = None
         handed: Tensor | None = None
@@ -171,7 +170,6 @@ class Stage:
         finally:
             self.streams.switch_off()
             self.door.close()
-        self._watching = self._splits  # what loss_fn reads beside the model has been seen once
         if self.place.last:
             if not isinstance(loss, Tensor) or loss.dim() != 0:
                 shape = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
@@ -253,11 +251,13 @@ class Stage:
                 torch.autograd.backward(flight.output, gradient)
             flight.output = None
 
-    def _whole_length(self, received: Tensor) -> int:
-        """Steps of time of the whole stream, of which sequence parallelism has cut this rank's part."""
-        shape = tuple(received.shape)
-        if shape not in self._lengths:
+    def _whole_length(self, signature: Signature, mine: int) -> int:
+        """Steps of time of the whole stream, of which sequence parallelism has cut this rank's part.
+
+        It depends on the shapes of the batch, so all tensor ranks learn it at the same time.
+        """
+        if signature not in self._lengths:
             every = torch.empty(self.axis.ways, dtype=torch.int64, device=self.comm.device)
-            self.comm.all_gather(every, every.new_tensor([shape[1]]), ("tensor",), note=Note("setup")).wait()
-            self._lengths[shape] = int(every.sum())
-        return self._lengths[shape]
+            self.comm.all_gather(every, every.new_tensor([mine]), ("tensor",), note=Note("setup")).wait()
+            self._lengths[signature] = int(every.sum())
+        return self._lengths[signature]

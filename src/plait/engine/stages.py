@@ -49,8 +49,10 @@ class Built:
     stages: dict[int, Stage]
     edges: tuple[Edge, ...]
     directory: Directory
+    links: tuple[str, ...]
+    """The names of the model's links."""
     split: tuple[int, ...]
-    """How many links each stage has."""
+    """How many of them each stage has."""
 
     def gradients(self) -> dict[tuple[str, int], FlatGradient]:
         """This rank's copies of tied weights, by name and stage."""
@@ -69,8 +71,14 @@ def split_of(chain: Chain, num_stages: int, sizes: Sequence[int] | None) -> tupl
     Raises:
         ValueError: more stages than links, or sizes that do not fit.
     """
-    if sizes is None:
-        return even(len(chain.names), num_stages)
+    links = f"the links are {', '.join(chain.names)}"
+    try:
+        return even(len(chain.names), num_stages) if sizes is None else _sized(chain, num_stages, sizes)
+    except ValueError as error:
+        raise ValueError(f"{error}; {links}") from None
+
+
+def _sized(chain: Chain, num_stages: int, sizes: Sequence[int]) -> tuple[range, ...]:
     if len(sizes) != num_stages:
         raise ValueError(f"a split for {len(sizes)} stages, but the pipeline has {num_stages}: give {num_stages} sizes")
     return by_sizes(sizes, len(chain.names))
@@ -92,7 +100,9 @@ def build_stages(
     """
     names = {id(p): n for n, p in model.named_parameters()}
     owner, count = pipeline.owner, pipeline.num_stages
-    if count == 1 and sizes is None:
+    if count == 1 and sizes is not None:
+        raise ValueError(f"a split {tuple(sizes)}, but there is one stage: give the mesh a pipe axis, or leave it out")
+    if count == 1:
         directory = Directory.of(model, dict.fromkeys(model.state_dict(), 0))
         parts = {0: StageModel.whole(model)}
         whole, chain = Whole(model, names), Chain(())
@@ -144,9 +154,9 @@ def build_stages(
         )
         for s, part in parts.items()
     }
-    if count > 1 or sizes is not None:
+    if count > 1:
         cut_off(model, list(parts.values()))
-    return Built(stages, edges, directory, tuple(map(len, split)))
+    return Built(stages, edges, directory, chain.names, tuple(map(len, split)))
 
 
 def _edges(

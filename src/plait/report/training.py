@@ -56,7 +56,8 @@ def bytes_table(ranks: Sequence[RankBytes]) -> Table:
             agree = "to the byte" if predicted == measured else f"{measured - predicted:+,} B"
             table.add_row(who, name, human(predicted), human(measured), agree)
             who = ""
-        table.add_row("", "gathered at most", "", human(r.gathered_peak), "")
+        if r.gathered_peak:
+            table.add_row("", "gathered at most", "", human(r.gathered_peak), "")
     return table
 
 

@@ -131,7 +131,7 @@ def record_layout(
 def predict(engine: Engine, job: Job, batches: Sequence[Any]) -> tuple[Entry, ...]:
     """Every message of a step on these microbatches, before it is made."""
     comm, num, itemsize = engine.comm, len(batches), job.dtype.itemsize
-    line = engine.pipeline.completed(num, engine.strategy)[comm.mesh.coordinates(comm.rank)["pipe"]]
+    line = engine.plan(num).line
     leading = [job.leading(batch) for batch in batches]
     entries: list[Entry] = []
     plans = {}

@@ -172,7 +172,7 @@ class TrainConfig(RunConfig):
     """Train a model on a mesh; show its loss, its speed and its bytes, predicted and measured."""
 
     out: str | None = None
-    """A folder for metrics.jsonl (one object a step), the summary, and the timeline of a step (as SVG, for Perfetto)."""
+    """A folder for metrics.jsonl (one object a step), the summary, and the timeline of a step (SVG, Perfetto)."""
     verify: bool = False
     """At the end, train again as one process and compare."""
     log_every: int = 10

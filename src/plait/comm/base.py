@@ -156,20 +156,25 @@ class Comm(ABC):
         with torch.no_grad():
             return self._all_to_all(call, out, whole)
 
-    def send(self, tensor: Tensor, dst: int, note: Note = NO_NOTE) -> Work:
-        """``tensor`` to the (global) rank ``dst``.  Its handle may be dropped: the message still goes."""
+    def send(self, tensor: Tensor, dst: int, note: Note = NO_NOTE, *, agreed: bool = False) -> Work:
+        """``tensor`` to the (global) rank ``dst``.  Its handle may be dropped: the message still goes.
+
+        Args:
+            agreed: both sides have agreed on shape and dtype, so nothing travels beside the message to tell them.
+        """
         call = self._message("send", tensor, dst, note)
         with torch.no_grad():
-            return self._send(call, tensor, dst)
+            return self._send(call, tensor, dst, agreed)
 
-    def recv(self, tensor: Tensor, src: int, note: Note = NO_NOTE) -> Work:
+    def recv(self, tensor: Tensor, src: int, note: Note = NO_NOTE, *, agreed: bool = False) -> Work:
         """The next message of the (global) rank ``src`` into ``tensor``, complete after ``wait()``.
 
-        ``wait`` raises MismatchError where the sender's shape or dtype is another.
+        ``wait`` raises MismatchError where the sender's shape or dtype is another; between processes, where they were
+        ``agreed``, such a message never comes.
         """
         call = self._message("recv", tensor, src, note)
         with torch.no_grad():
-            return self._recv(call, tensor, src)
+            return self._recv(call, tensor, src, agreed)
 
     def recv_new(self, src: int, note: Note = NO_NOTE) -> Incoming:
         """The next message of the (global) rank ``src``, whatever its shape; ``wait()`` returns it."""
@@ -251,10 +256,10 @@ class Comm(ABC):
     def _all_to_all(self, call: Call, out: Tensor, whole: Tensor) -> Work: ...
 
     @abstractmethod
-    def _send(self, call: Call, tensor: Tensor, dst: int) -> Work: ...
+    def _send(self, call: Call, tensor: Tensor, dst: int, agreed: bool) -> Work: ...
 
     @abstractmethod
-    def _recv(self, call: Call, tensor: Tensor, src: int) -> Work: ...
+    def _recv(self, call: Call, tensor: Tensor, src: int, agreed: bool) -> Work: ...
 
     @abstractmethod
     def _recv_new(self, call: Call, src: int) -> Incoming: ...

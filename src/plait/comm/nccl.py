@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from datetime import timedelta
 from itertools import permutations
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
@@ -53,7 +53,9 @@ class NcclComm(ProcessComm):
         for (a, b), group in self._channels.items():  # a communicator is made at its first use, by both
             if rank in (a, b):
                 one = torch.zeros(1, device=self.device)
-                (dist.isend(one, b, group=group) if rank == a else dist.irecv(one, a, group=group)).wait()
+                work = dist.isend(one, b, group=group) if rank == a else dist.irecv(one, a, group=group)
+                assert work is not None
+                work.wait()
         self._queues: dict[int, deque[InTurn]] = {}
         large = [a for a in AXES if mesh.axis(a) > 1]
         self._nccl: dict[tuple[str, ...], Any] = {}
@@ -110,8 +112,11 @@ class NcclComm(ProcessComm):
         lane = self._channels.get((src, self.rank)) or self._lanes[self.rank > src]
         return self._start(call, tensor, lambda chunk: dist.irecv(chunk, src, group=lane))
 
-    def _recv(self, call: Call, tensor: Tensor, src: int) -> Work:
-        return self._in_turn(call, src, tensor)
+    def _send(self, call: Call, tensor: Tensor, dst: int, agreed: bool) -> Work:
+        return super()._send(call, tensor, dst, False)
+
+    def _recv(self, call: Call, tensor: Tensor, src: int, agreed: bool) -> Work:
+        return cast(Work, self._in_turn(call, src, tensor))
 
     def _recv_new(self, call: Call, src: int) -> Incoming:
         return self._in_turn(call, src, None)

@@ -202,19 +202,23 @@ class ProcessComm(Comm):
         Pending(self, call, self.exchange(call, self.tag(call), slots, mine)).wait()
 
     # ---- messages ------------------------------------------------------------------------------
-    # A header travels beside each message and says its dtype and shape.  The message's own tag holds
-    # them too, so one that the receiver did not mean is never taken in, and the header says why.
+    # A header travels beside a message and says its dtype and shape, unless both sides have agreed on them.  The
+    # message's own tag holds them too, so one that the receiver did not mean is never taken in; the header says why.
 
-    def _send(self, call: Call, tensor: Tensor, dst: int) -> Work:
-        number, header = self._number("message", self.rank, dst), header_of(tensor)
-        works = self._post(call, header, dst, checksum("header", self.rank, dst, number))
+    def _send(self, call: Call, tensor: Tensor, dst: int, agreed: bool) -> Work:
+        number, works = self._number("message", self.rank, dst), []
+        if not agreed:
+            works += self._post(call, header_of(tensor), dst, checksum("header", self.rank, dst, number))
         works += self._post(call, tensor, dst, checksum(label(tensor), self.rank, dst, number))
         while len(self.sends) >= MOST_DROPPED:
             next(iter(self.sends.values())).wait()
         return Pending(self, call, works, under_way=self.sends)
 
-    def _recv(self, call: Call, tensor: Tensor, src: int) -> Work:
+    def _recv(self, call: Call, tensor: Tensor, src: int, agreed: bool) -> Work:
         number, header = self._number("message", src, self.rank), torch.zeros(HEADER_BYTES, dtype=torch.uint8)
+        if agreed:
+            tag = checksum(label(tensor), src, self.rank, number)
+            return Pending(self, call, self._receive(call, tensor, src, tag))
         first = self._receive(call, header, src, checksum("header", src, self.rank, number))
         tag = checksum(label(tensor), src, self.rank, number)
         rest = self._receive(call, tensor, src, tag)

@@ -142,11 +142,11 @@ class ThreadComm(Comm):
                 slot.copy_(_cut(theirs, len(wholes))[call.group.index])
         return DONE
 
-    def _send(self, call: Call, tensor: Tensor, dst: int) -> Work:
+    def _send(self, call: Call, tensor: Tensor, dst: int, agreed: bool) -> Work:
         self.world.post(call, tensor, self._number(self.rank, dst))
         return DONE
 
-    def _recv(self, call: Call, tensor: Tensor, src: int) -> Work:
+    def _recv(self, call: Call, tensor: Tensor, src: int, agreed: bool) -> Work:
         return _Receive(_Incoming(self, call, self._number(src, self.rank)), call, tensor)
 
     def _recv_new(self, call: Call, src: int) -> Incoming:

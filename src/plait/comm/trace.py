@@ -55,10 +55,10 @@ class TraceComm(Comm):
     def _all_to_all(self, call: Call, out: Tensor, whole: Tensor) -> Work:
         return DONE
 
-    def _send(self, call: Call, tensor: Tensor, dst: int) -> Work:
+    def _send(self, call: Call, tensor: Tensor, dst: int, agreed: bool) -> Work:
         return DONE
 
-    def _recv(self, call: Call, tensor: Tensor, src: int) -> Work:
+    def _recv(self, call: Call, tensor: Tensor, src: int, agreed: bool) -> Work:
         return DONE
 
     def _recv_new(self, call: Call, src: int) -> Incoming:

@@ -51,6 +51,8 @@ class Courier:
         """Of the microbatches of the step under way."""
         self._left: dict[Key, Tensor] = {}
         self._coming: dict[Key, tuple[Tensor, Work] | Incoming] = {}
+        self._agreed: set[tuple[int, Signature]] = set()
+        """What was known before this step began: on both sides of a hand-over the same."""
         self._going: dict[Key, Work] = {}
         self._receipts: Mapping[Key, tuple[Key, ...]] = {}
 
@@ -61,6 +63,7 @@ class Courier:
             receipts: by every message that comes, those of ours that have arrived by then.
         """
         self._receipts = receipts
+        self._agreed = set(self._known)
         self.signatures = [signature_of(batch) for batch in batches]
         self._left.clear()
         self._coming.clear()
@@ -95,19 +98,21 @@ class Courier:
             note = Note(ACTIVATION if way == "F" else GRADIENT, f"stage {source}", part.microbatch)
             if part.kind in (Kind.SEND_F, Kind.SEND_B):
                 tensor = self._left.pop((way, target, part.microbatch)).contiguous()
-                self._going[way, target, part.microbatch] = self.comm.send(tensor, self.rank_of[target], note)
+                agreed = (min(source, target), self.signatures[part.microbatch]) in self._agreed
+                work = self.comm.send(tensor, self.rank_of[target], note, agreed=agreed)
+                self._going[way, target, part.microbatch] = work
             else:
                 self._coming[way, target, part.microbatch] = self._receive(way, source, target, part.microbatch, note)
 
     def _receive(
         self, way: str, source: int, target: int, microbatch: int, note: Note
     ) -> tuple[Tensor, Work] | Incoming:
-        between = min(source, target)  # an activation of this stage, or its gradient
-        known = self._known.get((between, self.signatures[microbatch]))
-        if known is None:
+        between = min(source, target), self.signatures[microbatch]  # an activation of this stage, or its gradient
+        if between not in self._agreed:
             return self.comm.recv_new(self.rank_of[source], note)
-        tensor = torch.empty(known[0], dtype=known[1], device=self.comm.device)
-        return tensor, self.comm.recv(tensor, self.rank_of[source], note)
+        shape, dtype = self._known[between]
+        tensor = torch.empty(shape, dtype=dtype, device=self.comm.device)
+        return tensor, self.comm.recv(tensor, self.rank_of[source], note, agreed=True)
 
     def fetch(self, way: str, stage: int, microbatch: int) -> Tensor:
         """What stage ``stage`` needs from its neighbour; waits for it."""

@@ -76,11 +76,11 @@ def test_completed_lines_are_proved_and_end_in_an_update_of_each_stage(order: st
 
 
 def test_completed_in_full() -> None:
-    """Gathered once, reduced for each microbatch; receives posted a pass ahead, sums and updates at the end."""
+    """Gathered once, reduced for each microbatch; receives posted ahead, sums and updates at the end."""
     assert format_schedule(Pipeline("1f1b", 2).completed(2, TABLE["zero3"])).split("\n") == [
-        "0UNSHARD 0F0 0SEND_F0 0RECV_B0 0F1 0SEND_F1 0RECV_B1 0B0 0REDUCE_GRAD0 0B1 0RESHARD 0REDUCE_GRAD1 "
+        "0RECV_B0 0RECV_B1 0UNSHARD 0F0 0SEND_F0 0F1 0SEND_F1 0B0 0REDUCE_GRAD0 0B1 0RESHARD 0REDUCE_GRAD1 "
         "0REDUCE 0UPDATE",
-        "1RECV_F0 1UNSHARD 1F0 1RECV_F1 1B0 1SEND_B0 1REDUCE_GRAD0 1F1 1B1 1SEND_B1 1RESHARD 1REDUCE_GRAD1 "
+        "1RECV_F0 1RECV_F1 1UNSHARD 1F0 1B0 1SEND_B0 1REDUCE_GRAD0 1F1 1B1 1SEND_B1 1RESHARD 1REDUCE_GRAD1 "
         "1REDUCE 1UPDATE",
     ]
 

@@ -13,7 +13,7 @@ NOTE = Note("collect")
 
 def collect(comm: Comm, data: bytes) -> list[bytes] | None:
     """Every rank's bytes, by rank, on rank 0; None on the others.  All ranks call it together."""
-    mine = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+    mine = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
     sizes = torch.empty(comm.mesh.size, dtype=torch.int64, device=comm.device)
     comm.all_gather(sizes, torch.tensor([len(mine)], device=comm.device), AXES, note=NOTE).wait()
     if comm.rank > 0:

@@ -76,6 +76,8 @@ def send_rows(model: nn.Module, cut: Container[int]) -> None:
     for module in model.modules():
         if isinstance(module, nn.Embedding) and module.max_norm is None and not module.scale_grad_by_freq:
             weight = module.weight
+            if weight.dtype not in (torch.float32, torch.float64):
+                continue  # in 16 bits, a dense backward rounds after each row, and sums of rows do not
             if id(weight) in cut or weight._backward_hooks or weight._post_accumulate_grad_hooks:
                 continue
             kept = module.sparse

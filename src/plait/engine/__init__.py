@@ -4,10 +4,14 @@ Read in this order:
 
     wrap        which parameters travel together        build      from a model to units
     unit        their storage                           init, rng  initial values and dropout
-    stage       when they are gathered and freed        exchange   what ranks agree on
+    gathering   when they are gathered and freed        exchange   what ranks agree on
     gradients   how gradients reach their owners        guard      a model must stay what it was
     optim       who updates what                        state      whole tensors in and out
-    engine      the step
+    links       a model as a chain, a stage's part      stages     from a model and a pipeline to stages
+    door        how the stream enters and leaves        courier    how it travels
+    stage       passes of one stage                     tied       weights of several stages
+    deferred    weight gradients that wait              costs      what links cost
+    runtime     a schedule, carried out                 engine     the step
 """
 
 from plait.engine.engine import Engine

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import copy
-
 import engine_cases as cases
 import pytest
 import torch
 from engine_cases import MESHES, ROWS, agree, batches, distinct, net, plain, train
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-
-from plait.engine.gradients import put_rows
 
 TRUTH: dict[tuple[object, ...], cases.Run] = {}
 
@@ -184,44 +180,18 @@ def test_mixed_dtypes(row: str) -> None:
     assert len({tuple(record.norms) for record in ranks}) == 1, "the norm is one number on all ranks"
 
 
-class Tables(nn.Module):
-    """Two tables, one of which makes sparse gradients by itself; tokens come several times, some never."""
+def test_sparse_gradients_are_refused() -> None:
+    class Sparse(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = nn.Embedding(4, 3, sparse=True)
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.sparse, self.dense = nn.Embedding(7, 3, sparse=True), nn.Embedding(7, 3, padding_idx=2)
-        self.scaled = nn.Embedding(7, 3, scale_grad_by_freq=True)
+        def forward(self, x_BC: Tensor) -> Tensor:
+            out: Tensor = self.table((x_BC[:, 0] > 0).long())
+            return out
 
-    def forward(self, x_BC: Tensor) -> Tensor:
-        tokens_BC = (x_BC * 2).long().remainder(7)
-        out: Tensor = (self.sparse(tokens_BC) * self.dense(tokens_BC)).sum(1) + self.scaled(tokens_BC[:, :1]).sum(1)
-        return out
-
-
-@pytest.mark.parametrize("row", ["ddp", "zero2", "zero3"])
-@pytest.mark.parametrize("microbatches", [1, 3])
-def test_embeddings_hand_over_the_rows_of_their_tokens(row: str, microbatches: int) -> None:
-    """``scale_grad_by_freq`` counts tokens within one batch, so there every rank must have one whole sample each."""
-    template = distinct(Tables())
-    template.scaled.weight.requires_grad_(False)
-    truth = copy.deepcopy(template)
-    truth.sparse.sparse = False  # torch's AdamW takes no sparse gradients
-    agree(train(template, "shard=2", row, batches(), microbatches=microbatches), plain(truth, batches()))
-    assert not template.dense.sparse and template.sparse.sparse, "the user's modules stay what they were"
-
-
-def test_rows_are_added_with_the_bits_of_a_dense_backward() -> None:
-    generator = torch.Generator().manual_seed(3)
-    for dtype in (torch.float32, torch.float64):
-        tokens = torch.randint(0, 11, (200,), generator=generator)
-        gradient = torch.randn(200, 5, generator=generator).to(dtype)
-        dense = torch.ops.aten.embedding_dense_backward(gradient, tokens, 11, -1, False)
-        view = torch.full((11, 5), torch.nan, dtype=dtype)
-        sparse = torch.sparse_coo_tensor(tokens[None], gradient, (11, 5), check_invariants=False)
-        put_rows(view, sparse, adds=False)
-        assert torch.equal(view, dense)
-        put_rows(view, sparse, adds=True)
-        assert torch.equal(view, dense + dense)
+    with pytest.raises(ValueError, match=r"table\.weight.*sparse=False"):
+        train(distinct(Sparse()), "shard=2", "zero2", batches())
 
 
 @pytest.mark.parametrize("row", ["ddp", "zero3"])

@@ -192,10 +192,10 @@ def cross_two_messages(patch: Patch) -> None:
 def forget_a_message(patch: Patch) -> None:
     original = ThreadComm._send
 
-    def send(self: ThreadComm, call: Any, tensor: Tensor, dst: int) -> Any:
+    def send(self: ThreadComm, call: Any, tensor: Tensor, dst: int, agreed: bool) -> Any:
         if call.note.phase == ACTIVATION and call.note.microbatch == 1:
             return DONE
-        return original(self, call, tensor, dst)
+        return original(self, call, tensor, dst, agreed)
 
     patch.setattr(ThreadComm, "_send", send)
     patch.setattr(cases, "run", lambda mesh, body, deadline: run(mesh, body, deadline=2))

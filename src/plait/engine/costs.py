@@ -45,14 +45,15 @@ def link_costs(
         model: its parameters may be on meta; it is left as it is.
         batch: a microbatch as the run will bring it, of ``num_samples`` samples, on the device.
     """
-    model = copy.deepcopy(model, {id(p): nn.Parameter(p.detach(), p.requires_grad) for p in model.parameters()})
     chain = chain_of(model)
     comm = ThreadWorld(Mesh(), device=device).comm(0)
-    whole = Whole(model, {id(p): n for n, p in model.named_parameters()})
     draw = Draw(0, 0, 0, num_samples)
     received: Tensor | None = None
     for index in range(len(chain.names)):
-        part, watch, plan = StageModel.part(model, chain, range(index, index + 1), set()), Watch(), Parallel()
+        fresh = {id(p): nn.Parameter(p.detach(), p.requires_grad) for p in model.parameters()}
+        copied: nn.Module = copy.deepcopy(model, fresh)  # values are shared, or on meta
+        whole = Whole(copied, {id(p): n for n, p in copied.named_parameters()})
+        part, watch, plan = StageModel.part(copied, chain, range(index, index + 1), set()), Watch(), Parallel()
         ddp = find_strategy("ddp")
         laid = build_units(part, whole, comm, ddp, names=None, cut="element", resting=watch.resting, parallel=plan)
         give_values(whole, [laid], 0, comm.device)

@@ -94,10 +94,7 @@ class FlatGradient:
                 self.transient = self.buffers.take(self.flat.layout.numel, self.flat.dtype, self.flat.rest.device)
             target = self.transient
         view = target[slot.offset : slot.end].view(slot.shape)
-        adds = self.direct and index in self.touched
-        if gradient.is_sparse:
-            put_rows(view, gradient, adds=adds)
-        elif adds:
+        if self.direct and index in self.touched:
             view.add_(gradient)
         else:
             view.copy_(gradient)
@@ -116,20 +113,6 @@ class FlatGradient:
         elif piece.data_ptr() != self.accumulated.data_ptr():
             self.accumulated.copy_(piece)
         self.started = True
-
-
-def put_rows(view: Tensor, gradient: Tensor, *, adds: bool) -> None:
-    """A sparse gradient into its place: few rows of an embedding, each named once for every token that is it.
-
-    Rows of one token are added in the order of tokens, as in a dense backward, so the sum has the same bits.
-    """
-    rows, inverse = torch.unique(gradient._indices()[0], return_inverse=True)
-    values = gradient._values()
-    summed = values.new_zeros((len(rows), *values.shape[1:])).index_add_(0, inverse, values)
-    if adds:
-        view.index_add_(0, rows, summed)
-    else:
-        view.zero_().index_copy_(0, rows, summed)
 
 
 class Gradients:
@@ -212,6 +195,8 @@ class Gradients:
             if value is None:  # a function of the user's, or siblings that were not called, had none to give
                 self._arrived(unit)
                 return
+            if value.is_sparse:
+                raise ValueError(f"the gradient of {name!r} is sparse: build the embedding with sparse=False")
             if unit in self._complete or index in gradient.touched_now:
                 raise ValueError(
                     f"{name!r} got a second gradient in one microbatch (two backward calls, a reentrant checkpoint): "

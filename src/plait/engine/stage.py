@@ -13,7 +13,7 @@ graph; not the output itself, whose memory goes with the message.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -67,26 +67,6 @@ class Flight:
     """What the backward starts from; None where nothing before it trains."""
 
 
-def send_rows(model: nn.Module, cut: Container[int]) -> None:
-    """Have embeddings make sparse gradients while they run: the rows of their tokens, and not a whole table of zeros.
-
-    A table of 4096 x 256 costs several milliseconds per microbatch to fill and add; see ``gradients.put_rows``.  Those
-    whose weight a user's hook looks at, or the tensor axis cuts (by ``id``), are left alone.
-    """
-    for module in model.modules():
-        if isinstance(module, nn.Embedding) and module.max_norm is None and not module.scale_grad_by_freq:
-            weight = module.weight
-            if weight.dtype not in (torch.float32, torch.float64):
-                continue  # in 16 bits, a dense backward rounds after each row, and sums of rows do not
-            if id(weight) in cut or weight._backward_hooks or weight._post_accumulate_grad_hooks:
-                continue
-            kept = module.sparse
-            module.register_forward_pre_hook(lambda module, args: setattr(module, "sparse", True))
-            module.register_forward_hook(
-                lambda module, *_, kept=kept: setattr(module, "sparse", kept), always_call=True
-            )
-
-
 class Stage:
     """A stage, built from its part of the model.
 
@@ -137,8 +117,6 @@ class Stage:
         self.gathering.split_backward = split_backward
         if place.count > 1:
             self.door.watch(self.model)
-        if comm.device.type == "cpu":
-            send_rows(self.model, {id(p) for _, p, flat, i in parameters_of(self.units) if flat.cuts[i] is not None})
         self.gradients = Gradients(self.gathering, comm)
         self.guard = ModelGuard(self.model)
         self.flights: dict[int, Flight] = {}

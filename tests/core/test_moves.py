@@ -260,19 +260,30 @@ def test_a_unit_gathers_what_was_written_and_what_was_updated(
     run(mesh, rank_main, deadline=20)
 
 
-class Model(nn.Module):
-    """Blocks of any widths, a buffer, a frozen parameter, a scalar, one of size zero, two dtypes, a tied weight."""
+class Odd(nn.Module):
+    """A buffer, a frozen parameter, a scalar, one of size zero, two dtypes."""
 
-    def __init__(self, widths: list[int]) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(nn.Linear(a, b) for a, b in pairwise(widths))
         self.scale = nn.Parameter(torch.randn(()))
         self.wide = nn.Parameter(torch.randn(3, 5, dtype=torch.float64))
         self.nothing = nn.Parameter(torch.randn(0, 4))
         self.frozen = nn.Parameter(torch.randn(7), requires_grad=False)
+        self.register_buffer("mean", torch.randn(3))
+
+
+class Model(nn.Module):
+    """Blocks of any widths, odd parameters, and a weight that is tied: over stages where there are any."""
+
+    def __init__(self, widths: list[int]) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(a, b) for a, b in pairwise(widths))
+        self.odd = Odd()
         self.tied = nn.Linear(widths[0], widths[1], bias=False)
         self.tied.weight = self.blocks[0].weight
-        self.register_buffer("mean", torch.randn(3))
+
+    def pipeline_links(self) -> list[str]:
+        return [*(f"blocks.{i}" for i in range(len(self.blocks))), "odd", "tied"]
 
 
 @settings(max_examples=25, deadline=None)

@@ -30,7 +30,7 @@ from harness.turns import checked_losses, interleave, profiled, ratios
 from idle import idle_task, print_idle
 from models import WORKLOADS, link_names
 from ours import best_matches, by_stage, matches, rows
-from peers import ALONE, peers
+from peers import ALONE, SIDE_BY_SIDE, peers
 from splits import Placement, Seconds, SplitName, balanced, even, link_task, loop, print_links, print_splits, twice, v
 
 NUM_BATCHES = 4
@@ -127,7 +127,7 @@ def step(arguments: Arguments) -> tuple[dict[str, Any], list[str]]:
     if arguments.verbose:
         for name, losses in result["losses"].items():
             print(f"  {name:28} " + "  ".join(f"{loss:.7f}" for loss in losses))
-    problems = loss_disagreements(result["losses"], [])
+    problems = loss_disagreements(result["losses"], [SIDE_BY_SIDE])
     if not problems:
         print("losses: all contestants agree")
     return {**result, "link_costs": costs}, problems

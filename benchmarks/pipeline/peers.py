@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from harness.contestants import Build, Contestant, adamw, alone
+from harness.contestants import Build, Contestant, adamw, alone, training_loop
 from harness.models import Batch, Workload
 from models import NUM_MICROBATCHES, stages
 from splits import Placement, SplitName, loop, sizes_of, twice, v
@@ -66,12 +66,30 @@ ALONE: dict[str, Build] = {
 }
 """The whole batch at once, or in the pipeline's microbatches, whose activations stay in the cache."""
 
+SIDE_BY_SIDE = "side-by-side"
+"""No pipeline at all: every rank trains the whole model on its share of the microbatches, and no one talks.
+
+What the ranks of this machine can do at the same time: no order of passes can be faster than this.
+"""
+
 
 def peers(splits: Sequence[SplitName], costs: Sequence[float]) -> dict[str, Build]:
     """One process, then every schedule with every split; ``costs`` of the links, which balance."""
-    return ALONE | {
+    return ALONE | {SIDE_BY_SIDE: _side_by_side} | {
         f"torch-{name}-{split}": _pipeline(peer, split, costs) for name, peer in SCHEDULES.items() for split in splits
     }
+
+
+def _side_by_side(workload: Workload, ranks: int) -> Contestant:
+    model = workload.build()
+    optimizer = adamw(model.parameters(), workload.learning_rate)
+    train = training_loop(workload, model, optimizer, NUM_MICROBATCHES // ranks)
+
+    def step(batch: Batch) -> Tensor:
+        own = slice(dist.get_rank(), None, ranks)
+        return train((batch[0][own], batch[1][own]))
+
+    return Contestant(step, loss_is_global=False, communicates=False)
 
 
 def _pipeline(peer: Peer, split: SplitName, costs: Sequence[float]) -> Build:

@@ -75,9 +75,15 @@ What the ranks of this machine can do at the same time: no order of passes can b
 
 def peers(splits: Sequence[SplitName], costs: Sequence[float]) -> dict[str, Build]:
     """One process, then every schedule with every split; ``costs`` of the links, which balance."""
-    return ALONE | {SIDE_BY_SIDE: _side_by_side} | {
-        f"torch-{name}-{split}": _pipeline(peer, split, costs) for name, peer in SCHEDULES.items() for split in splits
-    }
+    return (
+        ALONE
+        | {SIDE_BY_SIDE: _side_by_side}
+        | {
+            f"torch-{name}-{split}": _pipeline(peer, split, costs)
+            for name, peer in SCHEDULES.items()
+            for split in splits
+        }
+    )
 
 
 def _side_by_side(workload: Workload, ranks: int) -> Contestant:

@@ -9,28 +9,25 @@ that a mistake costs a second and not a job.
 
 from __future__ import annotations
 
-import difflib
-import tomllib
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Protocol, TypeVar, get_args, get_origin, get_type_hints
+from typing import Literal
 
 import torch
 
+from plait.config_file import from_toml as from_toml
 from plait.core.actions import Schedule, parse_schedule
 from plait.core.cells import find_strategy
 from plait.core.check import check
 from plait.core.mesh import Mesh
 from plait.core.orders import ORDERS
 from plait.core.pipeline import Pipeline
+from plait.machine import Device, World, check_machine
+from plait.machine import Machine as Machine
+from plait.machine import resolve_device as resolve_device
 from plait.models.gpt import GPTConfig
 from plait.models.hf import HFConfig, check_installed
 from plait.models.mlp import MLPConfig
-
-World = Literal["process", "thread"]
-Device = Literal["auto", "cpu", "cuda"]
-
-Config = TypeVar("Config")
 
 
 @dataclass(frozen=True)
@@ -260,85 +257,6 @@ def read_schedule(path: str) -> Schedule:
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
         raise ValueError(f"cannot read the schedule {path!r}: {reason}") from error
-
-
-class Machine(Protocol):
-    """The settings that say where ranks live; every command that starts ranks has them."""
-
-    @property
-    def mesh(self) -> str: ...
-    @property
-    def world(self) -> World: ...
-    @property
-    def device(self) -> Device: ...
-    @property
-    def threads(self) -> int: ...
-    @property
-    def deadline(self) -> float: ...
-    @property
-    def port(self) -> int: ...
-
-
-def check_machine(config: Machine) -> None:
-    """Refuses ports and devices that this machine does not have."""
-    if not 0 <= config.port <= 65535:
-        raise ValueError(f"port {config.port} is no port: give 0 (any free one) or 1 to 65535")
-    if config.device == "cuda" and not torch.cuda.is_available():
-        raise ValueError("device cuda: torch sees no CUDA device here; use --device cpu, or see plait doctor")
-    ranks, gpus = Mesh.parse(config.mesh).size, torch.cuda.device_count()
-    if resolve_device(config.device) == "cuda" and config.world == "process" and ranks > gpus:
-        raise ValueError(
-            f"{ranks} ranks on {gpus} CUDA devices: NCCL needs one each; "
-            f"use a mesh of {gpus} or fewer, --world thread, or --device cpu"
-        )
-
-
-def resolve_device(device: Device) -> Literal["cpu", "cuda"]:
-    """What ``auto`` means on this machine."""
-    if device == "auto":
-        return "cuda" if torch.cuda.is_available() else "cpu"
-    return device
-
-
-def from_toml(kind: type[Config], path: str) -> Config:
-    """The config in a TOML file; what it does not name keeps its default.
-
-    Raises:
-        ValueError: no such file, no TOML, an unknown key (the nearest are named), or a value of another type.
-    """
-    try:
-        values = tomllib.loads(Path(path).read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ValueError(f"cannot read the config {path!r}: {error.strerror}") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"the config {path!r} is no TOML: {error}") from error
-    hints = get_type_hints(kind)
-    names = [field.name for field in fields(kind) if field.name != "config"]  # type: ignore[arg-type]
-    for name, value in values.items():
-        if name not in names:
-            near = difflib.get_close_matches(name, names, n=3)
-            hint = f"did you mean {' or '.join(near)}?" if near else f"the keys are {', '.join(names)}"
-            raise ValueError(f"unknown key {name!r} in the config {path!r}: {hint}")
-        values[name] = _typed(value, hints[name], f"{name} in the config {path!r}")
-    return kind(**values)
-
-
-def _typed(value: Any, hint: Any, what: str) -> Any:
-    """``value`` if it is of the field's type; a whole number may stand for a float."""
-    kinds = get_args(hint) if get_origin(hint) not in (Literal, tuple, None) else (hint,)
-    for kind in kinds:
-        if get_origin(kind) is Literal and value in get_args(kind):
-            return value
-        if get_origin(kind) is tuple and isinstance(value, list):
-            return tuple(_typed(item, get_args(kind)[0], what) for item in value)
-        if kind is float and type(value) in (int, float):
-            return float(value)
-        if kind is type(value):
-            return value
-    if get_origin(hint) is Literal:
-        raise ValueError(f"{what} is {value!r}: choose one of {', '.join(map(str, get_args(hint)))}")
-    names = " or ".join(k.__name__ for k in kinds if isinstance(k, type) and k is not type(None))
-    raise ValueError(f"{what} is {value!r}, a {type(value).__name__}: give {names or hint}")
 
 
 def _at_least(config: RunConfig, name: str, least: int) -> None:

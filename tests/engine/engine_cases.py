@@ -177,7 +177,7 @@ def train(
                 pieces = {
                     (o.name, o.run.start, o.run.stop): o.gradient.clone().view(-1)
                     for o in engine.owned
-                    if engine.have_gradient[o.name]
+                    if engine.update.have_gradient[o.name]
                 }
                 record.gradients.append(pieces)
 

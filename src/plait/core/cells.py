@@ -16,6 +16,12 @@ A *strategy* is one row of four cells, and every collective of the step is the m
       split a               full      all_gather over a
       full                  split a   none: a slice
 
+A cell may also say in which dtype its state is kept, and the optimizer's on which device.  That is mixed precision:
+parameters and computation in 16 bits, gradients summed and reduced in fp32, and the optimizer updating an fp32 copy of
+what it owns (the *master* weights), from which the parameters are rounded after each step:
+
+      params shard bf16     kept shard bf16     grads shard fp32     optim shard fp32 @cpu
+
 ZeRO stage 1 splits the optimizer state, stage 2 the gradients as well, stage 3 the parameters too: read
 the rows below from left to right.  ``replica`` and ``shard`` are two axes only so that some rows can treat
 them differently: inside a host and across hosts, say.
@@ -28,20 +34,34 @@ from __future__ import annotations
 
 import difflib
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import takewhile
 
 from plait.core.mesh import DATA_AXES
 
 
+ITEMSIZE = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
+"""Bytes of an element, by the names that dtypes have in a table."""
+
+
 @dataclass(frozen=True)
 class Cell:
-    """Where one kind of state lives: cut over ``split`` (nested, outermost first), summed later over ``pending``."""
+    """Where one kind of state lives: cut over ``split`` (nested, outermost first), summed later over ``pending``.
+
+    ``dtype`` is a name of ``ITEMSIZE``; empty, the state has that of the parameters it belongs to.  ``device`` is
+    ``cpu`` or, empty, where the rank computes.
+    """
 
     split: tuple[str, ...] = ()
     pending: tuple[str, ...] = ()
+    dtype: str = ""
+    device: str = ""
 
     def __post_init__(self) -> None:
+        if self.dtype and self.dtype not in ITEMSIZE:
+            raise ValueError(f"a cell's dtype is one of {', '.join(ITEMSIZE)}, not {self.dtype!r}")
+        if self.device not in ("", "cpu"):
+            raise ValueError(f"a cell's device is cpu, or left out, not {self.device!r}")
         for axis in self.split + self.pending:
             if axis not in DATA_AXES:
                 raise ValueError(f"a cell names data axes ({', '.join(DATA_AXES)}), not {axis!r}")
@@ -50,19 +70,27 @@ class Cell:
 
     @classmethod
     def parse(cls, text: str) -> Cell:
-        """``"full"``, ``"shard/replica"`` or ``"shard, pending(replica)"`` as a cell."""
-        match = re.fullmatch(r"\s*([a-z/]+)\s*(?:,\s*pending\(([a-z, ]*)\))?\s*", text)
+        """``"full"``, ``"shard/replica"``, ``"shard, pending(replica)"`` or ``"shard fp32 @cpu"`` as a cell."""
+        match = re.fullmatch(
+            r"\s*([a-z/]+)(?:\s+([a-z]+\d+))?(?:\s+@([a-z]+))?\s*(?:,\s*pending\(([a-z, ]*)\))?\s*", text
+        )
         if match is None:
             raise ValueError(
-                f"cannot read the cell {text!r}: write full, shard, shard/replica or 'shard, pending(replica)'"
+                f"cannot read the cell {text!r}: write full, shard, shard/replica or 'shard, pending(replica)', and "
+                f"behind the place a dtype or a device, as in 'shard fp32 @cpu'"
             )
-        place, pending = match.groups()
+        place, dtype, device, pending = match.groups()
         split = () if place == "full" else tuple(place.split("/"))
-        return cls(split, tuple((pending or "").replace(",", " ").split()))
+        return cls(split, tuple((pending or "").replace(",", " ").split()), dtype or "", device or "")
 
     def __str__(self) -> str:
         place = "/".join(self.split) or "full"
-        return f"{place}, pending({', '.join(self.pending)})" if self.pending else place
+        where = " ".join([place, *filter(None, [self.dtype, self.device and f"@{self.device}"])])
+        return f"{where}, pending({', '.join(self.pending)})" if self.pending else where
+
+    def itemsize(self, own: int) -> int:
+        """Bytes of an element of parameters whose own dtype has ``own`` bytes."""
+        return ITEMSIZE.get(self.dtype, own)
 
 
 FULL = Cell()
@@ -165,6 +193,14 @@ class Strategy:
                 f"kept is cut over {'/'.join(self.kept.split)}, which is no beginning of params at rest "
                 f"({self.params}): keep full, the parameters' own cut, or an outer part of it"
             )
+        if any(cell.device for cell in (self.params, self.kept, self.grads)):
+            refuse("only the optimizer state may have a device of its own")
+        if self.kept.dtype != self.params.dtype:
+            refuse("what is kept is a copy of the parameters: give both the same dtype")
+        for part in ("grads", "optim"):
+            wide = getattr(self, part).dtype
+            if wide and wide != self.params.dtype and ITEMSIZE[wide] <= ITEMSIZE.get(self.params.dtype, 2):
+                refuse(f"{part} in {wide} would be no wider than the parameters: leave the dtype out, or write fp32")
 
     def row(self) -> str:
         """The four cells as text; ``parse_strategy(f"{name}: {row}")`` reads it back."""
@@ -172,6 +208,31 @@ class Strategy:
 
     def __str__(self) -> str:
         return f"{self.name}: {self.row()}"
+
+    def mixed(self, narrow: str, wide: str = "fp32") -> Strategy:
+        """The row in mixed precision: parameters and computation in ``narrow``, sums and the optimizer in ``wide``.
+
+        Source: Mixed Precision Training (Micikevicius et al. 2018).
+        """
+        return replace(
+            self,
+            params=replace(self.params, dtype=narrow),
+            kept=replace(self.kept, dtype=narrow),
+            grads=replace(self.grads, dtype=wide),
+            optim=replace(self.optim, dtype=wide),
+        )
+
+    def offloaded(self) -> Strategy:
+        """The row with the optimizer's state, and the copy of the parameters that it updates, on the CPU.
+
+        Source: ZeRO-Offload (Ren et al. 2021).
+        """
+        return replace(self, optim=replace(self.optim, device="cpu"))
+
+    def has_master(self, itemsize: int) -> bool:
+        """Whether the optimizer updates a copy of its own, of parameters whose own dtype has so many bytes."""
+        computed = self.params.itemsize(itemsize)
+        return bool(self.optim.device) or self.optim.itemsize(computed) != computed
 
 
 def parse_strategy(text: str) -> Strategy:
@@ -230,7 +291,7 @@ class Moves:
     """Every move of a step, by phase.
 
     ``forward`` and ``backward`` happen per use of a unit in a microbatch, ``microbatch`` after its backward,
-    ``step`` and ``publish`` once.  ``summed`` comes before ``step`` where a gradient is pending over the tensor axis as
+    ``step`` and ``publish`` once; ``masters`` brings what the optimizer updates together, for a state dict.  ``summed`` comes before ``step`` where a gradient is pending over the tensor axis as
     well: it is a sum like the others, so it is taken once per step, on the piece that the gradient cell leaves here.
     """
 
@@ -241,6 +302,7 @@ class Moves:
     summed: tuple[Move, ...]
     step: tuple[Move, ...]
     publish: tuple[Move, ...]
+    masters: tuple[Move, ...]
 
 
 def moves(strategy: Strategy) -> Moves:
@@ -253,4 +315,5 @@ def moves(strategy: Strategy) -> Moves:
         summed=(Move("all_reduce", ("tensor",), strategy.grads.split),),
         step=move(strategy.grads, strategy.optim),
         publish=move(strategy.optim, strategy.params),
+        masters=move(strategy.optim, FULL),
     )

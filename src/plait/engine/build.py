@@ -16,15 +16,17 @@ import torch
 from torch import Tensor, nn
 
 from plait.comm import Comm
-from plait.core.cells import Strategy, moves
+from plait.core.cells import Cell, Strategy, moves
 from plait.core.collectives import Note
 from plait.core.cuts import TensorCut
 from plait.core.flat import Cut, lay
 from plait.core.mesh import AXES
 from plait.engine.init import check_buffers, initial_values, replace_parameter
 from plait.engine.links import StageModel
+from plait.engine.precision import dtype_in
 from plait.engine.rng import stream_key
 from plait.engine.unit import Flat, Unit
+from plait.engine.weights import Weights, read_piece
 from plait.engine.wrap import wrap
 from plait.tensor.parallel import Parallel
 
@@ -111,10 +113,10 @@ def build_units(
         flats = []
         named = [(whole.names[id(part.origin[id(p)])], p) for _, p in w.parameters]
         tied = {id(p) for _, p in named if id(part.origin[id(p)]) in whole.tied}
-        for group in _by_kind(named, parallel.summed, tied):
+        for group in _by_kind(named, strategy.params, parallel.summed, tied):
             first = group[0][1]
             alone = id(first) in tied
-            itemsize = first.element_size()
+            itemsize = dtype_in(strategy.params, first.dtype).itemsize
             cuts = [parallel.cuts.get(id(p)) for _, p in group]
             layout, first_rank = (
                 lay(_shapes(group, cuts, index), itemsize, comm.mesh.data_size, cut, unloaded if alone else loads)
@@ -140,10 +142,12 @@ def build_units(
     return Laid(model, list(units.values()), fresh, shapes)
 
 
-def give_values(whole: Whole, laid: Sequence[Laid], seed: int, device: torch.device) -> None:
-    """Make the initial values of all parameters that are still on meta, and put real parameters in their places.
+def give_values(
+    whole: Whole, laid: Sequence[Laid], seed: int, device: torch.device, weights: Weights | None = None
+) -> None:
+    """Read or make the values of all parameters that are still on meta, and put real parameters in their places.
 
-    Each module of the whole model draws once, on its full shapes, whoever has parameters of it.
+    Without ``weights`` each module of the whole model draws once, on its full shapes, whoever has parameters of it.
 
     Raises:
         ValueError: modules without values.
@@ -154,9 +158,14 @@ def give_values(whole: Whole, laid: Sequence[Laid], seed: int, device: torch.dev
         shapes |= one.shapes
         for fresh in one.fresh:
             wanted.setdefault(id(fresh.origin), []).append(fresh)
-    for old, value in initial_values(whole.model, seed, device, shapes, wanted):
-        for fresh in wanted[id(old)]:
-            fresh.flat.write(fresh.index, value)
+    if weights is not None:
+        for key, places in wanted.items():
+            for fresh in places:
+                read_piece(weights, whole.names[key], fresh.flat, fresh.index)
+    else:
+        for old, value in initial_values(whole.model, seed, device, shapes, wanted):
+            for fresh in wanted[id(old)]:
+                fresh.flat.write(fresh.index, value)
     for one in laid:
         for fresh in one.fresh:
             replace_parameter(one.model, fresh.old, fresh.new)
@@ -180,7 +189,7 @@ def _off_meta(parameter: nn.Parameter, device: torch.device) -> nn.Parameter:
 
 
 def _by_kind(
-    parameters: Sequence[tuple[str, nn.Parameter]], summed: Collection[int], tied: Collection[int]
+    parameters: Sequence[tuple[str, nn.Parameter]], cell: Cell, summed: Collection[int], tied: Collection[int]
 ) -> list[list[tuple[str, nn.Parameter]]]:
     """Who shares a flat buffer: parameters alike in dtype, in whether they train, and in whether they are summed.
 
@@ -189,7 +198,7 @@ def _by_kind(
     groups: dict[tuple[torch.dtype, bool, bool, str], list[tuple[str, nn.Parameter]]] = {}
     for name, parameter in parameters:
         own = name if id(parameter) in tied else ""
-        kind = (parameter.dtype, parameter.requires_grad, id(parameter) in summed, own)
+        kind = (dtype_in(cell, parameter.dtype), parameter.requires_grad, id(parameter) in summed, own)
         groups.setdefault(kind, []).append((name, parameter))
     return list(groups.values())
 

@@ -29,11 +29,13 @@ from plait.core.pipeline import Pipeline, Plan
 from plait.core.styles import Style
 from plait.engine.build import check_model, check_settings
 from plait.engine.courier import Courier
+from plait.engine.evaluation import Evaluation, Evaluator
 from plait.engine.exchange import Exchange
 from plait.engine.gradients import parameters_of
 from plait.engine.guard import ModelGuard
-from plait.engine.norm import Norm, check_whole
-from plait.engine.optim import Owned, OwnedOptimizer, clip_factor, owned_runs, scale, square_sum
+from plait.engine.norm import Norm
+from plait.engine.optim import Owned, OwnedOptimizer, owned_runs
+from plait.engine.precision import LossScale
 from plait.engine.rng import Draw
 from plait.engine.runtime import EventLog, Microbatch, Runtime
 from plait.engine.stage import LossFn
@@ -42,6 +44,8 @@ from plait.engine.state import Part, full_state_dict, load_full_state_dict
 from plait.engine.step import OpenStep, StepResult, num_samples
 from plait.engine.tied import Ties
 from plait.engine.unit import Unit
+from plait.engine.update import Update
+from plait.engine.weights import Weights
 from plait.tensor.parallel import parallel_plan
 
 CountFn = Callable[[Any], int]
@@ -64,6 +68,7 @@ class Engine:
         prefetch: how many units are gathered ahead of the running one.
         clip: the largest global gradient norm; ``math.inf`` measures without clipping, None does neither.
         seed: of initial values (of parameters on meta) and dropout.
+        weights: where the values of parameters on meta are read, instead of drawing them from the seed.
         tensor_plan: patterns of module names and their styles (see ``core.styles``), for a mesh with a tensor axis;
             None takes the plan that the model carries.
         sequence_parallel: cut the stream between the tensor-parallel products in time.
@@ -74,6 +79,7 @@ class Engine:
             keeps them to the backward holds all in flight); None gathers units one by one in each pass.
         split: how many links of the model each stage has; None: equally many. Links are what the model tells of (see
             ``links``).
+        loss_scale: the factor of the loss, for gradients that fp16 would lose (see ``precision``).
         listener: called with ``"reduced"`` (gradients are whole, not clipped) and ``"updated"``.
 
     Raises:
@@ -94,17 +100,19 @@ class Engine:
         prefetch: int = 1,
         clip: float | None = None,
         seed: int = 0,
+        weights: Weights | None = None,
         tensor_plan: Mapping[str, str | Style] | None = None,
         sequence_parallel: bool = False,
         schedule: str | Schedule | None = None,
         chunks: int | None = None,
         hold: int | None = 1,
         split: Sequence[int] | None = None,
+        loss_scale: LossScale | None = None,
         listener: Listener | None = None,
     ) -> None:
         self.model, self.comm, self.strategy = model, comm, find_strategy(strategy)
         self.loss_fn, self.count_fn = loss_fn, count_fn
-        self.clip, self.listener, self.seed = clip, listener, seed
+        self.listener, self.seed = listener, seed
         if prefetch < 0:
             raise ValueError(f"prefetch={prefetch}: it is a number of units, from 0")
         check_model(model, comm)
@@ -127,7 +135,7 @@ class Engine:
         )
         parallel = parallel_plan(model, comm.mesh.tensor, tensor_plan, sequence=sequence_parallel)
         settings = Settings(
-            None if units is None else tuple(units), cut, seed, prefetch, sequence_parallel, self._before_forward
+            None if units is None else tuple(units), cut, seed, prefetch, sequence_parallel, self._before_forward, weights
         )
         built = build_stages(model, comm, self.strategy, self.pipeline, parallel, split, settings)
         self.stages, self._directory = built.stages, built.directory
@@ -144,6 +152,7 @@ class Engine:
         self.steps = 0
         self.optimizer = optimizer
         self.owned: list[Owned] = []
+        self.pieces: OwnedOptimizer | None = None
         flat_gradients = [g for stage in self.stages.values() for g in stage.gradients.every]
         if optimizer is None:
             self.owned = owned_runs(flat_gradients)
@@ -156,13 +165,22 @@ class Engine:
             optimizer.zero_grad = self._discarding(optimizer.zero_grad)  # type: ignore[method-assign]
         self.ties = Ties(built.edges, comm, built.gradients(), courier.rank_of)
         self.norm = Norm(comm, self.strategy, wide=wide, copies=self.ties.copies)
-        self.have_gradient: dict[str, bool] = {}
-        """Which parameters got a gradient on any rank in the last step."""
         whole = [n for n, _, f, i in parameters_of(self.units) if f.trainable and f.cuts[i] is None]
-        self.unchecked = list(dict.fromkeys(whole)) if parallel.styles else []
-        """Parameters whose gradients have not been seen to be the same on all tensor ranks."""
+        self.update = Update(
+            comm,
+            self.stages,
+            self.exchange,
+            self.ties,
+            self.norm,
+            self.owned,
+            self.pieces,
+            clip,
+            loss_scale,
+            list(dict.fromkeys(whole)) if parallel.styles else [],
+        )
         self._guard = ModelGuard(model)  # where stages have copies, changes to the model would be lost
         self._plans: dict[int, Plan] = {}
+        self._evaluator = Evaluator(model, comm, self.stages, self.pipeline, self.strategy)
         self._broken = False
         self._now: OpenStep | None = None
         self._last = StepResult(-1, math.nan, 0, (), None)
@@ -180,18 +198,9 @@ class Engine:
         Raises:
             ValueError: no microbatch, ranks that disagree on their number, nothing to count, no loss function.
         """
-        loss_fn, count_fn = self.loss_fn, self.count_fn
-        if loss_fn is None or count_fn is None:
-            raise ValueError(
-                "engine.step needs loss_fn and count_fn: give them to Engine, or use engine.backward in your own loop"
-            )
+        loss_fn, count_fn = self._functions()
         if not torch.is_grad_enabled():
             raise ValueError("engine.step under torch.no_grad(): there would be no gradient; call it outside")
-        if self._broken:
-            raise ValueError(
-                "the step before raised in the midst of a pipeline, and its messages may still be under way: build the "
-                "world and the engine anew, and load the last state"
-            )
         num = len(microbatches)
         if not num:
             raise ValueError("no microbatch: a step needs at least one, an empty one included")
@@ -212,9 +221,37 @@ class Engine:
             for m, batch in enumerate(microbatches)
         ]
         self._broken = self.comm.mesh.pipe > 1
-        self.runtime.run(plan, brought, loss_fn, 1 / total, self._update)
+        self.runtime.run(plan, brought, loss_fn, 1 / total * self.update.scale, self._update)
         self._broken = False
         return self._last
+
+    def evaluate(self, microbatches: Sequence[Any]) -> Evaluation:
+        """The mean loss of all ranks' microbatches, in eval mode; the training goes on as if it had not been.
+
+        Every rank brings equally many, empty ones included.  Under a pipeline a rank keeps what it hands on to the end
+        of the call, so bring about as many at once as in a step.
+
+        Raises:
+            ValueError: as ``step``; between a forward and the ``optimizer.step()`` of a loop of one's own.
+        """
+        loss_fn, count_fn = self._functions()
+        if self._now is not None and self._now.count is None:
+            raise ValueError("engine.evaluate in the midst of a step: call it after optimizer.step() or zero_grad()")
+        self._guard.check()
+        return self._evaluator.evaluate(microbatches, loss_fn, count_fn)
+
+    def _functions(self) -> tuple[LossFn, CountFn]:
+        if self.loss_fn is None or self.count_fn is None:
+            raise ValueError(
+                "engine.step and engine.evaluate need loss_fn and count_fn: give them to Engine, or use "
+                "engine.backward in your own loop"
+            )
+        if self._broken or self._evaluator.broken:
+            raise ValueError(
+                "the step before raised in the midst of a pipeline, and its messages may still be under way: build the "
+                "world and the engine anew, and load the last state"
+            )
+        return self.loss_fn, self.count_fn
 
     def plan(self, num_microbatches: int) -> Plan:
         """What this rank does in a step of so many microbatches; proved when it is first asked for."""
@@ -251,7 +288,7 @@ class Engine:
             raise ValueError(f"the loss has shape {tuple(loss.shape)}: return the sum over the microbatch, a scalar")
         now = self._begin_step()
         now.local_count += count
-        self.stages[0].backward_from(loss)
+        self.stages[0].backward_from(loss, self.update.scale)
         now.losses.append(loss.detach())
 
     @property
@@ -289,33 +326,7 @@ class Engine:
         now = self._now
         if now is None or not now.losses:
             raise ValueError("optimizer.step() without a backward before it: there is no gradient to step with")
-        for stage in self.stages.values():
-            stage.gradients.reduce()
-        self.ties.reduce()
-        mine = [o.gradient for o in self.owned]  # run by run: vector tails then fall where a whole tensor's do
-        if now.count is None:
-            _, now.count = self.exchange.counts(len(now.losses), now.local_count, 0)
-            scale(mine, 1 / now.count)
-        losses = tuple(loss.item() for loss in now.losses)
-        squares = 0.0 if self.clip is None else square_sum(o.gradient for o in self.owned if self.norm.counts(o))
-        touched = {name for stage in self.stages.values() for name in stage.gradients.touched()}
-        total, every, self.have_gradient = self.exchange.report(squares, losses, touched)
-        losses = tuple(every[self.comm.mesh.data_rank(self.comm.rank)])
-        if checked := [name for name in self.unchecked if self.have_gradient[name]]:
-            zero = check_whole(self.norm, self.owned, self.exchange, checked)
-            self.unchecked = [name for name in self.unchecked if name in zero or name not in checked]
-        if self.listener:
-            self.listener("reduced", self)
-        norm = None
-        if self.clip is not None:
-            norm = self.norm.rounded(math.sqrt(total))
-            factor = clip_factor(norm, self.clip)
-            if factor < 1:
-                scale(mine, factor)
-        if self.optimizer is not None:
-            self.pieces.give_gradients(self.have_gradient)
-        summed = math.fsum(loss for line in every for loss in line)
-        self._last = StepResult(self.steps, summed / now.count, now.count, losses, norm)
+        self._last = self.update.prepare(now, self.steps, lambda: self._tell("reduced"))
 
     def _discarding(self, zero_grad: Callable[..., None]) -> Callable[..., None]:
         """``optimizer.zero_grad`` between backward and step throws the gradients away, as everywhere in torch."""
@@ -338,8 +349,11 @@ class Engine:
             piece.view.grad = None
         self._now = None
         self.steps += 1
+        self._tell("updated")
+
+    def _tell(self, event: str) -> None:
         if self.listener:
-            self.listener("updated", self)
+            self.listener(event, self)
 
     # ---- state --------------------------------------------------------------------------------------------------
 
@@ -354,7 +368,7 @@ class Engine:
         return {
             "params": sum(f.rest.numel() * f.rest.element_size() for f in flats),
             "grads": sum(g.accumulated.numel() * g.accumulated.element_size() for g in gradients),
-            "optimizer": self.pieces.state_bytes() if self.optimizer is not None else 0,
+            "optimizer": self.pieces.state_bytes() if self.pieces is not None else 0,
             "gathered_peak": max(stage.gathering.peak_bytes for stage in self.stages.values()),
             "gradient_buffers": sum(stage.gradients.buffers.bytes for stage in self.stages.values()),
         }

@@ -76,7 +76,7 @@ class FlatGradient:
         start, stop = flat.grads_place
         self.direct = not flat.grads_split
         """The accumulator holds every element, so gradients are taken straight into it."""
-        self.accumulated = torch.zeros(stop - start, dtype=flat.dtype, device=flat.rest.device)
+        self.accumulated = torch.zeros(stop - start, dtype=flat.sum_dtype, device=flat.rest.device)
         self.transient: Tensor | None = None
         self.touched: set[int] = set()
         self.touched_now: set[int] = set()
@@ -91,7 +91,7 @@ class FlatGradient:
             target = self.accumulated
         else:
             if self.transient is None:
-                self.transient = self.buffers.take(self.flat.layout.numel, self.flat.dtype, self.flat.rest.device)
+                self.transient = self.buffers.take(self.flat.layout.numel, self.flat.sum_dtype, self.flat.rest.device)
             target = self.transient
         view = target[slot.offset : slot.end].view(slot.shape)
         if self.direct and index in self.touched:
@@ -260,7 +260,7 @@ class Gradients:
             if g.direct:
                 continue
             if g.transient is None:
-                g.transient = self.buffers.take(g.flat.layout.numel, g.flat.dtype, g.flat.rest.device)
+                g.transient = self.buffers.take(g.flat.layout.numel, g.flat.sum_dtype, g.flat.rest.device)
             g.fill_untouched(g.transient, g.touched_now)
             whole, g.transient = g.transient, None
             piece = whole[slice(*g.flat.grads_place)]

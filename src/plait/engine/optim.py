@@ -33,8 +33,8 @@ from plait.engine.gradients import FlatGradient
 class Owned:
     """One run of a parameter that this rank's optimizer updates.
 
-    ``view`` lies in the unit's storage, ``gradient`` in its accumulator; both have the parameter's shape where the
-    run is the whole of it, and are flat otherwise.
+    ``view`` lies in the unit's storage (or in its master weights), ``gradient`` in its accumulator; both have the
+    parameter's shape where the run is the whole of it, and are flat otherwise.
     """
 
     name: str
@@ -56,7 +56,7 @@ def owned_runs(gradients: Iterable[FlatGradient]) -> list[Owned]:
     for g in gradients:
         flat = g.flat
         start, stop = flat.optim_place
-        piece = flat.rest[start - flat.held[0] : stop - flat.held[0]]
+        piece = flat.updated
         grads = g.accumulated[start - flat.grads_place[0] : stop - flat.grads_place[0]]
         for run in flat.layout.runs(start, stop):
             here = slice(run.offset, run.offset + run.numel)
@@ -82,13 +82,16 @@ def rebuilt(optimizer: Optimizer, groups: Sequence[Mapping[str, Any]]) -> Optimi
     return type(optimizer)([dict(group) for group in groups], **settings)
 
 
-def probe_elementwise(optimizer: Optimizer) -> str | None:
+def probe_elementwise(optimizer: Optimizer, dtype: torch.dtype | None = None) -> str | None:
     """Why the optimizer is not element-wise; None when two probing steps say that it is.
 
     Each parameter group's settings are tried on an 8 x 12 matrix, whole and cut where a flat layout may cut.
+
+    Args:
+        dtype: of what it will update; None: of the group's first parameter.
     """
     for number, group in enumerate(optimizer.param_groups):
-        dtype = group["params"][0].dtype if group["params"] else torch.float32
+        dtype = dtype or (group["params"][0].dtype if group["params"] else torch.float32)
         settings = {k: v for k, v in group.items() if k != "params"}
         if "lr" in settings and float(settings["lr"]) == 0:
             settings["lr"] = 0.1  # a schedule that warms up from 0 would let any optimizer pass
@@ -151,7 +154,7 @@ class OwnedOptimizer:
         stepped = any(torch.is_tensor(s.get("step")) and s["step"] > 0 for s in optimizer.state.values())
         if stepped or (optimizer.state and not eager):
             raise ValueError("the optimizer has made steps already: hand it over before its first one")
-        if cuts and (reason := probe_elementwise(optimizer)):
+        if cuts and (reason := probe_elementwise(optimizer, self.owned[0].view.dtype if self.owned else None)):
             raise ValueError(
                 f"{type(optimizer).__name__} is not element-wise, so parameters cannot be cut anywhere: {reason}. "
                 f'Use cut="tensor" (whole tensors on one owner) or a row that keeps the optimizer state full (ddp)'
@@ -172,11 +175,13 @@ class OwnedOptimizer:
     def give_gradients(self, touched: Mapping[str, bool]) -> None:
         """Point each owned run at its gradient, or at None where no rank has one."""
         for piece in self.owned:
-            piece.view.grad = piece.gradient if touched[piece.name] else None
+            piece.view.grad = piece.gradient.to(piece.view) if touched[piece.name] else None
 
     def state_bytes(self) -> int:
-        """Bytes of optimizer state that this rank keeps per element, step counters left out."""
-        return sum(
+        """Bytes of optimizer state that this rank keeps per element, step counters left out, and of master weights."""
+        flats = {id(o.source.flat): o.source.flat for o in self.owned}
+        masters = [flat.master for flat in flats.values() if flat.master is not None]
+        return sum(m.numel() * m.element_size() for m in masters) + sum(
             value.numel() * value.element_size()
             for piece in self.owned
             for key, value in self.optimizer.state.get(piece.view, {}).items()

@@ -3,6 +3,7 @@
     forward(m)     x from the stage before  ──►  the model's own forward  ──►  y for the next stage, or the loss
     backward(m)    dy from the next stage   ──►  autograd                 ──►  dx for the stage before
     input(m)       the same, weight products put off;   weight(m)  makes them
+    evaluate(m)    a forward that no backward follows
 
 The user's ``loss_fn(model, batch)`` runs on every stage (see ``door``), so a stage needs to know nothing about the
 loss, and the loss nothing about stages.
@@ -156,9 +157,36 @@ class Stage:
             self.deferred.begin(microbatch)
         flight = self.flights[microbatch] = Flight(draw, Crossing(received))
         self.gathering.num_flying += 1
-        if self.axis.sequence and received is not None:
-            self.axis.length = self._whole_length(signature_of(batch), received.size(1))
-        self.door.open(flight.crossing)
+        output = self._call(flight.crossing, loss_fn, batch)
+        if self.place.last:
+            flight.output = output if output.requires_grad else None
+            return output
+        if output.requires_grad:
+            flight.output = get_gradient_edge(output)
+        return output.detach()
+
+    def evaluate(self, microbatch: int, loss_fn: LossFn, batch: Any, received: Tensor | None) -> Tensor:
+        """A forward without a backward to come: under ``no_grad``, with modules in eval mode.
+
+        Args:
+            received: as in ``forward``; so is what comes back.
+        """
+        self._enter(microbatch, None)
+        output = self._call(Crossing(received), loss_fn, batch)
+        if not self.gathering.held:
+            self.gathering.forget()
+        return output
+
+    def _call(self, crossing: Crossing, loss_fn: LossFn, batch: Any) -> Tensor:
+        """The user's function on this stage: the loss, or what the stage's last link returned.
+
+        Raises:
+            ValueError: a loss that is no scalar, or is made of what another stage has; a function that did not call
+                the model.
+        """
+        if self.axis.sequence and crossing.length:
+            self.axis.length = self._whole_length(signature_of(batch), crossing.length)
+        self.door.open(crossing)
         self.streams.switch_on(self.model.training)
         loss: Any = None
         handed: Tensor | None = None
@@ -179,16 +207,13 @@ class Stage:
                     "loss_fn uses something that the model made of an early link's output, which another stage has (an "
                     "auxiliary loss, hidden states): let the last link make what the loss needs"
                 )
-            flight.output = loss if loss.requires_grad else None
             return loss
         if handed is None:
             raise ValueError(
                 "loss_fn did not call the model, or caught what ends its call: under a pipeline every stage runs it, "
                 "as model(...), outside of try/except"
             )
-        if handed.requires_grad:
-            flight.output = get_gradient_edge(handed)
-        return handed.detach()
+        return handed
 
     def backward(self, microbatch: int, gradient: Tensor, *, last: bool) -> Tensor | None:
         """A full backward: gradients of the weights, and of what was received.
@@ -208,9 +233,9 @@ class Stage:
         self._backward(flight, gradient, last=last)
         return flight.crossing.take_gradient()
 
-    def backward_from(self, loss: Tensor) -> None:
-        """The backward of a forward that a user's own loop made."""
-        self._backward(Flight(None, Crossing(None), loss), torch.ones_like(loss), last=False)
+    def backward_from(self, loss: Tensor, seed: float) -> None:
+        """The backward of a forward that a user's own loop made; ``seed`` is the gradient of the loss."""
+        self._backward(Flight(None, Crossing(None), loss), torch.full_like(loss, seed), last=False)
 
     def _backward(self, flight: Flight, gradient: Tensor, *, last: bool) -> None:
         self.gathering.begin_backward()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -13,8 +13,9 @@ from plait.comm import Comm
 from plait.core.agreement import DATA_ORDER
 from plait.core.collectives import Note
 from plait.core.cuts import TensorCut
+from plait.core.flat import lower
 from plait.engine.gradients import parameters_of
-from plait.engine.unit import Unit
+from plait.engine.unit import Flat, Unit, send
 from plait.tensor.parallel.pieces import assemble
 
 
@@ -53,35 +54,71 @@ class Directory:
 def full_state_dict(directory: Directory, parts: Sequence[Part], comm: Comm) -> dict[str, Tensor]:
     """Every parameter whole and every persistent buffer (data rank 0's), under the keys of ``model.state_dict()``.
 
-    All ranks call it together and all get it, on the CPU; one unit is gathered at a time.
+    All ranks call it together and all get it, on the CPU; one unit is gathered at a time.  Of parameters that have
+    master weights these are the values; everything is in the dtype in which the model came.
     """
-    whole: dict[str, Tensor] = {}
+    whole = dict(whole_tensors(directory, parts, comm))
+    return {key: whole[name] for key, name in directory.aliases.items()}
+
+
+def whole_tensors(directory: Directory, parts: Sequence[Part], comm: Comm) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of ``full_state_dict`` one after the other, a tied weight once: nobody needs to hold them all.
+
+    All ranks go through it together, to the end.
+    """
+    here = comm.mesh.coordinates(comm.rank)["pipe"]
+    units: dict[str, Unit] = {}
+    buffers: dict[str, Tensor] = {}
     for part in parts:
         for unit in part.units:
-            unit.gather("state", -1)
-            unit.show()
-            for name, parameter, flat, index in parameters_of([unit]):
-                cut, value = flat.cuts[index], parameter.detach()
-                whole[name] = value.to("cpu", copy=True) if cut is None else _uncut(name, value, cut, comm)
-            if unit.split and not unit.users:
-                unit.free()
-        for name, buffer in _buffers(part.model).items():
-            flat_buffer = buffer.detach().reshape(-1).clone()
-            comm.broadcast(flat_buffer, DATA_ORDER, 0, note=Note("state", name)).wait()
-            whole.setdefault(name, flat_buffer.view(buffer.shape).cpu())
-    state: dict[str, Tensor] = {}
-    for key, name in directory.aliases.items():
-        if name != key and name in state:
-            state[key] = state[name]
-            continue
-        shape, dtype = directory.shapes[key]
-        value = whole[name] if name in whole else torch.empty(shape, dtype=dtype)
+            units |= {slot.name: unit for flat in unit.flats for slot in flat.layout.slots if slot.name not in units}
+        buffers = _buffers(part.model) | buffers
+    opened: Unit | None = None
+    values: dict[str, tuple[Tensor, TensorCut | None]] = {}
+    for name in dict.fromkeys(directory.aliases.values()):
+        shape, dtype = directory.shapes[name]
+        value = torch.empty(shape, dtype=dtype, device=comm.device)
+        if directory.homes[name] == here and name in units:
+            if units[name] is not opened:
+                _close(opened)
+                opened, values = units[name], _opened(units[name], comm)
+            found, cut = values[name]
+            value = (found if cut is None else _uncut(name, found, cut, comm)).to(dtype, copy=True)
+        elif directory.homes[name] == here:
+            value = buffers[name].detach().clone()
+            comm.broadcast(value.view(-1), DATA_ORDER, 0, note=Note("state", name)).wait()
         if comm.mesh.pipe > 1:
-            travelling = value.to(comm.device).reshape(-1)
-            comm.broadcast(travelling, ("pipe",), directory.homes[name], note=Note("state", name)).wait()
-            value = travelling.view(shape).cpu()
-        state[key] = value
-    return state
+            comm.broadcast(value.view(-1), ("pipe",), directory.homes[name], note=Note("state", name)).wait()
+        yield name, value.cpu()
+    _close(opened)
+
+
+def _opened(unit: Unit, comm: Comm) -> dict[str, tuple[Tensor, TensorCut | None]]:
+    """A unit's parameters, gathered over the data axes, and their cuts over the tensor axis, by name."""
+    unit.gather("state", -1)
+    unit.show()
+    found: dict[str, tuple[Tensor, TensorCut | None]] = {}
+    for flat in unit.flats:
+        values = [p.detach() for p in flat.parameters] if flat.master is None else _masters(flat, unit, comm)
+        names = [slot.name for slot in flat.layout.slots]
+        found |= dict(zip(names, zip(values, flat.cuts, strict=True), strict=True))
+    return found
+
+
+def _close(unit: Unit | None) -> None:
+    if unit is not None and unit.split and not unit.users:
+        unit.free()
+
+
+def _masters(flat: Flat, unit: Unit, comm: Comm) -> list[Tensor]:
+    """The master weights of a flat buffer, whole."""
+    assert flat.master is not None
+    full = torch.empty(flat.layout.numel, dtype=flat.master.dtype, device=comm.device)
+    full[slice(*flat.optim_place)].copy_(flat.master)
+    for move in unit.moves.masters:
+        for message in lower(move, flat.layout, comm.mesh, comm.rank):
+            send(comm, message, full, 0, Note("state", unit.name)).wait()
+    return [full[s.offset : s.end].view(s.shape) for s in flat.layout.slots]
 
 
 def _buffers(model: nn.Module) -> dict[str, Tensor]:
@@ -120,7 +157,7 @@ def load_full_state_dict(directory: Directory, parts: Sequence[Part], state: Map
     for part in parts:
         for unit in part.units:
             unit.settle()
-        for name, parameter, flat, index in parameters_of(part.units):
-            flat.write(index, state[name].to(parameter.dtype))
+        for name, _, flat, index in parameters_of(part.units):
+            flat.write(index, state[name])
         for name, buffer in _buffers(part.model).items():
             buffer.copy_(state[name])

@@ -9,10 +9,14 @@ resizes it back, so whatever autograd saved (parameters, or views of them such a
 the right values again.  Nothing is copied per parameter: gathers land in ``full``, parameters are views of it.
 
 Under a row that keeps parameters whole, ``full`` *is* ``rest`` and opening costs nothing.
+
+Where the optimizer's cell has another dtype or device than the parameters', its piece is a copy of its own, ``master``;
+the parameters at rest are rounded from it after each update.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -23,6 +27,7 @@ from plait.core.cells import Cell, Move, Moves, Strategy
 from plait.core.collectives import Note
 from plait.core.cuts import TensorCut
 from plait.core.flat import FlatLayout, Message, UnitLayout, lower
+from plait.engine.precision import dtype_in
 from plait.tensor.parallel.pieces import piece_of
 
 
@@ -75,7 +80,8 @@ class Flat:
         self.resting, self.cuts, self.summed = resting, list(cuts), summed
         self.layout, self.parameters, self.comm = layout, list(parameters), comm
         self.trainable = self.parameters[0].requires_grad
-        self.dtype = self.parameters[0].dtype
+        self.dtype = dtype_in(strategy.params, self.parameters[0].dtype)
+        self.sum_dtype = dtype_in(strategy.grads, self.dtype)
         self.held = self.place(strategy.params)
         self.kept_place = self.place(strategy.kept)
         self.grads_place = self.place(strategy.grads)
@@ -85,6 +91,12 @@ class Flat:
         self.keeps_more = ways(strategy.kept.split) != ways(strategy.params.split)
         self.grads_split = ways(strategy.grads.split) > 1
         self.rest = torch.zeros(self.held[1] - self.held[0], dtype=self.dtype, device=device)
+        self.master: Tensor | None = None
+        """The optimizer's piece, where it is not a part of ``rest``."""
+        if self.trainable and strategy.has_master(self.dtype.itemsize):
+            start, stop = self.optim_place
+            at = strategy.optim.device or device
+            self.master = torch.zeros(stop - start, dtype=dtype_in(strategy.optim, self.dtype), device=at)
         self.full = torch.empty(layout.numel, dtype=self.dtype, device=device) if self.split else self.rest
         self.views = [self.full[s.offset : s.end].view(s.shape) for s in layout.slots]
         nothing = torch.full((), float("nan"), dtype=self.dtype, device=device)
@@ -98,14 +110,35 @@ class Flat:
         mesh = self.comm.mesh
         return self.layout.piece(mesh.count(cell.split), mesh.index(self.comm.rank, cell.split))
 
-    def write(self, slot_index: int, value: Tensor) -> None:
-        """Put the part of a whole parameter that this rank holds at rest into place."""
+    def write(self, slot_index: int, value: Tensor, first_row: int | None = None) -> None:
+        """Put what this rank holds at rest of a parameter into place.
+
+        Args:
+            value: the whole parameter, or, given ``first_row``, rows of this tensor rank's piece from that row on.
+        """
         slot, cut = self.layout.slots[slot_index], self.cuts[slot_index]
-        if cut is not None:
+        skipped = (first_row or 0) * math.prod(slot.shape[1:])
+        if cut is not None and first_row is None:
             value = piece_of(value, cut, self.comm.mesh.index(self.comm.rank, ("tensor",)))
-        for run in self.layout.runs(*self.held):
-            if run.slot is slot:
-                self.rest[run.offset : run.offset + run.numel].copy_(value.reshape(-1)[run.start : run.stop])
+        pieces = [(self.rest, self.held)] + ([(self.master, self.optim_place)] if self.master is not None else [])
+        for piece, place in pieces:
+            for run in self.layout.runs(*place):
+                if run.slot is slot:
+                    piece[run.offset : run.offset + run.numel].copy_(
+                        value.reshape(-1)[run.start - skipped : run.stop - skipped]
+                    )
+
+    @property
+    def updated(self) -> Tensor:
+        """The piece that the optimizer updates, in place."""
+        start, stop = self.optim_place
+        return self.rest[start - self.held[0] : stop - self.held[0]] if self.master is None else self.master
+
+    def round_master(self) -> None:
+        """After an update: the parameters at rest, of what this rank updates."""
+        if self.master is not None:
+            start, stop = self.optim_place
+            self.rest[start - self.held[0] : stop - self.held[0]].copy_(self.master)
 
     def gather(self, moves: Sequence[Move], start: Tensor, place: tuple[int, int], note: Note) -> list[Work]:
         """Give ``full`` its memory and issue the messages that fill it from the pieces ``start``."""
@@ -234,6 +267,7 @@ class Unit:
         """After an update: bring the updated pieces to everyone who holds them at rest, without waiting."""
         mesh, rank = self.comm.mesh, self.comm.rank
         for flat in self.flats:
+            flat.round_master()
             if flat.trainable:
                 self.publishing += [
                     send(self.comm, m, flat.rest, flat.held[0], Note("publish", self.name))

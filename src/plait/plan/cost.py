@@ -76,6 +76,9 @@ def predict_line(
     plan = moves(strategy)
     entries: list[Entry] = []
 
+    cells = {"microbatch": strategy.grads, "step": strategy.grads}
+    """Whose dtype the messages of a phase have; those of the others are parameters."""
+
     def add(phase: str, stage: int, path: Callable[[int], Iterable[Move]], microbatch: int = -1, **which: bool) -> None:
         """The messages of a path, on every flat buffer of a stage; ``path`` is asked for each use of a unit."""
         for unit in stages[stage].units:
@@ -87,7 +90,7 @@ def predict_line(
                     for step in path(use):
                         for message in lower(step, flat, mesh, rank):
                             ways = mesh.count(message.axes)
-                            size = message.numel * flat.itemsize
+                            size = message.numel * cells.get(phase, strategy.params).itemsize(flat.itemsize)
                             root = mesh.index(rank, message.axes) == message.root
                             sent = bytes_sent(message.kind, size, ways, root=root)
                             note = Note(phase, unit.name, microbatch)

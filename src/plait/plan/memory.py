@@ -31,24 +31,27 @@ def held(units: Sequence[UnitLayout], mesh: Mesh, strategy: Strategy, rank: int,
     """What one rank holds, exactly.
 
     Args:
-        states: numbers of a parameter's size that the optimizer keeps (Adam 2, SGD 0, with momentum 1).
+        states: numbers of a parameter's size that the optimizer keeps (Adam 2, SGD 0, with momentum 1), beside the
+            master weights of a row that has them.
     """
 
-    def numel(flat: FlatLayout, cell: Cell) -> int:
-        start, stop = flat.piece(mesh.count(cell.split), mesh.index(rank, cell.split))
-        return stop - start
+    def bounds(flat: FlatLayout, cell: Cell) -> tuple[int, int]:
+        return flat.piece(mesh.count(cell.split), mesh.index(rank, cell.split))
+
+    def piece(flat: FlatLayout, cell: Cell) -> int:
+        start, stop = bounds(flat, cell)
+        return (stop - start) * cell.itemsize(flat.itemsize)
 
     flats = [(f, t) for unit in units for f, t in zip(unit.flats, unit.trainable, strict=True)]
+    trained = [f for f, trains in flats if trains]
+    updated = [
+        run.numel * strategy.optim.itemsize(f.itemsize) for f in trained for run in f.runs(*bounds(f, strategy.optim))
+    ]
+    masters = [piece(f, strategy.optim) for f in trained if strategy.has_master(f.itemsize)]
     return Held(
-        params=sum(numel(f, strategy.params) * f.itemsize for f, _ in flats),
-        grads=sum(numel(f, strategy.grads) * f.itemsize for f, t in flats if t),
-        optimizer=states
-        * sum(
-            run.numel * f.itemsize
-            for f, t in flats
-            if t
-            for run in f.runs(*f.piece(mesh.count(strategy.optim.split), mesh.index(rank, strategy.optim.split)))
-        ),
+        params=sum(piece(f, strategy.params) for f, _ in flats),
+        grads=sum(piece(f, strategy.grads) for f in trained),
+        optimizer=states * sum(updated) + sum(masters),
     )
 
 

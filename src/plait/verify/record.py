@@ -68,7 +68,7 @@ class Recorder:
                 {
                     (o.name, o.run.start, o.run.stop): o.gradient.detach().reshape(-1).to("cpu", copy=True)
                     for o in engine.owned
-                    if engine.have_gradient[o.name]
+                    if engine.update.have_gradient[o.name]
                 }
             )
 
@@ -101,25 +101,29 @@ def record_layout(
     """
     recorder = Recorder(comm)
     model = job.build()
+    optimizer = job.optimizer(model.parameters())
     trained = Engine(
         model,
         comm,
         strategy=strategy,
-        optimizer=job.optimizer(model.parameters()),
+        optimizer=optimizer,
         loss_fn=job.loss_fn,
         count_fn=job.count_fn,
         seed=job.seed,
         listener=recorder,
         **engine,
     )
+    scheduler = job.scheduler(optimizer) if job.scheduler else None
     for step in range(steps):
         batches = job.microbatches(
             step, recorder.record.data_rank, comm.mesh.data_size, num_microbatches, str(comm.device)
         )
         predicted = predict(trained, job, batches)
-        checking = step == 0 or bool(trained.unchecked)  # the engine's own checks, which are no part of a step
+        checking = step == 0 or bool(trained.update.unchecked)  # the engine's own checks, which are no part of a step
         mark = len(comm.ledger.entries)
         result = trained.step(batches)
+        if scheduler is not None:
+            scheduler.step()
         recorder.record.losses.append(result.loss)
         recorder.record.local_losses.append(result.local_losses)
         recorder.record.norms.append(result.grad_norm)

@@ -1,0 +1,64 @@
+"""Numbers of different widths: what a row's dtypes mean, and how small gradients survive fp16.
+
+    parameters (bf16) ──► forward, backward ──► gradients (bf16) ──► sums, reductions (fp32) ──► update
+          ▲                                                                                        │
+          └──────────────── rounded, sent ◄──────────── master weights (fp32) ◄────────────────────┘
+
+fp16 has five bits of exponent: gradients below 6e-8 become zero.  So the loss is multiplied by a large power of two
+before the backward, and the sums are divided by it after.  Where a sum is not finite the factor was too large: nobody
+makes this step, and the factor is halved.
+
+Source: Mixed Precision Training (Micikevicius et al. 2018); the rule of growth is that of ``torch.amp.GradScaler``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from plait.core.cells import Cell
+
+DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+"""What the names of a table mean to torch."""
+
+
+def dtype_in(cell: Cell, own: torch.dtype) -> torch.dtype:
+    """The dtype that a cell gives to the state of parameters of dtype ``own``; integers stay what they are."""
+    return DTYPES[cell.dtype] if cell.dtype and own.is_floating_point else own
+
+
+@dataclass
+class LossScale:
+    """The factor of the loss; every rank has the same, since all agree on whether a step's sums are finite.
+
+    Args:
+        scale: where it starts, a power of two: then scaling changes no bit of a sum that stays in range.
+        growth: it is multiplied by this after ``interval`` good steps in a row.
+        backoff: and by this after a step that was left out.
+
+    Raises:
+        ValueError: factors with which it could not find its place.
+    """
+
+    scale: float = 2.0**16
+    growth: float = 2.0
+    backoff: float = 0.5
+    interval: int = 2000
+    good: int = 0
+    """Steps made since the factor last changed."""
+
+    def __post_init__(self) -> None:
+        if not (self.scale > 0 and self.growth >= 1 and 0 < self.backoff < 1 and self.interval >= 1):
+            raise ValueError(
+                f"loss scale {self.scale} (growth {self.growth}, backoff {self.backoff}, interval {self.interval}): "
+                f"give a scale above 0, growth of at least 1, backoff between 0 and 1, interval of at least 1 step"
+            )
+
+    def update(self, *, finite: bool) -> None:
+        """After a step: whether its sums were finite, on all ranks together."""
+        self.good = self.good + 1 if finite else 0
+        if not finite:
+            self.scale *= self.backoff
+        elif self.good == self.interval:
+            self.scale, self.good = self.scale * self.growth, 0

@@ -12,7 +12,6 @@ from typing import Any
 from plait.comm import Comm, run
 from plait.config import VerifyConfig
 from plait.core.additions import additions
-from plait.core.cells import find_strategy
 from plait.core.mesh import Mesh
 from plait.job import Job, layout_of, make_job
 from plait.verify.compare import summarise
@@ -65,7 +64,7 @@ class Verified:
 def record(config: VerifyConfig, job: Job | None = None) -> list[RankRecord]:
     """Train the config's layout on thread ranks."""
     made = job or job_of(config)
-    row = find_strategy(config.strategy)
+    row = config.row
 
     def body(comm: Comm) -> RankRecord:
         layout = layout_of(config, made, comm)
@@ -81,7 +80,7 @@ def verify(config: VerifyConfig, **changes: Any) -> Verified:
 
 
 def judged(config: VerifyConfig, ranks: list[RankRecord]) -> Verified:
-    job, row, mesh = job_of(config), find_strategy(config.strategy), config.parsed_mesh
+    job, row, mesh = job_of(config), config.row, config.parsed_mesh
     pieces = None if mesh.tensor > 1 else [r.norm_pieces for r in sorted(ranks, key=lambda r: r.rank)]
     mesh = replace(mesh, tensor=1, pipe=1)  # a reference does not depend on them
     order = additions(row)

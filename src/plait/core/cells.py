@@ -39,9 +39,11 @@ from itertools import takewhile
 
 from plait.core.mesh import DATA_AXES
 
-
 ITEMSIZE = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
 """Bytes of an element, by the names that dtypes have in a table."""
+
+LONG = {"fp64": "float64", "fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+"""What torch calls them."""
 
 
 @dataclass(frozen=True)
@@ -290,9 +292,10 @@ def find_strategy(which: str | Strategy) -> Strategy:
 class Moves:
     """Every move of a step, by phase.
 
-    ``forward`` and ``backward`` happen per use of a unit in a microbatch, ``microbatch`` after its backward,
-    ``step`` and ``publish`` once; ``masters`` brings what the optimizer updates together, for a state dict.  ``summed`` comes before ``step`` where a gradient is pending over the tensor axis as
-    well: it is a sum like the others, so it is taken once per step, on the piece that the gradient cell leaves here.
+    ``forward`` and ``backward`` happen per use of a unit in a microbatch, ``microbatch`` after its backward, ``step``
+    and ``publish`` once; ``masters`` brings together what the optimizer updates, for a state dict. ``summed`` comes
+    before ``step`` where a gradient is pending over the tensor axis as well: it is a sum like the others, so it is
+    taken once per step, on the piece that the gradient cell leaves here.
     """
 
     forward: tuple[Move, ...]

@@ -14,6 +14,7 @@ from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from plait.comm import Comm
 from plait.core.cells import Cell, Strategy, moves
@@ -21,11 +22,10 @@ from plait.core.collectives import Note
 from plait.core.cuts import TensorCut
 from plait.core.flat import Cut, lay
 from plait.core.mesh import AXES
+from plait.engine.generator import stream_key
 from plait.engine.init import check_buffers, initial_values, replace_parameter
 from plait.engine.links import StageModel
-from plait.engine.precision import dtype_in
-from plait.engine.rng import stream_key
-from plait.engine.unit import Flat, Unit
+from plait.engine.unit import Flat, Unit, dtype_in
 from plait.engine.weights import Weights, read_piece
 from plait.engine.wrap import wrap
 from plait.tensor.parallel import Parallel
@@ -68,8 +68,30 @@ class Laid:
     """Whole shapes, by ``id`` of the whole model's parameter, of those that are cut over the tensor axis."""
 
 
+_TABLES = (nn.Embedding, nn.EmbeddingBag)
+
+
 def check_model(model: nn.Module, comm: Comm) -> None:
-    """Raises ValueError for what no engine can train: no parameters, empty buffers, replicas that differ."""
+    """Raises ValueError for what no engine can train: no parameters, or parameters without a shape; empty buffers;
+    compiled modules; tables that a forward writes to; replicas that differ.
+    """
+    if lazy := [name for name, p in model.named_parameters() if is_lazy(p)]:
+        raise ValueError(
+            f"{len(lazy)} parameters have no shape yet ({', '.join(lazy[:3])}): call the model once on a sample before "
+            f"its optimizer and Engine are built"
+        )
+    compiled = [name for name, m in model.named_modules() if m._compiled_call_impl or "_orig_mod" in m._modules]
+    if compiled:
+        raise ValueError(
+            f"{compiled[0] or 'the model'!r} is compiled, and the compiler would trace into the engine's gathers and "
+            f"dropout streams: compile functions inside of its modules (as of activations) instead"
+        )
+    bounded = [name for name, m in model.named_modules() if getattr(m, "max_norm", None) and isinstance(m, _TABLES)]
+    if bounded and comm.mesh.size > 1:
+        raise ValueError(
+            f"{bounded[0]!r} has max_norm: each rank's forward would rewrite the rows that its own samples use, and "
+            f"replicas would part; leave max_norm out, and normalise what the table returns"
+        )
     check_buffers(model)
     if not any(True for _ in model.parameters()):
         raise ValueError("the model has no parameters: there is nothing to train")

@@ -26,6 +26,7 @@ from plait.core.actions import Schedule
 from plait.core.cells import Strategy, find_strategy
 from plait.core.flat import Cut, UnitLayout
 from plait.core.pipeline import Pipeline, Plan
+from plait.core.precision import LossScale
 from plait.core.styles import Style
 from plait.engine.build import check_model, check_settings
 from plait.engine.courier import Courier
@@ -35,7 +36,7 @@ from plait.engine.gradients import parameters_of
 from plait.engine.guard import ModelGuard
 from plait.engine.norm import Norm
 from plait.engine.optim import Owned, OwnedOptimizer, owned_runs
-from plait.engine.precision import LossScale
+from plait.engine.recompute import Recompute
 from plait.engine.rng import Draw
 from plait.engine.runtime import EventLog, Microbatch, Runtime
 from plait.engine.stage import LossFn
@@ -43,7 +44,7 @@ from plait.engine.stages import Settings, build_stages
 from plait.engine.state import Part, full_state_dict, load_full_state_dict
 from plait.engine.step import OpenStep, StepResult, num_samples
 from plait.engine.tied import Ties
-from plait.engine.unit import Unit
+from plait.engine.unit import Unit, dtype_in
 from plait.engine.update import Update
 from plait.engine.weights import Weights
 from plait.tensor.parallel import parallel_plan
@@ -79,6 +80,7 @@ class Engine:
             keeps them to the backward holds all in flight); None gathers units one by one in each pass.
         split: how many links of the model each stage has; None: equally many. Links are what the model tells of (see
             ``links``).
+        recompute: ``"full"`` runs blocks again in backward, ``"selective"`` attention; None keeps every activation.
         loss_scale: the factor of the loss, for gradients that fp16 would lose (see ``precision``).
         listener: called with ``"reduced"`` (gradients are whole, not clipped) and ``"updated"``.
 
@@ -107,6 +109,7 @@ class Engine:
         chunks: int | None = None,
         hold: int | None = 1,
         split: Sequence[int] | None = None,
+        recompute: Recompute | None = None,
         loss_scale: LossScale | None = None,
         listener: Listener | None = None,
     ) -> None:
@@ -118,7 +121,7 @@ class Engine:
         check_model(model, comm)
         names = {id(p): n for n, p in model.named_parameters()}
         trainable = [n for n, p in model.named_parameters() if p.requires_grad]
-        wide = any(p.dtype == torch.float64 for p in model.parameters() if p.requires_grad)
+        sums = {dtype_in(self.strategy.grads, dtype_in(self.strategy.params, p.dtype)) for p in model.parameters()}
         order = schedule if schedule is None or isinstance(schedule, str) else tuple(map(tuple, schedule))
         self.pipeline = Pipeline(order, comm.mesh.pipe, chunks, hold)
         check_settings(
@@ -132,13 +135,13 @@ class Engine:
             chunks=chunks,
             hold=hold,
             split=split if split is None else tuple(split),
+            recompute=recompute,
         )
         parallel = parallel_plan(model, comm.mesh.tensor, tensor_plan, sequence=sequence_parallel)
-        settings = Settings(
-            None if units is None else tuple(units), cut, seed, prefetch, sequence_parallel, self._before_forward, weights
-        )
+        named = None if units is None else tuple(units)
+        settings = Settings(named, cut, seed, prefetch, sequence_parallel, self._before_forward, weights, recompute)
         built = build_stages(model, comm, self.strategy, self.pipeline, parallel, split, settings)
-        self.stages, self._directory = built.stages, built.directory
+        self.stages, self.directory = built.stages, built.directory
         self.links, self.split = built.links, built.split
         """The names of the model's links, and how many each stage has."""
         for stage in self.stages.values():
@@ -164,7 +167,7 @@ class Engine:
             optimizer.register_step_post_hook(lambda *_: self._after_update())
             optimizer.zero_grad = self._discarding(optimizer.zero_grad)  # type: ignore[method-assign]
         self.ties = Ties(built.edges, comm, built.gradients(), courier.rank_of)
-        self.norm = Norm(comm, self.strategy, wide=wide, copies=self.ties.copies)
+        self.norm = Norm(comm, self.strategy, wide=torch.float64 in sums, copies=self.ties.copies)
         whole = [n for n, _, f, i in parameters_of(self.units) if f.trainable and f.cuts[i] is None]
         self.update = Update(
             comm,
@@ -383,7 +386,7 @@ class Engine:
 
         All ranks call it together; one unit is gathered at a time.
         """
-        return full_state_dict(self._directory, self._parts(), self.comm)
+        return full_state_dict(self.directory, self.parts(), self.comm)
 
     def load_full_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Take the values of whole tensors; each rank copies its pieces.
@@ -391,7 +394,8 @@ class Engine:
         Raises:
             ValueError: missing or surplus names, or shapes that differ.
         """
-        load_full_state_dict(self._directory, self._parts(), state)
+        load_full_state_dict(self.directory, self.parts(), state)
 
-    def _parts(self) -> list[Part]:
+    def parts(self) -> list[Part]:
+        """This rank's stages, for what goes through the whole model (see ``state``)."""
         return [Part(stage.model, stage.units) for stage in self.stages.values()]

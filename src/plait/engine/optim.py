@@ -145,6 +145,7 @@ class OwnedOptimizer:
     ) -> None:
         self.optimizer = optimizer
         self.owned = owned_runs(gradients)
+        self.masters = [g.flat.master for g in gradients if g.flat.master is not None]
         if any(id(p) not in names for group in optimizer.param_groups for p in group["params"]):
             raise ValueError(
                 "the optimizer holds parameters that are not the model's: build it on model.parameters() of this very "
@@ -179,9 +180,7 @@ class OwnedOptimizer:
 
     def state_bytes(self) -> int:
         """Bytes of optimizer state that this rank keeps per element, step counters left out, and of master weights."""
-        flats = {id(o.source.flat): o.source.flat for o in self.owned}
-        masters = [flat.master for flat in flats.values() if flat.master is not None]
-        return sum(m.numel() * m.element_size() for m in masters) + sum(
+        return sum(m.numel() * m.element_size() for m in self.masters) + sum(
             value.numel() * value.element_size()
             for piece in self.owned
             for key, value in self.optimizer.state.get(piece.view, {}).items()

@@ -83,9 +83,9 @@ def whole_tensors(directory: Directory, parts: Sequence[Part], comm: Comm) -> It
                 _close(opened)
                 opened, values = units[name], _opened(units[name], comm)
             found, cut = values[name]
-            value = (found if cut is None else _uncut(name, found, cut, comm)).to(dtype, copy=True)
+            value = (found if cut is None else _uncut(name, found, cut, comm)).to(comm.device, dtype, copy=True)
         elif directory.homes[name] == here:
-            value = buffers[name].detach().clone()
+            value = buffers[name].detach().clone(memory_format=torch.contiguous_format)
             comm.broadcast(value.view(-1), DATA_ORDER, 0, note=Note("state", name)).wait()
         if comm.mesh.pipe > 1:
             comm.broadcast(value.view(-1), ("pipe",), directory.homes[name], note=Note("state", name)).wait()

@@ -23,12 +23,19 @@ import torch
 from torch import Tensor, nn
 
 from plait.comm import Comm, Work
-from plait.core.cells import Cell, Move, Moves, Strategy
+from plait.core.cells import LONG, Cell, Move, Moves, Strategy
 from plait.core.collectives import Note
 from plait.core.cuts import TensorCut
 from plait.core.flat import FlatLayout, Message, UnitLayout, lower
-from plait.engine.precision import dtype_in
 from plait.tensor.parallel.pieces import piece_of
+
+
+def dtype_in(cell: Cell, own: torch.dtype) -> torch.dtype:
+    """The dtype that a cell gives to the state of parameters of dtype ``own``; integers stay what they are."""
+    if not (cell.dtype and own.is_floating_point):
+        return own
+    found: torch.dtype = getattr(torch, LONG[cell.dtype])
+    return found
 
 
 def send(comm: Comm, message: Message, array: Tensor, base: int, note: Note, out: Tensor | None = None) -> Work:

@@ -14,10 +14,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from plait.comm import Comm
+from plait.core.precision import LossScale
 from plait.engine.exchange import Exchange
 from plait.engine.norm import Norm, check_whole
 from plait.engine.optim import Owned, OwnedOptimizer, clip_factor, scale, square_sum
-from plait.engine.precision import LossScale
 from plait.engine.stage import Stage
 from plait.engine.step import OpenStep, StepResult
 from plait.engine.tied import Ties
@@ -41,6 +41,8 @@ class Update:
     loss_scale: LossScale | None
     unchecked: list[str]
     """Parameters whose gradients have not been seen to be the same on all tensor ranks."""
+    made: bool = True
+    """Whether the last step was."""
     have_gradient: dict[str, bool] = field(default_factory=dict)
     """Which parameters got a gradient on any rank in the last step."""
 
@@ -75,17 +77,17 @@ class Update:
         if checked := [name for name in self.unchecked if self.have_gradient[name]]:
             zero = check_whole(self.norm, self.owned, self.exchange, checked)
             self.unchecked = [name for name in self.unchecked if name in zero or name not in checked]
-        reduced()
-        made = self.loss_scale is None or math.isfinite(total)
         if self.loss_scale is not None:
-            self.loss_scale.update(finite=made)
+            self.made = math.isfinite(total)
+            self.loss_scale.update(finite=self.made)
+        reduced()
         norm = None
-        if self.clip is not None:
+        if self.clip is not None and self.made:
             norm = self.norm.rounded(math.sqrt(total))
             factor = clip_factor(norm, self.clip)
-            if factor < 1 and made:
+            if factor < 1:
                 scale(mine, factor)
         if self.pieces is not None:
-            self.pieces.give_gradients(self.have_gradient if made else dict.fromkeys(self.have_gradient, False))
+            self.pieces.give_gradients(self.have_gradient if self.made else dict.fromkeys(self.have_gradient, False))
         summed = math.fsum(loss for line in every for loss in line)
-        return StepResult(step, summed / now.count, now.count, losses, norm, made)
+        return StepResult(step, summed / now.count, now.count, losses, norm, self.made)

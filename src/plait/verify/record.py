@@ -19,6 +19,7 @@ from plait.comm import Comm
 from plait.comm.collect import collect
 from plait.core.cells import Strategy
 from plait.core.collectives import Entry
+from plait.core.styles import CUT_DIM
 from plait.engine import Engine
 from plait.engine.stage import Stage
 from plait.job import Job
@@ -64,12 +65,9 @@ class Recorder:
 
     def __call__(self, event: str, engine: Engine) -> None:
         if event == "reduced" and self._gradients:
+            given = [o for o in engine.owned if engine.update.made and engine.update.have_gradient[o.name]]
             self.record.gradients.append(
-                {
-                    (o.name, o.run.start, o.run.stop): o.gradient.detach().reshape(-1).to("cpu", copy=True)
-                    for o in engine.owned
-                    if engine.update.have_gradient[o.name]
-                }
+                {(o.name, o.run.start, o.run.stop): o.gradient.detach().reshape(-1).to("cpu", copy=True) for o in given}
             )
 
     def finish(self, engine: Engine) -> RankRecord:
@@ -141,9 +139,13 @@ def predict(engine: Engine, job: Job, batches: Sequence[Any]) -> tuple[Entry, ..
     plans = {}
     for number, stage in engine.stages.items():
         local = [(s[0], _length(stage, s[1])) if stage.axis.sequence else s for s in leading]
-        handed = tuple(math.prod(shape) * job.width * itemsize for shape in local)
-        plans[number] = StagePlan(stage.layouts(), handed, handed)
-        entries += predict_tensor(stage.parallel.sites, leading, comm.mesh, itemsize, sequence=stage.axis.sequence)
+        received, handed = (
+            tuple(math.prod(shape) * width * itemsize for shape in local) for width in _widths(stage, job.width)
+        )
+        plans[number] = StagePlan(stage.layouts(), handed, received)
+        entries += predict_tensor(
+            stage.parallel.sites, leading, comm.mesh, itemsize, sequence=stage.axis.sequence, twice=stage.blocks
+        )
     tied = [
         TiedPlan(edge.name, tuple(engine.pipeline.owner[s] for s in edge.stages), engine.ties.bytes_owned(edge))
         for edge in engine.ties.edges
@@ -153,8 +155,15 @@ def predict(engine: Engine, job: Job, batches: Sequence[Any]) -> tuple[Entry, ..
     return tuple(entries)
 
 
+def _widths(stage: Stage, width: int) -> tuple[int, int]:
+    """The last dim of what a stage gets and hands on: this rank's piece where a column and its row are parted."""
+    kinds = [style.kind for style in stage.parallel.styles.values() if style.kind in CUT_DIM]
+    piece = _length(stage, width)
+    return piece if kinds[:1] == ["row"] else width, piece if kinds[-1:] == ["column"] else width
+
+
 def _length(stage: Stage, length: int) -> int:
-    """Steps of time of this rank's part of the stream."""
+    """This rank's part of a dim that the tensor axis cuts."""
     start, stop = stage.axis.part(length)
     return stop - start
 

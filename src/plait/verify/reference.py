@@ -19,6 +19,7 @@ from plait.core.mesh import Mesh
 from plait.engine.init import materialise
 from plait.engine.optim import clip_factor, square_sum
 from plait.engine.rng import Draw, Streams
+from plait.engine.unit import dtype_in
 from plait.job import Job
 
 Gradients = dict[str, Tensor]
@@ -52,16 +53,32 @@ class SingleProcess:
     def __init__(self, job: Job, num_data_ranks: int, num_microbatches: int, ties: Ties | None = None) -> None:
         self.job, self.ranks, self.microbatches = job, num_data_ranks, num_microbatches
         self.model = job.build()
-        materialise(self.model, job.seed, torch.device("cpu"))
+        materialise(self.model, job.seed, torch.device("cpu"), job.weights)
         self.streams = Streams(job.seed)
         self.streams.attach(self.model)
         self.parameters = dict(self.model.named_parameters())
-        self.optimizer = job.optimizer(self.parameters.values())
+        self.masters = {name: self._master(p) for name, p in self.parameters.items()}
+        """What the optimizer updates: the parameters themselves, or wider copies of them."""
+        self.loss_scale = job.precision.loss_scale()
+        self.optimizer = job.optimizer(self.masters.values())
+        self.scheduler = job.scheduler(self.optimizer) if job.scheduler else None
         self.buffers = [{name: b.clone() for name, b in self.model.named_buffers()} for _ in range(num_data_ranks)]
         self.losses: list[float] = []
         self.uses: dict[str, list[nn.Parameter]] = {}
         for name, (_, *others) in (ties or {}).items():
             self.uses[name] = [self._use(name, keys) for keys in others]
+
+    def _master(self, parameter: nn.Parameter) -> nn.Parameter:
+        """Gives a parameter the dtype of the computation."""
+        own, precision = parameter.data, self.job.precision
+        parameter.data = own.to(dtype_in(precision.params, own.dtype))
+        wide = dtype_in(precision.optim, parameter.dtype)
+        return parameter if wide == parameter.dtype else nn.Parameter(own.to(wide), parameter.requires_grad)
+
+    @property
+    def scale(self) -> float:
+        """The factor of the loss."""
+        return 1.0 if self.loss_scale is None else self.loss_scale.scale
 
     def _use(self, name: str, keys: Sequence[str]) -> nn.Parameter:
         """A second parameter over the memory of the first, under the given names."""
@@ -89,26 +106,42 @@ class SingleProcess:
         self.streams.begin(Draw(self.step, place, sum(self.samples[:place]), self.samples[place]))
         self.model.zero_grad(set_to_none=True)
         loss = self.job.loss_fn(self.model, self.batches[place])
-        loss.backward(torch.full_like(loss, 1 / self.count))
+        loss.backward(torch.full_like(loss, 1 / self.count * self.scale))
         self.losses[place] = loss.item()
         for name, buffer in self.model.named_buffers():
             own[name].copy_(buffer)
         found = {name: p.grad for name, p in self.parameters.items() if p.grad is not None}
         for name, uses in self.uses.items():
             found |= {f"{name} {i}": use.grad for i, use in enumerate(uses) if use.grad is not None}
-        return found
+        sums = self.job.precision.sums
+        return {name: gradient.to(dtype_in(sums, gradient.dtype)) for name, gradient in found.items()}
 
     def summed(self, gradients: Gradients) -> Gradients:
-        """With the uses of each tied weight added up, in their order."""
+        """With the uses of each tied weight added up, in their order, and divided by the loss scale.
+
+        Where that leaves anything that is not finite there are none: the step is left out.
+        """
         for name, uses in self.uses.items():
             for i in range(len(uses)):
                 gradients = add(gradients, {name: gradients.pop(f"{name} {i}")})
-        return gradients
+        if self.loss_scale is None:
+            return gradients
+        for gradient in gradients.values():
+            gradient.mul_(1 / self.scale)
+        finite = all(bool(gradient.isfinite().all()) for gradient in gradients.values())
+        self.loss_scale.update(finite=finite)
+        return gradients if finite else {}
 
+    @torch.no_grad()
     def update(self, gradients: Gradients) -> None:
-        for name, parameter in self.parameters.items():
-            parameter.grad = gradients.get(name)
+        for name, master in self.masters.items():
+            gradient = gradients.get(name)
+            master.grad = None if gradient is None else gradient.to(master.dtype)
         self.optimizer.step()
+        for name, parameter in self.parameters.items():
+            parameter.copy_(self.masters[name])
+        if self.scheduler is not None:
+            self.scheduler.step()
 
 
 def run_reference(
@@ -147,11 +180,11 @@ def run_reference(
         record.losses.append(math.fsum(one.losses) / count)
         if keep_gradients:
             record.gradients.append({name: g.clone() for name, g in gradients.items()})
-        record.norms.append(_clip(gradients, clip, norm_pieces))
+        record.norms.append(_clip(gradients, clip if gradients else None, norm_pieces))
         one.update(gradients)
-    record.parameters = {name: p.detach().clone() for name, p in one.parameters.items()}
+    record.parameters = {name: p.detach().clone() for name, p in one.masters.items()}
     record.buffers = {name: one.buffers[0][name] for name in one.model.state_dict() if name in one.buffers[0]}
-    for name, parameter in one.parameters.items():
+    for name, parameter in one.masters.items():
         state = one.optimizer.state.get(parameter, {})
         record.state[name] = {key: value.clone() for key, value in state.items() if torch.is_tensor(value)}
     return record

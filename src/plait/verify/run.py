@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from rich import box
@@ -21,7 +21,7 @@ from rich.table import Table
 from plait.comm import Comm
 from plait.config import RunConfig, VerifyConfig
 from plait.core.additions import additions
-from plait.core.cells import Strategy, find_strategy
+from plait.core.cells import Strategy
 from plait.core.mesh import Mesh
 from plait.job import Job, layout_of, make_job
 from plait.verify.compare import (
@@ -77,12 +77,13 @@ def references(
     steps: int,
     clip: float | None,
     ranks: Sequence[RankRecord],
+    run: Callable[..., Record] = run_reference,
 ) -> tuple[Record, Record]:
     """The two single-process runs: the layout's own tree of additions, and one plain full batch per step."""
     pieces = None if mesh.tensor > 1 else [r.norm_pieces for r in sorted(ranks, key=lambda r: r.rank)]
     order = additions(strategy)
-    tree = run_reference(job, mesh, num_microbatches, order, steps, clip=clip, norm_pieces=pieces, ties=ranks[0].ties)
-    plain = run_reference(job, Mesh(), 1, additions(strategy), steps, clip=clip)
+    tree = run(job, mesh, num_microbatches, order, steps, clip=clip, norm_pieces=pieces, ties=ranks[0].ties)
+    plain = run(job, Mesh(), 1, additions(strategy), steps, clip=clip)
     return tree, plain
 
 
@@ -113,8 +114,9 @@ def asked(config: RunConfig) -> Measures:
 
 def run_verify(config: VerifyConfig, comm: Comm) -> int:
     """This rank's part of a verification; rank 0 compares, prints and returns the exit code (0 equal, 1 not)."""
-    strategy = find_strategy(config.strategy)
+    strategy = config.row
     job = make_job(config)
+    config = replace(config, steps=job.steps)  # epochs have become steps
     record = record_layout(job, comm, strategy, config.microbatches, config.steps, **layout_of(config, job, comm))
     ranks = collect_records(comm, record)
     if ranks is None:

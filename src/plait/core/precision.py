@@ -15,17 +15,30 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
-
-from plait.core.cells import Cell
-
-DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-"""What the names of a table mean to torch."""
+from plait.core.cells import FULL, Cell, Strategy
 
 
-def dtype_in(cell: Cell, own: torch.dtype) -> torch.dtype:
-    """The dtype that a cell gives to the state of parameters of dtype ``own``; integers stay what they are."""
-    return DTYPES[cell.dtype] if cell.dtype and own.is_floating_point else own
+@dataclass(frozen=True)
+class Precision:
+    """What a row says of dtypes, without where anything lives: all that a single process needs to know.
+
+    ``first_scale`` is the loss scale of the first step, None where the loss is left alone.
+    """
+
+    params: Cell = FULL
+    sums: Cell = FULL
+    optim: Cell = FULL
+    first_scale: float | None = None
+
+    @classmethod
+    def of(cls, row: Strategy, first_scale: float | None = None) -> Precision:
+        """A row's dtypes."""
+        params, sums, optim = (Cell(dtype=cell.dtype) for cell in (row.params, row.grads, row.optim))
+        return cls(params, sums, optim, first_scale)
+
+    def loss_scale(self) -> LossScale | None:
+        """A new one for a run."""
+        return None if self.first_scale is None else LossScale(self.first_scale)
 
 
 @dataclass
@@ -62,3 +75,7 @@ class LossScale:
             self.scale *= self.backoff
         elif self.good == self.interval:
             self.scale, self.good = self.scale * self.growth, 0
+
+
+AS_IT_COMES = Precision()
+"""Everything in the dtype of the model."""

@@ -15,6 +15,7 @@ from plait.comm import Comm
 from plait.core.cells import TABLE, Cell, Strategy, parse_strategy
 from plait.core.layout import Layout
 from plait.core.mesh import Mesh
+from plait.core.precision import LossScale
 from plait.engine import Engine, StepResult, empty_parameters
 from plait.tensor import (
     LayoutError,
@@ -37,6 +38,7 @@ __all__ = [
     "Engine",
     "Layout",
     "LayoutError",
+    "LossScale",
     "Mesh",
     "ShardedTensor",
     "StepResult",

@@ -39,6 +39,11 @@ def test_a_mixed_layout_is_the_mixed_process(
     )
 
 
+def test_links_are_measured_in_the_dtype_of_the_computation() -> None:
+    config = replace(CHAIN, dtype="bf16-mixed", split="measured")
+    is_bitwise(runs(config, "pipe=2", schedule="1f1b", microbatches=2), None)
+
+
 def test_offloading_changes_no_bit_in_fp32() -> None:
     is_bitwise(runs(DECODER, "shard=3", strategy="zero2", microbatches=2, offload=True), None)
 

@@ -1,5 +1,6 @@
 """What the benchmarks share: how ranks are started, how turns are taken, how ratios and losses are judged.
 
+    arguments.py    what every benchmark of a step can be asked
     groups.py       process groups on demand
     contestants.py  one engine that trains one model: what a benchmark compares; one process alone
     models.py       workloads: recipes for models and batches; the decoder that all benchmarks train

@@ -23,6 +23,7 @@ import tyro
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from harness.arguments import StepArguments
 from harness.contestants import Build
 from harness.groups import launch
 from harness.report import best_peer, chosen, loss_disagreements, machine, print_times
@@ -37,28 +38,14 @@ NUM_BATCHES = 4
 
 
 @dataclass(frozen=True)
-class Arguments:
+class Arguments(StepArguments):
     """Compare plait's pipelines with torch's on this machine."""
 
     what: Literal["step", "split", "idle"] = "step"
-    model: Literal["gpt256", "gpt512"] = "gpt256"
     split: Literal["even", "balanced", "both"] = "both"
     """Blocks by count, or links by measured cost; every schedule, theirs and ours, gets the same."""
-    rounds: int = 7
-    """Turns that every contestant gets; a ratio is formed inside each."""
-    ranks: int = 2
-    only: tuple[str, ...] = ()
-    """Names of the contestants of a step to run; empty: all."""
     repeats: int = 30
     """Microbatches by which a link's cost is measured."""
-    json: Path | None = None
-    """Where to write every number, each round's included."""
-    profile: str = ""
-    """Name of one contestant: print torch.profiler's table of its steps on rank 0 instead."""
-    profile_out: Path | None = None
-    """Where the table goes; beside it a Chrome trace of the same name ending in .trace.json."""
-    verbose: bool = False
-    """Print the losses of every contestant."""
 
     @property
     def splits(self) -> tuple[SplitName, ...]:

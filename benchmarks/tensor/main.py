@@ -23,6 +23,7 @@ import tyro
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from dispatch import dispatch_task, print_dispatch
+from harness.arguments import StepArguments
 from harness.contestants import Build
 from harness.groups import launch
 from harness.report import chosen, loss_disagreements, machine, print_times
@@ -35,26 +36,12 @@ NUM_BATCHES = 4
 
 
 @dataclass(frozen=True)
-class Arguments:
+class Arguments(StepArguments):
     """Compare plait's tensor parallelism with torch's on this machine."""
 
     what: Literal["step", "dispatch"] = "step"
-    model: Literal["gpt256", "gpt512"] = "gpt256"
-    rounds: int = 7
-    """Turns that every contestant, or operator, gets; a ratio is formed inside each."""
-    ranks: int = 2
-    only: tuple[str, ...] = ()
-    """Names of the contestants of a step to run; empty: all."""
     repeats: int = 300
     """Calls of an operator in one turn."""
-    json: Path | None = None
-    """Where to write every number, each round's included."""
-    profile: str = ""
-    """Name of one contestant: print torch.profiler's table of its steps on rank 0 instead."""
-    profile_out: Path | None = None
-    """Where the table goes; beside it a Chrome trace of the same name ending in .trace.json."""
-    verbose: bool = False
-    """Print the losses of every contestant."""
 
 
 def contestants() -> dict[str, Build]:

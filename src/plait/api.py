@@ -82,10 +82,14 @@ def sum_of_mean(
 ) -> Callable[[nn.Module, Any], Tensor]:
     """A loss that is a mean over ``count(batch)`` terms, as the sum that ``Engine`` wants.
 
-    A mean of microbatch means is wrong as soon as their counts differ; the sum times one division is not.
+    A mean of microbatch means is wrong as soon as their counts differ; the sum times one division is not.  A batch
+    without terms is a sum of 0 and gradients of 0, though its mean is NaN: as ``F.cross_entropy`` has them, which is
+    what Hugging Face models take the mean with (``model(input_ids=x, labels=x).loss`` has a term for each label but
+    the first of a sample: ``count`` is ``int((x[:, 1:] != -100).sum())``).
     """
 
     def loss_sum(model: nn.Module, batch: Any) -> Tensor:
-        return mean_loss(model, batch) * count(batch)
+        mean, num = mean_loss(model, batch), count(batch)
+        return mean * num if num else mean.nan_to_num(0.0, 0.0, 0.0) * 0.0
 
     return loss_sum

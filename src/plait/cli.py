@@ -60,18 +60,22 @@ def run(argv: list[str]) -> int:
     if isinstance(command, BenchCommand):
         bench.validate(command)
         body = lambda comm: run_bench(command, comm)  # noqa: E731
+    elif isinstance(command, VerifyConfig) and command.matrix is not None:
+        from plait.verify.matrix import run_matrix
+
+        return run_matrix(command)
     else:
         configs.validate(command)
         check_layout(command)
-        body = _training(command)
+        body = _training(command, argv)
     return launch(command, body, [sys.executable, "-m", "plait", *argv])
 
 
-def _training(command: TrainConfig | VerifyConfig) -> Callable[[Comm], int]:
+def _training(command: TrainConfig | VerifyConfig, argv: Sequence[str]) -> Callable[[Comm], int]:
     if isinstance(command, TrainConfig):
         from plait.train import run_train
 
-        return lambda comm: run_train(command, comm)
+        return lambda comm: run_train(command, comm, argv)
     from plait.verify import run_verify
 
     return lambda comm: run_verify(command, comm)

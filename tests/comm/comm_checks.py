@@ -234,6 +234,31 @@ def check_messages_of_unknown_shape(comm: Comm) -> None:
     )
 
 
+def check_many_messages_before_any_is_taken(comm: Comm) -> None:
+    """Who keeps the handles never waits in ``send``, however many there are; each arrives in its turn."""
+    n, many = comm.mesh.size, 100
+    after, before = (comm.rank + 1) % n, (comm.rank - 1) % n
+    if after == comm.rank:
+        return
+    works = [comm.send(torch.full((3,), float(i)), after, agreed=True) for i in range(many)]
+    for i in range(many):
+        comm.recv(got := torch.empty(3), before, agreed=True).wait()
+        same(got, torch.full((3,), float(i)))
+    for work in works:
+        work.wait()
+
+
+def check_messages_whose_handles_are_dropped(comm: Comm) -> None:
+    """They go, and a world keeps the memory of a few of them only."""
+    many = 100
+    for i in range(many if comm.rank == 0 and comm.mesh.size > 1 else 0):
+        comm.send(torch.full((3,), float(i)), 1)
+        assert len(getattr(comm, "dropped", ())) <= 64
+    for i in range(many if comm.rank == 1 else 0):
+        comm.recv(got := torch.empty(3), 0).wait()
+        same(got, torch.full((3,), float(i)))
+
+
 def check_collect(comm: Comm) -> None:
     """Bytes of different lengths from every rank, none included."""
     every = collect(comm, bytes(range(comm.rank)) * 3)
@@ -335,6 +360,8 @@ EVERYTHING = (
     check_ledger,
     check_messages,
     check_messages_of_unknown_shape,
+    check_many_messages_before_any_is_taken,
+    check_messages_whose_handles_are_dropped,
     check_collect,
     check_waits_are_told,
     check_refused_messages,

@@ -10,6 +10,7 @@ import comm_checks
 import torch
 
 from plait.comm import MismatchError, ProcessComm, init
+from plait.comm.messages import checksum, header_of
 from plait.core.collectives import Note
 from plait.core.mesh import Mesh
 
@@ -84,11 +85,30 @@ def line(comm: None) -> None:
     world.close()
 
 
+def late(comm: ProcessComm) -> None:
+    """The header of a message comes shortly before the deadline, and the message never: one deadline for both."""
+    message = torch.ones(5)
+    if comm.rank == 0:
+        time.sleep(0.8 * comm.deadline)
+        call = comm._message("send", message, 1, Note("late"))
+        for work, _ in comm._post(call, header_of(message), 1, checksum("header", 0, 1, 0)):
+            work.wait()
+        time.sleep(comm.deadline)
+        os._exit(0)
+    started = time.monotonic()
+    try:
+        (comm.recv_new(0) if comm.rank == 1 else comm.recv(message, 0)).wait()
+    except OSError:
+        print(f"{(time.monotonic() - started) / comm.deadline:.2f} deadlines")
+        os._exit(0)
+    raise AssertionError("no error")
+
+
 def alone(comm: ProcessComm) -> None:
     comm_checks.check_collectives(comm)
 
 
-SCENES = {f.__name__: f for f in (everything, gone, disagree, line, alone)}
+SCENES = {f.__name__: f for f in (everything, gone, disagree, late, line, alone)}
 
 if __name__ == "__main__":
     torch.set_num_threads(1)

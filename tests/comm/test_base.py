@@ -104,3 +104,20 @@ def test_ledger() -> None:
         ledger.since(mark)
     ledger.add(lines[0])
     assert ledger.entries == (lines[0],)
+    with ledger.phase("mine"):
+        ledger.add(lines[1])
+    ledger.add(lines[1])
+    assert [e.note.phase for e in ledger.entries] == ["a", "mine", "b"]
+
+
+def test_a_ledger_keeps_its_newest_lines_and_counts_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("plait.comm.ledger.MOST_KEPT", 3)
+    ledger = Ledger()
+    lines = [Entry("send", ("pipe",), k, k, Note("ab"[k % 2])) for k in range(5)]
+    for line in lines:
+        ledger.add(line)
+    assert len(ledger) == 5 and ledger.entries == tuple(lines[2:])
+    assert ledger.sent == 10 and ledger.sent_by_phase() == {"a": 6, "b": 4}
+    assert ledger.since(3) == tuple(lines[3:]) and ledger.since(2) == tuple(lines[2:]) and ledger.since(5) == ()
+    with pytest.raises(ValueError, match="mark 1 on a ledger that keeps its newest 3 lines of 5: ask sooner"):
+        ledger.since(1)

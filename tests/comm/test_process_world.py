@@ -83,6 +83,11 @@ def test_ranks_in_different_operations_reach_the_deadline_and_each_is_told_where
     assert any("waited 2 s" in said for _, said in outputs)
 
 
+def test_the_parts_of_a_message_share_a_deadline() -> None:
+    _, (status, said) = play("late", "shard=2", deadline=3)
+    assert status == 0 and float(said.split()[0]) < 2, said  # 2 s of it for last words
+
+
 def test_a_port_in_use_is_one_clear_error() -> None:
     with socket.socket() as held:
         held.bind(("0.0.0.0", 0))

@@ -4,12 +4,24 @@ from __future__ import annotations
 
 import pytest
 
-from plait.core.actions import MESSAGES, PASSES, Action, Kind, Schedule, format_schedule, parse_action, parse_schedule
+from plait.core.actions import (
+    MESSAGES,
+    PASSES,
+    Action,
+    Kind,
+    Schedule,
+    format_schedule,
+    owners,
+    parse_action,
+    parse_schedule,
+)
 from plait.core.cells import TABLE
 from plait.core.check import check
 from plait.core.orders import ORDERS, interleaved, one_f_one_b, one_stage, write_order
-from plait.core.passes import add_messages, add_sharding, add_step, merge_messages, split_backward
+from plait.core.passes import add_messages, add_sharding, add_step, join_backward, merge_messages, split_backward
+from plait.core.pipeline import Pipeline
 from plait.core.v_orders import zbv
+from plait.plan.simulate import Costs, simulate
 
 
 def same(schedule: Schedule, drawing: str) -> None:
@@ -170,3 +182,37 @@ def test_passes_only_add(name: str) -> None:
     order = write_order(name, 6, 5)
     completed = merge_messages(add_messages(add_step(add_sharding(order, TABLE["zero3"]))))
     assert tuple(tuple(a for a in line if a.kind in PASSES) for line in completed) == order
+
+
+# ---- backwards in one piece again -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("order", ["zb_h1", "zb_h2", "zbv", "dualpipe_v"])
+@pytest.mark.parametrize("pipe", [1, 2, 3, 4])
+@pytest.mark.parametrize("microbatches", [1, 2, 5, 8])
+def test_joined_backwards_take_no_longer_and_send_nothing_later(order: str, pipe: int, microbatches: int) -> None:
+    written = Pipeline(order, pipe).written(microbatches)
+    joined = join_backward(written)
+    owner = owners(written)
+    for rank, (before, after) in enumerate(zip(written, joined, strict=True)):
+        parts = [part for action in after for part in both_parts(action)]
+        assert parts == [part for action in before for part in both_parts(action)], "nothing else is touched"
+        for action in after:
+            if action.kind is Kind.BACKWARD and action not in before:
+                assert owner.get(action.stage - 1, rank) == rank
+    costs = Costs(forward=1.0, input=1.0, weight=1.0, latency=0.25)
+    assert simulate(add_messages(joined), costs).makespan <= simulate(add_messages(written), costs).makespan + 1e-9
+
+
+def both_parts(action: Action) -> list[Action]:
+    if action.kind is not Kind.BACKWARD:
+        return [action]
+    return [Action(kind, action.stage, action.microbatch) for kind in (Kind.INPUT, Kind.WEIGHT)]
+
+
+def test_on_two_ranks_zbv_joins_half_of_its_backwards_and_a_first_stage_all() -> None:
+    first, second = join_backward(Pipeline("zbv", 2).written(8))
+    assert sum(a.kind is Kind.BACKWARD for a in first) == 8 and {a.stage for a in first if a.kind is Kind.BACKWARD} == {
+        0
+    }
+    assert {a.stage for a in second if a.kind is Kind.BACKWARD} == {2}

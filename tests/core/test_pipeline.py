@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from plait.core.actions import Kind, format_schedule, parse_schedule
+from plait.core.actions import Kind, Schedule, format_schedule, owners, parse_schedule
 from plait.core.cells import TABLE
 from plait.core.check import check
 from plait.core.orders import ORDERS, one_stage, write_order
@@ -153,3 +153,47 @@ def test_a_written_schedule_is_for_its_own_number_of_microbatches(many: int) -> 
 def test_a_step_has_a_microbatch(pipeline: Pipeline) -> None:
     with pytest.raises(ValueError, match="0 microbatches"):
         pipeline.completed(0, TABLE["ddp"])
+
+
+# ---- evaluations: forwards alone ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("row", TABLE)
+@pytest.mark.parametrize("name", ORDERS)
+def test_the_forwards_of_every_order_are_proved_under_every_row(name: str, row: str) -> None:
+    for pipe, num, hold in itertools.product((1, 2, 3), (1, 2, 3, 7), (None, 0, 1, 2)):
+        pipeline = Pipeline(name, pipe, hold=hold)
+        schedule = pipeline.evaluated(num, TABLE[row])
+        passes = [[a for a in line if a.kind is Kind.FORWARD] for line in schedule]
+        order = [[a for a in line if a.kind is Kind.FORWARD] for line in pipeline.written(num)]
+        assert passes == order, "the order's own"
+        kinds = {part.kind for line in schedule for action in line for part in action.parts}
+        gathers = {Kind.UNSHARD, Kind.RESHARD} if TABLE[row].params.split and hold is not None else set()
+        messages = {Kind.SEND_F, Kind.RECV_F} if pipe > 1 else set()
+        wanted = {Kind.FORWARD} | messages | (gathers if pipeline.num_stages > 1 else set())
+        assert kinds == wanted, "no gradient, no update"
+
+
+@pytest.mark.parametrize("num", [1, 2, 3, 4, 5])
+@pytest.mark.parametrize("written", [TWO, TWO[::-1], BENT])
+def test_a_schedule_follows_on_itself_until_there_are_microbatches_enough(written: Schedule, num: int) -> None:
+    schedule = Pipeline(written, 2).evaluated(num, TABLE["ddp"])
+    for stage, rank in owners(written).items():
+        assert [a.microbatch for a in schedule[rank] if a.stage == stage and a.kind is Kind.FORWARD] == [*range(num)]
+
+
+def test_one_stage_evaluates_its_microbatches_in_turn() -> None:
+    assert format_schedule(Pipeline(None, 1).evaluated(3, TABLE["zero3"])) == "0F0 0F1 0F2"
+    with pytest.raises(ValueError, match="0 microbatches"):
+        Pipeline(None, 1).evaluated(0, TABLE["ddp"])
+
+
+def test_a_backward_among_forwards_is_refused() -> None:
+    assert check(parse_schedule("0F0 0F1\n1F0 1F1"), backward=False).num_stages == 2
+    with pytest.raises(ValueError, match="0B0 is missing"):
+        check(parse_schedule("0F0\n1F0"))
+    for text, surplus in (("0F0 0B0\n1F0 1B0", "0B0"), ("0F0\n1F0 1I0 1W0", "1I0")):
+        with pytest.raises(ValueError, match=f"{surplus} has no place here: there are forwards only"):
+            check(parse_schedule(text), backward=False)
+    with pytest.raises(ValueError, match="1F1 is missing"):
+        check(parse_schedule("0F0 0F1\n1F0"), backward=False)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import cmath
 import copy
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -232,9 +233,9 @@ def test_attention_drops_too(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[float] = []
     attend = nn.functional.scaled_dot_product_attention
 
-    def spy(*args: Tensor, dropout_p: float, is_causal: bool, enable_gqa: bool) -> Tensor:
+    def spy(*args: Tensor, dropout_p: float, **rest: Any) -> Tensor:
         asked.append(dropout_p)
-        return attend(*args, dropout_p=dropout_p, is_causal=is_causal, enable_gqa=enable_gqa)
+        return attend(*args, dropout_p=dropout_p, **rest)
 
     monkeypatch.setattr(nn.functional, "scaled_dot_product_attention", spy)
     model = small(dropout=0.25)

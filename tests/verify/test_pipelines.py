@@ -1,7 +1,11 @@
 """The contract over the pipe axis: any order of work, to the bit the run of one process that adds in the same order.
 
-Every order, on 2 to 4 pipeline ranks, with 1 to 8 microbatches: fewer than stages, as many, more.  Links that no number
-of stages divides, tied embeddings, dropout on, clipping at work, ragged token counts, samples that nothing divides.
+Every order, on 2 to 4 pipeline ranks, with 5 to 8 microbatches.  Links that no number of stages divides, tied
+embeddings, dropout on, clipping at work, ragged token counts, samples that nothing divides.
+
+Up to 4 microbatches, every two of order, ranks, microbatches, row, model, cut, hold and split meet in the small matrix
+(test_matrix.py).  Here is what it does not have: more microbatches, more stages, other numbers, and what must be equal
+to each other.
 """
 
 from __future__ import annotations
@@ -20,13 +24,13 @@ from plait.core.orders import ORDERS
 
 ROWS = tuple(TABLE)
 PIPES = (2, 3, 4)
-MICROBATCHES = (1, 2, 3, 4, 5, 6, 7, 8)
+MICROBATCHES = (5, 6, 7, 8)
 
 
 # ---- every order, every size --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("microbatches", MICROBATCHES)
+@pytest.mark.parametrize("microbatches", [5, 7, 8])
 @pytest.mark.parametrize("pipe", PIPES)
 @pytest.mark.parametrize("order", ORDERS)
 def test_every_order_on_every_size(order: str, pipe: int, microbatches: int) -> None:
@@ -54,19 +58,17 @@ def test_a_decoder_with_tied_embeddings(order: str, pipe: int, microbatches: int
     assert len(uses) == 2, "the head shares the embedding's weight with another stage"
 
 
-@pytest.mark.parametrize("microbatches", [1, 3, 4, 7])
+@pytest.mark.parametrize("microbatches", [1, 4, 7])
 @pytest.mark.parametrize("pipe", PIPES)
-@pytest.mark.parametrize("chunks", [2, 3])
-def test_interleaved_with_more_stages_on_a_rank(chunks: int, pipe: int, microbatches: int) -> None:
+def test_interleaved_with_more_stages_on_a_rank(pipe: int, microbatches: int) -> None:
     config = replace(CHAIN, layers=13)
-    is_bitwise(runs(config, f"pipe={pipe}", schedule="interleaved", chunks=chunks, microbatches=microbatches))
+    is_bitwise(runs(config, f"pipe={pipe}", schedule="interleaved", chunks=3, microbatches=microbatches))
 
 
-@pytest.mark.parametrize("microbatches", [1, 2, 5])
 @pytest.mark.parametrize("order", ORDERS)
-def test_every_order_on_one_rank(order: str, microbatches: int) -> None:
+def test_every_order_on_one_rank(order: str) -> None:
     """Several stages then, or backwards in two parts, without any message between stages."""
-    is_bitwise(runs(CHAIN, "pipe=1 shard=2", schedule=order, microbatches=microbatches))
+    is_bitwise(runs(CHAIN, "pipe=1 shard=2", schedule=order, microbatches=5))
 
 
 def test_the_default_is_1f1b() -> None:
@@ -102,9 +104,8 @@ def test_as_many_stages_as_links(order: str) -> None:
 
 @pytest.mark.parametrize("order", ["1f1b", "zbv", "dualpipe_v"])
 @pytest.mark.parametrize("config", [CHAIN, DECODER], ids=["mlp", "gpt"])
-@pytest.mark.parametrize("ragged", [False, True])
-def test_samples_of_one_length_and_of_many(config: VerifyConfig, order: str, ragged: bool) -> None:
-    is_bitwise(runs(replace(config, batch=17), "pipe=2", schedule=order, microbatches=5, ragged=ragged))
+def test_samples_of_one_length(config: VerifyConfig, order: str) -> None:
+    is_bitwise(runs(replace(config, batch=17), "pipe=2", schedule=order, microbatches=5, ragged=False))
 
 
 # ---- with data parallelism ----------------------------------------------------------------------------------------
@@ -112,25 +113,17 @@ def test_samples_of_one_length_and_of_many(config: VerifyConfig, order: str, rag
 BESIDE = ("1f1b", "interleaved", "zb_h1", "zbv", "gpipe", "zb_h2", "dualpipe_v")
 
 
-BESIDE_ROWS = [
-    ("pipe=2 replica=2 shard=2" if many else "pipe=2 shard=2", row, BESIDE[(i + m + 3 * many) % len(BESIDE)], m)
-    for many, (i, row), m in product((False, True), enumerate(ROWS), (1, 2, 3, 4, 5))
-    if not many or (i + m) % 2
-]
-"""Each row with each number of microbatches, on 8 ranks with every other one; under orders in turn."""
-
-
-@pytest.mark.parametrize(("mesh", "row", "order", "microbatches"), BESIDE_ROWS)
-def test_every_row_on_every_pipeline_rank(mesh: str, row: str, order: str, microbatches: int) -> None:
-    config = replace(CHAIN, batch=21)
-    is_bitwise(runs(config, mesh, schedule=order, strategy=row, microbatches=microbatches))
+@pytest.mark.parametrize(("at", "row"), list(enumerate(ROWS)), ids=ROWS)
+@pytest.mark.parametrize(("mesh", "later"), [("pipe=2 shard=2", 5), ("pipe=2 replica=2 shard=2", 8)])
+def test_every_row_on_every_pipeline_rank(mesh: str, later: int, at: int, row: str) -> None:
+    order = BESIDE[(at + later) % len(BESIDE)]
+    is_bitwise(runs(replace(CHAIN, batch=21), mesh, schedule=order, strategy=row, microbatches=5))
 
 
 @pytest.mark.parametrize(("at", "row"), list(enumerate(ROWS)), ids=ROWS)
-@pytest.mark.parametrize(("mesh", "microbatches"), [("pipe=2 shard=2", 4), ("pipe=2 replica=2 shard=2", 3)])
-def test_every_row_on_a_decoder(mesh: str, microbatches: int, at: int, row: str) -> None:
-    order = BESIDE[(at + 2 * ("replica" in mesh)) % len(BESIDE)]
-    is_bitwise(runs(DECODER, mesh, schedule=order, strategy=row, microbatches=microbatches))
+def test_every_row_on_a_decoder(at: int, row: str) -> None:
+    order = BESIDE[(at + 2) % len(BESIDE)]
+    is_bitwise(runs(DECODER, "pipe=2 replica=2 shard=2", schedule=order, strategy=row, microbatches=3))
 
 
 @pytest.mark.parametrize("order", ORDERS)
@@ -143,10 +136,9 @@ def test_one_row_under_every_order(order: str) -> None:
     ("order", "row"),
     [("1f1b", "zero1"), ("zbv", "zero3"), ("interleaved", "psdp"), ("zb_h1", "zero2"), ("1f1b", "hpz")],
 )
-@pytest.mark.parametrize("config", [CHAIN, DECODER], ids=["mlp", "gpt"])
-def test_whole_tensor_ownership(config: VerifyConfig, order: str, row: str) -> None:
+def test_whole_tensor_ownership(order: str, row: str) -> None:
     """cut="tensor": a rank may own nothing of a stage, or nothing of a tied weight."""
-    is_bitwise(runs(config, "pipe=2 shard=3", schedule=order, strategy=row, microbatches=3, cut="tensor"))
+    is_bitwise(runs(DECODER, "pipe=2 shard=3", schedule=order, strategy=row, microbatches=3, cut="tensor"))
 
 
 @pytest.mark.parametrize("prefetch", [0, 99])
@@ -158,17 +150,15 @@ def test_how_far_ahead_units_are_gathered_changes_no_bit(prefetch: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("order", "row"),
+    ("config", "hold", "order", "row"),
     [
-        *(("interleaved", row) for row in ("zero3", "zero3_keep", "hpz")),
-        *(("zbv", row) for row in ("zero3", "hsdp", "hpz")),
-        *(("gpipe", "psdp"), ("zb_h2", "zero3"), ("dualpipe_v", "zero3_keep"), ("1f1b", "zero3")),
+        *((CHAIN, 0, *pair) for pair in (("interleaved", "zero3"), ("zbv", "hsdp"), ("zb_h2", "zero3"))),
+        *((CHAIN, 2, *pair) for pair in (("interleaved", "hpz"), ("zbv", "zero3"), ("dualpipe_v", "zero3_keep"))),
+        *((DECODER, None, *pair) for pair in (("interleaved", "zero3_keep"), ("zbv", "hpz"), ("gpipe", "psdp"))),
+        (DECODER, None, "1f1b", "zero3"),
     ],
 )
-@pytest.mark.parametrize(
-    ("config", "hold"), [(CHAIN, 0), (CHAIN, 2), (DECODER, None)], ids=["mlp-0", "mlp-2", "gpt-None"]
-)
-def test_how_long_stages_are_held_changes_no_bit(config: VerifyConfig, order: str, row: str, hold: int | None) -> None:
+def test_how_long_stages_are_held_changes_no_bit(config: VerifyConfig, hold: int | None, order: str, row: str) -> None:
     """hold=None gathers unit by unit, with several microbatches of a stage under way."""
     mesh = "pipe=2 replica=2 shard=2" if row in ("hpz", "psdp") else "pipe=2 shard=2"
     is_bitwise(runs(config, mesh, schedule=order, strategy=row, microbatches=3, hold=hold))
@@ -190,8 +180,8 @@ def test_a_users_row(order: str) -> None:
 )
 @pytest.mark.parametrize(
     "changes",
-    [{"optimizer": "sgd"}, {"optimizer": "sgd", "dtype": "fp64"}, {"dtype": "fp64"}, {"dtype": "bf16"}, {"clip": None}],
-    ids=["sgd", "sgd-fp64", "fp64", "bf16", "no-clip"],
+    [{"optimizer": "sgd", "dtype": "fp64"}, {"dtype": "fp64"}, {"dtype": "bf16"}, {"clip": None}],
+    ids=["sgd-fp64", "fp64", "bf16", "no-clip"],
 )
 def test_dtypes_optimizers_and_no_clipping(
     config: VerifyConfig, changes: dict[str, object], order: str, row: str

@@ -71,14 +71,15 @@ def flags(**words: object) -> list[str]:
     return [f"--{name}={value}" for name, value in {**SIZES, **words}.items()]
 
 
+@pytest.mark.parametrize("command", [["verify"], ["train", "--verify", "--world=thread"]], ids=" ".join)
 @pytest.mark.parametrize("split", [False, True], ids=["B", "I and W"])
 def test_verify_refuses_another_order_of_additions(
-    split: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    split: bool, command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """With the grid, and the place marked; no rank starts."""
     file = tmp_path / "late.txt"
     file.write_text(LATE_WEIGHTS if split else LATE)
-    assert main(["verify", *flags(mesh="pipe=2", schedule=file, microbatches=3)]) == 2
+    assert main([*command, *flags(mesh="pipe=2", schedule=file, microbatches=3)]) == 2
     shown = capsys.readouterr()
     assert shown.out == "" and "Traceback" not in shown.err
     assert "1 adds its gradient after that of microbatch 2: out of order" in shown.err

@@ -40,6 +40,7 @@ def job_of(config: VerifyConfig) -> Job:
         "prefetch": 1,
     }
     layout |= {"sequence_parallel": False, "schedule": None, "chunks": None, "split": None, "hold": 1}
+    layout |= {"recompute": None}
     key = repr(replace(config, **layout))
     if key not in _JOBS:
         _JOBS[key] = make_job(config)

@@ -8,60 +8,92 @@ planner's list, byte for byte:
     reduce_scatter  shard       4096    2048   backward  blocks.0   0
 
 Bytes are logical (``core/collectives.py``).  A group of one moves nothing and has no line.
+
+Totals count every line; of the lines themselves the newest are kept, some steps of a large run.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from itertools import islice
 
 from plait.core.collectives import Entry
+
+MOST_KEPT = 2**15
+"""Lines that are kept: about 9 MB."""
 
 
 class Ledger:
     """What one rank asked its world to move, in the order of asking."""
 
     def __init__(self) -> None:
-        self._entries: list[Entry] = []
-        self.add = self._entries.append
-        """Appends one entry.  Bound once: this stands in the hot path of every collective."""
+        self._kept: deque[Entry] = deque(maxlen=MOST_KEPT)
+        self._written = 0
+        self._sent: dict[str, int] = {}
+        self._phase: str | None = None
+
+    def add(self, entry: Entry) -> None:
+        """Appends one line."""
+        if self._phase is not None:
+            entry = replace(entry, note=replace(entry.note, phase=self._phase))
+        self._kept.append(entry)
+        self._written += 1
+        self._sent[entry.note.phase] = self._sent.get(entry.note.phase, 0) + entry.sent
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Every line written inside is of this phase, whatever its message says of itself."""
+        before, self._phase = self._phase, name
+        try:
+            yield
+        finally:
+            self._phase = before
 
     def __len__(self) -> int:
-        """The number of lines; also the mark that ``since`` takes."""
-        return len(self._entries)
+        """The number of lines written; also the mark that ``since`` takes."""
+        return self._written
 
     def __iter__(self) -> Iterator[Entry]:
         return iter(self.entries)
 
     @property
     def entries(self) -> tuple[Entry, ...]:
-        """All lines so far."""
-        return tuple(self._entries)
+        """The lines that are kept: all, or the newest ``MOST_KEPT``."""
+        return tuple(self._kept)
 
     def since(self, mark: int) -> tuple[Entry, ...]:
         """The lines written after ``mark = len(ledger)`` was taken.
 
         Raises:
-            ValueError: the ledger was cleared in between and is now shorter than the mark.
+            ValueError: the ledger was cleared in between and is now shorter than the mark; or more lines have been
+                written since than are kept.
         """
-        if not 0 <= mark <= len(self._entries):
+        if not 0 <= mark <= self._written:
             raise ValueError(
-                f"mark {mark} on a ledger of {len(self._entries)} lines: "
+                f"mark {mark} on a ledger of {self._written} lines: "
                 "take the mark with len(ledger), and take it anew after clear()"
             )
-        return tuple(self._entries[mark:])
+        gone = self._written - len(self._kept)
+        if mark < gone:
+            raise ValueError(
+                f"mark {mark} on a ledger that keeps its newest {MOST_KEPT} lines of {self._written}: ask sooner"
+            )
+        return tuple(islice(self._kept, mark - gone, None))
 
     @property
     def sent(self) -> int:
         """Bytes this rank had to send."""
-        return sum(e.sent for e in self._entries)
+        return sum(self._sent.values())
 
     def sent_by_phase(self) -> dict[str, int]:
         """Bytes this rank had to send, by the phase of the step."""
-        totals: dict[str, int] = {}
-        for entry in self._entries:
-            totals[entry.note.phase] = totals.get(entry.note.phase, 0) + entry.sent
-        return totals
+        return dict(self._sent)
 
     def clear(self) -> None:
-        """Forgets every line."""
-        self._entries.clear()
+        """Forgets every line, and the totals."""
+        self._kept.clear()
+        self._sent.clear()
+        self._written = 0

@@ -1,8 +1,10 @@
 """Messages under way between processes: their tags, their headers, and what waiting for them does.
 
     Pending    messages, then something to finish (a fold)
-    Receive    a header, checked; then the message itself
-    Unforeseen a header, which tells what to make room for; then the message
+    Headed     a header beside the message: what the sender says that it is
+      Receive      it is checked; then the message itself
+      Unforeseen   it tells what to make room for; then the message
+    Sent       the handle of a message that goes, whether the handle is kept or not
     TwoPhase   a large all-reduce: reduce-scatter, then all-gather
 
 A tag is a checksum of what a message means, so messages of different meaning never meet.  torch's handles
@@ -45,12 +47,21 @@ class Pending:
         self._under_way = comm.under_way if under_way is None else under_way
         self._under_way[id(self)] = self
 
+    @property
+    def is_under_way(self) -> bool:
+        """Whether nobody has waited for it yet."""
+        return self._under_way.get(id(self)) is self
+
     def wait(self) -> None:
         """Joins the messages, then finishes; a second time nothing."""
-        if self._under_way.get(id(self)) is not self:
+        self.finish_by(self._comm.end())
+
+    def finish_by(self, end: float) -> None:
+        """``wait``, no longer than to the moment ``end`` (of ``time.monotonic``)."""
+        if not self.is_under_way:
             return
         try:
-            self._comm.join_works(self._call, self._works)
+            self._comm.join_works(self._call, self._works, end)
         finally:
             del self._under_way[id(self)]
         if self._finish is not None:
@@ -59,38 +70,73 @@ class Pending:
         self._works, self._finish = [], None
 
 
-class Receive(Pending):
-    """A message that was asked for.  Its header comes first and may say that it is another."""
+class Sent:
+    """The handle of a message to another rank.
 
-    def __init__(
-        self,
-        comm: ProcessComm,
-        call: Call,
-        first: list[Started],
-        header: Tensor,
-        meant: str,
-        rest: Callable[[], list[Started]],
-    ) -> None:
-        super().__init__(comm, call, first)
-        self._header, self._meant, self._rest = header, meant, rest
+    The world keeps the message's memory.  Where the handle is dropped, nobody will say that the message has arrived: it
+    is noted in ``dropped``.
+    """
+
+    def __init__(self, message: Pending, dropped: dict[int, Pending]) -> None:
+        self._message, self._dropped = message, dropped
 
     def wait(self) -> None:
-        """Checks the header, then joins the message itself."""
-        if self._under_way.get(id(self)) is not self:
-            return
-        comm, (src, dst) = self._comm, self._call.group.ranks
-        comm.join_works(self._call, self._works)
-        came = bytes(self._header.tolist()).rstrip(b"\0").decode()
-        if came != self._meant[:HEADER_BYTES]:
+        """The message has been taken in; its memory is free."""
+        self._message.wait()
+
+    def __del__(self) -> None:
+        if self._message.is_under_way:
+            self._dropped[id(self._message)] = self._message
+
+
+class Headed(Pending):
+    """A message beside which a header travels: what the sender says that it is.
+
+    Args:
+        first: what brings the header.
+    """
+
+    def __init__(self, comm: ProcessComm, call: Call, first: list[Started], header: Tensor) -> None:
+        super().__init__(comm, call, first)
+        self._header, self._came = header, ""
+
+    def read(self, end: float) -> str:
+        """What the header says; waits for it the first time."""
+        if not self._came:
+            self._comm.join_works(self._call, self._works, end)
+            self._came, self._works = bytes(self._header.tolist()).rstrip(b"\0").decode(), []
+        return self._came
+
+    def check(self, meant: str, end: float) -> None:
+        """Raises MismatchError where the message is another than was asked for."""
+        came, (src, dst) = self.read(end), self._call.group.ranks
+        if came != meant[:HEADER_BYTES]:
             # The message itself is never taken in; its buffer stays in under_way, where it does no harm.
-            both = f"receives {self._meant} from rank {src}, which sent {came}: make both equal"
-            comm.last_words.exchange(f"{both} ({self._call})", ())
+            both = f"receives {meant} from rank {src}, which sent {came}: make both equal"
+            self._comm.last_words.exchange(f"{both} ({self._call})", ())
             raise MismatchError(f"rank {dst} {both} ({self._call})")
-        self._works = self._rest()
-        super().wait()
 
 
-class Unforeseen(Pending):
+class Receive(Headed):
+    """A message that was asked for; the header may say that it is another."""
+
+    def __init__(
+        self, comm: ProcessComm, call: Call, first: list[Started], header: Tensor, meant: str, rest: list[Started]
+    ) -> None:
+        super().__init__(comm, call, first, header)
+        self._meant, self._rest = meant, rest
+
+    def wait(self) -> None:
+        """Checks the header, then joins the message itself; both within one deadline."""
+        if not self.is_under_way:
+            return
+        end = self._comm.end()
+        self.check(self._meant, end)
+        self._works = self._rest
+        self.finish_by(end)
+
+
+class Unforeseen(Headed):
     """A message whose shape its header tells; it is asked for when the header has come."""
 
     def __init__(
@@ -101,17 +147,19 @@ class Unforeseen(Pending):
         header: Tensor,
         rest: Callable[[Tensor], list[Started]],
     ) -> None:
-        super().__init__(comm, call, first)
-        self._header, self._rest = header, rest
+        super().__init__(comm, call, first, header)
+        self._rest = rest
+        self._tensor: Tensor | None = None
 
     def wait(self) -> Tensor:  # type: ignore[override]
-        """Reads the header, makes room, takes the message in."""
-        self._comm.join_works(self._call, self._works)
-        dtype, shape = read_label(bytes(self._header.tolist()).rstrip(b"\0").decode())
-        tensor = torch.empty(shape, dtype=dtype, device=self._comm.device)
-        self._works = self._rest(tensor)
-        super().wait()
-        return tensor
+        """Reads the header, makes room, takes the message in; all within one deadline."""
+        if self._tensor is None:
+            end = self._comm.end()
+            dtype, shape = read_label(self.read(end))
+            self._tensor = torch.empty(shape, dtype=dtype, device=self._comm.device)
+            self._works = self._rest(self._tensor)
+            self.finish_by(end)
+        return self._tensor
 
 
 class TwoPhase(Pending):

@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from plait.comm.base import Call, Incoming, MismatchError, Work
-from plait.comm.messages import HEADER_BYTES, Pending, Started, checksum, label, read_label
+from plait.comm.base import Call, Incoming, Work
+from plait.comm.messages import HEADER_BYTES, Headed, Pending, Started, checksum, label, read_label
 from plait.comm.process import ProcessComm
 from plait.core.mesh import AXES, Mesh
 
@@ -127,19 +127,19 @@ class NcclComm(ProcessComm):
         first = self._receive(call, header, src, checksum("header", src, self.rank, number))
         message = InTurn(self, call, first, header, tensor, self._queues.setdefault(src, deque()))
         if tensor is not None and message.is_next:
-            message.ask()
+            message.ask(self.end())
         return message
 
-    def join_works(self, call: Call, works: Iterable[Started]) -> None:
+    def join_works(self, call: Call, works: Iterable[Started], end: float) -> None:
         """On the GPU a wait orders streams and does not stop this thread; nccl's watchdog has the deadline."""
         works = list(works)
-        super().join_works(call, [(work, tensor) for work, tensor in works if tensor.device.type != "cuda"])
+        super().join_works(call, [(work, tensor) for work, tensor in works if tensor.device.type != "cuda"], end)
         for work, tensor in works:
             if tensor.device.type == "cuda" and work is not None:
                 work.wait()
 
 
-class InTurn(Pending):
+class InTurn(Headed):
     """A message of which only its place among those of its sender says which it is.
 
     It is asked of nccl when all before it have been; one whose shape only the header tells holds up those behind it,
@@ -155,8 +155,8 @@ class InTurn(Pending):
         tensor: Tensor | None,
         queue: deque[InTurn],
     ) -> None:
-        super().__init__(comm, call, first)
-        self._header, self._tensor, self._queue = header, tensor, queue
+        super().__init__(comm, call, first, header)
+        self._tensor, self._queue = tensor, queue
         self._meant = None if tensor is None else label(tensor)
         self._rest: list[Started] | None = None
         queue.append(self)
@@ -165,30 +165,28 @@ class InTurn(Pending):
     def is_next(self) -> bool:
         return self._queue[0] is self
 
-    def ask(self) -> None:
+    def ask(self, end: float) -> None:
         """Have nccl take the message in; all before it have been asked for."""
         assert self.is_next
         if self._tensor is None:
-            dtype, shape = read_label(self._read_header())
+            dtype, shape = read_label(self.read(end))
             self._tensor = torch.empty(shape, dtype=dtype, device=self._comm.device)
         self._rest = self._comm._receive(self._call, self._tensor, self._call.group.ranks[0], 0)
         self._queue.popleft()
 
     def wait(self) -> Tensor:  # type: ignore[override]
         """Asks for all before it, then for itself; checks the header; returns the message."""
+        end = self._comm.end()
         while self._rest is None:
-            self._queue[0].ask()
+            self._queue[0].ask(end)
         assert self._tensor is not None
-        came, (src, dst) = self._read_header(), self._call.group.ranks
-        if self._meant is not None and came != self._meant[:HEADER_BYTES]:
-            raise MismatchError(f"rank {dst} receives {self._meant} from rank {src}, which sent {came} ({self._call})")
-        self._works = self._rest
-        super().wait()
+        if self.is_under_way:
+            if self._meant is not None:
+                self.check(self._meant, end)
+            self.read(end)
+            self._works = self._rest
+            self.finish_by(end)
         return self._tensor
-
-    def _read_header(self) -> str:
-        self._comm.join_works(self._call, self._works)
-        return bytes(self._header.tolist()).rstrip(b"\0").decode()
 
 
 def _library_op(op: str) -> Any:

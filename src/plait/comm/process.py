@@ -42,6 +42,7 @@ from plait.comm.messages import (
     HEADER_BYTES,
     Pending,
     Receive,
+    Sent,
     Started,
     TwoPhase,
     Unforeseen,
@@ -62,7 +63,7 @@ SMALL_BYTES = 4 * 2**20
 """An all-reduce that receives no more than this sends wholes: one round of messages instead of two."""
 
 MOST_DROPPED = 64
-"""So many sends may be under way whose handles were dropped; one more waits for the oldest."""
+"""So many sends may be under way whose handles were dropped; one more waits for the oldest of them."""
 
 
 class ProcessComm(Comm):
@@ -88,6 +89,8 @@ class ProcessComm(Comm):
         self._halfway: dict[tuple[str, ...], deque[TwoPhase]] = {}
         self.under_way: dict[int, Pending] = {}  # keeps the memory of what is under way
         self.sends: dict[int, Pending] = {}
+        self.dropped: dict[int, Pending] = {}
+        """Those of the sends whose handles are gone, the oldest first."""
         self._broken = ""
         self._closed = False
 
@@ -210,9 +213,9 @@ class ProcessComm(Comm):
         if not agreed:
             works += self._post(call, header_of(tensor), dst, checksum("header", self.rank, dst, number))
         works += self._post(call, tensor, dst, checksum(label(tensor), self.rank, dst, number))
-        while len(self.sends) >= MOST_DROPPED:
-            next(iter(self.sends.values())).wait()
-        return Pending(self, call, works, under_way=self.sends)
+        while len(self.dropped) >= MOST_DROPPED:
+            self.dropped.pop(next(iter(self.dropped))).wait()
+        return Sent(Pending(self, call, works, under_way=self.sends), self.dropped)
 
     def _recv(self, call: Call, tensor: Tensor, src: int, agreed: bool) -> Work:
         number, header = self._number("message", src, self.rank), torch.zeros(HEADER_BYTES, dtype=torch.uint8)
@@ -221,8 +224,7 @@ class ProcessComm(Comm):
             return Pending(self, call, self._receive(call, tensor, src, tag))
         first = self._receive(call, header, src, checksum("header", src, self.rank, number))
         tag = checksum(label(tensor), src, self.rank, number)
-        rest = self._receive(call, tensor, src, tag)
-        return Receive(self, call, first, header, label(tensor), lambda: rest)
+        return Receive(self, call, first, header, label(tensor), self._receive(call, tensor, src, tag))
 
     def _recv_new(self, call: Call, src: int) -> Incoming:
         number, header = self._number("message", src, self.rank), torch.zeros(HEADER_BYTES, dtype=torch.uint8)
@@ -278,9 +280,12 @@ class ProcessComm(Comm):
         except RuntimeError as error:
             raise self._failure(call, error) from error
 
-    def join_works(self, call: Call, works: Iterable[Started]) -> None:
-        """Waits for what was started, all within one deadline."""
-        end = time.monotonic() + self.deadline
+    def end(self) -> float:
+        """When a wait that begins now has to be over."""
+        return time.monotonic() + self.deadline
+
+    def join_works(self, call: Call, works: Iterable[Started], end: float) -> None:
+        """Waits for what was started, to the moment ``end`` at the latest."""
         with self.waiting(call):
             try:
                 for work, _ in works:

@@ -36,6 +36,9 @@ __all__ = ["AbortedError", "ThreadComm", "ThreadWorld", "run"]
 
 Result = TypeVar("Result")
 
+STOPPING = 10.0
+"""Seconds for which an interrupted run waits for its threads to reach their next operation."""
+
 
 class ThreadWorld(MeetingPlace):
     """The place where the ranks of one mesh meet, and how they work."""
@@ -240,6 +243,9 @@ def run(
             thread.join(max(0.0, give_up - time.monotonic()))
     except BaseException:
         world.abort("the calling thread was interrupted")
+        give_up = time.monotonic() + min(deadline, STOPPING)
+        for thread in threads:  # a thread that computes while the interpreter ends would take it down
+            thread.join(max(0.0, give_up - time.monotonic()))
         raise
     if failures:
         rank, error = next((f for f in failures if not isinstance(f[1], AbortedError)), failures[0])

@@ -41,7 +41,12 @@ class Proof:
 
 
 def check(
-    schedule: Schedule, *, num_stages: int | None = None, num_microbatches: int | None = None, in_order: bool = False
+    schedule: Schedule,
+    *,
+    num_stages: int | None = None,
+    num_microbatches: int | None = None,
+    in_order: bool = False,
+    backward: bool = True,
 ) -> Proof:
     """Proves a schedule, with or without messages and the actions of sharded data parallelism.
 
@@ -49,6 +54,7 @@ def check(
         num_stages: how many stages there must be; else as many as the schedule names.
         num_microbatches: the same of microbatches.
         in_order: refuse a schedule that adds the gradients of a stage in another order than that of microbatches.
+        backward: whether every forward has its backward; an evaluation has none.
 
     Raises:
         ValueError: what is wrong (missing, doubled, out of order, a deadlock and who waits for whom), and where.
@@ -59,7 +65,7 @@ def check(
     if not num_stages or not num_microbatches:
         raise refusal(schedule, "the schedule is empty: it needs a stage and a microbatch", [])
     places = _places(schedule, owner)
-    _check_complete(schedule, places, owner, num_stages, num_microbatches)
+    _check_complete(schedule, places, owner, num_stages, num_microbatches, backward=backward)
     _check_own_order(schedule, places, num_stages)
     with_messages = any(key[0] in MESSAGE_KINDS for key in places)
     if with_messages:
@@ -119,20 +125,29 @@ def _places(schedule: Schedule, owner: dict[int, int]) -> dict[Key, Place]:
 
 
 def _check_complete(
-    schedule: Schedule, places: dict[Key, Place], owner: dict[int, int], num_stages: int, num_microbatches: int
+    schedule: Schedule,
+    places: dict[Key, Place],
+    owner: dict[int, int],
+    num_stages: int,
+    num_microbatches: int,
+    *,
+    backward: bool,
 ) -> None:
     for stage in range(num_stages):
         if stage not in owner:
             raise refusal(schedule, f"stage {stage} of {num_stages} is missing: no rank works on it", [])
         for m in range(num_microbatches):
             has = {kind for kind in "FBIW" if (kind, stage, m) in places}
+            if not backward and (surplus := min(has - {"F"}, default="")):
+                where = [places[(surplus, stage, m)]]
+                raise refusal(schedule, f"{stage}{surplus}{m} has no place here: there are forwards only", where)
             if "B" in has and has & {"I", "W"}:
                 part = min(has & {"I", "W"})
                 both = [places[("B", stage, m)], places[(part, stage, m)]]
                 raise refusal(
                     schedule, f"{stage}{part}{m} is doubled: {stage}B{m} is the full backward and does it too", both
                 )
-            wanted = "FIW" if has & {"I", "W"} else "FB"
+            wanted = "FIW" if has & {"I", "W"} else "FB" if backward else "F"
             for kind in wanted:
                 if kind not in has:
                     rank = owner[stage]

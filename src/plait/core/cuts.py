@@ -18,6 +18,9 @@ from dataclasses import dataclass
 
 from plait.core.layout import part
 
+Region = tuple[tuple[int, int], ...]
+"""A block of a tensor: for each dim where it starts and stops."""
+
 
 @dataclass(frozen=True)
 class TensorCut:
@@ -71,3 +74,17 @@ class TensorCut:
         """The shape of what rank ``index`` holds."""
         size = sum(stop - start for start, stop in self.ranges(index))
         return (*self.shape[: self.dim], size, *self.shape[self.dim + 1 :])
+
+    def regions(self, index: int, rows: tuple[int, int]) -> tuple[Region, ...]:
+        """Where rows of what rank ``index`` holds lie in the whole parameter: blocks, end to end along ``dim``."""
+        found, base = [], 0
+        for start, stop in self.ranges(index):
+            region = [rows, *((0, size) for size in self.shape[1:])]
+            if self.dim == 0:
+                low, high = (min(max(row - base, 0), stop - start) for row in rows)
+                base += stop - start
+                start, stop = start + low, start + high
+            region[self.dim] = (start, stop)
+            if start < stop:
+                found.append(tuple(region))
+        return tuple(found)

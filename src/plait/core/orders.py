@@ -31,7 +31,7 @@ from __future__ import annotations
 
 import difflib
 
-from plait.core.actions import Action, Kind, Line, Schedule, check_sizes, keep
+from plait.core.actions import Action, Kind, Line, Schedule, check_sizes, keep, microbatches
 from plait.core.v_orders import dualpipe_v, zbv
 
 F, B, I, W = Kind.FORWARD, Kind.BACKWARD, Kind.INPUT, Kind.WEIGHT  # noqa: E741
@@ -47,6 +47,28 @@ def one_stage(num_microbatches: int, num_ranks: int = 1) -> Schedule:
     passes = [Action(kind, 0, m) for m in range(num_microbatches) for kind in (F, B)]
     line = (*passes, Action(Kind.REDUCE, 0), Action(Kind.UPDATE, 0))
     return (line,) * num_ranks
+
+
+def forwards(schedule: Schedule, num_microbatches: int) -> Schedule:
+    """The forwards of a schedule alone, for an evaluation of any number of microbatches.
+
+    Nothing that a forward needs is left out, and a schedule may follow on itself: what was valid stays valid.  So one
+    that was written for fewer microbatches is repeated, and what is too many of it struck out.
+
+    Raises:
+        ValueError: no microbatch at all.
+    """
+    check_sizes(1, num_microbatches)
+    size = microbatches(action for line in schedule for action in line)
+    return tuple(
+        tuple(
+            Action(F, action.stage, action.microbatch + start)
+            for start in range(0, num_microbatches, size)
+            for action in line
+            if action.kind is F and action.microbatch + start < num_microbatches
+        )
+        for line in schedule
+    )
 
 
 def naive(num_stages: int, num_microbatches: int) -> Schedule:

@@ -2,6 +2,7 @@
 
     1f1b on two ranks            0F0 0F1 0B0 0B1 | 1F0 1B0 1F1 1B1
     split_backward               0F0 0F1 0I0 0W0 ...
+    join_backward                0F0 0F1 0B0 ...
     add_sharding(zero3)          0UNSHARD 0F0 0F1 0B0 0REDUCE_GRAD0 ... 0RESHARD
     add_step                     ... 0REDUCE 0UPDATE
     add_messages                 0F0 0SEND_F0 0F1 0SEND_F1 0RECV_B0 0B0 ...
@@ -44,6 +45,28 @@ def split_backward(schedule: Schedule) -> Schedule:
     return tuple(tuple(part for action in line for part in split(action)) for line in schedule)
 
 
+def join_backward(schedule: Schedule) -> Schedule:
+    """The two parts of a backward as a full one, where they stand side by side and no other rank waits for the first.
+
+    Nothing is put off then, which is cheaper, and nothing comes later than before: the gradient that the input part
+    makes is for the same rank, or for nobody.
+    """
+    owner = owners(schedule)
+
+    def joined(line: Line, rank: int) -> Line:
+        found: list[Action] = []
+        for action in line:
+            input_part = Action(Kind.INPUT, action.stage, action.microbatch)
+            here = owner.get(action.stage - 1, rank) == rank
+            if action.kind is Kind.WEIGHT and here and found and found[-1] == input_part:
+                found[-1] = Action(Kind.BACKWARD, action.stage, action.microbatch)
+            else:
+                found.append(action)
+        return tuple(found)
+
+    return tuple(joined(line, rank) for rank, line in enumerate(schedule))
+
+
 def complete(schedule: Schedule, strategy: Strategy, *, hold: int | None = 1) -> Schedule:
     """Everything that a schedule lacks to be carried out under a row; what it says already stays as it is."""
     kinds = {part.kind for line in schedule for action in line for part in action.all}
@@ -69,9 +92,10 @@ def add_sharding(schedule: Schedule, strategy: Strategy, *, hold: int | None = 1
     its forward and its backward.
 
     Args:
-        hold: how many stages a rank may have unsharded at once.  0 frees after each pass even if the next is of the
-            same stage. None leaves gathers to the units of a stage, each around its own part of a pass: the least
-            memory, and the most bytes.
+        hold: how many of the stages that it needs next a rank leaves unsharded behind a pass.  0 frees after each pass
+            even if the next is of the same stage.  A row that keeps full parameters to the backward has those of all
+            stages in flight beside them.  None leaves gathers to the units of a stage, each around its own part of a
+            pass: the least memory, and the most bytes.
     """
     if hold is not None and hold < 0:
         raise ValueError(f"hold is {hold}: give the number of stages that stay unsharded, from 0")
@@ -82,6 +106,7 @@ def add_sharding(schedule: Schedule, strategy: Strategy, *, hold: int | None = 1
         added: list[Action] = []
         in_flight: Counter[int] = Counter()
         whole: set[int] = set()
+        returns = {(a.stage, a.microbatch) for a in line if a.kind in (Kind.BACKWARD, Kind.INPUT)}
         coming = [action.stage for action in line if action.kind in _WITH_WEIGHTS]
         done = 0
         for action in line:
@@ -93,7 +118,7 @@ def add_sharding(schedule: Schedule, strategy: Strategy, *, hold: int | None = 1
             added.append(action)
             if reads:
                 done += 1
-                in_flight[stage] += 1 if kind is Kind.FORWARD else -1
+                in_flight[stage] += ((stage, action.microbatch) in returns) * (1 if kind is Kind.FORWARD else -1)
                 stay = _next_stages(coming, done, hold or 0)
                 free = {s for s in whole if s not in stay and not (keeps and in_flight[s])}
                 added += [Action(Kind.RESHARD, s) for s in sorted(free)]

@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from plait.core.actions import Kind, Line, Schedule, microbatches, owners
 from plait.core.cells import Strategy
 from plait.core.check import check
-from plait.core.orders import one_stage, stages_per_rank, write_order
-from plait.core.passes import complete
+from plait.core.orders import forwards, one_stage, stages_per_rank, write_order
+from plait.core.passes import AHEAD, add_messages, add_sharding, complete, join_backward
 from plait.core.receipts import Key, receipts
 
 
@@ -113,8 +113,20 @@ class Pipeline:
         written = self.written(num_microbatches)
         if self.name is None and self.order is None:
             return written
-        schedule = complete(written, strategy, hold=self.hold)
+        schedule = complete(written if self.name is None else join_backward(written), strategy, hold=self.hold)
         check(schedule, num_stages=self.num_stages, num_microbatches=num_microbatches)
+        return schedule
+
+    def evaluated(self, num_microbatches: int, strategy: Strategy) -> Schedule:
+        """Every rank's line of an evaluation, proved: the order's forwards, with gathers and messages.
+
+        Raises:
+            ValueError: no microbatch.
+        """
+        schedule = forwards(self.written(num_microbatches), num_microbatches)
+        if self.num_stages > 1:
+            schedule = add_messages(add_sharding(schedule, strategy, hold=self.hold), AHEAD)
+        check(schedule, num_stages=self.num_stages, num_microbatches=num_microbatches, backward=False)
         return schedule
 
 
@@ -127,13 +139,17 @@ class Plan:
     """The rank's own."""
     last: frozenset[tuple[Kind, int, int]]
     """The passes that make the last gradient of their stage."""
+    split: frozenset[tuple[int, int]]
+    """The stages and microbatches of the rank whose backward comes in two parts."""
     receipts: Mapping[Key, tuple[Key, ...]]
     """By every message that the rank receives: its own that have arrived by then."""
 
     @classmethod
     def of(cls, schedule: Schedule, rank: int) -> Plan:
         """For a rank of the pipe axis."""
-        return cls(schedule, schedule[rank], last_gradients(schedule), receipts(schedule, rank))
+        line = schedule[rank]
+        split = frozenset((a.stage, a.microbatch) for a in line if a.kind is Kind.INPUT)
+        return cls(schedule, line, last_gradients(schedule), split, receipts(schedule, rank))
 
 
 def last_gradients(schedule: Schedule) -> frozenset[tuple[Kind, int, int]]:

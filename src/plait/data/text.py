@@ -4,42 +4,61 @@ Without a path the text is the source of Python's own standard library, which ev
 has: real, structured, a few megabytes, nothing downloaded.  It is the same on every rank that runs the same
 Python version; ranks with different versions would read different text, so a run over unlike machines wants
 a path.
+
+The same files are one text (``load_text``) or documents (``load_documents``):
+
+    *.jsonl                 the "text" of each line is a document
+    a folder                every other file in it is a document
+    a file alone            paragraphs are documents: blank lines lie between them
+    the standard library    every module is a document
 """
 
 from __future__ import annotations
 
+import json
+import re
 import sysconfig
+from collections.abc import Sequence
 from pathlib import Path
+from typing import TypeVar
+
+from torch import Tensor
 
 STANDARD_LIBRARY_BYTES = 3_000_000
 """At most this many bytes of the standard library are read."""
 
 HELD_OUT_PERCENT = 5
 
+Text = TypeVar("Text", bytes, Tensor)
+
 
 def load_text(path: str | None = None) -> bytes:
     """The bytes of a file, of a folder's text files one after the other, or (None) of the standard library.
 
     A folder is read recursively in the order of its relative paths.  Files with a NUL byte are taken for
-    binary and passed over, and so are hidden files and folders.
+    binary and passed over, and so are hidden files and folders.  Of ``.jsonl`` files only the texts are read,
+    blank lines between them.
 
     Raises:
-        ValueError: nothing at ``path``, no text in it, or a single file that is binary; the message names
-        the fix.
+        ValueError: nothing at ``path``, no text in it, a single file that is binary, or a line of a ``.jsonl``
+        file without a text; the message names the fix.
     """
-    if path is None:
-        return standard_library()
-    root = Path(path)
-    if root.is_dir():
-        return _folder(root)
-    if not root.is_file():
-        raise ValueError(f"no file or folder at {path!r}: check the path, or leave it out for Python's own source")
-    text = root.read_bytes()
-    if not text:
-        raise ValueError(f"{path!r} is empty (0 bytes): give a file with text")
-    if b"\0" in text:
-        raise ValueError(f"{path!r} holds a NUL byte, so it looks binary: give plain text, for example in UTF-8")
-    return text
+    files = _files(path)
+    return b"".join(b"\n\n".join(_lines(name, text)) if name.endswith(".jsonl") else text for name, text in files)
+
+
+def load_documents(path: str | None = None) -> list[bytes]:
+    """The same text in documents, none of them empty, in the order of the text.
+
+    Raises:
+        ValueError: as ``load_text``.
+    """
+    files = _files(path)
+    if path is not None and Path(path).is_file() and not path.endswith(".jsonl"):
+        (_, text), *_ = files
+        return [paragraph for paragraph in re.split(rb"(?:\r?\n[ \t]*){2,}", text) if paragraph.strip()]
+    every = [_lines(name, text) if name.endswith(".jsonl") else [text] for name, text in files]
+    return [document for documents in every for document in documents if document]
 
 
 def standard_library(max_bytes: int = STANDARD_LIBRARY_BYTES) -> bytes:
@@ -51,21 +70,84 @@ def standard_library(max_bytes: int = STANDARD_LIBRARY_BYTES) -> bytes:
     Raises:
         ValueError: this Python carries no source files (some embedded builds keep them in an archive).
     """
+    return b"".join(text for _, text in _modules(max_bytes))
+
+
+def split_text(text: Text, length: int) -> tuple[Text, Text]:
+    """(train, held out): the last 5 % are held out, at least one sample (``length`` + 1 tokens).
+
+    ``text`` is bytes, each a token, or a row of tokens.
+
+    Raises:
+        ValueError: fewer tokens than one sample for each part.
+    """
+    if length < 1:
+        raise ValueError(f"length is {length}: a sample has at least 1 token")
+    sample = length + 1
+    if len(text) < 2 * sample:
+        unit = "bytes" if isinstance(text, bytes) else "tokens"
+        raise ValueError(
+            f"a text of {len(text)} {unit} is too short: one training and one held-out sample of length "
+            f"{length} need {2 * sample} {unit}; give more text, or a length of at most "
+            f"{max(len(text) // 2 - 1, 0)}"
+        )
+    held_out = max(len(text) * HELD_OUT_PERCENT // 100, sample)
+    return text[:-held_out], text[-held_out:]
+
+
+def split_documents(documents: Sequence[Text]) -> tuple[Sequence[Text], Sequence[Text]]:
+    """(train, held out): the last documents are held out, as many as 5 % of all tokens need, at least one.
+
+    Raises:
+        ValueError: fewer than 2 documents that have something to predict.
+    """
+    usable = [document for document in documents if len(document) > 1]
+    if len(usable) < 2:
+        raise ValueError(
+            f"{len(usable)} documents of 2 tokens or more: one to train on and one to hold out are needed; give more "
+            f"text (a folder's files, blank lines in a file and lines of .jsonl divide it), or leave pack out"
+        )
+    wanted = sum(map(len, usable)) * HELD_OUT_PERCENT // 100
+    first, held_out = len(usable), 0
+    while first > 1 and (held_out < wanted or first == len(usable)):
+        first -= 1
+        held_out += len(usable[first])
+    return usable[:first], usable[first:]
+
+
+def _files(path: str | None) -> list[tuple[str, bytes]]:
+    """(name, content) of every text file at the path, in order."""
+    if path is None:
+        return _modules(STANDARD_LIBRARY_BYTES)
+    root = Path(path)
+    if root.is_dir():
+        return _folder(root)
+    if not root.is_file():
+        raise ValueError(f"no file or folder at {path!r}: check the path, or leave it out for Python's own source")
+    text = root.read_bytes()
+    if not text:
+        raise ValueError(f"{path!r} is empty (0 bytes): give a file with text")
+    if b"\0" in text:
+        raise ValueError(f"{path!r} holds a NUL byte, so it looks binary: give plain text, for example in UTF-8")
+    return [(path, text)]
+
+
+def _modules(max_bytes: int) -> list[tuple[str, bytes]]:
     folder = Path(sysconfig.get_path("stdlib"))
-    parts: list[bytes] = []
-    size = 0
+    parts: list[tuple[str, bytes]] = []
+    left = max_bytes
     for file in sorted(folder.glob("[!_]*.py"), key=lambda file: file.name):
-        if size >= max_bytes:
+        if left <= 0:
             break
-        parts.append(file.read_bytes())
-        size += len(parts[-1])
-    if not size:
+        parts.append((file.name, file.read_bytes()[:left]))
+        left -= len(parts[-1][1])
+    if left == max_bytes:
         raise ValueError(f"this Python has no source files in {str(folder)!r}: give a path to a text")
-    return b"".join(parts)[:max_bytes]
+    return parts
 
 
-def _folder(root: Path) -> bytes:
-    parts: list[bytes] = []
+def _folder(root: Path) -> list[tuple[str, bytes]]:
+    parts: list[tuple[str, bytes]] = []
     num_files = 0
     files = (file for file in root.rglob("*") if file.is_file())
     for file in sorted(files, key=lambda file: file.relative_to(root).parts):
@@ -74,30 +156,28 @@ def _folder(root: Path) -> bytes:
         num_files += 1
         content = file.read_bytes()
         if b"\0" not in content:
-            parts.append(content)
-    text = b"".join(parts)
-    if not text:
+            parts.append((str(file), content))
+    if not any(content for _, content in parts):
         raise ValueError(
             f"the folder {str(root)!r} holds no text: {num_files} files, {num_files - len(parts)} of them "
             f"binary, 0 bytes of text; give a folder with text files"
         )
-    return text
+    return parts
 
 
-def split_text(text: bytes, length: int) -> tuple[bytes, bytes]:
-    """(train, held out): the last 5 % are held out, at least one sample (``length`` + 1 bytes).
-
-    Raises:
-        ValueError: fewer bytes than one sample for each part.
-    """
-    if length < 1:
-        raise ValueError(f"length is {length}: a sample has at least 1 token")
-    sample = length + 1
-    if len(text) < 2 * sample:
-        raise ValueError(
-            f"a text of {len(text)} bytes is too short: one training and one held-out sample of length "
-            f"{length} need {2 * sample} bytes; give more text, or a length of at most "
-            f"{max(len(text) // 2 - 1, 0)}"
-        )
-    held_out = max(len(text) * HELD_OUT_PERCENT // 100, sample)
-    return text[:-held_out], text[-held_out:]
+def _lines(name: str, content: bytes) -> list[bytes]:
+    """The texts of a ``.jsonl`` file, a JSON object on each line."""
+    texts = []
+    for number, line in enumerate(content.splitlines(), 1):
+        if not line.strip():
+            continue
+        try:
+            value = json.loads(line)
+        except ValueError as error:
+            raise ValueError(f"{name}, line {number} is no JSON ({error}): give an object a line") from error
+        if not isinstance(value, dict) or not isinstance(value.get("text"), str):
+            raise ValueError(f'{name}, line {number} has no "text": give an object with that key, a string, a line')
+        texts.append(value["text"].encode())
+    if not any(texts):
+        raise ValueError(f'{name} holds no text: give an object with a "text" a line')
+    return texts

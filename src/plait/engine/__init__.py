@@ -11,11 +11,13 @@ Read in this order:
     door        how the stream enters and leaves        courier    how it travels
     stage       passes of one stage                     tied       weights of several stages
     deferred    weight gradients that wait              costs      what links cost
-    runtime     a schedule, carried out                 engine     the step
+    runtime     a schedule, carried out                 evaluation the loss without a step
+    engine      the step
 """
 
 from plait.engine.engine import Engine
+from plait.engine.evaluation import Evaluation
 from plait.engine.init import empty_parameters
 from plait.engine.step import StepResult
 
-__all__ = ["Engine", "StepResult", "empty_parameters"]
+__all__ = ["Engine", "Evaluation", "StepResult", "empty_parameters"]

@@ -46,10 +46,18 @@ class Deferred(TorchFunctionMode):
         self._stand_ins: dict[int, dict[int, Tensor]] = {}
         """By microbatch, then by ``id`` of the parameter, in the order of first use."""
         self._running: dict[int, Tensor] | None = None
+        self._idle = False
 
-    def begin(self, microbatch: int) -> None:
-        """The forward of a microbatch begins; what a step that failed may have left of it is forgotten."""
-        self._running = self._stand_ins[microbatch] = {}
+    def begin(self, microbatch: int | None) -> None:
+        """The forward of a microbatch begins; what a step that failed may have left of it is forgotten.
+
+        Args:
+            microbatch: None for one whose backward comes in one piece: nothing stands in for anything.
+        """
+        self._idle = microbatch is None
+        self._running = None
+        if microbatch is not None:
+            self._running = self._stand_ins[microbatch] = {}
 
     def resume(self, microbatch: int) -> None:
         """The input part of a microbatch's backward begins: what it recomputes belongs to it.
@@ -57,7 +65,7 @@ class Deferred(TorchFunctionMode):
         Raises:
             ValueError: a microbatch that has no forward behind it.
         """
-        self._running = self._of(microbatch)
+        self._idle, self._running = False, self._of(microbatch)
 
     def weigh(self, microbatch: int) -> None:
         """The weight part: make the gradients and hand them to the parameters, those used last first.
@@ -87,7 +95,7 @@ class Deferred(TorchFunctionMode):
             ValueError: no microbatch runs.
         """
         key = id(parameter)
-        if key not in self._parameters or not torch.is_grad_enabled():
+        if self._idle or key not in self._parameters or not torch.is_grad_enabled():
             return parameter
         if self._running is None:
             raise ValueError("a forward ran outside of every microbatch: call begin(microbatch) before it")
@@ -100,7 +108,7 @@ class Deferred(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if not torch.is_grad_enabled() or only_metadata(func):
+        if self._idle or not torch.is_grad_enabled() or only_metadata(func):
             return func(*args, **kwargs)
         weight = kwargs.get("weight", args[1] if len(args) > 1 else None) if func in DEFERRED else None
         args = self._replaced(tuple(args))

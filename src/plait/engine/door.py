@@ -64,6 +64,8 @@ class Crossing:
         self._received = received
         self._like = None if received is None else (received.shape, received.dtype, received.device)
         self._version = 0 if received is None else received._version
+        self.length = None if received is None or received.dim() < 2 else received.size(1)
+        """Steps of time, on this rank, of a stream [batch, time, width]."""
         self.gradient: Tensor | None = None
 
     def alias(self) -> Tensor:
@@ -104,7 +106,7 @@ class Door:
     """The links of a stage's model, told when they run.
 
     Args:
-        part: the stage's copy of the model; the links of others are passages.
+        part: what the stage has of the model; the links of others are passages.
         number: of the stage.
         last: whether it is the last stage, where calls run to their end.
     """

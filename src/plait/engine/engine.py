@@ -45,7 +45,7 @@ from plait.engine.state import Part, full_state_dict, load_full_state_dict
 from plait.engine.step import OpenStep, StepResult, num_samples
 from plait.engine.tied import Ties
 from plait.engine.unit import Unit, dtype_in
-from plait.engine.update import Update
+from plait.engine.update import Update, bytes_held
 from plait.engine.weights import Weights
 from plait.tensor.parallel import parallel_plan
 
@@ -181,7 +181,7 @@ class Engine:
             loss_scale,
             list(dict.fromkeys(whole)) if parallel.styles else [],
         )
-        self._guard = ModelGuard(model)  # where stages have copies, changes to the model would be lost
+        self._guard = ModelGuard(model)  # what a stage has was taken from it once
         self._plans: dict[int, Plan] = {}
         self._evaluator = Evaluator(model, comm, self.stages, self.pipeline, self.strategy)
         self._broken = False
@@ -366,15 +366,7 @@ class Engine:
 
     def bytes_held(self) -> dict[str, int]:
         """Bytes on this rank between steps, by kind of state, and the peak of gathered parameters."""
-        flats = [flat for unit in self.units for flat in unit.flats]
-        gradients = [g for stage in self.stages.values() for g in stage.gradients.every]
-        return {
-            "params": sum(f.rest.numel() * f.rest.element_size() for f in flats),
-            "grads": sum(g.accumulated.numel() * g.accumulated.element_size() for g in gradients),
-            "optimizer": self.pieces.state_bytes() if self.pieces is not None else 0,
-            "gathered_peak": max(stage.gathering.peak_bytes for stage in self.stages.values()),
-            "gradient_buffers": sum(stage.gradients.buffers.bytes for stage in self.stages.values()),
-        }
+        return bytes_held(list(self.stages.values()), self.pieces)
 
     @property
     def peak_open(self) -> int:

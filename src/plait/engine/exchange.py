@@ -55,7 +55,7 @@ class Exchange:
             )
         total = sum(row[1] for row in data)
         if total == 0:
-            raise ValueError("the step has no target to learn from: the counts of all microbatches are 0")
+            raise ValueError("there is no target in any rank's microbatches: their counts are all 0")
         return sum(row[2] for row in data[: self.comm.mesh.data_rank(self.comm.rank)]), total
 
     def check_batches(self, microbatches: Sequence[Any]) -> None:

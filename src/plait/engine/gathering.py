@@ -17,7 +17,8 @@ beside the open ancestors of the running one: asserted at every gather.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -30,9 +31,12 @@ from plait.engine.rng import Streams, in_backward
 from plait.engine.unit import Unit
 from plait.engine.watch import Watch
 
+EVALUATE = "evaluate"
+"""How the ledger calls an evaluation, which has an order of gathers of its own."""
+
 
 class Pass:
-    """The order in which one pass (forward or backward) opens units, and how far it has come."""
+    """The order in which one pass (forward, backward or evaluation) opens units, and how far it has come."""
 
     def __init__(self) -> None:
         self.expected: list[Unit] = []
@@ -77,7 +81,9 @@ class Gathering:
         before_root: Callable[[Sequence[Any], dict[str, Any]], None],
     ) -> None:
         self.model, self.units, self.prefetch, self.streams = model, list(units), prefetch, streams
-        self.passes = {"forward": Pass(), "backward": Pass()}
+        self.passes = {"forward": Pass(), "backward": Pass(), EVALUATE: Pass()}
+        self.phase = "forward"
+        """Of forwards at the moment."""
         self.microbatch = 0
         """Of the pass that runs, for the ledger."""
         self.flight = 0
@@ -85,7 +91,7 @@ class Gathering:
         self.num_flying = 0
         self.held = False
         self.split_backward = False
-        """Weight gradients are made in a pass of their own, after the units have been closed."""
+        """Weight gradients of the pass that runs are made in one of their own, after the units have been closed."""
         self.peak_open = 0
         self.peak_bytes = 0
         """The most bytes of gathered parameters at once, of all stages of the rank."""
@@ -103,7 +109,8 @@ class Gathering:
         self._watch = watch
         for unit in units:
             watch.split |= {id(p) for flat in unit.flats if flat.split for p in flat.parameters}
-            unit.module.register_forward_pre_hook(self._before_forward(unit), with_kwargs=True)
+            # before hooks of the user's, which may read parameters (weight_norm), as the one behind is after them
+            unit.module.register_forward_pre_hook(self._before_forward(unit), with_kwargs=True, prepend=True)
             unit.module.register_forward_hook(self._after_forward(unit))
         model.register_forward_pre_hook(self._begin_forward, with_kwargs=True, prepend=True)
 
@@ -151,7 +158,8 @@ class Gathering:
         """
         held = [u for u in self.units if u.split and (u.filled or u.works is not None)]
         self._note_bytes()
-        beside = [u for u in held if u.name not in running.ancestors and not u.keeps_open]
+        around = {id(needed) for u in self.units if u.users and u.name in running.ancestors for needed in u.needs}
+        beside = [u for u in held if id(u) not in around and u.name not in running.ancestors and not u.keeps_open]
         borrowed = len([u for u in running.needs if u is not running])
         late = [u for u in beside if u.users and u not in running.needs]
         self.peak_open = max(self.peak_open, 0 if self.held else len(beside))
@@ -195,7 +203,7 @@ class Gathering:
             if not self.held:
                 self._recover()
             self._before_root(args, kwargs)
-            self.passes["forward"].begin()
+            self.passes[self.phase].begin()
 
     def begin_step(self) -> None:
         """Whatever an earlier step left behind when it raised is gone."""
@@ -204,6 +212,16 @@ class Gathering:
         self._recover()
         self._inputs.clear()
         self._drop_hooks(*self._hooks)
+
+    @contextmanager
+    def evaluation(self) -> Iterator[None]:
+        """Forwards inside have no backward, and leave the order of the step's gathers alone."""
+        self.begin_step()
+        self.phase = EVALUATE
+        try:
+            yield
+        finally:
+            self.phase = "forward"
 
     def _recover(self) -> None:
         """After a forward or backward that raised, and was caught, units may still be open: back to rest."""
@@ -228,7 +246,7 @@ class Gathering:
                 self._open_backward(unit)
                 return
             with torch._C.DisableTorchFunction():  # the engine's own work is nobody's forward
-                self.open(unit, "forward")
+                self.open(unit, self.phase)
             self._watch.running.append(partial(self._open_backward, unit))
             self._inside.append(unit)
             if torch.is_grad_enabled() and unit.split_needs and self._waits_for_inputs(unit):

@@ -24,7 +24,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
-from plait.engine.rng import private_generator
+from plait.engine.generator import private_generator
+from plait.engine.weights import Weights, whole_values
 
 _EMPTY: ContextVar[bool] = ContextVar("empty_parameters", default=False)
 """Whether modules built in this thread (or task) get parameters without memory."""
@@ -137,8 +138,9 @@ def replace_parameter(model: nn.Module, old: nn.Parameter, new: nn.Parameter) ->
                 setattr(module, name, new)
 
 
-def materialise(model: nn.Module, seed: int, device: torch.device) -> None:
-    """Give a whole model its initial values in this process: what a single process would train."""
+def materialise(model: nn.Module, seed: int, device: torch.device, weights: Weights | None = None) -> None:
+    """Give a whole model its values in this process, drawn or read: what a single process would train."""
     check_buffers(model)
-    for old, value in list(initial_values(model, seed, device)):
+    values = initial_values(model, seed, device) if weights is None else whole_values(model, weights, device)
+    for old, value in list(values):
         replace_parameter(model, old, nn.Parameter(value, requires_grad=old.requires_grad))

@@ -111,9 +111,10 @@ def _check(model: nn.Module, chain: Chain) -> None:
 
 @dataclass(frozen=True)
 class StageModel:
-    """What one stage runs: a copy of the model, and whose copies its parameters are.
+    """What one stage runs: the model's own links, and passages for those of other stages.
 
-    ``origin`` gives, by ``id`` of a parameter of the copy, the parameter of the whole model.
+    ``origin`` gives, by ``id`` of a parameter of the part, the parameter of the whole model: itself, unless an earlier
+    stage of the rank has that.
     """
 
     model: nn.Module
@@ -263,7 +264,7 @@ def stages_using(model: nn.Module, chain: Chain, split: Sequence[range]) -> dict
 
 
 def parallel_of(parallel: Parallel, part: StageModel, *, last: bool) -> Parallel:
-    """A tensor plan, resolved on the whole model, as it reads on one stage's copy.
+    """A tensor plan, resolved on the whole model, as it reads on one stage's part.
 
     Args:
         last: whether the stage has the loss.

@@ -17,7 +17,6 @@ run under a dispatch mode that serves their Bernoulli draws; every other random 
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -32,15 +31,11 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from plait.engine.generator import no_stream, seeded, stream_key
+
 _LOW32 = 0xFFFFFFFF
 _CHUNK = 1 << 15
 """Elements hashed at a time: eight bytes each, they stay in the second-level cache."""
-
-
-def stream_key(*parts: object) -> int:
-    """64 bits from anything printable; equal parts give equal keys on every machine."""
-    text = "\x1f".join(map(str, parts)).encode()
-    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little")
 
 
 def in_backward() -> bool:
@@ -120,8 +115,21 @@ class Draw:
     num_samples: int
 
 
+@dataclass(frozen=True)
+class Mark:
+    """A place in a forward, to which a recomputation comes back.
+
+    ``modules`` run there, innermost last; the innermost has drawn ``calls`` masks so far.
+    """
+
+    draw: Draw | None
+    modules: tuple[str, ...]
+    calls: int
+    drawing: bool
+
+
 class Streams(TorchFunctionMode):
-    """The dropout of one model copy; on inside the model's forward, where it sees every torch function.
+    """The dropout of one stage; on inside the model's forward, where it sees every torch function.
 
     ``enter_module`` and ``leave_module`` are called by hooks and keep track of whose call it is.  A forward that
     runs inside a backward is a recomputation: its modules count their calls anew, so they draw the masks again
@@ -144,6 +152,8 @@ class Streams(TorchFunctionMode):
         self.calls: Counter[str] = Counter()
         self.entered: Counter[str] = Counter()
         self.recomputing = False
+        self.twice = False
+        """What runs now will run again in the backward, or does so for the second time."""
         self.active = False
         self._by_module = False
 
@@ -156,6 +166,39 @@ class Streams(TorchFunctionMode):
     def resume(self, draw: Draw) -> None:
         """The backward of an earlier forward begins: what is recomputed draws its masks again."""
         self.draw = draw
+
+    def mark(self) -> Mark:
+        """Where the forward stands."""
+        modules = tuple(self.modules)
+        return Mark(self.draw, modules, self.calls[modules[-1] if modules else ""], self.drawing)
+
+    @contextmanager
+    def again(self, mark: Mark, *, whole: bool) -> Iterator[None]:
+        """In a backward: what runs inside draws what it drew behind the mark.
+
+        Args:
+            whole: modules are called inside, and count their draws anew.
+        """
+        before = self.draw, self.modules, self.calls, self.recomputing
+        self.draw, self.modules, self.calls = mark.draw, [*mark.modules], self.calls.copy()
+        self.calls[mark.modules[-1] if mark.modules else ""] = mark.calls
+        self.recomputing = whole
+        began = self.switch_on(mark.drawing)
+        try:
+            yield
+        finally:
+            if began:
+                self.switch_off()
+            self.draw, self.modules, self.calls, self.recomputing = before
+
+    @contextmanager
+    def runs_twice(self) -> Iterator[None]:
+        """What runs inside is recomputed: a generator of its own would have gone on meanwhile, so it is refused."""
+        before, self.twice = self.twice, True
+        try:
+            yield
+        finally:
+            self.twice = before
 
     def switch_on(self, drawing: bool) -> bool:
         """See every torch function from here on, serving randomness if ``drawing``; False if it was on already."""
@@ -276,6 +319,12 @@ class Streams(TorchFunctionMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
+        if self.twice and kwargs.get("generator") is not None and _is_random(func):
+            where = repr(self.modules[-1]) if self.modules else "the model"
+            raise ValueError(
+                f"module {where} draws from a generator of its own, and would draw other values when it is recomputed: "
+                f"draw them in the data pipeline, or leave recompute out"
+            )
         if not self.drawing:
             return func(*args, **kwargs)
         if func in _SERVED:
@@ -284,7 +333,7 @@ class Streams(TorchFunctionMode):
             with _Bernoulli(self):
                 return func(*args, **kwargs)
         if _is_random(func) and kwargs.get("generator") is None and not _without_dropout(func, args):
-            raise _no_stream(getattr(func, "__name__", str(func)), self.modules)
+            raise no_stream(getattr(func, "__name__", str(func)), self.modules)
         return func(*args, **kwargs)
 
     def _serve(self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -310,8 +359,8 @@ class _Bernoulli(TorchDispatchMode):
         if func is torch.ops.aten.native_dropout.default and args[2] is not False:
             keep = self.streams.mask(args[0].shape, args[1], args[0].device)
             return args[0] * keep.to(args[0].dtype).mul_(1 / (1 - args[1])), keep
-        if _seeded(func) and not _draws_nothing(func, args, kwargs or {}):
-            raise _no_stream(str(func), self.streams.modules)
+        if seeded(func) and not _draws_nothing(func, args, kwargs or {}):
+            raise no_stream(str(func), self.streams.modules)
         return func(*args, **(kwargs or {}))
 
 
@@ -326,10 +375,6 @@ _OTHERS = {
     F.fractional_max_pool2d,
     F.fractional_max_pool3d,
 }
-
-
-def _seeded(op: Any) -> bool:
-    return torch.Tag.nondeterministic_seeded in op.tags
 
 
 def _draws_nothing(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
@@ -359,40 +404,4 @@ def _is_random(func: Callable[..., Any]) -> bool:
     packet = getattr(torch.ops.aten, name, None) if name.isidentifier() and not name.startswith("__") else None
     if packet is None or name == "scaled_dot_product_attention":
         return False
-    return any(_seeded(getattr(packet, overload)) for overload in packet.overloads())
-
-
-def _no_stream(operator: str, modules: Sequence[str]) -> ValueError:
-    where = f"module {modules[-1]!r}" if modules and modules[-1] else "the model"
-    return ValueError(
-        f"{where} calls the random operator {operator!r}, which no stream serves: its values would depend on how the "
-        f"batch is cut. Use nn.Dropout, F.dropout or F.scaled_dot_product_attention, pass generator=..., or draw the "
-        f"values in the data pipeline"
-    )
-
-
-class PrivateGenerator(TorchDispatchMode):
-    """Everything random inside draws from one generator of its own, whatever the code passes."""
-
-    def __init__(self, generator: torch.Generator) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.generator = generator
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
-        kwargs = dict(kwargs or {})
-        if _seeded(func):
-            if all(a.name != "generator" for a in func._schema.arguments):
-                overload = getattr(func.overloadpacket, "generator", None)
-                if overload is None:
-                    raise _no_stream(str(func), ())
-                func = overload
-            kwargs["generator"] = self.generator
-        return func(*args, **kwargs)
-
-
-@contextmanager
-def private_generator(device: torch.device, *key: object) -> Iterator[None]:
-    """Random operators inside draw from a stream that depends on ``key`` alone."""
-    generator = torch.Generator(device=device).manual_seed(stream_key(*key) & (2**63 - 1))
-    with PrivateGenerator(generator):
-        yield
+    return any(seeded(getattr(packet, overload)) for overload in packet.overloads())

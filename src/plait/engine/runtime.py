@@ -92,6 +92,40 @@ class Runtime:
     def __init__(self, stages: Mapping[int, Stage], courier: Courier, log: EventLog) -> None:
         self.stages, self.courier, self.log = stages, courier, log
         self.num_stages = 1 + max(courier.owner)
+        self.losses: dict[int, Tensor] = {}
+        """The losses of the microbatches, where the last stage is here."""
+
+    @property
+    def _between(self) -> Handlers:
+        """What stands between passes: messages, gathers."""
+        stages = self.stages
+        return {
+            **dict.fromkeys((Kind.SEND_F, Kind.RECV_F, Kind.SEND_B, Kind.RECV_B), self.courier.start),
+            Kind.UNSHARD: lambda action: stages[action.stage].gathering.hold(),
+            Kind.RESHARD: lambda action: stages[action.stage].gathering.release(),
+        }
+
+    def evaluate(self, plan: Plan, batches: Sequence[Any], loss_fn: LossFn) -> None:
+        """The forwards of an evaluation; ``losses`` then has them, where the last stage is here.
+
+        Args:
+            plan: this rank's, of forwards only.
+        """
+        courier = self.courier
+        courier.begin(batches, plan.receipts)
+        self.losses = {}
+
+        def forward(action: Action) -> None:
+            s, m = action.stage, action.microbatch
+            received = courier.fetch("F", s, m) if s else None
+            out = self.stages[s].evaluate(m, loss_fn, batches[m], received)
+            if s == self.num_stages - 1:
+                self.losses[m] = out
+            else:
+                courier.leave("F", s, m, out)
+
+        self.log.run(plan.line, {Kind.FORWARD: forward, **self._between})
+        courier.settle()
 
     def run(
         self,
@@ -111,14 +145,14 @@ class Runtime:
         stages, courier = self.stages, self.courier
         courier.begin([m.batch for m in microbatches], plan.receipts)
         line, last = plan.line, plan.last
-        self.losses: dict[int, Tensor] = {}
-        """The losses of the microbatches, where the last stage is here."""
+        self.losses = {}
         updates = sum(action.kind is Kind.UPDATE for action in line)
 
         def forward(action: Action) -> None:
             s, m = action.stage, action.microbatch
             received = courier.fetch("F", s, m) if s else None
-            out = stages[s].forward(m, loss_fn, microbatches[m].batch, microbatches[m].draw, received)
+            batch, draw = microbatches[m].batch, microbatches[m].draw
+            out = stages[s].forward(m, loss_fn, batch, draw, received, split=(s, m) in plan.split)
             if s == self.num_stages - 1:
                 self.losses[m] = out.detach()
             else:
@@ -160,9 +194,7 @@ class Runtime:
                 Kind.BACKWARD: backward,
                 Kind.INPUT: input_part,
                 Kind.WEIGHT: weight_part,
-                **dict.fromkeys((Kind.SEND_F, Kind.RECV_F, Kind.SEND_B, Kind.RECV_B), courier.start),
-                Kind.UNSHARD: lambda action: stages[action.stage].gathering.hold(),
-                Kind.RESHARD: lambda action: stages[action.stage].gathering.release(),
+                **self._between,
                 Kind.REDUCE_GRAD: lambda action: stages[action.stage].gradients.finish(),
                 Kind.REDUCE: lambda action: stages[action.stage].gradients.reduce(),
                 Kind.UPDATE: finish,

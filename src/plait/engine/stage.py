@@ -1,4 +1,4 @@
-"""One stage of the model on this rank: its copy, its units, and its passes.
+"""One stage of the model on this rank: its part, its units, and its passes.
 
     forward(m)     x from the stage before  ──►  the model's own forward  ──►  y for the next stage, or the loss
     backward(m)    dy from the next stage   ──►  autograd                 ──►  dx for the stage before
@@ -33,6 +33,7 @@ from plait.engine.gathering import Gathering
 from plait.engine.gradients import Gradients, parameters_of
 from plait.engine.guard import ModelGuard
 from plait.engine.links import StageModel
+from plait.engine.recompute import Cores, Recomputation, Recompute, blocks_of, run_twice
 from plait.engine.rng import Draw, Streams
 from plait.engine.tensor_parallel import TensorParallel
 from plait.engine.unit import Unit
@@ -78,6 +79,7 @@ class Stage:
         place: where it stands in the pipeline.
         split_backward: weight gradients are made in passes of their own.
         before_root: called with the model's arguments before each forward (see ``Gathering``).
+        recompute: what runs again in the backward (see ``recompute``).
     """
 
     def __init__(
@@ -95,6 +97,7 @@ class Stage:
         sequence: bool,
         split_backward: bool,
         before_root: Callable[[Any, dict[str, Any]], None],
+        recompute: Recompute | None = None,
     ) -> None:
         self.model, self.place, self.comm, self.parallel = part.model, place, comm, parallel
         self.units = units
@@ -110,14 +113,21 @@ class Stage:
             watch.staged = {id(p) for _, p, _, _ in parameters_of(self.units)}
         watching = watch if watch.staged or any(unit.split for unit in self.units) else None
         # the last one sees a function first: it reads parameters, where the first may see what stands for them
-        self.streams.beside = tuple(mode for mode in (self.deferred, products, watching) if mode is not None)
+        again = Recomputation(self.streams, products, watch)
+        cores = Cores(again) if recompute == "selective" else None
+        self.streams.beside = tuple(mode for mode in (self.deferred, products, watching, cores) if mode is not None)
         self.streams.attach(self.model, part.sites)
         self._lengths: dict[Signature, int] = {}
         self.door = Door(part, place.number, last=place.last)
         self.gathering = Gathering(self.model, self.units, prefetch, self.streams, watch, before_root)
-        self.gathering.split_backward = split_backward
         if place.count > 1:
             self.door.watch(self.model)
+        elif cores is not None:
+            self.model.register_forward_hook(cores.after_model)
+        names = [unit.name for unit in self.units if unit.module is not self.model]
+        self.blocks = blocks_of(self.model, names) if recompute == "full" else []
+        """The modules whose forward runs again in the backward."""
+        run_twice(self.model, self.blocks, parallel, again)
         self.gradients = Gradients(self.gathering, comm)
         self.guard = ModelGuard(self.model)
         self.flights: dict[int, Flight] = {}
@@ -146,15 +156,26 @@ class Stage:
 
     # ---- passes -------------------------------------------------------------------------------------------------
 
-    def forward(self, microbatch: int, loss_fn: LossFn, batch: Any, draw: Draw, received: Tensor | None) -> Tensor:
+    def forward(
+        self,
+        microbatch: int,
+        loss_fn: LossFn,
+        batch: Any,
+        draw: Draw,
+        received: Tensor | None,
+        *,
+        split: bool = False,
+    ) -> Tensor:
         """What goes to the next stage, detached; from the last stage, the loss.
 
         Args:
             received: what came from the stage before; None on the first stage.
+            split: its backward comes in two parts.
         """
         self._enter(microbatch, draw)
         if self.deferred is not None:
-            self.deferred.begin(microbatch)
+            self.deferred.begin(microbatch if split else None)
+        self.gathering.split_backward = split
         flight = self.flights[microbatch] = Flight(draw, Crossing(received))
         self.gathering.num_flying += 1
         output = self._call(flight.crossing, loss_fn, batch)
@@ -184,7 +205,7 @@ class Stage:
             ValueError: a loss that is no scalar, or is made of what another stage has; a function that did not call
                 the model.
         """
-        if self.axis.sequence and crossing.length:
+        if self.axis.sequence and crossing.length is not None:
             self.axis.length = self._whole_length(signature_of(batch), crossing.length)
         self.door.open(crossing)
         self.streams.switch_on(self.model.training)
@@ -218,18 +239,14 @@ class Stage:
     def backward(self, microbatch: int, gradient: Tensor, *, last: bool) -> Tensor | None:
         """A full backward: gradients of the weights, and of what was received.
 
-        Where the schedule splits other backwards of this stage, it is their two parts, one behind the other.
-
         Args:
             gradient: of the stage's output.
             last: whether it is the last of the step on this stage.
         """
-        if self.deferred is not None:
-            received = self.input(microbatch, gradient)
-            self.weight(microbatch, last=last)
-            return received
         flight = self.flights.pop(microbatch)
         self._enter(microbatch, flight.draw, again=True)
+        if self.deferred is not None:
+            self.deferred.begin(None)
         self._backward(flight, gradient, last=last)
         return flight.crossing.take_gradient()
 
@@ -238,6 +255,7 @@ class Stage:
         self._backward(Flight(None, Crossing(None), loss), torch.full_like(loss, seed), last=False)
 
     def _backward(self, flight: Flight, gradient: Tensor, *, last: bool) -> None:
+        self.gathering.split_backward = False
         self.gathering.begin_backward()
         self.gradients.begin_microbatch(last=last)
         self._run(flight, gradient)
@@ -250,6 +268,7 @@ class Stage:
         self._enter(microbatch, flight.draw, again=True)
         assert self.deferred is not None
         self.deferred.resume(microbatch)
+        self.gathering.split_backward = True
         self.gathering.begin_backward()
         self._run(flight, gradient)
         self.gathering.end_backward()
@@ -259,6 +278,7 @@ class Stage:
         """The weight part: every gradient that the input part put off or kept."""
         assert self.deferred is not None
         self.gathering.microbatch = microbatch
+        self.gathering.split_backward = True
         self.gradients.begin_microbatch(last=last)
         with torch.autograd.set_multithreading_enabled(False):
             self.deferred.weigh(microbatch)

@@ -1,6 +1,6 @@
 """From a model and a pipeline to the stages of this rank.
 
-    model ── chain of links ── split ──► parts   one copy for each stage here ──► Stage
+    model ── chain of links ── split ──► parts   the model's own links, one part for each stage here ──► Stage
                                   └────► edges   weights that several stages use
 
 Without a pipeline there is one stage, and its part is the model itself.
@@ -22,12 +22,17 @@ from plait.core.split import by_sizes, even
 from plait.engine.build import Whole, build_units, give_values
 from plait.engine.gradients import FlatGradient
 from plait.engine.links import Chain, StageModel, chain_of, cut_off, parallel_of, stages_using
+from plait.engine.recompute import Recompute, check_recompute
 from plait.engine.stage import Place, Stage
 from plait.engine.state import Directory
 from plait.engine.tied import Edge
 from plait.engine.watch import Watch
+from plait.engine.weights import Weights
 from plait.engine.wrap import wrap
 from plait.tensor.parallel import Parallel
+
+MOST_NAMED = 12
+"""Longer chains are named by their first and last links."""
 
 
 @dataclass(frozen=True)
@@ -40,6 +45,8 @@ class Settings:
     prefetch: int
     sequence: bool
     before_root: Callable[[Any, dict[str, Any]], None]
+    weights: Weights | None = None
+    recompute: Recompute | None = None
 
 
 @dataclass(frozen=True)
@@ -71,11 +78,11 @@ def split_of(chain: Chain, num_stages: int, sizes: Sequence[int] | None) -> tupl
     Raises:
         ValueError: more stages than links, or sizes that do not fit.
     """
-    links = f"the links are {', '.join(chain.names)}"
     try:
         return even(len(chain.names), num_stages) if sizes is None else _sized(chain, num_stages, sizes)
     except ValueError as error:
-        raise ValueError(f"{error}; {links}") from None
+        names = chain.names if len(chain.names) <= MOST_NAMED else (*chain.names[:3], "...", *chain.names[-2:])
+        raise ValueError(f"{error}; the links are {', '.join(names)}") from None
 
 
 def _sized(chain: Chain, num_stages: int, sizes: Sequence[int]) -> tuple[range, ...]:
@@ -98,6 +105,7 @@ def build_stages(
     Raises:
         ValueError: a model that does not tell its links, fewer links than stages, a split that does not fit.
     """
+    check_recompute(model, settings.units, settings.recompute)
     names = {id(p): n for n, p in model.named_parameters()}
     owner, count = pipeline.owner, pipeline.num_stages
     if count == 1 and sizes is not None:
@@ -136,7 +144,7 @@ def build_stages(
             resting=watches[s].resting,
             parallel=plans[s],
         )
-    give_values(whole, list(laid.values()), settings.seed, comm.device)
+    give_values(whole, list(laid.values()), settings.seed, comm.device, settings.weights)
     stages = {
         s: Stage(
             part,
@@ -151,6 +159,7 @@ def build_stages(
             sequence=settings.sequence,
             split_backward=pipeline.splits_backward,
             before_root=settings.before_root,
+            recompute=settings.recompute,
         )
         for s, part in parts.items()
     }

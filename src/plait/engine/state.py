@@ -21,7 +21,7 @@ from plait.tensor.parallel.pieces import assemble
 
 @dataclass(frozen=True)
 class Part:
-    """What a rank has of a model: a stage's copy and its units."""
+    """What a rank has of a model: a stage's part and its units."""
 
     model: nn.Module
     units: Sequence[Unit]

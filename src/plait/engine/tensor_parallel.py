@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import warnings
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -239,6 +240,22 @@ class TensorParallel(TorchFunctionMode):
 
     def _after_model(self, *call: Any) -> None:
         self._entered = None  # it would keep a whole activation and its graph
+
+    # ---- recomputation ------------------------------------------------------------------------------------------
+
+    def mark(self) -> tuple[Any, ...]:
+        """Where the forward stands: what is cut there, and how long the stream is."""
+        return self._hidden, self._cut_shape, self._fused, self.axis.length, None
+
+    @contextmanager
+    def again(self, mark: tuple[Any, ...]) -> Iterator[None]:
+        """In a backward: what runs inside finds what it found behind the mark, and leaves nothing."""
+        before = *self.mark()[:-1], self._entered
+        self._hidden, self._cut_shape, self._fused, self.axis.length, self._entered = mark
+        try:
+            yield
+        finally:
+            self._hidden, self._cut_shape, self._fused, self.axis.length, self._entered = before
 
     # ---- dropout ------------------------------------------------------------------------------------------------
 

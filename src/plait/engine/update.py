@@ -10,8 +10,10 @@ no gradient, so neither parameters nor its state change.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+
+from torch import Tensor
 
 from plait.comm import Comm
 from plait.core.precision import LossScale
@@ -91,3 +93,18 @@ class Update:
             self.pieces.give_gradients(self.have_gradient if self.made else dict.fromkeys(self.have_gradient, False))
         summed = math.fsum(loss for line in every for loss in line)
         return StepResult(step, summed / now.count, now.count, losses, norm, self.made)
+
+
+def bytes_held(stages: Sequence[Stage], pieces: OwnedOptimizer | None) -> dict[str, int]:
+    """Bytes on a rank between steps, by kind of state, and the peak of gathered parameters."""
+
+    def size(tensors: Iterable[Tensor]) -> int:
+        return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+    return {
+        "params": size(flat.rest for stage in stages for unit in stage.units for flat in unit.flats),
+        "grads": size(g.accumulated for stage in stages for g in stage.gradients.every),
+        "optimizer": 0 if pieces is None else pieces.state_bytes(),
+        "gathered_peak": max(stage.gathering.peak_bytes for stage in stages),
+        "gradient_buffers": sum(stage.gradients.buffers.bytes for stage in stages),
+    }

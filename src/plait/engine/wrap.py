@@ -13,7 +13,7 @@ A parameter that several units use is laid in the first; the others *borrow* it.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from torch import nn
@@ -79,8 +79,10 @@ def wrap(model: nn.Module, units: Iterable[str] | None = None) -> tuple[Wrapped,
     owner: dict[int, str] = {}
     laid: dict[str, list[tuple[str, nn.Parameter]]] = {name: [] for name in modules if name in chosen}
     borrows: dict[str, dict[str, None]] = {name: {} for name in laid}
-    for module_name, module in model.named_modules(remove_duplicate=False):
-        unit = _innermost(module_name, laid)
+    every = dict(model.named_modules(remove_duplicate=False))
+    opened_by = {id(modules[name]): name for name in laid}
+    for module_name, module in every.items():
+        unit = _innermost(module_name, every, opened_by)
         for short, parameter in module.named_parameters(recurse=False):
             first = owner.setdefault(id(parameter), unit)
             if first != unit:
@@ -94,7 +96,8 @@ def wrap(model: nn.Module, units: Iterable[str] | None = None) -> tuple[Wrapped,
     )
 
 
-def _innermost(module_name: str, units: Iterable[str]) -> str:
-    """The longest unit name that is the module or one of its ancestors."""
-    around = [u for u in units if u == "" or module_name == u or module_name.startswith(u + ".")]
-    return max(around, key=len)
+def _innermost(module_name: str, every: Mapping[str, nn.Module], opened_by: Mapping[int, str]) -> str:
+    """The unit of the module, or of the innermost module around it that is one, under whichever name it has there."""
+    while id(every[module_name]) not in opened_by:
+        module_name = module_name.rpartition(".")[0]
+    return opened_by[id(every[module_name])]

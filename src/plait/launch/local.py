@@ -53,7 +53,7 @@ def launch(config: Machine, body: Body, command: Sequence[str]) -> int:
     if all(name in os.environ for name in TORCHRUN):
         return _be_a_rank(config, body)
     if config.world == "thread":
-        with _compute_threads(config.threads):
+        with _compute_threads(config.threads), _sigterm_raises():
             device, deadline = resolve_device(config.device), config.deadline
             return max(thread.run(Mesh.parse(config.mesh), body, device=device, deadline=deadline))
     return _start_ranks(config, command)
@@ -106,6 +106,24 @@ def _compute_threads(number: int) -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
+
+
+@contextlib.contextmanager
+def _sigterm_raises() -> Iterator[None]:
+    """SIGTERM ends ranks that are threads as Ctrl-C does, and does not kill them in the midst of a line."""
+
+    def stop(number: int, _frame: object) -> None:
+        sys.stderr.write("plait: stopped by SIGTERM\n")
+        raise SystemExit(128 + number)
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 # ---- starting them ----------------------------------------------------------------------------------

@@ -4,9 +4,9 @@
                    |                                              |
                    +--------------- one Parameter ----------------+
 
-``forward`` is a plain chain: every link takes one tensor and returns one tensor, so a pipeline may cut
-between any two.  A block is pre-norm (RMSNorm), rotary attention with grouped key/value heads, then SwiGLU;
-it reads its number of heads off the tensors, so projections cut by heads need no change here.
+``forward`` is a plain chain: every link takes the stream and returns it, so a pipeline may cut between any
+two.  A block is pre-norm (RMSNorm), rotary attention with grouped key/value heads, then SwiGLU; it reads its
+number of heads off the tensors, so projections cut by heads need no change here.
 
 Every module that owns parameters initialises them, and nothing else, in its own ``reset_parameters``.  The
 head owns none: its weight *is* the embedding's.
@@ -29,6 +29,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from plait.models.documents import attention_mask, positions
 from plait.tensor.parallel import cross_entropy_sum
 
 IGNORED = -100
@@ -191,19 +192,23 @@ class Attention(nn.Module):
         self.register_buffer("cos", cos_TC, persistent=False)
         self.register_buffer("sin", sin_TC, persistent=False)
 
-    def forward(self, x_BTD: Tensor) -> Tensor:
+    def forward(self, x_BTD: Tensor, mask_B1TT: Tensor | None = None, position_BT: Tensor | None = None) -> Tensor:
         """x_BTD -> x_BTD."""
         query_BHTK, key_BGTK = self._heads(self.query(x_BTD)), self._heads(self.key(x_BTD))
         length = query_BHTK.shape[2]  # not x's: sequence parallelism cuts x in time, and its products are whole again
-        cos_TC, sin_TC = self.cos[:length], self.sin[:length]
+        if position_BT is None:
+            cos_TC, sin_TC = self.cos[:length], self.sin[:length]
+        else:
+            cos_TC, sin_TC = self.cos[position_BT][:, None], self.sin[position_BT][:, None]
         query_BHTK, key_BGTK = rotate(query_BHTK, cos_TC, sin_TC), rotate(key_BGTK, cos_TC, sin_TC)
         value_BGTK = self._heads(self.value(x_BTD))
         mixed_BHTK = F.scaled_dot_product_attention(
             query_BHTK,
             key_BGTK,
             value_BGTK,
+            attn_mask=mask_B1TT,
             dropout_p=self.dropout if self.training else 0.0,
-            is_causal=True,
+            is_causal=mask_B1TT is None,
             enable_gqa=query_BHTK.shape[1] != key_BGTK.shape[1],
         )
         out_BTD: Tensor = self.output(mixed_BHTK.transpose(1, 2).flatten(2))
@@ -242,9 +247,10 @@ class Block(nn.Module):
         self.mlp = SwiGLU(config)
         self.mlp_dropout = nn.Dropout(config.dropout)
 
-    def forward(self, x_BTD: Tensor) -> Tensor:
+    def forward(self, x_BTD: Tensor, mask_B1TT: Tensor | None = None, position_BT: Tensor | None = None) -> Tensor:
         """x_BTD -> x_BTD."""
-        x_BTD = x_BTD + self.attention_dropout(self.attention(self.attention_norm(x_BTD)))
+        mixed_BTD = self.attention(self.attention_norm(x_BTD), mask_B1TT, position_BT)
+        x_BTD = x_BTD + self.attention_dropout(mixed_BTD)
         x_BTD = x_BTD + self.mlp_dropout(self.mlp(self.mlp_norm(x_BTD)))
         return x_BTD
 
@@ -278,11 +284,18 @@ class GPT(nn.Module):
         """The modules in the order in which they run; a pipeline may cut between any two."""
         return ["embed", *(f"blocks.{i}" for i in range(len(self.blocks))), "norm", "head"]
 
-    def forward(self, tokens_BT: Tensor) -> Tensor:
-        """tokens_BT int64 -> logits_BTV, in the parameters' dtype."""
+    def forward(self, tokens_BT: Tensor, documents_BT: Tensor | None = None) -> Tensor:
+        """tokens_BT int64 -> logits_BTV, in the parameters' dtype.
+
+        Args:
+            documents_BT: where rows hold several documents, which one each token is of (see ``models.documents``).
+        """
+        mask_B1TT, position_BT = None, None
+        if documents_BT is not None:
+            mask_B1TT, position_BT = attention_mask(documents_BT), positions(documents_BT)
         x_BTD = self.embed(tokens_BT)
         for block in self.blocks:
-            x_BTD = block(x_BTD)
+            x_BTD = block(x_BTD, mask_B1TT, position_BT)
         logits_BTV: Tensor = self.head(self.norm(x_BTD))
         return logits_BTV
 
@@ -290,10 +303,12 @@ class GPT(nn.Module):
 def loss_sum(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
     """Cross-entropy in nats, summed over the targets that are not ``IGNORED``: a scalar, never a mean.
 
-    ``batch`` holds ``tokens`` and ``targets``, both int64 [batch, time].  Summed in fp32, in fp64 if the
-    logits are; where the head's classes are cut over ranks, no rank holds the logits of all.
+    ``batch`` holds ``tokens`` and ``targets``, and ``documents`` where rows are packed, all int64 [batch, time].
+    Summed in fp32, in fp64 if the logits are; where the head's classes are cut over ranks, no rank holds the
+    logits of all.
     """
-    logits_BTV: Tensor = model(batch["tokens"])
+    packed = (batch["documents"],) if "documents" in batch else ()
+    logits_BTV: Tensor = model(batch["tokens"], *packed)
     return cross_entropy_sum(logits_BTV, batch["targets"], IGNORED)
 
 

@@ -19,12 +19,13 @@ from typing import Any, Literal
 
 from torch import Tensor, nn
 
+from plait.models.documents import positions
 from plait.models.gpt import GPTConfig, token_count
 from plait.tensor.parallel import cross_entropy_sum
 
 __all__ = ["HFConfig", "build", "check_installed", "loss_sum", "token_count"]
 
-_BUILDING = threading.Lock()
+BUILDING = threading.Lock()
 """transformers swaps the functions of torch.nn.init, for the whole process, while a model is built."""
 
 
@@ -52,7 +53,7 @@ class HFConfig(GPTConfig):
 def check_installed() -> None:
     """Raises ValueError, with the command that helps, where transformers is not installed."""
     if importlib.util.find_spec("transformers") is None:
-        raise ValueError("llama and qwen2 come with transformers, which is not installed: pip install 'plait[hf]'")
+        raise ValueError("llama, qwen2 and hf:PATH need transformers, which is not installed: pip install 'plait[hf]'")
 
 
 def build(config: HFConfig) -> nn.Module:
@@ -62,7 +63,7 @@ def build(config: HFConfig) -> nn.Module:
         ValueError: transformers is not installed.
     """
     check_installed()
-    with _BUILDING:
+    with BUILDING:
         transformers: Any = importlib.import_module("transformers")
         name = {"llama": "Llama", "qwen2": "Qwen2"}[config.kind]
         sizes = getattr(transformers, f"{name}Config")(
@@ -89,7 +90,10 @@ def build(config: HFConfig) -> nn.Module:
 def loss_sum(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
     """Cross-entropy in nats, summed over the targets that are not ``IGNORED``: a scalar, never a mean.
 
-    ``batch`` holds ``tokens`` and ``targets``, both int64 [batch, time].  Summed in fp32, in fp64 if the logits are.
+    ``batch`` holds ``tokens`` and ``targets``, and ``documents`` where rows are packed, all int64 [batch, time].
+    Summed in fp32, in fp64 if the logits are.  Documents go in as positions that start anew: from these, transformers
+    makes the mask of each kind of attention.
     """
-    logits_BTV: Tensor = model(input_ids=batch["tokens"], use_cache=False).logits
+    packed = {"position_ids": positions(batch["documents"])} if "documents" in batch else {}
+    logits_BTV: Tensor = model(input_ids=batch["tokens"], use_cache=False, **packed).logits
     return cross_entropy_sum(logits_BTV, batch["targets"])

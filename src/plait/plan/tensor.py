@@ -8,6 +8,8 @@
     gather    forward   all_gather [.., width]      the same
     loss      forward   all_gather [ranks, 3, ..]   the same
 
+Inside a block that is recomputed (``engine.recompute``) every forward message is sent twice.
+
 A transformer layer has two of each of the first: two all-reduces forward and two backward of batch * time * width
 elements, or the same volume as reduce-scatters and all-gathers (Megatron-LM, Korthikanti et al. 2022).
 """
@@ -15,7 +17,7 @@ elements, or the same volume as reduce-scatters and all-gathers (Megatron-LM, Ko
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from plait.core.collectives import Entry, Note, bytes_sent
 from plait.core.mesh import Mesh
@@ -25,7 +27,13 @@ AXES = ("tensor",)
 
 
 def predict_tensor(
-    sites: Sequence[Site], leading: Sequence[tuple[int, ...]], mesh: Mesh, itemsize: int, *, sequence: bool
+    sites: Sequence[Site],
+    leading: Sequence[tuple[int, ...]],
+    mesh: Mesh,
+    itemsize: int,
+    *,
+    sequence: bool,
+    twice: Collection[str] = (),
 ) -> tuple[Entry, ...]:
     """Every message over the tensor axis that a rank takes part in during one step.
 
@@ -34,6 +42,7 @@ def predict_tensor(
         leading: the shape of each microbatch's activations without their last dim: (batch, time), or (batch,).
         itemsize: bytes per element of the activations; losses are summed in 4 bytes at least.
         sequence: the stream is cut in time; time that the ranks cannot share evenly travels padded.
+        twice: the modules whose forward runs again in the backward.
     """
     ways = mesh.tensor
     if ways == 1:
@@ -41,7 +50,8 @@ def predict_tensor(
     entries = []
 
     def add(kind: str, numel: int, size: int, note: Note) -> None:
-        entries.append(Entry(kind, AXES, numel * size, bytes_sent(kind, numel * size, ways), note))
+        again = note.phase == FORWARD and any(f"{note.unit}.".startswith(f"{block}.") for block in twice)
+        entries.extend([Entry(kind, AXES, numel * size, bytes_sent(kind, numel * size, ways), note)] * (1 + again))
 
     for microbatch, shape in enumerate(leading):
         rows = math.prod(shape)

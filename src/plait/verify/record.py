@@ -118,14 +118,14 @@ def record_layout(
         )
         predicted = predict(trained, job, batches)
         checking = step == 0 or bool(trained.update.unchecked)  # the engine's own checks, which are no part of a step
-        mark = len(comm.ledger.entries)
+        mark = len(comm.ledger)
         result = trained.step(batches)
         if scheduler is not None:
             scheduler.step()
         recorder.record.losses.append(result.loss)
         recorder.record.local_losses.append(result.local_losses)
         recorder.record.norms.append(result.grad_norm)
-        measured = [e for e in comm.ledger.entries[mark:] if e.note.phase != "setup" or not checking]
+        measured = [e for e in comm.ledger.since(mark) if e.note.phase != "setup" or not checking]
         recorder.record.ledger_differences += differences(predicted, measured)
     return recorder.finish(trained)
 

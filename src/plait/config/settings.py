@@ -1,33 +1,31 @@
-"""A run as one frozen value, checked before any process starts.
+"""A run as one frozen value: every flag of ``plait train`` and ``plait verify``, and what follows from it.
 
-    defaults  <-  --config FILE.toml  <-  flags of the command line
-
-``TrainConfig`` and ``VerifyConfig`` share the fields of ``RunConfig``; ``validate`` refuses what can be
-known without starting anything (a mesh, a row, sizes that don't divide), with the numbers and the fix, so
-that a mistake costs a second and not a job.
+defaults  <-  --config FILE.toml  <-  flags of the command line
 """
 
 from __future__ import annotations
 
+import difflib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 import torch
 
-from plait.config_file import from_toml as from_toml
+from plait.config.machine import Device, World
 from plait.core.actions import Schedule, parse_schedule
-from plait.core.cells import find_strategy
-from plait.core.check import check
+from plait.core.cells import LONG, Strategy, find_strategy
 from plait.core.mesh import Mesh
 from plait.core.orders import ORDERS
 from plait.core.pipeline import Pipeline
-from plait.machine import Device, World, check_machine
-from plait.machine import Machine as Machine
-from plait.machine import resolve_device as resolve_device
+from plait.core.precision import LossScale
 from plait.models.gpt import GPTConfig
 from plait.models.hf import HFConfig, check_installed
 from plait.models.mlp import MLPConfig
+from plait.models.pretrained import Pretrained
+
+MODELS = ("gpt", "llama", "qwen2", "mlp")
+"""The models that are built from their sizes."""
 
 
 @dataclass(frozen=True)
@@ -56,8 +54,9 @@ class RunConfig:
     world: World = "process"
     """What a rank is: a process, or a thread of this one."""
 
-    model: Literal["mlp", "gpt", "llama", "qwen2"] = "gpt"
-    """gpt: a small decoder on text. llama, qwen2: Hugging Face's. mlp: linear layers on regression data."""
+    model: str = "gpt"
+    """gpt: a small decoder on text. llama, qwen2: Hugging Face's. hf:PATH: a Hugging Face folder with weights, config
+    and tokenizer, whose sizes and dropout hold. mlp: linear layers on regression data."""
     layers: int | None = None
     """Layers (mlp: 16, the others: 4 unless given)."""
     width: int = 128
@@ -73,12 +72,16 @@ class RunConfig:
     """Steps of the optimizer."""
     batch: int = 16
     """Samples of one step, over all ranks and microbatches."""
+    epochs: int | None = None
+    """Passes over the data, instead of steps; the last step of each has the samples that are left (all but mlp)."""
     length: int = 128
     """Tokens of one sample (all but mlp)."""
+    pack: bool = False
+    """Pack documents of the text into rows, with attention inside each only (all but mlp)."""
     ragged: bool = False
     """Samples of different token counts, so that ranks and microbatches differ too."""
     data: str | None = None
-    """A file or folder of text; None is the source of Python's standard library."""
+    """A file or folder of text, or of .jsonl with a "text" a line; None: the source of Python's standard library."""
     seed: int = 0
     """Decides initial weights, data order and dropout."""
 
@@ -86,11 +89,27 @@ class RunConfig:
     """The optimizer, as torch.optim has it."""
     lr: float = 3e-3
     """The learning rate."""
+    lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """How the learning rate goes on after the warmup: linear and cosine fall to min_lr."""
+    warmup: int = 0
+    """Steps in which the learning rate grows to lr, in equal parts."""
+    min_lr: float = 0.1
+    """What linear and cosine fall to, as a fraction of lr."""
+    weight_decay: float | None = None
+    """Decay of matrices and embeddings, and not of norms and biases; None: as torch's optimizer has it, for all."""
     clip: float | None = 1.0
     """The largest global gradient norm; None does not clip."""
-    dtype: Literal["fp32", "fp64", "bf16"] = "fp32"
-    """Of the parameters and the computation."""
+    dtype: Literal["fp32", "fp64", "bf16", "bf16-mixed", "fp16-mixed"] = "fp32"
+    """Of the parameters and the computation; mixed: sums of gradients, and the copy of the parameters that the
+    optimizer updates, are in fp32. A row written by hand may say its own dtypes, as in "full bf16 | ..."."""
+    offload: bool = False
+    """Keep the optimizer's state, and the copy of the parameters that it updates, on the CPU."""
+    loss_scale: float | None = None
+    """The first factor of the loss, which follows the gradients from then on; None: 65536 for fp16, 1 otherwise."""
 
+    recompute: Literal["full", "selective"] | None = None
+    """Make activations a second time in the backward instead of keeping them: full, all inside a block; selective,
+    those of attention, which grow with the square of the length. None: keep all."""
     sequence_parallel: bool = False
     """Cut the stream between tensor-parallel products in time (over one rank: nothing)."""
     cut: Literal["element", "tensor"] = "element"
@@ -135,17 +154,49 @@ class RunConfig:
         return tuple(map(int, words))
 
     @property
-    def torch_dtype(self) -> torch.dtype:
-        """The dtype as torch calls it."""
-        return {"fp32": torch.float32, "fp64": torch.float64, "bf16": torch.bfloat16}[self.dtype]
-
-    @property
-    def model_config(self) -> GPTConfig | HFConfig | MLPConfig:
-        """The sizes of the chosen model.
+    def row(self) -> Strategy:
+        """The strategy, with the dtypes and the device that other settings give its cells.
 
         Raises:
-            ValueError: sizes that don't fit together, or a model whose package is not installed.
+            ValueError: no such row, or one that says its own dtypes beside another setting that does.
         """
+        row = find_strategy(self.strategy)
+        if self.dtype != "fp32" and (row.params.dtype or row.grads.dtype or row.optim.dtype):
+            raise ValueError(f"strategy {row.name!r} says dtypes of its own ({row.row()}), beside dtype {self.dtype}")
+        name, _, mixed = self.dtype.partition("-")
+        row = row.mixed(name) if mixed else row
+        return row.offloaded() if self.offload else row
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        """Of the computation."""
+        return _named(self.row.params.dtype or self.dtype)
+
+    @property
+    def stored_dtype(self) -> torch.dtype:
+        """In which the model is built: that of the master weights, where there are any."""
+        row = self.row
+        return _named(row.optim.dtype or row.params.dtype or self.dtype)
+
+    @property
+    def first_scale(self) -> float | None:
+        """What the loss is multiplied by at first; None: the loss is left alone."""
+        fp16 = self.torch_dtype == torch.float16
+        return LossScale().scale if self.loss_scale is None and fp16 else self.loss_scale
+
+    @property
+    def model_config(self) -> GPTConfig | HFConfig | MLPConfig | Pretrained:
+        """The sizes of the chosen model, or the folder that has them.
+
+        Raises:
+            ValueError: no such model, sizes that don't fit together, a folder without a model, or a package that is not
+                installed.
+        """
+        if self.model.startswith("hf:"):
+            check_installed()
+            return Pretrained(self.model.removeprefix("hf:"))
+        if self.model not in MODELS:
+            raise ValueError(f"unknown model {self.model!r}: {_nearest_model(self.model)}")
         if self.model == "mlp":
             return MLPConfig(
                 num_layers=16 if self.layers is None else self.layers, width=self.width, dropout=self.dropout
@@ -161,7 +212,7 @@ class RunConfig:
         if self.model == "gpt":
             return sizes
         check_installed()
-        return HFConfig(**vars(sizes), kind=self.model)
+        return HFConfig(**vars(sizes), kind="llama" if self.model == "llama" else "qwen2")
 
 
 @dataclass(frozen=True)
@@ -172,8 +223,20 @@ class TrainConfig(RunConfig):
     """A folder for metrics.jsonl (one object a step), the summary, and the timeline of a step (SVG, Perfetto)."""
     verify: bool = False
     """At the end, train again as one process and compare."""
+    export: str | None = None
+    """A new folder for the trained model, as transformers loads it (llama, qwen2, hf:PATH)."""
+    workers: int = 0
+    """Processes of each rank that make the batches of the coming steps; 0: the rank makes them itself."""
     log_every: int = 10
     """Steps between two lines on the screen."""
+    eval_every: int | None = None
+    """Steps between two losses on the held-out text; the last step has one too. 0: only that one. None: none."""
+    eval_steps: int | None = None
+    """Batches of one evaluation at most; None: all of the held-out text."""
+    tensorboard: bool = False
+    """Write TensorBoard's event files into the folder out as well."""
+    wandb: str | None = None
+    """The project of Weights & Biases to which the metrics go as well."""
 
 
 @dataclass(frozen=True)
@@ -190,60 +253,23 @@ class VerifyConfig(RunConfig):
     length: int = 32
     ragged: bool = True
     world: World = "thread"
+    matrix: Literal["small", "full"] | None = None
+    """Go through many layouts instead of one: every two settings together, on up to 8 ranks (small) or 16 (full)."""
     tensors: bool = False
     """Print every tensor that was compared, not only a line per kind."""
 
 
-def validate(config: RunConfig) -> None:
-    """Refuses what is known to be impossible before anything starts.
-
-    Raises:
-        ValueError: with the numbers and the fix.
-    """
-    mesh = config.parsed_mesh
-    find_strategy(config.strategy)
-    if config.sequence_parallel and config.model == "mlp":
-        raise ValueError("sequence_parallel cuts activations in time, which mlp has not: choose gpt, or leave it out")
-    _at_least(config, "microbatches", 1)
-    _check_pipeline(config)
-    for name in ("steps", "batch", "length", "threads", "log_every"):
-        _at_least(config, name, 1)
-    _at_least(config, "prefetch", 0)
-    for name in ("lr", "deadline", "clip"):
-        value = getattr(config, name)
-        if value is not None and not value > 0:
-            raise ValueError(f"{name} is {value}: give a number above 0")
-    assert config.model_config
-    parts = mesh.data_size * config.microbatches
-    if config.batch < parts:
-        raise ValueError(
-            f"a batch of {config.batch} samples cannot fill {mesh.data_size} data ranks x "
-            f"{config.microbatches} microbatches = {parts} parts: "
-            f"give batch >= {parts}, or fewer microbatches"
-        )
-    if config.data is not None and not Path(config.data).exists():
-        raise ValueError(
-            f"no file or folder at data {config.data!r}: check the path, or leave it out for Python's own source"
-        )
-    if isinstance(config, TrainConfig) and config.out is not None and Path(config.out).is_file():
-        raise ValueError(f"out {config.out!r} is a file: give a folder for the metrics")
-    check_machine(config)
+def _nearest_model(name: str) -> str:
+    """What may have been meant by a model that there is not."""
+    if Path(name).is_dir():
+        return f"for the folder write hf:{name}"
+    near = difflib.get_close_matches(name, MODELS, n=2)
+    return f"did you mean {' or '.join(near)}?" if near else f"choose one of {', '.join(MODELS)}, or hf:PATH"
 
 
-def _check_pipeline(config: RunConfig) -> None:
-    """Refuses a schedule that is wrong, or does not fit the mesh and the microbatches; it is proved here."""
-    pipeline = config.pipeline
-    schedule = pipeline.completed(config.microbatches, find_strategy(config.strategy))
-    if isinstance(config, VerifyConfig) or (isinstance(config, TrainConfig) and config.verify):
-        check(schedule, in_order=True)
-    sizes = config.sizes_of_stages
-    if pipeline.num_stages == 1 and config.split is not None:
-        raise ValueError(f"split {config.split!r}, but there is one stage: give the mesh a pipe axis, or leave it out")
-    if sizes is not None and len(sizes) != pipeline.num_stages:
-        raise ValueError(
-            f"split {config.split!r} is for {len(sizes)} stages, but the pipeline has {pipeline.num_stages}: "
-            f"give {pipeline.num_stages} numbers"
-        )
+def _named(dtype: str) -> torch.dtype:
+    found: torch.dtype = getattr(torch, LONG[dtype])
+    return found
 
 
 def read_schedule(path: str) -> Schedule:
@@ -257,9 +283,3 @@ def read_schedule(path: str) -> Schedule:
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
         raise ValueError(f"cannot read the schedule {path!r}: {reason}") from error
-
-
-def _at_least(config: RunConfig, name: str, least: int) -> None:
-    value = getattr(config, name, least)
-    if value < least:
-        raise ValueError(f"{name} is {value}: give a whole number from {least}")

@@ -1,0 +1,152 @@
+"""What a rank holds while it loads a Hugging Face folder: streamed by rows, and as it is usually done.
+
+    python benchmarks/loading/main.py                      # a folder of SmolLM2-135M's sizes, 4 ranks, zero3
+    python benchmarks/loading/main.py --model runs/smollm2/model --ranks 2 --json results.json
+
+Exit code 1 if a streaming rank has at any time 32 MiB more than what it keeps: its share of the parameters, and of the
+sums of their gradients, which an engine sets up with them.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import tyro
+from torch import Tensor
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from harness.contestants import comm_beside
+from harness.groups import launch
+
+import plait
+from plait.checkpoint.huggingface import open_folder, write_tensors
+from plait.core.mesh import Mesh
+from plait.models.pretrained import Pretrained
+
+MIB = 2**20
+KINDS = ("anonymous", "resident")
+CONSTANT = 32 * MIB
+"""What loading may take besides: rows of the mapped file in passing, Python's objects."""
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """Measure the memory of loading on this machine."""
+
+    model: Path | None = None
+    """A Hugging Face folder; None: random weights in the sizes of SmolLM2-135M."""
+    ranks: int = 4
+    json: Path | None = None
+
+
+def write_random(folder: Path) -> Path:
+    """SmolLM2-135M's sizes, tied, in fp32; one tensor in memory at a time."""
+    import transformers
+
+    config = transformers.LlamaConfig(
+        vocab_size=49152, hidden_size=576, num_hidden_layers=30, num_attention_heads=9, num_key_value_heads=3,
+        intermediate_size=1536, tie_word_embeddings=True, dtype="float32",
+    )  # fmt: skip
+    config.save_pretrained(folder)
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(config)
+    shapes = {name: (tuple(p.shape), p.dtype) for name, p in model.named_parameters()}
+
+    def values() -> Iterator[tuple[str, Tensor]]:
+        for name, (shape, dtype) in shapes.items():
+            yield name, torch.randn(shape, dtype=dtype)
+
+    write_tensors(folder, shapes, values())
+    return folder
+
+
+def memory(*keys: str) -> int:
+    """Bytes of this process under the given keys of /proc/self/status."""
+    lines = (line.split() for line in Path("/proc/self/status").read_text().splitlines())
+    return sum(int(words[1]) * 1024 for words in lines if words[0].rstrip(":") in keys)
+
+
+def peak_of(load: Callable[[], Any]) -> dict[str, Any]:
+    """By how much anonymous memory grew at most, seen every millisecond, and the resident set.
+
+    Pages of the mapped file are the system's, which takes them back; the resident set counts them.
+    """
+    over = threading.Event()
+    seen = [memory("RssAnon")]
+
+    def watch() -> None:
+        while not over.wait(0.001):
+            seen.append(memory("RssAnon"))
+
+    Path("/proc/self/clear_refs").write_text("5")
+    resident, watcher, start = memory("VmRSS"), threading.Thread(target=watch), time.perf_counter()
+    watcher.start()
+    loaded = load()
+    seconds = time.perf_counter() - start
+    over.set()
+    watcher.join()
+    return {
+        "anonymous_peak": max(*seen, memory("RssAnon")) - seen[0],
+        "resident_peak": memory("VmHWM") - resident,
+        "seconds": seconds,
+        "loaded": loaded,
+    }
+
+
+def task(folder: str, streamed: bool) -> list[dict[str, Any]]:
+    """On every rank: load under zero3; what all ranks saw."""
+    import transformers
+
+    comm = comm_beside(Mesh(shard=dist.get_world_size()), "loading")
+    with plait.empty_parameters():
+        model = Pretrained(folder).build()
+    weights = open_folder(folder, model)
+    whole = sum(p.numel() * p.element_size() for p in model.parameters())
+
+    def load() -> plait.Engine:
+        if streamed:
+            return plait.Engine(model, comm, strategy="zero3", weights=weights)
+        theirs = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        return plait.Engine(theirs, comm, strategy="zero3")
+
+    found = peak_of(load)
+    kept = found.pop("loaded").bytes_held()
+    found |= {"whole": whole, "params": kept["params"], "grads": kept["grads"]}
+    every: list[Any] = [None] * comm.mesh.size
+    dist.all_gather_object(every, found)
+    return every
+
+
+def main(arguments: Arguments) -> int:
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = arguments.model or write_random(Path(scratch))
+        results = {
+            name: launch(task, arguments.ranks, str(folder), streamed)
+            for name, streamed in (("by rows", True), ("from_pretrained on every rank", False))
+        }
+    for name, ranks in results.items():
+        print(f"{name}: a model of {ranks[0]['whole'] / MIB:.1f} MiB on {len(ranks)} ranks, MiB more than before")
+        print(
+            f"  {'rank':>4}{'parameters':>12}{'gradients':>12}{'anonymous peak':>16}{'resident peak':>15}{'seconds':>9}"
+        )
+        for rank, found in enumerate(ranks):
+            kept, peaks = (found["params"] / MIB, found["grads"] / MIB), [found[f"{k}_peak"] / MIB for k in KINDS]
+            print(f"  {rank:4}{kept[0]:12.1f}{kept[1]:12.1f}{peaks[0]:16.1f}{peaks[1]:15.1f}{found['seconds']:9.1f}")
+    if arguments.json:
+        arguments.json.write_text(json.dumps(results, indent=1) + "\n")
+    return int(any(f["resident_peak"] > f["params"] + f["grads"] + CONSTANT for f in results["by rows"]))
+
+
+if __name__ == "__main__":
+    sys.exit(main(tyro.cli(Arguments)))

@@ -1,0 +1,1 @@
+"""Models on disk: Hugging Face folders, read and written piece by piece (``huggingface``)."""

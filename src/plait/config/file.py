@@ -1,0 +1,72 @@
+"""A config as a TOML file, and back: one key a field, checked by the field's type.
+
+TrainConfig(mesh="shard=2", layers=None)  ──► mesh = "shard=2"  ──► TrainConfig(mesh="shard=2", layers=None)
+"""
+
+from __future__ import annotations
+
+import difflib
+import tomllib
+from dataclasses import fields
+from pathlib import Path
+from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
+
+import tomli_w
+
+Config = TypeVar("Config")
+
+NONE = "None"
+"""Stands for None, which TOML has not, in a field whose default is another; as on the command line."""
+
+
+def to_toml(config: Any) -> str:
+    """A config as TOML that ``from_toml`` reads back to the same; a None that is the field's default is left out."""
+    values = {}
+    for field in fields(config):
+        value = getattr(config, field.name)
+        if field.name != "config" and (value is not None or field.default is not None):
+            values[field.name] = NONE if value is None else value
+    return tomli_w.dumps(values)
+
+
+def from_toml(kind: type[Config], path: str) -> Config:
+    """The config in a TOML file; what it does not name keeps its default.
+
+    Raises:
+        ValueError: no such file, no TOML, an unknown key (the nearest are named), or a value of another type.
+    """
+    try:
+        values = tomllib.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ValueError(f"cannot read the config {path!r}: {error.strerror}") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"the config {path!r} is no TOML: {error}") from error
+    hints = get_type_hints(kind)
+    names = [field.name for field in fields(kind) if field.name != "config"]  # type: ignore[arg-type]
+    for name, value in values.items():
+        if name not in names:
+            near = difflib.get_close_matches(name, names, n=3)
+            hint = f"did you mean {' or '.join(near)}?" if near else f"the keys are {', '.join(names)}"
+            raise ValueError(f"unknown key {name!r} in the config {path!r}: {hint}")
+        values[name] = _typed(value, hints[name], f"{name} in the config {path!r}")
+    return kind(**values)
+
+
+def _typed(value: Any, hint: Any, what: str) -> Any:
+    """``value`` if it is of the field's type; a whole number may stand for a float, and "None" for None."""
+    kinds = get_args(hint) if get_origin(hint) not in (Literal, tuple, None) else (hint,)
+    for kind in kinds:
+        if get_origin(kind) is Literal and value in get_args(kind):
+            return value
+        if get_origin(kind) is tuple and isinstance(value, list):
+            return tuple(_typed(item, get_args(kind)[0], what) for item in value)
+        if kind is float and type(value) in (int, float):
+            return float(value)
+        if kind is type(None) and value == NONE:
+            return None
+        if kind is type(value):
+            return value
+    if get_origin(hint) is Literal:
+        raise ValueError(f"{what} is {value!r}: choose one of {', '.join(map(str, get_args(hint)))}")
+    names = " or ".join(k.__name__ for k in kinds if isinstance(k, type) and k is not type(None))
+    raise ValueError(f"{what} is {value!r}, a {type(value).__name__}: give {names or hint}")

@@ -1,0 +1,107 @@
+"""Finitely many samples, gone through again and again: the order of an epoch, and where its steps end.
+
+    entry of the run     0  1  2  3  4  5  6 | 7  8  9 ...      7 samples: entry e is place e % 7 of epoch e // 7
+    sample               3  0  6  1  5  2  4 | 2  5  0 ...      every epoch in an order of its own
+    steps of 3          [0  1  2][3  4  5][6   7  8][9 ...      a corpus asked directly: steps run on
+    Epochs              [0  1  2][3  4  5][6]|[7  8  9][...     the last step of an epoch has what is left
+
+Both are functions of the number of the step, so every rank knows them alone, and a run resumes by its step.
+
+The last step of an epoch may have fewer samples than it has parts (data ranks x microbatches).  Every rank must still
+run every part, for the others wait for its messages, and many models cannot run on 0 samples: a part without samples
+gets a blank one, which has no loss.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+
+import torch
+
+from plait.data.batches import Batch, Batches, check_slice
+from plait.data.order import sample_at
+
+
+class Corpus(Batches):
+    """Samples by number.  A new corpus sets ``seed`` and writes ``num_samples``, ``sample`` and ``blank``."""
+
+    seed: int
+
+    @property
+    @abstractmethod
+    def num_samples(self) -> int:
+        """Samples of one epoch, at least 1."""
+
+    @abstractmethod
+    def sample(self, number: int, entry: int) -> Batch:
+        """One sample, its tensors without a batch dim.
+
+        Args:
+            number: which, 0 .. ``num_samples`` - 1.
+            entry: where in the run it stands: what is drawn anew each time is drawn from this.
+        """
+
+    @abstractmethod
+    def blank(self) -> Batch:
+        """A sample without a loss, its tensors without a batch dim."""
+
+    def samples(self, step: int, first: int, count: int, global_batch: int) -> Batch:
+        """See ``Batches.samples``: steps run on from epoch to epoch."""
+        check_slice(step, first, count, global_batch)
+        return self.entries(step * global_batch + first, count)
+
+    def entries(self, first: int, count: int, *, shuffled: bool = True) -> Batch:
+        """Entries first .. first + count - 1 of the run, every tensor with a first dim of ``count``.
+
+        Args:
+            shuffled: False takes every epoch in the order of the samples' numbers.
+        """
+        rows = []
+        for entry in range(first, first + max(count, 1)):
+            epoch, index = divmod(entry, self.num_samples)
+            number = sample_at(self.seed, epoch, index, self.num_samples) if shuffled else index
+            rows.append(self.sample(number, entry))
+        return {name: torch.stack([row[name] for row in rows])[:count] for name in rows[0]}
+
+
+class Epochs(Batches):
+    """The steps of a corpus, ended with each epoch: its last step has the samples that are left.
+
+    ``microbatches`` without samples are one blank sample each.
+
+    Args:
+        corpus: the samples.
+        shuffled: False takes them in the order of their numbers, as an evaluation does.
+    """
+
+    def __init__(self, corpus: Corpus, *, shuffled: bool = True) -> None:
+        self.corpus = corpus
+        self.shuffled = shuffled
+
+    def num_steps(self, global_batch: int) -> int:
+        """Steps of one epoch; every sample is in exactly one of them."""
+        return -(-self.corpus.num_samples // global_batch)
+
+    def size(self, step: int, global_batch: int) -> int:
+        """Samples of a step: ``global_batch``, or what is left of the epoch."""
+        place = step % self.num_steps(global_batch)
+        return min(global_batch, self.corpus.num_samples - place * global_batch)
+
+    def samples(self, step: int, first: int, count: int, global_batch: int) -> Batch:
+        """See ``Batches.samples``.
+
+        Raises:
+            ValueError: a negative step, or samples that are not in it.
+        """
+        check_slice(step, first, count, self.size(step, global_batch))
+        epoch, place = divmod(step, self.num_steps(global_batch))
+        entry = epoch * self.corpus.num_samples + place * global_batch + first
+        return self.corpus.entries(entry, count, shuffled=self.shuffled)
+
+    def microbatches(
+        self, step: int, data_rank: int, num_data_ranks: int, num_microbatches: int, global_batch: int
+    ) -> list[Batch]:
+        """See ``Batches.microbatches``; none of them is empty."""
+        mine = super().microbatches(step, data_rank, num_data_ranks, num_microbatches, global_batch)
+        blank = {name: tensor[None] for name, tensor in self.corpus.blank().items()}
+        return [batch if len(next(iter(batch.values()))) else blank for batch in mine]

@@ -1,0 +1,125 @@
+"""Documents of different lengths, packed into rows of one length.
+
+    documents   a0 a1 a2 a3    b0 b1 b2    c0 c1 c2 c3 c4 c5 c6 c7                             length 5
+
+    tokens      c0 c1 c2 c3 c4 | a0 a1 a2  c5 c6 | b0 b1  .  .  .      a document's last token is a target only
+    targets     c1 c2 c3 c4 c5 | a1 a2 a3  c6 c7 | b1 b2  -  -  -      -  no loss
+    documents    0  0  0  0  0 |  0  0  0   1  1 |  0  0  1  1  1      what is left over is a document of its own
+
+A document longer than a row is cut in pieces, each a document from here on; what follows a piece is still the target
+of its last token, so every pair of neighbours within a document is trained on once per epoch, and no other.
+
+Which documents share a row is decided once: pieces are placed from the longest to the shortest, each in the row with
+the least space that holds it ("best fit decreasing": on many pieces, at most 11/9 of the fewest rows possible, Johnson
+1973; for language models, Ding et al., arXiv:2404.10830).  Each epoch then goes through the rows in an order of its
+own.  Documents of a row do not see each other, so nothing is gained by new neighbours in every epoch, while the number
+of rows, and so of steps, stays known ahead.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+from plait.data.batches import IGNORED, Batch
+from plait.data.corpus import Corpus
+from plait.data.windows import as_tokens, keep_first_part
+
+
+def best_fit(sizes: Sequence[int], length: int) -> list[list[int]]:
+    """Rows of indices into ``sizes``, whose sums are at most ``length``; a function of its arguments.
+
+    ``sizes`` are from 1 to ``length``.  O(n log n) for n sizes, O(``length``) to open a row.
+    """
+    rows: list[list[int]] = []
+    by_space: dict[int, list[int]] = {}
+    spaces: list[int] = []  # the keys of by_space, ascending
+    for index in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
+        at = bisect_left(spaces, sizes[index])
+        if at == len(spaces):
+            space, row = length, len(rows)
+            rows.append([])
+        else:
+            space = spaces[at]
+            row = by_space[space].pop()
+            if not by_space[space]:
+                del by_space[space], spaces[at]
+        rows[row].append(index)
+        if left := space - sizes[index]:
+            if left not in by_space:
+                insort(spaces, left)
+            by_space.setdefault(left, []).append(row)
+    return rows
+
+
+class PackedBatches(Corpus):
+    """Packed rows: int64 ``tokens``, ``targets`` and ``documents``, all [count, length].
+
+    ``documents`` numbers the documents of a row from 0; a model's attention must not cross them, and positions start
+    anew in each (see ``models.documents``).  Documents of fewer than 2 tokens have nothing to predict and are left out.
+
+    Args:
+        documents: rows of whole numbers; of bytes, each is a token.
+        length: tokens of a row.
+        seed: decides the order of an epoch.
+        ragged: as in ``TextBatches``.
+
+    Raises:
+        ValueError: no document with 2 tokens, or one that is not a row of whole numbers.
+    """
+
+    def __init__(self, documents: Iterable[bytes | Tensor], length: int, seed: int, ragged: bool = False) -> None:
+        if length < 1:
+            raise ValueError(f"length is {length}: a row has at least 1 token")
+        rows = [as_tokens(document) for document in documents]
+        kept = [row for row in rows if len(row) > 1]
+        if not kept:
+            raise ValueError(f"{len(rows)} documents, none with 2 tokens: there is nothing to predict; give more text")
+        self._tokens = torch.cat(kept)
+        starts, sizes, place = [], [], 0
+        for row in kept:
+            pairs = len(row) - 1
+            for first in range(0, pairs, length):
+                starts.append(place + first)
+                sizes.append(min(length, pairs - first))
+            place += len(row)
+        packed = best_fit(sizes, length)
+        order = [index for row in packed for index in row]
+        self._pieces = torch.tensor([(starts[i], sizes[i]) for i in order])  # the pieces, row by row
+        self._rows = torch.tensor([0, *(len(row) for row in packed)]).cumsum(0)  # where each row's begin
+        self.length, self.seed, self.ragged = length, seed, ragged
+
+    @property
+    def num_samples(self) -> int:
+        """Rows of one epoch."""
+        return len(self._rows) - 1
+
+    @property
+    def num_targets(self) -> int:
+        """Targets of one epoch, all rows together; the rest of ``num_samples * length`` is left over."""
+        return int(self._pieces[:, 1].sum())
+
+    def blank(self) -> Batch:
+        """See ``Corpus.blank``: all that is left over."""
+        tokens_T = torch.zeros(self.length, dtype=torch.int64)
+        return {"tokens": tokens_T, "targets": torch.full_like(tokens_T, IGNORED), "documents": tokens_T.clone()}
+
+    def sample(self, number: int, entry: int) -> Batch:
+        """See ``Corpus.sample``: ``tokens``, ``targets`` and ``documents``, all [length]."""
+        row = self.blank()
+        tokens_T, targets_T, documents_T = row["tokens"], row["targets"], row["documents"]
+        first, stop = self._rows[number : number + 2].tolist()
+        documents_T.fill_(stop - first)
+        place = 0
+        for document, (start, size) in enumerate(self._pieces[first:stop].tolist()):
+            here = slice(place, place + size)
+            tokens_T[here] = self._tokens[start : start + size]
+            targets_T[here] = self._tokens[start + 1 : start + size + 1]
+            documents_T[here] = document
+            place += size
+        if self.ragged:
+            keep_first_part(targets_T, self.seed, entry)
+        return row

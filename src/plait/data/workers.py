@@ -1,0 +1,142 @@
+"""The microbatches of the coming steps, made ahead in worker processes.
+
+    step            0   1   2   3   4   5 ...
+    worker 0        0       2       4              a worker makes whole steps of this rank, two ahead
+    worker 1            1       3       5
+    the rank        0   1   2   3                  and gets them in order
+
+Batches are functions of the step (``data.batches``), so workers share nothing with each other or with the rank, and
+neither bits nor order depend on their number.  The state of a stream is the number of its next step.
+
+A rank has threads, locks and devices that a copy of it could not use, so workers are copies of another process, which
+has imported this module and done nothing else ("forkserver").  They are closed with the stream, and end by themselves,
+within seconds, when the rank that started them is gone.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import multiprocessing.connection
+import os
+import threading
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+from multiprocessing.context import BaseContext
+from types import TracebackType
+
+import torch
+from torch.utils.data import Dataset
+
+from plait.data.batches import Batch, Batches
+
+_BUILDING = threading.Lock()
+"""Warnings are filtered for the whole process, and ranks may be threads of it."""
+
+
+@dataclass(frozen=True)
+class StepDataset(Dataset[list[Batch]]):
+    """A data rank's microbatches by the number of the step: the map-style dataset that workers get a copy of."""
+
+    batches: Batches
+    data_rank: int
+    num_data_ranks: int
+    num_microbatches: int
+    global_batch: int
+
+    def __getitem__(self, step: int) -> list[Batch]:
+        place = (self.data_rank, self.num_data_ranks, self.num_microbatches)
+        return self.batches.microbatches(step, *place, self.global_batch)
+
+
+class StepStream(Iterator[list[Batch]]):
+    """One rank's microbatches, step by step; a context manager that closes its workers.
+
+    Args:
+        dataset: what a step is.
+        steps: which steps, in this order.
+        workers: processes that make them ahead; 0 makes each when it is asked for.
+        device: where the batches are brought to.
+    """
+
+    def __init__(self, dataset: StepDataset, steps: range, workers: int = 0, device: str = "cpu") -> None:
+        self._dataset, self._steps, self._workers, self._device = dataset, steps, workers, device
+        self._next = 0
+        self._iterator: Iterator[list[Batch]] | None = None
+
+    def __next__(self) -> list[Batch]:
+        if self._next >= len(self._steps):
+            self.close()
+            raise StopIteration
+        if self._iterator is None:
+            self._iterator = self._start()
+        batches = next(self._iterator)
+        self._next += 1
+        return [{name: tensor.to(self._device) for name, tensor in batch.items()} for batch in batches]
+
+    def _start(self) -> Iterator[list[Batch]]:
+        steps = self._steps[self._next :]
+        if not self._workers:
+            return map(self._dataset.__getitem__, steps)
+        from torchdata.stateful_dataloader import StatefulDataLoader  # type: ignore[import-untyped]
+
+        with _BUILDING, warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="'set_vital' is deprecated")
+            loader = StatefulDataLoader(
+                self._dataset,
+                batch_size=None,
+                sampler=steps,
+                num_workers=self._workers,
+                collate_fn=_as_it_is,
+                multiprocessing_context=_context(),
+                worker_init_fn=_watch_the_rank,
+                generator=torch.Generator(),  # it numbers the workers; torch's own generator stays as it is
+            )
+        started: Iterator[list[Batch]] = iter(loader)
+        return started
+
+    def state_dict(self) -> dict[str, int]:
+        """Where the stream stands, whatever has been made ahead: how many of its steps it has given out."""
+        return {"given": self._next}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Go on from there; the number of workers may be another."""
+        self.close()
+        self._next = state["given"]
+
+    def close(self) -> None:
+        """End the workers; the stream can go on, with new ones."""
+        iterator, self._iterator = self._iterator, None
+        if iterator is not None and self._workers:
+            iterator._shutdown_workers()  # type: ignore[attr-defined]
+
+    def __enter__(self) -> StepStream:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def _context() -> BaseContext:
+    """How workers are started; what is imported beforehand matters to the first only."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([__name__, "torchdata.stateful_dataloader"])
+    return context
+
+
+def _watch_the_rank(worker: int) -> None:
+    """In a worker: leave when the rank is gone, however it went."""
+    rank = multiprocessing.parent_process()
+    assert rank is not None
+
+    def leave() -> None:
+        multiprocessing.connection.wait([rank.sentinel])
+        os._exit(1)
+
+    threading.Thread(target=leave, daemon=True).start()
+
+
+def _as_it_is(batches: list[Batch]) -> list[Batch]:
+    return batches

@@ -1,0 +1,131 @@
+"""The loss without a step: forwards only, on all ranks, and nothing of the training is touched.
+
+    counts      as in a step                                             one small all_gather
+    F0 F1 …     the order's forwards; units are gathered and freed       as the row says
+    losses      of every data rank, added exactly                        one small all_gather
+
+Modules are in eval mode and nothing is drawn.  Persistent buffers are data rank 0's, which are also the ones that a
+state dict has; afterwards each rank has its own again, so BatchNorm evaluates one model on all ranks and trains on
+with what each has seen.
+
+Evaluations have their own runtime: what their batches taught about the shapes of messages, their order of gathers and
+their log stay apart from the step's.  In the ledger all their messages are of the phase ``evaluate``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from plait.comm import Comm
+from plait.core.agreement import DATA_ORDER
+from plait.core.cells import Strategy
+from plait.core.collectives import Note
+from plait.core.pipeline import Pipeline, Plan
+from plait.engine.courier import Courier
+from plait.engine.exchange import Exchange
+from plait.engine.gathering import EVALUATE
+from plait.engine.runtime import EventLog, Runtime
+from plait.engine.stage import LossFn, Stage
+from plait.engine.step import num_samples
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """The mean loss of all ranks' microbatches, and how many terms it has."""
+
+    loss: float
+    count: int
+
+
+class Evaluator:
+    """Evaluations of a model that an engine trains.
+
+    Args:
+        model: the user's.
+        stages: those of this rank.
+    """
+
+    def __init__(
+        self, model: nn.Module, comm: Comm, stages: Mapping[int, Stage], pipeline: Pipeline, strategy: Strategy
+    ) -> None:
+        self.model, self.comm, self.stages = model, comm, stages
+        self.pipeline, self.strategy = pipeline, strategy
+        self.runtime = Runtime(stages, Courier(comm, pipeline.owner), EventLog(comm))
+        self.exchange = Exchange(comm, (), pipeline.owner[pipeline.num_stages - 1])
+        self.broken = False
+        """One raised in the midst of a pipeline: its messages may still be under way."""
+        self._plans: dict[int, Plan] = {}
+
+    def evaluate(self, microbatches: Sequence[Any], loss_fn: LossFn, count_fn: Callable[[Any], int]) -> Evaluation:
+        """See ``Engine.evaluate``."""
+        comm, num = self.comm, len(microbatches)
+        if not num:
+            raise ValueError("no microbatch: an evaluation needs at least one, an empty one included")
+        plan = self.plan(num)
+        with ExitStack() as stack, torch.no_grad():
+            stack.enter_context(comm.ledger.phase(EVALUATE))
+            samples = sum(num_samples(batch) for batch in microbatches)
+            _, total = self.exchange.counts(num, sum(map(count_fn, microbatches)), samples)
+            if comm.mesh.pipe > 1:
+                self.exchange.check_batches(microbatches)
+            parts = [stage.model for stage in self.stages.values()]
+            stack.enter_context(eval_mode(self.model, *parts))
+            stack.enter_context(buffers_of_data_rank_0(parts, comm))
+            for stage in self.stages.values():
+                stack.enter_context(stage.gathering.evaluation())
+            self.broken = comm.mesh.pipe > 1
+            self.runtime.evaluate(plan, microbatches, loss_fn)
+            losses = self.runtime.losses
+            _, every, _ = self.exchange.report(0.0, [losses[m].item() if losses else 0.0 for m in range(num)], set())
+            self.broken = False
+        return Evaluation(math.fsum(loss for line in every for loss in line) / total, total)
+
+    def plan(self, num_microbatches: int) -> Plan:
+        """What this rank does in an evaluation of so many microbatches; proved when it is first asked for."""
+        if num_microbatches not in self._plans:
+            here = self.comm.mesh.coordinates(self.comm.rank)["pipe"]
+            schedule = self.pipeline.evaluated(num_microbatches, self.strategy)
+            self._plans[num_microbatches] = Plan.of(schedule, here)
+        return self._plans[num_microbatches]
+
+
+@contextmanager
+def eval_mode(*models: nn.Module) -> Iterator[None]:
+    """Every module inside is in eval mode; behind it each is in its own again."""
+    modes = {module: module.training for model in models for module in model.modules()}
+    for module in modes:
+        module.training = False
+    try:
+        yield
+    finally:
+        for module, training in modes.items():
+            module.training = training
+
+
+@contextmanager
+def buffers_of_data_rank_0(models: Sequence[nn.Module], comm: Comm) -> Iterator[None]:
+    """Every persistent buffer has data rank 0's values inside; behind it each is as it was before."""
+    places = [
+        (module, key, buffer)
+        for module in {m: None for model in models for m in model.modules()}
+        for key, buffer in module._buffers.items()
+        if buffer is not None and key not in module._non_persistent_buffers_set
+    ]
+    before: dict[Tensor, Tensor] = {buffer: buffer.clone() for _, _, buffer in places}
+    for buffer in before:
+        travelling = buffer.reshape(-1).clone()
+        comm.broadcast(travelling, DATA_ORDER, 0, note=Note(EVALUATE)).wait()
+        buffer.copy_(travelling.view(buffer.shape))
+    try:
+        yield
+    finally:
+        for module, key, buffer in places:
+            buffer.copy_(before[buffer])
+            module._buffers[key] = buffer

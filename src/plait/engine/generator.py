@@ -1,0 +1,62 @@
+"""Which operators are random, and a generator of one's own for all of them.
+
+A stream is named by what it depends on (``stream_key``), never by how often anybody drew before.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+
+def stream_key(*parts: object) -> int:
+    """64 bits from anything printable; equal parts give equal keys on every machine."""
+    text = "\x1f".join(map(str, parts)).encode()
+    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little")
+
+
+def seeded(op: Any) -> bool:
+    """Whether an operator draws from a generator, by its tag."""
+    return torch.Tag.nondeterministic_seeded in op.tags
+
+
+def no_stream(operator: str, modules: Sequence[str]) -> ValueError:
+    """What to raise where a random operator runs that nobody serves; ``modules`` run, innermost last."""
+    where = f"module {modules[-1]!r}" if modules and modules[-1] else "the model"
+    return ValueError(
+        f"{where} calls the random operator {operator!r}, which no stream serves: its values would depend on how the "
+        f"batch is cut. Use nn.Dropout, F.dropout or F.scaled_dot_product_attention, pass generator=..., or draw the "
+        f"values in the data pipeline"
+    )
+
+
+class PrivateGenerator(TorchDispatchMode):
+    """Everything random inside draws from one generator of its own, whatever the code passes."""
+
+    def __init__(self, generator: torch.Generator) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.generator = generator
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if seeded(func):
+            if all(a.name != "generator" for a in func._schema.arguments):
+                overload = getattr(func.overloadpacket, "generator", None)
+                if overload is None:
+                    raise no_stream(str(func), ())
+                func = overload
+            kwargs["generator"] = self.generator
+        return func(*args, **kwargs)
+
+
+@contextmanager
+def private_generator(device: torch.device, *key: object) -> Iterator[None]:
+    """Random operators inside draw from a stream that depends on ``key`` alone."""
+    generator = torch.Generator(device=device).manual_seed(stream_key(*key) & (2**63 - 1))
+    with PrivateGenerator(generator):
+        yield

@@ -1,0 +1,195 @@
+"""Bytes that a forward keeps for its backward, operator by operator.
+
+    x ─► norm ─► q, k, v ─► rotate ─► attention ─► output ─► dropout ─► + ─► norm ─► gate, up ─► silu·up ─► down ─► ...
+         x, 1/rms,  y       tables    q k v,       mixed     mask           (the same)    y     4 of the hidden width
+         x/rms                        softmax ...
+
+``block`` lists what autograd saves in one block of the project's decoder (``models.gpt``) on the CPU, where a norm is
+written out of its parts; parameters, buffers and what a later operator has saved already (one storage) are not counted.
+A dropout mask is kept as the factor that it multiplies by, in the activation's dtype.  So the count is exact, and it is
+held against ``saved_tensors_hooks``; a GPU's fused norm and attention keep less.
+
+``per_layer`` is the textbook's count for another layer (LayerNorm, GELU, as many key and value heads as heads, softmax
+and dropout written out, masks of one byte, 16 bits):
+
+    recompute    one rank                       tensor = t                          with sequence parallelism
+    none         sbh (34 + 5as/h)               sbh (10 + 24/t + 5as/(ht))          sbh (34 + 5as/h) / t
+    selective    34 sbh                         sbh (10 + 24/t)                     34 sbh / t
+    full         2 sbh                          2 sbh                               2 sbh / t
+
+Source: Korthikanti et al. 2022 (arXiv:2205.05198), table 2.  There a column-cut product keeps its part of the stream
+and gathers it again in the backward; here it keeps the whole, so sequence parallelism leaves ``y`` undivided.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+INDEX_BYTES = 8
+"""Tokens, targets, and indices made of them."""
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """A microbatch in a decoder, on one rank of ``ways`` tensor ranks.
+
+    ``batch`` is in samples, ``length`` in tokens; ``itemsize`` is of the activations, in bytes (the tables of the
+    rotary embedding have 4); ``hidden`` is the width inside SwiGLU; ``dropout`` says whether any is drawn.
+    """
+
+    batch: int
+    length: int
+    width: int
+    heads: int
+    kv_heads: int
+    hidden: int
+    vocabulary: int
+    itemsize: int = 4
+    dropout: bool = True
+    ways: int = 1
+    sequence: bool = False
+
+    @property
+    def wide(self) -> int:
+        """Bytes per element where sums are taken: in norms and the loss."""
+        return max(4, self.itemsize)
+
+    @property
+    def stream(self) -> int:
+        """Tokens of the stream between the products; of the rank with most, where they are cut in time."""
+        return self.batch * (-(-self.length // self.ways) if self.sequence else self.length)
+
+    @property
+    def tokens(self) -> int:
+        return self.batch * self.length
+
+    @property
+    def gathered(self) -> int:
+        """Tokens of the stream as products read it: whole, and padded where it was cut in time."""
+        return self.stream * self.ways if self.sequence else self.tokens
+
+
+@dataclass(frozen=True)
+class Kept:
+    """What one operator keeps: ``numel`` elements of ``itemsize`` bytes."""
+
+    operator: str
+    numel: int
+    itemsize: int
+
+    @property
+    def bytes(self) -> int:
+        return self.numel * self.itemsize
+
+
+def block(s: Sizes, recompute: str | None = None) -> tuple[Kept, ...]:
+    """What one block keeps.
+
+    Args:
+        recompute: ``"full"`` keeps the block's input, ``"selective"`` makes the core of attention again.
+    """
+    e, x = s.itemsize, s.stream * s.width
+    if recompute == "full":
+        return (Kept("block: x", x, e),)
+    hidden = s.tokens * s.hidden // s.ways
+    mask = [Kept("dropout: factor", x, e)] * s.dropout
+    return (
+        *_norm(s),
+        Kept("query, key, value: y", s.gathered * s.width, e),
+        *_attention(s, again=recompute == "selective"),
+        Kept("output: mixed heads", s.tokens * s.width // s.ways, e),
+        *mask,
+        *_norm(s),
+        Kept("gate, up: y", s.gathered * s.width, e),
+        Kept("silu: gate", hidden, e),
+        Kept("product: silu(gate)", hidden, e),
+        Kept("product: up", hidden, e),
+        Kept("down: silu(gate) up", hidden, e),
+        *mask,
+    )
+
+
+def _norm(s: Sizes) -> tuple[Kept, ...]:
+    x = s.stream * s.width
+    return Kept("norm: x", x, s.wide), Kept("norm: 1/rms", s.stream, s.wide), Kept("norm: x/rms", x, s.wide)
+
+
+def _attention(s: Sizes, *, again: bool) -> tuple[Kept, ...]:
+    """From the projections to the mixed heads.  With dropout it is written out, without it is one kernel."""
+    e, head = s.itemsize, s.width // s.heads
+    query = s.tokens * s.width // s.ways
+    grouped = s.tokens * s.kv_heads * head // s.ways
+    tables = 0 if e == 4 else s.length * head * 2
+    scores = query * s.length // head
+    kept = [Kept("rotate: cos, sin in the dtype of query and key", tables, e)]
+    if again or not s.dropout:
+        kept += [Kept("attention: query", query, e), Kept("attention: key, value", 2 * grouped, e)]
+    if again:
+        return tuple(kept)
+    if not s.dropout:
+        return (*kept, Kept("attention: mixed", query, e), Kept("attention: log sum", query // head, s.wide))
+    return (
+        *kept,
+        Kept("scores: query", query, e),
+        Kept("scores: key of each head", query, e),
+        Kept("causal mask", s.length**2, 1),
+        Kept("softmax: its result", scores, e),
+        Kept("dropout: factor", scores, e),
+        Kept("mix: what is left of the weights", scores, e),
+        Kept("mix: value of each head", query, e),
+    )
+
+
+def embedding(s: Sizes) -> tuple[Kept, ...]:
+    """What the embedding keeps; over several ranks, which tokens are another's as well."""
+    return (
+        Kept("embedding: tokens", s.tokens, INDEX_BYTES),
+        *[Kept("embedding: which are elsewhere", s.tokens, 1)] * (s.ways > 1),
+        *[Kept("dropout: factor", s.stream * s.width, s.itemsize)] * s.dropout,
+    )
+
+
+def last_norm(s: Sizes) -> tuple[Kept, ...]:
+    """What the norm before the head keeps."""
+    return _norm(s)
+
+
+def head(s: Sizes) -> tuple[Kept, ...]:
+    """What the head and the cross-entropy keep.
+
+    Where classes are cut, the places of a rank's own targets (16 bytes each) depend on the data and are left out.
+    """
+    classes = -(-s.vocabulary // s.ways)
+    kept = Kept("head: y", s.gathered * s.width, s.itemsize), Kept("loss: log softmax", s.tokens * classes, s.wide)
+    if s.ways == 1:
+        return (*kept, Kept("loss: targets", s.tokens, INDEX_BYTES), Kept("loss: weight", 1, s.wide))
+    return (*kept, Kept("loss: which count", s.tokens, 1), Kept("loss: share of the whole sum", s.tokens, s.wide))
+
+
+def decoder(s: Sizes, links: Sequence[str], recompute: str | None = None) -> int:
+    """Bytes that one microbatch's forward keeps in some links of the decoder.
+
+    Args:
+        links: their names: ``embed``, ``blocks.0``, ..., ``norm``, ``head``.
+    """
+    parts = {"embed": embedding(s), "blocks": block(s, recompute), "norm": last_norm(s), "head": head(s)}
+    return sum(kept.bytes for link in links for kept in parts[link.partition(".")[0]])
+
+
+def per_layer(
+    s: int, b: int, h: int, a: int, *, t: int = 1, sequence: bool = False, recompute: str | None = None
+) -> float:
+    """The textbook's bytes per layer: the table above.
+
+    Args:
+        s: steps of time.
+        b: samples of a microbatch.
+        h: width.
+        a: heads.
+        t: tensor ranks.
+    """
+    if recompute == "full":
+        return 2 * s * b * h / (t if sequence else 1)
+    core = 0 if recompute == "selective" else 5 * a * s * s * b
+    return (34 * s * b * h + core) / t if sequence else 10 * s * b * h + (24 * s * b * h + core) / t

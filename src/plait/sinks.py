@@ -1,0 +1,129 @@
+"""Where the numbers of each step go while a run is under way.
+
+    {"step": 7, "loss": 2.6, "lr": 0.003, ...}  ──► metrics.jsonl       one object a step
+                                                ├─► TensorBoard         event files
+                                                └─► Weights & Biases    a project
+
+A sink has ``write`` and ``close``.  What was written before a run is stopped stays.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+Line = Mapping[str, Any]
+
+
+class Sink(Protocol):
+    """Takes the numbers of a run, step by step."""
+
+    def write(self, line: Line) -> None:
+        """One step; ``line["step"]`` counts from 1."""
+
+    def close(self) -> None:
+        """The run is over, or stopped."""
+
+
+class JsonLines:
+    """``metrics.jsonl`` in a folder: one object a line, flushed."""
+
+    def __init__(self, folder: Path) -> None:
+        self._file = (folder / "metrics.jsonl").open("w", encoding="utf-8")
+
+    def write(self, line: Line) -> None:
+        self._file.write(json.dumps(line) + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()
+
+
+class TensorBoard:
+    """TensorBoard's event files in a folder: a scalar for every number of a line."""
+
+    def __init__(self, folder: Path) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._writer = SummaryWriter(str(folder))
+
+    def write(self, line: Line) -> None:
+        for name, value in _numbers(line).items():
+            self._writer.add_scalar(name, value, line["step"])
+        self._writer.flush()
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class WeightsAndBiases:
+    """A run of a Weights & Biases project; WANDB_MODE=offline keeps it on this machine.
+
+    Args:
+        settings: of the run, shown beside its curves.
+        folder: where wandb keeps its files; None: the working directory.
+    """
+
+    def __init__(self, project: str, settings: Mapping[str, Any], folder: Path | None) -> None:
+        wandb = importlib.import_module("wandb")
+        self._run = wandb.init(project=project, config=dict(settings), dir=folder)
+
+    def write(self, line: Line) -> None:
+        self._run.log(_numbers(line), step=line["step"])
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+class Sinks:
+    """Several sinks as one."""
+
+    def __init__(self, every: Sequence[Sink]) -> None:
+        self._every = every
+
+    def write(self, line: Line) -> None:
+        for sink in self._every:
+            sink.write(line)
+
+    def close(self) -> None:
+        for sink in self._every:
+            sink.close()
+
+
+def check_sinks(out: str | None, *, tensorboard: bool, wandb: str | None) -> None:
+    """Refuses sinks whose package is missing, or that have nowhere to write.
+
+    Raises:
+        ValueError: with the command that installs the package.
+    """
+    if tensorboard and out is None:
+        raise ValueError("tensorboard writes its event files into the folder out: give --out DIR")
+    if wandb == "":
+        raise ValueError("wandb '' names no project: give --wandb PROJECT")
+    for asked, name in ((tensorboard, "tensorboard"), (wandb is not None, "wandb")):
+        found = importlib.util.find_spec(name) if asked else None
+        if asked and (found is None or found.origin is None):  # without origin: only a folder of this name, here
+            raise ValueError(f"{name} is not installed: pip install 'plait[{name}]', or leave --{name} out")
+
+
+def open_sinks(out: str | None, *, tensorboard: bool, wandb: str | None, settings: Mapping[str, Any]) -> Sinks:
+    """The sinks of a run, opened; ``out`` is made where it is missing."""
+    folder = None if out is None else Path(out)
+    every: list[Sink] = []
+    if folder is not None:
+        folder.mkdir(parents=True, exist_ok=True)
+        every.append(JsonLines(folder))
+        if tensorboard:
+            every.append(TensorBoard(folder))
+    if wandb is not None:
+        every.append(WeightsAndBiases(wandb, settings, folder))
+    return Sinks(every)
+
+
+def _numbers(line: Line) -> dict[str, float]:
+    """What can be drawn over the steps: all but the step itself and what has no value."""
+    return {name: value for name, value in line.items() if name != "step" and value is not None}

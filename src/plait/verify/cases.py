@@ -1,0 +1,147 @@
+"""The cells of ``plait verify --matrix``: which layouts are held against the single process, and with what.
+
+    small    every two values of all dimensions meet in a cell, on at most 8 ranks
+    full     the same on at most 16 ranks; every row of the table on every mesh of at most 8 ranks; grouped heads
+
+A *point* gives each dimension a value; ``config_of`` makes of it the config that ``plait verify`` would be given.  The
+sizes are as awkward as the meshes allow: 67 samples, which no mesh divides, 9 links, which few numbers of stages
+divide, 7 tokens, of which some have no loss, vectors of 5 elements (mlp).  Only the decoder's 12 heads divide by
+1, 2, 3 and 4, for a head cannot be parted.
+"""
+
+from __future__ import annotations
+
+import math
+import shlex
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from itertools import cycle, product
+from typing import Any, Literal
+
+from plait.config import VerifyConfig
+from plait.core.cells import TABLE
+from plait.core.covering import Rule, covering
+from plait.core.mesh import AXES, Mesh
+from plait.core.orders import ORDERS, stages_per_rank
+
+Size = Literal["small", "full"]
+
+LINKS = 9
+"""Of either model."""
+
+SIZES = VerifyConfig(steps=2, batch=67, length=7, clip=0.3)
+
+MODELS = {
+    "gpt": replace(SIZES, model="gpt", layers=LINKS - 3, width=24, heads=12, kv_heads=12),
+    "mlp": replace(SIZES, model="mlp", layers=LINKS, width=5),
+}
+
+COUNTS = (1, 2, 3, 4)
+
+DIMENSIONS: dict[str, tuple[Any, ...]] = {
+    "model": tuple(MODELS),
+    "strategy": tuple(TABLE),
+    **dict.fromkeys(AXES, COUNTS),
+    "schedule": (None, *ORDERS),
+    "microbatches": COUNTS,
+    "cut": ("element", "tensor"),
+    "sequence_parallel": (False, True),
+    "optimizer": ("adamw", "adam", "sgd"),
+    "chunks": (None, 3),
+    "hold": (1, 0, 2, None),
+    "split": ("even", "uneven"),
+}
+"""The fields of a config that the matrix varies; ``split`` stands for sizes that depend on the number of stages."""
+
+
+def stages(pipe: int, schedule: str | None, chunks: int | None) -> int:
+    """How many stages the ranks of the pipe axis share."""
+    return pipe * (1 if schedule is None else chunks or stages_per_rank(schedule))
+
+
+RULES = (
+    Rule(("pipe", "schedule"), lambda pipe, schedule: pipe == 1 or schedule is not None),
+    Rule(("schedule", "chunks"), lambda schedule, chunks: chunks is None or schedule == "interleaved"),
+    Rule(("pipe", "schedule", "chunks"), lambda *point: stages(*point) <= LINKS),
+    Rule(("tensor", "sequence_parallel"), lambda tensor, sequence: tensor > 1 or not sequence),
+    Rule(("model", "sequence_parallel"), lambda model, sequence: model == "gpt" or not sequence),
+    Rule(("schedule", "hold"), lambda schedule, hold: schedule is not None or hold == 1),
+    Rule(("strategy", "hold"), lambda row, hold: hold == 1 or bool(TABLE[row].params.split)),
+    Rule(
+        ("pipe", "schedule", "split"), lambda pipe, schedule, split: stages(pipe, schedule, None) > 1 or split == "even"
+    ),
+)
+"""Without them there would be cells that plait refuses, and cells whose setting changes nothing."""
+
+
+def cells(size: Size) -> tuple[VerifyConfig, ...]:
+    """The configs of a matrix, without repetition."""
+    found = list(map(config_of, points(8 if size == "small" else 16)))
+    if size == "full":
+        found += [*every_row_on_every_mesh(), *grouped_heads()]
+    return tuple(dict.fromkeys(found))
+
+
+def points(most: int) -> list[dict[str, Any]]:
+    """A value for each dimension: every two values that go together, on at most ``most`` ranks."""
+    fits = Rule(AXES, lambda *counts: math.prod(counts) <= most)
+    return covering(DIMENSIONS, (*RULES, fits))
+
+
+def config_of(point: Mapping[str, Any]) -> VerifyConfig:
+    """The config of a point; a dimension that is not given keeps ``plait verify``'s default."""
+    given = dict(point)
+    mesh = Mesh(**{axis: given.pop(axis, 1) for axis in AXES})
+    count = stages(mesh.pipe, given.get("schedule"), given.get("chunks"))
+    split = uneven(count) if given.pop("split", "even") == "uneven" else None
+    changes: dict[str, Any] = {"mesh": str(mesh), "split": split, "dtype": "fp64" if mesh.tensor > 1 else "fp32"}
+    return replace(MODELS[given.pop("model")], **changes, **given)
+
+
+def uneven(num_stages: int) -> str:
+    """A split of the links in which one stage in the middle has all but one link of each other."""
+    sizes = [1] * num_stages
+    sizes[num_stages // 2] += LINKS - num_stages
+    return " ".join(map(str, sizes))
+
+
+def every_row_on_every_mesh(most: int = 8) -> Iterator[VerifyConfig]:
+    """Each row of the table on each mesh of at most ``most`` ranks; orders in turn where there is a pipeline."""
+    orders = cycle(ORDERS)
+    for counts in product(COUNTS, repeat=len(AXES)):
+        for row in TABLE if math.prod(counts) <= most else ():
+            mesh = dict(zip(AXES, counts, strict=True))
+            order = next(orders) if mesh["pipe"] > 1 else None
+            yield config_of({"model": "gpt", "strategy": row, **mesh, "schedule": order, "microbatches": 2})
+
+
+def grouped_heads() -> Iterator[VerifyConfig]:
+    """Key/value heads that serve 2, 3 or 4 query heads each, also where the tensor axis cuts them."""
+    for kv_heads, mesh, row, order in (
+        (6, "shard=3", "zero3", None),
+        (4, "pipe=2 shard=2", "hsdp", "zbv"),
+        (3, "pipe=3 replica=2", "zero1", "interleaved"),
+        (6, "tensor=3", "ddp", None),
+        (4, "shard=2 tensor=4", "zero2", None),
+        (4, "pipe=2 tensor=2", "zero3", "zb_h1"),
+        (3, "pipe=2 replica=2 tensor=3", "hpz", "1f1b"),
+    ):
+        point = {"model": "gpt", "strategy": row, "schedule": order, "microbatches": 2}
+        yield replace(config_of(point | vars(Mesh.parse(mesh))), kv_heads=kv_heads)
+
+
+def due(config: VerifyConfig) -> str:
+    """The verdict that a cell has to earn: the same bits, unless a tensor axis splits products."""
+    return "equal" if config.parsed_mesh.tensor > 1 else "bitwise"
+
+
+def command(config: VerifyConfig) -> str:
+    """The ``plait verify ...`` that runs this config alone."""
+    words = ["plait", "verify"]
+    for name, value in vars(config).items():
+        if value != getattr(VerifyConfig(), name):
+            flag = name.replace("_", "-")
+            words += (
+                [f"--{flag}" if value else f"--no-{flag}"] if isinstance(value, bool) else [f"--{flag}", str(value)]
+            )
+    return shlex.join(words)

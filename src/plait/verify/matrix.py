@@ -1,0 +1,247 @@
+"""``plait verify --matrix``: many layouts, one after the other, in this process; a grid of verdicts, an exit code.
+
+    cases.py ──► configs ──► each: thread ranks, both references, judge ──► outcome ──► grid, failures, JSON
+
+A cell fails where the verdict is not the one that is due, *equal* included where the same bits are due, and where
+anything raises.  A failure does not end the matrix; it is told at once, with the command that runs that cell alone.
+
+Layouts of one job share their references where these are the same run: the same data axes, microbatches, order of
+additions, runs of the norm and uses of tied weights.  A reference knows nothing of what else a layout is.
+"""
+
+from __future__ import annotations
+
+import time
+import traceback
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from plait.comm import Comm, thread
+from plait.config import VerifyConfig, validate
+from plait.core.cells import TABLE
+from plait.core.mesh import Mesh
+from plait.core.orders import ORDERS
+from plait.job import Job, check_layout, layout_of, make_job
+from plait.verify.cases import cells, command, due
+from plait.verify.record import RankRecord, record_layout
+from plait.verify.reference import Record, run_reference
+from plait.verify.run import Verdict, judge, line_of, references, write_json
+
+MARKS = {"bitwise": "b", "equal": "e", "DIFFERENT": "D", "error": "X"}
+"""Every verdict of a cell, and its letter in the grid."""
+
+OF_THE_LAYOUT = (
+    *("mesh", "strategy", "microbatches", "schedule", "chunks", "hold", "split", "cut", "prefetch"),
+    *("sequence_parallel", "clip"),
+)
+"""The fields of a config that its job does not know."""
+
+OF_THE_MATRIX = ("config", "matrix", "data", "seed", "deadline", "json")
+"""What may be given beside ``matrix``; it chooses everything else."""
+
+REMEMBERED = 64
+"""References that are kept: about a megabyte each."""
+
+TOLD = 3
+"""Findings that are told of each failing cell."""
+
+WIDTH = 100
+"""Columns that the grid needs at least."""
+
+EVERY = 20.0
+"""Seconds between two lines of progress."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of a cell: ``word`` is bitwise, equal, DIFFERENT or error; ``told`` are lines that say where."""
+
+    config: VerifyConfig
+    word: str
+    seconds: float
+    told: tuple[str, ...] = ()
+
+    @property
+    def failed(self) -> bool:
+        return self.word not in ("bitwise", due(self.config))
+
+
+class References:
+    """Jobs and reference runs, each made once for the cells that share it."""
+
+    def __init__(self) -> None:
+        self._jobs: dict[VerifyConfig, Job] = {}
+        self._records: dict[str, Record] = {}
+
+    def job(self, config: VerifyConfig) -> Job:
+        """The job that a config describes."""
+        default = VerifyConfig()
+        key = replace(config, **{name: getattr(default, name) for name in OF_THE_LAYOUT})
+        if key not in self._jobs:
+            self._jobs[key] = make_job(key)
+        return self._jobs[key]
+
+    def run(self, job: Job, mesh: Mesh, num_microbatches: int, *rest: Any, **settings: Any) -> Record:
+        """``run_reference``, or what it gave for the same arguments."""
+        key = repr((id(job), mesh.replica, mesh.shard, num_microbatches, rest, sorted(settings.items())))
+        if key not in self._records:
+            if len(self._records) >= REMEMBERED:
+                self._records.pop(next(iter(self._records)))
+            self._records[key] = run_reference(job, mesh, num_microbatches, *rest, **settings)
+        return self._records[key]
+
+
+def run_matrix(config: VerifyConfig) -> int:
+    """Every cell of the config's matrix; prints the grid and returns the exit code (0 all as due, 1 not).
+
+    Raises:
+        ValueError: a flag beside ``matrix`` that the matrix decides itself.
+    """
+    assert config.matrix is not None
+    for name, value in vars(config).items():
+        if name not in OF_THE_MATRIX and value != getattr(VerifyConfig(), name):
+            flag = name.replace("_", "-")
+            raise ValueError(f"--{flag} beside --matrix, which goes through layouts of its own: leave one of them out")
+    given = {name: getattr(config, name) for name in ("data", "seed", "deadline")}
+    every = [replace(cell, **given) for cell in cells(config.matrix)]
+    console = Console(highlight=False, soft_wrap=True, stderr=config.json == "-")
+    console.width = max(console.width, WIDTH)
+    started = time.monotonic()
+    outcomes = run_cells(every, console)
+    seconds = time.monotonic() - started
+    if config.json:
+        write_json(config.json, report(config.matrix, outcomes, seconds))
+    show(outcomes, seconds, console)
+    return 1 if any(outcome.failed for outcome in outcomes) else 0
+
+
+def run_cells(every: Sequence[VerifyConfig], console: Console) -> list[Outcome]:
+    """The outcome of each config, in order; failures and progress are printed as they come."""
+    outcomes: list[Outcome] = []
+    kept = References()
+    started = told = time.monotonic()
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        for config in every:
+            outcomes.append(outcome_of(config, kept))
+            if outcomes[-1].failed:
+                tell(outcomes[-1], console)
+            now, done = time.monotonic(), len(outcomes)
+            if now - told > EVERY:
+                told, left = now, (now - started) / done * (len(every) - done)
+                failed = sum(outcome.failed for outcome in outcomes)
+                console.print(f"{done} of {len(every)} cells, {failed} failed, about {left / 60:.1f} min left")
+    finally:
+        torch.set_num_threads(threads)
+    return outcomes
+
+
+def outcome_of(config: VerifyConfig, kept: References) -> Outcome:
+    """Run one cell; whatever it raises is its outcome."""
+    started = time.monotonic()
+    try:
+        verdict = verdict_of(config, kept)
+    except Exception as error:
+        last = traceback.extract_tb(error.__traceback__)[-1]
+        told = (f"{type(error).__name__}: {error}", f"in {last.name}, {last.filename}:{last.lineno}")
+        return Outcome(config, "error", time.monotonic() - started, told)
+    word = verdict.word if verdict.equal else "DIFFERENT"
+    outcome = Outcome(config, word, time.monotonic() - started)
+    return replace(outcome, told=_where(verdict)) if outcome.failed else outcome
+
+
+def verdict_of(config: VerifyConfig, kept: References) -> Verdict:
+    """Record a layout on thread ranks and hold it against its references."""
+    validate(config)
+    check_layout(config)
+    job, strategy, mesh = kept.job(config), config.row, config.parsed_mesh
+
+    def body(comm: Comm) -> RankRecord:
+        layout = layout_of(config, job, comm)
+        return record_layout(job, comm, strategy, config.microbatches, config.steps, **layout)
+
+    ranks = thread.run(mesh, body, deadline=config.deadline)
+    tree, plain = references(job, mesh, strategy, config.microbatches, config.steps, config.clip, ranks, run=kept.run)
+    return judge(job, config, strategy, ranks, tree, plain)
+
+
+def _where(verdict: Verdict) -> tuple[str, ...]:
+    """The findings that failed, or were not bitwise, and the first messages that were not predicted."""
+    every = (*verdict.tree, *verdict.plain)
+    wrong = [f for f in every if not f.equal] or [f for f in verdict.tree if not f.bitwise]
+    lines = [line_of(finding).strip() for finding in wrong[:TOLD]]
+    if len(wrong) > TOLD:
+        lines.append(f"and {len(wrong) - TOLD} more findings")
+    if verdict.ledger:
+        lines += [f"ledger: {len(verdict.ledger)} messages differ from the prediction", *verdict.ledger[:TOLD]]
+    return tuple(lines)
+
+
+# ---- what is shown --------------------------------------------------------------------------------------------------
+
+
+def show(outcomes: Sequence[Outcome], seconds: float, console: Console) -> None:
+    """The grids, the failing cells, and a last line."""
+    orders = [None, *ORDERS]
+    console.print(grid("schedule", outcomes, lambda c: (orders.index(c.schedule), c.schedule or "one stage")))
+    console.print(grid("mesh", outcomes, lambda c: (c.parsed_mesh.size, c.mesh)))
+    console.print("b bitwise, e equal within rounding (due with a tensor axis), D different, X error; ! is not as due")
+    failed = [outcome for outcome in outcomes if outcome.failed]
+    for outcome in failed:
+        tell(outcome, console)
+        for line in outcome.told:
+            console.print(f"    {line}", markup=False)
+    words = Counter(outcome.word for outcome in outcomes)
+    end = f"[bold red]{len(failed)} failed[/bold red]" if failed else "[bold green]all as due[/bold green]"
+    counts = ", ".join(f"{number} {word}" for word, number in words.items())
+    console.print(f"{len(outcomes)} cells in {seconds / 60:.1f} min: {counts}; {end}")
+
+
+def tell(outcome: Outcome, console: Console) -> None:
+    """A failing cell: its verdict and the command that runs it alone."""
+    console.print(f"[bold red]{outcome.word}[/bold red], {due(outcome.config)} is due: ", end="")
+    console.print(command(outcome.config), markup=False)
+
+
+def grid(title: str, outcomes: Sequence[Outcome], line: Callable[[VerifyConfig], tuple[int, str]]) -> Table:
+    """How many cells have which verdict: a column for each row of the table, lines by place and name."""
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1))
+    for heading in (title, *TABLE):
+        table.add_column(heading, no_wrap=True)
+    for key in sorted({line(outcome.config) for outcome in outcomes}):
+        here = [outcome for outcome in outcomes if line(outcome.config) == key]
+        table.add_row(key[1], *(_marks([o for o in here if o.config.strategy == row]) for row in TABLE))
+    return table
+
+
+def _marks(outcomes: Sequence[Outcome]) -> str:
+    """``2b 1e``, and in red ``1D!``."""
+    counts = Counter((outcome.failed, MARKS[outcome.word]) for outcome in outcomes)
+    return " ".join(f"[bold red]{n}{mark}![/bold red]" if bad else f"{n}{mark}" for (bad, mark), n in counts.items())
+
+
+def report(size: str, outcomes: Sequence[Outcome], seconds: float) -> dict[str, Any]:
+    """The outcomes as plain data."""
+    return {
+        "matrix": size,
+        "seconds": round(seconds, 1),
+        "failed": sum(outcome.failed for outcome in outcomes),
+        "cells": [
+            {
+                "command": command(outcome.config),
+                "verdict": outcome.word,
+                "due": due(outcome.config),
+                "seconds": round(outcome.seconds, 2),
+                "told": outcome.told,
+            }
+            for outcome in outcomes
+        ],
+    }

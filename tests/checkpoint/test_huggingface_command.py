@@ -1,0 +1,184 @@
+"""``plait train --model hf:PATH``: proved against one process, exported; every mistake is one line and exit code 2."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import hf_folders as folders
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from plait.cli import main
+
+pytest.importorskip("transformers")
+
+TEXT = ("Weights are read where they are kept, and nowhere else.\n\n" * 40).encode()
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> str:
+    (tmp_path / "text.txt").write_bytes(TEXT)
+    return str(tmp_path / "text.txt")
+
+
+def command(folder: Path, text: str, *more: str) -> list[str]:
+    sizes = ["--length", "16", "--batch", "8", "--steps", "2", "--lr", "0.01"]
+    return ["train", "--world", "thread", "--model", f"hf:{folder}", "--data", text, *sizes, *more]
+
+
+@pytest.mark.parametrize(
+    ("kind", "layout"),
+    [
+        ("llama", ("--mesh", "shard=3", "--strategy", "zero3")),
+        ("llama", ("--mesh", "pipe=2 shard=2", "--strategy", "zero3", "--microbatches", "2")),
+        ("qwen2", ("--mesh", "shard=2", "--strategy", "zero1", "--dtype", "bf16-mixed")),
+        ("qwen2", ("--mesh", "tensor=2", "--strategy", "ddp", "--sequence-parallel")),
+        ("gpt2", ("--mesh", "replica=2 shard=2", "--strategy", "psdp", "--pack")),
+    ],
+    ids=lambda value: value if isinstance(value, str) else value[1].replace(" ", ","),
+)
+def test_a_fine_tuning_is_the_run_of_one_process_and_its_export_trains_on(
+    tmp_path: Path, text: str, kind: str, layout: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder, out, report = folders.write(tmp_path / "model", kind, tie=True), tmp_path / "out", tmp_path / "report.json"
+    more = ("--verify", "--export", str(out), "--json", str(report))
+    assert main(command(folder, text, *layout, *more)) == 0, capsys.readouterr()
+    assert json.loads(report.read_text())["equal_to_one_process"] is True
+    exported = folders.load(out).state_dict()
+    assert not torch.equal(exported["lm_head.weight"], folders.load(folder).state_dict()["lm_head.weight"])
+    assert main(command(out, text, "--mesh", "shard=2")) == 0
+
+
+def test_the_first_loss_is_that_of_transformers(tmp_path: Path, text: str) -> None:
+    folder, report = folders.write(tmp_path / "model"), tmp_path / "report.json"
+    (tmp_path / "text.txt").write_bytes(b"a" * 400)
+    assert main(command(folder, text, "--mesh", "shard=3", "--json", str(report))) == 0
+    letter = torch.full((1, 17), sorted_letters().index("a"))
+    with torch.no_grad():
+        logits = folders.load(folder)(input_ids=letter[:, :-1]).logits
+    truth = torch.nn.functional.cross_entropy(logits[0], letter[0, 1:]).item()
+    assert json.loads(report.read_text())["first_loss"] == pytest.approx(truth, rel=1e-5)
+
+
+def sorted_letters() -> list[str]:
+    from tokenizers import pre_tokenizers
+
+    return sorted(pre_tokenizers.ByteLevel.alphabet())
+
+
+def test_verify_takes_a_folder_too(tmp_path: Path, text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = folders.write(tmp_path / "model", files=True)
+    sizes = ["--length", "16", "--batch", "6", "--steps", "2", "--mesh", "shard=3"]
+    assert main(["verify", "--model", f"hf:{folder}", "--data", text, *sizes]) == 0
+    assert "verdict: bitwise" in capsys.readouterr().out
+
+
+def tensors_changed(change: Callable[[dict[str, torch.Tensor]], object]) -> Callable[[Path], None]:
+    def wrong(folder: Path) -> None:
+        tensors = load_file(folder / "model.safetensors")
+        change(tensors)
+        save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+
+    return wrong
+
+
+def damaged(folder: Path) -> None:
+    whole = (folder / "model.safetensors").read_bytes()
+    (folder / "model.safetensors").write_bytes(whole[: len(whole) // 2])
+
+
+def without_file(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+    index = {"weight_map": {"model.norm.weight": "model-00001-of-00001.safetensors"}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+@pytest.mark.parametrize(
+    ("wrong", "says"),
+    [
+        (shutil.rmtree, "no such folder"),
+        (lambda f: (f / "config.json").unlink(), "no config.json in it, so it is no Hugging Face model"),
+        (lambda f: (f / "model.safetensors").unlink(), "neither model.safetensors nor model.safetensors.index.json"),
+        (lambda f: (f / "config.json").write_text("{"), "cannot read its config.json"),
+        (lambda f: folders.change_config(f, model_type="lama"), "cannot read its config.json"),
+        (
+            lambda f: folders.change_config(f, model_type="vit"),
+            "is of type 'vit', for which transformers has no causal",
+        ),
+        (lambda f: folders.change_config(f, quantization_config={"quant_method": "gptq", "bits": 4}), "are quantised"),
+        (lambda f: folders.change_config(f, num_attention_heads=5), "(24) is not a multiple of the number"),
+        (without_file, "model-00001-of-00001.safetensors"),
+        (damaged, "cannot read the weights in"),
+        (
+            tensors_changed(lambda t: t.pop("model.layers.1.mlp.up_proj.weight")),
+            "missing 1 tensor (model.layers.1.mlp.up_proj.weight); surplus nothing",
+        ),
+        (
+            tensors_changed(lambda t: t.update({"model.layers.3.extra": torch.zeros(2), "other": torch.zeros(1)})),
+            "missing nothing; surplus 2 tensors (model.layers.3.extra, other)",
+        ),
+        (
+            lambda f: folders.change_config(f, intermediate_size=36),
+            "'model.layers.0.mlp.gate_proj.weight' has the shape (37, 24)",
+        ),
+        (lambda f: folders.change_config(f, num_hidden_layers=4), "missing 9 tensors (model.layers.3.self_attn.q_proj"),
+        (lambda f: folders.write_tokenizer(f, 300), "tokens up to 299, but the model's vocabulary ends at 258"),
+        (lambda f: [(f / name).unlink() for name in ("tokenizer.json", "tokenizer_config.json")], "no tokenizer in it"),
+    ],
+)
+def test_a_wrong_folder_is_refused_before_any_rank_starts(
+    tmp_path: Path, text: str, wrong: Callable[[Path], object], says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = folders.write(tmp_path / "model")
+    wrong(folder)
+    assert main(command(folder, text)) == 2
+    assert_one_line(capsys, says)
+
+
+@pytest.mark.parametrize(
+    ("content", "more", "says"),
+    [
+        (b"", (), "is empty (0 bytes)"),
+        (b"short", (), "is too short"),
+        (TEXT[:140], (), "a batch of 8 samples, but the data has 7 of length 16"),
+        (TEXT, ("--length", "65"), "length is 65, but the model in"),
+        (b"caf\xe9 " * 200, (), "the text is not UTF-8"),
+        (TEXT, ("--mesh", "tensor=5"), "6 heads of 4 cannot be shared by tensor=5 ranks"),
+        (TEXT, ("--mesh", "pipe=9"), "links are model.embed_tokens"),
+        (TEXT, ("--export", "."), "there is something at export '.' already"),
+    ],
+)
+def test_a_wrong_text_or_layout_is_refused_before_any_rank_starts(
+    tmp_path: Path, text: str, content: bytes, more: tuple[str, ...], says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path(text).write_bytes(content)
+    assert main(command(folders.write(tmp_path / "model"), text, *more)) == 2
+    assert_one_line(capsys, says)
+
+
+@pytest.mark.parametrize(
+    ("model", "more", "says"),
+    [
+        ("lama", (), "unknown model 'lama': did you mean llama?"),
+        ("bert", (), "choose one of gpt, llama, qwen2, mlp, or hf:PATH"),
+        (".", (), "for the folder write hf:."),
+        ("gpt", ("--export", "new"), "export writes models of transformers, which gpt is not"),
+    ],
+)
+def test_a_wrong_name_is_refused(
+    model: str, more: tuple[str, ...], says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["train", "--model", model, *more]) == 2
+    assert_one_line(capsys, says)
+
+
+def assert_one_line(capsys: pytest.CaptureFixture[str], says: str) -> None:
+    shown = capsys.readouterr().err
+    lines = [line for line in shown.splitlines() if line.startswith("plait:")]
+    assert len(lines) == 1, shown
+    assert says in lines[0], shown
+    assert "Traceback" not in shown

@@ -1,0 +1,175 @@
+"""A Hugging Face folder, loaded by many layouts, is what ``from_pretrained`` reads; a rank reads its part alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import hf_folders as folders
+import pytest
+import torch
+from torch import Tensor, nn
+
+import plait
+from plait.checkpoint.huggingface import FolderWeights, open_folder
+from plait.comm import Comm
+from plait.core.cells import find_strategy
+from plait.core.cuts import Region, TensorCut
+from plait.engine import Engine, empty_parameters
+from plait.engine.init import materialise
+from plait.models.pretrained import Pretrained
+from plait.tensor.parallel.pieces import piece_of
+
+pytest.importorskip("transformers")
+
+LAYOUTS: tuple[tuple[str, dict[str, Any]], ...] = (
+    ("shard=1", {"strategy": "ddp"}),
+    ("shard=4", {"strategy": "zero3"}),
+    ("shard=3", {"strategy": "zero1"}),
+    ("shard=3", {"strategy": "zero3", "cut": "tensor"}),
+    ("replica=2 shard=2", {"strategy": "psdp"}),
+    ("replica=2 shard=2", {"strategy": "hpz"}),
+)
+PIPES: tuple[tuple[str, dict[str, Any]], ...] = (
+    ("tensor=2", {"strategy": "ddp"}),
+    ("shard=3 tensor=2", {"strategy": "zero3"}),
+    ("pipe=2 shard=2", {"strategy": "zero3"}),
+    ("pipe=2 shard=2 tensor=2", {"strategy": "zero2"}),
+    ("pipe=2 shard=2", {"strategy": "zero3", "schedule": "zbv"}),
+)
+
+
+class Counting:
+    """Counts the elements of each parameter that are read."""
+
+    def __init__(self, weights: FolderWeights) -> None:
+        self.weights = weights
+        self.read_elements: dict[str, int] = {}
+
+    def read(self, name: str, region: Region) -> Tensor:
+        value = self.weights.read(name, region)
+        self.read_elements[name] = self.read_elements.get(name, 0) + value.numel()
+        return value
+
+
+def empty(folder: Path) -> nn.Module:
+    with empty_parameters():
+        return Pretrained(str(folder)).build()
+
+
+def loaded(folder: Path, mesh: str, dtype: torch.dtype = torch.float32, **settings: Any) -> list[Any]:
+    """On every rank: the whole state, and how many elements were read and are held at rest."""
+
+    def body(comm: Comm) -> tuple[dict[str, Tensor], dict[str, int], int]:
+        model = empty(folder).to(dtype)
+        weights = Counting(open_folder(folder, model))
+        engine = Engine(model, comm, weights=weights, **settings)
+        held = sum(flat.rest.numel() for unit in engine.units for flat in unit.flats)
+        return engine.full_state_dict(), weights.read_elements, held
+
+    return plait.run_threads(mesh, body)
+
+
+def agree(state: dict[str, Tensor], truth: dict[str, Tensor]) -> None:
+    assert list(state) == list(truth)
+    for name, value in truth.items():
+        assert torch.equal(state[name], value), name
+
+
+@pytest.mark.parametrize(("tie", "files"), [(False, True), (True, False)], ids=["untied-files", "tied-file"])
+@pytest.mark.parametrize("kind", folders.KINDS)
+def test_every_layout_has_the_values_of_the_folder(tmp_path: Path, kind: str, tie: bool, files: bool) -> None:
+    folder = folders.write(tmp_path / "model", kind, tie=tie, files=files)
+    assert (folder / "model.safetensors").is_file() != files
+    truth = folders.load(folder).state_dict()
+    for mesh, settings in LAYOUTS + (PIPES if kind != "gpt2" else ()):
+        for state, *_ in loaded(folder, mesh, **settings):
+            agree(state, truth)
+
+
+@pytest.mark.parametrize("mesh", ["shard=4", "shard=2 tensor=2", "pipe=2 shard=2"])
+def test_a_rank_reads_its_rows_and_nothing_else(tmp_path: Path, mesh: str) -> None:
+    folder = folders.write(tmp_path, tie=True, files=True)
+    parameters = dict(folders.load(folder).named_parameters())
+    numel = sum(p.numel() for p in parameters.values())
+    ranks = loaded(folder, mesh, strategy="zero3")
+    for _, read, held in ranks:
+        rows = sum(2 * (parameters[name].shape[-1] - 1) for name in read)
+        assert sum(read.values()) <= held + rows, "at most two rows of a parameter are read in part"
+        assert sum(read.values()) < numel / 2
+    every = {name: sum(read.get(name, 0) for _, read, _ in ranks) for name in parameters}
+    assert all(every[name] >= p.numel() for name, p in parameters.items())
+
+
+@pytest.mark.parametrize(("stored", "wanted"), [("bfloat16", "float32"), ("float32", "bfloat16")])
+def test_values_take_the_dtype_of_the_model(tmp_path: Path, stored: str, wanted: str) -> None:
+    folder = folders.write(tmp_path, dtype=getattr(torch, stored))
+    dtype = getattr(torch, wanted)
+    truth = {name: value.to(dtype) for name, value in folders.load(folder).state_dict().items()}
+    for mesh in ("shard=3", "pipe=2 shard=2"):
+        for state, *_ in loaded(folder, mesh, dtype, strategy="zero3"):
+            agree(state, truth)
+
+
+def test_master_weights_are_read_without_rounding(tmp_path: Path) -> None:
+    folder = folders.write(tmp_path)
+    truth = folders.load(folder).state_dict()
+    for state, *_ in loaded(folder, "shard=3", strategy=find_strategy("zero3").mixed("bf16")):
+        agree(state, truth)
+
+
+@pytest.mark.parametrize("kind", folders.KINDS)
+def test_logits_of_one_process_are_those_of_transformers(tmp_path: Path, kind: str) -> None:
+    folder = folders.write(tmp_path, kind, tie=True)
+    model = empty(folder)
+    materialise(model, 0, torch.device("cpu"), open_folder(folder, model))
+    assert torch.equal(folders.logits(model.eval()), folders.logits(folders.load(folder)))
+
+
+def test_a_folder_of_the_base_model_lacks_a_prefix(tmp_path: Path) -> None:
+    folder = folders.write(tmp_path / "whole", "gpt2", tie=True)
+    model = folders.load(folder)
+    model.transformer.save_pretrained(tmp_path / "base")
+    folders.change_config(tmp_path / "base", architectures=["GPT2LMHeadModel"])
+    (state, *_), *_ = loaded(tmp_path / "base", "shard=3", strategy="zero3")
+    agree(state, model.state_dict())
+
+
+def test_a_tied_weight_may_be_stored_under_either_name_or_both(tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    folder = folders.write(tmp_path, tie=True)
+    file = folder / "model.safetensors"
+    tensors = load_file(file)
+    embedding = tensors.pop("model.embed_tokens.weight")
+    for own in (
+        {"lm_head.weight": embedding},
+        {n: embedding.clone() for n in ("model.embed_tokens.weight", "lm_head.weight")},
+    ):
+        save_file(tensors | own, file, {"format": "pt"})
+        (state, *_), *_ = loaded(folder, "shard=2", strategy="zero3")
+        assert torch.equal(state["model.embed_tokens.weight"], embedding)
+    save_file(tensors | {"model.embed_tokens.weight": embedding, "lm_head.weight": embedding + 1}, file)
+    with pytest.raises(ValueError, match=r"ties 'model\.embed_tokens\.weight' and 'lm_head\.weight'.*different values"):
+        open_folder(folder, empty(folder))
+
+
+@pytest.mark.parametrize(
+    "cut",
+    [
+        TensorCut((7, 5), 0, 2, (7,)),
+        TensorCut((12, 3), 0, 2, (8, 2, 2), grain=1),
+        TensorCut((7, 5), 1, 2, (5,)),
+        TensorCut((7, 6), 1, 3, (4, 2)),
+        TensorCut((9,), 0, 2, (4, 5)),
+    ],
+    ids=str,
+)
+def test_rows_of_a_piece_are_blocks_of_the_whole(cut: TensorCut) -> None:
+    whole = torch.arange(float(torch.Size(cut.shape).numel())).view(cut.shape)
+    for index in range(cut.ways):
+        piece = piece_of(whole, cut, index)
+        for first in range(len(piece)):
+            for last in range(first + 1, len(piece) + 1):
+                blocks = [whole[tuple(slice(a, b) for a, b in r)] for r in cut.regions(index, (first, last))]
+                assert torch.equal(torch.cat(blocks, cut.dim), piece[first:last]) if piece.numel() else not blocks

@@ -1,0 +1,108 @@
+"""Epochs end where the data ends, for every rank alike, and every sample is in them once."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from plait.data import Batch, Corpus, Epochs, TextBatches
+from plait.data.batches import IGNORED
+
+BLANK = -1
+
+
+class Numbers(Corpus):
+    """Sample i is the number i and where in the run it stands."""
+
+    def __init__(self, num_samples: int, seed: int = 3) -> None:
+        self._num_samples, self.seed = num_samples, seed
+
+    @property
+    def num_samples(self) -> int:
+        return self._num_samples
+
+    def sample(self, number: int, entry: int) -> Batch:
+        return {"number": torch.tensor(number), "entry": torch.tensor(entry)}
+
+    def blank(self) -> Batch:
+        return {"number": torch.tensor(BLANK), "entry": torch.tensor(BLANK)}
+
+
+def dealt(source: Epochs | Corpus, step: int, ranks: int, microbatches: int, global_batch: int) -> list[list[int]]:
+    """The numbers of every microbatch of a step, in the order of ranks; those without samples are empty here."""
+    parts = [source.microbatches(step, rank, ranks, microbatches, global_batch) for rank in range(ranks)]
+    assert all(len(part) == microbatches for part in parts)
+    every = [batch["number"].tolist() for part in parts for batch in part]
+    return [[] if numbers == [BLANK] else numbers for numbers in every]
+
+
+def test_the_drawing_of_the_module() -> None:
+    corpus = Numbers(7)
+    order = [int(n) for n in corpus.entries(0, 21)["number"]]
+    assert [sorted(order[i : i + 7]) for i in (0, 7, 14)] == [list(range(7))] * 3
+    assert order[:7] != order[7:14] != order[14:]
+    run_on = [n for step in range(7) for part in dealt(corpus, step, 1, 1, 3) for n in part]
+    assert run_on == order
+    epochs = [dealt(Epochs(corpus), step, 1, 1, 3)[0] for step in range(9)]
+    assert [len(step) for step in epochs] == [3, 3, 1] * 3
+    assert [n for step in epochs for n in step] == order
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    num_samples=st.integers(1, 40),
+    ranks=st.integers(1, 4),
+    microbatches=st.integers(1, 4),
+    more=st.integers(0, 9),
+    shuffled=st.booleans(),
+)
+def test_every_sample_is_in_an_epoch_once(
+    num_samples: int, ranks: int, microbatches: int, more: int, shuffled: bool
+) -> None:
+    global_batch = ranks * microbatches + more
+    source = Epochs(Numbers(num_samples), shuffled=shuffled)
+    steps = source.num_steps(global_batch)
+    for epoch in (0, 2):
+        every = [dealt(source, epoch * steps + i, ranks, microbatches, global_batch) for i in range(steps)]
+        sizes = [sum(map(len, parts)) for parts in every]
+        assert sizes == [source.size(epoch * steps + i, global_batch) for i in range(steps)]
+        assert sizes[:-1] == [global_batch] * (steps - 1) and 0 < sizes[-1] <= global_batch
+        numbers = [n for parts in every for part in parts for n in part]
+        assert sorted(numbers) == list(range(num_samples))
+        assert shuffled or numbers == list(range(num_samples))
+
+
+def test_a_step_smaller_than_its_parts_has_blank_samples_in_the_last_of_them() -> None:
+    source = Epochs(TextBatches(bytes(range(63)), 6, seed=0))  # 10 samples
+    parts = [[batch for rank in range(2) for batch in source.microbatches(step, rank, 2, 2, 8)] for step in range(4)]
+    targets = [[int((batch["targets"] != IGNORED).sum()) for batch in step] for step in parts]
+    assert targets == [[12, 12, 12, 12], [6, 6, 0, 0]] * 2
+    for batch in parts[1]:
+        assert {name: (t.shape, t.dtype) for name, t in batch.items()} == {
+            name: (torch.Size([1, 6]), torch.int64) for name in ("tokens", "targets")
+        }
+    assert source.samples(1, 2, 0, 8)["tokens"].shape == (0, 6)
+
+
+def test_a_batch_beyond_the_data_is_one_step() -> None:
+    source = Epochs(Numbers(5))
+    assert source.num_steps(64) == 1 and source.size(3, 64) == 5
+    assert sorted(dealt(source, 3, 1, 1, 64)[0]) == [0, 1, 2, 3, 4]
+
+
+def test_what_is_not_in_a_step_is_refused() -> None:
+    source = Epochs(Numbers(7))
+    with pytest.raises(ValueError, match=r"samples 0 \.\. 1 are not all in a global batch of 1"):
+        source.samples(2, 0, 2, 3)
+    with pytest.raises(ValueError, match="step is -1"):
+        source.samples(-1, 0, 1, 3)
+    with pytest.raises(ValueError, match="2 samples cannot fill 2 data ranks x 2 micro"):
+        source.microbatches(0, 0, 2, 2, 2)
+
+
+def test_what_is_drawn_anew_knows_its_place_in_the_run() -> None:
+    source = Epochs(Numbers(7))
+    places = [source.samples(step, 0, source.size(step, 3), 3)["entry"].tolist() for step in range(6)]
+    assert [n for step in places for n in step] == list(range(14))

@@ -1,0 +1,124 @@
+"""Batches made ahead by worker processes are the batches, whatever their number; no worker outlives its stream."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from plait.comm import Comm, run
+from plait.core.mesh import Mesh
+from plait.data import Batch, Epochs, PackedBatches, StepDataset, StepStream, TextBatches
+
+TEXT = bytes((i * i + i // 7) % 256 for i in range(1003))
+STEPS = range(3, 10)
+
+
+def dataset(data_rank: int = 1) -> StepDataset:
+    documents = [TEXT[i : i + 5 + i % 40] for i in range(0, 1000, 45)]
+    return StepDataset(Epochs(PackedBatches(documents, 13, seed=1)), data_rank, 2, 3, 7)
+
+
+def same(found: list[list[Batch]], expected: list[list[Batch]]) -> bool:
+    return len(found) == len(expected) and all(
+        a.keys() == b.keys() and all(a[name].dtype == b[name].dtype and torch.equal(a[name], b[name]) for name in a)
+        for one, other in zip(found, expected, strict=True)
+        for a, b in zip(one, other, strict=True)
+    )
+
+
+def test_a_stream_is_the_steps_one_after_the_other() -> None:
+    source = dataset()
+    with StepStream(source, STEPS) as stream:
+        every = list(stream)
+    assert same(every, [source.batches.microbatches(step, 1, 2, 3, 7) for step in STEPS])
+    assert len({tuple(step[0]["tokens"].flatten().tolist()) for step in every}) > 3
+    with pytest.raises(StopIteration):
+        next(stream)
+
+
+@pytest.mark.timeout(240)
+def test_workers_change_nothing_and_end_with_the_stream() -> None:
+    expected = list(StepStream(dataset(), STEPS))
+    state = torch.get_rng_state()
+    with StepStream(dataset(), STEPS, workers=2) as stream:
+        found = [next(stream) for _ in range(3)]
+        assert len(multiprocessing.active_children()) == 2
+        saved = stream.state_dict()
+        found += [next(stream) for _ in range(2)]
+    assert not multiprocessing.active_children()
+    assert torch.equal(state, torch.get_rng_state())
+    assert same(found, expected[:5])
+    for workers in (0, 1):  # the state knows nothing of what was made ahead, nor of workers
+        with StepStream(dataset(), STEPS, workers=workers) as stream:
+            stream.load_state_dict(saved)
+            assert same(list(stream), expected[3:])
+            assert not multiprocessing.active_children(), "the last step ends the workers"
+
+
+@pytest.mark.timeout(240)
+def test_ranks_that_are_threads_have_workers_of_their_own_and_a_failure_ends_them() -> None:
+    expected = [list(StepStream(dataset(rank), range(2))) for rank in (0, 1)]
+
+    def body(comm: Comm) -> list[list[Batch]]:
+        with StepStream(dataset(comm.rank), range(2), workers=1) as stream:
+            found = list(stream)
+        with StepStream(dataset(comm.rank), range(9), workers=1) as stream:
+            next(stream)
+            comm.barrier(("shard",))
+            if comm.rank == 1 and same(found, expected[1]):
+                raise RuntimeError("this rank has seen enough")
+            comm.barrier(("shard",))
+        return found
+
+    with pytest.raises(RuntimeError, match="seen enough"):
+        run(Mesh(shard=2), body, deadline=100)
+    assert not multiprocessing.active_children()
+
+
+@pytest.mark.timeout(240)
+def test_a_workers_error_is_the_ranks() -> None:
+    source = StepDataset(TextBatches(TEXT, 10, seed=1), 0, 4, 3, 11)
+    with (
+        pytest.raises(ValueError, match="11 samples cannot fill 4 data ranks x 3 microbatches"),
+        StepStream(source, range(3), workers=1) as stream,
+    ):
+        next(stream)
+    assert not multiprocessing.active_children()
+
+
+KILLED = """
+import sys
+from plait.data import StepDataset, StepStream, TextBatches
+if __name__ == "__main__":
+    stream = StepStream(StepDataset(TextBatches(bytes(100), 10, seed=0), 0, 1, 1, 4), range(9), workers=1)
+    next(stream)
+    print(next(iter(stream._iterator._workers)).pid, flush=True)
+    sys.stdin.read()
+"""
+
+
+@pytest.mark.timeout(240)
+def test_a_killed_rank_leaves_no_worker_behind(tmp_path: Path) -> None:
+    (tmp_path / "rank.py").write_text(KILLED)
+    with subprocess.Popen(
+        [sys.executable, str(tmp_path / "rank.py")],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
+    ) as rank:  # fmt: skip
+        assert rank.stdout is not None
+        worker = int(rank.stdout.readline())
+        os.kill(worker, 0)  # it runs
+        rank.kill()
+        rank.wait()
+        for _ in range(300):
+            if not Path(f"/proc/{worker}").exists():
+                break
+            time.sleep(0.1)
+        else:
+            pytest.fail("the worker still runs, 30 s after its rank was killed")

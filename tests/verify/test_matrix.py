@@ -1,0 +1,231 @@
+"""The matrix: what its cells are, that a fault turns it red, and the small one itself."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+import shlex
+from dataclasses import replace
+from itertools import combinations, product
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from plait.cli import main, parse
+from plait.comm import thread
+from plait.comm.fold import ordered_sum
+from plait.config import VerifyConfig, validate
+from plait.core.cells import TABLE
+from plait.core.covering import pairs
+from plait.core.mesh import AXES
+from plait.engine.norm import Norm
+from plait.engine.tied import Ties
+from plait.job import Job, check_layout
+from plait.verify import matrix
+from plait.verify.cases import DIMENSIONS, LINKS, RULES, cells, command, config_of, due, points, uneven
+from plait.verify.matrix import Outcome, References, grid, outcome_of, run_cells
+from plait.verify.run import Verdict, judge
+
+SHARDED = config_of({"model": "gpt", "strategy": "zero3", "shard": 3, "microbatches": 2})
+PIPED = config_of({"model": "mlp", "strategy": "hsdp", "pipe": 2, "replica": 2, "schedule": "zbv", "microbatches": 3})
+TIED = config_of({"model": "gpt", "strategy": "zero2", "pipe": 3, "schedule": "gpipe", "microbatches": 2})
+SPLIT = config_of({"model": "gpt", "strategy": "zero1", "tensor": 2, "shard": 2, "sequence_parallel": True})
+
+ONE_STAGE = {None, "naive", "gpipe", "1f1b", "zb_h1", "zb_h2"}
+"""Orders with one stage on a rank."""
+
+
+@pytest.fixture(scope="module")
+def full() -> tuple[VerifyConfig, ...]:
+    return cells("full")
+
+
+# ---- what the cells are ---------------------------------------------------------------------------------------------
+
+
+def impossible(most: int) -> set[tuple[str, Any, str, Any]]:
+    """The pairs that no cell can hold, said again without the rules."""
+    found = {("pipe", p, "schedule", None) for p in (2, 3, 4)}
+    found |= {("schedule", o, "chunks", 3) for o in DIMENSIONS["schedule"] if o != "interleaved"}
+    found |= {("pipe", 4, "chunks", 3), ("tensor", 1, "sequence_parallel", True)}
+    found |= {("model", "mlp", "sequence_parallel", True), ("schedule", None, "split", "uneven")}
+    for hold in (0, 2, None):
+        found |= {("schedule", None, "hold", hold)}
+        found |= {("strategy", row, "hold", hold) for row in ("ddp", "zero1", "zero2")}
+    for a, b in combinations(AXES, 2):
+        found |= {(a, m, b, n) for m, n in product((1, 2, 3, 4), repeat=2) if m * n > most}
+    return found
+
+
+@pytest.mark.parametrize("most", [8, 16])
+def test_every_two_settings_meet_unless_they_cannot(most: int) -> None:
+    rows = points(most)
+    every = {(a, m, b, n) for a, b in combinations(DIMENSIONS, 2) for m, n in product(DIMENSIONS[a], DIMENSIONS[b])}
+    assert every - {pair for row in rows for pair in pairs(row)} == impossible(most)
+    for row in rows:
+        assert math.prod(row[axis] for axis in AXES) <= most
+        assert all(rule.holds(*(row[name] for name in rule.over)) for rule in RULES)
+        assert row["split"] == "even" or row["pipe"] > 1 or row["schedule"] not in ONE_STAGE
+    assert len(rows) < 100, "the small matrix has to run in two minutes"
+
+
+def test_full_has_every_row_on_every_mesh_and_grouped_heads(full: tuple[VerifyConfig, ...]) -> None:
+    counts = [c for c in product((1, 2, 3, 4), repeat=4) if math.prod(c) <= 8]
+    assert len(counts) == 47
+    twice = {(c.parsed_mesh, c.strategy) for c in full if c.microbatches == 2}
+    assert {tuple(vars(mesh).values()) for mesh, _ in twice} >= set(counts)
+    for row in TABLE:
+        assert sum(1 for mesh, strategy in twice if strategy == row and mesh.size <= 8) == 47
+    assert {c.kv_heads for c in full if c.model == "gpt"} == {3, 4, 6, 12}
+    assert len(set(full)) == len(full) > 47 * 8
+
+
+def test_no_cell_of_full_is_refused(full: tuple[VerifyConfig, ...]) -> None:
+    for config in full[::20]:
+        validate(config)
+        check_layout(config)
+
+
+def test_an_uneven_split_has_all_links() -> None:
+    for stages in range(2, LINKS + 1):
+        sizes = list(map(int, uneven(stages).split()))
+        assert len(sizes) == stages and sum(sizes) == LINKS and min(sizes) == 1
+
+
+def test_the_command_of_a_cell_is_its_config(full: tuple[VerifyConfig, ...]) -> None:
+    shown = [command(config) for config in full]
+    assert len(set(shown)) == len(shown)
+    for config in (*full[:88:11], *full[90::60], replace(SHARDED, clip=None, ragged=False)):
+        words = shlex.split(command(config))
+        assert words[:2] == ["plait", "verify"]
+        assert parse(words[1:]) == config
+
+
+# ---- verdicts -------------------------------------------------------------------------------------------------------
+
+
+def test_what_is_due() -> None:
+    assert (due(SHARDED), due(PIPED), due(SPLIT)) == ("bitwise", "bitwise", "equal")
+    failed = {
+        (config.mesh, word): Outcome(config, word, 1.0).failed for config in (SHARDED, SPLIT) for word in matrix.MARKS
+    }
+    assert [where for where, bad in failed.items() if not bad] == [
+        *[("shard=3", "bitwise"), ("shard=2 tensor=2", "bitwise"), ("shard=2 tensor=2", "equal")]
+    ]
+
+
+def text(run: Any) -> str:
+    """What is printed."""
+    console = Console(file=io.StringIO(), width=120, soft_wrap=True)
+    run(console)
+    return console.file.getvalue()  # type: ignore[attr-defined, no-any-return]
+
+
+def test_the_grid_counts_verdicts() -> None:
+    outcomes = [Outcome(SHARDED, "bitwise", 1.0)] * 3 + [Outcome(replace(SHARDED, mesh="tensor=2"), "equal", 1.0)]
+    outcomes += [Outcome(PIPED, "equal", 1.0), Outcome(PIPED, "error", 1.0), Outcome(PIPED, "DIFFERENT", 1.0)]
+    shown = text(lambda console: console.print(grid("", outcomes, lambda c: (0, c.schedule or "one"))))
+    assert "3b 1e" in shown and "1e! 1X! 1D!" in shown
+
+
+def test_cells_are_as_due_and_share_their_references() -> None:
+    kept = References()
+    outcomes = [outcome_of(config, kept) for config in (SHARDED, replace(SHARDED, strategy="zero2"), PIPED, SPLIT)]
+    assert [outcome.word for outcome in outcomes] == ["bitwise", "bitwise", "bitwise", "equal"]
+    assert not any(outcome.failed or outcome.told for outcome in outcomes)
+    assert len(kept._jobs) == 3 and len(kept._records) == 6, "zero2 has the references of zero3"
+
+
+def test_a_reference_is_made_again_for_other_runs_of_the_norm() -> None:
+    kept = References()
+    for strategy in ("ddp", "zero1"):
+        assert outcome_of(replace(PIPED, strategy=strategy), kept).word == "bitwise"
+    assert len(kept._jobs) == 1 and len(kept._records) == 3
+
+
+# ---- faults ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_fault_is_told_with_the_command_that_shows_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A norm that counts what several ranks hold more than once; the cells after it run, and none holds twice."""
+    wrong = replace(PIPED, strategy="ddp")
+    outcomes: list[Outcome] = []
+    with monkeypatch.context() as context:
+        context.setattr(Norm, "counts", lambda self, owned: True)
+        shown = text(lambda console: outcomes.extend(run_cells([wrong, SPLIT, SHARDED], console)))
+    assert [outcome.word for outcome in outcomes] == ["DIFFERENT", "DIFFERENT", "bitwise"]
+    assert any(line.startswith("norm step 1") for line in outcomes[0].told)
+    assert f"DIFFERENT, bitwise is due: {command(wrong)}" in shown
+
+
+def judge_within(rounding: float, job: Job, config: VerifyConfig, *rest: Any) -> Verdict:
+    """The verdict with the tolerances of split products."""
+    verdict = judge(job, config, *rest)
+    return replace(verdict, tree=tuple(replace(finding, tolerance=rounding) for finding in verdict.tree))
+
+
+def test_the_same_bits_are_due_where_no_product_is_split(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sums of ranks in another order: equal to rounding, and a failure all the same."""
+    with monkeypatch.context() as context:
+        context.setattr(thread, "ordered_sum", lambda terms, sizes, op, out: ordered_sum(terms[::-1], sizes, op, out))
+        context.setattr(matrix, "judge", lambda *given: judge_within(1e-3, *given))
+        outcome = outcome_of(replace(SHARDED, strategy="ddp"), References())
+    assert (outcome.word, outcome.failed) == ("equal", True)
+    assert "not bitwise" in outcome.told[0]
+
+
+def test_what_a_cell_raises_is_its_outcome(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(self: Ties) -> None:
+        if self.edges:
+            raise RuntimeError("no way from [here] to there")
+
+    outcomes: list[Outcome] = []
+    with monkeypatch.context() as context:
+        context.setattr(Ties, "reduce", broken)
+        shown = text(lambda console: outcomes.extend(run_cells([TIED, PIPED], console)))
+        text(lambda console: matrix.show(outcomes, 1.0, console))
+    assert [outcome.word for outcome in outcomes] == ["error", "bitwise"]
+    assert outcomes[0].told[0] == "RuntimeError: no way from [here] to there"
+    assert outcomes[0].told[1].startswith("in broken, ")
+    assert command(TIED) in shown
+
+
+# ---- the command ----------------------------------------------------------------------------------------------------
+
+
+def test_a_failing_cell_is_exit_code_1(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "matrix.json"
+    with monkeypatch.context() as context:
+        context.setattr(matrix, "cells", lambda size: (PIPED, SHARDED))
+        assert main(["verify", "--matrix", "full", "--seed", "3"]) == 0
+        context.setattr(Ties, "reduce", lambda self: None)
+        context.setattr(matrix, "cells", lambda size: (PIPED, TIED))
+        assert main(["verify", "--matrix", "small", "--json", str(file)]) == 1
+    shown = capsys.readouterr().out.split("\n")
+    assert sum("2 cells in" in line for line in shown) == 2 and "1 failed" in shown[-2]
+    told = json.loads(file.read_text())
+    assert (told["matrix"], told["failed"], len(told["cells"])) == ("small", 1, 2)
+    good, bad = told["cells"]
+    assert (good["verdict"], good["due"], good["told"]) == ("bitwise", "bitwise", [])
+    assert bad["verdict"] == "DIFFERENT" and any(line.startswith("ledger") for line in bad["told"])
+    assert bad["command"] in "".join(shown)
+
+
+@pytest.mark.parametrize(
+    ("words", "flag"), [(["--mesh", "shard=4"], "--mesh"), (["--steps", "3"], "--steps"), (["--no-ragged"], "--ragged")]
+)
+def test_what_the_matrix_decides_is_refused(words: list[str], flag: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["verify", "--matrix", "small", *words]) == 2
+    assert f"{flag} beside --matrix" in capsys.readouterr().err
+
+
+@pytest.mark.timeout(1800)
+def test_the_small_matrix(capsys: pytest.CaptureFixture[str]) -> None:
+    """Every row, order, size of each axis and number of microbatches, each with each other: two minutes."""
+    code = main(["verify", "--matrix", "small"])
+    assert code == 0, capsys.readouterr().out

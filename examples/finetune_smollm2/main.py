@@ -104,6 +104,7 @@ def load(folder: Path) -> Any:
     """As transformers reads it."""
     import transformers
 
+    transformers.utils.logging.disable_progress_bar()
     return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
 
 
@@ -160,7 +161,7 @@ def main() -> int:
         same = same and equal
         print(f"\n{name}: logits of plait and transformers are {'the same bits' if equal else 'DIFFERENT'}")
         print(generate(theirs, where))
-    return 0 if same and apart < 1e-5 and first[-1] < first[0] else 1
+    return 0 if same and apart < 1e-4 and first[-1] < first[0] else 1
 
 
 if __name__ == "__main__":

@@ -119,7 +119,7 @@ def test_tensor_and_sequence_parallelism(sequence: bool, mesh: str) -> None:
 
 @pytest.mark.parametrize("recompute", ["full", "selective"])
 def test_where_activations_are_made_again(recompute: str) -> None:
-    template, batch = cases.net(), batches(1)[0]
+    template, batch = tensor_models.model(), tensor_models.token_batches(1)[0]
 
     def body(comm: Comm) -> None:
         engine = build(template, comm, strategy="zero3", recompute=recompute)

@@ -100,6 +100,19 @@ class Crossing(nn.Module):
         return out
 
 
+class FrozenBetween(nn.Module):
+    """A frozen scale, read before the model's own trained weight: its backward comes after that weight's gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.scale = nn.Parameter(torch.ones(WIDTH), requires_grad=False)
+        self.turn = nn.Parameter(torch.ones(WIDTH, WIDTH))
+
+    def forward(self, x_BC: Tensor) -> Tensor:
+        return (self.first(x_BC) * self.scale) @ self.turn
+
+
 def sharing() -> nn.Module:
     shared = nn.Linear(WIDTH, WIDTH)
     return nn.Sequential(*(Sharing(shared) for _ in range(3)))
@@ -111,6 +124,7 @@ MODELS = {
     "shared before own": sharing,
     "frozen, twice": FrozenTwice,
     "frozen, two inputs": Crossing,
+    "frozen in the model itself": FrozenBetween,
     "first frozen": lambda: nn.Sequential(frozen(nn.Linear(WIDTH, WIDTH)), nn.Tanh(), nn.Linear(WIDTH, WIDTH)),
     "last frozen": lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), frozen(nn.Linear(WIDTH, WIDTH))),
 }

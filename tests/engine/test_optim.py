@@ -12,7 +12,7 @@ import engine_cases as cases
 import pytest
 import torch
 from engine_cases import ROWS, agree, batches, count, deal, distinct, loss_sum, net, plain, train
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import SGD, Adagrad, Adam, AdamW, NAdam, Optimizer, RMSprop
 from torch.optim.lr_scheduler import LambdaLR, StepLR
 
@@ -226,3 +226,51 @@ def test_parameters_that_no_optimizer_holds_stay(row: str) -> None:
     for state in run(Mesh(shard=2), body):
         for name, value in template.state_dict().items():
             assert torch.equal(state[name], value) == name.startswith("blocks.1"), name
+
+
+class Mixture(nn.Module):
+    """A frozen list of indices and a complex matrix."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(6, 6)
+        self.kept = nn.Parameter(torch.tensor([0, 3, 2, 5]), requires_grad=False)
+        self.turn = nn.Parameter(torch.randn(4, 4, dtype=torch.complex128))
+
+    def forward(self, x_BC: Tensor) -> Tensor:
+        return torch.as_tensor((self.first(x_BC)[:, self.kept].to(self.turn.dtype) @ self.turn).abs())
+
+
+@pytest.mark.parametrize("row", ["ddp", "zero2", "zero3"])
+def test_integer_and_complex_parameters(row: str) -> None:
+    torch.manual_seed(0)
+    models = [Mixture().double() for _ in range(3)]
+    for model in models[1:]:
+        model.load_state_dict(models[0].state_dict())
+    x_BC = torch.randn(4, 6, dtype=torch.float64)
+    alone = models[2]
+    optimizer = torch.optim.Adam([p for p in alone.parameters() if p.requires_grad], lr=0.1)
+    for _ in range(2):
+        optimizer.zero_grad()
+        (alone(x_BC).square().sum() / 4).backward()
+        real = [
+            torch.view_as_real(p.grad) if p.is_complex() else p.grad for p in alone.parameters() if p.grad is not None
+        ]
+        norm = torch.stack([g.square().sum() for g in real]).sum().sqrt()
+        for gradient in real:
+            gradient.mul_(0.3 / (norm + 1e-6))
+        optimizer.step()
+
+    def rank_main(comm: Comm) -> dict[str, Tensor]:
+        model = models[comm.rank]
+        adam = torch.optim.Adam(model.parameters(), lr=0.1)
+        engine = Engine(
+            model, comm, strategy=row, optimizer=adam, loss_fn=lambda m, x: m(x).square().sum(), count_fn=len, clip=0.3
+        )
+        for _ in range(2):
+            engine.step([x_BC[comm.rank :: 2]])
+        return engine.full_state_dict()
+
+    for state in run(Mesh(shard=2), rank_main, deadline=20):
+        for name, value in alone.state_dict().items():
+            assert torch.allclose(state[name], value, rtol=1e-9, atol=1e-12), name

@@ -284,4 +284,4 @@ def test_both_sides_of_a_message_know_whether_its_shape_is_agreed_on(
 )
 def test_a_split_that_does_not_fit_names_the_links_of_a_long_model_by_its_ends(links: int, named: str) -> None:
     model = chain(*(nn.Tanh() for _ in range(links - 1)), linear())
-    refused(f"but the model has {links}.*; the links are {named}$", model, split=(1, 1))
+    refused(f"but the model has {links}.*; the links are {named}\n", model, split=(1, 1))

@@ -149,11 +149,11 @@ class Tuples(cases.Net):
 
 
 class Penalised(cases.Block):
-    """Leaves a part of the loss beside its output."""
+    """Leaves a part of the loss beside its output: its backward runs again before that of the output."""
 
     def forward(self, x_BC: Tensor) -> Tensor:
         out = super().forward(x_BC)
-        self.penalty = (torch.tanh(out) ** 2).sum() * 0.1 + (self.up.weight**2).sum() * 0.01
+        self.penalty = (torch.tanh(out) ** 2).sum() * 0.1
         return out
 
 
@@ -294,6 +294,33 @@ def test_nothing_runs_twice_where_no_gradient_is_asked_for() -> None:
         return block.forwards
 
     assert run(Mesh(shard=2), body, deadline=20) == [1, 1]
+
+
+class Ends(nn.Module):
+    """Its last product is gathered, and nothing behind it keeps anything."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.out = nn.Linear(WIDTH, 8), nn.Linear(8, WIDTH)
+
+    def forward(self, x_BC: Tensor) -> Tensor:
+        out: Tensor = x_BC + self.out(torch.tanh(self.up(x_BC)))
+        return out
+
+
+def test_messages_of_a_block_are_sent_twice_to_its_very_end() -> None:
+    plan = {"blocks.*.up": "gathered", "blocks.*.out": "gathered"}
+    found = []
+    for mode in ("full", None):
+        ranks = train(
+            model_of(Ends(), Ends()), "tensor=2", "ddp", batches(), look=messages, tensor_plan=plan, recompute=mode
+        )
+        found.append(ranks)
+    bits(*found)
+    for again, once in zip(*found, strict=True):
+        forward = [message for message in once.seen if "tensor forward" in message]
+        assert len(forward) == 2 * 2 * 2
+        assert again.seen == sorted([*once.seen, *forward])
 
 
 # ---- which blocks -------------------------------------------------------------------------------------------------

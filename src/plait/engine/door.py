@@ -66,12 +66,17 @@ class Crossing:
         self._version = 0 if received is None else received._version
         self.length = None if received is None or received.dim() < 2 else received.size(1)
         """Steps of time, on this rank, of a stream [batch, time, width]."""
+        self.whole_length = self.length
+        """The same, over all ranks of a stream that is cut in time: code around the links may ask."""
         self.gradient: Tensor | None = None
 
     def alias(self) -> Tensor:
         """For a passage that is not the last."""
         assert self._received is not None
-        return self._received.detach().as_subclass(Elsewhere)
+        stream = self._received.detach()
+        if self.whole_length is not None and self.whole_length != self.length:
+            stream = stream.new_empty(()).expand(stream.size(0), self.whole_length, *stream.shape[2:])
+        return stream.as_subclass(Elsewhere)
 
     def enter(self) -> Tensor:
         """For the last passage; what was received is the model's from here on.

@@ -325,7 +325,7 @@ class Gathering:
         """
         if unit.trains and unit not in self._has_gradients and not self.split_backward:
             return
-        if not self._waits_for_inputs(unit) or self._inputs[self.flight][unit] == 0:
+        if not self._waits_for_inputs(unit) or self._inputs[self.flight].get(unit) == 0:
             self._close_backward(unit)
 
     def _close_backward(self, unit: Unit) -> None:

@@ -6,12 +6,24 @@ A stream is named by what it depends on (``stream_key``), never by how often any
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
+
+_RECURRENT = {"lstm", "gru", "rnn_tanh", "rnn_relu"}
+_OTHERS = {
+    F.alpha_dropout,
+    F.feature_alpha_dropout,
+    F.gumbel_softmax,
+    F.rrelu,
+    F.fractional_max_pool2d,
+    F.fractional_max_pool3d,
+}
 
 
 def stream_key(*parts: object) -> int:
@@ -23,6 +35,36 @@ def stream_key(*parts: object) -> int:
 def seeded(op: Any) -> bool:
     """Whether an operator draws from a generator, by its tag."""
     return torch.Tag.nondeterministic_seeded in op.tags
+
+
+def draws_nothing(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Attention kernels carry the random tag but draw nothing without dropout."""
+    names = [a.name for a in op._schema.arguments]
+    given = {**dict(zip(names, args, strict=False)), **kwargs}
+    return "dropout_p" in names and not given.get("dropout_p", 0.0)
+
+
+def without_dropout(func: Callable[..., Any], args: Sequence[Any]) -> bool:
+    """Recurrent kernels carry the random tag, but draw nothing without dropout between their layers.
+
+    Their arguments go: ..., list of weights, has biases, number of layers, dropout, train, ...
+    """
+    if getattr(func, "__name__", "") not in _RECURRENT:
+        return False
+    weights = next(i for i, value in enumerate(args) if isinstance(value, list))
+    return not args[weights + 3] or not args[weights + 4]
+
+
+@cache
+def is_random(func: Callable[..., Any]) -> bool:
+    """Whether a torch function draws from a generator, read off the tags of the operator of its name."""
+    if func in _OTHERS:
+        return True
+    name = getattr(func, "__name__", "")
+    packet = getattr(torch.ops.aten, name, None) if name.isidentifier() and not name.startswith("__") else None
+    if packet is None or name == "scaled_dot_product_attention":
+        return False
+    return any(seeded(getattr(packet, overload)) for overload in packet.overloads())
 
 
 def no_stream(operator: str, modules: Sequence[str]) -> ValueError:

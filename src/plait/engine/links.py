@@ -16,9 +16,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
+from plait.engine.unit import placeholder
 from plait.tensor.parallel import Parallel
 
 
@@ -239,7 +239,7 @@ def cut_off(model: nn.Module, parts: Sequence[StageModel]) -> None:
     here = {id(p) for part in parts for p in part.model.parameters()}
     for parameter in model.parameters():
         if id(parameter) not in here and not parameter.is_meta:
-            nothing = torch.full((), float("nan"), dtype=parameter.dtype, device=parameter.device)
+            nothing = placeholder(parameter.dtype, parameter.device)
             parameter.data = nothing.expand(parameter.shape)
 
     def refuse(*_: Any) -> None:

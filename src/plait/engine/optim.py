@@ -120,7 +120,10 @@ def probe_elementwise(optimizer: Optimizer, dtype: torch.dtype | None = None) ->
 def has_state_at_once(optimizer: Optimizer) -> bool:
     """Whether the class makes its states when it is built (Adagrad) and not at the first step."""
     stub = [
-        {**group, "params": [torch.empty_like(p, device="meta").requires_grad_() for p in group["params"]]}
+        {
+            **group,
+            "params": [torch.empty_like(p, device="meta").requires_grad_(p.requires_grad) for p in group["params"]],
+        }
         for group in optimizer.param_groups
     ]
     return bool(rebuilt(optimizer, [group for group in stub if group["params"]]).state)
@@ -192,7 +195,8 @@ def square_sum(runs: Iterable[Tensor]) -> float:
     """The sum of squares in fp64, run by run."""
     total = 0.0
     for run in runs:
-        norm = torch.linalg.vector_norm(run, dtype=torch.float64).item()
+        real = torch.view_as_real(run) if run.is_complex() else run
+        norm = torch.linalg.vector_norm(real, dtype=torch.float64).item()
         total += norm * norm
     return total
 

@@ -22,7 +22,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import torch
@@ -31,7 +30,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from plait.engine.generator import no_stream, seeded, stream_key
+from plait.engine.generator import draws_nothing, is_random, no_stream, seeded, stream_key, without_dropout
 
 _LOW32 = 0xFFFFFFFF
 _CHUNK = 1 << 15
@@ -319,7 +318,7 @@ class Streams(TorchFunctionMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
-        if self.twice and kwargs.get("generator") is not None and _is_random(func):
+        if self.twice and kwargs.get("generator") is not None and is_random(func):
             where = repr(self.modules[-1]) if self.modules else "the model"
             raise ValueError(
                 f"module {where} draws from a generator of its own, and would draw other values when it is recomputed: "
@@ -332,7 +331,7 @@ class Streams(TorchFunctionMode):
         if func in _COMPOSITE:
             with _Bernoulli(self):
                 return func(*args, **kwargs)
-        if _is_random(func) and kwargs.get("generator") is None and not _without_dropout(func, args):
+        if is_random(func) and kwargs.get("generator") is None and not without_dropout(func, args):
             raise no_stream(getattr(func, "__name__", str(func)), self.modules)
         return func(*args, **kwargs)
 
@@ -359,49 +358,10 @@ class _Bernoulli(TorchDispatchMode):
         if func is torch.ops.aten.native_dropout.default and args[2] is not False:
             keep = self.streams.mask(args[0].shape, args[1], args[0].device)
             return args[0] * keep.to(args[0].dtype).mul_(1 / (1 - args[1])), keep
-        if seeded(func) and not _draws_nothing(func, args, kwargs or {}):
+        if seeded(func) and not draws_nothing(func, args, kwargs or {}):
             raise no_stream(str(func), self.streams.modules)
         return func(*args, **(kwargs or {}))
 
 
 _SERVED = {F.dropout, torch.dropout, F.scaled_dot_product_attention}
 _COMPOSITE = {F.multi_head_attention_forward, F.dropout1d, F.dropout2d, F.dropout3d}
-_RECURRENT = {"lstm", "gru", "rnn_tanh", "rnn_relu"}
-_OTHERS = {
-    F.alpha_dropout,
-    F.feature_alpha_dropout,
-    F.gumbel_softmax,
-    F.rrelu,
-    F.fractional_max_pool2d,
-    F.fractional_max_pool3d,
-}
-
-
-def _draws_nothing(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Attention kernels carry the random tag but draw nothing without dropout."""
-    names = [a.name for a in op._schema.arguments]
-    given = {**dict(zip(names, args, strict=False)), **kwargs}
-    return "dropout_p" in names and not given.get("dropout_p", 0.0)
-
-
-def _without_dropout(func: Callable[..., Any], args: Sequence[Any]) -> bool:
-    """Recurrent kernels carry the random tag, but draw nothing without dropout between their layers.
-
-    Their arguments go: ..., list of weights, has biases, number of layers, dropout, train, ...
-    """
-    if getattr(func, "__name__", "") not in _RECURRENT:
-        return False
-    weights = next(i for i, value in enumerate(args) if isinstance(value, list))
-    return not args[weights + 3] or not args[weights + 4]
-
-
-@cache
-def _is_random(func: Callable[..., Any]) -> bool:
-    """Whether a torch function draws from a generator, read off the tags of the operator of its name."""
-    if func in _OTHERS:
-        return True
-    name = getattr(func, "__name__", "")
-    packet = getattr(torch.ops.aten, name, None) if name.isidentifier() and not name.startswith("__") else None
-    if packet is None or name == "scaled_dot_product_attention":
-        return False
-    return any(seeded(getattr(packet, overload)) for overload in packet.overloads())

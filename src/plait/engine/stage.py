@@ -206,7 +206,7 @@ class Stage:
                 the model.
         """
         if self.axis.sequence and crossing.length is not None:
-            self.axis.length = self._whole_length(signature_of(batch), crossing.length)
+            self.axis.length = crossing.whole_length = self._whole_length(signature_of(batch), crossing.length)
         self.door.open(crossing)
         self.streams.switch_on(self.model.training)
         loss: Any = None

@@ -38,6 +38,14 @@ def dtype_in(cell: Cell, own: torch.dtype) -> torch.dtype:
     return found
 
 
+def placeholder(dtype: torch.dtype, device: torch.device) -> Tensor:
+    """What a parameter reads as while its values are elsewhere: NaN, or of integers the smallest."""
+    if dtype.is_floating_point or dtype.is_complex:
+        return torch.full((), float("nan"), dtype=dtype, device=device)
+    least = 0 if dtype == torch.bool else torch.iinfo(dtype).min
+    return torch.full((), least, dtype=dtype, device=device)
+
+
 def send(comm: Comm, message: Message, array: Tensor, base: int, note: Note, out: Tensor | None = None) -> Work:
     """Carry out one message on ``array``, which holds the flat elements from ``base`` on.
 
@@ -106,7 +114,7 @@ class Flat:
             self.master = torch.zeros(stop - start, dtype=dtype_in(strategy.optim, self.dtype), device=at)
         self.full = torch.empty(layout.numel, dtype=self.dtype, device=device) if self.split else self.rest
         self.views = [self.full[s.offset : s.end].view(s.shape) for s in layout.slots]
-        nothing = torch.full((), float("nan"), dtype=self.dtype, device=device)
+        nothing = placeholder(self.dtype, device)
         self.placeholders = [nothing.expand(s.shape) for s in layout.slots]
         self.kept: Tensor | None = None
         self.accumulated: Tensor | None = None

@@ -4,6 +4,8 @@ record.py      every rank of the layout trains and writes down what it owns
 reference.py   one process trains, adding in the order that the layout implies
 compare.py     the two are held against each other
 run.py         the command: both comparisons, the ledger, a table, an exit code
+cases.py       the layouts of a matrix
+matrix.py      the command with --matrix: many layouts, a grid of verdicts
 """
 
 from plait.verify.run import Verdict, judge, run_verify

@@ -224,8 +224,8 @@ def grid(title: str, outcomes: Sequence[Outcome], line: Callable[[VerifyConfig],
 
 def _marks(outcomes: Sequence[Outcome]) -> str:
     """``2b 1e``, and in red ``1D!``."""
-    counts = Counter((outcome.failed, MARKS[outcome.word]) for outcome in outcomes)
-    return " ".join(f"[bold red]{n}{mark}![/bold red]" if bad else f"{n}{mark}" for (bad, mark), n in counts.items())
+    counts = sorted(Counter((outcome.failed, MARKS[outcome.word]) for outcome in outcomes).items())
+    return " ".join(f"[bold red]{n}{mark}![/bold red]" if bad else f"{n}{mark}" for (bad, mark), n in counts)
 
 
 def report(size: str, outcomes: Sequence[Outcome], seconds: float) -> dict[str, Any]:

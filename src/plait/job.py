@@ -132,8 +132,8 @@ def check_layout(config: RunConfig) -> None:
     """Refuses, before any rank starts, what the mesh cannot do to this model.
 
     Raises:
-        ValueError: a folder whose files do not fit together, more stages than the model has links, heads that the tensor
-            axis cannot share, and whatever else a tensor plan can get wrong.
+        ValueError: a folder whose files do not fit together, more stages than the model has links, heads that the
+            tensor axis cannot share, and whatever else a tensor plan can get wrong.
     """
     mesh, pipeline = config.parsed_mesh, config.pipeline
     if isinstance(config.model_config, Pretrained):

@@ -9,7 +9,8 @@ import engine_cases as cases
 import pytest
 import torch
 import torch.nn.functional as F
-from engine_cases import SPLIT_ROWS, WIDTH, Batch, Run, batches, distinct, train
+from engine_cases import SPLIT_ROWS, WIDTH, Batch, batches, distinct, train
+from recompute_cases import Attends, Drops, Recurrent, bits, messages, model_of, unchanged, with_blocks
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -17,71 +18,6 @@ from plait.comm import Comm, run
 from plait.core.mesh import Mesh
 from plait.engine import Engine, stage
 from plait.engine.recompute import blocks_of
-
-HEADS, HEAD = 2, 3
-
-
-class Attends(nn.Module):
-    """Attention over the features of a row, as if they were time; draws at its own site and inside of the kernel."""
-
-    def __init__(self, dropout: float = 0.3) -> None:
-        super().__init__()
-        self.qkv, self.out = nn.Linear(1, 3 * HEADS * HEAD), nn.Linear(HEADS * HEAD, 1)
-        self.dropout = dropout
-
-    def forward(self, x_BC: Tensor) -> Tensor:
-        q, k, v = self.qkv(x_BC[..., None]).unflatten(-1, (3, HEADS, HEAD)).movedim(-3, 0).transpose(-2, -3)
-        mixed = F.scaled_dot_product_attention(q, k, v, dropout_p=self.dropout, is_causal=True)
-        out = F.dropout(self.out(mixed.transpose(1, 2).flatten(2))[..., 0], 0.2)
-        return x_BC + out
-
-
-class Drops(cases.Block):
-    """A block that draws by a module of its own, and in its own forward."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.drop = nn.Dropout(0.4)
-
-    def forward(self, x_BC: Tensor) -> Tensor:
-        out: Tensor = F.dropout(super().forward(self.drop(x_BC)), 0.1)
-        return out
-
-
-def model_of(*blocks: nn.Module) -> nn.Module:
-    model = cases.Net(0)
-    model.blocks = nn.ModuleList(blocks)
-    return distinct(model)
-
-
-def bits(ours: list[Run], theirs: list[Run]) -> None:
-    """Losses, gradients, norms and weights, on every rank."""
-    for a, b in zip(ours, theirs, strict=True):
-        assert a.losses == b.losses and a.norms == b.norms and a.local == b.local
-        assert all(torch.equal(a.state[name], b.state[name]) for name in b.state)
-        for mine, others in zip(a.gradients, b.gradients, strict=True):
-            assert mine.keys() == others.keys() and all(torch.equal(mine[key], others[key]) for key in others)
-
-
-def messages(engine: Engine) -> list[str]:
-    return sorted(str(entry) for entry in engine.comm.ledger.entries if entry.note.phase != "setup")
-
-
-def unchanged(
-    template: nn.Module, mesh: str = "shard=2", row: str = "zero3", recompute: str = "full", **settings: Any
-) -> None:
-    """The same bits, the same messages, as without."""
-    settings = {"microbatches": 2, "clip": 0.5, **settings}
-    once = train(template, mesh, row, batches(), look=messages, **settings)
-    again = train(template, mesh, row, batches(), look=messages, recompute=recompute, **settings)
-    bits(again, once)
-    assert [r.seen for r in again] == [r.seen for r in once]
-
-
-def refused(template: nn.Module, words: str, recompute: Any = "full", **settings: Any) -> None:
-    with pytest.raises(ValueError, match=words):
-        train(template, "shard=2", "zero3", batches(1), recompute=recompute, **settings)
-
 
 # ---- the same bits ----------------------------------------------------------------------------------------------
 
@@ -164,17 +100,6 @@ def with_penalties(model: Any, batch: Batch) -> Tensor:
     return loss
 
 
-class Recurrent(cases.Net):
-    """One block, three times."""
-
-    def forward(self, x_BC: Tensor) -> Tensor:
-        x_BC = self.first(x_BC)
-        for _ in range(3):
-            x_BC = self.blocks[0](x_BC)
-        out: Tensor = self.head(self.norm(x_BC) * self.scale)
-        return out
-
-
 class Raw(nn.Module):
     """No child, and a forward that keeps more than its input."""
 
@@ -184,12 +109,6 @@ class Raw(nn.Module):
 
     def forward(self, x_BC: Tensor) -> Tensor:
         return x_BC + torch.tanh(x_BC @ self.a) @ self.b.t()
-
-
-def with_blocks(kind: type[cases.Net], *blocks: nn.Module) -> nn.Module:
-    model = kind(0)
-    model.blocks = nn.ModuleList(blocks)
-    return distinct(model)
 
 
 @pytest.mark.parametrize("row", ["ddp", "zero3", "zero3_keep", "hpz"])
@@ -332,100 +251,3 @@ def test_blocks_are_the_outermost_units_inside_a_list() -> None:
     assert blocks_of(model, units) == ["blocks.0", "blocks.2"]
     whole = nn.Sequential(nn.Embedding(3, WIDTH), Drops(), nn.Linear(WIDTH, 3))
     assert blocks_of(whole, ["", "0", "1", "2"]) == ["1"]
-
-
-# ---- refusals -----------------------------------------------------------------------------------------------------
-
-
-class Counter(cases.Block):
-    """Writes to a buffer: in place, or a new tensor in its stead."""
-
-    seen: Tensor
-
-    def __init__(self, *, anew: bool) -> None:
-        super().__init__()
-        self.register_buffer("seen", torch.zeros(()))
-        self.anew = anew
-
-    def forward(self, x_BC: Tensor) -> Tensor:
-        if self.anew:
-            self.seen = self.seen + 1
-        else:
-            self.seen += 1
-        return super().forward(x_BC)
-
-
-def test_a_block_that_writes_to_its_buffers_is_refused() -> None:
-    normed = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH))
-    for block, name in (
-        (Counter(anew=False), "seen"),
-        (Counter(anew=True), "seen"),
-        (Normed(normed), "inner.1.running_mean"),
-    ):
-        refused(model_of(cases.Block(), block), f"block 'blocks.1' writes to its buffer '{name}' in forward")
-
-
-class Normed(nn.Module):
-    def __init__(self, inner: nn.Module) -> None:
-        super().__init__()
-        self.inner = inner
-
-    def forward(self, x_BC: Tensor) -> Tensor:
-        out: Tensor = self.inner(x_BC)
-        return out
-
-
-def test_running_statistics_that_are_only_read_are_not_refused() -> None:
-    """In eval mode; a block's mode may change from step to step."""
-    model = model_of(Normed(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH)))).eval()
-    unchanged(model)
-
-
-def test_a_generator_of_ones_own_is_refused() -> None:
-    class Noisy(cases.Block):
-        def __init__(self) -> None:
-            super().__init__()
-            self.generator = torch.Generator()
-
-        def forward(self, x_BC: Tensor) -> Tensor:
-            noise = torch.randn(x_BC.shape, generator=self.generator, dtype=x_BC.dtype)
-            return super().forward(x_BC + noise)
-
-    refused(model_of(Noisy()), "'blocks.0' draws from a generator of its own")
-    train(model_of(Noisy()), "shard=2", "zero3", batches(1))
-
-
-def test_torchs_own_generator_is_restored_where_nothing_serves_it() -> None:
-    """A model in eval mode draws no dropout; what its code draws is torch's."""
-
-    class Random(cases.Block):
-        def forward(self, x_BC: Tensor) -> Tensor:
-            return super().forward(x_BC * torch.rand(x_BC.shape, dtype=x_BC.dtype))
-
-    found = []
-    for mode in ("full", None):
-        torch.manual_seed(5)
-        model = model_of(Random(), Random()).eval()
-        found.append(train(model, "shard=1", "ddp", batches(), recompute=mode))
-    bits(*found)
-
-
-def test_a_block_that_runs_more_than_once_and_draws_is_refused() -> None:
-    refused(with_blocks(Recurrent, Drops()), "ran 3 times in this forward and draws dropout")
-    unchanged(with_blocks(Recurrent, Attends()), recompute="selective")  # which call it is, is known there
-
-
-def test_what_cannot_be_recomputed_is_refused() -> None:
-    refused(model_of(cases.Block()), "recompute='half': give 'full', 'selective' or None", "half")
-    refused(model_of(cases.Block()), "runs F.scaled_dot_product_attention again, which Net does not call", "selective")
-    refused(model_of(), "no unit of this model is inside of one")
-    refused(model_of(Drops()), "no unit of this model is inside of one", units=["first", "head"])
-    refused(distinct(nn.Sequential(nn.Linear(WIDTH, 4), nn.Linear(4, 3))), "no unit of this model is inside of one")
-
-
-def test_ranks_that_disagree_are_refused() -> None:
-    def body(comm: Comm) -> None:
-        Engine(model_of(Drops()), comm, recompute="full" if comm.rank else None)
-
-    with pytest.raises(ValueError, match="different settings"):
-        run(Mesh(shard=2), body, deadline=20)

@@ -113,7 +113,7 @@ def test_a_file_gives_values_and_the_rest_keeps_its_defaults(tmp_path: Path) -> 
         ('steps = "many"', ["'many'", "give int"]),
         ("steps = true", ["True", "give int"]),
         ("steps = 1.5", ["1.5", "give int"]),
-        ('model = "bert"', ["'bert'", "mlp, gpt"]),
+        ('optimizer = "lion"', ["'lion'", "adamw, adam"]),
         ("mesh =", ["is no TOML", "Invalid value"]),
         ("out = 3", ["give str"]),
     ],

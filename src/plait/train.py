@@ -258,6 +258,7 @@ def _steps(training: Training, stream: StepStream) -> Iterator[dict[str, Any]]:
             "bytes_sent": sent,
             "bytes_held": bytes_held["params"] + bytes_held["grads"] + bytes_held["optimizer"],
             "grad_norm": result.grad_norm,
+            **({} if engine.update.loss_scale is None else {"made": result.made, "loss_scale": engine.update.scale}),
             "peak_memory": peak_memory(comm.device),
         }
         if held_out and (step + 1 == config.steps or (config.eval_every and (step + 1) % config.eval_every == 0)):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from plait.core.cells import TABLE, Cell, find_strategy, parse_strategy
+from plait.core.flat import lay
 from plait.core.precision import LossScale, Precision
 
 
@@ -46,8 +47,11 @@ def test_a_row_that_cannot_be_is_refused(text: str, part: str) -> None:
 
 def test_who_has_master_weights() -> None:
     row = TABLE["zero2"]
-    assert not row.has_master(4) and not row.mixed("bf16", "bf16").has_master(2)
-    assert row.mixed("bf16").has_master(4) and row.offloaded().has_master(4)
+    full, half, whole = (lay([("p", (3,))], size, 2, real=size < 8) for size in (4, 2, 8))
+    assert not full.has_master(row) and not half.has_master(row.mixed("bf16", "bf16"))
+    assert full.has_master(row.mixed("bf16")) and full.has_master(row.offloaded())
+    assert not whole.has_master(row.mixed("bf16")), "integers and complex numbers stay what they are"
+    assert whole.itemsize_in(row.mixed("bf16").params) == 8 and half.itemsize_in(row.mixed("bf16").grads) == 4
 
 
 def test_a_precision_is_a_row_without_places() -> None:
@@ -64,6 +68,13 @@ def test_a_loss_scale_halves_at_once_and_doubles_after_good_steps() -> None:
         scale.update(finite=finite)
         seen.append(scale.scale)
     assert seen == [8, 8, 4, 4, 4, 8, 8]
+
+
+def test_a_loss_scale_gives_up_where_no_factor_is_small_enough() -> None:
+    scale = LossScale(4.0)
+    with pytest.raises(ValueError, match="not finite"):
+        for _ in range(100):
+            scale.update(finite=False)
 
 
 @pytest.mark.parametrize("settings", [{"scale": 0.0}, {"growth": 0.5}, {"backoff": 1.0}, {"interval": 0}])

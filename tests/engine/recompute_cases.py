@@ -1,4 +1,4 @@
-"""What the tests of recomputation share: blocks that draw at every kind of site, and the question whether bits change."""
+"""What the tests of recomputation share: blocks that draw at every kind of site, and whether any bit changes."""
 
 from __future__ import annotations
 

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 from plait.comm import Comm, run
 from plait.core.mesh import Mesh
-from plait.engine import Engine
+from plait.engine import Engine, empty_parameters
+from plait.models.hf import HFConfig, build
 
 
 def refused(template: nn.Module, words: str, recompute: Any = "full", **settings: Any) -> None:
@@ -113,3 +114,17 @@ def test_ranks_that_disagree_are_refused() -> None:
 
     with pytest.raises(ValueError, match="different settings"):
         run(Mesh(shard=2), body, deadline=20)
+
+
+def test_a_unit_whose_stream_is_gathered_before_its_forward_is_refused() -> None:
+    """Its recomputation would begin behind the message."""
+    sizes = HFConfig(vocabulary=11, num_layers=1, width=8, num_heads=2, num_kv_heads=2, max_length=7)
+
+    def body(comm: Comm) -> None:
+        with empty_parameters():
+            model = build(sizes)
+        units = ["model.layers.0.self_attn", "model.layers.0.mlp"]
+        Engine(model, comm, units=units, recompute="full", sequence_parallel=True)
+
+    with pytest.raises(ValueError, match=r"'model\.layers\.0\.self_attn' is 'enter' in the tensor plan"):
+        run(Mesh(tensor=2), body, deadline=20)

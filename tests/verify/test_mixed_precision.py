@@ -6,10 +6,13 @@ from dataclasses import replace
 
 import pytest
 from pipe_cases import is_bitwise, runs
-from verify_cases import GPT, MLP
+from torch import nn
+from verify_cases import GPT, MLP, record
 
 from plait.config import VerifyConfig, validate
 from plait.core.cells import TABLE
+from plait.job import make_job
+from plait.verify.run import judge, references
 
 DECODER = replace(GPT, layers=3, steps=2, dropout=0.2)
 CHAIN = replace(MLP, layers=7, width=7, steps=2)
@@ -87,3 +90,23 @@ def test_bf16_with_fp32_masters_follows_fp32() -> None:
 def test_settings_that_contradict_each_other_are_refused(config: VerifyConfig, part: str) -> None:
     with pytest.raises(ValueError, match=part):
         validate(config)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "dtype"), [("pipe=2", "fp32"), ("shard=2", "bf16-mixed"), ("pipe=2 shard=2", "bf16-mixed")]
+)
+def test_a_frozen_weight_of_two_stages_and_of_few_bits(mesh: str, dtype: str) -> None:
+    """It is rounded like all others, it has no master weights, and no use of it gets a gradient."""
+    config = replace(DECODER, mesh=mesh, dtype=dtype, strategy="ddp", microbatches=2)
+    whole = make_job(config)
+
+    def build() -> nn.Module:
+        model = whole.build()
+        model.get_submodule("embed").weight.requires_grad_(False)
+        return model
+
+    job = replace(whole, build=build)
+    ranks = record(config, job)
+    tree, plain = references(job, config.parsed_mesh, config.row, 2, config.steps, config.clip, ranks)
+    verdict = judge(job, config, config.row, ranks, tree, plain)
+    assert verdict.bitwise, [f.name for f in verdict.tree if not f.bitwise]

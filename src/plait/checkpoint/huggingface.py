@@ -147,6 +147,11 @@ def _some(names: Sequence[str]) -> str:
 def _stored(folder: Path) -> dict[str, Stored]:
     """What the files of a folder hold, by name."""
     files = [folder / SINGLE]
+    if not files[0].is_file() and not (folder / INDEX).is_file():
+        raise ValueError(
+            f"neither {SINGLE} nor {INDEX} in {str(folder)!r}: other formats have to be converted first, as "
+            f"AutoModelForCausalLM.from_pretrained(...).save_pretrained(...) of transformers does"
+        )
     if not files[0].is_file():
         try:
             files = sorted({folder / file for file in json.loads((folder / INDEX).read_text())["weight_map"].values()})
@@ -201,7 +206,7 @@ def write_folder(path: str | Path, engine: Engine, source: str | Path | None = N
     partial.mkdir(parents=True)
     shapes = {name: engine.directory.shapes[name] for name in dict.fromkeys(engine.directory.aliases.values())}
     write_tensors(partial, shapes, tensors)
-    _write_config(partial, engine.model, next(p.dtype for p in engine.model.parameters()))
+    _write_config(partial, engine.model, next(dtype for _, dtype in shapes.values() if dtype.is_floating_point))
     for file in sorted({f for pattern in BESIDE for f in Path(source).glob(pattern)} if source is not None else ()):
         (shutil.copytree if file.is_dir() else shutil.copyfile)(file, partial / file.name)
     partial.rename(folder)

@@ -231,11 +231,6 @@ class Strategy:
         """
         return replace(self, optim=replace(self.optim, device="cpu"))
 
-    def has_master(self, itemsize: int) -> bool:
-        """Whether the optimizer updates a copy of its own, of parameters whose own dtype has so many bytes."""
-        computed = self.params.itemsize(itemsize)
-        return bool(self.optim.device) or self.optim.itemsize(computed) != computed
-
 
 def parse_strategy(text: str) -> Strategy:
     """``"name: params | kept | grads | optim"`` as a row, for example

@@ -22,7 +22,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from plait.core.cells import Move
+from plait.core.cells import Cell, Move, Strategy
 from plait.core.mesh import Mesh
 
 GRAIN = 16
@@ -76,11 +76,21 @@ class FlatLayout:
     slots: tuple[Slot, ...]
     itemsize: int
     bounds: tuple[int, ...]
+    real: bool = True
+    """Whether its elements are real floating-point numbers, whose dtype a cell may change."""
 
     @property
     def numel(self) -> int:
         """Elements of the whole buffer, padding included."""
         return self.bounds[-1]
+
+    def itemsize_in(self, cell: Cell) -> int:
+        """Bytes of an element where a cell keeps it."""
+        return cell.itemsize(self.itemsize) if self.real else self.itemsize
+
+    def has_master(self, strategy: Strategy) -> bool:
+        """Whether the optimizer updates a copy of its own: its cell has a device, or another dtype than parameters."""
+        return bool(strategy.optim.device) or self.itemsize_in(strategy.optim) != self.itemsize_in(strategy.params)
 
     @property
     def num_pieces(self) -> int:
@@ -114,6 +124,8 @@ def lay(
     num_pieces: int,
     cut: Cut = "element",
     loads: Sequence[int] | None = None,
+    *,
+    real: bool = True,
 ) -> FlatLayout:
     """Lay parameters end to end and cut the buffer in ``num_pieces``.
 
@@ -124,6 +136,7 @@ def lay(
         cut: where boundaries may fall.
         loads: bytes that each piece's owner has already (tensor cuts only): the new tensors go where the
             largest load stays smallest.
+        real: whether a cell's dtype applies to them.
     """
     align = max(GRAIN, BOUNDARY_BYTES // itemsize)
     slots = []
@@ -133,9 +146,10 @@ def lay(
         end += -(-math.prod(shape) // align) * align
     if cut == "tensor":
         starts = [*(slot.offset for slot in slots), end]
-        return FlatLayout(tuple(slots), itemsize, _balance(starts, [b / itemsize for b in loads or [0] * num_pieces]))
+        bounds = _balance(starts, [b / itemsize for b in loads or [0] * num_pieces])
+        return FlatLayout(tuple(slots), itemsize, bounds, real)
     size = -(-end // (align * num_pieces)) * align
-    return FlatLayout(tuple(slots), itemsize, tuple(k * size for k in range(num_pieces + 1)))
+    return FlatLayout(tuple(slots), itemsize, tuple(k * size for k in range(num_pieces + 1)), real)
 
 
 def _balance(starts: Sequence[int], loads: Sequence[float]) -> tuple[int, ...]:

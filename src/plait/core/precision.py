@@ -41,6 +41,10 @@ class Precision:
         return None if self.first_scale is None else LossScale(self.first_scale)
 
 
+SMALLEST = 2.0**-14
+"""The least loss scale: what overflows with it is not finite without it."""
+
+
 @dataclass
 class LossScale:
     """The factor of the loss; every rank has the same, since all agree on whether a step's sums are finite.
@@ -69,10 +73,19 @@ class LossScale:
             )
 
     def update(self, *, finite: bool) -> None:
-        """After a step: whether its sums were finite, on all ranks together."""
+        """After a step: whether its sums were finite, on all ranks together.
+
+        Raises:
+            ValueError: they were not, with a factor that no gradient can overflow by.
+        """
         self.good = self.good + 1 if finite else 0
         if not finite:
             self.scale *= self.backoff
+            if self.scale < SMALLEST:
+                raise ValueError(
+                    f"gradients are not finite at a loss scale of {self.scale / self.backoff:g} either: the loss or "
+                    f"the model has become inf or NaN; look at the last losses, lower the learning rate, or clip"
+                )
         elif self.good == self.interval:
             self.scale, self.good = self.scale * self.growth, 0
 

@@ -138,11 +138,11 @@ def build_units(
         for group in _by_kind(named, strategy.params, parallel.summed, tied):
             first = group[0][1]
             alone = id(first) in tied
-            itemsize = dtype_in(strategy.params, first.dtype).itemsize
+            itemsize, real = dtype_in(strategy.params, first.dtype).itemsize, first.dtype.is_floating_point
             cuts = [parallel.cuts.get(id(p)) for _, p in group]
             layout, first_rank = (
-                lay(_shapes(group, cuts, index), itemsize, comm.mesh.data_size, cut, unloaded if alone else loads)
-                for index in (here, 0)
+                lay(shapes, itemsize, comm.mesh.data_size, cut, unloaded if alone else loads, real=real)
+                for shapes in (_shapes(group, cuts, index) for index in (here, 0))
             )
             sizes = [(b - a) * itemsize for a, b in pairwise(first_rank.bounds)]  # tensor ranks balance alike
             loads = [load + size for load, size in zip(loads, sizes, strict=True)]

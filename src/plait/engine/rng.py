@@ -42,6 +42,12 @@ def in_backward() -> bool:
     return bool(torch._C._current_graph_task_id() != -1)
 
 
+def checkpoint_around() -> object:
+    """What tells one ``torch.utils.checkpoint`` from another, of the innermost that is around this line; or None."""
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    return hooks[0] if hooks is not None and hooks[0].__qualname__.startswith("_checkpoint_hook") else None
+
+
 def _mix(x: Tensor) -> Tensor:
     """One round on int64 values below 2**32, in place: both multipliers are below 2**31."""
     for shift, factor in ((16, 0x7FEB352D), (15, 0x6C078965)):
@@ -148,6 +154,8 @@ class Streams(TorchFunctionMode):
         self.slice_of: Callable[[str, Sequence[int]], Slice | None] | None = None
         """Tells which slice of its whole activation a module draws for, where activations are cut."""
         self.modules: list[str] = []
+        self.checkpoints: list[object] = []
+        """What was around each of them when it was entered (see ``checkpoint_around``)."""
         self.calls: Counter[str] = Counter()
         self.entered: Counter[str] = Counter()
         self.recomputing = False
@@ -221,6 +229,7 @@ class Streams(TorchFunctionMode):
             self.recomputing = recomputing
             self._by_module = self.switch_on(training)
         self.modules.append(name)
+        self.checkpoints.append(checkpoint_around())
         if recomputing:
             self.calls[name] = self.before[name]
         else:
@@ -231,6 +240,7 @@ class Streams(TorchFunctionMode):
         if not self.modules:
             return
         self.modules.pop()
+        self.checkpoints.pop()
         if not self.modules and self._by_module:
             self.switch_off()
 
@@ -258,6 +268,12 @@ class Streams(TorchFunctionMode):
         """
         assert self.draw is not None
         module = self.modules[-1] if self.modules else ""
+        if self.modules and not (self.twice or self.recomputing) and checkpoint_around() is not self.checkpoints[-1]:
+            raise ValueError(
+                f"module {module!r} draws dropout in a checkpoint around a function that is no module's call: in the "
+                f"backward nobody would know which mask to draw again; checkpoint a module's call, as in "
+                f"checkpoint(self.block, x, use_reentrant=False), or let the engine recompute"
+            )
         if self.recomputing and self.entered[module] > 1:
             raise ValueError(
                 f"module {module!r} ran {self.entered[module]} times in this forward and draws dropout while it is "

@@ -55,7 +55,8 @@ def full_state_dict(directory: Directory, parts: Sequence[Part], comm: Comm) -> 
     """Every parameter whole and every persistent buffer (data rank 0's), under the keys of ``model.state_dict()``.
 
     All ranks call it together and all get it, on the CPU; one unit is gathered at a time.  Of parameters that have
-    master weights these are the values; everything is in the dtype in which the model came.
+    master weights these are the values; frozen ones, which have none, come as a row in 16 bits has rounded them.
+    Everything is in the dtype in which the model came.
     """
     whole = dict(whole_tensors(directory, parts, comm))
     return {key: whole[name] for key, name in directory.aliases.items()}

@@ -108,7 +108,7 @@ class Flat:
         self.rest = torch.zeros(self.held[1] - self.held[0], dtype=self.dtype, device=device)
         self.master: Tensor | None = None
         """The optimizer's piece, where it is not a part of ``rest``."""
-        if self.trainable and strategy.has_master(self.dtype.itemsize):
+        if self.trainable and layout.has_master(strategy):
             start, stop = self.optim_place
             at = strategy.optim.device or device
             self.master = torch.zeros(stop - start, dtype=dtype_in(strategy.optim, self.dtype), device=at)

@@ -21,9 +21,6 @@ from torch import Tensor, nn
 
 from plait.models.hf import BUILDING
 
-SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
-"""Where the weights are: in one file, or in those that an index names."""
-
 
 def _line(error: Exception) -> str:
     """An exception's text as one line."""
@@ -35,7 +32,7 @@ class Pretrained:
     """A folder with a causal language model.
 
     Raises:
-        ValueError: it is none, or its weights are not in safetensors files, or quantised.
+        ValueError: there is no such folder, or no config in it.
     """
 
     path: str
@@ -46,11 +43,6 @@ class Pretrained:
             raise ValueError(f"{found}: no such folder; give one with config.json and safetensors files")
         if not (folder / "config.json").is_file():
             raise ValueError(f"{found}: no config.json in it, so it is no Hugging Face model; check the path")
-        if not (folder / SINGLE).is_file() and not (folder / INDEX).is_file():
-            raise ValueError(
-                f"{found}: neither {SINGLE} nor {INDEX} in it; other formats have to be converted first: "
-                f"AutoModelForCausalLM.from_pretrained(...).save_pretrained(...) of transformers writes them"
-            )
 
     def config(self) -> Any:
         """The folder's config, as transformers reads it.

@@ -90,7 +90,7 @@ def predict_line(
                     for step in path(use):
                         for message in lower(step, flat, mesh, rank):
                             ways = mesh.count(message.axes)
-                            size = message.numel * cells.get(phase, strategy.params).itemsize(flat.itemsize)
+                            size = message.numel * flat.itemsize_in(cells.get(phase, strategy.params))
                             root = mesh.index(rank, message.axes) == message.root
                             sent = bytes_sent(message.kind, size, ways, root=root)
                             note = Note(phase, unit.name, microbatch)

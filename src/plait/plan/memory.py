@@ -40,14 +40,12 @@ def held(units: Sequence[UnitLayout], mesh: Mesh, strategy: Strategy, rank: int,
 
     def piece(flat: FlatLayout, cell: Cell) -> int:
         start, stop = bounds(flat, cell)
-        return (stop - start) * cell.itemsize(flat.itemsize)
+        return (stop - start) * flat.itemsize_in(cell)
 
     flats = [(f, t) for unit in units for f, t in zip(unit.flats, unit.trainable, strict=True)]
     trained = [f for f, trains in flats if trains]
-    updated = [
-        run.numel * strategy.optim.itemsize(f.itemsize) for f in trained for run in f.runs(*bounds(f, strategy.optim))
-    ]
-    masters = [piece(f, strategy.optim) for f in trained if strategy.has_master(f.itemsize)]
+    updated = [run.numel * f.itemsize_in(strategy.optim) for f in trained for run in f.runs(*bounds(f, strategy.optim))]
+    masters = [piece(f, strategy.optim) for f in trained if f.has_master(strategy)]
     return Held(
         params=sum(piece(f, strategy.params) for f, _ in flats),
         grads=sum(piece(f, strategy.grads) for f in trained),

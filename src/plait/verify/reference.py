@@ -57,6 +57,8 @@ class SingleProcess:
         self.streams = Streams(job.seed)
         self.streams.attach(self.model)
         self.parameters = dict(self.model.named_parameters())
+        self.dtypes = {name: p.dtype for name, p in self.parameters.items()}
+        """In which the model came."""
         self.masters = {name: self._master(p) for name, p in self.parameters.items()}
         """What the optimizer updates: the parameters themselves, or wider copies of them."""
         self.loss_scale = job.precision.loss_scale()
@@ -73,7 +75,7 @@ class SingleProcess:
         own, precision = parameter.data, self.job.precision
         parameter.data = own.to(dtype_in(precision.params, own.dtype))
         wide = dtype_in(precision.optim, parameter.dtype)
-        return parameter if wide == parameter.dtype else nn.Parameter(own.to(wide), parameter.requires_grad)
+        return nn.Parameter(own.to(wide)) if parameter.requires_grad and wide != parameter.dtype else parameter
 
     @property
     def scale(self) -> float:
@@ -82,7 +84,7 @@ class SingleProcess:
 
     def _use(self, name: str, keys: Sequence[str]) -> nn.Parameter:
         """A second parameter over the memory of the first, under the given names."""
-        use = nn.Parameter(self.parameters[name].detach())
+        use = nn.Parameter(self.parameters[name].detach(), self.parameters[name].requires_grad)
         for key in keys:
             module, _, short = key.rpartition(".")
             setattr(self.model.get_submodule(module), short, use)
@@ -122,8 +124,9 @@ class SingleProcess:
         Where that leaves anything that is not finite there are none: the step is left out.
         """
         for name, uses in self.uses.items():
-            for i in range(len(uses)):
-                gradients = add(gradients, {name: gradients.pop(f"{name} {i}")})
+            for key in (f"{name} {i}" for i in range(len(uses))):
+                if key in gradients:
+                    gradients = add(gradients, {name: gradients.pop(key)})
         if self.loss_scale is None:
             return gradients
         for gradient in gradients.values():
@@ -182,7 +185,7 @@ def run_reference(
             record.gradients.append({name: g.clone() for name, g in gradients.items()})
         record.norms.append(_clip(gradients, clip if gradients else None, norm_pieces))
         one.update(gradients)
-    record.parameters = {name: p.detach().clone() for name, p in one.masters.items()}
+    record.parameters = {name: p.detach().to(one.dtypes[name], copy=True) for name, p in one.masters.items()}
     record.buffers = {name: one.buffers[0][name] for name in one.model.state_dict() if name in one.buffers[0]}
     for name, parameter in one.masters.items():
         state = one.optimizer.state.get(parameter, {})

@@ -194,17 +194,20 @@ def make_job(config: RunConfig) -> Job:
     def leading(batch: Any) -> tuple[int, ...]:
         return tuple(batch["tokens"].shape) if "tokens" in batch else (len(batch["x"]),)
 
-    build = partial(build_model, config)
-    dtype, width = config.torch_dtype, config.width if folder is None else folder.width
-    place = (config.batch, dtype, config.seed, leading, width)
-    optimizer, scheduler = partial(make_optimizer, config), partial(make_scheduler, config)
-    precision = Precision.of(config.row, config.first_scale)
     return Job(
-        *(build, loss_fn, count_fn, data.batches, optimizer),
-        *place,
-        scheduler=scheduler,
+        build=partial(build_model, config),
+        loss_fn=loss_fn,
+        count_fn=count_fn,
+        batches=data.batches,
+        optimizer=partial(make_optimizer, config),
+        global_batch=config.batch,
+        dtype=config.torch_dtype,
+        seed=config.seed,
+        leading=leading,
+        width=config.width if folder is None else folder.width,
+        scheduler=partial(make_scheduler, config),
         held_out=data.held_out,
-        precision=precision,
+        precision=Precision.of(config.row, config.first_scale),
         steps=data.steps,
         weights=weights,
     )

@@ -67,10 +67,8 @@ class Training:
     recorder: Recorder
     parameters: int
     """Elements of the whole model."""
-    sent: int = 0
-    """Bytes that this rank has sent in steps, as the prediction counts them."""
-    made: int = 0
-    """How many steps those were."""
+    sent: int | None = None
+    """Bytes that this rank sent in the first step, which is the one that is predicted."""
 
     @property
     def unit(self) -> str:
@@ -180,7 +178,7 @@ def _show_header(training: Training, console: Console) -> None:
             names = engine.links[first : first + size]
             first += size
             console.print(f"stage {stage} on pipe rank {owner[stage]}: {names[0]} .. {names[-1]} ({size} links)")
-    if config.model == "gpt":
+    if config.model == "gpt" and not config.pack:
         kept = human(_activation_bytes(training))
         console.print(
             f"activations of a microbatch on rank 0: {kept} predicted (recompute: {config.recompute or 'none'})"
@@ -243,11 +241,13 @@ def _steps(training: Training, stream: StepStream) -> Iterator[dict[str, Any]]:
         if training.scheduler is not None:
             training.scheduler.step()
         sent = comm.ledger.sent
-        training.made += 1
-        training.sent += sum(n for phase, n in comm.ledger.sent_by_phase().items() if phase not in BESIDE_STEPS)
+        if training.sent is None:
+            phases = comm.ledger.sent_by_phase()
+            training.sent = sum(n for phase, n in phases.items() if phase not in BESIDE_STEPS)
         record.losses.append(result.loss)
         record.local_losses.append(result.local_losses)
         record.norms.append(result.grad_norm)
+        record.made.append(result.made)
         bytes_held = engine.bytes_held()
         line = {
             "step": step + 1,
@@ -294,7 +294,7 @@ def _bytes_per_rank(training: Training) -> list[RankBytes]:
         *(ahead.params, ahead.grads, ahead.optimizer),
         *(kept["params"], kept["grads"], kept["optimizer"]),
         sum(entry.sent for entry in predict(engine, job, batches)),
-        training.sent // training.made,
+        training.sent or 0,
         kept["gathered_peak"],
         engine.peak_open,
     ]

@@ -77,7 +77,9 @@ def test_a_loss_scale_gives_up_where_no_factor_is_small_enough() -> None:
             scale.update(finite=False)
 
 
-@pytest.mark.parametrize("settings", [{"scale": 0.0}, {"growth": 0.5}, {"backoff": 1.0}, {"interval": 0}])
+@pytest.mark.parametrize(
+    "settings", [{"scale": 0.0}, {"scale": float("inf")}, {"growth": 0.5}, {"backoff": 1.0}, {"interval": 0}]
+)
 def test_a_loss_scale_that_cannot_move_is_refused(settings: dict[str, float]) -> None:
     with pytest.raises(ValueError, match="loss scale"):
         LossScale(**settings)  # type: ignore[arg-type]

@@ -33,7 +33,7 @@ def test_a_folder_has_both(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_bytes(lines({"text": "A"}, {"text": "B"}))
     (tmp_path / "empty.txt").touch()
     assert load_documents(str(tmp_path)) == [b"A", b"B", b"one\n\ntwo"]
-    assert load_text(str(tmp_path)) == b"A\n\nB" + b"one\n\ntwo"
+    assert load_text(str(tmp_path)) == b"A\n\nB\n\n" + b"one\n\ntwo"
 
 
 def test_pythons_modules() -> None:

@@ -254,3 +254,32 @@ def test_a_loop_of_ones_own_in_mixed_precision(scale: float | None) -> None:
         outcomes.append(run(Mesh(shard=2), rank_main, deadline=20)[0])
     for name in outcomes[0]:
         assert torch.allclose(outcomes[0][name], outcomes[1][name], atol=2e-3), name
+
+
+def test_ranks_with_different_loss_scales_are_refused_and_one_scale_serves_many_engines() -> None:
+    shared = LossScale(64.0, interval=1)
+    models = [net() for _ in range(4)]
+
+    def scale_after_a_step(comm: Comm, model: nn.Module, scale: LossScale) -> float:
+        strategy = TABLE["zero1"].mixed("fp16")
+        engine = Engine(
+            model, comm, strategy=strategy, optimizer=adam(model), loss_fn=loss_sum, count_fn=len, loss_scale=scale
+        )
+        engine.step(batches(0, comm.rank))
+        return engine.update.scale
+
+    with pytest.raises(ValueError, match="loss_scale"):
+        run(Mesh(shard=2), lambda comm: scale_after_a_step(comm, models[comm.rank], LossScale(2.0**comm.rank)))
+    scales = run(Mesh(shard=2), lambda comm: scale_after_a_step(comm, models[2 + comm.rank], shared))
+    assert scales == [128.0, 128.0] and shared.scale == 64.0
+
+
+def test_a_row_may_not_narrow_what_it_sums() -> None:
+    row = "x: full | full | full fp32, pending(shard, replica) | full fp32"
+
+    def rank_main(comm: Comm) -> None:
+        model = net().double()
+        Engine(model, comm, strategy=row, optimizer=adam(model), loss_fn=loss_sum, count_fn=len)
+
+    with pytest.raises(ValueError, match="fewer bits"):
+        run(Mesh(), rank_main, deadline=20)

@@ -6,6 +6,7 @@ A mistake costs a second and not a job.
 from __future__ import annotations
 
 import math
+import os
 from pathlib import Path
 
 import torch
@@ -60,6 +61,10 @@ def validate(config: RunConfig) -> None:
         )
     if isinstance(config, TrainConfig):
         _check_training(config)
+    if config.json not in (None, "-"):
+        if not Path(str(config.json)).absolute().parent.is_dir():
+            raise ValueError(f"json {config.json!r}: there is no such folder; make it, or give another")
+        _check_writable("json", config.json)
     check_machine(config)
     _check_dtypes(config)
 
@@ -68,6 +73,8 @@ def _check_training(config: TrainConfig) -> None:
     """Refuses what a run could not write, and an evaluation that has no data."""
     if config.out is not None and Path(config.out).is_file():
         raise ValueError(f"out {config.out!r} is a file: give a folder for the metrics")
+    _check_writable("out", config.out)
+    _check_writable("export", config.export)
     if config.export is not None:
         if config.model in ("mlp", "gpt"):
             raise ValueError(f"export writes models of transformers, which {config.model} is not: leave it out")
@@ -80,15 +87,29 @@ def _check_training(config: TrainConfig) -> None:
             _at_least(config, "eval_steps", 1)
         if config.model == "mlp":
             raise ValueError("eval_every, but mlp's regression data has no held-out part: leave it out")
+    elif config.eval_steps is not None:
+        raise ValueError(f"eval_steps {config.eval_steps} without eval_every: give that as well, 0 for once at the end")
+
+
+def _check_writable(name: str, path: str | None) -> None:
+    """Refuses a place that nothing can be written to; what a run leaves is written at its end."""
+    if path is None:
+        return
+    place = Path(path).absolute()
+    there = next(parent for parent in (place, *place.parents) if parent.exists())
+    if not os.access(there, os.W_OK):
+        raise ValueError(f"{name} {path!r}: nothing can be written in {str(there)!r}; give another place")
 
 
 def _check_dtypes(config: RunConfig) -> None:
     """Refuses a dtype in which the device cannot compute, and a loss scale that is none."""
     dtype, device = config.torch_dtype, resolve_device(config.device)
-    try:
-        torch.ones(2, 2, dtype=dtype, device=device) @ torch.ones(2, 2, dtype=dtype, device=device)
-    except RuntimeError as error:
-        raise ValueError(f"{device} cannot multiply matrices in {dtype}: choose another dtype ({error})") from error
+    if dtype != torch.float32:
+        try:
+            matrix = torch.ones(2, 2, dtype=dtype, device=device)
+            assert (matrix @ matrix).numel()
+        except RuntimeError as error:
+            raise ValueError(f"{device} cannot multiply matrices in {dtype}: choose another dtype ({error})") from error
     if config.loss_scale is not None:
         LossScale(config.loss_scale)
 

@@ -13,6 +13,7 @@ Source: Mixed Precision Training (Micikevicius et al. 2018); the rule of growth 
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from plait.core.cells import FULL, Cell, Strategy
@@ -47,7 +48,7 @@ SMALLEST = 2.0**-14
 
 @dataclass
 class LossScale:
-    """The factor of the loss; every rank has the same, since all agree on whether a step's sums are finite.
+    """The factor of the loss.  An engine has its own; all ranks start alike, and agree on whether sums are finite.
 
     Args:
         scale: where it starts, a power of two: then scaling changes no bit of a sum that stays in range.
@@ -66,10 +67,12 @@ class LossScale:
     """Steps made since the factor last changed."""
 
     def __post_init__(self) -> None:
-        if not (self.scale > 0 and self.growth >= 1 and 0 < self.backoff < 1 and self.interval >= 1):
+        if not SMALLEST <= self.scale < math.inf:
+            raise ValueError(f"a loss scale of {self.scale:g}: give a number from {SMALLEST:g}, a power of two")
+        if not (1 <= self.growth < math.inf and 0 < self.backoff < 1 and self.interval >= 1):
             raise ValueError(
-                f"loss scale {self.scale} (growth {self.growth}, backoff {self.backoff}, interval {self.interval}): "
-                f"give a scale above 0, growth of at least 1, backoff between 0 and 1, interval of at least 1 step"
+                f"a loss scale with growth {self.growth}, backoff {self.backoff}, interval {self.interval}: give "
+                f"growth of at least 1, backoff between 0 and 1, an interval of at least 1 step"
             )
 
     def update(self, *, finite: bool) -> None:

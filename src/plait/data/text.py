@@ -44,7 +44,9 @@ def load_text(path: str | None = None) -> bytes:
         file without a text; the message names the fix.
     """
     files = _files(path)
-    return b"".join(b"\n\n".join(_lines(name, text)) if name.endswith(".jsonl") else text for name, text in files)
+    parts = [b"\n\n".join(_lines(name, text)) if name.endswith(".jsonl") else text for name, text in files]
+    ends = [b"\n\n" * name.endswith(".jsonl") for name, _ in files[:-1]]
+    return b"".join(part + end for part, end in zip(parts, [*ends, b""], strict=True))
 
 
 def load_documents(path: str | None = None) -> list[bytes]:

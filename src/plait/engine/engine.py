@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -134,6 +135,7 @@ class Engine:
             schedule=self.pipeline.order,
             chunks=chunks,
             hold=hold,
+            loss_scale=loss_scale,
             split=split if split is None else tuple(split),
             recompute=recompute,
         )
@@ -178,7 +180,7 @@ class Engine:
             self.owned,
             self.pieces,
             clip,
-            loss_scale,
+            None if loss_scale is None else replace(loss_scale),
             list(dict.fromkeys(whole)) if parallel.styles else [],
         )
         self._guard = ModelGuard(model)  # what a stage has was taken from it once

@@ -148,6 +148,7 @@ class OwnedOptimizer:
     ) -> None:
         self.optimizer = optimizer
         self.owned = owned_runs(gradients)
+        updated = gradients[0].flat.updated.dtype if gradients else None  # the same on ranks that own nothing
         self.masters = [g.flat.master for g in gradients if g.flat.master is not None]
         if any(id(p) not in names for group in optimizer.param_groups for p in group["params"]):
             raise ValueError(
@@ -158,7 +159,7 @@ class OwnedOptimizer:
         stepped = any(torch.is_tensor(s.get("step")) and s["step"] > 0 for s in optimizer.state.values())
         if stepped or (optimizer.state and not eager):
             raise ValueError("the optimizer has made steps already: hand it over before its first one")
-        if cuts and (reason := probe_elementwise(optimizer, self.owned[0].view.dtype if self.owned else None)):
+        if cuts and (reason := probe_elementwise(optimizer, updated)):
             raise ValueError(
                 f"{type(optimizer).__name__} is not element-wise, so parameters cannot be cut anywhere: {reason}. "
                 f'Use cut="tensor" (whole tensors on one owner) or a row that keeps the optimizer state full (ddp)'

@@ -26,7 +26,7 @@ from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
@@ -166,7 +166,7 @@ def _run_twice(name: str, module: nn.Module, recomputation: Recomputation, *, ea
         output = recomputation.call(once, args, kwargs, whole=True, early_stop=early_stop)
         if unseen:
             for key, buffer in module.named_buffers():
-                if key not in before or not torch.equal(before[key], buffer):
+                if key not in before or not same_bits(before[key], buffer):
                     raise ValueError(
                         f"block {name!r} writes to its buffer {key!r} in forward, and recompute='full' would write to "
                         f"it twice (running statistics): use a norm without them, freeze it by eval(), or leave "
@@ -176,6 +176,13 @@ def _run_twice(name: str, module: nn.Module, recomputation: Recomputation, *, ea
         return output
 
     module.forward = forward
+
+
+def same_bits(left: Tensor, right: Tensor) -> bool:
+    """Whether two tensors are the same, NaN for NaN."""
+    if not left.is_floating_point() or left.shape != right.shape:
+        return torch.equal(left, right)
+    return torch.equal(left.isnan(), right.isnan()) and torch.equal(left.nan_to_num(), right.nan_to_num())
 
 
 class Cores(TorchFunctionMode):

@@ -97,6 +97,15 @@ class Flat:
         self.trainable = self.parameters[0].requires_grad
         self.dtype = dtype_in(strategy.params, self.parameters[0].dtype)
         self.sum_dtype = dtype_in(strategy.grads, self.dtype)
+        own, kept = (
+            self.parameters[0].dtype,
+            min(dtype_in(c, self.dtype).itemsize for c in (strategy.grads, strategy.optim)),
+        )
+        if self.trainable and not strategy.params.dtype and kept < own.itemsize:
+            raise ValueError(
+                f"the row {strategy.name!r} ({strategy.row()}) would sum or update parameters of {str(own)[6:]} in "
+                f"fewer bits: leave out its dtypes, or give the parameters one"
+            )
         self.held = self.place(strategy.params)
         self.kept_place = self.place(strategy.kept)
         self.grads_place = self.place(strategy.grads)

@@ -53,7 +53,7 @@ def launch(config: Machine, body: Body, command: Sequence[str]) -> int:
     if all(name in os.environ for name in TORCHRUN):
         return _be_a_rank(config, body)
     if config.world == "thread":
-        with _compute_threads(config.threads), _sigterm_raises():
+        with _compute_threads(config.threads), _stopped_cleanly():
             device, deadline = resolve_device(config.device), config.deadline
             return max(thread.run(Mesh.parse(config.mesh), body, device=device, deadline=deadline))
     return _start_ranks(config, command)
@@ -109,11 +109,13 @@ def _compute_threads(number: int) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _sigterm_raises() -> Iterator[None]:
-    """SIGTERM ends ranks that are threads as Ctrl-C does, and does not kill them in the midst of a line."""
+def _stopped_cleanly() -> Iterator[None]:
+    """Ctrl-C and SIGTERM end ranks that are threads at their next operation, and then this process, at once.
+
+    Not by way of the interpreter's end: a thread that is still inside of torch then would abort the process.
+    """
 
     def stop(number: int, _frame: object) -> None:
-        sys.stderr.write("plait: stopped by SIGTERM\n")
         raise SystemExit(128 + number)
 
     if threading.current_thread() is not threading.main_thread():
@@ -122,6 +124,12 @@ def _sigterm_raises() -> Iterator[None]:
     before = signal.signal(signal.SIGTERM, stop)
     try:
         yield
+    except (KeyboardInterrupt, SystemExit) as error:
+        number = signal.SIGINT if isinstance(error, KeyboardInterrupt) else signal.SIGTERM
+        sys.stderr.write(f"plait: stopped by {number.name}\n")
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(128 + number)
     finally:
         signal.signal(signal.SIGTERM, before)
 

@@ -64,6 +64,8 @@ class ProgressView:
             self._console.print(
                 progress_line(step, self._steps, line["loss"], rate, self._unit, line["grad_norm"], left)
             )
+        if not line.get("made", True):
+            self._console.print(f"step {step}: left out, gradients not finite; loss scale now {line['loss_scale']:g}")
         if "eval_loss" in line:
             self._console.print(f"step {step}: held-out loss {line['eval_loss']:.4f} ({line['eval_tokens']:,} tokens)")
         if self._bar is not None:

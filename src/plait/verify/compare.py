@@ -31,7 +31,7 @@ ROUNDING = {torch.float32: 1e-5, torch.float64: 1e-12, torch.bfloat16: 5e-2, tor
 STEPS_APART = {torch.float32: 0.05, torch.float64: 0.05, torch.bfloat16: 2.0, torch.float16: 2.0}
 """How far parameters may be apart after k steps of Adam, as a share of lr * k, the distance they can have gone."""
 
-DRIFT = {torch.float32: 1e-2, torch.float64: 1e-8, torch.bfloat16: 2.0, torch.float16: 2.0}
+DRIFT = {torch.float32: 1e-2, torch.float64: 1e-8, torch.bfloat16: 0.3, torch.float16: 0.3}
 """Relative tolerance of later losses and norms, and of optimizer state, once rounding has become different steps."""
 
 

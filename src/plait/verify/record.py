@@ -37,6 +37,8 @@ class RankRecord:
     losses: list[float] = field(default_factory=list)
     local_losses: list[tuple[float, ...]] = field(default_factory=list)
     norms: list[float | None] = field(default_factory=list)
+    made: list[bool] = field(default_factory=list)
+    """Which steps were made."""
     norm_pieces: list[Piece] = field(default_factory=list)
     gradients: list[dict[Piece, Tensor]] = field(default_factory=list)
     parameters: dict[str, Tensor] = field(default_factory=dict)
@@ -125,6 +127,7 @@ def record_layout(
         recorder.record.losses.append(result.loss)
         recorder.record.local_losses.append(result.local_losses)
         recorder.record.norms.append(result.grad_norm)
+        recorder.record.made.append(result.made)
         measured = [e for e in comm.ledger.since(mark) if e.note.phase != "setup" or not checking]
         recorder.record.ledger_differences += differences(predicted, measured)
     return recorder.finish(trained)

@@ -54,6 +54,10 @@ class Verdict:
     tree: tuple[Finding, ...]
     plain: tuple[Finding, ...]
     ledger: tuple[str, ...]
+    left_out: int = 0
+    """Steps that nobody made, because their scaled gradients were not finite."""
+    none_made: bool = False
+    """All of them: nothing is proved then."""
 
     @property
     def bitwise(self) -> bool:
@@ -61,7 +65,7 @@ class Verdict:
 
     @property
     def equal(self) -> bool:
-        return all(f.equal for f in (*self.tree, *self.plain)) and not self.ledger
+        return all(f.equal for f in (*self.tree, *self.plain)) and not self.ledger and not self.none_made
 
     @property
     def word(self) -> str:
@@ -102,6 +106,8 @@ def judge(
         tuple(against_tree(ranks, tree, asked(config))),
         tuple(against_plain(ranks, plain, job.dtype, config.lr, config.steps, amplifies=config.optimizer in AMPLIFIES)),
         tuple(difference for r in ranks for difference in r.ledger_differences),
+        left_out=ranks[0].made.count(False),
+        none_made=not any(ranks[0].made),
     )
 
 
@@ -168,6 +174,10 @@ def show(verdict: Verdict, console: Console, *, every_tensor: bool = False) -> N
             console.print(f"  {line}")
     else:
         console.print("ledger: every message as predicted, byte for byte")
+    if verdict.left_out:
+        console.print(f"steps left out, gradients not finite under the loss scale: {verdict.left_out}")
+    if verdict.none_made:
+        console.print("no step was made, so nothing is proved: give a smaller --loss-scale")
     colour = "green" if verdict.equal else "red"
     console.print(f"verdict: [bold {colour}]{verdict.word}[/bold {colour}]")
 

@@ -71,11 +71,15 @@ def test_matrices_decay_and_vectors_do_not() -> None:
     assert [group["weight_decay"] for group in one.param_groups] == [0.01]  # torch's default, for all
 
 
+DRAWING = threading.Lock()
+
+
 def trained(before: bool, comm: Comm | None = None) -> dict[str, torch.Tensor]:
     """Three steps of a small model with groups and a schedule, plain or under zero3."""
-    torch.manual_seed(5)
-    model = nn.Sequential(nn.Linear(7, 13), nn.GELU(), nn.LayerNorm(13), nn.Linear(13, 3))
-    x, y = torch.randn(6, 7), torch.randn(6, 3)
+    with DRAWING:  # ranks are threads here, and torch has one generator
+        torch.manual_seed(5)
+        model = nn.Sequential(nn.Linear(7, 13), nn.GELU(), nn.LayerNorm(13), nn.Linear(13, 3))
+        x, y = torch.randn(6, 7), torch.randn(6, 3)
     groups = [
         {"params": [p for p in model.parameters() if p.dim() > 1], "weight_decay": 0.5, "lr": 0.1},
         {"params": [p for p in model.parameters() if p.dim() == 1], "weight_decay": 0.0},

@@ -237,10 +237,7 @@ NETS: dict[str, tuple[Callable[[], nn.Module], int | None]] = {
     "spectral norm": (changed(parametrizations.spectral_norm), None),
     "spectral norm by hook": (changed(nn.utils.spectral_norm), None),
     "orthogonal": (changed(parametrizations.orthogonal), None),
-    "symmetric": (
-        changed(parametrize.register_parametrization, tensor_name="weight", parametrization=Symmetric()),
-        None,
-    ),
+    "symmetric": (changed(lambda module: parametrize.register_parametrization(module, "weight", Symmetric())), None),
     "lists": (Lists, None),
     "twice": (Twice, None),
     "odd": (Odd, None),

@@ -1,5 +1,6 @@
 """The optimizer and the learning rate of a config are torch's own, whatever the layout does with them."""
 
+import threading
 from dataclasses import replace
 
 import pytest

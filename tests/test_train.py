@@ -186,6 +186,8 @@ def test_sinks_are_closed_when_a_step_raises(text: str, tmp_path: Path, monkeypa
         (["--min-lr", "1.5"], "min_lr is 1.5, a fraction of lr"),
         (["--weight-decay", "-0.1"], "weight_decay is -0.1"),
         (["--eval-every", "-2"], "eval_every is -2"),
+        (["--eval-steps", "3"], "eval_steps 3 without eval_every"),
+        (["--json", "no/such/folder.json"], "there is no such folder"),
         (["--eval-every", "2", "--eval-steps", "0"], "eval_steps is 0"),
         (["--eval-every", "2", "--model", "mlp"], "no held-out part"),
         (["--tensorboard"], "give --out DIR"),

@@ -53,6 +53,14 @@ def test_a_fine_tuning_is_the_run_of_one_process_and_its_export_trains_on(
     assert main(command(out, text, "--mesh", "shard=2")) == 0
 
 
+def test_masters_are_exported_as_they_are_and_transformers_takes_them_so(tmp_path: Path, text: str) -> None:
+    folder, out = folders.write(tmp_path / "model", "llama", tie=True), tmp_path / "out"
+    assert main(command(folder, text, "--mesh", "shard=2", "--dtype", "bf16-mixed", "--export", str(out))) == 0
+    assert json.loads((out / "config.json").read_text())["dtype"] == "float32"
+    exported = folders.load(out).state_dict()["lm_head.weight"]
+    assert not torch.equal(exported, exported.bfloat16().float())
+
+
 def test_the_first_loss_is_that_of_transformers(tmp_path: Path, text: str) -> None:
     folder, report = folders.write(tmp_path / "model"), tmp_path / "report.json"
     (tmp_path / "text.txt").write_bytes(b"a" * 400)

@@ -12,6 +12,7 @@ from plait.core.cells import TABLE
 from plait.core.mesh import Mesh
 from plait.core.precision import LossScale
 from plait.engine import Engine
+from plait.plan.cost import differences, predict_step
 from plait.plan.memory import held
 
 MESH = Mesh(replica=2, shard=2)
@@ -283,3 +284,43 @@ def test_a_row_may_not_narrow_what_it_sums() -> None:
 
     with pytest.raises(ValueError, match="fewer bits"):
         run(Mesh(), rank_main, deadline=20)
+
+
+class Kinds(nn.Module):
+    """A real weight, a complex one, and a frozen list of indices, in one unit."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(5, 6)
+        self.kept = nn.Parameter(torch.tensor([0, 3, 2, 5]), requires_grad=False)
+        self.turn = nn.Parameter(torch.randn(4, 4, dtype=torch.complex64))
+
+    def forward(self, x_BC: Tensor) -> Tensor:
+        return (self.first(x_BC)[:, self.kept].to(self.turn.dtype) @ self.turn).abs()
+
+
+@pytest.mark.parametrize("row", ["ddp", "zero2", "zero3"])
+def test_bytes_of_integers_and_complex_numbers_are_predicted_under_dtypes(row: str) -> None:
+    torch.manual_seed(0)
+    models = [Kinds() for _ in range(2)]
+    models[1].load_state_dict(models[0].state_dict())
+    strategy = TABLE[row].mixed("bf16")
+
+    def rank_main(comm: Comm) -> None:
+        model = models[comm.rank]
+        engine = Engine(
+            model,
+            comm,
+            strategy=strategy,
+            optimizer=adam(model),
+            loss_fn=lambda m, x: m(x.to(BF16)).square().sum(),
+            count_fn=len,
+        )
+        comm.ledger.clear()
+        engine.step(batches(0, comm.rank, 1))
+        sent = [e for e in comm.ledger.entries if e.note.phase != "setup"]
+        assert not differences(predict_step(engine.layouts(), comm.mesh, strategy, 1, comm.rank), sent)
+        ahead, kept = held(engine.layouts(), comm.mesh, strategy, comm.rank, 2), engine.bytes_held()
+        assert (kept["params"], kept["grads"], kept["optimizer"]) == (ahead.params, ahead.grads, ahead.optimizer)
+
+    run(Mesh(shard=2), rank_main, deadline=20)

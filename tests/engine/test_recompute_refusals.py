@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from plait.comm import Comm, run
 from plait.core.mesh import Mesh
 from plait.engine import Engine, empty_parameters
+from plait.engine.recompute import same_bits
 from plait.models.hf import HFConfig, build
 
 
@@ -128,3 +129,9 @@ def test_a_unit_whose_stream_is_gathered_before_its_forward_is_refused() -> None
 
     with pytest.raises(ValueError, match=r"'model\.layers\.0\.self_attn' is 'enter' in the tensor plan"):
         run(Mesh(tensor=2), body, deadline=20)
+
+
+def test_a_buffer_of_nan_that_nobody_writes_is_the_same_buffer() -> None:
+    nan = torch.tensor([1.0, float("nan")])
+    assert same_bits(nan, nan.clone()) and not same_bits(nan, torch.tensor([1.0, 0.0]))
+    assert same_bits(torch.tensor([True]), torch.tensor([True])) and not same_bits(torch.zeros(2), torch.zeros(3))

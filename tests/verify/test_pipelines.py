@@ -231,6 +231,15 @@ def test_a_tensor_axis_in_every_stage(mesh: str, order: str, row: str, microbatc
     assert max(f.measured for f in first) < 1e-13, "fp64 leaves room for nothing but rounding"
 
 
+@pytest.mark.parametrize("model", ["llama", "qwen2"])
+def test_a_stock_decoder_whose_stream_is_cut_in_time(model: str) -> None:
+    """Its own code around the links asks for the length of the whole stream, odd here."""
+    pytest.importorskip("transformers")
+    config = replace(LLAMA, model=model, heads=4, kv_heads=2, dropout=0.0, length=9, dtype="fp64")
+    result = runs(config, "pipe=2 tensor=2", schedule="1f1b", microbatches=2, sequence_parallel=True)
+    assert result.verdict.word == "equal", result.different()
+
+
 # ---- the same run, however it is laid out -------------------------------------------------------------------------
 
 

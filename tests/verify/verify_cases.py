@@ -71,7 +71,7 @@ def record(config: VerifyConfig, job: Job | None = None) -> list[RankRecord]:
         layout = layout_of(config, made, comm)
         return record_layout(made, comm, row, config.microbatches, config.steps, **layout)
 
-    return run(config.parsed_mesh, body, deadline=60)
+    return run(config.parsed_mesh, body, deadline=20)
 
 
 def verify(config: VerifyConfig, **changes: Any) -> Verified:

@@ -36,7 +36,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "dataset": {"data", "config"},
     "job": UP_TO_ENGINE | {"plan", "checkpoint", "models", "data", "dataset", "config", "recipe"},
     "timeline": UP_TO_ENGINE | {"plan", "report"},
-    "train": TRAINING | {"job", "verify", "timeline", "measure", "sinks"},
+    "train": TRAINING | {"recipe", "job", "verify", "timeline", "measure", "sinks"},
     "verify": TRAINING | {"job"},
     "api": UP_TO_ENGINE | {"checkpoint", "models", "data"},
     "launch": {"core", "comm", "config", "checkpoint", "train", "verify"},

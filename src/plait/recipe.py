@@ -23,6 +23,9 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
 from plait.config import RunConfig
 
+STATES = {"adamw": 2, "adam": 2, "sgd": 1}
+"""Numbers of a parameter's size that each optimizer keeps (SGD here has momentum)."""
+
 
 def make_optimizer(config: RunConfig, parameters: Iterable[nn.Parameter]) -> Optimizer:
     """The optimizer of a config: one group, or with ``weight_decay`` two, of which the first decays.

@@ -39,6 +39,7 @@ from plait.measure.memory import peak_memory
 from plait.models.gpt import GPTConfig
 from plait.plan.activations import Sizes, decoder
 from plait.plan.memory import Held, held
+from plait.recipe import STATES
 from plait.report.progress import ProgressView
 from plait.report.training import RankBytes, bytes_table, human, spark
 from plait.sinks import Sinks, open_sinks
@@ -47,9 +48,6 @@ from plait.verify.compare import BITWISE, against_tree, summarise
 from plait.verify.record import RankRecord, Recorder, collect_records, predict
 from plait.verify.reference import run_reference
 from plait.verify.run import asked, findings_table, write_json
-
-STATES = {"adamw": 2, "adam": 2, "sgd": 1}
-"""Numbers of a parameter's size that each optimizer of the command line keeps (SGD here has momentum)."""
 
 BESIDE_STEPS = ("setup", "state")
 """Phases of messages that a step's prediction leaves out."""

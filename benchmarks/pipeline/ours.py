@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Sequence
+from itertools import product
 from typing import TYPE_CHECKING
 
 from harness.contestants import Build, Contestant, adamw, comm_beside
@@ -31,19 +32,27 @@ PLACEMENTS: dict[str, Callable[[int], Placement]] = {
 """The schedules that run; ``naive`` is left out, it is one process with messages."""
 
 
+GEMMS = {"plait": "torch", "plait/onednn": "onednn"}
+"""Who multiplies matrices, by the beginning of a row's name: with torch's, what is compared is the engine alone."""
+
+
 def matches(seconds: dict[str, list[float]]) -> tuple[Match, ...]:
     """Each schedule against torch's of the same name, with the same split."""
-    return tuple(Match(name, (f"torch-{name.removeprefix('plait-')}",), {}) for name in seconds if "plait-" in name)
+    ours = ((name, name.partition("-")) for name in seconds)
+    return tuple(Match(name, (f"torch-{what}",), {}) for name, (who, _, what) in ours if who in GEMMS)
 
 
 def best_matches(seconds: dict[str, list[float]]) -> tuple[Match, ...]:
-    """Our fastest against all of torch's: with each split, and whatever the split."""
+    """Our fastest, with each gemm, against all of torch's: with each split, and whatever the split."""
+
+    def of(who: str, split: str) -> tuple[str, ...]:
+        return tuple(n for n in seconds if n.startswith(f"{who}-") and n.endswith(split))
+
     found = []
-    for split in ("-even", "-balanced", ""):
-        theirs, ours = ([n for n in seconds if n.startswith(who) and n.endswith(split)] for who in ("torch-", "plait-"))
-        if ours:
+    for split, who in product(("-even", "-balanced", ""), GEMMS):
+        if ours := of(who, split):
             best = min(ours, key=lambda name: statistics.median(seconds[name]))
-            found.append(Match(best, tuple(theirs), {}))
+            found.append(Match(best, of("torch", split), {}))
     return tuple(found)
 
 
@@ -60,10 +69,17 @@ def rows(splits: Sequence[SplitName], costs: Sequence[float]) -> tuple[dict[str,
         from plait.engine import Engine  # noqa: F401
     except ImportError as reason:
         return {}, f"{reason}"
-    return {f"plait-{name}-{split}": _row(name, split, costs) for name in PLACEMENTS for split in splits}, ""
+    return {
+        f"{who}-{name}-{split}": _row(name, split, costs, gemm)
+        for who, gemm in GEMMS.items()
+        for name in PLACEMENTS
+        for split in splits
+    }, ""
 
 
-def engine_for(workload: Workload, ranks: int, schedule: str, split: SplitName, costs: Sequence[float]) -> Engine:
+def engine_for(
+    workload: Workload, ranks: int, schedule: str, split: SplitName, costs: Sequence[float], gemm: str = "torch"
+) -> Engine:
     """A rank's engine, on the process group that all contestants share."""
     from plait.core.mesh import Mesh
     from plait.engine import Engine
@@ -71,19 +87,20 @@ def engine_for(workload: Workload, ranks: int, schedule: str, split: SplitName, 
     model = workload.build()
     return Engine(
         model,
-        comm_beside(Mesh(pipe=ranks), f"{workload.name} {schedule} {split}"),
+        comm_beside(Mesh(pipe=ranks), f"{workload.name} {schedule} {split} {gemm}"),
         strategy="ddp",
         optimizer=adamw(model.parameters(), workload.learning_rate),
         loss_fn=workload.loss_sum,
         count_fn=workload.count,
         schedule=schedule,
         split=sizes_of(split, costs, PLACEMENTS[schedule](ranks)),
+        gemm=gemm,
     )
 
 
-def _row(schedule: str, split: SplitName, costs: Sequence[float]) -> Build:
+def _row(schedule: str, split: SplitName, costs: Sequence[float], gemm: str) -> Build:
     def build(workload: Workload, ranks: int) -> Contestant:
-        engine = engine_for(workload, ranks, schedule, split, costs)
+        engine = engine_for(workload, ranks, schedule, split, costs, gemm)
         return Contestant(lambda batch: engine.step(microbatches(batch)).loss, loss_is_global=True)
 
     return build

@@ -64,6 +64,8 @@ class Job:
     """Steps of the whole run, which epochs make of the data."""
     weights: Weights | None = None
     """Where the model's initial values are read; None: they are drawn from the seed."""
+    gemm: str = "torch"
+    """Who multiplies the matrices of linear layers."""
 
     def microbatches(
         self, step: int, data_rank: int, num_data_ranks: int, num_microbatches: int, device: str = "cpu"
@@ -165,6 +167,7 @@ def layout_of(config: RunConfig, job: Job, comm: Comm) -> dict[str, Any]:
         "cut": config.cut,
         "sequence_parallel": config.sequence_parallel,
         "recompute": config.recompute,
+        "gemm": config.gemm,
         "schedule": pipeline.order,
         "chunks": config.chunks,
         "hold": config.hold,
@@ -210,4 +213,5 @@ def make_job(config: RunConfig) -> Job:
         precision=Precision.of(config.row, config.first_scale),
         steps=data.steps,
         weights=weights,
+        gemm=config.gemm,
     )

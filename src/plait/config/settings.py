@@ -110,6 +110,8 @@ class RunConfig:
     recompute: Literal["full", "selective"] | None = None
     """Make activations a second time in the backward instead of keeping them: full, all inside a block; selective,
     those of attention, which grow with the square of the length. None: keep all."""
+    gemm: Literal["torch", "onednn"] = "torch"
+    """Who multiplies the fp32 matrices of linear layers on a CPU; plait doctor measures both on this machine."""
     sequence_parallel: bool = False
     """Cut the stream between tensor-parallel products in time (over one rank: nothing)."""
     cut: Literal["element", "tensor"] = "element"

@@ -20,14 +20,17 @@ Source: zero bubble pipeline parallelism (Qi et al. 2023, arXiv:2401.10241).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any, cast
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from plait.engine.deferred_products import DEFERRED, value
+from plait.engine.deferred_products import DEFERRED, linear, value
 from plait.engine.watch import only_metadata
+from plait.tensor.gemm import TORCH, Gemm
 
 
 class Deferred(TorchFunctionMode):
@@ -38,10 +41,12 @@ class Deferred(TorchFunctionMode):
 
     Args:
         parameters: the stage's parameters; those that are frozen are left alone.
+        gemm: multiplies the matrices of linear layers.
     """
 
-    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
+    def __init__(self, parameters: Iterable[nn.Parameter], gemm: Gemm = TORCH) -> None:
         super().__init__()
+        self._deferred: Mapping[Any, Callable[..., Tensor | None]] = {**DEFERRED, F.linear: partial(linear, gemm=gemm)}
         self._parameters = {id(p): p for p in parameters if p.requires_grad}
         self._stand_ins: dict[int, dict[int, Tensor]] = {}
         """By microbatch, then by ``id`` of the parameter, in the order of first use."""
@@ -113,9 +118,9 @@ class Deferred(TorchFunctionMode):
         weight = kwargs.get("weight", args[1] if len(args) > 1 else None) if func in DEFERRED else None
         args = self._replaced(tuple(args))
         kwargs = {name: self._replaced(argument) for name, argument in kwargs.items()}
-        if id(weight) in self._parameters and _plain(kwargs.get("input", args[0] if args else None)):
+        if id(weight) in self._parameters and plain(kwargs.get("input", args[0] if args else None)):
             with torch._C.DisableTorchFunction():
-                if (result := DEFERRED[func](*args, **kwargs)) is not None:
+                if (result := self._deferred[func](*args, **kwargs)) is not None:
                     return result
         return func(*args, **kwargs)
 
@@ -136,7 +141,7 @@ class Deferred(TorchFunctionMode):
         return self._stand_ins[microbatch]
 
 
-def _plain(x: Any) -> bool:
+def plain(x: Any) -> bool:
     """Whether products of x are ours: a tensor of torch's own, and no autocast, which has its own way to add."""
     return type(x) in (Tensor, nn.Parameter) and not torch.is_autocast_enabled(x.device.type)
 

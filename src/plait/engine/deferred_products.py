@@ -9,8 +9,9 @@ it adds gradients, and the sum is pending again, so nothing has to be known of w
 function of a pending gradient computes it and goes on with its value.
 
 The formulas are those of torch's own backward, to the bit: which operand is transposed, and in which layout a product
-is made, decides the order in which a BLAS adds.  ``linear``, ``embedding`` and ``convolution`` answer None where they
-do not cover a case; torch carries it out then, and its weight gradient is made in backward.
+is made, decides the order in which a BLAS adds (``tensor.gemm`` says which BLAS).  ``linear``, ``embedding`` and
+``convolution`` answer None where they do not cover a case; torch carries it out then, and its weight gradient is made
+in backward.
 """
 
 from __future__ import annotations
@@ -25,6 +26,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+
+from plait.tensor.gemm import TORCH, Gemm
 
 aten = torch.ops.aten
 
@@ -116,26 +119,32 @@ def _apply(function: Any, *args: Any) -> Tensor:
 
 
 def _save(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
-    """Keep what backward reads: x, for the weight's gradient, and the weight's values if x wants a gradient."""
+    """Keep what backward reads: x if the weight wants a gradient, and the weight's values if x wants one."""
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(x, weight if ctx.needs_input_grad[0] else None)
+    ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight if ctx.needs_input_grad[0] else None)
     ctx.weight, ctx.bias = Form.of(weight), None if bias is None else Form.of(bias)
 
 
 # ---- linear ---------------------------------------------------------------------------------------------------------
 
 
-def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor | None:
-    """``F.linear``, [..., in] -> [..., out], in the steps that torch takes."""
+def linear(
+    input: Tensor, weight: Tensor, bias: Tensor | None = None, *, gemm: Gemm = TORCH, later: bool = True
+) -> Tensor | None:
+    """``F.linear``, [..., in] -> [..., out], in the steps that torch takes.
+
+    Args:
+        later: gradients of weight and bias are pending; otherwise they are made in backward.
+    """
     x = input
     if not x.dim() or weight.dim() != 2 or x.shape[-1] != weight.shape[1]:
         return None
     if bias is not None and bias.shape != weight.shape[:1]:
         return None
     if x.dim() == 2:
-        return _apply(Linear, x, weight, bias)
+        return _apply(Linear, x, weight, bias, gemm, later)
     fused = bias if x.is_contiguous() else None
-    rows = _apply(Linear, x.reshape(math.prod(x.shape[:-1]), x.shape[-1]), weight, fused)
+    rows = _apply(Linear, x.reshape(math.prod(x.shape[:-1]), x.shape[-1]), weight, fused, gemm, later)
     y = rows.view(*x.shape[:-1], weight.shape[0])
     return y if bias is fused or bias is None else y + bias
 
@@ -144,33 +153,42 @@ class Linear(torch.autograd.Function):
     """y = x W^T + b of matrices."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, gemm: Gemm, later: bool) -> Tensor:
         _save(ctx, x, weight, bias)
+        ctx.gemm, ctx.make = gemm, Pending if later else _made
         ctx.x_by_columns = x.stride() == (1, x.shape[0])
-        return F.linear(x, weight, bias)
+        return gemm.linear(x, weight, bias)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, g: Tensor | None) -> tuple[Tensor | None, ...]:
         if g is None:
-            return None, None, None
+            return (None,) * 5
         x, weight = ctx.saved_tensors
-        dx = db = None
-        if ctx.needs_input_grad[0]:
-            dx = (weight.t() @ g.t()).t() if ctx.x_by_columns else g @ weight
-        by_rows = ctx.weight.strides == (ctx.weight.shape[1], 1)
-        dw = Pending(_product_by_rows if by_rows else _product_by_columns, (g, x), ctx.weight)
-        if ctx.needs_input_grad[2]:
-            db = Pending(_sum_of_rows, (g,), ctx.bias)
-        return dx, dw, db
+        wants_x, wants_weight, wants_bias, *_ = ctx.needs_input_grad
+        product = ctx.gemm.product
+        dx = dw = db = None
+        if wants_x:
+            dx = product(weight.t(), g.t()).t() if ctx.x_by_columns else product(g, weight)
+        if wants_weight:
+            by_rows = ctx.weight.strides == (ctx.weight.shape[1], 1)
+            dw = ctx.make(partial(_by_rows if by_rows else _by_columns, product), (g, x), ctx.weight)
+        if wants_bias:
+            db = ctx.make(_sum_of_rows, (g,), ctx.bias)
+        return dx, dw, db, None, None
 
 
-def _product_by_rows(g: Tensor, x: Tensor) -> Tensor:
-    return g.t() @ x
+def _made(make: Callable[..., Tensor], operands: Sequence[Tensor], form: Form) -> Tensor:
+    """A gradient that does not wait."""
+    return make(*operands)
 
 
-def _product_by_columns(g: Tensor, x: Tensor) -> Tensor:
-    return (x.t() @ g).t()
+def _by_rows(product: Callable[[Tensor, Tensor], Tensor], g: Tensor, x: Tensor) -> Tensor:
+    return product(g.t(), x)
+
+
+def _by_columns(product: Callable[[Tensor, Tensor], Tensor], g: Tensor, x: Tensor) -> Tensor:
+    return product(x.t(), g).t()
 
 
 def _sum_of_rows(g: Tensor) -> Tensor:

@@ -48,6 +48,7 @@ from plait.engine.tied import Ties
 from plait.engine.unit import Unit, dtype_in
 from plait.engine.update import Update, bytes_held
 from plait.engine.weights import Weights
+from plait.tensor.gemm import find_gemm
 from plait.tensor.parallel import parallel_plan
 
 CountFn = Callable[[Any], int]
@@ -82,6 +83,7 @@ class Engine:
         split: how many links of the model each stage has; None: equally many. Links are what the model tells of (see
             ``links``).
         recompute: ``"full"`` runs blocks again in backward, ``"selective"`` attention; None keeps every activation.
+        gemm: ``"torch"`` or ``"onednn"``: who multiplies linear layers' fp32 matrices on a CPU (see ``tensor.gemm``).
         loss_scale: the factor of the loss, for gradients that fp16 would lose (see ``precision``).
         listener: called with ``"reduced"`` (gradients are whole, not clipped) and ``"updated"``.
 
@@ -111,6 +113,7 @@ class Engine:
         hold: int | None = 1,
         split: Sequence[int] | None = None,
         recompute: Recompute | None = None,
+        gemm: str = "torch",
         loss_scale: LossScale | None = None,
         listener: Listener | None = None,
     ) -> None:
@@ -138,16 +141,17 @@ class Engine:
             loss_scale=loss_scale,
             split=split if split is None else tuple(split),
             recompute=recompute,
+            gemm=gemm,
         )
         parallel = parallel_plan(model, comm.mesh.tensor, tensor_plan, sequence=sequence_parallel)
         named = None if units is None else tuple(units)
-        settings = Settings(named, cut, seed, prefetch, sequence_parallel, self._before_forward, weights, recompute)
+        settings = Settings(
+            named, cut, seed, prefetch, sequence_parallel, self._before_forward, weights, recompute, find_gemm(gemm)
+        )
         built = build_stages(model, comm, self.strategy, self.pipeline, parallel, split, settings)
         self.stages, self.directory = built.stages, built.directory
         self.links, self.split = built.links, built.split
         """The names of the model's links, and how many each stage has."""
-        for stage in self.stages.values():
-            stage.gathering.peers = [peer.gathering for peer in self.stages.values()]
         courier = Courier(comm, self.pipeline.owner)
         self.log = EventLog(comm)
         """When each action of the last steps began and ended."""

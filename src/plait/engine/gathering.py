@@ -1,7 +1,7 @@
 """When units are gathered and freed.
 
-Forward and backward hooks on each unit's module call ``open`` before its parameters are read and ``close``
-after; between them lies the *prefetch*: while one unit computes, the gather of the next is under way.
+Forward and backward hooks on the module of each unit that reads split parameters call ``open`` before they are read and
+``close`` after; between them lies the *prefetch*: while one unit computes, the gather of the next is under way.
 
     forward     open 0 | compute 0 ‖ gather 1 | close 0, open 1 | compute 1 ‖ gather 2 | ...
     backward    the same from the other end, each unit gathered again where the row freed it
@@ -109,10 +109,12 @@ class Gathering:
         self._watch = watch
         for unit in units:
             watch.split |= {id(p) for flat in unit.flats if flat.split for p in flat.parameters}
-            # before hooks of the user's, which may read parameters (weight_norm), as the one behind is after them
-            unit.module.register_forward_pre_hook(self._before_forward(unit), with_kwargs=True, prepend=True)
-            unit.module.register_forward_hook(self._after_forward(unit))
+            if unit.split_needs:
+                # before hooks of the user's, which may read parameters (weight_norm), as the one behind is after them
+                unit.module.register_forward_pre_hook(self._before_forward(unit), with_kwargs=True, prepend=True)
+                unit.module.register_forward_hook(self._after_forward(unit))
         model.register_forward_pre_hook(self._begin_forward, with_kwargs=True, prepend=True)
+        model.register_forward_hook(self._end_forward, always_call=True)
 
     # ---- opening and closing ------------------------------------------------------------------------------------
 
@@ -204,6 +206,11 @@ class Gathering:
                 self._recover()
             self._before_root(args, kwargs)
             self.passes[self.phase].begin()
+            self._watch.inside = True
+
+    def _end_forward(self, module: nn.Module, args: Any, output: Any) -> None:
+        if not in_backward():
+            self._watch.inside = False
 
     def begin_step(self) -> None:
         """Whatever an earlier step left behind when it raised is gone."""
@@ -249,7 +256,7 @@ class Gathering:
                 self.open(unit, self.phase)
             self._watch.running.append(partial(self._open_backward, unit))
             self._inside.append(unit)
-            if torch.is_grad_enabled() and unit.split_needs and self._waits_for_inputs(unit):
+            if torch.is_grad_enabled() and self._waits_for_inputs(unit):
                 self._await_inputs(unit, (*args, *kwargs.values()))
 
         return hook
@@ -291,7 +298,7 @@ class Gathering:
         self._watch.running.pop()
         tensors = [t for t in tree_leaves(output) if isinstance(t, Tensor)]
         tracked = [t for t in tensors if t.requires_grad]
-        if torch.is_grad_enabled() and unit.split_needs and not tensors:
+        if torch.is_grad_enabled() and not tensors:
             raise ValueError(
                 f"unit {unit.name!r} returns {type(output).__name__}, in which no tensor is found: return "
                 f"tensors, or tuples, lists, dicts or registered pytrees of them, so that its backward can be seen"

@@ -77,6 +77,7 @@ class FlatGradient:
         self.direct = not flat.grads_split
         """The accumulator holds every element, so gradients are taken straight into it."""
         self.accumulated = torch.zeros(stop - start, dtype=flat.sum_dtype, device=flat.rest.device)
+        self.views = self._cut(self.accumulated) if self.direct else []
         self.transient: Tensor | None = None
         self.touched: set[int] = set()
         self.touched_now: set[int] = set()
@@ -84,20 +85,19 @@ class FlatGradient:
         self.claimed = False
         """A reduction writes, or has written, the first microbatch's sum into the accumulator."""
 
+    def _cut(self, whole: Tensor) -> list[Tensor]:
+        """A view for every parameter."""
+        return [whole[slot.offset : slot.end].view(slot.shape) for slot in self.flat.layout.slots]
+
     def take(self, index: int, gradient: Tensor) -> None:
         """Move one parameter's gradient into the buffer."""
-        slot = self.flat.layout.slots[index]
-        if self.direct:
-            target = self.accumulated
-        else:
-            if self.transient is None:
-                self.transient = self.buffers.take(self.flat.layout.numel, self.flat.sum_dtype, self.flat.rest.device)
-            target = self.transient
-        view = target[slot.offset : slot.end].view(slot.shape)
+        if not self.direct and self.transient is None:
+            self.transient = self.buffers.take(self.flat.layout.numel, self.flat.sum_dtype, self.flat.rest.device)
+            self.views = self._cut(self.transient)
         if self.direct and index in self.touched:
-            view.add_(gradient)
+            self.views[index].add_(gradient)
         else:
-            view.copy_(gradient)
+            self.views[index].copy_(gradient)
         self.touched_now.add(index)
         self.touched.add(index)
 
@@ -262,7 +262,7 @@ class Gradients:
             if g.transient is None:
                 g.transient = self.buffers.take(g.flat.layout.numel, g.flat.sum_dtype, g.flat.rest.device)
             g.fill_untouched(g.transient, g.touched_now)
-            whole, g.transient = g.transient, None
+            whole, g.transient, g.views = g.transient, None, []
             piece = whole[slice(*g.flat.grads_place)]
             if g.flat.layout.even and not g.claimed:
                 piece = g.accumulated

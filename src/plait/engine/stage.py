@@ -33,11 +33,13 @@ from plait.engine.gathering import Gathering
 from plait.engine.gradients import Gradients, parameters_of
 from plait.engine.guard import ModelGuard
 from plait.engine.links import StageModel
+from plait.engine.multiply import Multiply
 from plait.engine.recompute import Cores, Recomputation, Recompute, blocks_of, run_twice
 from plait.engine.rng import Draw, Streams
 from plait.engine.tensor_parallel import TensorParallel
 from plait.engine.unit import Unit
 from plait.engine.watch import Watch
+from plait.tensor.gemm import TORCH, Gemm
 from plait.tensor.parallel import Parallel, TensorAxis
 
 LossFn = Callable[[nn.Module, Any], Tensor]
@@ -80,6 +82,7 @@ class Stage:
         split_backward: weight gradients are made in passes of their own.
         before_root: called with the model's arguments before each forward (see ``Gathering``).
         recompute: what runs again in the backward (see ``recompute``).
+        gemm: multiplies the matrices of linear layers.
     """
 
     def __init__(
@@ -98,12 +101,13 @@ class Stage:
         split_backward: bool,
         before_root: Callable[[Any, dict[str, Any]], None],
         recompute: Recompute | None = None,
+        gemm: Gemm = TORCH,
     ) -> None:
         self.model, self.place, self.comm, self.parallel = part.model, place, comm, parallel
         self.units = units
-        self.axis = TensorAxis(comm, sequence=sequence)
+        self.axis = TensorAxis(comm, sequence=sequence, gemm=gemm)
         trainable = [p for _, p, flat, _ in parameters_of(self.units) if flat.trainable]
-        self.deferred = Deferred(trainable) if split_backward else None
+        self.deferred = Deferred(trainable, gemm) if split_backward else None
         self.streams = Streams(seed)
         products = None
         if parallel.styles:
@@ -112,10 +116,12 @@ class Stage:
         if place.last and place.count > 1:
             watch.staged = {id(p) for _, p, _, _ in parameters_of(self.units)}
         watching = watch if watch.staged or any(unit.split for unit in self.units) else None
+        multiply = None if gemm is TORCH else Multiply(gemm)
         # the last one sees a function first: it reads parameters, where the first may see what stands for them
         again = Recomputation(self.streams, products, watch)
         cores = Cores(again) if recompute == "selective" else None
-        self.streams.beside = tuple(mode for mode in (self.deferred, products, watching, cores) if mode is not None)
+        beside = (multiply, self.deferred, products, watching, cores)
+        self.streams.beside = tuple(mode for mode in beside if mode is not None)
         self.streams.attach(self.model, part.sites)
         self._lengths: dict[Signature, int] = {}
         self.door = Door(part, place.number, last=place.last)

@@ -29,6 +29,7 @@ from plait.engine.tied import Edge
 from plait.engine.watch import Watch
 from plait.engine.weights import Weights
 from plait.engine.wrap import wrap
+from plait.tensor.gemm import TORCH, Gemm
 from plait.tensor.parallel import Parallel
 
 MOST_NAMED = 12
@@ -47,6 +48,7 @@ class Settings:
     before_root: Callable[[Any, dict[str, Any]], None]
     weights: Weights | None = None
     recompute: Recompute | None = None
+    gemm: Gemm = TORCH
 
 
 @dataclass(frozen=True)
@@ -160,9 +162,12 @@ def build_stages(
             split_backward=pipeline.splits_backward,
             before_root=settings.before_root,
             recompute=settings.recompute,
+            gemm=settings.gemm,
         )
         for s, part in parts.items()
     }
+    for stage in stages.values():
+        stage.gathering.peers = [peer.gathering for peer in stages.values()]
     if count > 1:
         cut_off(model, list(parts.values()))
     return Built(stages, edges, directory, chain.names, tuple(map(len, split)))

@@ -49,12 +49,14 @@ class Watch(TorchFunctionMode):
         """The parameters of a stage, which ``loss_fn`` may not read beside the model: other stages have others."""
         self.resting: dict[int, str] = {}
         self.running: list[Callable[[], None]] = []
+        self.inside = False
+        """The stage's model is being called."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if self.staged and not self.running and not in_backward() and not only_metadata(func):
+        if self.staged and not self.inside and not in_backward() and not only_metadata(func):
             self._check_outside(func, args, kwargs)
         if not self.split or only_metadata(func):
             return func(*args, **kwargs)

@@ -17,10 +17,12 @@ from torch import Tensor, nn
 from plait.core.additions import MICROBATCH, fold
 from plait.core.mesh import Mesh
 from plait.engine.init import materialise
+from plait.engine.multiply import Multiply
 from plait.engine.optim import clip_factor, square_sum
 from plait.engine.rng import Draw, Streams
 from plait.engine.unit import dtype_in
 from plait.job import Job
+from plait.tensor.gemm import find_gemm
 
 Gradients = dict[str, Tensor]
 Ties = Mapping[str, Sequence[Sequence[str]]]
@@ -54,7 +56,7 @@ class SingleProcess:
         self.job, self.ranks, self.microbatches = job, num_data_ranks, num_microbatches
         self.model = job.build()
         materialise(self.model, job.seed, torch.device("cpu"), job.weights)
-        self.streams = Streams(job.seed)
+        self.streams = Streams(job.seed, [] if job.gemm == "torch" else [Multiply(find_gemm(job.gemm))])
         self.streams.attach(self.model)
         self.parameters = dict(self.model.named_parameters())
         self.dtypes = {name: p.dtype for name, p in self.parameters.items()}

@@ -21,6 +21,7 @@ from plait.comm import Comm
 from plait.core.collectives import Note
 from plait.core.layout import part
 from plait.core.styles import BACKWARD, FORWARD
+from plait.tensor.gemm import TORCH, Gemm
 
 AXES = ("tensor",)
 
@@ -33,10 +34,11 @@ class TensorAxis:
 
     Args:
         sequence: whether the stream between the products is cut in time.
+        gemm: makes the products.
     """
 
-    def __init__(self, comm: Comm, *, sequence: bool) -> None:
-        self.comm, self.sequence = comm, sequence
+    def __init__(self, comm: Comm, *, sequence: bool, gemm: Gemm = TORCH) -> None:
+        self.comm, self.sequence, self.gemm = comm, sequence, gemm
         self.ways, self.index = comm.mesh.tensor, comm.mesh.index(comm.rank, AXES)
         self.microbatch = -1
         self.length = 0

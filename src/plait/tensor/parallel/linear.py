@@ -23,16 +23,16 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from plait.core.styles import BACKWARD, FORWARD
+from plait.tensor.gemm import TORCH, Gemm
 from plait.tensor.parallel.axis import TensorAxis
 
 
-def weight_product(gradient: Tensor, x: Tensor) -> Tensor:
+def weight_product(gradient: Tensor, x: Tensor, gemm: Gemm = TORCH) -> Tensor:
     """dW [out, in] of y = x W^T."""
-    return rows(gradient).t() @ rows(x).to(gradient.dtype)
+    return gemm.product(rows(gradient).t(), rows(x).to(gradient.dtype))
 
 
 def rows(x: Tensor) -> Tensor:
@@ -40,9 +40,9 @@ def rows(x: Tensor) -> Tensor:
     return x.flatten(0, -2) if x.dim() > 1 else x[None]
 
 
-def input_product(gradient: Tensor, weight: Tensor) -> Tensor:
+def input_product(gradient: Tensor, weight: Tensor, gemm: Gemm = TORCH) -> Tensor:
     """dx of y = x W^T, in the dtype of the gradient (autocast computes in another one than it stores)."""
-    return gradient @ weight.to(gradient.dtype)
+    return gemm.product(gradient, weight.to(gradient.dtype))
 
 
 class Waiting:
@@ -115,13 +115,13 @@ class Enter(torch.autograd.Function):
         for index, g in waiting.queue:
             for place, wanted in ((2 * index, weight_product), (2 * index + 1, _bias_sum)):
                 if ctx.needs_input_grad[2 + place]:
-                    product, before = wanted(g, x), products[place]
+                    product, before = wanted(g, x, axis.gemm), products[place]
                     products[place] = product if before is None else before.add_(product)
         waiting.queue.clear()
         return (finish() if finish else None, None, *products)
 
 
-def _bias_sum(gradient: Tensor, x: Tensor) -> Tensor:
+def _bias_sum(gradient: Tensor, x: Tensor, gemm: Gemm) -> Tensor:
     return rows(gradient).sum(0)
 
 
@@ -135,13 +135,14 @@ class Column(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, waiting: Waiting, index: int) -> Tensor:
         ctx.waiting, ctx.index = waiting, index
         ctx.save_for_backward(weight)
-        return F.linear(x, weight, bias)
+        return waiting.axis.gemm.linear(x, weight, bias)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, None, None, None, None]:
         ctx.waiting.queue.append((ctx.index, gradient))
         (weight,) = ctx.saved_tensors
-        return input_product(gradient, weight) if ctx.waiting.wants_input else None, None, None, None, None
+        wanted = input_product(gradient, weight, ctx.waiting.axis.gemm) if ctx.waiting.wants_input else None
+        return wanted, None, None, None, None
 
 
 class Row(torch.autograd.Function):
@@ -154,7 +155,7 @@ class Row(torch.autograd.Function):
         ctx.axis, ctx.site, ctx.length = axis, site, axis.length
         ctx.save_for_backward(x, weight)
         finish = axis.start_scatter if axis.sequence else axis.start_sum
-        return finish(F.linear(x, weight), axis.note(FORWARD, site))()
+        return finish(axis.gemm.linear(x, weight, None), axis.note(FORWARD, site))()
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
@@ -163,8 +164,8 @@ class Row(torch.autograd.Function):
         if axis.sequence:
             gradient = axis.start_gather(gradient, 1, ctx.length, axis.note(BACKWARD, ctx.site))()
         return (
-            input_product(gradient, weight) if ctx.needs_input_grad[0] else None,
-            weight_product(gradient, x) if ctx.needs_input_grad[1] else None,
+            input_product(gradient, weight, axis.gemm) if ctx.needs_input_grad[0] else None,
+            weight_product(gradient, x, axis.gemm) if ctx.needs_input_grad[1] else None,
             None,
             None,
         )

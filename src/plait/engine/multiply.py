@@ -1,0 +1,38 @@
+"""Linear layers whose products another ``Gemm`` than torch's own makes, in forward and backward.
+
+    F.linear(x, W, b)  ──►  Linear, the function of ``deferred_products``, with nothing put off
+
+A function mode sees every ``F.linear`` of the forward, whoever calls it, and leaves everything else alone: products
+written as ``x @ w``, what autocast computes, subclasses of tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch.overrides import TorchFunctionMode
+
+from plait.engine.deferred import plain
+from plait.engine.deferred_products import linear
+from plait.tensor.gemm import Gemm
+
+
+class Multiply(TorchFunctionMode):
+    """On while the model's forward runs; entered before modes that have linear layers of their own."""
+
+    def __init__(self, gemm: Gemm) -> None:
+        super().__init__()
+        self.gemm = gemm
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is F.linear and all(plain(t) for t in (*args, *kwargs.values()) if t is not None):
+            with torch._C.DisableTorchFunction():
+                if (y := linear(*args, **kwargs, gemm=self.gemm, later=False)) is not None:
+                    return y
+        return func(*args, **kwargs)

@@ -1,0 +1,74 @@
+"""Who multiplies fp32 matrices on a CPU: torch's own BLAS, or oneDNN.
+
+    y  = x W^T + b      linear      [..., in] [out, in] [out] -> [..., out]
+    dx = g W            product     [..., n] [n, m] -> [..., m]
+    dW = g^T x          product
+
+torch's CPU wheels hand fp32 products to MKL, which serves processors that are not Intel's with AVX2 kernels.  oneDNN is
+in the same wheels, where torch uses it for convolutions and bf16, and has AVX-512 kernels for everyone: on a core of
+AMD's Zen 5 twice as fast (docs/log.md has figures; ``plait doctor`` measures this machine).  Both compute in fp32; they
+add in different orders, so a run is bitwise the run of a single process that multiplies with the same one.
+
+oneDNN is reached through the operator with which ``torch.compile`` calls it.  Tensors that it does not serve (other
+dtypes, GPUs, empty ones) go to torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Gemm:
+    """A way to multiply matrices."""
+
+    name: str
+    linear: Callable[[Tensor, Tensor, Tensor | None], Tensor]
+    """x, weight, bias -> x W^T + b."""
+    product: Callable[[Tensor, Tensor], Tensor]
+    """a, b -> a b, of which b is a matrix."""
+
+
+def find_gemm(name: str) -> Gemm:
+    """``torch`` or ``onednn``.
+
+    Raises:
+        ValueError: another name, or a torch that was built without oneDNN.
+    """
+    if name not in GEMMS:
+        raise ValueError(f"gemm={name!r}: give {' or '.join(map(repr, GEMMS))}")
+    if name == "onednn" and not has_onednn():
+        raise ValueError("gemm='onednn', but this torch was built without oneDNN: leave it out, or say gemm='torch'")
+    return GEMMS[name]
+
+
+def has_onednn() -> bool:
+    """Whether this torch can multiply with oneDNN."""
+    return bool(torch.backends.mkldnn.is_available()) and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+
+
+def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return _onednn(x, weight, bias) if _served(x, weight) else F.linear(x, weight, bias)
+
+
+def _product(a: Tensor, b: Tensor) -> Tensor:
+    return _onednn(a, b.t(), None) if _served(a, b) else a @ b
+
+
+def _onednn(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    y: Tensor = torch.ops.mkldnn._linear_pointwise.default(x, weight, bias, "none", [], "")
+    return y
+
+
+def _served(a: Tensor, b: Tensor) -> bool:
+    return a.dtype == b.dtype == torch.float32 and a.device.type == "cpu" and min(a.numel(), b.numel()) > 0
+
+
+TORCH = Gemm("torch", F.linear, torch.matmul)
+ONEDNN = Gemm("onednn", _linear, _product)
+GEMMS = {gemm.name: gemm for gemm in (TORCH, ONEDNN)}

@@ -21,6 +21,8 @@ from plait.config import TrainConfig, VerifyConfig
         (["verify", "--mesh", "foo=2"], "unknown mesh axis 'foo'"),
         (["verify", "--data", "/no/such/text"], "/no/such/text"),
         (["train", "--config", "/no/such.toml"], "cannot read the config '/no/such.toml'"),
+        (["train", "--steps", "9", "--epochs", "2"], "--steps 9 beside epochs 2, which are a number of steps too"),
+        (["verify", "--steps=5", "--epochs=1"], "leave --steps out, or give --epochs None"),
         (["train", "--mesh", "tensor=4"], "2 heads of 32 cannot be shared by tensor=4 ranks"),
         (["verify", "--mesh", "tensor=3", "--model", "llama"], "4 heads of 16 cannot be shared by tensor=3 ranks"),
         (["verify", "--mesh", "tensor=2", "--model", "mlp", "--sequence-parallel"], "which mlp has not"),
@@ -69,6 +71,20 @@ def test_flags_win_over_the_file_and_the_file_over_defaults(tmp_path: Path) -> N
         config = parse(["train", *words, "--steps", "9"])
         assert isinstance(config, TrainConfig)
         assert (config.mesh, config.steps, config.microbatches, config.lr) == ("replica=2", 9, 3, 3e-3)
+
+
+def test_steps_beside_the_epochs_of_a_file_are_refused_unless_a_flag_takes_them_back(tmp_path: Path) -> None:
+    file = tmp_path / "run.toml"
+    file.write_text("epochs = 2\n")
+    words = ["train", "--config", str(file)]
+    with pytest.raises(ValueError, match=r"--steps 9 beside epochs 2 of .*run.toml"):
+        parse([*words, "--steps", "9"])
+    by_steps, by_epochs = parse([*words, "--steps", "9", "--epochs", "None"]), parse([*words, "--epochs", "3"])
+    assert isinstance(by_steps, TrainConfig) and (by_steps.steps, by_steps.epochs) == (9, None)
+    assert isinstance(by_epochs, TrainConfig) and by_epochs.epochs == 3
+    file.write_text("steps = 7\n")
+    other = parse([*words, "--epochs", "3"])  # flags win over the file
+    assert isinstance(other, TrainConfig) and other.epochs == 3
 
 
 def test_flags_reach_the_config() -> None:

@@ -25,6 +25,7 @@ def test_the_smallest_batch_that_fills_all_parts_is_valid() -> None:
         ({"mesh": "shards=4"}, ["unknown mesh axis 'shards'", "replica"]),
         ({"mesh": "shard=0"}, ["shard=0", "from 1"]),
         ({"mesh": "pipe=2", "schedule": "1f1c"}, ["unknown order '1f1c'", "1f1b"]),
+        ({"mesh": "pipe=2", "schedule": "no/such.txt"}, ["cannot read the schedule 'no/such.txt': No such file"]),
         ({"mesh": "pipe=2", "chunks": 2}, ["2 chunks", "only interleaved"]),
         ({"mesh": "pipe=2", "schedule": "interleaved", "chunks": 1}, ["1 stages per rank", "from 2"]),
         ({"mesh": "pipe=2", "split": "3 2 2"}, ["3 stages", "the pipeline has 2"]),
@@ -116,6 +117,7 @@ def test_a_file_gives_values_and_the_rest_keeps_its_defaults(tmp_path: Path) -> 
         ('optimizer = "lion"', ["'lion'", "adamw, adam"]),
         ("mesh =", ["is no TOML", "Invalid value"]),
         ("out = 3", ["give str"]),
+        ("steps = 9\nepochs = 2", ["steps = 9 and epochs = 2", "leave one of them out"]),
     ],
 )
 def test_a_wrong_file_is_refused(tmp_path: Path, text: str, says: list[str]) -> None:

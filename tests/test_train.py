@@ -146,6 +146,13 @@ def test_every_value_survives_the_file(config: TrainConfig, tmp_path: Path) -> N
     assert "split" not in path.read_text()  # a None that is the default
 
 
+def test_the_file_of_a_run_by_epochs_says_epochs_and_no_steps(tmp_path: Path) -> None:
+    """Its steps follow from the data, and a file may not say both."""
+    path = tmp_path / "config.toml"
+    path.write_text(to_toml(TrainConfig(epochs=2, steps=14)), encoding="utf-8")
+    assert from_toml(TrainConfig, str(path)) == TrainConfig(epochs=2)
+
+
 def test_the_summary_says_what_was_run_with_what(train: Any) -> None:
     summary, metrics, _ = train("--mesh", "shard=2", "--steps", "2")
     assert summary["command"].startswith("plait train --world thread --layers 1 ")

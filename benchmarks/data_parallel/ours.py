@@ -7,7 +7,7 @@ While ``plait.engine`` cannot be imported the rows are left out and the reason i
 
 from __future__ import annotations
 
-from harness.contestants import Build, Contestant, adamw, comm_beside
+from harness.contestants import GEMMS, Build, Contestant, adamw, comm_beside
 from harness.models import Workload
 from harness.report import Match
 from peers import DDP_VARIANTS
@@ -16,12 +16,16 @@ ROWS = ("ddp", "zero1", "zero2", "zero3")
 
 
 _EVEN = {"mlp4": 1.0, "mlp16": 1.0, "gpt256": 1.0}
-MATCHES = (
-    Match("plait-ddp", tuple(DDP_VARIANTS), _EVEN),
-    Match("plait-zero1", tuple(DDP_VARIANTS), _EVEN),
-    Match("plait-zero1", ("redundancy",), {}),
-    Match("plait-zero2", ("fsdp2",), {}),
-    Match("plait-zero3", ("fsdp2",), {"mlp4": 1.5, "mlp16": 1.5, "gpt256": 1.15}),
+MATCHES = tuple(
+    match
+    for who in GEMMS
+    for match in (
+        Match(f"{who}-ddp", tuple(DDP_VARIANTS), _EVEN),
+        Match(f"{who}-zero1", tuple(DDP_VARIANTS), _EVEN),
+        Match(f"{who}-zero1", ("redundancy",), {}),
+        Match(f"{who}-zero2", ("fsdp2",), {}),
+        Match(f"{who}-zero3", ("fsdp2",), {"mlp4": 1.5, "mlp16": 1.5, "gpt256": 1.15}),
+    )
 )
 
 
@@ -32,10 +36,10 @@ def rows() -> tuple[dict[str, Build], str]:
         from plait.engine import Engine  # noqa: F401
     except ImportError as reason:
         return {}, f"{reason}"
-    return {f"plait-{row}": _row(row) for row in ROWS}, ""
+    return {f"{who}-{row}": _row(row, gemm) for who, gemm in GEMMS.items() for row in ROWS}, ""
 
 
-def _row(strategy: str) -> Build:
+def _row(strategy: str, gemm: str) -> Build:
     def build(workload: Workload, ranks: int) -> Contestant:
         from plait.core.mesh import Mesh
         from plait.engine import Engine
@@ -43,13 +47,14 @@ def _row(strategy: str) -> Build:
         model = workload.build()
         engine = Engine(
             model,
-            comm_beside(Mesh(shard=ranks), f"{workload.name} {strategy}"),
+            comm_beside(Mesh(shard=ranks), f"{workload.name} {strategy} {gemm}"),
             strategy=strategy,
             optimizer=adamw(model.parameters(), workload.learning_rate),
             loss_fn=workload.loss_sum,
             count_fn=workload.count,
             clip=None,
             seed=0,
+            gemm=gemm,
         )
 
         def finish() -> None:

@@ -33,6 +33,9 @@ class Contestant:
     """Waits for whatever the last step left under way, so that the clock counts it."""
 
 
+GEMMS = {"plait": "torch", "plait/onednn": "onednn"}
+"""Who multiplies matrices, by the first word of a row's name: with torch's own, the engine alone is compared."""
+
 Build = Callable[[Workload, int], Contestant]
 """(workload, number of ranks) -> a contestant, inside an initialised process group."""
 

@@ -8,14 +8,17 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from itertools import product
 from typing import TYPE_CHECKING
 
-from harness.contestants import Build, Contestant, adamw, comm_beside
-from harness.models import Workload
+from harness.contestants import GEMMS, Build, Contestant, adamw, comm_beside
+from harness.models import Batch, Workload
 from harness.report import Match
 from models import microbatches
+from peers import SCHEDULES, pipeline
 from splits import Placement, SplitName, loop, sizes_of, twice, v
+from torch import Tensor
 
 if TYPE_CHECKING:
     from plait.engine import Engine
@@ -32,14 +35,15 @@ PLACEMENTS: dict[str, Callable[[int], Placement]] = {
 """The schedules that run; ``naive`` is left out, it is one process with messages."""
 
 
-GEMMS = {"plait": "torch", "plait/onednn": "onednn"}
-"""Who multiplies matrices, by the beginning of a row's name: with torch's, what is compared is the engine alone."""
-
-
 def matches(seconds: dict[str, list[float]]) -> tuple[Match, ...]:
-    """Each schedule against torch's of the same name, with the same split."""
-    ours = ((name, name.partition("-")) for name in seconds)
-    return tuple(Match(name, (f"torch-{what}",), {}) for name, (who, _, what) in ours if who in GEMMS)
+    """Each schedule against torch's of the same name and split; with oneDNN, also against torch's with oneDNN."""
+    found = []
+    for name in seconds:
+        who, _, what = name.partition("-")
+        if who in GEMMS:
+            others = (f"torch-{what}", f"torch/onednn-{what}") if GEMMS[who] == "onednn" else (f"torch-{what}",)
+            found += [Match(name, (other,), {}) for other in others]
+    return tuple(found)
 
 
 def best_matches(seconds: dict[str, list[float]]) -> tuple[Match, ...]:
@@ -64,17 +68,27 @@ def by_stage(costs: Sequence[float], num_stages: int) -> tuple[int, ...]:
 
 
 def rows(splits: Sequence[SplitName], costs: Sequence[float]) -> tuple[dict[str, Build], str]:
-    """plait's contestants by name, and why there are none ("" if there are); ``costs`` of the links, which balance."""
+    """plait's contestants by name, and why there are none ("" if there are); ``costs`` of the links, which balance.
+
+    ``torch/onednn`` are torch's schedules with the model's forward under plait's ``Multiply``.
+    """
     try:
         from plait.engine import Engine  # noqa: F401
     except ImportError as reason:
         return {}, f"{reason}"
-    return {
+    ours = {
         f"{who}-{name}-{split}": _row(name, split, costs, gemm)
         for who, gemm in GEMMS.items()
         for name in PLACEMENTS
         for split in splits
-    }, ""
+    }
+    helped = {
+        f"torch/onednn-{name}-{split}": _helped(pipeline(SCHEDULES[name], split, costs))
+        for name in PLACEMENTS
+        for split in splits
+        if name in SCHEDULES
+    }
+    return ours | helped, ""
 
 
 def engine_for(
@@ -102,5 +116,21 @@ def _row(schedule: str, split: SplitName, costs: Sequence[float], gemm: str) -> 
     def build(workload: Workload, ranks: int) -> Contestant:
         engine = engine_for(workload, ranks, schedule, split, costs, gemm)
         return Contestant(lambda batch: engine.step(microbatches(batch)).loss, loss_is_global=True)
+
+    return build
+
+
+def _helped(theirs: Build) -> Build:
+    def build(workload: Workload, ranks: int) -> Contestant:
+        from plait.engine.multiply import Multiply
+        from plait.tensor.gemm import ONEDNN
+
+        contestant, multiply = theirs(workload, ranks), Multiply(ONEDNN)
+
+        def step(batch: Batch) -> Tensor | float:
+            with multiply:
+                return contestant.step(batch)
+
+        return replace(contestant, step=step)
 
     return build

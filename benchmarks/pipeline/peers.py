@@ -79,7 +79,7 @@ def peers(splits: Sequence[SplitName], costs: Sequence[float]) -> dict[str, Buil
         ALONE
         | {SIDE_BY_SIDE: _side_by_side}
         | {
-            f"torch-{name}-{split}": _pipeline(peer, split, costs)
+            f"torch-{name}-{split}": pipeline(peer, split, costs)
             for name, peer in SCHEDULES.items()
             for split in splits
         }
@@ -98,7 +98,9 @@ def _side_by_side(workload: Workload, ranks: int) -> Contestant:
     return Contestant(step, loss_is_global=False, communicates=False)
 
 
-def _pipeline(peer: Peer, split: SplitName, costs: Sequence[float]) -> Build:
+def pipeline(peer: Peer, split: SplitName, costs: Sequence[float]) -> Build:
+    """A schedule of torch's over stages of ``costs`` balanced, or even, sizes."""
+
     def build(workload: Workload, ranks: int) -> Contestant:
         placement = peer.placement(ranks)
         modules = stages(workload.build(), sizes_of(split, costs, placement))

@@ -7,7 +7,7 @@ and the reason is printed.
 
 from __future__ import annotations
 
-from harness.contestants import Build, Contestant, adamw, comm_beside
+from harness.contestants import GEMMS, Build, Contestant, adamw, comm_beside
 from harness.models import Batch, Workload
 from harness.report import Match
 from peers import COLUMNS, PLANS, ROWS
@@ -27,13 +27,17 @@ PLAN = {
 def matches(ranks: int) -> tuple[Match, ...]:
     """Ours against the fastest plan of all; sequence parallelism also against its like."""
     goal = {"gpt256": 1.25, "gpt512": 1.25} if ranks == 2 else {}
-    return (
-        Match("plait-tensor", tuple(PLANS), goal),
-        Match("plait-tensor", ("torch-blocks",), {}),
-        Match("plait-tensor", ("torch-loss",), {}),
-        Match("plait-tensor", ("alone",), {}),
-        Match("plait-sequence", tuple(PLANS), {}),
-        Match("plait-sequence", ("torch-titan",), {}),
+    return tuple(
+        match
+        for who in GEMMS
+        for match in (
+            Match(f"{who}-tensor", tuple(PLANS), goal),
+            Match(f"{who}-tensor", ("torch-blocks",), {}),
+            Match(f"{who}-tensor", ("torch-loss",), {}),
+            Match(f"{who}-tensor", ("alone",), {}),
+            Match(f"{who}-sequence", tuple(PLANS), {}),
+            Match(f"{who}-sequence", ("torch-titan",), {}),
+        )
     )
 
 
@@ -43,10 +47,11 @@ def rows() -> tuple[dict[str, Build], str]:
         from plait.engine import Engine  # noqa: F401
     except ImportError as reason:
         return {}, f"{reason}"
-    return {"plait-tensor": _row(sequence=False), "plait-sequence": _row(sequence=True)}, ""
+    kinds = {"tensor": False, "sequence": True}
+    return {f"{who}-{kind}": _row(s, gemm) for who, gemm in GEMMS.items() for kind, s in kinds.items()}, ""
 
 
-def _row(*, sequence: bool) -> Build:
+def _row(sequence: bool, gemm: str) -> Build:
     def build(workload: Workload, ranks: int) -> Contestant:
         from plait.core.mesh import Mesh
         from plait.engine import Engine
@@ -58,13 +63,14 @@ def _row(*, sequence: bool) -> Build:
         model = workload.build()
         engine = Engine(
             model,
-            comm_beside(Mesh(tensor=ranks), f"{workload.name} {sequence}"),
+            comm_beside(Mesh(tensor=ranks), f"{workload.name} {sequence} {gemm}"),
             strategy="ddp",
             optimizer=adamw(model.parameters(), workload.learning_rate),
             loss_fn=loss_sum,
             count_fn=workload.count,
             tensor_plan=PLAN,
             sequence_parallel=sequence,
+            gemm=gemm,
         )
         return Contestant(lambda batch: engine.step([batch]).loss, loss_is_global=True)
 

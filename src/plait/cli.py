@@ -93,7 +93,20 @@ def parse(argv: Sequence[str]) -> TrainConfig | VerifyConfig | DoctorConfig | Be
         | Annotated[BenchCommand, named("bench")]
         | Annotated[ScheduleCommand, named("schedule")]
     )
-    return tyro.cli(kinds, prog="plait", description="Train one model over many ranks.", args=list(argv))
+    command = tyro.cli(kinds, prog="plait", description="Train one model over many ranks.", args=list(argv))
+    if isinstance(command, TrainConfig | VerifyConfig) and command.epochs is not None:
+        _check_steps(command, argv)
+    return command
+
+
+def _check_steps(command: TrainConfig | VerifyConfig, argv: Sequence[str]) -> None:
+    """Raises ValueError for ``--steps`` beside epochs, which say themselves how many steps there are."""
+    if any(word.partition("=")[0] == "--steps" for word in argv):
+        where = f" of {command.config}" if command.config and "--epochs" not in argv else ""
+        raise ValueError(
+            f"--steps {command.steps} beside epochs {command.epochs}{where}, which are a number of steps too: "
+            f"leave --steps out, or give --epochs None"
+        )
 
 
 def _defaults(kind: type[Config], argv: Sequence[str]) -> Config:

@@ -25,8 +25,12 @@ from rich.console import Console
 from rich.table import Table
 
 from plait.measure import machine
+from plait.tensor.gemm import ONEDNN, has_onednn
 
 Facts = dict[str, Any]
+
+FASTER = 1.2
+"""How many times as fast oneDNN has to be to be worth a word."""
 
 _SUFFIX = re.compile("_(bytes|bytes_per_second|flops)$")
 
@@ -177,6 +181,7 @@ def measured() -> Facts:
         "threads": torch.get_num_threads(),
         "memory_copy_bytes_per_second": machine.copy_rate(),
         "matrix_product_flops": machine.product_rate(),
+        "onednn_product_flops": machine.product_rate(gemm=ONEDNN) if has_onednn() else None,
         "overlap": machine.NO_GPU,
     }
     found = machine.overlap()
@@ -218,6 +223,13 @@ def warnings(facts: Facts) -> list[str]:
         )
     if not facts["software"]["gloo"]:
         found.append("this torch has no gloo: process worlds on CPU need it; --world thread works")
+    speeds = facts.get("measured", {})
+    torchs, onednns = speeds.get("matrix_product_flops"), speeds.get("onednn_product_flops")
+    if torchs and onednns and onednns >= FASTER * torchs:
+        found.append(
+            f"oneDNN multiplies fp32 matrices at {_words('_flops', onednns)}, torch's own BLAS at "
+            f"{_words('_flops', torchs)}: train and verify with --gemm onednn on this processor"
+        )
     return found
 
 

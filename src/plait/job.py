@@ -31,6 +31,7 @@ from plait.models import gpt, hf, mlp
 from plait.models.pretrained import Pretrained
 from plait.plan.balance import shortest_step
 from plait.recipe import make_optimizer, make_scheduler
+from plait.tensor.gemm import find_gemm
 from plait.tensor.parallel import parallel_plan
 
 
@@ -135,9 +136,10 @@ def check_layout(config: RunConfig) -> None:
 
     Raises:
         ValueError: a folder whose files do not fit together, more stages than the model has links, heads that the
-            tensor axis cannot share, and whatever else a tensor plan can get wrong.
+            tensor axis cannot share, and whatever else a tensor plan can get wrong; a gemm that this torch has not.
     """
     mesh, pipeline = config.parsed_mesh, config.pipeline
+    find_gemm(config.gemm)
     if isinstance(config.model_config, Pretrained):
         make_job(config)
     if pipeline.num_stages > 1:
@@ -157,7 +159,8 @@ def layout_of(config: RunConfig, job: Job, comm: Comm) -> dict[str, Any]:
     if config.split == "measured":
         batch = job.microbatches(0, 0, comm.mesh.data_size, config.microbatches, str(comm.device))[0]
         samples = job.leading(batch)[0]
-        costs = agreed_costs(_cast(job.build(), job.dtype), comm, job.loss_fn, batch, samples)
+        model, gemm = _cast(job.build(), job.dtype), find_gemm(config.gemm)
+        costs = agreed_costs(model, comm, job.loss_fn, batch, samples, recompute=config.recompute, gemm=gemm)
         split = shortest_step(pipeline.written(config.microbatches), *costs)
     return {
         "clip": config.clip,

@@ -18,18 +18,18 @@ from typing import Annotated
 import tyro
 from rich.console import Console
 
-from plait.config import read_schedule
+from plait.config import names_a_file, read_schedule
 from plait.core.actions import Schedule, format_schedule, owners
 from plait.core.cells import find_strategy
 from plait.core.check import Proof, check
-from plait.core.orders import ORDERS, stages_per_rank, write_order
+from plait.core.orders import stages_per_rank, write_order
 from plait.core.passes import add_messages, add_sharding, add_step, merge_messages
 from plait.plan.bubbles import Bubbles, bubbles
 from plait.plan.simulate import Costs, simulate
 from plait.report.schedule import bubble_table, share_line, svg, time_grid
 
-MOST_PASSES = 2**20
-"""Above this many forwards the closed forms are shown alone."""
+MOST_PASSES = 256 * 1024
+"""Above this many forwards, which take seconds to simulate, the closed forms are shown alone."""
 
 
 @dataclass(frozen=True)
@@ -123,7 +123,7 @@ def run_schedule(command: ScheduleCommand) -> int:
 
 def _schedule(source: Source) -> tuple[Schedule, Proof]:
     """The schedule of a source, proved."""
-    if _is_file(source):
+    if names_a_file(source.order):
         for name in ("stages", "microbatches", "chunks"):
             if getattr(source, name) is not None:
                 raise ValueError(
@@ -145,17 +145,12 @@ def _microbatches(source: Source) -> int:
 
 def _formula(timed: Timed) -> Bubbles:
     """What the closed forms say; nothing of a file, and nothing of waits where messages take time."""
-    if _is_file(timed):
+    if names_a_file(timed.order):
         return Bubbles(None, None, None)
     chunks = stages_per_rank(timed.order, timed.chunks)
     times = (timed.forward, timed.input, timed.weight)
     found = bubbles(timed.order, _stages(timed), _microbatches(timed), chunks, *times)
     return Bubbles(None, None, found.peaks) if timed.latency else found
-
-
-def _is_file(source: Source) -> bool:
-    """Whether a file is meant: it has a dot or a slash in its name, or is there."""
-    return source.order not in ORDERS and (bool({".", "/"} & {*source.order}) or Path(source.order).is_file())
 
 
 def _costs(timed: Timed) -> Costs:
@@ -181,7 +176,7 @@ def _text(command: Text) -> None:
 
 def _show(command: Show) -> None:
     formula = _formula(command)
-    if not _is_file(command) and _stages(command) * _microbatches(command) > MOST_PASSES:
+    if not names_a_file(command.order) and _stages(command) * _microbatches(command) > MOST_PASSES:
         share = "none here" if formula.idle_share is None else f"{formula.idle_share:.6f}"
         print(f"{_stages(command)} stages x {_microbatches(command)} microbatches: the closed forms alone")
         peak = max(formula.peaks) if formula.peaks else "none here"

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import re
+import threading
 import time
 import traceback
 
@@ -96,6 +98,79 @@ def test_a_message_that_is_not_sent_is_named() -> None:
 
     with pytest.raises(TimeoutError, match=r"rank 1 waited 0.1 s in recv .*rank 0 did not send"):
         run(Mesh(pipe=2), wait_for_it, deadline=0.1)
+
+
+@pytest.mark.parametrize("how", ["collective", "message"])
+def test_time_in_which_nobody_can_run_is_not_waited(how: str) -> None:
+    """As a collection of garbage does, a call stops all threads, for longer than the deadline."""
+    usleep = ctypes.PyDLL(None).usleep  # unlike CDLL, it holds the interpreter meanwhile
+
+    def stop_all(comm: Comm) -> float:
+        x = torch.full((1,), float(comm.rank))
+        if comm.rank == 1:
+            time.sleep(0.05)
+            usleep(700_000)
+            for _ in range(20):
+                time.sleep(0.001)  # who waits has the first word
+        if how == "collective":
+            comm.all_reduce(x, ("pipe",)).wait()
+        elif comm.rank == 1:
+            comm.send(x, 0)
+        else:
+            comm.recv(x, 1).wait()
+        return float(x)
+
+    assert run(Mesh(pipe=2), stop_all, deadline=0.5) == [1.0, 1.0]
+
+
+def _far_from_here() -> None:
+    time.sleep(0.6)
+
+
+@pytest.mark.parametrize("how", ["collective", "message"])
+def test_a_deadline_tells_where_the_others_stand(how: str) -> None:
+    """By then it is the only chance to learn it: what holds a rank up may never do so again."""
+
+    def stay_away(comm: Comm) -> str:
+        if comm.rank == 1:
+            _far_from_here()
+            return ""
+        with pytest.raises(TimeoutError) as caught:
+            if how == "collective":
+                comm.barrier(("shard",))
+            else:
+                comm.recv(torch.empty(1), 1).wait()
+        return str(caught.value)
+
+    said, place = run(Mesh(shard=2), stay_away, deadline=0.2)[0].split("\nrank ")
+    assert re.search(r"rank 1 did not (come|send) \(this process computed [0-9.]+ s meanwhile\)$", said), said
+    assert place.startswith("1 stands at\n") and ", in stay_away\n" in place, place
+    assert place.endswith(", in _far_from_here\n    time.sleep(0.6)"), place
+
+
+def test_a_deadline_tells_which_meeting_the_other_is_in() -> None:
+    """Rank 0 waits for 1 over shard, and 1 for 3 over replica."""
+
+    def cross(comm: Comm) -> str:
+        if comm.rank > 1:
+            time.sleep(0.5 if comm.rank == 3 else 0)
+            return ""
+        time.sleep(0.1 * comm.rank)
+        with pytest.raises(TimeoutError) as caught:
+            axes = ("shard",) if comm.rank == 0 else ("replica",)
+            comm.all_reduce(torch.ones(3), axes, note=Note("backward", "head"))
+        return str(caught.value)
+
+    text = run(Mesh(replica=2, shard=2), cross, deadline=0.3)[0]
+    assert re.search(r"\nrank 1 stands in sum all_reduce of unit 'head' over replica .*, at\n", text), text
+
+
+def test_the_last_rank_may_end_at_any_moment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also between two looks at whether somebody is still running."""
+    looks = iter([True, False])
+    real = threading.Thread.is_alive
+    monkeypatch.setattr(threading.Thread, "is_alive", lambda t: next(looks, False) if t.name == "rank 0" else real(t))
+    assert run(Mesh(), lambda comm: comm.rank) == [0]
 
 
 @pytest.mark.parametrize("how", ["collective", "message"])

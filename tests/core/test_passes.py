@@ -18,7 +18,15 @@ from plait.core.actions import (
 from plait.core.cells import TABLE
 from plait.core.check import check
 from plait.core.orders import ORDERS, interleaved, one_f_one_b, one_stage, write_order
-from plait.core.passes import add_messages, add_sharding, add_step, join_backward, merge_messages, split_backward
+from plait.core.passes import (
+    add_messages,
+    add_sharding,
+    add_step,
+    complete,
+    join_backward,
+    merge_messages,
+    split_backward,
+)
 from plait.core.pipeline import Pipeline
 from plait.core.v_orders import zbv
 from plait.plan.simulate import Costs, simulate
@@ -175,6 +183,20 @@ def test_the_end_of_a_step() -> None:
     same(add_step(parse_schedule("0F0 1F0 1B0 0B0")), "0F0 1F0 1B0 1REDUCE 0B0 0REDUCE 0UPDATE 1UPDATE")
     (line,) = add_step(write_order("naive", 1, 3))
     assert (line,) == one_stage(3)
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        "0F0 0B0 0REDUCE\n1F0 1B0 1REDUCE",
+        "0F0 0B0 0UPDATE\n1F0 1B0 1UPDATE",
+        "0F0 0B0 0REDUCE 0UPDATE\n1F0 1B0 1REDUCE 1UPDATE",
+    ],
+)
+def test_a_schedule_that_says_a_part_of_the_end_of_a_step_gets_the_other(said: str) -> None:
+    completed = complete(parse_schedule(said), TABLE["ddp"])
+    for rank, line in enumerate(completed):
+        assert " ".join(map(str, line)).endswith(f"{rank}REDUCE {rank}UPDATE"), "an update of what nobody has summed"
 
 
 @pytest.mark.parametrize("name", ORDERS)

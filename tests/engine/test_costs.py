@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import copy
+from collections import Counter
+from typing import Any
 
 import engine_cases as cases
+import pytest
 import torch
 from torch import nn
 
 from plait.comm import Comm, run
+from plait.config import VerifyConfig
 from plait.core.mesh import Mesh
-from plait.engine.costs import agreed_costs, link_costs
+from plait.engine.costs import Seconds, agreed_costs, link_costs
+from plait.job import layout_of, make_job
+from plait.tensor.gemm import TORCH, Gemm
 
 
 def model() -> nn.Sequential:
@@ -34,11 +40,46 @@ def test_the_dear_link_is_found_and_the_model_left_alone() -> None:
     net(batch()["x"])  # no hook is left behind
 
 
+def test_links_are_measured_as_they_will_run() -> None:
+    """Blocks run a second time in the backward, and the run's own gemm multiplies."""
+    calls = Counter[str]()
+
+    class Counted(cases.Block):
+        def forward(self, x_BC: torch.Tensor) -> torch.Tensor:
+            calls["block"] += 1
+            return super().forward(x_BC)
+
+    def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        calls["linear"] += 1
+        return TORCH.linear(x, weight, bias)
+
+    net = cases.distinct(nn.Sequential(nn.Linear(5, 5), Counted(), nn.Linear(5, 3)))
+    usual = list(link_costs(net, cases.loss_sum, batch(), 64, repeats=1))
+    assert len(usual) == 3 and calls == {"block": 2}
+    calls.clear()
+    gemm = Gemm("counted", linear, TORCH.product)
+    assert len(list(link_costs(net, cases.loss_sum, batch(), 64, repeats=1, recompute="full", gemm=gemm))) == 3
+    assert calls == {"block": 4, "linear": 2 * (1 + 4 + 1)}
+
+
+def test_a_run_measures_its_links_as_it_runs_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: dict[str, Any] = {}
+
+    def costs(*args: Any, **settings: Any) -> Seconds:
+        asked.update(settings)
+        return (1.0,) * 4, (1.0,) * 4
+
+    monkeypatch.setattr("plait.job.agreed_costs", costs)
+    config = VerifyConfig(mesh="pipe=2", split="measured", layers=1, recompute="full", microbatches=2)
+    (layout,) = run(Mesh(), lambda comm: layout_of(config, make_job(config), comm))
+    assert asked == {"recompute": "full", "gemm": TORCH} and sum(layout["split"]) == 4
+
+
 def test_all_ranks_agree() -> None:
     template = model()
 
     def body(comm: Comm) -> object:
-        return agreed_costs(copy.deepcopy(template), comm, cases.loss_sum, batch(), 64)
+        return agreed_costs(copy.deepcopy(template), comm, cases.loss_sum, batch(), 64, recompute="full")
 
     first, *others = run(Mesh(pipe=3), body, deadline=20)
     assert others == [first] * 2

@@ -7,6 +7,8 @@ unit (frozen weights, borrowed weights), in a second call, or between a backward
 from __future__ import annotations
 
 import copy
+import re
+from pathlib import Path
 
 import engine_cases as cases
 import pytest
@@ -17,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 from plait.comm import Comm, run
 from plait.core.mesh import Mesh
-from plait.engine import Engine
+from plait.engine import Engine, gathering
 
 WIDTH = cases.WIDTH
 
@@ -237,3 +239,10 @@ def test_evaluation_between_backward_and_step_keeps_nothing_old(row: str, grad: 
     for outputs in run(Mesh(replica=2, shard=2), loop):
         for ours, theirs in zip(outputs, truth, strict=True):
             assert cases.close(ours, theirs)
+
+
+def test_only_a_gathering_writes_its_fields() -> None:
+    """Stages and engines tell it what begins; what follows from that stands in one file."""
+    written = re.compile(r"gathering\.\w+ *([-+]?=)[^=]")
+    sources = Path(gathering.__file__).parent.glob("*.py")
+    assert not [f"{path.name}: {found[0]}" for path in sources if (found := written.search(path.read_text()))]

@@ -24,15 +24,19 @@ from plait.core.mesh import AXES
 from plait.engine.norm import Norm
 from plait.engine.tied import Ties
 from plait.job import Job, check_layout
+from plait.tensor.gemm import has_onednn
 from plait.verify import matrix
 from plait.verify.cases import DIMENSIONS, LINKS, RULES, cells, command, config_of, due, points, uneven
 from plait.verify.matrix import Outcome, References, grid, outcome_of, run_cells
+from plait.verify.reference import run_reference
 from plait.verify.run import Verdict, judge
 
 SHARDED = config_of({"model": "gpt", "strategy": "zero3", "shard": 3, "microbatches": 2})
 PIPED = config_of({"model": "mlp", "strategy": "hsdp", "pipe": 2, "replica": 2, "schedule": "zbv", "microbatches": 3})
 TIED = config_of({"model": "gpt", "strategy": "zero2", "pipe": 3, "schedule": "gpipe", "microbatches": 2})
 SPLIT = config_of({"model": "gpt", "strategy": "zero1", "tensor": 2, "shard": 2, "sequence_parallel": True})
+
+MIXED = ("bf16-mixed", "fp16-mixed")
 
 ONE_STAGE = {None, "naive", "gpipe", "1f1b", "zb_h1", "zb_h2"}
 """Orders with one stage on a rank."""
@@ -48,7 +52,7 @@ def full() -> tuple[VerifyConfig, ...]:
 
 def impossible(most: int) -> set[tuple[str, Any, str, Any]]:
     """The pairs that no cell can hold, said again without the rules."""
-    found = {("pipe", p, "schedule", None) for p in (2, 3, 4)}
+    found: set[tuple[str, Any, str, Any]] = {("pipe", p, "schedule", None) for p in (2, 3, 4)}
     found |= {("schedule", o, "chunks", 3) for o in DIMENSIONS["schedule"] if o != "interleaved"}
     found |= {("pipe", 4, "chunks", 3), ("tensor", 1, "sequence_parallel", True)}
     found |= {("model", "mlp", "sequence_parallel", True), ("schedule", None, "split", "uneven")}
@@ -57,6 +61,10 @@ def impossible(most: int) -> set[tuple[str, Any, str, Any]]:
         found |= {("strategy", row, "hold", hold) for row in ("ddp", "zero1", "zero2")}
     for a, b in combinations(AXES, 2):
         found |= {(a, m, b, n) for m, n in product((1, 2, 3, 4), repeat=2) if m * n > most}
+    split: list[tuple[str, Any]] = [("sequence_parallel", True), *(("tensor", t) for t in (2, 3, 4))]
+    found |= {(*there, "dtype", d) for there in split for d in MIXED}
+    if has_onednn():
+        found |= {(*there, "gemm", "onednn") for there in (*split, *(("dtype", d) for d in MIXED))}
     return found
 
 
@@ -80,7 +88,14 @@ def test_full_has_every_row_on_every_mesh_and_grouped_heads(full: tuple[VerifyCo
     for row in TABLE:
         assert sum(1 for mesh, strategy in twice if strategy == row and mesh.size <= 8) == 47
     assert {c.kv_heads for c in full if c.model == "gpt"} == {3, 4, 6, 12}
-    assert len(set(full)) == len(full) > 47 * 8
+    assert 47 * 8 < len(set(full)) == len(full) <= 540
+
+
+def test_dtypes_go_with_what_the_verdict_can_say(full: tuple[VerifyConfig, ...]) -> None:
+    """16 bits only where bits are due, fp64 where products are split, unless oneDNN makes them."""
+    found = {(c.parsed_mesh.tensor > 1, c.dtype, c.gemm) for c in full}
+    wanted = {(False, "fp32", "torch"), *((False, dtype, "torch") for dtype in MIXED), (True, "fp64", "torch")}
+    assert found == wanted | {(tensor, "fp32", "onednn") for tensor in (False, True) if has_onednn()}
 
 
 def test_no_cell_of_full_is_refused(full: tuple[VerifyConfig, ...]) -> None:
@@ -144,6 +159,35 @@ def test_a_reference_is_made_again_for_other_runs_of_the_norm() -> None:
     for strategy in ("ddp", "zero1"):
         assert outcome_of(replace(PIPED, strategy=strategy), kept).word == "bitwise"
     assert len(kept._jobs) == 1 and len(kept._records) == 3
+
+
+OTHERS: tuple[dict[str, Any], ...] = (
+    *({"dtype": dtype} for dtype in MIXED),
+    *({"gemm": "onednn"} for _ in range(has_onednn())),
+    {"dtype": "fp16-mixed", "loss_scale": 64.0},
+    {"strategy": "mine: shard bf16 | full bf16 | shard fp32, pending(replica) | shard/replica fp64"},
+)
+
+
+def test_a_reference_is_that_of_the_cells_dtypes_and_products() -> None:
+    """What changes the run of a single process makes another job; recomputation and offloading do not."""
+    kept = References()
+    for i, changes in enumerate(({}, *OTHERS)):
+        config = replace(PIPED, **{"strategy": "zero3", **changes})
+        for same in (config, replace(config, recompute="full"), replace(config, offload=True)):
+            outcome = outcome_of(same, kept)
+            assert outcome.word == "bitwise", outcome.told
+            assert len(kept._jobs) == i + 1
+
+
+@pytest.mark.parametrize("changes", OTHERS, ids=lambda changes: " ".join(map(str, changes.values())))
+def test_a_reference_of_another_cell_is_seen(changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The job is that of plain fp32 and torch's products: every one of these settings shows in the bits."""
+    plain = References().job(PIPED)
+    with monkeypatch.context() as context:
+        context.setattr(References, "run", lambda self, job, *rest, **given: run_reference(plain, *rest, **given))
+        outcome = outcome_of(replace(PIPED, **{"strategy": "zero3", **changes}), References())
+    assert outcome.word == "DIFFERENT", outcome.told
 
 
 # ---- faults ---------------------------------------------------------------------------------------------------------

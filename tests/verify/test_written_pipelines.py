@@ -37,6 +37,10 @@ WRITTEN = {
         0F2 0F0 0F1 0B0 0B1 0B2
         1F2 1F0 1B0 1F1 1B1 1B2
     """,
+    "with updates, and no word of reductions": """
+        0F0 0F1 0B0 0F2 0B1 0B2 0UPDATE
+        1F0 1B0 1F1 1B1 1F2 1B2 1UPDATE
+    """,
     "with messages, joined": """
         0F0 0SEND_F0 0F1 0SEND_F1+0RECV_B0 0B0 0F2 0SEND_F2+0RECV_B1 0B1 0RECV_B2 0B2
         1RECV_F0 1F0 1RECV_F1 1B0 1SEND_B0 1F1 1RECV_F2 1B1 1SEND_B1 1F2 1B2 1SEND_B2

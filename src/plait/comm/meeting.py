@@ -7,18 +7,29 @@
 Every wait ends: by the others coming, by the deadline, by a member that has returned for good, or by the
 abort that a failing rank sets off.  Whoever notices first writes the reason into the meeting, and every
 member that comes later reads the same reason.
+
+Where it is the deadline, the reason says what the ranks that did not come were doing: threads of one process can look
+at each other's stacks.
 """
 
 from __future__ import annotations
 
+import sys
 import threading
-from collections.abc import Iterator
+import time
+import traceback
+from collections.abc import Callable, Container, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from torch import Tensor
 
 from plait.comm.base import Call, MismatchError
+
+PIECES = 20
+"""In so many pieces a rank waits out its deadline."""
+FRAMES = 12
+"""How many calls of a rank's stack are shown, the innermost last."""
 
 
 class AbortedError(RuntimeError):
@@ -48,8 +59,14 @@ class MeetingPlace:
         self._meetings: dict[tuple[tuple[int, ...], int], _Meeting] = {}
         self._mail: dict[tuple[int, int, int], Tensor] = {}
         self._posted = [threading.Condition(self._lock) for _ in range(num_ranks)]
+        self._threads: dict[int, int] = {}
         self._ended: set[int] = set()
         self._aborted = ""
+
+    def begin(self, rank: int) -> None:
+        """Says that the calling thread is the rank."""
+        with self._lock:
+            self._threads[rank] = threading.get_ident()
 
     def abort(self, why: str) -> None:
         """Makes every wait, now and later, raise AbortedError."""
@@ -100,12 +117,28 @@ class MeetingPlace:
                 del self._meetings[key]
                 meeting.changed.notify_all()
             everyone_left = lambda: meeting.left == len(ranks) or meeting.failure or self._aborted  # noqa: E731
-            in_time = meeting.changed.wait_for(everyone_left, self.deadline)
+            in_time = self._wait(meeting.changed, everyone_left)
             if meeting.left < len(ranks):
                 if not in_time:
                     raise TimeoutError(f"rank {rank} waited {self.deadline:g} s for others to finish {call}")
                 self._raise(meeting)
                 self._raise_if_aborted(rank, call)
+
+    def _wait(self, changed: threading.Condition, settled: Callable[[], object]) -> bool:
+        """Waits until ``settled()``, or says False after the deadline.
+
+        It counts the time in which somebody could come.  While Python's collector runs, or a library call that holds
+        the interpreter, or the process is stopped, all ranks stand still; who waits then wakes far too late, and counts
+        the piece of its deadline that it meant to sleep.
+        """
+        left = self.deadline
+        while not settled():
+            if left <= 0:
+                return False
+            piece, start = min(left, self.deadline / PIECES), time.monotonic()
+            changed.wait(piece)
+            left -= min(piece, time.monotonic() - start)
+        return True
 
     def _await_members(self, rank: int, call: Call, meeting: _Meeting) -> None:
         ranks = call.group.ranks
@@ -115,7 +148,8 @@ class MeetingPlace:
                 return True
             return any(r in self._ended and r not in meeting.brought for r in ranks)
 
-        in_time = meeting.changed.wait_for(settled, self.deadline)
+        computed = time.process_time()
+        in_time = self._wait(meeting.changed, settled)
         self._raise(meeting)
         if len(meeting.brought) == len(ranks):
             return
@@ -126,6 +160,7 @@ class MeetingPlace:
             text = f"rank {rank} is in {call}, but {gone} returned without it"
         else:
             text = f"rank {rank} waited {self.deadline:g} s in {call}: {missing} did not come"
+            text += self._elsewhere(meeting.brought, computed)
         self._fail(meeting, RuntimeError if in_time else TimeoutError, text)
         self._raise(meeting)
 
@@ -156,15 +191,27 @@ class MeetingPlace:
         key = (src, dst, number)
         with self._lock:
             settled = lambda: key in self._mail or self._aborted or src in self._ended  # noqa: E731
-            in_time = self._posted[dst].wait_for(settled, self.deadline)
+            computed = time.process_time()
+            in_time = self._wait(self._posted[dst], settled)
             message = self._mail.pop(key, None)
             if message is None:
                 self._raise_if_aborted(dst, call)
                 if in_time:
                     raise RuntimeError(f"rank {dst} is in {call}, but rank {src} returned without sending")
                 waited = f"rank {dst} waited {self.deadline:g} s in {call}"
-                raise TimeoutError(f"{waited}: rank {src} did not send")
+                raise TimeoutError(f"{waited}: rank {src} did not send{self._elsewhere((dst,), computed)}")
         return message
+
+    def _elsewhere(self, here: Container[int], computed: float) -> str:
+        """How much the process computed since, and where the ranks that are not ``here`` stand: their stacks."""
+        text = f" (this process computed {time.process_time() - computed:.2f} s meanwhile)"
+        frames = sys._current_frames()
+        for rank, thread in sorted(self._threads.items()):
+            if rank not in here and thread in frames:
+                met = [str(m.call) for m in self._meetings.values() if rank in m.brought]
+                stack = traceback.format_list(traceback.extract_stack(frames[thread], FRAMES))
+                text += f"\nrank {rank} stands{''.join(f' in {call},' for call in met)} at\n{''.join(stack).rstrip()}"
+        return text
 
 
 def _list(ranks: Iterator[int]) -> str:

@@ -221,6 +221,7 @@ def run(
     failures: list[tuple[int, BaseException]] = []  # in the order in which they happened
 
     def rank_main(rank: int) -> None:
+        world.begin(rank)
         try:
             results[rank] = fn(world.comm(rank))
         except BaseException as error:
@@ -235,8 +236,9 @@ def run(
     for thread in threads:
         thread.start()
     try:
-        while any(t.is_alive() for t in threads) and not failures:
-            next(t for t in threads if t.is_alive()).join(0.05)
+        for thread in threads:
+            while thread.is_alive() and not failures:
+                thread.join(0.05)
         # After a failure the others end at their next operation; one that never comes to it is left behind.
         give_up = time.monotonic() + deadline
         for thread in threads:

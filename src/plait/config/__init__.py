@@ -9,7 +9,7 @@ file.py        a config as TOML, and back
 from plait.config.check import validate
 from plait.config.file import from_toml, to_toml
 from plait.config.machine import Device, Machine, World, check_machine, resolve_device
-from plait.config.settings import RunConfig, TrainConfig, VerifyConfig, read_schedule
+from plait.config.settings import RunConfig, TrainConfig, VerifyConfig, names_a_file, read_schedule
 
 __all__ = [
     "Device",
@@ -20,6 +20,7 @@ __all__ = [
     "World",
     "check_machine",
     "from_toml",
+    "names_a_file",
     "read_schedule",
     "resolve_device",
     "to_toml",

@@ -20,11 +20,15 @@ NONE = "None"
 
 
 def to_toml(config: Any) -> str:
-    """A config as TOML that ``from_toml`` reads back to the same; a None that is the field's default is left out."""
+    """A config as TOML that ``from_toml`` reads back to the same; a None that is the field's default is left out.
+
+    So are the steps that epochs have become.
+    """
     values = {}
+    left_out = ("config",) if getattr(config, "epochs", None) is None else ("config", "steps")
     for field in fields(config):
         value = getattr(config, field.name)
-        if field.name != "config" and (value is not None or field.default is not None):
+        if field.name not in left_out and (value is not None or field.default is not None):
             values[field.name] = NONE if value is None else value
     return tomli_w.dumps(values)
 
@@ -33,7 +37,8 @@ def from_toml(kind: type[Config], path: str) -> Config:
     """The config in a TOML file; what it does not name keeps its default.
 
     Raises:
-        ValueError: no such file, no TOML, an unknown key (the nearest are named), or a value of another type.
+        ValueError: no such file, no TOML, an unknown key (the nearest are named), a value of another type, both steps
+            and epochs.
     """
     try:
         values = tomllib.loads(Path(path).read_text(encoding="utf-8"))
@@ -49,6 +54,11 @@ def from_toml(kind: type[Config], path: str) -> Config:
             hint = f"did you mean {' or '.join(near)}?" if near else f"the keys are {', '.join(names)}"
             raise ValueError(f"unknown key {name!r} in the config {path!r}: {hint}")
         values[name] = _typed(value, hints[name], f"{name} in the config {path!r}")
+    if "steps" in values and values.get("epochs") is not None:
+        raise ValueError(
+            f"the config {path!r} says steps = {values['steps']} and epochs = {values['epochs']}, which is a number of "
+            f"steps too: leave one of them out"
+        )
     return kind(**values)
 
 

@@ -142,8 +142,8 @@ class RunConfig:
             ValueError: an unknown order, or a file that holds no schedule for this mesh.
         """
         name = self.schedule
-        written = name is not None and name not in ORDERS and Path(name).is_file()
-        return Pipeline(read_schedule(str(name)) if written else name, self.parsed_mesh.pipe, self.chunks, self.hold)
+        order = read_schedule(name) if name is not None and names_a_file(name) else name
+        return Pipeline(order, self.parsed_mesh.pipe, self.chunks, self.hold)
 
     @property
     def sizes_of_stages(self) -> tuple[int, ...] | None:
@@ -272,6 +272,11 @@ def _nearest_model(name: str) -> str:
 def _named(dtype: str) -> torch.dtype:
     found: torch.dtype = getattr(torch, LONG[dtype])
     return found
+
+
+def names_a_file(schedule: str) -> bool:
+    """Whether a file is meant and not an order: it has a dot or a slash in its name, or is there."""
+    return schedule not in ORDERS and (bool({".", "/"} & {*schedule}) or Path(schedule).is_file())
 
 
 def read_schedule(path: str) -> Schedule:

@@ -78,7 +78,14 @@ def complete(schedule: Schedule, strategy: Strategy, *, hold: int | None = 1) ->
         schedule = tuple(
             (*line, *(Action(Kind.UPDATE, s) for s in sorted({a.stage for a in line}))) for line in schedule
         )
+    elif Kind.REDUCE not in kinds:
+        schedule = tuple(tuple(part for action in line for part in _reduced_before(action)) for line in schedule)
     return schedule if kinds & MESSAGES else add_messages(schedule, AHEAD)
+
+
+def _reduced_before(action: Action) -> Line:
+    """An update with the reduction that it needs; anything else as it is."""
+    return (Action(Kind.REDUCE, action.stage), action) if action.kind is Kind.UPDATE else (action,)
 
 
 # ---- sharded data parallelism -----------------------------------------------------------------------------

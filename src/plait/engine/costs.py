@@ -22,9 +22,11 @@ from plait.core.collectives import Note
 from plait.core.mesh import AXES, Mesh
 from plait.engine.build import Whole, build_units, give_values
 from plait.engine.links import StageModel, chain_of
+from plait.engine.recompute import Recompute
 from plait.engine.rng import Draw
 from plait.engine.stage import LossFn, Place, Stage
 from plait.engine.watch import Watch
+from plait.tensor.gemm import TORCH, Gemm
 from plait.tensor.parallel import Parallel
 
 Seconds = tuple[tuple[float, ...], tuple[float, ...]]
@@ -38,12 +40,16 @@ def link_costs(
     num_samples: int,
     repeats: int = 5,
     device: torch.device | str = "cpu",
+    recompute: Recompute | None = None,
+    gemm: Gemm = TORCH,
 ) -> Iterator[tuple[float, float]]:
     """Seconds of forward and backward of each link on one microbatch: medians, the first round left out.
 
     Args:
         model: its parameters may be on meta; it is left as it is.
         batch: a microbatch as the run will bring it, of ``num_samples`` samples, on the device.
+        recompute: what the run makes a second time in the backward.
+        gemm: what the run multiplies linear layers' matrices with.
     """
     chain = chain_of(model)
     comm = ThreadWorld(Mesh(), device=device).comm(0)
@@ -70,6 +76,8 @@ def link_costs(
             sequence=False,
             split_backward=False,
             before_root=lambda args, kwargs: None,
+            recompute=recompute,
+            gemm=gemm,
         )
         seconds: list[tuple[float, float]] = []
         for _ in range(repeats + 1):
@@ -91,13 +99,22 @@ def _now(device: torch.device) -> float:
     return time.perf_counter()
 
 
-def agreed_costs(model: nn.Module, comm: Comm, loss_fn: LossFn, batch: Any, num_samples: int) -> Seconds:
+def agreed_costs(
+    model: nn.Module,
+    comm: Comm,
+    loss_fn: LossFn,
+    batch: Any,
+    num_samples: int,
+    *,
+    recompute: Recompute | None = None,
+    gemm: Gemm = TORCH,
+) -> Seconds:
     """What ``link_costs`` finds on rank 0, on every rank; all call it together."""
-    measured = link_costs(model, loss_fn, batch, num_samples, device=comm.device) if comm.rank == 0 else None
+    measured = link_costs(model, loss_fn, batch, num_samples, device=comm.device, recompute=recompute, gemm=gemm)
     found = []
     for _ in chain_of(model).names:  # link by link, so that each wait has a deadline of its own
         seconds = torch.zeros(2, dtype=torch.float64, device=comm.device)
-        if measured is not None:
+        if comm.rank == 0:
             seconds.copy_(torch.tensor(next(measured), dtype=torch.float64))
         comm.broadcast(seconds, AXES, 0, note=Note("setup")).wait()
         found.append(seconds.tolist())

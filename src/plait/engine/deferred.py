@@ -9,7 +9,8 @@ Between F, I and W of a microbatch those of others may run, in any order: F0 F1 
 The products that wait are those of ``plait.engine.deferred_products``: linear layers, embeddings, convolutions with a
 parameter as weight.  Every other gradient (norms, ``weight.t()``, recurrent kernels, the inside of a multi-head
 attention) is made by autograd in I and waits on its stand-in.  So is everything under autocast, which adds up the
-gradients of a weight's uses in the lower precision: that sum is autocast's own.
+gradients of a weight's uses in the lower precision: that sum is autocast's own; and what is recomputed out of sight (a
+checkpoint around a function that is no module's call), where torch would save other tensors than these products do.
 
 A function mode sees every torch function of the forward.  It does not see ``apply`` of an autograd.Function: whoever
 hands a parameter to one asks for its ``stand_in``.
@@ -29,7 +30,8 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from plait.engine.deferred_products import DEFERRED, linear, value
-from plait.engine.watch import only_metadata
+from plait.engine.rng import Streams
+from plait.engine.watch import reads
 from plait.tensor.gemm import TORCH, Gemm
 
 
@@ -42,10 +44,12 @@ class Deferred(TorchFunctionMode):
     Args:
         parameters: the stage's parameters; those that are frozen are left alone.
         gemm: multiplies the matrices of linear layers.
+        streams: know whether what runs now is seen again where it is recomputed; None: it is.
     """
 
-    def __init__(self, parameters: Iterable[nn.Parameter], gemm: Gemm = TORCH) -> None:
+    def __init__(self, parameters: Iterable[nn.Parameter], gemm: Gemm = TORCH, streams: Streams | None = None) -> None:
         super().__init__()
+        self._streams = streams
         self._deferred: Mapping[Any, Callable[..., Tensor | None]] = {**DEFERRED, F.linear: partial(linear, gemm=gemm)}
         self._parameters = {id(p): p for p in parameters if p.requires_grad}
         self._stand_ins: dict[int, dict[int, Tensor]] = {}
@@ -113,9 +117,10 @@ class Deferred(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if self._idle or not torch.is_grad_enabled() or only_metadata(func):
+        if self._idle or not torch.is_grad_enabled() or not reads(func, args, kwargs, self._parameters):
             return func(*args, **kwargs)
-        weight = kwargs.get("weight", args[1] if len(args) > 1 else None) if func in DEFERRED else None
+        ours = func in DEFERRED and (self._streams is None or self._streams.comes_back)
+        weight = kwargs.get("weight", args[1] if len(args) > 1 else None) if ours else None
         args = self._replaced(tuple(args))
         kwargs = {name: self._replaced(argument) for name, argument in kwargs.items()}
         if id(weight) in self._parameters and plain(kwargs.get("input", args[0] if args else None)):
@@ -126,7 +131,7 @@ class Deferred(TorchFunctionMode):
 
     def _replaced(self, argument: Any) -> Any:
         """An argument with stand-ins for its parameters, also in lists and tuples."""
-        if isinstance(argument, Tensor):
+        if id(argument) in self._parameters:
             return self.stand_in(argument)
         if type(argument) in (list, tuple):
             return type(argument)(map(self._replaced, argument))
@@ -142,8 +147,12 @@ class Deferred(TorchFunctionMode):
 
 
 def plain(x: Any) -> bool:
-    """Whether products of x are ours: a tensor of torch's own, and no autocast, which has its own way to add."""
-    return type(x) in (Tensor, nn.Parameter) and not torch.is_autocast_enabled(x.device.type)
+    """Whether products of x are ours: a dense tensor of torch's own, and no autocast, which has its own way to add.
+
+    Nor are those inside ``torch.func`` (vmap, grad), which takes no function without rules for each of its transforms.
+    """
+    dense = type(x) in (Tensor, nn.Parameter) and x.layout is torch.strided
+    return dense and not torch.is_autocast_enabled(x.device.type) and not torch._C._are_functorch_transforms_active()
 
 
 def _taken_from(stand_in: Tensor) -> list[Tensor]:

@@ -25,11 +25,14 @@ from typing import Any, cast
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from plait.tensor.gemm import TORCH, Gemm
+from plait.tensor.once import once
 
 aten = torch.ops.aten
+first_order = once(
+    "gemm='onednn', or a schedule that splits backwards,", "leave gemm out, and choose another order (1f1b)"
+)
 
 LAZY = {aten.add.Tensor, aten.detach.default}
 """What autograd itself does to gradients: a sum with a pending one, and the tensor that it keeps, are pending too."""
@@ -160,7 +163,7 @@ class Linear(torch.autograd.Function):
         return gemm.linear(x, weight, bias)
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, g: Tensor | None) -> tuple[Tensor | None, ...]:
         if g is None:
             return (None,) * 5
@@ -224,7 +227,7 @@ class Embedding(torch.autograd.Function):
         return torch.embedding(weight, indices, padding_idx)
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, g: Tensor | None) -> tuple[Tensor | None, ...]:
         if g is None:
             return None, None, None
@@ -290,7 +293,7 @@ class Convolution(torch.autograd.Function):
         return torch.convolution(x, weight, bias, *window)
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, g: Tensor | None) -> tuple[Tensor | None, ...]:
         if g is None:
             return None, None, None, None

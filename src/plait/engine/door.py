@@ -173,7 +173,7 @@ class Door:
         if in_backward():
             return
         index = self._reached(module)
-        if any(isinstance(leaf, Elsewhere) for leaf in tree_leaves((args, kwargs))):
+        if self.links.start and any(isinstance(leaf, Elsewhere) for leaf in tree_leaves((args, kwargs))):
             raise ValueError(
                 f"the pipeline's link {self.names[index]!r} is given something made of the stream before "
                 f"{self.names[self.links.start - 1]!r}, which another stage has (a skip connection, or code between "

@@ -327,7 +327,7 @@ class Engine:
         now = self._begin_step()
         first = (now.forwards << 40) + place * size  # how many microbatches will come is not known: number them apart
         stage.streams.begin(Draw(self.steps, place + now.forwards * self.comm.mesh.data_size, first, size))
-        stage.gathering.microbatch = stage.axis.microbatch = now.forwards
+        stage.number(now.forwards)
         now.forwards += 1
 
     def _before_update(self) -> None:

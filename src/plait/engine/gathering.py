@@ -113,8 +113,12 @@ class Gathering:
                 # before hooks of the user's, which may read parameters (weight_norm), as the one behind is after them
                 unit.module.register_forward_pre_hook(self._before_forward(unit), with_kwargs=True, prepend=True)
                 unit.module.register_forward_hook(self._after_forward(unit))
-        model.register_forward_pre_hook(self._begin_forward, with_kwargs=True, prepend=True)
-        model.register_forward_hook(self._end_forward, always_call=True)
+        model.register_forward_pre_hook(self._before_model, with_kwargs=True, prepend=True)
+        model.register_forward_hook(self._after_model, always_call=True)
+
+    def beside(self, gatherings: Sequence[Gathering]) -> None:
+        """These are the gatherings of all stages of the rank, this one among them."""
+        self.peers = list(gatherings)
 
     # ---- opening and closing ------------------------------------------------------------------------------------
 
@@ -200,7 +204,25 @@ class Gathering:
 
     # ---- forward ------------------------------------------------------------------------------------------------
 
-    def _begin_forward(self, module: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+    def begin_forward(self, microbatch: int, *, split: bool = False) -> None:
+        """Before the forward of a microbatch of a step.
+
+        Args:
+            split: its backward comes in two parts.
+        """
+        self.microbatch = self.flight = microbatch
+        self.split_backward = split
+        self.num_flying += 1
+
+    def begin_alone(self, microbatch: int) -> None:
+        """Before a forward that no backward follows."""
+        self.microbatch = self.flight = microbatch
+
+    def number(self, microbatch: int) -> None:
+        """Which forward of a user's own loop begins, for the ledger."""
+        self.microbatch = microbatch
+
+    def _before_model(self, module: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
         if not in_backward():
             if not self.held:
                 self._recover()
@@ -208,7 +230,7 @@ class Gathering:
             self.passes[self.phase].begin()
             self._watch.inside = True
 
-    def _end_forward(self, module: nn.Module, args: Any, output: Any) -> None:
+    def _after_model(self, module: nn.Module, args: Any, output: Any) -> None:
         if not in_backward():
             self._watch.inside = False
 
@@ -234,6 +256,7 @@ class Gathering:
         """After a forward or backward that raised, and was caught, units may still be open: back to rest."""
         self._backward_open.clear()
         self._watch.running.clear()
+        self._watch.inside = False
         self._inside.clear()
         for unit in self.units:
             if unit.users:
@@ -310,10 +333,23 @@ class Gathering:
 
     # ---- backward -----------------------------------------------------------------------------------------------
 
-    def begin_backward(self) -> None:
-        """Before the backward of a microbatch."""
+    def begin_backward(self, microbatch: int | None, *, split: bool = False) -> None:
+        """Before the backward of a microbatch, or the input part of one.
+
+        Args:
+            microbatch: None: that of the last forward (a user's own loop).
+            split: it is the input part; the weights' gradients come later.
+        """
+        if microbatch is not None:
+            self.microbatch = self.flight = microbatch
+        self.split_backward = split
         self.passes["backward"].begin(guess=list(reversed(self.passes["forward"].seen)))
         self._ran_backward.clear()
+
+    def begin_weights(self, microbatch: int) -> None:
+        """Before the weight part of a microbatch's backward, which reads no parameter."""
+        self.microbatch = microbatch
+        self.split_backward = True
 
     def _open_backward(self, unit: Unit) -> None:
         if unit not in self._backward_open and unit not in self._ran_backward:

@@ -23,6 +23,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from weakref import WeakMethod, ref
 
 import torch
 from torch import Tensor, nn
@@ -178,34 +179,46 @@ class Gradients:
                 g.touched_now.clear()
 
     def _hook(self, unit: Unit, gradient: FlatGradient, index: int) -> Callable[[Tensor], None]:
-        name = gradient.flat.layout.slots[index].name
+        """What autograd calls with a parameter that has its gradient.
+
+        It refers to all else weakly: Python's collector does not see these hooks from their parameter, so one that held
+        the engine, and by it the parameter, would keep both for ever.
+        """
+        taking, of_unit, of_gradient = WeakMethod(self._take), ref(unit), ref(gradient)
 
         def hook(parameter: Tensor) -> None:
-            if not self._active:
-                parameter.grad = None
-                raise ValueError(
-                    "loss.backward() was called on a model that plait drives: call engine.backward(loss, count) instead"
-                )
-            if unit.split and not unit.filled and not self.gathering.split_backward:
-                raise ValueError(
-                    f"the gradient of {name!r} came while its unit {unit.name!r} was not gathered: the module "
-                    f"hands a tensor out beside its return value; return it, so that its backward can be seen"
-                )
-            value, parameter.grad = parameter.grad, None
-            if value is None:  # a function of the user's, or siblings that were not called, had none to give
-                self._arrived(unit)
-                return
-            if value.is_sparse:
-                raise ValueError(f"the gradient of {name!r} is sparse: build the embedding with sparse=False")
-            if unit in self._complete or index in gradient.touched_now:
-                raise ValueError(
-                    f"{name!r} got a second gradient in one microbatch (two backward calls, a reentrant checkpoint): "
-                    f"add the losses, call backward once, and use checkpoint(..., use_reentrant=False)"
-                )
-            gradient.take(index, value)
-            self._arrived(unit)
+            take, unit, gradient = taking(), of_unit(), of_gradient()
+            if take is not None and unit is not None and gradient is not None:
+                take(parameter, unit, gradient, index)
 
         return hook
+
+    def _take(self, parameter: Tensor, unit: Unit, gradient: FlatGradient, index: int) -> None:
+        """One parameter's gradient goes into the buffer."""
+        name = gradient.flat.layout.slots[index].name
+        if not self._active:
+            parameter.grad = None
+            raise ValueError(
+                "loss.backward() was called on a model that plait drives: call engine.backward(loss, count) instead"
+            )
+        if unit.split and not unit.filled and not self.gathering.split_backward:
+            raise ValueError(
+                f"the gradient of {name!r} came while its unit {unit.name!r} was not gathered: the module "
+                f"hands a tensor out beside its return value; return it, so that its backward can be seen"
+            )
+        value, parameter.grad = parameter.grad, None
+        if value is None:  # a function of the user's, or siblings that were not called, had none to give
+            self._arrived(unit)
+            return
+        if value.is_sparse:
+            raise ValueError(f"the gradient of {name!r} is sparse: build the embedding with sparse=False")
+        if unit in self._complete or index in gradient.touched_now:
+            raise ValueError(
+                f"{name!r} got a second gradient in one microbatch (two backward calls, a reentrant checkpoint): "
+                f"add the losses, call backward once, and use checkpoint(..., use_reentrant=False)"
+            )
+        gradient.take(index, value)
+        self._arrived(unit)
 
     def _arrived(self, unit: Unit) -> None:
         """One more of the unit's parameters has its gradient, or the word that it gets none."""

@@ -198,6 +198,15 @@ class Streams(TorchFunctionMode):
                 self.switch_off()
             self.draw, self.modules, self.calls, self.recomputing = before
 
+    @property
+    def comes_back(self) -> bool:
+        """Whether the streams will be on if what runs now is recomputed.
+
+        A module's call switches them on. A checkpoint around a function that is no module's call runs without them.
+        """
+        around = self.checkpoints[-1] if self.checkpoints else None
+        return self.twice or self.recomputing or checkpoint_around() is around
+
     @contextmanager
     def runs_twice(self) -> Iterator[None]:
         """What runs inside is recomputed: a generator of its own would have gone on meanwhile, so it is refused."""
@@ -244,11 +253,14 @@ class Streams(TorchFunctionMode):
         if not self.modules and self._by_module:
             self.switch_off()
 
-    def attach(self, model: nn.Module, sites: Mapping[str, tuple[str, int]] | None = None) -> None:
-        """Follow every module of a model, so that draws know their site.
+    def attach(
+        self, model: nn.Module, sites: Mapping[str, tuple[str, int]] | None = None, *, every: bool = False
+    ) -> None:
+        """Follow the modules of a model, so that draws know their site.
 
         Args:
             sites: modules that another part of the model calls first: under which name, and how often.
+            every: also those that draw nothing.
         """
         known = sites or {}
         self.before = Counter(dict(known.values()))
@@ -257,6 +269,8 @@ class Streams(TorchFunctionMode):
             return lambda module, args: self.enter_module(name, model.training, in_backward())
 
         for name, module in model.named_modules():
+            if not every and module is not model and type(module).forward.__module__ in _QUIET:
+                continue
             module.register_forward_pre_hook(entering(known.get(name, (name, 0))[0]), prepend=True)
             module.register_forward_hook(lambda *_: self.leave_module(), always_call=True)
 
@@ -268,7 +282,7 @@ class Streams(TorchFunctionMode):
         """
         assert self.draw is not None
         module = self.modules[-1] if self.modules else ""
-        if self.modules and not (self.twice or self.recomputing) and checkpoint_around() is not self.checkpoints[-1]:
+        if self.modules and not self.comes_back:
             raise ValueError(
                 f"module {module!r} draws dropout in a checkpoint around a function that is no module's call: in the "
                 f"backward nobody would know which mask to draw again; checkpoint a module's call, as in "
@@ -379,5 +393,7 @@ class _Bernoulli(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+_QUIET = {f"torch.nn.modules.{kind}" for kind in ("linear", "sparse", "conv", "normalization", "batchnorm")}
+"""Where the forwards of layers stand that draw nothing."""
 _SERVED = {F.dropout, torch.dropout, F.scaled_dot_product_attention}
 _COMPOSITE = {F.multi_head_attention_forward, F.dropout1d, F.dropout2d, F.dropout3d}

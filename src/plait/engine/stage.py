@@ -107,8 +107,8 @@ class Stage:
         self.units = units
         self.axis = TensorAxis(comm, sequence=sequence, gemm=gemm)
         trainable = [p for _, p, flat, _ in parameters_of(self.units) if flat.trainable]
-        self.deferred = Deferred(trainable, gemm) if split_backward else None
         self.streams = Streams(seed)
+        self.deferred = Deferred(trainable, gemm, self.streams) if split_backward else None
         products = None
         if parallel.styles:
             sizes = {id(p): c.shape for _, p, f, i in parameters_of(self.units) if (c := f.cuts[i]) is not None}
@@ -116,13 +116,13 @@ class Stage:
         if place.last and place.count > 1:
             watch.staged = {id(p) for _, p, _, _ in parameters_of(self.units)}
         watching = watch if watch.staged or any(unit.split for unit in self.units) else None
-        multiply = None if gemm is TORCH else Multiply(gemm)
+        multiply = None if gemm is TORCH else Multiply(gemm, self.streams)
         # the last one sees a function first: it reads parameters, where the first may see what stands for them
         again = Recomputation(self.streams, products, watch)
         cores = Cores(again) if recompute == "selective" else None
         beside = (multiply, self.deferred, products, watching, cores)
         self.streams.beside = tuple(mode for mode in beside if mode is not None)
-        self.streams.attach(self.model, part.sites)
+        self.streams.attach(self.model, part.sites, every=products is not None)
         self._lengths: dict[Signature, int] = {}
         self.door = Door(part, place.number, last=place.last)
         self.gathering = Gathering(self.model, self.units, prefetch, self.streams, watch, before_root)
@@ -181,9 +181,8 @@ class Stage:
         self._enter(microbatch, draw)
         if self.deferred is not None:
             self.deferred.begin(microbatch if split else None)
-        self.gathering.split_backward = split
         flight = self.flights[microbatch] = Flight(draw, Crossing(received))
-        self.gathering.num_flying += 1
+        self.gathering.begin_forward(microbatch, split=split)
         output = self._call(flight.crossing, loss_fn, batch)
         if self.place.last:
             flight.output = output if output.requires_grad else None
@@ -199,6 +198,7 @@ class Stage:
             received: as in ``forward``; so is what comes back.
         """
         self._enter(microbatch, None)
+        self.gathering.begin_alone(microbatch)
         output = self._call(Crossing(received), loss_fn, batch)
         if not self.gathering.held:
             self.gathering.forget()
@@ -249,20 +249,18 @@ class Stage:
             gradient: of the stage's output.
             last: whether it is the last of the step on this stage.
         """
-        flight = self.flights.pop(microbatch)
-        self._enter(microbatch, flight.draw, again=True)
+        flight = self._resume(microbatch)
         if self.deferred is not None:
             self.deferred.begin(None)
-        self._backward(flight, gradient, last=last)
+        self._backward(microbatch, flight, gradient, last=last)
         return flight.crossing.take_gradient()
 
     def backward_from(self, loss: Tensor, seed: float) -> None:
         """The backward of a forward that a user's own loop made; ``seed`` is the gradient of the loss."""
-        self._backward(Flight(None, Crossing(None), loss), torch.full_like(loss, seed), last=False)
+        self._backward(None, Flight(None, Crossing(None), loss), torch.full_like(loss, seed), last=False)
 
-    def _backward(self, flight: Flight, gradient: Tensor, *, last: bool) -> None:
-        self.gathering.split_backward = False
-        self.gathering.begin_backward()
+    def _backward(self, microbatch: int | None, flight: Flight, gradient: Tensor, *, last: bool) -> None:
+        self.gathering.begin_backward(microbatch)
         self.gradients.begin_microbatch(last=last)
         self._run(flight, gradient)
         self.gradients.end_microbatch()
@@ -270,12 +268,10 @@ class Stage:
 
     def input(self, microbatch: int, gradient: Tensor) -> Tensor | None:
         """The input part of a backward: the gradient of what was received."""
-        flight = self.flights.pop(microbatch)
-        self._enter(microbatch, flight.draw, again=True)
+        flight = self._resume(microbatch)
         assert self.deferred is not None
         self.deferred.resume(microbatch)
-        self.gathering.split_backward = True
-        self.gathering.begin_backward()
+        self.gathering.begin_backward(microbatch, split=True)
         self._run(flight, gradient)
         self.gathering.end_backward()
         return flight.crossing.take_gradient()
@@ -283,15 +279,25 @@ class Stage:
     def weight(self, microbatch: int, *, last: bool) -> None:
         """The weight part: every gradient that the input part put off or kept."""
         assert self.deferred is not None
-        self.gathering.microbatch = microbatch
-        self.gathering.split_backward = True
+        self.gathering.begin_weights(microbatch)
         self.gradients.begin_microbatch(last=last)
         with torch.autograd.set_multithreading_enabled(False):
             self.deferred.weigh(microbatch)
         self.gradients.end_microbatch()
 
+    def number(self, microbatch: int) -> None:
+        """Which forward of a user's own loop begins, for the ledger."""
+        self.axis.microbatch = microbatch
+        self.gathering.number(microbatch)
+
+    def _resume(self, microbatch: int) -> Flight:
+        """A microbatch comes back for its backward."""
+        flight = self.flights.pop(microbatch)
+        self._enter(microbatch, flight.draw, again=True)
+        return flight
+
     def _enter(self, microbatch: int, draw: Draw | None, *, again: bool = False) -> None:
-        self.gathering.microbatch = self.gathering.flight = self.axis.microbatch = microbatch
+        self.axis.microbatch = microbatch
         if draw is not None:
             (self.streams.resume if again else self.streams.begin)(draw)
 

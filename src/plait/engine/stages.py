@@ -167,7 +167,7 @@ def build_stages(
         for s, part in parts.items()
     }
     for stage in stages.values():
-        stage.gathering.peers = [peer.gathering for peer in stages.values()]
+        stage.gathering.beside([peer.gathering for peer in stages.values()])
     if count > 1:
         cut_off(model, list(parts.values()))
     return Built(stages, edges, directory, chain.names, tuple(map(len, split)))

@@ -26,7 +26,7 @@ from plait.core.layout import Layout
 from plait.core.styles import CUT_DIM, Style
 from plait.engine.deferred import Deferred
 from plait.engine.rng import Slice, Streams
-from plait.engine.watch import flat_values, only_metadata
+from plait.engine.watch import reads
 from plait.tensor.parallel import Parallel, TensorAxis
 from plait.tensor.parallel.axis import AXES, Gather, Split
 from plait.tensor.parallel.linear import Entered, Row
@@ -87,7 +87,7 @@ class TensorParallel(TorchFunctionMode):
         kwargs = kwargs or {}
         if self._hidden:
             self._check_cut_activation(func, args, kwargs)
-        if only_metadata(func) or not any(id(value) in self.sizes for value in flat_values((*args, *kwargs.values()))):
+        if not reads(func, args, kwargs, self.sizes):
             return func(*args, **kwargs)
         name = self.streams.modules[-1] if self.streams.modules else ""
         style = self.parallel.styles.get(name)

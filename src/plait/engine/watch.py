@@ -9,7 +9,8 @@ While the model runs, every torch function that takes a parameter of a split uni
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -29,6 +30,23 @@ VIEWS = {"T", "mT", "H", "mH", "data"}
 """Properties that hand out a parameter's values."""
 
 
+def reads(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], known: Container[int]) -> list[int]:
+    """The values that a torch function reads of those that are known by ``id``, also inside lists and tuples."""
+    found = _among(args, known) + _among(kwargs.values(), known) if kwargs else _among(args, known)
+    return [] if found and only_metadata(func) else found
+
+
+def _among(values: Iterable[Any], known: Container[int]) -> list[int]:
+    found: list[int] = []
+    for value in values:
+        if id(value) in known:
+            found.append(id(value))
+        elif isinstance(value, list | tuple):
+            found += _among(value, known)
+    return found
+
+
+@cache
 def only_metadata(func: Callable[..., Any]) -> bool:
     """Whether a torch function does not read the values of its arguments."""
     name = getattr(func, "__name__", "")
@@ -56,16 +74,14 @@ class Watch(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if self.staged and not self.inside and not in_backward() and not only_metadata(func):
+        if self.staged and not self.inside and not in_backward():
             self._check_outside(func, args, kwargs)
-        if not self.split or only_metadata(func):
-            return func(*args, **kwargs)
-        read = {id(value) for value in flat_values((*args, *kwargs.values()))} & self.split
-        for key in read & self.resting.keys():
+        read = reads(func, args, kwargs, self.split) if self.split else ()
+        for name in (self.resting[key] for key in read if key in self.resting):
             raise ValueError(
-                f"parameter {self.resting[key]!r} is used by {getattr(func, '__name__', func)!r} while its unit is at "
-                f"rest: its values are on other ranks. Use a parameter inside the forward of its own module, share it "
-                f"by assigning it to the other module (head.weight = embed.weight), or name a larger unit (units=...)"
+                f"parameter {name!r} is used by {getattr(func, '__name__', func)!r} while its unit is at rest: its "
+                f"values are on other ranks. Use a parameter inside the forward of its own module, share it by "
+                f"assigning it to the other module (head.weight = embed.weight), or name a larger unit (units=...)"
             )
         result = func(*args, **kwargs)
         if read and self.running and torch.is_grad_enabled():
@@ -76,7 +92,7 @@ class Watch(TorchFunctionMode):
         return result
 
     def _check_outside(self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        if any(id(value) in self.staged for value in flat_values((*args, *kwargs.values()))):
+        if reads(func, args, kwargs, self.staged):
             raise ValueError(
                 f"loss_fn reads a parameter by {getattr(func, '__name__', func)!r} outside of the model's call: under "
                 f"a pipeline each stage has only its own; let the model compute the term, or the optimizer (weight "

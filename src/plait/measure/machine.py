@@ -16,6 +16,8 @@ from dataclasses import dataclass
 
 import torch
 
+from plait.tensor.gemm import TORCH, Gemm
+
 NO_GPU = (
     "no CUDA device: on a CPU, copies and products share cores and memory; "
     "a copy engine beside the compute units, and streams to feed both, are what a GPU has"
@@ -50,11 +52,10 @@ def copy_rate(budget: float = 0.5, size: int = 64 << 20, device: str = "cpu") ->
     return size / _median_seconds(lambda: target.copy_(source), budget, device)
 
 
-def product_rate(budget: float = 0.5, width: int = 1024, device: str = "cpu") -> float:
+def product_rate(budget: float = 0.5, width: int = 1024, device: str = "cpu", gemm: Gemm = TORCH) -> float:
     """Floating-point operations per second of a square fp32 matrix product, with torch's own threads."""
     a, b = torch.ones(width, width, device=device), torch.ones(width, width, device=device)
-    out = torch.empty_like(a)
-    return 2 * width**3 / _median_seconds(lambda: torch.mm(a, b, out=out), budget, device)
+    return 2 * width**3 / _median_seconds(lambda: gemm.product(a, b), budget, device)
 
 
 def overlap(width: int = 4096, size: int = 256 << 20) -> Overlap | None:

@@ -23,6 +23,7 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass
 from functools import cached_property
+from math import inf
 
 from plait.core.actions import PASSES, Action, Kind, Schedule, ends, microbatches, owners
 
@@ -43,7 +44,7 @@ class Costs:
     latency: float = 0.0
     message_bytes: float = 0.0
     """Of one activation between two stages, or its gradient."""
-    bandwidth: float = float("inf")
+    bandwidth: float = inf
     """Bytes per unit of time from one rank to another; each pair of ranks and each direction has its own link."""
     activation_bytes: PerStage = 1.0
     """What one microbatch keeps on a stage from its forward until its B or W."""
@@ -58,16 +59,16 @@ class Costs:
         """How long the actions of each stage take, by kind; messages and reshards take none of their rank's time.
 
         Raises:
-            ValueError: a cost per stage, but of another number of stages; or a negative one.
+            ValueError: a cost per stage, but of another number of stages; or one that is negative or no finite number.
         """
         forward, input_, weight, unshard, reduce_grad, reduce, update = (
             per_stage(name, getattr(self, name), num_stages)
             for name in ("forward", "input", "weight", "unshard", "reduce_grad", "reduce", "update")
         )
-        if self.latency < 0 or self.message_bytes < 0 or not self.bandwidth > 0:
+        if not (0 <= self.latency < inf and 0 <= self.message_bytes < inf and self.bandwidth > 0):
             raise ValueError(
                 f"latency {self.latency}, message_bytes {self.message_bytes}, bandwidth {self.bandwidth}: "
-                f"the first two are at least 0, bandwidth is above 0"
+                f"the first two are finite and at least 0, bandwidth is above 0"
             )
         return {
             Kind.FORWARD: forward,
@@ -86,8 +87,8 @@ def per_stage(name: str, cost: PerStage, num_stages: int) -> tuple[float, ...]:
     found = cost if isinstance(cost, tuple) else (cost,) * num_stages
     if len(found) != num_stages:
         raise ValueError(f"{name} has {len(found)} numbers for {num_stages} stages: give one for each, or one for all")
-    if min(found) < 0:
-        raise ValueError(f"{name} is {min(found)} for one stage: no cost is below 0")
+    if wrong := [one for one in found if not 0 <= one < inf]:
+        raise ValueError(f"{name} is {wrong[0]} for one stage: no cost is below 0, and each is a finite number")
     return found
 
 

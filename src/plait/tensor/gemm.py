@@ -53,7 +53,8 @@ def has_onednn() -> bool:
 
 
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    return _onednn(x, weight, bias) if _served(x, weight) else F.linear(x, weight, bias)
+    given = (x, weight) if bias is None else (x, weight, bias)
+    return _onednn(x, weight, bias) if _served(*given) else F.linear(x, weight, bias)
 
 
 def _product(a: Tensor, b: Tensor) -> Tensor:
@@ -61,12 +62,16 @@ def _product(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _onednn(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """It takes a bias for contiguous, and refuses a weight whose rows overlap, as those of ``unfold`` do."""
+    if not (weight.is_contiguous() or weight.t().is_contiguous()):
+        weight = weight.contiguous()
+    bias = None if bias is None else bias.contiguous()
     y: Tensor = torch.ops.mkldnn._linear_pointwise.default(x, weight, bias, "none", [], "")
     return y
 
 
-def _served(a: Tensor, b: Tensor) -> bool:
-    return a.dtype == b.dtype == torch.float32 and a.device.type == "cpu" and min(a.numel(), b.numel()) > 0
+def _served(*tensors: Tensor) -> bool:
+    return all(t.dtype == torch.float32 and t.device.type == "cpu" and t.numel() > 0 for t in tensors)
 
 
 TORCH = Gemm("torch", F.linear, torch.matmul)

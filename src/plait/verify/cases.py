@@ -1,7 +1,8 @@
 """The cells of ``plait verify --matrix``: which layouts are held against the single process, and with what.
 
     small    every two values of all dimensions meet in a cell, on at most 8 ranks
-    full     the same on at most 16 ranks; every row of the table on every mesh of at most 8 ranks; grouped heads
+    full     the same on at most 16 ranks; every row of the table on every mesh of at most 8 ranks; grouped heads;
+             oneDNN's fp32 products over a tensor axis
 
 A *point* gives each dimension a value; ``config_of`` makes of it the config that ``plait verify`` would be given.  The
 sizes are as awkward as the meshes allow: 67 samples, which no mesh divides, 9 links, which few numbers of stages
@@ -23,6 +24,7 @@ from plait.core.cells import TABLE
 from plait.core.covering import Rule, covering
 from plait.core.mesh import AXES, Mesh
 from plait.core.orders import ORDERS, stages_per_rank
+from plait.tensor.gemm import has_onednn
 
 Size = Literal["small", "full"]
 
@@ -50,8 +52,13 @@ DIMENSIONS: dict[str, tuple[Any, ...]] = {
     "chunks": (None, 3),
     "hold": (1, 0, 2, None),
     "split": ("even", "uneven"),
+    "dtype": ("full", "bf16-mixed", "fp16-mixed"),
+    "recompute": (None, "full"),
+    "gemm": ("torch", "onednn") if has_onednn() else ("torch",),
+    "offload": (False, True),
 }
-"""The fields of a config that the matrix varies; ``split`` stands for sizes that depend on the number of stages."""
+"""The fields of a config that the matrix varies; ``split`` stands for sizes that depend on the number of stages,
+``dtype`` full for fp64 with a tensor axis and fp32 without."""
 
 
 def stages(pipe: int, schedule: str | None, chunks: int | None) -> int:
@@ -70,15 +77,19 @@ RULES = (
     Rule(
         ("pipe", "schedule", "split"), lambda pipe, schedule, split: stages(pipe, schedule, None) > 1 or split == "even"
     ),
+    Rule(("tensor", "dtype"), lambda tensor, dtype: tensor == 1 or dtype == "full"),
+    Rule(("tensor", "gemm"), lambda tensor, gemm: tensor == 1 or gemm == "torch"),
+    Rule(("dtype", "gemm"), lambda dtype, gemm: dtype == "full" or gemm == "torch"),
 )
-"""Without them there would be cells that plait refuses, and cells whose setting changes nothing."""
+"""Without them there would be cells that plait refuses, cells whose setting changes nothing, and products of few bits
+that a tensor axis splits: of those a verdict says little, for they are equal within the rounding of those bits only."""
 
 
 def cells(size: Size) -> tuple[VerifyConfig, ...]:
     """The configs of a matrix, without repetition."""
     found = list(map(config_of, points(8 if size == "small" else 16)))
     if size == "full":
-        found += [*every_row_on_every_mesh(), *grouped_heads()]
+        found += [*every_row_on_every_mesh(), *grouped_heads(), *products_of_onednn()]
     return tuple(dict.fromkeys(found))
 
 
@@ -94,7 +105,9 @@ def config_of(point: Mapping[str, Any]) -> VerifyConfig:
     mesh = Mesh(**{axis: given.pop(axis, 1) for axis in AXES})
     count = stages(mesh.pipe, given.get("schedule"), given.get("chunks"))
     split = uneven(count) if given.pop("split", "even") == "uneven" else None
-    changes: dict[str, Any] = {"mesh": str(mesh), "split": split, "dtype": "fp64" if mesh.tensor > 1 else "fp32"}
+    if given.get("dtype", "full") == "full":
+        given["dtype"] = "fp64" if mesh.tensor > 1 else "fp32"
+    changes: dict[str, Any] = {"mesh": str(mesh), "split": split}
     return replace(MODELS[given.pop("model")], **changes, **given)
 
 
@@ -128,6 +141,20 @@ def grouped_heads() -> Iterator[VerifyConfig]:
     ):
         point = {"model": "gpt", "strategy": row, "schedule": order, "microbatches": 2}
         yield replace(config_of(point | vars(Mesh.parse(mesh))), kv_heads=kv_heads)
+
+
+def products_of_onednn() -> Iterator[VerifyConfig]:
+    """Products that a tensor axis splits, in fp32, for oneDNN makes no others."""
+    for mesh, row, order, recompute in (
+        ("tensor=3", "ddp", None, None),
+        ("shard=2 tensor=2", "zero3", None, "full"),
+        ("pipe=2 tensor=2", "zero1", "zb_h1", None),
+        ("pipe=2 replica=2 tensor=4", "hsdp", "zbv", "full"),
+    ):
+        point = {"model": "gpt", "strategy": row, "schedule": order, "microbatches": 2, "recompute": recompute}
+        for sequence in (False, True) if has_onednn() else ():
+            found = config_of({**point, **vars(Mesh.parse(mesh)), "sequence_parallel": sequence})
+            yield replace(found, dtype="fp32", gemm="onednn")
 
 
 def due(config: VerifyConfig) -> str:

@@ -6,7 +6,8 @@ A cell fails where the verdict is not the one that is due, *equal* included wher
 anything raises.  A failure does not end the matrix; it is told at once, with the command that runs that cell alone.
 
 Layouts of one job share their references where these are the same run: the same data axes, microbatches, order of
-additions, runs of the norm and uses of tied weights.  A reference knows nothing of what else a layout is.
+additions, runs of the norm and uses of tied weights.  A reference knows nothing of what else a layout is; dtypes, those
+of a row included, the loss scale and who multiplies belong to the job.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from plait.config import VerifyConfig, validate
 from plait.core.cells import TABLE
 from plait.core.mesh import Mesh
 from plait.core.orders import ORDERS
+from plait.core.precision import Precision
 from plait.job import Job, check_layout, layout_of, make_job
 from plait.verify.cases import cells, command, due
 from plait.verify.record import RankRecord, record_layout
@@ -39,9 +41,9 @@ MARKS = {"bitwise": "b", "equal": "e", "DIFFERENT": "D", "error": "X"}
 
 OF_THE_LAYOUT = (
     *("mesh", "strategy", "microbatches", "schedule", "chunks", "hold", "split", "cut", "prefetch"),
-    *("sequence_parallel", "clip"),
+    *("sequence_parallel", "clip", "recompute", "offload"),
 )
-"""The fields of a config that its job does not know."""
+"""The fields of a config that its job does not know, but for the dtypes of a strategy."""
 
 OF_THE_MATRIX = ("config", "matrix", "data", "seed", "deadline", "json")
 """What may be given beside ``matrix``; it chooses everything else."""
@@ -77,15 +79,16 @@ class References:
     """Jobs and reference runs, each made once for the cells that share it."""
 
     def __init__(self) -> None:
-        self._jobs: dict[VerifyConfig, Job] = {}
+        self._jobs: dict[tuple[VerifyConfig, Precision], Job] = {}
         self._records: dict[str, Record] = {}
 
     def job(self, config: VerifyConfig) -> Job:
         """The job that a config describes."""
         default = VerifyConfig()
-        key = replace(config, **{name: getattr(default, name) for name in OF_THE_LAYOUT})
+        plain = replace(config, **{name: getattr(default, name) for name in OF_THE_LAYOUT})
+        key = plain, Precision.of(config.row, config.first_scale)
         if key not in self._jobs:
-            self._jobs[key] = make_job(key)
+            self._jobs[key] = make_job(replace(plain, strategy=config.strategy))
         return self._jobs[key]
 
     def run(self, job: Job, mesh: Mesh, num_microbatches: int, *rest: Any, **settings: Any) -> Record:

@@ -56,7 +56,9 @@ class SingleProcess:
         self.job, self.ranks, self.microbatches = job, num_data_ranks, num_microbatches
         self.model = job.build()
         materialise(self.model, job.seed, torch.device("cpu"), job.weights)
-        self.streams = Streams(job.seed, [] if job.gemm == "torch" else [Multiply(find_gemm(job.gemm))])
+        self.streams = Streams(job.seed)
+        if job.gemm != "torch":
+            self.streams.beside = (Multiply(find_gemm(job.gemm), self.streams),)
         self.streams.attach(self.model)
         self.parameters = dict(self.model.named_parameters())
         self.dtypes = {name: p.dtype for name, p in self.parameters.items()}

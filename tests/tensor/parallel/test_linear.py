@@ -336,3 +336,36 @@ def test_autocast_computes_in_its_own_dtype_and_leaves_gradients_in_the_weights(
         torch.testing.assert_close(r[0], alone[0], rtol=0.05, atol=0.05)
         torch.testing.assert_close(r[1], alone[1], rtol=0.05, atol=0.5)
     torch.testing.assert_close(together([r[2] for r in ranks], 0), alone[2], rtol=0.05, atol=0.5)
+
+
+@pytest.mark.parametrize("trains", [True, False], ids=["trains", "frozen"])
+@pytest.mark.parametrize("wants", [True, False], ids=["wants", "input without gradient"])
+def test_an_input_is_kept_for_a_weight_that_trains_and_a_weight_for_an_input_that_wants(
+    wants: bool, trains: bool
+) -> None:
+    def body(axis: TensorAxis) -> list[int]:
+        kept: list[int] = []
+        x, pairs = two(axis, frozen=not trains)
+        down = part_of(values(4, HIDDEN, seed=7), 1, axis).requires_grad_(trains)
+        hidden = part_of(values(2, 7, HIDDEN), 2, axis).requires_grad_(wants)
+        x.requires_grad_(wants)
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t.data_ptr()) or t, lambda t: t):  # type: ignore[func-returns-value]
+            column = Entered(x, axis, "mlp", pairs).column(*pairs[0], 0)
+            row = Row.apply(hidden, down, axis, "down")
+        assert row.requires_grad == column.requires_grad == (wants or trains)
+        return [t.data_ptr() in kept for t in (x, hidden, pairs[0][0], down)]
+
+    assert on_ranks(2, body) == [[trains, trains, wants, wants]] * 2
+
+
+def test_gradients_that_cannot_be_differentiated_again_say_so() -> None:
+    def body(axis: TensorAxis) -> None:
+        x, pairs = two(axis)
+        x.requires_grad_()
+        column = Entered(x, axis, "mlp", pairs).column(*pairs[0], 0)
+        row = Row.apply(part_of(values(2, 7, HIDDEN), 2, axis).requires_grad_(), pairs[0][0].t(), axis, "down")
+        for y in (column, row):
+            with pytest.raises(ValueError, match=r"create_graph=True.*without the tensor axis"):
+                torch.autograd.grad(y.sum(), pairs[0][0], create_graph=True)
+
+    on_ranks(2, body)

@@ -22,8 +22,10 @@ from plait.core.collectives import Note
 from plait.core.layout import part
 from plait.core.styles import BACKWARD, FORWARD
 from plait.tensor.gemm import TORCH, Gemm
+from plait.tensor.once import once
 
 AXES = ("tensor",)
+first_order = once("a tensor-parallel layer", "train such a model without the tensor axis")
 
 Finish = Callable[[], Tensor]
 """Waits for messages under way and returns what they bring."""
@@ -119,6 +121,7 @@ class Leave(torch.autograd.Function):
         return (axis.start_scatter if scatter else axis.start_sum)(x, axis.note(FORWARD, site))()
 
     @staticmethod
+    @first_order
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
         axis: TensorAxis = ctx.axis
         if ctx.length:
@@ -137,6 +140,7 @@ class Split(torch.autograd.Function):
         return x[:, start:stop].contiguous()
 
     @staticmethod
+    @first_order
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
         axis: TensorAxis = ctx.axis
         return axis.start_gather(gradient, 1, ctx.length, axis.note(BACKWARD, ctx.site))(), None, None
@@ -151,6 +155,7 @@ class Gather(torch.autograd.Function):
         return axis.start_gather(x, x.dim() - 1, size, axis.note(FORWARD, site))()
 
     @staticmethod
+    @first_order
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
         start, stop = ctx.axis.part(ctx.size)
         return gradient[..., start:stop], None, None, None

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from plait.core.styles import BACKWARD, FORWARD
 from plait.tensor.gemm import TORCH, Gemm
-from plait.tensor.parallel.axis import TensorAxis
+from plait.tensor.parallel.axis import TensorAxis, first_order
 
 
 def weight_product(gradient: Tensor, x: Tensor, gemm: Gemm = TORCH) -> Tensor:
@@ -100,10 +100,11 @@ class Enter(torch.autograd.Function):
         whole = axis.start_gather(x, 1, axis.length, note)() if axis.sequence else x.view_as(x)
         ctx.waiting = waiting
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(whole)
+        ctx.save_for_backward(whole if any(ctx.needs_input_grad[2:]) else None)
         return whole
 
     @staticmethod
+    @first_order
     def backward(ctx: Any, gradient: Tensor | None) -> tuple[Tensor | None, ...]:
         waiting: Waiting = ctx.waiting
         axis, note = waiting.axis, waiting.axis.note(BACKWARD, waiting.site)
@@ -134,10 +135,11 @@ class Column(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, waiting: Waiting, index: int) -> Tensor:
         ctx.waiting, ctx.index = waiting, index
-        ctx.save_for_backward(weight)
+        ctx.save_for_backward(weight if waiting.wants_input else None)
         return waiting.axis.gemm.linear(x, weight, bias)
 
     @staticmethod
+    @first_order
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, None, None, None, None]:
         ctx.waiting.queue.append((ctx.index, gradient))
         (weight,) = ctx.saved_tensors
@@ -153,11 +155,12 @@ class Row(torch.autograd.Function):
         if axis.sequence:
             axis.check_stream(x, site, whole=True)
         ctx.axis, ctx.site, ctx.length = axis, site, axis.length
-        ctx.save_for_backward(x, weight)
+        ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight if ctx.needs_input_grad[0] else None)
         finish = axis.start_scatter if axis.sequence else axis.start_sum
         return finish(axis.gemm.linear(x, weight, None), axis.note(FORWARD, site))()
 
     @staticmethod
+    @first_order
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
         axis: TensorAxis = ctx.axis
         x, weight = ctx.saved_tensors

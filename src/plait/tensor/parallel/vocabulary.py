@@ -21,7 +21,7 @@ from plait.comm import Comm
 from plait.core.collectives import Note
 from plait.core.layout import part
 from plait.core.styles import FORWARD
-from plait.tensor.parallel.axis import Leave, TensorAxis
+from plait.tensor.parallel.axis import Leave, TensorAxis, first_order
 from plait.tensor.sharded import ShardedTensor
 
 LOSS = Note(FORWARD, "loss")
@@ -141,6 +141,7 @@ class CutCrossEntropy(torch.autograd.Function):
         return ((whole - (every[:, 2].sum(0) - top)) * counts).sum()
 
     @staticmethod
+    @first_order
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         counts, rows, columns, of_whole = ctx.saved_tensors
         shares, ctx.shares = ctx.shares, None  # it becomes the gradient

@@ -1,0 +1,96 @@
+"""Products made in torch's place (by oneDNN, or in two parts): where they must not be, and what they keep."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import engine_cases as cases
+import pytest
+import torch
+import torch.nn.functional as F
+from engine_cases import WIDTH, batches, sgd
+from pipeline_cases import chain, linear, same
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from plait.engine.deferred import Deferred
+from plait.engine.multiply import Multiply
+from plait.tensor.gemm import ONEDNN, has_onednn
+
+onednn = pytest.mark.skipif(not has_onednn(), reason="this torch was built without oneDNN")
+
+
+class Again(nn.Module):
+    """A checkpoint around a function: nobody's call, so in its recomputation nothing of plait is on.
+
+    The weight is square, and torch keeps its transpose: who takes the one for the other gets a gradient of the right
+    shape.
+    """
+
+    def __init__(self, *, functional: bool) -> None:
+        super().__init__()
+        self.own, self.functional = linear(), functional
+
+    def inner(self, x: Tensor) -> Tensor:
+        y = F.linear(x, self.own.weight, self.own.bias) if self.functional else self.own(x)
+        return torch.tanh(y)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = checkpoint(self.inner, x, use_reentrant=False)
+        return out
+
+
+@onednn
+@pytest.mark.parametrize("functional", [True, False], ids=["function", "module"])
+def test_a_checkpoint_around_a_function_under_onednn(functional: bool) -> None:
+    model = chain(linear(), Again(functional=functional), linear()).float()
+    data = [{name: value.float() for name, value in batch.items()} for batch in batches(3)]
+    ours, theirs = (
+        cases.train(model, "replica=2", "ddp", data, optimizer=sgd, gemm=gemm)[0] for gemm in ("onednn", "torch")
+    )
+    for name, value in theirs.state.items():
+        torch.testing.assert_close(ours.state[name], value, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("functional", [True, False], ids=["function", "module"])
+def test_a_checkpoint_around_a_function_in_a_backward_in_two_parts(functional: bool) -> None:
+    same(chain(linear(), linear(), Again(functional=functional), linear()), schedule="zb_h1")
+
+
+def penalised(layer: Callable[[Tensor], Tensor]) -> None:
+    """The gradient of a gradient, which starts from the constant of a sum."""
+    x = torch.ones(3, WIDTH, requires_grad=True)
+    torch.autograd.grad(layer(x).sum(), x, create_graph=True)
+
+
+@onednn
+def test_gradients_of_onednn_cannot_be_differentiated_again_and_say_so() -> None:
+    penalised(layer := nn.Linear(WIDTH, 4))
+    with Multiply(ONEDNN), pytest.raises(ValueError, match=r"create_graph=True.*leave gemm out"):
+        penalised(layer)
+
+
+@pytest.mark.parametrize("kind", ["linear", "conv"])
+def test_nor_can_those_of_a_backward_in_two_parts(kind: str) -> None:
+    conv = nn.Sequential(nn.Unflatten(1, (1, WIDTH)), nn.Conv1d(1, 2, 3))
+    penalised(layer := nn.Linear(WIDTH, 4) if kind == "linear" else conv)
+    deferred = Deferred(layer.parameters())
+    deferred.begin(0)
+    with deferred, pytest.raises(ValueError, match=r"create_graph=True.*another order"):
+        penalised(layer)
+
+
+FOREIGN: dict[str, Callable[[nn.Module, Tensor], Tensor]] = {
+    "sparse": lambda layer, x: layer(x.to_sparse()),
+    "vmap": lambda layer, x: torch.func.vmap(layer)(x),
+    "grad": lambda layer, x: torch.func.grad(lambda z: layer(z).tanh().sum())(x),
+}
+
+
+@onednn
+@pytest.mark.parametrize("call", FOREIGN)
+def test_what_is_not_ours_is_left_to_torch(call: str) -> None:
+    layer, x = cases.distinct(nn.Linear(WIDTH, 4)).float(), torch.randn(3, WIDTH)
+    wanted = FOREIGN[call](layer, x)
+    with Multiply(ONEDNN):
+        assert torch.equal(FOREIGN[call](layer, x), wanted)

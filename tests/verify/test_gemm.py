@@ -1,0 +1,100 @@
+"""A layout that multiplies with oneDNN is, to the bit, the single process that does, and not the one that does not."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from pipe_cases import CHAIN, DECODER, is_bitwise, runs
+from verify_cases import GPT, job_of, record
+
+from plait.config import VerifyConfig
+from plait.job import check_layout
+from plait.tensor import gemm
+from plait.tensor.gemm import has_onednn
+from plait.verify.run import judge, references
+
+pytestmark = pytest.mark.skipif(not has_onednn(), reason="this torch was built without oneDNN")
+
+ONEDNN = replace(DECODER, gemm="onednn")
+DROPPING = replace(GPT, layers=3, steps=2, dropout=0.2, gemm="onednn")
+HEADS = replace(GPT, heads=6, kv_heads=6, dtype="fp32", length=9, steps=2, gemm="onednn")
+WIDE = replace(CHAIN, width=389, layers=5, gemm="onednn")
+"""Sums of 389 terms, which oneDNN and torch's BLAS add in different orders; of few terms they give the same bits."""
+
+
+@pytest.mark.parametrize(
+    ("config", "mesh", "layout"),
+    [
+        (ONEDNN, "shard=3", {"strategy": "zero3"}),
+        (DROPPING, "shard=3", {"strategy": "zero3", "microbatches": 2}),
+        (ONEDNN, "shard=2", {"strategy": "zero2", "recompute": "full", "microbatches": 3}),
+        (ONEDNN, "shard=2", {"strategy": "hpz", "recompute": "selective"}),
+        (ONEDNN, "pipe=2 shard=2", {"strategy": "zero3", "schedule": "zb_h1", "microbatches": 4}),
+        (ONEDNN, "pipe=3", {"strategy": "ddp", "schedule": "zbv", "microbatches": 3}),
+        (ONEDNN, "pipe=3", {"strategy": "zero1", "schedule": "zbv", "microbatches": 3, "recompute": "full"}),
+        (DROPPING, "replica=2 shard=2", {"strategy": "hsdp", "dtype": "bf16-mixed", "microbatches": 2}),
+        (replace(DROPPING, model="llama"), "shard=2", {"strategy": "zero3"}),
+        (WIDE, "pipe=2 replica=2", {"strategy": "zero2", "schedule": "1f1b", "microbatches": 2}),
+        (replace(WIDE, dropout=0.3), "pipe=2", {"strategy": "ddp", "schedule": "dualpipe_v", "microbatches": 4}),
+    ],
+)
+def test_bitwise(config: VerifyConfig, mesh: str, layout: dict[str, Any]) -> None:
+    is_bitwise(runs(config, mesh, **layout), clip=None)
+
+
+@pytest.mark.parametrize("sequence", [False, True])
+@pytest.mark.parametrize(
+    ("mesh", "layout"),
+    [
+        ("tensor=2", {"strategy": "ddp"}),
+        ("shard=2 tensor=2", {"strategy": "zero3", "microbatches": 2, "recompute": "full"}),
+        ("pipe=2 tensor=3", {"strategy": "zero1", "schedule": "zb_h1", "microbatches": 3}),
+    ],
+)
+def test_equal_over_tensor_ranks(mesh: str, layout: dict[str, Any], sequence: bool) -> None:
+    result = runs(HEADS, mesh, sequence_parallel=sequence, **layout)
+    assert result.verdict.word == "equal", result.different()
+
+
+def test_products_of_tensor_ranks_are_onednns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many as plain layers have: none of a column's or row's three products goes to torch."""
+    made: list[tuple[int, ...]] = []
+    original = gemm._onednn
+
+    def counted(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        made.append(tuple(weight.shape))
+        return original(x, weight, bias)
+
+    monkeypatch.setattr(gemm, "_onednn", counted)
+    counts = []
+    for mesh in ("tensor=1", "tensor=2", "tensor=3"):
+        record(replace(HEADS, mesh=mesh, strategy="ddp", steps=1))
+        counts.append(len(made))
+        made.clear()
+    assert counts[0] > 0 and counts == [counts[0], 2 * counts[0], 3 * counts[0]]
+
+
+@pytest.mark.parametrize(("ours", "theirs"), [("onednn", "torch"), ("torch", "onednn")])
+def test_the_setting_reaches_both(ours: str, theirs: str) -> None:
+    """A layout that multiplies with the one beside a reference that does with the other: not the same bits."""
+    config = replace(WIDE, mesh="shard=2", gemm=ours)  # type: ignore[arg-type]
+    job, ranks = job_of(config), record(config)
+    words = []
+    for name in (ours, theirs):
+        made = replace(job, gemm=name)
+        verdict = judge(
+            made, config, config.row, ranks, *references(made, config.parsed_mesh, config.row, 1, 2, 0.3, ranks)
+        )
+        words.append((verdict.word, {f.kind for f in verdict.tree if not f.bitwise}))
+    assert words[0] == ("bitwise", set())
+    assert words[1][0] == "different" and words[1][1] >= {"gradient", "parameter"}
+
+
+def test_a_torch_without_onednn_is_told_before_ranks_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    check_layout(ONEDNN)
+    monkeypatch.setattr(gemm, "has_onednn", lambda: False)
+    with pytest.raises(ValueError, match="built without oneDNN: leave it out"):
+        check_layout(ONEDNN)

@@ -79,6 +79,8 @@ def test_steps_beside_the_epochs_of_a_file_are_refused_unless_a_flag_takes_them_
     words = ["train", "--config", str(file)]
     with pytest.raises(ValueError, match=r"--steps 9 beside epochs 2 of .*run.toml"):
         parse([*words, "--steps", "9"])
+    with pytest.raises(ValueError, match=r"--steps 9 beside epochs 3, which"):
+        parse([*words, "--epochs=3", "--steps", "9"])
     by_steps, by_epochs = parse([*words, "--steps", "9", "--epochs", "None"]), parse([*words, "--epochs", "3"])
     assert isinstance(by_steps, TrainConfig) and (by_steps.steps, by_steps.epochs) == (9, None)
     assert isinstance(by_epochs, TrainConfig) and by_epochs.epochs == 3

@@ -101,8 +101,9 @@ def parse(argv: Sequence[str]) -> TrainConfig | VerifyConfig | DoctorConfig | Be
 
 def _check_steps(command: TrainConfig | VerifyConfig, argv: Sequence[str]) -> None:
     """Raises ValueError for ``--steps`` beside epochs, which say themselves how many steps there are."""
-    if any(word.partition("=")[0] == "--steps" for word in argv):
-        where = f" of {command.config}" if command.config and "--epochs" not in argv else ""
+    given = {word.partition("=")[0] for word in argv}
+    if "--steps" in given:
+        where = f" of {command.config}" if command.config and "--epochs" not in given else ""
         raise ValueError(
             f"--steps {command.steps} beside epochs {command.epochs}{where}, which are a number of steps too: "
             f"leave --steps out, or give --epochs None"

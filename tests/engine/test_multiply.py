@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from deferred_cases import Apply, assert_equal, draws, grads, input_of, parameters_of
-from engine_cases import WIDTH, Block, deal, loss_sum
+from engine_cases import WIDTH, Block, deal, distinct, loss_sum
 from torch import Tensor, nn
 
 from plait.comm import Comm, run
@@ -280,3 +280,37 @@ def test_an_unknown_one_is_refused() -> None:
 def test_ranks_with_different_ones_are_refused() -> None:
     with pytest.raises(ValueError, match="gemm"):
         run(Mesh(shard=2), lambda comm: engine_of(comm, "ddp", ("torch", "onednn")[comm.rank]), deadline=20)
+
+
+def test_cut_layers_under_autocast_stay_with_torch(calls: list[tuple[int, ...]]) -> None:
+    """oneDNN's operator knows nothing of autocast: the products are in bf16, as with torch."""
+
+    class Pair(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.down = nn.Linear(WIDTH, 8), nn.Linear(8, WIDTH, bias=False)
+
+        def tensor_plan(self) -> dict[str, str]:
+            return {"up": "column", "down": "row"}
+
+        def forward(self, x: Tensor) -> Tensor:
+            out: Tensor = self.down(self.up(x).tanh())
+            return out
+
+    seen: list[torch.dtype] = []
+
+    def loss(model: nn.Module, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            y = model(x)
+        seen.append(y.dtype)
+        return y.float().square().sum()
+
+    def losses(gemm: str) -> list[float]:
+        def body(comm: Comm) -> list[float]:
+            net = distinct(Pair()).float()
+            engine = Engine(net, comm, strategy="ddp", gemm=gemm, loss_fn=loss, count_fn=len)
+            return [engine.step([draws(torch.empty(7, WIDTH), m)]).loss for m in range(2)]
+
+        return run(Mesh(tensor=2), body)[0]
+
+    assert losses("onednn") == losses("torch") and set(seen) == {torch.bfloat16} and not calls

@@ -25,36 +25,61 @@ class Again(nn.Module):
 
     The weight is square, and torch keeps its transpose: who takes the one for the other gets a gradient of the right
     shape.
+
+    Args:
+        around: what the checkpoint is around: a function that calls ``F.linear``, one that calls the layer, the layer.
+        dropout: drawn inside the function.
     """
 
-    def __init__(self, *, functional: bool) -> None:
+    def __init__(self, around: str, dropout: float = 0.0) -> None:
         super().__init__()
-        self.own, self.functional = linear(), functional
+        self.own, self.around, self.dropout = linear(), around, dropout
 
     def inner(self, x: Tensor) -> Tensor:
-        y = F.linear(x, self.own.weight, self.own.bias) if self.functional else self.own(x)
-        return torch.tanh(y)
+        y = F.linear(x, self.own.weight, self.own.bias) if self.around == "function" else self.own(x)
+        return F.dropout(torch.tanh(y), self.dropout, self.training)
 
     def forward(self, x: Tensor) -> Tensor:
+        if self.around == "layer":
+            return torch.tanh(checkpoint(self.own, x, use_reentrant=False))
         out: Tensor = checkpoint(self.inner, x, use_reentrant=False)
         return out
 
 
+def again(around: str, dropout: float = 0.0) -> nn.Module:
+    """With two of them, which ``recompute="full"`` runs a second time around their own checkpoints."""
+    return chain(linear(), nn.Sequential(Again(around, dropout)), nn.Sequential(Again(around)), linear())
+
+
+UNITS = ("l1.0", "l2.0")
+AROUND = pytest.mark.parametrize("around", ["function", "call", "layer"])
+RECOMPUTE = pytest.mark.parametrize("recompute", [None, "full"])
+
+
 @onednn
-@pytest.mark.parametrize("functional", [True, False], ids=["function", "module"])
-def test_a_checkpoint_around_a_function_under_onednn(functional: bool) -> None:
-    model = chain(linear(), Again(functional=functional), linear()).float()
+@AROUND
+@RECOMPUTE
+@pytest.mark.parametrize(("mesh", "row"), [("replica=2", "ddp"), ("shard=2", "zero3")])
+def test_a_checkpoint_around_a_function_under_onednn(mesh: str, row: str, recompute: str | None, around: str) -> None:
+    model = again(around).float()
     data = [{name: value.float() for name, value in batch.items()} for batch in batches(3)]
-    ours, theirs = (
-        cases.train(model, "replica=2", "ddp", data, optimizer=sgd, gemm=gemm)[0] for gemm in ("onednn", "torch")
-    )
+    ours = cases.train(model, mesh, row, data, optimizer=sgd, gemm="onednn", recompute=recompute, units=UNITS)[0]
+    theirs = cases.train(model, "replica=2", "ddp", data, optimizer=sgd)[0]
     for name, value in theirs.state.items():
         torch.testing.assert_close(ours.state[name], value, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("functional", [True, False], ids=["function", "module"])
-def test_a_checkpoint_around_a_function_in_a_backward_in_two_parts(functional: bool) -> None:
-    same(chain(linear(), linear(), Again(functional=functional), linear()), schedule="zb_h1")
+@AROUND
+@RECOMPUTE
+def test_a_checkpoint_around_a_function_in_a_backward_in_two_parts(recompute: str | None, around: str) -> None:
+    same(again(around), schedule="zb_h1", recompute=recompute, units=UNITS)
+
+
+@RECOMPUTE
+def test_dropout_in_such_a_checkpoint_is_refused(recompute: str | None) -> None:
+    """Which mask to draw again is not known, also where the engine runs the block around it a second time."""
+    with pytest.raises(ValueError, match="in a checkpoint around a function that is no module's call"):
+        cases.train(again("function", 0.3), "shard=2", "zero3", batches(1), recompute=recompute, units=UNITS)
 
 
 def penalised(layer: Callable[[Tensor], Tensor]) -> None:
@@ -82,12 +107,14 @@ def test_nor_can_those_of_a_backward_in_two_parts(kind: str) -> None:
 
 FOREIGN: dict[str, Callable[[nn.Module, Tensor], Tensor]] = {
     "sparse": lambda layer, x: layer(x.to_sparse()),
+    "nested": lambda layer, x: layer(torch.nested.nested_tensor([x[:1], x])).to_padded_tensor(0.0),
     "vmap": lambda layer, x: torch.func.vmap(layer)(x),
     "grad": lambda layer, x: torch.func.grad(lambda z: layer(z).tanh().sum())(x),
 }
 
 
 @onednn
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 @pytest.mark.parametrize("call", FOREIGN)
 def test_what_is_not_ours_is_left_to_torch(call: str) -> None:
     layer, x = cases.distinct(nn.Linear(WIDTH, 4)).float(), torch.randn(3, WIDTH)

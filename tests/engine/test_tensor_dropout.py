@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from engine_cases import batches, distinct, sgd, train
+from engine_cases import Batch, batches, count, distinct, loss_sum, sgd, train
 from tensor_models import WIDTH, Model, alone, model, same_run, token_batches
 from torch import Tensor, nn
 
@@ -193,3 +193,42 @@ def test_a_stream_cut_in_time_never_gets_another_mask(missing: str) -> None:
         assert "draws dropout" in str(refused) and "sequence" in str(refused)
     else:
         same_run(ranks, alone(model(), data))
+
+
+@pytest.mark.parametrize("mesh", ["shard=2", "tensor=2"])
+@pytest.mark.parametrize("by", ["hook", "forward"])
+def test_dropout_that_a_user_adds_to_a_layer_has_one_site_on_every_mesh(by: str, mesh: str) -> None:
+    """Layers that draw nothing are not followed where nobody asks for them; these do draw."""
+
+    def added(layer: nn.Linear) -> None:
+        own = layer.forward
+        if by == "hook":
+            layer.register_forward_hook(lambda module, args, out: F.dropout(out, 0.4, module.training))
+        else:
+            layer.forward = lambda x: F.dropout(own(x), 0.4, layer.training)  # type: ignore[method-assign]
+
+    def built() -> nn.Module:
+        net = model(0.0)
+        for mlp in (block.mlp for block in net.blocks):  # type: ignore[union-attr]
+            added(mlp.down)
+        return net
+
+    data = token_batches()
+
+    def losses(mesh: str) -> list[float]:
+        def body(comm: Comm) -> list[float]:
+            net = built()
+            engine = Engine(
+                net, comm, strategy="ddp", loss_fn=loss_sum, count_fn=count, optimizer=sgd(net.parameters())
+            )
+            return [engine.step([piece(batch, comm)]).loss for batch in data]
+
+        return plait.run_threads(mesh, body)[0]
+
+    def piece(batch: Batch, comm: Comm) -> Batch:
+        start, stop = part(len(batch["x"]), comm.mesh.data_size, comm.mesh.data_rank(comm.rank))
+        return {name: value[start:stop] for name, value in batch.items()}
+
+    assert losses(mesh) == pytest.approx(losses("shard=1"), rel=1e-12)
+    dry = model(0.0)
+    assert losses("shard=1") != pytest.approx(alone(dry, data).losses, rel=1e-3)

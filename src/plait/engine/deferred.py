@@ -151,7 +151,7 @@ def plain(x: Any) -> bool:
 
     Nor are those inside ``torch.func`` (vmap, grad), which takes no function without rules for each of its transforms.
     """
-    dense = type(x) in (Tensor, nn.Parameter) and x.layout is torch.strided
+    dense = type(x) in (Tensor, nn.Parameter) and x.layout is torch.strided and not x.is_nested
     return dense and not torch.is_autocast_enabled(x.device.type) and not torch._C._are_functorch_transforms_active()
 
 

@@ -13,8 +13,10 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+_QUIET = {"linear", "sparse", "conv", "normalization", "batchnorm"}
 _RECURRENT = {"lstm", "gru", "rnn_tanh", "rnn_relu"}
 _OTHERS = {
     F.alpha_dropout,
@@ -42,6 +44,13 @@ def draws_nothing(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bo
     names = [a.name for a in op._schema.arguments]
     given = {**dict(zip(names, args, strict=False)), **kwargs}
     return "dropout_p" in names and not given.get("dropout_p", 0.0)
+
+
+def quiet(module: nn.Module) -> bool:
+    """Whether it is one of torch's layers that draw nothing, and no code of the user's runs in its call."""
+    if module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module):
+        return False
+    return type(module).forward.__module__.removeprefix("torch.nn.modules.") in _QUIET
 
 
 def without_dropout(func: Callable[..., Any], args: Sequence[Any]) -> bool:

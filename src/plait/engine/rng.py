@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from plait.engine.generator import draws_nothing, is_random, no_stream, seeded, stream_key, without_dropout
+from plait.engine.generator import draws_nothing, is_random, no_stream, quiet, seeded, stream_key, without_dropout
 
 _LOW32 = 0xFFFFFFFF
 _CHUNK = 1 << 15
@@ -204,17 +204,17 @@ class Streams(TorchFunctionMode):
 
         A module's call switches them on. A checkpoint around a function that is no module's call runs without them.
         """
-        around = self.checkpoints[-1] if self.checkpoints else None
-        return self.twice or self.recomputing or checkpoint_around() is around
+        return checkpoint_around() is (self.checkpoints[-1] if self.checkpoints else None)
 
     @contextmanager
     def runs_twice(self) -> Iterator[None]:
         """What runs inside is recomputed: a generator of its own would have gone on meanwhile, so it is refused."""
-        before, self.twice = self.twice, True
+        before = self.twice, self.checkpoints
+        self.twice, self.checkpoints = True, [*self.checkpoints, checkpoint_around()]
         try:
             yield
         finally:
-            self.twice = before
+            self.twice, self.checkpoints = before
 
     def switch_on(self, drawing: bool) -> bool:
         """See every torch function from here on, serving randomness if ``drawing``; False if it was on already."""
@@ -269,7 +269,7 @@ class Streams(TorchFunctionMode):
             return lambda module, args: self.enter_module(name, model.training, in_backward())
 
         for name, module in model.named_modules():
-            if not every and module is not model and type(module).forward.__module__ in _QUIET:
+            if not every and module is not model and quiet(module):
                 continue
             module.register_forward_pre_hook(entering(known.get(name, (name, 0))[0]), prepend=True)
             module.register_forward_hook(lambda *_: self.leave_module(), always_call=True)
@@ -393,7 +393,5 @@ class _Bernoulli(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-_QUIET = {f"torch.nn.modules.{kind}" for kind in ("linear", "sparse", "conv", "normalization", "batchnorm")}
-"""Where the forwards of layers stand that draw nothing."""
 _SERVED = {F.dropout, torch.dropout, F.scaled_dot_product_attention}
 _COMPOSITE = {F.multi_head_attention_forward, F.dropout1d, F.dropout2d, F.dropout3d}

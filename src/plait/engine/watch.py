@@ -10,7 +10,6 @@ While the model runs, every torch function that takes a parameter of a split uni
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
-from functools import cache
 from typing import Any
 
 import torch
@@ -46,7 +45,6 @@ def _among(values: Iterable[Any], known: Container[int]) -> list[int]:
     return found
 
 
-@cache
 def only_metadata(func: Callable[..., Any]) -> bool:
     """Whether a torch function does not read the values of its arguments."""
     name = getattr(func, "__name__", "")

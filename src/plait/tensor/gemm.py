@@ -10,7 +10,7 @@ AMD's Zen 5 twice as fast (docs/log.md has figures; ``plait doctor`` measures th
 add in different orders, so a run is bitwise the run of a single process that multiplies with the same one.
 
 oneDNN is reached through the operator with which ``torch.compile`` calls it.  Tensors that it does not serve (other
-dtypes, GPUs, empty ones) go to torch.
+dtypes, GPUs, empty ones, any under autocast) go to torch.
 """
 
 from __future__ import annotations
@@ -71,6 +71,8 @@ def _onednn(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def _served(*tensors: Tensor) -> bool:
+    if torch.is_autocast_enabled("cpu"):  # the operator knows nothing of it
+        return False
     return all(t.dtype == torch.float32 and t.device.type == "cpu" and t.numel() > 0 for t in tensors)
 
 

@@ -7,6 +7,8 @@ import re
 import threading
 import time
 import traceback
+from pathlib import Path
+from typing import Any
 
 import comm_checks
 import pytest
@@ -254,3 +256,46 @@ def test_a_tensor_that_others_still_read_does_not_change() -> None:
             assert torch.equal(out.view(3, 300).amin(1), out.view(3, 300).amax(1))
 
     run(Mesh(shard=3), race)
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="only Linux tells which threads there are")
+def test_a_rank_is_gone_with_all_that_torch_kept_in_its_thread() -> None:
+    """A backward that raised leaves nodes to a thread, which are destroyed when Python has done with it already.
+
+    They may need the interpreter: its end would take the process down ("terminate called without an active exception").
+    """
+    destroyed: list[int] = []
+
+    class Slow:
+        def __del__(self) -> None:
+            time.sleep(0.1)
+            destroyed.append(1)
+
+    class Left(torch.autograd.Function):
+        """Waits in the queue while ``Fails`` runs, and keeps something."""
+
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            ctx.keeps = Slow()
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, g: torch.Tensor) -> torch.Tensor:
+            return g
+
+    class Fails(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, g: torch.Tensor) -> torch.Tensor:
+            raise ZeroDivisionError
+
+    def body(comm: Comm) -> None:
+        x = torch.ones(1, requires_grad=True)
+        with pytest.raises(ZeroDivisionError):
+            (Left.apply(x) + Fails.apply(x)).sum().backward()  # type: ignore[no-untyped-call]
+
+    run(Mesh(shard=2), body)
+    assert len(destroyed) == 2

@@ -22,6 +22,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TypeVar
 
 import torch
@@ -203,6 +204,19 @@ def _cut(whole: Tensor, n: int) -> list[Tensor]:
     return [whole[k * piece : (k + 1) * piece] for k in range(n)]
 
 
+def _join(thread: threading.Thread, give_up: float) -> None:
+    """Waits until a thread is gone, or the clock says ``give_up``.
+
+    Python's join returns when a thread has left Python.  What torch keeps in it (after a backward that raised: nodes
+    that were to run) is destroyed after that and may need the interpreter, whose end would then take the process down:
+    "terminate called without an active exception".  Linux tells which threads there are.
+    """
+    thread.join(max(0.0, give_up - time.monotonic()))
+    task = Path(f"/proc/self/task/{thread.native_id}")
+    while not thread.is_alive() and task.exists() and time.monotonic() < give_up:
+        time.sleep(0.0005)
+
+
 def run(
     mesh: Mesh,
     fn: Callable[[Comm], Result],
@@ -242,12 +256,12 @@ def run(
         # After a failure the others end at their next operation; one that never comes to it is left behind.
         give_up = time.monotonic() + deadline
         for thread in threads:
-            thread.join(max(0.0, give_up - time.monotonic()))
+            _join(thread, give_up)
     except BaseException:
         world.abort("the calling thread was interrupted")
         give_up = time.monotonic() + min(deadline, STOPPING)
         for thread in threads:  # a thread that computes while the interpreter ends would take it down
-            thread.join(max(0.0, give_up - time.monotonic()))
+            _join(thread, give_up)
         raise
     if failures:
         rank, error = next((f for f in failures if not isinstance(f[1], AbortedError)), failures[0])

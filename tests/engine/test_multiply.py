@@ -18,27 +18,11 @@ from plait.core.mesh import Mesh
 from plait.engine import Engine
 from plait.engine.deferred import Deferred
 from plait.engine.multiply import Multiply
-from plait.tensor import gemm
 from plait.tensor.gemm import ONEDNN, has_onednn
 
 pytestmark = pytest.mark.skipif(not has_onednn(), reason="this torch was built without oneDNN")
 
 EPS = torch.finfo(torch.float32).eps
-
-
-@pytest.fixture
-def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
-    """The shapes of the products that oneDNN made."""
-    made: list[tuple[int, ...]] = []
-    original = gemm._onednn
-
-    def counted(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        y = original(x, weight, bias)
-        made.append(tuple(y.shape))
-        return y
-
-    monkeypatch.setattr(gemm, "_onednn", counted)
-    return made
 
 
 def trained(model: nn.Module, xs: Sequence[Tensor], mode: Any, wants: bool = True) -> list[Tensor | None]:
@@ -85,7 +69,7 @@ CALLS: dict[str, Callable[..., Tensor]] = {
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("call", CALLS)
 def test_linear_however_it_is_called(
-    call: str, bias: bool, shape: tuple[int, ...], calls: list[tuple[int, ...]]
+    call: str, bias: bool, shape: tuple[int, ...], onednn_calls: list[tuple[int, ...]]
 ) -> None:
     """One product in forward, two in backward; a bias that is absent does not send the layer back to torch."""
     more = [draws(torch.empty(6), 2)] if bias else []
@@ -93,7 +77,7 @@ def test_linear_however_it_is_called(
     x = draws(torch.empty(shape), 0)
     got = trained(model, [x], Multiply(ONEDNN))
     rows = x.numel() // shape[-1]
-    assert calls == [(rows, 6), (rows, shape[-1]), (6, shape[-1])]
+    assert onednn_calls == [(rows, 6), (rows, shape[-1]), (6, shape[-1])]
     assert_equal(got, deferred(model, x))
     with torch.no_grad():
         exact = Apply(CALLS[call], *(p.double() for p in model.parameters()))
@@ -109,12 +93,12 @@ def exact_of(model: nn.Module, x: Tensor) -> list[Tensor | None]:
 
 
 @pytest.mark.parametrize("bias", [False, True])
-def test_the_module(bias: bool, calls: list[tuple[int, ...]]) -> None:
+def test_the_module(bias: bool, onednn_calls: list[tuple[int, ...]]) -> None:
     """The sizes are those of which torch gives other bits."""
     model = nn.Linear(300, 31, bias=bias)
     x = draws(torch.empty(257, 300), 0)
     got = trained(model, [x], Multiply(ONEDNN))
-    assert calls == [(257, 31), (257, 300), (31, 300)]
+    assert onednn_calls == [(257, 31), (257, 300), (31, 300)]
     y = ONEDNN.linear(x, model.weight.detach(), model.bias.detach() if bias else None)
     assert_equal(got[:1], [y])
     assert not torch.equal(F.linear(x, model.weight, model.bias).detach(), y)
@@ -140,31 +124,31 @@ def test_inputs_of_every_layout(bias: bool, layout: str) -> None:
         close(got, trained(model, [x], torch.enable_grad()))
 
 
-def test_a_weight_that_is_used_twice(calls: list[tuple[int, ...]]) -> None:
+def test_a_weight_that_is_used_twice(onednn_calls: list[tuple[int, ...]]) -> None:
     """Uses add up, over microbatches too, in the order of autograd."""
     model = Apply(lambda x, w: F.linear(F.linear(x, w).tanh(), w), draws(torch.empty(9, 9), 1) / 3)
     xs = [draws(torch.empty(17, 9), m) for m in range(3)]
     got = trained(model, xs, Multiply(ONEDNN))
-    assert len(calls) == 3 * 6
+    assert len(onednn_calls) == 3 * 6
     assert_equal(trained(model, xs[:1], Multiply(ONEDNN)), deferred(model, xs[0]))
     close(got, trained(model, xs, torch.enable_grad()))
 
 
 @pytest.mark.parametrize("shape", [(7, 5), (3, 7, 5)])
-def test_no_product_is_made_that_nobody_wants(shape: tuple[int, ...], calls: list[tuple[int, ...]]) -> None:
+def test_no_product_is_made_that_nobody_wants(shape: tuple[int, ...], onednn_calls: list[tuple[int, ...]]) -> None:
     x, model = draws(torch.empty(shape), 0), nn.Linear(5, 6)
     rows = x.numel() // 5
     trained(model, [x], Multiply(ONEDNN), wants=False)
-    assert calls == [(rows, 6), (6, 5)], "of an input that wants no gradient"
-    calls.clear()
+    assert onednn_calls == [(rows, 6), (6, 5)], "of an input that wants no gradient"
+    onednn_calls.clear()
     model.weight.requires_grad_(False)
     trained(model, [x], Multiply(ONEDNN))
-    assert calls == [(rows, 6), (rows, 5)], "of a weight that is frozen"
+    assert onednn_calls == [(rows, 6), (rows, 5)], "of a weight that is frozen"
     assert model.weight.grad is None and model.bias.grad is not None
-    calls.clear()
+    onednn_calls.clear()
     with torch.no_grad(), Multiply(ONEDNN):
         y = model(x)
-    assert calls == [(rows, 6)] and y.grad_fn is None and not y.requires_grad
+    assert onednn_calls == [(rows, 6)] and y.grad_fn is None and not y.requires_grad
 
 
 # ---- what is left to torch ------------------------------------------------------------------------------------------
@@ -174,40 +158,40 @@ class Ours(Tensor):
     """A subclass without a torch function of its own."""
 
 
-def test_subclasses_are_left_alone(calls: list[tuple[int, ...]]) -> None:
+def test_subclasses_are_left_alone(onednn_calls: list[tuple[int, ...]]) -> None:
     weight, x = draws(torch.empty(6, 5), 1), draws(torch.empty(7, 5), 0)
     for odd, w in ((x.as_subclass(Ours), weight), (x, weight.as_subclass(Ours))):
         with Multiply(ONEDNN):
             y = F.linear(odd, w)
         assert type(y) is Ours and torch.equal(y.as_subclass(Tensor), F.linear(x, weight))
-    assert not calls
+    assert not onednn_calls
 
 
-def test_autocast_is_left_alone(calls: list[tuple[int, ...]]) -> None:
+def test_autocast_is_left_alone(onednn_calls: list[tuple[int, ...]]) -> None:
     model, x = nn.Linear(5, 6), draws(torch.empty(7, 5), 0)
     with torch.autocast("cpu", torch.bfloat16):
         got, want = trained(model, [x], Multiply(ONEDNN)), trained(model, [x], torch.enable_grad())
     assert got[0] is not None and got[0].dtype == torch.bfloat16
     assert_equal(got, want)
-    assert not calls
+    assert not onednn_calls
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-def test_other_dtypes_are_torchs_to_the_bit(dtype: torch.dtype, calls: list[tuple[int, ...]]) -> None:
+def test_other_dtypes_are_torchs_to_the_bit(dtype: torch.dtype, onednn_calls: list[tuple[int, ...]]) -> None:
     for bias in (False, True):
         model = nn.Linear(300, 31, bias=bias, dtype=dtype)
         for shape in ((65, 300), (3, 7, 300)):
             x = draws(torch.empty(shape, dtype=dtype), 0)
             assert_equal(trained(model, [x], Multiply(ONEDNN)), trained(model, [x], torch.enable_grad()))
-    assert not calls
+    assert not onednn_calls
 
 
-def test_products_that_are_no_linear_layer(calls: list[tuple[int, ...]]) -> None:
+def test_products_that_are_no_linear_layer(onednn_calls: list[tuple[int, ...]]) -> None:
     x, w = draws(torch.empty(7, 5), 0), draws(torch.empty(6, 5), 1)
     with Multiply(ONEDNN):
         made = x @ w.t(), F.conv1d(x.t()[None], w[:, :, None]), nn.Bilinear(5, 5, 2)(x, x)
     assert all(y.isfinite().all() for y in made)
-    assert not calls
+    assert not onednn_calls
 
 
 @pytest.mark.parametrize("shapes", [((7, 5), (6, 4)), ((7, 5), (6, 5), (4,)), ((), (6, 5)), ((7, 5), (6, 5, 1))])
@@ -255,7 +239,7 @@ def engine_of(comm: Comm, row: str, name: str, **settings: Any) -> Engine:
     ],
 )
 def test_an_engine_multiplies_by_it(
-    row: str, mesh: str, schedule: str | None, recompute: str | None, calls: list[tuple[int, ...]]
+    row: str, mesh: str, schedule: str | None, recompute: str | None, onednn_calls: list[tuple[int, ...]]
 ) -> None:
     """6 linear layers: their forwards, 6 products of weights, and 5 of inputs, for the data want none."""
     shape = Mesh.parse(mesh)
@@ -267,7 +251,7 @@ def test_an_engine_multiplies_by_it(
 
     ours, theirs = (run(shape, partial(body, name=name), deadline=20)[0] for name in ("onednn", "torch"))
     again = 4 if recompute else 0
-    assert len(calls) == 2 * shape.data_size * (6 + 6 + 5 + again)
+    assert len(onednn_calls) == 2 * shape.data_size * (6 + 6 + 5 + again)
     for name, value in theirs.items():
         torch.testing.assert_close(ours[name], value, rtol=1e-4, atol=1e-5)
 
@@ -282,7 +266,7 @@ def test_ranks_with_different_ones_are_refused() -> None:
         run(Mesh(shard=2), lambda comm: engine_of(comm, "ddp", ("torch", "onednn")[comm.rank]), deadline=20)
 
 
-def test_cut_layers_under_autocast_stay_with_torch(calls: list[tuple[int, ...]]) -> None:
+def test_cut_layers_under_autocast_stay_with_torch(onednn_calls: list[tuple[int, ...]]) -> None:
     """oneDNN's operator knows nothing of autocast: the products are in bf16, as with torch."""
 
     class Pair(nn.Module):
@@ -313,4 +297,4 @@ def test_cut_layers_under_autocast_stay_with_torch(calls: list[tuple[int, ...]])
 
         return run(Mesh(tensor=2), body)[0]
 
-    assert losses("onednn") == losses("torch") and set(seen) == {torch.bfloat16} and not calls
+    assert losses("onednn") == losses("torch") and set(seen) == {torch.bfloat16} and not onednn_calls

@@ -59,21 +59,6 @@ def test_a_torch_without_onednn(monkeypatch: pytest.MonkeyPatch) -> None:
     assert find_gemm("torch") is TORCH
 
 
-@pytest.fixture
-def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
-    """The shapes of the products that oneDNN made."""
-    made: list[tuple[int, ...]] = []
-    original = gemm._onednn
-
-    def counted(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        y = original(x, weight, bias)
-        made.append(tuple(y.shape))
-        return y
-
-    monkeypatch.setattr(gemm, "_onednn", counted)
-    return made
-
-
 # ---- values ---------------------------------------------------------------------------------------------------------
 
 
@@ -190,29 +175,29 @@ def test_calls_and_alignments_change_no_bit(sizes: tuple[int, int, int]) -> None
             assert all(map(torch.equal, again, first)), f"{i}, {j} floats from a cache line"
 
 
-def test_onednn_adds_in_another_order_than_torch(calls: list[Any]) -> None:
+def test_onednn_adds_in_another_order_than_torch(onednn_calls: list[Any]) -> None:
     """Otherwise no test could tell which of the two multiplied."""
     x, weight = draws(96, 384), draws(64, 384, seed=1)
     assert not torch.equal(ONEDNN.linear(x, weight, None), F.linear(x, weight))
     assert not torch.equal(ONEDNN.product(x, weight.t()), x @ weight.t())
-    assert calls == [(96, 64)] * 2
+    assert onednn_calls == [(96, 64)] * 2
 
 
 # ---- what torch does ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
-def test_other_dtypes_are_torchs_to_the_bit(dtype: torch.dtype, calls: list[Any]) -> None:
+def test_other_dtypes_are_torchs_to_the_bit(dtype: torch.dtype, onednn_calls: list[Any]) -> None:
     for shape in SHAPES[:-1]:
         x, weight, bias = draws(*shape).to(dtype), draws(6, shape[-1], seed=1).to(dtype), draws(6, seed=2).to(dtype)
         assert torch.equal(ONEDNN.linear(x, weight, bias), F.linear(x, weight, bias))
         assert torch.equal(ONEDNN.linear(x, weight, None), F.linear(x, weight))
         assert torch.equal(ONEDNN.product(x, weight.t()), x @ weight.t())
-    assert not calls
+    assert not onednn_calls
 
 
 @pytest.mark.parametrize("odd", [0, 1, 2])
-def test_mixed_dtypes_raise_what_torch_raises(odd: int, calls: list[Any]) -> None:
+def test_mixed_dtypes_raise_what_torch_raises(odd: int, onednn_calls: list[Any]) -> None:
     given = [draws(7, 5), draws(6, 5, seed=1), draws(6, seed=2)]
     given[odd] = given[odd].double()
     told = []
@@ -220,10 +205,10 @@ def test_mixed_dtypes_raise_what_torch_raises(odd: int, calls: list[Any]) -> Non
         with pytest.raises(RuntimeError, match="dtype") as error:
             way.linear(*given)
         told.append(str(error.value))
-    assert told[0] == told[1] and not calls
+    assert told[0] == told[1] and not onednn_calls
 
 
-def test_meta_tensors_have_shapes_only(calls: list[Any]) -> None:
+def test_meta_tensors_have_shapes_only(onednn_calls: list[Any]) -> None:
     x, weight = torch.empty(7, 5, device="meta"), torch.empty(6, 5, device="meta")
     assert ONEDNN.linear(x, weight, None).shape == ONEDNN.product(x, weight.t()).shape == (7, 6)
-    assert not calls
+    assert not onednn_calls

@@ -11,6 +11,7 @@ from pipe_cases import CHAIN, DECODER, is_bitwise, runs
 from verify_cases import GPT, job_of, record
 
 from plait.config import VerifyConfig
+from plait.engine import deferred_products
 from plait.job import check_layout
 from plait.tensor import gemm
 from plait.tensor.gemm import has_onednn
@@ -91,6 +92,18 @@ def test_the_setting_reaches_both(ours: str, theirs: str) -> None:
         words.append((verdict.word, {f.kind for f in verdict.tree if not f.bitwise}))
     assert words[0] == ("bitwise", set())
     assert words[1][0] == "different" and words[1][1] >= {"gradient", "parameter"}
+
+
+def test_a_fault_that_layout_and_replay_share_shows_beside_torchs_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both run the same ``Linear``: the plain full-batch step, whose products are torch's, does not."""
+    original = deferred_products._by_rows
+    monkeypatch.setattr(deferred_products, "_by_rows", lambda *given: original(*given) * 1.001)
+    config = replace(WIDE, mesh="shard=2")
+    job, ranks = job_of(config), record(config)
+    made = references(job, config.parsed_mesh, config.row, 1, config.steps, config.clip, ranks)
+    verdict = judge(job, config, config.row, ranks, *made)
+    assert [str(f) for f in verdict.tree if not f.bitwise] == []
+    assert verdict.word == "different" and "gradient" in {f.kind for f in verdict.plain if not f.equal}
 
 
 def test_a_torch_without_onednn_is_told_before_ranks_start(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -91,5 +91,5 @@ def judged(config: VerifyConfig, ranks: list[RankRecord]) -> Verified:
         _TREES[key] = run_reference(job, mesh, config.microbatches, order, config.steps, **settings)
     plain_key = f"{id(job)} {config.clip}"
     if plain_key not in _PLAIN:
-        _PLAIN[plain_key] = run_reference(job, Mesh(), 1, order, config.steps, clip=config.clip)
+        _PLAIN[plain_key] = run_reference(job, Mesh(), 1, order, config.steps, clip=config.clip, gemm="torch")
     return Verified(ranks, _TREES[key], judge(job, config, row, ranks, _TREES[key], _PLAIN[plain_key]))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor, nn
@@ -162,6 +162,7 @@ def run_reference(
     norm_pieces: Sequence[Sequence[Piece]] | None = None,
     keep_gradients: bool = True,
     ties: Ties | None = None,
+    gemm: str | None = None,
 ) -> Record:
     """Train ``steps`` steps in this process, adding gradients in the given order.
 
@@ -172,8 +173,9 @@ def run_reference(
         norm_pieces: the runs whose squares each rank sums for the norm, by rank; None: whole parameters.
         keep_gradients: whether the record has every step's gradients.
         ties: weights that several stages use (see ``SingleProcess``).
+        gemm: who multiplies the matrices of linear layers; None: the job's choice.
     """
-    one = SingleProcess(job, mesh.data_size, num_microbatches, ties)
+    one = SingleProcess(job if gemm is None else replace(job, gemm=gemm), mesh.data_size, num_microbatches, ties)
     sizes = {"replica": mesh.replica, "shard": mesh.shard, MICROBATCH: num_microbatches}
 
     def leaf(at: dict[str, int]) -> Gradients:

@@ -83,11 +83,14 @@ def references(
     ranks: Sequence[RankRecord],
     run: Callable[..., Record] = run_reference,
 ) -> tuple[Record, Record]:
-    """The two single-process runs: the layout's own tree of additions, and one plain full batch per step."""
+    """The two single-process runs: the layout's own tree of additions, and one plain full batch per step.
+
+    The plain one multiplies as torch does, whoever makes the layout's products.
+    """
     pieces = None if mesh.tensor > 1 else [r.norm_pieces for r in sorted(ranks, key=lambda r: r.rank)]
     order = additions(strategy)
     tree = run(job, mesh, num_microbatches, order, steps, clip=clip, norm_pieces=pieces, ties=ranks[0].ties)
-    plain = run(job, Mesh(), 1, additions(strategy), steps, clip=clip)
+    plain = run(job, Mesh(), 1, additions(strategy), steps, clip=clip, gemm="torch")
     return tree, plain
 
 

@@ -1,16 +1,24 @@
-# make setup | demo | test | check | format | bench | clean
+# make setup | demo | test | test-full | test-nightly | check | format | bench | clean
+#
+# test          a few cases of everything: minutes
+# test-full     what test leaves out of all pairs of rows, meshes, ...; faults, processes, oracles, documentation, the
+#               small matrix: three times as long
+# test-nightly  every test there is, full products and the full matrix among them: hours
 #
 # PYTHON=...       the interpreter that .venv is made from (3.11 or newer; the first one found)
 # TORCH_INDEX=URL  a package index to look for torch in as well. On Linux, PyPI's torch brings several GB of
 #                  CUDA packages; TORCH_INDEX=https://download.pytorch.org/whl/cpu takes the CPU build.
-# ARGS=...         further arguments for demo, test and bench
+# WORKERS=...      how many processes run tests (one for each core, at most 8)
+# ARGS=...         further arguments for demo, bench and the tests: ARGS=tests/oracle runs one folder's of the layer
 
 .DEFAULT_GOAL := setup
-.PHONY: setup demo test check format bench clean
+.PHONY: setup demo test test-full test-nightly check format bench clean
 SHELL := /bin/bash
 
 CANDIDATES := $(or $(PYTHON),python3.11 python3.12 python3.13 python3.14 python3)
 TORCH_INDEX ?=
+CORES := $(shell getconf _NPROCESSORS_ONLN 2>/dev/null || echo 2)
+WORKERS ?= $(shell echo $$(($(CORES) < 8 ? $(CORES) : 8)))
 READY := .venv/.ready
 BIN := .venv/bin
 CODE := $(wildcard src tests lessons benchmarks)
@@ -42,14 +50,23 @@ $(READY): requirements.lock pyproject.toml
 demo: setup
 	@$(BIN)/plait train --mesh shard=4 --strategy zero3 --verify --out runs/demo $(ARGS)
 
+# Tests of a file share what they have computed, so a file stays with one worker; long files come first.
+PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+
 test: setup
-	$(BIN)/python -m pytest $(ARGS)
+	$(PYTEST) -m fast $(ARGS)
+
+test-full: setup
+	$(PYTEST) -m full $(ARGS)
+
+test-nightly: setup
+	$(PYTEST) $(ARGS)
 
 check: setup
 	$(BIN)/ruff check $(CODE)
 	$(BIN)/ruff format --check $(CODE)
 	$(BIN)/mypy
-	$(BIN)/python -m pytest -q tests/test_house.py
+	$(BIN)/python -m pytest -q tests/test_house.py tests/test_maps.py tests/test_layers.py
 
 format: setup
 	$(BIN)/ruff check --fix $(CODE)

@@ -10,19 +10,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import plait_lessons.script as script
 import torch
+from plait_lessons.naive import clock, hand_off, microbatcher
 from torch import Tensor, nn
 
 import plait
-import plait.comm.script as script
 from plait.comm import Comm
-from plait.core.actions import Kind
-from plait.core.orders import gpipe, naive, one_f_one_b
 from plait.data import SyntheticRegression
-from plait.engine.init import materialise
+from plait.engine.state.init import materialise
 from plait.models.mlp import MLP, MLPConfig, sample_count, squared_error_sum
 from plait.models.sharded_mlp import ShardedMLP
-from plait.naive import clock, hand_off, microbatcher
+from plait.schedule.actions import Kind
+from plait.schedule.orders import gpipe, naive, one_f_one_b
 
 STAGES, MICROBATCHES, SAMPLES, SEED = 4, 8, 27, 0
 CONFIG = MLPConfig(num_layers=10, width=24)

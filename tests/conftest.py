@@ -1,12 +1,54 @@
-"""One compute thread everywhere: the thread count changes sums, and ranks share the cores."""
+"""What all tests share: cases that lie beside the tests are imported by name, and torch computes with one thread.
 
-from collections.abc import Iterator
+One thread everywhere, because the thread count changes sums, and because ranks and workers share the cores.
+In which layer a test runs is told in ``layers.py``; ``-m fast``, ``-m full`` and ``-m nightly`` choose one.
+"""
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from importlib import import_module
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from plait.tensor import gemm
+from plait.core.tensor_plan import KINDS
+from plait.core.tensor_plan import MESSAGES as SENDS
+from plait.engine.forward.tensor_parallel import LINEARS
+from plait.job.families import FAMILIES
+from plait.job.optimizer import OPTIMIZERS
+from plait.schedule.orders import ORDERS
+from plait.sharded.rules import RULES
+from plait.tensor_parallel import gemm
+
+TESTS = Path(__file__).parent
+BESIDE_TESTS = sorted({file.parent for file in TESTS.rglob("*.py") if not file.name.startswith(("test_", "conftest."))})
+"""Folders with modules that tests import: cases, and scripts that tests run in processes of their own."""
+
+sys.path[:0] = map(str, BESIDE_TESTS)
+torch.set_num_threads(1)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Marks each item with its layer, before ``-m`` chooses; long files come first."""
+    layers = import_module("layers")
+    nodes = {item: item.path.relative_to(TESTS).as_posix() + item.nodeid[item.nodeid.index("::") :] for item in items}
+    found = layers.layers_of({nodes[item]: case_of(item) for item in items})
+    for item in items:
+        item.add_marker(found[nodes[item]])
+    items.sort(key=lambda item: layers.place_of(nodes[item]))
+
+
+def case_of(item: pytest.Item) -> tuple[str, ...]:
+    """The ids of its values, one for each time that the test is parametrized."""
+    return tuple(item.callspec._idlist) if hasattr(item, "callspec") else ()
 
 
 @pytest.fixture(autouse=True)
@@ -15,6 +57,31 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture
+def start() -> Iterator[Callable[..., "subprocess.Popen[str]"]]:
+    """Starts a program that hears Ctrl-C; what is left of it when the test is over is killed.
+
+    A shell lets what it starts in the background (``make test &``) ignore SIGINT, and so would the children.
+    """
+    processes: list[subprocess.Popen[str]] = []
+
+    def start(*command: str, **settings: Any) -> "subprocess.Popen[str]":
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "start_new_session": True}
+        before = signal.signal(signal.SIGINT, signal.default_int_handler)
+        try:
+            processes.append(subprocess.Popen(command, **pipes | settings))
+        finally:
+            signal.signal(signal.SIGINT, before)
+        return processes[-1]
+
+    yield start
+    for process in processes:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(process.pid, signal.SIGKILL)
+        with process:
+            process.kill()
 
 
 @pytest.fixture
@@ -30,3 +97,14 @@ def onednn_calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
 
     monkeypatch.setattr(gemm, "_onednn", counted)
     return made
+
+
+@pytest.fixture
+def tables_as_they_were() -> Iterator[None]:
+    """Rows that a test adds, as a user would from outside the package, are taken out again."""
+    tables: list[dict[Any, Any]] = [ORDERS, RULES, KINDS, SENDS, LINEARS, FAMILIES, OPTIMIZERS]
+    before = [dict(table) for table in tables]
+    yield
+    for table, rows in zip(tables, before, strict=True):
+        table.clear()
+        table.update(rows)

@@ -62,7 +62,7 @@ def best_matches(seconds: dict[str, list[float]]) -> tuple[Match, ...]:
 
 def by_stage(costs: Sequence[float], num_stages: int) -> tuple[int, ...]:
     """The split that plait's users get from costs: the dearest stage is cheapest, whichever rank has it."""
-    from plait.core.split import balanced
+    from plait.schedule.partition import balanced
 
     return balanced(costs, num_stages)
 
@@ -70,7 +70,7 @@ def by_stage(costs: Sequence[float], num_stages: int) -> tuple[int, ...]:
 def rows(splits: Sequence[SplitName], costs: Sequence[float]) -> tuple[dict[str, Build], str]:
     """plait's contestants by name, and why there are none ("" if there are); ``costs`` of the links, which balance.
 
-    ``torch/onednn`` are torch's schedules with the model's forward under plait's ``Multiply``.
+    ``torch/onednn`` are torch's schedules with the model's forward under plait's ``GemmHandler``.
     """
     try:
         from plait.engine import Engine  # noqa: F401
@@ -122,10 +122,13 @@ def _row(schedule: str, split: SplitName, costs: Sequence[float], gemm: str) -> 
 
 def _helped(theirs: Build) -> Build:
     def build(workload: Workload, ranks: int) -> Contestant:
-        from plait.engine.multiply import Multiply
-        from plait.tensor.gemm import ONEDNN
+        from plait.engine.forward.context import CurrentForward
+        from plait.engine.forward.gemm import GemmHandler
+        from plait.engine.forward.interceptor import Interceptor
+        from plait.tensor_parallel.gemm import ONEDNN
 
-        contestant, multiply = theirs(workload, ranks), Multiply(ONEDNN)
+        contestant, current = theirs(workload, ranks), CurrentForward()
+        multiply = Interceptor(current, [GemmHandler(ONEDNN, current)])
 
         def step(batch: Batch) -> Tensor | float:
             with multiply:

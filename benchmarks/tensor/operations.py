@@ -132,13 +132,13 @@ class Sharded:
 
     def operand(self, operand: Operand, values: Tensor) -> Any:
         from plait.core.layout import Layout
-        from plait.tensor.sharded import ShardedTensor
+        from plait.sharded.sharded_tensor import ShardedTensor
 
         dims = tuple(("tensor",) if d == operand.cut else () for d in range(operand.num_dims))
         return ShardedTensor.from_full(values, Layout(dims), self.comm)
 
     def seed(self, result: Any) -> Any:
-        from plait.tensor.sharded import ShardedTensor
+        from plait.sharded.sharded_tensor import ShardedTensor
 
         return ShardedTensor.from_full(torch.ones(result.shape), result.layout.dual(self.comm.mesh), self.comm)
 

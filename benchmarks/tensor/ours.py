@@ -55,7 +55,7 @@ def _row(sequence: bool, gemm: str) -> Build:
     def build(workload: Workload, ranks: int) -> Contestant:
         from plait.core.mesh import Mesh
         from plait.engine import Engine
-        from plait.tensor.parallel import cross_entropy_sum
+        from plait.tensor_parallel import cross_entropy_sum
 
         def loss_sum(model: nn.Module, batch: Batch) -> Tensor:
             return cross_entropy_sum(model(batch[0]), batch[1])

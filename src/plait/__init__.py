@@ -1,13 +1,24 @@
 """plait trains one PyTorch model over many ranks and proves that the result is the run of a single process.
 
-core     the table, the flat layout, the order of additions: pure, start with ``core/cells.py``
-plan     what a layout will send and hold, before it runs
-comm     ranks as processes or threads, and the ledger of what they send
-tensor   tensors cut over named axes; tensor and sequence parallelism
-engine   units with flat storage, gradients, the optimizer's pieces, the step
-verify   the proof
-train    the run
-naive    the first version of what is fast elsewhere, to learn from
+core/              the table, the flat layout, the order of additions: pure; start with ``core/cells.py``
+schedule/          pipelines as data: actions, orders, passes, the proof, the simulator; pure
+plan/              what a layout will send and hold, before it runs; pure
+comm/              worlds: ranks as processes or threads, and the ledger of what they send
+sharded/           ``ShardedTensor``: tensors cut over named axes
+tensor_parallel/   linear layers, embeddings and losses cut over the tensor axis
+engine/            units, the forward, pipeline stages, the step
+checkpoint/        models on disk
+models/            what the command line trains
+data/              what it trains on
+job/               what is trained: a model, its loss, data, an optimizer, and their flags
+config/            a run as a frozen value, checked before it starts
+verify/            the proof
+train/             the run
+measure/           what links and machines can do
+report/            what a person sees
+launch/            from one command to many ranks
+commands/          the ``plait`` command
+api.py             the few calls that a script needs beside ``Engine``
 """
 
 from plait.api import join, run_threads, sum_of_mean
@@ -15,9 +26,10 @@ from plait.comm import Comm
 from plait.core.cells import TABLE, Cell, Strategy, parse_strategy
 from plait.core.layout import Layout
 from plait.core.mesh import Mesh
+from plait.core.parallelism import Parallelism
 from plait.core.precision import LossScale
 from plait.engine import Engine, Evaluation, StepResult, empty_parameters
-from plait.tensor import (
+from plait.sharded import (
     LayoutError,
     ShardedTensor,
     annotate,
@@ -27,7 +39,7 @@ from plait.tensor import (
     from_dtensor,
     to_dtensor,
 )
-from plait.tensor.parallel import cross_entropy_sum
+from plait.tensor_parallel import cross_entropy_sum
 
 __version__ = "0.1.0"
 
@@ -41,6 +53,7 @@ __all__ = [
     "LayoutError",
     "LossScale",
     "Mesh",
+    "Parallelism",
     "ShardedTensor",
     "StepResult",
     "Strategy",

@@ -2,7 +2,7 @@
 
 import sys
 
-from plait.cli import main
+from plait.commands.main import main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -1,6 +1,6 @@
-"""The few calls that a script needs, beside ``Engine``.
+"""The few calls that a script needs besides ``Engine``.
 
-A loop of one's own changes by a few lines (``torchrun --nproc-per-node 4 script.py``):
+Your own loop changes by a few lines (``torchrun --nproc-per-node 4 script.py``):
 
     comm = plait.join()                                             # was: init_process_group()
     engine = plait.Engine(model, comm, strategy="zero3", optimizer=optimizer)   # was: DDP(model)
@@ -40,7 +40,7 @@ def join(
 
     Args:
         mesh: the axes and their sizes; None puts all ranks on ``shard``.
-        deadline: seconds after which a wait for another rank gives up and says whom it waited for.
+        deadline: seconds after which a wait for another rank raises and says which one.
         deterministic: add in rank order, so that runs are reproducible to the bit.
 
     Raises:
@@ -80,12 +80,12 @@ def run_threads(
 def sum_of_mean(
     mean_loss: Callable[[nn.Module, Any], Tensor], count: Callable[[Any], int]
 ) -> Callable[[nn.Module, Any], Tensor]:
-    """A loss that is a mean over ``count(batch)`` terms, as the sum that ``Engine`` wants.
+    """A loss that is a mean over ``count(batch)`` terms, as the sum that ``Engine`` requires.
 
-    A mean of microbatch means is wrong as soon as their counts differ; the sum times one division is not.  A batch
-    without terms is a sum of 0 and gradients of 0, though its mean is NaN: as ``F.cross_entropy`` has them, which is
-    what Hugging Face models take the mean with (``model(input_ids=x, labels=x).loss`` has a term for each label but
-    the first of a sample: ``count`` is ``int((x[:, 1:] != -100).sum())``).
+    A mean of microbatch means is wrong as soon as their counts differ; a sum divided once is not.  A batch without
+    terms has a sum of 0 and gradients of 0, though its mean is NaN.  The mean is that of ``F.cross_entropy``, which
+    Hugging Face models use (``model(input_ids=x, labels=x).loss`` has a term for each label but the first of a sample:
+    ``count`` is ``int((x[:, 1:] != -100).sum())``).
     """
 
     def loss_sum(model: nn.Module, batch: Any) -> Tensor:

@@ -14,11 +14,12 @@ import plait
 from plait.checkpoint.huggingface import FolderWeights, open_folder
 from plait.comm import Comm
 from plait.core.cells import find_strategy
-from plait.core.cuts import Region, TensorCut
+from plait.core.layout import Region
+from plait.core.tensor_cut import TensorCut
 from plait.engine import Engine, empty_parameters
-from plait.engine.init import materialise
+from plait.engine.state.init import materialise
 from plait.models.pretrained import Pretrained
-from plait.tensor.parallel.pieces import piece_of
+from plait.tensor_parallel.pieces import piece_of
 
 pytest.importorskip("transformers")
 

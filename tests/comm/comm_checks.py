@@ -8,11 +8,20 @@ from __future__ import annotations
 import itertools
 
 import torch
+from plait_lessons import ring, tree
+from plait_lessons.script import init
 from torch import Tensor
 
-from plait.comm import ring, tree
+from plait.comm.agree import (
+    check_together,
+    gather_bytes,
+    gather_floats,
+    gather_ints,
+    same_everywhere,
+    same_tensors,
+)
 from plait.comm.base import Comm, MismatchError
-from plait.comm.collect import collect
+from plait.comm.header import empty_header, header_of, shape_in
 from plait.core.collectives import Entry, Note, bytes_sent
 
 COMBINE = {"sum": torch.add, "min": torch.minimum, "max": torch.maximum}
@@ -201,37 +210,27 @@ def check_messages(comm: Comm) -> None:
     comm.barrier(("shard", "replica", "pipe"))
 
 
-def check_messages_of_unknown_shape(comm: Comm) -> None:
-    """Several under way on one channel, among messages of known shape, waited for in any order."""
+def check_headers(comm: Comm) -> None:
+    """A header tells shape and dtype, also of nothing, of a scalar and of many dims; the message follows."""
     n = comm.mesh.size
     after, before = (comm.rank + 1) % n, (comm.rank - 1) % n
-    if after == comm.rank:
-        return
-    shapes: list[tuple[int, ...]] = [(3, 5), (0, 4), (), (2_500_000,), (7,)]
-    types = [torch.float32, torch.int64, torch.float64, torch.float32, torch.bfloat16]
+    shapes: list[tuple[int, ...]] = [(3, 5), (0, 4), (), (2_500_000,), (7,), (1,) * 14]
+    types = [torch.float32, torch.int64, torch.float64, torch.float32, torch.bfloat16, torch.bool]
 
     def sent(rank: int, i: int) -> Tensor:
-        return (
-            value(rank, max(1, torch.Size(shapes[i]).numel()))[: torch.Size(shapes[i]).numel()]
-            .view(shapes[i])
-            .to(types[i])
-        )
+        return value(rank, torch.Size(shapes[i]).numel()).view(shapes[i]).to(types[i])
 
-    note, mark = Note("news"), len(comm.ledger.entries)
-    known = torch.empty(shapes[4], dtype=types[4])
-    coming = [comm.recv_new(before, note) for _ in range(4)]
-    last = comm.recv(known, before, note)
-    works = [comm.send(sent(comm.rank, i), after, note) for i in range(5)]
-    last.wait()
-    same(known, sent(before, 4))
-    for i in (2, 0, 3, 1):
-        same(coming[i].wait(), sent(before, i))
+    works = []
+    for i in range(len(shapes)) if n > 1 else ():
+        tensor = sent(comm.rank, i)
+        works += [comm.send(header_of(tensor, comm.device), after), comm.send(tensor, after)]
+    for i in range(len(shapes)) if n > 1 else ():
+        comm.recv(header := empty_header(comm.device), before).wait()
+        shape, dtype = shape_in(header)
+        comm.recv(got := torch.empty(shape, dtype=dtype), before).wait()
+        same(got, sent(before, i))
     for work in works:
         work.wait()
-    sizes = [e.bytes for e in comm.ledger.entries[mark:] if e.kind == "recv"]
-    assert sorted(sizes) == sorted(sent(before, i).numel() * types[i].itemsize for i in range(5)), (
-        "each once, in the ledger"
-    )
 
 
 def check_many_messages_before_any_is_taken(comm: Comm) -> None:
@@ -240,9 +239,9 @@ def check_many_messages_before_any_is_taken(comm: Comm) -> None:
     after, before = (comm.rank + 1) % n, (comm.rank - 1) % n
     if after == comm.rank:
         return
-    works = [comm.send(torch.full((3,), float(i)), after, agreed=True) for i in range(many)]
+    works = [comm.send(torch.full((3,), float(i)), after) for i in range(many)]
     for i in range(many):
-        comm.recv(got := torch.empty(3), before, agreed=True).wait()
+        comm.recv(got := torch.empty(3), before).wait()
         same(got, torch.full((3,), float(i)))
     for work in works:
         work.wait()
@@ -259,13 +258,27 @@ def check_messages_whose_handles_are_dropped(comm: Comm) -> None:
         same(got, torch.full((3,), float(i)))
 
 
-def check_collect(comm: Comm) -> None:
+def check_gather_bytes(comm: Comm) -> None:
     """Bytes of different lengths from every rank, none included."""
-    every = collect(comm, bytes(range(comm.rank)) * 3)
+    every = gather_bytes(comm, bytes(range(comm.rank)) * 3)
     if comm.rank == 0:
         assert every == [bytes(range(rank)) * 3 for rank in range(comm.mesh.size)]
     else:
         assert every is None
+
+
+def check_rows(comm: Comm) -> None:
+    """Rows of numbers of all members, in group order, to the bit; what differs among them is found."""
+    axes, note = axes_of(comm)[-1], Note("rows")
+    ranks = comm.mesh.group(comm.rank, axes)
+    rows = gather_ints(comm, [comm.rank, 2**62 - comm.rank], axes, note)
+    assert rows == [[rank, 2**62 - rank] for rank in ranks] and gather_ints(comm, [], axes, note) == [[]] * len(ranks)
+    assert gather_floats(comm, [0.1 + comm.rank], axes, note) == [[0.1 + rank] for rank in ranks]
+    one = len(ranks) == 1
+    assert same_everywhere(comm, [7, comm.rank, -(2**62)], axes, note) == [True, one, True]
+    tensor = torch.ones(3, dtype=torch.complex64).conj()
+    assert same_tensors(comm, [tensor, torch.empty(0)], axes, note)
+    assert same_tensors(comm, [tensor + comm.rank], axes, note) == one
 
 
 def check_waits_are_told(comm: Comm) -> None:
@@ -282,33 +295,33 @@ def check_waits_are_told(comm: Comm) -> None:
 
 
 def check_refused_messages(comm: Comm) -> None:
-    """A message of another shape or dtype names both sides, at once; the next one arrives."""
+    """A script's message of another shape or dtype names both sides, at once; the next one arrives."""
+    world = init(comm)
     if comm.rank == 0:
-        comm.send(torch.ones(3, 4), 1)
-        comm.send(torch.ones(3, 4), 1)
-        comm.send(torch.ones(2), 1)
+        world.send_tensor(torch.ones(3, 4), 1)
+        world.send_tensor(torch.ones(3, 4), 1)
+        world.send_tensor(torch.ones(2), 1)
     elif comm.rank == 1:
-        for asked in (torch.empty(4, 3), torch.empty(3, 4, dtype=torch.float64)):
+        for shape, dtype in (((4, 3), torch.float32), ((3, 4), torch.float64)):
             try:
-                comm.recv(asked, 0).wait()
+                world.recv_tensor(shape, 0, dtype)
             except MismatchError as error:
                 text = str(error)
-                assert f"{asked.dtype}".removeprefix("torch.") + f" {tuple(asked.shape)}" in text, text
+                assert f"{dtype}".removeprefix("torch.") + f" {shape}" in text, text
                 assert "rank 1" in text and "rank 0" in text and "float32 (3, 4)" in text, text
             else:
                 raise AssertionError("taken in")
-        comm.recv(got := torch.empty(2), 0).wait()
-        same(got, torch.ones(2))
+        same(world.recv_tensor((2,), 0), torch.ones(2))
 
 
 def check_check_together(comm: Comm) -> None:
     """What one rank raises, all raise."""
     axes = axes_of(comm)[-1]
-    comm.check_together(None, axes)
+    check_together(comm, None, axes)
     bad = comm.mesh.group(comm.rank, axes)[-1]
     error = OSError("disk full: é") if comm.rank == bad else None
     try:
-        comm.check_together(error, axes)
+        check_together(comm, error, axes)
     except OSError as caught:
         assert caught is error
     except RuntimeError as caught:
@@ -359,10 +372,11 @@ EVERYTHING = (
     check_no_grad,
     check_ledger,
     check_messages,
-    check_messages_of_unknown_shape,
+    check_headers,
     check_many_messages_before_any_is_taken,
     check_messages_whose_handles_are_dropped,
-    check_collect,
+    check_gather_bytes,
+    check_rows,
     check_waits_are_told,
     check_refused_messages,
     check_check_together,

@@ -11,17 +11,13 @@ import time
 from pathlib import Path
 
 import pytest
+from plait_lessons.script import init
+from ports import free_port
 
-from plait.comm import ProcessComm, init
+from plait.comm import ProcessComm
 from plait.core.mesh import Mesh
 
 RANKS = Path(__file__).with_name("comm_ranks.py")
-
-
-def free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
 
 
 def play(
@@ -56,6 +52,12 @@ def test_does_what_every_world_does(mesh: str) -> None:
         assert status == 0 and output == "done\n", output
 
 
+@pytest.mark.parametrize("mesh", ["shard=3", "shard=2 pipe=2"])
+def test_the_transport_of_gpus_does_so_too_as_far_as_gloo_can_play_it(mesh: str) -> None:
+    for status, output in play("as_on_gpus", mesh):
+        assert status == 0 and output == "done\n", output
+
+
 def test_the_script_face_on_a_line() -> None:
     for status, output in play("line", "pipe=3"):
         assert status == 0 and output == "done\n", output
@@ -68,7 +70,7 @@ def test_a_rank_that_dies_is_noticed_at_once_and_the_operation_is_named() -> Non
     assert re.fullmatch(r"rank 0 lost its connections in sum all_reduce of unit 'blocks.1' over shard .*", lines[0]), (
         said
     )
-    assert lines[1] == "  rank 1: left no word: it is gone, or still computing"
+    assert lines[1] == "  rank 1: reported nothing: it is gone, or still computing"
     assert "broke down earlier" in said  # the second call does not wait again
 
 
@@ -83,9 +85,10 @@ def test_ranks_in_different_operations_reach_the_deadline_and_each_is_told_where
     assert any("waited 2 s" in said for _, said in outputs)
 
 
-def test_the_parts_of_a_message_share_a_deadline() -> None:
-    _, (status, said) = play("late", "shard=2", deadline=3)
-    assert status == 0 and float(said.split()[0]) < 2, said  # 2 s of it for last words
+def test_a_message_of_another_shape_is_not_taken_in() -> None:
+    (_, sender), (_, receiver) = play("other_shape", "shard=2", deadline=2)
+    assert re.search(r"^rank 0 .* in send over shard \(12 x float32, phase 'wrong'\)\n  rank 1: ", sender, re.M), sender
+    assert re.search(r"^rank 1 .* in recv over shard \(12 x float32, phase 'wanted'\)\n  rank 0: ", receiver, re.M)
 
 
 def test_a_port_in_use_is_one_clear_error() -> None:

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from plait.comm import AbortedError, Comm, MismatchError, ThreadWorld, run
+from plait.comm.agree import check_together
 from plait.core.collectives import Note
 from plait.core.mesh import Mesh
 
@@ -30,7 +31,7 @@ def test_does_what_every_world_does(mesh: str, check) -> None:
 def test_alone_nothing_moves_and_nothing_is_written() -> None:
     def alone(comm: Comm) -> None:
         comm_checks.check_collectives(comm)
-        comm.check_together(None, ("shard",))
+        check_together(comm, None, ("shard",))
         assert comm.ledger.entries == ()
 
     run(Mesh(), alone)
@@ -89,6 +90,19 @@ def test_who_does_not_come_is_named() -> None:
     texts = run(Mesh(shard=3), stay_away, deadline=0.2)
     assert re.search(r"waited 0.2 s in sum all_reduce of unit 'head' over shard .* rank 1 did not", texts[0])
     assert "rank 1 did not come" in texts[2]
+
+
+def test_a_message_of_another_shape_names_both_sides() -> None:
+    def mismatch(comm: Comm) -> None:
+        if comm.rank == 0:
+            comm.send(torch.ones(3, 4), 1)
+        else:
+            comm.recv(torch.empty(4, 3), 0, Note("wanted")).wait()
+
+    with pytest.raises(
+        MismatchError, match=r"rank 1 receives float32 \(4, 3\) from rank 0, which sent .*\(3, 4\).*wanted"
+    ):
+        run(Mesh(pipe=2), mismatch)
 
 
 def test_a_message_that_is_not_sent_is_named() -> None:
@@ -150,7 +164,7 @@ def test_a_deadline_tells_where_the_others_stand(how: str) -> None:
     assert place.endswith(", in _far_from_here\n    time.sleep(0.6)"), place
 
 
-def test_a_deadline_tells_which_meeting_the_other_is_in() -> None:
+def test_a_deadline_tells_which_operation_the_other_is_in() -> None:
     """Rank 0 waits for 1 over shard, and 1 for 3 over replica."""
 
     def cross(comm: Comm) -> str:

@@ -24,10 +24,12 @@ from torch import Tensor, nn
 from plait.comm import Comm, run
 from plait.core.cells import FULL, TABLE, UNREDUCED, Cell, Move, Strategy, move, moves
 from plait.core.collectives import Note
-from plait.core.flat import Cut, lay, lower
+from plait.core.flat import Cut, lay
 from plait.core.mesh import DATA_AXES, Mesh
 from plait.engine import Engine
-from plait.engine.unit import Flat, Unit, send
+from plait.engine.data_parallel.storage import Flat
+from plait.engine.data_parallel.transfers import send, transfers
+from plait.engine.data_parallel.unit import State, Unit
 
 CELLS = [
     Cell(split, pending)
@@ -196,9 +198,16 @@ def poison(flat: Flat) -> None:
 
 def gathered(unit: Unit, phase: str) -> list[Tensor]:
     poison(unit.flats[0])
-    unit.gather(phase, 0)
-    unit.show()
+    if unit.split:
+        unit.unshard(phase, 0)
+        assert unit.state is State.UNSHARDING and unit.flats[0].parameters[0].isnan().all()
+        unit.wait()
     return [p.detach().clone() for p in unit.flats[0].parameters]
+
+
+def at_rest(unit: Unit) -> None:
+    if unit.split:
+        unit.reshard()
 
 
 def equal(left: Iterable[Tensor], right: Iterable[Tensor]) -> bool:
@@ -231,19 +240,18 @@ def test_a_unit_gathers_what_was_written_and_what_was_updated(
             flat.write(index, value)
         assert equal(gathered(unit, "forward"), values)
         unit.keep()
-        unit.free()
+        at_rest(unit)
         assert equal(gathered(unit, "backward"), values)
         unit.forget()
-        unit.free()
+        at_rest(unit)
 
         # This rank's gradients, and what the row's moves make of them; what a cell does not hold is forgotten.
         whole = torch.full((layout.numel,), NAN, dtype=dtype)
         for slot, mine in zip(layout.slots, contributions[mesh.data_rank(comm.rank)], strict=True):
             whole[slot.offset : slot.end] = mine.reshape(-1)
         for path, cell in ((plan.microbatch, row.grads), (plan.step, row.optim)):
-            for step in path:
-                for message in lower(step, layout, mesh, comm.rank):
-                    send(comm, message, whole, 0, NOTE).wait()
+            for message in transfers(path, layout, comm):
+                send(comm, message, whole, 0, NOTE).wait()
             start, stop = flat.place(cell)
             whole[:start], whole[stop:] = NAN, NAN
 
@@ -252,10 +260,9 @@ def test_a_unit_gathers_what_was_written_and_what_was_updated(
         base = flat.held[0]
         flat.rest.fill_(NAN)
         flat.rest[start - base : stop - base] = whole[start:stop]
-        unit.publish()
-        unit.settle()
+        for work in unit.publish():
+            work.wait()
         assert equal(gathered(unit, "forward"), sums)
-        unit.free()
 
     run(mesh, rank_main, deadline=20)
 

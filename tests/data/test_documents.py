@@ -45,9 +45,9 @@ def test_pythons_modules() -> None:
 @pytest.mark.parametrize(
     "content, words",
     [
-        (b'{"text": "a"}\n{"text": \n', r"a\.jsonl, line 2 is no JSON"),
+        (b'{"text": "a"}\n{"text": \n', r"a\.jsonl, line 2 is not JSON"),
         (b'{"text": "a"}\n\n["text"]\n', r'a\.jsonl, line 3 has no "text"'),
-        (b'{"texts": "a"}\n', r'line 1 has no "text": give an object'),
+        (b'{"texts": "a"}\n', r'line 1 has no "text": give one object per line'),
         (b'{"text": 3}\n', r'line 1 has no "text"'),
         (b'{"text": ""}\n', r"holds no text"),
     ],

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from plait.cli import main
+from plait.commands.main import main
 from plait.core.cells import TABLE, Cell
 from plait.core.flat import UnitLayout, lay
 from plait.core.mesh import Mesh
@@ -113,6 +113,7 @@ GUIDE = [
 ]
 
 
+@pytest.mark.usefixtures("tables_as_they_were")
 @pytest.mark.parametrize("code", GUIDE)
 def test_the_code_of_the_guide_runs(code: str) -> None:
     if "from transformers" in code:

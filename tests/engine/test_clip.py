@@ -9,7 +9,7 @@ import pytest
 import torch
 from engine_cases import ROWS, agree, batches, net, plain, sgd, train
 
-from plait.engine.optim import clip_factor
+from plait.engine.data_parallel.optim import clip_factor
 
 
 @pytest.mark.parametrize("row", ROWS)

@@ -15,9 +15,9 @@ from pipeline_cases import build, chain, engine_on, linear, on, step
 from torch import Tensor, nn
 
 from plait.comm import Comm
-from plait.core.actions import parse_schedule
 from plait.core.mesh import Mesh
 from plait.engine import Engine, Evaluation, StepResult
+from plait.schedule.actions import parse_schedule
 
 WRITTEN = "0F1 0F0 0B1 0B0\n1F1 1B1 1F0 1B0"
 """Two microbatches, the second one first."""
@@ -203,7 +203,7 @@ def test_a_loop_of_ones_own_goes_on_as_well() -> None:
                     evaluate(engine, batch, 2)
                 loss = loss_sum(engine.model, part)
                 if evaluations:
-                    with pytest.raises(ValueError, match="in the midst of a step"):
+                    with pytest.raises(ValueError, match="in the middle of a step"):
                         evaluate(engine, batch, 2)
                 engine.backward(loss, count(part))
                 engine.optimizer.step()
@@ -330,7 +330,7 @@ def test_after_an_evaluation_that_failed_in_a_pipeline_nothing_more_is_made() ->
         with pytest.raises((ArithmeticError, RuntimeError)):
             evaluate(engine, batches(1)[0], 2)
         for again in (evaluate, step):
-            with pytest.raises(ValueError, match="raised in the midst of a pipeline"):
+            with pytest.raises(ValueError, match="failed inside a pipeline"):
                 again(engine, batches(1)[0], 2)
 
     on("pipe=2", body)

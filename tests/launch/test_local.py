@@ -7,11 +7,13 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
+from ports import free_port
 
-from plait.cli import main
 from plait.comm.base import Comm
+from plait.commands.main import main
 from plait.launch import launch
 from plait.launch.local import check_port, rank_environment
 from plait.measure.comm import BenchConfig
@@ -20,25 +22,26 @@ SCRIPT = str(Path(__file__).with_name("ranks.py"))
 LINUX = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
 
 
-def start(*words: str, **settings: str) -> "subprocess.Popen[str]":
+@pytest.fixture
+def ranks(start: Any) -> Any:
+    """Starts ``ranks.py`` with these words."""
     environment = {k: v for k, v in os.environ.items() if k not in ("OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME")}
-    return subprocess.Popen(
-        [sys.executable, SCRIPT, *words],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env={**environment, **settings},
-        start_new_session=True,
-    )
+    return lambda *words: start(sys.executable, SCRIPT, *words, env=environment)
 
 
-def finish(*words: str) -> tuple[int, str, str]:
-    process = start(*words)
-    out, err = process.communicate(timeout=60)
-    return process.returncode, out, err
+@pytest.fixture
+def finish(ranks: Any) -> Any:
+    """Exit code, output and errors of ``ranks.py``."""
+
+    def finish(*words: str) -> tuple[int, str, str]:
+        process = ranks(*words)
+        out, err = process.communicate(timeout=60)
+        return process.returncode, out, err
+
+    return finish
 
 
-def test_rank_0_speaks_and_every_argument_arrives_as_it_was() -> None:
+def test_rank_0_speaks_and_every_argument_arrives_as_it_was(finish: Any) -> None:
     code, out, err = finish("speak", "a b", "${local_rank}", "$$")
     assert (code, err) == (0, "")
     heard, environment = out.splitlines()
@@ -46,7 +49,7 @@ def test_rank_0_speaks_and_every_argument_arrives_as_it_was() -> None:
     assert environment.startswith("OMP_NUM_THREADS=1 GLOO_SOCKET_IFNAME=lo")
 
 
-def test_the_original_traceback_comes_first_and_once() -> None:
+def test_the_original_traceback_comes_first_and_once(finish: Any) -> None:
     code, out, err = finish("raise")
     assert (code, out) == (1, "")
     assert err.startswith("Traceback (most recent call last):\n")
@@ -55,18 +58,18 @@ def test_the_original_traceback_comes_first_and_once() -> None:
     assert err.splitlines()[-1] == "plait: rank 1 of mesh shard=2 failed as above; the others were stopped"
 
 
-def test_a_mistake_found_by_one_rank_is_one_line_and_exit_code_2() -> None:
+def test_a_mistake_found_by_one_rank_is_one_line_and_exit_code_2(finish: Any) -> None:
     code, out, err = finish("mistake")
     assert (code, out) == (2, "")
     assert err.startswith("plait: error: unknown mesh axis 'depth'")
     assert err.count("\n") == 1
 
 
-def test_the_ranks_own_exit_code_is_passed_on_after_rank_0_has_spoken() -> None:
+def test_the_ranks_own_exit_code_is_passed_on_after_rank_0_has_spoken(finish: Any) -> None:
     assert finish("code") == (7, "rank 0 had to the end\n", "")
 
 
-def test_a_killed_rank_is_named() -> None:
+def test_a_killed_rank_is_named(finish: Any) -> None:
     code, out, err = finish("kill")
     assert (code, out) == (128 + signal.SIGKILL, "")
     assert err == ("plait: rank 1 of mesh shard=2 was killed by SIGKILL (out of memory?); the others were stopped\n")
@@ -88,15 +91,15 @@ def wait_for(what, seconds: float) -> None:  # type: ignore[no-untyped-def]
 
 @LINUX
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
-def test_no_rank_outlives_the_launcher(number: signal.Signals, tmp_path: Path) -> None:
-    process = start("sleep", str(tmp_path))
+def test_no_rank_outlives_the_launcher(number: signal.Signals, tmp_path: Path, ranks: Any) -> None:
+    process = ranks("sleep", str(tmp_path))
     files = [tmp_path / f"rank{rank}.pid" for rank in (0, 1)]
     wait_for(lambda: all(file.exists() and file.read_text() for file in files), 40)
-    ranks = [int(file.read_text()) for file in files]
-    assert all(alive(rank) for rank in ranks)
+    ids = [int(file.read_text()) for file in files]
+    assert all(alive(process_id) for process_id in ids)
     process.send_signal(number)
     _, err = process.communicate(timeout=30)
-    wait_for(lambda: not any(alive(rank) for rank in ranks), 2)
+    wait_for(lambda: not any(alive(process_id) for process_id in ids), 2)
     if number == signal.SIGINT:
         assert process.returncode == 130
         assert err == "plait: stopped by SIGINT, with all ranks\n"
@@ -143,9 +146,7 @@ def test_another_number_of_processes_than_ranks_is_refused(
 def test_ranks_that_never_come_are_one_line_too(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
+    port = str(free_port())
     for name, value in (("RANK", "1"), ("WORLD_SIZE", "2"), ("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", port)):
         monkeypatch.setenv(name, value)
     assert main(["bench", "comm", "--deadline", "1"]) == 2

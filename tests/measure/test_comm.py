@@ -7,15 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from plait.cli import main
 from plait.comm.base import Comm
 from plait.comm.thread import ThreadComm, run
+from plait.commands.bench import size_text, time_text
+from plait.commands.main import main
 from plait.core.collectives import bus_factor
 from plait.core.mesh import Mesh
 from plait.measure.comm import BenchConfig, Measurement, measure, parse_size
 from plait.measure.operations import COLLECTIVES, build
 from plait.measure.plot import Panel, svg
-from plait.measure.show import size_text, time_text
 
 QUICK = BenchConfig(world="thread", sizes=("1KB", "64KB"), repeat=3, warmup=1)
 

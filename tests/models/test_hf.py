@@ -11,18 +11,18 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from plait.cli import main
 from plait.comm import Comm, run
+from plait.commands.main import main
 from plait.config import VerifyConfig, validate
 from plait.core.additions import additions
 from plait.core.cells import find_strategy
 from plait.core.mesh import Mesh
 from plait.engine import Engine, empty_parameters
-from plait.engine.init import materialise
-from plait.engine.wrap import automatic, wrap
-from plait.job import make_job
+from plait.engine.data_parallel.wrap import automatic, wrap
+from plait.engine.state.init import materialise
+from plait.job.job import make_job
 from plait.models import hf
-from plait.verify.record import record_layout
+from plait.verify.record import record_run
 from plait.verify.reference import Record, run_reference
 from plait.verify.run import Verdict, judge, references
 
@@ -41,7 +41,7 @@ def _installed(request: pytest.FixtureRequest) -> None:
 
 
 def sizes(kind: str, **changes: object) -> hf.HFConfig:
-    config = replace(TINY, model=kind).model_config
+    config = replace(TINY, model=kind).sizes
     assert isinstance(config, hf.HFConfig)
     return replace(config, **changes)
 
@@ -58,14 +58,9 @@ def single(kind: str, seed: int = 0, **changes: object) -> nn.Module:
 
 
 def verify(config: VerifyConfig) -> Verdict:
-    job, row = make_job(config), find_strategy(config.strategy)
-    ranks = run(
-        config.parsed_mesh,
-        lambda comm: record_layout(job, comm, row, config.microbatches, config.steps, clip=config.clip),
-        deadline=20,
-    )
-    tree, plain = references(job, config.parsed_mesh, row, config.microbatches, config.steps, config.clip, ranks)
-    return judge(job, config, row, ranks, tree, plain)
+    job = make_job(config)
+    ranks = run(config.parsed_mesh, lambda comm: record_run(job, config, comm), deadline=20)
+    return judge(job, config, ranks, *references(job, config, ranks))
 
 
 def alone(kind: str, **changes: object) -> Record:
@@ -196,5 +191,5 @@ def test_without_transformers_it_is_said_in_a_line(
 
 
 def test_plait_comes_without_transformers() -> None:
-    code = "import sys, plait.cli, plait.models.hf; sys.exit('transformers' in sys.modules)"
+    code = "import sys, plait.commands.main, plait.models.hf; sys.exit('transformers' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)

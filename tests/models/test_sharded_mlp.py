@@ -6,18 +6,21 @@ from typing import Any
 
 import pytest
 import torch
+from plait_lessons.naive.hand_off import receive
+from plait_lessons.naive.microbatcher import Pair, accumulate, split
+from plait_lessons.script import init
 from torch import Tensor, nn
 
-from plait.comm import Comm, init, run
+from plait.comm import Comm, run
 from plait.core.mesh import Mesh
 from plait.data import SyntheticRegression
 from plait.engine import empty_parameters
-from plait.engine.init import materialise
-from plait.engine.rng import Draw, Streams
+from plait.engine.forward.context import CurrentForward, RNGPosition
+from plait.engine.forward.dropout import DropoutRNG
+from plait.engine.forward.interceptor import Interceptor
+from plait.engine.state.init import materialise
 from plait.models.mlp import MLP, MLPConfig, sample_count, squared_error_sum
 from plait.models.sharded_mlp import ShardedMLP
-from plait.naive.hand_off import receive
-from plait.naive.microbatcher import Pair, accumulate, split
 
 WIDTHS = (5, 7, 3, 9, 4, 6, 11, 5, 3, 8, 2, 7, 7, 4, 9, 6, 3)
 ODD = MLPConfig(widths=WIDTHS, dropout=0.3)
@@ -102,15 +105,15 @@ def pairs(num_microbatches: int, samples: int = 11) -> list[Pair]:
     return microbatches
 
 
-def attached(model: nn.Module) -> Streams:
-    streams = Streams(SEED)
-    streams.attach(model)
-    return streams
+def attached(model: nn.Module) -> CurrentForward:
+    current = CurrentForward()
+    Interceptor(current, [DropoutRNG(SEED, current)]).follow(model)
+    return current
 
 
-def draws(microbatches: list[Pair]) -> list[Draw]:
+def draws(microbatches: list[Pair]) -> list[RNGPosition]:
     sizes = [len(x) for x, _ in microbatches]
-    return [Draw(0, m, sum(sizes[:m]), size) for m, size in enumerate(sizes)]
+    return [RNGPosition(0, m, sum(sizes[:m]), size) for m, size in enumerate(sizes)]
 
 
 def in_turn(comm: Comm, microbatches: list[Pair]) -> tuple[dict[str, Tensor], list[float]]:
@@ -118,9 +121,9 @@ def in_turn(comm: Comm, microbatches: list[Pair]) -> tuple[dict[str, Tensor], li
     world = init(comm)
     before, after = world.get_prev_rank(), world.get_next_rank()
     model = piece(world.rank, world.world_size)
-    streams, total, losses = attached(model), sum(sample_count(target) for _, target in microbatches), []
+    current, total, losses = attached(model), sum(sample_count(target) for _, target in microbatches), []
     for (x, target), draw in zip(microbatches, draws(microbatches), strict=True):
-        streams.begin(draw)
+        current.begin(draw)
         if before is not None:
             x = receive(world.recv_tensor((len(x), model.fan_in), before))
         y = model(x)
@@ -145,8 +148,8 @@ def in_turn(comm: Comm, microbatches: list[Pair]) -> tuple[dict[str, Tensor], li
 def test_ranks_that_send_tensors_are_the_monolith_to_the_bit(num_stages: int, num_microbatches: int) -> None:
     microbatches = pairs(num_microbatches)
     whole = monolith()
-    streams, coming = attached(whole), iter(draws(microbatches))
-    whole.register_forward_pre_hook(lambda *_: streams.begin(next(coming)), prepend=True)
+    current, coming = attached(whole), iter(draws(microbatches))
+    whole.register_forward_pre_hook(lambda *_: current.begin(next(coming)), prepend=True)
     losses = [loss.item() for loss in accumulate(whole, microbatches, squared_error_sum, sample_count)]
 
     ranks = run(Mesh(pipe=num_stages), lambda comm: in_turn(comm, microbatches))
@@ -161,7 +164,7 @@ def test_these_runs_have_masks_and_ragged_microbatches() -> None:
     assert [sample_count(target) for _, target in pairs(4)] == [2, 3, 3, 0]
     microbatches = pairs(1)
     model = monolith()
-    streams = attached(model)
-    streams.begin(draws(microbatches)[0])
+    current = attached(model)
+    current.begin(draws(microbatches)[0])
     dropped = model(microbatches[0][0])
     assert not torch.equal(dropped, model.eval()(microbatches[0][0]))

@@ -8,14 +8,13 @@ its parameters are also held against the distance they can have moved, lr * step
 from __future__ import annotations
 
 import importlib
-import socket
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.multiprocessing as mp
+from ports import free_port
 
 ORACLE = {
     "ddp": "torch-ddp",
@@ -34,14 +33,10 @@ Found = Mapping[str, Mapping[str, Any]]
 def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
     """Losses and final parameters of everyone, from one pair of processes."""
     path = tmp_path_factory.mktemp("oracle") / "found.pt"
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port = listener.getsockname()[1]
     with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(Path(__file__).parent))
         patch.setenv("OMP_NUM_THREADS", "1")
         ranks = importlib.import_module("oracle_ranks")
-        mp.spawn(ranks.rank_main, (port, str(path)), nprocs=ranks.RANKS)
+        mp.spawn(ranks.rank_main, (free_port(), str(path)), nprocs=ranks.RANKS)
     result: Found = torch.load(path, weights_only=True)
     return result
 

@@ -17,9 +17,9 @@ from plait.comm import Comm, run
 from plait.core.mesh import Mesh
 from plait.engine import Engine, empty_parameters
 from plait.models.gpt import GPT, GPTConfig, loss_sum, token_count
-from plait.plan.activations import Sizes, block, decoder, per_layer
+from plait.plan.activations import DecoderSizes, block, decoder, per_layer
 
-SIZES = Sizes(batch=3, length=7, width=24, heads=6, kv_heads=2, hidden=40, vocabulary=11)
+SIZES = DecoderSizes(batch=3, length=7, width=24, heads=6, kv_heads=2, hidden=40, vocabulary=11)
 MODES = (None, "selective", "full")
 
 
@@ -48,11 +48,13 @@ def saving(own: Iterable[Tensor]) -> Iterator[Saved]:
         yield seen
 
 
-def tokens_of(s: Sizes) -> Tensor:
+def tokens_of(s: DecoderSizes) -> Tensor:
     return torch.randint(0, s.vocabulary, (s.batch, s.length), generator=torch.Generator().manual_seed(1))
 
 
-def measured(s: Sizes, layers: int, recompute: str | None, dtype: torch.dtype, sequence: bool = False) -> list[int]:
+def measured(
+    s: DecoderSizes, layers: int, recompute: str | None, dtype: torch.dtype, sequence: bool = False
+) -> list[int]:
     """Of one forward and backward of the project's decoder, under the engine, on every rank."""
     sizes = GPTConfig(
         vocabulary=s.vocabulary,

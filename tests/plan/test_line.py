@@ -10,14 +10,14 @@ from collections import Counter
 
 import pytest
 
-from plait.core.actions import ACTIVATION, GRADIENT, PASSES, TIED, Line
 from plait.core.agreement import num_reported
 from plait.core.cells import TABLE, find_strategy
 from plait.core.collectives import Entry, Note
 from plait.core.flat import UnitLayout, lay
 from plait.core.mesh import Mesh
-from plait.core.pipeline import Pipeline
-from plait.plan.cost import StagePlan, TiedPlan, by_phase, predict_line, predict_step
+from plait.plan.cost import StageTraffic, TiedTraffic, by_phase, predict_line, predict_step
+from plait.schedule.actions import ACTIVATION, GRADIENT, PASSES, TIED, Line
+from plait.schedule.pipeline import Pipeline
 
 M = 3
 AXES = ("shard", "replica")
@@ -36,10 +36,10 @@ def unit(name: str) -> UnitLayout:
     return UnitLayout(name, (flat,), (True,))
 
 
-def plans(stages: dict[int, str], count: int) -> dict[int, StagePlan]:
+def plans(stages: dict[int, str], count: int) -> dict[int, StageTraffic]:
     """Stages of a rank, by the letters of their units; first and last have one neighbour."""
     return {
-        stage: StagePlan(tuple(map(unit, letters)), HANDED if stage < count - 1 else (), HANDED if stage else ())
+        stage: StageTraffic(tuple(map(unit, letters)), HANDED if stage < count - 1 else (), HANDED if stage else ())
         for stage, letters in stages.items()
     }
 
@@ -195,14 +195,14 @@ TIES = [
 @pytest.mark.parametrize(("owners", "rank", "sends", "receives"), TIES)
 def test_uses_of_a_tied_weight_cross_once(owners: tuple[int, ...], rank: int, sends: int, receives: int) -> None:
     mesh = Mesh(pipe=3)
-    found = predict_line((), {}, mesh, find_strategy("ddp"), M, 6, rank, [TiedPlan("w", owners, 72)])
+    found = predict_line((), {}, mesh, find_strategy("ddp"), M, 6, rank, [TiedTraffic("w", owners, 72)])
     tied = [entry for entry in found if entry.note.phase == TIED]
     assert all((e.axes, e.bytes, e.note.unit) == (("pipe",), 72, "w") for e in tied)
     assert Counter((e.kind, e.sent) for e in tied) == Counter({("send", 72): sends, ("recv", 0): receives})
 
 
 def test_a_rank_that_owns_nothing_of_a_tied_weight_sends_nothing() -> None:
-    found = predict_line((), {}, Mesh(pipe=2), find_strategy("ddp"), M, 6, 0, [TiedPlan("w", (0, 1), 0)])
+    found = predict_line((), {}, Mesh(pipe=2), find_strategy("ddp"), M, 6, 0, [TiedTraffic("w", (0, 1), 0)])
     assert not [entry for entry in found if entry.note.phase == TIED]
 
 
@@ -215,5 +215,5 @@ def test_one_stage_is_the_plain_step(row: str) -> None:
     units = (unit("b"), unit("d"))
     line = Pipeline(None, 1).completed(M, TABLE[row])[0]
     numbers = sum(len(f.slots) for u in units for f in u.flats)
-    whole = predict_line(line, {0: StagePlan(units)}, mesh, TABLE[row], M, numbers, 3)
+    whole = predict_line(line, {0: StageTraffic(units)}, mesh, TABLE[row], M, numbers, 3)
     assert whole == predict_step(units, mesh, TABLE[row], M, 3)

@@ -13,13 +13,13 @@ from plait.comm import Comm
 from plait.config import VerifyConfig
 from plait.core.collectives import Entry, Note
 from plait.core.mesh import Mesh
-from plait.core.styles import BACKWARD, FORWARD, Site
+from plait.core.tensor_plan import BACKWARD, FORWARD, Site
 from plait.engine import Engine
-from plait.job import make_job
+from plait.job.job import make_job
 from plait.models.gpt import GPT, GPTConfig
 from plait.plan.cost import differences
 from plait.plan.tensor import predict_tensor
-from plait.tensor.parallel import parallel_plan
+from plait.tensor_parallel import parallel_plan
 from plait.verify.record import predict
 
 BATCH, TIME, WIDTH, LAYERS = 3, 12, 16, 5

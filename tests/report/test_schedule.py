@@ -7,14 +7,14 @@ import xml.etree.ElementTree as ET
 
 from rich.console import Console
 
-from plait.core.actions import parse_schedule
-from plait.core.check import check
-from plait.core.orders import one_f_one_b
-from plait.core.passes import add_messages
-from plait.core.v_orders import zbv
-from plait.plan.bubbles import bubbles
-from plait.plan.simulate import Costs, simulate
 from plait.report.schedule import bubble_table, share_line, svg, time_grid
+from plait.schedule.actions import parse_schedule
+from plait.schedule.bubbles import bubbles
+from plait.schedule.check import check
+from plait.schedule.orders import ORDERS, one_f_one_b
+from plait.schedule.orders_v import zbv
+from plait.schedule.passes import add_messages
+from plait.schedule.simulate import Costs, simulate
 
 
 def test_the_grid_over_time() -> None:
@@ -47,7 +47,7 @@ def test_a_long_grid_goes_on_below_and_a_huge_one_is_left_out() -> None:
 
 def test_the_table_and_the_line_stand_beside_the_formulas() -> None:
     schedule = one_f_one_b(2, 2)
-    timeline, formula = simulate(schedule, Costs()), bubbles("1f1b", 2, 2, 1, 1, 1, 1)
+    timeline, formula = simulate(schedule, Costs()), bubbles(ORDERS["1f1b"].formula, 2, 2, 1, 1, 1, 1)
     console = Console(width=120, record=True, file=io.StringIO())
     console.print(bubble_table(timeline, check(schedule), formula))
     words = [line.split() for line in console.export_text().splitlines()]

@@ -11,15 +11,15 @@ from itertools import pairwise
 import pytest
 from rich.console import Console
 
-from plait.core.actions import parse_action
 from plait.core.cells import TABLE
-from plait.core.events import Event, Log, Span
-from plait.core.orders import one_f_one_b
-from plait.core.passes import add_messages, add_sharding, add_step
-from plait.plan.measured import as_log, measured_timeline
-from plait.plan.simulate import Costs, simulate
 from plait.report.drawing import COLOURS, TEXT, paler, seconds_text
 from plait.report.timeline import CAUSES, LEFT, PLOT, STYLE, summary, timeline_rows, timeline_svg, timeline_table
+from plait.schedule.actions import parse_action
+from plait.schedule.events import Event, Log, Span
+from plait.schedule.measured import as_log, measured_timeline
+from plait.schedule.orders import one_f_one_b
+from plait.schedule.passes import add_messages, add_sharding, add_step
+from plait.schedule.simulate import Costs, simulate
 
 SVG = "{http://www.w3.org/2000/svg}"
 

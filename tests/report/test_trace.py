@@ -10,14 +10,14 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from plait.core.actions import parse_action
 from plait.core.cells import TABLE
-from plait.core.events import Event, Log, Span
-from plait.core.orders import ORDERS, one_f_one_b, write_order
-from plait.core.passes import add_messages, add_sharding, add_step, merge_messages
-from plait.plan.measured import as_log
-from plait.plan.simulate import Costs, simulate
 from plait.report.trace import trace_json
+from plait.schedule.actions import parse_action
+from plait.schedule.events import Event, Log, Span
+from plait.schedule.measured import as_log
+from plait.schedule.orders import ORDERS, one_f_one_b, write_order
+from plait.schedule.passes import add_messages, add_sharding, add_step, merge_messages
+from plait.schedule.simulate import Costs, simulate
 
 LOG: Log = (
     (

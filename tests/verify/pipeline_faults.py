@@ -14,19 +14,21 @@ from torch import Tensor
 from plait.comm import run
 from plait.comm.base import DONE
 from plait.comm.thread import ThreadComm
-from plait.core.actions import ACTIVATION, Action, Kind
 from plait.core.collectives import Note
-from plait.engine.courier import Courier
-from plait.engine.deferred import Weigh
+from plait.engine.data_parallel.flat_gradient import FlatGradient
+from plait.engine.data_parallel.gradients import Gradients
+from plait.engine.data_parallel.unit import State, Unit
+from plait.engine.data_parallel.unshard import Unsharding
 from plait.engine.engine import Engine
 from plait.engine.exchange import Exchange
-from plait.engine.gathering import Gathering
-from plait.engine.gradients import FlatGradient, Gradients
+from plait.engine.forward.context import CurrentForward, ForwardContext, RNGPosition
+from plait.engine.forward.weight_grads import WeightGradNode
 from plait.engine.norm import Norm
-from plait.engine.runtime import Runtime
-from plait.engine.stage import Stage
-from plait.engine.tied import Ties
-from plait.engine.unit import Unit
+from plait.engine.pipeline.p2p import PipelineP2P
+from plait.engine.pipeline.runtime import Runtime
+from plait.engine.pipeline.stage import Stage
+from plait.engine.pipeline.tied_weights import TiedWeights
+from plait.schedule.actions import ACTIVATION, Action, Kind
 
 Patch = pytest.MonkeyPatch
 
@@ -36,7 +38,7 @@ Patch = pytest.MonkeyPatch
 
 def tied_uses_summed_before_the_data_axes(patch: Patch) -> None:
     """The same sum in another order: a few last bits, which only the replay of the tree can see."""
-    add_uses, reduce, finish = Ties.reduce, Gradients.reduce, Engine._before_update
+    add_uses, reduce, finish = TiedWeights.reduce, Gradients.reduce, Engine._before_update
 
     def before_update(self: Engine) -> None:
         add_uses(self.ties)
@@ -44,36 +46,36 @@ def tied_uses_summed_before_the_data_axes(patch: Patch) -> None:
             reduce(stage.gradients)
         finish(self)
 
-    patch.setattr(Ties, "reduce", lambda self: None)
+    patch.setattr(TiedWeights, "reduce", lambda self: None)
     patch.setattr(Gradients, "reduce", lambda self: None)
     patch.setattr(Engine, "_before_update", before_update)
 
 
 def tied_uses_not_summed(patch: Patch) -> None:
-    patch.setattr(Ties, "reduce", lambda self: None)
+    patch.setattr(TiedWeights, "reduce", lambda self: None)
 
 
 def tied_uses_summed_twice(patch: Patch) -> None:
-    original = Ties.reduce
+    original = TiedWeights.reduce
 
-    def twice(self: Ties) -> None:
+    def twice(self: TiedWeights) -> None:
         original(self)
         original(self)
 
-    patch.setattr(Ties, "reduce", twice)
+    patch.setattr(TiedWeights, "reduce", twice)
 
 
 def tied_uses_summed_on_the_first_stage_alone(patch: Patch) -> None:
-    original = Ties.reduce
+    original = TiedWeights.reduce
 
-    def first_alone(self: Ties) -> None:
+    def first_alone(self: TiedWeights) -> None:
         others = {key: g for key, g in self.gradients.items() if key[1] != self.edges[0].stages[0]}
         kept = {key: g.accumulated.clone() for key, g in others.items()}
         original(self)
         for key, g in others.items():
             g.accumulated.copy_(kept[key])
 
-    patch.setattr(Ties, "reduce", first_alone)
+    patch.setattr(TiedWeights, "reduce", first_alone)
 
 
 def tied_weight_counted_on_every_stage(patch: Patch) -> None:
@@ -99,8 +101,8 @@ def weigh_twice(patch: Patch) -> None:
 
 
 def double_what_is_weighed(patch: Patch) -> None:
-    original = Weigh.backward
-    patch.setattr(Weigh, "backward", staticmethod(lambda ctx, g: (2 * original(ctx, g)[0], None)))
+    original = WeightGradNode.backward
+    patch.setattr(WeightGradNode, "backward", staticmethod(lambda ctx, g: (2 * original(ctx, g)[0], None)))
 
 
 def drop_the_last_weight_part(patch: Patch) -> None:
@@ -115,13 +117,13 @@ def drop_the_last_weight_part(patch: Patch) -> None:
 
 def drop_the_last_use_of_a_weight(patch: Patch) -> None:
     """Of a sum of pending products only the first is made."""
-    import plait.engine.deferred as deferred
-    from plait.engine.deferred_products import Pending
+    import plait.engine.forward.weight_grads as deferred
+    from plait.engine.forward.deferred_products import DeferredGrad
 
     original = deferred.value
 
     def first(gradient: Any) -> Any:
-        while isinstance(gradient, Pending) and gradient.make is torch.ops.aten.add.Tensor:
+        while isinstance(gradient, DeferredGrad) and gradient.make is torch.ops.aten.add.Tensor:
             gradient = gradient.operands[0]
         return original(gradient)
 
@@ -129,12 +131,12 @@ def drop_the_last_use_of_a_weight(patch: Patch) -> None:
 
 
 def no_gradient_for_the_stage_before(patch: Patch) -> None:
-    original = Courier.leave
+    original = PipelineP2P.put
 
-    def leave(self: Courier, way: str, stage: int, microbatch: int, tensor: Tensor) -> None:
+    def put(self: PipelineP2P, way: str, stage: int, microbatch: int, tensor: Tensor) -> None:
         original(self, way, stage, microbatch, torch.zeros_like(tensor) if way == "B" else tensor)
 
-    patch.setattr(Courier, "leave", leave)
+    patch.setattr(PipelineP2P, "put", put)
 
 
 # ---- what is handed over ------------------------------------------------------------------------------------------
@@ -142,15 +144,15 @@ def no_gradient_for_the_stage_before(patch: Patch) -> None:
 
 def one_late(patch: Patch, which: str) -> None:
     """A stage leaves what it made for the microbatch before."""
-    original = Courier.leave
+    original = PipelineP2P.put
 
-    def leave(self: Courier, way: str, stage: int, microbatch: int, tensor: Tensor) -> None:
+    def put(self: PipelineP2P, way: str, stage: int, microbatch: int, tensor: Tensor) -> None:
         held = self.__dict__.setdefault("held", {})
         before = held.get((way, stage), tensor)
         held[way, stage] = tensor.clone()
         original(self, way, stage, microbatch, before if way == which else tensor)
 
-    patch.setattr(Courier, "leave", leave)
+    patch.setattr(PipelineP2P, "put", put)
 
 
 def hand_over_the_gradient_of_another_microbatch(patch: Patch) -> None:
@@ -163,22 +165,22 @@ def hand_over_the_activation_of_another_microbatch(patch: Patch) -> None:
 
 def use_the_first_activation_for_all(patch: Patch) -> None:
     """A stage goes on computing on memory that it got for microbatch 0."""
-    original = Courier.fetch
+    original = PipelineP2P.get
 
-    def fetch(self: Courier, way: str, stage: int, microbatch: int) -> Tensor:
+    def get(self: PipelineP2P, way: str, stage: int, microbatch: int) -> Tensor:
         came = original(self, way, stage, microbatch)
         if way == "F":
             came = self.__dict__.setdefault("first", {}).setdefault(stage, came.clone()).clone()
         return came
 
-    patch.setattr(Courier, "fetch", fetch)
+    patch.setattr(PipelineP2P, "get", get)
 
 
 def cross_two_messages(patch: Patch) -> None:
     """The gradient of microbatch 1 overtakes that of microbatch 0."""
-    original = Courier.start
+    original = PipelineP2P.start
 
-    def start(self: Courier, message: Action) -> None:
+    def start(self: PipelineP2P, message: Action) -> None:
         if message.kind is Kind.SEND_B and message.microbatch == 0:
             self.__dict__["waits"] = message
             return
@@ -186,16 +188,16 @@ def cross_two_messages(patch: Patch) -> None:
         if message.kind is Kind.SEND_B and message.microbatch == 1:
             original(self, self.__dict__["waits"])
 
-    patch.setattr(Courier, "start", start)
+    patch.setattr(PipelineP2P, "start", start)
 
 
 def forget_a_message(patch: Patch) -> None:
     original = ThreadComm._send
 
-    def send(self: ThreadComm, call: Any, tensor: Tensor, dst: int, agreed: bool) -> Any:
-        if call.note.phase == ACTIVATION and call.note.microbatch == 1:
+    def send(self: ThreadComm, operation: Any, tensor: Tensor, dst: int) -> Any:
+        if operation.note.phase == ACTIVATION and operation.note.microbatch == 1:
             return DONE
-        return original(self, call, tensor, dst, agreed)
+        return original(self, operation, tensor, dst)
 
     patch.setattr(ThreadComm, "_send", send)
     patch.setattr(cases, "run", lambda mesh, body, deadline: run(mesh, body, deadline=2))
@@ -203,14 +205,14 @@ def forget_a_message(patch: Patch) -> None:
 
 def a_stray_message(patch: Patch) -> None:
     """Right numbers, and a message that nobody asked for."""
-    original = Courier.settle
+    original = PipelineP2P.wait_all
 
-    def settle(self: Courier) -> None:
+    def wait_all(self: PipelineP2P) -> None:
         original(self)
         every = torch.empty(self.comm.mesh.pipe)
         self.comm.all_gather(every, torch.zeros(1), ("pipe",), note=Note("activation", "stage 0", 0)).wait()
 
-    patch.setattr(Courier, "settle", settle)
+    patch.setattr(PipelineP2P, "wait_all", wait_all)
 
 
 # ---- sums ---------------------------------------------------------------------------------------------------------
@@ -303,14 +305,15 @@ def report_losses_in_the_order_of_backwards(patch: Patch) -> None:
 def keep_parameters_over_the_update(patch: Patch) -> None:
     """RESHARD leaves the stage gathered, and nobody throws it away after the update."""
 
-    def release(self: Gathering) -> None:
+    def release(self: Unsharding) -> None:
         self.held = False
         for unit in self.units:
             unit.users -= 1
-            unit.show()
+            if unit.state is State.UNSHARDING:
+                unit.wait()
 
-    patch.setattr(Gathering, "release", release)
-    patch.setattr(Gathering, "forget", lambda self: None)
+    patch.setattr(Unsharding, "release", release)
+    patch.setattr(Unsharding, "forget", lambda self: None)
 
 
 def gather_from_what_lies_at_rest(patch: Patch) -> None:
@@ -325,7 +328,7 @@ def go_on_from_kept_parameters(patch: Patch) -> None:
 
 def count_layers_from_0_in_every_stage(patch: Patch) -> None:
     """Initial values drawn under a name that a stage might give its first layer."""
-    import plait.engine.init as init
+    import plait.engine.state.init as init
 
     original = init.private_generator
 
@@ -340,32 +343,32 @@ def count_layers_from_0_in_every_stage(patch: Patch) -> None:
 
 def draw_for_the_next_microbatch(patch: Patch) -> None:
     """In flight: behind the first stage, forwards draw the masks of the samples that come next."""
-    original = Stage._enter
+    original = Stage.forward
 
-    def enter(self: Stage, microbatch: int, draw: Any, *, again: bool = False) -> None:
-        if not self.place.first and draw is not None:
-            draw = replace(draw, first_sample=draw.first_sample + draw.num_samples)
-        original(self, microbatch, draw, again=again)
+    def forward(self: Stage, m: int, loss_fn: Any, batch: Any, position: RNGPosition, *rest: Any, **kw: Any) -> Any:
+        if not self.place.first:
+            position = replace(position, first_sample=position.first_sample + position.num_samples)
+        return original(self, m, loss_fn, batch, position, *rest, **kw)
 
-    patch.setattr(Stage, "_enter", enter)
+    patch.setattr(Stage, "forward", forward)
 
 
 def recompute_with_the_latest_draw(patch: Patch) -> None:
     """What is recomputed in a backward draws what the last forward drew."""
-    original = Stage._enter
+    original = CurrentForward.resume
 
-    def enter(self: Stage, microbatch: int, draw: Any, *, again: bool = False) -> None:
-        original(self, microbatch, None if again else draw, again=again)
+    def resume(self: CurrentForward, context: ForwardContext) -> None:
+        original(self, context._replace(position=self.context.position))
 
-    patch.setattr(Stage, "_enter", enter)
+    patch.setattr(CurrentForward, "resume", resume)
 
 
 def recompute_for_another_microbatch(patch: Patch) -> None:
-    original = Stage._enter
+    original = CurrentForward.resume
 
-    def enter(self: Stage, microbatch: int, draw: Any, *, again: bool = False) -> None:
-        if again and draw is not None:
-            draw = replace(draw, first_sample=draw.first_sample + 1)
-        original(self, microbatch, draw, again=again)
+    def resume(self: CurrentForward, context: ForwardContext) -> None:
+        assert context.position is not None
+        moved = replace(context.position, first_sample=context.position.first_sample + 1)
+        original(self, context._replace(position=moved))
 
-    patch.setattr(Stage, "_enter", enter)
+    patch.setattr(CurrentForward, "resume", resume)

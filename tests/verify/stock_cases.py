@@ -22,9 +22,10 @@ from plait.comm import Comm, run
 from plait.core.additions import additions
 from plait.core.cells import find_strategy
 from plait.core.mesh import Mesh
+from plait.core.parallelism import Parallelism
 from plait.data import Batches
 from plait.engine import empty_parameters
-from plait.job import Job
+from plait.job.job import Job
 from plait.models import hf
 from plait.verify.compare import Finding, against_tree
 from plait.verify.record import RankRecord, record_layout
@@ -268,8 +269,10 @@ def hold(
     """
     shape, strategy = Mesh.parse(mesh), find_strategy(row)
 
+    parallelism = Parallelism.of(strategy=strategy, **engine)
+
     def body(comm: Comm) -> RankRecord:
-        return record_layout(job, comm, strategy, microbatches, steps, clip=clip, **engine)
+        return record_layout(job, comm, parallelism, microbatches, steps, clip)
 
     ranks = sorted(run(shape, body, deadline=20), key=lambda record: record.rank)
     single = run_reference(

@@ -10,11 +10,10 @@ import torch
 from pipe_cases import CHAIN, DECODER, is_bitwise, runs
 from verify_cases import GPT, job_of, record
 
-from plait.config import VerifyConfig
-from plait.engine import deferred_products
-from plait.job import check_layout
-from plait.tensor import gemm
-from plait.tensor.gemm import has_onednn
+from plait.config import VerifyConfig, validate
+from plait.engine.forward import deferred_products
+from plait.tensor_parallel import gemm
+from plait.tensor_parallel.gemm import has_onednn
 from plait.verify.run import judge, references
 
 pytestmark = pytest.mark.skipif(not has_onednn(), reason="this torch was built without oneDNN")
@@ -86,9 +85,7 @@ def test_the_setting_reaches_both(ours: str, theirs: str) -> None:
     words = []
     for name in (ours, theirs):
         made = replace(job, gemm=name)
-        verdict = judge(
-            made, config, config.row, ranks, *references(made, config.parsed_mesh, config.row, 1, 2, 0.3, ranks)
-        )
+        verdict = judge(made, config, ranks, *references(made, config, ranks))
         words.append((verdict.word, {f.kind for f in verdict.tree if not f.bitwise}))
     assert words[0] == ("bitwise", set())
     assert words[1][0] == "different" and words[1][1] >= {"gradient", "parameter"}
@@ -100,14 +97,13 @@ def test_a_fault_that_layout_and_replay_share_shows_beside_torchs_products(monke
     monkeypatch.setattr(deferred_products, "_by_rows", lambda *given: original(*given) * 1.001)
     config = replace(WIDE, mesh="shard=2")
     job, ranks = job_of(config), record(config)
-    made = references(job, config.parsed_mesh, config.row, 1, config.steps, config.clip, ranks)
-    verdict = judge(job, config, config.row, ranks, *made)
+    verdict = judge(job, config, ranks, *references(job, config, ranks))
     assert [str(f) for f in verdict.tree if not f.bitwise] == []
     assert verdict.word == "different" and "gradient" in {f.kind for f in verdict.plain if not f.equal}
 
 
 def test_a_torch_without_onednn_is_told_before_ranks_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    check_layout(ONEDNN)
+    validate(ONEDNN)
     monkeypatch.setattr(gemm, "has_onednn", lambda: False)
     with pytest.raises(ValueError, match="built without oneDNN: leave it out"):
-        check_layout(ONEDNN)
+        validate(ONEDNN)

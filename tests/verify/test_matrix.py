@@ -14,19 +14,19 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from plait.cli import main, parse
 from plait.comm import thread
-from plait.comm.fold import ordered_sum
+from plait.comm.ordered_reduce import ordered_sum
+from plait.commands.main import main, parse
 from plait.config import VerifyConfig, validate
 from plait.core.cells import TABLE
-from plait.core.covering import pairs
 from plait.core.mesh import AXES
 from plait.engine.norm import Norm
-from plait.engine.tied import Ties
-from plait.job import Job, check_layout
-from plait.tensor.gemm import has_onednn
+from plait.engine.pipeline.tied_weights import TiedWeights
+from plait.job.job import Job
+from plait.tensor_parallel.gemm import has_onednn
 from plait.verify import matrix
 from plait.verify.cases import DIMENSIONS, LINKS, RULES, cells, command, config_of, due, points, uneven
+from plait.verify.covering import pairs
 from plait.verify.matrix import Outcome, References, grid, outcome_of, run_cells
 from plait.verify.reference import run_reference
 from plait.verify.run import Verdict, judge
@@ -101,7 +101,6 @@ def test_dtypes_go_with_what_the_verdict_can_say(full: tuple[VerifyConfig, ...])
 def test_no_cell_of_full_is_refused(full: tuple[VerifyConfig, ...]) -> None:
     for config in full[::20]:
         validate(config)
-        check_layout(config)
 
 
 def test_an_uneven_split_has_all_links() -> None:
@@ -222,13 +221,13 @@ def test_the_same_bits_are_due_where_no_product_is_split(monkeypatch: pytest.Mon
 
 
 def test_what_a_cell_raises_is_its_outcome(monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(self: Ties) -> None:
+    def broken(self: TiedWeights) -> None:
         if self.edges:
             raise RuntimeError("no way from [here] to there")
 
     outcomes: list[Outcome] = []
     with monkeypatch.context() as context:
-        context.setattr(Ties, "reduce", broken)
+        context.setattr(TiedWeights, "reduce", broken)
         shown = text(lambda console: outcomes.extend(run_cells([TIED, PIPED], console)))
         text(lambda console: matrix.show(outcomes, 1.0, console))
     assert [outcome.word for outcome in outcomes] == ["error", "bitwise"]
@@ -247,7 +246,7 @@ def test_a_failing_cell_is_exit_code_1(
     with monkeypatch.context() as context:
         context.setattr(matrix, "cells", lambda size: (PIPED, SHARDED))
         assert main(["verify", "--matrix", "full", "--seed", "3"]) == 0
-        context.setattr(Ties, "reduce", lambda self: None)
+        context.setattr(TiedWeights, "reduce", lambda self: None)
         context.setattr(matrix, "cells", lambda size: (PIPED, TIED))
         assert main(["verify", "--matrix", "small", "--json", str(file)]) == 1
     shown = capsys.readouterr().out.split("\n")
@@ -265,11 +264,40 @@ def test_a_failing_cell_is_exit_code_1(
 )
 def test_what_the_matrix_decides_is_refused(words: list[str], flag: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["verify", "--matrix", "small", *words]) == 2
-    assert f"{flag} beside --matrix" in capsys.readouterr().err
+    assert f"{flag} with --matrix" in capsys.readouterr().err
+
+
+# ---- the matrix itself ----------------------------------------------------------------------------------------------
+
+
+def of_small(count: int) -> list[dict[str, Any]]:
+    """Points of the small matrix, each with the most values and then the most pairs that none before it has."""
+    left, taken = points(8), list[dict[str, Any]]()
+    for _ in range(count):
+        values = {item for point in taken for item in point.items()}
+        held = {pair for point in taken for pair in pairs(point)}
+        taken.append(max(left, key=lambda point: (len(point.items() - values), len(set(pairs(point)) - held))))
+    return taken
+
+
+def test_twelve_cells_of_the_small_matrix() -> None:
+    """Every value of every dimension."""
+    taken = of_small(12)
+    assert {item for point in taken for item in point.items()} == {(d, v) for d in DIMENSIONS for v in DIMENSIONS[d]}
+    outcomes = run_cells(list(map(config_of, taken)), Console(file=io.StringIO()))
+    assert len(outcomes) == 12
+    assert not any(outcome.failed for outcome in outcomes), [(o.config, o.told) for o in outcomes if o.failed]
 
 
 @pytest.mark.timeout(1800)
 def test_the_small_matrix(capsys: pytest.CaptureFixture[str]) -> None:
     """Every row, order, size of each axis and number of microbatches, each with each other: two minutes."""
     code = main(["verify", "--matrix", "small"])
+    assert code == 0, capsys.readouterr().out
+
+
+@pytest.mark.timeout(4 * 3600)
+def test_the_full_matrix(capsys: pytest.CaptureFixture[str]) -> None:
+    """Every row on every mesh of at most 8 ranks too."""
+    code = main(["verify", "--matrix", "full"])
     assert code == 0, capsys.readouterr().out

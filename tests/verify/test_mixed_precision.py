@@ -11,7 +11,7 @@ from verify_cases import GPT, MLP, record
 
 from plait.config import VerifyConfig, validate
 from plait.core.cells import TABLE
-from plait.job import make_job
+from plait.job.job import make_job
 from plait.verify.run import judge, references
 
 DECODER = replace(GPT, layers=3, steps=2, dropout=0.2)
@@ -110,6 +110,5 @@ def test_a_frozen_weight_of_two_stages_and_of_few_bits(mesh: str, dtype: str) ->
 
     job = replace(whole, build=build)
     ranks = record(config, job)
-    tree, plain = references(job, config.parsed_mesh, config.row, 2, config.steps, config.clip, ranks)
-    verdict = judge(job, config, config.row, ranks, tree, plain)
+    verdict = judge(job, config, ranks, *references(job, config, ranks))
     assert verdict.bitwise, [f.name for f in verdict.tree if not f.bitwise]

@@ -19,12 +19,13 @@ from verify_cases import TINY, judged, record
 from plait.comm.base import DONE
 from plait.comm.thread import ThreadComm
 from plait.core.collectives import Note
+from plait.engine.data_parallel.flat_gradient import FlatGradient
+from plait.engine.data_parallel.gradients import Gradients
+from plait.engine.data_parallel.unit import Unit
 from plait.engine.exchange import Exchange
-from plait.engine.gradients import FlatGradient, Gradients
+from plait.engine.forward.context import RNGPosition
 from plait.engine.norm import Norm
-from plait.engine.rng import Draw
-from plait.engine.stage import Stage
-from plait.engine.unit import Unit
+from plait.engine.pipeline.stage import Stage
 
 Patch = pytest.MonkeyPatch
 
@@ -37,7 +38,7 @@ def patch() -> Iterator[Patch]:
 
 def drop_a_reduction(patch: Patch) -> None:
     """The reduction of one unit's gradients is never sent."""
-    import plait.engine.gradients as gradients
+    import plait.engine.data_parallel.gradients as gradients
 
     original = gradients.send
 
@@ -111,7 +112,8 @@ def never_zero_gradients(patch: Patch) -> None:
     """The accumulators go on from the last step's sums."""
 
     def begin_step(self: Gradients) -> None:
-        self._stepped.clear()
+        for unit in self.order:
+            unit.summed = False
         self._next_step = 0
 
     patch.setattr(Gradients, "begin_step", begin_step)
@@ -119,11 +121,11 @@ def never_zero_gradients(patch: Patch) -> None:
 
 def dropout_by_local_sample(patch: Patch) -> None:
     """Masks drawn from the place in the microbatch instead of the global sample index."""
-    patch.setattr("plait.engine.engine.Draw", lambda step, place, first, count: Draw(step, place, 0, count))
+    patch.setattr("plait.engine.engine.RNGPosition", lambda step, m, first, count: RNGPosition(step, m, 0, count))
 
 
 def dropout_the_same_in_every_step(patch: Patch) -> None:
-    patch.setattr("plait.engine.engine.Draw", lambda step, place, first, count: Draw(0, place, first, count))
+    patch.setattr("plait.engine.engine.RNGPosition", lambda step, m, first, count: RNGPosition(0, m, first, count))
 
 
 def norm_counts_replicas_twice(patch: Patch) -> None:
@@ -165,12 +167,12 @@ def reduce_across_replicas_every_microbatch(patch: Patch) -> None:
 
 def never_publish(patch: Patch) -> None:
     """Updated pieces stay with their owners."""
-    patch.setattr(Unit, "publish", lambda self: None)
+    patch.setattr(Unit, "publish", lambda self: [])
 
 
 def every_layer_from_one_seed(patch: Patch) -> None:
     """Initial values from the seed alone, so equal layers and shards begin equal."""
-    import plait.engine.init as init
+    import plait.engine.state.init as init
 
     original = init.private_generator
     patch.setattr(init, "private_generator", lambda device, *key: original(device, "init", 0))

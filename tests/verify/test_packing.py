@@ -9,8 +9,8 @@ import pytest
 
 from plait.comm import run
 from plait.config import VerifyConfig, validate
-from plait.job import check_layout, layout_of, make_job
-from plait.verify.record import record_layout
+from plait.job.job import make_job
+from plait.verify.record import record_run
 from plait.verify.run import Verdict, judge, references
 
 GPT = VerifyConfig(
@@ -31,18 +31,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 def verdict_of(config: VerifyConfig) -> Verdict:
     validate(config)
-    check_layout(config)
     job = make_job(config)
     config = replace(config, steps=job.steps)
-    ranks = run(
-        config.parsed_mesh,
-        lambda comm: record_layout(
-            job, comm, config.row, config.microbatches, config.steps, **layout_of(config, job, comm)
-        ),
-        deadline=20,
-    )
-    mesh, settings = config.parsed_mesh, (config.microbatches, config.steps, config.clip)
-    verdict = judge(job, config, config.row, ranks, *references(job, mesh, config.row, *settings, ranks))
+    ranks = run(config.parsed_mesh, lambda comm: record_run(job, config, comm), deadline=20)
+    verdict = judge(job, config, ranks, *references(job, config, ranks))
     assert {f.kind for f in verdict.tree} >= {"loss", "gradient", "norm", "parameter"}
     return verdict
 

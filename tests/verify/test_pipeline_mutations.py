@@ -19,7 +19,6 @@ from torch.utils.checkpoint import checkpoint
 from verify_cases import GPT, TINY, judged, record
 
 from plait.config import VerifyConfig
-from plait.core.cells import find_strategy
 from plait.models import mlp
 from plait.verify.run import judge, references
 
@@ -168,10 +167,8 @@ def recomputed(patch: Callable[[Patch], None] | None, layout: Layout) -> set[str
         if patch is not None:
             patch(broken)
         ranks = record(config, job)
-    row = find_strategy(config.strategy)
-    mesh = replace(config.parsed_mesh, pipe=1)
-    tree, plain = references(job, mesh, row, config.microbatches, config.steps, config.clip, ranks)
-    verdict = judge(job, config, row, ranks, tree, plain)
+    tree, plain = references(job, config, ranks)
+    verdict = judge(job, config, ranks, tree, plain)
     found = cases.Verified(ranks, tree, verdict).different()
     assert (verdict.word == "bitwise") == (not found)
     return found

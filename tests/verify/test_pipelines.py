@@ -20,11 +20,10 @@ from verify_cases import GPT, verify
 
 from plait.config import VerifyConfig
 from plait.core.cells import TABLE
-from plait.core.orders import ORDERS
+from plait.schedule.orders import ORDERS
 
 ROWS = tuple(TABLE)
 PIPES = (2, 3, 4)
-MICROBATCHES = (5, 6, 7, 8)
 
 
 # ---- every order, every size --------------------------------------------------------------------------------------
@@ -37,20 +36,9 @@ def test_every_order_on_every_size(order: str, pipe: int, microbatches: int) -> 
     is_bitwise(runs(CHAIN, f"pipe={pipe}", schedule=order, microbatches=microbatches))
 
 
-PAIRS = [
-    (order, PIPES[(i + j) % 3], microbatches)
-    for (i, order), (j, microbatches) in product(enumerate(ORDERS), enumerate(MICROBATCHES))
-]
-"""Each order with each number of microbatches, and either of them with each number of ranks."""
-
-
-def test_the_selection_has_every_pair() -> None:
-    assert {(order, pipe) for order, pipe, _ in PAIRS} == set(product(ORDERS, PIPES))
-    assert {(order, m) for order, _, m in PAIRS} == set(product(ORDERS, MICROBATCHES))
-    assert {(pipe, m) for _, pipe, m in PAIRS} == set(product(PIPES, MICROBATCHES))
-
-
-@pytest.mark.parametrize(("order", "pipe", "microbatches"), PAIRS)
+@pytest.mark.parametrize("microbatches", [5, 6, 7, 8])
+@pytest.mark.parametrize("pipe", PIPES)
+@pytest.mark.parametrize("order", ORDERS)
 def test_a_decoder_with_tied_embeddings(order: str, pipe: int, microbatches: int) -> None:
     result = runs(DECODER, f"pipe={pipe}", schedule=order, microbatches=microbatches)
     is_bitwise(result)

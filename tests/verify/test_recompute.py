@@ -5,7 +5,6 @@ Dropout on, clipping at work, ragged token counts, samples that nothing divides,
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
 from dataclasses import replace
 from itertools import product
 
@@ -15,11 +14,11 @@ from verify_cases import GPT, MLP, verify
 
 from plait.config import VerifyConfig, validate
 from plait.core.cells import TABLE
-from plait.core.orders import ORDERS
-from plait.engine.gathering import Gathering
-from plait.engine.rng import Mark, Streams
-from plait.engine.unit import Unit
+from plait.engine.data_parallel.unit import State, Unit
+from plait.engine.data_parallel.unshard import Unsharding
+from plait.engine.forward.context import ForwardContext
 from plait.plan import tensor
+from plait.schedule.orders import ORDERS
 from plait.verify import record
 
 MODES = ("full", "selective")
@@ -103,7 +102,7 @@ def test_an_mlp_over_tensor_ranks() -> None:
 
 
 def test_an_mlp_has_no_attention() -> None:
-    with pytest.raises(ValueError, match="selective is for attention, which mlp has not"):
+    with pytest.raises(ValueError, match="selective is for attention, which mlp lacks"):
         validate(replace(MLP, recompute="selective"))
 
 
@@ -112,32 +111,32 @@ def test_an_mlp_has_no_attention() -> None:
 
 @pytest.mark.parametrize("recompute", MODES)
 def test_masks_that_are_not_drawn_again(monkeypatch: pytest.MonkeyPatch, recompute: str) -> None:
-    """The streams are on in the recomputation, one sample further than in the forward."""
-    again = Streams.again
+    """The recomputation stands one sample further than the forward."""
+    again = ForwardContext.again
 
-    def elsewhere(self: Streams, mark: Mark, *, whole: bool) -> AbstractContextManager[None]:
-        assert mark.draw is not None
-        moved = replace(mark.draw, first_sample=mark.draw.first_sample + 1)
-        return again(self, replace(mark, draw=moved), whole=whole)
+    def elsewhere(self: ForwardContext, *, whole: bool) -> ForwardContext:
+        assert self.position is not None
+        moved = replace(self.position, first_sample=self.position.first_sample + 1)
+        return again(self, whole=whole)._replace(position=moved)
 
-    monkeypatch.setattr(Streams, "again", elsewhere)
+    monkeypatch.setattr(ForwardContext, "again", elsewhere)
     found = verify(replace(TWO_STEPS, recompute=recompute, mesh="shard=2"))  # type: ignore[arg-type]
     assert "tree: gradient" in found.different()
 
 
 def test_a_unit_that_is_gathered_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     """Once for the recomputation and again for the backward behind it: right values, and messages too many."""
-    opens = Gathering._open_backward
+    begins = Unsharding._begin_backward_of
 
-    def again(self: Gathering, unit: Unit) -> None:
+    def again(self: Unsharding, unit: Unit) -> None:
         known = unit in self._backward_open
-        opens(self, unit)
-        if known:
-            unit.free()
-            unit.gather("backward", self.microbatch)
-            unit.show()
+        begins(self, unit)
+        if known and unit.state is State.UNSHARDED:
+            unit.reshard()
+            unit.unshard("backward", self.microbatch)
+            unit.wait()
 
-    monkeypatch.setattr(Gathering, "_open_backward", again)
+    monkeypatch.setattr(Unsharding, "_begin_backward_of", again)
     assert verify(replace(TWO_STEPS, recompute="full", mesh="shard=2")).different() == {"ledger"}
 
 

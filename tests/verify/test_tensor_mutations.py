@@ -16,18 +16,18 @@ import verify_cases as cases
 from torch import Tensor
 from verify_cases import MLP, judged, record
 
-from plait.comm.base import DONE
+from plait.comm.base import DONE, NO_NOTE
 from plait.comm.thread import ThreadComm
 from plait.config import VerifyConfig
 from plait.core.collectives import Note
-from plait.core.cuts import TensorCut
-from plait.core.styles import BACKWARD, FORWARD
+from plait.core.tensor_cut import TensorCut
+from plait.core.tensor_plan import BACKWARD, FORWARD
 from plait.engine.exchange import Exchange
+from plait.engine.forward.tensor_parallel import TensorParallel
 from plait.engine.norm import Norm
-from plait.engine.tensor_parallel import TensorParallel
-from plait.tensor.parallel import linear, vocabulary
-from plait.tensor.parallel.axis import TensorAxis
-from plait.tensor.parallel.linear import Entered, Row, Waiting
+from plait.tensor_parallel import linear, vocabulary
+from plait.tensor_parallel.axis import TensorAxis
+from plait.tensor_parallel.linear import ColumnInput, Row, WeightGradQueue
 
 Patch = pytest.MonkeyPatch
 GPT = VerifyConfig(
@@ -81,7 +81,7 @@ def drop_the_sum_after_the_embedding(patch: Patch) -> None:
 
 def forget_to_sum_what_is_summed(patch: Patch) -> None:
     """The gradients of norms under sequence parallelism stay this rank's share of time."""
-    import plait.engine.gradients as gradients
+    import plait.engine.data_parallel.gradients as gradients
 
     original = gradients.send
 
@@ -126,26 +126,26 @@ def add_a_row_bias_on_every_rank(patch: Patch) -> None:
 
 def swap_the_pieces_of_two_ranks(patch: Patch) -> None:
     """Row-cut weights lie on each other's rank (a swap of everything would be a mere renumbering of ranks)."""
-    import plait.engine.unit as unit
+    import plait.engine.data_parallel.storage as storage
 
-    original = unit.piece_of
+    original = storage.piece_of
 
     def swapped(whole: Tensor, cut: TensorCut, index: int) -> Tensor:
         return original(whole, cut, 1 - index if cut.dim == 1 else index)
 
-    patch.setattr(unit, "piece_of", swapped)
+    patch.setattr(storage, "piece_of", swapped)
 
 
 def number_the_ranks_the_other_way_round(patch: Patch) -> None:
     """Everything on the other rank, consistently: heads draw each other's dropout, classes are off."""
-    import plait.engine.unit as unit
+    import plait.engine.data_parallel.storage as storage
 
-    original = unit.piece_of
-    patch.setattr(unit, "piece_of", lambda whole, cut, index: original(whole, cut, 1 - index))
+    original = storage.piece_of
+    patch.setattr(storage, "piece_of", lambda whole, cut, index: original(whole, cut, 1 - index))
 
 
 def look_tokens_up_one_row_off(patch: Patch) -> None:
-    import plait.engine.tensor_parallel as engine
+    import plait.engine.forward.tensor_parallel as engine
 
     original = engine.embedding
 
@@ -169,9 +169,9 @@ def loss_hears_no_other(patch: Patch, which: int) -> None:
     """Of the three numbers per target, one is this rank's own in the place of every rank's."""
     original = ThreadComm.all_gather
 
-    def all_gather(self: ThreadComm, out: Tensor, piece: Tensor, axes: Any, **rest: Any) -> Any:
-        work = original(self, out, piece, axes, **rest)
-        if rest.get("note") == vocabulary.LOSS:
+    def all_gather(self: ThreadComm, out: Tensor, piece: Tensor, axes: Any, note: Note = NO_NOTE) -> Any:
+        work = original(self, out, piece, axes, note)
+        if note == vocabulary.LOSS:
             work.wait()
             out[:, which] = piece[which]
         return work
@@ -198,11 +198,11 @@ def compare_the_inputs_before_every_forward(patch: Patch) -> None:
 def drop_the_message_of_the_loss(patch: Patch) -> None:
     original = ThreadComm.all_gather
 
-    def all_gather(self: ThreadComm, out: Tensor, piece: Tensor, axes: Any, **rest: Any) -> Any:
-        if rest.get("note") == vocabulary.LOSS:
+    def all_gather(self: ThreadComm, out: Tensor, piece: Tensor, axes: Any, note: Note = NO_NOTE) -> Any:
+        if note == vocabulary.LOSS:
             out.copy_(piece.expand_as(out))
             return DONE
-        return original(self, out, piece, axes, **rest)
+        return original(self, out, piece, axes, note)
 
     patch.setattr(ThreadComm, "all_gather", all_gather)
 
@@ -215,13 +215,13 @@ def multiply_with_another_input(patch: Patch) -> None:
 
 def multiply_siblings_with_each_others_gradients(patch: Patch) -> None:
     """The queue of weight products is read off by one: gate's product becomes up's."""
-    original = Waiting.__init__
+    original = WeightGradQueue.__init__
 
-    def start(self: Waiting, *settings: Any) -> None:
+    def start(self: WeightGradQueue, *settings: Any) -> None:
         original(self, *settings)
-        self.queue = Turned() if self.site.endswith("mlp") else []
+        self.gradients = Turned() if self.site.endswith("mlp") else []
 
-    patch.setattr(Waiting, "__init__", start)
+    patch.setattr(WeightGradQueue, "__init__", start)
 
 
 class Turned(list):  # type: ignore[type-arg]
@@ -267,7 +267,7 @@ def count_targets_on_every_tensor_rank(patch: Patch) -> None:
 
 def enter_for_every_sibling(patch: Patch) -> None:
     """Right numbers, and a reduction for each of query, key and value."""
-    patch.setattr(Entered, "is_of", lambda self, source, site: False)
+    patch.setattr(ColumnInput, "is_of", lambda self, source, site: False)
 
 
 LOUD = "differs between the tensor ranks"

@@ -11,9 +11,9 @@ import pytest
 from pipe_cases import CHAIN, DECODER, is_bitwise, runs
 from verify_cases import verify
 
-from plait.cli import main
+from plait.commands.main import main
 from plait.config import VerifyConfig
-from plait.core.actions import parse_schedule
+from plait.schedule.actions import parse_schedule
 
 WRITTEN = {
     "two forwards, then in turn": """

@@ -9,13 +9,15 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-from plait.comm import Comm, run
-from plait.config import VerifyConfig
+from plait.comm import run
+from plait.config import VerifyConfig, section
 from plait.core.additions import additions
 from plait.core.mesh import Mesh
-from plait.job import Job, layout_of, make_job
+from plait.core.precision import Precision
+from plait.job.config import JobConfig
+from plait.job.job import Job, make_job
 from plait.verify.compare import summarise
-from plait.verify.record import RankRecord, record_layout
+from plait.verify.record import RankRecord, record_run
 from plait.verify.reference import Record, run_reference
 from plait.verify.run import Verdict, judge
 
@@ -25,23 +27,14 @@ GPT = VerifyConfig(model="gpt", layers=2, width=24, heads=2, kv_heads=1, batch=1
 TINY = replace(MLP, layers=3, width=5)
 MODELS = {"mlp": MLP, "gpt": GPT}
 
-_JOBS: dict[str, Job] = {}
+_JOBS: dict[tuple[JobConfig, Precision], Job] = {}
 _PLAIN: dict[str, Record] = {}
 _TREES: dict[Any, Record] = {}
 
 
 def job_of(config: VerifyConfig) -> Job:
     """The config's job, made once for all layouts."""
-    layout: dict[str, Any] = {
-        "mesh": "shard=2",
-        "strategy": "zero3",
-        "microbatches": 1,
-        "cut": "element",
-        "prefetch": 1,
-    }
-    layout |= {"sequence_parallel": False, "schedule": None, "chunks": None, "split": None, "hold": 1}
-    layout |= {"recompute": None}
-    key = repr(replace(config, **layout))
+    key = section(config, JobConfig), config.precision
     if key not in _JOBS:
         _JOBS[key] = make_job(config)
     return _JOBS[key]
@@ -65,13 +58,7 @@ class Verified:
 def record(config: VerifyConfig, job: Job | None = None) -> list[RankRecord]:
     """Train the config's layout on thread ranks."""
     made = job or job_of(config)
-    row = config.row
-
-    def body(comm: Comm) -> RankRecord:
-        layout = layout_of(config, made, comm)
-        return record_layout(made, comm, row, config.microbatches, config.steps, **layout)
-
-    return run(config.parsed_mesh, body, deadline=20)
+    return run(config.parsed_mesh, lambda comm: record_run(made, config, comm), deadline=20)
 
 
 def verify(config: VerifyConfig, **changes: Any) -> Verified:
@@ -92,4 +79,4 @@ def judged(config: VerifyConfig, ranks: list[RankRecord]) -> Verified:
     plain_key = f"{id(job)} {config.clip}"
     if plain_key not in _PLAIN:
         _PLAIN[plain_key] = run_reference(job, Mesh(), 1, order, config.steps, clip=config.clip, gemm="torch")
-    return Verified(ranks, _TREES[key], judge(job, config, row, ranks, _TREES[key], _PLAIN[plain_key]))
+    return Verified(ranks, _TREES[key], judge(job, config, ranks, _TREES[key], _PLAIN[plain_key]))

@@ -1,1 +1,4 @@
-"""Models on disk: Hugging Face folders, read and written piece by piece (``huggingface``)."""
+"""Models on disk.
+
+huggingface.py   Hugging Face folders: each rank reads only the rows that it keeps; rank 0 writes, tensor by tensor
+"""

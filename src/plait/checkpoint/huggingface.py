@@ -23,22 +23,22 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from plait.core.cuts import Region
+from plait.core.layout import Region
 from plait.engine import Engine
-from plait.engine.state import whole_tensors
+from plait.engine.state.full import whole_tensors
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 SHARD_BYTES = 5_000_000_000
-"""A larger model is written in several files of at most this size (a larger tensor has one to itself)."""
+"""A larger model is written in several files of at most this size (a larger tensor gets its own)."""
 
 BESIDE = (
     *("tokenizer*", "vocab*", "merges.txt", "special_tokens_map.json", "added_tokens.json", "chat_template*"),
     *("spiece.model", "*.tiktoken", "additional_chat_templates", "generation_config.json", "LICENSE*"),
 )
-"""What of a folder goes to the exported one as it is."""
+"""Files that are copied to the exported folder unchanged."""
 
 IGNORED = (r"rotary_emb\.inv_freq$",)
-"""Tensors of older files that no model reads any more (transformers passes over them too)."""
+"""Tensors of older files that models no longer read (transformers ignores them too)."""
 
 NAMES = {
     torch.float64: "F64",
@@ -69,7 +69,7 @@ class Stored:
 
 @dataclass(frozen=True)
 class FolderWeights:
-    """The weights of a folder, by the names of a model that they fit; an ``engine.weights.Weights``."""
+    """The weights of a folder, by the names of a model that they fit; an ``engine.state.weights.Weights``."""
 
     places: Mapping[str, Stored]
 
@@ -93,8 +93,8 @@ class FolderWeights:
 def open_folder(path: str | Path, model: nn.Module) -> FolderWeights:
     """The weights in a folder, for a model of these names and shapes (its parameters may be on meta).
 
-    Of a tied weight the folder may have any of its names, or several if they hold the same.  Where it has the base
-    model alone, without a head, its names lack a prefix.
+    Of a tied weight the folder may have any of its names, or several if their values are equal.  If it has only the
+    base model, without a head, its names lack a prefix.
 
     Raises:
         ValueError: files that are missing or damaged, tensors that are missing, surplus, or of another shape.
@@ -130,7 +130,7 @@ def open_folder(path: str | Path, model: nn.Module) -> FolderWeights:
                 )
         if differing := [at.key for at in places[1:] if not torch.equal(_whole(at), _whole(places[0]))]:
             raise ValueError(
-                f"config.json ties {places[0].key!r} and {differing[0]!r}, which are one weight then, but the files in "
+                f"config.json ties {places[0].key!r} and {differing[0]!r}, so they are one weight, but the files in "
                 f"{str(path)!r} have different values for them: set tie_word_embeddings to false, or drop one"
             )
     return FolderWeights({name: places[0] for name, places in found.items() if places})
@@ -149,7 +149,7 @@ def _stored(folder: Path) -> dict[str, Stored]:
     files = [folder / SINGLE]
     if not files[0].is_file() and not (folder / INDEX).is_file():
         raise ValueError(
-            f"neither {SINGLE} nor {INDEX} in {str(folder)!r}: other formats have to be converted first, as "
+            f"neither {SINGLE} nor {INDEX} in {str(folder)!r}: convert other formats first, as "
             f"AutoModelForCausalLM.from_pretrained(...).save_pretrained(...) of transformers does"
         )
     if not files[0].is_file():
@@ -181,25 +181,27 @@ def write_folder(path: str | Path, engine: Engine, source: str | Path | None = N
     """Write the engine's model as a folder that ``transformers`` loads with ``from_pretrained``.
 
     All ranks call it together and rank 0 writes; a rank holds one gathered unit and one whole tensor at a time.  The
-    folder is made beside its place, under the name with ``.partial`` behind it, and renamed when all of it is there.
+    folder is written under its name with ``.partial`` appended, and renamed when it is complete.
 
     Args:
         engine: of a Hugging Face model.
-        source: the folder whose tokenizer and generation config go along.
+        source: the folder whose tokenizer and generation config are copied.
 
     Raises:
         ValueError: the folder exists, or the model has no config of transformers.
     """
     folder, config = Path(path), getattr(engine.model, "config", None)
     if not hasattr(config, "save_pretrained"):
-        raise ValueError(f"{type(engine.model).__name__} has no config of transformers: only such models are exported")
+        raise ValueError(
+            f"{type(engine.model).__name__} has no config of transformers: only models of transformers are exported"
+        )
     tensors = whole_tensors(engine.directory, engine.parts(), engine.comm)
     if engine.comm.rank > 0:
         for _ in tensors:
             pass
         return
     if folder.exists():
-        raise ValueError(f"there is something at {str(folder)!r} already: export to a new folder")
+        raise ValueError(f"{str(folder)!r} exists already: export to a new folder")
     partial = folder.with_name(f"{folder.name}.partial")
     if partial.exists():
         shutil.rmtree(partial)
@@ -218,10 +220,10 @@ def write_tensors(
     tensors: Iterable[tuple[str, Tensor]],
     limit: int = SHARD_BYTES,
 ) -> None:
-    """Write safetensors files, and their index where there are several, from tensors that come one by one.
+    """Write safetensors files, and their index where there are several, from tensors that arrive one by one.
 
     Args:
-        shapes: shapes and dtypes of all of them, by name, known beforehand.
+        shapes: shapes and dtypes of all of them, by name.
         limit: bytes of a file, unless one tensor has more.
     """
     sizes = {name: math.prod(shape) * dtype.itemsize for name, (shape, dtype) in shapes.items()}
@@ -257,7 +259,7 @@ def _header(
 ) -> tuple[bytes, dict[str, int], int]:
     """A file's beginning, where in the file each tensor starts, and where the last one ends.
 
-    Wide dtypes come first, which keeps every tensor aligned; the header is filled up to 8 bytes for the same reason.
+    Wide dtypes come first, which keeps every tensor aligned; the header is padded to 8 bytes for the same reason.
     """
     entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0

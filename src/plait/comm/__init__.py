@@ -3,25 +3,29 @@
 .. code-block:: text
 
     base.py            Comm: what may be asked; the same checks and ledger for all     start here
-    call.py            one operation, and what is refused before anything moves
-    fold.py            the order in which a group's values are added
+    operation.py       one operation, its group, and what is refused before anything moves
+    ordered_reduce.py  the order in which a group's values are added
     ledger.py          one line per message
+    agree.py           small agreements: rows of numbers, checksums, bytes, errors
+    header.py          the shape of a message, as a small message ahead of it
+
     thread.py          ranks are threads         tests, notebooks, lessons
-    meeting.py         where the threads meet
-    process.py         ranks are processes       torch.distributed: gloo, nccl
-    join.py            how processes find each other
-    messages.py        messages under way between them
-    failure.py         what a rank says when an operation fails, and hears from the others
+    rendezvous.py      where the threads meet
+
+    process.py         ranks are processes       torch.distributed
+    init_process.py    how processes find each other
+    gloo.py            single messages: started, waited for, failing
+    nccl.py            the same for GPUs
+    p2p_work.py        what is held of messages under way
+    failures.py        what a rank reports when an operation fails
+
     trace.py           one rank, nothing moves   for the planner
-    ring.py, tree.py   the classic algorithms, written with send and recv
-    script.py          a small face for scripts
 """
 
 from plait.comm.base import DONE, Comm, MismatchError, Work
-from plait.comm.fold import ordered_sum
 from plait.comm.ledger import Ledger
+from plait.comm.ordered_reduce import ordered_sum
 from plait.comm.process import ProcessComm
-from plait.comm.script import ScriptWorld, init
 from plait.comm.thread import AbortedError, ThreadWorld, run
 from plait.comm.trace import TraceComm
 
@@ -32,11 +36,9 @@ __all__ = [
     "Ledger",
     "MismatchError",
     "ProcessComm",
-    "ScriptWorld",
     "ThreadWorld",
     "TraceComm",
     "Work",
-    "init",
     "ordered_sum",
     "run",
 ]

@@ -1,12 +1,12 @@
-"""Ranks as processes, over torch.distributed: the only module that calls its collectives.
+"""Ranks as processes, over torch.distributed.
 
-On gloo every operation is made of point-to-point messages, straight into place, and reductions are
-folded here in the one order of ``fold.py``:
+Every operation is made of point-to-point messages, straight into place, and reductions are made here in the one
+order of ``ordered_reduce.py``:
 
-    all_gather       piece -> everyone's slot                         no copy
-    reduce_scatter   slice k -> member k's receive buffer, then fold  deterministic
-    all_reduce       small, or two ranks: whole -> everyone, fold
-                     else: reduce_scatter, then all_gather            2 (n-1)/n of the bytes
+    all_gather       piece -> everyone's slot                           no copy
+    reduce_scatter   slice k -> member k's receive buffer, then reduce  deterministic
+    all_reduce       small, or two ranks: whole -> everyone, reduce
+                     else: reduce_scatter, then all_gather              2 (n-1)/n of the bytes
 
 This is deterministic *and* faster than gloo's own collectives (ms for 16 MB at 2 / 4 ranks on two busy
 cores: gather 10 / 12 against 14 / 19, reduce-scatter 10 / 17 against 29 / 48, all-reduce 16 / 30 against
@@ -17,47 +17,33 @@ A message's tag is a checksum of what the operation means (kind, axes, size, dty
 number).  So messages of different meaning never meet: two ranks in different operations both reach their
 deadline, and each error names what both were doing, instead of a crash inside the library.
 
-Messages start when the operation is issued; ``wait()`` finishes it (the fold is done there).
-
-GPUs add what they need in ``nccl.py``.
+Messages start when the operation is issued; ``wait()`` finishes it (the reduction is made there).  What moves a
+single message is the transport: ``gloo.py``, or ``nccl.py`` for GPUs.
 """
 
 from __future__ import annotations
 
-import time
+import zlib
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
-from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from plait.comm.base import Call, Comm, Incoming, Work
-from plait.comm.failure import LastWords, failure
-from plait.comm.fold import ordered_sum
-from plait.comm.join import join, rank_from_env
-from plait.comm.messages import (
-    HEADER_BYTES,
-    Pending,
-    Receive,
-    Sent,
-    Started,
-    TwoPhase,
-    Unforeseen,
-    checksum,
-    cut,
-    header_of,
-    label,
-)
+from plait.comm.base import Comm, Operation, Work
+from plait.comm.failures import FailureReports
+from plait.comm.gloo import GlooTransport, Started
+from plait.comm.init_process import init_process, rank_from_env
+from plait.comm.nccl import NcclTransport
+from plait.comm.operation import copied, label
+from plait.comm.ordered_reduce import ordered_sum
+from plait.comm.p2p_work import P2PWork, Sent, TwoPhase
 from plait.core.mesh import Mesh
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
-
-CHUNK_BYTES = 8 * 2**20
-"""Longer messages are sent in chunks of this size (256 MB: 5 to 15 % faster than in one piece)."""
 
 SMALL_BYTES = 4 * 2**20
 """An all-reduce that receives no more than this sends wholes: one round of messages instead of two."""
@@ -67,7 +53,7 @@ MOST_DROPPED = 64
 
 
 class ProcessComm(Comm):
-    """One process's face to the others (gloo; ``NcclComm`` adds what GPUs need)."""
+    """One process's face to the others."""
 
     def __init__(
         self,
@@ -80,18 +66,17 @@ class ProcessComm(Comm):
         deterministic: bool = True,
     ) -> None:
         super().__init__(mesh, rank, device=device, deadline=deadline, deterministic=deterministic)
-        world = dist.group.WORLD
-        assert world is not None, "the default process group is made first"
-        self._pg = world
-        self.last_words = LastWords(store, rank)
+        wires = rank, deadline, FailureReports(store, rank), self.waiting
+        on_gpu = self.device.type == "cuda"
+        self.transport = NcclTransport(mesh, self.device, deterministic, *wires) if on_gpu else GlooTransport(*wires)
         self._numbers: dict[tuple[object, ...], int] = {}
         self._spare: dict[torch.dtype, list[Tensor]] = {}
-        self._halfway: dict[tuple[str, ...], deque[TwoPhase]] = {}
-        self.under_way: dict[int, Pending] = {}  # keeps the memory of what is under way
-        self.sends: dict[int, Pending] = {}
-        self.dropped: dict[int, Pending] = {}
+        self._two_phase: dict[tuple[str, ...], deque[TwoPhase]] = {}
+        self._under_way: dict[int, P2PWork] = {}
+        self.sends: dict[int, P2PWork] = {}
+        """Messages to other ranks that are under way."""
+        self.dropped: dict[int, P2PWork] = {}
         """Those of the sends whose handles are gone, the oldest first."""
-        self._broken = ""
         self._closed = False
 
     @classmethod
@@ -116,14 +101,8 @@ class ProcessComm(Comm):
                 "torch.distributed is already initialised here: close() that world first, "
                 "or make ProcessComm(mesh, rank, store) on top of it"
             )
-        on_gpu = device.type == "cuda"
-        store = join(rank, mesh.size, "cpu:gloo,cuda:nccl" if on_gpu else "gloo", deadline)
-        kind = cls
-        if on_gpu:
-            from plait.comm.nccl import NcclComm
-
-            kind = NcclComm
-        return kind(mesh, rank, store, device=device, deadline=deadline, deterministic=deterministic)
+        store = init_process(rank, mesh.size, "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo", deadline)
+        return cls(mesh, rank, store, device=device, deadline=deadline, deterministic=deterministic)
 
     def close(self) -> None:
         """Waits for the sends whose handles were dropped, then leaves."""
@@ -131,192 +110,152 @@ class ProcessComm(Comm):
             return
         self._closed = True
         try:
-            while self.sends and not self._broken:
+            while self.sends and not self.transport.broken:
                 next(iter(self.sends.values())).wait()
         finally:
+            self.transport.broken = self.transport.broken or "this world was closed"
             if dist.is_initialized():
                 dist.destroy_process_group()
 
     # ---- collectives ---------------------------------------------------------------------------
 
-    def _all_gather(self, call: Call, out: Tensor, piece: Tensor) -> Work:
-        slots = cut(out, len(call.group.ranks))
-        mine = slots[call.group.index]
-        if mine.data_ptr() != piece.data_ptr():
-            mine.copy_(piece)
-        return Pending(self, call, self.exchange(call, self.tag(call), slots, [mine] * len(slots)))
+    def _all_gather(self, operation: Operation, out: Tensor, piece: Tensor) -> Work:
+        works = self.transport.library(operation, out, piece)
+        if works is None:
+            slots = out.tensor_split(len(operation.group.ranks))
+            copied(mine := slots[operation.group.index], piece)
+            works = self.transport.exchange(operation, slots, [mine] * len(slots), self._tag(operation))
+        return self._work(operation, works)
 
-    def _reduce_scatter(self, call: Call, out: Tensor, whole: Tensor) -> Work:
-        slices = cut(whole, len(call.group.ranks))
-        return self._folded(call, slices[call.group.index], slices, out)
+    def _reduce_scatter(self, operation: Operation, out: Tensor, whole: Tensor) -> Work:
+        works = self.transport.library(operation, out, whole)
+        if works is not None:
+            return self._work(operation, works)
+        slices = whole.tensor_split(len(operation.group.ranks))
+        return self._exchanged(operation, slices[operation.group.index], slices, out)
 
-    def _all_reduce(self, call: Call, tensor: Tensor) -> Work:
-        n = len(call.group.ranks)
+    def _all_reduce(self, operation: Operation, tensor: Tensor) -> Work:
+        works = self.transport.library(operation, tensor, tensor)
+        if works is not None:
+            return self._work(operation, works)
+        n, axes = len(operation.group.ranks), operation.group.axes
         if n == 2 or n * tensor.numel() * tensor.element_size() <= SMALL_BYTES:
-            return self._folded(call, tensor, [tensor] * n, tensor)
-        return TwoPhase(self, call, tensor, self._halfway.setdefault(call.group.axes, deque()))
+            return self._exchanged(operation, tensor, [tensor] * n, tensor)
+        chunk = -(-tensor.numel() // n)
+        slices = [tensor[k * chunk : (k + 1) * chunk] for k in range(n)]
+        mine = slices[operation.group.index]
+        first, tag = self._exchanged(operation, mine, slices, mine), self._tag(operation)
 
-    def _folded(self, call: Call, mine: Tensor, slices: Sequence[Tensor], out: Tensor) -> Work:
-        """Slice k to member k; what comes in, and ``mine``, folded into ``out``."""
-        buffer, stack = self.receive_stack(call, mine)
-        works = self.exchange(call, self.tag(call), stack, slices)
-        return Pending(self, call, works, lambda: self.fold(call, stack, out, buffer))
+        def second() -> Work:
+            works = self.transport.exchange(operation, slices, [mine] * n, tag)
+            return self._work(operation, works)
 
-    def fold(self, call: Call, stack: Sequence[Tensor], out: Tensor, buffer: Tensor) -> None:
-        ordered_sum(stack, call.group.sizes, call.op, out)
-        self._spare[buffer.dtype].append(buffer)
+        return TwoPhase(first, second, self._two_phase.setdefault(axes, deque()))
 
-    def _broadcast(self, call: Call, tensor: Tensor) -> Work:
-        if call.group.index != call.root:
-            return self._from_root(call, tensor)
-        return self._to_members(call, [tensor] * len(call.group.ranks))
+    def _exchanged(self, operation: Operation, mine: Tensor, slices: Sequence[Tensor], out: Tensor) -> Work:
+        """Slice k to member k; what comes in, and ``mine``, reduced into ``out``."""
+        buffer, stack = self._receive_stack(operation, mine)
+        works = self.transport.exchange(operation, stack, slices, self._tag(operation))
+        return self._reduced(operation, works, buffer, stack, out)
 
-    def _reduce(self, call: Call, tensor: Tensor) -> Work:
-        if call.group.index != call.root:
-            return self._to_root(call, tensor)
-        buffer, stack = self.receive_stack(call, tensor)
-        works = self._from_members(call, stack)
-        return Pending(self, call, works, lambda: self.fold(call, stack, tensor, buffer))
+    def _reduced(
+        self, operation: Operation, works: list[Started], buffer: Tensor, stack: Sequence[Tensor], out: Tensor
+    ) -> Work:
+        """``stack``, when its messages have come, reduced into ``out``."""
 
-    def _scatter(self, call: Call, out: Tensor, whole: Tensor | None) -> Work:
-        if whole is None:
-            return self._from_root(call, out)
-        slices = cut(whole, len(call.group.ranks))
-        if slices[call.root].data_ptr() != out.data_ptr():
-            out.copy_(slices[call.root])
-        return self._to_members(call, slices)
+        def finish() -> None:
+            ordered_sum(stack, operation.group.sizes, operation.op, out)
+            self._spare[buffer.dtype].append(buffer)
 
-    def _gather(self, call: Call, out: Tensor | None, piece: Tensor) -> Work:
-        if out is None:
-            return self._to_root(call, piece)
-        slots = cut(out, len(call.group.ranks))
-        if slots[call.root].data_ptr() != piece.data_ptr():
-            slots[call.root].copy_(piece)
-        return Pending(self, call, self._from_members(call, slots))
+        return self._work(operation, works, finish)
 
-    def _all_to_all(self, call: Call, out: Tensor, whole: Tensor) -> Work:
-        slots, slices = cut(out, len(call.group.ranks)), cut(whole, len(call.group.ranks))
-        slots[call.group.index].copy_(slices[call.group.index])
-        return Pending(self, call, self.exchange(call, self.tag(call), slots, slices))
+    def _broadcast(self, operation: Operation, tensor: Tensor) -> Work:
+        is_root = operation.group.index == operation.root
+        return self._from_root(operation, [tensor] * len(operation.group.ranks) if is_root else None, tensor)
 
-    def _barrier(self, call: Call) -> None:
-        slots = cut(torch.zeros(len(call.group.ranks), dtype=torch.uint8), len(call.group.ranks))
-        mine = [slots[call.group.index]] * len(slots)
-        Pending(self, call, self.exchange(call, self.tag(call), slots, mine)).wait()
+    def _scatter(self, operation: Operation, out: Tensor, whole: Tensor | None) -> Work:
+        slices = None if whole is None else whole.tensor_split(len(operation.group.ranks))
+        if slices is not None:
+            copied(out, slices[operation.root])
+        return self._from_root(operation, slices, out)
+
+    def _reduce(self, operation: Operation, tensor: Tensor) -> Work:
+        if operation.group.index != operation.root:
+            return self._work(operation, self._to_root(operation, None, tensor))
+        buffer, stack = self._receive_stack(operation, tensor)
+        return self._reduced(operation, self._to_root(operation, stack, tensor), buffer, stack, tensor)
+
+    def _gather(self, operation: Operation, out: Tensor | None, piece: Tensor) -> Work:
+        slots = None if out is None else out.tensor_split(len(operation.group.ranks))
+        if slots is not None:
+            copied(slots[operation.root], piece)
+        return self._work(operation, self._to_root(operation, slots, piece))
+
+    def _all_to_all(self, operation: Operation, out: Tensor, whole: Tensor) -> Work:
+        n, index = len(operation.group.ranks), operation.group.index
+        slots, slices = out.tensor_split(n), whole.tensor_split(n)
+        slots[index].copy_(slices[index])
+        works = self.transport.exchange(operation, slots, slices, self._tag(operation))
+        return self._work(operation, works)
+
+    def _barrier(self, operation: Operation) -> None:
+        n = len(operation.group.ranks)
+        slots = torch.zeros(n, dtype=torch.uint8).tensor_split(n)
+        works = self.transport.exchange(operation, slots, [slots[operation.group.index]] * n, self._tag(operation))
+        self._work(operation, works).wait()
 
     # ---- messages ------------------------------------------------------------------------------
-    # A header travels beside a message and says its dtype and shape, unless both sides have agreed on them.  The
-    # message's own tag holds them too, so one that the receiver did not mean is never taken in; the header says why.
+    # The tag holds shape and dtype, so a message that the receiver did not mean is never taken in.
 
-    def _send(self, call: Call, tensor: Tensor, dst: int, agreed: bool) -> Work:
-        number, works = self._number("message", self.rank, dst), []
-        if not agreed:
-            works += self._post(call, header_of(tensor), dst, checksum("header", self.rank, dst, number))
-        works += self._post(call, tensor, dst, checksum(label(tensor), self.rank, dst, number))
+    def _send(self, operation: Operation, tensor: Tensor, dst: int) -> Work:
+        tag = _checksum(label(tensor), self.rank, dst, self._number("message", self.rank, dst))
+        works = self.transport.send(operation, tensor, dst, tag)
         while len(self.dropped) >= MOST_DROPPED:
             self.dropped.pop(next(iter(self.dropped))).wait()
-        return Sent(Pending(self, call, works, under_way=self.sends), self.dropped)
+        return Sent(P2PWork(self.transport, operation, works, self.sends), self.dropped)
 
-    def _recv(self, call: Call, tensor: Tensor, src: int, agreed: bool) -> Work:
-        number, header = self._number("message", src, self.rank), torch.zeros(HEADER_BYTES, dtype=torch.uint8)
-        if agreed:
-            tag = checksum(label(tensor), src, self.rank, number)
-            return Pending(self, call, self._receive(call, tensor, src, tag))
-        first = self._receive(call, header, src, checksum("header", src, self.rank, number))
-        tag = checksum(label(tensor), src, self.rank, number)
-        return Receive(self, call, first, header, label(tensor), self._receive(call, tensor, src, tag))
-
-    def _recv_new(self, call: Call, src: int) -> Incoming:
-        number, header = self._number("message", src, self.rank), torch.zeros(HEADER_BYTES, dtype=torch.uint8)
-        first = self._receive(call, header, src, checksum("header", src, self.rank, number))
-
-        def rest(tensor: Tensor) -> list[Started]:
-            return self._receive(call, tensor, src, checksum(label(tensor), src, self.rank, number))
-
-        return Unforeseen(self, call, first, header, rest)
+    def _recv(self, operation: Operation, tensor: Tensor, src: int) -> Work:
+        tag = _checksum(label(tensor), src, self.rank, self._number("message", src, self.rank))
+        return self._work(operation, self.transport.recv(operation, tensor, src, tag))
 
     # ---- what they are made of -----------------------------------------------------------------
 
-    def exchange(self, call: Call, tag: int, slots: Sequence[Tensor], slices: Sequence[Tensor]) -> list[Started]:
-        """Slice k to member k, slot k from member k, all at once; nothing for this rank itself."""
-        ranks, index, n = call.group.ranks, call.group.index, len(call.group.ranks)
-        works: list[Started] = []
-        for step in range(1, n):  # each at its own distance, so that no member is everybody's first
-            behind, ahead = (index - step) % n, (index + step) % n
-            works += self._receive(call, slots[behind], ranks[behind], tag)
-            works += self._post(call, slices[ahead], ranks[ahead], tag)
-        return works
+    def _work(self, operation: Operation, works: list[Started], finish: Callable[[], None] | None = None) -> P2PWork:
+        return P2PWork(self.transport, operation, works, self._under_way, finish)
 
-    def _to_root(self, call: Call, tensor: Tensor) -> Work:
-        works = self._post(call, tensor, call.group.ranks[call.root], self.tag(call))
-        return Pending(self, call, works)
+    def _from_root(self, operation: Operation, slices: Sequence[Tensor] | None, out: Tensor) -> Work:
+        """Slice k of the root to member k, which takes it in as ``out``; ``slices`` is None off the root."""
+        ranks, tag = operation.group.ranks, self._tag(operation)
+        if slices is None:
+            works = self.transport.recv(operation, out, ranks[operation.root], tag)
+        else:
+            others = [(r, s) for r, s in zip(ranks, slices, strict=True) if r != self.rank]
+            works = [work for r, s in others for work in self.transport.send(operation, s, r, tag)]
+        return self._work(operation, works)
 
-    def _from_root(self, call: Call, tensor: Tensor) -> Work:
-        works = self._receive(call, tensor, call.group.ranks[call.root], self.tag(call))
-        return Pending(self, call, works)
+    def _to_root(self, operation: Operation, slots: Sequence[Tensor] | None, piece: Tensor) -> list[Started]:
+        """Member k's ``piece`` into slot k of the root; ``slots`` is None off the root."""
+        ranks, tag = operation.group.ranks, self._tag(operation)
+        if slots is None:
+            return self.transport.send(operation, piece, ranks[operation.root], tag)
+        others = [(r, s) for r, s in zip(ranks, slots, strict=True) if r != self.rank]
+        return [work for r, s in others for work in self.transport.recv(operation, s, r, tag)]
 
-    def _to_members(self, call: Call, slices: Sequence[Tensor]) -> Work:
-        tag, pairs = self.tag(call), zip(call.group.ranks, slices, strict=True)
-        return Pending(self, call, [w for r, s in pairs if r != self.rank for w in self._post(call, s, r, tag)])
-
-    def _from_members(self, call: Call, slots: Sequence[Tensor]) -> list[Started]:
-        tag, pairs = self.tag(call), zip(call.group.ranks, slots, strict=True)
-        return [w for r, s in pairs if r != self.rank for w in self._receive(call, s, r, tag)]
-
-    def _post(self, call: Call, tensor: Tensor, dst: int, tag: int) -> list[Started]:
-        return self._start(call, tensor, lambda chunk: self._pg.send([chunk], dst, tag))
-
-    def _receive(self, call: Call, tensor: Tensor, src: int, tag: int) -> list[Started]:
-        return self._start(call, tensor, lambda chunk: self._pg.recv([chunk], src, tag))
-
-    def _start(self, call: Call, tensor: Tensor, start: Callable[[Tensor], Any]) -> list[Started]:
-        if self._broken or self._closed:
-            raise ConnectionError(f"rank {self.rank} in {call}: {self._broken or 'this world was closed'}")
-        if not tensor.numel():
-            return []
-        chunks = torch.split(tensor.view(-1), CHUNK_BYTES // tensor.element_size())
-        try:
-            return [(start(chunk), chunk) for chunk in chunks]
-        except RuntimeError as error:
-            raise self._failure(call, error) from error
-
-    def end(self) -> float:
-        """When a wait that begins now has to be over."""
-        return time.monotonic() + self.deadline
-
-    def join_works(self, call: Call, works: Iterable[Started], end: float) -> None:
-        """Waits for what was started, to the moment ``end`` at the latest."""
-        with self.waiting(call):
-            try:
-                for work, _ in works:
-                    self._wait(work, max(0.001, end - time.monotonic()))
-            except RuntimeError as error:
-                raise self._failure(call, error) from error
-
-    def _wait(self, work: Any, seconds: float) -> None:
-        work.wait(timedelta(seconds=seconds))
-
-    def _failure(self, call: Call, error: BaseException) -> OSError:
-        if self._broken:
-            return ConnectionError(f"rank {self.rank} in {call}: {self._broken}")
-        self._broken = f"this world broke down earlier, in {call}"
-        others = [r for r in call.group.ranks if r != self.rank]
-        return failure(str(call), error, self.rank, self.deadline, others, self.last_words)
+    def _tag(self, operation: Operation) -> int:
+        members = tuple(sorted(operation.group.ranks))
+        return _checksum(*operation.meaning, members, self._number(members))
 
     def _number(self, *key: object) -> int:
+        """Counts what is asked under a key."""
         number = self._numbers[key] = self._numbers.get(key, -1) + 1
         return number
 
-    def tag(self, call: Call) -> int:
-        members = tuple(sorted(call.group.ranks))
-        return checksum(*call.meaning, members, self._number(members))
-
-    def receive_stack(self, call: Call, mine: Tensor) -> tuple[Tensor, list[Tensor]]:
+    def _receive_stack(self, operation: Operation, mine: Tensor) -> tuple[Tensor, list[Tensor]]:
         """A receive buffer, and one tensor per member: a part of the buffer, or ``mine`` where it lies.
 
         Fresh memory costs more than the message, so buffers are used again.
         """
-        n, m = len(call.group.ranks), mine.numel()
+        n, m = len(operation.group.ranks), mine.numel()
         spare = self._spare.setdefault(mine.dtype, [])
         fits = [i for i, b in enumerate(spare) if b.numel() >= (n - 1) * m]
         if fits:
@@ -325,6 +264,11 @@ class ProcessComm(Comm):
             if spare:  # a longer one takes the place of a shorter one
                 spare.pop()
             buffer = torch.empty((n - 1) * m, dtype=mine.dtype, device=mine.device)
-        places = iter(range(n - 1))
-        parts = (mine if k == call.group.index else None for k in range(n))
-        return buffer, [buffer[(j := next(places)) * m : (j + 1) * m] if p is None else p for p in parts]
+        stack = [buffer[k * m : (k + 1) * m] for k in range(n - 1)]
+        stack.insert(operation.group.index, mine)
+        return buffer, stack
+
+
+def _checksum(*parts: object) -> int:
+    """A tag of 31 bits.  Python's own hash differs from process to process; this one does not."""
+    return zlib.crc32(repr(parts).encode()) & 0x7FFFFFFF

@@ -1,14 +1,14 @@
 """Ranks as threads of one process, for tests, notebooks and lessons: milliseconds per world.
 
-A collective is a meeting (``meeting.py``).  The members lay down their tensors, each does its own share
+A collective is a rendezvous (``rendezvous.py``).  The members lay down their tensors, each does its own share
 straight from the others' memory, and nobody leaves before all are done, because a tensor that is still
 read must not change:
 
-    rank 0   arrive(whole0) ---+           fold chunk 0 of whole0, whole1 -> out0 ---+            leave
+    rank 0   arrive(whole0) ---+            add chunk 0 of whole0, whole1 -> out0 ---+            leave
                                |  all here                                           |  all done
-    rank 1   arrive(whole1) ---+           fold chunk 1 of whole0, whole1 -> out1 ---+            leave
+    rank 1   arrive(whole1) ---+            add chunk 1 of whole0, whole1 -> out1 ---+            leave
 
-Meetings of the same ranks are numbered, so the n-th request of one rank meets the n-th of another; if
+Barriers of the same ranks are numbered, so the n-th request of one rank meets the n-th of another; if
 the two mean different things, both are told what the other wanted.  So a collective is complete when its
 call returns, and its ``wait()`` does nothing.  Messages wait in numbered mailboxes: ``send`` copies and
 never blocks, ``recv`` takes a number at once and its ``wait()`` waits for the message of that number.
@@ -28,9 +28,10 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from plait.comm.base import DONE, Call, Comm, Incoming, MismatchError, Work, name_of
-from plait.comm.fold import ordered_sum
-from plait.comm.meeting import AbortedError, MeetingPlace
+from plait.comm.base import DONE, Comm, MismatchError, Operation, Work
+from plait.comm.operation import copied, label
+from plait.comm.ordered_reduce import ordered_sum
+from plait.comm.rendezvous import AbortedError, Rendezvous
 from plait.core.mesh import Mesh
 
 __all__ = ["AbortedError", "ThreadComm", "ThreadWorld", "run"]
@@ -41,7 +42,7 @@ STOPPING = 10.0
 """Seconds for which an interrupted run waits for its threads to reach their next operation."""
 
 
-class ThreadWorld(MeetingPlace):
+class ThreadWorld(Rendezvous):
     """The place where the ranks of one mesh meet, and how they work."""
 
     def __init__(
@@ -64,144 +65,117 @@ class ThreadComm(Comm):
 
     def __init__(self, world: ThreadWorld, rank: int) -> None:
         super().__init__(
-            world.mesh,
-            rank,
-            device=world.device,
-            deadline=world.deadline,
-            deterministic=world.deterministic,
+            world.mesh, rank, device=world.device, deadline=world.deadline, deterministic=world.deterministic
         )
         self.world = world
         self._met: dict[tuple[int, ...], int] = {}
         self._messages: dict[tuple[int, int], int] = {}
 
     @contextmanager
-    def _meet(self, call: Call, mine: Tensor) -> Iterator[list[Tensor]]:
-        with self._meet_some(call, mine) as brought:
+    def _meet(self, operation: Operation, mine: Tensor) -> Iterator[list[Tensor]]:
+        with self._meet_some(operation, mine) as brought:
             yield [t for t in brought if t is not None]
 
     @contextmanager
-    def _meet_some(self, call: Call, mine: Tensor | None) -> Iterator[list[Tensor | None]]:
-        members = tuple(sorted(call.group.ranks))
+    def _meet_some(self, operation: Operation, mine: Tensor | None) -> Iterator[list[Tensor | None]]:
+        members = tuple(sorted(operation.group.ranks))
         number = self._met[members] = self._met.get(members, -1) + 1
-        with self.waiting(call), self.world.meet(self.rank, number, call, mine) as brought:
+        with self.waiting(operation), self.world.meet(self.rank, number, operation, mine) as brought:
             yield brought
 
-    def _all_gather(self, call: Call, out: Tensor, piece: Tensor) -> Work:
-        with self._meet(call, piece) as pieces:
-            for slot, theirs in zip(_cut(out, len(pieces)), pieces, strict=True):
-                if slot.data_ptr() != theirs.data_ptr():
-                    slot.copy_(theirs)
+    def _all_gather(self, operation: Operation, out: Tensor, piece: Tensor) -> Work:
+        with self._meet(operation, piece) as pieces:
+            for slot, theirs in zip(out.tensor_split(len(pieces)), pieces, strict=True):
+                copied(slot, theirs)
         return DONE
 
-    def _reduce_scatter(self, call: Call, out: Tensor, whole: Tensor) -> Work:
-        index = call.group.index
-        with self._meet(call, whole) as wholes:
-            ordered_sum([_cut(w, len(wholes))[index] for w in wholes], call.group.sizes, call.op, out)
+    def _reduce_scatter(self, operation: Operation, out: Tensor, whole: Tensor) -> Work:
+        index = operation.group.index
+        with self._meet(operation, whole) as wholes:
+            ordered_sum([w.tensor_split(len(wholes))[index] for w in wholes], operation.group.sizes, operation.op, out)
         return DONE
 
-    def _all_reduce(self, call: Call, tensor: Tensor) -> Work:
-        # Member k folds chunk k and writes it into every member's tensor; no one else touches chunk k.
-        index, n = call.group.index, len(call.group.ranks)
+    def _all_reduce(self, operation: Operation, tensor: Tensor) -> Work:
+        # Member k adds up chunk k and writes it into every member's tensor; no one else touches chunk k.
+        index, n = operation.group.index, len(operation.group.ranks)
         chunk = -(-tensor.numel() // n)
-        with self._meet(call, tensor) as tensors:
+        with self._meet(operation, tensor) as tensors:
             chunks = [t[index * chunk : (index + 1) * chunk] for t in tensors]
-            ordered_sum(chunks, call.group.sizes, call.op, chunks[index])
+            ordered_sum(chunks, operation.group.sizes, operation.op, chunks[index])
             for k in range(n):
                 if k != index:
                     chunks[k].copy_(chunks[index])
         return DONE
 
-    def _broadcast(self, call: Call, tensor: Tensor) -> Work:
-        with self._meet(call, tensor) as tensors:
-            if call.group.index != call.root:
-                tensor.copy_(tensors[call.root])
+    def _broadcast(self, operation: Operation, tensor: Tensor) -> Work:
+        with self._meet(operation, tensor) as tensors:
+            if operation.group.index != operation.root:
+                tensor.copy_(tensors[operation.root])
         return DONE
 
-    def _reduce(self, call: Call, tensor: Tensor) -> Work:
-        with self._meet(call, tensor) as tensors:
-            if call.group.index == call.root:
-                ordered_sum(tensors, call.group.sizes, call.op, tensor)
+    def _reduce(self, operation: Operation, tensor: Tensor) -> Work:
+        with self._meet(operation, tensor) as tensors:
+            if operation.group.index == operation.root:
+                ordered_sum(tensors, operation.group.sizes, operation.op, tensor)
         return DONE
 
-    def _scatter(self, call: Call, out: Tensor, whole: Tensor | None) -> Work:
-        with self._meet_some(call, whole) as wholes:
-            source = wholes[call.root]
+    def _scatter(self, operation: Operation, out: Tensor, whole: Tensor | None) -> Work:
+        with self._meet_some(operation, whole) as wholes:
+            source = wholes[operation.root]
             assert source is not None
-            theirs = _cut(source, len(wholes))[call.group.index]
-            if out.data_ptr() != theirs.data_ptr():
-                out.copy_(theirs)
+            copied(out, source.tensor_split(len(wholes))[operation.group.index])
         return DONE
 
-    def _gather(self, call: Call, out: Tensor | None, piece: Tensor) -> Work:
-        with self._meet(call, piece) as pieces:
+    def _gather(self, operation: Operation, out: Tensor | None, piece: Tensor) -> Work:
+        with self._meet(operation, piece) as pieces:
             if out is not None:
-                for slot, theirs in zip(_cut(out, len(pieces)), pieces, strict=True):
-                    if slot.data_ptr() != theirs.data_ptr():
-                        slot.copy_(theirs)
+                for slot, theirs in zip(out.tensor_split(len(pieces)), pieces, strict=True):
+                    copied(slot, theirs)
         return DONE
 
-    def _all_to_all(self, call: Call, out: Tensor, whole: Tensor) -> Work:
-        with self._meet(call, whole) as wholes:
-            for slot, theirs in zip(_cut(out, len(wholes)), wholes, strict=True):
-                slot.copy_(_cut(theirs, len(wholes))[call.group.index])
+    def _all_to_all(self, operation: Operation, out: Tensor, whole: Tensor) -> Work:
+        with self._meet(operation, whole) as wholes:
+            for slot, theirs in zip(out.tensor_split(len(wholes)), wholes, strict=True):
+                slot.copy_(theirs.tensor_split(len(wholes))[operation.group.index])
         return DONE
 
-    def _send(self, call: Call, tensor: Tensor, dst: int, agreed: bool) -> Work:
-        self.world.post(call, tensor, self._number(self.rank, dst))
+    def _send(self, operation: Operation, tensor: Tensor, dst: int) -> Work:
+        self.world.post(operation, tensor, self._number(self.rank, dst))
         return DONE
 
-    def _recv(self, call: Call, tensor: Tensor, src: int, agreed: bool) -> Work:
-        return _Receive(_Incoming(self, call, self._number(src, self.rank)), call, tensor)
-
-    def _recv_new(self, call: Call, src: int) -> Incoming:
-        return _Incoming(self, call, self._number(src, self.rank))
+    def _recv(self, operation: Operation, tensor: Tensor, src: int) -> Work:
+        return _Receive(self, operation, tensor, self._number(src, self.rank))
 
     def _number(self, src: int, dst: int) -> int:
         number = self._messages[src, dst] = self._messages.get((src, dst), -1) + 1
         return number
 
-    def _barrier(self, call: Call) -> None:
-        with self._meet_some(call, None):
+    def _barrier(self, operation: Operation) -> None:
+        with self._meet_some(operation, None):
             pass
 
 
 class _Receive:
     """A message that was asked for; ``wait`` brings it in."""
 
-    def __init__(self, incoming: _Incoming, call: Call, tensor: Tensor) -> None:
-        self._incoming, self._call = incoming, call
+    def __init__(self, comm: ThreadComm, operation: Operation, tensor: Tensor, number: int) -> None:
+        self._comm, self._operation, self._number = comm, operation, number
         self._tensor: Tensor | None = tensor
 
     def wait(self) -> None:
         tensor, self._tensor = self._tensor, None
         if tensor is None:
             return
-        message = self._incoming.wait()
-        if message.shape != tensor.shape or message.dtype != tensor.dtype:
-            src, dst = self._call.group.ranks
+        with self._comm.waiting(self._operation):
+            message = self._comm.world.take(self._operation, self._number)
+        if label(message) != label(tensor):
+            src, dst = self._operation.group.ranks
             raise MismatchError(
-                f"rank {dst} receives {name_of(tensor.dtype)} {tuple(tensor.shape)} from rank {src}, "
-                f"which sent {name_of(message.dtype)} {tuple(message.shape)}: make both equal ({self._call})"
+                f"rank {dst} receives {label(tensor)} from rank {src}, which sent {label(message)}: make both equal "
+                f"({self._operation})"
             )
         with torch.no_grad():
             tensor.copy_(message)
-
-
-class _Incoming:
-    """A message, whatever its shape."""
-
-    def __init__(self, comm: ThreadComm, call: Call, number: int) -> None:
-        self._comm, self._call, self._number = comm, call, number
-
-    def wait(self) -> Tensor:
-        with self._comm.waiting(self._call):
-            return self._comm.world.take(self._call, self._number)
-
-
-def _cut(whole: Tensor, n: int) -> list[Tensor]:
-    """Equal pieces, also of nothing."""
-    piece = whole.numel() // n
-    return [whole[k * piece : (k + 1) * piece] for k in range(n)]
 
 
 def _join(thread: threading.Thread, give_up: float) -> None:

@@ -13,10 +13,11 @@ What a collective would have written is left as it was; do not read it.
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
+from typing import Any
 
-from plait.comm.base import DONE, Call, Comm, Incoming, Work
+import torch
+
+from plait.comm.base import DONE, Comm
 from plait.core.mesh import Mesh
 
 
@@ -26,43 +27,8 @@ class TraceComm(Comm):
     def __init__(self, mesh: Mesh, rank: int = 0, device: torch.device | str = "cpu") -> None:
         super().__init__(mesh, rank, device=device)
 
-    def check_together(self, error: BaseException | None, axes: object) -> None:
-        """Raises this rank's own error; there are no others to ask."""
-        if error is not None:
-            raise error
-
-    def _all_gather(self, call: Call, out: Tensor, piece: Tensor) -> Work:
+    def _nothing(self, *_: Any, **__: Any) -> Any:
         return DONE
 
-    def _reduce_scatter(self, call: Call, out: Tensor, whole: Tensor) -> Work:
-        return DONE
-
-    def _all_reduce(self, call: Call, tensor: Tensor) -> Work:
-        return DONE
-
-    def _broadcast(self, call: Call, tensor: Tensor) -> Work:
-        return DONE
-
-    def _reduce(self, call: Call, tensor: Tensor) -> Work:
-        return DONE
-
-    def _scatter(self, call: Call, out: Tensor, whole: Tensor | None) -> Work:
-        return DONE
-
-    def _gather(self, call: Call, out: Tensor | None, piece: Tensor) -> Work:
-        return DONE
-
-    def _all_to_all(self, call: Call, out: Tensor, whole: Tensor) -> Work:
-        return DONE
-
-    def _send(self, call: Call, tensor: Tensor, dst: int, agreed: bool) -> Work:
-        return DONE
-
-    def _recv(self, call: Call, tensor: Tensor, src: int, agreed: bool) -> Work:
-        return DONE
-
-    def _recv_new(self, call: Call, src: int) -> Incoming:
-        raise NotImplementedError("the trace world has no sender who could tell the shape of a message: use recv")
-
-    def _barrier(self, call: Call) -> None:
-        return None
+    _all_gather = _reduce_scatter = _all_reduce = _broadcast = _reduce = _nothing
+    _scatter = _gather = _all_to_all = _send = _recv = _barrier = _nothing

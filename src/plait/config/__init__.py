@@ -1,19 +1,24 @@
 """A run as one frozen value, checked before any process starts.
 
-settings.py    TrainConfig and VerifyConfig: the flags, and what follows from them
-check.py       validate: what is known to be impossible, with the numbers and the fix
-machine.py     where ranks live, and what this machine allows of it
+settings.py    ``TrainConfig`` and ``VerifyConfig``: the sections together, and what follows from them
+layout.py      the section of how the model lies on the ranks
+machine.py     the section of the ranks, and what this machine allows of it
+check.py       ``validate``: what is known to be impossible, with the numbers and the fix
 file.py        a config as TOML, and back
+sinks.py       where the numbers of each step go
+
+The other sections, of what is trained, stand with what they make: in ``job``.
 """
 
 from plait.config.check import validate
 from plait.config.file import from_toml, to_toml
-from plait.config.machine import Device, Machine, World, check_machine, resolve_device
-from plait.config.settings import RunConfig, TrainConfig, VerifyConfig, names_a_file, read_schedule
+from plait.config.layout import names_a_file, read_schedule
+from plait.config.machine import Device, MachineConfig, World, check_machine, resolve_device
+from plait.config.settings import RunConfig, TrainConfig, VerifyConfig, section
 
 __all__ = [
     "Device",
-    "Machine",
+    "MachineConfig",
     "RunConfig",
     "TrainConfig",
     "VerifyConfig",
@@ -23,6 +28,7 @@ __all__ = [
     "names_a_file",
     "read_schedule",
     "resolve_device",
+    "section",
     "to_toml",
     "validate",
 ]

@@ -13,9 +13,30 @@ import torch
 
 from plait.config.machine import check_machine, resolve_device
 from plait.config.settings import RunConfig, TrainConfig, VerifyConfig
-from plait.core.check import check
+from plait.config.sinks import check_sinks
 from plait.core.precision import LossScale
-from plait.sinks import check_sinks
+from plait.engine.pipeline.build_stages import split_of
+from plait.engine.pipeline.stage_model import chain_of
+from plait.job.job import build_model, make_job
+from plait.schedule.check import check
+from plait.tensor_parallel import parallel_plan
+from plait.tensor_parallel.gemm import find_gemm
+
+AT_LEAST = {
+    **dict.fromkeys(("microbatches", "steps", "epochs", "batch", "length", "threads", "log_every", "eval_steps"), 1),
+    **dict.fromkeys(("prefetch", "warmup", "workers", "eval_every"), 0),
+}
+"""The least that a setting may be, where it is given."""
+
+ABOVE_ZERO = ("lr", "deadline", "clip")
+
+FOR_TEXT = {
+    "sequence_parallel": "can be cut in time",
+    "epochs": "has an end",
+    "pack": "has documents",
+    "eval_every": "has a held-out part",
+}
+"""Settings for models of text, and what it has that other data does not."""
 
 
 def validate(config: RunConfig) -> None:
@@ -25,29 +46,10 @@ def validate(config: RunConfig) -> None:
         ValueError: with the numbers and the fix.
     """
     mesh = config.parsed_mesh
-    assert config.row
-    if config.sequence_parallel and config.model == "mlp":
-        raise ValueError("sequence_parallel cuts activations in time, which mlp has not: choose gpt, or leave it out")
-    if config.recompute == "selective" and config.model == "mlp":
-        raise ValueError("recompute selective is for attention, which mlp has not: choose full, or leave it out")
-    _at_least(config, "microbatches", 1)
+    _ = config.row, config.optimizer_row  # refused where they are made
+    _check_family(config)
+    _check_numbers(config)
     _check_pipeline(config)
-    for name in ("steps", "batch", "length", "threads", "log_every"):
-        _at_least(config, name, 1)
-    _at_least(config, "prefetch", 0)
-    _at_least(config, "warmup", 0)
-    _check_data(config)
-    if config.epochs is None and config.warmup > config.steps:
-        raise ValueError(f"a warmup of {config.warmup} steps in a run of {config.steps}: give at most {config.steps}")
-    if not 0 <= config.min_lr <= 1:
-        raise ValueError(f"min_lr is {config.min_lr}, a fraction of lr: give a number from 0 to 1")
-    if config.weight_decay is not None and not 0 <= config.weight_decay < math.inf:
-        raise ValueError(f"weight_decay is {config.weight_decay}: give a number from 0")
-    for name in ("lr", "deadline", "clip"):
-        value = getattr(config, name)
-        if value is not None and not value > 0:
-            raise ValueError(f"{name} is {value}: give a number above 0")
-    assert config.model_config
     parts = mesh.data_size * config.microbatches
     if config.batch < parts:
         raise ValueError(
@@ -67,27 +69,68 @@ def validate(config: RunConfig) -> None:
         _check_writable("json", config.json)
     check_machine(config)
     _check_dtypes(config)
+    _check_model(config)
+
+
+def _check_family(config: RunConfig) -> None:
+    """Refuses an unknown model, sizes that do not fit together, and settings that are not for its family."""
+    if not config.family.reads_text:
+        for name, why in FOR_TEXT.items():
+            if getattr(config, name, None) not in (None, False):
+                raise ValueError(f"{name} is for text, which {why}; {config.model} reads none: leave it out")
+        if config.recompute == "selective":
+            raise ValueError(
+                f"recompute selective is for attention, which {config.model} lacks: choose full, or leave it out"
+            )
+    _ = config.sizes
+
+
+def _check_numbers(config: RunConfig) -> None:
+    """Refuses numbers out of range."""
+    for name, least in AT_LEAST.items():
+        value = getattr(config, name, None)
+        if value is not None and value < least:
+            raise ValueError(f"{name} is {value}: give a whole number from {least}")
+    for name in ABOVE_ZERO:
+        value = getattr(config, name)
+        if value is not None and not value > 0:
+            raise ValueError(f"{name} is {value}: give a number above 0")
+    if config.epochs is None and config.warmup > config.steps:
+        raise ValueError(f"a warmup of {config.warmup} steps in a run of {config.steps}: give at most {config.steps}")
+    if not 0 <= config.min_lr <= 1:
+        raise ValueError(f"min_lr is {config.min_lr}, a fraction of lr: give a number from 0 to 1")
+    if config.weight_decay is not None and not 0 <= config.weight_decay < math.inf:
+        raise ValueError(f"weight_decay is {config.weight_decay}: give a number from 0")
+
+
+def _check_pipeline(config: RunConfig) -> None:
+    """Refuses a schedule that is wrong, or does not fit the mesh and the microbatches; it is proved here."""
+    pipeline, sizes = config.pipeline, config.sizes_of_stages
+    schedule = pipeline.completed(config.microbatches, config.row)
+    if isinstance(config, VerifyConfig) or (isinstance(config, TrainConfig) and config.verify):
+        check(schedule, in_order=True)
+    if pipeline.num_stages == 1 and config.split is not None:
+        raise ValueError(f"split {config.split!r}, but there is one stage: give the mesh a pipe axis, or leave it out")
+    if sizes is not None and len(sizes) != pipeline.num_stages:
+        raise ValueError(
+            f"split {config.split!r} is for {len(sizes)} stages, but the pipeline has {pipeline.num_stages}: "
+            f"give {pipeline.num_stages} numbers"
+        )
 
 
 def _check_training(config: TrainConfig) -> None:
-    """Refuses what a run could not write, and an evaluation that has no data."""
+    """Refuses what a run could not write, and a limit of evaluations that there are not."""
     if config.out is not None and Path(config.out).is_file():
         raise ValueError(f"out {config.out!r} is a file: give a folder for the metrics")
     _check_writable("out", config.out)
     _check_writable("export", config.export)
     if config.export is not None:
-        if config.model in ("mlp", "gpt"):
+        if not config.family.transformers:
             raise ValueError(f"export writes models of transformers, which {config.model} is not: leave it out")
         if Path(config.export).exists():
             raise ValueError(f"there is something at export {config.export!r} already: give a new folder")
     check_sinks(config.out, tensorboard=config.tensorboard, wandb=config.wandb)
-    if config.eval_every is not None:
-        _at_least(config, "eval_every", 0)
-        if config.eval_steps is not None:
-            _at_least(config, "eval_steps", 1)
-        if config.model == "mlp":
-            raise ValueError("eval_every, but mlp's regression data has no held-out part: leave it out")
-    elif config.eval_steps is not None:
+    if config.eval_every is None and config.eval_steps is not None:
         raise ValueError(f"eval_steps {config.eval_steps} without eval_every: give that as well, 0 for once at the end")
 
 
@@ -114,33 +157,20 @@ def _check_dtypes(config: RunConfig) -> None:
         LossScale(config.loss_scale)
 
 
-def _check_data(config: RunConfig) -> None:
-    """Refuses what the data of the model cannot do."""
-    for name, given in (("epochs", config.epochs is not None), ("pack", config.pack)):
-        if given and config.model == "mlp":
-            raise ValueError(f"{name} is for text, and mlp's regression data has no end and no documents: leave it out")
-    if config.epochs is not None:
-        _at_least(config, "epochs", 1)
-    _at_least(config, "workers", 0)
-
-
-def _check_pipeline(config: RunConfig) -> None:
-    """Refuses a schedule that is wrong, or does not fit the mesh and the microbatches; it is proved here."""
-    pipeline = config.pipeline
-    schedule = pipeline.completed(config.microbatches, config.row)
-    if isinstance(config, VerifyConfig) or (isinstance(config, TrainConfig) and config.verify):
-        check(schedule, in_order=True)
-    sizes = config.sizes_of_stages
-    if pipeline.num_stages == 1 and config.split is not None:
-        raise ValueError(f"split {config.split!r}, but there is one stage: give the mesh a pipe axis, or leave it out")
-    if sizes is not None and len(sizes) != pipeline.num_stages:
-        raise ValueError(
-            f"split {config.split!r} is for {len(sizes)} stages, but the pipeline has {pipeline.num_stages}: "
-            f"give {pipeline.num_stages} numbers"
-        )
-
-
-def _at_least(config: RunConfig, name: str, least: int) -> None:
-    value = getattr(config, name, least)
-    if value < least:
-        raise ValueError(f"{name} is {value}: give a whole number from {least}")
+def _check_model(config: RunConfig) -> None:
+    """Refuses what the mesh cannot do to this model: files that do not fit together, more stages than it has links,
+    heads that the tensor axis cannot share, a gemm that this torch does not have.
+    """
+    mesh, pipeline = config.parsed_mesh, config.pipeline
+    find_gemm(config.gemm)
+    if config.family.weights is not None:
+        make_job(config)
+    if pipeline.num_stages > 1:
+        split_of(chain_of(build_model(config)), pipeline.num_stages, config.sizes_of_stages)
+    if mesh.tensor > 1:
+        parallel = parallel_plan(build_model(config), mesh.tensor, sequence=config.sequence_parallel)
+        if not parallel.cuts:
+            raise ValueError(
+                f"tensor={mesh.tensor}, but the plan cuts no parameter of {config.model}: give it more layers (mlp has "
+                f"its first pair of cut layers with 4), or leave the tensor axis out"
+            )

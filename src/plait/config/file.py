@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import difflib
 import tomllib
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
@@ -16,7 +16,15 @@ import tomli_w
 Config = TypeVar("Config")
 
 NONE = "None"
-"""Stands for None, which TOML has not, in a field whose default is another; as on the command line."""
+"""Stands for None, which TOML does not have, in a field whose default is another; as on the command line."""
+
+
+@dataclass(frozen=True)
+class FileConfig:
+    """Where settings are read from."""
+
+    config: str | None = None
+    """A TOML file whose keys are the names of the flags, with _ for -; flags on the command line win."""
 
 
 def to_toml(config: Any) -> str:

@@ -1,8 +1,10 @@
-"""Where ranks live: the settings that every command that starts ranks has, and what this machine allows of them."""
+"""The ranks: how many there are, where they live, and what this machine allows of it."""
 
 from __future__ import annotations
 
-from typing import Literal, Protocol
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal
 
 import torch
 
@@ -12,30 +14,36 @@ World = Literal["process", "thread"]
 Device = Literal["auto", "cpu", "cuda"]
 
 
-class Machine(Protocol):
-    """The settings that say where ranks live; every command that starts ranks has them."""
+@dataclass(frozen=True)
+class MachineConfig:
+    """The settings that every command that starts ranks has."""
 
-    @property
-    def mesh(self) -> str: ...
-    @property
-    def world(self) -> World: ...
-    @property
-    def device(self) -> Device: ...
-    @property
-    def threads(self) -> int: ...
-    @property
-    def deadline(self) -> float: ...
-    @property
-    def port(self) -> int: ...
+    mesh: str = "shard=4"
+    """Ranks on named axes, as in "replica=2 shard=2"; their product is the number of ranks."""
+    world: World = "process"
+    """What a rank is: a process, or a thread of this one."""
+    device: Device = "cpu"
+    """Where ranks compute; auto is cuda where there is one."""
+    threads: int = 1
+    """Compute threads of each rank."""
+    deadline: float = 60.0
+    """Seconds after which a rank that waits for another gives up."""
+    port: int = 0
+    """The port at which own processes meet; 0 takes a free one."""
+
+    @cached_property
+    def parsed_mesh(self) -> Mesh:
+        """The mesh as a value."""
+        return Mesh.parse(self.mesh)
 
 
-def check_machine(config: Machine) -> None:
+def check_machine(config: MachineConfig) -> None:
     """Refuses ports and devices that this machine does not have."""
     if not 0 <= config.port <= 65535:
         raise ValueError(f"port {config.port} is no port: give 0 (any free one) or 1 to 65535")
     if config.device == "cuda" and not torch.cuda.is_available():
         raise ValueError("device cuda: torch sees no CUDA device here; use --device cpu, or see plait doctor")
-    ranks, gpus = Mesh.parse(config.mesh).size, torch.cuda.device_count()
+    ranks, gpus = config.parsed_mesh.size, torch.cuda.device_count()
     if resolve_device(config.device) == "cuda" and config.world == "process" and ranks > gpus:
         raise ValueError(
             f"{ranks} ranks on {gpus} CUDA devices: NCCL needs one each; "

@@ -121,7 +121,7 @@ def move(start: Cell, end: Cell) -> tuple[Move, ...]:
 
     Raises:
         ValueError: neither cut refines the other (a full reshuffle), or the end has a sum pending that the
-            start has not.
+            start does not have.
     """
     common = [a for a, b in takewhile(lambda ab: ab[0] == ab[1], zip(start.split, end.split, strict=False))]
     if len(common) < min(len(start.split), len(end.split)):

@@ -28,6 +28,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import product
 
 from plait.core.collectives import Entry, Note, bytes_sent
 from plait.core.mesh import AXES, Mesh
@@ -121,17 +122,13 @@ class Layout:
         return Layout(self.dims, tuple(a for a in AXES if mesh.axis(a) > 1 and a not in held)).on(mesh)
 
 
-@dataclass(frozen=True)
-class Region:
-    """A box of a tensor in global coordinates: [start, stop) per dim."""
+Region = tuple[tuple[int, int], ...]
+"""A box of a tensor in global coordinates: for each dim where it starts and stops."""
 
-    start: tuple[int, ...]
-    stop: tuple[int, ...]
 
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Elements per dim."""
-        return tuple(b - a for a, b in zip(self.start, self.stop, strict=True))
+def extent(region: Region) -> tuple[int, ...]:
+    """Elements of a box per dim."""
+    return tuple(stop - start for start, stop in region)
 
 
 def region(layout: Layout, shape: tuple[int, ...], mesh: Mesh, rank: int) -> Region:
@@ -146,11 +143,10 @@ def region(layout: Layout, shape: tuple[int, ...], mesh: Mesh, rank: int) -> Reg
             f"write a word for each of the {len(shape)} dims"
         )
     here = mesh.coordinates(rank)
-    spans = [
+    return tuple(
         nested_part(size, tuple(map(mesh.axis, axes)), tuple(here[a] for a in axes))
         for size, axes in zip(shape, layout.dims, strict=True)
-    ]
-    return Region(tuple(a for a, _ in spans), tuple(b for _, b in spans))
+    )
 
 
 # ---- from layout to layout ---------------------------------------------------------------------
@@ -269,46 +265,40 @@ def _keep_first(here: Layout, end: Layout) -> Step | None:
 
 
 @dataclass(frozen=True)
-class Sizes:
-    """What a step does on one rank, in elements: ``whole`` is the array of the collective, padding included.
+class StepSizes:
+    """What a step does on one rank: ``whole`` is the array of the collective in elements, padding included.
 
-    ``pieces`` are the spans of the dim that is put together or cut, in group order, ``largest`` the longest of them;
-    ``pieces_to`` and ``largest_to`` those of the dim that an all_to_all cuts.
+    ``after`` is the shape of what the rank holds then.  ``lengths`` are those of the pieces of the dim that is put
+    together or cut, in group order, the first the longest; ``lengths_to`` those of the dim that an all_to_all cuts.
     """
 
-    local: tuple[int, ...]
     whole: int
-    pieces: tuple[tuple[int, int], ...] = ()
-    largest: int = 0
-    pieces_to: tuple[tuple[int, int], ...] = ()
-    largest_to: int = 0
+    after: tuple[int, ...]
+    lengths: tuple[int, ...] = ()
+    lengths_to: tuple[int, ...] = ()
 
 
-def _spans(size: int, ways: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
-    spans = [(0, size)]
-    for n in ways:
-        spans = [(a + low, a + high) for a, b in spans for low, high in (part(b - a, n, i) for i in range(n))]
-    return tuple(spans)
+def _lengths(size: int, ways: tuple[int, ...]) -> tuple[int, ...]:
+    """Of the pieces of a dim that is cut again and again, the first cut outermost."""
+    spans = (nested_part(size, ways, indices) for indices in product(*map(range, ways)))
+    return tuple(stop - start for start, stop in spans)
 
 
 @lru_cache(maxsize=4096)
-def sizes(step: Step, shape: tuple[int, ...], mesh: Mesh, rank: int) -> Sizes:
+def sizes(step: Step, shape: tuple[int, ...], mesh: Mesh, rank: int) -> StepSizes:
     """The pieces and the padded size of one step on one rank."""
-    local = region(step.before, shape, mesh, rank).shape
-    after = region(step.after, shape, mesh, rank).shape
+    local, after = (extent(region(layout, shape, mesh, rank)) for layout in (step.before, step.after))
     ways = tuple(map(mesh.axis, step.axes))
     n = math.prod(ways)
     if step.kind in ("all_reduce", "keep_first"):
-        return Sizes(local, math.prod(local))
+        return StepSizes(math.prod(local), after)
+    others = math.prod(s for d, s in enumerate(local) if d not in (step.source, step.target))
     if step.kind == "all_to_all":
-        pieces, pieces_to = _spans(after[step.source], ways), _spans(local[step.target], ways)
-        largest, largest_to = pieces[0][1], pieces_to[0][1]
-        others = math.prod(s for d, s in enumerate(local) if d not in (step.source, step.target))
-        return Sizes(local, n * largest * largest_to * others, pieces, largest, pieces_to, largest_to)
+        lengths, lengths_to = _lengths(after[step.source], ways), _lengths(local[step.target], ways)
+        return StepSizes(n * lengths[0] * lengths_to[0] * others, after, lengths, lengths_to)
     dim = max(step.source, step.target)
-    pieces = _spans(max(after[dim], local[dim]), ways)
-    others = math.prod(s for d, s in enumerate(local) if d != dim)
-    return Sizes(local, n * pieces[0][1] * others, pieces, pieces[0][1])
+    lengths = _lengths(max(after[dim], local[dim]), ways)
+    return StepSizes(n * lengths[0] * others, after, lengths)
 
 
 def entries(

@@ -1,6 +1,6 @@
 """Batches as functions of their place in the run.
 
-Sample i of step s is entry s * global_batch + i of the run, whoever asks.  A rank, or the one-process
+Sample i of step s is entry s * global_batch + i of the run, on every rank.  A rank, or the one-process
 reference, asks for any slice and gets the same bits; there is no iterator whose state could drift, and
 nothing to save but the step.  How a global batch of 8 falls on 2 data ranks with 2 microbatches each:
 
@@ -8,9 +8,9 @@ nothing to save but the step.  How a global batch of 8 falls on 2 data ranks wit
     global microbatch    0  |  1  |  2  |  3         = data_rank * num_microbatches + m
     data rank               0     |     1
 
-A batch that does not divide is cut unevenly (``split_samples``); since losses are sums, nothing else cares.
-A step may also be smaller than the others (``size``), even smaller than its number of parts: some of these have
-no sample then (see ``corpus``).
+A batch that does not divide is cut unevenly (``split_samples``); since losses are sums, nothing else depends on
+it.  A step may also be smaller than the others (``size``), even smaller than its number of parts: then some of
+these have no sample (see ``corpus``).
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def split_samples(global_batch: int, num_parts: int, *, empty: bool = False) -> 
 
 
 class Batches(ABC):
-    """A source of batches.  A new one writes ``samples``; the cut into microbatches is the same for all."""
+    """A source of batches.  A new one implements ``samples``; the cut into microbatches is the same for all."""
 
     @abstractmethod
     def samples(self, step: int, first: int, count: int, global_batch: int) -> Batch:

@@ -1,15 +1,15 @@
-"""Finitely many samples, gone through again and again: the order of an epoch, and where its steps end.
+"""Finitely many samples, epoch after epoch: the order of an epoch, and where its steps end.
 
     entry of the run     0  1  2  3  4  5  6 | 7  8  9 ...      7 samples: entry e is place e % 7 of epoch e // 7
-    sample               3  0  6  1  5  2  4 | 2  5  0 ...      every epoch in an order of its own
+    sample               3  0  6  1  5  2  4 | 2  5  0 ...      each epoch in its own order
     steps of 3          [0  1  2][3  4  5][6   7  8][9 ...      a corpus asked directly: steps run on
     Epochs              [0  1  2][3  4  5][6]|[7  8  9][...     the last step of an epoch has what is left
 
-Both are functions of the number of the step, so every rank knows them alone, and a run resumes by its step.
+Both are functions of the number of the step, so every rank knows them without asking, and the step is all to remember.
 
 The last step of an epoch may have fewer samples than it has parts (data ranks x microbatches).  Every rank must still
-run every part, for the others wait for its messages, and many models cannot run on 0 samples: a part without samples
-gets a blank one, which has no loss.
+run every part, because the others wait for its messages, and many models cannot run on 0 samples: a part without
+samples gets a blank one, which has no loss.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from plait.data.order import sample_at
 
 
 class Corpus(Batches):
-    """Samples by number.  A new corpus sets ``seed`` and writes ``num_samples``, ``sample`` and ``blank``."""
+    """Samples by number.  A new corpus sets ``seed`` and implements ``num_samples``, ``sample`` and ``blank``."""
 
     seed: int
 
@@ -38,7 +38,7 @@ class Corpus(Batches):
 
         Args:
             number: which, 0 .. ``num_samples`` - 1.
-            entry: where in the run it stands: what is drawn anew each time is drawn from this.
+            entry: its place in the run, for whatever is drawn anew each time.
         """
 
     @abstractmethod

@@ -1,8 +1,7 @@
 """The order of the samples, as a function: no list to shuffle, no state to save.
 
 ``sample_at(seed, epoch, index, n)`` is the index-th entry of a permutation of 0 .. n-1 chosen by (seed,
-epoch).  Any rank asks for any entry, at any time, in O(1) memory; resuming a run needs only the number of its
-step.
+epoch).  Any rank can ask for any entry at any time, in O(1) memory; to resume, the number of the step is enough.
 
 The permutation is a Feistel network on the bits of the index, its halves in turn xored with a hash of the
 other:
@@ -12,7 +11,7 @@ other:
     hash ------^
 
 and where it leaves 0 .. n-1 it is applied again until it comes back ("cycle walking"), which walks the
-cycles of a permutation and so is one itself.  2^bits < 2n: fewer than two applications are expected.
+cycles of a permutation and so is one itself.  2^bits < 2n: on average fewer than two applications.
 
 Sources: Black and Rogaway, "Ciphers with arbitrary finite domains" (2002); the hash is SplitMix64's finaliser
 (Steele, Lea, Flood 2014).
@@ -29,7 +28,7 @@ MULTIPLIERS = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
 
 
 def scramble(word: int) -> int:
-    """A bijection of 64-bit words; every input bit stirs every output bit (SplitMix64's last step)."""
+    """A bijection of 64-bit words; every input bit affects every output bit (SplitMix64's last step)."""
     word &= MASK_64
     word = ((word ^ (word >> 30)) * MULTIPLIERS[0]) & MASK_64
     word = ((word ^ (word >> 27)) * MULTIPLIERS[1]) & MASK_64
@@ -37,7 +36,7 @@ def scramble(word: int) -> int:
 
 
 def mix(*words: int) -> int:
-    """A 64-bit hash of whole numbers, each taken modulo 2^64; their order counts."""
+    """A 64-bit hash of whole numbers, each taken modulo 2^64; their order matters."""
     state = 0
     for word in words:
         state = scramble(state + GOLDEN + scramble(word + GOLDEN))

@@ -4,16 +4,16 @@
 
     tokens      c0 c1 c2 c3 c4 | a0 a1 a2  c5 c6 | b0 b1  .  .  .      a document's last token is a target only
     targets     c1 c2 c3 c4 c5 | a1 a2 a3  c6 c7 | b1 b2  -  -  -      -  no loss
-    documents    0  0  0  0  0 |  0  0  0   1  1 |  0  0  1  1  1      what is left over is a document of its own
+    documents    0  0  0  0  0 |  0  0  0   1  1 |  0  0  1  1  1      what is left over is its own document
 
-A document longer than a row is cut in pieces, each a document from here on; what follows a piece is still the target
-of its last token, so every pair of neighbours within a document is trained on once per epoch, and no other.
+A document longer than a row is cut into pieces, each a document from here on.  What follows a piece is still the target
+of its last token, so each pair of neighbours within a document is trained on once per epoch, and no other pair.
 
 Which documents share a row is decided once: pieces are placed from the longest to the shortest, each in the row with
 the least space that holds it ("best fit decreasing": on many pieces, at most 11/9 of the fewest rows possible, Johnson
-1973; for language models, Ding et al., arXiv:2404.10830).  Each epoch then goes through the rows in an order of its
-own.  Documents of a row do not see each other, so nothing is gained by new neighbours in every epoch, while the number
-of rows, and so of steps, stays known ahead.
+1973; for language models, Ding et al., arXiv:2404.10830).  Each epoch then goes through the rows in its own
+order.  Documents of a row do not see each other, so new neighbours in every epoch would gain nothing, and this way the
+number of rows, and so of steps, is known beforehand.
 """
 
 from __future__ import annotations
@@ -77,7 +77,9 @@ class PackedBatches(Corpus):
         rows = [as_tokens(document) for document in documents]
         kept = [row for row in rows if len(row) > 1]
         if not kept:
-            raise ValueError(f"{len(rows)} documents, none with 2 tokens: there is nothing to predict; give more text")
+            raise ValueError(
+                f"{len(rows)} documents, none with 2 tokens or more, so there is nothing to predict: give more text"
+            )
         self._tokens = torch.cat(kept)
         starts, sizes, place = [], [], 0
         for row in kept:
@@ -99,11 +101,11 @@ class PackedBatches(Corpus):
 
     @property
     def num_targets(self) -> int:
-        """Targets of one epoch, all rows together; the rest of ``num_samples * length`` is left over."""
+        """Targets of one epoch, all rows together; the rest of ``num_samples * length`` is padding."""
         return int(self._pieces[:, 1].sum())
 
     def blank(self) -> Batch:
-        """See ``Corpus.blank``: all that is left over."""
+        """See ``Corpus.blank``: only padding."""
         tokens_T = torch.zeros(self.length, dtype=torch.int64)
         return {"tokens": tokens_T, "targets": torch.full_like(tokens_T, IGNORED), "documents": tokens_T.clone()}
 

@@ -1,4 +1,4 @@
-"""Regression data out of a hash: element j of sample i is a function of (seed, i, j) and of nothing else.
+"""Regression data from a hash: element j of sample i is a function of (seed, i, j) alone.
 
 The hash is integer arithmetic and what follows is one rounding per operation, so the bits depend neither on
 the cut of the batch nor on vector widths, threads or the machine.  A generator would have to be seeded per
@@ -58,7 +58,7 @@ class SyntheticRegression(Batches):
         if self.width < 1 or self.output_width < 1:
             raise ValueError(f"width {self.width} and output width {self.output_width}: give numbers from 1")
         if not dtype.is_floating_point:
-            raise ValueError(f"dtype is {dtype}: give a floating-point one, as torch.float32")
+            raise ValueError(f"dtype is {dtype}: give a floating-point one, such as torch.float32")
         self.seed = seed
         self.ragged = ragged
         self.dtype = dtype

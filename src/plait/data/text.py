@@ -1,9 +1,9 @@
-"""Text as bytes: a vocabulary of 256, and no tokenizer to fetch or to version.
+"""Text as bytes: a vocabulary of 256, and no tokenizer to download or to version.
 
 Without a path the text is the source of Python's own standard library, which every machine that runs this
 has: real, structured, a few megabytes, nothing downloaded.  It is the same on every rank that runs the same
-Python version; ranks with different versions would read different text, so a run over unlike machines wants
-a path.
+Python version; ranks with different versions would read different text, so a run over different
+machines needs a path.
 
 The same files are one text (``load_text``) or documents (``load_documents``):
 
@@ -33,10 +33,10 @@ Text = TypeVar("Text", bytes, Tensor)
 
 
 def load_text(path: str | None = None) -> bytes:
-    """The bytes of a file, of a folder's text files one after the other, or (None) of the standard library.
+    """The bytes of a file, of a folder's text files in sequence, or (None) of the standard library.
 
     A folder is read recursively in the order of its relative paths.  Files with a NUL byte are taken for
-    binary and passed over, and so are hidden files and folders.  Of ``.jsonl`` files only the texts are read,
+    binary and skipped, and so are hidden files and folders.  Of ``.jsonl`` files only the texts are read,
     blank lines between them.
 
     Raises:
@@ -66,8 +66,8 @@ def load_documents(path: str | None = None) -> list[bytes]:
 def standard_library(max_bytes: int = STANDARD_LIBRARY_BYTES) -> bytes:
     """The modules at the top of Python's standard library, by name, cut after ``max_bytes`` bytes.
 
-    Names that begin with an underscore are passed over: some are generated for one machine.  Subfolders
-    (tests, site-packages, idlelib) are too.
+    Names that begin with an underscore are skipped, since some are generated for one machine, and so are subfolders
+    (tests, site-packages, idlelib).
 
     Raises:
         ValueError: this Python carries no source files (some embedded builds keep them in an archive).
@@ -176,10 +176,12 @@ def _lines(name: str, content: bytes) -> list[bytes]:
         try:
             value = json.loads(line)
         except ValueError as error:
-            raise ValueError(f"{name}, line {number} is no JSON ({error}): give an object a line") from error
+            raise ValueError(f"{name}, line {number} is not JSON ({error}): give one object per line") from error
         if not isinstance(value, dict) or not isinstance(value.get("text"), str):
-            raise ValueError(f'{name}, line {number} has no "text": give an object with that key, a string, a line')
+            raise ValueError(
+                f'{name}, line {number} has no "text": give one object per line, with a string under that key'
+            )
         texts.append(value["text"].encode())
     if not any(texts):
-        raise ValueError(f'{name} holds no text: give an object with a "text" a line')
+        raise ValueError(f'{name} holds no text: give one object with a "text" per line')
     return texts

@@ -23,7 +23,7 @@ WHOLE_NUMBERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
 
 def as_tokens(text: bytes | Tensor) -> Tensor:
-    """A row of tokens; of bytes, each is one.
+    """A row of tokens; each byte is one.
 
     Raises:
         ValueError: a tensor that is not a row of whole numbers.
@@ -44,7 +44,7 @@ class TextBatches(Corpus):
     """Windows of a text: ``tokens`` and ``targets`` (the tokens one further on), int64 [count, length].
 
     Consecutive samples share one token, which is the target of the first and the start of the second.  Each
-    epoch goes through all of them in an order of its own.
+    epoch goes through all of them in its own order.
 
     ``ragged`` keeps the loss on a first part of each sample only, 1 to ``length`` targets, drawn from (seed,
     place in the run); the rest are ``IGNORED``.  It makes token counts differ, as padding does in real data.

@@ -6,10 +6,10 @@
     the rank        0   1   2   3                  and gets them in order
 
 Batches are functions of the step (``data.batches``), so workers share nothing with each other or with the rank, and
-neither bits nor order depend on their number.  The state of a stream is the number of its next step.
+bits and order do not depend on their number.  The state of a stream is the number of its next step.
 
 A rank has threads, locks and devices that a copy of it could not use, so workers are copies of another process, which
-has imported this module and done nothing else ("forkserver").  They are closed with the stream, and end by themselves,
+has imported this module and done nothing else ("forkserver").  They are closed with the stream, and end on their own,
 within seconds, when the rank that started them is gone.
 """
 
@@ -96,16 +96,16 @@ class StepStream(Iterator[list[Batch]]):
         return started
 
     def state_dict(self) -> dict[str, int]:
-        """Where the stream stands, whatever has been made ahead: how many of its steps it has given out."""
+        """Where the stream stands: how many of its steps it has given out, whatever has been made ahead."""
         return {"given": self._next}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Go on from there; the number of workers may be another."""
+        """Continue from there; the number of workers may differ."""
         self.close()
         self._next = state["given"]
 
     def close(self) -> None:
-        """End the workers; the stream can go on, with new ones."""
+        """End the workers; the stream can continue, with new ones."""
         iterator, self._iterator = self._iterator, None
         if iterator is not None and self._workers:
             iterator._shutdown_workers()  # type: ignore[attr-defined]
@@ -127,7 +127,7 @@ def _context() -> BaseContext:
 
 
 def _watch_the_rank(worker: int) -> None:
-    """In a worker: leave when the rank is gone, however it went."""
+    """In a worker: leave when the rank is gone, for whatever reason."""
     rank = multiprocessing.parent_process()
     assert rank is not None
 

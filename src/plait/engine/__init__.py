@@ -1,23 +1,22 @@
-"""The engine: units with flat storage, the order of their gathers and reductions, and the step.
+"""The engine: a model's units, the passes of its stages, and the step.
 
-Read in this order:
+engine.py        ``Engine``: the step                                                      start here
+placed_model.py  what an engine is built of, and the state that goes in and out
+step.py          what a step is while it is under way, and what it did
+exchange.py      the two small messages of a step on which all ranks agree
+norm.py          the global norm, in which every element counts once
+update.py        between the last backward and the update: sums, clip, handing over
+evaluation.py    the loss without a step
 
-    wrap        which parameters travel together        build      from a model to units
-    unit        their storage                           init, rng  initial values and dropout
-    gathering   when they are gathered and freed        exchange   what ranks agree on
-    gradients   how gradients reach their owners        guard      a model must stay what it was
-    optim       who updates what                        state      whole tensors in and out
-    links       a model as a chain, a stage's part      stages     from a model and a pipeline to stages
-    door        how the stream enters and leaves        courier    how it travels
-    stage       passes of one stage                     tied       weights of several stages
-    deferred    weight gradients that wait              costs      what links cost
-    runtime     a schedule, carried out                 evaluation the loss without a step
-    engine      the step
+data_parallel/   units: their storage, when they are unsharded, how gradients reach their owners
+forward/         what happens inside a forward: its context, and what sees the model's operators
+pipeline/        stages, what goes from one to the next, and the runtime that obeys a schedule
+state/           initial values, weights read from files, whole tensors in and out
 """
 
 from plait.engine.engine import Engine
 from plait.engine.evaluation import Evaluation
-from plait.engine.init import empty_parameters
+from plait.engine.state.init import empty_parameters
 from plait.engine.step import StepResult
 
 __all__ = ["Engine", "Evaluation", "StepResult", "empty_parameters"]

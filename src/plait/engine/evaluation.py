@@ -25,15 +25,14 @@ from torch import Tensor, nn
 
 from plait.comm import Comm
 from plait.core.agreement import DATA_ORDER
-from plait.core.cells import Strategy
 from plait.core.collectives import Note
-from plait.core.pipeline import Pipeline, Plan
-from plait.engine.courier import Courier
+from plait.engine.data_parallel.unshard import EVALUATE
 from plait.engine.exchange import Exchange
-from plait.engine.gathering import EVALUATE
-from plait.engine.runtime import EventLog, Runtime
-from plait.engine.stage import LossFn, Stage
+from plait.engine.pipeline.p2p import PipelineP2P
+from plait.engine.pipeline.runtime import EventLog, Runtime
+from plait.engine.pipeline.stage import LossFn, Stage
 from plait.engine.step import num_samples
+from plait.schedule.pipeline import Pipeline, RankProgram
 
 
 @dataclass(frozen=True)
@@ -50,55 +49,52 @@ class Evaluator:
     Args:
         model: the user's.
         stages: those of this rank.
+        program: what this rank does in an evaluation of so many microbatches.
     """
 
     def __init__(
-        self, model: nn.Module, comm: Comm, stages: Mapping[int, Stage], pipeline: Pipeline, strategy: Strategy
+        self,
+        model: nn.Module,
+        comm: Comm,
+        stages: Mapping[int, Stage],
+        pipeline: Pipeline,
+        program: Callable[[int], RankProgram],
     ) -> None:
-        self.model, self.comm, self.stages = model, comm, stages
-        self.pipeline, self.strategy = pipeline, strategy
-        self.runtime = Runtime(stages, Courier(comm, pipeline.owner), EventLog(comm))
+        self.model, self.comm, self.stages, self.program = model, comm, stages, program
+        self.runtime = Runtime(stages, PipelineP2P(comm, pipeline.owner), EventLog(comm))
         self.exchange = Exchange(comm, (), pipeline.owner[pipeline.num_stages - 1])
         self.broken = False
-        """One raised in the midst of a pipeline: its messages may still be under way."""
-        self._plans: dict[int, Plan] = {}
+        """An evaluation raised in the middle of a pipeline: its messages may still be in flight."""
 
     def evaluate(self, microbatches: Sequence[Any], loss_fn: LossFn, count_fn: Callable[[Any], int]) -> Evaluation:
         """See ``Engine.evaluate``."""
         comm, num = self.comm, len(microbatches)
         if not num:
             raise ValueError("no microbatch: an evaluation needs at least one, an empty one included")
-        plan = self.plan(num)
+        program = self.program(num)
         with ExitStack() as stack, torch.no_grad():
             stack.enter_context(comm.ledger.phase(EVALUATE))
             samples = sum(num_samples(batch) for batch in microbatches)
             _, total = self.exchange.counts(num, sum(map(count_fn, microbatches)), samples)
             if comm.mesh.pipe > 1:
                 self.exchange.check_batches(microbatches)
-            parts = [stage.model for stage in self.stages.values()]
-            stack.enter_context(eval_mode(self.model, *parts))
-            stack.enter_context(buffers_of_data_rank_0(parts, comm))
+            models = [stage.model for stage in self.stages.values()]
+            stack.enter_context(eval_mode(self.model, *models))
+            stack.enter_context(buffers_of_data_rank_0(models, comm))
             for stage in self.stages.values():
-                stack.enter_context(stage.gathering.evaluation())
+                stack.enter_context(stage.unsharding.evaluation())
             self.broken = comm.mesh.pipe > 1
-            self.runtime.evaluate(plan, microbatches, loss_fn)
-            losses = self.runtime.losses
-            _, every, _ = self.exchange.report(0.0, [losses[m].item() if losses else 0.0 for m in range(num)], set())
+            self.runtime.evaluate(program, microbatches, loss_fn)
+            here = self.runtime.losses
+            mine = [here[m].item() if here else 0.0 for m in range(num)]
+            _, losses_of_ranks, _ = self.exchange.report(0.0, mine, set())
             self.broken = False
-        return Evaluation(math.fsum(loss for line in every for loss in line) / total, total)
-
-    def plan(self, num_microbatches: int) -> Plan:
-        """What this rank does in an evaluation of so many microbatches; proved when it is first asked for."""
-        if num_microbatches not in self._plans:
-            here = self.comm.mesh.coordinates(self.comm.rank)["pipe"]
-            schedule = self.pipeline.evaluated(num_microbatches, self.strategy)
-            self._plans[num_microbatches] = Plan.of(schedule, here)
-        return self._plans[num_microbatches]
+        return Evaluation(math.fsum(loss for losses in losses_of_ranks for loss in losses) / total, total)
 
 
 @contextmanager
 def eval_mode(*models: nn.Module) -> Iterator[None]:
-    """Every module inside is in eval mode; behind it each is in its own again."""
+    """Every module is in eval mode inside, and in its own mode again afterwards."""
     modes = {module: module.training for model in models for module in model.modules()}
     for module in modes:
         module.training = False
@@ -111,7 +107,7 @@ def eval_mode(*models: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def buffers_of_data_rank_0(models: Sequence[nn.Module], comm: Comm) -> Iterator[None]:
-    """Every persistent buffer has data rank 0's values inside; behind it each is as it was before."""
+    """Every persistent buffer has data rank 0's values inside, and its own again afterwards."""
     places = [
         (module, key, buffer)
         for module in {m: None for model in models for m in model.modules()}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,7 +10,8 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from plait.comm import Comm
-from plait.core.agreement import AGREEING, BITS, COUNTS, IN_STAGE
+from plait.comm.agree import gather_floats, gather_ints, same_tensors
+from plait.core.agreement import AGREEING, BITS, IN_STAGE
 from plait.core.collectives import Note
 
 
@@ -37,10 +37,7 @@ class Exchange:
             ValueError: ranks with different numbers of microbatches, ranks of one data rank with different batches, or
                 no target anywhere.
         """
-        mine = torch.tensor([microbatches, targets, samples], dtype=torch.int64, device=self.comm.device)
-        every = torch.empty(COUNTS * self.ranks, dtype=torch.int64, device=self.comm.device)
-        self.comm.all_gather(every, mine, AGREEING, note=Note("count")).wait()
-        table = every.view(self.ranks, COUNTS).tolist()
+        table = gather_ints(self.comm, [microbatches, targets, samples], AGREEING, Note("count"))
         if len({row[0] for row in table}) > 1:
             raise ValueError(
                 f"ranks bring different numbers of microbatches ({', '.join(str(row[0]) for row in table)}): "
@@ -63,11 +60,7 @@ class Exchange:
         if self._same_batches:
             return
         leaves = [leaf for leaf in tree_leaves(list(microbatches)) if isinstance(leaf, Tensor)]
-        tensors = [leaf.detach().cpu().resolve_conj().contiguous() for leaf in leaves]
-        mine = zlib.crc32(b"".join(bytes(t.view(-1).view(torch.uint8).numpy().data) for t in tensors))
-        every = torch.empty(self.comm.mesh.pipe, dtype=torch.int64, device=self.comm.device)
-        self.comm.all_gather(every, every.new_tensor([mine]), ("pipe",), note=Note("setup")).wait()
-        if len(set(every.tolist())) > 1:
+        if not same_tensors(self.comm, leaves, ("pipe",), Note("setup")):
             raise ValueError(
                 "the ranks of a pipeline bring different batches: its stages work on the same samples, so read the "
                 "batch of comm.mesh.data_rank(comm.rank)"
@@ -89,10 +82,7 @@ class Exchange:
             float(sum(1 << i for i, name in enumerate(self.names[start : start + BITS]) if name in touched))
             for start in range(0, len(self.names), BITS)
         ]
-        mine = torch.tensor([squares, *losses, *bits], dtype=torch.float64, device=self.comm.device)
-        every = torch.empty(len(mine) * self.ranks, dtype=torch.float64, device=self.comm.device)
-        self.comm.all_gather(every, mine, AGREEING, note=Note("report")).wait()
-        rows = every.view(self.ranks, len(mine)).tolist()
+        rows = gather_floats(self.comm, [squares, *losses, *bits], AGREEING, Note("report"))
         total = 0.0
         for row in rows:
             total += row[0]
@@ -114,8 +104,6 @@ class Exchange:
 
     def sums(self, mine: Sequence[float]) -> list[list[float]]:
         """The sum over the data ranks of some numbers, for each tensor rank."""
-        numbers = torch.tensor(mine, dtype=torch.float64, device=self.comm.device)
-        every = torch.empty(len(mine) * self.in_stage, dtype=torch.float64, device=self.comm.device)
-        self.comm.all_gather(every, numbers, IN_STAGE, note=Note("setup")).wait()
-        found: list[list[float]] = every.view(-1, self.tensor, len(mine)).sum(0).tolist()
-        return found
+        rows = torch.tensor(gather_floats(self.comm, mine, IN_STAGE, Note("setup")), dtype=torch.float64)
+        sums: list[list[float]] = rows.view(-1, self.tensor, len(mine)).sum(0).tolist()
+        return sums

@@ -17,8 +17,8 @@ import torch
 from plait.comm import Comm
 from plait.core.cells import Strategy
 from plait.core.mesh import DATA_AXES
+from plait.engine.data_parallel.optim import Owned, square_sum
 from plait.engine.exchange import Exchange
-from plait.engine.optim import Owned, square_sum
 
 
 class Norm:
@@ -38,7 +38,7 @@ class Norm:
 
     def counts(self, owned: Owned) -> bool:
         """Whether this rank adds a run's squares: of ranks that hold the same run, the first one does."""
-        if id(owned.source.flat) in self.copies:
+        if id(owned.flat) in self.copies:
             return False
         return self.first_copy and (self.first_tensor or owned.cut is not None)
 
@@ -57,7 +57,7 @@ def check_whole(norm: Norm, owned: Sequence[Owned], exchange: Exchange, names: S
         The names of those that nothing can be said of yet: their gradients are zero.
 
     Raises:
-        ValueError: it has not: the parameter works on a cut activation, and nobody sums its gradient.
+        ValueError: they differ: the parameter works on a cut activation, and its gradient is not summed.
     """
     squares = dict.fromkeys(names, 0.0)
     for run in owned:

@@ -3,8 +3,8 @@
     sums ──► divided by the loss scale ──► norm, losses, who has a gradient ──► clipped ──► the optimizer's
                                            one small all_gather
 
-A step whose sums are not finite is made by nobody, where a loss scale says that this may happen: the optimizer is given
-no gradient, so neither parameters nor its state change.
+Where a loss scale says that this may happen, a step whose sums are not finite is skipped on all ranks: the optimizer is
+given no gradient, so neither parameters nor its state change.
 """
 
 from __future__ import annotations
@@ -17,32 +17,29 @@ from torch import Tensor
 
 from plait.comm import Comm
 from plait.core.precision import LossScale
+from plait.engine.data_parallel.optim import Owned, OwnedOptimizer, clip_factor, scale, square_sum
 from plait.engine.exchange import Exchange
 from plait.engine.norm import Norm, check_whole
-from plait.engine.optim import Owned, OwnedOptimizer, clip_factor, scale, square_sum
-from plait.engine.stage import Stage
+from plait.engine.pipeline.stage import Stage
+from plait.engine.pipeline.tied_weights import TiedWeights
 from plait.engine.step import OpenStep, StepResult
-from plait.engine.tied import Ties
 
 
 @dataclass
 class Update:
-    """The end of every step.
-
-    ``pieces`` is the user's optimizer, or None; ``owned`` what this rank updates.
-    """
+    """The end of every step; ``owned`` is what this rank updates."""
 
     comm: Comm
     stages: Mapping[int, Stage]
     exchange: Exchange
-    ties: Ties
+    ties: TiedWeights
     norm: Norm
     owned: Sequence[Owned]
-    pieces: OwnedOptimizer | None
+    optimizer: OwnedOptimizer | None
     clip: float | None
     loss_scale: LossScale | None
     unchecked: list[str]
-    """Parameters whose gradients have not been seen to be the same on all tensor ranks."""
+    """Parameters whose gradients are yet to be compared over the tensor ranks."""
     made: bool = True
     """Whether the last step was."""
     have_gradient: dict[str, bool] = field(default_factory=dict)
@@ -63,19 +60,19 @@ class Update:
         for stage in self.stages.values():
             stage.gradients.reduce()
         self.ties.reduce()
-        mine = [o.gradient for o in self.owned]  # run by run: vector tails then fall where a whole tensor's do
+        gradients = [o.gradient for o in self.owned]  # run by run: vector tails then fall where a whole tensor's do
         factor = 1 / self.scale
         if now.count is None:
             _, now.count = self.exchange.counts(len(now.losses), now.local_count, 0)
             factor /= now.count
         if factor != 1:
-            scale(mine, factor)
+            scale(gradients, factor)
         losses = tuple(loss.item() for loss in now.losses)
-        asked = self.clip is not None or self.loss_scale is not None
-        squares = square_sum(o.gradient for o in self.owned if self.norm.counts(o)) if asked else 0.0
+        measured = self.clip is not None or self.loss_scale is not None
+        squares = square_sum(o.gradient for o in self.owned if self.norm.counts(o)) if measured else 0.0
         touched = {name for stage in self.stages.values() for name in stage.gradients.touched()}
-        total, every, self.have_gradient = self.exchange.report(squares, losses, touched)
-        losses = tuple(every[self.comm.mesh.data_rank(self.comm.rank)])
+        total, losses_by_rank, self.have_gradient = self.exchange.report(squares, losses, touched)
+        losses = tuple(losses_by_rank[self.comm.mesh.data_rank(self.comm.rank)])
         if checked := [name for name in self.unchecked if self.have_gradient[name]]:
             zero = check_whole(self.norm, self.owned, self.exchange, checked)
             self.unchecked = [name for name in self.unchecked if name in zero or name not in checked]
@@ -88,14 +85,14 @@ class Update:
             norm = self.norm.rounded(math.sqrt(total))
             factor = clip_factor(norm, self.clip)
             if factor < 1:
-                scale(mine, factor)
-        if self.pieces is not None:
-            self.pieces.give_gradients(self.have_gradient if self.made else dict.fromkeys(self.have_gradient, False))
-        summed = math.fsum(loss for line in every for loss in line)
+                scale(gradients, factor)
+        if self.optimizer is not None:
+            self.optimizer.give_gradients(self.have_gradient if self.made else dict.fromkeys(self.have_gradient, False))
+        summed = math.fsum(loss for of_rank in losses_by_rank for loss in of_rank)
         return StepResult(step, summed / now.count, now.count, losses, norm, self.made)
 
 
-def bytes_held(stages: Sequence[Stage], pieces: OwnedOptimizer | None) -> dict[str, int]:
+def bytes_held(stages: Sequence[Stage], optimizer: OwnedOptimizer | None) -> dict[str, int]:
     """Bytes on a rank between steps, by kind of state, and the peak of gathered parameters."""
 
     def size(tensors: Iterable[Tensor]) -> int:
@@ -103,8 +100,8 @@ def bytes_held(stages: Sequence[Stage], pieces: OwnedOptimizer | None) -> dict[s
 
     return {
         "params": size(flat.rest for stage in stages for unit in stage.units for flat in unit.flats),
-        "grads": size(g.accumulated for stage in stages for g in stage.gradients.every),
-        "optimizer": 0 if pieces is None else pieces.state_bytes(),
-        "gathered_peak": max(stage.gathering.peak_bytes for stage in stages),
+        "grads": size(g.accumulated for stage in stages for g in stage.gradients.flats),
+        "optimizer": 0 if optimizer is None else optimizer.state_bytes(),
+        "gathered_peak": max(stage.unsharding.peak_bytes for stage in stages),
         "gradient_buffers": sum(stage.gradients.buffers.bytes for stage in stages),
     }

@@ -1,7 +1,7 @@
-"""From one command to many ranks: own processes, threads of this one, or a place under torchrun.
+"""From one command to many ranks: processes of our own, threads of this one, or one rank under torchrun.
 
-local.py      launch(config, body, command): the choice, and the start of own processes    start here
-failure.py    what is said, and with which exit code, when a rank fails
+local.py      launch(config, body, command): the choice, and the start of processes    start here
+failure.py    what is printed, and the exit code, when a rank fails
 """
 
 from plait.launch.failure import guarded

@@ -1,11 +1,11 @@
-"""What a failed run says: one line for a mistake of the user's, the original traceback for all else.
+"""What a failed run prints: one line for a mistake of the user, the original traceback for anything else.
 
-    raised on a rank                      said                            exit code
+    raised on a rank                      printed                         exit code
     ValueError by plait                   plait: error: <message>         2
     any other exception                   its traceback                   1
     (killed by a signal)                  plait: rank 3 was killed ...    128 + signal
 
-A rank that plait started says nothing itself.  It writes the file that torch's elastic agent hands out
+A rank that plait started prints nothing itself.  It writes the file that torch's elastic agent hands out
 (``TORCHELASTIC_ERROR_FILE``), and the launcher prints the *first* failure, once: the others are only its
 echo.  The agent stamps failures to the second; the nanoseconds here tell cause from echo.
 """
@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 MISTAKE = 2
-"""The exit code of bad input, as argparse has it."""
+"""The exit code of bad input, the same as argparse's."""
 
 LAUNCHER = "PLAIT_LAUNCHER"
 """Set for ranks that plait started: the launcher's process id."""
@@ -38,13 +38,13 @@ class Failure:
     exit_code: int
     """Negative: the signal that killed it."""
     text: str = ""
-    """What is to be said; empty where the rank has spoken for itself or could not."""
+    """What is to be printed; empty where the rank has printed it itself, or could not."""
     nanoseconds: int = 0
     """When it was recorded."""
 
 
 def is_mistake(error: BaseException) -> bool:
-    """Whether this is plait refusing an input; a ValueError raised in anyone else's code is not."""
+    """Whether this is plait refusing an input; a ValueError raised in other code is not."""
     if not isinstance(error, ValueError) or error.__traceback__ is None:
         return False
     *_, (frame, _line) = traceback.walk_tb(error.__traceback__)
@@ -52,7 +52,7 @@ def is_mistake(error: BaseException) -> bool:
 
 
 def text_of(error: BaseException) -> str:
-    """What is said about an error: a line, with a grid below it where there is one, or its traceback."""
+    """The text of an error: a line, with a grid below it where there is one, or its traceback."""
     if is_mistake(error):
         notes = [str(note) for note in getattr(error, "__notes__", ())]
         reason, *grid = str(error).split("\n")
@@ -61,7 +61,7 @@ def text_of(error: BaseException) -> str:
 
 
 def guarded(work: Callable[[], int]) -> int:
-    """Runs ``work`` and returns its exit code; whatever it raises is said, and becomes one."""
+    """Runs ``work`` and returns its exit code; whatever it raises is printed, and becomes one."""
     try:
         return work()
     except KeyboardInterrupt:
@@ -73,7 +73,7 @@ def guarded(work: Callable[[], int]) -> int:
 
 
 def report(error: BaseException, environment: Mapping[str, str] = os.environ) -> int:
-    """Says what went wrong, or records it for the launcher that will; returns the exit code."""
+    """Prints what went wrong, or records it for the launcher to print; returns the exit code."""
     text = text_of(error)
     path = environment.get("TORCHELASTIC_ERROR_FILE")
     if path:
@@ -97,10 +97,10 @@ def recorded(rank: int, exit_code: int, data: Mapping[str, Any]) -> Failure:
 
 
 def explain(failures: list[Failure], mesh: str) -> tuple[str, int]:
-    """(what the launcher says, its exit code) for the failures of a run.
+    """(what the launcher prints, its exit code) for the failures of a run.
 
     A rank that a signal killed comes first: it left no note, and the tracebacks of the others are echoes.
-    Unless the signal is SIGTERM, by which the agent stops the ranks that are left.
+    Unless the signal is SIGTERM, with which the agent stops the remaining ranks.
     """
     stopped = -signal.SIGTERM
 

@@ -3,10 +3,10 @@
     torchrun's variables are set        this process is a rank: join, run, leave
     world=thread                        every rank is a thread of this process
     otherwise                           torch's elastic agent starts ``command`` once per rank,
-                                        and each of these finds itself in the first case
+                                        and each of these is in the first case
 
-So the same command runs alone, under torchrun, and under whatever speaks torchrun's contract.  Own processes
-never outlive the launcher: the agent stops them when one fails or a signal comes, and each watches its
+So the same command runs alone, under torchrun, and under whatever sets torchrun's variables.  Processes that it
+starts never outlive it: the agent stops them when one fails or a signal comes, and each watches its
 parent in case the launcher itself is killed.
 """
 
@@ -30,22 +30,21 @@ import torch
 
 from plait.comm import thread
 from plait.comm.base import Comm
-from plait.config import Machine, resolve_device
-from plait.core.mesh import Mesh
+from plait.config import MachineConfig, resolve_device
 from plait.launch.failure import LAUNCHER, explain, recorded
 
 Body = Callable[[Comm], int]
 
 TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-"""With these set, somebody else started this process as a rank."""
+"""If these are set, a launcher started this process as a rank."""
 
 
-def launch(config: Machine, body: Body, command: Sequence[str]) -> int:
+def launch(config: MachineConfig, body: Body, command: Sequence[str]) -> int:
     """Runs ``body`` on every rank and returns the exit code.
 
     ``command`` is what started this very process: run again, it must come here again, now as a rank.
 
-    Only rank 0's output is shown; errors are shown from anywhere.
+    Only rank 0's output is shown; errors are shown from any rank.
 
     Raises:
         ValueError: the port is taken, or torchrun started another number of ranks than the mesh has.
@@ -55,17 +54,17 @@ def launch(config: Machine, body: Body, command: Sequence[str]) -> int:
     if config.world == "thread":
         with _compute_threads(config.threads), _stopped_cleanly():
             device, deadline = resolve_device(config.device), config.deadline
-            return max(thread.run(Mesh.parse(config.mesh), body, device=device, deadline=deadline))
+            return max(thread.run(config.parsed_mesh, body, device=device, deadline=deadline))
     return _start_ranks(config, command)
 
 
 # ---- as a rank --------------------------------------------------------------------------------------
 
 
-def _be_a_rank(config: Machine, body: Body) -> int:
+def _be_a_rank(config: MachineConfig, body: Body) -> int:
     from plait.comm.process import ProcessComm
 
-    mesh, started = Mesh.parse(config.mesh), int(os.environ["WORLD_SIZE"])
+    mesh, started = config.parsed_mesh, int(os.environ["WORLD_SIZE"])
     if mesh.size != started:
         raise ValueError(
             f"the mesh '{mesh}' has {mesh.size} ranks, but {started} processes were started: "
@@ -112,7 +111,7 @@ def _compute_threads(number: int) -> Iterator[None]:
 def _stopped_cleanly() -> Iterator[None]:
     """Ctrl-C and SIGTERM end ranks that are threads at their next operation, and then this process, at once.
 
-    Not by way of the interpreter's end: a thread that is still inside of torch then would abort the process.
+    Not through the interpreter's exit: a thread that is still inside torch would then abort the process.
     """
 
     def stop(number: int, _frame: object) -> None:
@@ -137,19 +136,19 @@ def _stopped_cleanly() -> Iterator[None]:
 # ---- starting them ----------------------------------------------------------------------------------
 
 
-def _start_ranks(config: Machine, command: Sequence[str]) -> int:
+def _start_ranks(config: MachineConfig, command: Sequence[str]) -> int:
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
     if config.port:
         check_port(config.port)
-    mesh = Mesh.parse(config.mesh)
+    mesh = config.parsed_mesh
     env = shutil.which("env")
     if env is None:
         raise ValueError("no `env` command on the PATH: plait sets its ranks' environment with it")
     settings = [f"{name}={value}" for name, value in rank_environment(config).items()]
-    # The agent substitutes ${local_rank} in arguments: a dollar of the user's is to stay one.
+    # The agent substitutes ${local_rank} in arguments: a dollar of the user's must stay one.
     arguments = [text.replace("$", "$$") for text in (*settings, *command)]
     with tempfile.TemporaryDirectory(prefix="plait-") as folder, _agent_kept_quiet():
         plan = LaunchConfig(
@@ -180,8 +179,8 @@ def _start_ranks(config: Machine, command: Sequence[str]) -> int:
     return 0
 
 
-def rank_environment(config: Machine, given: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """The variables that own ranks get beside the launcher's; what the user has set is left alone.
+def rank_environment(config: MachineConfig, given: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """The variables that ranks get besides the launcher's; what the user has set is left alone.
 
     - All ranks are on this host, so they talk over loopback, whatever the hostname resolves to.
     - glibc returns large blocks to the kernel when they are freed and faults them in again at the next use.
@@ -199,7 +198,7 @@ def rank_environment(config: Machine, given: Mapping[str, str] = os.environ) -> 
 
 
 def check_port(port: int) -> None:
-    """Refuses a port that somebody listens on, or that this user may not open."""
+    """Refuses a port that is in use, or that this user may not open."""
     with socket.socket(socket.AF_INET6 if socket.has_ipv6 else socket.AF_INET) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -214,7 +213,7 @@ def check_port(port: int) -> None:
 
 @contextlib.contextmanager
 def _agent_kept_quiet() -> Iterator[None]:
-    """Elastic logs every failure in its own words, and leaves its signal handlers behind."""
+    """Elastic logs every failure itself, and does not remove its signal handlers."""
     signals = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
     here = threading.current_thread() is threading.main_thread()
     handlers = {number: signal.getsignal(number) for number in signals} if here else {}
@@ -229,6 +228,6 @@ def _agent_kept_quiet() -> Iterator[None]:
 
 
 def _known(kind: Any, **settings: Any) -> dict[str, Any]:
-    """Those settings that this release of torch has."""
+    """The settings that this release of torch has."""
     names = {field.name for field in dataclasses.fields(kind)}
     return {name: value for name, value in settings.items() if name in names}

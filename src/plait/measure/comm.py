@@ -1,8 +1,8 @@
 """What the links of a mesh carry: ping-pong between two ranks, and every collective over all of them.
 
-A time is what the slowest rank needed (the maximum over ranks, per repetition); the median over repetitions
-is reported.  Each repetition is: barrier, clock, call, wait, synchronise, clock.  Warm-up calls come first,
-and before any clock runs each collective's answer is compared with the known one: a wrong sum is an error.
+A time is that of the slowest rank (the maximum over ranks, per repetition); the median over repetitions is
+reported.  Each repetition is: barrier, clock, call, wait, synchronise, clock.  Warm-up calls come first,
+and before anything is timed each collective's result is compared with the known one: a wrong sum is an error.
 
     algbw = S / seconds                  S: bytes of the whole array, for reduce-scatter and all-gather too
     busbw = algbw * factor(kind, n)      what a link carried; comparable between kinds and rank counts
@@ -21,7 +21,7 @@ from dataclasses import dataclass
 import torch
 
 from plait.comm.base import Comm, Work
-from plait.config import Device, World, check_machine
+from plait.config import MachineConfig, check_machine
 from plait.core.collectives import bus_factor
 from plait.core.mesh import AXES, Mesh
 from plait.measure.machine import synchronise
@@ -35,13 +35,11 @@ SMALLEST = 8
 
 
 @dataclass(frozen=True)
-class BenchConfig:
+class BenchConfig(MachineConfig):
     """Time messages between ranks: ping-pong, and every collective by size."""
 
     mesh: str = "shard=2"
     """Ranks on named axes; the collectives run over all of them."""
-    world: World = "process"
-    """What a rank is: a process, or a thread of this one."""
     sizes: tuple[str, ...] = ("4KB", "64KB", "1MB", "16MB")
     """Sizes of the whole array, in units of 1024."""
     kinds: tuple[str, ...] = COLLECTIVES
@@ -49,19 +47,11 @@ class BenchConfig:
     repeat: int = 20
     """Timed repetitions; the median is reported."""
     warmup: int = 3
-    """Calls before the clock runs."""
+    """Calls before the timed ones."""
     out: str | None = None
     """A folder for comm.json and comm.svg."""
     json: str | None = None
     """Write the results here as JSON; "-" is the standard output."""
-    device: Device = "cpu"
-    """Where the tensors lie; auto is cuda where there is one."""
-    threads: int = 1
-    """Compute threads of each rank."""
-    deadline: float = 60.0
-    """Seconds after which a rank that waits for another gives up."""
-    port: int = 0
-    """The port at which own processes meet; 0 takes a free one."""
 
 
 @dataclass(frozen=True)
@@ -104,7 +94,7 @@ def validate(config: BenchConfig) -> None:
     """
     mesh = Mesh.parse(config.mesh)
     if mesh.size < 2:
-        raise ValueError(f"the mesh '{mesh}' has 1 rank, and nobody to send to: give 2 or more, as in shard=2")
+        raise ValueError(f"the mesh '{mesh}' has 1 rank, which has nobody to send to: give 2 or more, as in shard=2")
     for text in config.sizes:
         parse_size(text)
     unknown = [kind for kind in config.kinds if kind not in COLLECTIVES]
@@ -141,7 +131,7 @@ def measure(config: BenchConfig, comm: Comm) -> list[Measurement]:
 
 
 def ping_pong(comm: Comm, size: int, config: BenchConfig) -> Measurement:
-    """Ranks 0 and 1 send a message of ``size`` bytes forth and back; the others look on."""
+    """Ranks 0 and 1 send a message of ``size`` bytes back and forth; the others do nothing."""
     numel = max(1, size // 4)
     ball = torch.full((numel,), float(comm.rank == 0), device=comm.device)
     rounds = 10 if size <= 2**16 else 1
@@ -156,7 +146,7 @@ def ping_pong(comm: Comm, size: int, config: BenchConfig) -> Measurement:
 
     times = _times(comm, play, config, rounds=2 * rounds)
     if comm.rank < 2 and not bool((ball == 1).all()):
-        raise RuntimeError(f"a ping-pong message of {numel * 4} bytes came back with other contents")
+        raise RuntimeError(f"a ping-pong message of {numel * 4} bytes came back changed")
     return _summary("ping_pong", 2, numel * 4, times)
 
 

@@ -1,7 +1,7 @@
-"""How busy a GPU is while a run goes on, as its driver tells (NVML, by the package nvidia-ml-py).
+"""How busy a GPU is during a run, according to its driver (NVML, through the package nvidia-ml-py).
 
 The busy share of ``timeline`` is the host's view: the time in which a rank does not wait for others.  On a GPU kernels
-run on after their call has returned; what the driver counts is the share of time in which any kernel ran.
+keep running after their call has returned; the driver counts the share of time in which any kernel ran.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from types import TracebackType
 from typing import Any
 
 INTERVAL = 0.1
-"""Seconds between two questions; the driver averages over about as long."""
+"""Seconds between two samples; the driver averages over about as long."""
 
 
 class GpuUtilisation:
-    """Asks the driver now and then, in a thread of its own, from entering to leaving.
+    """Samples the driver at intervals, in its own thread, from entering to leaving.
 
     Args:
         index: the device, as CUDA numbers it.
@@ -32,7 +32,7 @@ class GpuUtilisation:
 
     @property
     def share(self) -> float | None:
-        """The mean share of time in which a kernel ran; None where nobody could be asked."""
+        """The mean share of time in which a kernel ran; None where there is no driver to ask."""
         return fmean(self.samples) if self.samples else None
 
     def __enter__(self) -> GpuUtilisation:
@@ -57,4 +57,4 @@ class GpuUtilisation:
                 self.samples.append(nvml.nvmlDeviceGetUtilizationRates(device).gpu / 100)
             nvml.nvmlShutdown()
         except nvml.NVMLError:
-            return  # a driver that does not tell: the share stays unknown
+            return  # a driver that does not say: the share stays unknown

@@ -1,4 +1,4 @@
-"""What one machine does: memory bandwidth, matrix products, and copies that hide behind them.
+"""What one machine does: memory bandwidth, matrix products, and copies that overlap with them.
 
 Overlap is measured with three clocks: the products alone, the copies alone, both on two CUDA streams.
 
@@ -16,17 +16,17 @@ from dataclasses import dataclass
 
 import torch
 
-from plait.tensor.gemm import TORCH, Gemm
+from plait.tensor_parallel.gemm import TORCH, Gemm
 
 NO_GPU = (
     "no CUDA device: on a CPU, copies and products share cores and memory; "
-    "a copy engine beside the compute units, and streams to feed both, are what a GPU has"
+    "only a GPU has a copy engine beside its compute units, and streams to feed both"
 )
 
 
 @dataclass(frozen=True)
 class Overlap:
-    """How much of a host-to-device copy a matrix product hides; seconds are medians."""
+    """How much of a host-to-device copy a matrix product hides; times are medians."""
 
     compute_seconds: float
     copy_seconds: float
@@ -40,7 +40,7 @@ class Overlap:
 
 
 def synchronise(device: str) -> None:
-    """Returns when the device has done all that was asked of it."""
+    """Returns when the device has finished all its work."""
     if device != "cpu":
         torch.cuda.synchronize()
 
@@ -59,7 +59,7 @@ def product_rate(budget: float = 0.5, width: int = 1024, device: str = "cpu", ge
 
 
 def overlap(width: int = 4096, size: int = 256 << 20) -> Overlap | None:
-    """A copy from pinned memory beside products; None without a GPU (``NO_GPU`` says why)."""
+    """A copy from pinned memory at the same time as products; None without a GPU (``NO_GPU`` says why)."""
     if not torch.cuda.is_available():
         return None
     a, out = torch.ones(width, width, device="cuda"), torch.empty(width, width, device="cuda")

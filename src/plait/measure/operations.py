@@ -1,6 +1,6 @@
-"""Every collective, ready to be called again and again, with its answer known.
+"""Every collective, ready to be called repeatedly, with its known result.
 
-Rank r brings ``(r + 1) * pattern`` with whole numbers small enough for any order of additions to be exact,
+Rank r brings ``(r + 1) * pattern`` with integers small enough that any order of additions is exact,
 so the check is equality of whole tensors.  S, the size of the whole array, is what nccl-tests counts:
 
     all_gather       a piece of S/n on each rank, S comes out
@@ -34,19 +34,19 @@ COLLECTIVES = (
 
 
 @dataclass(frozen=True)
-class Operation:
-    """One collective on buffers of its own."""
+class BenchOperation:
+    """One collective on its own buffers."""
 
     kind: str
     bytes: int
     """Size of the whole array, rounded up to equal pieces."""
     call: Callable[[], Work]
     result: Tensor | None
-    """Where this rank's answer appears; None where it gets none."""
+    """Where this rank's result appears; None where it gets none."""
     expected: Tensor | None
 
     def check(self) -> None:
-        """Calls it once and compares all of the answer.
+        """Calls it once and compares all of the result.
 
         Raises:
             RuntimeError: this world computes something else.
@@ -61,7 +61,7 @@ class Operation:
         )
 
 
-def build(kind: str, comm: Comm, size: int) -> Operation:
+def build(kind: str, comm: Comm, size: int) -> BenchOperation:
     """The collective ``kind`` over all ranks, on a whole array of at least ``size`` bytes of float32."""
     group = comm.mesh.group(comm.rank, AXES)
     n, k = len(group), group.index(comm.rank)
@@ -105,4 +105,4 @@ def build(kind: str, comm: Comm, size: int) -> Operation:
         expected = torch.cat([cut(pattern, k) * (j + 1) for j in range(n)])
     else:
         raise ValueError(f"no collective {kind!r} to measure: there are {', '.join(COLLECTIVES)}")
-    return Operation(kind, numel * 4, call, result, expected)
+    return BenchOperation(kind, numel * 4, call, result, expected)

@@ -1,8 +1,13 @@
-"""The models: the monolith (``mlp``) and a pipeline's slices of it (``sharded_mlp``), a small modern decoder (``gpt``),
-stock Hugging Face decoders (``hf``), and those with weights (``pretrained``).
+"""The models that the command line trains: plain ``torch.nn``, each with its loss as a sum and the count to divide by.
 
-All are plain ``torch.nn``; each file gives its loss as a sum and the count to divide by.  Use them as
-modules: ``from plait.models import gpt`` and then ``gpt.GPT(gpt.GPTConfig())``, ``gpt.loss_sum``,
+mlp.py           linear layers in one ``nn.Sequential``
+sharded_mlp.py   a pipeline stage's slice of it, to learn from
+gpt.py           a small modern decoder
+hf.py            stock Hugging Face decoders with random weights
+pretrained.py    a Hugging Face folder as a model
+documents.py     attention masks and positions of rows that hold several documents
+
+Use them as modules: ``from plait.models import gpt`` and then ``gpt.GPT(gpt.GPTConfig())``, ``gpt.loss_sum``,
 ``gpt.token_count``.
 """
 

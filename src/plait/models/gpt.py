@@ -4,9 +4,9 @@
                    |                                              |
                    +--------------- one Parameter ----------------+
 
-``forward`` is a plain chain: every link takes the stream and returns it, so a pipeline may cut between any
-two.  A block is pre-norm (RMSNorm), rotary attention with grouped key/value heads, then SwiGLU; it reads its
-number of heads off the tensors, so projections cut by heads need no change here.
+``forward`` is a plain chain: every link takes an activation and returns the next, so a pipeline may cut
+between any two.  A block is pre-norm (RMSNorm), rotary attention with grouped key/value heads, then SwiGLU; it takes
+its number of heads from the tensors, so projections cut by heads need no change here.
 
 Every module that owns parameters initialises them, and nothing else, in its own ``reset_parameters``.  The
 head owns none: its weight *is* the embedding's.
@@ -30,7 +30,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from plait.models.documents import attention_mask, positions
-from plait.tensor.parallel import cross_entropy_sum
+from plait.tensor_parallel import cross_entropy_sum
 
 IGNORED = -100
 """The target of a position that has no loss (the default of ``F.cross_entropy``)."""
@@ -82,7 +82,7 @@ class GPTConfig:
         if not self.rope_base > 1.0:
             raise ValueError(f"rope_base is {self.rope_base}: give a number above 1 (10000 is usual)")
         if not self.norm_eps > 0.0:
-            raise ValueError(f"norm_eps is {self.norm_eps}: give a small number above 0, as 1e-5")
+            raise ValueError(f"norm_eps is {self.norm_eps}: give a small number above 0, such as 1e-5")
 
     @property
     def head_dim(self) -> int:
@@ -151,11 +151,11 @@ class TiedHead(nn.Linear):
 
     def __init__(self, weight: nn.Parameter) -> None:
         vocabulary, width = weight.shape
-        super().__init__(width, vocabulary, bias=False, device="meta")  # no storage for what is replaced at once
+        super().__init__(width, vocabulary, bias=False, device="meta")  # no storage for what is replaced immediately
         self.weight = weight
 
     def reset_parameters(self) -> None:
-        """Nothing: drawing here would draw the embedding a second time."""
+        """Does nothing: drawing here would draw the embedding a second time."""
 
 
 def rotary_tables(length: int, head_dim: int, base: float) -> tuple[Tensor, Tensor]:
@@ -288,7 +288,8 @@ class GPT(nn.Module):
         """tokens_BT int64 -> logits_BTV, in the parameters' dtype.
 
         Args:
-            documents_BT: where rows hold several documents, which one each token is of (see ``models.documents``).
+            documents_BT: where rows hold several documents, the one that each token belongs to (see
+            ``models.documents``).
         """
         mask_B1TT, position_BT = None, None
         if documents_BT is not None:

@@ -1,11 +1,11 @@
-"""Stock Hugging Face decoders with random weights, trained as they are: not a line of them is changed.
+"""Stock Hugging Face decoders with random weights, trained as they are: not a line of theirs is changed.
 
     tokens_BT -> model.embed_tokens -> model.layers.0 ... -> model.norm -> lm_head -> logits_BTV
 
-``build`` makes one from its sizes alone; nothing is fetched.  ``transformers`` is an optional extra
+``build`` makes one from its sizes alone; nothing is downloaded.  ``transformers`` is an optional extra
 (``pip install 'plait[hf]'``) and is imported when the first model is built, not with plait.
 
-The loss is the one of ``gpt``: a sum over tokens, with their count beside it.
+The loss is that of ``gpt``: a sum over tokens, with their count.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from plait.models.documents import positions
 from plait.models.gpt import GPTConfig, token_count
-from plait.tensor.parallel import cross_entropy_sum
+from plait.tensor_parallel import cross_entropy_sum
 
 __all__ = ["HFConfig", "build", "check_installed", "loss_sum", "token_count"]
 
@@ -31,7 +31,7 @@ BUILDING = threading.Lock()
 
 @dataclass(frozen=True)
 class HFConfig(GPTConfig):
-    """The sizes of a Hugging Face decoder; ``dropout`` is on the attention weights, the only place they have.
+    """The sizes of a Hugging Face decoder; ``dropout`` is on the attention weights, the only dropout these models have.
 
     Raises:
         ValueError: sizes that don't fit together, with the numbers and the fix.

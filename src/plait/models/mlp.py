@@ -1,4 +1,4 @@
-"""The monolith: linear layers in one ``nn.Sequential``, the reference that every layout is held against.
+"""The monolith: linear layers in one ``nn.Sequential``, the reference for every layout.
 
     x_BD -> Layer 0 -> Layer 1 -> ... -> Layer 15 -> prediction_BD
             linear     linear            linear
@@ -9,8 +9,8 @@ A ``Layer`` is one block, so wrapping by block finds 16 units, and a pipeline cu
 ``widths`` allows odd sizes, which no mesh divides evenly.
 
 The loss is a *sum* over the rows whose mask is 1 and comes with their *count*; the engine divides once, by
-the count of the whole step.  A mean of per-microbatch means would weigh rows by the company they were cut
-with, and its gradient would differ between layouts as soon as two microbatches hold different counts.
+the count of the whole step.  A mean of per-microbatch means would weigh a row by the
+size of its microbatch, and its gradient would differ between layouts as soon as two microbatches hold different counts.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def layer(config: MLPConfig, index: int, device: torch.device | str | None = Non
 
 
 class MLP(nn.Sequential):
-    """``num_layers`` Layers in a row, each with weights of its own."""
+    """``num_layers`` Layers in sequence, each with its own weights."""
 
     def __init__(self, config: MLPConfig) -> None:
         super().__init__(*(layer(config, index) for index in range(config.num_layers)))
@@ -111,7 +111,7 @@ def loss_sum(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
 
 
 def squared_error_sum(prediction_BD: Tensor, batch: Mapping[str, Tensor]) -> Tensor:
-    """The part of ``loss_sum`` after the model, for a last stage that holds the prediction already."""
+    """The part of ``loss_sum`` after the model, for a last stage that already has the prediction."""
     dtype = torch.float64 if prediction_BD.dtype == torch.float64 else torch.float32
     error_BD = prediction_BD.to(dtype) - batch["y"].to(dtype)
     return (error_BD.square() * batch["mask"].to(dtype)[:, None]).sum()

@@ -4,8 +4,8 @@
     tokenizer.json ──► text ──► tokens
     *.safetensors        see ``checkpoint.huggingface``
 
-Nothing is fetched and no code of the folder is run.  Whatever transformers raises over a folder is taken as a fault of
-the folder: it has exceptions of many kinds for that.
+Nothing is downloaded and no code in the folder is run.  Whatever transformers raises about a folder, and it raises many
+kinds of exceptions, is reported as a fault of the folder.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ class Pretrained:
         if not folder.is_dir():
             raise ValueError(f"{found}: no such folder; give one with config.json and safetensors files")
         if not (folder / "config.json").is_file():
-            raise ValueError(f"{found}: no config.json in it, so it is no Hugging Face model; check the path")
+            raise ValueError(f"{found}: no config.json in it, so it is not a Hugging Face model; check the path")
 
     def config(self) -> Any:
         """The folder's config, as transformers reads it.
 
         Raises:
-            ValueError: a config.json that transformers cannot read, of no causal language model, or of one whose
-                weights are quantised.
+            ValueError: a config.json that transformers cannot read, that is not of a causal language model, or
+                whose weights are quantised.
         """
         transformers: Any = importlib.import_module("transformers")
         try:
@@ -79,14 +79,14 @@ class Pretrained:
 
     @property
     def max_length(self) -> int | None:
-        """The most tokens of one sample, if the model's positions end."""
+        """The most tokens of one sample; None: the model's positions have no end."""
         return getattr(self.config(), "max_position_embeddings", None)
 
     def build(self) -> nn.Module:
         """The stock class of the folder's config, with whatever values it gives itself, in fp32.
 
         Raises:
-            ValueError: a config that transformers cannot make a model of.
+            ValueError: a config that transformers cannot build a model from.
         """
         config = self.config()
         transformers: Any = importlib.import_module("transformers")
@@ -96,7 +96,9 @@ class Pretrained:
                     config, dtype=torch.float32, attn_implementation="sdpa"
                 )
             except Exception as error:
-                raise ValueError(f"model hf:{self.path}: its config.json makes no model: {_line(error)}") from error
+                raise ValueError(
+                    f"model hf:{self.path}: transformers cannot build a model from its config.json: {_line(error)}"
+                ) from error
         return model
 
     def encoder(self) -> Callable[[bytes], Tensor]:

@@ -6,8 +6,8 @@
                              stage 4   13 14 15               13.linear.weight ...
 
 Initial values, dropout masks and checkpoints go by names.  Since a slice keeps the monolith's, ``materialise(slice,
-seed, device)`` draws what the monolith would draw, without a draw for any other layer: its values come from
-(seed, name) alone.  Until then parameters are on the meta device and take no memory.
+seed, device)`` draws what the monolith would draw, and nothing for other layers: values come from (seed, name)
+alone.  Until then parameters are on the meta device and take no memory.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from collections import OrderedDict
 
 from torch import nn
 
-from plait.core.split import even
 from plait.models.mlp import MLPConfig, layer
+from plait.schedule.partition import even
 
 
 class ShardedMLP(nn.Sequential):
     """The layers that ``stage`` of ``num_stages`` owns: [batch, fan_in] -> [batch, fan_out].
 
-    All slices run one after the other are the MLP.  Where layers do not divide, earlier stages have one more.
+    All slices run in sequence are the MLP.  Where layers do not divide evenly, earlier stages have one more.
 
     Raises:
         ValueError: more stages than layers, or no such stage.
@@ -43,5 +43,5 @@ class ShardedMLP(nn.Sequential):
 
     @property
     def fan_out(self) -> int:
-        """The width of what it sends on."""
+        """The width of what it sends."""
         return self.config.sizes[self.layers.stop]

@@ -31,7 +31,7 @@ INDEX_BYTES = 8
 
 
 @dataclass(frozen=True)
-class Sizes:
+class DecoderSizes:
     """A microbatch in a decoder, on one rank of ``ways`` tensor ranks.
 
     ``batch`` is in samples, ``length`` in tokens; ``itemsize`` is of the activations, in bytes (the tables of the
@@ -64,11 +64,6 @@ class Sizes:
     def tokens(self) -> int:
         return self.batch * self.length
 
-    @property
-    def gathered(self) -> int:
-        """Tokens of the stream as products read it: whole, and padded where it was cut in time."""
-        return self.stream * self.ways if self.sequence else self.tokens
-
 
 @dataclass(frozen=True)
 class Kept:
@@ -83,7 +78,7 @@ class Kept:
         return self.numel * self.itemsize
 
 
-def block(s: Sizes, recompute: str | None = None) -> tuple[Kept, ...]:
+def block(s: DecoderSizes, recompute: str | None = None) -> tuple[Kept, ...]:
     """What one block keeps.
 
     Args:
@@ -96,12 +91,12 @@ def block(s: Sizes, recompute: str | None = None) -> tuple[Kept, ...]:
     mask = [Kept("dropout: factor", x, e)] * s.dropout
     return (
         *_norm(s),
-        Kept("query, key, value: y", s.gathered * s.width, e),
+        Kept("query, key, value: y", s.tokens * s.width, e),
         *_attention(s, again=recompute == "selective"),
         Kept("output: mixed heads", s.tokens * s.width // s.ways, e),
         *mask,
         *_norm(s),
-        Kept("gate, up: y", s.gathered * s.width, e),
+        Kept("gate, up: y", s.tokens * s.width, e),
         Kept("silu: gate", hidden, e),
         Kept("product: silu(gate)", hidden, e),
         Kept("product: up", hidden, e),
@@ -110,12 +105,12 @@ def block(s: Sizes, recompute: str | None = None) -> tuple[Kept, ...]:
     )
 
 
-def _norm(s: Sizes) -> tuple[Kept, ...]:
+def _norm(s: DecoderSizes) -> tuple[Kept, ...]:
     x = s.stream * s.width
     return Kept("norm: x", x, s.wide), Kept("norm: 1/rms", s.stream, s.wide), Kept("norm: x/rms", x, s.wide)
 
 
-def _attention(s: Sizes, *, again: bool) -> tuple[Kept, ...]:
+def _attention(s: DecoderSizes, *, again: bool) -> tuple[Kept, ...]:
     """From the projections to the mixed heads.  With dropout it is written out, without it is one kernel."""
     e, head = s.itemsize, s.width // s.heads
     query = s.tokens * s.width // s.ways
@@ -141,7 +136,7 @@ def _attention(s: Sizes, *, again: bool) -> tuple[Kept, ...]:
     )
 
 
-def embedding(s: Sizes) -> tuple[Kept, ...]:
+def embedding(s: DecoderSizes) -> tuple[Kept, ...]:
     """What the embedding keeps; over several ranks, which tokens are another's as well."""
     return (
         Kept("embedding: tokens", s.tokens, INDEX_BYTES),
@@ -150,24 +145,24 @@ def embedding(s: Sizes) -> tuple[Kept, ...]:
     )
 
 
-def last_norm(s: Sizes) -> tuple[Kept, ...]:
+def last_norm(s: DecoderSizes) -> tuple[Kept, ...]:
     """What the norm before the head keeps."""
     return _norm(s)
 
 
-def head(s: Sizes) -> tuple[Kept, ...]:
+def head(s: DecoderSizes) -> tuple[Kept, ...]:
     """What the head and the cross-entropy keep.
 
     Where classes are cut, the places of a rank's own targets (16 bytes each) depend on the data and are left out.
     """
     classes = -(-s.vocabulary // s.ways)
-    kept = Kept("head: y", s.gathered * s.width, s.itemsize), Kept("loss: log softmax", s.tokens * classes, s.wide)
+    kept = Kept("head: y", s.tokens * s.width, s.itemsize), Kept("loss: log softmax", s.tokens * classes, s.wide)
     if s.ways == 1:
         return (*kept, Kept("loss: targets", s.tokens, INDEX_BYTES), Kept("loss: weight", 1, s.wide))
     return (*kept, Kept("loss: which count", s.tokens, 1), Kept("loss: share of the whole sum", s.tokens, s.wide))
 
 
-def decoder(s: Sizes, links: Sequence[str], recompute: str | None = None) -> int:
+def decoder(s: DecoderSizes, links: Sequence[str], recompute: str | None = None) -> int:
     """Bytes that one microbatch's forward keeps in some links of the decoder.
 
     Args:

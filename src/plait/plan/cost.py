@@ -8,20 +8,21 @@ the prediction (prefetch and overlap change it); compare them as multisets.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
-from plait.core.actions import ACTIVATION, GRADIENT, TIED, Kind, Line
 from plait.core.agreement import AGREEING, COUNTS, NUMBER_BYTES, num_reported
 from plait.core.cells import Move, Strategy, moves
 from plait.core.collectives import Entry, Note, bytes_sent
 from plait.core.flat import UnitLayout, lower
 from plait.core.mesh import Mesh
-from plait.core.orders import one_stage
+from plait.schedule.actions import ACTIVATION, ADDS_GRADIENTS, GRADIENT, TIED, Kind, Line, in_flight
+from plait.schedule.orders import one_stage
 
 
 @dataclass(frozen=True)
-class StagePlan:
+class StageTraffic:
     """What one stage of a rank sends, beside its passes."""
 
     units: tuple[UnitLayout, ...]
@@ -32,7 +33,7 @@ class StagePlan:
 
 
 @dataclass(frozen=True)
-class TiedPlan:
+class TiedTraffic:
     """A weight that several stages use."""
 
     name: str
@@ -53,18 +54,18 @@ def predict_step(
     """
     trainable = sum(len(f.slots) for u in units for f, t in zip(u.flats, u.trainable, strict=True) if t)
     line = one_stage(num_microbatches)[0]
-    return predict_line(line, {0: StagePlan(tuple(units))}, mesh, strategy, num_microbatches, trainable, rank)
+    return predict_line(line, {0: StageTraffic(tuple(units))}, mesh, strategy, num_microbatches, trainable, rank)
 
 
 def predict_line(
     line: Line,
-    stages: Mapping[int, StagePlan],
+    stages: Mapping[int, StageTraffic],
     mesh: Mesh,
     strategy: Strategy,
     num_microbatches: int,
     num_trainable: int,
     rank: int,
-    tied: Sequence[TiedPlan] = (),
+    tied: Sequence[TiedTraffic] = (),
 ) -> tuple[Entry, ...]:
     """Every message of a rank in one step, read off its line of the completed schedule.
 
@@ -73,28 +74,33 @@ def predict_line(
         num_trainable: trainable parameters of the whole model.
         tied: weights that stages of this rank share with others.
     """
-    plan = moves(strategy)
+    path = moves(strategy)
     entries: list[Entry] = []
 
     cells = {"microbatch": strategy.grads, "step": strategy.grads}
     """Whose dtype the messages of a phase have; those of the others are parameters."""
 
-    def add(phase: str, stage: int, path: Callable[[int], Iterable[Move]], microbatch: int = -1, **which: bool) -> None:
-        """The messages of a path, on every flat buffer of a stage; ``path`` is asked for each use of a unit."""
+    def add(
+        phase: str,
+        stage: int,
+        first: Sequence[Move],
+        microbatch: int = -1,
+        *,
+        later: Sequence[Move] | None = None,
+        trained: bool = False,
+        summed: bool = False,
+    ) -> None:
+        """The messages of a path, on every flat buffer of a stage; ``later`` is the path of a unit's further uses."""
         for unit in stages[stage].units:
             for index, flat in enumerate(unit.flats):
-                pending = bool(unit.summed) and unit.summed[index]
-                if (which.get("trained") and not unit.trainable[index]) or (which.get("summed") and not pending):
+                if (trained and not unit.trainable[index]) or (summed and not (unit.summed and unit.summed[index])):
                     continue
-                for use in range(unit.uses if which.get("each_use") else 1):
-                    for step in path(use):
-                        for message in lower(step, flat, mesh, rank):
-                            ways = mesh.count(message.axes)
-                            size = message.numel * flat.itemsize_in(cells.get(phase, strategy.params))
-                            root = mesh.index(rank, message.axes) == message.root
-                            sent = bytes_sent(message.kind, size, ways, root=root)
-                            note = Note(phase, unit.name, microbatch)
-                            entries.append(Entry(message.kind, message.axes, size, sent, note))
+                steps = [*first, *([] if later is None else [*later] * (unit.uses - 1))]
+                for message in chain.from_iterable(lower(step, flat, mesh, rank) for step in steps):
+                    size = message.numel * flat.itemsize_in(cells.get(phase, strategy.params))
+                    root = mesh.index(rank, message.axes) == message.root
+                    sent = bytes_sent(message.kind, size, mesh.count(message.axes), root=root)
+                    entries.append(Entry(message.kind, message.axes, size, sent, Note(phase, unit.name, microbatch)))
 
     def handed(kind: str, phase: str, source: int, microbatch: int, size: int) -> None:
         note = Note(phase, f"stage {source}", microbatch)
@@ -108,19 +114,15 @@ def predict_line(
             s, m = part.stage, part.microbatch
             match part.kind:
                 case Kind.UNSHARD:
-                    add("unshard", s, lambda use: plan.backward if s in kept else plan.forward)  # noqa: B023
+                    add("unshard", s, path.backward if s in kept else path.forward)
                 case Kind.RESHARD:
                     (kept.add if flying[s] else kept.discard)(s)
                 case Kind.FORWARD:
-                    has_kept = flying[s] > 0
-                    flying[s] += 1
                     if not holds:  # once a use has left what the row keeps, gathers start from there
-                        first = plan.backward if has_kept else plan.forward
-                        add("forward", s, lambda use: plan.backward if use else first, m, each_use=True)  # noqa: B023
+                        add("forward", s, path.backward if flying[s] else path.forward, m, later=path.backward)
                 case Kind.BACKWARD | Kind.INPUT:
-                    flying[s] -= 1
                     if not holds:
-                        add("backward", s, lambda use: plan.backward, m, each_use=True)
+                        add("backward", s, path.backward, m, later=path.backward)
                 case Kind.SEND_F:
                     handed("send", ACTIVATION, s, m, stages[s].handed_bytes[m])
                 case Kind.RECV_F:
@@ -130,12 +132,13 @@ def predict_line(
                 case Kind.RECV_B:
                     handed("recv", GRADIENT, s + 1, m, stages[s].handed_bytes[m])
                 case Kind.REDUCE:
-                    add("step", s, lambda use: plan.summed, trained=True, summed=True)
-                    add("step", s, lambda use: plan.step, trained=True)
+                    add("step", s, path.summed, trained=True, summed=True)
+                    add("step", s, path.step, trained=True)
                 case Kind.UPDATE:
-                    add("publish", s, lambda use: plan.publish, trained=True)
-            if part.kind in (Kind.BACKWARD, Kind.WEIGHT):
-                add("microbatch", s, lambda use: plan.microbatch, m, trained=True)
+                    add("publish", s, path.publish, trained=True)
+            flying[s] += in_flight(part)
+            if part.kind in ADDS_GRADIENTS:
+                add("microbatch", s, path.microbatch, m, trained=True)
     here = mesh.coordinates(rank)["pipe"]
     for edge in tied:
         others = [owner for owner in edge.owners if owner != here]

@@ -8,7 +8,7 @@
     gather    forward   all_gather [.., width]      the same
     loss      forward   all_gather [ranks, 3, ..]   the same
 
-Inside a block that is recomputed (``engine.recompute``) every forward message is sent twice.
+Inside a block that is recomputed (``engine.forward.recompute``) every forward message is sent twice.
 
 A transformer layer has two of each of the first: two all-reduces forward and two backward of batch * time * width
 elements, or the same volume as reduce-scatters and all-gathers (Megatron-LM, Korthikanti et al. 2022).
@@ -21,7 +21,7 @@ from collections.abc import Collection, Sequence
 
 from plait.core.collectives import Entry, Note, bytes_sent
 from plait.core.mesh import Mesh
-from plait.core.styles import BACKWARD, FORWARD, Site
+from plait.core.tensor_plan import BACKWARD, FORWARD, MESSAGES, Site
 
 AXES = ("tensor",)
 
@@ -57,23 +57,16 @@ def predict_tensor(
         rows = math.prod(shape)
         padded = shape[0] * -(-shape[1] // ways) * ways * math.prod(shape[2:]) if sequence else rows
         for site in sites:
-            forward, backward = (Note(phase, site.name, microbatch) for phase in (FORWARD, BACKWARD))
-            match site.kind:
-                case "enter" if sequence:
-                    add("all_gather", padded * site.width, itemsize, forward)
-                    if site.trains_input:
-                        add("reduce_scatter", padded * site.width, itemsize, backward)
-                case "enter" if site.trains_input:
-                    add("all_reduce", rows * site.width, itemsize, backward)
-                case "leave" if sequence:
-                    add("reduce_scatter", padded * site.width, itemsize, forward)
-                    add("all_gather", padded * site.width, itemsize, backward)
-                case "leave" | "sum":
-                    add("all_reduce", rows * site.width, itemsize, forward)
-                case "split" if sequence:
-                    add("all_gather", padded * site.width, itemsize, backward)
-                case "gather":
-                    add("all_gather", rows * -(-site.width // ways) * ways, itemsize, forward)
-                case "loss":
-                    add("all_gather", ways * 3 * rows, max(itemsize, 4), Note(FORWARD, site.name))
+            forward, backward = MESSAGES[site.kind][0 if sequence else 1]
+            if site.kind == "loss":
+                add(forward, ways * 3 * rows, max(itemsize, 4), Note(FORWARD, site.name))
+                continue
+            for phase, kind in ((FORWARD, forward), (BACKWARD, backward if site.trains_input else "")):
+                size = padded * site.width
+                if site.kind == "gather":
+                    size = rows * -(-site.width // ways) * ways
+                elif kind == "all_reduce":
+                    size = rows * site.width
+                if kind:
+                    add(kind, size, itemsize, Note(phase, site.name, microbatch))
     return tuple(entries)

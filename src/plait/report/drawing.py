@@ -2,7 +2,7 @@
 
     |F0 |F1 |.......|B0     |        blue forward, orange backward, yellow its input part, green its weight part
 
-Boxes are opaque and their text is dark, so they read the same on a light and on a dark ground.
+Boxes are opaque and their text is dark, so they read the same on a light and a dark background.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from xml.sax.saxutils import escape
 
-from plait.core.actions import Action, Kind
+from plait.schedule.actions import Action, Kind
 
 COLOURS = {
     Kind.FORWARD: "#7fb2e5",
@@ -21,7 +21,7 @@ COLOURS = {
 OTHER = "#bbbbbb"
 NAMES = {Kind.FORWARD: "forward", Kind.BACKWARD: "backward", Kind.INPUT: "input part", Kind.WEIGHT: "weight part"}
 TEXT = "#1f2328"
-"""Of what stands on a colour."""
+"""Of text on a colour."""
 
 
 def label(action: Action, several: bool) -> str:

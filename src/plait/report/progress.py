@@ -1,10 +1,10 @@
-"""What is seen of a run while it goes on: lines now and then, and on a terminal a bar below them.
+"""What a run shows while it is training: a line every few steps, and on a terminal a bar below them.
 
     step 30/60  loss   2.6693  grad norm   0.329       3301 tokens/s     19 s left
     step 40/60  loss   2.6512  grad norm   0.298       3350 tokens/s     13 s left
     ━━━━━━━━━━━━━━━━━━━━━━━━━╺━━━━━━━━━━━━  41/60  loss 2.6498  3,351 tokens/s  412.50 MiB  0:00:12 left
 
-A pipe or a file gets the lines only.
+A pipe or a file gets only the lines.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from rich.progress import BarColumn, Progress, TextColumn
 from plait.report.training import human, progress_line
 
 RECENT = 20
-"""Steps whose median time stands for the speed."""
+"""Steps whose median time is taken for the speed."""
 
 
 class ProgressView:
@@ -65,7 +65,7 @@ class ProgressView:
                 progress_line(step, self._steps, line["loss"], rate, self._unit, line["grad_norm"], left)
             )
         if not line.get("made", True):
-            self._console.print(f"step {step}: left out, gradients not finite; loss scale now {line['loss_scale']:g}")
+            self._console.print(f"step {step}: skipped, gradients not finite; loss scale now {line['loss_scale']:g}")
         if "eval_loss" in line:
             self._console.print(f"step {step}: held-out loss {line['eval_loss']:.4f} ({line['eval_tokens']:,} tokens)")
         if self._bar is not None:

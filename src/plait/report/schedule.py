@@ -16,11 +16,11 @@ from xml.sax.saxutils import escape
 from rich import box
 from rich.table import Table
 
-from plait.core.actions import PASSES
-from plait.core.check import Proof
-from plait.plan.bubbles import Bubbles
-from plait.plan.simulate import Costs, Timeline
 from plait.report.drawing import COLOURS, NAMES, box_of, label
+from plait.schedule.actions import PASSES
+from plait.schedule.bubbles import Bubbles
+from plait.schedule.check import Proof
+from plait.schedule.simulate import Costs, Timeline
 
 MOST_CELLS = 40_000
 """A grid of more cells than this is not printed."""

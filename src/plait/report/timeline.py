@@ -1,9 +1,9 @@
-"""A step as it happened, beside the step that was predicted, and where its time went.
+"""A step as it happened, the step that was predicted, and where the time went.
 
     rank 0  simulated  |0F0|0F1|       |0B0  |   |0B1  |            one pair of lanes per rank, on one time scale;
-            measured   |0F0|0F1|///////|0B0   |//|0B1   |           waits are hatched, what does not compute is a strip
+            measured   |0F0|0F1|///////|0B0   |//|0B1   |           waits are hatched, what is not computing is a strip
     ...
-    rank 0  simulated  [ computes         | bubble     ]            the same time by what it was spent on (plan/idle.py)
+    rank 0  simulated  [ computes         | bubble     ]            the same time by cause (schedule/idle.py)
             measured   [ computes         | bubble | ..]
 
 ``timeline_svg`` is the picture, for a light or a dark page; ``timeline_table`` says the same in a terminal.
@@ -18,12 +18,12 @@ from xml.sax.saxutils import escape
 from rich import box
 from rich.table import Table
 
-from plait.core.actions import PASSES, Action, Kind
-from plait.core.events import Event, Log
-from plait.plan.idle import Idle, idle_times, mean_idle
-from plait.plan.measured import as_log, measured_timeline
-from plait.plan.simulate import Timeline
 from plait.report.drawing import COLOURS, NAMES, TEXT, box_of, seconds_text
+from plait.schedule.actions import PASSES, Action, Kind
+from plait.schedule.events import Event, Log
+from plait.schedule.idle import Idle, idle_times, mean_idle
+from plait.schedule.measured import as_log, measured_timeline
+from plait.schedule.simulate import Timeline
 
 CAUSES = {
     "busy": ("computes", "#a9c1d6"),
@@ -43,7 +43,7 @@ CAUSES = {
 
 
 def summary(log: Log, simulated: Timeline | None = None) -> str:
-    """How long the step took, and the share of it in which ranks did not compute, beside the prediction."""
+    """How long the step took, and the share of it in which ranks did not compute, with the prediction."""
     measured = measured_timeline(log)
     text = f"measured {seconds_text(measured.makespan)}, idle {measured.idle_share():.1%}"
     if simulated is None:
@@ -150,7 +150,7 @@ def timeline_svg(log: Log, simulated: Timeline | None = None, title: str = "") -
 
 
 def _lane_head(y: float, height: float, rank: str, name: str, share: str) -> Iterator[str]:
-    """What stands left and right of a lane."""
+    """The labels left and right of a lane."""
     base = y + height / 2 + 4
     if rank:
         yield f'<text class="ink" x="8" y="{base:g}" font-weight="bold">{rank}</text>'
@@ -187,7 +187,7 @@ def _work(action: Action, start: float, end: float, y: float, scale: float, stag
 
 
 def _bar(idle: Idle, y: float, scale: float) -> Iterator[str]:
-    """A rank's step by what it was spent on, with shares where they fit."""
+    """What a rank's step was spent on, with shares where they fit."""
     x = float(LEFT)
     for part, (name, colour) in CAUSES.items():
         width, share = idle.parts[part] * scale, f"{idle.shares[part]:.1%}"
@@ -203,7 +203,7 @@ def _bar(idle: Idle, y: float, scale: float) -> Iterator[str]:
 
 
 def _legend(y: float, entries: list[tuple[str, str]], note: str = "") -> Iterator[str]:
-    """Names beside their colours, in one line."""
+    """Names with their colours, in one line."""
     x = float(LEFT)
     for name, fill in entries:
         yield f'<rect x="{x:g}" y="{y - 11:g}" width="14" height="14" fill="{fill}"/>'

@@ -4,12 +4,12 @@
       compute             0F0 0F1 ...  0B0       passes without their waits, and updates
       communication       0SEND_F0 ... 0REDUCE   messages as they are started, gathers and reductions
       wait                what was waited for
-    rank 0, simulated     the same of the prediction, if there is one, on the same clock
+    rank 0, simulated     the same for the prediction, if there is one, on the same clock
 
 The file is the JSON object form of the Trace Event Format: ``X`` (complete) events with ``ts`` and ``dur`` in
 microseconds, here to the nanosecond, and ``M`` events that name processes and threads.  On one thread events may not
-overlap unless one holds the other; on a track of ours none does.  Perfetto orders processes as it likes;
-chrome://tracing takes the order of the ranks.  Numbers of processes and threads count from 1: 0 is a system's idle
+overlap unless one contains the other; on these tracks none does.  Perfetto chooses the order of
+processes; chrome://tracing uses that of the ranks.  Numbers of processes and threads count from 1: 0 is a system's idle
 task to some readers.
 
 Source: Trace Event Format (Google), https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU
@@ -21,9 +21,9 @@ import json
 from collections.abc import Iterator
 from itertools import chain
 
-from plait.core.actions import MESSAGES, PASSES, Action, Kind
-from plait.core.events import Event, Log
-from plait.plan.simulate import COLLECTIVES, Timeline
+from plait.schedule.actions import MESSAGES, PASSES, Action, Kind
+from plait.schedule.events import Event, Log
+from plait.schedule.simulate import COLLECTIVES, Timeline
 
 COMPUTE, COMMUNICATION, WAIT = 1, 2, 3
 TRACKS = {COMPUTE: "compute", COMMUNICATION: "communication", WAIT: "wait"}
@@ -97,4 +97,4 @@ _CATEGORIES = {
     Kind.UPDATE: "update",
     Kind.RESHARD: "reshard",
 }
-"""What a reader can filter by; the waits have one of their own."""
+"""What a reader can filter by; waits have their own."""

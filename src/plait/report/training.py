@@ -1,4 +1,4 @@
-"""The text of a training run: its header, its progress lines, and the table of bytes, predicted beside measured."""
+"""The text of a training run: its header, its progress lines, and the table of bytes, predicted and measured."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ def human(size: float) -> str:
 class RankBytes:
     """One rank's bytes: what it holds between steps and what it sends per step, as predicted and as measured.
 
-    ``gathered_peak`` is the most that gathered parameters took beside that, ``peak_open`` the most units open at once
-    beside the ancestors of the running one.
+    ``gathered_peak`` is the most that gathered parameters took on top of that, ``peak_open`` the most units unsharded
+    at once, not counting the ancestors of the running one.
     """
 
     rank: int
@@ -38,7 +38,7 @@ class RankBytes:
 
 
 def bytes_table(ranks: Sequence[RankBytes]) -> Table:
-    """Predicted beside measured, by kind of state; ranks with the same numbers share their lines."""
+    """Predicted and measured, by kind of state; ranks with the same numbers share their lines."""
     table = Table(title="bytes per rank", title_justify="left", title_style="bold", box=box.SIMPLE_HEAD)
     for heading in ("rank", "", "predicted", "measured", "agree"):
         table.add_column(heading, justify="left" if heading in ("rank", "") else "right")

@@ -1,9 +1,10 @@
 """The proof that a layout is the run of a single process.
 
-record.py      every rank of the layout trains and writes down what it owns
+record.py      every rank of the layout trains and records what it owns
 reference.py   one process trains, adding in the order that the layout implies
-compare.py     the two are held against each other
+compare.py     the two are compared
 run.py         the command: both comparisons, the ledger, a table, an exit code
+covering.py    a small set of cases in which every two values meet
 cases.py       the layouts of a matrix
 matrix.py      the command with --matrix: many layouts, a grid of verdicts
 """

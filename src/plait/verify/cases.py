@@ -1,4 +1,4 @@
-"""The cells of ``plait verify --matrix``: which layouts are held against the single process, and with what.
+"""The cells of ``plait verify --matrix``: which layouts are compared with the single process, and with which settings.
 
     small    every two values of all dimensions meet in a cell, on at most 8 ranks
     full     the same on at most 16 ranks; every row of the table on every mesh of at most 8 ranks; grouped heads;
@@ -7,7 +7,7 @@
 A *point* gives each dimension a value; ``config_of`` makes of it the config that ``plait verify`` would be given.  The
 sizes are as awkward as the meshes allow: 67 samples, which no mesh divides, 9 links, which few numbers of stages
 divide, 7 tokens, of which some have no loss, vectors of 5 elements (mlp).  Only the decoder's 12 heads divide by
-1, 2, 3 and 4, for a head cannot be parted.
+1, 2, 3 and 4, because a head cannot be split.
 """
 
 from __future__ import annotations
@@ -15,16 +15,17 @@ from __future__ import annotations
 import math
 import shlex
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from dataclasses import fields, replace
 from itertools import cycle, product
 from typing import Any, Literal
 
 from plait.config import VerifyConfig
 from plait.core.cells import TABLE
-from plait.core.covering import Rule, covering
 from plait.core.mesh import AXES, Mesh
-from plait.core.orders import ORDERS, stages_per_rank
-from plait.tensor.gemm import has_onednn
+from plait.job.optimizer import OPTIMIZERS
+from plait.schedule.orders import ORDERS, stages_per_rank
+from plait.tensor_parallel.gemm import has_onednn
+from plait.verify.covering import Rule, covering
 
 Size = Literal["small", "full"]
 
@@ -48,7 +49,7 @@ DIMENSIONS: dict[str, tuple[Any, ...]] = {
     "microbatches": COUNTS,
     "cut": ("element", "tensor"),
     "sequence_parallel": (False, True),
-    "optimizer": ("adamw", "adam", "sgd"),
+    "optimizer": tuple(OPTIMIZERS),
     "chunks": (None, 3),
     "hold": (1, 0, 2, None),
     "split": ("even", "uneven"),
@@ -66,9 +67,14 @@ def stages(pipe: int, schedule: str | None, chunks: int | None) -> int:
     return pipe * (1 if schedule is None else chunks or stages_per_rank(schedule))
 
 
+def takes_chunks(schedule: str | None) -> bool:
+    """Whether the number of stages on each rank may be chosen."""
+    return schedule is not None and ORDERS[schedule].takes_chunks
+
+
 RULES = (
     Rule(("pipe", "schedule"), lambda pipe, schedule: pipe == 1 or schedule is not None),
-    Rule(("schedule", "chunks"), lambda schedule, chunks: chunks is None or schedule == "interleaved"),
+    Rule(("schedule", "chunks"), lambda schedule, chunks: chunks is None or takes_chunks(schedule)),
     Rule(("pipe", "schedule", "chunks"), lambda *point: stages(*point) <= LINKS),
     Rule(("tensor", "sequence_parallel"), lambda tensor, sequence: tensor > 1 or not sequence),
     Rule(("model", "sequence_parallel"), lambda model, sequence: model == "gpt" or not sequence),
@@ -82,7 +88,8 @@ RULES = (
     Rule(("dtype", "gemm"), lambda dtype, gemm: dtype == "full" or gemm == "torch"),
 )
 """Without them there would be cells that plait refuses, cells whose setting changes nothing, and products of few bits
-that a tensor axis splits: of those a verdict says little, for they are equal within the rounding of those bits only."""
+that a tensor axis splits: about those a verdict says little, since they are equal only within the rounding of those
+bits."""
 
 
 def cells(size: Size) -> tuple[VerifyConfig, ...]:
@@ -144,7 +151,7 @@ def grouped_heads() -> Iterator[VerifyConfig]:
 
 
 def products_of_onednn() -> Iterator[VerifyConfig]:
-    """Products that a tensor axis splits, in fp32, for oneDNN makes no others."""
+    """Products that a tensor axis splits, in fp32, since oneDNN makes no others."""
     for mesh, row, order, recompute in (
         ("tensor=3", "ddp", None, None),
         ("shard=2 tensor=2", "zero3", None, "full"),
@@ -158,16 +165,16 @@ def products_of_onednn() -> Iterator[VerifyConfig]:
 
 
 def due(config: VerifyConfig) -> str:
-    """The verdict that a cell has to earn: the same bits, unless a tensor axis splits products."""
+    """The verdict that a cell must get: the same bits, unless a tensor axis splits products."""
     return "equal" if config.parsed_mesh.tensor > 1 else "bitwise"
 
 
 def command(config: VerifyConfig) -> str:
     """The ``plait verify ...`` that runs this config alone."""
     words = ["plait", "verify"]
-    for name, value in vars(config).items():
-        if value != getattr(VerifyConfig(), name):
-            flag = name.replace("_", "-")
+    for field in fields(config):
+        if (value := getattr(config, field.name)) != field.default:
+            flag = field.name.replace("_", "-")
             words += (
                 [f"--{flag}" if value else f"--no-{flag}"] if isinstance(value, bool) else [f"--{flag}", str(value)]
             )

@@ -1,13 +1,13 @@
-"""Holding two runs against each other: what is measured, and what counts as equal.
+"""Comparing two runs: what is measured, and what counts as equal.
 
 Errors are max|a - b| and max|a - b| / max|b|, tensor by tensor.  *Bitwise* means that every element is the same number.
 
 Two comparisons are made.  Against the single process that replays the layout's own tree of additions, everything must
-be bitwise; a layout with a tensor axis splits matrix products, whose sums no replay can order, so it is held to the
-measures below.  Against one plain full-batch step the additions differ, so the first step's losses, gradients and norm
-are held to a tolerance for rounding; parameters after k steps are held against the distance that the optimizer can have
-gone, lr * k, because Adam turns the rounding noise of a gradient that should be zero into a full step.  Plain SGD has
-no such amplifier: its parameters are held tightly.
+be bitwise; a layout with a tensor axis splits matrix products, whose sums no replay can order, so the tolerances below
+apply.  Against one plain full-batch step the additions differ, so the first step's losses, gradients and norm must
+agree within rounding.  Parameters after k steps are compared relative to lr * k, the distance that the optimizer can
+have moved them, because Adam turns the rounding noise of a gradient that should be zero into a full step.  Plain SGD
+does not amplify: its parameters must agree within rounding too.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from plait.core.cuts import TensorCut
-from plait.tensor.parallel.pieces import piece_of
+from plait.core.tensor_cut import TensorCut
+from plait.tensor_parallel.pieces import piece_of
 from plait.verify.record import RankRecord
 from plait.verify.reference import Piece, Record
 
@@ -29,7 +29,7 @@ ROUNDING = {torch.float32: 1e-5, torch.float64: 1e-12, torch.bfloat16: 5e-2, tor
 
 
 STEPS_APART = {torch.float32: 0.05, torch.float64: 0.05, torch.bfloat16: 2.0, torch.float16: 2.0}
-"""How far parameters may be apart after k steps of Adam, as a share of lr * k, the distance they can have gone."""
+"""How far parameters may be apart after k steps of Adam, as a share of lr * k, the distance they can have moved."""
 
 DRIFT = {torch.float32: 1e-2, torch.float64: 1e-8, torch.bfloat16: 0.3, torch.float16: 0.3}
 """Relative tolerance of later losses and norms, and of optimizer state, once rounding has become different steps."""
@@ -37,11 +37,11 @@ DRIFT = {torch.float32: 1e-2, torch.float64: 1e-8, torch.bfloat16: 0.3, torch.fl
 
 @dataclass(frozen=True)
 class Measures:
-    """What is asked of a comparison; all 0 asks for the same bits.
+    """The tolerances of a comparison; all 0 requires the same bits.
 
-    ``rounding`` holds the first step's losses, gradients and norm, ``drift`` later losses and norms and the optimizer's
-    state, both relative to the tensor; parameters are held to ``steps`` of the distance ``length`` that an optimizer
-    which amplifies rounding can have gone, or to ``drift`` where ``length`` is None.
+    ``rounding`` bounds the first step's losses, gradients and norm, ``drift`` later losses and norms and the
+    optimizer's state, both relative to the tensor.  Parameters may differ by ``steps`` of ``length``, the distance that
+    an optimizer which amplifies rounding can have moved them, or by ``drift`` where ``length`` is None.
     """
 
     rounding: float = 0.0
@@ -62,7 +62,7 @@ BITWISE = Measures()
 
 @dataclass(frozen=True)
 class Finding:
-    """One tensor (or number) held against its reference; ``tolerance`` 0 asks for the same bits.
+    """One tensor (or number) compared with its reference; ``tolerance`` 0 requires the same bits.
 
     ``measure`` says what the tolerance bounds: ``relative`` (max|a-b| / max|b|) or ``steps`` (max|a-b| / (lr * k)).
     """
@@ -93,8 +93,8 @@ def find(
     """Compare two tensors of one shape.
 
     Args:
-        tolerance: 0 asks for equality; otherwise it bounds the measure.
-        step_length: lr * k, to hold the difference against the distance gone instead of the tensor.
+        tolerance: 0 requires equality; otherwise it bounds the measure.
+        step_length: lr * k, to measure the difference relative to the distance moved instead of the tensor.
         whole: the tensor of which ``theirs`` is a piece: its scale, not the piece's, is what rounding is relative to.
     """
     a, b = ours.detach().double().reshape(-1), theirs.detach().double().reshape(-1)
@@ -132,7 +132,7 @@ def part_held(record: RankRecord, name: str, whole: Tensor, start: int, stop: in
 
 
 def against_tree(ranks: Sequence[RankRecord], reference: Record, asked: Measures = BITWISE) -> list[Finding]:
-    """Every rank's record against the replay of the layout's own tree: all of it bitwise, or as ``asked``."""
+    """Every rank's record against the replay of the layout's own tree: all of it bitwise, or within ``asked``."""
     found: list[Finding] = []
     for record in ranks:
         at = f"rank {record.rank}"
@@ -175,12 +175,12 @@ def against_tree(ranks: Sequence[RankRecord], reference: Record, asked: Measures
 
 
 def missing(kind: str, what: str) -> Finding:
-    """Something that should have been compared and was not there."""
+    """Something that should have been compared but is missing."""
     return Finding(kind, f"{what} is missing", math.inf, math.inf, False, 0.0, measured=math.inf)
 
 
 def _coverage(ranks: Sequence[RankRecord], reference: Record) -> list[Finding]:
-    """Nothing may be left out: what the ranks recorded, together, is all that the reference has."""
+    """Nothing may be missing: together the ranks have recorded all that the reference has."""
     steps = len(reference.losses)
     found = []
     for record in ranks:
@@ -211,7 +211,7 @@ def _coverage(ranks: Sequence[RankRecord], reference: Record) -> list[Finding]:
 
 
 def _covers(runs: Iterable[tuple[RankRecord, Piece]], name: str, numel: int) -> bool:
-    """Whether the runs of a parameter leave no element out: of the whole, or of any tensor rank's piece."""
+    """Whether the runs of a parameter cover every element: of the whole, or of any tensor rank's piece."""
     mine = [(record, piece) for record, piece in runs if piece[0] == name]
     cut = next((TensorCut(*record.cuts[name]) for record, _ in mine if name in record.cuts), None)
     lengths = {None: numel} if cut is None else {i: math.prod(cut.local_shape(i)) for i in range(cut.ways)}
@@ -229,10 +229,10 @@ def _covers(runs: Iterable[tuple[RankRecord, Piece]], name: str, numel: int) -> 
 def against_plain(
     ranks: Sequence[RankRecord], plain: Record, dtype: torch.dtype, lr: float, steps: int, *, amplifies: bool
 ) -> list[Finding]:
-    """The run against one plain full-batch step: the measures above.
+    """The run against one plain full-batch step, within the tolerances above.
 
-    In fp16 one of them may have left out the first step (its scaled gradients were not finite): there is nothing to
-    compare in it then but the loss.
+    In fp16 one of them may have skipped the first step (its scaled gradients were not finite): then only the loss can
+    be compared.
 
     Args:
         lr: the largest learning rate.

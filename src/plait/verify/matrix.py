@@ -1,11 +1,11 @@
-"""``plait verify --matrix``: many layouts, one after the other, in this process; a grid of verdicts, an exit code.
+"""``plait verify --matrix``: many layouts in this process; a grid of verdicts, an exit code.
 
     cases.py ──► configs ──► each: thread ranks, both references, judge ──► outcome ──► grid, failures, JSON
 
-A cell fails where the verdict is not the one that is due, *equal* included where the same bits are due, and where
-anything raises.  A failure does not end the matrix; it is told at once, with the command that runs that cell alone.
+A cell fails if its verdict is not the one that it must get (*equal* fails where the same bits are due) or if anything
+raises.  A failure does not end the matrix; it is printed at once, with the command that runs that cell alone.
 
-Layouts of one job share their references where these are the same run: the same data axes, microbatches, order of
+Layouts of one job share a reference if it is the same run: the same data axes, microbatches, order of
 additions, runs of the norm and uses of tied weights.  A reference knows nothing of what else a layout is; dtypes, those
 of a row included, the loss scale and who multiplies belong to the job.
 """
@@ -16,7 +16,7 @@ import time
 import traceback
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
@@ -24,35 +24,30 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from plait.comm import Comm, thread
-from plait.config import VerifyConfig, validate
+from plait.comm import thread
+from plait.config import VerifyConfig, section, validate
 from plait.core.cells import TABLE
 from plait.core.mesh import Mesh
-from plait.core.orders import ORDERS
 from plait.core.precision import Precision
-from plait.job import Job, check_layout, layout_of, make_job
+from plait.job.config import JobConfig
+from plait.job.job import Job, make_job
+from plait.schedule.orders import ORDERS
 from plait.verify.cases import cells, command, due
-from plait.verify.record import RankRecord, record_layout
+from plait.verify.record import record_run
 from plait.verify.reference import Record, run_reference
 from plait.verify.run import Verdict, judge, line_of, references, write_json
 
 MARKS = {"bitwise": "b", "equal": "e", "DIFFERENT": "D", "error": "X"}
 """Every verdict of a cell, and its letter in the grid."""
 
-OF_THE_LAYOUT = (
-    *("mesh", "strategy", "microbatches", "schedule", "chunks", "hold", "split", "cut", "prefetch"),
-    *("sequence_parallel", "clip", "recompute", "offload"),
-)
-"""The fields of a config that its job does not know, but for the dtypes of a strategy."""
-
 OF_THE_MATRIX = ("config", "matrix", "data", "seed", "deadline", "json")
-"""What may be given beside ``matrix``; it chooses everything else."""
+"""What may be given with ``matrix``; it chooses everything else."""
 
 REMEMBERED = 64
 """References that are kept: about a megabyte each."""
 
 TOLD = 3
-"""Findings that are told of each failing cell."""
+"""Findings that are printed for each failing cell."""
 
 WIDTH = 100
 """Columns that the grid needs at least."""
@@ -79,16 +74,14 @@ class References:
     """Jobs and reference runs, each made once for the cells that share it."""
 
     def __init__(self) -> None:
-        self._jobs: dict[tuple[VerifyConfig, Precision], Job] = {}
+        self._jobs: dict[tuple[JobConfig, Precision], Job] = {}
         self._records: dict[str, Record] = {}
 
     def job(self, config: VerifyConfig) -> Job:
         """The job that a config describes."""
-        default = VerifyConfig()
-        plain = replace(config, **{name: getattr(default, name) for name in OF_THE_LAYOUT})
-        key = plain, Precision.of(config.row, config.first_scale)
+        key = section(config, JobConfig), config.precision
         if key not in self._jobs:
-            self._jobs[key] = make_job(replace(plain, strategy=config.strategy))
+            self._jobs[key] = make_job(config)
         return self._jobs[key]
 
     def run(self, job: Job, mesh: Mesh, num_microbatches: int, *rest: Any, **settings: Any) -> Record:
@@ -105,13 +98,13 @@ def run_matrix(config: VerifyConfig) -> int:
     """Every cell of the config's matrix; prints the grid and returns the exit code (0 all as due, 1 not).
 
     Raises:
-        ValueError: a flag beside ``matrix`` that the matrix decides itself.
+        ValueError: a flag that the matrix decides itself.
     """
     assert config.matrix is not None
-    for name, value in vars(config).items():
-        if name not in OF_THE_MATRIX and value != getattr(VerifyConfig(), name):
-            flag = name.replace("_", "-")
-            raise ValueError(f"--{flag} beside --matrix, which goes through layouts of its own: leave one of them out")
+    for field in fields(config):
+        if field.name not in OF_THE_MATRIX and getattr(config, field.name) != field.default:
+            flag = field.name.replace("_", "-")
+            raise ValueError(f"--{flag} with --matrix, which chooses its layouts itself: leave one of them out")
     given = {name: getattr(config, name) for name in ("data", "seed", "deadline")}
     every = [replace(cell, **given) for cell in cells(config.matrix)]
     console = Console(highlight=False, soft_wrap=True, stderr=config.json == "-")
@@ -162,18 +155,11 @@ def outcome_of(config: VerifyConfig, kept: References) -> Outcome:
 
 
 def verdict_of(config: VerifyConfig, kept: References) -> Verdict:
-    """Record a layout on thread ranks and hold it against its references."""
+    """Record a layout on thread ranks and compare it with its references."""
     validate(config)
-    check_layout(config)
-    job, strategy, mesh = kept.job(config), config.row, config.parsed_mesh
-
-    def body(comm: Comm) -> RankRecord:
-        layout = layout_of(config, job, comm)
-        return record_layout(job, comm, strategy, config.microbatches, config.steps, **layout)
-
-    ranks = thread.run(mesh, body, deadline=config.deadline)
-    tree, plain = references(job, mesh, strategy, config.microbatches, config.steps, config.clip, ranks, run=kept.run)
-    return judge(job, config, strategy, ranks, tree, plain)
+    job = kept.job(config)
+    ranks = thread.run(config.parsed_mesh, lambda comm: record_run(job, config, comm), deadline=config.deadline)
+    return judge(job, config, ranks, *references(job, config, ranks, kept.run))
 
 
 def _where(verdict: Verdict) -> tuple[str, ...]:

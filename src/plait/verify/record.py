@@ -1,4 +1,4 @@
-"""What every rank of a layout writes down while it trains, and how it comes together on rank 0.
+"""What every rank of a layout records while it trains, and how rank 0 collects it.
 
 A rank records the pieces that it owns, in the parameters' own coordinates; nothing is gathered by the collectives
 under test except the full parameters, which are recorded whole on every rank.
@@ -16,14 +16,14 @@ import torch
 from torch import Tensor
 
 from plait.comm import Comm
-from plait.comm.collect import collect
-from plait.core.cells import Strategy
+from plait.comm.agree import gather_bytes
+from plait.config import RunConfig
 from plait.core.collectives import Entry
-from plait.core.styles import CUT_DIM
-from plait.engine import Engine
-from plait.engine.stage import Stage
-from plait.job import Job
-from plait.plan.cost import StagePlan, TiedPlan, differences, predict_line
+from plait.core.parallelism import Parallelism
+from plait.engine import Engine, StepResult
+from plait.engine.pipeline.stage import Stage
+from plait.job.job import Job
+from plait.plan.cost import StageTraffic, TiedTraffic, differences, predict_line
 from plait.plan.tensor import predict_tensor
 from plait.verify.reference import Piece
 
@@ -72,8 +72,15 @@ class Recorder:
                 {(o.name, o.run.start, o.run.stop): o.gradient.detach().reshape(-1).to("cpu", copy=True) for o in given}
             )
 
+    def step(self, result: StepResult) -> None:
+        """Record what a step did."""
+        self.record.losses.append(result.loss)
+        self.record.local_losses.append(result.local_losses)
+        self.record.norms.append(result.grad_norm)
+        self.record.made.append(result.made)
+
     def finish(self, engine: Engine) -> RankRecord:
-        """Write down what the run ends with."""
+        """Record what the run ends with."""
         record = self.record
         record.parameters = engine.full_state_dict()
         record.peak_open = engine.peak_open
@@ -91,52 +98,36 @@ class Recorder:
         return record
 
 
-def record_layout(
-    job: Job, comm: Comm, strategy: Strategy, num_microbatches: int, steps: int, **engine: Any
-) -> RankRecord:
-    """Train a job under a layout on this rank and write everything down.
+def record_run(job: Job, config: RunConfig, comm: Comm) -> RankRecord:
+    """Train a job under the config's layout on this rank and record everything."""
+    return record_layout(job, comm, config.measured(job, comm), config.microbatches, config.steps, config.clip)
 
-    Args:
-        engine: further arguments of ``Engine`` (clip, prefetch, cut, units).
-    """
+
+def record_layout(
+    job: Job, comm: Comm, parallelism: Parallelism, num_microbatches: int, steps: int, clip: float | None = None
+) -> RankRecord:
+    """Train a job under a layout on this rank and record everything."""
     recorder = Recorder(comm)
-    model = job.build()
-    optimizer = job.optimizer(model.parameters())
-    trained = Engine(
-        model,
-        comm,
-        strategy=strategy,
-        optimizer=optimizer,
-        loss_fn=job.loss_fn,
-        count_fn=job.count_fn,
-        seed=job.seed,
-        listener=recorder,
-        **engine,
-    )
-    scheduler = job.scheduler(optimizer) if job.scheduler else None
+    engine, scheduler = job.engine(comm, parallelism, clip=clip, listener=recorder)
+    place = recorder.record.data_rank, comm.mesh.data_size, num_microbatches, str(comm.device)
     for step in range(steps):
-        batches = job.microbatches(
-            step, recorder.record.data_rank, comm.mesh.data_size, num_microbatches, str(comm.device)
-        )
-        predicted = predict(trained, job, batches)
-        checking = step == 0 or bool(trained.update.unchecked)  # the engine's own checks, which are no part of a step
+        batches = job.microbatches(step, *place)
+        predicted = predict(engine, job, batches)
+        # The engine's own checks, and headers of shapes that it has not seen, are no part of a step.
+        checking = step == 0 or bool(engine.update.unchecked) or engine.runtime.p2p.learns_from(batches)
         mark = len(comm.ledger)
-        result = trained.step(batches)
+        recorder.step(engine.step(batches))
         if scheduler is not None:
             scheduler.step()
-        recorder.record.losses.append(result.loss)
-        recorder.record.local_losses.append(result.local_losses)
-        recorder.record.norms.append(result.grad_norm)
-        recorder.record.made.append(result.made)
         measured = [e for e in comm.ledger.since(mark) if e.note.phase != "setup" or not checking]
         recorder.record.ledger_differences += differences(predicted, measured)
-    return recorder.finish(trained)
+    return recorder.finish(engine)
 
 
 def predict(engine: Engine, job: Job, batches: Sequence[Any]) -> tuple[Entry, ...]:
     """Every message of a step on these microbatches, before it is made."""
     comm, num, itemsize = engine.comm, len(batches), job.dtype.itemsize
-    line = engine.plan(num).line
+    line = engine.program(num).line
     leading = [job.leading(batch) for batch in batches]
     entries: list[Entry] = []
     plans = {}
@@ -145,12 +136,12 @@ def predict(engine: Engine, job: Job, batches: Sequence[Any]) -> tuple[Entry, ..
         received, handed = (
             tuple(math.prod(shape) * width * itemsize for shape in local) for width in _widths(stage, job.width)
         )
-        plans[number] = StagePlan(stage.layouts(), handed, received)
+        plans[number] = StageTraffic(stage.layouts(), handed, received)
         entries += predict_tensor(
             stage.parallel.sites, leading, comm.mesh, itemsize, sequence=stage.axis.sequence, twice=stage.blocks
         )
     tied = [
-        TiedPlan(edge.name, tuple(engine.pipeline.owner[s] for s in edge.stages), engine.ties.bytes_owned(edge))
+        TiedTraffic(edge.name, tuple(engine.pipeline.owner[s] for s in edge.stages), engine.ties.bytes_owned(edge))
         for edge in engine.ties.edges
     ]
     trainable = len(engine.exchange.names)
@@ -159,8 +150,8 @@ def predict(engine: Engine, job: Job, batches: Sequence[Any]) -> tuple[Entry, ..
 
 
 def _widths(stage: Stage, width: int) -> tuple[int, int]:
-    """The last dim of what a stage gets and hands on: this rank's piece where a column and its row are parted."""
-    kinds = [style.kind for style in stage.parallel.styles.values() if style.kind in CUT_DIM]
+    """The last dim of what a stage receives and sends: a piece where a boundary parts a column from its row."""
+    kinds = [style.kind for style in stage.parallel.styles.values() if style.cut_dim is not None]
     piece = _length(stage, width)
     return piece if kinds[:1] == ["row"] else width, piece if kinds[-1:] == ["column"] else width
 
@@ -175,7 +166,7 @@ def collect_records(comm: Comm, record: RankRecord) -> list[RankRecord] | None:
     """Every rank's record on rank 0, None on the others."""
     buffer = io.BytesIO()
     torch.save(record.__dict__, buffer)
-    every = collect(comm, buffer.getvalue())
+    every = gather_bytes(comm, buffer.getvalue())
     if every is None:
         return None
     return [record, *(RankRecord(**torch.load(io.BytesIO(data), weights_only=True)) for data in every[1:])]

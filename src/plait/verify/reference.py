@@ -1,4 +1,4 @@
-"""The single process that makes the run of a layout: a plain model, plain autograd, a stock optimizer.
+"""The single process that repeats the run of a layout: a plain model, plain autograd, a stock optimizer.
 
 It knows nothing of units, flat storage or collectives.  All it takes from the layout is the *order of additions*
 (``core.additions``): each global microbatch's gradient is a leaf, and the tree says which two are added first.  With
@@ -16,23 +16,25 @@ from torch import Tensor, nn
 
 from plait.core.additions import MICROBATCH, fold
 from plait.core.mesh import Mesh
-from plait.engine.init import materialise
-from plait.engine.multiply import Multiply
-from plait.engine.optim import clip_factor, square_sum
-from plait.engine.rng import Draw, Streams
-from plait.engine.unit import dtype_in
-from plait.job import Job
-from plait.tensor.gemm import find_gemm
+from plait.engine.data_parallel.optim import clip_factor, square_sum
+from plait.engine.data_parallel.storage import dtype_in
+from plait.engine.forward.context import CurrentForward, RNGPosition
+from plait.engine.forward.dropout import DropoutRNG
+from plait.engine.forward.gemm import GemmHandler
+from plait.engine.forward.interceptor import Handler, Interceptor
+from plait.engine.state.init import materialise
+from plait.job.job import Job
+from plait.tensor_parallel.gemm import find_gemm
 
 Gradients = dict[str, Tensor]
-Ties = Mapping[str, Sequence[Sequence[str]]]
+TiedWeights = Mapping[str, Sequence[Sequence[str]]]
 Piece = tuple[str, int, int]
 """The elements ``start..stop`` of a named parameter, flat."""
 
 
 @dataclass
 class Record:
-    """What a run of the reference left behind, step by step."""
+    """What a run of the reference recorded, step by step."""
 
     losses: list[float] = field(default_factory=list)
     microbatch_losses: list[list[float]] = field(default_factory=list)
@@ -49,17 +51,18 @@ class SingleProcess:
     ``losses`` are those of the step under way, by global microbatch.
 
     Args:
-        ties: the weights whose uses are summed apart: under which names, use by use.
+        ties: the weights whose uses are summed separately: under which names, use by use.
     """
 
-    def __init__(self, job: Job, num_data_ranks: int, num_microbatches: int, ties: Ties | None = None) -> None:
+    def __init__(self, job: Job, num_data_ranks: int, num_microbatches: int, ties: TiedWeights | None = None) -> None:
         self.job, self.ranks, self.microbatches = job, num_data_ranks, num_microbatches
         self.model = job.build()
         materialise(self.model, job.seed, torch.device("cpu"), job.weights)
-        self.streams = Streams(job.seed)
+        self.current = CurrentForward()
+        handlers: list[Handler] = [DropoutRNG(job.seed, self.current)]
         if job.gemm != "torch":
-            self.streams.beside = (Multiply(find_gemm(job.gemm), self.streams),)
-        self.streams.attach(self.model)
+            handlers.insert(0, GemmHandler(find_gemm(job.gemm), self.current))
+        Interceptor(self.current, handlers).follow(self.model)
         self.parameters = dict(self.model.named_parameters())
         self.dtypes = {name: p.dtype for name, p in self.parameters.items()}
         """In which the model came."""
@@ -109,7 +112,7 @@ class SingleProcess:
         own = self.buffers[data_rank]
         for name, buffer in self.model.named_buffers():
             buffer.copy_(own[name])
-        self.streams.begin(Draw(self.step, place, sum(self.samples[:place]), self.samples[place]))
+        self.current.begin(RNGPosition(self.step, place, sum(self.samples[:place]), self.samples[place]))
         self.model.zero_grad(set_to_none=True)
         loss = self.job.loss_fn(self.model, self.batches[place])
         loss.backward(torch.full_like(loss, 1 / self.count * self.scale))
@@ -125,7 +128,7 @@ class SingleProcess:
     def summed(self, gradients: Gradients) -> Gradients:
         """With the uses of each tied weight added up, in their order, and divided by the loss scale.
 
-        Where that leaves anything that is not finite there are none: the step is left out.
+        If anything in them is not finite there are none: the step is skipped.
         """
         for name, uses in self.uses.items():
             for key in (f"{name} {i}" for i in range(len(uses))):
@@ -161,7 +164,7 @@ def run_reference(
     clip: float | None,
     norm_pieces: Sequence[Sequence[Piece]] | None = None,
     keep_gradients: bool = True,
-    ties: Ties | None = None,
+    ties: TiedWeights | None = None,
     gemm: str | None = None,
 ) -> Record:
     """Train ``steps`` steps in this process, adding gradients in the given order.

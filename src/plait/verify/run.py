@@ -1,4 +1,4 @@
-"""``plait verify``: run a layout and the single process side by side and say whether they are the same run.
+"""``plait verify``: run a layout and a single process, and say whether they are the same run.
 
 layout on N ranks ──► records ──┐
 one process, the layout's own tree of additions ──► bitwise ──► verdict
@@ -21,9 +21,8 @@ from rich.table import Table
 from plait.comm import Comm
 from plait.config import RunConfig, VerifyConfig
 from plait.core.additions import additions
-from plait.core.cells import Strategy
 from plait.core.mesh import Mesh
-from plait.job import Job, layout_of, make_job
+from plait.job.job import Job, make_job
 from plait.verify.compare import (
     BITWISE,
     Finding,
@@ -33,13 +32,11 @@ from plait.verify.compare import (
     against_tree,
     summarise,
 )
-from plait.verify.record import RankRecord, collect_records, record_layout
+from plait.verify.record import RankRecord, collect_records, record_run
 from plait.verify.reference import Record, run_reference
 
 WORST = 8
-"""How many findings that are not equal are printed by name."""
-
-AMPLIFIES = ("adam", "adamw")
+"""How many unequal findings are printed by name."""
 
 
 @dataclass(frozen=True)
@@ -55,9 +52,9 @@ class Verdict:
     plain: tuple[Finding, ...]
     ledger: tuple[str, ...]
     left_out: int = 0
-    """Steps that nobody made, because their scaled gradients were not finite."""
+    """Steps that were skipped, because their scaled gradients were not finite."""
     none_made: bool = False
-    """All of them: nothing is proved then."""
+    """All of them: then nothing is proved."""
 
     @property
     def bitwise(self) -> bool:
@@ -74,40 +71,36 @@ class Verdict:
 
 
 def references(
-    job: Job,
-    mesh: Mesh,
-    strategy: Strategy,
-    num_microbatches: int,
-    steps: int,
-    clip: float | None,
-    ranks: Sequence[RankRecord],
-    run: Callable[..., Record] = run_reference,
+    job: Job, config: RunConfig, ranks: Sequence[RankRecord], run: Callable[..., Record] = run_reference
 ) -> tuple[Record, Record]:
     """The two single-process runs: the layout's own tree of additions, and one plain full batch per step.
 
     The plain one multiplies as torch does, whoever makes the layout's products.
     """
-    pieces = None if mesh.tensor > 1 else [r.norm_pieces for r in sorted(ranks, key=lambda r: r.rank)]
-    order = additions(strategy)
-    tree = run(job, mesh, num_microbatches, order, steps, clip=clip, norm_pieces=pieces, ties=ranks[0].ties)
-    plain = run(job, Mesh(), 1, additions(strategy), steps, clip=clip, gemm="torch")
-    return tree, plain
+    plain = run(job, Mesh(), 1, additions(config.row), config.steps, clip=config.clip, gemm="torch")
+    return replay(job, config, ranks, run), plain
 
 
-def judge(
+def replay(
     job: Job,
-    config: VerifyConfig,
-    strategy: Strategy,
+    config: RunConfig,
     ranks: Sequence[RankRecord],
-    tree: Record,
-    plain: Record,
-) -> Verdict:
-    """Hold the ranks' records against both references."""
-    layout = f"{strategy.name} on {config.parsed_mesh}, microbatches per rank: {config.microbatches}"
+    run: Callable[..., Record] = run_reference,
+    **options: Any,
+) -> Record:
+    """The single process that adds in the order of the config's layout, of which these are the records."""
+    pieces = [r.norm_pieces for r in sorted(ranks, key=lambda r: r.rank)] if asked(config) == BITWISE else None
+    layout = config.parsed_mesh, config.microbatches, additions(config.row), config.steps
+    return run(job, *layout, clip=config.clip, norm_pieces=pieces, ties=ranks[0].ties, **options)
+
+
+def judge(job: Job, config: RunConfig, ranks: Sequence[RankRecord], tree: Record, plain: Record) -> Verdict:
+    """Compare the ranks' records with both references."""
+    amplifies = config.optimizer_row.amplifies
     return Verdict(
-        layout,
+        f"{config.row.name} on {config.parsed_mesh}, microbatches per rank: {config.microbatches}",
         tuple(against_tree(ranks, tree, asked(config))),
-        tuple(against_plain(ranks, plain, job.dtype, config.lr, config.steps, amplifies=config.optimizer in AMPLIFIES)),
+        tuple(against_plain(ranks, plain, job.dtype, config.lr, config.steps, amplifies=amplifies)),
         tuple(difference for r in ranks for difference in r.ledger_differences),
         left_out=ranks[0].made.count(False),
         none_made=not any(ranks[0].made),
@@ -118,20 +111,19 @@ def asked(config: RunConfig) -> Measures:
     """The same bits, unless the mesh has a tensor axis."""
     if config.parsed_mesh.tensor == 1:
         return BITWISE
-    return Measures.split_products(config.torch_dtype, config.lr, config.steps, amplifies=config.optimizer in AMPLIFIES)
+    return Measures.split_products(
+        config.torch_dtype, config.lr, config.steps, amplifies=config.optimizer_row.amplifies
+    )
 
 
 def run_verify(config: VerifyConfig, comm: Comm) -> int:
     """This rank's part of a verification; rank 0 compares, prints and returns the exit code (0 equal, 1 not)."""
-    strategy = config.row
     job = make_job(config)
     config = replace(config, steps=job.steps)  # epochs have become steps
-    record = record_layout(job, comm, strategy, config.microbatches, config.steps, **layout_of(config, job, comm))
-    ranks = collect_records(comm, record)
+    ranks = collect_records(comm, record_run(job, config, comm))
     if ranks is None:
         return 0
-    tree, plain = references(job, config.parsed_mesh, strategy, config.microbatches, config.steps, config.clip, ranks)
-    verdict = judge(job, config, strategy, ranks, tree, plain)
+    verdict = judge(job, config, ranks, *references(job, config, ranks))
     if config.json:
         write_json(config.json, report(verdict))
     if config.json != "-":
@@ -178,7 +170,7 @@ def show(verdict: Verdict, console: Console, *, every_tensor: bool = False) -> N
     else:
         console.print("ledger: every message as predicted, byte for byte")
     if verdict.left_out:
-        console.print(f"steps left out, gradients not finite under the loss scale: {verdict.left_out}")
+        console.print(f"steps skipped, gradients not finite under the loss scale: {verdict.left_out}")
     if verdict.none_made:
         console.print("no step was made, so nothing is proved: give a smaller --loss-scale")
     colour = "green" if verdict.equal else "red"

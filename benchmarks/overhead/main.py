@@ -1,0 +1,111 @@
+"""The engine's own time: per unit and step, and per operator, beyond a plain PyTorch loop.
+
+    python benchmarks/overhead/main.py                          # everything, 2 to 3 minutes on 2 cores
+    python benchmarks/overhead/main.py --what unit --rounds 21 --json now.json
+    python benchmarks/overhead/main.py --before earlier.json    # with a column of what it was
+
+Exit code 1 if contestants that train the same model on the same data disagree about the loss.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import tyro
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from cases import CASES, task
+from clock import median
+from harness.groups import launch
+from harness.report import loss_disagreements, machine
+
+UNIT_GOAL = 50.0
+"""Microseconds a unit and step, of zero3 on one rank."""
+OPERATOR_GOAL = 1.0
+"""Microseconds an operator that nobody is interested in."""
+
+Results = dict[str, dict[str, dict[str, dict[str, list[float]]]]]
+"""What -> case -> row -> clock -> microseconds, a number per round."""
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """Measure what plait's engine costs beside the arithmetic."""
+
+    what: Literal["unit", "operator", "all"] = "all"
+    rounds: int = 5
+    """Turns that every contestant gets; the plain loop's time is subtracted inside each."""
+    only: str = ""
+    """Measure the cases whose name contains this."""
+    json: Path | None = None
+    """Where to write every number, each round's included."""
+    before: Path | None = None
+    """What an earlier run wrote to --json, to stand beside."""
+
+
+def goal(what: str, case: str, row: str, rows: dict[str, Any], value: float) -> str:
+    """What is wanted of a row of plait, and whether it is so."""
+    if not row.startswith("plait"):
+        return ""
+    wanted = []
+    if what == "operator":
+        wanted.append((f"{OPERATOR_GOAL:g}", OPERATOR_GOAL))
+    elif "zero3" in row and case.endswith("1 rank"):
+        wanted.append((f"{UNIT_GOAL:g}", UNIT_GOAL))
+    if "zero3" in row and "torch FSDP2" in rows:
+        wanted.append(("FSDP2's", median(rows["torch FSDP2"]["own"])))
+    return "; ".join(f"{name}: {'met' if value <= limit else 'MISSED'}" for name, limit in wanted)
+
+
+def print_case(what: str, case: str, rows: dict[str, Any], before: dict[str, Any]) -> None:
+    unit = "operator" if what == "operator" else "unit and step and microbatch" if "M=" in case else "unit and step"
+    earlier = "before | " if before else ""
+    print(f"\n### {case}: microseconds per {unit}\n")
+    print(f"| row | own thread | lowest - highest | all threads | {earlier}goal |")
+    print("|---|---|---|---|---|" + ("---|" if before else ""))
+    for row, clocks in rows.items():
+        own = clocks["own"]
+        value, digits = median(own), 2 if what == "operator" else 1
+        was = f"{median(before[row]['own']):.{digits}f} | " if row in before else "| " if before else ""
+        label = f"{row} (the whole)" if row.startswith("plain") else row
+        print(
+            f"| {label} | {value:.{digits}f} | {min(own):.{digits}f} - {max(own):.{digits}f} "
+            f"| {median(clocks['all']):.{digits}f} | {was}{goal(what, case, row, rows, value)} |",
+            flush=True,
+        )
+
+
+def main(arguments: Arguments) -> int:
+    print(machine())
+    before: Results = json.loads(arguments.before.read_text())["results"] if arguments.before else {}
+    results: Results = {}
+    problems: list[str] = []
+    chosen = [c for c in CASES.values() if arguments.what in (c.what, "all") and arguments.only in c.name]
+    for mesh, ranks in {case.mesh: case.ranks for case in chosen}.items():
+        answers = launch(task, ranks, [case.name for case in chosen if case.mesh == mesh], arguments.rounds)
+        for name, answer in answers.items():
+            what = CASES[name].what
+            results.setdefault(what, {})[name] = answer["rows"]
+            print_case(what, name, answer["rows"], before.get(what, {}).get(name, {}))
+            problems += [f"{name}: {line}" for line in _disagreements(answer["losses"])]
+    print("\n" + ("\n".join(problems) if problems else "losses: all contestants agree"))
+    if arguments.json is not None:
+        text = json.dumps({"machine": machine(), "rounds": arguments.rounds, "results": results}, indent=1)
+        arguments.json.write_text(text + "\n")
+    return 1 if problems else 0
+
+
+def _disagreements(losses: dict[str, list[float]]) -> list[str]:
+    """Of models with operators, and of those without, each among themselves."""
+    without = {name: values for name, values in losses.items() if name.endswith(", False")}
+    others = {name: values for name, values in losses.items() if name not in without}
+    return [line for group in (others, without) if group for line in loss_disagreements(group, [])]
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(tyro.cli(Arguments)))

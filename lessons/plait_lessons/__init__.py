@@ -1,0 +1,7 @@
+"""Small versions of what is fast elsewhere, to learn from and to measure against.
+
+naive/      pipelining in one process, every line to be read
+ring.py     the ring algorithms of the collectives, written with ``send`` and ``recv``
+tree.py     the same as binomial trees
+script.py   ranks on a line and tensors that go from one to another, for short scripts
+"""

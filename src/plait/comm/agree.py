@@ -1,0 +1,93 @@
+"""What ranks tell each other beside their tensors: rows of numbers, bytes, an error.
+
+    rank 0   [3, 40] --+--> [[3, 40],      one small all_gather; the rows stand in group order (the first axis
+    rank 1   [3, 38] --+     [3, 38]]      outermost), so whatever is summed over them is summed alike everywhere
+
+Every member of the group calls the same function, in the same order, as with any collective.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from plait.comm.base import Comm
+from plait.core.collectives import Note
+from plait.core.mesh import AXES
+
+LONGEST_ERROR = 1024
+"""So many bytes of an error's text reach the other ranks."""
+
+
+def gather_ints(comm: Comm, row: Sequence[int], axes: Sequence[str], note: Note) -> list[list[int]]:
+    """Every member's row of (int64) numbers; all rows are equally long."""
+    return list(_gather_rows(comm, row, torch.int64, axes, note))
+
+
+def gather_floats(comm: Comm, row: Sequence[float], axes: Sequence[str], note: Note) -> list[list[float]]:
+    """Every member's row of (fp64) numbers; all rows are equally long."""
+    return list(_gather_rows(comm, row, torch.float64, axes, note))
+
+
+def _gather_rows(comm: Comm, row: Sequence[float], dtype: torch.dtype, axes: Sequence[str], note: Note) -> Any:
+    rows = torch.empty((comm.mesh.count(axes), len(row)), dtype=dtype, device=comm.device)
+    comm.all_gather(rows, torch.tensor(row, dtype=dtype, device=comm.device), axes, note).wait()
+    return rows.tolist()
+
+
+def same_everywhere(comm: Comm, row: Sequence[int], axes: Sequence[str], note: Note) -> list[bool]:
+    """Column by column, whether all members brought the same number; costs no more with more members."""
+    low = torch.tensor(row, dtype=torch.int64, device=comm.device)
+    high = low.clone()
+    comm.all_reduce(low, axes, "min", note).wait()
+    comm.all_reduce(high, axes, "max", note).wait()
+    same: list[bool] = (low == high).tolist()
+    return same
+
+
+def same_tensors(comm: Comm, tensors: Iterable[Tensor], axes: Sequence[str], note: Note) -> bool:
+    """Whether all members brought the same bits, by a checksum."""
+    whole = (t.detach().cpu().resolve_conj().contiguous().view(-1).view(torch.uint8) for t in tensors)
+    mine = zlib.crc32(b"".join(bytes(t.numpy().data) for t in whole))
+    return len({checksum for (checksum,) in gather_ints(comm, [mine], axes, note)}) == 1
+
+
+def gather_bytes(comm: Comm, data: bytes) -> list[bytes] | None:
+    """Every rank's bytes (of any length), by rank, on rank 0; None on the others."""
+    note = Note("collect")
+    sizes = gather_ints(comm, [len(data)], AXES, note)
+    if comm.rank > 0:
+        mine = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
+        comm.send(mine.to(comm.device), 0, note).wait()
+        return None
+    gathered = [data]
+    for rank, (size,) in enumerate(sizes[1:], start=1):
+        theirs = torch.empty(size, dtype=torch.uint8, device=comm.device)
+        comm.recv(theirs, rank, note).wait()
+        gathered.append(theirs.cpu().numpy().tobytes())
+    return gathered
+
+
+def check_together(comm: Comm, error: BaseException | None, axes: Sequence[str]) -> None:
+    """Raises on every member if any member brings an error: its own there, a RuntimeError elsewhere.
+
+    A failure that only one rank can see (a file, a NaN) thereby becomes one that all leave by.
+    """
+    note, ranks = Note("check"), comm.mesh.group(comm.rank, tuple(axes))
+    failed = [index for index, (bad,) in enumerate(gather_ints(comm, [error is not None], axes, note)) if bad]
+    if not failed:
+        return
+    text = torch.zeros(LONGEST_ERROR, dtype=torch.uint8)
+    if error is not None:
+        data = f"{type(error).__name__}: {error}".encode()[:LONGEST_ERROR]
+        text[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+    text = text.to(comm.device)
+    comm.broadcast(text, axes, failed[0], note).wait()
+    if error is not None:
+        raise error
+    told = bytes(text.tolist()).rstrip(b"\0").decode(errors="replace")
+    raise RuntimeError(f"rank {ranks[failed[0]]} failed: {told}")

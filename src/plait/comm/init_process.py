@@ -1,0 +1,90 @@
+"""How the ranks of a process world find each other: torchrun's variables and a store.
+
+    RANK, WORLD_SIZE           who am I, of how many
+    MASTER_ADDR, MASTER_PORT   where the store listens; rank 0 (or torchrun itself) hosts it
+
+All that can be wrong here is said before the first operation: variables that are missing, a world that
+does not fill the mesh, a port that something else holds, ranks that never come.
+"""
+
+from __future__ import annotations
+
+import os
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+
+from plait.core.mesh import Mesh
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
+
+_tcp_store: Any = dist.TCPStore  # type: ignore[attr-defined]  # torch's stubs do not export them
+_prefix_store: Any = dist.PrefixStore  # type: ignore[attr-defined]
+
+VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+def rank_from_env(mesh: Mesh) -> int:
+    """This process's rank.
+
+    Raises:
+        ValueError: not started by torchrun (or alike), or not with as many processes as the mesh has ranks.
+    """
+    missing = [v for v in VARIABLES if not os.environ.get(v)]
+    if missing:
+        raise ValueError(f"{', '.join(missing)} not set: start this program with torchrun --nproc-per-node {mesh.size}")
+    started = int(os.environ["WORLD_SIZE"])
+    if started != mesh.size:
+        raise ValueError(
+            f"the mesh '{mesh}' has {mesh.size} ranks, but {started} processes were started: start "
+            f"{mesh.size} (torchrun --nproc-per-node {mesh.size}), or give a mesh of {started} ranks"
+        )
+    return int(os.environ["RANK"])
+
+
+def init_process(rank: int, size: int, backend: str, deadline: float) -> Store:
+    """Meets the other ranks and makes torch's default process group; returns the store.
+
+    Raises:
+        ConnectionError: the port is taken, or nobody answers there.
+        TimeoutError: some ranks did not come within the deadline; the message names them.
+    """
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    where, patience = f"{host}:{port}", timedelta(seconds=deadline)
+    # torchrun hosts the store itself; started by hand, rank 0 does.
+    hosts = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    try:
+        store = _tcp_store(host, port, size, hosts, patience, wait_for_workers=False, multi_tenant=hosts)
+        # A program may close one world and join another: every world has names of its own in the store.
+        worlds_before = (store.add("plait/joined", 1) - 1) // size
+    except RuntimeError as error:
+        text = str(error)
+        if "EADDRINUSE" in text or "address already in use" in text.lower():
+            raise ConnectionError(
+                f"rank {rank} cannot listen on {where}: the port is in use. Set MASTER_PORT "
+                "(torchrun --master-port) to a free one, or end the program that holds it"
+            ) from error
+        raise ConnectionError(
+            f"rank {rank} found no store at {where} within {deadline:g} s: is rank 0 running, and is this "
+            f"its address? ({text.splitlines()[0]})"
+        ) from error
+    here: Store = _prefix_store(f"plait/world {worlds_before}", store)
+    try:
+        here.set(f"here/{rank}", "yes")
+        dist.init_process_group(backend, store=here, rank=rank, world_size=size, timeout=patience)
+    except RuntimeError as error:
+        absent = _absent(here, size)
+        raise TimeoutError(
+            f"rank {rank} waited {deadline:g} s at {where} for {size} ranks: "
+            + (f"ranks {', '.join(map(str, absent))} did not come" if absent else str(error).splitlines()[0])
+        ) from error
+    return here
+
+
+def _absent(store: Store, size: int) -> list[int]:
+    try:
+        return [r for r in range(size) if not store.check([f"here/{r}"])]
+    except RuntimeError:  # the store is gone with rank 0
+        return []

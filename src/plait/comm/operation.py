@@ -1,0 +1,200 @@
+"""One operation as one rank means it, and what is refused before anything moves.
+
+A ``Group`` is the ranks of a collective seen from one of them; an ``Operation`` is what they do together.  The
+members of a group must agree on its ``meaning``; ``str(operation)`` is how errors name it:
+
+    sum all_reduce of unit 'blocks.3' over shard (4096 x float32, phase 'backward', microbatch 0)
+
+The functions below turn a user's mistake into a ValueError that holds the numbers and the way out.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final, Protocol
+
+import torch
+from torch import Tensor
+
+from plait.comm.ordered_reduce import OPS
+from plait.core.collectives import Note
+from plait.core.mesh import AXES, Mesh
+
+NO_NOTE: Final = Note()
+
+
+class MismatchError(RuntimeError):
+    """Two ranks met in one operation and meant different things."""
+
+
+class Work(Protocol):
+    """An operation under way."""
+
+    def wait(self) -> None:
+        """Returns when the operation's tensors may be read and written again."""
+
+
+class Done:
+    """The work of an operation that was complete when it was issued."""
+
+    def wait(self) -> None:
+        """Returns at once."""
+
+
+DONE: Final = Done()
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """The ranks that share one collective, seen from one of them."""
+
+    axes: tuple[str, ...]
+    ranks: tuple[int, ...]
+    index: int
+    """Where this rank stands among ``ranks``."""
+    sizes: tuple[int, ...]
+    """The size of each axis."""
+
+
+@dataclass(frozen=True, slots=True)
+class Operation:
+    """One operation as one rank means it; members of a group must mean the same."""
+
+    kind: str
+    group: Group
+    note: Note
+    numel: int
+    """Elements of the whole array."""
+    dtype: torch.dtype
+    op: str = ""
+    root: int = -1
+    """The root's index within the group (broadcast, reduce, scatter, gather)."""
+
+    @property
+    def meaning(self) -> tuple[object, ...]:
+        """What all members must agree on."""
+        note = self.note
+        return (self.kind, self.group.axes, self.numel, self.dtype, self.op, self.root, note.phase, note.unit)
+
+    def __str__(self) -> str:
+        note, words = self.note, [f"{self.op + ' ' if self.op else ''}{self.kind}"]
+        if note.unit:
+            words.append(f"of unit {note.unit!r}")
+        words.append(f"over {', '.join(self.group.axes) or 'no axes'}")
+        if self.root >= 0:
+            words.append(f"with root {self.group.ranks[self.root]}")
+        about = [f"{self.numel} x {name_of(self.dtype)}"]
+        if note.phase:
+            about.append(f"phase {note.phase!r}")
+        if note.microbatch >= 0:
+            about.append(f"microbatch {note.microbatch}")
+        return f"{' '.join(words)} ({', '.join(about)})"
+
+
+def name_of(dtype: torch.dtype) -> str:
+    """``float32`` for ``torch.float32``."""
+    return str(dtype).removeprefix("torch.")
+
+
+def label(tensor: Tensor) -> str:
+    """``float32 (3, 4)``: what the two sides of a message must agree on."""
+    return f"{name_of(tensor.dtype)} {tuple(tensor.shape)}"
+
+
+def group_of(mesh: Mesh, rank: int, axes: tuple[str, ...]) -> Group:
+    """The ranks that share a collective over ``axes`` with this one."""
+    if len(set(axes)) != len(axes):
+        raise ValueError(f"an axis stands twice in {axes}: name each axis once")
+    return Group(axes, mesh.group(rank, axes), mesh.index(rank, axes), tuple(mesh.axis(a) for a in axes))
+
+
+def pair_of(mesh: Mesh, rank: int, kind: str, peer: int) -> Group:
+    """This rank and another, the sender first, under the axes along which they lie apart."""
+    if not 0 <= peer < mesh.size or peer == rank:
+        raise ValueError(
+            f"{kind} between rank {rank} and rank {peer} on the mesh {mesh}: "
+            f"the other rank is one of 0 to {mesh.size - 1}, and not {rank} itself"
+        )
+    here, there = mesh.coordinates(rank), mesh.coordinates(peer)
+    ranks = (rank, peer) if kind == "send" else (peer, rank)
+    return Group(tuple(a for a in AXES if here[a] != there[a]), ranks, ranks.index(rank), (2,))
+
+
+def flat(tensor: Tensor, name: str, kind: str, device: torch.device) -> Tensor:
+    """The tensor as 1-D, where it is contiguous and on the device of this world."""
+    if not tensor.is_contiguous():
+        raise ValueError(
+            f"{kind}: {name} of shape {tuple(tensor.shape)} and strides {tensor.stride()} is not "
+            "contiguous: call .contiguous() first, and copy back where it is written"
+        )
+    if tensor.device.type != device.type:
+        raise ValueError(f"{kind}: {name} is on {tensor.device}, this world moves {device} tensors")
+    return tensor.detach().view(-1)
+
+
+def same_dtype(kind: str, a: Tensor, b: Tensor) -> None:
+    """Refuses two sides of different types."""
+    if a.dtype != b.dtype:
+        raise ValueError(f"{kind} between {name_of(a.dtype)} and {name_of(b.dtype)}: convert one to the other first")
+
+
+def multiplies(kind: str, group: Group, whole: Tensor, whole_name: str, piece: Tensor, piece_name: str) -> None:
+    """Refuses a whole that is not ``n`` pieces."""
+    same_dtype(kind, whole, piece)
+    n = len(group.ranks)
+    if whole.numel() != n * piece.numel():
+        raise ValueError(
+            f"{kind} over {names(group)}: {whole_name} has {whole.numel()} elements, but {n} x "
+            f"{piece_name} of {piece.numel()} makes {n * piece.numel()}; pad to equal pieces"
+        )
+
+
+def names(group: Group) -> str:
+    """The axes and the number of ranks, for messages."""
+    return f"{', '.join(group.axes)} ({len(group.ranks)} ranks)"
+
+
+def known_op(op: str, kind: str) -> None:
+    """Refuses what is no reduction, and the mean."""
+    if op in OPS:
+        return
+    if op.lower() in ("avg", "mean", "average"):
+        raise ValueError(f"{kind} with op {op!r}: SUM only, divide yourself (once, by the global count)")
+    raise ValueError(f"{kind} with unknown op {op!r}: use one of {', '.join(OPS)}")
+
+
+def known_root(kind: str, group: Group, root: int) -> None:
+    """Refuses a root outside the group."""
+    if not 0 <= root < len(group.ranks):
+        raise ValueError(
+            f"{kind} over {names(group)} with root {root}: the root is an index within the group, "
+            f"0 to {len(group.ranks) - 1} here, for the ranks {group.ranks}"
+        )
+
+
+def overlap(whole: Tensor, piece: Tensor) -> bool:
+    """Whether the piece lies in the memory of the whole."""
+    if whole.device.type == "meta" or not piece.numel():
+        return False
+    start = piece.data_ptr() - whole.data_ptr()
+    return -piece.numel() * piece.element_size() < start < whole.numel() * whole.element_size()
+
+
+def in_place(kind: str, group: Group, whole: Tensor, whole_name: str, piece: Tensor, piece_name: str) -> None:
+    """Refuses a piece that lies in the memory of its whole, but not at this rank's slice."""
+    if not overlap(whole, piece):
+        return
+    offset = (piece.data_ptr() - whole.data_ptr()) // piece.element_size()
+    if offset != group.index * piece.numel():
+        raise ValueError(
+            f"{kind} over {names(group)}: {piece_name} lies in {whole_name} at element {offset}; rank "
+            f"{group.ranks[group.index]} is member {group.index}, whose slice starts at {group.index * piece.numel()}"
+        )
+
+
+def copied(out: Tensor, piece: Tensor) -> Work:
+    """The values of ``piece`` in ``out``, which may be the same memory; it is all that a group of one does."""
+    if out.device.type != "meta" and out.data_ptr() != piece.data_ptr():
+        with torch.no_grad():
+            out.copy_(piece)
+    return DONE

@@ -1,0 +1,96 @@
+"""What a process holds of messages that are under way, and what waiting for them does.
+
+    P2PWork    messages, then something to finish (an ordered reduction)
+    Sent       the handle of a message that was sent, whether it is kept or dropped
+    TwoPhase   a large all-reduce: reduce-scatter, then all-gather
+
+torch's handles and the memory they work on are held until somebody waits, even where the user drops the handle.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+
+import torch
+
+from plait.comm.gloo import GlooTransport, Started
+from plait.comm.operation import Operation, Work
+
+
+class P2PWork:
+    """Messages under way, and what is to be done when they are through.
+
+    Args:
+        under_way: holds this work, and so its memory, until it has been waited for.
+    """
+
+    def __init__(
+        self,
+        transport: GlooTransport,
+        operation: Operation,
+        works: list[Started],
+        under_way: dict[int, P2PWork],
+        finish: Callable[[], None] | None = None,
+    ) -> None:
+        self._transport, self._operation, self._works, self._finish = transport, operation, works, finish
+        self._under_way = under_way
+        under_way[id(self)] = self
+
+    @property
+    def is_under_way(self) -> bool:
+        """Whether nobody has waited for it yet."""
+        return self._under_way.get(id(self)) is self
+
+    def wait(self) -> None:
+        """Waits for the messages, then finishes; a second time nothing."""
+        if not self.is_under_way:
+            return
+        try:
+            self._transport.wait(self._operation, self._works)
+        finally:
+            del self._under_way[id(self)]
+        if self._finish is not None:
+            with torch.no_grad():
+                self._finish()
+        self._works, self._finish = [], None
+
+
+class Sent:
+    """The handle of a message to another rank.
+
+    Where it is dropped, nobody will ask whether the message has arrived: it is noted in ``dropped``.
+    """
+
+    def __init__(self, message: P2PWork, dropped: dict[int, P2PWork]) -> None:
+        self._message, self._dropped = message, dropped
+
+    def wait(self) -> None:
+        """The message has been taken in; its memory is free."""
+        self._message.wait()
+
+    def __del__(self) -> None:
+        if self._message.is_under_way:
+            self._dropped[id(self._message)] = self._message
+
+
+class TwoPhase:
+    """Work whose second phase starts when this rank waits.
+
+    So several of one group finish in the order of issue, whichever is waited for first: otherwise two ranks could wait
+    for each other.
+
+    Args:
+        queue: those of the group, the oldest first.
+    """
+
+    def __init__(self, first: Work, second: Callable[[], Work], queue: deque[TwoPhase]) -> None:
+        self._first, self._second, self._queue = first, second, queue
+        queue.append(self)
+
+    def wait(self) -> None:
+        """Finishes all earlier ones of the group, then this one."""
+        while self in self._queue:
+            oldest = self._queue.popleft()
+            oldest._first.wait()
+            oldest._second().wait()

@@ -1,0 +1,219 @@
+"""Where threads meet: numbered barriers and mailboxes under one lock.
+
+    rank 0   meet #4 ---+            body: read all, write my share ---+           go on
+                        |  all here                                    |  all done
+    rank 1   meet #4 ---+            body: read all, write my share ---+           go on
+
+Every wait ends: by the others coming, by the deadline, by a member that has returned for good, or by the
+abort that a failing rank sets off.  Whoever notices first writes the reason into the barrier, and every
+member that comes later reads the same reason.
+
+Where it is the deadline, the reason says what the ranks that did not come were doing: threads of one process can look
+at each other's stacks.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Container, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from plait.comm.base import MismatchError, Operation
+
+PIECES = 20
+"""In so many pieces a rank waits out its deadline."""
+FRAMES = 12
+"""How many calls of a rank's stack are shown, the innermost last."""
+
+
+class AbortedError(RuntimeError):
+    """Another rank failed, so this one stopped waiting for it."""
+
+
+@dataclass
+class _Barrier:
+    first: int
+    """The rank that came first, and what it meant."""
+    operation: Operation
+    changed: threading.Condition
+    brought: dict[int, Tensor | None] = field(default_factory=dict)
+    """What each rank laid down."""
+    left: int = 0
+    failure: str = ""
+    """Why this barrier cannot take place; told to every rank that comes."""
+    kind: type[Exception] = RuntimeError
+
+
+class Rendezvous:
+    """What the ranks of one world share: barriers, mailboxes and the news that one of them has failed."""
+
+    def __init__(self, num_ranks: int, deadline: float) -> None:
+        self.deadline = deadline
+        self._lock = threading.Lock()
+        self._barriers: dict[tuple[tuple[int, ...], int], _Barrier] = {}
+        self._mail: dict[tuple[int, int, int], Tensor] = {}
+        self._posted = [threading.Condition(self._lock) for _ in range(num_ranks)]
+        self._threads: dict[int, int] = {}
+        self._ended: set[int] = set()
+        self._aborted = ""
+
+    def begin(self, rank: int) -> None:
+        """Says that the calling thread is the rank."""
+        with self._lock:
+            self._threads[rank] = threading.get_ident()
+
+    def abort(self, why: str) -> None:
+        """Makes every wait, now and later, raise AbortedError."""
+        with self._lock:
+            self._aborted = self._aborted or why
+            self._wake()
+
+    def end(self, rank: int) -> None:
+        """Says that a rank has returned and will come to no barrier any more."""
+        with self._lock:
+            self._ended.add(rank)
+            self._wake()
+
+    def _wake(self) -> None:
+        for barrier in self._barriers.values():
+            barrier.changed.notify_all()
+        for posted in self._posted:
+            posted.notify_all()
+
+    @contextmanager
+    def meet(self, rank: int, number: int, operation: Operation, mine: Tensor | None) -> Iterator[list[Tensor | None]]:
+        """Yields what the members brought, in group order; all stay until the body has run everywhere."""
+        ranks = operation.group.ranks
+        key = (tuple(sorted(ranks)), number)
+        with self._lock:
+            self._raise_if_aborted(rank, operation)
+            barrier = self._barriers.get(key)
+            if barrier is None:
+                barrier = _Barrier(rank, operation, threading.Condition(self._lock))
+                self._barriers[key] = barrier
+            if not barrier.failure and barrier.operation.meaning != operation.meaning:
+                both = f"rank {barrier.first} is in {barrier.operation}, rank {rank} in {operation}"
+                why = f"{both}: members of a group must call the same, in one order"
+                self._fail(barrier, MismatchError, why)
+            barrier.brought[rank] = mine
+            if len(barrier.brought) == len(ranks):
+                barrier.changed.notify_all()
+            self._await_members(rank, operation, barrier)
+        try:
+            yield [barrier.brought[r] for r in ranks]
+        except BaseException as error:
+            with self._lock:
+                self._fail(barrier, AbortedError, f"rank {rank} failed in {operation}: {error}")
+            raise
+        with self._lock:
+            barrier.left += 1
+            if barrier.left == len(ranks):
+                del self._barriers[key]
+                barrier.changed.notify_all()
+            everyone_left = lambda: barrier.left == len(ranks) or barrier.failure or self._aborted  # noqa: E731
+            in_time = self._wait(barrier.changed, everyone_left)
+            if barrier.left < len(ranks):
+                if not in_time:
+                    raise TimeoutError(f"rank {rank} waited {self.deadline:g} s for others to finish {operation}")
+                self._raise(barrier)
+                self._raise_if_aborted(rank, operation)
+
+    def _wait(self, changed: threading.Condition, settled: Callable[[], object]) -> bool:
+        """Waits until ``settled()``, or says False after the deadline.
+
+        It counts the time in which somebody could come.  While Python's collector runs, or a library call that holds
+        the interpreter, or the process is stopped, all ranks stand still; who waits then wakes far too late, and counts
+        the piece of its deadline that it meant to sleep.
+        """
+        left = self.deadline
+        while not settled():
+            if left <= 0:
+                return False
+            piece, start = min(left, self.deadline / PIECES), time.monotonic()
+            changed.wait(piece)
+            left -= min(piece, time.monotonic() - start)
+        return True
+
+    def _await_members(self, rank: int, operation: Operation, barrier: _Barrier) -> None:
+        ranks = operation.group.ranks
+
+        def settled() -> bool:
+            if len(barrier.brought) == len(ranks) or barrier.failure or self._aborted:
+                return True
+            return any(r in self._ended and r not in barrier.brought for r in ranks)
+
+        computed = time.process_time()
+        in_time = self._wait(barrier.changed, settled)
+        self._raise(barrier)
+        if len(barrier.brought) == len(ranks):
+            return
+        self._raise_if_aborted(rank, operation)
+        missing = _list(r for r in ranks if r not in barrier.brought)
+        if in_time:
+            gone = _list(r for r in ranks if r not in barrier.brought and r in self._ended)
+            text = f"rank {rank} is in {operation}, but {gone} returned without it"
+        else:
+            text = f"rank {rank} waited {self.deadline:g} s in {operation}: {missing} did not come"
+            text += self._elsewhere(barrier.brought, computed)
+        self._fail(barrier, RuntimeError if in_time else TimeoutError, text)
+        self._raise(barrier)
+
+    def _fail(self, barrier: _Barrier, kind: type[Exception], text: str) -> None:
+        if not barrier.failure:
+            barrier.failure, barrier.kind = text, kind
+            barrier.changed.notify_all()
+
+    def _raise(self, barrier: _Barrier) -> None:
+        if barrier.failure:
+            raise barrier.kind(barrier.failure)
+
+    def _raise_if_aborted(self, rank: int, operation: Operation) -> None:
+        if self._aborted:
+            raise AbortedError(f"rank {rank} stopped in {operation}, because {self._aborted}")
+
+    def post(self, operation: Operation, tensor: Tensor, number: int) -> None:
+        """Puts a copy of ``tensor`` into the mailbox."""
+        src, dst = operation.group.ranks
+        with self._lock:
+            self._raise_if_aborted(src, operation)
+            self._mail[src, dst, number] = tensor.clone()
+            self._posted[dst].notify_all()
+
+    def take(self, operation: Operation, number: int) -> Tensor:
+        """Waits for the message of that number."""
+        src, dst = operation.group.ranks
+        key = (src, dst, number)
+        with self._lock:
+            settled = lambda: key in self._mail or self._aborted or src in self._ended  # noqa: E731
+            computed = time.process_time()
+            in_time = self._wait(self._posted[dst], settled)
+            message = self._mail.pop(key, None)
+            if message is None:
+                self._raise_if_aborted(dst, operation)
+                if in_time:
+                    raise RuntimeError(f"rank {dst} is in {operation}, but rank {src} returned without sending")
+                waited = f"rank {dst} waited {self.deadline:g} s in {operation}"
+                raise TimeoutError(f"{waited}: rank {src} did not send{self._elsewhere((dst,), computed)}")
+        return message
+
+    def _elsewhere(self, here: Container[int], computed: float) -> str:
+        """How much the process computed since, and where the ranks that are not ``here`` stand: their stacks."""
+        text = f" (this process computed {time.process_time() - computed:.2f} s meanwhile)"
+        frames = sys._current_frames()
+        for rank, thread in sorted(self._threads.items()):
+            if rank not in here and thread in frames:
+                inside = "".join(f" in {m.operation}," for m in self._barriers.values() if rank in m.brought)
+                stack = traceback.format_list(traceback.extract_stack(frames[thread], FRAMES))
+                text += f"\nrank {rank} stands{inside} at\n{''.join(stack).rstrip()}"
+        return text
+
+
+def _list(ranks: Iterator[int]) -> str:
+    numbers = [str(rank) for rank in ranks]
+    return f"rank{'s' if len(numbers) > 1 else ''} {', '.join(numbers)}"

@@ -1,0 +1,117 @@
+"""The ``plait`` command: words and flags in, an exit code out; the work is elsewhere.
+
+    plait train         train a model on a mesh                             plait/train/run.py
+    plait verify        compare a layout with the single process            plait/verify/
+    plait doctor        what this machine is                                plait/commands/doctor.py
+    plait bench comm    what the links of a mesh carry                      plait/measure/comm.py
+    plait schedule      show, prove or draw a pipeline's schedule           plait/commands/schedule.py
+
+Exit codes: 0 done (verify: equal), 1 failed (verify: not equal), 2 bad input; 128 + n for signal n.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Literal, TypeVar
+
+import tyro
+
+from plait import config as configs
+from plait.comm.base import Comm
+from plait.commands.bench import run_bench
+from plait.commands.doctor import DoctorConfig, run_doctor
+from plait.commands.schedule import ScheduleCommand, run_schedule
+from plait.config import TrainConfig, VerifyConfig
+from plait.launch.failure import guarded
+from plait.launch.local import launch
+from plait.measure import comm as bench
+
+Config = TypeVar("Config", TrainConfig, VerifyConfig)
+
+
+@dataclass(frozen=True)
+class BenchCommand(bench.BenchConfig):
+    """Time messages between ranks: ping-pong, and every collective by size."""
+
+    what: tyro.conf.Positional[Literal["comm"]] = "comm"
+    """What is timed."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one command and returns its exit code.
+
+    Mistakes end with one line and exit code 2; anything unexpected with its traceback and exit code 1.
+    """
+    words = list(sys.argv[1:] if argv is None else argv)
+    return guarded(lambda: run(words))
+
+
+def run(argv: list[str]) -> int:
+    """The command in ``argv``; mistakes are raised."""
+    command = parse(argv)
+    if isinstance(command, DoctorConfig):
+        return run_doctor(command)
+    if isinstance(command, ScheduleCommand):
+        return run_schedule(command)
+    body: Callable[[Comm], int]
+    if isinstance(command, BenchCommand):
+        bench.validate(command)
+        body = lambda comm: run_bench(command, comm)  # noqa: E731
+    elif isinstance(command, VerifyConfig) and command.matrix is not None:
+        from plait.verify.matrix import run_matrix
+
+        return run_matrix(command)
+    else:
+        configs.validate(command)
+        body = _training(command, argv)
+    return launch(command, body, [sys.executable, "-m", "plait", *argv])
+
+
+def _training(command: TrainConfig | VerifyConfig, argv: Sequence[str]) -> Callable[[Comm], int]:
+    if isinstance(command, TrainConfig):
+        from plait.train.run import run_train
+
+        return lambda comm: run_train(command, comm, argv)
+    from plait.verify import run_verify
+
+    return lambda comm: run_verify(command, comm)
+
+
+def parse(argv: Sequence[str]) -> TrainConfig | VerifyConfig | DoctorConfig | BenchCommand | ScheduleCommand:
+    """The command line as one of the configs; usage errors leave with exit code 2, as argparse's do."""
+    train = _defaults(TrainConfig, argv) if argv[:1] == ["train"] else TrainConfig()
+    verify = _defaults(VerifyConfig, argv) if argv[:1] == ["verify"] else VerifyConfig()
+    named = tyro.conf.subcommand
+    kinds = (
+        Annotated[TrainConfig, named("train", default=train)]
+        | Annotated[VerifyConfig, named("verify", default=verify)]
+        | Annotated[DoctorConfig, named("doctor")]
+        | Annotated[BenchCommand, named("bench")]
+        | Annotated[ScheduleCommand, named("schedule")]
+    )
+    command = tyro.cli(kinds, prog="plait", description="Train one model over many ranks.", args=list(argv))
+    if isinstance(command, TrainConfig | VerifyConfig) and command.epochs is not None:
+        _check_steps(command, argv)
+    return command
+
+
+def _check_steps(command: TrainConfig | VerifyConfig, argv: Sequence[str]) -> None:
+    """Raises ValueError for ``--steps`` beside epochs, which say themselves how many steps there are."""
+    given = {word.partition("=")[0] for word in argv}
+    if "--steps" in given:
+        where = f" of {command.config}" if command.config and "--epochs" not in given else ""
+        raise ValueError(
+            f"--steps {command.steps} beside epochs {command.epochs}{where}, which are a number of steps too: "
+            f"leave --steps out, or give --epochs None"
+        )
+
+
+def _defaults(kind: type[Config], argv: Sequence[str]) -> Config:
+    """The defaults of a command: the file named by ``--config``, if there is one."""
+    for i, word in enumerate(argv):
+        flag, equals, path = word.partition("=")
+        if flag == "--config" and (equals or i + 1 < len(argv)):
+            return configs.from_toml(kind, path if equals else argv[i + 1])
+    return kind()

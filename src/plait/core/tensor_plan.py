@@ -1,0 +1,193 @@
+"""A tensor-parallel plan as data: which module is cut how.
+
+A plan maps patterns of module names to *styles*.  A style says how a module's parameters are cut over the tensor
+axis, and so what its activations are on each rank:
+
+    style             weight                   reads        leaves
+    column            [out/tensor, in]         whole        cut in its last dim
+    row               [out, in/tensor]         cut          whole (a sum over the ranks)
+    gathered          [out/tensor, in]         whole        whole (its pieces are gathered)
+    vocabulary        [vocabulary/tensor, D]   tokens       whole (embedding, a sum over the ranks)
+                                               whole        logits cut in classes (head)
+    sequence          whole, summed            cut in time under sequence parallelism, whole without it
+    summed            whole, summed            cut          cut: a norm on each head, for example
+    enter             -                        its input becomes whole before its own code sees it
+    split             -                        its input, whole until here, is cut in time
+    hidden, heads     -                        draws dropout on activations cut in their last dim, or by heads
+    whole             whole                    whole        whole: as if it were not named
+
+``enter`` and ``split`` are for sequence parallelism in code that reads lengths off its input: attention that shapes its
+heads by it, a model that makes positions from its embedding.
+
+*summed*: every rank computes a share of the parameter's gradient, which is pending(tensor).  *Whole* means the same on
+every rank of the axis; under sequence parallelism the stream between a row's sum and the next column is cut in time.
+
+    "blocks.*.attention.query": "column by 16"        whole heads of 16 rows
+    "blocks.*.attention.qkv":   "column 8|2|2 by 16"  fused: 8 query, 2 key, 2 value heads, each cut by itself
+    "blocks.*.mlp.down":        "row"
+
+Source: Megatron-LM (Shoeybi et al. 2019), sequence parallelism (Korthikanti et al. 2022).
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+
+@dataclass(frozen=True)
+class StyleKind:
+    """What is special about a kind of style.
+
+    ``cut_dim`` is the dim of the weight that is cut, None where none is.  ``enters``: it reads a whole activation,
+    which its siblings share.  ``site``: the kind of ``Site`` where its output travels (its input if no weight is cut).
+    """
+
+    cut_dim: int | None = None
+    enters: bool = False
+    site: str = ""
+
+
+KINDS = {
+    "column": StyleKind(0, enters=True),
+    "row": StyleKind(1, site="leave"),
+    "gathered": StyleKind(0, enters=True, site="gather"),
+    "vocabulary": StyleKind(0),
+    "sequence": StyleKind(),
+    "summed": StyleKind(),
+    "enter": StyleKind(),
+    "split": StyleKind(site="split"),
+    "hidden": StyleKind(),
+    "heads": StyleKind(),
+    "whole": StyleKind(),
+}
+"""The styles; ``vocabulary`` travels by what its module is: an embedding leaves, a head enters and ends in the loss."""
+
+FORWARD, BACKWARD = "tensor forward", "tensor backward"
+"""How the ledger calls the phases of messages over the tensor axis, for those who send and who predict."""
+
+
+@dataclass(frozen=True)
+class Style:
+    """How one module takes part in tensor parallelism.
+
+    ``parts`` are the sizes of a fused output, in grains; empty for a single part.  ``grain`` is the number of elements
+    that stay together, 1 for any.
+    """
+
+    kind: str
+    parts: tuple[int, ...] = ()
+    grain: int = 1
+
+    @classmethod
+    def parse(cls, text: str) -> Style:
+        """``"column"``, ``"column by 16"`` or ``"column 8|2|2 by 16"`` as a style.
+
+        Raises:
+            ValueError: an unknown word (the nearest are given), or sizes for a style that has none.
+        """
+        match = re.fullmatch(r"\s*([a-z_]+)(?:\s+([0-9|]+))?(?:\s+by\s+([0-9]+))?\s*", text)
+        if match is None:
+            raise ValueError(f"cannot read the style {text!r}: write column, 'column by 16' or 'column 8|2|2 by 16'")
+        kind, parts, grain = match.groups()
+        if kind not in KINDS:
+            near = difflib.get_close_matches(kind, KINDS, n=2)
+            hint = f"did you mean {' or '.join(near)}? " if near else ""
+            raise ValueError(f"unknown style {kind!r}: {hint}the styles are {', '.join(KINDS)}")
+        if (parts or grain) and KINDS[kind].cut_dim is None:
+            cutting = ", ".join(name for name, row in KINDS.items() if row.cut_dim is not None)
+            raise ValueError(f"style {text!r}: only {cutting} cut a weight, so only they have sizes")
+        if parts and kind != "column":
+            raise ValueError(f"style {text!r}: only column has parts, the sizes of a fused output")
+        return cls(kind, tuple(int(p) for p in (parts or "").split("|") if p), int(grain or 1))
+
+    @property
+    def cut_dim(self) -> int | None:
+        """The dim of the weight that is cut; None: it is whole."""
+        return KINDS[self.kind].cut_dim
+
+    @property
+    def enters(self) -> bool:
+        """Whether it reads a whole activation, which its siblings share."""
+        return KINDS[self.kind].enters
+
+    def __str__(self) -> str:
+        parts = f" {'|'.join(map(str, self.parts))}" if self.parts else ""
+        return f"{self.kind}{parts}{f' by {self.grain}' if self.grain > 1 else ''}"
+
+
+def match_styles(
+    plan: Mapping[str, str | Style], modules: Iterable[str], parameters: Iterable[str]
+) -> dict[str, Style]:
+    """The style of every module that a plan names.
+
+    A pattern is a module's name, or a parameter's; ``*`` stands for anything.  A parameter stands for its module,
+    except under ``summed`` and ``sequence``, which are said of parameters: then its own name is in the result.
+
+    Raises:
+        ValueError: a pattern that matches nothing (the nearest names are given), or a module with two styles.
+    """
+    names = list(modules)
+    owners = {p: p.rpartition(".")[0] for p in parameters}
+    styles: dict[str, tuple[Style, str]] = {}
+    for pattern, text in plan.items():
+        style = text if isinstance(text, Style) else Style.parse(text)
+        hits = [n for n in names if fnmatchcase(n, pattern)]
+        if not hits:
+            itself = style.kind in ("summed", "sequence")
+            hits = list(dict.fromkeys(p if itself else o for p, o in owners.items() if fnmatchcase(p, pattern)))
+        if not hits:
+            near = _nearest(pattern, [*names, *owners])
+            raise ValueError(
+                f"the tensor plan names {pattern!r}, which no module or parameter of the model matches; the nearest "
+                f"names are {', '.join(near) or 'none'}"
+            )
+        for name in hits:
+            other, by = styles.get(name, (style, pattern))
+            if other != style:
+                raise ValueError(
+                    f"the tensor plan shards {name!r} twice: {by!r} says {str(other)!r}, {pattern!r} says "
+                    f"{str(style)!r}; keep one"
+                )
+            styles[name] = (style, pattern)
+    return {name: style for name, (style, _) in styles.items()}
+
+
+def _nearest(pattern: str, names: Iterable[str]) -> list[str]:
+    """Names like the pattern, numbers in them shown as ``*`` so that layers count once."""
+    general = dict.fromkeys(re.sub(r"(^|\.)\d+(?=\.|$)", r"\1*", name) for name in names if name)
+    wanted = re.sub(r"(^|\.)\d+(?=\.|$)", r"\1*", pattern)
+    return difflib.get_close_matches(wanted, general, n=3, cutoff=0.4)
+
+
+MESSAGES = {
+    # site     sequence parallelism: forward, backward     without: forward, backward
+    "enter": (("all_gather", "reduce_scatter"), ("", "all_reduce")),
+    "leave": (("reduce_scatter", "all_gather"), ("all_reduce", "")),
+    "sum": (("all_reduce", ""), ("all_reduce", "")),
+    "split": (("", "all_gather"), ("", "")),
+    "gather": (("all_gather", ""), ("all_gather", "")),
+    "loss": (("all_gather", ""), ("all_gather", "")),
+}
+"""The collectives of a kind of site.  An all_reduce carries the whole activation, a gathered output its last dim in
+pieces, a loss three numbers per token; all others carry the activation in pieces of time."""
+
+
+@dataclass(frozen=True)
+class Site:
+    """A place of the model where tensor parallelism sends messages.
+
+    ``enter`` a whole activation comes to column-cut siblings, ``leave`` a sum over the ranks becomes whole, ``sum`` the
+    same where it stays whole under sequence parallelism, ``split`` a whole stream is cut in time, ``gather`` a cut
+    output becomes whole, ``loss`` cross-entropy over cut classes.  ``width`` is the size of the activation's last dim,
+    whole; 0 for a loss.
+    """
+
+    kind: str
+    name: str
+    width: int
+    trains_input: bool = True
+    """Whether something before it trains, so that its input wants a gradient."""

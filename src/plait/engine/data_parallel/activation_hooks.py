@@ -1,0 +1,64 @@
+"""Hooks on activations of the microbatches under way; they go with their microbatch.
+
+Some tell that a unit's backward begins (its output's gradient has come), the others that it is over: the gradients of
+all its inputs have come, over all its calls in the microbatch.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+from torch.utils.hooks import RemovableHandle
+
+from plait.engine.data_parallel.unit import Unit
+
+
+def tensors_in(value: Any) -> list[Tensor]:
+    """Those of a pytree."""
+    return [value] if type(value) is Tensor else [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
+
+
+class ActivationHooks:
+    """By microbatch; ``microbatch`` is the one whose pass runs (a user's own loop has one)."""
+
+    def __init__(self) -> None:
+        self.microbatch = 0
+        self._handles: defaultdict[int, list[RemovableHandle]] = defaultdict(list)
+        self._missing: defaultdict[int, Counter[Unit]] = defaultdict(Counter)
+        """Inputs of each unit whose gradients are still to come."""
+
+    def when_gradient_comes(self, tensor: Tensor, call: Callable[[Tensor], None]) -> None:
+        """Call when the tensor's gradient comes in this microbatch (a hook on a parameter would stay forever)."""
+        self._handles[self.microbatch].append(tensor.register_hook(call))
+
+    def await_inputs(self, unit: Unit, inputs: Iterable[Any], call: Callable[[Unit], None]) -> None:
+        """Call whenever the gradient of an input of the unit has come."""
+        missing = self._missing[self.microbatch]
+
+        def arrived(gradient: Tensor) -> None:
+            missing[unit] -= 1
+            call(unit)
+
+        for tensor in tensors_in(list(inputs)):
+            if tensor.requires_grad:
+                missing[unit] += 1
+                self.when_gradient_comes(tensor, arrived)
+
+    def inputs_have_come(self, unit: Unit) -> bool:
+        """Whether the gradients of all its inputs have; False where none of them wants one."""
+        return self._missing[self.microbatch].get(unit) == 0
+
+    def drop(self, microbatch: int) -> None:
+        """It is over."""
+        self._missing.pop(microbatch, None)
+        for handle in self._handles.pop(microbatch, ()):
+            handle.remove()
+
+    def drop_all(self) -> None:
+        """Whatever an earlier step left behind when it raised is gone."""
+        for microbatch in {*self._missing, *self._handles}:
+            self.drop(microbatch)

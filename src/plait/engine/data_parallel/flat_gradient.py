@@ -1,0 +1,139 @@
+"""Where the gradient of one flat buffer lies: the accumulator, and what a microbatch adds to it.
+
+A gradient is taken in one pass: straight into the accumulator where it holds every element (the first microbatch is
+copied, later ones are added), elsewhere into a transient buffer, which is reduced to this rank's piece.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from plait.comm import Comm
+from plait.core.cells import Moves
+from plait.engine.data_parallel.storage import Flat
+from plait.engine.data_parallel.transfers import transfers
+
+
+class Buffers:
+    """Transient gradient buffers, reused: fresh memory costs page faults.
+
+    A larger buffer serves a smaller unit, and one that is too small is given up for a larger one, so there are never
+    more buffers than were in use at once.
+    """
+
+    def __init__(self) -> None:
+        self._free: list[Tensor] = []
+        self._bases: dict[int, Tensor] = {}
+
+    def take(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """``numel`` elements, with whatever was in them before."""
+        same = sorted((t for t in self._free if t.dtype == dtype), key=Tensor.numel)
+        base = next((t for t in same if t.numel() >= numel), None)
+        if same:
+            gone = same[-1] if base is None else base
+            self._free = [t for t in self._free if t is not gone]
+        if base is None:
+            base = torch.zeros(numel, dtype=dtype, device=device)
+        view = base[:numel]
+        self._bases[id(view)] = base
+        return view
+
+    def give(self, view: Tensor) -> None:
+        """What ``take`` returned is free again."""
+        self._free.append(self._bases.pop(id(view)))
+
+    @property
+    def bytes(self) -> int:
+        return sum(t.numel() * t.element_size() for t in self._free)
+
+
+class FlatGradient:
+    """The gradient of one flat buffer: its accumulator (this rank's piece) and what the microbatch adds."""
+
+    def __init__(self, flat: Flat, moves: Moves, comm: Comm, buffers: Buffers) -> None:
+        self.flat, self.buffers = flat, buffers
+        start, stop = flat.grads_place
+        self.direct = not flat.grads_split
+        """The accumulator holds every element, so gradients are taken straight into it."""
+        self.accumulated = torch.zeros(stop - start, dtype=flat.sum_dtype, device=flat.rest.device)
+        self.views = self._cut(self.accumulated) if self.direct else []
+        self.transient: Tensor | None = None
+        self.touched: set[int] = set()
+        """Which parameters got a gradient in this step: zero is a gradient, none is not."""
+        self.touched_now: set[int] = set()
+        """In this microbatch."""
+        self.started = False
+        self.claimed = False
+        """A reduction writes, or has written, the first microbatch's sum into the accumulator."""
+        self.microbatch_messages = () if self.direct else transfers(moves.microbatch, flat.layout, comm)
+
+    def name(self, index: int) -> str:
+        """Of one of its parameters."""
+        return self.flat.layout.slots[index].name
+
+    def _cut(self, whole: Tensor) -> list[Tensor]:
+        """A view for every parameter."""
+        return [whole[slot.offset : slot.end].view(slot.shape) for slot in self.flat.layout.slots]
+
+    def begin_step(self) -> None:
+        """Forget the last step's sum (the memory stays)."""
+        self.touched.clear()
+        self.started = self.claimed = False
+
+    def take(self, index: int, gradient: Tensor) -> None:
+        """Move one parameter's gradient into the buffer."""
+        if self.direct and index in self.touched:
+            self.views[index].add_(gradient)
+        else:
+            if not self.direct and self.transient is None:
+                self.make_transient()
+            self.views[index].copy_(gradient)
+            self.touched.add(index)
+        self.touched_now.add(index)
+
+    @property
+    def owned(self) -> Tensor:
+        """The elements that this rank's optimizer updates; they are the whole sum once the step has reduced them."""
+        (start, stop), first = self.flat.optim_place, self.flat.grads_place[0]
+        return self.accumulated[start - first : stop - first]
+
+    def make_transient(self) -> Tensor:
+        """A buffer for the whole gradient of a microbatch."""
+        self.transient = self.buffers.take(self.flat.layout.numel, self.flat.sum_dtype, self.flat.rest.device)
+        self.views = self._cut(self.transient)
+        return self.transient
+
+    def hand_over(self) -> tuple[Tensor, Tensor]:
+        """The microbatch's whole gradient, zeros where none came, and the piece of it that this rank accumulates.
+
+        The first piece is written straight into the accumulator, where all pieces are alike.
+        """
+        whole = self.make_transient() if self.transient is None else self.transient
+        self.fill_untouched(whole, self.touched_now)
+        self.transient, self.views = None, []
+        piece = self.accumulated if self.flat.layout.even and not self.claimed else whole[slice(*self.flat.grads_place)]
+        self.claimed = True
+        return whole, piece
+
+    def accumulate(self, piece: Tensor) -> None:
+        """Add a microbatch's sum."""
+        if self.started:
+            self.accumulated.add_(piece)
+        elif piece.data_ptr() != self.accumulated.data_ptr():
+            self.accumulated.copy_(piece)
+        self.started = True
+
+    def complete(self) -> None:
+        """Before the step's own reductions: zeros for what got no gradient on this rank; others may have one."""
+        if self.direct:
+            self.fill_untouched(self.accumulated, self.touched)
+        elif not self.started:
+            self.accumulated.zero_()
+
+    def fill_untouched(self, whole: Tensor, touched: set[int]) -> None:
+        """Zeros for the parameters that got no gradient."""
+        if len(touched) < len(self.flat.parameters):
+            for index, slot in enumerate(self.flat.layout.slots):
+                if index not in touched:
+                    whole[slot.offset : slot.end].zero_()

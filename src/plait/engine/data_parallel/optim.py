@@ -1,0 +1,202 @@
+"""Who updates what: a stock optimizer pointed at the pieces this rank owns.
+
+``OwnedOptimizer`` takes an optimizer that was built on the model's parameters in the ordinary way and replaces, in
+its parameter groups, each parameter by views of the runs of it that lie in this rank's piece:
+
+    group 0: [w, b]          rank 0: [w[0:32]]               lr, weight decay, betas: untouched
+                             rank 1: [w[32:35], b]
+
+States are made lazily, at the first step, so those of elements that a rank does not own never come to exist.  The
+updates happen in place in the unit's storage.  Learning-rate schedules that hold the optimizer go on working.
+
+Cutting a parameter is right only for *element-wise* optimizers; that is probed, not looked up in a list: two steps
+on a small matrix, whole and as two flat runs, must agree to the bit.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from plait.core.flat import BOUNDARY_BYTES, GRAIN, Run
+from plait.core.tensor_cut import TensorCut
+from plait.engine.data_parallel.flat_gradient import FlatGradient
+from plait.engine.data_parallel.storage import Flat
+
+
+@dataclass(frozen=True)
+class Owned:
+    """One run of a parameter that this rank's optimizer updates.
+
+    ``view`` lies in the unit's storage (or in its master weights), ``gradient`` in its accumulator; both have the
+    parameter's shape where the run is the whole of it, and are flat otherwise.
+    """
+
+    name: str
+    run: Run
+    flat: Flat
+    cut: TensorCut | None
+    """How the parameter is cut over the tensor axis; the run lies in this rank's piece of it."""
+    view: nn.Parameter
+    gradient: Tensor
+    converts: bool
+    """The optimizer has another dtype or device than the sums."""
+
+
+def owned_runs(gradients: Iterable[FlatGradient]) -> list[Owned]:
+    """Every run that the rows' optimizer cell gives this rank."""
+    owned = []
+    for g in gradients:
+        flat, updated, sums = g.flat, g.flat.updated, g.owned
+        converts = (sums.dtype, sums.device) != (updated.dtype, updated.device)
+        for run in flat.layout.runs(*flat.optim_place):
+            here = slice(run.offset, run.offset + run.numel)
+            shape = run.slot.shape if run.whole else (run.numel,)
+            view, cut = nn.Parameter(updated[here].view(shape)), flat.cuts[flat.layout.slots.index(run.slot)]
+            owned.append(Owned(run.slot.name, run, flat, cut, view, sums[here].view(shape), converts))
+    return owned
+
+
+def rebuilt(optimizer: Optimizer, groups: Sequence[Mapping[str, Any]]) -> Optimizer:
+    """A new optimizer of the same class and settings on other parameters, with no state."""
+    signature = inspect.signature(type(optimizer).__init__).parameters
+    takes_any = any(p.kind is p.VAR_KEYWORD for p in signature.values())
+    settings = {k: v for k, v in optimizer.defaults.items() if takes_any or k in signature}
+    return type(optimizer)([dict(group) for group in groups], **settings)
+
+
+def probe_elementwise(optimizer: Optimizer, dtype: torch.dtype | None = None) -> str | None:
+    """Why the optimizer is not element-wise; None when two probing steps say that it is.
+
+    Each parameter group's settings are tried on an 8 x 12 matrix, whole and cut where a flat layout may cut.
+
+    Args:
+        dtype: of what it will update; None: of the group's first parameter.
+    """
+    for number, group in enumerate(optimizer.param_groups):
+        dtype = dtype or (group["params"][0].dtype if group["params"] else torch.float32)
+        settings = {k: v for k, v in group.items() if k != "params"}
+        if "lr" in settings and float(settings["lr"]) == 0:
+            settings["lr"] = 0.1  # a schedule that warms up from 0 would let any optimizer pass
+        values = torch.linspace(-1, 1, 96, dtype=torch.float64).sin().to(dtype)
+        whole = [nn.Parameter(values.clone().view(8, 12))]
+        cut = max(GRAIN, BOUNDARY_BYTES // values.element_size())  # where flat layouts may cut this dtype
+        runs = [nn.Parameter(values[:cut].clone()), nn.Parameter(values[cut:].clone())]
+        try:
+            for parameters in (whole, runs):
+                probe = rebuilt(optimizer, [{**settings, "params": parameters}])
+                for step in (1, 2):
+                    gradient = (values * 3 + step).cos()
+                    parts = [gradient.view(8, 12)] if parameters is whole else [gradient[:cut], gradient[cut:]]
+                    for parameter, part in zip(parameters, parts, strict=True):
+                        parameter.grad = part.clone()
+                    probe.step()
+        except Exception as error:  # whatever a class raises on flat runs is its reason
+            return f"{type(error).__name__} on flat runs of a matrix: {error}"
+        pieces = torch.cat([run.detach() for run in runs])
+        if not torch.equal(pieces, whole[0].detach().view(-1)):
+            worst = (pieces - whole[0].detach().view(-1)).abs().max().item()
+            return f"two steps on a matrix and on two flat runs of it differ by up to {worst:.3g} (group {number})"
+    return None
+
+
+def has_state_at_once(optimizer: Optimizer) -> bool:
+    """Whether the class makes its states when it is built (Adagrad) and not at the first step."""
+
+    def on_meta(parameter: Tensor) -> Tensor:
+        return torch.empty_like(parameter, device="meta").requires_grad_(parameter.requires_grad)
+
+    groups = [group for group in optimizer.param_groups if group["params"]]
+    return bool(rebuilt(optimizer, [{**group, "params": [*map(on_meta, group["params"])]} for group in groups]).state)
+
+
+class OwnedOptimizer:
+    """The user's optimizer, holding only what this rank owns.
+
+    Args:
+        optimizer: built on the model's own parameters; it is changed in place and stays the user's object.
+        names: the model's parameter names by ``id``.
+        gradients: every flat gradient of the rank.
+        cuts: whether any run may be less than a whole parameter.
+
+    Raises:
+        ValueError: parameters that are not the model's, an optimizer that has made steps already, or one that is not
+            element-wise although the row cuts parameters.
+    """
+
+    def __init__(
+        self, optimizer: Optimizer, names: Mapping[int, str], gradients: Sequence[FlatGradient], *, cuts: bool
+    ) -> None:
+        self.optimizer = optimizer
+        self.owned = owned_runs(gradients)
+        updated = gradients[0].flat.updated.dtype if gradients else None  # the same on ranks that own nothing
+        self.masters = [g.flat.master for g in gradients if g.flat.master is not None]
+        if any(id(p) not in names for group in optimizer.param_groups for p in group["params"]):
+            raise ValueError(
+                "the optimizer holds parameters that are not the model's: build it on model.parameters() of this very "
+                "model, before plait cuts them"
+            )
+        eager = has_state_at_once(optimizer)
+        stepped = any(torch.is_tensor(s.get("step")) and s["step"] > 0 for s in optimizer.state.values())
+        if stepped or (optimizer.state and not eager):
+            raise ValueError("the optimizer has made steps already: hand it over before its first one")
+        if cuts and (reason := probe_elementwise(optimizer, updated)):
+            raise ValueError(
+                f"{type(optimizer).__name__} is not element-wise, so parameters cannot be cut anywhere: {reason}. "
+                f'Use cut="tensor" (whole tensors on one owner) or a row that keeps the optimizer state full (ddp)'
+            )
+        by_name: dict[str, list[Owned]] = {}
+        for piece in self.owned:
+            by_name.setdefault(piece.name, []).append(piece)
+        for group in optimizer.param_groups:  # the user's own: see docs/guide/your-own-loop.md
+            group["params"] = [o.view for p in group["params"] for o in by_name.get(names[id(p)], ())]
+        optimizer.state.clear()
+        here = [group for group in optimizer.param_groups if group["params"]]
+        if eager and here:
+            optimizer.state.update(rebuilt(optimizer, here).state)
+
+    def give_gradients(self, touched: Mapping[str, bool]) -> None:
+        """Point each owned run at its gradient, or at None where no rank has one."""
+        for piece in self.owned:
+            gradient = piece.gradient.to(piece.view) if piece.converts else piece.gradient
+            piece.view.grad = gradient if touched[piece.name] else None
+
+    def state_bytes(self) -> int:
+        """Bytes of this rank's optimizer state, step counters left out, and of its master weights."""
+        return sum(m.numel() * m.element_size() for m in self.masters) + sum(
+            value.numel() * value.element_size()
+            for piece in self.owned
+            for key, value in self.optimizer.state.get(piece.view, {}).items()
+            if torch.is_tensor(value) and key != "step"
+        )
+
+
+def square_sum(runs: Iterable[Tensor]) -> float:
+    """The sum of squares in fp64, run by run; the device is waited for once."""
+    reals = (torch.view_as_real(run) if run.is_complex() else run for run in runs)
+    norms = [torch.linalg.vector_norm(real, dtype=torch.float64) for real in reals]
+    total = 0.0
+    for norm in torch.stack(norms).tolist() if norms else ():
+        total += norm * norm
+    return total
+
+
+@torch.no_grad()
+def scale(runs: Iterable[Tensor], factor: float) -> None:
+    """Multiply gradients in place, run by run.
+
+    One by one and not as ``_foreach_mul_``, which rounds the factor to bf16 first and so changes bits.
+    """
+    for run in runs:
+        run.mul_(factor)
+
+
+def clip_factor(norm: float, limit: float) -> float:
+    """What gradients of this norm are multiplied by; as ``torch.nn.utils.clip_grad_norm_`` computes it."""
+    return min(1.0, limit / (norm + 1e-6))

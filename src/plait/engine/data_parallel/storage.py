@@ -1,0 +1,165 @@
+"""One flat buffer of a unit on this rank, and the pieces of it that the row keeps here.
+
+    full     every element; parameters are views of it.  Where the row splits parameters it has memory only while they
+             are gathered: resharding resizes its storage to nothing and unsharding resizes it back, so whatever
+             autograd saved (parameters, or views of them such as ``weight.t()``) points at the right values again
+    rest     what this rank holds of the parameters at rest; where nothing is split, it is ``full``
+    kept     from a forward to its backward: what the next gather starts from
+    master   what the optimizer updates, where its cell has another dtype or device than the parameters'; they are
+             rounded from it after each update.  Elsewhere the optimizer updates a part of ``rest``
+
+Nothing is copied per parameter: gathers land in ``full``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from plait.comm import Comm, Work
+from plait.core.cells import LONG, Cell, Strategy, moves
+from plait.core.collectives import Note
+from plait.core.flat import FlatLayout
+from plait.core.tensor_cut import TensorCut
+from plait.engine.data_parallel.transfers import send, transfers
+from plait.tensor_parallel.pieces import piece_of
+
+
+def dtype_in(cell: Cell, own: torch.dtype) -> torch.dtype:
+    """The dtype that a cell gives to the state of parameters of dtype ``own``; integers stay what they are."""
+    if not (cell.dtype and own.is_floating_point):
+        return own
+    dtype: torch.dtype = getattr(torch, LONG[cell.dtype])
+    return dtype
+
+
+def placeholder(dtype: torch.dtype, device: torch.device) -> Tensor:
+    """What a parameter reads as while its values are elsewhere: NaN, or of integers the smallest."""
+    if dtype.is_floating_point or dtype.is_complex:
+        return torch.full((), float("nan"), dtype=dtype, device=device)
+    least = 0 if dtype == torch.bool else torch.iinfo(dtype).min
+    return torch.full((), least, dtype=dtype, device=device)
+
+
+class Flat:
+    """The parameters of a unit of one dtype that all train, or all do not.
+
+    Args:
+        layout: where the parameters lie.
+        parameters: the module's own ``Parameter`` objects, one per slot of the layout.
+        strategy: the row whose cells say what this rank holds.
+        resting: names, by ``id``, of the parameters that are placeholders now; kept up to date.
+        cuts: how each parameter is cut over the tensor axis, None where it is whole.
+        summed: its gradients are pending over the tensor axis.
+    """
+
+    def __init__(
+        self,
+        layout: FlatLayout,
+        parameters: Sequence[nn.Parameter],
+        strategy: Strategy,
+        comm: Comm,
+        resting: dict[int, str],
+        cuts: Sequence[TensorCut | None],
+        summed: bool,
+    ) -> None:
+        device, ways, own = comm.device, comm.mesh.count, parameters[0].dtype
+        self.resting, self.cuts, self.summed = resting, list(cuts), summed
+        self.layout, self.parameters, self.comm = layout, list(parameters), comm
+        self.trainable = self.parameters[0].requires_grad
+        self.dtype = dtype_in(strategy.params, own)
+        self.sum_dtype = dtype_in(strategy.grads, self.dtype)
+        narrowest = min(dtype_in(c, self.dtype).itemsize for c in (strategy.grads, strategy.optim))
+        if self.trainable and not strategy.params.dtype and narrowest < own.itemsize:
+            raise ValueError(
+                f"the row {strategy.name!r} ({strategy.row()}) would sum or update parameters of {str(own)[6:]} in "
+                f"fewer bits: leave out its dtypes, or give the parameters one"
+            )
+        self.held = self.place(strategy.params)
+        self.kept_place = self.place(strategy.kept)
+        self.grads_place = self.place(strategy.grads)
+        self.optim_place = self.place(strategy.optim)
+        self.split = ways(strategy.params.split) > 1
+        self.keeps_more = ways(strategy.kept.split) != ways(strategy.params.split)
+        self.grads_split = ways(strategy.grads.split) > 1
+        start, stop = self.optim_place
+        self.rest = torch.zeros(self.held[1] - self.held[0], dtype=self.dtype, device=device)
+        self.updated_at_rest = self.rest[start - self.held[0] : stop - self.held[0]]
+        """The part that the optimizer updates, or that is rounded from what it updates."""
+        self.master: Tensor | None = None
+        if self.trainable and layout.has_master(strategy):
+            at = strategy.optim.device or device
+            self.master = torch.zeros(stop - start, dtype=dtype_in(strategy.optim, self.dtype), device=at)
+        self.updated = self.updated_at_rest if self.master is None else self.master
+        """The piece that the optimizer updates, in place."""
+        self.full = torch.empty(layout.numel, dtype=self.dtype, device=device) if self.split else self.rest
+        self.bytes_full = layout.numel * self.dtype.itemsize
+        self.kept: Tensor | None = None
+        self._views = [self.full[s.offset : s.end].view(s.shape) for s in layout.slots]
+        collectives = moves(strategy)
+        self._forward, self._backward, self._publish = (
+            transfers(path, layout, comm) for path in (collectives.forward, collectives.backward, collectives.publish)
+        )
+        nothing = placeholder(self.dtype, device)
+        self._placeholders = [nothing.expand(s.shape) for s in layout.slots]
+        (self.reshard if self.split else self.show)()
+
+    def place(self, cell: Cell) -> tuple[int, int]:
+        """Which elements of the flat buffer this rank holds under a cell."""
+        mesh = self.comm.mesh
+        return self.layout.piece(mesh.count(cell.split), mesh.index(self.comm.rank, cell.split))
+
+    def write(self, slot_index: int, value: Tensor, first_row: int | None = None) -> None:
+        """Put what this rank holds at rest of a parameter into place.
+
+        Args:
+            value: the whole parameter, or, given ``first_row``, rows of this tensor rank's piece from that row on.
+        """
+        slot, cut = self.layout.slots[slot_index], self.cuts[slot_index]
+        skipped = (first_row or 0) * math.prod(slot.shape[1:])
+        if cut is not None and first_row is None:
+            value = piece_of(value, cut, self.comm.mesh.index(self.comm.rank, ("tensor",)))
+        elements = value.reshape(-1)
+        masters = [] if self.master is None else [(self.master, self.optim_place)]
+        for piece, place in [(self.rest, self.held), *masters]:
+            for run in self.layout.runs(*place):
+                if run.slot is slot:
+                    here = slice(run.offset, run.offset + run.numel)
+                    piece[here].copy_(elements[run.start - skipped : run.stop - skipped])
+
+    def publish(self, note: Note) -> list[Work]:
+        """After an update: start to bring the updated pieces, rounded, to everyone who holds them at rest."""
+        if self.master is not None:
+            self.updated_at_rest.copy_(self.master)
+        return [send(self.comm, message, self.rest, self.held[0], note) for message in self._publish]
+
+    def unshard(self, note: Note) -> list[Work]:
+        """Give ``full`` its memory and issue the messages that fill it from what is kept, or lies at rest."""
+        self.full.untyped_storage().resize_(self.bytes_full)
+        if self.kept is None:
+            (start, stop), piece, messages = self.held, self.rest, self._forward
+        else:
+            (start, stop), piece, messages = self.kept_place, self.kept, self._backward
+        self.full[start:stop].copy_(piece)
+        return [send(self.comm, message, self.full, 0, note) for message in messages]
+
+    def show(self) -> None:
+        """Point the parameters at ``full``."""
+        for parameter, view in zip(self.parameters, self._views, strict=True):
+            parameter.data = view  # the user's own: see docs/guide/your-own-loop.md
+            self.resting.pop(id(parameter), None)
+
+    def reshard(self) -> None:
+        """Point the parameters at placeholders and give the memory of ``full`` back."""
+        for parameter, nothing, slot in zip(self.parameters, self._placeholders, self.layout.slots, strict=True):
+            parameter.data = nothing
+            self.resting[id(parameter)] = slot.name
+        self.full.untyped_storage().resize_(0)
+
+    def keep(self) -> None:
+        """Remember what the row keeps between forward and backward: a copy only if it is more than lies at rest."""
+        if self.kept is None:
+            self.kept = self.full[slice(*self.kept_place)].clone() if self.keeps_more else self.rest

@@ -1,0 +1,195 @@
+"""A unit: the parameters that are gathered and reduced together, and where they are.
+
+Its parameters lie in flat buffers, one per kind (see ``storage``).  What is in memory:
+
+    state         full           rest     kept                  parameters are        bytes
+    WHOLE         is ``rest``    whole    -                     views of ``full``     full
+    SHARDED       empty          piece    nothing, or its       a NaN placeholder     piece + kept
+    UNSHARDING    being filled   piece    piece: from the       a NaN placeholder     piece + kept + full
+    UNSHARDED     whole          piece    first forward to      views of ``full``     piece + kept + full
+                                          the last backward
+
+                    unshard()                 wait()
+         SHARDED ─────────────► UNSHARDING ───────────► UNSHARDED
+            ▲                                               │
+            └─────────────────── reshard() ─────────────────┘
+
+WHOLE is a unit that the row, or a mesh of one rank, does not split: it has no transitions.  ``kept`` changes nothing
+but where the next ``unshard`` starts, and so what it sends: under hpz from a copy nearby, under zero3_keep, whose units
+stay UNSHARDED from forward to backward, from no message at all.  ``master``, the optimizer's own piece, is the same in
+all states.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from enum import Enum
+
+from torch import nn
+
+from plait.comm import Comm, Work
+from plait.core.cells import Moves
+from plait.core.collectives import Note
+from plait.core.flat import UnitLayout
+from plait.engine.data_parallel.storage import Flat
+
+
+class State(Enum):
+    """Where a unit's parameters are; see the table above."""
+
+    WHOLE = "whole"
+    SHARDED = "sharded"
+    UNSHARDING = "unsharding"
+    UNSHARDED = "unsharded"
+
+
+class Unit:
+    """A module whose parameters are gathered and reduced together.
+
+    Args:
+        name: the module's name in the model (``""`` is the model itself, shown as ``root``).
+        module: the module whose forward reads the parameters.
+        flats: the storages of the parameters laid here.
+        moves: the collectives of the row.
+    """
+
+    def __init__(self, name: str, module: nn.Module, flats: Sequence[Flat], moves: Moves, comm: Comm) -> None:
+        self.name = name or "root"
+        self.module, self.flats, self.moves, self.comm = module, list(flats), moves, comm
+        self.split = any(flat.split for flat in self.flats)
+        self.state = State.SHARDED if self.split else State.WHOLE
+        self.trains = any(flat.trainable for flat in self.flats)
+        self.keeps_open = not moves.backward
+        """The row keeps full parameters from forward to backward."""
+        self.users = 0
+        """Modules that read the parameters now, and the schedule, where it holds them."""
+        self.open_units = OpenUnits()
+        self.relate([], [])
+        self._works: list[Work] = []
+        self._split_flats = [flat for flat in self.flats if flat.split]
+        self.bytes_full = sum(flat.bytes_full for flat in self._split_flats)
+        """Bytes of the gathered parameters."""
+
+    def relate(self, borrows: Sequence[Unit], ancestors: Sequence[Unit]) -> None:
+        """Say whose parameters the module reads beside its own (tied ones), and which units it lies in."""
+        self.needs = [self, *borrows]
+        self.ancestors = list(ancestors)
+        self.split_needs = any(unit.split for unit in self.needs)
+        """Whether anything that this unit reads has to be gathered."""
+        self.done_with_gradients = not borrows and all(flat.trainable for flat in self.flats)
+        """Whether nothing reads the unit's parameters once its own have their gradients.
+
+        So it is for a unit of trainable parameters only: autograd makes a weight's gradient in the same node as that of
+        its input.  Frozen and borrowed parameters may be read later.
+        """
+
+    # ---- transitions --------------------------------------------------------------------------------------------
+
+    def unshard(self, phase: str, microbatch: int) -> None:
+        """Start to bring the whole parameters here, from what is kept or lies at rest."""
+        assert self.state is State.SHARDED, f"unit {self.name!r} is {self.state.value}"
+        self.state = State.UNSHARDING
+        self.open_units.add(self)
+        note = Note(phase, self.name, microbatch)
+        for flat in self._split_flats:
+            self._works += flat.unshard(note)
+
+    def wait(self) -> None:
+        """Wait for the messages and point the parameters at the whole values."""
+        assert self.state is State.UNSHARDING, f"unit {self.name!r} is {self.state.value}"
+        for work in self._works:
+            work.wait()
+        self._works.clear()
+        for flat in self._split_flats:
+            flat.show()
+        self.state = State.UNSHARDED
+        self.open_units.arriving.discard(self)
+
+    def reshard(self) -> None:
+        """Back to rest; messages still under way are waited for first."""
+        if self.state is State.UNSHARDING:
+            self.wait()
+        assert self.state is State.UNSHARDED, f"unit {self.name!r} is {self.state.value}"
+        for flat in self._split_flats:
+            flat.reshard()
+        self.state = State.SHARDED
+        self.open_units.remove(self)
+
+    def keep(self) -> None:
+        """Before a reshard between forward and backward: later gathers start from what the row keeps."""
+        assert self.state in (State.UNSHARDED, State.WHOLE), f"unit {self.name!r} is {self.state.value}"
+        for flat in self._split_flats:
+            flat.keep()
+
+    def forget(self) -> None:
+        """The microbatch is over: gathers start from what lies at rest again."""
+        for flat in self._split_flats:
+            flat.kept = None
+
+    # ---- the step -----------------------------------------------------------------------------------------------
+
+    def publish(self) -> list[Work]:
+        """After an update: start to bring the updated pieces to everyone who holds them at rest."""
+        note = Note("publish", self.name)
+        return [work for flat in self.flats if flat.trainable for work in flat.publish(note)]
+
+    def layout(self, uses: int) -> UnitLayout:
+        """The unit as the planner sees it."""
+        return UnitLayout(
+            self.name,
+            tuple(f.layout for f in self.flats),
+            tuple(f.trainable for f in self.flats),
+            uses,
+            tuple(f.summed for f in self.flats),
+        )
+
+
+class OpenUnits:
+    """The units of a stage that are UNSHARDING or UNSHARDED, counted as they change, and how many may be at once:
+
+    beside the open ancestors of the running unit, and what these read,
+
+        as many as are prefetched  +  what the running unit reads: itself, and the owners of its tied parameters
+        and in backward            +  those that still wait for their last gradient
+    """
+
+    def __init__(self) -> None:
+        self.units: dict[Unit, None] = {}
+        self.arriving: set[Unit] = set()
+        """Those that are UNSHARDING."""
+        self.bytes = 0
+        self.peak = 0
+        """The most that were beside the ancestors of a running unit."""
+
+    def add(self, unit: Unit) -> None:
+        """A unit begins to come."""
+        self.units[unit] = None
+        self.arriving.add(unit)
+        self.bytes += unit.bytes_full
+
+    def remove(self, unit: Unit) -> None:
+        """It is at rest again."""
+        del self.units[unit]
+        self.bytes -= unit.bytes_full
+
+    def check_bound(self, running: Unit, prefetch: int, *, backward: bool) -> None:
+        """Asserts the bound; units that the row keeps open from forward to backward are not counted."""
+        if running.keeps_open:
+            return
+        around = {needed for above in running.ancestors if above.users for needed in above.needs}
+        beside = [unit for unit in self.units if unit not in around and unit not in running.ancestors]
+        late = [unit for unit in beside if unit.users and unit not in running.needs] if backward else []
+        bound = prefetch + len(running.needs) + len(late)
+        self.peak = max(self.peak, len(beside))
+        assert len(beside) <= bound, (
+            f"{len(beside)} units are unsharded beside the ancestors of {running.name!r} "
+            f"({', '.join(u.name for u in beside)}), more than {bound}"
+        )
+
+
+def parameters_of(units: Sequence[Unit]) -> Iterator[tuple[str, nn.Parameter, Flat, int]]:
+    """Every parameter of the units: its name, itself, its flat and its place there."""
+    for unit in units:
+        for flat in unit.flats:
+            for index, (slot, parameter) in enumerate(zip(flat.layout.slots, flat.parameters, strict=True)):
+                yield slot.name, parameter, flat, index

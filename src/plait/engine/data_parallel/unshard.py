@@ -1,0 +1,317 @@
+"""When units are unsharded and resharded.
+
+Forward and backward hooks on the module of each unit that reads split parameters call ``unshard`` before they are read
+and ``reshard`` after; between them lies the *prefetch*: while one unit computes, the gather of the next is under way.
+
+    forward     unshard 0 | compute 0 ‖ gather 1 | reshard 0, unshard 1 | compute 1 ‖ gather 2 | ...
+    backward    the same from the other end, each unit gathered again where the row let it go
+
+Under a pipeline the schedule may hold a whole stage unsharded over several passes (its actions UNSHARD and RESHARD are
+``hold`` and ``release``); then the hooks find everything there.
+
+The order of gathers is the program's own order, which all ranks share; the prefetch follows the order of the
+previous microbatch and stops for the rest of a pass that leaves it.  At most 1 + prefetch units are unsharded
+beside the open ancestors of the running one: asserted at every gather.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from plait.engine.data_parallel.activation_hooks import ActivationHooks, tensors_in
+from plait.engine.data_parallel.gather_order import GatherOrder
+from plait.engine.data_parallel.unit import OpenUnits, State, Unit
+from plait.engine.forward.context import CurrentForward, in_backward
+
+EVALUATE = "evaluate"
+"""How the ledger calls an evaluation, which has an order of gathers of its own."""
+
+
+class Unsharding:
+    """The units of one stage: the hooks, the order of gathers, the bound on what is open.
+
+    Args:
+        model: the stage's module; only hooks are added to it.
+        units: every unit, in the order of ``named_modules``.
+        prefetch: how many units may be gathered ahead of the running one.
+        current: knows which microbatch runs, and is told which unit.
+        before_root: called with the model's arguments before each forward of the whole model.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        units: Sequence[Unit],
+        prefetch: int,
+        current: CurrentForward,
+        before_root: Callable[[Sequence[Any], dict[str, Any]], None],
+    ) -> None:
+        self.model, self.units, self.prefetch, self.current = model, list(units), prefetch, current
+        self.orders = {phase: GatherOrder() for phase in ("forward", "backward", EVALUATE)}
+        self.phase = "forward"
+        """Of forwards at the moment."""
+        self.num_flying = 0
+        """Microbatches between their forward and the end of their backward."""
+        self.held = False
+        """By the schedule."""
+        self.split_backward = False
+        """Weight gradients of the pass that runs are made in one of their own, after the units have been resharded."""
+        self.open_units = OpenUnits()
+        self.peak_bytes = 0
+        """The most bytes of gathered parameters at once, of all stages of the rank."""
+        self.peers: list[Unsharding] = [self]
+        """Those of all stages of the rank."""
+        self._inside: list[Unit] = []
+        """The units whose forward is under way, innermost last."""
+        self._backward_open: dict[Unit, None] = {}
+        self._ran_backward: set[Unit] = set()
+        self._has_gradients: set[Unit] = set()
+        self._hooks = ActivationHooks()
+        self._before_root = before_root
+        for unit in units:
+            unit.open_units = self.open_units
+            if unit.split_needs:  # hooks on the user's modules: docs/guide/your-own-loop.md
+                # before hooks of the user's, which may read parameters (weight_norm), as the one behind is after them
+                unit.module.register_forward_pre_hook(self._before_forward(unit), with_kwargs=True, prepend=True)
+                unit.module.register_forward_hook(self._after_forward(unit))
+        model.register_forward_pre_hook(self._before_model, with_kwargs=True, prepend=True)
+
+    @property
+    def microbatch(self) -> int:
+        """Of the pass that runs, for the ledger."""
+        return self.current.context.microbatch
+
+    def beside(self, peers: Sequence[Unsharding]) -> None:
+        """Those of all stages of the rank, this one among them."""
+        self.peers = list(peers)
+
+    # ---- unshard and reshard ------------------------------------------------------------------------------------
+
+    def unshard(self, unit: Unit, phase: str) -> None:
+        """Make the parameters that a unit reads whole, and start to gather what comes next."""
+        order = self.orders[phase]
+        for needed in unit.needs:
+            needed.users += 1
+            if needed.split and (needed.users == 1 or needed.state is not State.UNSHARDED):
+                order.record(needed)
+                if needed.state is State.SHARDED:
+                    needed.unshard(phase, self.microbatch)
+                self._check_bound(unit, phase)
+                if needed.state is State.UNSHARDING:
+                    needed.wait()
+        for coming in order.ahead():
+            if sum(ahead.users == 0 for ahead in self.open_units.arriving) >= self.prefetch:
+                break
+            if coming.state is State.SHARDED:
+                coming.unshard(phase, self.microbatch)
+                self._check_bound(unit, phase)
+
+    def reshard(self, unit: Unit, *, keep: bool, keep_borrowed: bool) -> None:
+        """The unit's parameters are not read any more for now.
+
+        Args:
+            keep: a backward is to come: keep what the row keeps from forward to backward.
+            keep_borrowed: the owners of borrowed parameters still have their own backward to come.
+        """
+        for needed in unit.needs:
+            needed.users -= 1
+            if needed.users == 0 and needed.split:
+                if needed.keeps_open and (keep or (keep_borrowed and needed is not unit)):
+                    continue
+                if keep:
+                    needed.keep()
+                needed.reshard()
+
+    def _check_bound(self, running: Unit, phase: str) -> None:
+        """Asserts the bound on open units, unless the schedule holds them all, and keeps the peaks for the report."""
+        self._note_bytes()
+        if not self.held:
+            self.open_units.check_bound(running, self.prefetch, backward=phase == "backward")
+
+    def _note_bytes(self) -> None:
+        self.peak_bytes = max(self.peak_bytes, sum(peer.open_units.bytes for peer in self.peers))
+
+    def hold(self) -> None:
+        """The schedule's UNSHARD: gather all units at once, and keep them; the first pass that reads one waits."""
+        self.held = True
+        for unit in self.units:
+            unit.users += 1
+            if unit.state is State.SHARDED:
+                unit.unshard("unshard", -1)
+        self._note_bytes()
+
+    def release(self) -> None:
+        """The schedule's RESHARD; what the row keeps from forward to backward is kept while a microbatch is between."""
+        self.held = False
+        for unit in self.units:
+            unit.users -= 1
+            if unit.split:
+                if self.num_flying:
+                    if unit.state is State.UNSHARDING:
+                        unit.wait()
+                    unit.keep()
+                unit.reshard()
+                if not self.num_flying:
+                    unit.forget()
+
+    # ---- forward ------------------------------------------------------------------------------------------------
+
+    def begin_forward(self, microbatch: int, *, split: bool = False) -> None:
+        """Before the forward of a microbatch of a step.
+
+        Args:
+            split: its backward comes in two parts.
+        """
+        self._hooks.microbatch = microbatch
+        self.split_backward = split
+        self.num_flying += 1
+
+    def _before_model(self, module: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+        if not in_backward():
+            if not self.held:
+                self._recover()
+            self._before_root(args, kwargs)
+            self.orders[self.phase].begin()
+
+    def begin_step(self) -> None:
+        """Whatever an earlier step left behind when it raised is gone."""
+        self.held = False
+        self.num_flying = 0
+        self._recover()
+        self._hooks.drop_all()
+
+    @contextmanager
+    def evaluation(self) -> Iterator[None]:
+        """Forwards inside have no backward, and leave the order of the step's gathers alone."""
+        self.begin_step()
+        self.phase = EVALUATE
+        try:
+            yield
+        finally:
+            self.phase = "forward"
+
+    def _recover(self) -> None:
+        """After a forward or backward that raised, and was caught, units may still be open: back to rest."""
+        self._backward_open.clear()
+        self.current.replace(unit=None)
+        self._inside.clear()
+        for unit in self.units:
+            if unit.users:
+                unit.users = 0
+                if unit in self.open_units.units:
+                    unit.reshard()
+
+    def forget(self) -> None:
+        """Whatever is gathered or kept goes: the microbatch is over, or the parameters have changed."""
+        for unit in list(self.open_units.units):
+            unit.reshard()
+        for unit in self.units:
+            unit.forget()
+
+    def _before_forward(self, unit: Unit) -> Callable[..., None]:
+        def hook(module: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+            if in_backward():
+                self._begin_backward_of(unit)
+                return
+            with torch._C.DisableTorchFunction():  # the engine's own work belongs to no forward
+                self.unshard(unit, self.phase)
+                if torch.is_grad_enabled() and self._waits_for_inputs(unit):
+                    self._hooks.await_inputs(unit, (*args, *kwargs.values()), self._end_if_done)
+            self.current.enter_unit(partial(self._begin_backward_of, unit))
+            self._inside.append(unit)
+
+        return hook
+
+    def _waits_for_inputs(self, unit: Unit) -> bool:
+        return self.split_backward or not unit.done_with_gradients
+
+    def _after_forward(self, unit: Unit) -> Callable[..., None]:
+        def hook(module: nn.Module, args: Any, output: Any) -> None:
+            if not in_backward():
+                self._leave(self._inside.pop(), output)
+
+        return hook
+
+    def unwind(self, output: Tensor) -> None:
+        """The model's forward ended in its midst, with ``output``: the units around it are left as well."""
+        while self._inside:
+            self._leave(self._inside.pop(), output)
+
+    def _leave(self, unit: Unit, output: Any) -> None:
+        self.current.leave_unit()
+        tensors = tensors_in(output)
+        if torch.is_grad_enabled() and not tensors:
+            raise ValueError(
+                f"unit {unit.name!r} returns {type(output).__name__}, in which no tensor is found: return "
+                f"tensors, or tuples, lists, dicts or registered pytrees of them, so that its backward can be seen"
+            )
+        with torch._C.DisableTorchFunction():
+            tracked = [tensor for tensor in tensors if tensor.requires_grad]
+            for tensor in tracked:
+                self._hooks.when_gradient_comes(tensor, lambda gradient: self._begin_backward_of(unit))
+            self.reshard(unit, keep=bool(tracked), keep_borrowed=False)
+
+    # ---- backward -----------------------------------------------------------------------------------------------
+
+    def begin_backward(self, microbatch: int | None, *, split: bool = False) -> None:
+        """Before the backward of a microbatch, or the input part of one.
+
+        Args:
+            microbatch: None: that of the last forward (a user's own loop).
+            split: it is the input part; the weights' gradients come later.
+        """
+        if microbatch is not None:
+            self._hooks.microbatch = microbatch
+        self.split_backward = split
+        self.orders["backward"].begin(guess=list(reversed(self.orders["forward"].seen)))
+        self._ran_backward.clear()
+
+    def begin_weights(self) -> None:
+        """Before the weight part of a microbatch's backward, which reads no parameter."""
+        self.split_backward = True
+
+    def _begin_backward_of(self, unit: Unit) -> None:
+        if unit not in self._backward_open and unit not in self._ran_backward:
+            self._backward_open[unit] = None
+            self.unshard(unit, "backward")
+
+    def has_gradients(self, unit: Unit) -> None:
+        """Every parameter of the unit's own that gets a gradient has it."""
+        if unit.split_needs:
+            self._has_gradients.add(unit)
+            self._end_if_done(unit)
+
+    def _end_if_done(self, unit: Unit) -> None:
+        """A unit is done when its parameters have their gradients and, where that is not enough, its inputs too.
+
+        One whose inputs want no gradient is resharded at the end of the backward.
+        """
+        if unit.trains and unit not in self._has_gradients and not self.split_backward:
+            return
+        if not self._waits_for_inputs(unit) or self._hooks.inputs_have_come(unit):
+            self._end_backward_of(unit)
+
+    def _end_backward_of(self, unit: Unit) -> None:
+        if unit in self._backward_open:
+            del self._backward_open[unit]
+            self._ran_backward.add(unit)
+            self.reshard(unit, keep=self.num_flying > 1, keep_borrowed=True)
+
+    def end_backward(self) -> None:
+        """After the backward of a microbatch: whatever is still gathered goes back to rest."""
+        for unit in list(self._backward_open):
+            self._end_backward_of(unit)
+        self._has_gradients.clear()
+        self._hooks.drop(self._hooks.microbatch)
+        self.num_flying = max(0, self.num_flying - 1)
+        for unit in self.units:
+            users = unit.users - self.held
+            assert users == 0, f"unit {unit.name!r} still has {users} users after the backward pass"
+        if not self.held and not self.num_flying:
+            self.forget()

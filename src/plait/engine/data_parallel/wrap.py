@@ -1,0 +1,101 @@
+"""Which parameters travel together: cutting a model into units.
+
+Automatic wrapping takes, in the order of ``named_modules``:
+
+- every child with parameters of the outermost ``ModuleList`` or ``Sequential`` containers: the *blocks*;
+- outside the blocks, every module that owns a parameter of two or more dims: embedding, head, convolution;
+- the rest (final norms, scalars) stays with the model itself, the root unit.
+
+A user can name the units instead; they may nest, and a parameter belongs to the innermost one around it.
+A parameter that several units use is laid in the first; the others *borrow* it.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from torch import nn
+
+CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
+"""Modules without a forward of their own: nothing would unshard them."""
+
+
+@dataclass(frozen=True)
+class Wrapped:
+    """One unit to be: its module, the parameters laid in it, and the names of the units it borrows from."""
+
+    name: str
+    module: nn.Module
+    parameters: tuple[tuple[str, nn.Parameter], ...]
+    borrows: tuple[str, ...]
+
+
+def automatic(model: nn.Module) -> tuple[str, ...]:
+    """The names of the modules that automatic wrapping makes units, the root (``""``) first."""
+    names = [""]
+    inside: list[str] = []
+    for name, module in model.named_modules():
+        if any(name.startswith(block + ".") for block in inside):
+            continue
+        if isinstance(module, nn.ModuleList | nn.Sequential):
+            for child_name, child in module.named_children():
+                full_name = f"{name}.{child_name}" if name else child_name
+                if any(True for _ in child.parameters()) and not isinstance(child, (*CONTAINERS, nn.Sequential)):
+                    names.append(full_name)
+                    inside.append(full_name)
+        elif name and not isinstance(module, CONTAINERS) and any(p.dim() >= 2 for p in module.parameters(False)):
+            names.append(name)
+            inside.append(name)
+    return tuple(names)
+
+
+def wrap(model: nn.Module, units: Iterable[str] | None = None) -> tuple[Wrapped, ...]:
+    """Cut the model into units, in the order of ``named_modules``; the root is always one.
+
+    Args:
+        units: names of modules; None wraps automatically.
+
+    Raises:
+        ValueError: a name that is no module of the model (the nearest names are given), or a mere container.
+    """
+    modules = dict(model.named_modules())
+    chosen = {"", *(automatic(model) if units is None else units)}
+    if unknown := sorted(chosen - modules.keys()):
+        near = difflib.get_close_matches(unknown[0], modules, n=3)
+        raise ValueError(
+            f"no module {unknown[0]!r} to make a unit of; the nearest names are {', '.join(near) or 'none'}"
+        )
+    for name in chosen:
+        if isinstance(modules[name], CONTAINERS):
+            children = [f"{name}.{child}" for child, _ in modules[name].named_children()]
+            raise ValueError(
+                f"unit {name!r} is a {type(modules[name]).__name__}, which has no forward that could gather it: name "
+                f"its children ({', '.join(children[:3])}, ...) or the module around it"
+            )
+    owner: dict[int, str] = {}
+    laid: dict[str, list[tuple[str, nn.Parameter]]] = {name: [] for name in modules if name in chosen}
+    borrows: dict[str, dict[str, None]] = {name: {} for name in laid}
+    under_all_names = dict(model.named_modules(remove_duplicate=False))
+    unit_of = {id(modules[name]): name for name in laid}
+    for module_name, module in under_all_names.items():
+        unit = _innermost(module_name, under_all_names, unit_of)
+        for short, parameter in module.named_parameters(recurse=False):
+            first = owner.setdefault(id(parameter), unit)
+            if first != unit:
+                borrows[unit].setdefault(first)
+            elif all(parameter is not p for _, p in laid[unit]):
+                laid[unit].append((f"{module_name}.{short}" if module_name else short, parameter))
+    return tuple(
+        Wrapped(name, modules[name], tuple(laid[name]), tuple(borrows[name]))
+        for name in laid
+        if not name or laid[name] or borrows[name]
+    )
+
+
+def _innermost(module_name: str, modules: Mapping[str, nn.Module], unit_of: Mapping[int, str]) -> str:
+    """The unit of the module, or of the innermost module around it that is one, under whichever name it has there."""
+    while id(modules[module_name]) not in unit_of:
+        module_name = module_name.rpartition(".")[0]
+    return unit_of[id(modules[module_name])]

@@ -1,0 +1,15 @@
+"""What happens inside a forward: its context, and what sees the model's operators.
+
+context.py             which forward runs and where it stands, in one frozen value          start here
+interceptor.py         one function mode, and the handlers that it hands functions to
+
+recompute.py           handler: activations that are made a second time; blocks that run again
+at_rest.py             handler: a parameter at rest is never read
+tensor_parallel.py     handler: cut modules of an unchanged model
+weight_grads.py        handler: weight gradients that are made in a pass of their own
+gemm.py                handler: who multiplies for linear layers
+dropout.py             handler: dropout that belongs to the model, not to the process
+
+deferred_products.py   products whose weight gradient waits
+random_ops.py          which operators draw, and a generator for what draws from one
+"""

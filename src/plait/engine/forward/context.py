@@ -1,0 +1,221 @@
+"""Which forward runs, and where it stands: one frozen value, held in one place.
+
+    stage.forward(m)     begin(position, microbatch, ...)          a new context
+      model called       module ──► name, what surrounds it ──► the module around it ──► ...
+        column product   cut = what it left                        the context is replaced, nothing in it changes
+        block            kept:  here.again()
+    stage.backward(m)    context = the one that m's forward ended with
+        block again      with swapped(kept): ...                   behind it the backward's own is back
+
+A handler, a hook and a message ask ``current.context``; nobody else remembers anything of a forward.  Only counters of
+one forward (``Counts``) are written to, by all contexts of that forward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+
+def in_backward() -> bool:
+    """Whether the autograd engine is running in this thread: a forward now is a recomputation."""
+    return bool(torch._C._current_graph_task_id() != -1)
+
+
+def checkpoint_around() -> object:
+    """What tells one ``torch.utils.checkpoint`` from another, of the innermost that is around this line; or None."""
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    return hooks[0] if hooks is not None and hooks[0].__qualname__.startswith("_checkpoint_hook") else None
+
+
+@dataclass(frozen=True)
+class RNGPosition:
+    """Where in the run a forward pass stands: what its dropout masks depend on, beside the seed.
+
+    ``first_sample`` is the global index of the microbatch's first sample within the step.
+    """
+
+    step: int
+    microbatch: int
+    first_sample: int
+    num_samples: int
+
+
+class ModuleCall(NamedTuple):
+    """A module whose forward is under way."""
+
+    name: str = ""
+    outer: ModuleCall | None = None
+    """The call around it; None outside of the model."""
+    checkpoint: object = None
+    """What was around it when it was called (see ``checkpoint_around``)."""
+    again: bool = False
+    """It is called in a backward, and counts its masks anew."""
+    twice: bool = False
+    """What runs in it will run again in the backward, or does so for the second time."""
+    switched_on: bool = False
+    """The interceptor is on for this call, and no longer."""
+    in_model: bool = False
+    """It is the stage's model, or called by it; not a part of it that ``loss_fn`` calls."""
+
+
+OUTSIDE = ModuleCall()
+"""``loss_fn``, before and after it calls the model."""
+
+
+class RunningUnit(NamedTuple):
+    """A unit whose forward is under way."""
+
+    unshard_for_backward: Callable[[], None]
+    outer: RunningUnit | None
+
+
+class CutActivation(NamedTuple):
+    """What the last column-cut module left on this rank: ``width`` features in all, 0 where activations are whole."""
+
+    width: int = 0
+    shape: torch.Size = torch.Size()
+    fused: bool = False
+
+
+class Counts:
+    """How often each module of a forward was called, and how many masks it has drawn.
+
+    Args:
+        before: masks that modules of the same name have drawn on earlier stages.
+    """
+
+    def __init__(self, before: Mapping[str, int]) -> None:
+        self.before, self.masks, self.calls = before, dict(before), dict[str, int]()
+
+    def resumed(self, name: str) -> Counts:
+        """Those of a recomputation that begins here, in the module of this name."""
+        again = Counts(self.before)
+        again.masks[name], again.calls = self.masks.get(name, 0), self.calls
+        return again
+
+
+class ForwardContext(NamedTuple):
+    """Where a forward stands."""
+
+    module: ModuleCall = OUTSIDE
+    unit: RunningUnit | None = None
+    """The innermost whose forward is under way."""
+    cut: CutActivation = CutActivation()
+    column_input: Any = None
+    """The ``ColumnInput`` that the next column-cut sibling may share."""
+    whole_logits: bool = False
+    """The model computes its own loss, of the logits of the whole vocabulary."""
+    length: int = 0
+    """Steps of time of the whole stream under sequence parallelism, once the embedding has seen it."""
+    boundary: Any = None
+    """The ``BoundaryState`` of a stage, while ``loss_fn`` runs."""
+    position: RNGPosition | None = None
+    microbatch: int = -1
+    """For the ledger."""
+    draws: bool = False
+    """Randomness is served."""
+    stand_ins: dict[int, Tensor] | None = None
+    """What stands for parameters, by ``id``, where the backward comes in two parts."""
+    counts: Counts = Counts({})
+
+    def within(self, module: ModuleCall) -> ForwardContext:
+        """The same in another module (``_replace`` takes five times as long, and this is called for each module)."""
+        return tuple.__new__(ForwardContext, (module, *self[1:]))
+
+    def again(self, *, whole: bool) -> ForwardContext:
+        """For the recomputation that begins here; it keeps no tensor and no checkpoint alive.
+
+        Args:
+            whole: modules are called in it.
+        """
+        module = self.module
+        around = None if module.outer is None else OUTSIDE
+        inside = ModuleCall(module.name, around, None, whole, True, in_model=module.in_model)
+        counts = self.counts.resumed(module.name)
+        return self._replace(module=inside, unit=None, column_input=None, boundary=None, counts=counts)
+
+
+class CurrentForward:
+    """Holds the context of the forward that runs on a stage, or of the backward behind one."""
+
+    def __init__(self) -> None:
+        self.context = ForwardContext()
+        self.masks_before: Mapping[str, int] = {}
+        """Masks that modules have drawn on earlier stages, by name."""
+
+    def begin(self, position: RNGPosition | None = None, **fields: Any) -> None:
+        """A forward begins; ``fields`` are those of its context."""
+        self.context = ForwardContext(position=position, counts=Counts(self.masks_before), **fields)
+
+    def resume(self, context: ForwardContext) -> None:
+        """The backward of an earlier forward begins."""
+        self.context = context
+
+    def replace(self, **fields: Any) -> None:
+        """The same forward, a step further."""
+        self.context = self.context._replace(**fields)
+
+    @contextmanager
+    def swapped(self, context: ForwardContext) -> Iterator[None]:
+        """Inside, another forward runs; behind it, this one is where it was."""
+        before, self.context = self.context, context
+        try:
+            yield
+        finally:
+            self.context = before
+
+    # ---- modules and units --------------------------------------------------------------------------------------
+
+    def enter_module(self, name: str, *, switched_on: bool, is_model: bool) -> None:
+        """A module's forward begins."""
+        context, again = self.context, in_backward()
+        counts, outer = context.counts, context.module
+        inside = is_model or outer.in_model
+        if again:
+            counts.masks[name] = counts.before.get(name, 0)
+        else:
+            counts.calls[name] = counts.calls.get(name, 0) + 1
+        call = ModuleCall(name, outer, checkpoint_around(), again, outer.twice, switched_on, inside)
+        self.context = context.within(call)
+
+    def leave_module(self) -> ModuleCall:
+        """The innermost module's forward has ended, or raised; nothing to leave if it raised before it began."""
+        call = self.context.module
+        if call.outer is not None:
+            self.context = self.context.within(call.outer)
+        return call
+
+    @contextmanager
+    def runs_twice(self) -> Iterator[None]:
+        """What runs inside is recomputed, from inside of the checkpoint that is around this line."""
+        before = self.context.module
+        self.context = self.context.within(before._replace(checkpoint=checkpoint_around(), twice=True))
+        try:
+            yield
+        finally:
+            self.context = self.context.within(before)
+
+    @property
+    def comes_back(self) -> bool:
+        """Whether handlers will see what runs now if it is recomputed.
+
+        A module's call switches them on. A checkpoint around a function that is no module's call runs without them.
+        """
+        return checkpoint_around() is self.context.module.checkpoint
+
+    def enter_unit(self, unshard_for_backward: Callable[[], None]) -> None:
+        """A unit's forward begins."""
+        context = self.context
+        self.context = ForwardContext(context.module, RunningUnit(unshard_for_backward, context.unit), *context[2:])
+
+    def leave_unit(self) -> None:
+        """The innermost unit's forward has ended."""
+        context = self.context
+        assert context.unit is not None
+        self.context = ForwardContext(context.module, context.unit.outer, *context[2:])

@@ -1,0 +1,186 @@
+"""Dropout that belongs to the model, not to the process: a handler.
+
+Dropout is a pure function of (seed, step, *global sample index*, site, element index), where the site is the
+name of the module and the number of its call.  Whoever computes a sample, in whatever microbatch, on whatever
+rank, draws the same mask: no cut of the batch changes it, and nothing draws from a global generator.
+
+    key (64 bits)   <- blake2b(seed, step, sample, site)                    one per sample
+    bits (32 bits)  <- mix(mix(element index xor key_low) + key_high)       one per element
+    keep            <- bits >= p * 2**32
+
+The mixing is the two-round multiply-and-shift hash of the "hash prospector" family, in int64 so that no product
+overflows; it needs no generator object, runs on every device, and gives any slice of a mask by itself.
+
+It sees every function that draws: it serves ``F.dropout`` and the attention kernel, runs composite functions
+(multi-head attention) under a dispatch mode that serves their Bernoulli draws, and refuses every other random operator.
+It leaves alone what is given a generator, unless that runs twice, and everything in eval mode.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from plait.engine.forward.context import CurrentForward
+from plait.engine.forward.interceptor import Function, Handler
+from plait.engine.forward.random_ops import (
+    draws_nothing,
+    is_random,
+    no_stream,
+    seeded,
+    silent,
+    without_dropout,
+)
+from plait.sharded.masks import Slice, keep_mask, stream_key
+
+SliceOf = Callable[[str, Sequence[int]], Slice | None]
+
+
+class DropoutRNG(Handler):
+    """The dropout of one stage.
+
+    A forward that runs inside a backward is a recomputation: its modules count their calls anew, so they draw the masks
+    again that they drew the first time.
+
+    Args:
+        slice_of: tells which slice of its whole activation a module draws for, where activations are cut.
+        recomputes: the engine runs parts of the model twice.
+    """
+
+    def __init__(
+        self, seed: int, current: CurrentForward, *, slice_of: SliceOf | None = None, recomputes: bool = False
+    ) -> None:
+        self.seed, self.current, self.slice_of, self.recomputes = seed, current, slice_of, recomputes
+
+    def sees(self, func: Function) -> bool:
+        return func in _SERVED or func in _COMPOSITE or is_random(func)
+
+    def needed_in(self, model: nn.Module) -> bool:
+        return self.recomputes or not all(map(silent, model.modules()))
+
+    def idle(self) -> bool:
+        return not self.current.context.draws and not self.recomputes
+
+    def mask(self, shape: Sequence[int], p: float, device: torch.device) -> Tensor:
+        """The next mask of the running module: bool, ``shape``, True where an element survives.
+
+        The first dim is taken as samples when its size is the microbatch's number of samples; otherwise the module
+        has lost the sample dim and the mask belongs to the global microbatch.
+        """
+        context = self.current.context
+        position, counts, module = context.position, context.counts, context.module.name
+        assert position is not None
+        if not self.current.comes_back:
+            raise ValueError(
+                f"{f'module {module!r}' if module else 'loss_fn'} draws dropout in a checkpoint around a function that "
+                f"is no module's call: in the backward nobody would know which mask to draw again; checkpoint a "
+                f"module's call, as in "
+                f"checkpoint(self.block, x, use_reentrant=False), or let the engine recompute"
+            )
+        if context.module.again and counts.calls.get(module, 0) > 1:
+            raise ValueError(
+                f"module {module!r} ran {counts.calls[module]} times in this forward and draws dropout while it is "
+                f"recomputed: which call's mask to draw again is not known; recompute around it, or give each call its "
+                f"own module"
+            )
+        drawn = counts.masks.get(module, 0)
+        counts.masks[module] = drawn + 1
+        site, shape = f"{module}#{drawn}", tuple(shape)
+        if shape and shape[0] == position.num_samples:
+            samples = range(position.first_sample, position.first_sample + position.num_samples)
+            keys = [stream_key("dropout", self.seed, position.step, i, site) for i in samples]
+        else:
+            keys = [stream_key("microbatch dropout", self.seed, position.step, position.microbatch, site)]
+        held = self.slice_of(module, shape) if self.slice_of else None
+        place = held.indices(shape) if held else None
+        return keep_mask(keys, math.prod(shape) // len(keys) if keys else 0, p, device, place).view(shape)
+
+    def dropout(self, x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+        """``F.dropout``, with the next mask of the running module."""
+        if not 0 <= p <= 1:
+            raise ValueError(f"dropout probability {p}: it must be from 0 to 1")
+        if not training or p == 0:
+            return x
+        scale = 1 / (1 - p) if p < 1 else 0.0
+        factor = self.mask(x.shape, p, x.device).to(x.dtype).mul_(scale)
+        return x.mul_(factor) if inplace else x * factor
+
+    def attention(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> Tensor:
+        """``F.scaled_dot_product_attention`` with dropout on the weights, written out."""
+        if enable_gqa:
+            groups = query.size(-3) // key.size(-3)
+            key, value = key.repeat_interleave(groups, -3), value.repeat_interleave(groups, -3)
+        scores = query @ key.transpose(-2, -1) * (query.size(-1) ** -0.5 if scale is None else scale)
+        if is_causal:
+            future = torch.ones(query.size(-2), key.size(-2), dtype=torch.bool, device=query.device).triu(1)
+            scores = scores.masked_fill(future, float("-inf"))
+        if attn_mask is not None:
+            hidden = attn_mask.dtype == torch.bool
+            scores = scores.masked_fill(~attn_mask, float("-inf")) if hidden else scores + attn_mask
+        return self.dropout(scores.softmax(-1), dropout_p) @ value
+
+    def __call__(self, func: Function, call_next: Function, /, *args: Any, **kwargs: Any) -> Any:
+        context, own_generator = self.current.context, kwargs.get("generator") is not None
+        if context.module.twice and own_generator and is_random(func):
+            where = repr(context.module.name) if context.module.name else "the model"
+            raise ValueError(
+                f"module {where} draws from a generator of its own, and would draw other values when it is recomputed: "
+                f"draw them in the data pipeline, or leave recompute out"
+            )
+        if not context.draws:
+            return call_next(*args, **kwargs)
+        if func in _SERVED:
+            return self._serve(func, args, kwargs)
+        if func in _COMPOSITE:
+            with _Bernoulli(self):
+                return func(*args, **kwargs)
+        if not own_generator and not without_dropout(func, args):
+            raise no_stream(getattr(func, "__name__", str(func)), context.module.name)
+        return func(*args, **kwargs)
+
+    def _serve(self, func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if func is F.scaled_dot_product_attention:
+            dropped = kwargs.get("dropout_p", args[4] if len(args) > 4 else 0.0)
+            return self.attention(*args, **kwargs) if dropped else func(*args, **kwargs)
+        if func is torch.dropout:
+            return self.dropout(args[0], *args[1:], **{"training" if k == "train" else k: v for k, v in kwargs.items()})
+        return self.dropout(*args, **kwargs)
+
+
+class _Bernoulli(TorchDispatchMode):
+    """Serves the Bernoulli draws inside a composite function; refuses any other."""
+
+    def __init__(self, dropout: DropoutRNG) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.dropout = dropout
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.bernoulli_.float:
+            target, keep_probability = args[0], args[1]
+            return target.copy_(self.dropout.mask(target.shape, 1 - keep_probability, target.device))
+        if func is torch.ops.aten.native_dropout.default and args[2] is not False:
+            keep = self.dropout.mask(args[0].shape, args[1], args[0].device)
+            return args[0] * keep.to(args[0].dtype).mul_(1 / (1 - args[1])), keep
+        if seeded(func) and not draws_nothing(func, args, kwargs or {}):
+            raise no_stream(str(func), self.dropout.current.context.module.name)
+        return func(*args, **(kwargs or {}))
+
+
+_SERVED = {F.dropout, torch.dropout, F.scaled_dot_product_attention}
+_COMPOSITE = {F.multi_head_attention_forward, F.dropout1d, F.dropout2d, F.dropout3d}

@@ -1,0 +1,231 @@
+"""One function mode that sees every torch function of a forward, and the handlers that it hands them to.
+
+    func ──► AttentionRecompute ─► AtRestCheck ─► TensorParallel ─► WeightGrads ─► GemmHandler ─► DropoutRNG ──► torch
+
+A handler gets ``(func, call_next, *args, **kwargs)`` and returns what the function returns: by ``call_next(*args,
+**kwargs)``, which is the function as those behind it see it, with these or other arguments, or in another way.  What a
+handler itself calls is seen by nobody.
+
+The order matters: handlers on the left read parameters, those to the right of ``WeightGrads`` see what stands for them;
+a cut parameter is ``TensorParallel``'s before anyone multiplies by it; what is recomputed is recomputed with all that
+the others do to it; and dropout is drawn last.
+
+A handler says of each function whether it sees it (``sees``), and of which parameters it sees every function that
+reads them (``parameters``).  Both are looked up once for all handlers: a function that nobody sees costs a dictionary
+lookup and a glance at its arguments.  A handler that has nothing to do in a run is not in the list; where all are idle
+(dropout in eval mode) no mode is active.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules import module as every_module
+from torch.overrides import TorchFunctionMode
+
+from plait.engine.forward.context import CurrentForward
+from plait.engine.forward.random_ops import quiet
+
+Function = Callable[..., Any]
+
+METADATA = {
+    *("__get__", "__set__", "__hash__", "__len__", "__repr__", "__format__", "size", "dim", "ndimension", "numel"),
+    *("nelement", "stride", "element_size", "is_floating_point", "is_complex", "is_contiguous", "type", "get_device"),
+    *("untyped_storage", "storage_offset", "register_hook", "requires_grad_"),
+}
+"""Functions that do not read a parameter's values."""
+
+VIEWS = {"T", "mT", "H", "mH", "data"}
+"""Properties that hand out a parameter's values."""
+
+
+class Handler:
+    """What one part of the engine does to the functions of a forward."""
+
+    parameters: Collection[int] = ()
+    """By ``id``: it sees every function that reads one of these."""
+
+    def sees(self, func: Function) -> bool:
+        """Whether it sees a function whatever the arguments are."""
+        return False
+
+    def needed_in(self, model: nn.Module) -> bool:
+        """Whether it may have something to do inside of a call of this model."""
+        return True
+
+    def idle(self) -> bool:
+        """Whether it would leave everything alone in the forward that begins."""
+        return False
+
+    def __call__(self, func: Function, call_next: Function, /, *args: Any, **kwargs: Any) -> Any:
+        """The function's result."""
+        return call_next(*args, **kwargs)
+
+
+def read_among(values: Iterable[Any], known: Container[int]) -> list[int]:
+    """Those that are known by ``id``, as ids, also inside lists and tuples."""
+    read: list[int] = []
+    for value in values:
+        if id(value) in known:
+            read.append(id(value))
+        elif isinstance(value, (list, tuple)):
+            read += read_among(value, known)
+    return read
+
+
+class Interceptor(TorchFunctionMode):
+    """The mode of a stage; on while the model runs, in a forward or again in a backward.
+
+    Args:
+        handlers: in the order in which they see a function.
+    """
+
+    def __init__(self, current: CurrentForward, handlers: Iterable[Handler]) -> None:
+        super().__init__()
+        self.current, self.handlers = current, tuple(handlers)
+        self._known = frozenset(key for handler in self.handlers for key in handler.parameters)
+        self._routes: dict[Function, tuple[Function, Function | None]] = {}
+        """How each function is called, and how where it reads a parameter, if that makes a difference."""
+        self.left_alone: LeftAlone | None = None
+
+    def __torch_function__(
+        self, func: Function, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        call, reading = self._routes.get(func) or self._route(func)
+        if reading is not None:
+            known = self._known
+            for value in args:
+                if id(value) in known or (isinstance(value, (list, tuple)) and read_among(value, known)):
+                    call = reading
+                    break
+            else:
+                if kwargs and read_among(kwargs.values(), known):
+                    call = reading
+        return call(*args, **kwargs) if kwargs else call(*args)
+
+    def _route(self, func: Function) -> tuple[Function, Function | None]:
+        seeing = [handler for handler in self.handlers if handler.sees(func)]
+        reading = [handler for handler in self.handlers if handler in seeing or handler.parameters]
+        same = reading == seeing or only_metadata(func)
+        route = _chain(seeing, func), None if same else _chain(reading, func)
+        self._routes[func] = route
+        return route
+
+    # ---- on and off ---------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def on(self) -> Iterator[None]:
+        """Inside, functions are seen, unless every handler is idle, or it is on already."""
+        if self._idle() or self in _active_modes():
+            yield
+            return
+        self.__enter__()  # type: ignore[no-untyped-call]
+        try:
+            yield
+        finally:
+            if self.left_alone is not None and self.left_alone.paused:  # Ctrl-C in the model's call: it is off already
+                self.left_alone.paused = False
+            else:
+                self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+
+    def _idle(self) -> bool:
+        return all(handler.idle() for handler in self.handlers)
+
+    def follow(
+        self, model: nn.Module, sites: Mapping[str, tuple[str, int]] | None = None, *, every: bool = False
+    ) -> None:
+        """Keep track of which module runs, by hooks; the outermost call switches the mode on.
+
+        A model of nothing but torch's own layers that draw nothing is not followed where nobody else has anything to do
+        in it: there the mode is on outside of the model's call alone, for what ``loss_fn`` may draw.
+
+        Args:
+            sites: modules that another part of the model calls first: under which name, and how often.
+            every: also those of torch's layers that draw nothing.
+        """
+        known = sites or {}
+        self.current.masks_before = dict(known.values())
+
+        hooked = every_module._global_forward_pre_hooks or every_module._global_forward_hooks
+        if not hooked and not any(handler.needed_in(model) for handler in self.handlers):
+            self.left_alone = LeftAlone(self, model, sites)
+            return
+        for name, module in model.named_modules():
+            if every or module is model or not quiet(module):
+                enter = partial(self.enter, model, known.get(name, (name, 0))[0])
+                module.register_forward_pre_hook(enter, prepend=True)
+                module.register_forward_hook(self._leave, always_call=True)
+
+    def enter(self, model: nn.Module, name: str, module: nn.Module, args: Any = None) -> None:
+        """A module of the model is called."""
+        current, switches_on = self.current, False
+        if current.context.module.outer is None:
+            if current.context.draws != model.training:
+                current.replace(draws=model.training)
+            if self._idle():
+                return
+            if switches_on := self not in _active_modes():
+                self.__enter__()  # type: ignore[no-untyped-call]
+        current.enter_module(name, switched_on=switches_on, is_model=module is model)
+
+    def _leave(self, *call: Any) -> None:
+        if self.current.leave_module().switched_on:
+            self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+
+
+class LeftAlone:
+    """A model in which no handler has anything to do: the mode is off in it.
+
+    That was read off its modules. A hook that somebody adds to one of them may do anything, so then it is followed.
+    """
+
+    def __init__(self, mode: Interceptor, model: nn.Module, sites: Mapping[str, tuple[str, int]] | None) -> None:
+        self.mode, self.sites = mode, sites
+        self.paused = False
+        self._dicts: list[Any] = [every_module._global_forward_pre_hooks, every_module._global_forward_hooks]
+        for module in model.modules():
+            self._dicts += [module._forward_pre_hooks, module._forward_hooks, vars(module)]
+        self._sizes: list[int] = []
+        model.register_forward_pre_hook(self._before, prepend=True)
+        model.register_forward_hook(self._behind, always_call=True)
+
+    def remember(self) -> None:
+        """Every hook is there that the engine itself adds."""
+        self._sizes = list(map(len, self._dicts))
+
+    def _before(self, model: nn.Module, args: Any) -> None:
+        if self._sizes and self._sizes != list(map(len, self._dicts)):
+            self._sizes = []
+            self.mode.follow(model, self.sites)
+            self.mode.enter(model, "", model)
+        elif self._sizes and self.mode in _active_modes()[-1:]:
+            self.paused = True
+            self.mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+
+    def _behind(self, *call: Any) -> None:
+        if self.paused:
+            self.paused = False
+            self.mode.__enter__()  # type: ignore[no-untyped-call]
+
+
+def _active_modes() -> list[Any]:
+    """The function modes of this thread that see a function now, the first to see it last."""
+    return [torch._C._get_function_stack_at(i) for i in range(torch._C._len_torch_function_stack())]
+
+
+def _chain(handlers: Sequence[Handler], func: Function) -> Function:
+    call = func
+    for handler in reversed(handlers):
+        call = partial(handler, func, call)
+    return call
+
+
+def only_metadata(func: Function) -> bool:
+    """Whether a torch function does not read the values of its arguments."""
+    name = getattr(func, "__name__", "")
+    return name in METADATA and not (name == "__get__" and func.__self__.__name__ in VIEWS)  # type: ignore[attr-defined]

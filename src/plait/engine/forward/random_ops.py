@@ -1,0 +1,129 @@
+"""Which operators are random, and a generator of one's own for all of them.
+
+A stream is named by what it depends on (``stream_key``), never by how often anybody drew before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import cache
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from plait.sharded.masks import stream_key
+
+_QUIET = {
+    *("linear", "sparse", "conv", "normalization", "batchnorm", "instancenorm", "activation", "pooling", "padding"),
+    *("flatten", "pixelshuffle", "upsampling"),
+}
+"""Files of torch's layers that draw nothing, but for these:"""
+_DRAWING = {"MultiheadAttention", "RReLU", "FractionalMaxPool2d", "FractionalMaxPool3d"}
+_RECURRENT = {"lstm", "gru", "rnn_tanh", "rnn_relu"}
+_OTHERS = {
+    F.alpha_dropout,
+    F.feature_alpha_dropout,
+    F.gumbel_softmax,
+    F.rrelu,
+    F.fractional_max_pool2d,
+    F.fractional_max_pool3d,
+}
+
+
+def seeded(op: Any) -> bool:
+    """Whether an operator draws from a generator, by its tag."""
+    return torch.Tag.nondeterministic_seeded in op.tags
+
+
+def draws_nothing(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Attention kernels carry the random tag but draw nothing without dropout."""
+    names = [a.name for a in op._schema.arguments]
+    given = {**dict(zip(names, args, strict=False)), **kwargs}
+    return "dropout_p" in names and not given.get("dropout_p", 0.0)
+
+
+def quiet(module: nn.Module) -> bool:
+    """Whether it is one of torch's layers that draw nothing, and no code of the user's runs in its call."""
+    if module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module):
+        return False
+    return _file_of(type(module).forward) in _QUIET and type(module).forward.__qualname__.split(".")[0] not in _DRAWING
+
+
+def silent(module: nn.Module) -> bool:
+    """Whether it certainly draws nothing: one of torch's own quiet layers, or its ``Sequential`` around others."""
+    return (
+        (quiet(module) or (type(module) is nn.Sequential and not vars(module).keys() & {"forward"}))
+        and not module._forward_hooks
+        and not module._forward_pre_hooks
+        and _file_of(type(module)) in _QUIET | {"container"}
+    )
+
+
+def _file_of(defined: Any) -> str:
+    """Which of the files of ``torch.nn.modules`` a class or function is from."""
+    name: str = defined.__module__
+    return name.removeprefix("torch.nn.modules.")
+
+
+def without_dropout(func: Callable[..., Any], args: Sequence[Any]) -> bool:
+    """Recurrent kernels carry the random tag, but draw nothing without dropout between their layers.
+
+    Their arguments go: ..., list of weights, has biases, number of layers, dropout, train, ...
+    """
+    if getattr(func, "__name__", "") not in _RECURRENT:
+        return False
+    weights = next(i for i, value in enumerate(args) if isinstance(value, list))
+    return not args[weights + 3] or not args[weights + 4]
+
+
+@cache
+def is_random(func: Callable[..., Any]) -> bool:
+    """Whether a torch function draws from a generator, read off the tags of the operator of its name."""
+    if func in _OTHERS:
+        return True
+    name = getattr(func, "__name__", "")
+    packet = getattr(torch.ops.aten, name, None) if name.isidentifier() and not name.startswith("__") else None
+    if packet is None or name == "scaled_dot_product_attention":
+        return False
+    return any(seeded(getattr(packet, overload)) for overload in packet.overloads())
+
+
+def no_stream(operator: str, module: str) -> ValueError:
+    """What to raise where a random operator runs that nobody serves; ``module`` runs, "" is the model."""
+    where = f"module {module!r}" if module else "the model"
+    return ValueError(
+        f"{where} calls the random operator {operator!r}, which no stream serves: its values would depend on how the "
+        f"batch is cut. Use nn.Dropout, F.dropout or F.scaled_dot_product_attention, pass generator=..., or draw the "
+        f"values in the data pipeline"
+    )
+
+
+class PrivateGenerator(TorchDispatchMode):
+    """Everything random inside draws from one generator of its own, whatever the code passes."""
+
+    def __init__(self, generator: torch.Generator) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.generator = generator
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if seeded(func):
+            if all(a.name != "generator" for a in func._schema.arguments):
+                overload = getattr(func.overloadpacket, "generator", None)
+                if overload is None:
+                    raise no_stream(str(func), "")
+                func = overload
+            kwargs["generator"] = self.generator
+        return func(*args, **kwargs)
+
+
+@contextmanager
+def private_generator(device: torch.device, *key: object) -> Iterator[None]:
+    """Random operators inside draw from a stream that depends on ``key`` alone."""
+    generator = torch.Generator(device=device).manual_seed(stream_key(*key) & (2**63 - 1))
+    with PrivateGenerator(generator):
+        yield

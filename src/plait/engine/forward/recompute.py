@@ -1,0 +1,195 @@
+"""Activations that are made a second time instead of being kept: recomputation.
+
+    none        every operator keeps what its backward reads
+    selective   attention keeps query, key and value; scores, softmax, masks and its output are made again
+    full        a block keeps its inputs; its forward runs again when its backward begins
+
+    forward    F0 ── F1 ── F2 ── loss         kept under full:  x0  x1  x2
+    backward        F0 B0 ◄── F1 B1 ◄── F2 B2 ◄── loss
+
+What is run again comes out the same to the bit: it begins where the first run began, with the same dropout masks, the
+same length of the stream, the same microbatch's stand-ins for parameters, and the unit's parameters gathered, once for
+the recomputation and for the backward behind it.  Messages between tensor ranks inside a block are sent again; the core
+of attention sends none.
+
+Sources: full recomputation, Chen et al. 2016 (arXiv:1604.06174); selective, Korthikanti et al. 2022 (arXiv:2205.05198,
+section 5): the core of attention has most of a layer's activations (5as/h of 34 + 5as/h) and little of its products.
+The work is ``torch.utils.checkpoint``'s.
+
+The handler sees ``F.scaled_dot_product_attention`` in a forward with gradients, wherever the model calls it, and leaves
+all else alone.  ``full`` needs no handler: it wraps the forward of blocks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from functools import partial, wraps
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from plait.engine.forward.context import CurrentForward, in_backward
+from plait.engine.forward.interceptor import Function, Handler, Interceptor
+from plait.tensor_parallel import Parallel
+
+SAVES_NOTHING = ("gathered", "vocabulary")
+"""Styles whose message may be the last thing of a block: torch ends a recomputation once it has what was saved."""
+
+
+def check_recompute(model: nn.Module, names: Iterable[str], recompute: str | None) -> None:
+    """Raises ValueError for an unknown word, and for ``full`` on a model without a block.
+
+    Args:
+        names: the modules that are units.
+    """
+    if recompute not in (None, "full", "selective"):
+        raise ValueError(f"recompute={recompute!r}: give 'full', 'selective' or None")
+    if recompute == "full" and not blocks_of(model, names):
+        raise ValueError(
+            "recompute='full' runs the blocks of a ModuleList or Sequential again, and no unit of this model is inside "
+            "of one: put the repeated layers into a ModuleList, name them (units=[...]), or leave recompute out"
+        )
+
+
+def blocks_of(model: nn.Module, names: Iterable[str]) -> list[str]:
+    """Which units ``full`` runs again: those inside a ``ModuleList`` or ``Sequential``, of nested ones the outermost.
+
+    Embedding, head and the root are used once and are not among them; nor is a stock layer alone in its unit
+    (``nn.Linear``), which keeps its input and nothing else.
+    """
+    modules = dict(model.named_modules())
+    found: list[str] = []
+    for name in (n for n in modules if n in set(names)):
+        around = [modules[name[:i]] for i, letter in enumerate(name) if letter == "."] + [model] * bool(name)
+        repeated = any(isinstance(m, nn.ModuleList | nn.Sequential) for m in around)
+        nested = any(name.startswith(other + ".") for other in found)
+        if repeated and not nested and not _stock(modules[name]):
+            found.append(name)
+    return found
+
+
+def _stock(module: nn.Module) -> bool:
+    return not list(module.children()) and type(module).forward.__module__.startswith("torch.nn.")
+
+
+def called_twice(
+    current: CurrentForward,
+    function: Function,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    *,
+    seen_by: Interceptor | None = None,
+    early_stop: bool = True,
+) -> Any:
+    """``function(*args, **kwargs)``, of which only the arguments are kept; in the backward it is called again.
+
+    Args:
+        seen_by: it calls modules, whose functions are seen the second time as well; None: it calls none, and is itself
+            what handlers make of a function.
+        early_stop: it ends, the second time, as soon as everything is there that the backward reads.
+    """
+    unit = current.context.unit
+    again = current.context.again(whole=seen_by is not None)
+    ran = False
+
+    def run(*args: Any) -> Any:
+        nonlocal ran
+        with ExitStack() as stack:
+            if ran:
+                if unit is not None:
+                    unit.unshard_for_backward()
+                stack.enter_context(current.swapped(again))
+                if seen_by is not None:
+                    stack.enter_context(seen_by.on())
+            ran = True
+            stack.enter_context(current.runs_twice())
+            return function(*args, **kwargs)
+
+    preserve = not again.draws  # else every draw is served
+    return checkpoint(run, *args, use_reentrant=False, preserve_rng_state=preserve, early_stop=early_stop)
+
+
+def run_twice(
+    model: nn.Module, names: Iterable[str], interceptor: Interceptor, parallel: Parallel, *, sequence: bool
+) -> None:
+    """Make the forward of these blocks one that runs again in the backward.
+
+    Raises:
+        ValueError: a block whose input the tensor plan changes before its forward sees it.
+    """
+    for name in names:
+        style = parallel.styles.get(name)
+        if sequence and style and style.kind == "enter":
+            raise ValueError(
+                f"block {name!r} is 'enter' in the tensor plan, so its stream is gathered before its forward, and "
+                f"recompute='full' would begin behind that: make the module around it the unit"
+            )
+        inside = [s.kind for n, s in parallel.styles.items() if f"{n}.".startswith(f"{name}.")]
+        early_stop = not any(kind in SAVES_NOTHING for kind in inside)
+        _run_twice(name, model.get_submodule(name), interceptor, early_stop=early_stop)
+
+
+def _run_twice(name: str, module: nn.Module, interceptor: Interceptor, *, early_stop: bool) -> None:
+    """The same of one block.
+
+    Raises:
+        ValueError: at its first forward, where it writes to a buffer.
+    """
+    once, checked = module.forward, set[bool]()
+    call = partial(called_twice, interceptor.current, once, seen_by=interceptor, early_stop=early_stop)
+
+    @wraps(once)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return once(*args, **kwargs)
+        unseen = module.training not in checked and not in_backward()
+        before = {key: buffer.clone() for key, buffer in module.named_buffers()} if unseen else {}
+        output = call(args, kwargs)
+        if unseen:
+            for key, buffer in module.named_buffers():
+                if key not in before or not same_bits(before[key], buffer):
+                    raise ValueError(
+                        f"block {name!r} writes to its buffer {key!r} in forward, and recompute='full' would write to "
+                        f"it twice (running statistics): use a norm without them, freeze it by eval(), or leave "
+                        f"recompute out"
+                    )
+            checked.add(module.training)
+        return output
+
+    module.forward = forward
+
+
+def same_bits(left: Tensor, right: Tensor) -> bool:
+    """Whether two tensors are the same, NaN for NaN."""
+    if not left.is_floating_point() or left.shape != right.shape:
+        return torch.equal(left, right)
+    return torch.equal(left.isnan(), right.isnan()) and torch.equal(left.nan_to_num(), right.nan_to_num())
+
+
+class AttentionRecompute(Handler):
+    """Sees ``F.scaled_dot_product_attention``, wherever the model calls it, and runs it again in its backward."""
+
+    def __init__(self, current: CurrentForward) -> None:
+        self.current = current
+        self._seen = False
+
+    def sees(self, func: Function) -> bool:
+        return func is F.scaled_dot_product_attention
+
+    def __call__(self, func: Function, call_next: Function, /, *args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return call_next(*args, **kwargs)
+        self._seen = True
+        return called_twice(self.current, call_next, args, kwargs)
+
+    def after_model(self, model: nn.Module, args: Any, output: Any) -> None:
+        """Hook of a whole model: raises ValueError where there is no attention to run again."""
+        if torch.is_grad_enabled() and not self._seen:
+            raise ValueError(
+                f"recompute='selective' runs F.scaled_dot_product_attention again, which {type(model).__name__} does "
+                f"not call: let its attention call it, use recompute='full', or leave recompute out"
+            )

@@ -1,0 +1,196 @@
+"""How activations and their gradients go from stage to stage.
+
+    stage 0        put F ──► SEND_F ─────────► RECV_F ──► get F          stage 1, another rank
+                   get B ◄── RECV_B ◄───────── SEND_B ◄── put B
+    stage 0        put F ────────────────────────────────► get F          stage 1, the same rank
+
+A pass puts what it made and gets what it needs; between the two, messages are started where the schedule says so and
+never waited for before ``get``.
+
+Shapes.  What a stage hands over depends on the shapes of the batch alone (its signature), and a gradient has the shape
+of its activation.  So a header goes ahead of the first activation of a signature, on the same channel, and from then
+on both sides know:
+
+    sender     header  F0  F1  F2 ...        the first send of the signature is two messages
+    receiver   RECV_F0, RECV_F1              noted: nobody may wait here, and without a shape nothing can be posted
+               get F0                        waits for the header, posts F0 and then F1, waits for F0
+               RECV_F2                       posted at once
+
+Transports match the messages of a channel by their order, so a receive is posted when all before it have been.  That
+cannot deadlock: a ``get`` waits for headers only of messages that its own message comes after on the channel.
+
+A stage that hands over something else for a signature than before is refused before it sends.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from plait.comm import Comm, Work
+from plait.comm.header import Shape, empty_header, header_of, shape_in
+from plait.comm.operation import name_of
+from plait.core.collectives import Note
+from plait.schedule.acks import Key
+from plait.schedule.actions import ACTIVATION, GRADIENT, Action, Kind, ends
+
+Signature = tuple[tuple[int, ...], ...]
+"""The shapes of a batch's tensors."""
+
+Boundary = tuple[int, Signature]
+"""Between a stage and the next, for batches of a signature."""
+
+
+def signature_of(batch: Any) -> Signature:
+    """The shapes on which the shapes of activations depend."""
+    return tuple(tuple(leaf.shape) for leaf in tree_leaves(batch) if isinstance(leaf, Tensor))
+
+
+class _Message(NamedTuple):
+    """A hand-over between two ranks, as either of them sees it."""
+
+    key: Key
+    boundary: Boundary
+    peer: int
+    note: Note
+
+    @property
+    def header_note(self) -> Note:
+        """That of the header ahead of it, which no step's prediction has."""
+        return replace(self.note, phase="setup")
+
+
+class PipelineP2P:
+    """Hand-overs of one rank.
+
+    Args:
+        owner: the pipe coordinate of each stage.
+    """
+
+    def __init__(self, comm: Comm, owner: Mapping[int, int]) -> None:
+        self.comm, self.owner = comm, owner
+        here = comm.mesh.coordinates(comm.rank)
+        self.rank_of = {stage: comm.mesh.rank(**{**here, "pipe": place}) for stage, place in owner.items()}
+        self.signatures: list[Signature] = []
+        """Of the microbatches of the step under way."""
+        self._shapes: dict[Boundary, Shape] = {}
+        self._announced: set[Boundary] = set()
+        """Where this rank has sent the header."""
+        self._acks: Mapping[Key, tuple[Key, ...]] = {}
+        self._made: dict[Key, Tensor] = {}
+        """What passes of this rank put, until it is sent or got."""
+        self._unposted: dict[int, deque[_Message]] = defaultdict(deque)
+        """Receives that wait for a shape, or for one before them, by the rank that sends."""
+        self._coming: dict[Key, tuple[Tensor, Work]] = {}
+        self._going: dict[Key, list[Work]] = {}
+
+    def begin(self, batches: Sequence[Any], acks: Mapping[Key, tuple[Key, ...]]) -> None:
+        """Before a step.
+
+        Args:
+            acks: by each message that comes, this rank's messages that have arrived by then.
+        """
+        self._acks = acks
+        self.signatures = [signature_of(batch) for batch in batches]
+        for of_last_step in (self._made, self._unposted, self._coming, self._going):
+            of_last_step.clear()
+
+    def learns_from(self, batches: Sequence[Any]) -> bool:
+        """Whether a step on these microbatches brings shapes to this rank's boundaries that none before it had."""
+        ranks = self.rank_of
+        boundaries = [s for s in ranks if s + 1 in ranks and ranks[s] != ranks[s + 1]]
+        mine = [s for s in boundaries if self.comm.rank in (ranks[s], ranks[s + 1])]
+        return any((s, signature_of(batch)) not in self._shapes for s in mine for batch in batches)
+
+    def put(self, way: str, stage: int, microbatch: int, tensor: Tensor) -> None:
+        """What a stage made for its neighbour: an activation (F) for the next, a gradient (B) for the one before.
+
+        Raises:
+            ValueError: another shape than before for a batch of the same shapes.
+        """
+        target = stage + (1 if way == "F" else -1)
+        boundary = min(stage, target), self.signatures[microbatch]
+        (shape, dtype) = made = tuple(tensor.shape), tensor.dtype
+        known = self._shapes.setdefault(boundary, made)
+        if made != known:
+            what = "hands over" if way == "F" else "gives back a gradient"
+            raise ValueError(
+                f"stage {stage} {what} {name_of(dtype)} {list(shape)} for microbatch {microbatch}, but for an earlier "
+                f"batch of the same shapes it was {name_of(known[1])} {list(known[0])}, for which stage {target} "
+                f"made room: let the output's shape depend on the shapes of the batch only, or pad it"
+            )
+        self._made[way, target, microbatch] = tensor
+
+    def start(self, action: Action) -> None:
+        """Start a message, and those joined to it."""
+        for part in action.parts:
+            message = self._message(part)
+            if part.kind in (Kind.SEND_F, Kind.SEND_B):
+                self._send(message)
+            else:
+                self._unposted[message.peer].append(message)
+                self._post(message.peer)
+
+    def _message(self, part: Action) -> _Message:
+        source, target = ends(part)
+        way, sends = ("F" if source < target else "B"), part.kind in (Kind.SEND_F, Kind.SEND_B)
+        return _Message(
+            (way, target, part.microbatch),
+            (min(source, target), self.signatures[part.microbatch]),
+            self.rank_of[target if sends else source],
+            Note(ACTIVATION if way == "F" else GRADIENT, f"stage {source}", part.microbatch),
+        )
+
+    def _send(self, message: _Message) -> None:
+        tensor, works = self._made.pop(message.key).contiguous(), []
+        if message.key[0] == "F" and message.boundary not in self._announced:
+            works.append(self.comm.send(header_of(tensor, self.comm.device), message.peer, message.header_note))
+            self._announced.add(message.boundary)
+        works.append(self.comm.send(tensor, message.peer, message.note))
+        self._going[message.key] = works
+
+    def _post(self, peer: int) -> None:
+        """Posts what is to come from a rank, in order, as far as shapes are known."""
+        messages = self._unposted[peer]
+        while messages and messages[0].boundary in self._shapes:
+            message = messages.popleft()
+            shape, dtype = self._shapes[message.boundary]
+            tensor = torch.empty(shape, dtype=dtype, device=self.comm.device)
+            self._coming[message.key] = tensor, self.comm.recv(tensor, peer, message.note)
+
+    def _learn(self, message: _Message) -> None:
+        """Waits for the header that comes ahead of a message, unless a pass of this rank has told its shape since."""
+        if message.boundary not in self._shapes:
+            header = empty_header(self.comm.device)
+            self.comm.recv(header, message.peer, message.header_note).wait()
+            self._shapes[message.boundary] = shape_in(header)
+
+    def get(self, way: str, stage: int, microbatch: int) -> Tensor:
+        """What stage ``stage`` needs from its neighbour; waits for it."""
+        key = (way, stage, microbatch)
+        if key in self._made:
+            return self._made.pop(key)
+        peer = self.rank_of[stage - 1 if way == "F" else stage + 1]
+        while key not in self._coming:
+            self._learn(self._unposted[peer][0])
+            self._post(peer)
+        tensor, work = self._coming.pop(key)
+        work.wait()
+        for acknowledged in self._acks.get(key, ()):
+            self._arrived(acknowledged)
+        return tensor
+
+    def wait_all(self) -> None:
+        """After a step: all messages of this rank have arrived."""
+        for key in list(self._going):
+            self._arrived(key)
+
+    def _arrived(self, key: Key) -> None:
+        for work in self._going.pop(key):
+            work.wait()

@@ -1,0 +1,280 @@
+"""A model as a chain of links, and the part of it that one stage runs.
+
+    embed ─► blocks.0 ─► blocks.1 ─► norm ─► head            links: modules, each from one tensor to one tensor
+    stage 1 is   ·  ─►   ·    ─► blocks.1 ─► norm ─► ·       the same model, foreign layers for the others' links
+
+A stage is the model's own code and the model's own links, in copies of the containers around them in which every link
+of another stage is a ``ForeignLayer``.  Module and parameter names stay as they are, so dropout sites, tensor
+plans and state dicts do not know that there are stages.  A weight that two stages use is two parameters, whose
+gradients are summed once per step (see ``tied_weights``); where both stages are on one rank, the second gets a copy.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor, nn
+
+from plait.engine.data_parallel.storage import placeholder
+from plait.tensor_parallel import Parallel
+
+
+class ForeignLayer(nn.Module):
+    """In the place of a link that another stage owns; what it returns is decided by the ``StageBoundary``.
+
+    It has the link's plain attributes (its kind of attention, its number): the model may ask for them.
+    """
+
+    at_call: Callable[[nn.Module], Tensor] | None = None
+
+    def __init__(self, link: nn.Module) -> None:
+        super().__init__()
+        plain = {k: v for k, v in vars(link).items() if not k.startswith("_") and not callable(v)}
+        self.__dict__.update({key: value for key, value in plain.items() if key not in vars(self)})
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        """What the boundary decides."""
+        assert self.at_call is not None
+        return self.at_call(self)
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            raise AttributeError(f"{name!r} is asked of a link of the model that another stage has") from None
+
+
+@dataclass(frozen=True)
+class Chain:
+    """The links of a model, by module name, in the order in which they run."""
+
+    names: tuple[str, ...]
+
+
+def chain_of(model: nn.Module) -> Chain:
+    """The links that a model tells of: its own ``pipeline_links()``, an ``nn.Sequential``'s children, or the
+    ``base_model_pp_plan`` of a Hugging Face model.
+
+    Raises:
+        ValueError: it tells of none, or a parameter belongs to no link.
+    """
+    own = getattr(model, "pipeline_links", None)
+    if callable(own):
+        chain = Chain(tuple(own()))
+    elif isinstance(model, nn.Sequential):
+        chain = Chain(tuple(model._modules))
+    elif plan := getattr(getattr(model, "config", None), "base_model_pp_plan", None):
+        chain = _chain_from_transformers(model, plan)
+    else:
+        raise ValueError(
+            f"{type(model).__name__} does not tell how a pipeline may cut it: give it a method pipeline_links() that "
+            f"returns the names of its modules in the order in which they run, each from one tensor to one tensor"
+        )
+    _check(model, chain)
+    return chain
+
+
+def _chain_from_transformers(model: nn.Module, plan: Mapping[str, Any]) -> Chain:
+    """The base model's plan names embedding, layers and norm; the head stands beside the base model."""
+    base = getattr(model, "base_model_prefix", "")
+    inner: Any = getattr(model, base, model)
+    prefix = f"{base}." if inner is not model else ""
+    names: list[str] = []
+    for name in plan:
+        module = getattr(inner, name)
+        many = isinstance(module, nn.ModuleList)
+        names += [f"{prefix}{name}.{i}" for i in range(len(module))] if many else [f"{prefix}{name}"]
+    names += [name for name in getattr(model, "_pp_plan", None) or {} if name.removeprefix(prefix) not in plan]
+    return Chain(tuple(names))
+
+
+def _check(model: nn.Module, chain: Chain) -> None:
+    modules = dict(model.named_modules(remove_duplicate=False))
+    if unknown := [name for name in chain.names if name not in modules]:
+        raise ValueError(f"{type(model).__name__} names the pipeline link {unknown[0]!r}, which is no module of it")
+    for i, name in enumerate(chain.names):
+        if around := next((n for j, n in enumerate(chain.names) if i != j and f"{name}.".startswith(f"{n}.")), None):
+            raise ValueError(
+                f"the pipeline link {name!r} of {type(model).__name__} stands twice, as part of {around!r}"
+            )
+    inside = {id(p) for name in chain.names for p in modules[name].parameters()}
+    for name, parameter in model.named_parameters():
+        if id(parameter) not in inside:
+            raise ValueError(
+                f"parameter {name!r} belongs to no link of the pipeline ({', '.join(chain.names[:3])}, ...): every "
+                f"stage would need it; put it into a module of the chain"
+            )
+
+
+@dataclass(frozen=True)
+class StageModel:
+    """What one stage runs: the model's own links, and foreign layers for those of other stages.
+
+    ``origin`` gives, by ``id`` of a parameter of the part, the parameter of the whole model: itself, unless an earlier
+    stage of the rank has that.
+    """
+
+    model: nn.Module
+    origin: Mapping[int, nn.Parameter]
+    chain: Chain = Chain(())
+    links: range = range(0)
+    """Which links of the chain it has."""
+    sites: Mapping[str, tuple[str, int]] = field(default_factory=dict)
+    """Of a module that is several links: the name of its first, and how many of them earlier stages have."""
+
+    @classmethod
+    def whole(cls, model: nn.Module) -> StageModel:
+        """No pipeline: the stage is the model itself."""
+        return cls(model, {id(p): p for p in model.parameters()})
+
+    @classmethod
+    def part(cls, model: nn.Module, chain: Chain, links: range, taken: set[int]) -> StageModel:
+        """The part that runs some links: the model's own modules, in copies of the containers around them.
+
+        Args:
+            taken: modules and parameters, by ``id``, that an earlier stage of this rank has; of these the part gets
+                copies (parameters share the values), and its own are added.
+        """
+        own = {chain.names[i] for i in links}
+        around = {name[:end] for name in chain.names for end in (0, *(i for i, c in enumerate(name) if c == "."))}
+        origin: dict[int, nn.Parameter] = {}
+        second: dict[int, nn.Parameter] = {}
+        made: dict[int, nn.Module] = {}
+        foreign: dict[int, nn.Module] = {}
+        beside = bool(taken)
+
+        def of_this_stage(module: nn.Module) -> nn.Module:
+            if id(module) not in made:
+                made[id(module)] = module
+                if any(id(x) in taken for x in (*module.modules(), *module.parameters())):
+                    memo: dict[int, Any] = {id(p): p for p in module.parameters()}
+                    for p in module.parameters():
+                        if id(p) in taken:
+                            memo[id(p)] = second.setdefault(id(p), _again(p))
+                            origin[id(memo[id(p)])] = p
+                    made[id(module)] = copy.deepcopy(module, memo)
+            return made[id(module)]
+
+        def build(module: nn.Module, name: str) -> nn.Module:
+            if name in own:
+                return of_this_stage(module)
+            if name in chain.names:
+                return foreign.setdefault(id(module), ForeignLayer(module))
+            if name in around:
+                around_links = _shallow(module, buffers=beside)
+                for short, child in module._modules.items():
+                    if child is not None:
+                        around_links._modules[short] = build(child, f"{name}.{short}" if name else short)
+                for key, value in vars(module).items():
+                    if isinstance(value, list | tuple | dict) and not key.startswith("_"):
+                        vars(around_links)[key] = _translated(value, foreign | made)
+                return around_links
+            return of_this_stage(module)  # beside the chain: rotary tables, a loss
+
+        part = build(model, "")
+        for parameter in part.parameters():
+            origin.setdefault(id(parameter), parameter)
+        for module in model.modules():
+            if id(module) in made:
+                taken |= {id(x) for x in (*module.modules(), *module.parameters())}
+        return cls(part, origin, chain, links, _sites(model, chain, links))
+
+
+def _again(parameter: nn.Parameter) -> nn.Parameter:
+    """Another parameter with the same values, attributes and hooks."""
+    new = nn.Parameter(parameter.detach(), requires_grad=parameter.requires_grad)
+    new.__dict__.update(parameter.__dict__)
+    new._backward_hooks = copy.copy(parameter._backward_hooks)
+    new._post_accumulate_grad_hooks = copy.copy(parameter._post_accumulate_grad_hooks)
+    return new
+
+
+def _shallow(module: nn.Module, *, buffers: bool) -> nn.Module:
+    """The module with the same children and attributes, and hooks of its own.
+
+    Args:
+        buffers: whether it gets buffers of its own as well.
+    """
+    new = copy.copy(module)
+    for key in vars(nn.Module()):
+        value = vars(new).get(key)
+        if isinstance(value, dict | set):
+            vars(new)[key] = copy.copy(value)
+    if buffers:
+        new._buffers.update({key: None if b is None else b.clone() for key, b in module._buffers.items()})
+    return new
+
+
+def _translated(value: Any, known: Mapping[int, nn.Module]) -> Any:
+    """A list, tuple or dict in which modules of the model are those of the part."""
+    if isinstance(value, nn.Module):
+        return known.get(id(value), value)
+    if type(value) in (list, tuple):
+        return type(value)(_translated(one, known) for one in value)
+    if type(value) is dict:
+        return {key: _translated(one, known) for key, one in value.items()}
+    return value
+
+
+def _sites(model: nn.Module, chain: Chain, links: range) -> dict[str, tuple[str, int]]:
+    """See ``StageModel.sites``; its submodules have as many earlier calls as it has."""
+    modules = dict(model.named_modules(remove_duplicate=False))
+    found = {}
+    for index in links:
+        name = chain.names[index]
+        same = [other for other in chain.names[:index] if modules[other] is modules[name]]
+        earlier = [other for other in same if other in chain.names[: links.start]]
+        if earlier and same == earlier:
+            for inside, _ in modules[name].named_modules():
+                suffix = f".{inside}" if inside else ""
+                found[name + suffix] = (same[0] + suffix, len(earlier))
+    return found
+
+
+def cut_off(model: nn.Module, parts: Sequence[StageModel]) -> None:
+    """What other ranks have of a model loses its values here; the model refuses to run, and to give its state."""
+    here = {id(p) for part in parts for p in part.model.parameters()}
+    for parameter in model.parameters():
+        if id(parameter) not in here and not parameter.is_meta:
+            nothing = placeholder(parameter.dtype, parameter.device)
+            parameter.data = nothing.expand(parameter.shape)
+
+    def refuse(*_: Any) -> None:
+        raise ValueError(
+            "this model is cut in stages, and each rank has only some of them: train it by engine.step, and take its "
+            "values from engine.full_state_dict()"
+        )
+
+    model.register_forward_pre_hook(refuse)
+    model.register_state_dict_pre_hook(refuse)
+
+
+def stages_using(model: nn.Module, chain: Chain, split: Sequence[range]) -> dict[int, tuple[int, ...]]:
+    """Which stages use each parameter of the whole model, by its ``id``, in order."""
+    modules = dict(model.named_modules(remove_duplicate=False))
+    found: dict[int, dict[int, None]] = {}
+    for stage, links in enumerate(split):
+        for index in links:
+            for parameter in modules[chain.names[index]].parameters():
+                found.setdefault(id(parameter), {}).setdefault(stage)
+    return {key: tuple(stages) for key, stages in found.items()}
+
+
+def parallel_of(parallel: Parallel, part: StageModel, *, last: bool) -> Parallel:
+    """A tensor plan, resolved on the whole model, as it reads on one stage's part.
+
+    Args:
+        last: whether the stage has the loss.
+    """
+    here = {name for name, module in part.model.named_modules() if not isinstance(module, ForeignLayer)}
+    names = dict(part.model.named_parameters(remove_duplicate=False))
+    origin = {key: id(p) for key, p in part.origin.items()}
+    return Parallel(
+        {name: style for name, style in parallel.styles.items() if name in here or name in names},
+        {key: parallel.cuts[old] for key, old in origin.items() if old in parallel.cuts},
+        frozenset(key for key, old in origin.items() if old in parallel.summed),
+        tuple(site for site in parallel.sites if site.name in here or (last and site.kind == "loss")),
+    )

@@ -1,0 +1,160 @@
+"""A model placed on one rank of a mesh: built, held, counted, saved and loaded.  The step is ``engine``'s.
+
+model ── check ──► stages of this rank ──► units, flat storage, gradients
+                        │
+                        ├── runtime        carries out the schedule
+                        ├── ties, norm     sums over stages, over everything
+                        └── update         what the optimizer is given
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from plait.comm import Comm
+from plait.core.flat import UnitLayout
+from plait.core.parallelism import Parallelism
+from plait.core.precision import LossScale
+from plait.engine.data_parallel.optim import Owned, OwnedOptimizer, owned_runs
+from plait.engine.data_parallel.storage import dtype_in
+from plait.engine.data_parallel.unit import Unit, parameters_of
+from plait.engine.exchange import Exchange
+from plait.engine.norm import Norm
+from plait.engine.pipeline.build_stages import build_stages
+from plait.engine.pipeline.p2p import PipelineP2P
+from plait.engine.pipeline.runtime import EventLog, Runtime
+from plait.engine.pipeline.tied_weights import TiedWeights
+from plait.engine.state.checks import check_model, check_settings
+from plait.engine.state.fingerprint import ModelFingerprint
+from plait.engine.state.full import Part, full_state_dict, load_full_state_dict
+from plait.engine.state.weights import Weights
+from plait.engine.update import Update, bytes_held
+from plait.schedule.pipeline import Pipeline, RankProgram
+
+
+class PlacedModel:
+    """This rank's part of a model, and all that moves its values.
+
+    Args:
+        before_forward: called with the model's arguments before each forward of a loop of one's own.
+
+    Raises:
+        ValueError: anything that can be known to be wrong before the first step, with the fix.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        comm: Comm,
+        parallelism: Parallelism,
+        optimizer: Optimizer | None,
+        *,
+        clip: float | None,
+        seed: int,
+        weights: Weights | None,
+        loss_scale: LossScale | None,
+        before_forward: Callable[[Sequence[Any], dict[str, Any]], None],
+    ) -> None:
+        self.model, self.comm, self.parallelism, self.seed = model, comm, parallelism, seed
+        self.strategy, self.optimizer = parallelism.strategy, optimizer
+        check_model(model, comm)
+        self.num_parameters = sum(p.numel() for p in model.parameters())
+        """Elements of the whole model."""
+        names = {id(p): n for n, p in model.named_parameters()}
+        trainable = [n for n, p in model.named_parameters() if p.requires_grad]
+        sums = {dtype_in(self.strategy.grads, dtype_in(self.strategy.params, p.dtype)) for p in model.parameters()}
+        self.pipeline = Pipeline.of(parallelism, comm.mesh.pipe)
+        check_settings(comm, parallelism.compared() | {"clip": clip, "seed": seed, "loss_scale": loss_scale})
+        built = build_stages(model, comm, parallelism, self.pipeline, seed, before_forward, weights)
+        self.stages, self.directory = built.stages, built.directory
+        self.links, self.split = built.links, built.split
+        """The names of the model's links, and how many each stage has."""
+        p2p = PipelineP2P(comm, self.pipeline.owner)
+        self.log = EventLog(comm)
+        """When each action of the last steps began and ended."""
+        self.runtime = Runtime(self.stages, p2p, self.log)
+        last = self.pipeline.owner[self.pipeline.num_stages - 1]
+        self.exchange = Exchange(comm, trainable, last)
+        self.owned: list[Owned] = []
+        self.owned_optimizer: OwnedOptimizer | None = None
+        flat_gradients = [g for stage in self.stages.values() for g in stage.gradients.flats]
+        if optimizer is None:
+            self.owned = owned_runs(flat_gradients)
+        else:
+            cuts = parallelism.cut == "element" and comm.mesh.count(self.strategy.optim.split) > 1
+            self.owned_optimizer = OwnedOptimizer(optimizer, names, flat_gradients, cuts=cuts)
+            self.owned = self.owned_optimizer.owned
+        self.ties = TiedWeights(built.edges, comm, built.gradients(), p2p.rank_of)
+        self.norm = Norm(comm, self.strategy, wide=torch.float64 in sums, copies=self.ties.copies)
+        whole = [n for n, _, f, i in parameters_of(self.units) if f.trainable and f.cuts[i] is None]
+        self.update = Update(
+            comm,
+            self.stages,
+            self.exchange,
+            self.ties,
+            self.norm,
+            self.owned,
+            self.owned_optimizer,
+            clip,
+            None if loss_scale is None else replace(loss_scale),
+            list(dict.fromkeys(whole)) if built.parallel.styles else [],
+        )
+        self._programs: dict[tuple[int, bool], RankProgram] = {}
+        self._guard = ModelFingerprint(model)  # what a stage has was taken from it once
+
+    def program(self, num_microbatches: int, *, backward: bool = True) -> RankProgram:
+        """What this rank does in a step of so many microbatches, or an evaluation; proved when first asked for."""
+        key = num_microbatches, backward
+        if key not in self._programs:
+            complete = self.pipeline.completed if backward else self.pipeline.evaluated
+            schedule = complete(num_microbatches, self.strategy)
+            self._programs[key] = RankProgram.of(schedule, self.comm.mesh.coordinates(self.comm.rank)["pipe"])
+        return self._programs[key]
+
+    def links_of(self, stage: int) -> tuple[str, ...]:
+        """The names of a stage's links; none where there is one stage."""
+        first = sum(self.split[:stage])
+        return self.links[first : first + self.split[stage]]
+
+    @property
+    def units(self) -> list[Unit]:
+        """The units of all stages of this rank."""
+        return [unit for stage in self.stages.values() for unit in stage.units]
+
+    def layouts(self) -> tuple[UnitLayout, ...]:
+        """The units of this rank as the planner sees them."""
+        return tuple(layout for stage in self.stages.values() for layout in stage.layouts())
+
+    def bytes_held(self) -> dict[str, int]:
+        """Bytes on this rank between steps, by kind of state, and the peak of gathered parameters."""
+        return bytes_held(list(self.stages.values()), self.owned_optimizer)
+
+    @property
+    def peak_open(self) -> int:
+        """The most units that were unsharded at once beside the ancestors of the running one."""
+        return max(stage.unsharding.open_units.peak for stage in self.stages.values())
+
+    def full_state_dict(self) -> dict[str, Tensor]:
+        """Every parameter whole and every buffer (data rank 0's), by the model's own names, on the CPU of every rank.
+
+        All ranks call it together; one unit is gathered at a time.
+        """
+        return full_state_dict(self.directory, self.parts(), self.comm)
+
+    def load_full_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Take the values of whole tensors; each rank copies its pieces.
+
+        Raises:
+            ValueError: missing or surplus names, or shapes that differ.
+        """
+        load_full_state_dict(self.directory, self.parts(), state)
+
+    def parts(self) -> list[Part]:
+        """This rank's stages, for what goes through the whole model (see ``state``)."""
+        return [Part(stage.model, stage.units) for stage in self.stages.values()]

@@ -1,0 +1,8 @@
+"""Values in and out of a model of which each rank has pieces.
+
+checks.py        what is refused before a model is cut
+init.py          initial weights that no layout changes
+weights.py       values that are read from files, row by row
+full.py          whole tensors in and out, by the model's own names
+fingerprint.py   a model must stay the one that was wrapped
+"""

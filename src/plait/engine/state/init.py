@@ -1,0 +1,167 @@
+"""Initial weights that no layout changes, on ranks that never hold the model.
+
+``empty_parameters()`` builds a model whose parameters are on the meta device (shapes without memory) while
+buffers are computed for real.  ``initial_values`` then walks the modules once: each draws its own parameters, on
+their full shapes, by its own initialiser, from a stream that depends on (seed, module name) alone.  The caller keeps
+the pieces it owns and drops the rest before the next module comes: the most a rank ever holds beside its pieces is
+one module.
+
+A module's initialiser is what building the model runs on it, in that order: its ``reset_parameters()``, then
+``_init_weights(module)`` of the model around it, as Hugging Face's have one, for the module and for each module that
+holds it.  All others are on meta meanwhile, so that whatever is written to them goes nowhere.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
+
+from plait.engine.data_parallel.build import BuiltUnits, SourceModel, Unmaterialized
+from plait.engine.forward.random_ops import private_generator
+from plait.engine.state.checks import check_buffers
+from plait.engine.state.weights import Weights, read_piece, whole_values
+
+_EMPTY: ContextVar[bool] = ContextVar("empty_parameters", default=False)
+"""Whether modules built in this thread (or task) get parameters without memory."""
+
+
+def _to_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> Any:
+    if not _EMPTY.get() or parameter is None or parameter.is_meta:
+        return None
+    return nn.Parameter(parameter.detach().to("meta"), requires_grad=parameter.requires_grad)
+
+
+# torch keeps these hooks in one dict for the process and iterates over it unlocked, so threads that build models at
+# the same time must not add and remove theirs: one hook stays, and does nothing outside empty_parameters().
+register_module_parameter_registration_hook(_to_meta)
+
+
+@contextmanager
+def empty_parameters() -> Iterator[None]:
+    """Modules built inside have their parameters on the meta device; buffers are computed as usual.
+
+    Only this thread's modules are affected.  A tied parameter stays one parameter.
+    """
+    token = _EMPTY.set(True)
+    try:
+        yield
+    finally:
+        _EMPTY.reset(token)
+
+
+def initial_values(
+    model: nn.Module,
+    seed: int,
+    device: torch.device,
+    shapes: Mapping[int, tuple[int, ...]] | None = None,
+    wanted: Container[int] | None = None,
+) -> Iterator[tuple[nn.Parameter, Tensor]]:
+    """The initial value of every parameter that is still on meta, one module at a time.
+
+    Args:
+        shapes: whole shapes, by ``id``, of parameters that hold a piece of themselves already.
+        wanted: the parameters, by ``id``, whose values are asked for; None: all. Modules without any are left out.
+
+    Yields the meta parameter and its value on the full shape; the value is valid until the next module comes.
+
+    Raises:
+        ValueError: a parameter on meta that no initialiser writes.
+    """
+    done: set[int] = set()
+    for name, module in model.named_modules():
+        own = {k: p for k, p in module._parameters.items() if p is not None}
+        new = {k: p for k, p in own.items() if p.is_meta and id(p) not in done and (wanted is None or id(p) in wanted)}
+        if not new:
+            continue
+        fresh = {k: _unwritten(p, (shapes or {}).get(id(p), p.shape), device) for k, p in own.items()}
+        try:
+            for k, p in own.items():
+                module._parameters[k] = nn.Parameter(fresh[k], requires_grad=p.requires_grad)
+            with torch.no_grad(), private_generator(device, "init", seed, name):
+                for initialise in initialisers(model, name):
+                    initialise()
+        finally:
+            module._parameters.update(own)
+        if missing := [k for k in new if fresh[k].isnan().any()]:
+            raise ValueError(
+                f"module {name or 'root'!r} ({type(module).__name__}) has parameters on meta ({', '.join(missing)}) "
+                f"and neither its reset_parameters() nor an _init_weights(module) of the model around it gives them "
+                f"values: add one, or build the model with values"
+            )
+        for k, p in new.items():
+            done.add(id(p))
+            yield p, fresh[k]
+
+
+def initialisers(model: nn.Module, name: str) -> Iterator[Callable[[], object]]:
+    """What gives the named module's parameters their values, in the order in which building the model runs it."""
+    path = [model]
+    for child in name.split(".") if name else ():
+        path.append(path[-1].get_submodule(child))
+    reset = getattr(path[-1], "reset_parameters", None)
+    if reset is not None:
+        yield reset
+    for depth in range(len(path), 0, -1):
+        around = (getattr(module, "_init_weights", None) for module in reversed(path[:depth]))
+        nearest = next((method for method in around if method is not None), None)
+        if nearest is not None and len(inspect.signature(nearest).parameters) == 1:
+            yield partial(nearest, path[depth - 1])
+
+
+def _unwritten(parameter: Tensor, shape: Sequence[int], device: torch.device) -> Tensor:
+    """Memory that shows, as NaN, what an initialiser leaves out."""
+    value = torch.empty(tuple(shape), dtype=parameter.dtype, device=device)
+    return value.fill_(torch.nan) if value.is_floating_point() else value
+
+
+def replace_parameter(model: nn.Module, old: nn.Parameter, new: nn.Parameter) -> None:
+    """Put ``new`` wherever the model refers to ``old`` (the one time that a parameter changes its identity)."""
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is old:
+                setattr(module, name, new)
+
+
+def materialise(model: nn.Module, seed: int, device: torch.device, weights: Weights | None = None) -> None:
+    """Give a whole model its values in this process, drawn or read: what a single process would train."""
+    check_buffers(model)
+    values = initial_values(model, seed, device) if weights is None else whole_values(model, weights, device)
+    for old, value in list(values):
+        replace_parameter(model, old, nn.Parameter(value, requires_grad=old.requires_grad))
+
+
+def give_values(
+    whole: SourceModel, stages: Sequence[BuiltUnits], seed: int, device: torch.device, weights: Weights | None = None
+) -> None:
+    """Read or make the values of all parameters that are still on meta, and put real parameters in their places.
+
+    Without ``weights`` each module of the whole model draws once, on its full shapes, whoever has parameters of it.
+
+    Raises:
+        ValueError: modules without values.
+    """
+    wanted: dict[int, list[Unmaterialized]] = {}
+    shapes: dict[int, tuple[int, ...]] = {}
+    for stage in stages:
+        shapes |= stage.shapes
+        for fresh in stage.fresh:
+            wanted.setdefault(id(fresh.origin), []).append(fresh)
+    if weights is not None:
+        for key, places in wanted.items():
+            for fresh in places:
+                read_piece(weights, whole.names[key], fresh.flat, fresh.index)
+    else:
+        for old, value in initial_values(whole.model, seed, device, shapes, wanted):
+            for fresh in wanted[id(old)]:
+                fresh.flat.write(fresh.index, value)
+    for stage in stages:
+        for fresh in stage.fresh:
+            replace_parameter(stage.model, fresh.old, fresh.new)

@@ -1,0 +1,111 @@
+"""What is trained, as flags: a model, its data, its optimizer; and the values that follow from them.
+
+    ModelConfig (families) ─┐
+    DataConfig              ├─► JobConfig ──► family, sizes, precision ──► Job (job)
+    OptimizerConfig         ┘
+
+A single process and every layout are given the same.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Annotated, Any
+
+import torch
+
+from plait.core.cells import LONG, TABLE, Strategy
+from plait.core.precision import LossScale, Precision
+from plait.job.families import Family, ModelConfig, find_family, for_text
+from plait.job.optimizer import OptimizerConfig, OptimizerRow, find_optimizer
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """What is read, in which order, and how much of it."""
+
+    steps: int = 60
+    """Steps of the optimizer."""
+    batch: int = 16
+    """Samples of one step, over all ranks and microbatches."""
+    epochs: Annotated[
+        int | None,
+        for_text("Passes over the data, instead of steps; the last step of each has the samples that are left"),
+    ] = None
+    pack: Annotated[bool, for_text("Pack documents of the text into rows, with attention inside each only")] = False
+    ragged: bool = False
+    """Samples of different token counts, so that ranks and microbatches differ too."""
+    data: str | None = None
+    """A file or folder of text, or of .jsonl with a "text" a line; None: the source of Python's standard library."""
+    seed: int = 0
+    """Decides initial weights, data order and dropout."""
+
+
+@dataclass(frozen=True)
+class JobConfig(OptimizerConfig, DataConfig, ModelConfig):
+    """A job: what is trained, apart from how."""
+
+    @cached_property
+    def family(self) -> Family:
+        """The row of the model.
+
+        Raises:
+            ValueError: no such model.
+        """
+        return find_family(self.model)
+
+    @cached_property
+    def sizes(self) -> Any:
+        """The sizes of the model, or the folder that has them.
+
+        Raises:
+            ValueError: no such model, sizes that don't fit together, a folder without a model, or a package that is not
+                installed.
+        """
+        return self.family.sizes(self)
+
+    @cached_property
+    def optimizer_row(self) -> OptimizerRow:
+        """The row of the optimizer.
+
+        Raises:
+            ValueError: no such optimizer.
+        """
+        return find_optimizer(self.optimizer)
+
+    def in_dtype(self, row: Strategy) -> Strategy:
+        """The row with the dtypes that ``dtype`` gives its cells.
+
+        Raises:
+            ValueError: a row with its own dtypes, and another ``dtype`` too.
+        """
+        if self.dtype != "fp32" and (row.params.dtype or row.grads.dtype or row.optim.dtype):
+            raise ValueError(f"strategy {row.name!r} says dtypes of its own ({row.row()}), beside dtype {self.dtype}")
+        name, _, mixed = self.dtype.partition("-")
+        return row.mixed(name) if mixed else row
+
+    def precision_under(self, row: Strategy) -> Precision:
+        """The dtypes of a row, and the loss scale to begin with: one for fp16, unless there is another."""
+        fp16 = (row.params.dtype or self.dtype) == "fp16"
+        return Precision.of(row, LossScale().scale if self.loss_scale is None and fp16 else self.loss_scale)
+
+    @cached_property
+    def precision(self) -> Precision:
+        """In which dtypes parameters, sums and the optimizer work; a row may have dtypes of its own (``RunConfig``)."""
+        return self.precision_under(self.in_dtype(TABLE["ddp"]))
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        """Of the computation."""
+        return _named(self.precision.params.dtype or self.dtype)
+
+    @property
+    def stored_dtype(self) -> torch.dtype:
+        """In which the model is built: that of the master weights, where there are any."""
+        return _named(self.precision.optim.dtype or self.precision.params.dtype or self.dtype)
+
+
+def _named(dtype: str) -> torch.dtype:
+    named: torch.dtype = getattr(torch, LONG[dtype])
+    return named

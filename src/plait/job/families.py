@@ -1,0 +1,211 @@
+"""The families of models that ``--model`` chooses from: one row each, and the flags that their sizes are made of.
+
+    ModelConfig ── find_family(model) ──► Family ── sizes(config) ──► GPTConfig ── build ──► the model, on meta
+
+A new family is a row of ``FAMILIES``: nothing else knows the families by name.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import torch
+import tyro
+from torch import Tensor, nn
+
+from plait.checkpoint.huggingface import open_folder
+from plait.data import Batches, SyntheticRegression, as_tokens
+from plait.engine.state.weights import Weights
+from plait.models import gpt, hf, mlp
+from plait.models.pretrained import Pretrained
+
+FOLDER = "hf:"
+"""What the name of a Hugging Face folder begins with; no other family has a colon in its name."""
+
+
+def describe_families() -> str:
+    """The families, each with its summary, for help texts."""
+    return " ".join(f"{row.heading or name}: {row.summary}." for name, row in FAMILIES.items())
+
+
+def describe_layers() -> str:
+    """How many layers there are unless one says so."""
+    names: dict[int, list[str]] = {}
+    for name, row in FAMILIES.items():
+        if row.layers is not None:
+            names.setdefault(row.layers, []).append(name)
+    defaults = "; ".join(f"{', '.join(alike)}: {layers}" for layers, alike in names.items())
+    return f"Layers; unless given {defaults}."
+
+
+def stock_families() -> str:
+    """The families that are models of transformers."""
+    return ", ".join(row.heading or name for name, row in FAMILIES.items() if row.transformers)
+
+
+def for_text(what: str) -> Any:
+    """The help of a flag that is for families that read text."""
+    return tyro.conf.arg(
+        help=f"{what} (all but {', '.join(name for name, row in FAMILIES.items() if not row.reads_text)})."
+    )
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """Which model is trained, and in which numbers."""
+
+    model: Annotated[str, tyro.conf.arg(help=describe_families())] = "gpt"
+    layers: Annotated[int | None, tyro.conf.arg(help=describe_layers())] = None
+    width: int = 128
+    """Elements of a hidden vector."""
+    heads: Annotated[int, for_text("Attention heads")] = 4
+    kv_heads: Annotated[int, for_text("Key/value heads, shared by groups of heads")] = 2
+    length: Annotated[int, for_text("Tokens of one sample")] = 128
+    dropout: float = 0.1
+    """The probability of dropping (llama, qwen2: attention weights only)."""
+    dtype: Literal["fp32", "fp64", "bf16", "bf16-mixed", "fp16-mixed"] = "fp32"
+    """Of the parameters and the computation; mixed: sums of gradients, and the copy of the parameters that the
+    optimizer updates, are in fp32. A row written by hand may say its own dtypes, as in "full bf16 | ..."."""
+    gemm: Literal["torch", "onednn"] = "torch"
+    """Who multiplies the fp32 matrices of linear layers on a CPU; plait doctor measures both on this machine."""
+
+
+@dataclass(frozen=True)
+class Family:
+    """A kind of model, and everything that differs between kinds.
+
+    ``sizes`` makes of the flags the value from which ``build`` makes the model, with a ``width``; it refuses what does
+    not fit together.
+    """
+
+    summary: str
+    """For help texts."""
+    sizes: Callable[[ModelConfig], Any]
+    build: Callable[[Any], nn.Module]
+    loss_fn: Callable[[nn.Module, Any], Tensor]
+    """The sum of the losses of a batch."""
+    layers: int | None = 4
+    """How many there are unless the flag says so; None: the flag is not read."""
+    count_fn: Callable[[Any], int] = gpt.token_count
+    """How many terms that sum has."""
+    leading: Callable[[Any], tuple[int, ...]] = lambda batch: tuple(batch["tokens"].shape)
+    """The shape of a batch's activations without their last dim."""
+    batches: Callable[[Any, int, bool, torch.dtype], Batches] | None = None
+    """What it is trained on, of (sizes, seed, ragged, dtype): without an end, documents or attention over time. None:
+    tokens of the text."""
+    encoder: Callable[[Any], Callable[[bytes], Tensor]] = lambda sizes: as_tokens
+    """From UTF-8 text to tokens."""
+    weights: Callable[[Any, nn.Module], Weights] | None = None
+    """Where initial values are read; None: they are drawn."""
+    transformers: bool = False
+    """Whether it is a model of transformers, as which it can be exported."""
+    predicted: bool = False
+    """Whether ``plan.activations`` knows what its blocks keep."""
+    heading: str | None = None
+    """How help texts call it; None: by its name."""
+
+    @property
+    def reads_text(self) -> bool:
+        return self.batches is None
+
+    @property
+    def unit(self) -> str:
+        """What the speed of a run counts."""
+        return "tokens" if self.reads_text else "samples"
+
+
+def find_family(model: str) -> Family:
+    """The row of a model.
+
+    Raises:
+        ValueError: no such family; the nearest names are given.
+    """
+    name = FOLDER if model.startswith(FOLDER) else model
+    if name in FAMILIES:
+        return FAMILIES[name]
+    if Path(model).is_dir():
+        raise ValueError(f"unknown model {model!r}: for the folder write {FOLDER}{model}")
+    names = [name for name in FAMILIES if name != FOLDER]
+    near = difflib.get_close_matches(model, names, n=2)
+    hint = f"did you mean {' or '.join(near)}?" if near else f"choose one of {', '.join(names)}, or {FOLDER}PATH"
+    raise ValueError(f"unknown model {model!r}: {hint}")
+
+
+# ---- the rows -----------------------------------------------------------------------------------------------
+
+
+def _layers(config: ModelConfig) -> int:
+    layers = find_family(config.model).layers if config.layers is None else config.layers
+    assert layers is not None
+    return layers
+
+
+def _decoder(config: ModelConfig) -> gpt.GPTConfig:
+    return gpt.GPTConfig(
+        num_layers=_layers(config),
+        width=config.width,
+        num_heads=config.heads,
+        num_kv_heads=config.kv_heads,
+        max_length=config.length,
+        dropout=config.dropout,
+    )
+
+
+def _stock(kind: Literal["llama", "qwen2"]) -> Family:
+    def sizes(config: ModelConfig) -> hf.HFConfig:
+        plain = _decoder(config)
+        hf.check_installed()
+        return hf.HFConfig(**vars(plain), kind=kind)
+
+    return Family(f"Hugging Face's {kind} with random weights", sizes, hf.build, hf.loss_sum, transformers=True)
+
+
+def _perceptron(config: ModelConfig) -> mlp.MLPConfig:
+    return mlp.MLPConfig(_layers(config), config.width, dropout=config.dropout)
+
+
+def _folder(config: ModelConfig) -> Pretrained:
+    hf.check_installed()
+    folder = Pretrained(config.model.removeprefix(FOLDER))
+    if config.length > (longest := folder.max_length or config.length):
+        raise ValueError(f"length is {config.length}, but the model in {folder.path!r} has {longest} positions")
+    return folder
+
+
+def _load(folder: Pretrained) -> nn.Module:
+    model = folder.build()
+    open_folder(folder.path, model).fill_buffers(model)
+    return model
+
+
+FAMILIES: dict[str, Family] = {
+    "gpt": Family("a small decoder on text", _decoder, gpt.GPT, gpt.loss_sum, predicted=True),
+    "llama": _stock("llama"),
+    "qwen2": _stock("qwen2"),
+    FOLDER: Family(
+        "a Hugging Face folder with weights, config and tokenizer, whose sizes and dropout hold",
+        _folder,
+        _load,
+        hf.loss_sum,
+        layers=None,
+        encoder=Pretrained.encoder,
+        weights=lambda folder, model: open_folder(folder.path, model),
+        transformers=True,
+        heading=f"{FOLDER}PATH",
+    ),
+    "mlp": Family(
+        "linear layers on regression data",
+        _perceptron,
+        mlp.MLP,
+        mlp.loss_sum,
+        layers=16,
+        count_fn=mlp.sample_count,
+        leading=lambda batch: (len(batch["x"]),),
+        batches=lambda sizes, seed, ragged, dtype: SyntheticRegression(sizes.width, seed, ragged=ragged, dtype=dtype),
+    ),
+}
+"""Every family of models.  A new one is a row: ``FAMILIES["mine"] = Family(...)``."""

@@ -1,0 +1,184 @@
+"""What is trained, apart from how: model, loss, data and optimizer, made from a config.
+
+A ``Job`` is the same for a layout on many ranks and for the single process it is compared with; that is why neither
+mesh nor strategy is in it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from plait.comm import Comm
+from plait.core.parallelism import Parallelism, Recompute
+from plait.core.precision import AS_IT_COMES, Precision
+from plait.data import Batches, Epochs, StepDataset, StepStream
+from plait.engine import Engine, empty_parameters
+from plait.engine.pipeline.profile import agreed_link_costs
+from plait.engine.state.weights import Weights
+from plait.job.config import JobConfig
+from plait.job.dataset import make_data
+from plait.job.optimizer import make_optimizer, make_scheduler
+from plait.schedule.partition import shortest_step
+from plait.schedule.pipeline import Pipeline
+from plait.tensor_parallel.gemm import find_gemm
+
+
+@dataclass(frozen=True)
+class Job:
+    """One training job.
+
+    ``build`` makes a model with its parameters on meta; ``optimizer`` builds a stock optimizer on parameters;
+    ``global_batch`` is in samples.
+    """
+
+    build: Callable[[], nn.Module]
+    loss_fn: Callable[[nn.Module, Any], Tensor]
+    count_fn: Callable[[Any], int]
+    batches: Batches
+    optimizer: Callable[[Iterable[nn.Parameter]], Optimizer]
+    global_batch: int
+    dtype: torch.dtype
+    seed: int
+    leading: Callable[[Any], tuple[int, ...]]
+    """The shape of a batch's activations without their last dim."""
+    width: int
+    """The last dim of what goes from stage to stage."""
+    scheduler: Callable[[Optimizer], LRScheduler] | None = None
+    """Builds the learning-rate schedule on the optimizer; ``step()`` is called once a step, after the optimizer's."""
+    held_out: Epochs | None = None
+    """The part of the data that is never trained on; None: there is none."""
+    precision: Precision = AS_IT_COMES
+    """In which dtypes parameters, sums and the optimizer work."""
+    steps: int = 0
+    """Steps of the whole run, which epochs make of the data."""
+    weights: Weights | None = None
+    """Where the model's initial values are read; None: they are drawn from the seed."""
+    gemm: str = "torch"
+    """Who multiplies the matrices of linear layers."""
+
+    def engine(
+        self,
+        comm: Comm,
+        parallelism: Parallelism,
+        *,
+        clip: float | None = None,
+        listener: Callable[[str, Engine], None] | None = None,
+    ) -> tuple[Engine, LRScheduler | None]:
+        """The job under a layout on this rank, and the learning rate's schedule; all ranks call it together."""
+        model = self.build()
+        optimizer = self.optimizer(model.parameters())
+        engine = Engine(
+            model,
+            comm,
+            parallelism=parallelism,
+            optimizer=optimizer,
+            loss_fn=self.loss_fn,
+            count_fn=self.count_fn,
+            clip=clip,
+            seed=self.seed,
+            weights=self.weights,
+            loss_scale=self.precision.loss_scale(),
+            listener=listener,
+        )
+        return engine, self.scheduler(optimizer) if self.scheduler else None
+
+    def measured_split(
+        self, comm: Comm, pipeline: Pipeline, num_microbatches: int, recompute: Recompute | None
+    ) -> tuple[int, ...]:
+        """How many links each stage is given by what they cost on rank 0; all ranks call it together."""
+        batch = self.microbatches(0, 0, comm.mesh.data_size, num_microbatches, str(comm.device))[0]
+        model, gemm = _cast(self.build(), self.dtype), find_gemm(self.gemm)
+        costs = agreed_link_costs(
+            model, comm, self.loss_fn, batch, self.leading(batch)[0], recompute=recompute, gemm=gemm
+        )
+        return shortest_step(pipeline.written(num_microbatches), *costs)
+
+    def microbatches(
+        self, step: int, data_rank: int, num_data_ranks: int, num_microbatches: int, device: str = "cpu"
+    ) -> list[Any]:
+        """A data rank's microbatches of a step, on the device."""
+        batches = self.batches.microbatches(step, data_rank, num_data_ranks, num_microbatches, self.global_batch)
+        return [{name: tensor.to(device) for name, tensor in batch.items()} for batch in batches]
+
+    def stream(
+        self,
+        steps: range,
+        data_rank: int,
+        num_data_ranks: int,
+        num_microbatches: int,
+        device: str = "cpu",
+        workers: int = 0,
+    ) -> StepStream:
+        """The same for many steps in turn; ``workers`` processes make them ahead.
+
+        Leave it by ``with``, which ends the processes.
+        """
+        dataset = StepDataset(self.batches, data_rank, num_data_ranks, num_microbatches, self.global_batch)
+        return StepStream(dataset, steps, workers, device)
+
+    def eval_batches(
+        self, data_rank: int, num_data_ranks: int, num_microbatches: int, device: str = "cpu"
+    ) -> list[list[Any]]:
+        """A data rank's microbatches of every step of an evaluation, on the device: equally many on all ranks.
+
+        Over all ranks they are the held-out samples, each once, ``global_batch`` a step; of the last step's
+        microbatches some may be one sample without a loss.
+
+        Raises:
+            ValueError: the job has no held-out data.
+        """
+        if self.held_out is None:
+            raise ValueError("an evaluation needs held-out data, which this model does not have: choose one of text")
+        place = (data_rank, num_data_ranks, num_microbatches, self.global_batch)
+        steps = range(self.held_out.num_steps(self.global_batch))
+        every = (self.held_out.microbatches(step, *place) for step in steps)
+        return [[{name: t.to(device) for name, t in batch.items()} for batch in step] for step in every]
+
+
+def build_model(config: JobConfig) -> nn.Module:
+    """The model that a config describes, in its dtype, with its parameters on meta."""
+    with empty_parameters():
+        model = config.family.build(config.sizes)
+    return _cast(model, config.stored_dtype).train()
+
+
+def _cast(model: nn.Module, dtype: torch.dtype) -> nn.Module:
+    """The parameters, and not the buffers: in bf16 a rotary angle would be off by radians."""
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(dtype)
+    return model
+
+
+def make_job(config: JobConfig) -> Job:
+    """The job that a config describes.
+
+    Raises:
+        ValueError: sizes or files that don't fit together, or a text that is missing or too short.
+    """
+    family, data = config.family, make_data(config)
+    return Job(
+        build=partial(build_model, config),
+        loss_fn=family.loss_fn,
+        count_fn=family.count_fn,
+        batches=data.batches,
+        optimizer=partial(make_optimizer, config),
+        global_batch=config.batch,
+        dtype=config.torch_dtype,
+        seed=config.seed,
+        leading=family.leading,
+        width=config.sizes.width,
+        scheduler=partial(make_scheduler, config, data.steps),
+        held_out=data.held_out,
+        precision=config.precision,
+        steps=data.steps,
+        weights=None if family.weights is None else family.weights(config.sizes, build_model(config)),
+        gemm=config.gemm,
+    )

@@ -1,0 +1,250 @@
+"""What a rank does, as data.
+
+An ``Action`` is one thing a rank does for one stage (and one microbatch); a ``Schedule`` is one tuple of
+actions per rank.  Time is not in it: how long things take is the simulator's business.  The text form is
+exact, so a schedule can be written by hand, printed and compared:
+
+    0F0 0B0 0F1 0B1 0REDUCE 0UPDATE
+
+reads: stage 0, forward and backward of microbatches 0 and 1, reduce the gradients, update the parameters.  Two stages:
+
+    0F0 0SEND_F0 0RECV_B0 0B0              rank 0   SEND_F0 ──►  what stage 1 receives as RECV_F0
+    1RECV_F0 1F0 1B0 1SEND_B0              rank 1   RECV_B0 ◄──  what stage 1 sends as SEND_B0
+
+A full backward (B) may be split in an input part (I), on which the stage before waits, and a weight part (W), on which
+nobody waits.  What passes make and need, and how long an activation lives:
+
+    pass   needs                                            makes                       activations of its stage
+    F      the activation of the stage before               an activation               one more
+    B      its own, and the gradient of the stage after     its input's gradient        one less
+    I      the same                                         its input's gradient
+    W      the gradient that I made                                                     one less
+
+Messages are *started* by their action and never waited for: a receive is posted, and the pass that needs it waits.
+Each direction between two ranks is a channel of its own, first in, first out.  Messages joined by ``+``
+(``0SEND_F1+0RECV_B0``) start together, as one exchange with one rank.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, replace
+from enum import Enum
+from typing import NamedTuple
+
+
+class Kind(Enum):
+    """What an action does; the value is its text form."""
+
+    FORWARD = "F"
+    BACKWARD = "B"
+    REDUCE = "REDUCE"
+    """Once per step: from the gradients' cell to the optimizer's."""
+    UPDATE = "UPDATE"
+    INPUT = "I"
+    """The part of a backward that makes the gradient of the stage's input."""
+    WEIGHT = "W"
+    """The part of a backward that makes the gradients of the stage's weights."""
+    SEND_F = "SEND_F"
+    RECV_F = "RECV_F"
+    SEND_B = "SEND_B"
+    RECV_B = "RECV_B"
+    UNSHARD = "UNSHARD"
+    RESHARD = "RESHARD"
+    REDUCE_GRAD = "REDUCE_GRAD"
+    """Once per microbatch: from a full gradient, unreduced over all data axes, to the gradients' cell."""
+
+    __hash__ = object.__hash__  # a member is one object; many sets are asked for it
+
+
+PASSES = frozenset({Kind.FORWARD, Kind.BACKWARD, Kind.INPUT, Kind.WEIGHT})
+"""What computes."""
+READS_PARAMETERS = PASSES - {Kind.WEIGHT}
+"""Passes that read the stage's parameters; a weight part multiplies activations and gradients only."""
+ADDS_GRADIENTS = frozenset({Kind.BACKWARD, Kind.WEIGHT})
+"""Passes that make gradients of the stage's parameters."""
+MESSAGES = frozenset({Kind.SEND_F, Kind.RECV_F, Kind.SEND_B, Kind.RECV_B})
+"""What moves an activation (F) to the next stage or its gradient (B) to the stage before."""
+SENDS = frozenset({Kind.SEND_F, Kind.SEND_B})
+ACTIVATION, GRADIENT, TIED = "activation", "gradient", "tied"
+"""How the ledger calls the phases of messages between stages, for those who send and who predict."""
+_NEEDS_MICROBATCH = PASSES | MESSAGES | {Kind.REDUCE_GRAD}
+
+
+@dataclass(frozen=True)
+class Action:
+    """One action; ``microbatch`` is -1 for what happens once per step."""
+
+    kind: Kind
+    stage: int
+    microbatch: int = -1
+    also: tuple[Action, ...] = ()
+    """Messages that start together with this one, which is a message as well."""
+
+    def __post_init__(self) -> None:
+        if self.stage < 0 or self.microbatch < -1:
+            raise ValueError(
+                f"action {self.kind.name} of stage {self.stage}, microbatch {self.microbatch}: count from 0"
+            )
+        if (self.microbatch >= 0) != (self.kind in _NEEDS_MICROBATCH):
+            raise ValueError(f"action {self.kind.name} of stage {self.stage} with microbatch {self.microbatch}")
+        if self.also and not all(part.kind in MESSAGES and (part is self or not part.also) for part in self.all):
+            raise ValueError(f"'{self}': only messages can be joined by '+'")
+
+    @property
+    def all(self) -> tuple[Action, ...]:
+        """This action and those joined to it."""
+        return (self, *self.also) if self.also else (self,)
+
+    @property
+    def parts(self) -> tuple[Action, ...]:
+        """The single actions of this one."""
+        return (replace(self, also=()), *self.also) if self.also else (self,)
+
+    def __str__(self) -> str:
+        own = f"{self.stage}{self.kind.value}" + (str(self.microbatch) if self.microbatch >= 0 else "")
+        return "+".join([own, *map(str, self.also)])
+
+
+Line = tuple[Action, ...]
+Schedule = tuple[Line, ...]
+
+
+def parse_action(text: str) -> Action:
+    """``"0F3"``, ``"0UPDATE"`` or ``"0SEND_F3+0RECV_B1"`` as an action."""
+    first, *others = (_parse_one(part, text) for part in text.split("+"))
+    return replace(first, also=tuple(others)) if others else first
+
+
+def _parse_one(part: str, text: str) -> Action:
+    match = re.fullmatch(r"(\d+)([A-Z_]+)(\d+)?", part)
+    known = {kind.value: kind for kind in Kind}
+    if match is None or match[2] not in known:
+        raise ValueError(
+            f"cannot read the action {text!r}: write stage, kind ({', '.join(known)}) and microbatch, as in 0F3"
+        )
+    return Action(known[match[2]], int(match[1]), int(match[3]) if match[3] else -1)
+
+
+def format_schedule(schedule: Schedule) -> str:
+    """One line per rank, actions separated by spaces; ``-`` for a rank that does nothing."""
+    return "\n".join(" ".join(map(str, line)) or "-" for line in schedule)
+
+
+def parse_schedule(text: str) -> Schedule:
+    """What ``format_schedule`` wrote."""
+    lines = [line.split() for line in text.splitlines() if line.strip()]
+    return tuple(() if words == ["-"] else tuple(map(parse_action, words)) for words in lines)
+
+
+# ---- what passes make and need ------------------------------------------------------------------------------
+
+
+class Value(NamedTuple):
+    """What one pass makes and others need; a message carries it where they are on two ranks."""
+
+    way: str
+    """``F``: a stage's activation, for the next one.  ``B``: the gradient of its input, for the one before."""
+    stage: int
+    """Which makes it."""
+    microbatch: int
+
+    @property
+    def target(self) -> int:
+        """The stage beside it that the value is for; beyond the ends of the pipeline there is none."""
+        return self.stage + 1 if self.way == "F" else self.stage - 1
+
+    @property
+    def send(self) -> Action:
+        return Action(Kind[f"SEND_{self.way}"], self.stage, self.microbatch)
+
+    @property
+    def receive(self) -> Action:
+        return Action(Kind[f"RECV_{self.way}"], self.target, self.microbatch)
+
+
+_WAYS = {Kind.FORWARD: "F", Kind.BACKWARD: "B", Kind.INPUT: "B"}
+_CARRIED = {Kind.SEND_F: ("F", 0), Kind.RECV_F: ("F", -1), Kind.SEND_B: ("B", 0), Kind.RECV_B: ("B", 1)}
+_ACTIVATIONS = {Kind.FORWARD: 1, Kind.BACKWARD: -1, Kind.WEIGHT: -1}
+_IN_FLIGHT = {Kind.FORWARD: 1, Kind.BACKWARD: -1, Kind.INPUT: -1}
+
+
+def makes(action: Action) -> Value | None:
+    """What a pass leaves behind for others."""
+    way = _WAYS.get(action.kind)
+    return None if way is None else Value(way, action.stage, action.microbatch)
+
+
+def awaits(action: Action, num_stages: int) -> Value | None:
+    """What a pass needs of the stage beside it: the first stage needs no activation, the last one no gradient."""
+    way = _WAYS.get(action.kind)
+    source = action.stage + (-1 if way == "F" else 1)
+    return Value(way, source, action.microbatch) if way is not None and 0 <= source < num_stages else None
+
+
+def needs(action: Action, num_stages: int) -> tuple[Value, ...]:
+    """All that a pass needs: what its own stage has made, then what comes from beside."""
+    way = {Kind.WEIGHT: "B", Kind.BACKWARD: "F", Kind.INPUT: "F"}.get(action.kind)
+    own = () if way is None else (Value(way, action.stage, action.microbatch),)
+    beside = awaits(action, num_stages)
+    return own if beside is None else (*own, beside)
+
+
+def carries(message: Action) -> Value:
+    """What a message moves, said by either side."""
+    way, source = _CARRIED[message.kind]
+    return Value(way, message.stage + source, message.microbatch)
+
+
+def ends(message: Action) -> tuple[int, int]:
+    """From which stage to which a message goes, said by either side."""
+    value = carries(message)
+    return value.stage, value.target
+
+
+def activations(action: Action) -> int:
+    """How many more activations the rank holds: one from F until B or W."""
+    return _ACTIVATIONS.get(action.kind, 0)
+
+
+def in_flight(action: Action) -> int:
+    """How many more microbatches are between their forward and their backward: from F until B or I."""
+    return _IN_FLIGHT.get(action.kind, 0)
+
+
+# ---- whole schedules ----------------------------------------------------------------------------------------
+
+
+def owners(schedule: Schedule) -> dict[int, int]:
+    """Which rank works on which stage; the first rank that names a stage has it."""
+    owner: dict[int, int] = {}
+    for rank, line in enumerate(schedule):
+        for action in line:
+            for part in action.all:
+                owner.setdefault(part.stage, rank)
+    return dict(sorted(owner.items()))
+
+
+def count_stages(schedule: Schedule) -> int:
+    """How many stages a schedule speaks of."""
+    return 1 + max((part.stage for line in schedule for action in line for part in action.all), default=-1)
+
+
+def count_microbatches(schedule: Schedule) -> int:
+    """How many microbatches a schedule speaks of."""
+    return 1 + max((part.microbatch for line in schedule for action in line for part in action.all), default=-1)
+
+
+def keep(schedule: Schedule, num_stages: int, num_microbatches: int) -> Schedule:
+    """The first stages and microbatches of a schedule; what was valid stays valid (see ``orders.py``)."""
+    return tuple(
+        tuple(a for a in line if a.stage < num_stages and a.microbatch < num_microbatches) for line in schedule
+    )
+
+
+def check_sizes(num_stages: int, num_microbatches: int) -> None:
+    """Refuses what no order can be written for."""
+    if num_stages < 1:
+        raise ValueError(f"{num_stages} stages: a pipeline has at least one")
+    if num_microbatches < 1:
+        raise ValueError(f"{num_microbatches} microbatches: a step needs at least one")

@@ -1,0 +1,135 @@
+"""Bubbles and activations in closed form, for p equal ranks, m microbatches and messages that take no time.
+
+F, I, W are the times of one stage, B = I + W, and v the stages on each rank.  Between its first and last pass rank r
+waits
+
+    naive            (m p - m - r) (F + B)       so rank 0's idle share is 1 - 1/p
+    gpipe, 1f1b      (p-1-r) (F + B)             (p-1) / (m + p-1)
+    interleaved      (p-1-r) (F + B)             (p-1) / (v m + p-1), where p divides m
+    zb_h1            (p-1-r) (F + B - 2W)        from m = p, where W <= F
+    zb_h2            (p-1-r) (F + B - 3W)        from m = 2p - 1, where W <= F and 3W <= F + B
+    zbv              0                           from m = 2p, where F = I = W
+    dualpipe_v       (p-1-r) (F + B - 2W)        from m = 2p, where W <= I <= F <= B
+
+Rank 0 starts first; its waits are the bubble that one speaks of.  Peaks are activations in flight at once, counted
+in stages from F until B or W (an interleaved or V-shaped rank has stages of 1/v the size).  The last line is not a
+published formula: the simulator found it, and tests hold it, as they hold the others.
+
+Each order's row in ``ORDERS`` names its formula below.
+
+Sources: the tables of Huang et al. 2019, Narayanan et al. 2021, Qi et al. 2023 and 2024.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from plait.schedule.actions import check_sizes
+
+
+@dataclass(frozen=True)
+class Bubbles:
+    """What the formulas say of one order; None where they say nothing."""
+
+    waits: tuple[float, ...] | None
+    """Per rank, in the unit of the times that were given."""
+    idle_share: float | None
+    """Rank 0's waits over its waits and work."""
+    peaks: tuple[int, ...] | None
+    """Per rank, in stages."""
+
+
+@dataclass(frozen=True)
+class EqualRanks:
+    """What the formulas are of, in the letters of the table above."""
+
+    p: int
+    m: int
+    v: int
+    F: float
+    I: float  # noqa: E741
+    W: float
+
+    @property
+    def B(self) -> float:  # noqa: N802
+        return self.I + self.W
+
+    @property
+    def behind(self) -> range:
+        """p - 1 - r of each rank."""
+        return range(self.p - 1, -1, -1)
+
+    def waits(self, weights: int = 0) -> list[float]:
+        """(p-1-r) (F + B - W times ``weights``) of each rank."""
+        return [k * (self.F + self.B - weights * self.W) for k in self.behind]
+
+
+Formula = Callable[[EqualRanks], tuple[Sequence[float] | None, Sequence[int] | None]]
+"""Waits and peaks of each rank; None where they have no closed form."""
+
+
+def naive(c: EqualRanks) -> tuple[list[float], list[int]]:
+    return [(c.m * c.p - c.m - r) * (c.F + c.B) for r in range(c.p)], [1] * c.p
+
+
+def gpipe(c: EqualRanks) -> tuple[list[float], list[int]]:
+    return c.waits(), [c.m] * c.p
+
+
+def one_f_one_b(c: EqualRanks) -> tuple[list[float], list[int]]:
+    return c.waits(), [min(c.m, k + 1) for k in c.behind]
+
+
+def interleaved(c: EqualRanks) -> tuple[list[float] | None, list[int] | None]:
+    if c.m % c.p:
+        return None, None
+    return c.waits(), [min(c.v * c.m, 2 * k + (c.v - 1) * c.p + 1) for k in c.behind]
+
+
+def zb_h1(c: EqualRanks) -> tuple[list[float] | None, list[int]]:
+    holds = c.m >= c.p and c.W <= c.F
+    return c.waits(2) if holds else None, [min(c.m, c.p)] * c.p
+
+
+def zb_h2(c: EqualRanks) -> tuple[list[float] | None, list[int]]:
+    holds = c.m >= 2 * c.p - 1 and c.W <= c.F and 3 * c.W <= c.F + c.B
+    return c.waits(3) if holds else None, [min(c.m, 2 * c.p - 1)] * c.p
+
+
+def zbv(c: EqualRanks) -> tuple[list[float] | None, list[int] | None]:
+    holds = c.m >= 2 * c.p and c.F == c.I == c.W
+    return [0.0] * c.p if holds else None, [2 * c.p] * c.p if c.m >= 2 * c.p - 1 else None
+
+
+def dualpipe_v(c: EqualRanks) -> tuple[list[float] | None, list[int] | None]:
+    full = c.m >= 2 * c.p
+    return c.waits(2) if full and c.W <= c.I <= c.F <= c.B else None, [2 * c.p + 1] * c.p if full else None
+
+
+def bubbles(
+    formula: Formula | None,
+    num_stages: int,
+    num_microbatches: int,
+    chunks: int,
+    forward: float,
+    input: float,
+    weight: float,
+) -> Bubbles:
+    """The closed forms of an order; the times are those of one *stage*, as in ``Costs``.
+
+    Args:
+        formula: from the order's row; None where it has none.
+        chunks: stages on each rank.
+    """
+    check_sizes(num_stages, num_microbatches)
+    if formula is None or num_stages % chunks:
+        return Bubbles(None, None, None)  # no formula, or the last ranks have less to do
+    equal = EqualRanks(num_stages // chunks, num_microbatches, chunks, forward, input, weight)
+    waits, peaks = formula(equal)
+    work = num_microbatches * chunks * (equal.F + equal.B)
+    return Bubbles(
+        None if waits is None else tuple(waits),
+        None if waits is None else waits[0] / (waits[0] + work),
+        None if peaks is None else tuple(peaks),
+    )

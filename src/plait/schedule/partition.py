@@ -1,0 +1,141 @@
+"""Which layers a stage owns: a model is a chain of links, a stage is a run of them.
+
+    links      embed  block block block block block block  norm head
+    even       |------ 5 ------------| |------- 4 -----------|          by count
+    balanced   |--------- 6 --------------| |------ 3 -------|          by measured cost: the head is heavy
+    by hand    (5, 4)
+
+Stages are contiguous, so that one activation goes from each to the next.
+
+A costly stage is waited for once per bubble; a costly *rank*, with all its stages, is waited for all the time.  The
+simulator knows both, and messages and V shapes besides, so in ``shortest_step`` it judges: starting from stages of
+equal cost, boundaries move by one link as long as that makes the step shorter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate, pairwise
+
+from plait.schedule.actions import Schedule, count_microbatches, count_stages, keep
+from plait.schedule.simulate import Costs, simulate
+
+MOST_MICROBATCHES = 4
+"""So many microbatches for each stage show what a longer step would."""
+
+
+def even(num_links: int, num_stages: int) -> tuple[range, ...]:
+    """Stages of equally many links; where that is not possible the first ones have one more.
+
+    Raises:
+        ValueError: more stages than links.
+    """
+    _check(num_links, num_stages)
+    each, more = divmod(num_links, num_stages)
+    return by_sizes([each + (stage < more) for stage in range(num_stages)], num_links)
+
+
+def by_sizes(sizes: Sequence[int], num_links: int) -> tuple[range, ...]:
+    """Stages of the given numbers of links.
+
+    Raises:
+        ValueError: numbers that do not add up to the links there are, or a stage without any.
+    """
+    if sum(sizes) != num_links or min(sizes, default=0) < 1:
+        raise ValueError(
+            f"a split of {' + '.join(map(str, sizes)) or 'nothing'} = {sum(sizes)} links, but the model has "
+            f"{num_links}: give each stage at least one, {num_links} together"
+        )
+    ends = list(accumulate(sizes))
+    return tuple(range(end - size, end) for size, end in zip(sizes, ends, strict=True))
+
+
+def balanced(costs: Sequence[float], num_stages: int) -> tuple[int, ...]:
+    """Sizes of contiguous stages such that the most expensive one costs as little as possible; of equals, the most
+    even.
+
+    Args:
+        costs: of each link, in any unit (forward and backward together).
+
+    Exact, by dynamic programming over (stages, links): the least maximum, then the least sum of squares.
+
+    Raises:
+        ValueError: more stages than links, or a cost below 0.
+    """
+    _check(len(costs), num_stages)
+    if min(costs) < 0:
+        raise ValueError(f"link {costs.index(min(costs))} costs {min(costs)}: no cost is below 0")
+    upto = [0.0, *accumulate(costs)]
+    # best[n]: (most expensive stage, sum of squares, sizes) of the first n links in as many stages as there were rounds
+    best: dict[int, tuple[float, float, tuple[int, ...]]] = {0: (0.0, 0.0, ())}
+    for stage in range(num_stages):
+        left = num_stages - stage - 1
+        longer: dict[int, tuple[float, float, tuple[int, ...]]] = {}
+        for end in range(stage + 1, len(costs) - left + 1):
+            options = [
+                (
+                    max(costliest, upto[end] - upto[start]),
+                    squares + (upto[end] - upto[start]) ** 2,
+                    (*sizes, end - start),
+                )
+                for start, (costliest, squares, sizes) in best.items()
+                if start < end
+            ]
+            longer[end] = min(options)
+        best = longer
+    return best[len(costs)][2]
+
+
+# ---- by simulation ----------------------------------------------------------------------------------------
+
+
+def shortest_step(schedule: Schedule, forward: Sequence[float], backward: Sequence[float]) -> tuple[int, ...]:
+    """How many links each stage should have.
+
+    Args:
+        schedule: with or without messages, proved.
+        forward: seconds of each link.
+        backward: the same; half of it is taken as the input part.
+
+    Raises:
+        ValueError: more stages than links.
+    """
+    num_stages = count_stages(schedule)
+    shown = min(count_microbatches(schedule), MOST_MICROBATCHES * num_stages)
+    schedule = keep(schedule, num_stages, shown)
+
+    def seconds(sizes: tuple[int, ...]) -> float:
+        ends = [sum(sizes[:stage]) for stage in range(num_stages + 1)]
+        stages = [range(a, b) for a, b in pairwise(ends)]
+        half = tuple(sum(backward[i] for i in links) / 2 for links in stages)
+        costs = Costs(tuple(sum(forward[i] for i in links) for links in stages), half, half)
+        return simulate(schedule, costs).makespan
+
+    best = balanced([f + b for f, b in zip(forward, backward, strict=True)], num_stages)
+    time = seconds(best)
+    while True:
+        shorter, sizes = min(((seconds(sizes), sizes) for sizes in _neighbours(best)), default=(time, best))
+        if shorter >= time:
+            return best
+        time, best = shorter, sizes
+
+
+def _neighbours(sizes: tuple[int, ...]) -> list[tuple[int, ...]]:
+    """One link from a stage to another: beside it, or further on with all between moved along."""
+    ranks = range(len(sizes))
+    return [
+        tuple(size - (stage == source) + (stage == target) for stage, size in enumerate(sizes))
+        for source in ranks
+        for target in ranks
+        if source != target and sizes[source] > 1
+    ]
+
+
+def _check(num_links: int, num_stages: int) -> None:
+    if num_stages < 1:
+        raise ValueError(f"{num_stages} stages: a pipeline has at least one")
+    if num_stages > num_links:
+        raise ValueError(
+            f"{num_stages} stages, but the model has {num_links} links to give them: use at most {num_links} stages, "
+            f"or a model of more layers"
+        )

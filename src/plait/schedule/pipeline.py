@@ -1,0 +1,168 @@
+"""How the ranks of the pipe axis share the work of a step: an order, completed for a row and checked.
+
+    Pipeline("1f1b", pipe=4)                    4 stages, stage s on rank s
+    Pipeline("interleaved", pipe=4, chunks=2)   8 stages, stage s on rank s mod 4
+    Pipeline(None, pipe=1)                      no pipeline: one stage, the same runtime
+    Pipeline(parse_schedule(text), pipe=4)      written by hand
+
+``completed`` gives every rank's line for a number of microbatches, with what the row adds (gathers, reductions) and
+the messages; it is proved before it is handed out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from plait.core.cells import Strategy
+from plait.core.parallelism import Parallelism
+from plait.schedule.acks import Key, acks
+from plait.schedule.actions import ADDS_GRADIENTS, Kind, Line, Schedule, count_microbatches, count_stages, owners
+from plait.schedule.check import check
+from plait.schedule.orders import chunked_orders, forwards, one_stage, stages_per_rank, write_order
+from plait.schedule.passes import AHEAD, add_messages, add_sharding, complete, join_backward
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """An order of work on ``pipe`` ranks.
+
+    ``order`` is a name, a schedule written by hand, or None: ``1f1b``, or one stage where there is one rank.
+
+    Raises:
+        ValueError: an unknown order, chunks where the order fixes them, a schedule for another number of ranks.
+    """
+
+    order: str | Schedule | None
+    pipe: int
+    chunks: int | None = None
+    """Stages on each rank, for an order that lets one choose."""
+    hold: int | None = 1
+    """How many stages a rank keeps unsharded for its next passes; None: units are gathered one by one.
+
+    See ``add_sharding``.
+    """
+
+    def __post_init__(self) -> None:
+        if self.name is not None and any(text in self.name for text in (" ", "\n")):
+            raise ValueError("the schedule is text: read it by plait.schedule.actions.parse_schedule(text) first")
+        if self.name is not None:
+            stages_per_rank(self.name, self.chunks)
+        elif self.chunks is not None:
+            raise ValueError(f"{self.chunks} chunks: only {chunked_orders()} takes chunks")
+        if self.hold is not None and self.hold < 0:
+            raise ValueError(f"hold is {self.hold}: give the number of stages that stay unsharded, from 0")
+        if isinstance(self.order, tuple):
+            if idle := [rank for rank, line in enumerate(self.order) if not line]:
+                raise ValueError(
+                    f"the schedule gives rank {idle[0]} no stage: each rank of the pipe axis has one at least"
+                )
+            if len(self.order) != self.pipe:
+                raise ValueError(
+                    f"the schedule has {len(self.order)} lines, one for each rank, but the mesh has pipe={self.pipe}: "
+                    f"use pipe={len(self.order)}, or write {self.pipe} lines"
+                )
+            check(self.order)
+
+    @classmethod
+    def of(cls, parallelism: Parallelism, pipe: int) -> Pipeline:
+        """That of a layout, for a mesh with ``pipe`` ranks on its axis."""
+        return cls(parallelism.schedule, pipe, parallelism.chunks, parallelism.hold)
+
+    @property
+    def name(self) -> str | None:
+        """The order's name; None for one stage, or a schedule written by hand."""
+        if self.order is None:
+            return "1f1b" if self.pipe > 1 else None
+        return self.order if isinstance(self.order, str) else None
+
+    @property
+    def num_stages(self) -> int:
+        if isinstance(self.order, tuple):
+            return count_stages(self.order)
+        return 1 if self.name is None else self.pipe * stages_per_rank(self.name, self.chunks)
+
+    @property
+    def owner(self) -> Mapping[int, int]:
+        """The rank of each stage."""
+        return owners(self.written(1))
+
+    @property
+    def splits_backward(self) -> bool:
+        """Whether backwards are made in two parts: some are, once there are microbatches enough to fill the order."""
+        return any(action.kind is Kind.WEIGHT for line in self.written(2 * self.pipe) for action in line)
+
+    def written(self, num_microbatches: int) -> Schedule:
+        """The order alone.
+
+        Raises:
+            ValueError: a schedule written by hand for another number of microbatches.
+        """
+        if isinstance(self.order, tuple):
+            return self.order
+        if self.name is None:
+            return one_stage(num_microbatches)
+        return write_order(self.name, self.num_stages, num_microbatches, self.chunks)
+
+    def completed(self, num_microbatches: int, strategy: Strategy) -> Schedule:
+        """Every rank's line, proved.
+
+        Raises:
+            ValueError: no microbatch, or a schedule written by hand that is for another number of them.
+        """
+        own = count_microbatches(self.written(num_microbatches))
+        if own != num_microbatches:
+            raise ValueError(
+                f"the schedule is written for {own} microbatches, but the step brings {num_microbatches}: "
+                f"give {own}, or write it for {num_microbatches}"
+            )
+        written = self.written(num_microbatches)
+        if self.name is None and self.order is None:
+            return written
+        schedule = complete(written if self.name is None else join_backward(written), strategy, hold=self.hold)
+        check(schedule, num_stages=self.num_stages, num_microbatches=num_microbatches)
+        return schedule
+
+    def evaluated(self, num_microbatches: int, strategy: Strategy) -> Schedule:
+        """Every rank's line of an evaluation, proved: the order's forwards, with gathers and messages.
+
+        Raises:
+            ValueError: no microbatch.
+        """
+        schedule = forwards(self.written(num_microbatches), num_microbatches)
+        if self.num_stages > 1:
+            schedule = add_messages(add_sharding(schedule, strategy, hold=self.hold), AHEAD)
+        check(schedule, num_stages=self.num_stages, num_microbatches=num_microbatches, backward=False)
+        return schedule
+
+
+@dataclass(frozen=True)
+class RankProgram:
+    """A completed schedule, and what one rank has to know of it."""
+
+    schedule: Schedule
+    line: Line
+    """The rank's own."""
+    last: frozenset[tuple[Kind, int, int]]
+    """The passes that make the last gradient of their stage."""
+    split: frozenset[tuple[int, int]]
+    """The stages and microbatches of the rank whose backward comes in two parts."""
+    acks: Mapping[Key, tuple[Key, ...]]
+    """By every message that the rank receives: its own that have arrived by then."""
+
+    @classmethod
+    def of(cls, schedule: Schedule, rank: int) -> RankProgram:
+        """For a rank of the pipe axis."""
+        line = schedule[rank]
+        split = frozenset((a.stage, a.microbatch) for a in line if a.kind is Kind.INPUT)
+        return cls(schedule, line, last_gradients(schedule), split, acks(schedule, rank))
+
+
+def last_gradients(schedule: Schedule) -> frozenset[tuple[Kind, int, int]]:
+    """The pass of each stage that makes its last gradient, as (kind, stage, microbatch)."""
+    found = {}
+    for line in schedule:
+        for action in line:
+            if action.kind in ADDS_GRADIENTS:
+                found[action.stage] = (action.kind, action.stage, action.microbatch)
+    return frozenset(found.values())

@@ -1,0 +1,46 @@
+"""A walk through a schedule in an order that works: every rank in the order of its line, nothing before what it needs.
+
+Which of the orders that work it is does not matter: what an action finds there is the same in all of them.  The proof
+asks who is left waiting (``check``), the simulator when each action would start (``simulate``).
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Callable, Hashable, Iterable
+from typing import TypeVar
+
+from plait.schedule.actions import Action, Schedule
+
+Thing = TypeVar("Thing", bound=Hashable)
+"""What actions wait for."""
+
+
+def walk(
+    schedule: Schedule,
+    lacks: Callable[[int, Action], Thing | None],
+    does: Callable[[int, Action], Iterable[Thing]],
+) -> dict[int, tuple[int, Thing]]:
+    """Who is left waiting in the end, as rank -> (index in its line, for what); nobody, if the schedule is right.
+
+    Args:
+        lacks: what an action of a rank still waits for, if for anything.
+        does: carries it out, and tells what is there now that somebody may wait for.
+    """
+    at = [0] * len(schedule)
+    waiting: dict[Thing, list[int]] = defaultdict(list)
+    ready = deque(range(len(schedule)))
+    while ready:
+        rank = ready.popleft()
+        line, index = schedule[rank], at[rank]
+        while index < len(line):
+            lack = lacks(rank, line[index])
+            if lack is not None:
+                waiting[lack].append(rank)
+                break
+            for thing in does(rank, line[index]):
+                if thing in waiting:
+                    ready.extend(waiting.pop(thing))
+            index += 1
+        at[rank] = index
+    return {rank: (at[rank], thing) for thing, ranks in waiting.items() for rank in ranks}

@@ -1,0 +1,53 @@
+"""``torch.autograd.backward``, ``grad`` and hooks on ShardedTensors: as on plain tensors, seeded by the dual table."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from plait.sharded.dispatch import DIRECT
+from plait.sharded.gradients import seed
+from plait.sharded.sharded_tensor import ShardedTensor, wrap
+
+_local = torch._C.DisableTorchFunctionSubclass
+
+
+def _seeds(ends: Any, given: Any) -> tuple[list[Tensor], list[Tensor]]:
+    """The local pieces in which a backward begins, and the gradient of each."""
+    ends = [ends] if isinstance(ends, Tensor) else list(ends)
+    given = [given] if isinstance(given, Tensor) else given or [None] * len(ends)
+    seeds = [seed(cast(ShardedTensor, y)._spec, y, g) for y, g in zip(ends, given, strict=True)]
+    with _local():
+        return [y.as_subclass(Tensor) for y in ends], seeds
+
+
+def _backward(
+    tensors: Any, grad_tensors: Any = None, retain_graph: bool | None = None, create_graph: bool = False, **options: Any
+) -> None:
+    with _local():
+        torch.autograd.backward(*_seeds(tensors, grad_tensors), retain_graph, create_graph, **options)
+
+
+def _grad(
+    outputs: Any, inputs: Any, grad_outputs: Any = None, retain_graph: Any = None, create_graph: bool = False,
+    allow_unused: Any = None, **options: Any,
+) -> tuple[ShardedTensor | None, ...]:  # fmt: skip
+    """The gradients are in the dual layouts of the inputs."""
+    inputs = [inputs] if isinstance(inputs, Tensor) else list(inputs)
+    ends, seeds = _seeds(outputs, grad_outputs)
+    with _local():
+        grads = torch.autograd.grad(ends, inputs, seeds, retain_graph, create_graph, allow_unused=allow_unused)
+    return tuple(g if g is None else wrap(g, x._spec.dual) for g, x in zip(grads, inputs, strict=True))
+
+
+def _register_hook(x: ShardedTensor, hook: Any) -> Any:
+    """The hook sees this rank's piece of the gradient, plain."""
+    with _local():
+        return Tensor.register_hook(x, hook)
+
+
+DIRECT[torch.autograd.backward] = _backward
+DIRECT[torch.autograd.grad] = _grad
+DIRECT[Tensor.register_hook] = _register_hook

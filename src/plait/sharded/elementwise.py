@@ -1,0 +1,230 @@
+"""Rules of operators that act on each element by itself, with broadcasting.
+
+    kind       may meet a pending sum where                         examples
+    LINEAR     always: the operator of a sum is the sum of it       neg, clone, to(float), x * 2, x / 2
+    ADDITIVE   every tensor is pending over the same axes           add, sub, where
+    PRODUCT    the other factor is replicated over these axes       mul, div by a tensor that is not pending
+    ANY        never                                                relu, exp, pow, comparisons, x + 2
+
+Operands are aligned like the letters of a product: a replicated one is sliced to the cut of the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from plait.core.layout import Layout
+from plait.sharded.dispatch import refused
+from plait.sharded.rules import combine, counted_once, on_plain, on_slices, rule, specs_in, unsummed
+from plait.sharded.spec import OpPlan, Refusal, Spec
+
+LINEAR = (
+    "neg negative positive clone contiguous detach detach_ requires_grad_ alias real float double half bfloat16 cpu "
+    "cuda to type_as zero_ zeros_like neg_ negative_"
+)
+FRESH = "ones_like full_like empty_like"
+ADDITIVE = "add sub subtract add_ sub_ subtract_ __add__ __radd__ __iadd__ __sub__ __isub__ copy_"
+PRODUCT = "mul multiply mul_ multiply_ __mul__ __rmul__ __imul__"
+QUOTIENT = "div divide true_divide div_ divide_ __truediv__ __itruediv__ __div__"
+ANY = (
+    # one operand
+    "relu relu_ relu6 gelu silu elu leaky_relu sigmoid sigmoid_ tanh tanh_ exp exp_ exp2 expm1 log log2 log10 log1p "
+    "sqrt sqrt_ rsqrt rsqrt_ square abs abs_ absolute sin cos tan asin acos atan sinh cosh erf erfc sign sgn "
+    "reciprocal reciprocal_ round floor ceil trunc frac logical_not bitwise_not __invert__ isnan isinf isfinite "
+    "softplus hardtanh mish logsigmoid selu celu hardswish hardsigmoid tanhshrink softsign nan_to_num "
+    "clamp clamp_ clip clip_ clamp_min "
+    "clamp_max clamp_min_ clamp_max_ fill_ bool int long short int8 uint8 __abs__ "
+    # two and more
+    "rsub __rsub__ pow pow_ __pow__ __rpow__ __ipow__ __rdiv__ __rtruediv__ maximum minimum fmax fmin fmod remainder "
+    "__mod__ floor_divide __floordiv__ __rfloordiv__ eq ne lt le gt ge __eq__ __ne__ __lt__ __le__ __gt__ __ge__ "
+    "logical_and logical_or logical_xor bitwise_and bitwise_or bitwise_xor __and__ __or__ __xor__ atan2 lerp lerp_ "
+    "addcmul addcmul_ addcdiv addcdiv_ hypot logaddexp xlogy"
+)
+AS_IT_IS = (
+    "is_floating_point is_complex element_size get_device is_signed is_inference is_contiguous is_conj is_neg "
+    "data_ptr storage_offset retain_grad _has_compatible_shallow_copy_type"
+)
+PROPERTIES = (
+    "dtype device requires_grad is_leaf grad_fn layout is_cuda is_cpu is_meta is_sparse is_quantized is_nested "
+    "itemsize _version output_nr retains_grad is_mkldnn is_sparse_csr is_xla is_mps is_xpu _backward_hooks"
+)
+
+SET_REQUIRES_GRAD: Any = Tensor.requires_grad.__set__  # type: ignore[attr-defined]
+
+
+def _combined(func: Any, operands: list[Spec], pending: Iterable[str] = (), into: Spec | None = None) -> Spec | OpPlan:
+    """The operator on operands sliced to a common cut; what works in place must leave its first operand as it is."""
+    out, after = combine(operands, pending)
+    name = str(getattr(func, "__name__", ""))
+    in_place = (name.endswith("_") and not name.endswith("__")) or (name.startswith("__i") and name != "__invert__")
+    if in_place and out is not operands[0]:
+        fix = [(operands[0], out.layout)] if out.shape == operands[0].shape else []
+        raise Refusal(f"in place it would turn the first operand into {out!r}", fix)
+    if into is not None:
+        if into is not out:
+            raise Refusal(f"out= has another layout than the result {out!r}")
+        operands, after = [*operands, into], [*after, into]
+    return OpPlan(out, on_slices(func, operands, after))
+
+
+def _tensors(args: Any, options: dict[str, Any]) -> list[Spec]:
+    if specs_in(options.values()):
+        raise Refusal("the rule takes tensors by position, not by keyword")
+    return specs_in(args)
+
+
+@rule(LINEAR)
+def linear(func: Any, x: Spec, *args: Any, **options: Any) -> Spec | OpPlan:
+    """One operand, and the layout stays; a cast of a pending sum must lose nothing."""
+    casts = [a for a in (*args, *options.values()) if isinstance(a, torch.dtype | Spec)]
+    if not x.pending or not (casts or func.__name__ in ("half", "bfloat16", "float", "double")):
+        return x
+
+    def run(tensor: Tensor, *args: Any, **options: Any) -> Any:
+        out = func(tensor, *args, **options)
+        if torch.promote_types(tensor.dtype, out.dtype) != out.dtype:
+            why = f"rounding each share to {out.dtype} is not rounding the sum"
+            raise refused(func, [x], Refusal(why, [(x, Layout(x.dims))]))
+        return out
+
+    return OpPlan(x, run)
+
+
+@rule(FRESH)
+def fresh(func: Any, x: Spec, *args: Any, **options: Any) -> Spec:
+    """New values in the cut of an old tensor, nothing pending."""
+    return x.with_layout(x.dims)
+
+
+@rule("new_zeros new_ones new_empty new_full")
+def new(func: Any, x: Spec, *sizes: Any, **options: Any) -> Spec:
+    """A replicated tensor of another shape."""
+    shape = options.get("size", sizes[0] if sizes and isinstance(sizes[0], tuple) else sizes)
+    return x.cache.replicated(shape)
+
+
+@rule(ADDITIVE)
+def additive(func: Any, *args: Any, **options: Any) -> Spec | OpPlan:
+    """Sums of tensors: all pending over the same axes, or none."""
+    operands = _tensors(args, options)
+    due = {a for s in operands for a in s.pending}
+    given = (*args, options.get("other")) if not func.__name__.startswith("copy") else ()
+    numbers = [a for a in given if isinstance(a, int | float | complex) and a != 0]
+    if due and (numbers or any(set(s.pending) != due for s in operands)):
+        what = "a number" if numbers else "a tensor without it"
+        hint = ""
+        if not numbers:
+            share = next(s for s in operands if set(s.pending) != due)
+            hint = (
+                f"Either .redistribute('{counted_once(share, due)}') the operand {share!r} (sends nothing: it "
+                f"counts on index 0 only), or"
+            )
+        why = f"{what} added to a sum pending over {', '.join(sorted(due))} would be added once per rank"
+        raise Refusal(why, [(s, Layout(s.dims)) for s in operands if s.pending], hint)
+    return _combined(func, operands, due)
+
+
+@rule(PRODUCT)
+def product(func: Any, *args: Any, **options: Any) -> Spec | OpPlan:
+    """One factor may be pending over an axis, the other is then replicated over it."""
+    operands = _tensors(args, options)
+    due = [a for s in operands for a in s.pending]
+    if len(set(due)) < len(due):
+        unsummed(*operands, why="the product of two sums is not the sum of products")
+    return _combined(func, operands, due)
+
+
+@rule(QUOTIENT)
+def quotient(func: Any, x: Any, y: Any, **options: Any) -> Spec | OpPlan:
+    """As a product, if the divisor is not pending and nothing is rounded."""
+    if isinstance(y, Spec):
+        unsummed(y, why="dividing by a sum that is due is not linear")
+    if options.get("rounding_mode"):
+        unsummed(*specs_in((x,)), why="rounding is not linear")
+    return product(func, x, y)
+
+
+@rule(ANY)
+def any_elementwise(func: Any, *args: Any, **options: Any) -> Spec | OpPlan:
+    """Nothing may be pending; ``out=`` may be a tensor of the result's layout."""
+    into = options.pop("out", None)
+    operands = _tensors(args, options)
+    unsummed(*operands)
+    return _combined(func, operands, into=into)
+
+
+@rule("where")
+def where(func: Any, *args: Any) -> Spec | OpPlan:
+    """Linear in its two values, if both are pending alike (0 is pending over anything)."""
+    if len(args) != 3:
+        raise Refusal("the form that returns indices has a result whose size depends on values")
+    # Tensor.where(x, condition, y) has the values around the condition
+    condition, x, y = (args[1], args[0], args[2]) if func is Tensor.where else args
+    unsummed(*specs_in((condition,)), why="the condition must be known")
+    numbers = [v for v in (x, y) if isinstance(v, int | float) and v != 0]
+    values = specs_in((x, y))
+    due = {a for s in values for a in s.pending}
+    if due and (numbers or any(set(s.pending) != due for s in values)):
+        unsummed(*values)
+    return _combined(func, specs_in(args), due)
+
+
+@rule("masked_fill masked_fill_")
+def masked_fill(func: Any, x: Spec, mask: Spec, value: Any) -> Spec | OpPlan:
+    """Linear in the tensor if the value is 0."""
+    unsummed(mask, *specs_in((value,)))
+    if value != 0:
+        unsummed(x)
+    return _combined(func, specs_in((x, mask, value)), x.pending)
+
+
+@rule(AS_IT_IS, *(getattr(Tensor, name).__get__ for name in PROPERTIES.split()), SET_REQUIRES_GRAD)
+def as_it_is(func: Any, *args: Any) -> OpPlan:
+    """What is the same of a piece as of the whole, and no tensor; ``x.requires_grad = True``."""
+    return OpPlan(None)
+
+
+@rule(Tensor.data.__get__)  # type: ignore[attr-defined]
+def data(func: Any, x: Spec) -> Spec:
+    """``x.data``: the same values outside autograd."""
+    return x
+
+
+@rule(Tensor.data.__set__)  # type: ignore[attr-defined]
+def set_data(func: Any, x: Spec, value: Spec) -> OpPlan:
+    """``x.data = y`` of the same layout."""
+    if value is not x:
+        raise Refusal("the new data must have the same shape and layout", [(value, x.layout)])
+    return OpPlan(None)
+
+
+@rule("item tolist numpy __bool__ __float__ __int__ __index__ __array__ is_nonzero __format__")
+def to_python(func: Any, x: Spec, *args: Any, **options: Any) -> OpPlan:
+    """Numbers leave where every rank has them all."""
+    if x.layout.cut or x.pending:
+        raise Refusal("not every rank has all values", [(x, Layout.replicated(len(x.dims)))], "Take .full(), or")
+    return OpPlan(None)
+
+
+@rule("mse_loss l1_loss smooth_l1_loss huber_loss binary_cross_entropy_with_logits")
+def elementwise_loss(
+    func: Any, input: Spec, target: Spec, weight: Spec | None = None, size_average: None = None, reduce: None = None,
+    reduction: str = "mean", pos_weight: None = None, **options: float,
+) -> Spec | OpPlan:  # fmt: skip
+    """A loss per element, then the sum or the mean over all of them: pending over every axis that cuts one."""
+    if size_average is not None or reduce is not None or pos_weight is not None or weight is not None:
+        raise Refusal("its rule knows no weights and no deprecated arguments")
+    operands = [input, target]
+    unsummed(*operands)
+    out, after = combine(operands)
+    each = on_plain(on_slices(func, operands, after))  # these functions of torch read sizes
+
+    def run(x: Tensor, y: Tensor, *args: Any, **kwargs: Any) -> Any:
+        total = each(x, y, **{**options, "reduction": "none" if reduction == "none" else "sum"})
+        return total / out.shape.numel() if reduction == "mean" else total
+
+    return OpPlan(out if reduction == "none" else input.new((), (), out.layout.cut), run)

@@ -1,0 +1,69 @@
+"""The ends of a backward: the seed at the loss, and what may be set at a leaf.
+
+loss            seed, as the dual table wants it
+pending         1 on every rank
+replicated      1 at index 0 of the axis, 0 elsewhere: the ranks' gradients are shares of one sum
+cut             1 on the rank that holds the element
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from plait.sharded.dispatch import LayoutError, spec_of
+from plait.sharded.redistribute import NOTE, moved
+from plait.sharded.spec import Spec
+
+_grad: Any = Tensor.grad
+
+
+def seed(spec: Spec, like: Tensor, gradient: Tensor | None) -> Tensor:
+    """This rank's piece of the gradient of a value, to start a backward with; nothing is sent.
+
+    Args:
+        spec, like: of the value; ``like`` has its dtype and device.
+        gradient: in the dual layout or replicated (plain or not); None: 1, for a value of one element.
+
+    Raises:
+        LayoutError: a gradient in another layout.
+    """
+    with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
+        if gradient is None:
+            if spec.shape.numel() != 1:
+                raise RuntimeError(
+                    f"backward from {spec!r} needs a gradient: only a tensor of one element has one of its own"
+                )
+            gradient = torch.ones(spec.shape, dtype=like.dtype, device=like.device)
+        start = spec_of(gradient) or spec.cache.replicated(gradient.shape)
+        piece = gradient.as_subclass(Tensor)
+        if start is spec.dual:
+            return piece
+        if start.shape != spec.shape or start.layout.cut or start.pending:
+            raise LayoutError(
+                f"backward from {spec!r} wants a gradient of its shape, in its dual layout '{spec.dual.layout}' or "
+                f"replicated, not {start!r}: .redistribute('{spec.dual.layout}') it"
+            )
+        return moved(piece, start, spec.dual, NOTE)
+
+
+def may_be_set(spec: Spec, gradient: Any) -> None:
+    """Refuses a gradient that is neither in the layout of the value nor in its dual."""
+    if gradient is not None and spec_of(gradient) not in (spec, spec.dual):
+        raise LayoutError(
+            f"the gradient of {spec!r} is a ShardedTensor in the same layout, or in '{spec.dual.layout}', not "
+            f"{spec_of(gradient) or 'a plain tensor'!r}"
+        )
+
+
+def not_summed_already(x: Any) -> None:
+    """After a backward came to a leaf: refuses to have added shares to a gradient that was summed and set."""
+    with torch._C.DisableTorchFunctionSubclass():
+        spec = spec_of(_grad.__get__(x))
+    if spec is not None and spec is not x._spec.dual:
+        raise LayoutError(
+            f"backward adds a gradient in layout '{x._spec.dual.layout}' to one that was set in '{spec.layout}': "
+            f"set x.grad = None (optimizer.zero_grad()) before the next backward"
+        )

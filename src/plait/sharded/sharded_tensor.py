@@ -1,0 +1,277 @@
+"""``ShardedTensor``: a tensor cut over named axes of a mesh, used like any other tensor.
+
+    x.shape, x.size(), x.dim()      the whole tensor               x.layout    which axes cut which dim
+    x.local                         this rank's piece, plain       x.full()    the whole tensor, gathered
+
+Underneath, a ShardedTensor *is* its local piece: a subclass object without a wrapper, so autograd runs on local
+tensors.  Every torch function passes through ``__torch_function__``, which finds the rule (``rules.py``), computes on
+the local pieces, and marks the result with its layout:
+
+    y = x @ w      key (matmul, spec of x, spec of w) -> OpPlan, kept -> local matmul -> y marked with its spec
+
+Nothing communicates silently.  What would have to is refused with the redistribution that makes it legal; inside
+``with auto_redistribute():`` that redistribution is made, and the ledger shows it.
+
+``loss.backward()`` seeds by the dual table: 1 on every rank where the loss is pending; where it is replicated over
+an axis, 1 at index 0 and 0 elsewhere.  ``x.grad`` is a ShardedTensor in the dual layout; ``x.grad.full()`` is the
+gradient of the whole.  Replicated tensors, and plain tensors without gradient that meet sharded ones, are taken to
+be equal on all ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from functools import wraps
+from typing import Any, TypeVar, cast
+
+import torch
+from torch import Tensor
+from torch.overrides import handle_torch_function
+
+from plait.comm import Comm
+from plait.core.collectives import Note
+from plait.core.layout import Layout
+from plait.sharded.dispatch import DIRECT, LayoutError, name_of, op_plan, spec_of
+from plait.sharded.gradients import may_be_set, not_summed_already, seed
+from plait.sharded.redistribute import NOTE, moved
+from plait.sharded.spec import Spec, spec_cache
+from plait.sharded.spec_tensor import SpecTensor
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+_AUTO: ContextVar[bool] = ContextVar("auto_redistribute", default=False)
+
+_run_local: Any = torch._C._disabled_torch_function_impl
+_local = torch._C.DisableTorchFunctionSubclass
+_grad: Any = Tensor.grad
+_PLAIN: Any = Tensor
+_NONE: dict[str, Any] = {}
+
+
+def seen_by_modes(function: Function) -> Function:
+    """A function of a tensor that torch function modes see, as they see torch's own."""
+
+    @wraps(function)
+    def call(x: Tensor, *args: Any, **kwargs: Any) -> Any:
+        if torch._C._is_torch_function_mode_enabled():
+            return handle_torch_function(call, (x,), x, *args, **kwargs)
+        return function(x, *args, **kwargs)
+
+    DIRECT[call] = function
+    return cast(Function, call)
+
+
+class ShardedTensor(SpecTensor):
+    """A rank's piece of a tensor that is cut, replicated or pending over the axes of a mesh.
+
+    Args:
+        local: this rank's piece; gradients flow back to it, in the dual layout.
+        layout: a Layout or its text, as in ``"out/tensor in"``.
+        comm: this rank's way to the others.
+        shape: of the whole tensor.
+
+    Raises:
+        ValueError: the piece does not have the shape that layout and rank give it.
+    """
+
+    def __new__(cls, local: Tensor, layout: Layout | str, comm: Comm, shape: Sequence[int]) -> ShardedTensor:
+        if isinstance(local, ShardedTensor):
+            raise ValueError("the local piece is a ShardedTensor itself: give its .local, or use .redistribute()")
+        layout = Layout.parse(layout) if isinstance(layout, str) else layout
+        spec = spec_cache(comm).spec(layout, tuple(shape))
+        if tuple(local.shape) != tuple(spec.local_shape):
+            raise ValueError(
+                f"rank {comm.rank} of '{comm.mesh}' holds {list(spec.local_shape)} of {spec!r}, but the local piece is "
+                f"{list(local.shape)}: from_full() cuts a whole tensor"
+            )
+        return wrap(local.as_subclass(Tensor), spec, own=False)
+
+    @classmethod
+    def from_full(cls, full: Tensor, layout: Layout | str, comm: Comm) -> ShardedTensor:
+        """This rank's piece of a tensor that every rank has whole: a copy, and a leaf of autograd.
+
+        Where the layout is pending over an axis, index 0 of the axis has the values and the others zeros.
+        """
+        layout = Layout.parse(layout) if isinstance(layout, str) else layout
+        cache = spec_cache(comm)
+        end = cache.spec(layout, tuple(full.shape))
+        with torch.no_grad():
+            piece = moved(full.detach(), cache.replicated(full.shape), end, NOTE)
+        out = wrap(piece.clone(memory_format=torch.contiguous_format), end)
+        return cast(ShardedTensor, out.requires_grad_(full.requires_grad))
+
+    @seen_by_modes
+    def full(self, note: Note = NOTE) -> Tensor:
+        """The whole tensor, plain and without gradient, on every rank.  All ranks must call it."""
+        with torch.no_grad(), _local():
+            spec = self._spec
+            piece = Tensor.detach(self).as_subclass(Tensor)
+            whole = moved(piece, spec, spec.cache.replicated(spec.shape), note)
+            return whole.clone() if whole is piece else whole
+
+    def redistribute(self, layout: Layout | str, note: Note = NOTE) -> ShardedTensor:
+        """The same tensor in another layout; all ranks must call it.  ``explain(x, layout)`` tells what it sends."""
+        return redistribute(self, layout, note)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ShardedTensor:
+        if id(self) in memo:
+            return cast(ShardedTensor, memo[id(self)])
+        if not self.is_leaf:
+            raise RuntimeError("only leaves of autograd can be copied deeply: .detach() it")
+        with torch.no_grad():
+            copied = memo[id(self)] = self.detach().clone().requires_grad_(self.requires_grad)
+            if hasattr(self, "_is_param"):
+                copied._is_param = True
+            if self.grad is not None:
+                copied.grad = self.grad.clone()
+        return cast(ShardedTensor, copied)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError("a ShardedTensor belongs to a running world and is not pickled: save its .full() or its .local")
+
+    # ---- gradients -------------------------------------------------------------------------------
+
+    @property  # type: ignore[override]
+    def grad(self) -> ShardedTensor | None:
+        """The gradient, in the dual layout, or in that in which it was set."""
+        with _local():
+            grad = _grad.__get__(self)
+        if grad is not None and type(grad) is not ShardedTensor:
+            return wrap(grad, self._spec.dual)
+        return grad
+
+    @grad.setter
+    def grad(self, grad: ShardedTensor | None) -> None:
+        may_be_set(self._spec, grad)
+        if grad is not None and grad._spec is not self._spec.dual and not hasattr(self, "_watch"):
+            with _local():
+                self._watch = self.register_post_accumulate_grad_hook(not_summed_already)
+        with _local():
+            _grad.__set__(self, grad)
+
+    @grad.deleter
+    def grad(self) -> None:
+        self.grad = None
+
+    def backward(  # type: ignore[override]
+        self, gradient: Tensor | None = None, retain_graph: bool | None = None, create_graph: bool = False
+    ) -> None:
+        """Gradients of the leaves, in their dual layouts.
+
+        Without ``gradient`` the tensor must have one element; a given one is in the dual layout, or replicated.
+        """
+        start = seed(self._spec, self, gradient)
+        with _local():
+            torch.autograd.backward(self.as_subclass(Tensor), start, retain_graph, create_graph)
+
+    # ---- every other function --------------------------------------------------------------------
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        try:
+            first = args[0]._spec
+            if kwargs:
+                given = [(k, a._spec if type(a) is ShardedTensor else a) for k, a in kwargs.items()]
+                key = (func, *[a._spec if type(a) is ShardedTensor else a for a in args], *given)
+            elif len(args) == 1:  # most calls have one operand or two, and a loop over them costs a tenth of the call
+                key = (func, first)
+            elif len(args) == 2:
+                second = args[1]
+                key = (func, first, second._spec if type(second) is ShardedTensor else second)
+            else:
+                key = (func, *[a._spec if type(a) is ShardedTensor else a for a in args])
+            spec, run = first.op_plans[key]
+        except (KeyError, IndexError, AttributeError, TypeError):
+            run = None
+        if run is None:  # a new call, or one that takes a closer look
+            return _slow(func, args, kwargs or {})
+        try:
+            out: Any = _run_local(run, types, args, kwargs or _NONE)
+        except LayoutError:
+            return _slow(func, args, kwargs or {})
+        if type(out) is _PLAIN:
+            out.__class__ = ShardedTensor
+            out._spec = spec
+            return out
+        return _marked(out, spec)
+
+
+def wrap(local: Tensor, spec: Spec, own: bool = True) -> ShardedTensor:
+    """A plain tensor as a ShardedTensor; the very object if it is ours to mark (``own``), else another one."""
+    if type(local) is ShardedTensor:
+        if local._spec is spec:
+            return local
+        own = False
+    with _local():
+        out: Any = local if own else local.as_subclass(Tensor)
+    assert out.shape == spec.local_shape, f"a piece of {list(out.shape)} for {spec!r}"
+    out.__class__ = ShardedTensor
+    out._spec = spec
+    return cast(ShardedTensor, out)
+
+
+def _marked(out: Any, spec: Spec | tuple[Spec, ...] | None) -> Any:
+    if spec is None:
+        return out
+    return wrap(out, spec) if isinstance(spec, Spec) else type(out)(list(map(wrap, out, spec)))
+
+
+def _slow(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], rounds: int = 8) -> Any:
+    """A call whose ``OpPlan`` is not at hand."""
+    direct = DIRECT.get(func)
+    if direct is not None:
+        return direct(*args, **kwargs)
+    try:
+        specs, run = op_plan(func, args, kwargs)
+        out = _run_local(run, (), args, kwargs)
+    except LayoutError as refused:
+        if not (_AUTO.get() and refused.fix and rounds):
+            raise
+        fix = refused.fix
+    else:
+        # a plain tensor that was changed in place stays plain
+        return out if type(out) is _PLAIN and any(out is a for a in args) else _marked(out, specs)
+    return _slow(func, *_again(func, args, kwargs, fix), rounds - 1)
+
+
+@contextmanager
+def auto_redistribute() -> Iterator[None]:
+    """Inside, an operator that is refused with a redistribution as the way out makes it itself.
+
+    The ledger calls these lines by the phase ``auto`` and the operator's name.
+    """
+    token = _AUTO.set(True)
+    try:
+        yield
+    finally:
+        _AUTO.reset(token)
+
+
+def _again(
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], fix: dict[Spec, Layout]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments, laid out as the refusal wants them."""
+    note, cache = Note("auto", name_of(func)), next(iter(fix)).cache
+
+    def fixed(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            spec = spec_of(value) or cache.replicated(value.shape)
+            ours = value if isinstance(value, ShardedTensor) else wrap(value, spec, own=False)
+            return redistribute(ours, fix[spec], note) if spec in fix else value
+        return type(value)(map(fixed, value)) if isinstance(value, list | tuple) else value
+
+    return fixed(args), {k: fixed(v) for k, v in kwargs.items()}
+
+
+@seen_by_modes
+def redistribute(x: Tensor, layout: Layout | str, note: Note = NOTE) -> ShardedTensor:
+    """``x`` in another layout; differentiable, and the way back is the dual redistribution in reverse."""
+    if not isinstance(x, ShardedTensor):
+        raise ValueError("redistribute() moves a ShardedTensor: make one with ShardedTensor.from_full()")
+    spec, layout = x._spec, Layout.parse(layout) if isinstance(layout, str) else layout
+    end = spec.cache.spec(layout, spec.shape)
+    return x if end is spec else wrap(moved(x.local, spec, end, note), end, own=True)

@@ -1,0 +1,126 @@
+"""What a rank knows of a sharded tensor without its values: global shape, layout, and the box that it holds.
+
+    SpecCache   one per comm: every spec of that comm, once
+    Spec        (shape, layout) on this rank; equal specs are one object, so comparing them is comparing addresses
+    OpPlan      what a rule decided: the specs of the results, and what to compute on the local pieces
+
+Rules work on specs alone, so what they decide is kept with the first operand's spec and asked for once.
+
+A comm's cache has to live as long as the comm and to be found from it, and no process-wide table may hold it.  So it
+lies on the comm itself, under ``comm.__dict__["_spec_cache"]``: ``spec_cache`` below is the one place that reads or
+writes it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from plait.comm import Comm
+from plait.core.layout import Layout, extent, path, region
+
+
+class SpecCache:
+    """The specs of one comm."""
+
+    def __init__(self, comm: Comm) -> None:
+        self.comm = comm
+        self._specs: dict[tuple[Layout, tuple[int, ...]], Spec] = {}
+
+    def spec(self, layout: Layout, shape: Sequence[int]) -> Spec:
+        """The one spec of a layout and a global shape."""
+        key = (layout, tuple(shape))
+        spec = self._specs.get(key)
+        if spec is None:
+            small = (layout.on(self.comm.mesh), key[1])
+            spec = self._specs.get(small) or Spec(self, *small)
+            self._specs[key] = self._specs[small] = spec
+        return spec
+
+    def replicated(self, shape: Sequence[int]) -> Spec:
+        """The spec of a tensor that is whole on every rank."""
+        return self.spec(Layout.replicated(len(shape)), shape)
+
+
+def spec_cache(comm: Comm) -> SpecCache:
+    """The specs of a comm, made when they are first asked for."""
+    cache: SpecCache | None = comm.__dict__.get("_spec_cache")
+    if cache is None:
+        cache = comm.__dict__["_spec_cache"] = SpecCache(comm)
+    return cache
+
+
+class Spec:
+    """A global shape and a layout, seen from one rank.  Made by ``SpecCache.spec`` only."""
+
+    __slots__ = ("_dual", "cache", "layout", "local_shape", "op_plans", "shape", "start")
+
+    def __init__(self, cache: SpecCache, layout: Layout, shape: tuple[int, ...]) -> None:
+        box = region(layout, shape, cache.comm.mesh, cache.comm.rank)
+        self.cache, self.layout, self.shape = cache, layout, torch.Size(shape)
+        self.start, self.local_shape = tuple(start for start, _ in box), torch.Size(extent(box))
+        self.op_plans: dict[Any, OpPlan] = {}
+        self._dual: Spec | None = None
+
+    @property
+    def comm(self) -> Comm:
+        """This rank's way to the others."""
+        return self.cache.comm
+
+    @property
+    def dims(self) -> tuple[tuple[str, ...], ...]:
+        """The axes that cut each dim."""
+        return self.layout.dims
+
+    @property
+    def pending(self) -> tuple[str, ...]:
+        """The axes over which a sum is due."""
+        return self.layout.pending
+
+    @property
+    def dual(self) -> Spec:
+        """Where the gradient lives."""
+        if self._dual is None:
+            self._dual = self.cache.spec(self.layout.dual(self.comm.mesh), self.shape)
+        return self._dual
+
+    def with_layout(self, dims: Sequence[tuple[str, ...]], pending: Sequence[str] = ()) -> Spec:
+        """The same tensor, laid out otherwise."""
+        return self.cache.spec(Layout(tuple(dims), tuple(pending)), self.shape)
+
+    def new(self, shape: Sequence[int], dims: Sequence[tuple[str, ...]], pending: Sequence[str] = ()) -> Spec:
+        """Another tensor of the same comm."""
+        return self.cache.spec(Layout(tuple(dims), tuple(pending)), shape)
+
+    def __repr__(self) -> str:
+        return f"{list(self.shape)} '{self.layout}'"
+
+
+class OpPlan(NamedTuple):
+    """``out``: the spec of the result, a tuple of them, or None for what is no tensor; ``run``: on local pieces.
+
+    Without ``run`` the function itself computes on the pieces.
+    """
+
+    out: Spec | tuple[Spec, ...] | None
+    run: Callable[..., Any] | None = None
+
+
+class Refusal(Exception):  # noqa: N818 - a rule's word to the dispatcher, which makes it a LayoutError
+    """A rule that cannot go on without communication: the reason, and layouts with which it could."""
+
+    def __init__(self, why: str, fix: Sequence[tuple[Spec, Layout]] = (), hint: str = "") -> None:
+        super().__init__(why)
+        self.why, self.hint = why, hint
+        self.fix = {spec: layout.on(spec.comm.mesh) for spec, layout in fix}
+        self.fix = {spec: layout for spec, layout in self.fix.items() if layout != spec.layout}
+
+    def advice(self) -> str:
+        """What the user may write."""
+        words = []
+        for spec, layout in self.fix.items():
+            steps = "; ".join(map(str, path(spec.layout, layout, spec.comm.mesh)))
+            words.append(f".redistribute('{layout}') the operand {spec!r} ({steps})")
+        return " ".join(filter(None, [self.hint, "; ".join(words)]))

@@ -1,0 +1,93 @@
+"""What a ShardedTensor shows of itself: layout, comm, its local piece, and the shape of the whole."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from plait.comm import Comm
+from plait.core.layout import Layout
+from plait.core.mesh import Mesh
+from plait.sharded.spec import Spec
+
+_local = torch._C.DisableTorchFunctionSubclass
+
+
+class SpecTensor(Tensor):
+    """A local piece that knows its spec, and answers for the whole."""
+
+    _spec: Spec
+
+    @property
+    def layout(self) -> Layout:  # type: ignore[override]
+        """Which axes cut which dim, and over which a sum is pending."""
+        return self._spec.layout
+
+    @property
+    def comm(self) -> Comm:
+        """This rank's way to the others."""
+        return self._spec.comm
+
+    @property
+    def mesh(self) -> Mesh:
+        """The mesh that the layout speaks of."""
+        return self._spec.comm.mesh
+
+    @property
+    def local(self) -> Tensor:
+        """This rank's piece, a plain tensor; gradients flow through, in the dual layout."""
+        with _local():
+            return self.as_subclass(Tensor)
+
+    @property
+    def shape(self) -> torch.Size:  # type: ignore[override]
+        """Of the whole tensor."""
+        return self._spec.shape
+
+    def size(self, dim: int | None = None) -> Any:
+        """Of the whole tensor."""
+        return self._spec.shape if dim is None else self._spec.shape[dim]
+
+    def dim(self) -> int:
+        """The number of dims."""
+        return len(self._spec.shape)
+
+    @property
+    def ndim(self) -> int:  # type: ignore[override]
+        """The number of dims."""
+        return len(self._spec.shape)
+
+    def numel(self) -> int:
+        """Elements of the whole tensor."""
+        return self._spec.shape.numel()
+
+    nelement = numel
+    ndimension = dim
+
+    def __len__(self) -> int:
+        if not self._spec.shape:
+            raise TypeError("len() of a 0-d tensor")
+        return self._spec.shape[0]
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.unbind(0))
+
+    def __hash__(self) -> int:
+        return id(self)
+
+    def __repr__(self, **options: Any) -> str:  # type: ignore[override]
+        spec = self._spec
+        words = " ".join(f"{axis}={how}" for axis, how in spec.layout.placements(spec.comm.mesh).items())
+        with _local():
+            grad = ", requires_grad=True" if self.requires_grad else ""
+            local = repr(self.detach().as_subclass(Tensor))
+        return (
+            f"ShardedTensor(shape={list(spec.shape)}, {words or 'one rank'}, dtype={self.dtype}{grad}, local={local})"
+        )
+
+    def __format__(self, spec: str) -> str:
+        """A tensor of one number as a number, where every rank has it."""
+        return format(self.item(), spec) if not self.shape and spec else repr(self)

@@ -1,0 +1,22 @@
+"""Tensor and sequence parallelism on plain local tensors: what the engine runs.  In reading order:
+
+    axis.py                the tensor axis seen from one rank: gathers and sums along a dim, issued and finished
+    linear.py              column- and row-cut products with their communication, forward and backward
+    vocabulary.py          embedding and cross-entropy over a cut vocabulary
+    plan.py                from a model and a tensor plan to cuts, sites and siblings
+    transformers.py        the tensor plan that a Hugging Face model carries, in our words
+    pieces.py              a rank's piece of a cut parameter, and the whole from all pieces
+    gemm.py                who multiplies fp32 matrices on a CPU
+    no_double_backward.py  backwards that can be taken once
+
+A new style is a row of ``KINDS`` and one of ``MESSAGES`` in ``core/tensor_plan.py`` (which dim is cut, where it sends
+and with which messages, which is also the prediction), and a row of ``LINEARS`` in
+``engine/forward/tensor_parallel.py`` (what ``F.linear`` does in such a module).  A style that only describes an
+activation or a parameter is a row of ``KINDS``, and the line of the engine that reads it.
+"""
+
+from plait.tensor_parallel.axis import TensorAxis
+from plait.tensor_parallel.plan import Parallel, parallel_plan, plan_of
+from plait.tensor_parallel.vocabulary import cross_entropy_sum
+
+__all__ = ["Parallel", "TensorAxis", "cross_entropy_sum", "parallel_plan", "plan_of"]

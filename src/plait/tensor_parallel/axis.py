@@ -1,0 +1,140 @@
+"""The tensor axis seen from one rank, and the three ways an activation travels over it.
+
+    sum        a share of a sum on each rank      -> the whole sum on each        all_reduce
+    scatter    a share of a sum on each rank      -> the sum, cut in time         reduce_scatter
+    gather     a piece on each rank               -> the whole on each            all_gather
+
+Under sequence parallelism the stream between the products is cut in *time*, dim 1 of [batch, time, width]: a sum is
+scattered and a stream gathered, which is the same volume as one all_reduce.  Collectives want equal pieces end to end,
+so a dim other than the first costs one copy, and 5 steps of time over 4 ranks travel as 4 pieces of 2.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from plait.comm import Comm
+from plait.core.collectives import Note
+from plait.core.layout import part
+from plait.core.tensor_plan import BACKWARD, FORWARD
+from plait.sharded.padded import Finish, start_gather, start_scatter
+from plait.tensor_parallel.gemm import TORCH, Gemm
+from plait.tensor_parallel.no_double_backward import no_double_backward
+
+AXES = ("tensor",)
+first_order = no_double_backward("a tensor-parallel layer", "train such a model without the tensor axis")
+
+
+class TensorAxis:
+    """This rank's place on the tensor axis.
+
+    Args:
+        sequence: whether the stream between the products is cut in time.
+        gemm: makes the products.
+    """
+
+    microbatch = -1
+    """For the ledger."""
+    length = 0
+    """Steps of time of the whole stream in this forward, set by the embedding."""
+
+    def __init__(self, comm: Comm, *, sequence: bool, gemm: Gemm = TORCH) -> None:
+        self.comm, self.sequence, self.gemm = comm, sequence, gemm
+        self.ways, self.index = comm.mesh.tensor, comm.mesh.index(comm.rank, AXES)
+
+    def part(self, size: int, index: int | None = None) -> tuple[int, int]:
+        """Where a rank's part of ``size`` begins and ends; this rank's, if none is named."""
+        return part(size, self.ways, self.index if index is None else index)
+
+    def lengths(self, size: int) -> list[int]:
+        """Of every rank's part of ``size``."""
+        return [stop - start for start, stop in (self.part(size, index) for index in range(self.ways))]
+
+    def check_stream(self, x: Tensor, site: str, *, whole: bool) -> None:
+        """Raises ValueError where a stream is not as long as it left the embedding: code in between sliced it."""
+        start, stop = (0, self.length) if whole else self.part(self.length)
+        if x.dim() < 3 or x.size(1) != stop - start:
+            raise ValueError(
+                f"{site!r} gets {list(x.shape)} under sequence parallelism, where rank {self.index} of the tensor axis "
+                f"works on {stop - start} of {self.length} steps of [batch, time, width]: something before it cut the "
+                f"stream in time itself; leave sequence parallelism out for such a call"
+            )
+
+    def note(self, phase: str, site: str) -> Note:
+        return Note(phase, site, self.microbatch)
+
+    # ---- issued now, finished later -----------------------------------------------------------------------------
+
+    def start_sum(self, x: Tensor, note: Note) -> Finish:
+        """The sum of ``x`` over the ranks, in place where ``x`` is contiguous."""
+        x = x.contiguous()
+        work = self.comm.all_reduce(x, AXES, note=note)
+
+        def finish() -> Tensor:
+            work.wait()
+            return x
+
+        return finish
+
+    def start_scatter(self, x: Tensor, note: Note) -> Finish:
+        """This rank's part, in time, of the sum of ``x`` [batch, time, ...] over the ranks."""
+        return start_scatter(self.comm, x, 1, self.lengths(x.size(1)), AXES, note)
+
+    def start_gather(self, x: Tensor, dim: int, size: int, note: Note) -> Finish:
+        """The whole of ``size`` along ``dim`` from every rank's part."""
+        return start_gather(self.comm, x, dim, self.lengths(size), AXES, note)
+
+
+class Leave(torch.autograd.Function):
+    """A share of a sum on each rank becomes the whole stream: summed, or summed and scattered in time.
+
+    Backward: nothing (the gradient is whole on every rank already), or a gather.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: TensorAxis, site: str, scatter: bool) -> Tensor:
+        ctx.axis, ctx.site, ctx.length = axis, site, x.size(1) if scatter else 0
+        return (axis.start_scatter if scatter else axis.start_sum)(x, axis.note(FORWARD, site))()
+
+    @staticmethod
+    @first_order
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+        axis: TensorAxis = ctx.axis
+        if ctx.length:
+            gradient = axis.start_gather(gradient, 1, ctx.length, axis.note(BACKWARD, ctx.site))()
+        return gradient, None, None, None
+
+
+class Split(torch.autograd.Function):
+    """A whole stream is cut in time; backward gathers it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: TensorAxis, site: str) -> Tensor:
+        ctx.axis, ctx.site, ctx.length = axis, site, x.size(1)
+        axis.length = x.size(1)
+        start, stop = axis.part(x.size(1))
+        return x[:, start:stop].contiguous()
+
+    @staticmethod
+    @first_order
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        axis: TensorAxis = ctx.axis
+        return axis.start_gather(gradient, 1, ctx.length, axis.note(BACKWARD, ctx.site))(), None, None
+
+
+class Gather(torch.autograd.Function):
+    """Pieces of the last dim become the whole; backward keeps this rank's piece."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: TensorAxis, size: int, site: str) -> Tensor:
+        ctx.axis, ctx.size = axis, size
+        return axis.start_gather(x, x.dim() - 1, size, axis.note(FORWARD, site))()
+
+    @staticmethod
+    @first_order
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+        start, stop = ctx.axis.part(ctx.size)
+        return gradient[..., start:stop], None, None, None

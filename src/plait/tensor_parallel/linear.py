@@ -1,0 +1,174 @@
+"""Column- and row-cut products on local tensors, forward and backward.
+
+    column   x whole ─► y = x W_r^T          y cut in its last dim       backward: dx is a sum over the ranks
+    row      x cut   ─► y = Σ x_r W_r^T      y whole                     backward: none
+
+Siblings that read one tensor (query, key, value; gate, up) share one ``ColumnInput``: its gradient is the sum of
+theirs, reduced once.  The reduction travels beside the weight products, which only this rank wants:
+
+    forward   x ── Enter ─┬─ Column q ─►          backward    dq ─► dx += dq Wq   (q, x) ─► queue
+                          ├─ Column k ─►                      dk ─► dx += dk Wk   (k, x) ─► queue
+                          └─ Column v ─►                      Enter:  start the reduction of dx
+                                                                      dWq, dWk, dWv from the queue
+                                                                      wait
+
+Under sequence parallelism Enter gathers the stream forward and scatters its gradient backward, and a row's sum is
+scattered: reduce_scatter and all_gather in place of the all_reduce.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from plait.core.tensor_plan import BACKWARD, FORWARD
+from plait.tensor_parallel.axis import TensorAxis, first_order
+from plait.tensor_parallel.gemm import TORCH, Gemm
+
+
+def weight_product(gradient: Tensor, x: Tensor, gemm: Gemm = TORCH) -> Tensor:
+    """dW [out, in] of y = x W^T."""
+    return gemm.product(rows(gradient).t(), rows(x).to(gradient.dtype))
+
+
+def rows(x: Tensor) -> Tensor:
+    """[..., n] as [rows, n], also where n is 0."""
+    return x.flatten(0, -2) if x.dim() > 1 else x[None]
+
+
+def input_product(gradient: Tensor, weight: Tensor, gemm: Gemm = TORCH) -> Tensor:
+    """dx of y = x W^T, in the dtype of the gradient (autocast computes in another one than it stores)."""
+    return gemm.product(gradient, weight.to(gradient.dtype))
+
+
+class WeightGradQueue:
+    """Output gradients of siblings, by their index, that wait for ``Enter`` to make the weight products."""
+
+    def __init__(self, axis: TensorAxis, site: str, wants_input: bool) -> None:
+        self.axis, self.site, self.wants_input = axis, site, wants_input
+        self.gradients: list[tuple[int, Tensor]] = []
+
+
+class ColumnInput:
+    """A whole activation as column-cut siblings read it.
+
+    Args:
+        source: what entered; the same tensor again, unchanged, is not entered twice.
+        axis: where its gradient is reduced.
+        site: its name in the ledger.
+        weights: weight and bias (or None) of every sibling, whether or not it will read this tensor.
+    """
+
+    def __init__(
+        self, source: Tensor, axis: TensorAxis, site: str, weights: Sequence[tuple[Tensor, Tensor | None]]
+    ) -> None:
+        self._source, self._state = weakref.ref(source), _state(source)
+        self.queue = WeightGradQueue(axis, site, source.requires_grad)
+        self.tensor: Tensor = Enter.apply(source, self.queue, *[t for pair in weights for t in pair])
+
+    def column(self, weight: Tensor, bias: Tensor | None, index: int) -> Tensor:
+        """The output of sibling ``index``, cut in its last dim."""
+        y: Tensor = Column.apply(
+            self.tensor, weight.detach(), None if bias is None else bias.detach(), self.queue, index
+        )
+        return y
+
+    def is_of(self, source: Tensor, site: str) -> bool:
+        """Whether this very tensor, unchanged since, entered here, or is what it became."""
+        known = source is self.tensor or (self._source() is source and self._state == _state(source))
+        return known and self.queue.site == site
+
+
+def _state(source: Tensor) -> tuple[bool, int]:
+    """What changes when a tensor is entered anew: recording begins or ends, or it is written to."""
+    return torch.is_grad_enabled(), -1 if source.is_inference() else source._version
+
+
+class Enter(torch.autograd.Function):
+    """The stream, whole.  Backward reduces the input's gradient and makes the siblings' weight products meanwhile."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, queue: WeightGradQueue, *weights: Tensor | None) -> Tensor:
+        axis = queue.axis
+        note = axis.note(FORWARD, queue.site)
+        if axis.sequence:
+            axis.check_stream(x, queue.site, whole=False)
+        whole = axis.start_gather(x, 1, axis.length, note)() if axis.sequence else x.view_as(x)
+        ctx.queue = queue
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(whole if any(ctx.needs_input_grad[2:]) else None)
+        return whole
+
+    @staticmethod
+    @first_order
+    def backward(ctx: Any, gradient: Tensor | None) -> tuple[Tensor | None, ...]:
+        queue: WeightGradQueue = ctx.queue
+        axis, note = queue.axis, queue.axis.note(BACKWARD, queue.site)
+        finish = None
+        if gradient is not None and ctx.needs_input_grad[0]:
+            finish = (axis.start_scatter if axis.sequence else axis.start_sum)(gradient, note)
+        (x,) = ctx.saved_tensors
+        products: list[Tensor | None] = [None] * (len(ctx.needs_input_grad) - 2)
+        for index, g in queue.gradients:
+            for place, wanted in ((2 * index, weight_product), (2 * index + 1, _bias_sum)):
+                if ctx.needs_input_grad[2 + place]:
+                    product, before = wanted(g, x, axis.gemm), products[place]
+                    products[place] = product if before is None else before.add_(product)
+        queue.gradients.clear()
+        return (finish() if finish else None, None, *products)
+
+
+def _bias_sum(gradient: Tensor, x: Tensor, gemm: Gemm) -> Tensor:
+    return rows(gradient).sum(0)
+
+
+class Column(torch.autograd.Function):
+    """y = x W^T + b for this rank's rows of W; the weight product waits for ``Enter``.
+
+    ``weight`` and ``bias`` come detached: their gradients leave through ``Enter``, which has them as inputs.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, queue: WeightGradQueue, index: int) -> Tensor:
+        ctx.queue, ctx.index = queue, index
+        ctx.save_for_backward(weight if queue.wants_input else None)
+        return queue.axis.gemm.linear(x, weight, bias)
+
+    @staticmethod
+    @first_order
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, None, None, None, None]:
+        ctx.queue.gradients.append((ctx.index, gradient))
+        (weight,) = ctx.saved_tensors
+        wanted = input_product(gradient, weight, ctx.queue.axis.gemm) if ctx.queue.wants_input else None
+        return wanted, None, None, None, None
+
+
+class Row(torch.autograd.Function):
+    """y = Σ x_r W_r^T over the ranks, whole or cut in time; the bias is added afterwards, once."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, axis: TensorAxis, site: str) -> Tensor:
+        if axis.sequence:
+            axis.check_stream(x, site, whole=True)
+        ctx.axis, ctx.site, ctx.length = axis, site, axis.length
+        ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight if ctx.needs_input_grad[0] else None)
+        finish = axis.start_scatter if axis.sequence else axis.start_sum
+        return finish(axis.gemm.linear(x, weight, None), axis.note(FORWARD, site))()
+
+    @staticmethod
+    @first_order
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
+        axis: TensorAxis = ctx.axis
+        x, weight = ctx.saved_tensors
+        if axis.sequence:
+            gradient = axis.start_gather(gradient, 1, ctx.length, axis.note(BACKWARD, ctx.site))()
+        return (
+            input_product(gradient, weight, axis.gemm) if ctx.needs_input_grad[0] else None,
+            weight_product(gradient, x, axis.gemm) if ctx.needs_input_grad[1] else None,
+            None,
+            None,
+        )

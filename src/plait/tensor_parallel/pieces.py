@@ -1,0 +1,27 @@
+"""A rank's piece of a parameter that tensor parallelism cuts, and the whole from all pieces."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from plait.core.tensor_cut import TensorCut
+
+
+def piece_of(whole: Tensor, cut: TensorCut, index: int) -> Tensor:
+    """What rank ``index`` holds of a tensor of the cut's shape; a view where the cut has one part."""
+    runs = [whole.narrow(cut.dim, start, stop - start) for start, stop in cut.ranges(index)]
+    return runs[0] if len(runs) == 1 else torch.cat(runs, cut.dim)
+
+
+def assemble(pieces: Sequence[Tensor], cut: TensorCut) -> Tensor:
+    """The whole tensor from the pieces of all ranks, in order."""
+    whole = pieces[0].new_empty(cut.shape)
+    for index, piece in enumerate(pieces):
+        at = 0
+        for start, stop in cut.ranges(index):
+            whole.narrow(cut.dim, start, stop - start).copy_(piece.narrow(cut.dim, at, stop - start))
+            at += stop - start
+    return whole

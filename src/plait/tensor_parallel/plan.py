@@ -1,0 +1,215 @@
+"""From a model and a plan to what each module does: cuts of parameters, siblings, sites.
+
+A plan comes from the user, from the model (``tensor_plan``, a dict or a method that returns one), or from the config of
+a Hugging Face model (``base_model_tp_plan``), which covers the blocks; embedding and head are cut by vocabulary then.
+
+Nothing is sent here and no value is read: a plan is resolved, and refused, on a model whose parameters are on meta.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from torch import nn
+
+from plait.core.tensor_cut import TensorCut
+from plait.core.tensor_plan import KINDS, Site, Style, match_styles
+from plait.tensor_parallel.transformers import plan_from_transformers
+from plait.tensor_parallel.vocabulary import LOSS
+
+
+@dataclass(frozen=True)
+class Parallel:
+    """A plan resolved on a model.
+
+    ``cuts`` and ``summed`` go by ``id`` of the model's parameters at the time; ``styles`` by module name.
+    """
+
+    styles: Mapping[str, Style] = field(default_factory=dict)
+    cuts: Mapping[int, TensorCut] = field(default_factory=dict)
+    summed: frozenset[int] = frozenset()
+    sites: tuple[Site, ...] = ()
+
+    @property
+    def splits(self) -> bool:
+        """Whether the stream is whole until a module that splits it, rather than from the embedding on cut in time."""
+        return any(style.kind == "split" for style in self.styles.values())
+
+    def siblings(self, name: str) -> list[str]:
+        """The column-cut modules that have this one's parent, in order; they may read one tensor."""
+        parent = name.rpartition(".")[0]
+        same = [n for n in self.styles if self.styles[n].enters and n.rpartition(".")[0] == parent]
+        return same if name in same else [name]
+
+
+def plan_of(model: nn.Module, *, sequence: bool = False) -> dict[str, str]:
+    """The plan that a model carries.
+
+    Raises:
+        ValueError: it carries none, or one with a style that plait has no word for.
+    """
+    own = getattr(model, "tensor_plan", None)
+    if own is not None:
+        return dict(own() if callable(own) else own)
+    config = getattr(model, "config", None)
+    blocks = getattr(config, "base_model_tp_plan", None)
+    if not blocks:
+        raise ValueError(
+            f"{type(model).__name__} carries no tensor plan: give tensor_plan={{'blocks.*.up': 'column', "
+            f"'blocks.*.down': 'row', ...}}, or leave the tensor axis out of the mesh"
+        )
+    return plan_from_transformers(model, blocks, sequence=sequence)
+
+
+def parallel_plan(
+    model: nn.Module, ways: int, plan: Mapping[str, str | Style] | None = None, *, sequence: bool = False
+) -> Parallel:
+    """Resolve a plan on a model for an axis of ``ways`` ranks.
+
+    Args:
+        plan: patterns and styles; None takes the one that the model carries.
+        sequence: cut the stream in time between the products.
+
+    Raises:
+        ValueError: a pattern that matches nothing, a parameter cut twice, heads that the ranks cannot share, a module
+            that a style does not fit: with the numbers and the fix.
+    """
+    if ways == 1 and plan is None:
+        return Parallel()
+    modules = dict(model.named_modules())
+    plan = plan_of(model, sequence=sequence) if plan is None else plan
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    named = match_styles(plan, modules, parameters)
+    styles = {name: named[name] for name in modules if name in named}  # in the model's own order
+    if ways == 1:
+        return Parallel()
+    if sequence:
+        _check_stream(styles, modules)
+    cuts: dict[int, TensorCut] = {}
+    summed = {id(p) for n, p in parameters.items() if n in named and (sequence or named[n].kind == "summed")}
+    _check_heads(styles, modules, ways)
+    for name, style in styles.items():
+        module = modules[name]
+        if style.cut_dim is not None:
+            style = styles[name] = _with_heads(style, name, modules)
+            for short, cut in _cuts(name, module, style, ways).items():
+                other = cuts.setdefault(id(getattr(module, short)), cut)
+                if other != cut:
+                    raise ValueError(
+                        f"the tensor plan shards {name}.{short} twice: it is shared with a module that cuts dim "
+                        f"{other.dim}, and {str(style)!r} cuts dim {cut.dim}; cut a shared parameter in one way"
+                    )
+            if style.kind == "row" and sequence and getattr(module, "bias", None) is not None:
+                summed.add(id(module.bias))
+        elif style.kind == "summed" or (style.kind == "sequence" and sequence):
+            summed |= {id(p) for p in module.parameters(recurse=False)}
+    if both := [n for n, p in parameters.items() if id(p) in summed & cuts.keys()]:
+        raise ValueError(
+            f"the tensor plan shards {both[0]!r} twice: it is cut, and it is 'summed' or 'sequence', which is for "
+            f"parameters that every rank has whole; keep one"
+        )
+    parallel = Parallel(styles, cuts, frozenset(summed))
+    return replace(parallel, sites=tuple(_sites(parallel, modules)))
+
+
+def _check_stream(styles: Mapping[str, Style], modules: Mapping[str, nn.Module]) -> None:
+    """Raises ValueError where a plan does not say what sequence parallelism has to know."""
+    if all(style.kind != "sequence" for style in styles.values()):
+        raise ValueError(
+            "sequence parallelism cuts the stream between the products in time, and the tensor plan names no module "
+            "that works on it: say 'sequence' for its norms and dropouts, or leave sequence parallelism out"
+        )
+    begins = [n for n, s in styles.items() if s.kind == "vocabulary" and isinstance(modules[n], nn.Embedding)]
+    if not begins and all(style.kind != "split" for style in styles.values()):
+        raise ValueError(
+            "sequence parallelism begins at an embedding that is cut by vocabulary, which scatters its sum in time: "
+            "say 'vocabulary' for it (or 'split' for the first module that gets the stream cut), or leave sequence "
+            "parallelism out"
+        )
+
+
+def _check_heads(styles: Mapping[str, Style], modules: Mapping[str, nn.Module], ways: int) -> None:
+    """Raises ValueError where any module's heads cannot be shared, with the axes that all of them allow."""
+    heads: dict[str, tuple[int, int]] = {}
+    for name, style in styles.items():
+        weight = getattr(modules[name], "weight", None)
+        if style.cut_dim is not None and isinstance(weight, nn.Parameter):
+            grain = _with_heads(style, name, modules).grain
+            size = weight.shape[style.cut_dim]
+            if grain > 1 and size % grain == 0:
+                heads[name] = min(style.parts or (size // grain,)), grain
+    if bad := next((name for name, (n, _) in heads.items() if n % ways), None):
+        fits = [
+            n for n in range(2, max(n for n, _ in heads.values()) + 1) if all(h % n == 0 for h, _ in heads.values())
+        ]
+        fewest = min(heads, key=lambda name: heads[name][0])
+        axes = f"use tensor={' or '.join(map(str, fits))}" if fits else "leave the tensor axis out"
+        n, grain = heads[bad]
+        raise ValueError(
+            f"{bad!r}: {n} heads of {grain} cannot be shared by tensor={ways} ranks, and a head cannot be parted: "
+            f"{axes}, or give all projections a multiple of {ways} heads (the fewest: {heads[fewest][0]} in {fewest!r})"
+        )
+
+
+def _with_heads(style: Style, name: str, modules: Mapping[str, nn.Module]) -> Style:
+    """Projections of an attention module are cut in whole heads, where the module says how large they are."""
+    head = getattr(modules[name.rpartition(".")[0]], "head_dim", None)
+    if style.grain > 1 or not isinstance(head, int) or style.kind == "vocabulary":
+        return style
+    return Style(style.kind, style.parts, head)
+
+
+def _cuts(name: str, module: nn.Module, style: Style, ways: int) -> dict[str, TensorCut]:
+    """The cuts of a module's own parameters, by their short names."""
+    weight, bias = getattr(module, "weight", None), getattr(module, "bias", None)
+    if not isinstance(module, nn.Linear | nn.Embedding) or not isinstance(weight, nn.Parameter):
+        raise ValueError(
+            f"the tensor plan says {str(style)!r} for {name!r}, a {type(module).__name__}: only nn.Linear and "
+            f"nn.Embedding (and what inherits them) are cut"
+        )
+    if isinstance(module, nn.Embedding) != (style.kind == "vocabulary") and not isinstance(module, nn.Linear):
+        raise ValueError(f"the tensor plan says {str(style)!r} for the embedding {name!r}: say vocabulary")
+    dim = style.cut_dim
+    assert dim is not None
+    size = weight.shape[dim]
+    parts = tuple(p * style.grain for p in style.parts) or (size,)
+    if style.kind == "vocabulary" and (ways - 1) * -(-size // ways) >= size:
+        raise ValueError(f"{name!r}: a vocabulary of {size} rows leaves a rank of tensor={ways} without any; use fewer")
+    cuts = {}
+    for short, parameter in (("weight", weight), ("bias", bias)):
+        if parameter is not None and dim < parameter.dim():
+            try:
+                cuts[short] = TensorCut(tuple(parameter.shape), dim, ways, parts, style.grain)
+            except ValueError as error:
+                raise ValueError(f"the tensor plan's {str(style)!r} for {name!r}: {error}") from None
+    return cuts
+
+
+def _sites(parallel: Parallel, modules: Mapping[str, nn.Module]) -> list[Site]:
+    """Where messages are sent in one forward and backward, in the model's order."""
+    sites: dict[Site, None] = {}  # in order, each once
+    width = 0
+    first = next((n.rpartition(".")[0] for n, p in modules[""].named_parameters() if p.requires_grad), "")
+    for name, style in parallel.styles.items():
+        module: Any = modules[name]
+        kind = KINDS[style.kind]
+        embeds = style.kind == "vocabulary" and isinstance(module, nn.Embedding)
+        head = style.kind == "vocabulary" and not embeds
+        if kind.enters or head:
+            trains = first not in parallel.siblings(name)  # else the input is the batch, as far as one can tell
+            sites[Site("enter", site_of(name, parallel), module.weight.shape[1], trains)] = None
+        if embeds:
+            width = module.weight.shape[1]
+            sites[Site("sum" if parallel.splits else "leave", name, width)] = None
+        if head:
+            sites[Site("loss", LOSS.unit, 0)] = None
+        if kind.site:
+            sites[Site(kind.site, name, width if kind.cut_dim is None else module.weight.shape[0])] = None
+    return list(sites)
+
+
+def site_of(name: str, parallel: Parallel) -> str:
+    """The name under which siblings enter: their parent's; a module without siblings goes by its own."""
+    return name.rpartition(".")[0] if len(parallel.siblings(name)) > 1 else name

@@ -1,0 +1,109 @@
+"""What the last steps of a run looked like: every rank's events, the step that was predicted, where the time went.
+
+    every rank's log of the last steps ──► rank 0 ──► costs of the stages ──► simulator ──► the same step, predicted
+                                             └──► timeline.svg, trace.json, a table of busy and idle shares
+
+The ranks shown are those of one pipeline (of the first data and tensor rank); without a pipeline, all data ranks.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+
+from plait.comm import Comm
+from plait.comm.agree import gather_bytes
+from plait.engine import Engine
+from plait.report.timeline import timeline_svg, timeline_table
+from plait.report.trace import trace_json
+from plait.schedule.actions import parse_action
+from plait.schedule.events import Event, Log, Span
+from plait.schedule.idle import idle_times, mean_idle
+from plait.schedule.measured import busy_shares, measured_costs, measured_timeline, schedule_of
+from plait.schedule.simulate import Timeline, simulate
+
+WORTH_BALANCING = 0.1
+"""The share of a step from which on a better split is recommended."""
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """The last steps of a run, of the ranks that are shown, and the step that their costs predict."""
+
+    logs: tuple[Log, ...]
+    simulated: Timeline
+
+    @property
+    def typical(self) -> Log:
+        """The step whose length is the median."""
+        by_length = sorted(self.logs, key=lambda log: measured_timeline(log).makespan)
+        return by_length[len(by_length) // 2]
+
+    @property
+    def busy(self) -> tuple[float, ...]:
+        """The share of the typical step in which each rank computed: its utilisation."""
+        return busy_shares(self.typical)
+
+    @property
+    def idle(self) -> tuple[float, float]:
+        """The idle share of all ranks together in the typical step, and as simulated."""
+        return measured_timeline(self.typical).idle_share(), self.simulated.idle_share()
+
+
+def record_timeline(engine: Engine) -> Recorded | None:
+    """Bring the logs together on rank 0 (None elsewhere) and predict the step; all ranks call it together."""
+    comm = engine.comm
+    every = gather_bytes(comm, dump(tuple(engine.log.steps)))
+    if every is None:
+        return None
+    lines = [load(every[rank]) for rank in shown(comm)]
+    logs = tuple(tuple(line[step] for line in lines) for step in range(len(lines[0])))
+    last = schedule_of(logs[-1])
+    logs = tuple(log for log in logs if schedule_of(log) == last)  # of one number of microbatches
+    if engine.steps == len(logs) > 1:
+        logs = logs[1:]  # in the very first step shapes are learned and caches fill
+    return Recorded(logs, simulate(last, measured_costs(logs)))
+
+
+def shown(comm: Comm) -> list[int]:
+    """The ranks of one pipeline; of data parallelism alone, one rank of each tensor group."""
+    places = [(rank, comm.mesh.coordinates(rank)) for rank in range(comm.mesh.size)]
+    along = ("pipe",) if comm.mesh.pipe > 1 else ("replica", "shard")
+    return [rank for rank, at in places if all(at[axis] == 0 for axis in at if axis not in along)]
+
+
+def write_timeline(recorded: Recorded, folder: Path, title: str) -> None:
+    """``timeline.svg`` and ``trace.json`` (for Perfetto) of the typical step, beside the predicted one."""
+    log, simulated = recorded.typical, recorded.simulated
+    (folder / "timeline.svg").write_text(timeline_svg(log, simulated, title), encoding="utf-8")
+    (folder / "trace.json").write_text(trace_json(log, simulated), encoding="utf-8")
+
+
+def show_timeline(recorded: Recorded, console: Console) -> None:
+    """Busy and idle shares, by cause; the simulated step has the same passes, and messages that take no time."""
+    console.print(timeline_table(recorded.typical, recorded.simulated))
+    uneven = mean_idle(idle_times(recorded.typical)).shares["imbalance"]
+    if uneven > WORTH_BALANCING:
+        console.print(
+            f"{uneven:.0%} of the step is imbalance of stages: --split measured shares the links by their cost"
+        )
+
+
+def dump(steps: tuple[tuple[Event, ...], ...]) -> bytes:
+    """One rank's steps as bytes."""
+    rows = [[[str(e.action), e.start, e.end, [[w.start, w.end, w.what] for w in e.waits]] for e in s] for s in steps]
+    return json.dumps(rows).encode()
+
+
+def load(data: bytes) -> tuple[tuple[Event, ...], ...]:
+    """What ``dump`` wrote."""
+    return tuple(
+        tuple(
+            Event(parse_action(action), start, end, tuple(Span(*wait) for wait in waits))
+            for action, start, end, waits in step
+        )
+        for step in json.loads(data)
+    )

@@ -1,0 +1,132 @@
+"""The command as its user sees it: exit codes, one line per mistake, help for every command."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from plait.commands.main import BenchCommand, main, parse
+from plait.config import TrainConfig, VerifyConfig
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["train", "--mesh", "shard=x"], "mesh axis 'shard=x'"),
+        (["train", "--strategy", "zero4"], "unknown strategy 'zero4'"),
+        (["train", "--batch", "3"], "3 samples cannot fill 4 data ranks"),
+        (["verify", "--mesh", "foo=2"], "unknown mesh axis 'foo'"),
+        (["verify", "--data", "/no/such/text"], "/no/such/text"),
+        (["train", "--config", "/no/such.toml"], "cannot read the config '/no/such.toml'"),
+        (["train", "--steps", "9", "--epochs", "2"], "--steps 9 beside epochs 2, which are a number of steps too"),
+        (["verify", "--steps=5", "--epochs=1"], "leave --steps out, or give --epochs None"),
+        (["train", "--mesh", "tensor=4"], "2 heads of 32 cannot be shared by tensor=4 ranks"),
+        (["verify", "--mesh", "tensor=3", "--model", "llama"], "4 heads of 16 cannot be shared by tensor=3 ranks"),
+        (["verify", "--mesh", "tensor=2", "--model", "mlp", "--sequence-parallel"], "mlp reads none"),
+        (["train", "--mesh", "pipe=8"], "8 stages, but the model has 7 links"),
+        (["verify", "--mesh", "pipe=4", "--schedule", "interleaved"], "8 stages, but the model has 7 links"),
+        (["verify", "--mesh", "pipe=2", "--split", "3 3"], "a split of 3 + 3 = 6 links, but the model has 7"),
+        (["bench", "comm", "--sizes", "4XB"], "cannot read the size '4XB'"),
+        (["bench", "comm", "--mesh", "shard=1"], "has 1 rank"),
+        (["bench", "comm", "--repeat", "0"], "repeat is 0"),
+        (["bench", "comm", "--kinds", "allreduce"], "unknown collective 'allreduce'"),
+    ],
+)
+def test_a_mistake_is_one_line_and_exit_code_2(words: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(words) == 2
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    assert shown.err.startswith("plait: error: ")
+    assert shown.err.count("\n") == 1
+    assert says in shown.err
+
+
+@pytest.mark.parametrize(
+    "words", [[], ["brain"], ["train", "--stepz", "3"], ["train", "--steps", "many"], ["bench", "gpu"]]
+)
+def test_a_usage_error_is_exit_code_2(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as left:
+        main(words)
+    assert left.value.code == 2
+    shown = capsys.readouterr()
+    assert "Traceback" not in shown.err
+    assert shown.err + shown.out
+
+
+@pytest.mark.parametrize("command", ["train", "verify", "schedule", "doctor", "bench"])
+def test_every_command_explains_itself(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as left:
+        main([command, "--help"])
+    assert left.value.code == 0
+    assert f"plait {command}" in capsys.readouterr().out
+
+
+def test_flags_win_over_the_file_and_the_file_over_defaults(tmp_path: Path) -> None:
+    file = tmp_path / "run.toml"
+    file.write_text('mesh = "replica=2"\nsteps = 7\nmicrobatches = 3\n')
+    for words in (["--config", str(file)], [f"--config={file}"]):
+        config = parse(["train", *words, "--steps", "9"])
+        assert isinstance(config, TrainConfig)
+        assert (config.mesh, config.steps, config.microbatches, config.lr) == ("replica=2", 9, 3, 3e-3)
+
+
+def test_steps_beside_the_epochs_of_a_file_are_refused_unless_a_flag_takes_them_back(tmp_path: Path) -> None:
+    file = tmp_path / "run.toml"
+    file.write_text("epochs = 2\n")
+    words = ["train", "--config", str(file)]
+    with pytest.raises(ValueError, match=r"--steps 9 beside epochs 2 of .*run.toml"):
+        parse([*words, "--steps", "9"])
+    with pytest.raises(ValueError, match=r"--steps 9 beside epochs 3, which"):
+        parse([*words, "--epochs=3", "--steps", "9"])
+    by_steps, by_epochs = parse([*words, "--steps", "9", "--epochs", "None"]), parse([*words, "--epochs", "3"])
+    assert isinstance(by_steps, TrainConfig) and (by_steps.steps, by_steps.epochs) == (9, None)
+    assert isinstance(by_epochs, TrainConfig) and by_epochs.epochs == 3
+    file.write_text("steps = 7\n")
+    other = parse([*words, "--epochs", "3"])  # flags win over the file
+    assert isinstance(other, TrainConfig) and other.epochs == 3
+
+
+def test_flags_reach_the_config() -> None:
+    config = parse(["verify", "--mesh", "replica=2 shard=2", "--no-ragged", "--clip", "None", "--json", "-"])
+    assert config == VerifyConfig(mesh="replica=2 shard=2", ragged=False, clip=None, json="-")
+    assert parse(["bench", "comm", "--sizes", "1KB", "1MB"]) == BenchCommand(sizes=("1KB", "1MB"))
+
+
+def test_a_fault_of_ours_or_the_users_code_keeps_its_traceback(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def broken(*_: object) -> int:
+        return int("no number")  # a ValueError, but not plait refusing an input
+
+    monkeypatch.setattr("plait.commands.main.run_bench", broken)
+    assert main(["bench", "comm", "--world", "thread"]) == 1
+    shown = capsys.readouterr().err
+    assert shown.startswith("Traceback")
+    assert "invalid literal for int()" in shown
+    assert "in broken" in shown
+
+
+def test_the_installed_command_and_the_module_are_the_same() -> None:
+    command = Path(sys.executable).with_name("plait")
+    for words in ([str(command)], [sys.executable, "-m", "plait"]):
+        done = subprocess.run([*words, "train", "--batch", "1"], capture_output=True, text=True, timeout=60)
+        assert done.returncode == 2
+        assert done.stdout == ""
+        assert done.stderr == (
+            "plait: error: a batch of 1 samples cannot fill 4 data ranks x 1 microbatches = 4 parts: "
+            "give batch >= 4, or fewer microbatches\n"
+        )
+
+
+def test_doctor_as_json(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "--no-measure", "--json", "-"]) == 0
+    shown = capsys.readouterr()
+    facts = json.loads(shown.out)
+    assert facts["processor"]["cores"] == os.cpu_count()
+    assert facts["memory"]["total_bytes"] > 1 << 28
+    assert facts["software"]["gloo"] is True
+    assert isinstance(facts["warnings"], list)
+    assert "processor" in shown.err

@@ -1,0 +1,182 @@
+"""What is refused before any process starts, and how files and flags make a config."""
+
+import inspect
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from plait.config import (
+    MachineConfig,
+    RunConfig,
+    TrainConfig,
+    VerifyConfig,
+    from_toml,
+    resolve_device,
+    section,
+    validate,
+)
+from plait.config.file import FileConfig
+from plait.config.layout import LayoutConfig
+from plait.job.config import DataConfig, JobConfig
+from plait.job.families import ModelConfig
+from plait.job.optimizer import OptimizerConfig
+from plait.measure.comm import BenchConfig
+
+
+@pytest.mark.parametrize("config", [TrainConfig(), VerifyConfig(), VerifyConfig(model="mlp", layers=3)])
+def test_the_defaults_are_valid(config: RunConfig) -> None:
+    validate(config)
+
+
+def test_the_smallest_batch_that_fills_all_parts_is_valid() -> None:
+    validate(TrainConfig(mesh="replica=2 shard=3", microbatches=2, batch=12))
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"mesh": "shards=4"}, ["unknown mesh axis 'shards'", "replica"]),
+        ({"mesh": "shard=0"}, ["shard=0", "from 1"]),
+        ({"mesh": "pipe=2", "schedule": "1f1c"}, ["unknown order '1f1c'", "1f1b"]),
+        ({"mesh": "pipe=2", "schedule": "no/such.txt"}, ["cannot read the schedule 'no/such.txt': No such file"]),
+        ({"mesh": "pipe=2", "chunks": 2}, ["2 chunks", "only interleaved"]),
+        ({"mesh": "pipe=2", "schedule": "interleaved", "chunks": 1}, ["1 stages per rank", "from 2"]),
+        ({"mesh": "pipe=2", "split": "3 2 2"}, ["3 stages", "the pipeline has 2"]),
+        ({"mesh": "pipe=2", "split": "5 -2"}, ["split '5 -2'", "measured"]),
+        ({"split": "3 4"}, ["there is one stage"]),
+        ({"mesh": "pipe=2", "hold": -1}, ["hold is -1"]),
+        ({"sequence_parallel": True, "model": "mlp", "mesh": "tensor=2"}, ["mlp", "in time"]),
+        ({"strategy": "zero4"}, ["unknown strategy 'zero4'", "zero3"]),
+        ({"strategy": "mine: full | full"}, ["cannot read the strategy"]),
+        ({"batch": 7, "mesh": "replica=2 shard=2", "microbatches": 2}, ["7 samples", "4", "2", "8 parts"]),
+        ({"microbatches": 0}, ["microbatches is 0", "from 1"]),
+        ({"steps": 0}, ["steps is 0"]),
+        ({"prefetch": -1}, ["prefetch is -1", "from 0"]),
+        ({"log_every": 0}, ["log_every is 0"]),
+        ({"lr": 0.0}, ["lr is 0.0", "above 0"]),
+        ({"lr": float("nan")}, ["lr is nan"]),
+        ({"clip": -1.0}, ["clip is -1.0"]),
+        ({"deadline": 0.0}, ["deadline is 0.0"]),
+        ({"dropout": 1.0}, ["dropout is 1.0"]),
+        ({"heads": 3, "kv_heads": 2, "width": 96}, ["3 heads", "2 key/value"]),
+        ({"width": 100, "heads": 8}, ["width 100", "multiple of 16"]),
+        ({"layers": 0}, ["num_layers is 0"]),
+        ({"port": 70000}, ["port 70000"]),
+        ({"epochs": 0}, ["epochs is 0", "from 1"]),
+        ({"epochs": 2, "model": "mlp"}, ["epochs is for text", "mlp"]),
+        ({"pack": True, "model": "mlp"}, ["pack is for text", "mlp"]),
+        ({"workers": -1}, ["workers is -1", "from 0"]),
+        ({"data": "/no/such/place"}, ["/no/such/place", "check the path"]),
+        ({"optimizer": "adamx"}, ["unknown optimizer 'adamx'", "did you mean adam"]),
+        ({"optimizer": "lion"}, ["unknown optimizer 'lion'", "adamw, adam, sgd"]),
+        ({"model": "lama"}, ["unknown model 'lama'", "did you mean llama"]),
+        ({"out": __file__}, ["is a file", "give a folder"]),
+    ],
+)
+def test_a_mistake_is_refused_with_its_numbers(changes: dict[str, Any], says: list[str]) -> None:
+    with pytest.raises(ValueError) as caught:
+        validate(replace(TrainConfig(), **changes))
+    for words in says:
+        assert words in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
+def test_a_device_that_is_not_here_is_refused() -> None:
+    assert resolve_device("auto") == "cpu"
+    with pytest.raises(ValueError, match="sees no CUDA device"):
+        validate(TrainConfig(device="cuda"))
+
+
+def test_more_process_ranks_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    validate(TrainConfig(device="cuda", mesh="shard=2"))
+    validate(TrainConfig(device="cuda", mesh="shard=4", world="thread"))
+    with pytest.raises(ValueError, match="4 ranks on 2 CUDA devices"):
+        validate(TrainConfig(device="auto", mesh="shard=4"))
+
+
+SECTIONS = (FileConfig, MachineConfig, LayoutConfig, ModelConfig, DataConfig, OptimizerConfig)
+
+
+@pytest.mark.parametrize("kind", [*SECTIONS, RunConfig, TrainConfig, VerifyConfig, BenchConfig])
+def test_every_field_says_what_it_is(kind: type) -> None:
+    """A line below it, or one that is made of a table."""
+    source = inspect.getsource(kind).splitlines()
+    for name, hint in inspect.get_annotations(kind).items():
+        (line,) = (n for n, text in enumerate(source) if text.startswith(f"    {name}: "))
+        inherited = any(name in inspect.get_annotations(base) for base in kind.__mro__[1:])
+        below = line + 1 < len(source) and source[line + 1].strip().startswith('"""')
+        assert "help=" in hint or "for_text(" in hint or below or inherited, f"{name} has no line of explanation"
+
+
+def test_the_sections_are_values_and_make_the_whole() -> None:
+    config = TrainConfig(mesh="pipe=2", layers=3, batch=9, lr=0.5, cut="tensor", deadline=7.0)
+    assert section(config, LayoutConfig) == LayoutConfig(cut="tensor")
+    assert section(config, ModelConfig) == ModelConfig(layers=3)
+    assert section(config, JobConfig) == JobConfig(layers=3, batch=9, lr=0.5)
+    assert section(config, JobConfig).precision == config.precision
+    names = [field.name for kind in SECTIONS for field in fields(kind)]
+    assert sorted(names) == sorted(set(names)), "two sections have the same flag"
+    assert [f.name for f in fields(RunConfig)] == [*names, "json"]
+
+
+def test_what_follows_from_a_config_is_computed_once(tmp_path: Path) -> None:
+    path = tmp_path / "mine.txt"
+    path.write_text("0F0 0B0\n1F0 1B0\n")
+    config = TrainConfig(mesh="pipe=2", schedule=str(path), width=64, split="3 4")
+    first = config.pipeline, config.parallelism, config.row, config.sizes, config.family, config.precision
+    path.unlink()
+    again = config.pipeline, config.parallelism, config.row, config.sizes, config.family, config.precision
+    assert all(a is b for a, b in zip(first, again, strict=True))
+    assert config.parallelism.split == (3, 4) and config.parallelism.schedule == config.pipeline.order
+    assert config == replace(config) and hash(config) == hash(replace(config)), "what is kept is no part of the value"
+    with pytest.raises(ValueError, match="cannot read the schedule"):
+        assert replace(config).pipeline
+
+
+def write(folder: Path, text: str) -> str:
+    path = folder / "run.toml"
+    path.write_text(text)
+    return str(path)
+
+
+def test_a_file_gives_values_and_the_rest_keeps_its_defaults(tmp_path: Path) -> None:
+    path = write(tmp_path, 'mesh = "replica=2 shard=2"\nlr = 1\nlayers = 2\nragged = true\nclip = 0.5\n')
+    config = from_toml(VerifyConfig, path)
+    want = VerifyConfig(mesh="replica=2 shard=2", lr=1.0, layers=2, ragged=True, clip=0.5)
+    assert config == want
+    assert type(config.lr) is float
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("microbatch = 2", ["unknown key 'microbatch'", "did you mean microbatches"]),
+        ("zzz = 2", ["unknown key 'zzz'", "the keys are", "strategy"]),
+        ('config = "other.toml"', ["unknown key 'config'"]),
+        ("mesh = 4", ["mesh", "4, a int", "give str"]),
+        ('steps = "many"', ["'many'", "give int"]),
+        ("steps = true", ["True", "give int"]),
+        ("steps = 1.5", ["1.5", "give int"]),
+        ('gemm = "mkl"', ["'mkl'", "torch, onednn"]),
+        ("mesh =", ["is no TOML", "Invalid value"]),
+        ("out = 3", ["give str"]),
+        ("steps = 9\nepochs = 2", ["steps = 9 and epochs = 2", "leave one of them out"]),
+    ],
+)
+def test_a_wrong_file_is_refused(tmp_path: Path, text: str, says: list[str]) -> None:
+    path = write(tmp_path, text)
+    with pytest.raises(ValueError) as caught:
+        from_toml(TrainConfig, path)
+    for words in [*says, path]:
+        assert words in str(caught.value)
+
+
+def test_a_missing_file_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"cannot read the config .*No such file"):
+        from_toml(TrainConfig, str(tmp_path / "none.toml"))

@@ -1,6 +1,0 @@
-"""The models and the plain loop that all engine tests share lie beside the tests."""
-
-import sys
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).parent))

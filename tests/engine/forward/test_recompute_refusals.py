@@ -1,0 +1,137 @@
+"""What recomputation would not give the same bits for is refused, at the first forward at the latest."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import engine_cases as cases
+import pytest
+import torch
+from engine_cases import WIDTH, batches, distinct, train
+from recompute_cases import Attends, Drops, Recurrent, bits, model_of, unchanged, with_blocks
+from torch import Tensor, nn
+
+from plait.comm import Comm, run
+from plait.core.mesh import Mesh
+from plait.engine import Engine, empty_parameters
+from plait.engine.forward.recompute import same_bits
+from plait.models.hf import HFConfig, build
+
+
+def refused(template: nn.Module, words: str, recompute: Any = "full", **settings: Any) -> None:
+    with pytest.raises(ValueError, match=words):
+        train(template, "shard=2", "zero3", batches(1), recompute=recompute, **settings)
+
+
+class Counter(cases.Block):
+    """Writes to a buffer: in place, or a new tensor in its stead."""
+
+    seen: Tensor
+
+    def __init__(self, *, anew: bool) -> None:
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(()))
+        self.anew = anew
+
+    def forward(self, x_BC: Tensor) -> Tensor:
+        if self.anew:
+            self.seen = self.seen + 1
+        else:
+            self.seen += 1
+        return super().forward(x_BC)
+
+
+def test_a_block_that_writes_to_its_buffers_is_refused() -> None:
+    normed = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH))
+    for block, name in (
+        (Counter(anew=False), "seen"),
+        (Counter(anew=True), "seen"),
+        (Normed(normed), "inner.1.running_mean"),
+    ):
+        refused(model_of(cases.Block(), block), f"block 'blocks.1' writes to its buffer '{name}' in forward")
+
+
+class Normed(nn.Module):
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x_BC: Tensor) -> Tensor:
+        out: Tensor = self.inner(x_BC)
+        return out
+
+
+def test_running_statistics_that_are_only_read_are_not_refused() -> None:
+    """In eval mode; a block's mode may change from step to step."""
+    model = model_of(Normed(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH)))).eval()
+    unchanged(model)
+
+
+def test_a_generator_of_ones_own_is_refused() -> None:
+    class Noisy(cases.Block):
+        def __init__(self) -> None:
+            super().__init__()
+            self.generator = torch.Generator()
+
+        def forward(self, x_BC: Tensor) -> Tensor:
+            noise = torch.randn(x_BC.shape, generator=self.generator, dtype=x_BC.dtype)
+            return super().forward(x_BC + noise)
+
+    refused(model_of(Noisy()), "'blocks.0' draws from a generator of its own")
+    train(model_of(Noisy()), "shard=2", "zero3", batches(1))
+
+
+def test_torchs_own_generator_is_restored_where_nothing_serves_it() -> None:
+    """A model in eval mode draws no dropout; what its code draws is torch's."""
+
+    class Random(cases.Block):
+        def forward(self, x_BC: Tensor) -> Tensor:
+            return super().forward(x_BC * torch.rand(x_BC.shape, dtype=x_BC.dtype))
+
+    found = []
+    for mode in ("full", None):
+        torch.manual_seed(5)
+        model = model_of(Random(), Random()).eval()
+        found.append(train(model, "shard=1", "ddp", batches(), recompute=mode))
+    bits(*found)
+
+
+def test_a_block_that_runs_more_than_once_and_draws_is_refused() -> None:
+    refused(with_blocks(Recurrent, Drops()), "ran 3 times in this forward and draws dropout")
+    unchanged(with_blocks(Recurrent, Attends()), recompute="selective")  # which call it is, is known there
+
+
+def test_what_cannot_be_recomputed_is_refused() -> None:
+    refused(model_of(cases.Block()), "recompute='half': give 'full', 'selective' or None", "half")
+    refused(model_of(cases.Block()), "runs F.scaled_dot_product_attention again, which Net does not call", "selective")
+    refused(model_of(), "no unit of this model is inside of one")
+    refused(model_of(Drops()), "no unit of this model is inside of one", units=["first", "head"])
+    refused(distinct(nn.Sequential(nn.Linear(WIDTH, 4), nn.Linear(4, 3))), "no unit of this model is inside of one")
+
+
+def test_ranks_that_disagree_are_refused() -> None:
+    def body(comm: Comm) -> None:
+        Engine(model_of(Drops()), comm, recompute="full" if comm.rank else None)
+
+    with pytest.raises(ValueError, match="different settings"):
+        run(Mesh(shard=2), body, deadline=20)
+
+
+def test_a_unit_whose_stream_is_gathered_before_its_forward_is_refused() -> None:
+    """Its recomputation would begin behind the message."""
+    sizes = HFConfig(vocabulary=11, num_layers=1, width=8, num_heads=2, num_kv_heads=2, max_length=7)
+
+    def body(comm: Comm) -> None:
+        with empty_parameters():
+            model = build(sizes)
+        units = ["model.layers.0.self_attn", "model.layers.0.mlp"]
+        Engine(model, comm, units=units, recompute="full", sequence_parallel=True)
+
+    with pytest.raises(ValueError, match=r"'model\.layers\.0\.self_attn' is 'enter' in the tensor plan"):
+        run(Mesh(tensor=2), body, deadline=20)
+
+
+def test_a_buffer_of_nan_that_nobody_writes_is_the_same_buffer() -> None:
+    nan = torch.tensor([1.0, float("nan")])
+    assert same_bits(nan, nan.clone()) and not same_bits(nan, torch.tensor([1.0, 0.0]))
+    assert same_bits(torch.tensor([True]), torch.tensor([True])) and not same_bits(torch.zeros(2), torch.zeros(3))

@@ -1,0 +1,162 @@
+"""How activations and gradients travel: what goes on a channel, in which order, and what is refused."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from typing import Any
+
+import pytest
+import torch
+from engine_cases import batches
+from pipeline_cases import build, chain, linear, on, step
+from torch import Tensor
+
+from plait.comm import Comm
+from plait.comm.thread import ThreadComm
+from plait.core.collectives import Note
+from plait.engine.pipeline.p2p import PipelineP2P
+from plait.schedule.actions import parse_action
+
+Channel = dict[tuple[int, int], list[tuple[Any, ...]]]
+
+HEADER = "setup"
+
+
+def record(monkeypatch: pytest.MonkeyPatch) -> tuple[Channel, Channel]:
+    """What is sent on every channel, and what is asked for, in order."""
+    sent, asked = defaultdict(list), defaultdict(list)  # type: ignore[var-annotated]
+    send, recv = ThreadComm.send, ThreadComm.recv
+
+    def sending(comm: Comm, tensor: Tensor, dst: int, note: Note) -> Any:
+        sent[comm.rank, dst].append((note, tuple(tensor.shape), tensor.dtype))
+        return send(comm, tensor, dst, note)
+
+    def receiving(comm: Comm, tensor: Tensor, src: int, note: Note) -> Any:
+        asked[src, comm.rank].append((note, tuple(tensor.shape), tensor.dtype))
+        return recv(comm, tensor, src, note)
+
+    monkeypatch.setattr(ThreadComm, "send", sending)
+    monkeypatch.setattr(ThreadComm, "recv", receiving)
+    return sent, asked
+
+
+@pytest.mark.parametrize("order", ["1f1b", "zbv", "interleaved"])
+def test_both_sides_of_a_channel_mean_the_same_messages_in_one_order(
+    order: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Over batches of several sizes, some of which come late: a header that nobody takes, or that never comes."""
+    sent, asked = record(monkeypatch)
+
+    def body(comm: Comm) -> None:
+        engine = build(chain(*(linear() for _ in range(4))), comm, schedule=order)
+        for samples in (8, 12, 11, 12):  # microbatches of 2, of 3, of both
+            step(engine, batches(1, samples=samples)[0], 4)
+            engine.evaluate([batches(1, samples=4)[0]])
+
+    on("pipe=2", body)
+    assert sent == asked
+    headers = Counter(note.unit for line in sent.values() for note, *_ in line if note.phase == HEADER)
+    boundaries = [0, 1, 2] if order != "1f1b" else [0]
+    if order == "zbv":
+        boundaries = [0, 2]  # stages 1 and 2 are on one rank
+    assert headers == {f"stage {s}": 3 for s in boundaries}, "one for 2 samples, for 3, and for 4 in evaluations"
+    assert all(note.phase != HEADER or shape == (16,) for line in sent.values() for note, shape, _ in line)
+
+
+def test_headers_stand_in_the_ledger_of_the_step_that_learns(monkeypatch: pytest.MonkeyPatch) -> None:
+    def body(comm: Comm) -> list[tuple[bool, int, int]]:
+        engine, steps = build(chain(linear(), linear()), comm), []
+        for samples in (8, 8, 12, 8):
+            batch = batches(1, samples=samples)[0]
+            parts = [{name: tensor[i::4] for name, tensor in batch.items()} for i in range(4)]
+            learns, mark = engine.runtime.p2p.learns_from(parts), len(comm.ledger)
+            engine.step(parts)
+            lines = [e for e in comm.ledger.since(mark) if e.note.phase == HEADER and e.kind in ("send", "recv")]
+            steps.append((learns, len(lines), sum(line.bytes for line in lines)))
+        return steps
+
+    once, nothing = (True, 1, 128), (False, 0, 0)
+    assert on("pipe=2", body) == [[once, nothing, once, nothing]] * 2
+    assert on("pipe=1", body) == [[nothing] * 4]
+
+
+def both_ends(body: Any, num_microbatches: int, sizes: list[int]) -> list[Any]:
+    """``body(comm, p2p)`` on two ranks with a stage each; microbatches of so many samples."""
+
+    def rank(comm: Comm) -> Any:
+        p2p = PipelineP2P(comm, {0: 0, 1: 1})
+        p2p.begin([{"x": torch.zeros(size, 5)} for size in sizes], {})
+        return body(comm, p2p)
+
+    assert len(sizes) == num_microbatches
+    return on("pipe=2", rank)
+
+
+def test_receives_are_posted_in_order_as_far_as_shapes_are_known() -> None:
+    """Microbatches 0 and 2 are of one size, 1 and 3 of another; the pass of 3 asks first for nothing but its own."""
+    sizes = [2, 3, 2, 3]
+
+    def body(comm: Comm, p2p: PipelineP2P) -> Any:
+        for m, size in enumerate(sizes if comm.rank == 0 else []):
+            p2p.put("F", 0, m, torch.full((size, 7), float(m), dtype=torch.float64))
+            p2p.start(parse_action(f"0SEND_F{m}"))
+        if comm.rank == 0:
+            return None
+        posted, got = [], []
+        for m in range(4):
+            p2p.start(parse_action(f"1RECV_F{m}"))
+        for m in range(4):
+            posted.append(sorted(key[2] for key in p2p._coming))
+            got.append(p2p.get("F", 1, m))
+        return posted, got
+
+    posted, got = both_ends(body, 4, sizes)[1]
+    assert posted == [[], [], [2, 3], [3]], "nothing, then 0 alone; with the second header all"
+    for m, size in enumerate(sizes):
+        assert torch.equal(got[m], torch.full((size, 7), float(m), dtype=torch.float64))
+
+
+def test_a_receive_of_a_known_shape_is_posted_at_once() -> None:
+    def body(comm: Comm, p2p: PipelineP2P) -> int:
+        for m in range(2):
+            if comm.rank == 0:
+                p2p.put("F", 0, m, torch.ones(2, 7))
+                p2p.start(parse_action(f"0SEND_F{m}"))
+            else:
+                p2p.start(parse_action(f"1RECV_F{m}"))
+                if m == 1:
+                    return len(p2p._coming)
+                p2p.get("F", 1, m)
+        return 0
+
+    assert both_ends(body, 2, [2, 2]) == [0, 1]
+
+
+@pytest.mark.parametrize("way", ["F", "B"])
+@pytest.mark.parametrize("other", [torch.ones(2, 8), torch.ones(2, 7).double()], ids=["shape", "dtype"])
+def test_another_shape_than_before_is_refused_by_the_sender(way: str, other: Tensor) -> None:
+    def body(comm: Comm, p2p: PipelineP2P) -> None:
+        if way == "F" and comm.rank == 0:
+            p2p.put("F", 0, 0, torch.ones(2, 7))
+            p2p.put("F", 0, 1, other)
+        if way == "B" and comm.rank == 0:
+            p2p.put("F", 0, 0, torch.ones(2, 7))
+            p2p.start(parse_action("0SEND_F0"))
+        if way == "B" and comm.rank == 1:
+            p2p.start(parse_action("1RECV_F0"))
+            p2p.get("F", 1, 0)
+            p2p.put("B", 1, 0, other)
+
+    words = "stage 0 hands over" if way == "F" else "stage 1 gives back a gradient"
+    with pytest.raises(ValueError, match=rf"{words} float.* microbatch {int(way == 'F')}, .* it was float32 \[2, 7\]"):
+        both_ends(body, 2, [2, 2])
+
+
+def test_too_many_dims_are_refused_before_anything_is_sent() -> None:
+    def body(comm: Comm, p2p: PipelineP2P) -> None:
+        if comm.rank == 0:
+            p2p.put("F", 0, 0, torch.ones((1,) * 15))
+            p2p.start(parse_action("0SEND_F0"))
+
+    with pytest.raises(ValueError, match="a tensor of 15 dims: messages have at most 14"):
+        both_ends(body, 1, [2])

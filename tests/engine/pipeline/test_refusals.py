@@ -1,0 +1,353 @@
+"""What cannot be cut, or does not fit, is refused before it trains wrongly."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import engine_cases as cases
+import pytest
+import torch
+from engine_cases import Batch, batches, distinct, loss_sum
+from pipeline_cases import Chain, build, chain, linear, on, refused, same, step
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from plait.comm import Comm
+from plait.schedule.actions import parse_schedule
+
+# ---- models that no chain of links is -------------------------------------------------------------------------
+
+
+class Between(Chain):
+    def forward(self, x: Tensor) -> Tensor:
+        for link in self.links:
+            x = torch.tanh(link(x))
+        return x
+
+
+class Residual(Chain):
+    def forward(self, x: Tensor) -> Tensor:
+        for link in self.links:
+            x = x + link(x)
+        return x
+
+
+class InPlace(Chain):
+    def forward(self, x: Tensor) -> Tensor:
+        for link in self.links:
+            x = link(x)
+            x *= 3
+        return x
+
+
+class Transposed(Chain):
+    def forward(self, x: Tensor) -> Tensor:
+        for link in self.links:
+            x = link(x).t()
+        return x
+
+
+class Reordered(Chain):
+    def forward(self, x: Tensor) -> Tensor:
+        for link in (self.links[0], self.links[2], self.links[1]):
+            x = link(x)
+        return x
+
+
+class Looped(Chain):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(super().forward(x))
+
+
+class Doubled(Chain):
+    def pipeline_links(self) -> list[str]:
+        return ["l0", "l1", "l1", "l2"]
+
+    def forward(self, x: Tensor) -> Tensor:
+        for name in ("l0", "l1", "l2"):
+            x = getattr(self, name)(x)
+        return x
+
+
+class Pair(nn.Module):
+    """Takes a second tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = linear()
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        out: Tensor = self.inner(x) + y
+        return out
+
+
+class Skipping(Chain):
+    def forward(self, x: Tensor) -> Tensor:
+        early = self.l0(x)
+        out: Tensor = self.l2(self.l1(early), early)
+        return out
+
+
+class Reading(Chain):
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.l2(self.l1(self.l0(x)), x)
+        return out
+
+
+class Scaling(Chain):
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(super().forward(x * 3))
+
+
+WRONG = (Between, Residual, InPlace, Transposed, Reordered, Looped, Doubled, Skipping, Reading, Scaling)
+
+
+@pytest.mark.parametrize("split", [(1, 2), (2, 1)])
+@pytest.mark.parametrize("kind", WRONG)
+def test_a_model_that_is_no_chain_is_right_or_refused(kind: type[Chain], split: tuple[int, int]) -> None:
+    """Never wrong: a stage that computed twice, or on another stage's tensor, would train on nonsense."""
+    model = distinct(kind(linear(), linear(), Pair() if kind in (Skipping, Reading) else linear()))
+    data = [{name: tensor[:5] for name, tensor in batch.items()} for batch in batches(2)]  # square: 5 x 5
+    sizes = (split[0], split[1] + (kind is Doubled))
+    try:
+        ranks = cases.train(model, "pipe=2", "ddp", data, split=sizes)
+    except ValueError as error:
+        assert re.search(r"link|stage|stream|pipeline", str(error)), error
+    else:
+        cases.agree(ranks, cases.plain(model, data))
+
+
+class Unnamed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = linear()
+
+
+class Rootless(Chain):
+    def __init__(self, *links: nn.Module) -> None:
+        super().__init__(*links)
+        self.scale = nn.Parameter(torch.ones(()))
+
+
+class Nowhere(Chain):
+    def pipeline_links(self) -> list[str]:
+        return ["l0", "l9"]
+
+
+class Pairs(nn.Module):
+    def forward(self, x: Tensor) -> tuple[Tensor, None]:
+        return x, None
+
+
+@pytest.mark.parametrize(
+    "words, model",
+    [
+        (r"pipeline_links\(\)", Unnamed()),
+        ("'scale' belongs to no link", Rootless(linear(), linear())),
+        ("'l9', which is no module", Nowhere(linear(), linear())),
+        ("2 stages, but the model has 1 links", chain(linear())),
+        ("one tensor", chain(Pairs(), linear())),
+    ],
+)
+def test_models_that_cannot_be_cut(words: str, model: nn.Module) -> None:
+    refused(words, model)
+
+
+# ---- losses -------------------------------------------------------------------------------------------------
+
+
+def twice(model: nn.Module, batch: Batch) -> Tensor:
+    return loss_sum(model, batch) + loss_sum(model, batch)
+
+
+def never(model: nn.Module, batch: Batch) -> Tensor:
+    return batch["x"].sum()
+
+
+def greedy(model: nn.Module, batch: Batch) -> Tensor:
+    try:
+        return loss_sum(model, batch)
+    except BaseException:
+        return torch.zeros(())
+
+
+def careful(model: nn.Module, batch: Batch) -> Tensor:
+    try:
+        return loss_sum(model, batch)
+    except Exception:
+        return torch.zeros(())
+
+
+def link_by_link(model: nn.Module, batch: Batch) -> Tensor:
+    for link in model.links:  # type: ignore[union-attr]
+        batch = batch | {"x": link(batch["x"])}
+    return batch["x"].sum()
+
+
+def regularised(model: nn.Module, batch: Batch) -> Tensor:
+    squares = torch.stack([p.square().sum() for p in model.parameters()]).sum()
+    return loss_sum(model, batch) + squares
+
+
+def by_name(model: nn.Module, batch: Batch) -> Tensor:
+    return loss_sum(model, batch) + model.l0.weight.square().sum()  # type: ignore[union-attr, operator]
+
+
+def early(model: nn.Module, batch: Batch) -> Tensor:
+    return loss_sum(model, batch) + model.hidden.square().sum()  # type: ignore[operator, union-attr]
+
+
+def recomputed(model: nn.Module, batch: Batch) -> Tensor:
+    out = checkpoint(model, batch["x"], use_reentrant=False)
+    return (out**2).sum()
+
+
+@pytest.mark.parametrize("row, mesh", [("ddp", "pipe=2"), ("zero3", "pipe=2 shard=2")])
+@pytest.mark.parametrize("loss", [twice, never, greedy, careful, link_by_link, regularised, by_name, recomputed])
+def test_losses_that_no_stage_can_run(loss: Any, row: str, mesh: str) -> None:
+    words = "calls the model once|did not call|loss_fn reads|another stage has|is used by|only some links|of two stages"
+    with pytest.raises((ValueError, AttributeError), match=words):
+        cases.train(chain(), mesh, row, batches(1), loss=loss, microbatches=2)
+
+
+class Keeping(Chain):
+    """Keeps what its first link made, for the loss."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.hidden = self.l0(x)
+        out: Tensor = self.l2(self.l1(self.hidden))
+        return out
+
+
+@pytest.mark.parametrize("split", [(1, 2), (2, 1)])
+def test_a_loss_that_reads_an_earlier_link_is_right_or_refused(split: tuple[int, int]) -> None:
+    model = distinct(Keeping(linear(), linear(), linear()))
+    if split == (2, 1):
+        refused("another stage has", model, loss=early, split=split)
+    else:
+        same(model, loss=early, split=split)
+
+
+class Reentrant(Chain):
+    def forward(self, x: Tensor) -> Tensor:
+        for link in self.links:
+            x = checkpoint(link, x, use_reentrant=True) if x.requires_grad else link(x)
+        return x
+
+
+def test_a_reentrant_checkpoint_around_links() -> None:
+    refused("use_reentrant=False", distinct(Reentrant(linear(), linear(), linear(), linear())))
+
+
+def test_an_output_whose_shape_changes_for_batches_of_one_shape() -> None:
+    class Sometimes(nn.Module):
+        calls = 0
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.calls += 1
+            return x[:, : 3 + self.calls % 2]
+
+    class Whatever(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x.sum(1, keepdim=True).expand(-1, 5)
+
+    data = batches(1, samples=12)
+    with pytest.raises(ValueError, match="depend on the shapes of the batch only"):
+        cases.train(
+            chain(linear(), Sometimes(), Whatever(), linear()), "pipe=2", "ddp", data, microbatches=3, split=(2, 2)
+        )
+
+
+# ---- schedules and splits -----------------------------------------------------------------------------------
+
+GOOD = "0F0 0F1 0B0 0B1\n1F0 1B0 1F1 1B1"
+
+
+@pytest.mark.parametrize(
+    "words, settings",
+    [
+        ("did you mean 1f1b", {"schedule": "1fb1"}),
+        ("only interleaved takes chunks", {"chunks": 2}),
+        ("8 stages, but the model has 4 links", {"schedule": "interleaved", "chunks": 4}),
+        ("1 \\+ 2 = 3 links, but the model has 4", {"split": (1, 2)}),
+        ("at least one", {"split": (4, 0)}),
+        ("at least one", {"split": (5, -1)}),
+        ("for 3 stages, but the pipeline has 2", {"split": (1, 2, 1)}),
+        ("1B1 is missing", {"schedule": GOOD.removesuffix(" 1B1")}),
+        ("1B1 is doubled", {"schedule": GOOD + " 1B1"}),
+        ("1B0 is out of order", {"schedule": "0F0 0F1 0B0 0B1\n1B0 1F0 1F1 1B1"}),
+        ("deadlock: rank 0 waits at 0B0", {"schedule": "0F0 0B0 0F1 0B1\n1F0 1F1 1B0 1B1"}),
+        ("1 lines", {"schedule": "0F0 0B0 0F1 0B1"}),
+        ("written for 1 microbatches, but the step brings 2", {"schedule": "0F0 0B0\n1F0 1B0"}),
+        ("rank 1", {"schedule": "0F0 0B0 0F1 0B1\n-"}),
+        ("rank 1", {"schedule": "0F0 1F0 1B0 0B0 0F1 1F1 1B1 0B1\n-"}),
+    ],
+)
+def test_schedules_and_splits_that_do_not_fit(words: str, settings: dict[str, Any]) -> None:
+    if " " in settings.get("schedule", ""):
+        settings = settings | {"schedule": parse_schedule(settings["schedule"])}
+    refused(words, chain(), microbatches=2, **settings)
+
+
+# ---- ranks that disagree ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "name, values",
+    [
+        ("schedule", ("gpipe", "1f1b")),
+        ("schedule", ("interleaved", "1f1b")),
+        ("split", ((1, 3), (2, 2))),
+        ("split", ((3, 1), (2, 2))),
+        ("strategy", ("ddp", "zero3")),
+        ("clip", (None, 0.1)),
+        ("seed", (0, 1)),
+    ],
+)
+def test_ranks_that_were_built_differently_are_told(name: str, values: tuple[Any, Any]) -> None:
+    def body(comm: Comm) -> None:
+        build(chain(), comm, **{name: values[comm.rank]})
+
+    with pytest.raises(ValueError, match=name):
+        on("pipe=2", body)
+
+
+def test_a_schedule_that_is_still_text() -> None:
+    refused(r"parse_schedule\(text\)", chain(), schedule=GOOD)
+
+
+def test_a_step_without_gradients() -> None:
+    def body(comm: Comm) -> None:
+        with torch.no_grad():
+            step(build(chain(), comm), batches(1)[0])
+
+    with pytest.raises(ValueError, match=r"under torch\.no_grad"):
+        on("pipe=2", body)
+
+
+def test_ranks_that_bring_different_batches() -> None:
+    def values(comm: Comm) -> None:
+        batch = batches(2)[comm.rank]
+        step(build(chain(), comm), batch | {"mask": torch.ones_like(batch["mask"])})
+
+    def numbers(comm: Comm) -> None:
+        step(build(chain(), comm), batches(1)[0], 3 + comm.rank)
+
+    def samples(comm: Comm) -> None:
+        step(build(chain(), comm), batches(2)[comm.rank])
+
+    with pytest.raises(ValueError, match="different numbers of microbatches"):
+        on("pipe=2", numbers)
+    with pytest.raises(ValueError, match="differ in pipe only"):
+        on("pipe=2", samples)
+    with pytest.raises(ValueError, match="ranks of a pipeline bring different batches"):
+        on("pipe=2", values)
+
+
+@pytest.mark.parametrize(
+    "links, named", [(12, ", ".join(f"l{i}" for i in range(12))), (13, r"l0, l1, l2, \.\.\., l11, l12")]
+)
+def test_a_split_that_does_not_fit_names_the_links_of_a_long_model_by_its_ends(links: int, named: str) -> None:
+    model = chain(*(nn.Tanh() for _ in range(links - 1)), linear())
+    refused(f"but the model has {links}.*; the links are {named}\n", model, split=(1, 1))

@@ -1,0 +1,104 @@
+"""From a config to the data of a job: which part is held out, and how many steps there are."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from plait.config import TrainConfig
+from plait.data import Epochs, PackedBatches, SyntheticRegression, TextBatches
+from plait.data.batches import IGNORED
+from plait.job.dataset import make_data
+from plait.job.families import FAMILIES
+from plait.job.job import make_job
+
+PARAGRAPHS = [bytes(97 + (i * i + j) % 26 for j in range(4 + i * 7 % 20)) for i in range(40)]
+TEXT = b"\n\n".join(PARAGRAPHS)
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> str:
+    (tmp_path / "text").write_bytes(TEXT)
+    return str(tmp_path / "text")
+
+
+def config(path: str, **changes: object) -> TrainConfig:
+    settings = {"data": path, "length": 8, "batch": 16, "seed": 5, **changes}
+    return TrainConfig(**settings)  # type: ignore[arg-type]
+
+
+def pairs(batch: dict[str, Tensor]) -> list[tuple[int, int]]:
+    held = batch["targets"] != IGNORED
+    return list(zip(batch["tokens"][held].tolist(), batch["targets"][held].tolist(), strict=True))
+
+
+def test_steps_run_on_and_epochs_end(path: str) -> None:
+    by_steps, by_epochs = make_data(config(path, steps=7)), make_data(config(path, epochs=3))
+    assert isinstance(by_steps.batches, TextBatches) and by_steps.steps == 7
+    n = by_steps.batches.num_samples
+    assert isinstance(by_epochs.batches, Epochs) and by_epochs.steps == 3 * -(-n // 16) and n % 16
+    assert make_job(config(path, epochs=3)).steps == by_epochs.steps
+    assert make_job(config(path, steps=7)).steps == 7
+
+
+def test_mlp_has_steps_and_nothing_held_out() -> None:
+    data = make_data(TrainConfig(model="mlp", steps=4))
+    assert isinstance(data.batches, SyntheticRegression) and data.held_out is None and data.steps == 4
+    with pytest.raises(ValueError, match="an evaluation needs held-out data"):
+        make_job(TrainConfig(model="mlp")).eval_batches(0, 1, 1)
+
+
+@pytest.mark.parametrize("pack", [False, True])
+@pytest.mark.parametrize("ranks, microbatches", [(1, 1), (3, 2)])
+def test_an_evaluation_sees_what_is_held_out_once_and_training_never(
+    path: str, ranks: int, microbatches: int, pack: bool
+) -> None:
+    job = make_job(config(path, epochs=1, batch=7, pack=pack, ragged=True))
+    every = [job.eval_batches(rank, ranks, microbatches) for rank in range(ranks)]
+    assert len({len(steps) for steps in every}) == 1
+    assert {len(step) for steps in every for step in steps} == {microbatches}
+    found = sorted(pair for steps in every for step in steps for batch in step for pair in pairs(batch))
+    assert sum(job.count_fn(batch) for steps in every for step in steps for batch in step) == len(found)
+    if pack:
+        held = [PARAGRAPHS[-1], PARAGRAPHS[-2]]
+        assert len(held[0]) < sum(map(len, PARAGRAPHS)) * 5 // 100 <= sum(map(len, held))
+        assert found == sorted(pair for text in held for pair in pairwise(text))
+        trained = job.batches.corpus  # type: ignore[attr-defined]
+        assert isinstance(trained, PackedBatches)
+        assert trained.num_targets == sum(len(text) - 1 for text in PARAGRAPHS[:-2])
+    else:
+        held_bytes = max(9, len(TEXT) * 5 // 100)
+        whole = (held_bytes - 1) // 8 * 8
+        assert found == sorted(pairwise(TEXT[-held_bytes:][: whole + 1]))
+        trained = job.batches.corpus  # type: ignore[attr-defined]
+        assert trained.num_samples == (len(TEXT) - held_bytes - 1) // 8
+
+
+@pytest.mark.parametrize("pack", [False, True])
+def test_tokens_of_another_encoding(path: str, pack: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two bytes a token: everything else follows."""
+
+    def encode(text: bytes) -> Tensor:
+        row = torch.tensor(list(text[: len(text) // 2 * 2]))
+        return row[::2] * 256 + row[1::2]
+
+    monkeypatch.setitem(FAMILIES, "pairs", replace(FAMILIES["gpt"], encoder=lambda sizes: encode))
+    data = make_data(config(path, pack=pack, batch=4, model="pairs"))
+    batch = data.batches.samples(0, 0, 4, 4)
+    assert batch["tokens"].dtype == torch.int64 and batch["tokens"].max() > 256
+    assert data.held_out is not None and data.held_out.samples(0, 0, 1, 1)["tokens"].max() > 256
+
+
+def test_more_samples_than_there_are(path: str) -> None:
+    n = make_data(config(path)).batches.num_samples  # type: ignore[attr-defined]
+    assert make_data(config(path, batch=n)).steps == 60
+    with pytest.raises(ValueError, match=f"a batch of {n + 1} samples, but the data has {n} of length 8: .*epochs"):
+        make_data(config(path, batch=n + 1))
+    assert make_data(config(path, batch=n + 1, epochs=2)).steps == 2
+    with pytest.raises(ValueError, match=rf"a warmup of 3 steps, but 2 epochs of {n} samples are 2 steps of {n + 1}"):
+        make_data(config(path, batch=n + 1, epochs=2, warmup=3))

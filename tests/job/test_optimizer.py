@@ -1,0 +1,112 @@
+"""The optimizer and the learning rate of a config are torch's own, whatever the layout does with them."""
+
+import threading
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import SGD, AdamW, Optimizer
+from torch.optim.lr_scheduler import ConstantLR, CosineAnnealingLR, LinearLR, LRScheduler, SequentialLR
+
+from plait.comm.base import Comm
+from plait.comm.thread import run
+from plait.config import TrainConfig
+from plait.core.mesh import Mesh
+from plait.engine import Engine
+from plait.job.job import build_model
+from plait.job.optimizer import lr_factor, make_optimizer, make_scheduler
+
+
+def rates(optimizer: Optimizer, scheduler: LRScheduler, steps: int) -> list[float]:
+    found = []
+    for _ in range(steps):
+        found.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        scheduler.step()
+    return found
+
+
+@pytest.mark.parametrize("warmup", [0, 1, 2, 5])
+@pytest.mark.parametrize("schedule", ["constant", "linear", "cosine"])
+@pytest.mark.filterwarnings("ignore:The epoch parameter")  # torch's SequentialLR warns of itself
+def test_the_rates_are_those_of_torchs_chain_of_schedulers(schedule: str, warmup: int) -> None:
+    config = replace(TrainConfig(), lr=0.4, steps=13, lr_schedule=schedule, warmup=warmup, min_lr=0.25)
+    parameter = nn.Parameter(torch.zeros(3))
+    ours = SGD([parameter], lr=config.lr)
+    theirs = SGD([parameter], lr=config.lr)
+    long = config.steps - warmup
+    after: LRScheduler = {
+        "constant": lambda: ConstantLR(theirs, factor=1.0),
+        "linear": lambda: LinearLR(theirs, 1.0, config.min_lr, long),
+        "cosine": lambda: CosineAnnealingLR(theirs, long, eta_min=config.lr * config.min_lr),
+    }[schedule]()
+    if warmup > 1:
+        grow = LinearLR(theirs, 1 / warmup, 1.0, warmup - 1)
+        after = SequentialLR(theirs, [grow, after], [warmup])
+    elif warmup == 1:  # one step at the full rate, and then the schedule from its beginning
+        after = SequentialLR(theirs, [ConstantLR(theirs, factor=1.0), after], [1])
+    want = rates(theirs, after, config.steps)
+    assert rates(ours, make_scheduler(config, config.steps, ours), config.steps) == pytest.approx(want, rel=1e-12)
+    assert want[warmup] == pytest.approx(config.lr)
+
+
+def test_the_rates_in_numbers() -> None:
+    got = [lr_factor(s, schedule="linear", warmup=2, steps=6, min_lr=0.2) for s in range(8)]
+    assert got == pytest.approx([0.5, 1, 1, 0.8, 0.6, 0.4, 0.2, 0.2])
+    assert lr_factor(4, schedule="cosine", warmup=0, steps=8, min_lr=0.0) == pytest.approx(0.5)
+    assert [lr_factor(s, schedule="cosine", warmup=3, steps=3, min_lr=0.0) for s in range(3)] == [1 / 3, 2 / 3, 1]
+
+
+def test_matrices_decay_and_vectors_do_not() -> None:
+    config = TrainConfig(layers=2, width=32, heads=2, kv_heads=1, weight_decay=0.3)
+    model = build_model(config)
+    names = {id(p): name for name, p in model.named_parameters()}
+    optimizer = make_optimizer(config, model.parameters())
+    decays, rest = optimizer.param_groups
+    assert (decays["weight_decay"], rest["weight_decay"]) == (0.3, 0.0)
+    assert {names[id(p)] for p in rest["params"]} == {n for n, p in model.named_parameters() if p.dim() == 1}
+    assert len(decays["params"]) + len(rest["params"]) == len(names)
+    assert any("embed" in names[id(p)] for p in decays["params"])
+    one = make_optimizer(replace(config, weight_decay=None), model.parameters())
+    assert [group["weight_decay"] for group in one.param_groups] == [0.01]  # torch's default, for all
+
+
+DRAWING = threading.Lock()
+
+
+def trained(before: bool, comm: Comm | None = None) -> dict[str, torch.Tensor]:
+    """Three steps of a small model with groups and a schedule, plain or under zero3."""
+    with DRAWING:  # ranks are threads here, and torch has one generator
+        torch.manual_seed(5)
+        model = nn.Sequential(nn.Linear(7, 13), nn.GELU(), nn.LayerNorm(13), nn.Linear(13, 3))
+        x, y = torch.randn(6, 7), torch.randn(6, 3)
+    groups = [
+        {"params": [p for p in model.parameters() if p.dim() > 1], "weight_decay": 0.5, "lr": 0.1},
+        {"params": [p for p in model.parameters() if p.dim() == 1], "weight_decay": 0.0},
+    ]
+    optimizer = AdamW(groups, lr=0.05)
+    config = TrainConfig(steps=4, lr_schedule="cosine", warmup=2)
+    scheduler = make_scheduler(config, config.steps, optimizer) if before else None
+    engine = None if comm is None else Engine(model, comm, strategy="zero3", optimizer=optimizer)
+    scheduler = scheduler or make_scheduler(config, config.steps, optimizer)
+    for _ in range(3):
+        loss = (model(x) - y).square().sum()
+        if engine is None:
+            optimizer.zero_grad()
+            (loss / 6).backward()
+        else:
+            engine.backward(loss, count=6)  # every rank brings the same batch: twice the sum over twice the count
+        optimizer.step()
+        scheduler.step()
+    if engine is not None:
+        return engine.full_state_dict()
+    return {name: p.detach() for name, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("before", [True, False], ids=["scheduler first", "engine first"])
+def test_groups_and_a_schedule_of_ones_own_are_kept(before: bool) -> None:
+    want = trained(before)
+    for got in run(Mesh(shard=2), lambda comm: trained(before, comm)):
+        for name, value in want.items():
+            torch.testing.assert_close(got[name], value, rtol=1e-5, atol=1e-6)

@@ -1,0 +1,185 @@
+"""In which layer each test runs, told in this one place.
+
+    layer      command              what it has
+    fast       make test            pure code, each behaviour on a few rows, twelve cells of the matrix
+    full       make test-full       more of each product; faults, processes, oracles, documentation, the small matrix
+    nightly    make test-nightly    both of them and all the rest: full products, the full matrix, SmolLM2
+
+``SHARES`` gives a share to folders, files and tests; the longest path that leads to a test decides.  A share says which
+cases of a test are in the fast layer, and which are in it or in the full one:
+
+    all       every case
+    pairs     cases in which every two values of two parameters meet
+    values    cases in which every value of every parameter stands
+    few       two cases that have little in common
+    none      no case
+
+A test that is parametrized several times, over rows, meshes and microbatches say, has a full product of cases.  Faults
+that need one value of one parameter show in ``values``, those that need two together in ``pairs``; what would need
+three waits for the night.  Names that are parametrized together are one parameter.  The cases with every pair come
+from the generator that writes the matrix, ``plait.verify.covering``.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from typing import Literal, NamedTuple, TypeAlias
+
+from plait.verify.covering import covering
+
+Layer: TypeAlias = Literal["fast", "full", "nightly"]
+Part: TypeAlias = Literal["all", "pairs", "values", "few", "none"]
+Case: TypeAlias = tuple[str, ...]
+"""A value's id for each parameter."""
+
+LAYERS: tuple[Layer, ...] = ("fast", "full", "nightly")
+
+
+class Share(NamedTuple):
+    """Which cases of a test are in the fast layer, and which are in the fast or in the full one."""
+
+    fast: Part
+    full: Part
+
+
+FAST = Share("all", "all")
+FULL = Share("none", "all")
+NIGHTLY = Share("none", "none")
+
+PROCESSES = ORACLES = DOCUMENTATION = FULL
+TRAINING = Share("few", "pairs")
+HELD_BY_THE_MATRIX = Share("none", "values")
+
+SHARES: dict[str, Share] = {
+    "": FAST,
+    "checkpoint/test_huggingface_read.py::test_every_layout_has_the_values_of_the_folder": Share("few", "all"),
+    "checkpoint/test_smollm2.py": NIGHTLY,
+    "comm/test_process_world.py": PROCESSES,
+    "comm/test_thread_world.py::test_does_what_every_world_does": Share("values", "all"),
+    "commands/test_main.py::test_the_installed_command_and_the_module_are_the_same": PROCESSES,
+    "data/test_workers.py": PROCESSES,
+    "docs": DOCUMENTATION,
+    "engine": TRAINING,
+    "engine/pipeline/test_failures.py::test_a_process_fails_with_its_traceback_alone_and_the_others_end": PROCESSES,
+    "engine/pipeline/test_failures.py::test_processes_keep_few_messages_and_train_as_one": PROCESSES,
+    "launch/test_local.py": PROCESSES,
+    "launch/test_local.py::test_rank_0_speaks_and_every_argument_arrives_as_it_was": FAST,
+    "lessons/test_clock.py::test_every_order_is_the_whole_model_to_the_bit": Share("pairs", "pairs"),
+    "models/test_hf.py::test_every_layout_is_bitwise": Share("few", "all"),
+    "models/test_hf.py::test_plait_comes_without_transformers": PROCESSES,
+    "oracle": ORACLES,
+    "sharded/test_dtensor_oracle.py": ORACLES,
+    "train/test_train.py::test_a_run_that_is_stopped_keeps_its_metrics": PROCESSES,
+    "verify": Share("none", "pairs"),
+    "verify/test_bitwise.py::test_any_axis_at_one_and_three_ranks": HELD_BY_THE_MATRIX,
+    "verify/test_bitwise.py::test_row_is_bitwise_its_reference": TRAINING,
+    "verify/test_bitwise.py::test_rows_with_one_tree_are_bitwise_equal_to_each_other": HELD_BY_THE_MATRIX,
+    "verify/test_bitwise.py::test_with_one_microbatch_all_rows_are_bitwise_equal": HELD_BY_THE_MATRIX,
+    "verify/test_compare.py": FAST,
+    "verify/test_covering.py": FAST,
+    "verify/test_matrix.py": FAST,
+    "verify/test_matrix.py::test_the_small_matrix": FULL,
+    "verify/test_matrix.py::test_the_full_matrix": NIGHTLY,
+    "verify/test_mixed_precision.py::test_a_mixed_layout_is_the_mixed_process": TRAINING,
+    "verify/test_mutations.py": TRAINING,
+    "verify/test_pipeline_mutations.py": TRAINING,
+    "verify/test_pipelines.py::test_a_decoder_with_tied_embeddings": TRAINING,
+    "verify/test_recompute.py::test_every_row": Share("few", "values"),
+    "verify/test_stock_models.py::test_every_row_on_every_mesh": TRAINING,
+    "verify/test_stock_models.py::test_modules_of_torch": HELD_BY_THE_MATRIX,
+    "verify/test_tensor.py::test_every_row_is_the_single_process": TRAINING,
+    "verify/test_tensor_mutations.py": TRAINING,
+    "verify/test_written_pipelines.py::test_processes_make_the_same_run": Share("none", "few"),
+}
+
+
+LONG = (
+    "verify/test_matrix.py",
+    "verify/test_stock_models.py",
+    "verify/test_pipelines.py",
+    "verify/test_bitwise.py",
+    "verify/test_pairs.py",
+    "verify/test_pipeline_mutations.py",
+    "verify/test_tensor.py",
+    "verify/test_written_pipelines.py",
+    "verify/test_recompute.py",
+    "comm/test_process_world.py",
+    "sharded/test_dtensor_oracle.py",
+)
+"""The files that a worker is longest with, which therefore come first: the last file should be a short one."""
+
+
+def share_of(node: str) -> Share:
+    """The share of ``comm/test_base.py::test_name[case]``, by the longest path that leads to it."""
+    test = as_path(node.split("[")[0])
+    return SHARES[max((path for path in SHARES if test.startswith(as_path(path))), key=len)]
+
+
+def as_path(path: str) -> str:
+    return f"/{path}/".replace("::", "/").replace("//", "/")
+
+
+def place_of(node: str) -> int:
+    """Where a node's file stands among the long ones; all others come after them, as they were."""
+    file = node.split("::")[0]
+    return LONG.index(file) if file in LONG else len(LONG)
+
+
+def layers_of(nodes: Mapping[str, Case]) -> dict[str, Layer]:
+    """The layer of each node; ``nodes`` must have all cases of a test."""
+    tests: defaultdict[str, list[str]] = defaultdict(list)
+    for node in nodes:
+        tests[node.split("[")[0]].append(node)
+    layers: dict[str, Layer] = {}
+    for test, every in tests.items():
+        cases = [nodes[node] for node in every]
+        fast, full = (chosen(cases, part) for part in share_of(test))
+        for node, case in zip(every, cases, strict=True):
+            layers[node] = "fast" if case in fast else "full" if case in full else "nightly"
+    return layers
+
+
+def chosen(cases: Sequence[Case], part: Part) -> Sequence[Case]:
+    """Those of a test's cases that are in this part of them."""
+    match part:
+        case "all":
+            return cases
+        case "pairs":
+            return pairwise(cases)
+        case "values":
+            return valuewise(cases)
+        case "few":
+            return distant(pairwise(cases), 2)
+        case "none":
+            return []
+
+
+def pairwise(cases: Sequence[Case]) -> list[Case]:
+    """Cases of a product in which every two values of two parameters meet; all of them where there is one parameter."""
+    if len(cases[0]) < 2:
+        return list(cases)
+    dimensions = {str(place): ids for place, ids in enumerate(parameters(cases))}
+    return [tuple(map(str, row.values())) for row in covering(dimensions)]
+
+
+def valuewise(cases: Sequence[Case]) -> list[Case]:
+    """As many cases of a product as the longest parameter has values, the others in turn."""
+    ids = parameters(cases)
+    return [tuple(values[i % len(values)] for values in ids) for i in range(max(map(len, ids), default=1))]
+
+
+def parameters(cases: Sequence[Case]) -> list[list[str]]:
+    """The values of each parameter."""
+    return [list(dict.fromkeys(column)) for column in zip(*cases, strict=True)]
+
+
+def distant(cases: Sequence[Case], count: int) -> list[Case]:
+    """The first case, and each time the one that shares the fewest values with those taken before."""
+    taken: list[Case] = []
+    while len(taken) < min(count, len(cases)):
+        left = [case for case in cases if case not in taken]
+        taken.append(
+            min(left, key=lambda case: sum(a == b for other in taken for a, b in zip(case, other, strict=True)))
+        )
+    return taken

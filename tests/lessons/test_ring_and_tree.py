@@ -1,0 +1,48 @@
+"""Ring and tree in themselves; that they equal the library's collectives is among the shared checks."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from plait_lessons import ring, tree
+
+from plait.comm import Comm, run
+from plait.core.mesh import Mesh
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 5, 6, 7, 8])
+def test_any_number_of_ranks(n: int) -> None:
+    def sums(comm: Comm) -> None:
+        for algorithm in (ring, tree):
+            x = torch.arange(11.0) * (comm.rank + 1)
+            algorithm.all_reduce(comm, x, ("shard",))
+            assert torch.equal(x, torch.arange(11.0) * (n * (n + 1) / 2))
+
+    run(Mesh(shard=n), sums)
+
+
+@pytest.mark.parametrize("n", [2, 3, 6, 8])
+def test_the_ring_sends_what_the_formula_says(n: int) -> None:
+    def sent(comm: Comm) -> int:
+        ring.all_reduce(comm, torch.ones(n * 10), ("shard",))
+        return comm.ledger.sent
+
+    assert run(Mesh(shard=n), sent) == [2 * (n - 1) * 10 * 4] * n
+
+
+def test_the_tree_of_the_picture() -> None:
+    """Six members: 0 hands to 1, 2, 4; 1 to 3, 5."""
+    pairs = run(Mesh(shard=6), lambda c: (tree.broadcast(c, torch.ones(1), ("shard",)), len(c.ledger))[1])
+    assert [tree._children(v, 6) for v in range(6)] == [[1, 2, 4], [3, 5], [], [], [], []]
+    assert [tree._parent(v) for v in range(1, 6)] == [0, 0, 1, 0, 1]
+    assert tree._subtree(1, 6) == [1, 3, 5]
+    assert pairs == [3, 3, 1, 1, 1, 1]  # messages sent or received
+
+
+@pytest.mark.parametrize("algorithm", [ring, tree])
+def test_uneven_pieces_are_refused(algorithm) -> None:
+    def uneven(comm: Comm) -> None:
+        algorithm.reduce_scatter(comm, torch.empty(2), torch.ones(5), ("shard",))
+
+    with pytest.raises(ValueError, match="equal pieces"):
+        run(Mesh(shard=2), uneven)

@@ -1,0 +1,192 @@
+"""Orders, as drawn; and every one of them proved, at every small size."""
+
+from __future__ import annotations
+
+from itertools import chain
+
+import pytest
+
+from plait.commands.main import main
+from plait.core.cells import TABLE
+from plait.schedule.actions import Action, Kind, Schedule, format_schedule, owners, parse_schedule
+from plait.schedule.check import check, peaks
+from plait.schedule.orders import (
+    ORDERS,
+    B,
+    F,
+    Order,
+    describe_chunks,
+    describe_orders,
+    interleaved,
+    one_f_one_b,
+    one_stage,
+    stages_per_rank,
+    write_order,
+    zb_h1,
+)
+from plait.schedule.orders_v import zbv
+from plait.schedule.passes import add_messages, add_sharding, add_step, merge_messages
+from plait.schedule.pipeline import Pipeline
+
+DRAWN = {
+    ("naive", 2, 2): """
+        0F0 0B0 0F1 0B1
+        1F0 1B0 1F1 1B1
+    """,
+    ("gpipe", 2, 3): """
+        0F0 0F1 0F2 0B0 0B1 0B2
+        1F0 1F1 1F2 1B0 1B1 1B2
+    """,
+    ("1f1b", 3, 4): """
+        0F0 0F1 0F2 0B0 0F3 0B1 0B2 0B3
+        1F0 1F1 1B0 1F2 1B1 1F3 1B2 1B3
+        2F0 2B0 2F1 2B1 2F2 2B2 2F3 2B3
+    """,
+    ("interleaved", 4, 2): """
+        0F0 0F1 2F0 2F1 2B0 2B1 0B0 0B1
+        1F0 1F1 3F0 3B0 3F1 3B1 1B0 1B1
+    """,
+    ("zb_h1", 3, 4): """
+        0F0 0F1 0F2 0I0 0W0 0F3 0I1 0W1 0I2 0W2 0I3 0W3
+        1F0 1F1 1I0 1F2 1I1 1W0 1F3 1I2 1W1 1I3 1W2 1W3
+        2F0 2I0 2F1 2I1 2F2 2I2 2W0 2F3 2I3 2W1 2W2 2W3
+    """,
+    ("zb_h2", 2, 3): """
+        0F0 0F1 0F2 0I0 0W0 0I1 0W1 0I2 0W2
+        1F0 1I0 1F1 1I1 1F2 1I2 1W0 1W1 1W2
+    """,
+    ("zbv", 4, 4): """
+        0F0 0F1 0F2 3F0 3I0 3W0 3F1 3I1 3W1 0F3 0I0 0W0 3F2 3I2 3W2 0I1 0W1 3F3 3I3 3W3 0I2 0W2 0I3 0W3
+        1F0 2F0 1F1 2F1 2I0 2W0 1F2 1I0 1W0 2F2 2I1 2W1 1F3 1I1 1W1 2F3 2I2 2W2 1I2 2I3 1I3 1W2 2W3 1W3
+    """,
+    ("dualpipe_v", 4, 4): """
+        0F0 0F1 0F2 3F0 3I0 3W0 3F1 0F3 3B1 3F2 0B0 3B2 3F3 0B1 3B3 0I2 0W2 0I3 0W3
+        1F0 2F0 1F1 2F1 1F2 2B0 2F2 1B0 1F3 2B1 2F3 1B1 2B2 1B2 2I3 1I3 2W3 1W3
+    """,
+}
+
+
+@pytest.mark.parametrize(("name", "stages", "microbatches"), DRAWN)
+def test_as_drawn(name: str, stages: int, microbatches: int) -> None:
+    assert write_order(name, stages, microbatches) == parse_schedule(DRAWN[name, stages, microbatches])
+
+
+def test_every_order_is_drawn() -> None:
+    assert {name for name, _, _ in DRAWN} == set(ORDERS)
+
+
+# ---- every size -------------------------------------------------------------------------------------------
+
+
+def sizes(name: str) -> list[tuple[int, int | None]]:
+    """Stages and chunks of 1 to 8 ranks, also such numbers of stages as do not come out even."""
+    if ORDERS[name].takes_chunks:
+        return [(stages, v) for v in (2, 3, 4) for stages in sorted({*range(1, 9), *(v * p for p in range(1, 9))})]
+    return [(stages, None) for stages in range(1, 1 + 8 * ORDERS[name].stages_per_rank)]
+
+
+@pytest.mark.parametrize("name", ORDERS)
+def test_every_order_is_valid_at_every_size(name: str) -> None:
+    for stages, chunks in sizes(name):
+        for m in range(1, 17):
+            order = write_order(name, stages, m, chunks)
+            proof = check(order, num_stages=stages, num_microbatches=m, in_order=True)
+            assert len(order) == -(-stages // stages_per_rank(name, chunks))
+            assert proof.peaks == peaks(order)
+
+
+@pytest.mark.parametrize("name", ORDERS)
+def test_every_order_is_valid_when_completed(name: str) -> None:
+    rows = list(TABLE.values())
+    for number, (stages, chunks) in enumerate(sizes(name)):
+        for m in (1, 2, 3, 5, 8, 16):
+            order = write_order(name, stages, m, chunks)
+            row = rows[(number + m) % len(rows)]
+            completed = add_messages(add_step(add_sharding(order, row, hold=m % 4)), ahead=m % 3)
+            for schedule in (completed, merge_messages(completed)):
+                assert check(schedule, num_stages=stages, num_microbatches=m, in_order=True).peaks == peaks(order)
+
+
+def test_parsing_is_exact_for_every_order() -> None:
+    for name in ORDERS:
+        schedule = merge_messages(add_messages(add_step(write_order(name, 6, 7))))
+        assert parse_schedule(format_schedule(schedule)) == schedule
+
+
+# ---- who owns what ----------------------------------------------------------------------------------------
+
+
+def placement(schedule: Schedule) -> list[int]:
+    return list(owners(schedule).values())
+
+
+def test_placements() -> None:
+    assert placement(one_f_one_b(4, 2)) == [0, 1, 2, 3]
+    assert placement(interleaved(8, 4)) == [0, 1, 2, 3, 0, 1, 2, 3]
+    assert placement(interleaved(5, 4)) == [0, 1, 2, 0, 1]
+    assert placement(interleaved(6, 4, chunks=3)) == [0, 1, 0, 1, 0, 1]
+    assert placement(zbv(8, 4)) == [0, 1, 2, 3, 3, 2, 1, 0]
+    assert placement(zbv(7, 4)) == [0, 1, 2, 3, 3, 2, 1]
+
+
+def test_one_stage_is_one_line_of_the_pipeline_that_is_none() -> None:
+    passes = tuple(a for a in one_stage(5)[0] if a.kind in (Kind.FORWARD, Kind.BACKWARD))
+    for name in ("naive", "1f1b"):
+        assert write_order(name, 1, 5) == (passes,)
+    check(one_stage(5))
+
+
+def test_weights_wait_so_that_every_rank_holds_as_much_as_the_first() -> None:
+    assert peaks(one_f_one_b(5, 12)) == (5, 4, 3, 2, 1)
+    assert peaks(zb_h1(5, 12)) == (5, 5, 5, 5, 5)
+
+
+# ---- a row of one's own -----------------------------------------------------------------------------------
+
+
+def backwards_first(num_stages: int, num_microbatches: int, chunks: int) -> Schedule:
+    """GPipe on stages that lie side by side, several on each rank."""
+    passes = [[Action(kind, s, m) for m in range(num_microbatches)] for s in range(num_stages) for kind in (F, B)]
+    ranks = [range(start, min(start + chunks, num_stages)) for start in range(0, num_stages, chunks)]
+    return tuple(
+        (*chain(*(passes[2 * s] for s in stages)), *chain(*(passes[2 * s + 1] for s in reversed(stages))))
+        for stages in ranks
+    )
+
+
+def test_a_new_order_is_a_function_and_a_row(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(ORDERS, "mine", Order(backwards_first, "stages side by side", 3, takes_chunks=True))
+    assert owners(write_order("mine", 5, 2)) == {0: 0, 1: 0, 2: 0, 3: 1, 4: 1}
+    for pipeline in (Pipeline("mine", 2), Pipeline("mine", 2, chunks=2)):
+        check(pipeline.completed(3, TABLE["zero3"]), num_stages=pipeline.num_stages, num_microbatches=3, in_order=True)
+        assert not pipeline.splits_backward
+    assert "mine: stages side by side" in describe_orders() and "mine (3 unless given)" in describe_chunks()
+    with pytest.raises(ValueError, match="1f1b decides how many stages a rank has; only interleaved, mine takes"):
+        stages_per_rank("1f1b", 2)
+    with pytest.raises(ValueError, match="unknown order 'mime': did you mean mine"):
+        stages_per_rank("mime")
+    assert main(["schedule", "show", "mine", "--stages", "3", "--microbatches", "2", "--chunks", "2"]) == 0
+    shown = capsys.readouterr().out
+    assert "no closed form here" in shown and "0F0 0F1 1F0 1F1" in shown
+
+
+# ---- refusals ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ORDERS)
+def test_sizes_below_one_are_refused(name: str) -> None:
+    with pytest.raises(ValueError, match="0 stages: a pipeline has at least one"):
+        write_order(name, 0, 4)
+    with pytest.raises(ValueError, match="0 microbatches: a step needs at least one"):
+        write_order(name, 4, 0)
+
+
+def test_unknown_orders_and_chunks_are_refused() -> None:
+    with pytest.raises(ValueError, match="unknown order 'zb_h3': did you mean zb_h2 or zb_h1"):
+        write_order("zb_h3", 4, 4)
+    with pytest.raises(ValueError, match="2 chunks: 1f1b decides"):
+        write_order("1f1b", 4, 4, chunks=2)
+    with pytest.raises(ValueError, match="interleaved with 1 stages per rank: give chunks from 2"):
+        write_order("interleaved", 4, 4, chunks=1)

@@ -1,0 +1,124 @@
+"""From layout to layout: values stay, the ledger shows what was predicted, the gradient takes the way back."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from tensor_cases import MESHES, layouts, shard, values
+
+from plait import run_threads
+from plait.comm import Comm
+from plait.core.collectives import Note
+from plait.core.layout import DUAL_KIND, FREE, Layout, entries, path
+from plait.core.mesh import Mesh
+from plait.sharded import ShardedTensor, explain, redistribute
+
+SHAPES = [(5, 3), (4, 6), (5, 1, 4), (7,), (0, 3), (1, 1), (2, 0, 3)]
+
+
+@st.composite
+def moves(draw: Any) -> tuple[str, tuple[int, ...], Layout, Layout]:
+    mesh, shape = draw(st.sampled_from(MESHES)), draw(st.sampled_from(SHAPES))
+    grid = Mesh.parse(mesh)
+    return mesh, shape, draw(layouts(grid, len(shape))), draw(layouts(grid, len(shape)))
+
+
+@settings(max_examples=120, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@given(moves())
+def test_value_ledger_and_gradient(move: tuple[str, tuple[int, ...], Layout, Layout]) -> None:
+    mesh, shape, start, end = move
+    full, weight = values(shape), values(shape, 3, False)
+    note = Note("redistribute")
+
+    def body(comm: Comm) -> None:
+        x = shard(full, start, comm)
+        predicted = explain(x, end)
+        assert not comm.ledger.entries, "explain sent something"
+        y = x.redistribute(end)
+        assert y.layout == end.on(comm.mesh)
+        steps = path(x.layout, y.layout, comm.mesh)
+        assert comm.ledger.entries == predicted.entries
+        assert comm.ledger.entries == tuple(entries(steps, shape, comm.mesh, comm.rank, 8, note))
+        assert {e.kind for e in predicted.entries} <= {s.kind for s in steps if s.kind not in FREE}
+        torch.testing.assert_close(y.full(), full.detach(), rtol=1e-12, atol=1e-12)
+
+        comm.ledger.clear()
+        y.backward(weight)
+        back = tuple(s.dual(comm.mesh) for s in reversed(steps))
+        assert [s.kind for s in back] == [DUAL_KIND[s.kind] for s in reversed(steps)]
+        on_the_way_back = tuple(entries(back, shape, comm.mesh, comm.rank, 8, Note("redistribute backward")))
+        assert comm.ledger.entries == on_the_way_back
+        assert x.grad is not None and x.grad.layout == x.layout.dual(comm.mesh)
+        torch.testing.assert_close(x.grad.full(), weight, rtol=1e-12, atol=1e-12)
+
+    run_threads(mesh, body)
+
+
+@pytest.mark.parametrize("shape", [(), (5, 3), (0, 4)])
+def test_there_and_back(shape: tuple[int, ...]) -> None:
+    full = values(shape)
+
+    def body(comm: Comm) -> None:
+        x = ShardedTensor.from_full(full, Layout.replicated(len(shape)), comm)
+        y = redistribute(x, Layout(((),) * len(shape), ("tensor",)))
+        assert y.layout.pending == ("tensor",) and torch.equal(y.full(), full.detach())
+        assert torch.equal(y.redistribute(x.layout).local, full.detach())
+        if shape:
+            cut = x.redistribute(Layout((("tensor",), *((),) * (len(shape) - 1))))
+            assert torch.equal(cut.full(), full.detach())
+
+    run_threads("tensor=4", body)
+
+
+def test_nothing_is_shared_with_the_tensor_that_was_redistributed() -> None:
+    def body(comm: Comm) -> None:
+        x = ShardedTensor.from_full(values((5, 3), requires_grad=False), "a b", comm)
+        before = x.local.clone()
+        for layout in ("a/tensor b", "a b, pending(tensor)"):
+            x.redistribute(layout).zero_()
+            assert torch.equal(x.local, before)
+        cut = x.redistribute("a/tensor b")
+        cut.redistribute("a b").zero_()
+        assert torch.equal(cut.full(), before)
+
+    run_threads("tensor=3", body)
+
+
+def test_the_same_layout_is_the_same_tensor() -> None:
+    def body(comm: Comm) -> None:
+        x = ShardedTensor.from_full(values((5, 3)), "a/tensor b", comm)
+        assert x.redistribute("rows/tensor columns") is x
+        assert x.redistribute("rows/tensor columns/shard") is x, "shard has size 1"
+
+    run_threads("tensor=3", body)
+
+
+def test_other_numbers_of_dims_and_other_things_are_refused() -> None:
+    def body(comm: Comm) -> None:
+        x = ShardedTensor.from_full(values((5, 3)), "a/tensor b", comm)
+        with pytest.raises(ValueError, match="has 1 dims"):
+            x.redistribute("a")
+        with pytest.raises(ValueError, match="from_full"):
+            redistribute(values((5, 3)), "a b")
+
+    run_threads("tensor=2", body)
+
+
+def test_the_backward_of_a_backward_goes_through_a_redistribution() -> None:
+    full = values((4, 3))
+    first = torch.autograd.grad((full**3).sum(), full, create_graph=True)[0]
+    second = torch.autograd.grad((first**2).sum(), full)[0]
+
+    def body(comm: Comm) -> None:
+        x = ShardedTensor.from_full(full, "a/tensor b", comm)
+        y = x.redistribute("a b")
+        (grad,) = torch.autograd.grad((y**3).redistribute("a/tensor b").sum(), x, create_graph=True)
+        assert grad.layout == x.layout
+        (again,) = torch.autograd.grad((grad**2).sum(), x)
+        torch.testing.assert_close(again.full(), second)
+
+    run_threads("tensor=3", body)

@@ -1,0 +1,230 @@
+"""``plait train``: what a run prints and leaves behind, and that what is added to a step stays the one-process run."""
+
+import json
+import os
+import signal
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from plait.comm.base import Comm
+from plait.commands.main import main, parse
+from plait.config import TrainConfig, from_toml, to_toml
+from plait.config.sinks import JsonLines
+from plait.core.additions import additions
+from plait.core.cells import find_strategy
+from plait.engine.state.init import materialise
+from plait.job.job import make_job
+from plait.train.run import run_train
+from plait.verify.reference import run_reference
+
+SIZES = ["--layers", "1", "--width", "32", "--heads", "2", "--kv-heads", "1", "--length", "16", "--batch", "5"]
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = tmp_path_factory.mktemp("text") / "text"
+    path.write_text("".join(f"{n} squared is {n * n}, and ten times {n} is {10 * n}.\n" for n in range(150)))
+    return str(path)
+
+
+@pytest.fixture
+def train(text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Any:
+    """Runs ``plait train`` on threads; gives its summary, its metrics and what it printed."""
+
+    def run(*words: str, code: int = 0) -> tuple[dict[str, Any], list[dict[str, Any]], str]:
+        out = tmp_path / "out"
+        assert main(["train", "--world", "thread", *SIZES, "--data", text, "--out", str(out), *words]) == code
+        metrics = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+        return json.loads((out / "summary.json").read_text()), metrics, capsys.readouterr().out
+
+    return run
+
+
+SCHEDULED = ["--lr-schedule", "cosine", "--warmup", "2", "--min-lr", "0.2", "--weight-decay", "0.3"]
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        "--mesh shard=2 --strategy zero3",
+        "--mesh shard=3 --strategy zero1 --cut tensor --optimizer sgd",
+        "--mesh pipe=2 --strategy ddp --microbatches 2",
+    ],
+)
+def test_a_schedule_and_decay_groups_are_the_one_process_run(train: Any, layout: str) -> None:
+    summary, metrics, shown = train(*layout.split(), "--steps", "5", "--lr", "0.01", *SCHEDULED, "--verify")
+    assert summary["equal_to_one_process"] is True
+    assert "verdict: bitwise" in shown
+    assert [line["lr"] for line in metrics[:3]] == [0.005, 0.01, 0.01]
+    assert 0.002 < metrics[4]["lr"] < metrics[3]["lr"] < 0.01
+
+
+def test_the_schedule_and_the_decay_change_the_run(train: Any) -> None:
+    plain = train("--mesh", "shard=2", "--steps", "4", "--lr", "0.01")[1]
+    for more in (["--lr-schedule", "linear", "--min-lr", "0"], ["--weight-decay", "3"]):
+        changed = train("--mesh", "shard=2", "--steps", "4", "--lr", "0.01", *more)[1]
+        assert changed[0]["loss"] == plain[0]["loss"]
+        assert changed[3]["loss"] != plain[3]["loss"]
+
+
+def plain_held_out_loss(config: TrainConfig) -> tuple[float, int]:
+    """What one process has at the end, on every held-out sample."""
+    job = make_job(config)
+    order = additions(find_strategy(config.strategy))
+    record = run_reference(job, config.parsed_mesh, config.microbatches, order, config.steps, clip=config.clip)
+    model = job.build()
+    materialise(model, job.seed, torch.device("cpu"))
+    model.load_state_dict(record.parameters | record.buffers, strict=False)
+    model.eval()
+    batches = [batch for step in job.eval_batches(0, 1, 1) for batch in step]
+    with torch.no_grad():
+        total = sum(job.loss_fn(model, batch).item() for batch in batches)
+    count = sum(map(job.count_fn, batches))
+    return total / count, count
+
+
+def test_the_held_out_loss_is_that_of_the_whole_model_and_changes_nothing(train: Any, text: str) -> None:
+    words = ["--mesh", "shard=2", "--microbatches", "2", "--steps", "5"]
+    summary, metrics, shown = train(*words, "--eval-every", "2", "--verify")
+    assert [line["step"] for line in metrics if "eval_loss" in line] == [2, 4, 5]
+    config = parse(["train", *SIZES, "--data", text, *words])
+    assert isinstance(config, TrainConfig)
+    loss, count = plain_held_out_loss(config)
+    assert summary["eval_loss"] == metrics[4]["eval_loss"] == pytest.approx(loss, rel=1e-6)
+    assert metrics[4]["eval_tokens"] == count > 100
+    assert f"step 5: held-out loss {loss:.4f} ({count:,} tokens)" in shown
+    assert "verdict: bitwise" in shown
+    assert "sent per step" in shown
+    assert shown.count("to the byte") == 4
+    assert [line["loss"] for line in train(*words)[1]] == [line["loss"] for line in metrics]
+
+
+def test_an_evaluation_at_the_end_only_none_or_of_a_part(train: Any) -> None:
+    def steps(*words: str) -> list[tuple[int, int]]:
+        metrics = train("--mesh", "shard=2", "--steps", "3", *words)[1]
+        return [(line["step"], line["eval_tokens"]) for line in metrics if "eval_loss" in line]
+
+    assert steps() == []
+    ((at, all_tokens),) = steps("--eval-every", "0")
+    assert at == 3
+    assert steps("--eval-every", "0", "--eval-steps", "1") == [(3, 5 * 16)]
+    assert all_tokens > 5 * 16
+
+
+def test_the_resolved_config_is_the_same_run_again(train: Any, tmp_path: Path) -> None:
+    words = ["--mesh", "replica=2", "--strategy", "zero1", "--steps", "3", "--clip", "None", "--hold", "None"]
+    summary, metrics, _ = train(*words, "--lr", "0.02")
+    file = tmp_path / "out" / "config.toml"
+    again = parse(["train", "--config", str(file)])
+    assert isinstance(again, TrainConfig)
+    assert (again.clip, again.hold, again.lr, again.layers) == (None, None, 0.02, 1)
+    assert {**summary["config"], "config": str(file)} == json.loads(json.dumps(vars(again)))
+    assert main(["train", "--config", str(file)]) == 0
+    second = [json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
+    assert [line["loss"] for line in second] == [line["loss"] for line in metrics]
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        TrainConfig(),
+        TrainConfig(clip=None, hold=None, layers=3, dropout=0.0, weight_decay=1e-9, lr=1e22),
+        TrainConfig(data='C:\\a "b"\n\tü😀\x7f', out="/a'b", strategy="mine: full | full | full | full", verify=True),
+    ],
+)
+def test_every_value_survives_the_file(config: TrainConfig, tmp_path: Path) -> None:
+    path = tmp_path / "config.toml"
+    path.write_text(to_toml(replace(config, config="elsewhere.toml")), encoding="utf-8")
+    assert from_toml(TrainConfig, str(path)) == config
+    assert "split" not in path.read_text()  # a None that is the default
+
+
+def test_the_file_of_a_run_by_epochs_says_epochs_and_no_steps(tmp_path: Path) -> None:
+    """Its steps follow from the data, and a file may not say both."""
+    path = tmp_path / "config.toml"
+    path.write_text(to_toml(TrainConfig(epochs=2, steps=14)), encoding="utf-8")
+    assert from_toml(TrainConfig, str(path)) == TrainConfig(epochs=2)
+
+
+def test_the_summary_says_what_was_run_with_what(train: Any) -> None:
+    summary, metrics, _ = train("--mesh", "shard=2", "--steps", "2")
+    assert summary["command"].startswith("plait train --world thread --layers 1 ")
+    assert "--mesh shard=2 --steps 2" in summary["command"]
+    assert summary["versions"]["torch"] == torch.__version__
+    assert set(summary["versions"]) == {"plait", "torch", "python"}
+    assert metrics[-1]["peak_memory"] == summary["peak_memory"] > 50 << 20
+
+
+def test_the_standard_output_is_only_json_when_it_is_asked_for(text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["train", "--world", "thread", "--mesh", "shard=2", *SIZES, "--data", text, "--steps", "2"]
+    assert main([*words, "--eval-every", "1", "--json", "-"]) == 0
+    shown = capsys.readouterr()
+    assert len(json.loads(shown.out)["metrics"]) == 2
+    assert "held-out loss" in shown.err
+
+
+def test_sinks_are_closed_when_a_step_raises(text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    closed: list[int] = []
+    close = JsonLines.close
+    monkeypatch.setattr(JsonLines, "close", lambda self: (close(self), closed.append(1)))
+
+    def broken(config: TrainConfig, comm: Comm, argv: Any) -> int:
+        monkeypatch.setattr(comm.ledger, "clear", lambda: 1 / 0, raising=False)
+        return run_train(config, comm, argv)
+
+    monkeypatch.setattr("plait.train.run.run_train", broken)
+    words = ["train", "--world", "thread", "--mesh", "shard=1", *SIZES, "--data", text, "--out", str(tmp_path)]
+    assert main(words) == 1
+    assert closed == [1]
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["--warmup", "9", "--steps", "8"], "a warmup of 9 steps in a run of 8"),
+        (["--warmup", "-1"], "warmup is -1"),
+        (["--min-lr", "1.5"], "min_lr is 1.5, a fraction of lr"),
+        (["--weight-decay", "-0.1"], "weight_decay is -0.1"),
+        (["--eval-every", "-2"], "eval_every is -2"),
+        (["--eval-steps", "3"], "eval_steps 3 without eval_every"),
+        (["--json", "no/such/folder.json"], "there is no such folder"),
+        (["--eval-every", "2", "--eval-steps", "0"], "eval_steps is 0"),
+        (["--eval-every", "2", "--model", "mlp"], "has a held-out part; mlp reads none"),
+        (["--tensorboard"], "give --out DIR"),
+    ],
+)
+def test_a_mistake_is_known_before_a_rank_starts(
+    words: list[str], says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["train", *words]) == 2
+    assert says in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("world", "number"), [("thread", signal.SIGINT), ("thread", signal.SIGTERM), ("process", signal.SIGTERM)]
+)
+def test_a_run_that_is_stopped_keeps_its_metrics(
+    world: str, number: signal.Signals, text: str, tmp_path: Path, start: Any
+) -> None:
+    words = [*SIZES, "--world", world, "--mesh", "shard=2", "--data", text, "--out", str(tmp_path)]
+    words += ["--steps", "1000000", "--log-every", "1000000"]
+    process = start(sys.executable, "-m", "plait", "train", *words, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    metrics = tmp_path / "metrics.jsonl"
+    end = time.monotonic() + 60
+    while not (metrics.exists() and metrics.read_text().count("\n") > 2):
+        assert process.poll() is None and time.monotonic() < end, process.communicate()
+        time.sleep(0.05)
+    process.send_signal(number)
+    out, err = process.communicate(timeout=30)
+    with_ranks = ", with all ranks" if world == "process" else ""
+    assert err == f"plait: stopped by {number.name}{with_ranks}\n"
+    assert process.returncode == 128 + number
+    assert "1/1000000  loss" in out
+    steps = [json.loads(line)["step"] for line in metrics.read_text().splitlines()]
+    assert steps == list(range(1, len(steps) + 1))

@@ -1,0 +1,97 @@
+"""Covering sets against the whole product: every pair that some row may hold is covered, and no row breaks a rule."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Hashable, Mapping, Sequence
+from itertools import combinations, product
+
+import pytest
+
+from plait.verify.covering import Rule, covering, pairs
+
+
+def allowed(dimensions: Mapping[str, Sequence[Hashable]], rules: Sequence[Rule]) -> list[dict[str, Hashable]]:
+    """Every combination of values that keeps the rules."""
+    every = (dict(zip(dimensions, values, strict=True)) for values in product(*dimensions.values()))
+    return [row for row in every if all(rule.holds(*(row[name] for name in rule.over)) for rule in rules)]
+
+
+def is_covering(dimensions: Mapping[str, Sequence[Hashable]], rules: Sequence[Rule]) -> None:
+    rows, every = covering(dimensions, rules), allowed(dimensions, rules)
+    assert all(row in every for row in rows), "a row breaks a rule"
+    assert all(list(row) == list(dimensions) for row in rows)
+    possible = {pair for row in every for pair in pairs(row)}
+    assert {pair for row in rows for pair in pairs(row)} == possible
+    assert len({tuple(row.values()) for row in rows}) == len(rows) <= len(every)
+    assert covering(dimensions, rules) == rows, "the same input gives the same rows"
+
+
+def never(names: tuple[str, ...], values: tuple[Hashable, ...]) -> Rule:
+    """These values do not stand together."""
+    return Rule(names, lambda *found: found != values)
+
+
+def test_the_set_of_the_docstring_has_half_the_product() -> None:
+    rows = covering({"a": (1, 2), "b": (1, 2), "c": (1, 2)})
+    assert [tuple(row.values()) for row in rows] == [(1, 1, 1), (1, 2, 2), (2, 1, 2), (2, 2, 1)]
+
+
+def test_rules_over_products_as_a_mesh_has_them() -> None:
+    axes = dict.fromkeys(("pipe", "replica", "shard", "tensor"), (1, 2, 3, 4))
+    for most in (1, 4, 8, 16):
+        fits = Rule(tuple(axes), lambda p, r, s, t, most=most: p * r * s * t <= most)
+        is_covering(axes, [fits])
+    order = Rule(("pipe", "order"), lambda pipe, order: (order is None) == (pipe == 1))
+    is_covering({**axes, "order": (None, "gpipe", "1f1b", "zbv")}, [fits, order])
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_any_rules(seed: int) -> None:
+    """2 to 5 dimensions of 1 to 4 values; some pairs and triples are forbidden, so that others become impossible."""
+    draw = random.Random(seed)
+    dimensions = {name: tuple(range(draw.randint(1, 4))) for name in "abcde"[: draw.randint(2, 5)]}
+    rules = []
+    for size in (2, 3):
+        for names in combinations(dimensions, size):
+            for values in product(*(dimensions[name] for name in names)):
+                if draw.random() < 0.15:
+                    rules.append(never(names, values))
+    if allowed(dimensions, rules):
+        is_covering(dimensions, rules)
+    else:
+        with pytest.raises(ValueError, match="allow no row"):
+            covering(dimensions, rules)
+
+
+def test_a_pair_that_two_rules_make_impossible_together_is_left_out() -> None:
+    """b=1 asks for c=1 and a=1 forbids it: no rule names a and b."""
+    dimensions = {"a": (0, 1), "b": (0, 1), "c": (0, 1)}
+    rules = [Rule(("b", "c"), lambda b, c: b == c), never(("a", "c"), (1, 1))]
+    is_covering(dimensions, rules)
+    assert ("a", 1, "b", 1) not in {pair for row in covering(dimensions, rules) for pair in pairs(row)}
+
+
+def test_many_dimensions_need_few_rows() -> None:
+    """20 dimensions of 4 values: a million million rows, 16 at least, and the greedy way stays near it."""
+    dimensions = {f"d{i}": (0, 1, 2, 3) for i in range(20)}
+    rows = covering(dimensions)
+    assert {pair for row in rows for pair in pairs(row)} >= {("d0", 3, "d19", 2), ("d7", 0, "d8", 0)}
+    assert 16 <= len(rows) <= 45
+
+
+def test_a_dimension_alone_and_none_at_all() -> None:
+    assert covering({"a": (1, 2)}) == covering({}) == []
+
+
+@pytest.mark.parametrize(
+    ("dimensions", "rules", "says"),
+    [
+        ({"a": (1,), "b": ()}, [], "dimension 'b' has no values"),
+        ({"a": (1,)}, [Rule(("z",), bool)], "a rule is over 'z', but the dimensions are a"),
+        ({"a": (1, 2)}, [Rule(("a",), lambda a: a > 2)], "the rules allow no row"),
+    ],
+)
+def test_what_cannot_be_is_refused(dimensions: dict[str, tuple[int, ...]], rules: list[Rule], says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        covering(dimensions, rules)

@@ -185,8 +185,10 @@ def rank_environment(config: MachineConfig, given: Mapping[str, str] = os.enviro
     - All ranks are on this host, so they talk over loopback, whatever the hostname resolves to.
     - glibc returns large blocks to the kernel when they are freed and faults them in again at the next use.
       A unit's storage is freed and refilled in every step, so that is switched off (docs/log.md).
+    - When a rank dies, gloo's C++ code logs the closed connection on the others.  Plait names the rank that died.
     """
     wanted = {
+        "TORCH_CPP_LOG_LEVEL": "FATAL",
         "OMP_NUM_THREADS": str(config.threads),
         "MALLOC_TRIM_THRESHOLD_": str(1 << 42),
         "MALLOC_MMAP_THRESHOLD_": str(32 << 20),

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from plait.config.machine import check_machine, resolve_device
+from plait.config.machine import MachineConfig, check_machine, resolve_device
 from plait.config.settings import RunConfig, TrainConfig, VerifyConfig
 from plait.config.sinks import check_sinks
 from plait.core.precision import LossScale
@@ -25,6 +25,7 @@ from plait.tensor_parallel.gemm import find_gemm
 AT_LEAST = {
     **dict.fromkeys(("microbatches", "steps", "epochs", "batch", "length", "threads", "log_every", "eval_steps"), 1),
     **dict.fromkeys(("prefetch", "warmup", "workers", "eval_every"), 0),
+    "repeat": 1,
 }
 """The least that a setting may be, where it is given."""
 
@@ -48,7 +49,8 @@ def validate(config: RunConfig) -> None:
     mesh = config.parsed_mesh
     _ = config.row, config.optimizer_row  # refused where they are made
     _check_family(config)
-    _check_numbers(config)
+    check_numbers(config)
+    _check_rates(config)
     _check_pipeline(config)
     parts = mesh.data_size * config.microbatches
     if config.batch < parts:
@@ -85,16 +87,20 @@ def _check_family(config: RunConfig) -> None:
     _ = config.sizes
 
 
-def _check_numbers(config: RunConfig) -> None:
-    """Refuses numbers out of range."""
+def check_numbers(config: MachineConfig) -> None:
+    """Refuses numbers out of range, of those settings that a config has."""
     for name, least in AT_LEAST.items():
         value = getattr(config, name, None)
         if value is not None and value < least:
             raise ValueError(f"{name} is {value}: give a whole number from {least}")
     for name in ABOVE_ZERO:
-        value = getattr(config, name)
+        value = getattr(config, name, None)
         if value is not None and not value > 0:
             raise ValueError(f"{name} is {value}: give a number above 0")
+
+
+def _check_rates(config: RunConfig) -> None:
+    """Refuses a schedule of the learning rate that does not fit the run, and rates out of range."""
     if config.epochs is None and config.warmup > config.steps:
         raise ValueError(f"a warmup of {config.warmup} steps in a run of {config.steps}: give at most {config.steps}")
     if not 0 <= config.min_lr <= 1:

@@ -112,8 +112,6 @@ class Engine(PlacedModel):
         self._now: OpenStep | None = None
         self._last = StepResult(-1, math.nan, 0, (), None)
 
-    # ---- the primitive ------------------------------------------------------------------------------------------
-
     def step(self, microbatches: Sequence[Any]) -> StepResult:
         """One optimizer step on this rank's microbatches; every rank brings equally many.
 
@@ -150,8 +148,8 @@ class Engine(PlacedModel):
     def evaluate(self, microbatches: Sequence[Any]) -> Evaluation:
         """The mean loss of all ranks' microbatches, in eval mode; training continues as if it had not happened.
 
-        Every rank brings equally many, empty ones included.  Under a pipeline a rank keeps what it hands on to the end
-        of the call, so bring about as many at once as in a step.
+        Every rank brings equally many, empty ones included.  Under a pipeline a rank keeps until the end of the call
+        what it hands on, so bring about as many at once as in a step.
 
         Raises:
             ValueError: as ``step``; between a forward and the ``optimizer.step()`` of a loop of one's own.
@@ -187,10 +185,10 @@ class Engine(PlacedModel):
             self._before_update()
             self._after_update()
 
-    # ---- the thin face for a loop of one's own ------------------------------------------------------------------
+    # ---- for a loop of one's own --------------------------------------------------------------------------------
 
     def backward(self, loss: Tensor, count: int) -> None:
-        """The backward of one microbatch of a user's own loop; ``optimizer.step()`` then makes the step.
+        """The backward of one microbatch of a user's own loop.
 
         Args:
             loss: the *sum* of the microbatch's losses.

@@ -39,13 +39,9 @@ from plait.schedule.pipeline import Pipeline, RankProgram
 
 
 class PlacedModel:
-    """This rank's part of a model, and all that moves its values.
+    """This rank's part of a model, and all that moves its values; the arguments are those of ``Engine``.
 
-    Args:
-        before_forward: called with the model's arguments before each forward of a loop of one's own.
-
-    Raises:
-        ValueError: anything that can be known to be wrong before the first step, with the fix.
+    ``before_forward`` is called with the model's arguments before each forward of a loop of one's own.
     """
 
     def __init__(

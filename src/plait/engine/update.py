@@ -93,7 +93,7 @@ class Update:
 
 
 def bytes_held(stages: Sequence[Stage], optimizer: OwnedOptimizer | None) -> dict[str, int]:
-    """Bytes on a rank between steps, by kind of state, and the peak of gathered parameters."""
+    """See ``PlacedModel``."""
 
     def size(tensors: Iterable[Tensor]) -> int:
         return sum(tensor.numel() * tensor.element_size() for tensor in tensors)

@@ -69,8 +69,7 @@ class Evaluator:
             stack.enter_context(comm.ledger.phase(EVALUATE))
             samples = sum(num_samples(batch) for batch in microbatches)
             _, total = self.exchange.counts(num, sum(map(count_fn, microbatches)), samples)
-            if comm.mesh.pipe > 1:
-                self.exchange.check_batches(microbatches)
+            self.exchange.check_batches(microbatches)
             models = [stage.model for stage in self.stages.values()]
             stack.enter_context(eval_mode(self.model, *models))
             stack.enter_context(buffers_of_data_rank_0(models, comm))

@@ -106,13 +106,13 @@ def probe_elementwise(optimizer: Optimizer, dtype: torch.dtype | None = None) ->
 
 
 def has_state_at_once(optimizer: Optimizer) -> bool:
-    """Whether the class makes its states when it is built (Adagrad) and not at the first step."""
-
-    def on_meta(parameter: Tensor) -> Tensor:
-        return torch.empty_like(parameter, device="meta").requires_grad_(parameter.requires_grad)
-
-    groups = [group for group in optimizer.param_groups if group["params"]]
-    return bool(rebuilt(optimizer, [{**group, "params": [*map(on_meta, group["params"])]} for group in groups]).state)
+    """Whether the class makes its states when it is built (Adagrad) and not at the first step; tried on meta."""
+    groups = []
+    for group in optimizer.param_groups:
+        on_meta = [nn.Parameter(torch.empty_like(p, device="meta"), p.requires_grad) for p in group["params"]]
+        if on_meta:
+            groups.append({**group, "params": on_meta})
+    return bool(rebuilt(optimizer, groups).state)
 
 
 class OwnedOptimizer:
@@ -168,12 +168,9 @@ class OwnedOptimizer:
 
     def state_bytes(self) -> int:
         """Bytes of this rank's optimizer state, step counters left out, and of its master weights."""
-        return sum(m.numel() * m.element_size() for m in self.masters) + sum(
-            value.numel() * value.element_size()
-            for piece in self.owned
-            for key, value in self.optimizer.state.get(piece.view, {}).items()
-            if torch.is_tensor(value) and key != "step"
-        )
+        states = [self.optimizer.state.get(piece.view, {}) for piece in self.owned]
+        tensors = [v for state in states for key, v in state.items() if torch.is_tensor(v) and key != "step"]
+        return sum(tensor.nbytes for tensor in [*self.masters, *tensors])
 
 
 def square_sum(runs: Iterable[Tensor]) -> float:

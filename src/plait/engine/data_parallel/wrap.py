@@ -13,7 +13,7 @@ that several units use is laid in the first; the others *borrow* it.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from torch import nn
@@ -76,7 +76,10 @@ def wrap(model: nn.Module, units: Iterable[str] | None = None) -> tuple[Wrapped,
     under_all_names = dict(model.named_modules(remove_duplicate=False))
     unit_of = {id(modules[name]): name for name in laid}
     for module_name, module in under_all_names.items():
-        unit = _innermost(module_name, under_all_names, unit_of)
+        around = module_name  # the innermost module around it that is a unit, under whichever name it has there
+        while id(under_all_names[around]) not in unit_of:
+            around = around.rpartition(".")[0]
+        unit = unit_of[id(under_all_names[around])]
         for short, parameter in module.named_parameters(recurse=False):
             first = owner.setdefault(id(parameter), unit)
             if first != unit:
@@ -88,10 +91,3 @@ def wrap(model: nn.Module, units: Iterable[str] | None = None) -> tuple[Wrapped,
         for name in laid
         if not name or laid[name] or borrows[name]
     )
-
-
-def _innermost(module_name: str, modules: Mapping[str, nn.Module], unit_of: Mapping[int, str]) -> str:
-    """The unit of the module, or of the innermost module around it that is one, under whichever name it has there."""
-    while id(modules[module_name]) not in unit_of:
-        module_name = module_name.rpartition(".")[0]
-    return unit_of[id(modules[module_name])]

@@ -190,8 +190,8 @@ class Message:
 def lower(step: Move, layout: FlatLayout, mesh: Mesh, rank: int) -> tuple[Message, ...]:
     """The messages that carry out one move for this rank, in the order in which all ranks send them.
 
-    Even pieces travel in one collective; uneven ones (``cut="tensor"``) by one broadcast or reduce per owner.
-    Groups of one rank and slices send nothing.
+    Even pieces travel in one collective, uneven ones by one broadcast or reduce per owner.  Groups of one rank and
+    slices send nothing.
     """
     outer, ways = mesh.count(step.outer), mesh.count(step.axes)
     start, stop = layout.piece(outer, mesh.index(rank, step.outer))

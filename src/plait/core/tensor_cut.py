@@ -21,24 +21,18 @@ from plait.core.layout import Region, part
 
 @dataclass(frozen=True)
 class TensorCut:
-    """One parameter's cut.
-
-    Args:
-        shape: the whole parameter's.
-        dim: the dim that is cut.
-        ways: how many ranks share it.
-        parts: sizes that ``dim`` is made of, each cut by itself.
-        grain: elements of ``dim`` that stay together.
-
-    Raises:
-        ValueError: sizes that don't add up, or grains that the ranks cannot share evenly.
-    """
+    """One parameter's cut; ValueError for parts that don't add up, or grains that the ranks cannot share evenly."""
 
     shape: tuple[int, ...]
+    """The whole parameter's."""
     dim: int
+    """The dim that is cut."""
     ways: int
+    """How many ranks share it."""
     parts: tuple[int, ...]
+    """Sizes that ``dim`` is made of, each cut by itself."""
     grain: int = 1
+    """Elements of ``dim`` that stay together."""
 
     def __post_init__(self) -> None:
         size = self.shape[self.dim]

@@ -77,15 +77,10 @@ def build_units(
     """Cut a stage into units whose flat buffers hold this rank's pieces of what has values.
 
     Args:
-        model: the stage's; parameters with values, or on meta, or some of each.
         origin: by ``id`` of a parameter of the stage, the whole model's.
         names: the modules that become units; None wraps automatically.
-        cut: where pieces may end.
         resting: kept up to date with the names, by ``id``, of parameters that are at rest.
         parallel: how tensor parallelism cuts parameters, before they are laid in their units.
-
-    Raises:
-        ValueError: unknown unit names.
     """
     wrapped = wrap(model, names)
     for module in model.modules():

@@ -116,13 +116,9 @@ def has_state_at_once(optimizer: Optimizer) -> bool:
 
 
 class OwnedOptimizer:
-    """The user's optimizer, changed in place to have only what this rank owns.
+    """The user's optimizer, changed in place to have only what this rank owns of all flat gradients.
 
-    Args:
-        optimizer: built on the model's own parameters.
-        names: the model's parameter names by ``id``.
-        gradients: every flat gradient of the rank.
-        cuts: whether any run may be less than a whole parameter.
+    ``names`` are those of the model's own parameters by ``id``; ``cuts`` says whether a run may be part of a parameter.
 
     Raises:
         ValueError: parameters that are not the model's, an optimizer that has made steps already, or one that is not

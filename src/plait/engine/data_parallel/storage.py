@@ -47,10 +47,9 @@ class Flat:
     """The parameters of a unit of one dtype that all train, or all do not.
 
     Args:
-        parameters: the module's own ``Parameter`` objects, one per slot of the layout.
         resting: names, by ``id``, of the parameters that are placeholders now; kept up to date.
         cuts: how each parameter is cut over the tensor axis, None where it is whole.
-        summed: its gradients are pending over the tensor axis.
+        summed: gradients are pending over the tensor axis.
     """
 
     def __init__(

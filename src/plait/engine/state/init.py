@@ -58,14 +58,11 @@ def initial_values(
     shapes: Mapping[int, tuple[int, ...]] | None = None,
     wanted: Container[int] | None = None,
 ) -> Iterator[tuple[nn.Parameter, Tensor]]:
-    """The initial value of every parameter that is still on meta, one module at a time.
+    """Every parameter on meta and its initial value, whole, which is valid until the next module comes.
 
     Args:
-        shapes: whole shapes, by ``id``, of parameters that hold a piece of themselves already.
+        shapes: whole shapes, by ``id``, of parameters that are cut already.
         wanted: the parameters, by ``id``, whose values are asked for; None: all. Modules without any are left out.
-
-    Yields:
-        The meta parameter and its value on the full shape, valid until the next module comes.
 
     Raises:
         ValueError: a parameter on meta that no initialiser writes.
@@ -136,11 +133,7 @@ def materialise(model: nn.Module, seed: int, device: torch.device, weights: Weig
 def give_values(
     whole: SourceModel, stages: Sequence[BuiltUnits], seed: int, device: torch.device, weights: Weights | None = None
 ) -> None:
-    """Read or draw the values of all parameters that are still on meta, and put real parameters in their places.
-
-    Raises:
-        ValueError: modules without values.
-    """
+    """Read or draw the values of all parameters that are still on meta, and put real parameters in their places."""
     wanted: dict[int, list[Unmaterialized]] = {}
     shapes: dict[int, tuple[int, ...]] = {}
     for stage in stages:

@@ -23,9 +23,9 @@ from rich.table import Table
 from plait.comm import Comm
 from plait.config import RunConfig, VerifyConfig
 from plait.core.additions import additions
-from plait.core.mesh import Mesh
 from plait.job.job import Job, make_job
 from plait.verify.compare import BITWISE, Finding, Measures, against_plain, against_tree
+from plait.verify.plain import run_plain
 from plait.verify.record import RankRecord, collect_records, record_run
 from plait.verify.reference import Record, run_reference
 
@@ -62,15 +62,9 @@ class Verdict:
         return "bitwise" if self.equal and self.bitwise else "equal" if self.equal else "different"
 
 
-def references(
-    job: Job, config: RunConfig, ranks: Sequence[RankRecord], run: Callable[..., Record] = run_reference
-) -> tuple[Record, Record]:
-    """The two single-process runs: the layout's own tree of additions, and one plain full batch per step.
-
-    The plain one multiplies as torch does, whoever makes the layout's products.
-    """
-    plain = run(job, Mesh(), 1, additions(config.row), config.steps, clip=config.clip, gemm="torch")
-    return replay(job, config, ranks, run), plain
+def references(job: Job, config: RunConfig, ranks: Sequence[RankRecord]) -> tuple[Record, Record]:
+    """The two single-process runs: the layout's own tree of additions, and one plain full batch per step."""
+    return replay(job, config, ranks), run_plain(job, config)
 
 
 def replay(
@@ -91,7 +85,7 @@ def judge(job: Job, config: RunConfig, ranks: Sequence[RankRecord], tree: Record
     return Verdict(
         f"{config.row.name} on {config.parsed_mesh}, microbatches per rank: {config.microbatches}",
         tuple(against_tree(ranks, tree, asked(config))),
-        tuple(against_plain(ranks, plain, _within_rounding(config), may_skip=job.dtype == torch.float16)),
+        tuple(against_plain(ranks, plain, _full_batch(config), may_skip=job.dtype == torch.float16)),
         tuple(difference for r in ranks for difference in r.ledger_differences),
         ranks[0].made.count(False),
         not any(ranks[0].made),
@@ -100,12 +94,12 @@ def judge(job: Job, config: RunConfig, ranks: Sequence[RankRecord], tree: Record
 
 def asked(config: RunConfig) -> Measures:
     """What the replay is held to: the same bits, unless the mesh has a tensor axis."""
-    return BITWISE if config.parsed_mesh.tensor == 1 else _within_rounding(config)
+    return BITWISE if config.parsed_mesh.tensor == 1 else _full_batch(config).of_split_products()
 
 
-def _within_rounding(config: RunConfig) -> Measures:
+def _full_batch(config: RunConfig) -> Measures:
     amplifies = config.optimizer_row.amplifies
-    return Measures.within_rounding(config.torch_dtype, config.lr, config.steps, amplifies=amplifies)
+    return Measures.full_batch(config.torch_dtype, config.lr, config.steps, amplifies=amplifies)
 
 
 def run_verify(config: VerifyConfig, comm: Comm) -> int:
@@ -149,7 +143,7 @@ def show(verdict: Verdict, console: Console, *, every_tensor: bool = False) -> N
     """Print the two comparisons and the verdict; ``every_tensor`` adds a line for each finding."""
     console.print(f"[bold]{verdict.layout}[/bold]")
     console.print(findings_table("against one process that adds in this layout's order", verdict.tree))
-    console.print(findings_table("against one process and one plain full-batch step", verdict.plain))
+    console.print(findings_table("against plain PyTorch, one full batch a step", verdict.plain))
     findings = (*verdict.tree, *verdict.plain)
     unequal = [finding for finding in findings if not finding.equal][:WORST]
     for finding in (*findings, *unequal) if every_tensor else unequal:

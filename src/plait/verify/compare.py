@@ -4,7 +4,7 @@ Errors are max|a - b| and max|a - b| / max|b|, tensor by tensor.  *Bitwise* mean
 
 Two comparisons are made.  Against the single process that replays the layout's own tree of additions, everything must
 be bitwise; a layout with a tensor axis splits matrix products, whose sums no replay can order, so tolerances apply.
-Against one plain full-batch step the additions differ, so the first step's losses, gradients and norm must agree within
+Against plain full-batch steps the additions differ, so the first step's loss, gradients and norm must agree within
 rounding.  Parameters after k steps are compared relative to lr * k, the distance that the optimizer can have moved
 them, because Adam turns the rounding noise of a gradient that should be zero into a full step.  Plain SGD does not
 amplify: its parameters must agree within rounding too.
@@ -29,7 +29,7 @@ TOLERANCES = {
     torch.bfloat16: (5e-2, 0.3, 2.0),
     torch.float16: (1e-2, 0.3, 2.0),
 }
-"""``rounding``, ``drift`` and ``steps`` (see ``Measures``) where an optimizer amplifies rounding."""
+"""``rounding``, ``drift`` and ``parameter`` (see ``Measures``) for an optimizer that amplifies rounding."""
 
 
 @dataclass(frozen=True)
@@ -38,25 +38,31 @@ class Measures:
 
     ``rounding`` bounds the first step's losses, gradients and norm, where only the order of additions differs;
     ``drift`` bounds later losses and norms and the optimizer's state, once rounding has become different steps.  Both
-    are relative to the tensor.  ``length`` is lr * k, and parameters may be ``steps`` of it apart; None for an
-    optimizer that does not amplify rounding.
+    are relative to the tensor.  ``parameter`` bounds the parameters, relative to ``length`` = lr * k, or to the tensor
+    where that is None.
     """
 
     rounding: float = 0.0
     drift: float = 0.0
-    steps: float = 0.0
+    parameter: float = 0.0
     length: float | None = None
 
     @classmethod
-    def within_rounding(cls, dtype: torch.dtype, lr: float, steps: int, *, amplifies: bool) -> Measures:
-        """For runs that add in different orders.
+    def full_batch(cls, dtype: torch.dtype, lr: float, steps: int, *, amplifies: bool) -> Measures:
+        """Against plain full-batch steps.
 
         Args:
             lr: the largest learning rate.
             amplifies: whether the optimizer normalises gradients (Adam), so that rounding noise becomes steps.
         """
         rounding, drift, apart = TOLERANCES[dtype]
-        return cls(rounding, drift, apart, lr * steps) if amplifies else cls(rounding, 10 * rounding)
+        return cls(rounding, drift, apart, lr * steps) if amplifies else cls(rounding, drift, rounding)
+
+    def of_split_products(self) -> Measures:
+        """Against the replay, where a layout splits products."""
+        if self.length is not None:
+            return self
+        return Measures(self.rounding, 10 * self.rounding, 10 * self.rounding)
 
 
 BITWISE = Measures()
@@ -167,8 +173,7 @@ def _against_tree(record: RankRecord, reference: Record, asked: Measures) -> Ite
     for name, value in record.parameters.items():
         whole = reference.parameters.get(name, reference.buffers.get(name))
         if whole is not None:
-            bound = asked.drift if asked.length is None else asked.steps
-            yield find("parameter", f"{name}, {at}", value, whole, bound, asked.length)
+            yield find("parameter", f"{name}, {at}", value, whole, asked.parameter, asked.length)
     for piece, state in record.state.items():
         for key, value in state.items():
             whole = reference.state[piece[0]].get(key, torch.empty(0)).reshape(-1)
@@ -229,30 +234,27 @@ def _cover(runs: Iterable[tuple[RankRecord, Piece]], name: str, numel: int) -> b
     return True
 
 
-def against_plain(ranks: Sequence[RankRecord], plain: Record, within: Measures, *, may_skip: bool) -> list[Finding]:
-    """The run against the plain one, in which each step is one full batch.
+def against_plain(ranks: Sequence[RankRecord], plain: Record, within: Measures, *, may_skip: bool) -> Iterator[Finding]:
+    """The run against plain full-batch steps.
 
-    Args:
-        may_skip: in fp16 one of them may have skipped another step (its scaled gradients were not finite): then only
-            the first loss can be compared.
+    ``may_skip``: in fp16 either may have skipped a step that the other made, because its scaled gradients were not
+    finite; then only the first loss can be compared.
     """
-    first, steps = ranks[0], min(len(plain.losses), len(ranks[0].losses))
-    skipped = may_skip and [bool(gradients) for gradients in plain.gradients] != first.made
-    findings = []
-    for step in range(1 if skipped else steps):
+    first = ranks[0]
+    apart = may_skip and [bool(gradients) for gradients in plain.gradients] != first.made
+    numbers = zip(first.losses, plain.losses, first.norms, plain.norms, strict=False)
+    for step, (loss, plain_loss, norm, plain_norm) in enumerate(numbers):
         bound = within.drift if step else within.rounding
-        findings.append(number("loss", f"step {step + 1}", first.losses[step], plain.losses[step], bound))
-        if not skipped:
-            findings.append(number("norm", f"step {step + 1}", first.norms[step], plain.norms[step], bound))
-    if skipped:
-        return findings
+        yield number("loss", f"step {step + 1}", loss, plain_loss, bound)
+        if apart:
+            return
+        yield number("norm", f"step {step + 1}", norm, plain_norm, bound)
     for record in ranks:
         for piece, ours in record.gradients[0].items() if record.gradients else ():
             whole = plain.gradients[0][piece[0]]
-            label, theirs = f"{_label(piece)}, step 1, rank {record.rank}", same_run(record, whole, piece)
-            findings.append(find("gradient", label, ours, theirs, within.rounding, whole=whole))
-    bound = within.rounding if within.length is None else within.steps
+            theirs = same_run(record, whole, piece)
+            label = f"{_label(piece)}, step 1, rank {record.rank}"
+            yield find("gradient", label, ours, theirs, within.rounding, whole=whole)
     for name, value in first.parameters.items():
         if name in plain.parameters:
-            findings.append(find("parameter", name, value, plain.parameters[name], bound, within.length))
-    return findings
+            yield find("parameter", name, value, plain.parameters[name], within.parameter, within.length)

@@ -85,7 +85,7 @@ def judge(job: Job, config: RunConfig, ranks: Sequence[RankRecord], tree: Record
     return Verdict(
         f"{config.row.name} on {config.parsed_mesh}, microbatches per rank: {config.microbatches}",
         tuple(against_tree(ranks, tree, asked(config))),
-        tuple(against_plain(ranks, plain, _within_rounding(config), may_skip=job.dtype == torch.float16)),
+        tuple(against_plain(ranks, plain, _full_batch(config), may_skip=job.dtype == torch.float16)),
         tuple(difference for r in ranks for difference in r.ledger_differences),
         ranks[0].made.count(False),
         not any(ranks[0].made),
@@ -94,12 +94,12 @@ def judge(job: Job, config: RunConfig, ranks: Sequence[RankRecord], tree: Record
 
 def asked(config: RunConfig) -> Measures:
     """What the replay is held to: the same bits, unless the mesh has a tensor axis."""
-    return BITWISE if config.parsed_mesh.tensor == 1 else _within_rounding(config)
+    return BITWISE if config.parsed_mesh.tensor == 1 else _full_batch(config).of_split_products()
 
 
-def _within_rounding(config: RunConfig) -> Measures:
+def _full_batch(config: RunConfig) -> Measures:
     amplifies = config.optimizer_row.amplifies
-    return Measures.within_rounding(config.torch_dtype, config.lr, config.steps, amplifies=amplifies)
+    return Measures.full_batch(config.torch_dtype, config.lr, config.steps, amplifies=amplifies)
 
 
 def run_verify(config: VerifyConfig, comm: Comm) -> int:

@@ -20,7 +20,7 @@ from plait.engine.data_parallel.build import SourceModel, build_units
 from plait.engine.data_parallel.flat_gradient import FlatGradient
 from plait.engine.data_parallel.wrap import automatic, wrap
 from plait.engine.forward.recompute import check_recompute
-from plait.engine.pipeline.stage import Stage
+from plait.engine.pipeline.stage import Stage, StageSettings
 from plait.engine.pipeline.stage_model import Chain, StageModel, chain_of, cut_off, parallel_of, stages_using
 from plait.engine.pipeline.tied_weights import TiedWeight
 from plait.engine.state.full import Directory
@@ -29,7 +29,7 @@ from plait.engine.state.weights import Weights
 from plait.schedule.partition import by_sizes, even
 from plait.schedule.pipeline import Pipeline
 from plait.tensor_parallel import Parallel, parallel_plan
-from plait.tensor_parallel.gemm import Gemm, find_gemm
+from plait.tensor_parallel.gemm import find_gemm
 
 BeforeForward = Callable[[Sequence[Any], dict[str, Any]], None]
 
@@ -122,30 +122,20 @@ def build_stages(
         parts = {s: StageModel.part(model, chain, split[s], taken) for s in range(count) if owner[s] == here}
         if units is not None:
             wrap(model, units)  # refuses names that are nowhere
-    stages = lay_stages(
-        whole, parts, count, comm, parallelism, parallel, gemm, seed, pipeline.splits_backward, before_forward, weights
-    )
+    settings = StageSettings(whole, comm, parallelism, gemm, count, seed, pipeline.splits_backward, before_forward)
+    stages = lay_stages(settings, parts, parallel, weights)
     if count > 1:
         cut_off(model, list(parts.values()))
     return Built(stages, edges, directory, chain, tuple(map(len, split)), parallel)
 
 
 def lay_stages(
-    whole: SourceModel,
-    parts: Mapping[int, StageModel],
-    count: int,
-    comm: Comm,
-    parallelism: Parallelism,
-    parallel: Parallel,
-    gemm: Gemm,
-    seed: int,
-    split_backward: bool = False,
-    before_forward: BeforeForward = lambda args, kwargs: None,
-    weights: Weights | None = None,
+    settings: StageSettings, parts: Mapping[int, StageModel], parallel: Parallel, weights: Weights | None = None
 ) -> dict[int, Stage]:
-    """Stages of these parts, of ``count`` in all, with their units laid and their values drawn or read."""
-    resting: dict[int, dict[int, str]] = {s: {} for s in parts}
-    plans = {s: parallel_of(parallel, part, last=s == count - 1) for s, part in parts.items()}
+    """The stages of these parts, by number, with their units laid and their values drawn or read."""
+    whole, comm, parallelism = settings.whole, settings.comm, settings.parallelism
+    resting: dict[int, str] = {}
+    plans = {s: parallel_of(parallel, part, last=s == settings.count - 1) for s, part in parts.items()}
     laid = {}
     for s, part in parts.items():
         modules = dict(part.model.named_modules())
@@ -157,28 +147,11 @@ def lay_stages(
             parallelism.strategy,
             names=None if parallelism.units is None else [name for name in parallelism.units if name in modules],
             cut=parallelism.cut,
-            resting=resting[s],
+            resting=resting,
             parallel=plans[s],
         )
-    give_values(whole, list(laid.values()), seed, comm.device, weights)
-    stages = {
-        s: Stage(
-            part,
-            whole,
-            s,
-            count,
-            comm,
-            laid[s].units,
-            resting[s],
-            parallelism,
-            parallel=plans[s],
-            gemm=gemm,
-            seed=seed,
-            split_backward=split_backward,
-            before_root=before_forward,
-        )
-        for s, part in parts.items()
-    }
+    give_values(whole, list(laid.values()), settings.seed, comm.device, weights)
+    stages = {s: Stage(settings, s, part, plans[s], laid[s].units, resting) for s, part in parts.items()}
     for stage in stages.values():
         stage.unsharding.beside([peer.unsharding for peer in stages.values()])
     return stages

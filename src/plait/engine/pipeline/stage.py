@@ -48,6 +48,24 @@ from plait.tensor_parallel.gemm import TORCH, Gemm
 LossFn = Callable[[nn.Module, Any], Tensor]
 
 
+@dataclass(frozen=True)
+class StageSettings:
+    """What the stages of a model have in common."""
+
+    whole: SourceModel
+    """From which they were cut."""
+    comm: Comm
+    parallelism: Parallelism
+    gemm: Gemm
+    count: int
+    """Of all stages."""
+    seed: int = 0
+    split_backward: bool = False
+    """Weight gradients are made in passes of their own."""
+    before_root: Callable[[Any, dict[str, Any]], None] = lambda args, kwargs: None
+    """Called with the model's arguments before each forward (see ``Unsharding``)."""
+
+
 @dataclass
 class Flight:
     """A microbatch between its forward and its backward, or the weight part of one in two."""
@@ -67,64 +85,51 @@ class Flight:
 
 
 class Stage:
-    """A stage, built from its part of the model.
+    """A stage, built from its part of the model, whose parameters are laid in units already.
 
     Args:
-        part: whose parameters are laid in ``units`` already.
-        whole: the model that it was cut from.
-        resting: the names, by ``id``, of parameters that are at rest; kept up to date by the units.
-        parallelism: the layout of the whole model.
         parallel: how tensor parallelism cuts this part.
-        split_backward: weight gradients are made in passes of their own.
-        before_root: called with the model's arguments before each forward (see ``Unsharding``).
+        resting: the names, by ``id``, of parameters that are at rest; kept up to date by the units.
     """
 
     def __init__(
         self,
-        part: StageModel,
-        whole: SourceModel,
+        settings: StageSettings,
         number: int,
-        count: int,
-        comm: Comm,
+        part: StageModel,
+        parallel: Parallel,
         units: list[Unit],
         resting: Mapping[int, str],
-        parallelism: Parallelism,
-        *,
-        parallel: Parallel,
-        gemm: Gemm,
-        seed: int,
-        split_backward: bool,
-        before_root: Callable[[Any, dict[str, Any]], None],
     ) -> None:
-        self.model, self.comm, self.units = part.model, comm, units
-        self.number, self.count, self.last = number, count, number == count - 1
-        self.parallelism, self.parallel = parallelism, parallel
+        self.model, self.comm, self.units, self.parallel = part.model, settings.comm, units, parallel
+        self.number, self.count, self.last = number, settings.count, number == settings.count - 1
+        parallelism = settings.parallelism
         self.current = CurrentForward()
-        self.axis = StageAxis(comm, self.current, sequence=parallelism.sequence_parallel, gemm=gemm)
+        self.axis = StageAxis(self.comm, self.current, sequence=parallelism.sequence_parallel, gemm=settings.gemm)
         self.weight_grads: WeightGrads | None = None
-        handlers = self._handlers(resting, gemm, seed, split_backward=split_backward)
-        self.interceptor = Interceptor(self.current, handlers)
+        self.interceptor = Interceptor(self.current, self._handlers(settings, resting))
         self.interceptor.follow(self.model, part.sites, every=bool(parallel.styles))
-        self.unsharding = Unsharding(self.model, self.units, parallelism.prefetch, self.current, before_root)
+        self.unsharding = Unsharding(self.model, self.units, parallelism.prefetch, self.current, settings.before_root)
         self.boundary = StageBoundary(part, number, self.current, last=self.last)
         names = [unit.name for unit in self.units if unit.module is not self.model]
         self.blocks = blocks_of(self.model, names) if parallelism.recompute == "full" else []
         """The modules whose forward runs again in the backward."""
         for name in self.blocks:
             run_twice(self.model, name, self.interceptor, parallel, sequence=self.axis.sequence)
-        self.gradients = Gradients(self.unsharding, comm)
+        self.gradients = Gradients(self.unsharding, self.comm)
         self.guard = ModelFingerprint(self.model)
         self.flights: dict[int, Flight] = {}
         self._lengths: dict[Signature, int] = {}
-        originals = dict(whole.model.named_modules())
+        originals = dict(settings.whole.model.named_modules())
         self._twins = [(m, originals[n]) for n, m in self.model.named_modules() if originals.get(n, m) is not m]
         """Copied modules and those of the user's model, whose mode they follow."""
         if self.interceptor.left_alone is not None:
             self.interceptor.left_alone.remember()
 
-    def _handlers(self, resting: Mapping[int, str], gemm: Gemm, seed: int, *, split_backward: bool) -> list[Handler]:
+    def _handlers(self, settings: StageSettings, resting: Mapping[int, str]) -> list[Handler]:
         """The handlers that this run needs, in the order of ``interceptor``."""
-        current, parameters, recompute = self.current, list(parameters_of(self.units)), self.parallelism.recompute
+        current, parameters = self.current, list(parameters_of(self.units))
+        gemm, recompute = settings.gemm, settings.parallelism.recompute
         handlers: list[Handler] = []
         if recompute == "selective":
             attention = AttentionRecompute(current)
@@ -135,7 +140,7 @@ class Stage:
         staged = {id(p) for _, p, _, _ in parameters} if self.last and self.count > 1 else set()
         if split or staged:
             handlers.append(AtRestCheck(current, split, staged, resting))
-        if split_backward:
+        if settings.split_backward:
             self.weight_grads = WeightGrads(current, [p for _, p, flat, _ in parameters if flat.trainable], gemm)
         slice_of = None
         if self.parallel.styles:
@@ -147,7 +152,7 @@ class Stage:
             handlers.append(self.weight_grads)
         if gemm is not TORCH:
             handlers.append(GemmHandler(gemm, current))
-        handlers.append(DropoutRNG(seed, current, slice_of=slice_of, recomputes=recompute is not None))
+        handlers.append(DropoutRNG(settings.seed, current, slice_of=slice_of, recomputes=recompute is not None))
         return handlers
 
     def begin_step(self) -> None:

@@ -70,8 +70,6 @@ class Unit:
         """Nothing reads the unit's parameters once they have their gradients: autograd makes a weight's gradient in the
         same node as that of its input.  Frozen and borrowed parameters may be read later."""
 
-    # ---- transitions --------------------------------------------------------------------------------------------
-
     def unshard(self, phase: str, microbatch: int) -> None:
         """Start to gather the parameters, from what is kept or lies at rest."""
         assert self.state is State.SHARDED, f"unit {self.name!r} is {self.state.value}"

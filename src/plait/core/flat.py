@@ -108,7 +108,7 @@ class FlatLayout:
         return self.bounds[index * step], self.bounds[(index + 1) * step]
 
     def runs(self, start: int, stop: int) -> tuple[Run, ...]:
-        """What the elements ``start..stop`` hold: one run per parameter that has any there."""
+        """The runs in the elements ``start..stop``: one per parameter that has any there."""
         found = []
         for slot in self.slots:
             low, high = max(slot.offset, start), min(slot.end, stop)
@@ -152,7 +152,7 @@ def lay(
 def _balance(starts: Sequence[int], loads: Sequence[float]) -> tuple[int, ...]:
     """Boundaries, each one of ``starts``, that keep the largest ``load + piece`` as small as possible.
 
-    ``best[s]`` is the smallest possible maximum when the pieces so far hold what lies before ``starts[s]``.
+    ``best[s]`` is the smallest possible maximum when the pieces so far have what lies before ``starts[s]``.
     """
     best = [0 if s == 0 else math.inf for s in range(len(starts))]
     choices: list[list[int]] = []
@@ -215,4 +215,4 @@ class UnitLayout:
     uses: int = 1
     """Gathers of one forward pass: 1, and one more for every other unit that reads a parameter laid here (tied)."""
     summed: tuple[bool, ...] = ()
-    """Which flats hold gradients that are pending over the tensor axis; none where it is empty."""
+    """Which flats have gradients that are pending over the tensor axis; none where it is empty."""

@@ -124,7 +124,7 @@ def extent(region: Region) -> tuple[int, ...]:
 
 
 def region(layout: Layout, shape: tuple[int, ...], mesh: Mesh, rank: int) -> Region:
-    """The box of a tensor of this shape that a rank holds; ValueError for a layout of another number of dims."""
+    """The box of a tensor of this shape that a rank has; ValueError for a layout of another number of dims."""
     if len(layout.dims) != len(shape):
         raise ValueError(
             f"layout '{layout}' has {len(layout.dims)} dims, the shape {tuple(shape)} has {len(shape)}: "

@@ -51,7 +51,7 @@ class TensorCut:
                 )
 
     def ranges(self, index: int) -> tuple[tuple[int, int], ...]:
-        """What rank ``index`` holds along ``dim``: one run per part, in global coordinates."""
+        """What rank ``index`` has along ``dim``: one run per part, in global coordinates."""
         runs, base = [], 0
         for size in self.parts:
             start, stop = part(size // self.grain, self.ways, index)
@@ -60,12 +60,12 @@ class TensorCut:
         return tuple(runs)
 
     def local_shape(self, index: int) -> tuple[int, ...]:
-        """The shape of what rank ``index`` holds."""
+        """The shape of what rank ``index`` has."""
         size = sum(stop - start for start, stop in self.ranges(index))
         return (*self.shape[: self.dim], size, *self.shape[self.dim + 1 :])
 
     def regions(self, index: int, rows: tuple[int, int]) -> tuple[Region, ...]:
-        """Where rows of what rank ``index`` holds lie in the whole parameter: blocks, end to end along ``dim``."""
+        """Where rows of what rank ``index`` has lie in the whole parameter: blocks, end to end along ``dim``."""
         blocks, base = [], 0
         for start, stop in self.ranges(index):
             block = [rows, *((0, size) for size in self.shape[1:])]

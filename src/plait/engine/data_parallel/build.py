@@ -3,7 +3,7 @@
     model ── wrap ──► units ── by dtype, training, sums ──► flat layouts ──► buffers, pieces of what has values
                                                                               └─ what is on meta comes later
 
-Parameters on the meta device get their values afterwards (see ``engine.state.init``), so that a rank never holds more
+Parameters on the meta device get their values afterwards (see ``engine.state.init``), so that a rank never has more
 than its pieces and one module.
 """
 
@@ -72,7 +72,7 @@ def build_units(
     parallel: Parallel,
     resting: dict[int, str],
 ) -> BuiltUnits:
-    """Cut a stage into units whose flat buffers hold this rank's pieces of what has values.
+    """Cut a stage into units whose flat buffers have this rank's pieces of what has values.
 
     Args:
         origin: by ``id`` of a parameter of the stage, the whole model's.

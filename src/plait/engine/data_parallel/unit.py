@@ -112,7 +112,7 @@ class Unit:
             flat.kept = None
 
     def publish(self) -> list[Work]:
-        """After an update: start to bring the updated pieces to everyone who holds them at rest."""
+        """After an update: start to bring the updated pieces to everyone who has them at rest."""
         note = Note("publish", self.name)
         return [work for flat in self.flats if flat.trainable for work in flat.publish(note)]
 

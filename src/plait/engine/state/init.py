@@ -1,9 +1,9 @@
-"""Initial weights that no layout changes, on ranks that never hold the model.
+"""Initial weights that no layout changes, on ranks that never have the whole model.
 
 ``empty_parameters()`` builds a model whose parameters are on the meta device (shapes without memory) while buffers are
 computed for real.  ``initial_values`` then walks the modules once: each draws its own parameters, on their full shapes,
 by its own initialiser, from a stream that depends on (seed, module name) alone.  The caller keeps its pieces and drops
-the rest before the next module comes, so that a rank never holds more than its pieces and one module.
+the rest before the next module comes, so that a rank never has more than its pieces and one module.
 
 A module's initialiser is what building the model runs on it: its ``reset_parameters()``, then, for the module and for
 each module around it, the ``_init_weights(module)`` that Hugging Face's models have.  All other modules are on meta

@@ -21,7 +21,7 @@ from plait.engine.data_parallel.flat_gradient import FlatGradient
 from plait.engine.data_parallel.wrap import automatic, wrap
 from plait.engine.forward.recompute import check_recompute
 from plait.engine.pipeline.stage import Stage, StageSettings
-from plait.engine.pipeline.stage_model import Chain, StageModel, chain_of, cut_off, parallel_of, stages_using
+from plait.engine.pipeline.stage_model import Chain, StageModel, Uses, chain_of, cut_off, parallel_of, stages_using
 from plait.engine.pipeline.tied_weights import TiedWeight
 from plait.engine.state.full import Directory
 from plait.engine.state.init import give_values
@@ -114,7 +114,8 @@ def build_stages(
         chain = chain_of(model)
         split = split_of(chain, count, sizes)
         using = stages_using(model, chain, split)
-        directory = Directory.of(model, _homes(model, chain, split, owner, using))
+        homes = _homes(model, chain, split, using)
+        directory = Directory.of(model, {name: owner[stage] for name, stage in homes.items()})
         edges = _edges(model, chain, split, using)
         whole = SourceModel(model, names, frozenset(key for key, stages in using.items() if len(stages) > 1))
         here = comm.mesh.coordinates(comm.rank)["pipe"]
@@ -157,9 +158,7 @@ def lay_stages(
     return stages
 
 
-def _edges(
-    model: nn.Module, chain: Chain, split: Sequence[range], using: Mapping[int, tuple[int, ...]]
-) -> tuple[TiedWeight, ...]:
+def _edges(model: nn.Module, chain: Chain, split: Sequence[range], using: Uses) -> tuple[TiedWeight, ...]:
     names: dict[nn.Parameter, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(parameter, []).append(name)
@@ -173,17 +172,11 @@ def _edges(
     return tuple(edges)
 
 
-def _homes(
-    model: nn.Module,
-    chain: Chain,
-    split: Sequence[range],
-    owner: Mapping[int, int],
-    using: Mapping[int, tuple[int, ...]],
-) -> dict[str, int]:
-    """The pipe coordinate that has a parameter (of a tied one: the first) or a buffer."""
-    stage_of = {chain[i]: stage for stage, links in enumerate(split) for i in links}
+def _homes(model: nn.Module, chain: Chain, split: Sequence[range], using: Uses) -> dict[str, int]:
+    """The stage that has a parameter (of a tied one: the first) or a buffer."""
+    stage_of = {f"{chain[i]}.": stage for stage, links in enumerate(split) for i in links}
     homes = {}
     for name, value in model.state_dict(keep_vars=True).items():
-        inside = [stage for link, stage in stage_of.items() if name.startswith(link + ".")]
-        homes[name] = owner[using[id(value)][0] if id(value) in using else min(inside, default=0)]
+        inside = [stage for link, stage in stage_of.items() if name.startswith(link)]
+        homes[name] = using[id(value)][0] if id(value) in using else min(inside, default=0)
     return homes

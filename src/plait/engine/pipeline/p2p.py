@@ -47,7 +47,6 @@ Boundary = tuple[int, Signature]
 
 
 def signature_of(batch: Any) -> Signature:
-    """The shapes on which the shapes of activations depend."""
     return tuple(tuple(leaf.shape) for leaf in tree_leaves(batch) if isinstance(leaf, Tensor))
 
 
@@ -119,22 +118,19 @@ class PipelineP2P:
     def start(self, action: Action) -> None:
         """Start a message, and those joined with it."""
         for part in action.parts:
-            message = self._message(part)
-            if part.kind in (Kind.SEND_F, Kind.SEND_B):
+            source, target = ends(part)
+            way, sends = ("F" if source < target else "B"), part.kind in (Kind.SEND_F, Kind.SEND_B)
+            message = _Message(
+                (way, target, part.microbatch),
+                (min(source, target), self.signatures[part.microbatch]),
+                self.rank_of[target if sends else source],
+                Note(ACTIVATION if way == "F" else GRADIENT, f"stage {source}", part.microbatch),
+            )
+            if sends:
                 self._send(message)
             else:
                 self._unposted[message.peer].append(message)
                 self._post(message.peer)
-
-    def _message(self, part: Action) -> _Message:
-        source, target = ends(part)
-        way, sends = ("F" if source < target else "B"), part.kind in (Kind.SEND_F, Kind.SEND_B)
-        return _Message(
-            (way, target, part.microbatch),
-            (min(source, target), self.signatures[part.microbatch]),
-            self.rank_of[target if sends else source],
-            Note(ACTIVATION if way == "F" else GRADIENT, f"stage {source}", part.microbatch),
-        )
 
     def _send(self, message: _Message) -> None:
         tensor, works = self._made.pop(message.key).contiguous(), []
@@ -153,13 +149,6 @@ class PipelineP2P:
             tensor = torch.empty(shape, dtype=dtype, device=self.comm.device)
             self._coming[message.key] = tensor, self.comm.recv(tensor, peer, message.note)
 
-    def _learn(self, message: _Message) -> None:
-        """Wait for the header ahead of a message, unless a pass of this rank has shown its shape meanwhile."""
-        if message.boundary not in self._shapes:
-            header = empty_header(self.comm.device)
-            self.comm.recv(header, message.peer, message.header_note).wait()
-            self._shapes[message.boundary] = shape_in(header)
-
     def get(self, way: str, stage: int, microbatch: int) -> Tensor:
         """Wait for what a stage needs from its neighbour."""
         key = (way, stage, microbatch)
@@ -167,7 +156,11 @@ class PipelineP2P:
             return self._made.pop(key)
         peer = self.rank_of[stage - 1 if way == "F" else stage + 1]
         while key not in self._coming:
-            self._learn(self._unposted[peer][0])
+            first = self._unposted[peer][0]
+            if first.boundary not in self._shapes:  # and no pass of this rank has shown the shape meanwhile
+                header = empty_header(self.comm.device)
+                self.comm.recv(header, peer, first.header_note).wait()
+                self._shapes[first.boundary] = shape_in(header)
             self._post(peer)
         tensor, work = self._coming.pop(key)
         work.wait()

@@ -49,24 +49,20 @@ class EventLog:
     def __init__(self, comm: Comm) -> None:
         self.comm = comm
         self._steps: deque[list[tuple[Action, float, float, list[Wait]]]] = deque(maxlen=RECORDED)
-        self._waits: list[Wait] = []
 
     @property
     def steps(self) -> tuple[tuple[Event, ...], ...]:
         """The steps, each with the zero of time at its own beginning; waits get their names here, outside of a step."""
         return tuple(tuple(_event(step[0][1], *recorded) for recorded in step) for step in self._steps if step)
 
-    def _waited(self, operation: Operation, start: float, end: float) -> None:
-        self._waits.append((start, end, operation))
-
     def run(self, line: Line, handlers: Handlers) -> None:
         """Carry out a rank's actions in order; the clock starts now."""
         step: list[tuple[Action, float, float, list[Wait]]] = []
-        self.comm.on_wait = self._waited
+        waits: list[Wait] = []
+        self.comm.on_wait = lambda operation, start, end: waits.append((start, end, operation))
         try:
             for action in line:
-                waits: list[Wait] = []
-                self._waits = waits
+                waits = []
                 start = time.perf_counter()
                 handlers[action.kind](action)
                 step.append((action, start, time.perf_counter(), waits))

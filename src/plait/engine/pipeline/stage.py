@@ -123,8 +123,7 @@ class Stage:
         originals = dict(settings.whole.model.named_modules())
         self._twins = [(m, originals[n]) for n, m in self.model.named_modules() if originals.get(n, m) is not m]
         """Copied modules and those of the user's model, whose mode they follow."""
-        if self.interceptor.left_alone is not None:
-            self.interceptor.left_alone.remember()
+        self.interceptor.remember()
 
     def _handlers(self, settings: StageSettings, resting: Mapping[int, str]) -> list[Handler]:
         """The handlers that this run needs, in the order of ``interceptor``."""

@@ -24,6 +24,9 @@ from plait.tensor_parallel import Parallel
 Chain = tuple[str, ...]
 """The links of a model, by module name, in the order in which they run."""
 
+Uses = Mapping[int, tuple[int, ...]]
+"""Which stages use each parameter of the whole model, by its ``id``, in order."""
+
 
 class ForeignLayer(nn.Module):
     """In the place of a link that another stage owns; what it returns is decided by the ``StageBoundary``.
@@ -240,8 +243,7 @@ def cut_off(model: nn.Module, parts: Sequence[StageModel]) -> None:
     model.register_state_dict_pre_hook(refuse)
 
 
-def stages_using(model: nn.Module, chain: Chain, split: Sequence[range]) -> dict[int, tuple[int, ...]]:
-    """Which stages use each parameter of the whole model, by its ``id``, in order."""
+def stages_using(model: nn.Module, chain: Chain, split: Sequence[range]) -> Uses:
     modules = dict(model.named_modules(remove_duplicate=False))
     inside = [{id(p) for i in links for p in modules[chain[i]].parameters()} for links in split]
     return {id(p): tuple(s for s, ids in enumerate(inside) if id(p) in ids) for p in model.parameters()}

@@ -22,13 +22,8 @@ from plait.engine.forward.interceptor import Function, Handler, read_among
 
 
 class AtRestCheck(Handler):
-    """Watches who reads parameters; changes nothing.
-
-    Args:
-        split: the parameters of split units, by ``id``.
-        staged: the parameters of a stage, which ``loss_fn`` may not read itself: it runs on one stage of several.
-        resting: the names, by ``id``, of parameters whose values are not here now; kept up to date by the units.
-    """
+    """Watches who reads parameters, by ``id``: those of ``split`` units, and in ``loss_fn`` those that are ``staged``,
+    for it runs on one stage of several.  ``resting`` has the names of those whose values are not here now."""
 
     def __init__(self, current: CurrentForward, split: set[int], staged: set[int], resting: Mapping[int, str]) -> None:
         self.current, self.split, self.staged, self.resting = current, split, staged, resting

@@ -258,11 +258,8 @@ class TensorParallel(Handler):
     # ---- dropout ------------------------------------------------------------------------------------------------
 
     def slice_of(self, name: str, shape: Sequence[int]) -> Slice | None:
-        """Which slice of its whole activation a module that draws dropout has; None: the whole.
-
-        Raises:
-            ValueError: a module whose activation is cut in a way that the plan does not say.
-        """
+        """Which slice of its whole activation a module that draws dropout has; None: the whole.  ValueError where the
+        plan does not say how it is cut."""
         style, cut = self.parallel.styles.get(name), self.current.context.cut
         kind = style.kind if style and style.kind not in ("enter", "split") else ""
         if not kind and cut.width:  # between a column and a row

@@ -50,13 +50,8 @@ class WeightGrads(Handler):
     def weigh(self, stand_ins: dict[int, Tensor]) -> None:
         """The weight part: make the gradients and give them to the parameters, those used last first.
 
-        Reads no parameter's values.  A parameter that got no gradient in the input part gets none.
-
-        Args:
-            stand_ins: of the microbatch's context; by ``id`` of the parameter, in the order of first use. Emptied.
-
-        Raises:
-            ValueError: activations that were written to since.
+        It empties ``stand_ins``, those of the microbatch's context, and reads no parameter's values.  A parameter that
+        got no gradient in the input part gets none.  ValueError where activations were written to since.
         """
         nodes = []
         with torch._C.DisableTorchFunction(), torch.enable_grad(), torch.autograd.set_multithreading_enabled(False):

@@ -47,10 +47,8 @@ class NotHere(Tensor):
 
 
 class Received(torch.autograd.Function):
-    """What came from the stage before, as a tensor of the graph, which the model may write to in place.
-
-    Its gradient goes to the ``BoundaryState``; the dummy that is differentiated gets none.
-    """
+    """What came from the stage before, as a tensor of the graph, which the model may write to in place.  Its gradient
+    goes to the ``BoundaryState``; the dummy that is differentiated gets none."""
 
     @staticmethod
     def forward(ctx: Any, dummy: Tensor, boundary: BoundaryState, holder: list[Tensor]) -> Tensor:
@@ -88,11 +86,8 @@ class BoundaryState:
         return stream.as_subclass(NotHere)
 
     def enter(self) -> Tensor:
-        """For the last foreign layer; what was received is the model's from here on.
-
-        Raises:
-            ValueError: code before has written to it in place.
-        """
+        """For the last foreign layer; what was received is the model's from here on.  ValueError if code before wrote
+        to it."""
         received, self._received = self._received, None
         if received is None:
             raise ValueError("a link of the pipeline ran twice, or loss_fn called the model twice: once is right")
@@ -117,13 +112,8 @@ class BoundaryState:
 
 
 class StageBoundary:
-    """The links of a stage's model, told when they run.
-
-    Args:
-        part: what the stage has of the model; the links of others are foreign layers.
-        number: of the stage.
-        last: whether it is the last stage, where calls run to their end.
-    """
+    """The links of a stage's model, told when they run; those of other stages are foreign layers.  On the ``last``
+    stage calls run to their end."""
 
     def __init__(self, part: StageModel, number: int, current: CurrentForward, *, last: bool) -> None:
         self.number, self.current, self.last = number, current, last
@@ -139,11 +129,7 @@ class StageBoundary:
             link.register_forward_hook(self._after_link)
 
     def _reached(self, module: nn.Module) -> BoundaryState:
-        """The boundary of the forward that has come to a link, which must be the next one.
-
-        Raises:
-            ValueError: another link than the next.
-        """
+        """The boundary of the forward that has come to a link, which must be the next one (else ValueError)."""
         boundary: BoundaryState | None = self.current.context.boundary
         if boundary is None:
             raise ValueError(f"stage {self.number} has only some links of the model: train it by engine.step")

@@ -62,11 +62,7 @@ class Built:
 
 
 def split_of(chain: Chain, num_stages: int, sizes: Sequence[int] | None) -> tuple[range, ...]:
-    """The links of each stage: equally many, or as many as a user says.
-
-    Raises:
-        ValueError: more stages than links, or sizes that do not fit.
-    """
+    """The links of each stage, equally many or as many as ``sizes`` says; ValueError where that does not fit."""
     try:
         if sizes is None:
             return even(len(chain), num_stages)

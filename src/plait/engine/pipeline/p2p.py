@@ -50,6 +50,10 @@ def signature_of(batch: Any) -> Signature:
     return tuple(tuple(leaf.shape) for leaf in tree_leaves(batch) if isinstance(leaf, Tensor))
 
 
+HEADER = "setup"
+"""The phase of headers, which no step's prediction has."""
+
+
 class _Message(NamedTuple):
     """A hand-over between two ranks, as either of them sees it."""
 
@@ -57,11 +61,6 @@ class _Message(NamedTuple):
     boundary: Boundary
     peer: int
     note: Note
-
-    @property
-    def header_note(self) -> Note:
-        """For the header ahead of it, which is in no step's prediction."""
-        return replace(self.note, phase="setup")
 
 
 class PipelineP2P:
@@ -99,10 +98,7 @@ class PipelineP2P:
 
     def put(self, way: str, stage: int, microbatch: int, tensor: Tensor) -> None:
         """What a stage made for its neighbour: an activation (F) for the next, a gradient (B) for the one before.
-
-        Raises:
-            ValueError: another shape than before for a batch of the same shapes.
-        """
+        ValueError where its shape is another than before for a batch of the same shapes."""
         target = stage + (1 if way == "F" else -1)
         boundary = min(stage, target), self.signatures[microbatch]
         (shape, dtype) = made = tuple(tensor.shape), tensor.dtype
@@ -135,7 +131,8 @@ class PipelineP2P:
     def _send(self, message: _Message) -> None:
         tensor, works = self._made.pop(message.key).contiguous(), []
         if message.key[0] == "F" and message.boundary not in self._announced:
-            works.append(self.comm.send(header_of(tensor, self.comm.device), message.peer, message.header_note))
+            note = replace(message.note, phase=HEADER)
+            works.append(self.comm.send(header_of(tensor, self.comm.device), message.peer, note))
             self._announced.add(message.boundary)
         works.append(self.comm.send(tensor, message.peer, message.note))
         self._going[message.key] = works
@@ -159,7 +156,7 @@ class PipelineP2P:
             first = self._unposted[peer][0]
             if first.boundary not in self._shapes:  # and no pass of this rank has shown the shape meanwhile
                 header = empty_header(self.comm.device)
-                self.comm.recv(header, peer, first.header_note).wait()
+                self.comm.recv(header, peer, replace(first.note, phase=HEADER)).wait()
                 self._shapes[first.boundary] = shape_in(header)
             self._post(peer)
         tensor, work = self._coming.pop(key)

@@ -76,13 +76,6 @@ class Flight:
     output: GradientEdge | Tensor | None = None
     """What the backward starts from; None where nothing before it trains."""
 
-    def differentiate(self, gradient: Tensor) -> None:
-        """Run the backward, and let the graph go."""
-        if self.output is not None:
-            with torch.autograd.set_multithreading_enabled(False):
-                torch.autograd.backward(self.output, gradient)
-            self.output = None
-
 
 class Stage:
     """A stage, built from its part of the model, whose parameters are laid in units already.
@@ -186,9 +179,7 @@ class Stage:
     ) -> Tensor:
         """What goes to the next stage, or from the last stage the loss; detached.
 
-        Args:
-            received: what came from the stage before; None on the first stage.
-            split: its backward comes in two parts.
+        ``received`` comes from the stage before, if there is one; ``split``: the backward comes in two parts.
         """
         boundary = BoundaryState(received)
         self.unsharding.begin_forward(microbatch, split=split)
@@ -208,21 +199,13 @@ class Stage:
         return output
 
     def begin_alone(self, position: RNGPosition, microbatch: int | None = None) -> None:
-        """A forward of a user's own loop begins.
-
-        Args:
-            microbatch: its number for the ledger; None: that of the one before.
-        """
+        """A forward of a user's own loop begins; without a ``microbatch`` for the ledger it goes under the one
+        before."""
         number = self.current.context.microbatch if microbatch is None else microbatch
         self.current.begin(position, microbatch=number)
 
     def _call(self, boundary: BoundaryState, loss_fn: LossFn, batch: Any) -> Tensor:
-        """The user's function on this stage: the loss, or what the stage's last link returned.
-
-        Raises:
-            ValueError: a loss that is no scalar, or is made of what another stage has; a function that did not call
-                the model.
-        """
+        """The user's function on this stage: the loss, or what the stage's last link returned."""
         if self.axis.sequence and boundary.length is not None:
             boundary.whole_length = self._whole_length(signature_of(batch), boundary.length)
             self.current.replace(length=boundary.whole_length)
@@ -252,31 +235,31 @@ class Stage:
 
     def backward(self, microbatch: int, gradient: Tensor, *, last: bool) -> Tensor | None:
         """A full backward from the gradient of the output: the weights' gradients, and that of what was received.
-
-        Args:
-            last: whether it is the last of the step on this stage.
-        """
-        flight = self._resume(microbatch)
-        self._backward(microbatch, flight, gradient, last=last)
-        return flight.boundary.take_gradient()
+        ``last``: no other of the step comes on this stage."""
+        return self._differentiate(microbatch, self._resume(microbatch), gradient, last=last)
 
     def backward_from(self, loss: Tensor, seed: float) -> None:
         """The backward of a forward that a user's own loop made; ``seed`` is the gradient of the loss."""
         flight = Flight(self.current.context, BoundaryState(None), loss)
-        self._backward(None, flight, torch.full_like(loss, seed), last=False)
-
-    def _backward(self, microbatch: int | None, flight: Flight, gradient: Tensor, *, last: bool) -> None:
-        self.unsharding.begin_backward(microbatch)
-        self.gradients.begin_microbatch(last=last)
-        flight.differentiate(gradient)
-        self.gradients.end_microbatch()
-        self.unsharding.end_backward()
+        self._differentiate(None, flight, torch.full_like(loss, seed))
 
     def input(self, microbatch: int, gradient: Tensor) -> Tensor | None:
         """The input part of a backward: the gradient of what was received."""
-        flight = self._resume(microbatch, over=False)
-        self.unsharding.begin_backward(microbatch, split=True)
-        flight.differentiate(gradient)
+        return self._differentiate(microbatch, self._resume(microbatch, over=False), gradient, split=True)
+
+    def _differentiate(
+        self, microbatch: int | None, flight: Flight, gradient: Tensor, *, last: bool = False, split: bool = False
+    ) -> Tensor | None:
+        """Run the backward, or with ``split`` its input part, which sums nothing; and let the graph go."""
+        self.unsharding.begin_backward(microbatch, split=split)
+        if not split:
+            self.gradients.begin_microbatch(last=last)
+        if flight.output is not None:
+            with torch.autograd.set_multithreading_enabled(False):
+                torch.autograd.backward(flight.output, gradient)
+            flight.output = None
+        if not split:
+            self.gradients.end_microbatch()
         self.unsharding.end_backward()
         return flight.boundary.take_gradient()
 
@@ -290,11 +273,7 @@ class Stage:
         self.gradients.end_microbatch()
 
     def _resume(self, microbatch: int, *, over: bool = True) -> Flight:
-        """A microbatch comes back for its backward, or for a part of it; ``over``: for the last time.
-
-        Raises:
-            ValueError: no forward of it waits for a backward.
-        """
+        """A microbatch comes back for its backward, or for a part of it; ``over``: for the last time."""
         if microbatch not in self.flights:
             raise ValueError(
                 f"microbatch {microbatch} has no forward behind it on stage {self.number} (those that have: "
@@ -305,10 +284,8 @@ class Stage:
         return flight
 
     def _whole_length(self, signature: Signature, mine: int) -> int:
-        """Steps of time of the whole stream, of which sequence parallelism has cut this rank's part.
-
-        It depends on the shapes of the batch, so all tensor ranks learn it at the same time.
-        """
+        """Steps of time of the whole stream, of which sequence parallelism has cut this rank's part.  It depends on the
+        shapes of the batch, so all tensor ranks learn it at the same time."""
         if signature not in self._lengths:
             lengths = gather_ints(self.comm, [mine], ("tensor",), Note("setup"))
             self._lengths[signature] = sum(length for (length,) in lengths)

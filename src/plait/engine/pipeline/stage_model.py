@@ -29,10 +29,8 @@ Uses = Mapping[int, tuple[int, ...]]
 
 
 class ForeignLayer(nn.Module):
-    """In the place of a link that another stage owns; what it returns is decided by the ``StageBoundary``.
-
-    It has the link's plain attributes (its kind of attention, its number): the model may ask for them.
-    """
+    """In the place of a link that another stage owns; the ``StageBoundary`` decides what it returns.  It has the link's
+    plain attributes (its kind of attention, its number): the model may ask for them."""
 
     at_call: Callable[[nn.Module], Tensor] | None = None
 
@@ -250,11 +248,7 @@ def stages_using(model: nn.Module, chain: Chain, split: Sequence[range]) -> Uses
 
 
 def parallel_of(parallel: Parallel, part: StageModel, *, last: bool) -> Parallel:
-    """A tensor plan, resolved on the whole model, as it reads on one stage's part.
-
-    Args:
-        last: whether the stage has the loss.
-    """
+    """A tensor plan, resolved on the whole model, as it reads on one stage's part; the ``last`` one has the loss."""
     here = {name for name, module in part.model.named_modules() if not isinstance(module, ForeignLayer)}
     names = dict(part.model.named_parameters(remove_duplicate=False))
     origin = {key: id(p) for key, p in part.origin.items()}

@@ -3,7 +3,7 @@
     model ── chain of links ── split ──► parts   the model's own links, one part for each stage here ──► Stage
                                   └────► edges   weights that several stages use
 
-Without a pipeline there is one stage, and its part is the model itself.
+Without a pipeline there is one stage; no link is named, no container copied, and its part is the model itself.
 """
 
 from __future__ import annotations
@@ -95,35 +95,24 @@ def build_stages(
     check_recompute(model, automatic(model) if units is None else units, parallelism.recompute)
     names = {id(p): n for n, p in model.named_parameters()}
     owner, count = pipeline.owner, pipeline.num_stages
-    chain: Chain = ()
-    split: tuple[range, ...] = (range(1),)
-    edges: tuple[TiedWeight, ...] = ()
-    if count == 1:
-        if sizes is not None:
-            raise ValueError(
-                f"a split {tuple(sizes)}, but there is one stage: give the mesh a pipe axis, or leave it out"
-            )
-        directory = Directory.of(model, dict.fromkeys(model.state_dict(), 0))
-        parts = {0: StageModel.whole(model)}
-        whole = SourceModel(model, names)
-    else:
-        chain = chain_of(model)
-        split = split_of(chain, count, sizes)
-        using = stages_using(model, chain, split)
-        homes = _homes(model, chain, split, using)
-        directory = Directory.of(model, {name: owner[stage] for name, stage in homes.items()})
-        edges = _edges(model, chain, split, using)
-        whole = SourceModel(model, names, frozenset(key for key, stages in using.items() if len(stages) > 1))
-        here = comm.mesh.coordinates(comm.rank)["pipe"]
-        taken: set[int] = set()
-        parts = {s: StageModel.part(model, chain, split[s], taken) for s in range(count) if owner[s] == here}
-        if units is not None:
-            wrap(model, units)  # refuses names that are nowhere
+    if count == 1 and sizes is not None:
+        raise ValueError(f"a split {tuple(sizes)}, but there is one stage: give the mesh a pipe axis, or leave it out")
+    chain = chain_of(model) if count > 1 else ()
+    split = split_of(chain, count, sizes) if count > 1 else (range(0),)
+    using = stages_using(model, chain, split)
+    homes = _homes(model, chain, split, using)
+    directory = Directory.of(model, {name: owner[stage] for name, stage in homes.items()})
+    edges = _edges(model, chain, split, using)
+    whole = SourceModel(model, names, frozenset(key for key, stages in using.items() if len(stages) > 1))
+    here, taken = comm.mesh.coordinates(comm.rank)["pipe"], set[int]()
+    parts = {s: StageModel.part(model, chain, split[s], taken) for s in range(count) if owner[s] == here}
+    if units is not None:
+        wrap(model, units)  # refuses names that are nowhere
     settings = StageSettings(whole, comm, parallelism, gemm, count, seed, pipeline.splits_backward, before_forward)
     stages = lay_stages(settings, parts, parallel, weights)
     if count > 1:
         cut_off(model, list(parts.values()))
-    return Built(stages, edges, directory, chain, tuple(map(len, split)), parallel)
+    return Built(stages, edges, directory, chain, tuple(map(len, split)) if count > 1 else (1,), parallel)
 
 
 def lay_stages(
@@ -169,10 +158,10 @@ def _edges(model: nn.Module, chain: Chain, split: Sequence[range], using: Uses) 
 
 
 def _homes(model: nn.Module, chain: Chain, split: Sequence[range], using: Uses) -> dict[str, int]:
-    """The stage that has a parameter (of a tied one: the first) or a buffer."""
+    """The stage that has a parameter or a buffer; the first of several."""
     stage_of = {f"{chain[i]}.": stage for stage, links in enumerate(split) for i in links}
     homes = {}
     for name, value in model.state_dict(keep_vars=True).items():
         inside = [stage for link, stage in stage_of.items() if name.startswith(link)]
-        homes[name] = using[id(value)][0] if id(value) in using else min(inside, default=0)
+        homes[name] = min(using.get(id(value)) or inside, default=0)
     return homes

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
@@ -115,20 +115,16 @@ class StageModel:
 
     model: nn.Module
     origin: Mapping[int, nn.Parameter]
-    chain: Chain = ()
-    links: range = range(0)
+    chain: Chain
+    links: range
     """Which links of the chain it has."""
-    sites: Mapping[str, tuple[str, int]] = field(default_factory=dict)
+    sites: Mapping[str, tuple[str, int]]
     """Of a module that is several links: the name of its first, and how many of them earlier stages have."""
 
     @classmethod
-    def whole(cls, model: nn.Module) -> StageModel:
-        """No pipeline: the stage is the model itself."""
-        return cls(model, {id(p): p for p in model.parameters()})
-
-    @classmethod
     def part(cls, model: nn.Module, chain: Chain, links: range, taken: set[int]) -> StageModel:
-        """The part that runs some links: the model's own modules, in copies of the containers around them.
+        """The part that runs some links: the model's own modules, in copies of the containers around them.  Of a chain
+        without links it is the model itself.
 
         Args:
             taken: modules and parameters, by ``id``, that an earlier stage of this rank has; of these the part gets

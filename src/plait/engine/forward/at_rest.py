@@ -11,11 +11,12 @@ parameter of a stage.  It changes nothing:
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from plait.engine.forward.context import CurrentForward, in_backward
 from plait.engine.forward.interceptor import Function, Handler, read_among
@@ -48,16 +49,7 @@ class AtRestCheck(Handler):
         result = call_next(*args, **kwargs)
         if read and context.unit is not None and torch.is_grad_enabled():
             unshard = context.unit.unshard_for_backward
-            for tensor in flat_values((result,)):
+            for tensor in (result,) if isinstance(result, Tensor) else tree_leaves(result):
                 if isinstance(tensor, Tensor) and tensor.grad_fn is not None:
                     tensor.grad_fn.register_prehook(lambda *gradients: unshard())
         return result
-
-
-def flat_values(values: Sequence[Any]) -> Iterator[Any]:
-    """The values, and those inside lists and tuples."""
-    for value in values:
-        if isinstance(value, list | tuple):
-            yield from flat_values(value)
-        else:
-            yield value

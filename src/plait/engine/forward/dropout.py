@@ -30,12 +30,8 @@ SliceOf = Callable[[str, Sequence[int]], Slice | None]
 
 
 class DropoutRNG(Handler):
-    """The dropout of one stage.
-
-    Args:
-        slice_of: which slice of its whole activation a module draws for, where activations are cut.
-        recomputes: the engine runs parts of the model twice; the second time they draw the same masks.
-    """
+    """The dropout of one stage.  ``slice_of`` tells which slice of its whole activation a module draws for, where they
+    are cut; if the engine ``recomputes``, parts of the model draw the same masks twice."""
 
     def __init__(
         self, seed: int, current: CurrentForward, *, slice_of: SliceOf | None = None, recomputes: bool = False

@@ -8,11 +8,10 @@ calls is not seen.
 
 The order matters: handlers on the left read parameters, those to the right of ``WeightGrads`` see their stand-ins; a
 cut parameter belongs to ``TensorParallel`` before anything multiplies by it; what is recomputed is recomputed with all
-that the others do to it; and dropout is drawn last.
+that the others do to it; and dropout is drawn last.  A handler that has nothing to do in a run is not in the list.
 
-A handler says which functions it sees (``sees``), and of which parameters it sees every read (``parameters``).  Both
-are looked up once: a function that no handler sees costs a dictionary lookup and a glance at its arguments.  A handler
-that has nothing to do in a run is not in the list; where all are idle (dropout in eval mode) no mode is active.
+Which functions a handler sees, and of which parameters every read, is looked up once: a function that no handler sees
+costs a dictionary lookup and a glance at its arguments.  Where all are idle (dropout in eval mode) no mode is active.
 """
 
 from __future__ import annotations
@@ -85,7 +84,7 @@ class Interceptor(TorchFunctionMode):
         self.current, self.handlers = current, tuple(handlers)
         self._known = frozenset(key for handler in self.handlers for key in handler.parameters)
         self._routes: dict[Function, tuple[Function, Function | None]] = {}
-        """How each function is called, and how if it reads a parameter, where that makes a difference."""
+        """How each function is called, and how if it reads a parameter, where that is another way."""
         self._watched: list[Any] = []
         """The hooks and attributes of a model that is left alone; ``_sizes`` is how many there were."""
         self._sizes: list[int] = []

@@ -66,10 +66,9 @@ class StageAxis(TensorAxis):
 
 
 class TensorParallel(Handler):
-    """Runs a model's cut modules.
+    """Runs a model's cut modules, whose parameters have this rank's pieces already.
 
     Args:
-        model: its cut parameters have this rank's pieces already.
         parallel: the plan, resolved on this model before its parameters were cut.
         parameters: the whole shape of every cut parameter, by ``id``.
         deferred: has the stand-ins, where weight gradients are made in a pass of their own.

@@ -69,19 +69,17 @@ class BoundaryState:
         self._like = None if received is None else (received.shape, received.dtype, received.device)
         self._version = 0 if received is None else received._version
         self.length = None if received is None or received.dim() < 2 else received.size(1)
-        """Steps of time, on this rank, of a stream [batch, time, width]."""
+        """Steps of time of a stream [batch, time, width] on this rank, and over all ranks where it is cut in time."""
         self.whole_length = self.length
-        """The same, over all ranks of a stream that is cut in time: code around the links may ask."""
         self.gradient: Tensor | None = None
         """Of what was received, if the backward has made one."""
         self.next_link = 0
-        """Which link of the chain is to run next."""
 
     def alias(self) -> Tensor:
         """For a foreign layer that is not the last."""
         assert self._received is not None
         stream = self._received.detach()
-        if self.whole_length is not None and self.whole_length != self.length:
+        if self.whole_length is not None and self.whole_length != self.length:  # code around the links may ask
             stream = stream.new_empty(()).expand(stream.size(0), self.whole_length, *stream.shape[2:])
         return stream.as_subclass(NotHere)
 

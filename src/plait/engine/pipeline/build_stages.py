@@ -39,16 +39,15 @@ MOST_NAMED = 12
 
 @dataclass(frozen=True)
 class Built:
-    """The stages of a rank, by number, and what the ranks know of all of them."""
+    """The stages of a rank, by number, and what the ranks know of all of them: how many ``links`` each has (``split``),
+    and how tensor parallelism cuts the whole model (``parallel``)."""
 
     stages: dict[int, Stage]
     edges: tuple[TiedWeight, ...]
     directory: Directory
     links: Chain
     split: tuple[int, ...]
-    """How many of them each stage has."""
     parallel: Parallel
-    """How tensor parallelism cuts the whole model."""
 
     def gradients(self) -> dict[tuple[str, int], FlatGradient]:
         """This rank's copies of tied weights, by name and stage."""

@@ -4,12 +4,10 @@
                    get B ◄── RECV_B ◄───────── SEND_B ◄── put B
     stage 0        put F ────────────────────────────────► get F          stage 1, the same rank
 
-A pass puts what it made and gets what it needs; between the two, messages are started where the schedule says so and
-never waited for before ``get``.
-
-What a stage hands over has a shape that depends on the shapes of the batch alone (its signature), and a gradient has
-the shape of its activation.  So a header goes ahead of the first activation of a signature, on the same channel, and
-from then on both sides know:
+A pass puts what it made and gets what it needs; messages are started where the schedule says so, and waited for only in
+``get``.  The shape of an activation depends on the shapes of the batch alone (its signature), and a gradient has the
+shape of its activation.  So a header goes ahead of the first activation of a signature, on the same channel, and from
+then on both sides know:
 
     sender     header  F0  F1  F2 ...        the first send of the signature is two messages
     receiver   RECV_F0, RECV_F1              noted: no waiting here, and without a shape nothing can be posted
@@ -73,11 +71,9 @@ class PipelineP2P:
         self.signatures: list[Signature] = []
         """Of the microbatches of the step under way."""
         self._shapes: dict[Boundary, Shape] = {}
-        self._announced: set[Boundary] = set()
-        """Where this rank has sent the header."""
+        self._announced: set[Boundary] = set()  # this rank has sent the header
         self._acks: Mapping[Key, tuple[Key, ...]] = {}
-        self._made: dict[Key, Tensor] = {}
-        """What passes of this rank put, until it is sent or got."""
+        self._made: dict[Key, Tensor] = {}  # put by a pass of this rank, and not yet sent or got
         self._unposted: dict[int, deque[_Message]] = defaultdict(deque)
         """Receives that wait for a shape, or for one ahead of them, by the rank that sends."""
         self._coming: dict[Key, tuple[Tensor, Work]] = {}

@@ -50,15 +50,13 @@ LossFn = Callable[[nn.Module, Any], Tensor]
 
 @dataclass(frozen=True)
 class StageSettings:
-    """What the stages of a model have in common."""
+    """What the stages of a model have in common; ``count`` is how many there are, on all ranks."""
 
     whole: SourceModel
-    """From which they were cut."""
     comm: Comm
     parallelism: Parallelism
     gemm: Gemm
     count: int
-    """Of all stages."""
     seed: int = 0
     split_backward: bool = False
     """Weight gradients are made in passes of their own."""
@@ -68,22 +66,17 @@ class StageSettings:
 
 @dataclass
 class Flight:
-    """A microbatch between its forward and its backward, or the weight part of one in two."""
+    """A microbatch between its forward, which ended with this context, and the last part of its backward."""
 
     context: ForwardContext
-    """With which its forward ended."""
     boundary: BoundaryState
     output: GradientEdge | Tensor | None = None
     """What the backward starts from; None where nothing before it trains."""
 
 
 class Stage:
-    """A stage, built from its part of the model, whose parameters are laid in units already.
-
-    Args:
-        parallel: how tensor parallelism cuts this part.
-        resting: the names, by ``id``, of parameters that are at rest; kept up to date by the units.
-    """
+    """A stage, built from its part of the model, whose parameters are laid in units already; these keep the names, by
+    ``id``, of parameters that are at rest in ``resting``."""
 
     def __init__(
         self,
@@ -148,7 +141,7 @@ class Stage:
         return handlers
 
     def begin_step(self) -> None:
-        """Before the first forward of a step; drops whatever an earlier one left when it raised."""
+        """Before the first forward of a step; drops what an earlier one left when it raised."""
         self.unsharding.begin_step()
         self.flights.clear()
         for module, original in self._twins:

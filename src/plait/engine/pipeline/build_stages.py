@@ -8,9 +8,8 @@ Without a pipeline there is one stage; no link is named, no container copied, an
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from torch import nn
 
@@ -20,7 +19,7 @@ from plait.engine.data_parallel.build import SourceModel, build_units
 from plait.engine.data_parallel.flat_gradient import FlatGradient
 from plait.engine.data_parallel.wrap import automatic, wrap
 from plait.engine.forward.recompute import check_recompute
-from plait.engine.pipeline.stage import Stage, StageSettings
+from plait.engine.pipeline.stage import BeforeForward, Stage, StageSettings
 from plait.engine.pipeline.stage_model import Chain, StageModel, Uses, chain_of, cut_off, parallel_of, stages_using
 from plait.engine.pipeline.tied_weights import TiedWeight
 from plait.engine.state.full import Directory
@@ -30,8 +29,6 @@ from plait.schedule.partition import by_sizes, even
 from plait.schedule.pipeline import Pipeline
 from plait.tensor_parallel import Parallel, parallel_plan
 from plait.tensor_parallel.gemm import find_gemm
-
-BeforeForward = Callable[[Sequence[Any], dict[str, Any]], None]
 
 MOST_NAMED = 12
 """Longer chains are named by their first and last links."""

@@ -124,27 +124,17 @@ class Runtime:
             batch, draw = microbatches[m].batch, microbatches[m].draw
             return stages[s].forward(m, loss_fn, batch, draw, received, split=(s, m) in program.split)
 
-        def gradient_for(s: int, m: int) -> Tensor:
-            if s == self.num_stages - 1:
-                return torch.full_like(self.losses[m], seed)
-            return p2p.get("B", s, m)
-
-        def put_gradient(s: int, m: int, gradient: Tensor | None) -> None:
-            if gradient is not None:
-                p2p.put("B", s, m, gradient)
-
         def backward(action: Action) -> None:
-            s, m = action.stage, action.microbatch
-            final = (action.kind, s, m) in program.last
-            put_gradient(s, m, stages[s].backward(m, gradient_for(s, m), last=final))
-
-        def input_part(action: Action) -> None:
-            s, m = action.stage, action.microbatch
-            put_gradient(s, m, stages[s].input(m, gradient_for(s, m)))
-
-        def weight_part(action: Action) -> None:
-            s, m = action.stage, action.microbatch
-            stages[s].weight(m, last=(action.kind, s, m) in program.last)
+            s, m, kind = action.stage, action.microbatch, action.kind
+            stage, last = stages[s], (kind, s, m) in program.last
+            if kind is Kind.WEIGHT:
+                stage.weight(m, last=last)
+                return
+            seeded = s == self.num_stages - 1
+            gradient = torch.full_like(self.losses[m], seed) if seeded else p2p.get("B", s, m)
+            received = stage.input(m, gradient) if kind is Kind.INPUT else stage.backward(m, gradient, last=last)
+            if received is not None:
+                p2p.put("B", s, m, received)
 
         def finish(action: Action) -> None:
             nonlocal updates
@@ -154,9 +144,7 @@ class Runtime:
                 update()
 
         handlers: Handlers = {
-            Kind.BACKWARD: backward,
-            Kind.INPUT: input_part,
-            Kind.WEIGHT: weight_part,
+            **dict.fromkeys((Kind.BACKWARD, Kind.INPUT, Kind.WEIGHT), backward),
             Kind.REDUCE_GRAD: lambda action: stages[action.stage].gradients.finish(),
             Kind.REDUCE: lambda action: stages[action.stage].gradients.reduce(),
             Kind.UPDATE: finish,

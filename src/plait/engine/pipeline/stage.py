@@ -13,7 +13,7 @@ the graph; not the output itself, whose memory goes with the message.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,6 +46,7 @@ from plait.tensor_parallel import Parallel
 from plait.tensor_parallel.gemm import TORCH, Gemm
 
 LossFn = Callable[[nn.Module, Any], Tensor]
+BeforeForward = Callable[[Sequence[Any], dict[str, Any]], None]
 
 
 @dataclass(frozen=True)
@@ -60,7 +61,7 @@ class StageSettings:
     seed: int = 0
     split_backward: bool = False
     """Weight gradients are made in passes of their own."""
-    before_root: Callable[[Any, dict[str, Any]], None] = lambda args, kwargs: None
+    before_root: BeforeForward = lambda args, kwargs: None
     """Called with the model's arguments before each forward (see ``Unsharding``)."""
 
 

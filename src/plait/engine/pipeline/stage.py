@@ -13,7 +13,7 @@ the graph; not the output itself, whose memory goes with the message.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,51 +46,38 @@ from plait.tensor_parallel import Parallel
 from plait.tensor_parallel.gemm import TORCH, Gemm
 
 LossFn = Callable[[nn.Module, Any], Tensor]
+BeforeForward = Callable[[Sequence[Any], dict[str, Any]], None]
 
 
 @dataclass(frozen=True)
 class StageSettings:
-    """What the stages of a model have in common."""
+    """What the stages of a model have in common; ``count`` is how many there are, on all ranks."""
 
     whole: SourceModel
-    """From which they were cut."""
     comm: Comm
     parallelism: Parallelism
     gemm: Gemm
     count: int
-    """Of all stages."""
     seed: int = 0
     split_backward: bool = False
     """Weight gradients are made in passes of their own."""
-    before_root: Callable[[Any, dict[str, Any]], None] = lambda args, kwargs: None
+    before_root: BeforeForward = lambda args, kwargs: None
     """Called with the model's arguments before each forward (see ``Unsharding``)."""
 
 
 @dataclass
 class Flight:
-    """A microbatch between its forward and its backward, or the weight part of one in two."""
+    """A microbatch between its forward, which ended with this context, and the last part of its backward."""
 
     context: ForwardContext
-    """With which its forward ended."""
     boundary: BoundaryState
     output: GradientEdge | Tensor | None = None
     """What the backward starts from; None where nothing before it trains."""
 
-    def differentiate(self, gradient: Tensor) -> None:
-        """Run the backward, and let the graph go."""
-        if self.output is not None:
-            with torch.autograd.set_multithreading_enabled(False):
-                torch.autograd.backward(self.output, gradient)
-            self.output = None
-
 
 class Stage:
-    """A stage, built from its part of the model, whose parameters are laid in units already.
-
-    Args:
-        parallel: how tensor parallelism cuts this part.
-        resting: the names, by ``id``, of parameters that are at rest; kept up to date by the units.
-    """
+    """A stage, built from its part of the model, whose parameters are laid in units already; these keep the names, by
+    ``id``, of parameters that are at rest in ``resting``."""
 
     def __init__(
         self,
@@ -123,8 +110,7 @@ class Stage:
         originals = dict(settings.whole.model.named_modules())
         self._twins = [(m, originals[n]) for n, m in self.model.named_modules() if originals.get(n, m) is not m]
         """Copied modules and those of the user's model, whose mode they follow."""
-        if self.interceptor.left_alone is not None:
-            self.interceptor.left_alone.remember()
+        self.interceptor.remember()
 
     def _handlers(self, settings: StageSettings, resting: Mapping[int, str]) -> list[Handler]:
         """The handlers that this run needs, in the order of ``interceptor``."""
@@ -156,7 +142,7 @@ class Stage:
         return handlers
 
     def begin_step(self) -> None:
-        """Before the first forward of a step; drops whatever an earlier one left when it raised."""
+        """Before the first forward of a step; drops what an earlier one left when it raised."""
         self.unsharding.begin_step()
         self.flights.clear()
         for module, original in self._twins:
@@ -187,9 +173,7 @@ class Stage:
     ) -> Tensor:
         """What goes to the next stage, or from the last stage the loss; detached.
 
-        Args:
-            received: what came from the stage before; None on the first stage.
-            split: its backward comes in two parts.
+        ``received`` comes from the stage before, if there is one; ``split``: the backward comes in two parts.
         """
         boundary = BoundaryState(received)
         self.unsharding.begin_forward(microbatch, split=split)
@@ -209,21 +193,13 @@ class Stage:
         return output
 
     def begin_alone(self, position: RNGPosition, microbatch: int | None = None) -> None:
-        """A forward of a user's own loop begins.
-
-        Args:
-            microbatch: its number for the ledger; None: that of the one before.
-        """
+        """A forward of a user's own loop begins; without a ``microbatch`` for the ledger it goes under the one
+        before."""
         number = self.current.context.microbatch if microbatch is None else microbatch
         self.current.begin(position, microbatch=number)
 
     def _call(self, boundary: BoundaryState, loss_fn: LossFn, batch: Any) -> Tensor:
-        """The user's function on this stage: the loss, or what the stage's last link returned.
-
-        Raises:
-            ValueError: a loss that is no scalar, or is made of what another stage has; a function that did not call
-                the model.
-        """
+        """The user's function on this stage: the loss, or what the stage's last link returned."""
         if self.axis.sequence and boundary.length is not None:
             boundary.whole_length = self._whole_length(signature_of(batch), boundary.length)
             self.current.replace(length=boundary.whole_length)
@@ -253,31 +229,31 @@ class Stage:
 
     def backward(self, microbatch: int, gradient: Tensor, *, last: bool) -> Tensor | None:
         """A full backward from the gradient of the output: the weights' gradients, and that of what was received.
-
-        Args:
-            last: whether it is the last of the step on this stage.
-        """
-        flight = self._resume(microbatch)
-        self._backward(microbatch, flight, gradient, last=last)
-        return flight.boundary.take_gradient()
+        ``last``: no other of the step comes on this stage."""
+        return self._differentiate(microbatch, self._resume(microbatch), gradient, last=last)
 
     def backward_from(self, loss: Tensor, seed: float) -> None:
         """The backward of a forward that a user's own loop made; ``seed`` is the gradient of the loss."""
         flight = Flight(self.current.context, BoundaryState(None), loss)
-        self._backward(None, flight, torch.full_like(loss, seed), last=False)
-
-    def _backward(self, microbatch: int | None, flight: Flight, gradient: Tensor, *, last: bool) -> None:
-        self.unsharding.begin_backward(microbatch)
-        self.gradients.begin_microbatch(last=last)
-        flight.differentiate(gradient)
-        self.gradients.end_microbatch()
-        self.unsharding.end_backward()
+        self._differentiate(None, flight, torch.full_like(loss, seed))
 
     def input(self, microbatch: int, gradient: Tensor) -> Tensor | None:
         """The input part of a backward: the gradient of what was received."""
-        flight = self._resume(microbatch, over=False)
-        self.unsharding.begin_backward(microbatch, split=True)
-        flight.differentiate(gradient)
+        return self._differentiate(microbatch, self._resume(microbatch, over=False), gradient, split=True)
+
+    def _differentiate(
+        self, microbatch: int | None, flight: Flight, gradient: Tensor, *, last: bool = False, split: bool = False
+    ) -> Tensor | None:
+        """Run the backward, or with ``split`` its input part, which sums nothing; and let the graph go."""
+        self.unsharding.begin_backward(microbatch, split=split)
+        if not split:
+            self.gradients.begin_microbatch(last=last)
+        if flight.output is not None:
+            with torch.autograd.set_multithreading_enabled(False):
+                torch.autograd.backward(flight.output, gradient)
+            flight.output = None
+        if not split:
+            self.gradients.end_microbatch()
         self.unsharding.end_backward()
         return flight.boundary.take_gradient()
 
@@ -291,11 +267,7 @@ class Stage:
         self.gradients.end_microbatch()
 
     def _resume(self, microbatch: int, *, over: bool = True) -> Flight:
-        """A microbatch comes back for its backward, or for a part of it; ``over``: for the last time.
-
-        Raises:
-            ValueError: no forward of it waits for a backward.
-        """
+        """A microbatch comes back for its backward, or for a part of it; ``over``: for the last time."""
         if microbatch not in self.flights:
             raise ValueError(
                 f"microbatch {microbatch} has no forward behind it on stage {self.number} (those that have: "
@@ -306,10 +278,8 @@ class Stage:
         return flight
 
     def _whole_length(self, signature: Signature, mine: int) -> int:
-        """Steps of time of the whole stream, of which sequence parallelism has cut this rank's part.
-
-        It depends on the shapes of the batch, so all tensor ranks learn it at the same time.
-        """
+        """Steps of time of the whole stream, of which sequence parallelism has cut this rank's part.  It depends on the
+        shapes of the batch, so all tensor ranks learn it at the same time."""
         if signature not in self._lengths:
             lengths = gather_ints(self.comm, [mine], ("tensor",), Note("setup"))
             self._lengths[signature] = sum(length for (length,) in lengths)

@@ -5,8 +5,6 @@ windows of a text    (TextBatches)      or its documents, packed (--pack, Packed
 --epochs             steps end with the epoch: the last has the samples that are left
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 

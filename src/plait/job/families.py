@@ -116,11 +116,7 @@ class Family:
 
 
 def find_family(model: str) -> Family:
-    """The row of a model.
-
-    Raises:
-        ValueError: no such family; the nearest names are given.
-    """
+    """The row of a model; ValueError, with the nearest names, if there is none."""
     name = FOLDER if model.startswith(FOLDER) else model
     if name in FAMILIES:
         return FAMILIES[name]

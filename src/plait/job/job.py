@@ -4,8 +4,6 @@ A ``Job`` is the same for a layout on many ranks and for the single process it i
 mesh nor strategy.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial

@@ -67,16 +67,12 @@ OPTIMIZERS: dict[str, OptimizerRow] = {
 
 
 def find_optimizer(name: str) -> OptimizerRow:
-    """The row of an optimizer.
-
-    Raises:
-        ValueError: no such optimizer; the nearest names are given.
-    """
-    if name not in OPTIMIZERS:
-        near = difflib.get_close_matches(name, OPTIMIZERS, n=2)
-        hint = f"did you mean {' or '.join(near)}?" if near else f"choose one of {', '.join(OPTIMIZERS)}"
-        raise ValueError(f"unknown optimizer {name!r}: {hint}")
-    return OPTIMIZERS[name]
+    """The row of an optimizer; ValueError, with the nearest names, if there is none."""
+    if name in OPTIMIZERS:
+        return OPTIMIZERS[name]
+    near = difflib.get_close_matches(name, OPTIMIZERS, n=2)
+    hint = f"did you mean {' or '.join(near)}?" if near else f"choose one of {', '.join(OPTIMIZERS)}"
+    raise ValueError(f"unknown optimizer {name!r}: {hint}")
 
 
 def make_optimizer(config: OptimizerConfig, parameters: Iterable[nn.Parameter]) -> Optimizer:

@@ -3,8 +3,6 @@
 Panel("seconds", "s", {"all_reduce": ((4096, 1e-4), (1 << 20, 2e-3))})
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass

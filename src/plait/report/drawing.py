@@ -5,8 +5,6 @@
 Boxes are opaque and their text is dark, so they read the same on a light and a dark background.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Sequence
 from xml.sax.saxutils import escape
 

@@ -7,13 +7,11 @@
 A pipe or a file gets only the lines.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Mapping
 from datetime import timedelta
 from statistics import median
-from typing import Any
+from typing import Any, Self
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
@@ -43,7 +41,7 @@ class ProgressView:
             self._bar = Progress(BarColumn(), *map(TextColumn, columns), console=console, transient=True)
             self._task = self._bar.add_task("", total=steps, completed=first - 1, words="")
 
-    def __enter__(self) -> ProgressView:
+    def __enter__(self) -> Self:
         if self._bar is not None:
             self._bar.start()
         return self

@@ -6,8 +6,6 @@
 One column is the greatest common divisor of all starts and ends.
 """
 
-from __future__ import annotations
-
 import math
 from fractions import Fraction
 from xml.sax.saxutils import escape

@@ -9,8 +9,6 @@
 ``timeline_svg`` is the picture, for a light or a dark page; ``timeline_table`` says the same in a terminal.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from xml.sax.saxutils import escape

@@ -1,7 +1,5 @@
 """The end of a training run as text: its curve, and the table of bytes, predicted and measured."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise

@@ -23,11 +23,8 @@ from dataclasses import dataclass
 from itertools import combinations, product
 from typing import TypeAlias
 
-Row: TypeAlias = dict[str, Hashable]
-"""One value for each dimension."""
-
-Pair: TypeAlias = tuple[str, Hashable, str, Hashable]
-"""Two dimensions, in the order in which they are given, and a value of each."""
+Row: TypeAlias = dict[str, Hashable]  # one value for each dimension
+Pair: TypeAlias = tuple[str, Hashable, str, Hashable]  # two dimensions, in their order, and a value of each
 
 
 @dataclass(frozen=True)
@@ -54,11 +51,17 @@ def covering(dimensions: Mapping[str, Sequence[Hashable]], rules: Sequence[Rule]
             raise ValueError(f"a rule is over {unknown[0]!r}, but the dimensions are {', '.join(dimensions)}")
     if _completed({}, dimensions, rules, set(), Counter()) is None:
         raise ValueError("the rules allow no row at all: drop one of them, or give more values")
-    left = {p: None for p in _every_pair(dimensions) if _completed(_row(p), dimensions, rules, set(), Counter())}
+    left = {
+        (a, u, b, v): None
+        for a, b in combinations(dimensions, 2)
+        for u, v in product(dimensions[a], dimensions[b])
+        if _completed({a: u, b: v}, dimensions, rules, set(), Counter())
+    }
     used: Counter[tuple[str, Hashable]] = Counter()
     rows = []
     while left:
-        completed = _completed(_row(next(iter(left))), dimensions, rules, left.keys(), used)
+        a, u, b, v = next(iter(left))
+        completed = _completed({a: u, b: v}, dimensions, rules, left.keys(), used)
         assert completed is not None
         row = {name: completed[name] for name in dimensions}
         rows.append(row)
@@ -71,14 +74,6 @@ def covering(dimensions: Mapping[str, Sequence[Hashable]], rules: Sequence[Rule]
 def pairs(row: Mapping[str, Hashable]) -> list[Pair]:
     """Every two dimensions of a row with their values."""
     return [(a, row[a], b, row[b]) for a, b in combinations(row, 2)]
-
-
-def _every_pair(dimensions: Mapping[str, Sequence[Hashable]]) -> list[Pair]:
-    return [(a, u, b, v) for a, b in combinations(dimensions, 2) for u, v in product(dimensions[a], dimensions[b])]
-
-
-def _row(pair: Pair) -> Row:
-    return {pair[0]: pair[1], pair[2]: pair[3]}
 
 
 def _completed(

@@ -6,8 +6,8 @@
                              stage 4   13 14 15               13.linear.weight ...
 
 Initial values, dropout masks and checkpoints go by names.  Since a slice keeps the monolith's, ``materialise(slice,
-seed, device)`` draws what the monolith would draw, and nothing for other layers: values come from (seed, name)
-alone.  Until then parameters are on the meta device and take no memory.
+seed, device)`` draws what the monolith would draw, and nothing for other layers.  Until then parameters are on the meta
+device and take no memory.
 """
 
 from __future__ import annotations

@@ -53,11 +53,7 @@ def check_installed() -> None:
 
 
 def build(config: HFConfig) -> nn.Module:
-    """``LlamaForCausalLM`` or ``Qwen2ForCausalLM`` of these sizes, with random weights in fp32.
-
-    Raises:
-        ValueError: transformers is not installed.
-    """
+    """``LlamaForCausalLM`` or ``Qwen2ForCausalLM`` of these sizes, with random weights in fp32."""
     check_installed()
     with BUILDING:
         transformers: Any = importlib.import_module("transformers")

@@ -25,16 +25,12 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True)
 class MLPConfig:
-    """The sizes of an MLP: ``num_layers`` layers of ``width``, or the ``widths`` given one by one.
-
-    Raises:
-        ValueError: sizes that don't fit together.
-    """
+    """The sizes of an MLP; raises ValueError where they don't fit together."""
 
     num_layers: int = 16
     width: int = 64
     widths: tuple[int, ...] | None = None
-    """Input width, then the output width of each layer: num_layers + 1 numbers.  None: all ``width``."""
+    """Input width, then the output width of each layer: num_layers + 1 numbers, instead of ``width`` for all."""
     dropout: float = 0.0
 
     def __post_init__(self) -> None:

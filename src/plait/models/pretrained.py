@@ -51,9 +51,7 @@ class Pretrained:
     def config(self) -> Any:
         """The folder's config, as transformers reads it.
 
-        Raises:
-            ValueError: a config.json that transformers cannot read, that is not of a causal language model, or
-                whose weights are quantised.
+        Raises ValueError where it cannot, the config is not of a causal language model, or its weights are quantised.
         """
         with self._blamed("cannot read its config.json") as transformers:
             config = transformers.AutoConfig.from_pretrained(self.path, local_files_only=True, trust_remote_code=False)
@@ -82,11 +80,7 @@ class Pretrained:
         return getattr(self.config(), "max_position_embeddings", None)
 
     def build(self) -> nn.Module:
-        """The stock class of the folder's config, with whatever values it gives itself, in fp32.
-
-        Raises:
-            ValueError: a config that transformers cannot build a model from.
-        """
+        """The stock class of the folder's config, with whatever values it gives itself, in fp32."""
         config, options = self.config(), {"dtype": torch.float32, "attn_implementation": "sdpa"}
         with BUILDING, self._blamed("cannot build a model from its config.json") as transformers:
             model: nn.Module = transformers.AutoModelForCausalLM.from_config(config, **options)
@@ -95,8 +89,7 @@ class Pretrained:
     def encoder(self) -> Callable[[bytes], Tensor]:
         """From UTF-8 text to tokens of the folder's tokenizer, without special ones: int64 [count].
 
-        Raises:
-            ValueError: no tokenizer, or one of another vocabulary; when it is called, a text that is not UTF-8.
+        Raises ValueError for no tokenizer, or one of another vocabulary; when called, for a text that is not UTF-8.
         """
         options = {"local_files_only": True, "trust_remote_code": False}
         with self._blamed("finds no tokenizer in it") as transformers:

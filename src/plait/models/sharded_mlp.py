@@ -23,10 +23,8 @@ from plait.schedule.partition import even
 class ShardedMLP(nn.Sequential):
     """The layers that ``stage`` of ``num_stages`` owns: [batch, fan_in] -> [batch, fan_out].
 
-    All slices run in sequence are the MLP.  Where layers do not divide evenly, earlier stages have one more.
-
-    Raises:
-        ValueError: more stages than layers, or no such stage.
+    All slices run in sequence are the MLP.  Where layers do not divide evenly, earlier stages have one more.  Raises
+    ValueError for more stages than layers, or no such stage.
     """
 
     def __init__(self, config: MLPConfig, stage: int, num_stages: int) -> None:

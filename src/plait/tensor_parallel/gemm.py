@@ -28,18 +28,12 @@ class Gemm:
     """A way to multiply matrices."""
 
     name: str
-    linear: Callable[[Tensor, Tensor, Tensor | None], Tensor]
-    """x, weight, bias -> x W^T + b."""
-    product: Callable[[Tensor, Tensor], Tensor]
-    """a, b -> a b, of which b is a matrix."""
+    linear: Callable[[Tensor, Tensor, Tensor | None], Tensor]  # x, weight, bias -> x W^T + b
+    product: Callable[[Tensor, Tensor], Tensor]  # a, b -> a b, of which b is a matrix
 
 
 def find_gemm(name: str) -> Gemm:
-    """``torch`` or ``onednn``.
-
-    Raises:
-        ValueError: another name, or a torch that was built without oneDNN.
-    """
+    """``torch`` or ``onednn``; raises ValueError for another name, or a torch that was built without oneDNN."""
     if name not in GEMMS:
         raise ValueError(f"gemm={name!r}: give {' or '.join(map(repr, GEMMS))}")
     if name == "onednn" and not has_onednn():

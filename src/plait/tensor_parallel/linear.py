@@ -56,10 +56,8 @@ class WeightGradQueue:
 class ColumnInput:
     """A whole activation as column-cut siblings read it.
 
-    Args:
-        source: what enters; the same tensor again, unchanged, does not enter twice.
-        site: its name in the ledger.
-        weights: weight and bias (or None) of each sibling, whether or not it will read this tensor.
+    ``source`` enters; the same tensor, unchanged, does not enter twice.  ``weights`` are weight and bias (or None) of
+    each sibling, whether or not it will read this tensor.
     """
 
     def __init__(

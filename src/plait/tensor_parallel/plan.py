@@ -43,11 +43,7 @@ class Parallel:
 
 
 def plan_of(model: nn.Module, *, sequence: bool = False) -> dict[str, str]:
-    """The plan that a model carries.
-
-    Raises:
-        ValueError: it carries none, or one with a style that plait has no word for.
-    """
+    """The plan that a model carries; raises ValueError where it has none, or one with a style unknown to plait."""
     own = getattr(model, "tensor_plan", None)
     if own is not None:
         return dict(own() if callable(own) else own)

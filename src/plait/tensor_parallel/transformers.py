@@ -32,8 +32,7 @@ WORDS = {
 def plan_from_transformers(model: Any, blocks: Mapping[str, str], *, sequence: bool) -> dict[str, str]:
     """A plan for a whole ``PreTrainedModel`` from that of its ``blocks``; ``sequence``: the stream is cut in time.
 
-    Raises:
-        ValueError: a style that plait has no word for.
+    Raises ValueError for a style that plait has no word for.
     """
     if unknown := sorted({style for style in blocks.values() if style not in WORDS}):
         raise ValueError(

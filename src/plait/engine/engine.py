@@ -35,6 +35,7 @@ from plait.core.parallelism import Parallelism
 from plait.core.precision import LossScale
 from plait.engine.evaluation import Evaluation, Evaluator
 from plait.engine.forward.context import RNGPosition
+from plait.engine.nonfinite import NonFinite
 from plait.engine.pipeline.runtime import Microbatch
 from plait.engine.pipeline.stage import LossFn
 from plait.engine.placed_model import PlacedModel
@@ -61,6 +62,8 @@ class Engine(PlacedModel):
         seed: of initial values (of parameters on meta) and dropout.
         weights: where the values of parameters on meta are read, instead of drawing them from the seed.
         loss_scale: the factor of the loss, for gradients that fp16 would lose (see ``precision``).
+        nonfinite: what to do with a step in which any rank has a loss or gradient that is inf or NaN: ``"raise"`` a
+            FloatingPointError on all ranks, or ``"skip"`` the update on all of them. With a loss scale it is skipped.
         listener: called with ``"reduced"`` (gradients are whole, not clipped) and ``"updated"``.
         settings: fields of ``Parallelism``, where it is not given whole.
 
@@ -82,6 +85,7 @@ class Engine(PlacedModel):
         seed: int = 0,
         weights: Weights | None = None,
         loss_scale: LossScale | None = None,
+        nonfinite: NonFinite = "raise",
         listener: Listener | None = None,
         **settings: Any,
     ) -> None:
@@ -99,6 +103,7 @@ class Engine(PlacedModel):
             seed=seed,
             weights=weights,
             loss_scale=loss_scale,
+            nonfinite=nonfinite,
             before_forward=self._before_forward,
         )
         self.loss_fn, self.count_fn, self.listener = loss_fn, count_fn, listener
@@ -119,6 +124,7 @@ class Engine(PlacedModel):
 
         Raises:
             ValueError: no microbatch, ranks that disagree on their number, nothing to count, no loss function.
+            FloatingPointError: a loss or gradient that is not finite, on any rank (see ``nonfinite``).
         """
         loss_fn, count_fn = self._functions()
         if not torch.is_grad_enabled():
@@ -144,7 +150,6 @@ class Engine(PlacedModel):
         ]
         self._broken = self.comm.mesh.pipe > 1
         self.runtime.run(program, brought, loss_fn, 1 / total * self.update.scale, self._update)
-        self._broken = False
         return self._last
 
     def evaluate(self, microbatches: Sequence[Any]) -> Evaluation:
@@ -178,6 +183,7 @@ class Engine(PlacedModel):
     def _update(self) -> None:
         """The end of the step."""
         assert self._now is not None
+        self._broken = False  # every message of the pipeline has come
         num = len(self.runtime.p2p.signatures)
         losses = self.runtime.losses
         self._now.losses = [losses[m] if losses else torch.zeros(()) for m in range(num)]
@@ -240,7 +246,11 @@ class Engine(PlacedModel):
         now = self._now
         if now is None or not now.losses:
             raise ValueError("optimizer.step() without a backward before it: there is no gradient to step with")
-        self._last = self.update.prepare(now, self.steps, lambda: self._tell("reduced"))
+        try:
+            self._last = self.update.prepare(now, self.steps, lambda: self._tell("reduced"))
+        except BaseException:
+            self._now = None  # its sums are used up
+            raise
 
     def _discarding(self, zero_grad: Callable[..., None]) -> Callable[..., None]:
         """``optimizer.zero_grad`` between backward and step throws the gradients away, as everywhere in torch."""

@@ -25,6 +25,7 @@ from plait.engine.data_parallel.optim import Owned, OwnedOptimizer, owned_runs
 from plait.engine.data_parallel.storage import dtype_in
 from plait.engine.data_parallel.unit import Unit, parameters_of
 from plait.engine.exchange import Exchange
+from plait.engine.nonfinite import NonFinite
 from plait.engine.norm import Norm
 from plait.engine.pipeline.build_stages import build_stages
 from plait.engine.pipeline.p2p import PipelineP2P
@@ -59,6 +60,7 @@ class PlacedModel:
         seed: int,
         weights: Weights | None,
         loss_scale: LossScale | None,
+        nonfinite: NonFinite,
         before_forward: Callable[[Sequence[Any], dict[str, Any]], None],
     ) -> None:
         self.model, self.comm, self.parallelism, self.seed = model, comm, parallelism, seed
@@ -70,7 +72,7 @@ class PlacedModel:
         trainable = [n for n, p in model.named_parameters() if p.requires_grad]
         sums = {dtype_in(self.strategy.grads, dtype_in(self.strategy.params, p.dtype)) for p in model.parameters()}
         self.pipeline = Pipeline.of(parallelism, comm.mesh.pipe)
-        check_settings(comm, parallelism.compared() | {"clip": clip, "seed": seed, "loss_scale": loss_scale})
+        check_settings(comm, parallelism.compared() | {"clip": clip, "seed": seed, "loss_scale": loss_scale, "nonfinite": nonfinite})
         built = build_stages(model, comm, parallelism, self.pipeline, seed, before_forward, weights)
         self.stages, self.directory = built.stages, built.directory
         self.links, self.split = built.links, built.split
@@ -103,6 +105,7 @@ class PlacedModel:
             self.owned_optimizer,
             clip,
             None if loss_scale is None else replace(loss_scale),
+            nonfinite,
             list(dict.fromkeys(whole)) if built.parallel.styles else [],
         )
         self._programs: dict[tuple[int, bool], RankProgram] = {}

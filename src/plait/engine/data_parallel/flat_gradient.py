@@ -43,6 +43,10 @@ class Buffers:
         """What ``take`` returned is free again."""
         self._free.append(self._bases.pop(id(view)))
 
+    def clear(self) -> None:
+        """Give up the memory of those that are free."""
+        self._free.clear()
+
     @property
     def bytes(self) -> int:
         return sum(t.numel() * t.element_size() for t in self._free)

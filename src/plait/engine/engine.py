@@ -39,8 +39,11 @@ from plait.engine.nonfinite import NonFinite
 from plait.engine.pipeline.runtime import Microbatch
 from plait.engine.pipeline.stage import LossFn
 from plait.engine.placed_model import PlacedModel
+from plait.engine.standing import Standing
+from plait.engine.state.identity import code_of
 from plait.engine.state.weights import Weights
 from plait.engine.step import OpenStep, StepResult, num_samples
+from plait.engine.turns import Optimizers, StepTurns, several
 
 CountFn = Callable[[Any], int]
 Listener = Callable[[str, "Engine"], None]
@@ -55,7 +58,8 @@ class Engine(PlacedModel):
         comm: this rank's world; it knows the mesh.
         parallelism: how the model lies on the ranks. Or give its fields as keywords (``strategy="zero3"``): see
             ``Parallelism``.
-        optimizer: built on ``model.parameters()`` in the ordinary way; it is pointed at the pieces this rank owns.
+        optimizer: built on ``model.parameters()`` in the ordinary way; it is pointed at the pieces this rank owns. Or
+            several, as a list or a dict, each with parameters of its own. One that is built later: see ``use``.
         loss_fn: ``(model, batch) -> scalar``, the *sum* of the losses of the batch.
         count_fn: ``batch -> int``, how many terms that sum has.
         clip: the largest global gradient norm; ``math.inf`` measures without clipping, None does neither.
@@ -78,7 +82,7 @@ class Engine(PlacedModel):
         comm: Comm,
         *,
         parallelism: Parallelism | None = None,
-        optimizer: Optimizer | None = None,
+        optimizer: Optimizers | None = None,
         loss_fn: LossFn | None = None,
         count_fn: CountFn | None = None,
         clip: float | None = None,
@@ -98,24 +102,43 @@ class Engine(PlacedModel):
             model,
             comm,
             parallelism or Parallelism.of(**settings),
-            optimizer,
+            several(optimizer),
             clip=clip,
             seed=seed,
             weights=weights,
             loss_scale=loss_scale,
             nonfinite=nonfinite,
+            agreed={"the code of loss_fn": code_of(loss_fn), "the code of count_fn": code_of(count_fn)},
             before_forward=self._before_forward,
         )
         self.loss_fn, self.count_fn, self.listener = loss_fn, count_fn, listener
-        if optimizer is not None:
-            optimizer.register_step_pre_hook(lambda *_: self._before_update())
-            optimizer.register_step_post_hook(lambda *_: self._after_update())
-            optimizer.zero_grad = self._discarding(optimizer.zero_grad)  # type: ignore[method-assign]
+        self._turns = StepTurns()
+        for one in self.optimizers:
+            self._hook(one)
         self.steps = 0
+        self.discarded = 0
+        """Times that ``zero_grad`` threw gradients away."""
         self._evaluator = Evaluator(model, comm, self.stages, self.pipeline, partial(self.program, backward=False))
         self._broken = False
         self._now: OpenStep | None = None
         self._last = StepResult(-1, math.nan, 0, (), None)
+
+    def use(self, optimizer: Optimizers) -> None:
+        """Take optimizers that were built after the engine, on ``model.parameters()``; all ranks call it together.
+
+        Raises:
+            ValueError: the engine has optimizers already, and what ``Engine`` raises for these.
+        """
+        if self.optimizers:
+            raise ValueError("the engine has an optimizer already: give Engine a list, or use, all of them at once")
+        self.take_optimizers(several(optimizer))
+        for one in self.optimizers:
+            self._hook(one)
+
+    def _hook(self, optimizer: Optimizer) -> None:
+        optimizer.register_step_pre_hook(lambda *_: self._before_update(optimizer))
+        optimizer.register_step_post_hook(lambda *_: self._after_update(optimizer))
+        optimizer.zero_grad = self._discarding(optimizer)  # type: ignore[method-assign]
 
     # ---- the primitive ------------------------------------------------------------------------------------------
 
@@ -129,11 +152,14 @@ class Engine(PlacedModel):
         loss_fn, count_fn = self._functions()
         if not torch.is_grad_enabled():
             raise ValueError("engine.step under torch.no_grad(): there would be no gradient; call it outside")
+        self._check_optimizer()
         num = len(microbatches)
         if not num:
             raise ValueError("no microbatch: a step needs at least one, an empty one included")
         program = self.program(num)
-        counts = [count_fn(batch) for batch in microbatches]
+        counts = [int(count_fn(batch)) for batch in microbatches]
+        if min(counts) < 0:  # the sum goes to the others, and they refuse it too
+            counts = [min(counts)]
         samples = [num_samples(batch) for batch in microbatches]
         first, total = self.exchange.counts(num, sum(counts), sum(samples))
         self._now = OpenStep(count=total)  # whatever an earlier step left behind when it raised is gone
@@ -187,11 +213,11 @@ class Engine(PlacedModel):
         num = len(self.runtime.p2p.signatures)
         losses = self.runtime.losses
         self._now.losses = [losses[m] if losses else torch.zeros(()) for m in range(num)]
-        if self.optimizer is not None:
-            self.optimizer.step()
-        else:
-            self._before_update()
-            self._after_update()
+        for optimizer in self.optimizers:
+            optimizer.step()
+        if not self.optimizers:
+            self._prepare()
+            self._publish()
 
     # ---- the thin face for a loop of one's own ------------------------------------------------------------------
 
@@ -204,8 +230,11 @@ class Engine(PlacedModel):
         """
         if self.pipeline.num_stages > 1:
             raise ValueError("engine.backward is for one stage: under a pipeline the schedule decides; use engine.step")
+        self._check_optimizer()
         if loss.dim() != 0:
             raise ValueError(f"the loss has shape {tuple(loss.shape)}: return the sum over the microbatch, a scalar")
+        if count < 0:
+            raise ValueError(f"a count of {count}: it is the number of terms of the loss, 0 or more")
         now = self._begin_step()
         now.local_count += count
         self.stages[0].backward_from(loss, self.update.scale)
@@ -218,7 +247,16 @@ class Engine(PlacedModel):
 
     # ---- parts of a step ----------------------------------------------------------------------------------------
 
+    def _check_optimizer(self) -> None:
+        """Raises ValueError where gradients would be made that nobody gets."""
+        if not self.optimizers and self.listener is None:
+            raise ValueError(
+                "the engine has no optimizer, so no step would change anything: give Engine(optimizer=...), or, where "
+                "it is built after the engine, call engine.use(optimizer) before the first step"
+            )
+
     def _begin_step(self) -> OpenStep:
+        self._turns.check_all(self.optimizers)
         if self._now is None:
             for stage in self.stages.values():
                 stage.begin_sums()
@@ -241,28 +279,43 @@ class Engine(PlacedModel):
         stage.begin_alone(RNGPosition(self.steps, microbatch, first, size), now.forwards)
         now.forwards += 1
 
-    def _before_update(self) -> None:
-        """Hook before ``optimizer.step``: finish the sums, agree, clip, hand the gradients over."""
+    def _before_update(self, optimizer: Optimizer) -> None:
+        """Hook before ``optimizer.step``; the first optimizer of a step makes the gradients of all."""
+        if self._turns.begin(optimizer, self.optimizers):
+            self._prepare()
+
+    def _prepare(self) -> None:
+        """Finish the sums, agree, clip, hand the gradients over."""
         now = self._now
         if now is None or not now.losses:
             raise ValueError("optimizer.step() without a backward before it: there is no gradient to step with")
         try:
-            self._last = self.update.prepare(now, self.steps, lambda: self._tell("reduced"))
+            standing = Standing.of(self.steps, self.discarded, self.optimizers)
+            self._last = self.update.prepare(now, standing, lambda: self._tell("reduced"))
         except BaseException:
             self._now = None  # its sums are used up
+            self._turns.clear()
             raise
 
-    def _discarding(self, zero_grad: Callable[..., None]) -> Callable[..., None]:
+    def _discarding(self, optimizer: Optimizer) -> Callable[..., None]:
         """``optimizer.zero_grad`` between backward and step throws the gradients away, as everywhere in torch."""
+        zero_grad = optimizer.zero_grad
 
         def discard(*args: Any, **kwargs: Any) -> None:
             zero_grad(*args, **kwargs)
-            self._now = None
+            if self._now is not None and self._turns.zeroed(optimizer, self.optimizers, summed=bool(self._now.losses)):
+                self.discarded += bool(self._now.losses)
+                self._now = None
 
         return discard
 
-    def _after_update(self) -> None:
-        """Hook after ``optimizer.step``: bring the new values to where the row keeps them."""
+    def _after_update(self, optimizer: Optimizer) -> None:
+        """Hook after ``optimizer.step``; behind the last optimizer of a step the new values are published."""
+        if self._turns.end(optimizer, self.optimizers):
+            self._publish()
+
+    def _publish(self) -> None:
+        """Bring the new values to where the row keeps them."""
         for stage in self.stages.values():
             stage.unsharding.forget()
         for work in [work for unit in self.units for work in unit.publish()]:

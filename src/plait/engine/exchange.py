@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from plait.comm import Comm
-from plait.comm.agree import gather_floats, gather_ints, same_tensors
+from plait.comm.agree import gather_floats, gather_ints, named, same_tensors
 from plait.core.agreement import AGREEING, BITS, IN_STAGE
 from plait.core.collectives import Note
 
@@ -62,6 +62,11 @@ class Exchange:
             raise ValueError(
                 f"ranks that differ in {axes} only bring different batches: they work on the same samples, so read "
                 f"the batch of comm.mesh.data_rank(comm.rank)"
+            )
+        if negative := [rank for rank, row in enumerate(table) if row[1] < 0]:
+            raise ValueError(
+                f"{named(negative)} counts {table[negative[0]][1]} targets: a count is the number of terms of a loss, "
+                f"which is 0 or more"
             )
         total = sum(row[1] for row in data)
         if total == 0:

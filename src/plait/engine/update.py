@@ -23,6 +23,7 @@ from plait.engine.nonfinite import GradientWatch, NonFinite, described, encoded
 from plait.engine.norm import Norm, check_whole
 from plait.engine.pipeline.stage import Stage
 from plait.engine.pipeline.tied_weights import TiedWeights
+from plait.engine.standing import Standing
 from plait.engine.step import OpenStep, StepResult
 
 
@@ -58,14 +59,15 @@ class Update:
         """The factor of the loss."""
         return 1.0 if self.loss_scale is None else self.loss_scale.scale
 
-    def prepare(self, now: OpenStep, step: int, reduced: Callable[[], None]) -> StepResult:
+    def prepare(self, now: OpenStep, standing: Standing, reduced: Callable[[], None]) -> StepResult:
         """Finish the sums, agree, clip, hand the gradients over.
 
         Args:
-            step: its number.
+            standing: this rank's place in the run, which must be everybody's.
             reduced: called when gradients are whole, and not clipped yet.
 
         Raises:
+            ValueError: ranks at different places of the run.
             FloatingPointError: on all ranks, a loss or gradient that is not finite, if nothing else was asked for.
         """
         for stage in self.stages.values():
@@ -82,10 +84,11 @@ class Update:
         measured = self.clip is not None or self.loss_scale is not None
         squares = square_sum(o.gradient for o in self.owned if self.norm.counts(o)) if measured else 0.0
         touched = {name for stage in self.stages.values() for name in stage.gradients.touched()}
-        beside = [float(encoded(self.watch.first(), self.exchange.names))]
+        beside = [float(encoded(self.watch.first(), self.exchange.names)), *standing.numbers()]
         report = self.exchange.report(squares, losses, touched, beside)
+        standing.check(self.comm, [row[1:] for row in report.beside])
         total, losses_by_rank, self.have_gradient = report.squares, report.losses, report.have_gradient
-        self.made = self._finite(report, step)
+        self.made = self._finite(report, standing.step)
         losses = tuple(losses_by_rank[self.comm.mesh.data_rank(self.comm.rank)])
         if checked := [name for name in self.unchecked if self.have_gradient[name]]:
             zero = check_whole(self.norm, self.owned, self.exchange, checked)
@@ -100,7 +103,7 @@ class Update:
         if self.optimizer is not None:
             self.optimizer.give_gradients(self.have_gradient if self.made else dict.fromkeys(self.have_gradient, False))
         summed = math.fsum(loss for of_rank in losses_by_rank for loss in of_rank)
-        return StepResult(step, summed / now.count, now.count, losses, norm, self.made)
+        return StepResult(standing.step, summed / now.count, now.count, losses, norm, self.made)
 
     def _finite(self, report: Report, step: int) -> bool:
         """Whether the step may be made; where there is a loss scale it is told."""

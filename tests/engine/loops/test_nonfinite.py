@@ -10,24 +10,12 @@ import engine_cases as cases
 import pytest
 import torch
 from engine_cases import adamw, batches, count, deal, loss_sum
+from loop_cases import LAYOUTS, layout
 from torch import Tensor, nn
 
 from plait.comm import Comm, run
 from plait.core.mesh import Mesh
 from plait.engine import Engine
-
-LAYOUTS = {
-    "none": ("shard=1", "ddp"),
-    "ddp": ("shard=2", "ddp"),
-    "zero1": ("shard=3", "zero1"),
-    "zero2": ("shard=2", "zero2"),
-    "zero3": ("shard=3", "zero3"),
-    "hsdp": ("replica=2 shard=2", "hsdp"),
-    "psdp": ("replica=2 shard=2", "psdp"),
-    "pipe": ("pipe=2", "ddp"),
-    "pipe and shard": ("pipe=2 shard=2", "zero3"),
-}
-
 
 class Spoil(torch.autograd.Function):
     """The identity, whose gradient is not finite."""
@@ -63,9 +51,9 @@ def spoiled(parts: list[cases.Batch], microbatch: int, kind: int, value: float) 
     return parts
 
 
-def trained(layout: str, kind: int, value: float, nonfinite: str, step: int = 1) -> list[Any]:
+def trained(where: str, kind: int, value: float, nonfinite: str, step: int = 1) -> list[Any]:
     """Three steps, of which one is bad on the last data rank, in microbatch 1; what was raised, and what is left."""
-    mesh, row = LAYOUTS[layout]
+    mesh, row = layout(where)
 
     def body(comm: Comm) -> Any:
         model = cases.distinct(nn.Sequential(*(cases.Block() for _ in range(4))))
@@ -78,7 +66,7 @@ def trained(layout: str, kind: int, value: float, nonfinite: str, step: int = 1)
             loss_fn=spoiled_loss,
             count_fn=count,
             nonfinite=nonfinite,
-            clip=0.5 if layout in ("ddp", "hsdp") else None,
+            clip=0.5 if where in ("ddp", "hsdp") else None,
         )
         raised, results, states = "", [], []
         for number, batch in enumerate(full_batches()):
@@ -95,24 +83,23 @@ def trained(layout: str, kind: int, value: float, nonfinite: str, step: int = 1)
                 assert {float(s["step"]) for s in optimizer.state.values()} <= {float(step)}
         return raised, results, engine.full_state_dict(), engine.steps
 
-    return run(Mesh.parse(mesh), body, deadline=30)
+    return run(mesh, body, deadline=30)
 
 
-def without(batch: int, layout: str) -> dict[str, Tensor]:
+def without(batch: int, where: str) -> dict[str, Tensor]:
     """The run that never saw the bad batch."""
     data = [b for i, b in enumerate(full_batches()) if i != batch]
     template = cases.distinct(nn.Sequential(*(cases.Block() for _ in range(4))))
-    clip = 0.5 if layout in ("ddp", "hsdp") else None
+    clip = 0.5 if where in ("ddp", "hsdp") else None
     return cases.plain(template, data, clip=clip, loss=loss_sum).state
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 @pytest.mark.parametrize("kind", [1, 2])
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_every_rank_raises_and_names_whose_it_is_and_nothing_has_changed(layout: str, kind: int, value: float) -> None:
-    ranks = trained(layout, kind, value, "raise")
-    mesh = Mesh.parse(LAYOUTS[layout][0])
-    culprit = mesh.size - 1
+@pytest.mark.parametrize("where", LAYOUTS)
+def test_every_rank_raises_and_names_whose_it_is_and_nothing_has_changed(where: str, kind: int, value: float) -> None:
+    ranks = trained(where, kind, value, "raise")
+    culprit = layout(where)[0].size - 1
     for raised, results, state, steps in ranks:
         assert raised.startswith("step 1 is not finite: ")
         if kind == 1:
@@ -122,17 +109,17 @@ def test_every_rank_raises_and_names_whose_it_is_and_nothing_has_changed(layout:
             assert f"in microbatch 1 on rank {culprit}" in raised and "a gradient in the unit of '" in raised
         assert "microbatch 0" not in raised, "the first microbatch was good"
         assert len(results) == 2 and steps == 2
-        assert all(cases.close(state[name], wanted) for name, wanted in without(1, layout).items())
+        assert all(cases.close(state[name], wanted) for name, wanted in without(1, where).items())
 
 
 @pytest.mark.parametrize("kind", [1, 2])
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_skipped_step_is_as_if_its_batch_had_never_been(layout: str, kind: int) -> None:
-    for raised, results, state, steps in trained(layout, kind, math.nan, "skip"):
+@pytest.mark.parametrize("where", LAYOUTS)
+def test_a_skipped_step_is_as_if_its_batch_had_never_been(where: str, kind: int) -> None:
+    for raised, results, state, steps in trained(where, kind, math.nan, "skip"):
         assert (raised, steps) == ("", 3), "the step's number is used up, as its batch is"
         assert [r.made for r in results] == [True, False, True]
         assert results[1].grad_norm is None and math.isfinite(results[2].loss)
-        assert all(cases.close(state[name], wanted) for name, wanted in without(1, layout).items())
+        assert all(cases.close(state[name], wanted) for name, wanted in without(1, where).items())
 
 
 @pytest.mark.parametrize("row", ["ddp", "zero1", "zero2", "zero3", "hsdp", "psdp"])

@@ -119,8 +119,10 @@ def has_state_at_once(optimizer: Optimizer) -> bool:
 class OwnedOptimizer:
     """The user's optimizer, holding only what this rank owns.
 
+    Several optimizers share the model's parameters, each of which one of them has.
+
     Args:
-        optimizer: built on the model's own parameters; it is changed in place and stays the user's object.
+        optimizers: built on the model's own parameters; they are changed in place and stay the user's objects.
         names: the model's parameter names by ``id``.
         gradients: every flat gradient of the rank.
         cuts: whether any run may be less than a whole parameter.
@@ -131,12 +133,36 @@ class OwnedOptimizer:
     """
 
     def __init__(
-        self, optimizer: Optimizer, names: Mapping[int, str], gradients: Sequence[FlatGradient], *, cuts: bool
+        self, optimizers: Sequence[Optimizer], names: Mapping[int, str], gradients: Sequence[FlatGradient], *, cuts: bool
     ) -> None:
-        self.optimizer = optimizer
+        self.optimizers = tuple(optimizers)
         self.owned = owned_runs(gradients)
         updated = gradients[0].flat.updated.dtype if gradients else None  # the same on ranks that own nothing
         self.masters = [g.flat.master for g in gradients if g.flat.master is not None]
+        by_name: dict[str, list[Owned]] = {}
+        for piece in self.owned:
+            by_name.setdefault(piece.name, []).append(piece)
+        seen: dict[int, Optimizer] = {}
+        for optimizer in optimizers:
+            for parameter in (p for group in optimizer.param_groups for p in group["params"]):
+                if seen.setdefault(id(parameter), optimizer) is not optimizer:
+                    raise ValueError(
+                        f"{names.get(id(parameter), 'a parameter')!r} is in two optimizers, "
+                        f"{type(seen[id(parameter)]).__name__} and {type(optimizer).__name__}: give it to one of them"
+                    )
+        for optimizer in optimizers:
+            self._take(optimizer, names, by_name, updated, cuts=cuts)
+
+    @staticmethod
+    def _take(
+        optimizer: Optimizer,
+        names: Mapping[int, str],
+        by_name: Mapping[str, list[Owned]],
+        updated: torch.dtype | None,
+        *,
+        cuts: bool,
+    ) -> None:
+        """Check an optimizer, and point it at the pieces."""
         if any(id(p) not in names for group in optimizer.param_groups for p in group["params"]):
             raise ValueError(
                 "the optimizer holds parameters that are not the model's: build it on model.parameters() of this very "
@@ -151,9 +177,6 @@ class OwnedOptimizer:
                 f"{type(optimizer).__name__} is not element-wise, so parameters cannot be cut anywhere: {reason}. "
                 f'Use cut="tensor" (whole tensors on one owner) or a row that keeps the optimizer state full (ddp)'
             )
-        by_name: dict[str, list[Owned]] = {}
-        for piece in self.owned:
-            by_name.setdefault(piece.name, []).append(piece)
         for group in optimizer.param_groups:  # the user's own: see docs/guide/your-own-loop.md
             group["params"] = [o.view for p in group["params"] for o in by_name.get(names[id(p)], ())]
         optimizer.state.clear()
@@ -172,7 +195,8 @@ class OwnedOptimizer:
         return sum(m.numel() * m.element_size() for m in self.masters) + sum(
             value.numel() * value.element_size()
             for piece in self.owned
-            for key, value in self.optimizer.state.get(piece.view, {}).items()
+            for optimizer in self.optimizers
+            for key, value in optimizer.state.get(piece.view, {}).items()
             if torch.is_tensor(value) and key != "step"
         )
 

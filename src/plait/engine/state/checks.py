@@ -17,7 +17,7 @@ from plait.comm import Comm
 from plait.comm.agree import differences, same_everywhere
 from plait.core.collectives import Note
 from plait.core.mesh import AXES
-from plait.engine.state.identity import model_fields
+from plait.engine.state.identity import model_fields, text_of
 
 _TABLES = (nn.Embedding, nn.EmbeddingBag)
 
@@ -70,14 +70,15 @@ def check_same(comm: Comm, fields: Mapping[str, str], what: str, fix: str) -> No
         raise ValueError(f"{what}: {'; '.join(found[:NAMED])}{more}. {fix}")
 
 
-def check_settings(comm: Comm, settings: Mapping[str, object]) -> None:
-    """Raises ValueError, on every rank, where ranks were given different settings, and names them."""
-    fields = {name: _short(value) for name, value in settings.items()}
+def check_settings(comm: Comm, settings: Mapping[str, object], texts: Mapping[str, str] | None = None) -> None:
+    """Raises ValueError, on every rank, where ranks were given different settings, and shows them.
+
+    Args:
+        texts: more of them, as texts.
+    """
+    fields = {name: str(getattr(value, "name", None) or text_of(value)) for name, value in settings.items()}
+    fields |= texts or {}
     check_same(comm, fields, "the ranks were given different settings", "Give all the same")
-
-
-def _short(value: object) -> str:
-    return str(getattr(value, "name", None) or repr(value))
 
 
 def check_replicas(model: nn.Module, comm: Comm) -> None:

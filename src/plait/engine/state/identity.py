@@ -116,7 +116,12 @@ def code_of_class(cls: type) -> str:
 
 def code_of(function: Any) -> str:
     """A digest of a function's byte code, which knows no lines and no files; "" for one that is not Python's."""
-    code = getattr(inspect.unwrap(getattr(function, "__func__", function)), "__code__", None)
+    while isinstance(function, functools.partial):
+        function = function.func
+    function = getattr(function, "__func__", function)
+    code = getattr(inspect.unwrap(function) if callable(function) else None, "__code__", None)
+    if code is None and callable(function) and not isinstance(function, _FUNCTIONS):
+        return code_of_class(type(function))
     return "" if code is None else _digest(*_parts(code))
 
 

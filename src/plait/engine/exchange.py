@@ -85,9 +85,7 @@ class Exchange:
             )
         self._same_batches = True
 
-    def report(
-        self, squares: float, losses: Sequence[float], touched: set[str], beside: Sequence[float]
-    ) -> Report:
+    def report(self, squares: float, losses: Sequence[float], touched: set[str], beside: Sequence[float]) -> Report:
         """The small message before the update.
 
         Args:
@@ -120,7 +118,9 @@ class Exchange:
         for row in rows:
             masks = [mask | int(value) for mask, value in zip(masks, row[split : split + len(bits)], strict=True)]
         have = {name: bool(masks[i // BITS] >> (i % BITS) & 1) for i, name in enumerate(self.names)}
-        return Report(total, [row[1:split] for row in ends[:: self.tensor]], have, [row[split + len(bits) :] for row in rows])
+        return Report(
+            total, [row[1:split] for row in ends[:: self.tensor]], have, [row[split + len(bits) :] for row in rows]
+        )
 
     def ranks_with_losses(self) -> list[int]:
         """Whose losses a report has, by data rank."""

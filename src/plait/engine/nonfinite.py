@@ -1,11 +1,8 @@
-"""Numbers that are not finite: seen where they arise, agreed on in the step's report, and never in an update.
+"""A loss or gradient that is not finite: whose it is, agreed on in the step's report, before anything is updated.
 
-    a unit's gradient of a microbatch, whole, not reduced yet ──► dot(g, g), one number, nobody waits for it
-    the report                                                ──► each rank's first that is inf or NaN, beside the losses
-    every rank                                                ──► raises, or skips the step; both name who it was
-
-After a reduction nobody could say whose NaN it was, so gradients are looked at before it: one read of memory that the
-backward has just written.  A gradient of more than 1e19 (fp32) counts as not finite, since its square is not.
+a unit's gradient of a microbatch ──► one number, before it is reduced (``data_parallel.gradient_watch``)
+the report                        ──► each rank's first that is inf or NaN, with its losses
+every rank                        ──► raises, or skips the step; both name who it was
 """
 
 from __future__ import annotations
@@ -14,44 +11,11 @@ import math
 from collections.abc import Sequence
 from typing import Literal
 
-import torch
-from torch import Tensor
-
 NonFinite = Literal["raise", "skip"]
 """What to do with a step that has a loss or gradient that is not finite."""
 
 NAMED = 4
 """So many places are named."""
-
-_DOT = (torch.float32, torch.float64)
-
-
-class GradientWatch:
-    """The gradients of this rank's units in one step, as they come, each as one number."""
-
-    def __init__(self) -> None:
-        self._squares: list[Tensor] = []
-        self._places: list[tuple[int, str]] = []
-
-    def look(self, gradient: Tensor, microbatch: int, name: str) -> None:
-        """A unit's flat gradient is whole; ``name`` is that of its first parameter."""
-        wide = gradient.dtype in _DOT
-        self._squares.append(torch.dot(gradient, gradient) if wide else gradient.abs().sum(dtype=torch.float32))
-        self._places.append((microbatch, name))
-
-    def first(self) -> tuple[int, str] | None:
-        """Microbatch and name of the first that was not finite; it waits for the device once, and forgets them all."""
-        squares, places = self._squares, self._places
-        self._squares, self._places = [], []
-        if not squares:
-            return None
-        groups = {s.dtype: None for s in squares}
-        bad: list[int] = []
-        for dtype in groups:
-            where = [i for i, s in enumerate(squares) if s.dtype == dtype]
-            finite = torch.stack([squares[i] for i in where]).isfinite().tolist()
-            bad += [i for i, fine in zip(where, finite, strict=True) if not fine]
-        return places[min(bad)] if bad else None
 
 
 def encoded(place: tuple[int, str] | None, names: Sequence[str]) -> int:

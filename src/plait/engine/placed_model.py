@@ -71,7 +71,7 @@ class PlacedModel:
         self.strategy, self.optimizers = parallelism.strategy, tuple(optimizers)
         names = {id(p): n for n, p in model.named_parameters()}
         step = {"clip": clip, "seed": seed, "loss_scale": loss_scale, "nonfinite": nonfinite}
-        check_settings(comm, parallelism.compared() | step, agreed | optimizer_fields(optimizers, names))
+        check_settings(comm, parallelism.compared() | step, {**agreed, **optimizer_fields(optimizers, names)})
         check_model(model, comm)
         self.num_parameters = sum(p.numel() for p in model.parameters())
         """Elements of the whole model."""

@@ -42,6 +42,6 @@ class Standing:
         fields = {"the number of steps made": str(self.step), "gradients thrown away by zero_grad": str(self.discarded)}
         found = differences(comm, fields | self.options, Note("report"))
         raise ValueError(
-            f"the ranks are not at the same place of the run: {'; '.join(found)}. Every rank makes every step, with the "
-            f"same options; leave a bad batch out on all of them together"
+            f"the ranks are not at the same place of the run: {'; '.join(found)}. Every rank makes every step, with "
+            f"the same options; leave a bad batch out on all of them together"
         )

@@ -1,7 +1,7 @@
 """Several optimizers make one step: the first brings all gradients, the last publishes all parameters.
 
-    muon.step()     sums, report, clip; then its own parameters         a loop's order is its own, but each steps once
-    adamw.step()    its own parameters; then all values are published
+muon.step()     sums, report, clip; then its own parameters         a loop's order is its own, but each steps once
+adamw.step()    its own parameters; then all values are published
 """
 
 from __future__ import annotations
@@ -84,7 +84,9 @@ class StepTurns:
         """Raises ValueError where some have stepped and others have not."""
         if self._stepped:
             late = [one for one in every if not any(one is other for other in self._stepped)]
-            raise ValueError(f"{_names(late)} has not stepped since the last backward: call step() of every optimizer once")
+            raise ValueError(
+                f"{_names(late)} has not stepped since the last backward: call step() of every optimizer once"
+            )
 
     def clear(self) -> None:
         """The step is over, or failed."""

@@ -17,9 +17,10 @@ from torch import Tensor
 
 from plait.comm import Comm
 from plait.core.precision import LossScale
+from plait.engine.data_parallel.gradient_watch import GradientWatch
 from plait.engine.data_parallel.optim import Owned, OwnedOptimizer, clip_factor, scale, square_sum
 from plait.engine.exchange import Exchange, Report
-from plait.engine.nonfinite import GradientWatch, NonFinite, described, encoded
+from plait.engine.nonfinite import NonFinite, described, encoded
 from plait.engine.norm import Norm, check_whole
 from plait.engine.pipeline.stage import Stage
 from plait.engine.pipeline.tied_weights import TiedWeights

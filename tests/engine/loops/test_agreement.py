@@ -121,14 +121,17 @@ def test_code_that_differs_under_one_name_is_told() -> None:
                 p.fill_(1.0)
         Engine(model, comm, strategy="ddp")
 
-    with pytest.raises(ValueError, match="code of Shift is [0-9a-f]{8} on rank 0, [0-9a-f]{8} on rank 1"):
+    with pytest.raises(ValueError, match=r"code of Shift is [0-9a-f]{8} on rank 0, [0-9a-f]{8} on rank 1"):
         run(Mesh(shard=2), body, deadline=20)
 
 
 OPTIMIZERS: dict[str, tuple[Callable[[nn.Module], Any], str]] = {
     "class": (lambda m: torch.optim.Adam(m.parameters(), lr=0.1), r"optimizer is torch\.optim\.adamw\.AdamW on "),
     "lr": (lambda m: torch.optim.AdamW(m.parameters(), lr=0.2), r"optimizer group 0 lr is 0\.1 on .*, 0\.2 on rank 1"),
-    "betas": (lambda m: torch.optim.AdamW(m.parameters(), lr=0.1, betas=(0.5, 0.9)), r"group 0 betas is \[0\.9, 0\.999"),
+    "betas": (
+        lambda m: torch.optim.AdamW(m.parameters(), lr=0.1, betas=(0.5, 0.9)),
+        r"group 0 betas is \[0\.9, 0\.999",
+    ),
     "decay": (lambda m: torch.optim.AdamW(m.parameters(), lr=0.1, weight_decay=0.3), r"group 0 weight_decay is 0\.01"),
     "groups": (decayed, r"optimizer group 1 \w+ is not there on "),
     "none": (lambda m: None, r"optimizer is torch\.optim\.adamw\.AdamW on .*, not there on rank 1"),
@@ -186,7 +189,7 @@ def test_different_loss_functions_are_told() -> None:
     def body(comm: Comm) -> None:
         Engine(cases.net(), comm, loss_fn=halved if comm.rank else loss_sum, count_fn=count)
 
-    with pytest.raises(ValueError, match="the code of loss_fn is [0-9a-f]{8} on rank 0"):
+    with pytest.raises(ValueError, match=r"the code of loss_fn is [0-9a-f]{8} on rank 0"):
         run(Mesh(shard=2), body, deadline=20)
 
 
@@ -283,5 +286,5 @@ def test_a_batch_thrown_away_by_one_rank_is_noticed_at_the_next_step(where: str)
                 continue
             optimizer.step()
 
-    with pytest.raises(ValueError, match="gradients thrown away by zero_grad is 0 on rank.* 1 on rank 1"):
+    with pytest.raises(ValueError, match=r"gradients thrown away by zero_grad is 0 on rank.* 1 on rank 1"):
         run(mesh, body, deadline=20)

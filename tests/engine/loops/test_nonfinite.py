@@ -17,6 +17,7 @@ from plait.comm import Comm, run
 from plait.core.mesh import Mesh
 from plait.engine import Engine
 
+
 class Spoil(torch.autograd.Function):
     """The identity, whose gradient is not finite."""
 
@@ -68,7 +69,7 @@ def trained(where: str, kind: int, value: float, nonfinite: str, step: int = 1) 
             nonfinite=nonfinite,
             clip=0.5 if where in ("ddp", "hsdp") else None,
         )
-        raised, results, states = "", [], []
+        raised, results = "", []
         for number, batch in enumerate(full_batches()):
             bad = number == step and comm.mesh.data_rank(comm.rank) == comm.mesh.data_size - 1
             parts = spoiled(deal(batch, comm.mesh, comm.rank, 2), 1 if bad else -1, kind, value)

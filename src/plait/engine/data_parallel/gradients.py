@@ -28,10 +28,10 @@ from torch import Tensor
 from plait.comm import Comm
 from plait.core.collectives import Note
 from plait.engine.data_parallel.flat_gradient import Buffers, FlatGradient
+from plait.engine.data_parallel.gradient_watch import GradientWatch
 from plait.engine.data_parallel.transfers import send, transfers
 from plait.engine.data_parallel.unit import State, Unit
 from plait.engine.data_parallel.unshard import Unsharding
-from plait.engine.nonfinite import GradientWatch
 
 Flow = Iterator[None]
 """A reduction in steps: each ``yield`` means that messages are under way; the next step waits for them."""

@@ -133,7 +133,12 @@ class OwnedOptimizer:
     """
 
     def __init__(
-        self, optimizers: Sequence[Optimizer], names: Mapping[int, str], gradients: Sequence[FlatGradient], *, cuts: bool
+        self,
+        optimizers: Sequence[Optimizer],
+        names: Mapping[int, str],
+        gradients: Sequence[FlatGradient],
+        *,
+        cuts: bool,
     ) -> None:
         self.optimizers = tuple(optimizers)
         self.owned = owned_runs(gradients)

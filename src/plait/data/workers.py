@@ -6,7 +6,7 @@
     the rank        0   1   2   3                  and gets them in order
 
 Batches are functions of the step (``data.batches``), so workers share nothing with each other or with the rank, and
-bits and order do not depend on their number.  The state of a stream is the number of its next step.
+bits and order do not depend on their number.
 
 A rank has threads, locks and devices that a copy of it could not use, so workers are copies of another process, which
 has imported this module and done nothing else ("forkserver").  They are closed with the stream, and end on their own,
@@ -21,9 +21,9 @@ import os
 import threading
 import warnings
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from multiprocessing.context import BaseContext
-from types import TracebackType
 
 import torch
 from torch.utils.data import Dataset
@@ -36,7 +36,7 @@ _BUILDING = threading.Lock()
 
 @dataclass(frozen=True)
 class StepDataset(Dataset[list[Batch]]):
-    """A data rank's microbatches by the number of the step: the map-style dataset that workers get a copy of."""
+    """A data rank's microbatches by step: the map-style dataset of which workers get a copy."""
 
     batches: Batches
     data_rank: int
@@ -49,11 +49,11 @@ class StepDataset(Dataset[list[Batch]]):
         return self.batches.microbatches(step, *place, self.global_batch)
 
 
-class StepStream(Iterator[list[Batch]]):
+class StepStream(Iterator[list[Batch]], AbstractContextManager["StepStream"]):
     """One rank's microbatches, step by step; a context manager that closes its workers.
 
     Args:
-        dataset: what a step is.
+        dataset: makes a step.
         steps: which steps, in this order.
         workers: processes that make them ahead; 0 makes each when it is asked for.
         device: where the batches are brought to.
@@ -110,12 +110,7 @@ class StepStream(Iterator[list[Batch]]):
         if iterator is not None and self._workers:
             iterator._shutdown_workers()  # type: ignore[attr-defined]
 
-    def __enter__(self) -> StepStream:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
 

@@ -7,6 +7,7 @@ exchange.py      the two small messages of a step on which all ranks agree
 norm.py          the global norm, in which every element counts once
 update.py        between the last backward and the update: sums, clip, handing over
 nonfinite.py     whose loss or gradient is not finite
+reduction.py     a mean and its count as a sum
 standing.py      where a rank stands in the run, which must be the same everywhere
 turns.py         several optimizers make one step
 evaluation.py    the loss without a step

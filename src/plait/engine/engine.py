@@ -4,7 +4,7 @@
       counts                how many samples and targets every rank brings        one small all_gather
       runtime.run           F0 B0 F1 B1 ...: units are unsharded and resharded,
                             gradients reduced                                     as the row says
-        finish              the last action of the schedule
+        update              the last action of the schedule
           optimizer.step    the user's own object, whose hooks are ours:
             pre-hook        update.prepare: what is still pending is summed;      as the row says
                             losses, norm, which parameters have gradients;        one small all_gather
@@ -39,6 +39,7 @@ from plait.engine.nonfinite import NonFinite
 from plait.engine.pipeline.runtime import Microbatch
 from plait.engine.pipeline.stage import LossFn
 from plait.engine.placed_model import PlacedModel
+from plait.engine.reduction import Reduction, as_sum, check_sum, is_mean
 from plait.engine.standing import Standing
 from plait.engine.state.identity import code_of
 from plait.engine.state.weights import Weights
@@ -53,13 +54,12 @@ class Engine(PlacedModel):
     """A model trained under one row of the table on this rank.
 
     Args:
-        model: any ``nn.Module``; its parameters may have values or be on meta. It stays the user's object, with its
-            names; between uses its parameters are placeholders where the row splits them.
+        model: any ``nn.Module``; its parameters may have values or be on meta. It stays the user's object; its
+            parameters are placeholders between uses where the row splits them.
         comm: this rank's world; it knows the mesh.
-        parallelism: how the model lies on the ranks. Or give its fields as keywords (``strategy="zero3"``): see
-            ``Parallelism``.
-        optimizer: built on ``model.parameters()`` in the ordinary way; it is pointed at the pieces this rank owns. Or
-            several, as a list or a dict, each with parameters of its own. One that is built later: see ``use``.
+        parallelism: how the model lies on the ranks; or give its fields as keywords (``strategy="zero3"``).
+        optimizer: built on ``model.parameters()`` in the ordinary way; it is pointed at the pieces that this rank owns.
+            Or several, as a list or a dict, each with parameters of its own. One that is built later: see ``use``.
         loss_fn: ``(model, batch) -> scalar``, the *sum* of the losses of the batch.
         count_fn: ``batch -> int``, how many terms that sum has.
         clip: the largest global gradient norm; ``math.inf`` measures without clipping, None does neither.
@@ -69,7 +69,6 @@ class Engine(PlacedModel):
         nonfinite: what to do with a step in which any rank has a loss or gradient that is inf or NaN: ``"raise"`` a
             FloatingPointError on all ranks, or ``"skip"`` the update on all of them. With a loss scale it is skipped.
         listener: called with ``"reduced"`` (gradients are whole, not clipped) and ``"updated"``.
-        settings: fields of ``Parallelism``, where it is not given whole.
 
     Raises:
         ValueError: anything that can be known to be wrong before the first step, with the fix.
@@ -121,7 +120,8 @@ class Engine(PlacedModel):
         self._evaluator = Evaluator(model, comm, self.stages, self.pipeline, partial(self.program, backward=False))
         self._broken = False
         self._now: OpenStep | None = None
-        self._last = StepResult(-1, math.nan, 0, (), None)
+        self.last = StepResult(-1, math.nan, 0, (), None)
+        """What the last step did, in a loop of one's own too."""
 
     def use(self, optimizer: Optimizers) -> None:
         """Take optimizers that were built after the engine, on ``model.parameters()``; all ranks call it together.
@@ -138,9 +138,7 @@ class Engine(PlacedModel):
     def _hook(self, optimizer: Optimizer) -> None:
         optimizer.register_step_pre_hook(lambda *_: self._before_update(optimizer))
         optimizer.register_step_post_hook(lambda *_: self._after_update(optimizer))
-        optimizer.zero_grad = self._discarding(optimizer)  # type: ignore[method-assign]
-
-    # ---- the primitive ------------------------------------------------------------------------------------------
+        optimizer.zero_grad = partial(self._discard, optimizer, optimizer.zero_grad)  # type: ignore[method-assign]
 
     def step(self, microbatches: Sequence[Any]) -> StepResult:
         """One optimizer step on this rank's microbatches; every rank brings equally many.
@@ -165,8 +163,7 @@ class Engine(PlacedModel):
         self._now = OpenStep(count=total)  # whatever an earlier step left behind when it raised is gone
         if self.pipeline.num_stages > 1:
             self._guard.check()
-        if self.comm.mesh.pipe > 1:
-            self.exchange.check_batches(microbatches)
+        self.exchange.check_batches(microbatches)
         for stage in self.stages.values():
             stage.begin_step()
         place = self.comm.mesh.data_rank(self.comm.rank) * num
@@ -175,14 +172,27 @@ class Engine(PlacedModel):
             for m, batch in enumerate(microbatches)
         ]
         self._broken = self.comm.mesh.pipe > 1
+        loss_fn = loss_fn if self.steps else self._checked(loss_fn, count_fn)
         self.runtime.run(program, brought, loss_fn, 1 / total * self.update.scale, self._update)
-        return self._last
+        return self.last
+
+    @staticmethod
+    def _checked(loss_fn: LossFn, count_fn: CountFn) -> LossFn:
+        """The same for the first step, with a look at whether it returns a sum."""
+
+        def checked(model: nn.Module, batch: Any) -> Tensor:
+            loss = loss_fn(model, batch)
+            if isinstance(loss, Tensor) and is_mean(loss):
+                check_sum(loss, count_fn(batch))
+            return loss
+
+        return checked
 
     def evaluate(self, microbatches: Sequence[Any]) -> Evaluation:
         """The mean loss of all ranks' microbatches, in eval mode; training continues as if it had not happened.
 
-        Every rank brings equally many, empty ones included.  Under a pipeline a rank keeps what it hands on to the end
-        of the call, so bring about as many at once as in a step.
+        Every rank brings equally many, empty ones included.  Under a pipeline a rank keeps until the end of the call
+        what it hands on, so bring about as many at once as in a step.
 
         Raises:
             ValueError: as ``step``; between a forward and the ``optimizer.step()`` of a loop of one's own.
@@ -219,14 +229,19 @@ class Engine(PlacedModel):
             self._prepare()
             self._publish()
 
-    # ---- the thin face for a loop of one's own ------------------------------------------------------------------
+    # ---- for a loop of one's own --------------------------------------------------------------------------------
 
-    def backward(self, loss: Tensor, count: int) -> None:
-        """The backward of one microbatch of a user's own loop; ``optimizer.step()`` then makes the step.
+    def backward(self, loss: Tensor, count: int, reduction: Reduction | None = None) -> None:
+        """The backward of one microbatch of a user's own loop.
 
         Args:
-            loss: the *sum* of the microbatch's losses.
-            count: how many terms it has; ``optimizer.step()`` divides by the global sum of the counts.
+            loss: of the microbatch, a scalar.
+            count: how many terms the loss has; ``optimizer.step()`` divides by the global sum of the counts.
+            reduction: ``"mean"``, as of ``F.cross_entropy`` and Hugging Face's models, or ``"sum"``: what the loss is
+                of its terms. None: a sum, unless it can be seen that it is a mean, which is refused.
+
+        Raises:
+            ValueError: no optimizer, a loss that is no scalar, a mean given as a sum, a negative count.
         """
         if self.pipeline.num_stages > 1:
             raise ValueError("engine.backward is for one stage: under a pipeline the schedule decides; use engine.step")
@@ -235,15 +250,11 @@ class Engine(PlacedModel):
             raise ValueError(f"the loss has shape {tuple(loss.shape)}: return the sum over the microbatch, a scalar")
         if count < 0:
             raise ValueError(f"a count of {count}: it is the number of terms of the loss, 0 or more")
+        loss = as_sum(loss, count, reduction)
         now = self._begin_step()
         now.local_count += count
         self.stages[0].backward_from(loss, self.update.scale)
         now.losses.append(loss.detach())
-
-    @property
-    def last(self) -> StepResult:
-        """What the last step did, a user's own loop's too."""
-        return self._last
 
     # ---- parts of a step ----------------------------------------------------------------------------------------
 
@@ -291,23 +302,18 @@ class Engine(PlacedModel):
             raise ValueError("optimizer.step() without a backward before it: there is no gradient to step with")
         try:
             standing = Standing.of(self.steps, self.discarded, self.optimizers)
-            self._last = self.update.prepare(now, standing, lambda: self._tell("reduced"))
+            self.last = self.update.prepare(now, standing, lambda: self._tell("reduced"))
         except BaseException:
             self._now = None  # its sums are used up
             self._turns.clear()
             raise
 
-    def _discarding(self, optimizer: Optimizer) -> Callable[..., None]:
+    def _discard(self, optimizer: Optimizer, zero_grad: Callable[..., None], *args: Any, **kwargs: Any) -> None:
         """``optimizer.zero_grad`` between backward and step throws the gradients away, as everywhere in torch."""
-        zero_grad = optimizer.zero_grad
-
-        def discard(*args: Any, **kwargs: Any) -> None:
-            zero_grad(*args, **kwargs)
-            if self._now is not None and self._turns.zeroed(optimizer, self.optimizers, summed=bool(self._now.losses)):
-                self.discarded += bool(self._now.losses)
-                self._now = None
-
-        return discard
+        zero_grad(*args, **kwargs)
+        if self._now is not None and self._turns.zeroed(optimizer, self.optimizers, summed=bool(self._now.losses)):
+            self.discarded += bool(self._now.losses)
+            self._now = None
 
     def _after_update(self, optimizer: Optimizer) -> None:
         """Hook after ``optimizer.step``; behind the last optimizer of a step the new values are published."""
@@ -319,7 +325,7 @@ class Engine(PlacedModel):
         for stage in self.stages.values():
             stage.unsharding.forget()
         for work in [work for unit in self.units for work in unit.publish()]:
-            work.wait()  # before anyone reads a parameter, or leaves
+            work.wait()  # before anyone reads a parameter, or exits
         for piece in self.owned:
             piece.view.grad = None
         self._now = None

@@ -4,12 +4,11 @@
     F0 F1 …     the order's forwards; units are gathered and freed       as the row says
     losses      of every data rank, added exactly                        one small all_gather
 
-Modules are in eval mode and nothing is drawn.  Persistent buffers are data rank 0's, which are also the ones that a
-state dict has; afterwards each rank has its own again, so BatchNorm evaluates one model on all ranks and trains on
-with what each has seen.
+Modules are in eval mode and nothing is drawn.  Persistent buffers are data rank 0's, as in a state dict; afterwards
+each rank has its own again, so BatchNorm evaluates one model on all ranks and trains on with what each has seen.
 
-Evaluations have their own runtime: what their batches taught about the shapes of messages, their order of gathers and
-their log stay apart from the step's.  In the ledger all their messages are of the phase ``evaluate``.
+Evaluations have their own runtime, so the shapes of their messages, their order of gathers and their log stay apart
+from the step's.  In the ledger all their messages are of the phase ``evaluate``.
 """
 
 from __future__ import annotations
@@ -44,13 +43,7 @@ class Evaluation:
 
 
 class Evaluator:
-    """Evaluations of a model that an engine trains.
-
-    Args:
-        model: the user's.
-        stages: those of this rank.
-        program: what this rank does in an evaluation of so many microbatches.
-    """
+    """Evaluations of a user's model in training; ``program`` gives what this rank does with so many microbatches."""
 
     def __init__(
         self,
@@ -64,7 +57,7 @@ class Evaluator:
         self.runtime = Runtime(stages, PipelineP2P(comm, pipeline.owner), EventLog(comm))
         self.exchange = Exchange(comm, (), pipeline.owner[pipeline.num_stages - 1])
         self.broken = False
-        """An evaluation raised in the middle of a pipeline: its messages may still be in flight."""
+        """An evaluation raised in the middle of a pipeline: its messages may still be under way."""
 
     def evaluate(self, microbatches: Sequence[Any], loss_fn: LossFn, count_fn: Callable[[Any], int]) -> Evaluation:
         """See ``Engine.evaluate``."""
@@ -76,8 +69,7 @@ class Evaluator:
             stack.enter_context(comm.ledger.phase(EVALUATE))
             samples = sum(num_samples(batch) for batch in microbatches)
             _, total = self.exchange.counts(num, sum(map(count_fn, microbatches)), samples)
-            if comm.mesh.pipe > 1:
-                self.exchange.check_batches(microbatches)
+            self.exchange.check_batches(microbatches)
             models = [stage.model for stage in self.stages.values()]
             stack.enter_context(eval_mode(self.model, *models))
             stack.enter_context(buffers_of_data_rank_0(models, comm))
@@ -94,7 +86,7 @@ class Evaluator:
 
 @contextmanager
 def eval_mode(*models: nn.Module) -> Iterator[None]:
-    """Every module is in eval mode inside, and in its own mode again afterwards."""
+    """Every module is in eval mode inside, and in its own again afterwards."""
     modes = {module: module.training for model in models for module in model.modules()}
     for module in modes:
         module.training = False
@@ -116,9 +108,9 @@ def buffers_of_data_rank_0(models: Sequence[nn.Module], comm: Comm) -> Iterator[
     ]
     before: dict[Tensor, Tensor] = {buffer: buffer.clone() for _, _, buffer in places}
     for buffer in before:
-        travelling = buffer.reshape(-1).clone()
-        comm.broadcast(travelling, DATA_ORDER, 0, note=Note(EVALUATE)).wait()
-        buffer.copy_(travelling.view(buffer.shape))
+        sent = buffer.reshape(-1).clone()
+        comm.broadcast(sent, DATA_ORDER, 0, note=Note(EVALUATE)).wait()
+        buffer.copy_(sent.view(buffer.shape))
     try:
         yield
     finally:

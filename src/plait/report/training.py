@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -71,7 +72,8 @@ def progress_line(
 
 
 def spark(values: Sequence[float], width: int = 60) -> str:
-    """A curve in one line of block characters, low to high; each column is a mean."""
+    """A curve in one line of block characters, low to high; each column is a mean.  Values that are not finite are left out."""
+    values = [value for value in values if math.isfinite(value)]
     if not values:
         return ""
     columns = min(width, len(values))

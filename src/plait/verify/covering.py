@@ -5,11 +5,11 @@
     covering set      a b c
                       1 1 1         every pair of values of two dimensions is in one of the rows:
                       1 2 2         a fault that needs two settings shows in 4 cases instead of 8,
-                      2 1 2         and with fourteen dimensions by a hundred instead of millions
+                      2 1 2         and with fourteen dimensions in a hundred instead of millions
                       2 2 1
 
-Not all values combine, so there are rules, each over some of the dimensions.  A pair that no full row may have is left
-out; all others are covered.  The set is built row by row: take a pair that is not covered yet, then give each other
+Not all values combine: rules, each over some of the dimensions, say which do.  A pair that no row can have is left out;
+all others are covered.  The set is built row by row: take a pair that is not covered yet, then give each other
 dimension the value that covers most, backtracking where a rule leaves no choice.
 
 Source: the greedy construction of AETG (Cohen et al. 1997), with rules instead of lists of forbidden tuples.
@@ -58,11 +58,12 @@ def covering(dimensions: Mapping[str, Sequence[Hashable]], rules: Sequence[Rule]
     used: Counter[tuple[str, Hashable]] = Counter()
     rows = []
     while left:
-        row = _completed(_row(next(iter(left))), dimensions, rules, left.keys(), used)
-        assert row is not None
-        rows.append({name: row[name] for name in dimensions})
-        used.update(rows[-1].items())
-        for pair in pairs(rows[-1]):
+        completed = _completed(_row(next(iter(left))), dimensions, rules, left.keys(), used)
+        assert completed is not None
+        row = {name: completed[name] for name in dimensions}
+        rows.append(row)
+        used.update(row.items())
+        for pair in pairs(row):
             left.pop(pair, None)
     return rows
 
@@ -100,7 +101,6 @@ def _completed(
         return sum(pair in left for pair in met)
 
     for value in sorted(dimensions[name], key=lambda value: (-covers(value), used[name, value])):
-        longer = _completed({**row, name: value}, dimensions, rules, left, used)
-        if longer is not None:
-            return longer
+        if completed := _completed({**row, name: value}, dimensions, rules, left, used):
+            return completed
     return None

@@ -1,10 +1,10 @@
-"""From a user's model to units: cutting it, and laying its parameters in flat storages.
+"""From a user's model to units: cutting it, and laying its parameters in flat buffers.
 
-    model ── wrap ──► units ── by dtype, training, sums ──► flat layouts ──► storages, pieces of what has values
+    model ── wrap ──► units ── by dtype, training, sums ──► flat layouts ──► buffers, pieces of what has values
                                                                               └─ what is on meta comes later
 
-Weights that arrive with values are kept; parameters that are still on the meta device get theirs afterwards (see
-``engine.state.init``), so that a rank never holds more than its pieces and one module.
+Parameters on the meta device get their values afterwards (see ``engine.state.init``), so that a rank never holds more
+than its pieces and one module.
 """
 
 from __future__ import annotations
@@ -28,14 +28,13 @@ from plait.tensor_parallel import Parallel
 
 @dataclass(frozen=True)
 class SourceModel:
-    """The user's model, from which stages are cut.
-
-    ``names`` are its parameters' names by ``id``; ``tied`` are those that several stages use.
-    """
+    """The user's model, from which stages are cut."""
 
     model: nn.Module
     names: Mapping[int, str]
+    """Of its parameters, by ``id``."""
     tied: frozenset[int] = frozenset()
+    """The parameters that several stages use, by ``id``."""
 
 
 @dataclass(frozen=True)
@@ -75,14 +74,14 @@ def build_units(
     resting: dict[int, str],
     parallel: Parallel,
 ) -> BuiltUnits:
-    """Cut a stage into units whose flat storages hold this rank's pieces; their values on meta come next.
+    """Cut a stage into units whose flat buffers hold this rank's pieces of what has values.
 
     Args:
         model: the stage's; parameters with values, or on meta, or some of each.
         origin: by ``id`` of a parameter of the stage, the whole model's.
         names: the modules that become units; None wraps automatically.
         cut: where pieces may end.
-        resting: will hold the names, by ``id``, of parameters whose values are not here at the moment.
+        resting: kept up to date with the names, by ``id``, of parameters that are at rest.
         parallel: how tensor parallelism cuts parameters, before they are laid in their units.
 
     Raises:
@@ -115,9 +114,9 @@ def build_units(
             values = [None if p.is_meta else p.data for _, p in group]
             targets = [_off_meta(p, comm.device) for _, p in group]
             flat = Flat(layout, targets, strategy, comm, resting, cuts, id(first) in parallel.summed)
-            for index, ((_, old), value) in enumerate(zip(group, values, strict=True)):
+            for index, ((_, old), new, value) in enumerate(zip(group, targets, values, strict=True)):
                 if value is None:
-                    fresh.append(Unmaterialized(origin[id(old)], old, targets[index], flat, index))
+                    fresh.append(Unmaterialized(origin[id(old)], old, new, flat, index))
                 else:
                     flat.write(index, value)
             flats.append(flat)
@@ -133,10 +132,8 @@ def _shapes(
     group: Sequence[tuple[str, nn.Parameter]], cuts: Sequence[TensorCut | None], index: int
 ) -> list[tuple[str, tuple[int, ...]]]:
     """Names and shapes of what tensor rank ``index`` holds."""
-    return [
-        (name, tuple(p.shape) if cut is None else cut.local_shape(index))
-        for (name, p), cut in zip(group, cuts, strict=True)
-    ]
+    pairs = zip(group, cuts, strict=True)
+    return [(name, tuple(p.shape) if cut is None else cut.local_shape(index)) for (name, p), cut in pairs]
 
 
 def _off_meta(parameter: nn.Parameter, device: torch.device) -> nn.Parameter:
@@ -149,9 +146,9 @@ def _off_meta(parameter: nn.Parameter, device: torch.device) -> nn.Parameter:
 def _by_kind(
     parameters: Sequence[tuple[str, nn.Parameter]], cell: Cell, summed: Collection[int], tied: Collection[int]
 ) -> list[list[tuple[str, nn.Parameter]]]:
-    """Who shares a flat buffer: parameters alike in dtype, in whether they train, and in whether they are summed.
+    """Parameters alike in dtype, in whether they train, and in whether they are summed share a flat buffer.
 
-    One that several stages use has a buffer of its own, laid alike on each of them.
+    One that several stages use has its own, laid alike on each of them.
     """
     groups: dict[tuple[torch.dtype, bool, bool, str], list[tuple[str, nn.Parameter]]] = {}
     for name, parameter in parameters:

@@ -75,10 +75,8 @@ class Flat:
                 f"the row {strategy.name!r} ({strategy.row()}) would sum or update parameters of {str(own)[6:]} in "
                 f"fewer bits: leave out its dtypes, or give the parameters one"
             )
-        self.held = self.place(strategy.params)
-        self.kept_place = self.place(strategy.kept)
-        self.grads_place = self.place(strategy.grads)
-        self.optim_place = self.place(strategy.optim)
+        cells = (strategy.params, strategy.kept, strategy.grads, strategy.optim)
+        self.held, self.kept_place, self.grads_place, self.optim_place = map(self.place, cells)
         self.split = ways(strategy.params.split) > 1
         self.keeps_more = ways(strategy.kept.split) != ways(strategy.params.split)
         self.grads_split = ways(strategy.grads.split) > 1

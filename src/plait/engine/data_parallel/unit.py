@@ -1,6 +1,5 @@
 """A unit: the parameters that are gathered and reduced together, in flat buffers (see ``storage``), and where they are.
 
-
     state         full           rest     kept                  parameters are        bytes
     WHOLE         is ``rest``    whole    -                     views of ``full``     full
     SHARDED       empty          piece    nothing, or its       a NaN placeholder     piece + kept

@@ -5,8 +5,8 @@ parameter of a stage.  It changes nothing:
 
 - reading a parameter *at rest* raises, with the names of the parameter and the function;
 - the node that the function leaves in the autograd graph will unshard the running unit before it runs.  A unit's
-  outputs do so as well (see ``unshard``); this catches what leaves a module beside its return value, an auxiliary loss
-  for example.
+  outputs do so as well (see ``unshard``); this catches what leaves a module in other ways, an auxiliary loss for
+  example.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ class AtRestCheck(Handler):
 
     Args:
         split: the parameters of split units, by ``id``.
-        staged: the parameters of a stage, which ``loss_fn`` may not read beside the model: other stages have others.
-        resting: the names, by ``id``, of parameters whose values are not here now; others keep it up to date.
+        staged: the parameters of a stage, which ``loss_fn`` may not read itself: it runs on one stage of several.
+        resting: the names, by ``id``, of parameters whose values are not here now; kept up to date by the units.
     """
 
     def __init__(self, current: CurrentForward, split: set[int], staged: set[int], resting: Mapping[int, str]) -> None:
@@ -35,10 +35,15 @@ class AtRestCheck(Handler):
         self.parameters = split | staged
 
     def __call__(self, func: Function, call_next: Function, /, *args: Any, **kwargs: Any) -> Any:
-        context = self.current.context
-        if self.staged and not context.module.in_model and not in_backward():
-            self._check_outside(func, (*args, *kwargs.values()))
-        read = read_among((*args, *kwargs.values()), self.split)
+        context, arguments = self.current.context, (*args, *kwargs.values())
+        outside = self.staged and not context.module.in_model and not in_backward()
+        if outside and read_among(arguments, self.staged):
+            raise ValueError(
+                f"loss_fn reads a parameter by {getattr(func, '__name__', func)!r} outside of the model's call: under "
+                f"a pipeline each stage has only its own; let the model compute the term, or the optimizer (weight "
+                f"decay)"
+            )
+        read = read_among(arguments, self.split)
         for name in (self.resting[key] for key in read if key in self.resting):
             raise ValueError(
                 f"parameter {name!r} is used by {getattr(func, '__name__', func)!r} while its unit is at rest: its "
@@ -52,14 +57,6 @@ class AtRestCheck(Handler):
                 if isinstance(tensor, Tensor) and tensor.grad_fn is not None:
                     tensor.grad_fn.register_prehook(lambda *gradients: unshard())
         return result
-
-    def _check_outside(self, func: Function, arguments: Sequence[Any]) -> None:
-        if read_among(arguments, self.staged):
-            raise ValueError(
-                f"loss_fn reads a parameter by {getattr(func, '__name__', func)!r} outside of the model's call: under "
-                f"a pipeline each stage has only its own; let the model compute the term, or the optimizer (weight "
-                f"decay)"
-            )
 
 
 def flat_values(values: Sequence[Any]) -> Iterator[Any]:

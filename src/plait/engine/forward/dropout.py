@@ -1,8 +1,8 @@
 """Dropout that belongs to the model, not to the process: a handler.
 
-Dropout is a pure function of (seed, step, *global sample index*, site, element index), where the site is the
-name of the module and the number of its call.  Whoever computes a sample, in whatever microbatch, on whatever
-rank, draws the same mask: no cut of the batch changes it, and nothing draws from a global generator.
+Dropout is a pure function of (seed, step, *global sample index*, site, element index), where the site is the name of
+the module and the number of its call.  Whoever computes a sample, in whatever microbatch, on whatever rank, draws the
+same mask: no cut of the batch changes it, and nothing draws from a global generator.
 
     key (64 bits)   <- blake2b(seed, step, sample, site)                    one per sample
     bits (32 bits)  <- mix(mix(element index xor key_low) + key_high)       one per element
@@ -29,14 +29,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from plait.engine.forward.context import CurrentForward
 from plait.engine.forward.interceptor import Function, Handler
-from plait.engine.forward.random_ops import (
-    draws_nothing,
-    is_random,
-    no_stream,
-    seeded,
-    silent,
-    without_dropout,
-)
+from plait.engine.forward.random_ops import draws_nothing, is_random, no_stream, seeded, silent, without_dropout
 from plait.sharded.masks import Slice, keep_mask, stream_key
 
 SliceOf = Callable[[str, Sequence[int]], Slice | None]
@@ -45,12 +38,9 @@ SliceOf = Callable[[str, Sequence[int]], Slice | None]
 class DropoutRNG(Handler):
     """The dropout of one stage.
 
-    A forward that runs inside a backward is a recomputation: its modules count their calls anew, so they draw the masks
-    again that they drew the first time.
-
     Args:
-        slice_of: tells which slice of its whole activation a module draws for, where activations are cut.
-        recomputes: the engine runs parts of the model twice.
+        slice_of: which slice of its whole activation a module draws for, where activations are cut.
+        recomputes: the engine runs parts of the model twice; the second time they draw the same masks.
     """
 
     def __init__(
@@ -70,8 +60,8 @@ class DropoutRNG(Handler):
     def mask(self, shape: Sequence[int], p: float, device: torch.device) -> Tensor:
         """The next mask of the running module: bool, ``shape``, True where an element survives.
 
-        The first dim is taken as samples when its size is the microbatch's number of samples; otherwise the module
-        has lost the sample dim and the mask belongs to the global microbatch.
+        The first dim is samples when its size is the microbatch's number of samples; otherwise the module has lost the
+        sample dim, and the mask belongs to the global microbatch.
         """
         context = self.current.context
         position, counts, module = context.position, context.counts, context.module.name
@@ -80,8 +70,7 @@ class DropoutRNG(Handler):
             raise ValueError(
                 f"{f'module {module!r}' if module else 'loss_fn'} draws dropout in a checkpoint around a function that "
                 f"is no module's call: in the backward nobody would know which mask to draw again; checkpoint a "
-                f"module's call, as in "
-                f"checkpoint(self.block, x, use_reentrant=False), or let the engine recompute"
+                f"module's call, as in checkpoint(self.block, x, use_reentrant=False), or let the engine recompute"
             )
         if context.module.again and counts.calls.get(module, 0) > 1:
             raise ValueError(
@@ -97,8 +86,8 @@ class DropoutRNG(Handler):
             keys = [stream_key("dropout", self.seed, position.step, i, site) for i in samples]
         else:
             keys = [stream_key("microbatch dropout", self.seed, position.step, position.microbatch, site)]
-        held = self.slice_of(module, shape) if self.slice_of else None
-        place = held.indices(shape) if held else None
+        part = self.slice_of(module, shape) if self.slice_of else None
+        place = part.indices(shape) if part else None
         return keep_mask(keys, math.prod(shape) // len(keys) if keys else 0, p, device, place).view(shape)
 
     def dropout(self, x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:

@@ -134,11 +134,8 @@ class StageBoundary:
             self._indices.setdefault(id(link), []).append(index)
             if isinstance(link, ForeignLayer):
                 link.at_call = self._at_foreign_layer
-
-    def watch(self, model: nn.Module) -> None:
-        """Look at what links get and return; after other hooks of theirs."""
-        for link in dict.fromkeys(model.get_submodule(self.names[index]) for index in self.links):
-            link.register_forward_pre_hook(self._before_link, with_kwargs=True)
+        for link in dict.fromkeys(part.model.get_submodule(self.names[index]) for index in self.links):
+            link.register_forward_pre_hook(self._before_link, with_kwargs=True)  # after other hooks of theirs
             link.register_forward_hook(self._after_link)
 
     def _reached(self, module: nn.Module) -> BoundaryState:

@@ -20,7 +20,7 @@ from plait.engine.data_parallel.build import SourceModel, build_units
 from plait.engine.data_parallel.flat_gradient import FlatGradient
 from plait.engine.data_parallel.wrap import automatic, wrap
 from plait.engine.forward.recompute import check_recompute
-from plait.engine.pipeline.stage import Place, Stage
+from plait.engine.pipeline.stage import Stage
 from plait.engine.pipeline.stage_model import Chain, StageModel, chain_of, cut_off, parallel_of, stages_using
 from plait.engine.pipeline.tied_weights import TiedWeight
 from plait.engine.state.full import Directory
@@ -165,7 +165,8 @@ def lay_stages(
         s: Stage(
             part,
             whole,
-            Place(s, count),
+            s,
+            count,
             comm,
             laid[s].units,
             resting[s],

@@ -48,18 +48,6 @@ from plait.tensor_parallel.gemm import TORCH, Gemm
 LossFn = Callable[[nn.Module, Any], Tensor]
 
 
-@dataclass(frozen=True)
-class Place:
-    """Where a stage stands: its number, and how many there are."""
-
-    number: int = 0
-    count: int = 1
-
-    @property
-    def last(self) -> bool:
-        return self.number == self.count - 1
-
-
 @dataclass
 class Flight:
     """A microbatch between its forward and its backward, or the weight part of one in two."""
@@ -95,7 +83,8 @@ class Stage:
         self,
         part: StageModel,
         whole: SourceModel,
-        place: Place,
+        number: int,
+        count: int,
         comm: Comm,
         units: list[Unit],
         resting: Mapping[int, str],
@@ -107,7 +96,8 @@ class Stage:
         split_backward: bool,
         before_root: Callable[[Any, dict[str, Any]], None],
     ) -> None:
-        self.model, self.place, self.comm, self.units = part.model, place, comm, units
+        self.model, self.comm, self.units = part.model, comm, units
+        self.number, self.count, self.last = number, count, number == count - 1
         self.parallelism, self.parallel = parallelism, parallel
         self.current = CurrentForward()
         self.axis = StageAxis(comm, self.current, sequence=parallelism.sequence_parallel, gemm=gemm)
@@ -115,14 +105,13 @@ class Stage:
         handlers = self._handlers(resting, gemm, seed, split_backward=split_backward)
         self.interceptor = Interceptor(self.current, handlers)
         self.interceptor.follow(self.model, part.sites, every=bool(parallel.styles))
-        self.boundary = StageBoundary(part, place.number, self.current, last=place.last)
         self.unsharding = Unsharding(self.model, self.units, parallelism.prefetch, self.current, before_root)
-        if place.count > 1:
-            self.boundary.watch(self.model)
+        self.boundary = StageBoundary(part, number, self.current, last=self.last)
         names = [unit.name for unit in self.units if unit.module is not self.model]
         self.blocks = blocks_of(self.model, names) if parallelism.recompute == "full" else []
         """The modules whose forward runs again in the backward."""
-        run_twice(self.model, self.blocks, self.interceptor, parallel, sequence=self.axis.sequence)
+        for name in self.blocks:
+            run_twice(self.model, name, self.interceptor, parallel, sequence=self.axis.sequence)
         self.gradients = Gradients(self.unsharding, comm)
         self.guard = ModelFingerprint(self.model)
         self.flights: dict[int, Flight] = {}
@@ -140,10 +129,10 @@ class Stage:
         if recompute == "selective":
             attention = AttentionRecompute(current)
             handlers.append(attention)
-            if self.place.count == 1:
+            if self.count == 1:
                 self.model.register_forward_hook(attention.after_model)
         split = {id(p) for _, p, flat, _ in parameters if flat.split}
-        staged = {id(p) for _, p, _, _ in parameters} if self.place.last and self.place.count > 1 else set()
+        staged = {id(p) for _, p, _, _ in parameters} if self.last and self.count > 1 else set()
         if split or staged:
             handlers.append(AtRestCheck(current, split, staged, resting))
         if split_backward:
@@ -203,7 +192,7 @@ class Stage:
         output = self._call(boundary, loss_fn, batch)
         flight = self.flights[microbatch] = Flight(self.current.context, boundary)
         if output.requires_grad:
-            flight.output = output if self.place.last else get_gradient_edge(output)
+            flight.output = output if self.last else get_gradient_edge(output)
         return output.detach()
 
     def evaluate(self, microbatch: int, loss_fn: LossFn, batch: Any, received: Tensor | None) -> Tensor:
@@ -242,7 +231,7 @@ class Stage:
             return done.tensor
         finally:
             self.current.replace(boundary=None)
-        if not self.place.last:
+        if not self.last:
             raise ValueError(
                 "loss_fn did not call the model, or caught what ends its call: under a pipeline every stage runs it, "
                 "as model(...), outside of try/except"
@@ -304,7 +293,7 @@ class Stage:
         """
         if microbatch not in self.flights:
             raise ValueError(
-                f"microbatch {microbatch} has no forward behind it on stage {self.place.number} (those that have: "
+                f"microbatch {microbatch} has no forward behind it on stage {self.number} (those that have: "
                 f"{sorted(self.flights)}): each has one forward and then one backward"
             )
         flight = self.flights.pop(microbatch) if over else self.flights[microbatch]

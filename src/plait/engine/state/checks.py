@@ -19,13 +19,9 @@ from plait.core.collectives import Note
 from plait.core.mesh import AXES
 from plait.engine.state.identity import model_fields, text_of
 
-_TABLES = (nn.Embedding, nn.EmbeddingBag)
-
 
 def check_model(model: nn.Module, comm: Comm) -> None:
-    """Raises ValueError for what no engine can train: no parameters, or parameters without a shape; empty buffers;
-    compiled modules; tables that a forward writes to; replicas that differ.
-    """
+    """Raises ValueError for what no engine can train, and for replicas that differ."""
     if lazy := [name for name, p in model.named_parameters() if is_lazy(p)]:
         raise ValueError(
             f"{len(lazy)} parameters have no shape yet ({', '.join(lazy[:3])}): call the model once on a sample before "
@@ -37,7 +33,8 @@ def check_model(model: nn.Module, comm: Comm) -> None:
             f"{compiled[0] or 'the model'!r} is compiled, and the compiler would trace into the engine's gathers and "
             f"dropout streams: compile functions inside of its modules (as of activations) instead"
         )
-    bounded = [name for name, m in model.named_modules() if getattr(m, "max_norm", None) and isinstance(m, _TABLES)]
+    tables = [(name, m) for name, m in model.named_modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag)]
+    bounded = [name for name, table in tables if table.max_norm]
     if bounded and comm.mesh.size > 1:
         raise ValueError(
             f"{bounded[0]!r} has max_norm: each rank's forward would rewrite the rows that its own samples use, and "
@@ -51,8 +48,7 @@ def check_model(model: nn.Module, comm: Comm) -> None:
 
 def check_buffers(model: nn.Module) -> None:
     """Raises ValueError where a buffer has no values."""
-    empty = [name for name, buffer in model.named_buffers() if buffer.is_meta]
-    if empty:
+    if empty := [name for name, buffer in model.named_buffers() if buffer.is_meta]:
         raise ValueError(
             f"{len(empty)} buffers are on the meta device and have no values ({', '.join(empty[:3])}): build the model "
             f"inside plait.empty_parameters(), which computes buffers for real, instead of torch.device('meta')"
@@ -107,9 +103,8 @@ def check_replicas(model: nn.Module, comm: Comm) -> None:
 
 def _fingerprint(name: str, parameter: Tensor) -> int:
     """63 bits of a parameter's name, shape, dtype and values (on meta: without the values)."""
-    digest = hashlib.blake2b(
-        f"{name} {tuple(parameter.shape)} {parameter.dtype} {parameter.requires_grad}".encode(), digest_size=8
-    )
+    text = f"{name} {tuple(parameter.shape)} {parameter.dtype} {parameter.requires_grad}"
+    digest = hashlib.blake2b(text.encode(), digest_size=8)
     if not parameter.is_meta:
         digest.update(bytes(parameter.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data))
     return int.from_bytes(digest.digest(), "little") >> 1

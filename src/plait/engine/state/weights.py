@@ -3,8 +3,8 @@
     w (7 x 5) in a file         what rank 1 of 2 holds                 what it reads
     elements 0 .............34  elements 16..34 of its flat buffer     rows 3..6
 
-A source knows the whole model's names and shapes and reads blocks of its tensors.  A tensor axis cuts before the data
-axes do, so rows of a rank's piece are one block of the whole parameter, or several (see ``core.tensor_cut``).
+A tensor axis cuts before the data axes do, so rows of a rank's piece are one block of the whole parameter, or several
+(see ``core.tensor_cut``).
 """
 
 from __future__ import annotations

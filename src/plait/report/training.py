@@ -72,7 +72,7 @@ def progress_line(
 
 
 def spark(values: Sequence[float], width: int = 60) -> str:
-    """A curve in one line of block characters, low to high; each column is a mean.  Values that are not finite are left out."""
+    """A curve in one line of block characters, low to high; each column is a mean of what is finite."""
     values = [value for value in values if math.isfinite(value)]
     if not values:
         return ""

@@ -76,6 +76,8 @@ class TrainConfig(RunConfig):
         str | None,
         tyro.conf.arg(help=f"A new folder for the trained model, as transformers loads it ({stock_families()})."),
     ] = None
+    nonfinite: Literal["raise", "skip"] = "raise"
+    """A step whose loss or gradient is inf or NaN on any rank ends the run, or is left out (as always in fp16)."""
     workers: int = 0
     """Processes of each rank that make the batches of the coming steps; 0: the rank makes them itself."""
     log_every: int = 10

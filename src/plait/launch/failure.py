@@ -2,6 +2,7 @@
 
     raised on a rank                      printed                         exit code
     ValueError by plait                   plait: error: <message>         2
+    FloatingPointError by plait           plait: error: <message>         1
     any other exception                   its traceback                   1
     (killed by a signal)                  plait: rank 3 was killed ...    128 + signal
 
@@ -42,15 +43,20 @@ class Failure:
 
 def is_mistake(error: BaseException) -> bool:
     """Whether this is plait refusing an input: a ValueError that was raised in its own code."""
-    if not isinstance(error, ValueError) or error.__traceback__ is None:
+    return _by_plait(error, ValueError)
+
+
+def _by_plait(error: BaseException, kind: type[Exception]) -> bool:
+    """Whether it is of this kind, and was raised in plait's own code."""
+    if not isinstance(error, kind) or error.__traceback__ is None:
         return False
     *_, (frame, _line) = traceback.walk_tb(error.__traceback__)
     return str(frame.f_globals.get("__name__", "")).partition(".")[0] == "plait"
 
 
 def text_of(error: BaseException) -> str:
-    """What is printed: of a mistake a line, with a grid below it where there is one, else the traceback."""
-    if not is_mistake(error):
+    """What is printed: of what plait refuses a line, with a grid below it where there is one, else the traceback."""
+    if not is_mistake(error) and not _by_plait(error, FloatingPointError):
         return "".join(traceback.format_exception(error))
     reason, *grid = str(error).split("\n")
     line = " ".join(["plait: error:", *reason.split(), *getattr(error, "__notes__", ())])

@@ -63,7 +63,8 @@ class ProgressView:
                 f"{left:5.0f} s left"
             )
         if not line.get("made", True):
-            self._console.print(f"step {step}: skipped, gradients not finite; loss scale now {line['loss_scale']:g}")
+            scale = f"; loss scale now {line['loss_scale']:g}" if "loss_scale" in line else ""
+            self._console.print(f"step {step}: skipped, loss or gradients not finite{scale}")
         if "eval_loss" in line:
             self._console.print(f"step {step}: held-out loss {line['eval_loss']:.4f} ({line['eval_tokens']:,} tokens)")
         if self._bar is not None:

@@ -1,5 +1,6 @@
 """The end of a training run as text: its curve, and the table of bytes, predicted and measured."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -59,7 +60,8 @@ def bytes_table(ranks: Sequence[RankBytes]) -> Table:
 
 
 def spark(values: Sequence[float], width: int = 60) -> str:
-    """A curve in one line of block characters, low to high; each column is a mean."""
+    """A curve in one line of block characters, low to high; each column is a mean of what is finite."""
+    values = [value for value in values if math.isfinite(value)]
     if not values:
         return ""
     columns = min(width, len(values))

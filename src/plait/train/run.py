@@ -74,7 +74,7 @@ def run_train(config: TrainConfig, comm: Comm, argv: Sequence[str] = ()) -> int:
     console = Console(quiet=comm.rank > 0, stderr=config.json == "-", highlight=False, soft_wrap=True)
     job = make_job(config)
     config = replace(config, steps=job.steps)  # epochs have become steps
-    engine, scheduler = job.engine(comm, config.measured(job, comm), clip=config.clip)
+    engine, scheduler = job.engine(comm, config.measured(job, comm), clip=config.clip, nonfinite=config.nonfinite)
     training = Training(config, job, comm, engine, scheduler, Recorder(comm, gradients=False))
     _show_header(training, console)
     lines = []
@@ -82,10 +82,14 @@ def run_train(config: TrainConfig, comm: Comm, argv: Sequence[str] = ()) -> int:
     view = ProgressView(console, engine.steps + 1, config.steps, config.log_every, config.family.unit)
     stream = job.stream(range(engine.steps, config.steps), *training.place, str(comm.device), config.workers)
     with closing(_sinks(config, comm)) as sinks, watch as watched, view, stream:
-        for line in _steps(training, stream):
-            sinks.write(line)
-            lines.append(line)
-            view.show(line)
+        try:
+            for line in _steps(training, stream):
+                sinks.write(line)
+                lines.append(line)
+                view.show(line)
+        except FloatingPointError as error:
+            sinks.write({"step": engine.steps + 1, "stopped": str(error)})
+            raise
     ranks, recorded, last = _bytes_per_rank(training), record_timeline(engine), lines[-1]
     rate = statistics.median(line["tokens"] / line["seconds"] for line in lines)
     summary = {
@@ -208,7 +212,8 @@ def _steps(training: Training, stream: StepStream) -> Iterator[dict[str, Any]]:
             "bytes_sent": comm.ledger.sent,
             "bytes_held": sum(bytes_held[kind] for kind in STATES),
             "grad_norm": result.grad_norm,
-            **({} if engine.update.loss_scale is None else {"made": result.made, "loss_scale": engine.update.scale}),
+            **({} if engine.update.loss_scale is None else {"loss_scale": engine.update.scale}),
+            **({} if engine.update.loss_scale is None and result.made else {"made": result.made}),
             "peak_memory": peak_memory(comm.device),
         }
         if held_out and (step + 1 == config.steps or (config.eval_every and (step + 1) % config.eval_every == 0)):

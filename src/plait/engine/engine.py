@@ -45,6 +45,7 @@ from plait.engine.state.identity import code_of
 from plait.engine.state.weights import Weights
 from plait.engine.step import OpenStep, StepResult, num_samples
 from plait.engine.turns import Optimizers, StepTurns, several
+from plait.engine.update import Update
 
 CountFn = Callable[[Any], int]
 Listener = Callable[[str, "Engine"], None]
@@ -102,15 +103,14 @@ class Engine(PlacedModel):
             comm,
             parallelism or Parallelism.of(**settings),
             several(optimizer),
-            clip=clip,
             seed=seed,
             weights=weights,
-            loss_scale=loss_scale,
-            nonfinite=nonfinite,
+            settings={"clip": clip, "loss_scale": loss_scale, "nonfinite": nonfinite},
             agreed={"the code of loss_fn": code_of(loss_fn), "the code of count_fn": code_of(count_fn)},
             before_forward=self._before_forward,
         )
         self.loss_fn, self.count_fn, self.listener = loss_fn, count_fn, listener
+        self.update = Update(self, clip, loss_scale, nonfinite)
         self._turns = StepTurns()
         for one in self.optimizers:
             self._hook(one)

@@ -1,4 +1,4 @@
-"""Where a rank stands in the run, beside its numbers: what must be the same on all ranks at every step.
+"""Where a rank stands in the run: what must be the same on all ranks at every step.
 
 A rank that made another number of steps, threw gradients away, or has another learning rate trains another model from
 then on.  Three numbers in the step's report tell; only where they differ do the ranks show each other more.

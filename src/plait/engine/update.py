@@ -76,9 +76,9 @@ class Update:
         measured = self.clip is not None or self.loss_scale is not None
         squares = square_sum(o.gradient for o in owned if norm.counts(o)) if measured else 0.0
         touched = {name for stage in placed.stages.values() for name in stage.gradients.touched()}
-        beside = [float(encoded(self.watch.first(), exchange.names)), *standing.numbers()]
-        report = exchange.report(squares, losses, touched, beside)
-        standing.check(placed.comm, [row[1:] for row in report.beside])
+        marks = [float(encoded(self.watch.first(), exchange.names)), *standing.numbers()]
+        report = exchange.report(squares, losses, touched, marks)
+        standing.check(placed.comm, [row[1:] for row in report.marks])
         total, losses_by_rank, self.have_gradient = report.squares, report.losses, report.have_gradient
         self.made = self._finite(report, standing.step)
         losses = tuple(losses_by_rank[placed.comm.mesh.data_rank(placed.comm.rank)])
@@ -106,7 +106,7 @@ class Update:
             return finite
         exchange = self.placed.exchange
         losses = zip(exchange.ranks_with_losses(), report.losses, strict=True)
-        problem = described(list(losses), [row[0] for row in report.beside], exchange.names)
+        problem = described(list(losses), [row[0] for row in report.marks], exchange.names)
         if not problem and math.isfinite(report.squares):
             return True
         for stage in self.placed.stages.values():

@@ -39,7 +39,7 @@ from plait.engine.nonfinite import NonFinite
 from plait.engine.pipeline.runtime import Microbatch
 from plait.engine.pipeline.stage import LossFn
 from plait.engine.placed_model import PlacedModel
-from plait.engine.reduction import Reduction, as_sum, check_sum, is_mean
+from plait.engine.reduction import Reduction, as_sum, returning_sums
 from plait.engine.standing import Standing
 from plait.engine.state.identity import code_of
 from plait.engine.state.weights import Weights
@@ -172,21 +172,9 @@ class Engine(PlacedModel):
             for m, batch in enumerate(microbatches)
         ]
         self._broken = self.comm.mesh.pipe > 1
-        loss_fn = loss_fn if self.steps else self._checked(loss_fn, count_fn)
+        loss_fn = loss_fn if self.steps else returning_sums(loss_fn, count_fn)
         self.runtime.run(program, brought, loss_fn, 1 / total * self.update.scale, self._update)
         return self.last
-
-    @staticmethod
-    def _checked(loss_fn: LossFn, count_fn: CountFn) -> LossFn:
-        """The same for the first step, with a look at whether it returns a sum."""
-
-        def checked(model: nn.Module, batch: Any) -> Tensor:
-            loss = loss_fn(model, batch)
-            if isinstance(loss, Tensor) and is_mean(loss):
-                check_sum(loss, count_fn(batch))
-            return loss
-
-        return checked
 
     def evaluate(self, microbatches: Sequence[Any]) -> Evaluation:
         """The mean loss of all ranks' microbatches, in eval mode; training continues as if it had not happened.

@@ -115,23 +115,12 @@ def lay_stages(
     settings: StageSettings, parts: Mapping[int, StageModel], parallel: Parallel, weights: Weights | None = None
 ) -> dict[int, Stage]:
     """The stages of these parts, by number, with their units laid and their values drawn or read."""
-    whole, comm, parallelism = settings.whole, settings.comm, settings.parallelism
+    whole, comm = settings.whole, settings.comm
     resting: dict[int, str] = {}
     plans = {s: parallel_of(parallel, part, last=s == settings.count - 1) for s, part in parts.items()}
     laid = {}
     for s, part in parts.items():
-        modules = dict(part.model.named_modules())
-        laid[s] = build_units(
-            part.model,
-            part.origin,
-            whole,
-            comm,
-            parallelism.strategy,
-            names=None if parallelism.units is None else [name for name in parallelism.units if name in modules],
-            cut=parallelism.cut,
-            resting=resting,
-            parallel=plans[s],
-        )
+        laid[s] = build_units(part.model, part.origin, whole, comm, settings.parallelism, plans[s], resting)
     give_values(whole, list(laid.values()), settings.seed, comm.device, weights)
     stages = {s: Stage(settings, s, part, plans[s], laid[s].units, resting) for s, part in parts.items()}
     for stage in stages.values():

@@ -9,8 +9,6 @@
 Exit codes: 0 done (verify: equal), 1 failed (verify: not equal), 2 bad input; 128 + n for signal n.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

@@ -8,6 +8,8 @@
 Where an order's name stands, the file of a hand-written schedule may stand instead.
 """
 
+from __future__ import annotations  # help texts are made of the orders when they are asked for
+
 import shutil
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The ranks: how many there are, where they live, and whether this machine has room for them."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal

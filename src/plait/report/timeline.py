@@ -48,15 +48,12 @@ def summary(log: Log, simulated: Timeline | None = None) -> str:
 
 def timeline_rows(log: Log, simulated: Timeline | None = None) -> list[tuple[str, ...]]:
     """A head, and rows of the shares of the step: each rank's, their means, and the means of the simulated step."""
-    ranks = idle_times(log)
     rows = [("rank", "stages", *(name for name, _ in CAUSES.values()), "idle")]
-    for rank, idle in enumerate(ranks):
+    for rank, idle in enumerate(idle_times(log)):
         stages = sorted({event.action.stage for event in log[rank]})
         rows.append((str(rank), ", ".join(map(str, stages)), *_shares(idle)))
-    rows.append(("all", "", *_shares(mean_idle(ranks))))
-    if simulated is not None:
-        rows.append(("simulated", "", *_shares(mean_idle(idle_times(as_log(simulated))))))
-    return rows
+    means = {"all": log} | ({} if simulated is None else {"simulated": as_log(simulated)})
+    return rows + [(name, "", *_shares(mean_idle(idle_times(step)))) for name, step in means.items()]
 
 
 def _shares(idle: Idle) -> list[str]:

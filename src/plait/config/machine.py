@@ -31,7 +31,6 @@ class MachineConfig:
 
     @cached_property
     def parsed_mesh(self) -> Mesh:
-        """The mesh as a value."""
         return Mesh.parse(self.mesh)
 
 

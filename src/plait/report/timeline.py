@@ -17,8 +17,8 @@ from rich import box
 from rich.table import Table
 
 from plait.report.drawing import COLOURS, NAMES, box_of, rect, seconds_text, svg_file, text_in
-from plait.schedule.actions import PASSES, Action, Kind
-from plait.schedule.events import Event, Log
+from plait.schedule.actions import PASSES, Kind
+from plait.schedule.events import Event, Log, Span
 from plait.schedule.idle import Idle, idle_times, mean_idle
 from plait.schedule.measured import as_log, measured_timeline
 from plait.schedule.simulate import Timeline
@@ -35,9 +35,6 @@ CAUSES = {
     "other": ("other", "#bdbdbd"),
 }
 """The parts of ``Idle``: their names for people, and their colours."""
-
-
-# ---- words --------------------------------------------------------------------------------------------------
 
 
 def summary(log: Log, simulated: Timeline | None = None) -> str:
@@ -149,27 +146,18 @@ def _lane_head(y: float, height: float, rank: int, name: str, share: str, *, fir
 def _event(event: Event, y: float, scale: float, stages: list[int]) -> Iterator[str]:
     """An action: its waits hatched, and the rest as boxes, or as strips at the foot of the lane."""
     action, now = event.action, event.start
-    for span in event.waits:
-        yield from _work(action, now, span.start, y, scale, stages)
-        if span.end > span.start:
-            seconds = span.end - span.start
-            title = f"{action} waited {seconds_text(seconds)} for {span.what}"
-            yield rect(LEFT + span.start * scale, y, seconds * scale, ROW, "url(#wait)", title)
+    cause = {Kind.UPDATE: "update", Kind.RESHARD: "other"}.get(action.kind, "communication")
+    for span in (*event.waits, Span(event.end, event.end, "nothing")):
+        x, worked, waited = LEFT + now * scale, span.start - now, span.end - span.start
+        title = f"{action}: {seconds_text(worked)}"
+        if worked > 0 and action.kind in PASSES:
+            yield from box_of(action, x, y, worked * scale, ROW, stages, title)
+        elif worked > 0:
+            yield rect(x, y + ROW - STRIP, worked * scale, STRIP, CAUSES[cause][1], title)
+        if waited > 0:
+            title = f"{action} waited {seconds_text(waited)} for {span.what}"
+            yield rect(LEFT + span.start * scale, y, waited * scale, ROW, "url(#wait)", title)
         now = span.end
-    yield from _work(action, now, event.end, y, scale, stages)
-
-
-def _work(action: Action, start: float, end: float, y: float, scale: float, stages: list[int]) -> Iterator[str]:
-    """What an action does from start to end, without waiting."""
-    if end <= start:
-        return
-    x, width = LEFT + start * scale, (end - start) * scale
-    title = f"{action}: {seconds_text(end - start)}"
-    if action.kind in PASSES:
-        yield from box_of(action, x, y, width, ROW, stages, title)
-        return
-    cause = "update" if action.kind is Kind.UPDATE else "other" if action.kind is Kind.RESHARD else "communication"
-    yield rect(x, y + ROW - STRIP, width, STRIP, CAUSES[cause][1], title)
 
 
 def _bar(idle: Idle, y: float, scale: float) -> Iterator[str]:

@@ -173,9 +173,6 @@ def _where(verdict: Verdict) -> tuple[str, ...]:
     return tuple(lines)
 
 
-# ---- what is shown --------------------------------------------------------------------------------------------------
-
-
 def show(outcomes: Sequence[Outcome], seconds: float, console: Console) -> None:
     """The grids, the failing cells, and a last line."""
     orders = [None, *ORDERS]

@@ -84,8 +84,8 @@ class References:
         return self._remembered(key, lambda: run_reference(job, mesh, num_microbatches, *rest, **settings))
 
     def plain(self, job: Job, config: VerifyConfig) -> Record:
-        """``run_plain``, or what it gave for the same job."""
-        return self._remembered(f"plain {id(job)}", lambda: run_plain(job, config))
+        """``run_plain``, or what it gave for the same job and clip."""
+        return self._remembered(f"plain {id(job)} {config.clip}", lambda: run_plain(job, config))
 
     def _remembered(self, key: str, run: Callable[[], Record]) -> Record:
         if key not in self._records:

@@ -122,6 +122,7 @@ class StageBoundary:
             self._indices.setdefault(id(link), []).append(index)
             if isinstance(link, ForeignLayer):
                 link.at_call = self._at_foreign_layer
+                link.at_look = self._at_look
         for link in dict.fromkeys(part.model.get_submodule(self.names[index]) for index in self.links):
             link.register_forward_pre_hook(self._before_link, with_kwargs=True)  # after other hooks of theirs
             link.register_forward_hook(self._after_link)
@@ -149,6 +150,21 @@ class StageBoundary:
             )
         boundary = self._reached(module)
         return boundary.enter() if boundary.next_link == self.links.start else boundary.alias()
+
+    def _at_look(self, module: nn.Module, what: str) -> None:
+        """Somebody looks for something in a foreign layer.
+
+        Raises:
+            ValueError: all links have run, so it is something that a link has made, on another stage.
+        """
+        boundary: BoundaryState | None = self.current.context.boundary
+        if boundary is not None and boundary.next_link == len(self.names) and not in_backward():
+            raise ValueError(
+                f"the model's modules are searched, behind their forward, for what they have left there (an auxiliary "
+                f"loss, a penalty): {what} of {self.names[self._indices[id(module)][0]]!r} belongs to another "
+                f"stage. Let each link hand on what the loss needs in the tensor that it returns, and the last one "
+                f"make it; or train without a pipe axis"
+            )
 
     def _before_link(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
         if in_backward():

@@ -44,7 +44,8 @@ class UnitGradients:
         self.flats = [FlatGradient(flat, unit.moves, comm, owner.buffers) for flat in unit.flats if flat.trainable]
         self.direct = all(gradient.direct for gradient in self.flats)
         parameters = [parameter for gradient in self.flats for parameter in gradient.flat.parameters]
-        self.nodes = [torch.autograd.graph.get_gradient_edge(parameter).node for parameter in parameters]
+        with torch._C.DisableTorchFunctionSubclass():  # they may be at rest
+            self.nodes = [torch.autograd.graph.get_gradient_edge(parameter).node for parameter in parameters]
         self.due: int | None = None
         """Gradients that are still to come in this microbatch; None before the first."""
         self.complete = False

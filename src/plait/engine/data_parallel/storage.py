@@ -24,6 +24,7 @@ from plait.core.cells import LONG, Cell, Strategy, moves
 from plait.core.collectives import Note
 from plait.core.flat import FlatLayout
 from plait.core.tensor_cut import TensorCut
+from plait.engine.data_parallel.parameter import at_rest_class, has_master_class
 from plait.engine.data_parallel.transfers import send, transfers
 from plait.tensor_parallel.pieces import piece_of
 
@@ -105,6 +106,13 @@ class Flat:
         )
         nothing = placeholder(self.dtype, device)
         self._placeholders = [nothing.expand(s.shape) for s in layout.slots]
+        kinds = [type(p) for p in self.parameters]
+        self._here = kinds if self.split or self.master is None else [has_master_class(kind) for kind in kinds]
+        self._at_rest = [at_rest_class(kind) for kind in kinds]
+        if self.split:
+            for parameter, slot in zip(self.parameters, layout.slots, strict=True):
+                parameter.resting_name = slot.name  # type: ignore[attr-defined]
+        self._versions = [p._version for p in self.parameters]
         (self.reshard if self.split else self.show)()
 
     def place(self, cell: Cell) -> tuple[int, int]:
@@ -148,16 +156,33 @@ class Flat:
 
     def show(self) -> None:
         """Point the parameters at ``full``."""
-        for parameter, view in zip(self.parameters, self._views, strict=True):
-            parameter.data = view  # the user's own: see docs/guide/your-own-loop.md
+        for parameter, view, here in zip(self.parameters, self._views, self._here, strict=True):
+            parameter.__class__ = here  # the user's own: see docs/guide/your-own-loop.md
+            parameter.data = view
             self.resting.pop(id(parameter), None)
 
-    def reshard(self) -> None:
-        """Point the parameters at placeholders and give the memory of ``full`` back."""
-        for parameter, nothing, slot in zip(self.parameters, self._placeholders, self.layout.slots, strict=True):
+    def reshard(self) -> list[str]:
+        """Point the parameters at placeholders and give the memory of ``full`` back.
+
+        Returns:
+            The names of parameters that were written to since they were shown; what was written is gone.
+        """
+        rows = zip(self.parameters, self._placeholders, self._at_rest, self.layout.slots, strict=True)
+        for parameter, nothing, at_rest, slot in rows:
             parameter.data = nothing
+            parameter.__class__ = at_rest
             self.resting[id(parameter)] = slot.name
         self.full.untyped_storage().resize_(0)
+        return self.written()
+
+    def written(self) -> list[str]:
+        """The names of parameters that were written to in place since this was last asked."""
+        with torch._C.DisableTorchFunctionSubclass():
+            before, self._versions = self._versions, [p._version for p in self.parameters]
+        if before == self._versions:
+            return []
+        slots = zip(self.layout.slots, before, self._versions, strict=True)
+        return [slot.name for slot, old, new in slots if old != new]
 
     def keep(self) -> None:
         """Remember what the row keeps between forward and backward: a copy only if it is more than lies at rest."""

@@ -106,14 +106,23 @@ class Unit:
         self.open_units.arriving.discard(self)
 
     def reshard(self) -> None:
-        """Back to rest; messages still under way are waited for first."""
+        """Back to rest; messages still under way are waited for first.
+
+        Raises:
+            ValueError: a parameter was written to in between.
+        """
         if self.state is State.UNSHARDING:
             self.wait()
         assert self.state is State.UNSHARDED, f"unit {self.name!r} is {self.state.value}"
-        for flat in self._split_flats:
-            flat.reshard()
+        written = [name for flat in self._split_flats for name in flat.reshard()]
         self.state = State.SHARDED
         self.open_units.remove(self)
+        if written:
+            raise ValueError(
+                f"parameter {written[0]!r} was written to while its unit was gathered (in a forward, or between "
+                f"forward and backward): this rank's copy goes when the unit is resharded. Write between steps, on "
+                f"every rank the same, inside `with engine.gathered({written[0]!r}, modify=True)`"
+            )
 
     def keep(self) -> None:
         """Before a reshard between forward and backward: later gathers start from what the row keeps."""

@@ -1,4 +1,4 @@
-"""The ranks: how many there are, where they live, and what this machine allows of it."""
+"""The ranks: how many there are, where they live, and whether this machine has room for them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Device = Literal["auto", "cpu", "cuda"]
 
 @dataclass(frozen=True)
 class MachineConfig:
-    """The settings that every command that starts ranks has."""
+    """The settings of every command that starts ranks."""
 
     mesh: str = "shard=4"
     """Ranks on named axes, as in "replica=2 shard=2"; their product is the number of ranks."""

@@ -1,12 +1,10 @@
-"""A run as one frozen value: every flag of ``plait train`` and ``plait verify``, and what follows from it.
+"""Every flag of ``plait train`` and ``plait verify`` as one frozen value, and what follows from it.
 
-    defaults  <-  --config FILE.toml  <-  flags of the command line
+defaults  <-  --config FILE.toml  <-  flags of the command line
 
-    MachineConfig   the ranks                 machine.py ─┐
-    LayoutConfig    the model on them          layout.py  ├─► RunConfig ──► parallelism ──► Engine
-    JobConfig       what is trained   job/config.py, ... ─┘           └───► Job
-
-Each section is a value of its own: ``section(config, JobConfig)``.
+MachineConfig   the ranks                 machine.py ─┐
+LayoutConfig    the model on them          layout.py  ├─► RunConfig ──► parallelism ──► Engine
+JobConfig       what is trained        job/config.py ─┘           └───► Job
 """
 
 from __future__ import annotations
@@ -19,11 +17,10 @@ import tyro
 
 from plait.comm import Comm
 from plait.config.file import FileConfig
-from plait.config.layout import LayoutConfig
+from plait.config.layout import LayoutConfig, names_a_file, read_schedule
 from plait.config.machine import MachineConfig, World
 from plait.core.cells import Strategy, find_strategy
 from plait.core.parallelism import Parallelism
-from plait.core.precision import Precision
 from plait.job.config import JobConfig
 from plait.job.families import stock_families
 from plait.job.job import Job
@@ -50,11 +47,6 @@ class RunConfig(JobConfig, LayoutConfig, MachineConfig, FileConfig):
         return row.offloaded() if self.offload else row
 
     @cached_property
-    def precision(self) -> Precision:
-        """In which dtypes parameters, sums and the optimizer work."""
-        return self.precision_under(self.row)
-
-    @cached_property
     def parallelism(self) -> Parallelism:
         """The layout as the engine takes it; a split that is to be measured is None here.
 
@@ -62,7 +54,10 @@ class RunConfig(JobConfig, LayoutConfig, MachineConfig, FileConfig):
             ValueError: an unknown setting, or a file without a schedule.
         """
         given = {field.name: getattr(self, field.name) for field in fields(Parallelism) if hasattr(self, field.name)}
-        return Parallelism(**given | {"strategy": self.row, "schedule": self.order, "split": self.sizes_of_stages})
+        given |= {"strategy": self.row, "split": self.sizes_of_stages}
+        if self.schedule is not None and names_a_file(self.schedule):
+            given["schedule"] = read_schedule(self.schedule)
+        return Parallelism(**given)
 
     @cached_property
     def pipeline(self) -> Pipeline:
@@ -128,5 +123,5 @@ class VerifyConfig(RunConfig):
 
 
 def section(config: Any, kind: type[Section]) -> Section:
-    """The part of a config that one of its sections is."""
+    """One section of a config, as a value of its own: ``section(config, JobConfig)``."""
     return kind(**{field.name: getattr(config, field.name) for field in fields(kind)})  # type: ignore[arg-type]

@@ -8,8 +8,8 @@
         rank 0   rows 0..3   8..9   12..13
         rank 1   rows 4..7  10..11  14..15
 
-A *grain* keeps rows together that must not be parted (the rows of an attention head); the number of grains has to be
-a multiple of the ranks.  Without one any size may be cut: 5 rows over 4 ranks are 2, 2, 1, 0.
+A *grain* is rows that stay together (those of an attention head); the number of grains must be a multiple of the ranks.
+Without one any size may be cut: 5 rows over 4 ranks are 2, 2, 1, 0.
 """
 
 from __future__ import annotations
@@ -44,13 +44,11 @@ class TensorCut:
         size = self.shape[self.dim]
         if sum(self.parts) != size:
             raise ValueError(f"the parts {'|'.join(map(str, self.parts))} add up to {sum(self.parts)}, not to {size}")
-        if self.grain == 1:
-            return
-        for one in self.parts:
-            if one % self.grain:
-                raise ValueError(f"a part of {one} is no multiple of {self.grain}, the size of a head")
-            if one // self.grain % self.ways:
-                heads = one // self.grain
+        for size in self.parts if self.grain > 1 else ():
+            heads, rest = divmod(size, self.grain)
+            if rest:
+                raise ValueError(f"a part of {size} is no multiple of {self.grain}, the size of a head")
+            if heads % self.ways:
                 fits = [n for n in range(2, heads + 1) if all(p // self.grain % n == 0 for p in self.parts)]
                 instead = f"tensor={' or '.join(map(str, fits))}" if fits else "no tensor axis"
                 raise ValueError(

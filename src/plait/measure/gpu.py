@@ -10,7 +10,6 @@ import importlib
 import importlib.util
 import threading
 from statistics import fmean
-from types import TracebackType
 from typing import Any
 
 INTERVAL = 0.1
@@ -18,11 +17,7 @@ INTERVAL = 0.1
 
 
 class GpuUtilisation:
-    """Samples the driver at intervals, in its own thread, from entering to leaving.
-
-    Args:
-        index: the device, as CUDA numbers it.
-    """
+    """Samples the driver of device ``index`` (as CUDA numbers it) in a thread of its own, from entering to leaving."""
 
     def __init__(self, index: int, interval: float = INTERVAL) -> None:
         self.index, self.interval = index, interval
@@ -41,9 +36,7 @@ class GpuUtilisation:
             self._thread.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._stop.set()
         if self._thread is not None:
             self._thread.join()

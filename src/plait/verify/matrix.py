@@ -33,9 +33,10 @@ from plait.job.config import JobConfig
 from plait.job.job import Job, make_job
 from plait.schedule.orders import ORDERS
 from plait.verify.cases import cells, command, due
+from plait.verify.plain import run_plain
 from plait.verify.record import record_run
 from plait.verify.reference import Record, run_reference
-from plait.verify.run import Verdict, judge, line_of, references, write_json
+from plait.verify.run import Verdict, judge, line_of, replay, write_json
 
 MARKS = {"bitwise": "b", "equal": "e", "DIFFERENT": "D", "error": "X"}
 """Every verdict of a cell, and its letter in the grid."""
@@ -87,10 +88,17 @@ class References:
     def run(self, job: Job, mesh: Mesh, num_microbatches: int, *rest: Any, **settings: Any) -> Record:
         """``run_reference``, or what it gave for the same arguments."""
         key = repr((id(job), mesh.replica, mesh.shard, num_microbatches, rest, sorted(settings.items())))
+        return self._remembered(key, lambda: run_reference(job, mesh, num_microbatches, *rest, **settings))
+
+    def plain(self, job: Job, config: VerifyConfig) -> Record:
+        """``run_plain``, or what it gave for the same job."""
+        return self._remembered(f"plain {id(job)}", lambda: run_plain(job, config))
+
+    def _remembered(self, key: str, run: Callable[[], Record]) -> Record:
         if key not in self._records:
             if len(self._records) >= REMEMBERED:
                 self._records.pop(next(iter(self._records)))
-            self._records[key] = run_reference(job, mesh, num_microbatches, *rest, **settings)
+            self._records[key] = run()
         return self._records[key]
 
 
@@ -159,7 +167,7 @@ def verdict_of(config: VerifyConfig, kept: References) -> Verdict:
     validate(config)
     job = kept.job(config)
     ranks = thread.run(config.parsed_mesh, lambda comm: record_run(job, config, comm), deadline=config.deadline)
-    return judge(job, config, ranks, *references(job, config, ranks, kept.run))
+    return judge(job, config, ranks, replay(job, config, ranks, kept.run), kept.plain(job, config))
 
 
 def _where(verdict: Verdict) -> tuple[str, ...]:

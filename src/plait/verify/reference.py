@@ -1,15 +1,14 @@
 """The single process that repeats the run of a layout: a plain model, plain autograd, a stock optimizer.
 
 It knows nothing of units, flat storage or collectives.  All it takes from the layout is the *order of additions*
-(``core.additions``): each global microbatch's gradient is a leaf, and the tree says which two are added first.  With
-no cut and one microbatch it is the plain full-batch step.
+(``core.additions``): each global microbatch's gradient is a leaf, and the tree says which two are added first.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
@@ -165,7 +164,6 @@ def run_reference(
     norm_pieces: Sequence[Sequence[Piece]] | None = None,
     keep_gradients: bool = True,
     ties: TiedWeights | None = None,
-    gemm: str | None = None,
 ) -> Record:
     """Train ``steps`` steps in this process, adding gradients in the given order.
 
@@ -176,9 +174,8 @@ def run_reference(
         norm_pieces: the runs whose squares each rank sums for the norm, by rank; None: whole parameters.
         keep_gradients: whether the record has every step's gradients.
         ties: weights that several stages use (see ``SingleProcess``).
-        gemm: who multiplies the matrices of linear layers; None: the job's choice.
     """
-    one = SingleProcess(job if gemm is None else replace(job, gemm=gemm), mesh.data_size, num_microbatches, ties)
+    one = SingleProcess(job, mesh.data_size, num_microbatches, ties)
     sizes = {"replica": mesh.replica, "shard": mesh.shard, MICROBATCH: num_microbatches}
 
     def leaf(at: dict[str, int]) -> Gradients:

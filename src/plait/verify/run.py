@@ -21,7 +21,6 @@ from rich.table import Table
 from plait.comm import Comm
 from plait.config import RunConfig, VerifyConfig
 from plait.core.additions import additions
-from plait.core.mesh import Mesh
 from plait.job.job import Job, make_job
 from plait.verify.compare import (
     BITWISE,
@@ -32,6 +31,7 @@ from plait.verify.compare import (
     against_tree,
     summarise,
 )
+from plait.verify.plain import run_plain
 from plait.verify.record import RankRecord, collect_records, record_run
 from plait.verify.reference import Record, run_reference
 
@@ -70,15 +70,9 @@ class Verdict:
         return "bitwise" if self.equal and self.bitwise else "equal" if self.equal else "different"
 
 
-def references(
-    job: Job, config: RunConfig, ranks: Sequence[RankRecord], run: Callable[..., Record] = run_reference
-) -> tuple[Record, Record]:
-    """The two single-process runs: the layout's own tree of additions, and one plain full batch per step.
-
-    The plain one multiplies as torch does, whoever makes the layout's products.
-    """
-    plain = run(job, Mesh(), 1, additions(config.row), config.steps, clip=config.clip, gemm="torch")
-    return replay(job, config, ranks, run), plain
+def references(job: Job, config: RunConfig, ranks: Sequence[RankRecord]) -> tuple[Record, Record]:
+    """The two single-process runs: the layout's own tree of additions, and one plain full batch per step."""
+    return replay(job, config, ranks), run_plain(job, config)
 
 
 def replay(
@@ -158,7 +152,7 @@ def show(verdict: Verdict, console: Console, *, every_tensor: bool = False) -> N
     """Print the two comparisons and the verdict; ``every_tensor`` adds a line for each finding."""
     console.print(f"[bold]{verdict.layout}[/bold]")
     console.print(findings_table("against one process that adds in this layout's order", summarise(verdict.tree)))
-    console.print(findings_table("against one process and one plain full-batch step", summarise(verdict.plain)))
+    console.print(findings_table("against plain PyTorch, one full batch a step", summarise(verdict.plain)))
     for finding in (*verdict.tree, *verdict.plain) if every_tensor else ():
         console.print(line_of(finding), soft_wrap=True)
     for finding in [f for f in (*verdict.tree, *verdict.plain) if not f.equal][:WORST]:

@@ -29,7 +29,7 @@ from plait.engine.state.weights import Weights
 from plait.schedule.partition import by_sizes, even
 from plait.schedule.pipeline import Pipeline
 from plait.tensor_parallel import Parallel, parallel_plan
-from plait.tensor_parallel.gemm import find_gemm
+from plait.tensor_parallel.gemm import Gemm, find_gemm
 
 BeforeForward = Callable[[Sequence[Any], dict[str, Any]], None]
 
@@ -44,8 +44,7 @@ class Built:
     stages: dict[int, Stage]
     edges: tuple[TiedWeight, ...]
     directory: Directory
-    links: tuple[str, ...]
-    """The names of the model's links."""
+    links: Chain
     split: tuple[int, ...]
     """How many of them each stage has."""
     parallel: Parallel
@@ -53,13 +52,13 @@ class Built:
 
     def gradients(self) -> dict[tuple[str, int], FlatGradient]:
         """This rank's copies of tied weights, by name and stage."""
-        found = {}
-        for edge in self.edges:
-            for number in set(edge.stages) & self.stages.keys():
-                for g in self.stages[number].gradients.flats:
-                    if any(slot.name == edge.name for slot in g.flat.layout.slots):
-                        found[edge.name, number] = g
-        return found
+        return {
+            (edge.name, number): flat_gradient
+            for edge in self.edges
+            for number in self.stages.keys() & edge.stages
+            for flat_gradient in self.stages[number].gradients.flats
+            if any(slot.name == edge.name for slot in flat_gradient.flat.layout.slots)
+        }
 
 
 def split_of(chain: Chain, num_stages: int, sizes: Sequence[int] | None) -> tuple[range, ...]:
@@ -69,16 +68,15 @@ def split_of(chain: Chain, num_stages: int, sizes: Sequence[int] | None) -> tupl
         ValueError: more stages than links, or sizes that do not fit.
     """
     try:
-        return even(len(chain.names), num_stages) if sizes is None else _sized(chain, num_stages, sizes)
+        if sizes is None:
+            return even(len(chain), num_stages)
+        if len(sizes) != num_stages:
+            given = f"a split for {len(sizes)} stages, but the pipeline has {num_stages}"
+            raise ValueError(f"{given}: give {num_stages} sizes")
+        return by_sizes(sizes, len(chain))
     except ValueError as error:
-        names = chain.names if len(chain.names) <= MOST_NAMED else (*chain.names[:3], "...", *chain.names[-2:])
+        names = chain if len(chain) <= MOST_NAMED else (*chain[:3], "...", *chain[-2:])
         raise ValueError(f"{error}; the links are {', '.join(names)}") from None
-
-
-def _sized(chain: Chain, num_stages: int, sizes: Sequence[int]) -> tuple[range, ...]:
-    if len(sizes) != num_stages:
-        raise ValueError(f"a split for {len(sizes)} stages, but the pipeline has {num_stages}: give {num_stages} sizes")
-    return by_sizes(sizes, len(chain.names))
 
 
 def build_stages(
@@ -93,7 +91,7 @@ def build_stages(
     """The stages that the pipeline gives this rank; the arguments are the engine's.
 
     Raises:
-        ValueError: a model that does not tell its links, fewer links than stages, a split that does not fit.
+        ValueError: a model that does not declare its links, fewer links than stages, a split that does not fit.
     """
     sizes, units = parallelism.split, parallelism.units
     parallel = parallel_plan(model, comm.mesh.tensor, parallelism.tensor_plan, sequence=parallelism.sequence_parallel)
@@ -101,14 +99,17 @@ def build_stages(
     check_recompute(model, automatic(model) if units is None else units, parallelism.recompute)
     names = {id(p): n for n, p in model.named_parameters()}
     owner, count = pipeline.owner, pipeline.num_stages
-    if count == 1 and sizes is not None:
-        raise ValueError(f"a split {tuple(sizes)}, but there is one stage: give the mesh a pipe axis, or leave it out")
+    chain: Chain = ()
+    split: tuple[range, ...] = (range(1),)
+    edges: tuple[TiedWeight, ...] = ()
     if count == 1:
+        if sizes is not None:
+            raise ValueError(
+                f"a split {tuple(sizes)}, but there is one stage: give the mesh a pipe axis, or leave it out"
+            )
         directory = Directory.of(model, dict.fromkeys(model.state_dict(), 0))
         parts = {0: StageModel.whole(model)}
-        whole, chain = SourceModel(model, names), Chain(())
-        edges: tuple[TiedWeight, ...] = ()
-        split: tuple[range, ...] = (range(1),)
+        whole = SourceModel(model, names)
     else:
         chain = chain_of(model)
         split = split_of(chain, count, sizes)
@@ -121,8 +122,30 @@ def build_stages(
         parts = {s: StageModel.part(model, chain, split[s], taken) for s in range(count) if owner[s] == here}
         if units is not None:
             wrap(model, units)  # refuses names that are nowhere
-    plans = {s: parallel_of(parallel, part, last=s == count - 1) for s, part in parts.items()}
+    stages = lay_stages(
+        whole, parts, count, comm, parallelism, parallel, gemm, seed, pipeline.splits_backward, before_forward, weights
+    )
+    if count > 1:
+        cut_off(model, list(parts.values()))
+    return Built(stages, edges, directory, chain, tuple(map(len, split)), parallel)
+
+
+def lay_stages(
+    whole: SourceModel,
+    parts: Mapping[int, StageModel],
+    count: int,
+    comm: Comm,
+    parallelism: Parallelism,
+    parallel: Parallel,
+    gemm: Gemm,
+    seed: int,
+    split_backward: bool = False,
+    before_forward: BeforeForward = lambda args, kwargs: None,
+    weights: Weights | None = None,
+) -> dict[int, Stage]:
+    """Stages of these parts, of ``count`` in all, with their units laid and their values drawn or read."""
     resting: dict[int, dict[int, str]] = {s: {} for s in parts}
+    plans = {s: parallel_of(parallel, part, last=s == count - 1) for s, part in parts.items()}
     laid = {}
     for s, part in parts.items():
         modules = dict(part.model.named_modules())
@@ -132,7 +155,7 @@ def build_stages(
             whole,
             comm,
             parallelism.strategy,
-            names=None if units is None else [name for name in units if name in modules],
+            names=None if parallelism.units is None else [name for name in parallelism.units if name in modules],
             cut=parallelism.cut,
             resting=resting[s],
             parallel=plans[s],
@@ -150,32 +173,30 @@ def build_stages(
             parallel=plans[s],
             gemm=gemm,
             seed=seed,
-            split_backward=pipeline.splits_backward,
+            split_backward=split_backward,
             before_root=before_forward,
         )
         for s, part in parts.items()
     }
     for stage in stages.values():
         stage.unsharding.beside([peer.unsharding for peer in stages.values()])
-    if count > 1:
-        cut_off(model, list(parts.values()))
-    return Built(stages, edges, directory, chain.names, tuple(map(len, split)), parallel)
+    return stages
 
 
 def _edges(
     model: nn.Module, chain: Chain, split: Sequence[range], using: Mapping[int, tuple[int, ...]]
 ) -> tuple[TiedWeight, ...]:
-    keys: dict[int, list[str]] = {}
-    for key, parameter in model.named_parameters(remove_duplicate=False):
-        keys.setdefault(id(parameter), []).append(key)
-    found = []
-    for name, parameter in model.named_parameters():
+    names: dict[nn.Parameter, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(parameter, []).append(name)
+    edges = []
+    for parameter, own in names.items():
         stages = using[id(parameter)]
         if len(stages) > 1:
-            links = [tuple(f"{chain.names[i]}." for i in split[stage]) for stage in stages]
-            here = tuple(tuple(key for key in keys[id(parameter)] if key.startswith(prefix)) for prefix in links)
-            found.append(TiedWeight(name, stages, here))
-    return tuple(found)
+            links = [tuple(f"{chain[i]}." for i in split[stage]) for stage in stages]
+            keys = tuple(tuple(name for name in own if name.startswith(prefixes)) for prefixes in links)
+            edges.append(TiedWeight(own[0], stages, keys))
+    return tuple(edges)
 
 
 def _homes(
@@ -186,11 +207,9 @@ def _homes(
     using: Mapping[int, tuple[int, ...]],
 ) -> dict[str, int]:
     """The pipe coordinate that has a parameter (of a tied one: the first) or a buffer."""
-    state = model.state_dict(keep_vars=True)
-    stage_of = {chain.names[i]: stage for stage, links in enumerate(split) for i in links}
+    stage_of = {chain[i]: stage for stage, links in enumerate(split) for i in links}
     homes = {}
-    for name, value in state.items():
+    for name, value in model.state_dict(keep_vars=True).items():
         inside = [stage for link, stage in stage_of.items() if name.startswith(link + ".")]
-        stage = using[id(value)][0] if id(value) in using else min(inside, default=0)
-        homes[name] = owner[stage]
+        homes[name] = owner[using[id(value)][0] if id(value) in using else min(inside, default=0)]
     return homes

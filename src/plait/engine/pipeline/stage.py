@@ -2,15 +2,13 @@
 
     forward(m)     x from the stage before  ──►  the model's own forward  ──►  y for the next stage, or the loss
     backward(m)    dy from the next stage   ──►  autograd                 ──►  dx for the stage before
-    input(m)       the same, weight products put off;   weight(m)  makes them
+    input(m)       the same, weight products deferred;   weight(m)  makes them
     evaluate(m)    a forward that no backward follows
 
-A pass sets one ``ForwardContext`` (see ``forward.context``), which tells everything inside it where it is.  The user's
-``loss_fn(model, batch)`` runs on every stage (see ``boundary``), so a stage needs to know nothing about the loss, and
-the loss nothing about stages.
-
-Between forward and backward a stage keeps, for each microbatch, what it received and the edge of its output in the
-graph; not the output itself, whose memory goes with the message.
+A pass sets one ``ForwardContext``, which tells everything inside it where it is.  The user's ``loss_fn(model, batch)``
+runs on every stage (see ``boundary``), so a stage needs to know nothing about the loss, and the loss nothing about
+stages.  Between forward and backward a stage keeps, for each microbatch, what it received and the edge of its output in
+the graph; not the output itself, whose memory goes with the message.
 """
 
 from __future__ import annotations
@@ -58,10 +56,6 @@ class Place:
     count: int = 1
 
     @property
-    def first(self) -> bool:
-        return self.number == 0
-
-    @property
     def last(self) -> bool:
         return self.number == self.count - 1
 
@@ -91,10 +85,8 @@ class Stage:
         part: whose parameters are laid in ``units`` already.
         whole: the model that it was cut from.
         resting: the names, by ``id``, of parameters that are at rest; kept up to date by the units.
-        place: where it stands in the pipeline.
         parallelism: the layout of the whole model.
         parallel: how tensor parallelism cuts this part.
-        gemm: multiplies the matrices of linear layers.
         split_backward: weight gradients are made in passes of their own.
         before_root: called with the model's arguments before each forward (see ``Unsharding``).
     """
@@ -118,7 +110,6 @@ class Stage:
         self.model, self.place, self.comm, self.units = part.model, place, comm, units
         self.parallelism, self.parallel = parallelism, parallel
         self.current = CurrentForward()
-        """The forward that runs."""
         self.axis = StageAxis(comm, self.current, sequence=parallelism.sequence_parallel, gemm=gemm)
         self.weight_grads: WeightGrads | None = None
         handlers = self._handlers(resting, gemm, seed, split_backward=split_backward)
@@ -137,14 +128,13 @@ class Stage:
         self.flights: dict[int, Flight] = {}
         self._lengths: dict[Signature, int] = {}
         originals = dict(whole.model.named_modules())
-        pairs = [(m, originals[n]) for n, m in self.model.named_modules() if n in originals]
-        self._twins = [(m, original) for m, original in pairs if m is not original]
+        self._twins = [(m, originals[n]) for n, m in self.model.named_modules() if originals.get(n, m) is not m]
         """Copied modules and those of the user's model, whose mode they follow."""
         if self.interceptor.left_alone is not None:
             self.interceptor.left_alone.remember()
 
     def _handlers(self, resting: Mapping[int, str], gemm: Gemm, seed: int, *, split_backward: bool) -> list[Handler]:
-        """Those that this run needs, in the order of ``interceptor``."""
+        """The handlers that this run needs, in the order of ``interceptor``."""
         current, parameters, recompute = self.current, list(parameters_of(self.units)), self.parallelism.recompute
         handlers: list[Handler] = []
         if recompute == "selective":
@@ -172,7 +162,7 @@ class Stage:
         return handlers
 
     def begin_step(self) -> None:
-        """Before the first forward of a step; whatever an earlier one left behind when it raised is gone."""
+        """Before the first forward of a step; drops whatever an earlier one left when it raised."""
         self.unsharding.begin_step()
         self.flights.clear()
         for module, original in self._twins:
@@ -201,7 +191,7 @@ class Stage:
         *,
         split: bool = False,
     ) -> Tensor:
-        """What goes to the next stage, detached; from the last stage, the loss.
+        """What goes to the next stage, or from the last stage the loss; detached.
 
         Args:
             received: what came from the stage before; None on the first stage.
@@ -212,19 +202,12 @@ class Stage:
         self.current.begin(position, microbatch=microbatch, stand_ins={} if split else None)
         output = self._call(boundary, loss_fn, batch)
         flight = self.flights[microbatch] = Flight(self.current.context, boundary)
-        if self.place.last:
-            flight.output = output if output.requires_grad else None
-            return output
         if output.requires_grad:
-            flight.output = get_gradient_edge(output)
+            flight.output = output if self.place.last else get_gradient_edge(output)
         return output.detach()
 
     def evaluate(self, microbatch: int, loss_fn: LossFn, batch: Any, received: Tensor | None) -> Tensor:
-        """A forward without a backward to come: under ``no_grad``, with modules in eval mode.
-
-        Args:
-            received: as in ``forward``; so is what comes back.
-        """
+        """What ``forward`` returns, with no backward to come: under ``no_grad``, with modules in eval mode."""
         self.current.begin(self.current.context.position, microbatch=microbatch)
         output = self._call(BoundaryState(received), loss_fn, batch)
         if not self.unsharding.held:
@@ -251,38 +234,33 @@ class Stage:
             boundary.whole_length = self._whole_length(signature_of(batch), boundary.length)
             self.current.replace(length=boundary.whole_length)
         self.current.replace(boundary=boundary, draws=self.model.training)
-        loss: Any = None
-        handed: Tensor | None = None
         try:
             with self.interceptor.on():
-                loss = loss_fn(self.model, batch)
-        except StageDone as over:
-            handed = over.tensor
-            self.unsharding.unwind(handed)
+                loss: Any = loss_fn(self.model, batch)
+        except StageDone as done:
+            self.unsharding.unwind(done.tensor)
+            return done.tensor
         finally:
             self.current.replace(boundary=None)
-        if self.place.last:
-            if not isinstance(loss, Tensor) or loss.dim() != 0:
-                shape = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
-                raise ValueError(f"the loss has shape {shape}: return the sum over the microbatch, a scalar")
-            if isinstance(loss, NotHere):
-                raise ValueError(
-                    "loss_fn uses something that the model made of an early link's output, which another stage has (an "
-                    "auxiliary loss, hidden states): let the last link make what the loss needs"
-                )
-            return loss
-        if handed is None:
+        if not self.place.last:
             raise ValueError(
                 "loss_fn did not call the model, or caught what ends its call: under a pipeline every stage runs it, "
                 "as model(...), outside of try/except"
             )
-        return handed
+        if not isinstance(loss, Tensor) or loss.dim() != 0:
+            shape = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
+            raise ValueError(f"the loss has shape {shape}: return the sum over the microbatch, a scalar")
+        if isinstance(loss, NotHere):
+            raise ValueError(
+                "loss_fn uses something that the model made of an early link's output, which another stage has (an "
+                "auxiliary loss, hidden states): let the last link make what the loss needs"
+            )
+        return loss
 
     def backward(self, microbatch: int, gradient: Tensor, *, last: bool) -> Tensor | None:
-        """A full backward: gradients of the weights, and of what was received.
+        """A full backward from the gradient of the output: the weights' gradients, and that of what was received.
 
         Args:
-            gradient: of the stage's output.
             last: whether it is the last of the step on this stage.
         """
         flight = self._resume(microbatch)
@@ -310,12 +288,11 @@ class Stage:
         return flight.boundary.take_gradient()
 
     def weight(self, microbatch: int, *, last: bool) -> None:
-        """The weight part: every gradient that the input part put off or kept."""
-        assert self.weight_grads is not None
+        """The weight part: every gradient that the input part deferred or kept."""
         flight = self._resume(microbatch)
         self.unsharding.begin_weights()
         self.gradients.begin_microbatch(last=last)
-        assert flight.context.stand_ins is not None
+        assert self.weight_grads is not None and flight.context.stand_ins is not None
         self.weight_grads.weigh(flight.context.stand_ins)
         self.gradients.end_microbatch()
 
@@ -323,7 +300,7 @@ class Stage:
         """A microbatch comes back for its backward, or for a part of it; ``over``: for the last time.
 
         Raises:
-            ValueError: it has no forward that waits for one.
+            ValueError: no forward of it waits for a backward.
         """
         if microbatch not in self.flights:
             raise ValueError(

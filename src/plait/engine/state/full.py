@@ -120,7 +120,7 @@ def _masters(flat: Flat, unit: Unit, comm: Comm) -> list[Tensor]:
     full[slice(*flat.optim_place)].copy_(flat.master)
     for message in transfers(unit.moves.masters, flat.layout, comm):
         send(comm, message, full, 0, Note("state", unit.name)).wait()
-    return [full[s.offset : s.end].view(s.shape) for s in flat.layout.slots]
+    return flat.views(full)
 
 
 def _buffers(model: nn.Module) -> dict[str, Tensor]:

@@ -22,7 +22,8 @@ uneven ranks agree with a single process.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -35,6 +36,7 @@ from plait.core.parallelism import Parallelism
 from plait.core.precision import LossScale
 from plait.engine.evaluation import Evaluation, Evaluator
 from plait.engine.forward.context import RNGPosition
+from plait.engine.gathered import gathered, units_of
 from plait.engine.pipeline.runtime import Microbatch
 from plait.engine.pipeline.stage import LossFn
 from plait.engine.placed_model import PlacedModel
@@ -107,6 +109,8 @@ class Engine(PlacedModel):
             optimizer.register_step_post_hook(lambda *_: self._after_update())
             optimizer.zero_grad = self._discarding(optimizer.zero_grad)  # type: ignore[method-assign]
         self.steps = 0
+        self._blocks = 0
+        """``gathered`` blocks that are open."""
         self._evaluator = Evaluator(model, comm, self.stages, self.pipeline, partial(self.program, backward=False))
         self._broken = False
         self._now: OpenStep | None = None
@@ -201,9 +205,67 @@ class Engine(PlacedModel):
         if loss.dim() != 0:
             raise ValueError(f"the loss has shape {tuple(loss.shape)}: return the sum over the microbatch, a scalar")
         now = self._begin_step()
+        if now.prepared:
+            raise ValueError("engine.backward after engine.clip_grad_norm_: clip behind the last backward of the step")
         now.local_count += count
+        gradients = self.stages[0].gradients
+        gradients.hide()
         self.stages[0].backward_from(loss, self.update.scale)
+        gradients.show()
         now.losses.append(loss.detach())
+
+    def clip_grad_norm_(self, max_norm: float) -> Tensor:
+        """Finish the sums of ``backward``, and clip them by their global norm, before ``optimizer.step()``.
+
+        All ranks call it together, once per step, in place of ``torch.nn.utils.clip_grad_norm_``.
+
+        Returns:
+            The norm before clipping, a scalar.
+
+        Raises:
+            ValueError: no backward, a second call in one step, an engine that clips by itself.
+        """
+        if self.update.clip is not None:
+            raise ValueError(
+                f"engine.clip_grad_norm_ on an engine with clip={self.update.clip}: leave one of them out (the norm is "
+                f"engine.last.grad_norm)"
+            )
+        if self._now is not None and self._now.prepared:
+            raise ValueError("engine.clip_grad_norm_ a second time in one step: call it once, behind the last backward")
+        self._prepare(max_norm)
+        assert self._last.grad_norm is not None or not self._last.made
+        norm = math.inf if self._last.grad_norm is None else self._last.grad_norm
+        return torch.tensor(norm, dtype=self.norm.dtype)
+
+    @contextmanager
+    def gathered(self, *names: str, modify: bool = False) -> Iterator[None]:
+        """Parameters are whole inside, whatever the row; all ranks enter and leave together.
+
+        Under a row in 16 bits they have that dtype; of one that is cut over the tensor axis this rank's piece is there.
+        A penalty made of them belongs between a forward and its backward, and keeps them whole until that is over.
+
+        Args:
+            names: of parameters, or of modules for all of theirs; none: all.
+            modify: they may be written to, between steps, on every rank the same.
+
+        Raises:
+            ValueError: unknown names; a pipeline; ``modify`` in the middle of a step; and behind the block, parameters
+                that were written to without ``modify``, or differently on different ranks.
+        """
+        if self.pipeline.num_stages > 1:
+            raise ValueError("engine.gathered is for one stage: under a pipeline use engine.full_state_dict()")
+        if modify and self._now is not None:
+            raise ValueError(
+                "engine.gathered(modify=True) in the middle of a step: call it after optimizer.step() or zero_grad()"
+            )
+        units = units_of(self.units, names, self.directory.aliases)
+        self.take_over()
+        self._blocks += 1
+        try:
+            with gathered(self.stages[0].unsharding, units, self.comm, modify=modify):
+                yield
+        finally:
+            self._blocks -= 1
 
     @property
     def last(self) -> StepResult:
@@ -237,16 +299,28 @@ class Engine(PlacedModel):
 
     def _before_update(self) -> None:
         """Hook before ``optimizer.step``: finish the sums, agree, clip, hand the gradients over."""
+        if self._blocks:
+            raise ValueError("optimizer.step() inside of `with engine.gathered(...)`: leave the block first")
+        if self._now is None or not self._now.prepared:
+            self._prepare(self.update.clip)
+        for stage in self.stages.values():
+            stage.gradients.hide()
+        self.take_over()
+
+    def _prepare(self, clip: float | None) -> None:
         now = self._now
         if now is None or not now.losses:
             raise ValueError("optimizer.step() without a backward before it: there is no gradient to step with")
-        self._last = self.update.prepare(now, self.steps, lambda: self._tell("reduced"))
+        now.prepared = True
+        self._last = self.update.prepare(now, self.steps, clip, lambda: self._tell("reduced"))
 
     def _discarding(self, zero_grad: Callable[..., None]) -> Callable[..., None]:
         """``optimizer.zero_grad`` between backward and step throws the gradients away, as everywhere in torch."""
 
         def discard(*args: Any, **kwargs: Any) -> None:
             zero_grad(*args, **kwargs)
+            for stage in self.stages.values():
+                stage.gradients.hide()
             self._now = None
 
         return discard

@@ -50,11 +50,12 @@ class Update:
         """The factor of the loss."""
         return 1.0 if self.loss_scale is None else self.loss_scale.scale
 
-    def prepare(self, now: OpenStep, step: int, reduced: Callable[[], None]) -> StepResult:
+    def prepare(self, now: OpenStep, step: int, clip: float | None, reduced: Callable[[], None]) -> StepResult:
         """Finish the sums, agree, clip, hand the gradients over.
 
         Args:
             step: its number.
+            clip: the largest norm.
             reduced: called when gradients are whole, and not clipped yet.
         """
         for stage in self.stages.values():
@@ -68,7 +69,7 @@ class Update:
         if factor != 1:
             scale(gradients, factor)
         losses = tuple(loss.item() for loss in now.losses)
-        measured = self.clip is not None or self.loss_scale is not None
+        measured = clip is not None or self.loss_scale is not None
         squares = square_sum(o.gradient for o in self.owned if self.norm.counts(o)) if measured else 0.0
         touched = {name for stage in self.stages.values() for name in stage.gradients.touched()}
         total, losses_by_rank, self.have_gradient = self.exchange.report(squares, losses, touched)
@@ -81,9 +82,9 @@ class Update:
             self.loss_scale.update(finite=self.made)
         reduced()
         norm = None
-        if self.clip is not None and self.made:
+        if clip is not None and self.made:
             norm = self.norm.rounded(math.sqrt(total))
-            factor = clip_factor(norm, self.clip)
+            factor = clip_factor(norm, clip)
             if factor < 1:
                 scale(gradients, factor)
         if self.optimizer is not None:

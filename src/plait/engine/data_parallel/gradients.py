@@ -28,6 +28,7 @@ from torch import Tensor
 from plait.comm import Comm
 from plait.core.collectives import Note
 from plait.engine.data_parallel.flat_gradient import Buffers, FlatGradient
+from plait.engine.data_parallel.parameter import GradientElsewhere
 from plait.engine.data_parallel.transfers import send, transfers
 from plait.engine.data_parallel.unit import State, Unit
 from plait.engine.data_parallel.unshard import Unsharding
@@ -75,6 +76,7 @@ class Gradients:
         self._last = False
         self._active = False
         self._flying: deque[Flow] = deque()
+        self._shown: dict[FlatGradient, dict[int, Tensor]] = {}
         for unit in self.order:  # a hook on each of the user's parameters: see docs/guide/your-own-loop.md
             for gradient in unit.flats:
                 for index, parameter in enumerate(gradient.flat.parameters):
@@ -100,6 +102,22 @@ class Gradients:
             unit.due, unit.complete = None, False
         for gradient in self.flats:
             gradient.touched_now.clear()
+
+    def show(self) -> None:
+        """Between backward and step ``p.grad`` says where the gradients are (see ``parameter``)."""
+        for gradient in self.flats:
+            for index in gradient.touched:
+                if index not in self._shown.setdefault(gradient, {}):
+                    self._shown[gradient][index] = GradientElsewhere.of(gradient.flat.parameters[index])
+                with torch._C.DisableTorchFunctionSubclass():  # the parameter may be at rest
+                    gradient.flat.parameters[index].grad = self._shown[gradient][index]
+
+    def hide(self) -> None:
+        """``p.grad`` is None again."""
+        for gradient in self._shown:
+            for index in gradient.touched:
+                with torch._C.DisableTorchFunctionSubclass():
+                    gradient.flat.parameters[index].grad = None
 
     @staticmethod
     def _hook(unit: UnitGradients, gradient: FlatGradient, index: int) -> Callable[[Tensor], None]:

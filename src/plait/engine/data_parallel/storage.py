@@ -108,6 +108,7 @@ class Flat:
         if self.split:
             for parameter, slot in zip(self.parameters, layout.slots, strict=True):
                 parameter.resting_name = slot.name  # type: ignore[attr-defined]
+        self._holders = 0
         self._versions = [p._version for p in self.parameters]
         (self.reshard if self.split else self.show)()
 
@@ -172,6 +173,8 @@ class Flat:
             parameter.data = nothing
             parameter.__class__ = at_rest
             self.resting[id(parameter)] = slot.name
+        if not self.full.untyped_storage().resizable():  # it is shared with numpy
+            self._renew()
         self.full.untyped_storage().resize_(0)
         return self.written()
 
@@ -183,6 +186,59 @@ class Flat:
             return []
         slots = zip(self.layout.slots, before, self._versions, strict=True)
         return [slot.name for slot, old, new in slots if old != new]
+
+    def accept(self) -> None:
+        """Take over what a program has written to whole parameters: at rest, and in what the optimizer updates.
+
+        Raises:
+            ValueError: a parameter was given values of another shape, dtype or device.
+        """
+        with torch._C.DisableTorchFunctionSubclass():
+            for parameter, view, slot in zip(self.parameters, self._views, self.layout.slots, strict=True):
+                if parameter.is_set_to(view):
+                    continue
+                if (parameter.shape, parameter.dtype, parameter.device) != (view.shape, view.dtype, view.device):
+                    raise ValueError(
+                        f"p.data of parameter {slot.name!r} was replaced by {str(parameter.dtype)[6:]} of shape "
+                        f"{tuple(parameter.shape)} on {parameter.device}, but the row holds {str(view.dtype)[6:]} of "
+                        f"shape {tuple(view.shape)} on {view.device}: make such changes first, then build the Engine"
+                    )
+                view.copy_(parameter.detach())
+                parameter.data = view
+        self.written()
+        if self.split:
+            self.rest.copy_(self.full[slice(*self.held)])
+        if self.master is not None:
+            same = self.master.to(self.updated_at_rest) == self.updated_at_rest  # so what nobody wrote keeps its bits
+            self.master.copy_(torch.where(same.to(self.master.device), self.master, self.updated_at_rest.to(self.master)))
+
+    def replaced(self) -> list[str]:
+        """The names of parameters whose ``p.data`` is other memory than the engine's."""
+        rows = zip(self.parameters, self._views, self.layout.slots, strict=True)
+        with torch._C.DisableTorchFunctionSubclass():
+            return [slot.name for parameter, view, slot in rows if not parameter.is_set_to(view)]
+
+    def contains(self, pointer: int) -> bool:
+        """Whether an address lies in the memory of the gathered parameters."""
+        first = self.full.data_ptr()
+        return first <= pointer < first + self.bytes_full
+
+    def count_holders(self) -> None:
+        """Note how many tensors share the memory of the gathered parameters."""
+        self._holders = self._share_memory()
+
+    def leave_to_holders(self) -> None:
+        """Where more do than were noted, what they read must stay."""
+        if self._share_memory() > self._holders:
+            self._renew()
+
+    def _renew(self) -> None:
+        """Leave the memory to whoever has it beside us: the next gather gets its own."""
+        self.full = torch.empty_like(self.full)
+        self._views = self.views(self.full)
+
+    def _share_memory(self) -> int:
+        return int(torch._C._storage_Use_Count(self.full.untyped_storage()._cdata))
 
     def keep(self) -> None:
         """Keep what the row keeps between forward and backward: a copy only if it is more than lies at rest."""

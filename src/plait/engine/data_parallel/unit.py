@@ -23,7 +23,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from enum import Enum
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from plait.comm import Comm, Work
 from plait.core.cells import Moves
@@ -54,6 +55,8 @@ class Unit:
         """The row keeps parameters whole from forward to backward."""
         self.users = 0
         """Modules that read the parameters now, and the schedule, where it holds them."""
+        self.pinned = False
+        """Someone else reads them (see ``pins``): passes leave the unit open."""
         self.open_units = OpenUnits()
         self.relate([], [])
         self._works: list[Work] = []
@@ -123,6 +126,23 @@ class Unit:
         for flat in self._split_flats:
             flat.kept = None
 
+    def gathers(self, tensor: Tensor) -> bool:
+        """Whether a tensor's memory is that of parameters gathered for this unit, and goes when they do."""
+        if tensor.layout is not torch.strided or torch._C._are_functorch_transforms_active():
+            return False
+        pointer = tensor.data_ptr()
+        return any(flat.contains(pointer) for needed in self.needs for flat in needed._split_flats)
+
+    def count_holders(self) -> None:
+        """Note who shares the memory of the gathered parameters."""
+        for flat in self._split_flats:
+            flat.count_holders()
+
+    def leave_to_holders(self) -> None:
+        """Where more share it than were noted, leave it to them."""
+        for flat in self._split_flats:
+            flat.leave_to_holders()
+
     def publish(self) -> list[Work]:
         """After an update: start to bring the updated pieces to everyone who holds them at rest."""
         note = Note("publish", self.name)
@@ -163,11 +183,12 @@ class OpenUnits:
         self.bytes -= unit.bytes_full
 
     def check_bound(self, running: Unit, prefetch: int, *, backward: bool) -> None:
-        """Asserts the bound; units that the row keeps open from forward to backward are not counted."""
+        """Asserts the bound; units that the row keeps open from forward to backward, or pinned ones, do not count."""
         if running.keeps_open:
             return
         around = {needed for above in running.ancestors if above.users for needed in above.needs}
-        counted = [unit for unit in self.units if unit not in around and unit not in running.ancestors]
+        beside = [unit for unit in self.units if unit not in around and not unit.pinned]
+        counted = [unit for unit in beside if unit not in running.ancestors]
         late = [unit for unit in counted if unit.users and unit not in running.needs] if backward else []
         bound = prefetch + len(running.needs) + len(late)
         self.peak = max(self.peak, len(counted))

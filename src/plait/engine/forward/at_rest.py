@@ -11,12 +11,13 @@ parameter of a stage.  It changes nothing:
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from plait.engine.data_parallel.parameter import flat_values, name_of
 from plait.engine.forward.context import CurrentForward, in_backward
 from plait.engine.forward.interceptor import Function, Handler, read_among
 
@@ -45,12 +46,21 @@ class AtRestCheck(Handler):
                 f"values are on other ranks. Use a parameter inside the forward of its own module, share it by "
                 f"assigning it to the other module (head.weight = embed.weight), or name a larger unit (units=...)"
             )
+        if read and name_of(func) == "data":
+            if func.__name__ == "__set__":
+                raise ValueError(
+                    f"p.data is replaced in a forward: the unit is resharded behind it, and the values would be lost. "
+                    f"Write between steps inside `with engine.gathered(..., modify=True)`"
+                )
+            func = call_next = Tensor.detach  # the same values, and of one version with the parameter: writes are seen
         result = call_next(*args, **kwargs)
         if read and context.unit is not None and torch.is_grad_enabled():
             unshard = context.unit.unshard_for_backward
             for tensor in flat_values((result,)):
                 if isinstance(tensor, Tensor) and tensor.grad_fn is not None:
                     tensor.grad_fn.register_prehook(lambda *gradients: unshard())
+                    if tensor._is_view() and tensor._base.grad_fn is not None:  # what a write in place leaves of it
+                        tensor._base.grad_fn.register_prehook(lambda *gradients: unshard())
         return result
 
     def _check_outside(self, func: Function, arguments: Sequence[Any]) -> None:
@@ -60,12 +70,3 @@ class AtRestCheck(Handler):
                 f"a pipeline each stage has only its own; let the model compute the term, or the optimizer (weight "
                 f"decay)"
             )
-
-
-def flat_values(values: Sequence[Any]) -> Iterator[Any]:
-    """The values, and those inside lists and tuples."""
-    for value in values:
-        if isinstance(value, list | tuple):
-            yield from flat_values(value)
-        else:
-            yield value

@@ -30,6 +30,7 @@ from torch.overrides import TorchFunctionMode
 
 from plait.engine.forward.context import CurrentForward
 from plait.engine.forward.random_ops import quiet
+from plait.engine.stays import StaysHere
 
 Function = Callable[..., Any]
 
@@ -79,7 +80,7 @@ def read_among(values: Iterable[Any], known: Container[int]) -> list[int]:
     return read
 
 
-class Interceptor(TorchFunctionMode):
+class Interceptor(TorchFunctionMode, StaysHere):
     """The mode of a stage; on while the model runs, in a forward or again in a backward.
 
     Args:
@@ -179,7 +180,7 @@ class Interceptor(TorchFunctionMode):
             self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
 
 
-class LeftAlone:
+class LeftAlone(StaysHere):
     """A model in which no handler has anything to do: the mode is off in it.
 
     That was read off its modules. A hook that somebody adds to one of them may do anything, so then it is followed.

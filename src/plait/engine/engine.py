@@ -328,6 +328,7 @@ class Engine(PlacedModel):
     def _after_update(self) -> None:
         """Hook after ``optimizer.step``: bring the new values to where the row keeps them."""
         for stage in self.stages.values():
+            stage.unsharding.pins.end_backward()
             stage.unsharding.forget()
         for work in [work for unit in self.units for work in unit.publish()]:
             work.wait()  # before anyone reads a parameter, or leaves

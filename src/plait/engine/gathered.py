@@ -26,6 +26,7 @@ from plait.comm.agree import same_everywhere
 from plait.core.agreement import DATA_ORDER
 from plait.core.collectives import Note
 from plait.engine.data_parallel.parameter import name_of
+from plait.engine.data_parallel.pins import Pins
 from plait.engine.data_parallel.storage import Flat
 from plait.engine.data_parallel.unit import Unit
 from plait.engine.data_parallel.unshard import Unsharding
@@ -35,9 +36,15 @@ from plait.engine.forward.interceptor import Function
 class Reads(TorchFunctionMode):
     """Sees whether anything that needs a gradient is made, and makes ``p.data`` share the version of ``p``."""
 
-    def __init__(self, parameters: set[int]) -> None:
+    def __init__(self, parameters: set[int], pins: Pins) -> None:
         super().__init__()
-        self.parameters, self.needs_gradient = parameters, False
+        self.parameters, self.pins = parameters, pins
+        self._seen_at = -1
+
+    @property
+    def needs_gradient(self) -> bool:
+        """Whether a backward of it is to come."""
+        return self._seen_at == self.pins.num_backwards
 
     def __torch_function__(
         self, func: Function, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -47,7 +54,8 @@ class Reads(TorchFunctionMode):
         result = func(*args, **(kwargs or {}))
         if not self.needs_gradient and torch.is_grad_enabled():
             leaves = (result,) if isinstance(result, Tensor) else tree_leaves(result)
-            self.needs_gradient = any(isinstance(t, Tensor) and t.grad_fn is not None for t in leaves)
+            if any(isinstance(tensor, Tensor) and tensor.grad_fn is not None for tensor in leaves):
+                self._seen_at = self.pins.num_backwards
         return result
 
 
@@ -77,9 +85,10 @@ def units_of(units: Sequence[Unit], names: Sequence[str], aliases: Mapping[str, 
 def gathered(unsharding: Unsharding, units: Sequence[Unit], comm: Comm, *, modify: bool) -> Iterator[None]:
     """The parameters of these units are whole inside; see ``Engine.gathered``."""
     flats = [flat for unit in units for flat in unit.flats]
-    reads = Reads({id(p) for flat in flats for p in flat.parameters})
+    pins = unsharding.pins
+    reads = Reads({id(p) for flat in flats for p in flat.parameters}, pins)
     with torch._C.DisableTorchFunction():  # type: ignore[attr-defined]
-        pinned = unsharding.pins.add(units)
+        pinned = pins.add(units)
     before = [_versions(flat) for flat in flats]
     try:
         with reads:
@@ -99,10 +108,7 @@ def gathered(unsharding: Unsharding, units: Sequence[Unit], comm: Comm, *, modif
             if _versions(flat) != old:
                 flat.written()
         with torch._C.DisableTorchFunction():  # type: ignore[attr-defined]
-            if reads.needs_gradient and not modify:
-                unsharding.pins.wait_for_backward(pinned)
-            else:
-                unsharding.pins.drop(pinned)
+            pins.drop(pinned, read_in_backward=reads.needs_gradient and not modify)
 
 
 def _versions(flat: Flat) -> list[int]:

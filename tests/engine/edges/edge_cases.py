@@ -93,7 +93,11 @@ def on_ranks(program: Program, model: nn.Module, mesh: str, row: str, **settings
         mine = copy.deepcopy(model)
         optimizer = sgd(mine.parameters())
         engine = Engine(mine, comm, strategy=EVERY[row], optimizer=optimizer, **settings)
-        part = lambda batch: deal(batch, shape, comm.rank, 1)[0]  # noqa: E731
+
+        def part(batch: Batch) -> Batch:
+            mine = deal(batch, shape, comm.rank, 1)[0]
+            return mine | {"x": mine["x"].bfloat16()} if narrow(row) else mine
+
         seen = program(mine, optimizer, engine, part, 1 / shape.data_size)
         return seen, engine.full_state_dict()
 

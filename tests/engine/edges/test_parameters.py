@@ -19,6 +19,11 @@ def step(model: nn.Module, optimizer: Any, engine: Any, batch: Any) -> None:
     optimizer.step()
 
 
+def evaluated(model: nn.Module, batch: Any) -> float:
+    with torch.no_grad():
+        return loss_sum(model, batch | {"x": batch["x"].to(next(model.parameters()).dtype)}).item()
+
+
 # ---- read ----------------------------------------------------------------------------------------------------------
 
 
@@ -207,8 +212,7 @@ def test_whole_parameters_may_be_written_between_steps(row: str, how: str) -> No
                 model.first.weight.data = model.first.weight.data.t()
             else:
                 write(model, how)
-            losses.append(loss_sum(model, data[0]).item())
-            optimizer.zero_grad()
+            losses.append(evaluated(model, data[0]))
         return losses
 
     truth_losses, truth = alone(program, model_for(row))
@@ -231,8 +235,7 @@ def test_weights_swapped_for_an_evaluation_come_back(row: str) -> None:
             own = {n: p.data for n, p in model.named_parameters()}
             for name, p in model.named_parameters():
                 p.data = average[name]
-            with torch.no_grad():
-                losses.append(loss_sum(model, data[0]).item())
+            losses.append(evaluated(model, data[0]))
             for name, p in model.named_parameters():
                 p.data = own[name]
         return losses

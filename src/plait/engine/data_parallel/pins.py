@@ -19,13 +19,20 @@ class Pins:
     """The pinned units of a stage."""
 
     def __init__(self) -> None:
+        self.num_backwards = 0
+        """That are over."""
         self._closes: dict[Unit, bool] = {}
-        """Whether they are resharded when they are unpinned."""
-        self._awaited: list[Unit] = []
+        """The pinned units, and whether they are resharded when they are unpinned."""
+        self._held: set[Unit] = set()
+        """Those that someone reads now."""
+        self._awaited: set[Unit] = set()
+        """Those that a backward will read."""
 
     def add(self, units: Iterable[Unit]) -> list[Unit]:
-        """Gather what is not here; returns those that are pinned now and were not before."""
-        fresh = [unit for unit in units if unit.split and not unit.pinned]
+        """Gather what is not here; returns those that are to be dropped by who has pinned them."""
+        mine = [unit for unit in units if unit.split and unit not in self._held]
+        fresh = [unit for unit in mine if not unit.pinned]
+        self._held.update(mine)
         for unit in fresh:
             self._closes[unit], unit.pinned = unit.state is not State.UNSHARDED, True
             if unit.state is State.SHARDED:
@@ -33,22 +40,24 @@ class Pins:
         for unit in fresh:
             if unit.state is State.UNSHARDING:
                 unit.wait()
-            unit.count_holders()
-        return fresh
+        return mine
 
-    def drop(self, units: Iterable[Unit]) -> None:
-        """They need not stay any more."""
-        for unit in units:
+    def drop(self, units: Iterable[Unit], *, read_in_backward: bool = False) -> None:
+        """Nobody reads them now."""
+        self._held.difference_update(units)
+        if read_in_backward:
+            self._awaited.update(units)
+        self._unpin(units)
+
+    def end_backward(self) -> None:
+        """It is over, or will not come: the parameters have changed."""
+        awaited, self._awaited = self._awaited, set()
+        self.num_backwards += 1
+        self._unpin(awaited)
+
+    def _unpin(self, units: Iterable[Unit]) -> None:
+        for unit in [unit for unit in units if unit not in self._held and unit not in self._awaited]:
             unit.pinned = False
             if self._closes.pop(unit) and not unit.users:
                 unit.leave_to_holders()
                 unit.reshard()
-
-    def wait_for_backward(self, units: Iterable[Unit]) -> None:
-        """They stay until the backward is over."""
-        self._awaited += units
-
-    def end_backward(self) -> None:
-        """It is."""
-        awaited, self._awaited = self._awaited, []
-        self.drop(awaited)

@@ -92,10 +92,10 @@ class Flat:
             self.master = torch.zeros(stop - start, dtype=update_dtype, device=strategy.optim.device or device)
         self.updated = self.updated_at_rest if self.master is None else self.master
         """The piece that the optimizer updates, in place."""
-        self.full = torch.empty(layout.numel, dtype=self.dtype, device=device) if self.split else self.rest
         self.bytes_full = layout.numel * self.dtype.itemsize
         self.kept: Tensor | None = None
-        self._views = self.views(self.full)
+        self.full = torch.empty(layout.numel, dtype=self.dtype, device=device) if self.split else self.rest
+        self._point_views()
         collectives = moves(strategy)
         self._forward, self._backward, self._publish = (
             transfers(path, layout, comm) for path in (collectives.forward, collectives.backward, collectives.publish)
@@ -108,7 +108,6 @@ class Flat:
         if self.split:
             for parameter, slot in zip(self.parameters, layout.slots, strict=True):
                 parameter.resting_name = slot.name  # type: ignore[attr-defined]
-        self._holders = 0
         self._versions = [p._version for p in self.parameters]
         (self.reshard if self.split else self.show)()
 
@@ -203,7 +202,7 @@ class Flat:
                         f"{tuple(parameter.shape)} on {parameter.device}, but the row holds {str(view.dtype)[6:]} of "
                         f"shape {tuple(view.shape)} on {view.device}: make such changes first, then build the Engine"
                     )
-                view.copy_(parameter.detach())
+                view.copy_(parameter.detach().clone())  # which may lie in this very memory
                 parameter.data = view
         self.written()
         if self.split:
@@ -223,19 +222,19 @@ class Flat:
         first = self.full.data_ptr()
         return first <= pointer < first + self.bytes_full
 
-    def count_holders(self) -> None:
-        """Note how many tensors share the memory of the gathered parameters."""
-        self._holders = self._share_memory()
-
     def leave_to_holders(self) -> None:
-        """Where more do than were noted, what they read must stay."""
-        if self._share_memory() > self._holders:
+        """Before a reshard: where more than the parameters share the memory, what they read must stay."""
+        if self._share_memory() > self._holders + len(self.parameters):
             self._renew()
 
     def _renew(self) -> None:
         """Leave the memory to whoever has it beside us: the next gather gets its own."""
         self.full = torch.empty_like(self.full)
+        self._point_views()
+
+    def _point_views(self) -> None:
         self._views = self.views(self.full)
+        self._holders = self._share_memory()
 
     def _share_memory(self) -> int:
         return int(torch._C._storage_Use_Count(self.full.untyped_storage()._cdata))

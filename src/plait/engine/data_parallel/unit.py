@@ -133,13 +133,8 @@ class Unit:
         pointer = tensor.data_ptr()
         return any(flat.contains(pointer) for needed in self.needs for flat in needed._split_flats)
 
-    def count_holders(self) -> None:
-        """Note who shares the memory of the gathered parameters."""
-        for flat in self._split_flats:
-            flat.count_holders()
-
     def leave_to_holders(self) -> None:
-        """Where more share it than were noted, leave it to them."""
+        """Before a reshard: leave the memory of gathered parameters to whoever else has a view of it."""
         for flat in self._split_flats:
             flat.leave_to_holders()
 

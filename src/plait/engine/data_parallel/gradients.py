@@ -105,18 +105,20 @@ class Gradients:
 
     def show(self) -> None:
         """Between backward and step ``p.grad`` says where the gradients are (see ``parameter``)."""
-        for gradient in self.flats:
-            for index in gradient.touched:
-                if index not in self._shown.setdefault(gradient, {}):
-                    self._shown[gradient][index] = GradientElsewhere.of(gradient.flat.parameters[index])
-                with torch._C.DisableTorchFunctionSubclass():  # the parameter may be at rest
-                    gradient.flat.parameters[index].grad = self._shown[gradient][index]
+        with torch._C.DisableTorchFunction():  # type: ignore[attr-defined]
+            for gradient in self.flats:
+                shown = self._shown.setdefault(gradient, {})
+                for index in gradient.touched:
+                    parameter = gradient.flat.parameters[index]
+                    if index not in shown:
+                        shown[index] = GradientElsewhere.of(parameter)
+                    parameter.grad = shown[index]
 
     def hide(self) -> None:
         """``p.grad`` is None again."""
-        for gradient in self._shown:
-            for index in gradient.touched:
-                with torch._C.DisableTorchFunctionSubclass():
+        with torch._C.DisableTorchFunction():  # type: ignore[attr-defined]
+            for gradient in self._shown:
+                for index in gradient.touched:
                     gradient.flat.parameters[index].grad = None
 
     @staticmethod

@@ -156,10 +156,11 @@ class Flat:
 
     def show(self) -> None:
         """Point the parameters at ``full``."""
-        for parameter, view, here in zip(self.parameters, self._views, self._here, strict=True):
-            parameter.__class__ = here  # the user's own: see docs/guide/your-own-loop.md
-            parameter.data = view
-            self.resting.pop(id(parameter), None)
+        with torch._C.DisableTorchFunction():  # type: ignore[attr-defined]
+            for parameter, view, here in zip(self.parameters, self._views, self._here, strict=True):
+                parameter.__class__ = here  # the user's own: see docs/guide/your-own-loop.md
+                parameter.data = view
+                self.resting.pop(id(parameter), None)
 
     def reshard(self) -> list[str]:
         """Point the parameters at placeholders and give the memory of ``full`` back.
@@ -168,10 +169,11 @@ class Flat:
             The names of parameters that were written to since they were shown; what was written is gone.
         """
         rows = zip(self.parameters, self._placeholders, self._at_rest, self.layout.slots, strict=True)
-        for parameter, nothing, at_rest, slot in rows:
-            parameter.data = nothing
-            parameter.__class__ = at_rest
-            self.resting[id(parameter)] = slot.name
+        with torch._C.DisableTorchFunction():  # type: ignore[attr-defined]
+            for parameter, nothing, at_rest, slot in rows:
+                parameter.data = nothing
+                parameter.__class__ = at_rest
+                self.resting[id(parameter)] = slot.name
         if not self.full.untyped_storage().resizable():  # it is shared with numpy
             self._renew()
         self.full.untyped_storage().resize_(0)
@@ -179,7 +181,7 @@ class Flat:
 
     def written(self) -> list[str]:
         """The names of parameters that were written to in place since this was last asked."""
-        with torch._C.DisableTorchFunctionSubclass():
+        with torch._C.DisableTorchFunction():  # type: ignore[attr-defined]
             before, self._versions = self._versions, [p._version for p in self.parameters]
         if before == self._versions:
             return []
@@ -192,7 +194,7 @@ class Flat:
         Raises:
             ValueError: a parameter was given values of another shape, dtype or device.
         """
-        with torch._C.DisableTorchFunctionSubclass():
+        with torch._C.DisableTorchFunction():
             for parameter, view, slot in zip(self.parameters, self._views, self.layout.slots, strict=True):
                 if parameter.is_set_to(view):
                     continue
@@ -214,7 +216,7 @@ class Flat:
     def replaced(self) -> list[str]:
         """The names of parameters whose ``p.data`` is other memory than the engine's."""
         rows = zip(self.parameters, self._views, self.layout.slots, strict=True)
-        with torch._C.DisableTorchFunctionSubclass():
+        with torch._C.DisableTorchFunction():
             return [slot.name for parameter, view, slot in rows if not parameter.is_set_to(view)]
 
     def contains(self, pointer: int) -> bool:

@@ -59,8 +59,9 @@ class AtRestCheck(Handler):
             for tensor in flat_values((result,)):
                 if isinstance(tensor, Tensor) and tensor.grad_fn is not None:
                     tensor.grad_fn.register_prehook(lambda *gradients: unshard())
-                    if tensor._is_view() and tensor._base.grad_fn is not None:  # what a write in place leaves of it
-                        tensor._base.grad_fn.register_prehook(lambda *gradients: unshard())
+                    base = tensor._base if type(tensor) is Tensor else None
+                    if base is not None and base.grad_fn is not None:  # what a write in place leaves of it
+                        base.grad_fn.register_prehook(lambda *gradients: unshard())
         return result
 
     def _check_outside(self, func: Function, arguments: Sequence[Any]) -> None:

@@ -113,7 +113,6 @@ def test_numbers_are_shown_short() -> None:
     assert [size_text(n) for n in sizes] == ["8 B", "4 KB", "16 MB", "1028 B", "1049600 B", "1.5 GB"]
 
 
-
 def test_a_size_is_rounded_up_to_equal_pieces() -> None:
     config = replace(QUICK, sizes=("10",), kinds=("all_gather",))
     found = run(Mesh(shard=3), lambda comm: measure(config, comm))[0]

@@ -15,7 +15,6 @@ from plait.core.additions import additions
 from plait.core.precision import Precision
 from plait.job.config import JobConfig
 from plait.job.job import Job, make_job
-from plait.verify.compare import summarise
 from plait.verify.plain import run_plain
 from plait.verify.record import RankRecord, record_run
 from plait.verify.reference import Record, run_reference
@@ -50,9 +49,9 @@ class Verified:
 
     def different(self) -> set[str]:
         """The kinds of findings that are not equal, with where they were found."""
-        found = {f"tree: {s.kind}" for s in summarise(self.verdict.tree) if not s.equal}
-        found |= {f"plain: {s.kind}" for s in summarise(self.verdict.plain) if not s.equal}
-        return found | ({"ledger"} if self.verdict.ledger else set())
+        kinds = {f"tree: {f.kind}" for f in self.verdict.tree if not f.equal}
+        kinds |= {f"plain: {f.kind}" for f in self.verdict.plain if not f.equal}
+        return kinds | ({"ledger"} if self.verdict.ledger else set())
 
 
 def record(config: VerifyConfig, job: Job | None = None) -> list[RankRecord]:

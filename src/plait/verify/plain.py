@@ -57,7 +57,7 @@ def run_plain(job: Job, config: RunConfig) -> Record:
         model.zero_grad()
         with masks.of(step, len(next(iter(batch.values())))):
             loss = job.loss_fn(model, batch)
-        (loss * scale / count).backward()  # type: ignore[no-untyped-call]
+        (loss * scale / count).backward()
         record.losses.append(loss.item() / count)
         gradients = {
             name: p.grad.to(getattr(torch, sums) if sums else p.grad.dtype) / scale
@@ -103,12 +103,9 @@ def rate(config: RunConfig, step: int) -> float:
     done, warmup, least = step + 1, config.warmup, config.min_lr
     if done <= warmup:
         return done / warmup
-    falls = {
-        "constant": lambda way: 0.0,
-        "linear": lambda way: way,
-        "cosine": lambda way: math.sin(math.pi * way / 2) ** 2,
-    }
-    return 1 - (1 - least) * falls[config.lr_schedule]((step - warmup) / max(1, config.steps - warmup))
+    way = (step - warmup) / max(1, config.steps - warmup)
+    falls = {"constant": 0.0, "linear": way, "cosine": math.sin(math.pi * way / 2) ** 2}
+    return 1 - (1 - least) * falls[config.lr_schedule]
 
 
 # ---- dropout ------------------------------------------------------------------------------------------------

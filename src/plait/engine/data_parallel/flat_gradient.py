@@ -43,7 +43,7 @@ class Buffers:
 
     @property
     def bytes(self) -> int:
-        return sum(t.numel() * t.element_size() for t in self._free)
+        return sum(buffer.nbytes for buffer in self._free)
 
 
 class FlatGradient:

@@ -75,7 +75,7 @@ class Unsharding(StaysHere):
         current: CurrentForward,
         before_root: Callable[[Sequence[Any], dict[str, Any]], None],
     ) -> None:
-        self.model, self.units, self.prefetch, self.current = model, list(units), prefetch, current
+        self.units, self.prefetch, self.current = list(units), prefetch, current
         self.orders = {phase: GatherOrder() for phase in ("forward", "backward", EVALUATE)}
         self.phase = "forward"
         """Of the forwards to come."""

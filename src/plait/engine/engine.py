@@ -22,7 +22,8 @@ uneven ranks agree with a single process.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -35,6 +36,7 @@ from plait.core.parallelism import Parallelism
 from plait.core.precision import LossScale
 from plait.engine.evaluation import Evaluation, Evaluator
 from plait.engine.forward.context import RNGPosition
+from plait.engine.gathered import gathered, units_of
 from plait.engine.nonfinite import NonFinite
 from plait.engine.pipeline.runtime import Microbatch
 from plait.engine.pipeline.stage import LossFn
@@ -117,6 +119,8 @@ class Engine(PlacedModel):
         self.steps = 0
         self.discarded = 0
         """Times that ``zero_grad`` threw gradients away."""
+        self._blocks = 0
+        """``gathered`` blocks that are open."""
         self._evaluator = Evaluator(self)
         self._broken = False
         self._now: OpenStep | None = None
@@ -214,10 +218,8 @@ class Engine(PlacedModel):
         for optimizer in self.optimizers:
             optimizer.step()
         if not self.optimizers:
-            self._prepare()
+            self._begin_update()
             self._publish()
-
-    # ---- for a loop of one's own --------------------------------------------------------------------------------
 
     def backward(self, loss: Tensor, count: int, reduction: Reduction | None = None) -> None:
         """The backward of one microbatch of a user's own loop.
@@ -240,11 +242,66 @@ class Engine(PlacedModel):
             raise ValueError(f"a count of {count}: it is the number of terms of the loss, 0 or more")
         loss = as_sum(loss, count, reduction)
         now = self._begin_step()
+        if now.prepared:
+            raise ValueError("engine.backward after engine.clip_grad_norm_: clip behind the last backward of the step")
         now.local_count += count
+        gradients = self.stages[0].gradients
+        gradients.hide()
         self.stages[0].backward_from(loss, self.update.scale)
+        gradients.show()
         now.losses.append(loss.detach())
 
-    # ---- parts of a step ----------------------------------------------------------------------------------------
+    def clip_grad_norm_(self, max_norm: float) -> Tensor:
+        """Finish the sums of ``backward``, and clip them by their global norm, before ``optimizer.step()``.
+
+        All ranks call it together, once per step, in place of ``torch.nn.utils.clip_grad_norm_``.
+
+        Returns:
+            The norm before clipping, a scalar.
+
+        Raises:
+            ValueError: no backward, a second call in one step, an engine that clips by itself.
+        """
+        if self.update.clip is not None:
+            raise ValueError(
+                f"engine.clip_grad_norm_ on an engine with clip={self.update.clip}: leave one of them out (the norm is "
+                f"engine.last.grad_norm)"
+            )
+        if self._now is not None and self._now.prepared:
+            raise ValueError("engine.clip_grad_norm_ a second time in one step: call it once, behind the last backward")
+        self._prepare(max_norm)
+        norm = self.last.grad_norm  # None where the step is not made
+        return torch.tensor(math.inf if norm is None else norm, dtype=self.norm.dtype)
+
+    @contextmanager
+    def gathered(self, *names: str, modify: bool = False) -> Iterator[None]:
+        """Parameters are whole inside, whatever the row; all ranks enter and leave together.
+
+        Under a row in 16 bits they have that dtype; of one that is cut over the tensor axis this rank's piece is there.
+        A penalty made of them belongs between a forward and its backward, and keeps them whole until that is over.
+
+        Args:
+            names: of parameters, or of modules for all of theirs; none: all.
+            modify: they may be written to, between steps, on every rank the same.
+
+        Raises:
+            ValueError: unknown names; a pipeline; ``modify`` in the middle of a step; and behind the block, parameters
+                that were written to without ``modify``, or differently on different ranks.
+        """
+        if self.pipeline.num_stages > 1:
+            raise ValueError("engine.gathered is for one stage: under a pipeline use engine.full_state_dict()")
+        if modify and self._now is not None:
+            raise ValueError(
+                "engine.gathered(modify=True) in the middle of a step: call it after optimizer.step() or zero_grad()"
+            )
+        units = units_of(self.units, names, self.directory.aliases)
+        self.take_over()
+        self._blocks += 1
+        try:
+            with gathered(self.stages[0].unsharding, units, self.comm, modify=modify):
+                yield
+        finally:
+            self._blocks -= 1
 
     def _check_optimizer(self) -> None:
         """Raises ValueError where gradients would be made that nobody gets."""
@@ -281,26 +338,41 @@ class Engine(PlacedModel):
     def _before_update(self, optimizer: Optimizer) -> None:
         """Hook before ``optimizer.step``; the first optimizer of a step makes the gradients of all."""
         if self._turns.begin(optimizer, self.optimizers):
-            self._prepare()
+            self._begin_update()
 
-    def _prepare(self) -> None:
+    def _begin_update(self) -> None:
+        if self._blocks:
+            raise ValueError("optimizer.step() inside of `with engine.gathered(...)`: leave the block first")
+        if self._now is None or not self._now.prepared:
+            self._prepare(self.update.clip)
+        self._hide_gradients()
+        self.take_over()
+
+    def _prepare(self, clip: float | None) -> None:
         """Finish the sums, agree, clip, hand the gradients over."""
         now = self._now
         if now is None or not now.losses:
             raise ValueError("optimizer.step() without a backward before it: there is no gradient to step with")
+        now.prepared = True
         try:
             standing = Standing.of(self.steps, self.discarded, self.optimizers)
-            self.last = self.update.prepare(now, standing, lambda: self._tell("reduced"))
+            self.last = self.update.prepare(now, standing, clip, lambda: self._tell("reduced"))
         except BaseException:
+            self._hide_gradients()
             self._now = None  # its sums are used up
             self._turns.clear()
             raise
+
+    def _hide_gradients(self) -> None:
+        for stage in self.stages.values():
+            stage.gradients.hide()
 
     def _discard(self, optimizer: Optimizer, zero_grad: Callable[..., None], *args: Any, **kwargs: Any) -> None:
         """``optimizer.zero_grad`` between backward and step throws the gradients away, as everywhere in torch."""
         zero_grad(*args, **kwargs)
         if self._now is not None and self._turns.zeroed(optimizer, self.optimizers, summed=bool(self._now.losses)):
             self.discarded += bool(self._now.losses)
+            self._hide_gradients()
             self._now = None
 
     def _after_update(self, optimizer: Optimizer) -> None:
@@ -311,6 +383,7 @@ class Engine(PlacedModel):
     def _publish(self) -> None:
         """Bring the new values to where the row keeps them."""
         for stage in self.stages.values():
+            stage.unsharding.pins.end_backward()
             stage.unsharding.forget()
         for work in [work for unit in self.units for work in unit.publish()]:
             work.wait()  # before anyone reads a parameter, or exits

@@ -79,12 +79,7 @@ class ProcessComm(Comm):
 
     @classmethod
     def from_env(
-        cls,
-        mesh: Mesh,
-        *,
-        device: torch.device | str = "cpu",
-        deadline: float = 30.0,
-        deterministic: bool = True,
+        cls, mesh: Mesh, *, device: torch.device | str = "cpu", deadline: float = 30.0, deterministic: bool = True
     ) -> ProcessComm:
         """Joins the world that torchrun's variables describe.
 
@@ -248,10 +243,8 @@ class ProcessComm(Comm):
         return number
 
     def _receive_stack(self, operation: Operation, mine: Tensor) -> tuple[Tensor, list[Tensor]]:
-        """A receive buffer, and one tensor per member: a part of the buffer, or ``mine`` where it lies.
-
-        Fresh memory costs more than the message, so buffers are used again.
-        """
+        """A receive buffer, and one tensor per member: a part of the buffer, or ``mine`` where it lies.  Fresh memory
+        costs more than the message, so buffers are used again."""
         n, m = len(operation.group.ranks), mine.numel()
         spare = self._spare.setdefault(mine.dtype, [])
         spare.sort(key=torch.Tensor.numel)

@@ -87,11 +87,8 @@ _Piece = tuple[float, float, str | int]
 
 
 def idle_times(log: Log) -> tuple[Idle, ...]:
-    """How each rank of a step spent it.  A rank without passes has its waiting for passes as cool-down.
-
-    Raises:
-        ValueError: a log that is not of a whole step.
-    """
+    """How each rank spent a step; a ValueError if the log is not of a whole one.  A rank without passes has its waiting
+    for passes as cool-down."""
     timeline = measured_timeline(log)
     lines = _pieces(log, timeline.makespan)
     even, measured = map(_waits_of_passes, (even_passes(timeline), measured_passes(timeline)))
@@ -119,14 +116,7 @@ def idle_times(log: Log) -> tuple[Idle, ...]:
             knock_on += rest - more
         warm_up, bubble, cool_down = order
         ranks.append(
-            Idle(
-                **seconds,
-                warm_up=warm_up,
-                bubble=bubble,
-                cool_down=cool_down,
-                imbalance=imbalance,
-                knock_on=knock_on,
-            )
+            Idle(**seconds, warm_up=warm_up, bubble=bubble, cool_down=cool_down, imbalance=imbalance, knock_on=knock_on)
         )
     return tuple(ranks)
 
@@ -140,11 +130,8 @@ def mean_idle(ranks: Sequence[Idle]) -> Idle:
 
 
 def measured_passes(timeline: Timeline) -> Timeline:
-    """A step's passes in their order, each as long as it was, as if nothing else took time.
-
-    Raises:
-        ValueError: a pass that waits for one that the timeline lacks.
-    """
+    """A step's passes in their order, each as long as it was, as if nothing else took time; a ValueError if one waits
+    for what the timeline lacks."""
     return _passes_alone(timeline, _seconds(timeline))
 
 
@@ -229,10 +216,8 @@ def _event_pieces(event: Event, rank: int, other: int, until: float) -> Iterator
 
 
 def _causes(lines: list[list[_Piece]], rank: int, start: float, end: float) -> Iterator[tuple[float, float, str]]:
-    """Why one who waits for a rank from start to end does so, piece by piece.
-
-    It ends, because a rank waits only for what stands before its own action in the order that the schedule allows.
-    """
+    """Why one who waits for a rank from start to end does so, piece by piece.  It ends: a rank waits only for what
+    comes before its own action."""
     line = lines[rank]
     index = bisect_right(line, start, key=lambda piece: piece[0]) - 1
     while index < len(line) and line[index][0] < end:

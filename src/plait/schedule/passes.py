@@ -60,11 +60,8 @@ def split_backward(schedule: Schedule) -> Schedule:
 
 
 def join_backward(schedule: Schedule) -> Schedule:
-    """The two parts of a backward as a full one, where one follows the other and no other rank waits for the first.
-
-    Nothing is put off then, which is cheaper, and nothing comes later than before: the gradient that the input part
-    makes is for the same rank, or for nobody.
-    """
+    """The two parts of a backward as a full one, which is cheaper, where one follows the other and no other rank waits
+    for the first: so nothing comes later than before."""
     owner, lines = owners(schedule), []
     for rank, line in enumerate(schedule):
         joined: list[Action] = []
@@ -104,10 +101,9 @@ def add_sharding(schedule: Schedule, strategy: Strategy, *, hold: int | None = 1
     its forward and its backward.
 
     Args:
-        hold: how many of the stages that it needs next a rank leaves unsharded after a pass.  0 frees after each pass
-            even if the next is of the same stage.  A row that keeps full parameters to the backward has those of all
-            stages in flight as well.  None leaves gathers to the units of a stage, each around its own part of a
-            pass: the least memory, and the most bytes.
+        hold: how many of the stages that it needs next a rank leaves unsharded after a pass; 0 frees after each pass.
+            None leaves gathers to the units of a stage, each around its own part of a pass: the least memory, and the
+            most bytes.
     """
     check_hold(hold)
     gathers, keeps = bool(strategy.params.split) and hold is not None, not strategy.kept.split

@@ -62,14 +62,6 @@ OnWait = Callable[[Operation, float, float], None]
 class Comm(ABC):
     """One rank's access to its world.  Subclasses move tensors in the ``_`` methods; all else is here."""
 
-    mesh: Mesh
-    rank: int
-    device: torch.device
-    ledger: Ledger
-    deterministic: bool
-    deadline: float
-    """Seconds that any wait may take."""
-
     def __init__(
         self,
         mesh: Mesh,
@@ -84,7 +76,9 @@ class Comm(ABC):
         if deadline <= 0:
             raise ValueError(f"a deadline of {deadline} s leaves no time: give seconds above 0")
         self.mesh, self.rank, self.device = mesh, rank, torch.device(device)
-        self.ledger, self.deterministic, self.deadline = Ledger(), deterministic, deadline
+        self.ledger, self.deterministic = Ledger(), deterministic
+        self.deadline = deadline
+        """Seconds that any wait may take."""
         self._groups: dict[tuple[str, ...], Group] = {}
         self.on_wait: OnWait | None = None
 

@@ -120,10 +120,10 @@ def predict_line(
                     if not holds:
                         add("backward", s, path.backward, m, later=path.backward)
                 case Kind.SEND_F | Kind.RECV_F | Kind.SEND_B | Kind.RECV_B as message:
-                    value, sends = carries(part), message in (Kind.SEND_F, Kind.SEND_B)
+                    value, is_send = carries(part), message in (Kind.SEND_F, Kind.SEND_B)
                     note = Note(ACTIVATION if value.way == "F" else GRADIENT, f"stage {value.stage}", m)
-                    sizes = stages[s].handed_bytes if sends == (value.way == "F") else stages[s].received_bytes
-                    entries.append(between_stages("send" if sends else "recv", sizes[m], note))
+                    sizes = stages[s].handed_bytes if is_send == (value.way == "F") else stages[s].received_bytes
+                    entries.append(between_stages("send" if is_send else "recv", sizes[m], note))
                 case Kind.REDUCE:
                     add("step", s, path.summed, trained=True, summed=True)
                     add("step", s, path.step, trained=True)

@@ -1,26 +1,23 @@
 """Where the time goes in which a rank does not compute: each moment of it has one cause, and the causes add up.
 
-A rank that does not compute at some moment does something else, or waits for another rank, which at that very moment
-computes, does something else, or waits for a third.  Following who waits for whom ends at a rank that waits for
-nobody, and what that rank does is the cause for all of them:
+A rank that does not compute does something else, or waits for another rank, which at that moment computes, does
+something else, or waits for a third.  Following who waits for whom ends at a rank that waits for nobody, and what that
+rank does is the cause for all of them:
 
     rank 0   |0F0 ####|0SEND_F0|python|...          rank 2 waits for 1F0.  It waits for rank 0's computing, then for
     rank 1   |1F0 ....................|####|        its sending, then for rank 0's message, which is on its way, then
     rank 2   |2F0 .............................     for rank 1's computing.
 
-Waiting *for passes of others* has three causes.  Two imagined steps, in which passes follow each other in the same
-order and nothing else takes time, tell them apart at each place of a rank's line (before its first pass, from there to
-its last, after its last):
+Waiting *for passes of others* has three causes.  Two imagined steps, with the same passes and nothing else that takes
+time, tell them apart in each part of a rank's line (before its first pass, from there to its last, after its last):
 
     all equal       every pass takes the mean of its kind      what a rank waits is the order's own
     as measured     every pass takes as long as it did         what it waits beyond that is imbalance
     what happened   messages, collectives, Python as well      what it waits beyond that is knock-on: passes came late
 
-None of the parts is below zero, and they sum to the time in which the rank does not compute.
-
-A pass waits for its neighbouring stage until that stage's pass has ended; after that, its message is on the way.  The
-first update waits for the last rank to reach its updates (the global norm).  At the end of its line a rank waits for
-the rank that ends the step.
+No part is below zero, and they sum to the time in which the rank does not compute.  A pass waits for its neighbouring
+stage until that stage's pass has ended; after that, its message is on the way.  The first update waits for the last
+rank to reach its updates (the global norm).  At the end of its line a rank waits for the rank that ends the step.
 """
 
 from __future__ import annotations

@@ -27,7 +27,6 @@ from plait.schedule.actions import (
     READS_PARAMETERS,
     Action,
     Kind,
-    Line,
     Schedule,
     Value,
     awaits,
@@ -50,13 +49,11 @@ the memory of so many activations at most.
 
 def split_backward(schedule: Schedule) -> Schedule:
     """Every full backward as its input part and its weight part, one right after the other."""
-
-    def split(action: Action) -> Line:
-        if action.kind is not Kind.BACKWARD:
-            return (action,)
-        return tuple(replace(action, kind=kind) for kind in (Kind.INPUT, Kind.WEIGHT))
-
-    return tuple(tuple(part for action in line for part in split(action)) for line in schedule)
+    parts = {Kind.BACKWARD: (Kind.INPUT, Kind.WEIGHT)}
+    return tuple(
+        tuple(replace(action, kind=kind) for action in line for kind in parts.get(action.kind, (action.kind,)))
+        for line in schedule
+    )
 
 
 def join_backward(schedule: Schedule) -> Schedule:
@@ -175,7 +172,7 @@ def add_messages(schedule: Schedule, ahead: int = 1) -> Schedule:
     order; where the receiver needs them in another order, some are posted earlier still.
     """
     owner, num_stages = owners(schedule), count_stages(schedule)
-    passes = [[action for action in line if action.kind in PASSES] for line in schedule]
+    passes = tuple(tuple(action for action in line if action.kind in PASSES) for line in schedule)
     needed_at = {awaits(action, num_stages): index for line in passes for index, action in enumerate(line)}
     sends: dict[Action, Action] = {}
     channels: dict[tuple[int, int], list[Value]] = defaultdict(list)

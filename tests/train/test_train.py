@@ -178,7 +178,7 @@ def test_sinks_are_closed_when_a_step_raises(text: str, tmp_path: Path, monkeypa
         monkeypatch.setattr(comm.ledger, "clear", lambda: 1 / 0, raising=False)
         return run_train(config, comm, argv)
 
-    monkeypatch.setattr("plait.train.run.run_train", broken)
+    monkeypatch.setattr("plait.commands.main.run_train", broken)
     words = ["train", "--world", "thread", "--mesh", "shard=1", *SIZES, "--data", text, "--out", str(tmp_path)]
     assert main(words) == 1
     assert closed == [1]
@@ -221,7 +221,7 @@ def test_a_run_that_is_stopped_keeps_its_metrics(
         assert process.poll() is None and time.monotonic() < end, process.communicate()
         time.sleep(0.05)
     process.send_signal(number)
-    out, err = process.communicate(timeout=30)
+    out, err = process.communicate(timeout=110)
     with_ranks = ", with all ranks" if world == "process" else ""
     assert err == f"plait: stopped by {number.name}{with_ranks}\n"
     assert process.returncode == 128 + number

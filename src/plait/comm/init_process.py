@@ -35,7 +35,7 @@ def rank_from_env(mesh: Mesh) -> int:
     if started != mesh.size:
         raise ValueError(
             f"the mesh '{mesh}' has {mesh.size} ranks, but {started} processes were started: start "
-            f"{mesh.size} (torchrun --nproc-per-node {mesh.size}), or give a mesh of {started} ranks"
+            f"{mesh.size} (torchrun --nproc-per-node {mesh.size}), or give a mesh of {started}, as in shard={started}"
         )
     return int(os.environ["RANK"])
 

@@ -221,7 +221,7 @@ def test_a_run_that_is_stopped_keeps_its_metrics(
         assert process.poll() is None and time.monotonic() < end, process.communicate()
         time.sleep(0.05)
     process.send_signal(number)
-    out, err = process.communicate(timeout=30)
+    out, err = process.communicate(timeout=110)
     with_ranks = ", with all ranks" if world == "process" else ""
     assert err == f"plait: stopped by {number.name}{with_ranks}\n"
     assert process.returncode == 128 + number

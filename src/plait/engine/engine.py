@@ -4,7 +4,7 @@
       counts                how many samples and targets every rank brings        one small all_gather
       runtime.run           F0 B0 F1 B1 ...: units are unsharded and resharded,
                             gradients reduced                                     as the row says
-        finish              the last action of the schedule
+        update              the last action of the schedule
           optimizer.step    the user's own object, whose hooks are ours:
             pre-hook        update.prepare: what is still pending is summed;      as the row says
                             losses, norm, which parameters have gradients;        one small all_gather
@@ -49,12 +49,11 @@ class Engine(PlacedModel):
     """A model trained under one row of the table on this rank.
 
     Args:
-        model: any ``nn.Module``; its parameters may have values or be on meta. It stays the user's object, with its
-            names; between uses its parameters are placeholders where the row splits them.
+        model: any ``nn.Module``; its parameters may have values or be on meta. It stays the user's object; its
+            parameters are placeholders between uses where the row splits them.
         comm: this rank's world; it knows the mesh.
-        parallelism: how the model lies on the ranks. Or give its fields as keywords (``strategy="zero3"``): see
-            ``Parallelism``.
-        optimizer: built on ``model.parameters()`` in the ordinary way; it is pointed at the pieces this rank owns.
+        parallelism: how the model lies on the ranks; or give its fields as keywords (``strategy="zero3"``).
+        optimizer: built on ``model.parameters()`` in the ordinary way; it is pointed at the pieces that this rank owns.
         loss_fn: ``(model, batch) -> scalar``, the *sum* of the losses of the batch.
         count_fn: ``batch -> int``, how many terms that sum has.
         clip: the largest global gradient norm; ``math.inf`` measures without clipping, None does neither.
@@ -62,7 +61,6 @@ class Engine(PlacedModel):
         weights: where the values of parameters on meta are read, instead of drawing them from the seed.
         loss_scale: the factor of the loss, for gradients that fp16 would lose (see ``precision``).
         listener: called with ``"reduced"`` (gradients are whole, not clipped) and ``"updated"``.
-        settings: fields of ``Parallelism``, where it is not given whole.
 
     Raises:
         ValueError: anything that can be known to be wrong before the first step, with the fix.
@@ -105,14 +103,13 @@ class Engine(PlacedModel):
         if optimizer is not None:
             optimizer.register_step_pre_hook(lambda *_: self._before_update())
             optimizer.register_step_post_hook(lambda *_: self._after_update())
-            optimizer.zero_grad = self._discarding(optimizer.zero_grad)  # type: ignore[method-assign]
+            optimizer.zero_grad = partial(self._discard, optimizer.zero_grad)  # type: ignore[method-assign]
         self.steps = 0
-        self._evaluator = Evaluator(model, comm, self.stages, self.pipeline, partial(self.program, backward=False))
+        self._evaluator = Evaluator(self)
         self._broken = False
         self._now: OpenStep | None = None
-        self._last = StepResult(-1, math.nan, 0, (), None)
-
-    # ---- the primitive ------------------------------------------------------------------------------------------
+        self.last = StepResult(-1, math.nan, 0, (), None)
+        """What the last step did, in a loop of one's own too."""
 
     def step(self, microbatches: Sequence[Any]) -> StepResult:
         """One optimizer step on this rank's microbatches; every rank brings equally many.
@@ -133,8 +130,7 @@ class Engine(PlacedModel):
         self._now = OpenStep(count=total)  # whatever an earlier step left behind when it raised is gone
         if self.pipeline.num_stages > 1:
             self._guard.check()
-        if self.comm.mesh.pipe > 1:
-            self.exchange.check_batches(microbatches)
+        self.exchange.check_batches(microbatches)
         for stage in self.stages.values():
             stage.begin_step()
         place = self.comm.mesh.data_rank(self.comm.rank) * num
@@ -145,13 +141,13 @@ class Engine(PlacedModel):
         self._broken = self.comm.mesh.pipe > 1
         self.runtime.run(program, brought, loss_fn, 1 / total * self.update.scale, self._update)
         self._broken = False
-        return self._last
+        return self.last
 
     def evaluate(self, microbatches: Sequence[Any]) -> Evaluation:
         """The mean loss of all ranks' microbatches, in eval mode; training continues as if it had not happened.
 
-        Every rank brings equally many, empty ones included.  Under a pipeline a rank keeps what it hands on to the end
-        of the call, so bring about as many at once as in a step.
+        Every rank brings equally many, empty ones included.  Under a pipeline a rank keeps until the end of the call
+        what it hands on, so bring about as many at once as in a step.
 
         Raises:
             ValueError: as ``step``; between a forward and the ``optimizer.step()`` of a loop of one's own.
@@ -187,10 +183,10 @@ class Engine(PlacedModel):
             self._before_update()
             self._after_update()
 
-    # ---- the thin face for a loop of one's own ------------------------------------------------------------------
+    # ---- for a loop of one's own --------------------------------------------------------------------------------
 
     def backward(self, loss: Tensor, count: int) -> None:
-        """The backward of one microbatch of a user's own loop; ``optimizer.step()`` then makes the step.
+        """The backward of one microbatch of a user's own loop.
 
         Args:
             loss: the *sum* of the microbatch's losses.
@@ -204,11 +200,6 @@ class Engine(PlacedModel):
         now.local_count += count
         self.stages[0].backward_from(loss, self.update.scale)
         now.losses.append(loss.detach())
-
-    @property
-    def last(self) -> StepResult:
-        """What the last step did, a user's own loop's too."""
-        return self._last
 
     # ---- parts of a step ----------------------------------------------------------------------------------------
 
@@ -240,23 +231,19 @@ class Engine(PlacedModel):
         now = self._now
         if now is None or not now.losses:
             raise ValueError("optimizer.step() without a backward before it: there is no gradient to step with")
-        self._last = self.update.prepare(now, self.steps, lambda: self._tell("reduced"))
+        self.last = self.update.prepare(now, self.steps, lambda: self._tell("reduced"))
 
-    def _discarding(self, zero_grad: Callable[..., None]) -> Callable[..., None]:
+    def _discard(self, zero_grad: Callable[..., None], *args: Any, **kwargs: Any) -> None:
         """``optimizer.zero_grad`` between backward and step throws the gradients away, as everywhere in torch."""
-
-        def discard(*args: Any, **kwargs: Any) -> None:
-            zero_grad(*args, **kwargs)
-            self._now = None
-
-        return discard
+        zero_grad(*args, **kwargs)
+        self._now = None
 
     def _after_update(self) -> None:
         """Hook after ``optimizer.step``: bring the new values to where the row keeps them."""
         for stage in self.stages.values():
             stage.unsharding.forget()
         for work in [work for unit in self.units for work in unit.publish()]:
-            work.wait()  # before anyone reads a parameter, or leaves
+            work.wait()  # before anyone reads a parameter, or exits
         for piece in self.owned:
             piece.view.grad = None
         self._now = None

@@ -20,7 +20,7 @@ class Exchange:
 
     Args:
         names: the trainable parameters of the whole model, in one order on all ranks.
-        losses_at: the pipe coordinate of the ranks that have the last stage.
+        losses_at: the pipe coordinate of the last stage.
     """
 
     def __init__(self, comm: Comm, names: Sequence[str], losses_at: int = 0) -> None:
@@ -34,14 +34,13 @@ class Exchange:
         """The global index of this rank's first sample, and the global number of targets.
 
         Raises:
-            ValueError: ranks with different numbers of microbatches, ranks of one data rank with different batches, or
-                no target anywhere.
+            ValueError: different numbers of microbatches, different batches in one data rank, or no target anywhere.
         """
         table = gather_ints(self.comm, [microbatches, targets, samples], AGREEING, Note("count"))
         if len({row[0] for row in table}) > 1:
             raise ValueError(
                 f"ranks bring different numbers of microbatches ({', '.join(str(row[0]) for row in table)}): "
-                f"every rank must make the same number, empty ones included"
+                f"every rank must bring the same number, empty ones included"
             )
         data = table[: self.in_stage : self.tensor]
         if any(table[i] != data[i % self.in_stage // self.tensor] for i in range(self.ranks)):
@@ -56,8 +55,8 @@ class Exchange:
         return sum(row[2] for row in data[: self.comm.mesh.data_rank(self.comm.rank)]), total
 
     def check_batches(self, microbatches: Sequence[Any]) -> None:
-        """Raises ValueError, in the first step, where ranks of a pipeline bring different samples of the same sizes."""
-        if self._same_batches:
+        """Raises ValueError, the first time, where ranks of a pipeline bring different samples of the same sizes."""
+        if self._same_batches or self.comm.mesh.pipe == 1:
             return
         leaves = [leaf for leaf in tree_leaves(list(microbatches)) if isinstance(leaf, Tensor)]
         if not same_tensors(self.comm, leaves, ("pipe",), Note("setup")):

@@ -21,7 +21,7 @@ from plait.comm import Comm
 from plait.core.flat import UnitLayout
 from plait.core.parallelism import Parallelism
 from plait.core.precision import LossScale
-from plait.engine.data_parallel.optim import Owned, OwnedOptimizer, owned_runs
+from plait.engine.data_parallel.optim import OwnedOptimizer, owned_runs
 from plait.engine.data_parallel.storage import dtype_in
 from plait.engine.data_parallel.unit import Unit, parameters_of
 from plait.engine.exchange import Exchange
@@ -34,18 +34,14 @@ from plait.engine.state.checks import check_model, check_settings
 from plait.engine.state.fingerprint import ModelFingerprint
 from plait.engine.state.full import Part, full_state_dict, load_full_state_dict
 from plait.engine.state.weights import Weights
-from plait.engine.update import Update, bytes_held
+from plait.engine.update import Update
 from plait.schedule.pipeline import Pipeline, RankProgram
 
 
 class PlacedModel:
-    """This rank's part of a model, and all that moves its values.
+    """This rank's part of a model, and all that moves its values; the arguments are those of ``Engine``.
 
-    Args:
-        before_forward: called with the model's arguments before each forward of a loop of one's own.
-
-    Raises:
-        ValueError: anything that can be known to be wrong before the first step, with the fix.
+    ``before_forward`` is called with the model's arguments before each forward of a loop of one's own.
     """
 
     def __init__(
@@ -68,7 +64,7 @@ class PlacedModel:
         """Elements of the whole model."""
         names = {id(p): n for n, p in model.named_parameters()}
         trainable = [n for n, p in model.named_parameters() if p.requires_grad]
-        sums = {dtype_in(self.strategy.grads, dtype_in(self.strategy.params, p.dtype)) for p in model.parameters()}
+        dtypes = {dtype_in(self.strategy.grads, dtype_in(self.strategy.params, p.dtype)) for p in model.parameters()}
         self.pipeline = Pipeline.of(parallelism, comm.mesh.pipe)
         check_settings(comm, parallelism.compared() | {"clip": clip, "seed": seed, "loss_scale": loss_scale})
         built = build_stages(model, comm, parallelism, self.pipeline, seed, before_forward, weights)
@@ -79,19 +75,13 @@ class PlacedModel:
         self.log = EventLog(comm)
         """When each action of the last steps began and ended."""
         self.runtime = Runtime(self.stages, p2p, self.log)
-        last = self.pipeline.owner[self.pipeline.num_stages - 1]
-        self.exchange = Exchange(comm, trainable, last)
-        self.owned: list[Owned] = []
-        self.owned_optimizer: OwnedOptimizer | None = None
-        flat_gradients = [g for stage in self.stages.values() for g in stage.gradients.flats]
-        if optimizer is None:
-            self.owned = owned_runs(flat_gradients)
-        else:
-            cuts = parallelism.cut == "element" and comm.mesh.count(self.strategy.optim.split) > 1
-            self.owned_optimizer = OwnedOptimizer(optimizer, names, flat_gradients, cuts=cuts)
-            self.owned = self.owned_optimizer.owned
+        self.exchange = Exchange(comm, trainable, self.pipeline.owner[self.pipeline.num_stages - 1])
+        sums = [g for stage in self.stages.values() for g in stage.gradients.flats]
+        cuts = parallelism.cut == "element" and comm.mesh.count(self.strategy.optim.split) > 1
+        self.owned_optimizer = None if optimizer is None else OwnedOptimizer(optimizer, names, sums, cuts=cuts)
+        self.owned = owned_runs(sums) if self.owned_optimizer is None else self.owned_optimizer.owned
         self.ties = TiedWeights(built.edges, comm, built.gradients(), p2p.rank_of)
-        self.norm = Norm(comm, self.strategy, wide=torch.float64 in sums, copies=self.ties.copies)
+        self.norm = Norm(comm, self.strategy, wide=torch.float64 in dtypes, copies=self.ties.copies)
         whole = [n for n, _, f, i in parameters_of(self.units) if f.trainable and f.cuts[i] is None]
         self.update = Update(
             comm,
@@ -113,8 +103,8 @@ class PlacedModel:
         key = num_microbatches, backward
         if key not in self._programs:
             complete = self.pipeline.completed if backward else self.pipeline.evaluated
-            schedule = complete(num_microbatches, self.strategy)
-            self._programs[key] = RankProgram.of(schedule, self.comm.mesh.coordinates(self.comm.rank)["pipe"])
+            here = self.comm.mesh.coordinates(self.comm.rank)["pipe"]
+            self._programs[key] = RankProgram.of(complete(num_microbatches, self.strategy), here)
         return self._programs[key]
 
     def links_of(self, stage: int) -> tuple[str, ...]:
@@ -133,11 +123,18 @@ class PlacedModel:
 
     def bytes_held(self) -> dict[str, int]:
         """Bytes on this rank between steps, by kind of state, and the peak of gathered parameters."""
-        return bytes_held(list(self.stages.values()), self.owned_optimizer)
+        stages = self.stages.values()
+        return {
+            "params": sum(flat.rest.nbytes for unit in self.units for flat in unit.flats),
+            "grads": sum(gradient.accumulated.nbytes for stage in stages for gradient in stage.gradients.flats),
+            "optimizer": 0 if self.owned_optimizer is None else self.owned_optimizer.state_bytes(),
+            "gathered_peak": max(stage.unsharding.peak_bytes for stage in stages),
+            "gradient_buffers": sum(stage.gradients.buffers.bytes for stage in stages),
+        }
 
     @property
     def peak_open(self) -> int:
-        """The most units that were unsharded at once beside the ancestors of the running one."""
+        """The most units that were unsharded at once, ancestors of the running one left out."""
         return max(stage.unsharding.open_units.peak for stage in self.stages.values())
 
     def full_state_dict(self) -> dict[str, Tensor]:

@@ -28,12 +28,10 @@ class StepResult:
 
 @dataclass
 class OpenStep:
-    """A step under way: from its first forward to the end of its update.
-
-    ``count`` is the global number of targets, None until it is known (a user's own loop counts at the end).
-    """
+    """A step under way, from its first forward to the end of its update."""
 
     count: int | None = None
+    """The global number of targets; None until it is known (a user's own loop counts at the end)."""
     local_count: int = 0
     losses: list[Tensor] = field(default_factory=list)
     forwards: int = 0

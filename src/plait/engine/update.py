@@ -10,10 +10,8 @@ given no gradient, so neither parameters nor its state change.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-
-from torch import Tensor
 
 from plait.comm import Comm
 from plait.core.precision import LossScale
@@ -90,18 +88,3 @@ class Update:
             self.optimizer.give_gradients(self.have_gradient if self.made else dict.fromkeys(self.have_gradient, False))
         summed = math.fsum(loss for of_rank in losses_by_rank for loss in of_rank)
         return StepResult(step, summed / now.count, now.count, losses, norm, self.made)
-
-
-def bytes_held(stages: Sequence[Stage], optimizer: OwnedOptimizer | None) -> dict[str, int]:
-    """Bytes on a rank between steps, by kind of state, and the peak of gathered parameters."""
-
-    def size(tensors: Iterable[Tensor]) -> int:
-        return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-
-    return {
-        "params": size(flat.rest for stage in stages for unit in stage.units for flat in unit.flats),
-        "grads": size(g.accumulated for stage in stages for g in stage.gradients.flats),
-        "optimizer": 0 if optimizer is None else optimizer.state_bytes(),
-        "gathered_peak": max(stage.unsharding.peak_bytes for stage in stages),
-        "gradient_buffers": sum(stage.gradients.buffers.bytes for stage in stages),
-    }

@@ -37,7 +37,7 @@ from plait.plan.activations import DecoderSizes, decoder
 from plait.plan.memory import Held, held
 from plait.report.training import ProgressView, RankBytes, bytes_table, human, spark
 from plait.train.timeline import record_timeline, show_timeline, write_timeline
-from plait.verify.compare import BITWISE, against_tree, summarise
+from plait.verify.compare import BITWISE, against_tree
 from plait.verify.record import Recorder, collect_records, predict
 from plait.verify.run import asked, findings_table, replay, write_json
 
@@ -239,7 +239,7 @@ def _compare(training: Training, console: Console) -> bool | None:
     console.print("training again as one process ...")
     findings = against_tree(records, replay(training.job, config, records, keep_gradients=False), asked(config))
     title = f"{config.steps} steps on {training.comm.mesh.size} ranks against one process"
-    console.print(findings_table(title, summarise(findings)))
+    console.print(findings_table(title, findings))
     same, bitwise = all(f.equal for f in findings), asked(config) == BITWISE
     equal = "bitwise: the same run as one process" if bitwise else "equal: one process's run, within the tolerances"
     console.print(f"verdict: {equal if same else 'DIFFERENT from the one-process run'}")

@@ -1,7 +1,4 @@
-"""What is refused before a model is cut: what no engine can train, and ranks that do not bring the same.
-
-Ranks compare digests by their smallest and their largest: where the two differ, some rank brought another.
-"""
+"""What is refused before a model is cut: what no engine can train, and ranks that do not bring the same."""
 
 from __future__ import annotations
 
@@ -18,13 +15,9 @@ from plait.core.collectives import Note
 from plait.core.mesh import AXES
 from plait.sharded.masks import stream_key
 
-_TABLES = (nn.Embedding, nn.EmbeddingBag)
-
 
 def check_model(model: nn.Module, comm: Comm) -> None:
-    """Raises ValueError for what no engine can train: no parameters, or parameters without a shape; empty buffers;
-    compiled modules; tables that a forward writes to; replicas that differ.
-    """
+    """Raises ValueError for what no engine can train, and for replicas that differ."""
     if lazy := [name for name, p in model.named_parameters() if is_lazy(p)]:
         raise ValueError(
             f"{len(lazy)} parameters have no shape yet ({', '.join(lazy[:3])}): call the model once on a sample before "
@@ -36,7 +29,8 @@ def check_model(model: nn.Module, comm: Comm) -> None:
             f"{compiled[0] or 'the model'!r} is compiled, and the compiler would trace into the engine's gathers and "
             f"dropout streams: compile functions inside of its modules (as of activations) instead"
         )
-    bounded = [name for name, m in model.named_modules() if getattr(m, "max_norm", None) and isinstance(m, _TABLES)]
+    tables = [(name, m) for name, m in model.named_modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag)]
+    bounded = [name for name, table in tables if table.max_norm]
     if bounded and comm.mesh.size > 1:
         raise ValueError(
             f"{bounded[0]!r} has max_norm: each rank's forward would rewrite the rows that its own samples use, and "
@@ -50,8 +44,7 @@ def check_model(model: nn.Module, comm: Comm) -> None:
 
 def check_buffers(model: nn.Module) -> None:
     """Raises ValueError where a buffer has no values."""
-    empty = [name for name, buffer in model.named_buffers() if buffer.is_meta]
-    if empty:
+    if empty := [name for name, buffer in model.named_buffers() if buffer.is_meta]:
         raise ValueError(
             f"{len(empty)} buffers are on the meta device and have no values ({', '.join(empty[:3])}): build the model "
             f"inside plait.empty_parameters(), which computes buffers for real, instead of torch.device('meta')"
@@ -63,13 +56,10 @@ def check_settings(comm: Comm, settings: Mapping[str, object]) -> None:
     digests = [stream_key(repr(value)) >> 1 for value in settings.values()]
     same = same_everywhere(comm, digests, AXES, Note("setup"))
     if differing := [name for name, alike in zip(settings, same, strict=True) if not alike]:
-        values = ", ".join(f"{name}={_short(settings[name])}" for name in differing)
+        texts = [getattr(settings[name], "name", None) or repr(settings[name]) for name in differing]
+        shown = [text if len(text) < 40 else f"{text[:40]}..." for text in texts]
+        values = ", ".join(f"{name}={text}" for name, text in zip(differing, shown, strict=True))
         raise ValueError(f"the ranks were given different settings: rank {comm.rank} has {values}; give all the same")
-
-
-def _short(value: object) -> str:
-    text = getattr(value, "name", None) or repr(value)
-    return text if len(text) < 40 else f"{text[:40]}..."
 
 
 def check_replicas(model: nn.Module, comm: Comm) -> None:
@@ -91,9 +81,8 @@ def check_replicas(model: nn.Module, comm: Comm) -> None:
 
 def _fingerprint(name: str, parameter: Tensor) -> int:
     """63 bits of a parameter's name, shape, dtype and values (on meta: without the values)."""
-    digest = hashlib.blake2b(
-        f"{name} {tuple(parameter.shape)} {parameter.dtype} {parameter.requires_grad}".encode(), digest_size=8
-    )
+    text = f"{name} {tuple(parameter.shape)} {parameter.dtype} {parameter.requires_grad}"
+    digest = hashlib.blake2b(text.encode(), digest_size=8)
     if not parameter.is_meta:
         digest.update(bytes(parameter.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data))
     return int.from_bytes(digest.digest(), "little") >> 1

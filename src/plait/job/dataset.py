@@ -14,7 +14,7 @@ from plait.job.config import JobConfig
 
 @dataclass(frozen=True)
 class JobData:
-    """What a run reads: ``held_out`` is never trained on (None: there is no such part), ``steps`` are the whole run's."""
+    """What a run reads: ``held_out`` is never trained on (None: there is none), ``steps`` are the whole run's."""
 
     batches: Batches
     held_out: Epochs | None

@@ -107,7 +107,7 @@ class Job:
         device: str = "cpu",
         workers: int = 0,
     ) -> StepStream:
-        """A data rank's microbatches of many steps, on the device; made ahead by ``workers``, which ``with`` ends."""
+        """A data rank's microbatches of many steps, on the device; ``workers``, ended by ``with``, make them ahead."""
         dataset = StepDataset(self.batches, data_rank, num_data_ranks, num_microbatches, self.global_batch)
         return StepStream(dataset, steps, workers, device)
 

@@ -31,7 +31,7 @@ Section = TypeVar("Section")
 
 @dataclass(frozen=True)
 class RunConfig(JobConfig, LayoutConfig, MachineConfig, FileConfig):
-    """What training and verifying have in common.  A setting that is wrong raises ValueError where its value is made."""
+    """What training and verifying have in common; a wrong setting raises ValueError where its value is made."""
 
     json: str | None = None
     """Write the results here as JSON; "-" is the standard output."""

@@ -57,8 +57,7 @@ class TensorBoard:
 
 
 class WeightsAndBiases:
-    """A run of a Weights & Biases project, with its settings; WANDB_MODE=offline keeps it on this machine, in ``folder``
-    (None: the working directory)."""
+    """A run of a Weights & Biases project; WANDB_MODE=offline keeps it in ``folder`` (None: the working directory)."""
 
     def __init__(self, project: str, settings: Mapping[str, Any], folder: Path | None) -> None:
         wandb = importlib.import_module("wandb")

@@ -48,15 +48,6 @@ def is_mistake(error: BaseException) -> bool:
     return str(frame.f_globals.get("__name__", "")).partition(".")[0] == "plait"
 
 
-def text_of(error: BaseException) -> str:
-    """What is printed: of a mistake a line, with a grid below it where there is one, else the traceback."""
-    if not is_mistake(error):
-        return "".join(traceback.format_exception(error))
-    reason, *grid = str(error).split("\n")
-    line = " ".join(["plait: error:", *reason.split(), *getattr(error, "__notes__", ())])
-    return "\n".join([line, *grid, ""])
-
-
 def guarded(work: Callable[[], int]) -> int:
     """Runs ``work`` and returns its exit code; what it raises is printed, and becomes one."""
     try:
@@ -70,8 +61,15 @@ def guarded(work: Callable[[], int]) -> int:
 
 
 def report(error: BaseException, environment: Mapping[str, str] = os.environ) -> int:
-    """Prints what went wrong, or records it for the launcher to print; returns the exit code."""
-    text = text_of(error)
+    """Prints what went wrong, or records it for the launcher to print; returns the exit code.
+
+    Of a mistake that is a line, with a grid below it where there is one, and otherwise the traceback.
+    """
+    text = "".join(traceback.format_exception(error))
+    if is_mistake(error):
+        reason, *grid = str(error).split("\n")
+        line = " ".join(["plait: error:", *reason.split(), *getattr(error, "__notes__", ())])
+        text = "\n".join([line, *grid, ""])
     path = environment.get("TORCHELASTIC_ERROR_FILE")
     if path:
         now = time.time_ns()

@@ -10,8 +10,6 @@ an error.
 Source: the definitions of nccl-tests (its PERFORMANCE page).
 """
 
-from __future__ import annotations
-
 import re
 import statistics
 import time

@@ -18,8 +18,6 @@ WIDTH, HEIGHT = 420, 330
 LEFT, TOP, RIGHT, BOTTOM = 66, 44, 14, 46
 PREFIXES = {-9: "n", -6: "u", -3: "m", 0: "", 3: "k", 6: "M", 9: "G", 12: "T"}
 
-Curve = Sequence[tuple[float, float]]
-
 
 @dataclass(frozen=True)
 class Panel:
@@ -28,7 +26,7 @@ class Panel:
     title: str
     unit: str
     """Of the values, as in "s" or "B/s"."""
-    curves: Mapping[str, Curve]
+    curves: Mapping[str, Sequence[tuple[float, float]]]
 
 
 def svg(title: str, panels: Sequence[Panel]) -> str:

@@ -10,12 +10,7 @@ from xml.sax.saxutils import escape
 
 from plait.schedule.actions import Action, Kind
 
-COLOURS = {
-    Kind.FORWARD: "#7fb2e5",
-    Kind.BACKWARD: "#e8a35c",
-    Kind.INPUT: "#efc27b",
-    Kind.WEIGHT: "#9ccc8f",
-}
+COLOURS = {Kind.FORWARD: "#7fb2e5", Kind.BACKWARD: "#e8a35c", Kind.INPUT: "#efc27b", Kind.WEIGHT: "#9ccc8f"}
 OTHER = "#bbbbbb"
 NAMES = {Kind.FORWARD: "forward", Kind.BACKWARD: "backward", Kind.INPUT: "input part", Kind.WEIGHT: "weight part"}
 TEXT = "#1f2328"

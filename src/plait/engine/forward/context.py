@@ -62,13 +62,6 @@ OUTSIDE = ModuleCall()
 """``loss_fn``, before and after it calls the model."""
 
 
-class RunningUnit(NamedTuple):
-    """A unit whose forward is under way."""
-
-    unshard_for_backward: Callable[[], None]
-    outer: RunningUnit | None
-
-
 class CutActivation(NamedTuple):
     """What the last column-cut module left on this rank: ``width`` features in all, 0 where activations are whole."""
 
@@ -78,8 +71,7 @@ class CutActivation(NamedTuple):
 
 
 class Counts:
-    """How often each module of a forward was called, and how many masks it has drawn, those of earlier stages
-    (``before``) included."""
+    """How often each module of a forward was called, and how many masks it has drawn, on earlier stages too."""
 
     def __init__(self, before: Mapping[str, int]) -> None:
         self.before, self.masks, self.calls = before, dict(before), dict[str, int]()
@@ -95,7 +87,7 @@ class ForwardContext(NamedTuple):
     """Where a forward stands."""
 
     module: ModuleCall = OUTSIDE
-    unit: RunningUnit | None = None  # the innermost
+    units: tuple[Callable[[], None], ...] = ()  # what unshards those that run for their backward, innermost last
     cut: CutActivation = CutActivation()
     column_input: Any = None  # the ``ColumnInput`` that the next column-cut sibling may share
     whole_logits: bool = False  # the model computes its own loss, of the logits of the whole vocabulary
@@ -117,7 +109,7 @@ class ForwardContext(NamedTuple):
         module, counts = self.module, self.counts.resumed(self.module.name)
         around = None if module.outer is None else OUTSIDE
         inside = ModuleCall(module.name, around, None, whole, True, in_model=module.in_model)
-        return self._replace(module=inside, unit=None, column_input=None, boundary=None, counts=counts)
+        return self._replace(module=inside, units=(), column_input=None, boundary=None, counts=counts)
 
 
 class CurrentForward:
@@ -152,7 +144,6 @@ class CurrentForward:
     # ---- modules and units --------------------------------------------------------------------------------------
 
     def enter_module(self, name: str, *, switched_on: bool, is_model: bool) -> None:
-        """A module's forward begins."""
         context, again = self.context, in_backward()
         counts, outer = context.counts, context.module
         if again:
@@ -187,12 +178,9 @@ class CurrentForward:
         return checkpoint_around() is self.context.module.checkpoint
 
     def enter_unit(self, unshard_for_backward: Callable[[], None]) -> None:
-        """A unit's forward begins."""
-        context = self.context
-        self.context = ForwardContext(context.module, RunningUnit(unshard_for_backward, context.unit), *context[2:])
+        module, units, *rest = self.context
+        self.context = ForwardContext(module, (*units, unshard_for_backward), *rest)
 
     def leave_unit(self) -> None:
-        """The innermost unit's forward has ended."""
-        context = self.context
-        assert context.unit is not None
-        self.context = ForwardContext(context.module, context.unit.outer, *context[2:])
+        module, units, *rest = self.context
+        self.context = ForwardContext(module, units[:-1], *rest)

@@ -91,7 +91,6 @@ class DropoutRNG(Handler):
         return input.mul_(factor) if inplace else input * factor
 
     def torch_dropout(self, input: Tensor, p: float, train: bool) -> Tensor:
-        """``torch.dropout``."""
         return self.dropout(input, p, train)
 
     def attention(

@@ -61,7 +61,6 @@ class Handler:
         return False
 
     def __call__(self, func: Function, call_next: Function, /, *args: Any, **kwargs: Any) -> Any:
-        """The function's result."""
         return call_next(*args, **kwargs)
 
 

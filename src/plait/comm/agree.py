@@ -120,10 +120,7 @@ def gather_bytes(comm: Comm, data: bytes) -> list[bytes] | None:
 
 
 def check_together(comm: Comm, error: BaseException | None, axes: Sequence[str]) -> None:
-    """Raises on every member if any member brings an error: its own there, a RuntimeError elsewhere.
-
-    So a failure that only one rank can see (a file, a NaN) ends all of them.
-    """
+    """Raises on every member if any brings an error (a file, a NaN, ...): its own there, a RuntimeError elsewhere."""
     note, ranks = Note("check"), comm.mesh.group(comm.rank, tuple(axes))
     failed = [index for index, (bad,) in enumerate(gather_ints(comm, [error is not None], axes, note)) if bad]
     if not failed:

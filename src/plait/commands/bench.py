@@ -40,7 +40,11 @@ def run_bench(config: BenchConfig, comm: Comm) -> int:
         folder = Path(config.out)
         folder.mkdir(parents=True, exist_ok=True)
         write_json(str(folder / "comm.json"), answer)
-        (folder / "comm.svg").write_text(picture(config, results))
+        kinds = dict.fromkeys(r.kind for r in results)
+        times = {kind: [(r.bytes, r.seconds) for r in results if r.kind == kind] for kind in kinds}
+        rates = {kind: [(r.bytes, r.busbw) for r in results if r.kind == kind] for kind in kinds}
+        panels = [Panel("time", "s", times), Panel("bus bandwidth", "B/s", rates)]
+        (folder / "comm.svg").write_text(svg(title(config), panels))
         console.print(f"written: {folder / 'comm.json'}, {folder / 'comm.svg'}", markup=False)
     return 0
 
@@ -64,14 +68,6 @@ def table(config: BenchConfig, results: Sequence[Measurement]) -> Table:
         table.add_row(row.kind if row.kind != previous else "", size_text(row.bytes), *times, *rates)
         previous = row.kind
     return table
-
-
-def picture(config: BenchConfig, results: Sequence[Measurement]) -> str:
-    """Time and bus bandwidth over size, as SVG."""
-    kinds = dict.fromkeys(r.kind for r in results)
-    times = {kind: [(r.bytes, r.seconds) for r in results if r.kind == kind] for kind in kinds}
-    rates = {kind: [(r.bytes, r.busbw) for r in results if r.kind == kind] for kind in kinds}
-    return svg(title(config), [Panel("time", "s", times), Panel("bus bandwidth", "B/s", rates)])
 
 
 def size_text(size: int) -> str:

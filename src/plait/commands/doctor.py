@@ -32,8 +32,6 @@ Facts = dict[str, Any]
 FASTER = 1.2
 """How many times as fast oneDNN must be to be recommended."""
 
-_SUFFIX = re.compile("_(bytes|bytes_per_second|flops)$")
-
 
 @dataclass(frozen=True)
 class DoctorConfig:
@@ -56,7 +54,8 @@ def run_doctor(config: DoctorConfig) -> int:
         table.add_column("fact", style="bold", no_wrap=True)
         table.add_column("value", overflow="fold")
         for name, value in values.items():
-            table.add_row(_SUFFIX.sub("", name).replace("_", " "), escape(_words(name, value)))
+            heading = re.sub("_(bytes|bytes_per_second|flops)$", "", name).replace("_", " ")
+            table.add_row(heading, escape(_words(name, value)))
         console.print(table)
     for warning in facts["warnings"]:
         console.print(f"[bold yellow]warning:[/] {escape(warning)}", soft_wrap=True)

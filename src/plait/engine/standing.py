@@ -40,8 +40,8 @@ class Standing:
         if all(row == rows[0] for row in rows):
             return
         fields = {"the number of steps made": str(self.step), "gradients thrown away by zero_grad": str(self.discarded)}
-        found = differences(comm, fields | self.options, Note("report"))
+        reasons = "; ".join(differences(comm, fields | self.options, Note("report")))
         raise ValueError(
-            f"the ranks are not at the same place of the run: {'; '.join(found)}. Every rank makes every step, with "
-            f"the same options; leave a bad batch out on all of them together"
+            f"the ranks are not at the same place of the run: {reasons}. Every rank makes every step, with the same "
+            f"options; leave a bad batch out on all of them together"
         )

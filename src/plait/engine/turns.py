@@ -37,11 +37,7 @@ class StepTurns:
         self._zeroed: list[Optimizer] = []
 
     def begin(self, optimizer: Optimizer, optimizers: Sequence[Optimizer]) -> bool:
-        """Whether the step begins with this optimizer's.
-
-        Raises:
-            ValueError: its turn is over, or the gradients of some were thrown away.
-        """
+        """Whether the step begins with this optimizer; ValueError where it has stepped, or some were zeroed."""
         if self._zeroed:
             raise ValueError(
                 f"{_names(self._zeroed)} had its zero_grad() between backward and step, and {_names(optimizers)} share "

@@ -14,13 +14,11 @@ from plait.job.config import JobConfig
 
 @dataclass(frozen=True)
 class JobData:
-    """What a run reads."""
+    """What a run reads: ``held_out`` is never trained on (None: there is none), ``steps`` are the whole run's."""
 
     batches: Batches
     held_out: Epochs | None
-    """What is never trained on; None: there is no such part."""
     steps: int
-    """Of the whole run."""
 
 
 def make_data(config: JobConfig) -> JobData:

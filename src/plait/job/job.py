@@ -110,10 +110,7 @@ class Job:
         device: str = "cpu",
         workers: int = 0,
     ) -> StepStream:
-        """A data rank's microbatches of many steps in turn, on the device; ``workers`` processes make them ahead.
-
-        Leave it by ``with``, which ends the processes.
-        """
+        """A data rank's microbatches of many steps, on the device; ``workers``, ended by ``with``, make them ahead."""
         dataset = StepDataset(self.batches, data_rank, num_data_ranks, num_microbatches, self.global_batch)
         return StepStream(dataset, steps, workers, device)
 

@@ -12,12 +12,9 @@ from typing import Any, Self
 
 
 class GpuUtilisation:
-    """Samples the driver of device ``index`` (as CUDA numbers it) in a thread of its own, from entering to leaving.
+    """Samples the driver of device ``index`` (as CUDA numbers it) in a thread of its own, from entering to leaving."""
 
-    Every ``interval`` seconds: the driver averages over about as long.
-    """
-
-    def __init__(self, index: int, interval: float = 0.1) -> None:
+    def __init__(self, index: int, interval: float = 0.1) -> None:  # seconds; the driver averages over about as long
         self.index, self.interval = index, interval
         self.samples: list[float] = []
         self._stop = threading.Event()

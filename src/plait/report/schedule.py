@@ -88,8 +88,6 @@ def share_line(timeline: Timeline, formula: Bubbles) -> str:
     )
 
 
-# ---- SVG --------------------------------------------------------------------------------------------------
-
 LEFT, TOP, ROW, GAP, CURVE, PLOT = 64, 36, 26, 8, 18, 1100
 WIDTH = LEFT + PLOT + 20
 

@@ -72,8 +72,6 @@ def timeline_table(log: Log, simulated: Timeline | None = None) -> Table:
     return table
 
 
-# ---- SVG ----------------------------------------------------------------------------------------------------
-
 LEFT, PLOT, RIGHT, TOP = 140, 1100, 84, 62
 ROW, BAR, SPACE, GAP, STRIP = 24, 16, 2, 10, 5
 WIDTH = LEFT + PLOT + RIGHT

@@ -23,23 +23,18 @@ from rich.table import Table
 
 from plait.plan.memory import Held
 
-RECENT = 20
-"""Steps whose median time is taken for the speed."""
-
 
 class ProgressView:
-    """Shows the steps of a run as they are done; entered and left like a file.
+    """Shows the steps of a run, from number ``first`` to ``steps``, as they are done; entered and left like a file.
 
-    Args:
-        steps: the number of the last step; ``first`` is that of the first (from 1).
-        log_every: steps between two lines; the first and the last step have one too, and every evaluation.
-        unit: what is counted, as in "tokens".
+    There are ``log_every`` steps between two lines; the first and the last step have one too, and every evaluation.
+    ``unit`` is what is counted, as in "tokens".
     """
 
     def __init__(self, console: Console, first: int, steps: int, log_every: int, unit: str) -> None:
         self._console, self._first, self._steps = console, first, steps
         self._log_every, self._unit = log_every, unit
-        self._seconds: deque[float] = deque(maxlen=RECENT)
+        self._seconds: deque[float] = deque(maxlen=20)  # of the last steps: their median is the speed
         self._bar: Progress | None = None
         if console.is_terminal and not console.quiet:
             columns = ("{task.completed}/{task.total}", "{task.fields[words]}")

@@ -41,9 +41,6 @@ from plait.verify.compare import BITWISE, against_tree
 from plait.verify.record import Recorder, collect_records, predict
 from plait.verify.run import asked, findings_table, replay, write_json
 
-BESIDE_STEPS = ("setup", "state")
-"""Phases of messages that a step's prediction leaves out."""
-
 STATES = ("params", "grads", "optimizer")
 """What a rank holds between steps."""
 
@@ -190,8 +187,8 @@ def _steps(training: Training, stream: StepStream) -> Iterator[dict[str, Any]]:
         if training.scheduler is not None:
             training.scheduler.step()
         if training.sent is None:
-            phases = comm.ledger.sent_by_phase()
-            training.sent = sum(size for phase, size in phases.items() if phase not in BESIDE_STEPS)
+            phases = comm.ledger.sent_by_phase()  # the prediction of a step leaves two of them out
+            training.sent = sum(size for phase, size in phases.items() if phase not in ("setup", "state"))
         training.recorder.step(result)
         bytes_held = engine.bytes_held()
         line = {

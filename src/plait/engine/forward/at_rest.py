@@ -9,8 +9,6 @@ parameter of a stage.  It changes nothing:
   example.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

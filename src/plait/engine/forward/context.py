@@ -11,8 +11,6 @@ Handlers, hooks and messages ask ``current.context``; nothing else remembers any
 written to, by all contexts of their forward.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -50,7 +48,7 @@ class ModuleCall(NamedTuple):
     """A module whose forward is under way."""
 
     name: str = ""
-    outer: ModuleCall | None = None  # the call around it; None outside of the model
+    outer: "ModuleCall | None" = None  # the call around it; None outside of the model
     checkpoint: object = None  # around it when it was called (see ``checkpoint_around``)
     again: bool = False  # called in a backward: it counts its masks anew
     twice: bool = False  # what runs in it will run again in the backward, or is running for the second time
@@ -76,7 +74,7 @@ class Counts:
     def __init__(self, before: Mapping[str, int]) -> None:
         self.before, self.masks, self.calls = before, dict(before), dict[str, int]()
 
-    def resumed(self, name: str) -> Counts:
+    def resumed(self, name: str) -> "Counts":
         """Those of a recomputation that begins here, in the module of this name."""
         again = Counts(self.before)
         again.masks[name], again.calls = self.masks.get(name, 0), self.calls
@@ -99,11 +97,11 @@ class ForwardContext(NamedTuple):
     stand_ins: dict[int, Tensor] | None = None  # for parameters, by ``id``, where the backward comes in two parts
     counts: Counts = Counts({})
 
-    def within(self, module: ModuleCall) -> ForwardContext:
+    def within(self, module: ModuleCall) -> "ForwardContext":
         """The same in another module (``_replace`` takes five times as long, and this is called for each module)."""
         return tuple.__new__(ForwardContext, (module, *self[1:]))
 
-    def again(self, *, whole: bool) -> ForwardContext:
+    def again(self, *, whole: bool) -> "ForwardContext":
         """For the recomputation that begins here, of ``whole`` modules or of a function that calls none; it keeps no
         tensor and no checkpoint alive."""
         module, counts = self.module, self.counts.resumed(self.module.name)

@@ -13,12 +13,10 @@ is made, decides the order in which a BLAS adds (``tensor_parallel.gemm`` says w
 and ``convolution`` return None for cases that they leave to torch, weight gradient and all.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache, partial
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, Self, cast
 
 import torch
 import torch.nn.functional as F
@@ -58,7 +56,7 @@ class DeferredGrad(Tensor):
     versions: tuple[int, ...]
 
     @staticmethod
-    def __new__(cls, make: Callable[..., Tensor], operands: Sequence[Tensor], form: Form) -> DeferredGrad:
+    def __new__(cls, make: Callable[..., Tensor], operands: Sequence[Tensor], form: Form) -> Self:
         shape, strides, dtype, device = form
         gradient = Tensor._make_wrapper_subclass(cls, shape, strides=strides, dtype=dtype, device=device)
         gradient.make = make

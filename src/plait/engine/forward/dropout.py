@@ -10,8 +10,6 @@ It sees every function that draws: it serves ``F.dropout`` and the attention ker
 It leaves alone what is given a generator, unless that runs twice, and everything in eval mode.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from typing import Any

@@ -7,8 +7,6 @@ computes, subclasses of tensors, and what will run again unseen (a checkpoint ar
 call).
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

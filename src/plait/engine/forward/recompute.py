@@ -18,8 +18,6 @@ Sources: full recomputation, Chen et al. 2016 (arXiv:1604.06174); selective, Kor
 section 5): the core of attention has most of a layer's activations (5as/h of 34 + 5as/h) and little of its products.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial, wraps

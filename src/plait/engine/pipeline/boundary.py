@@ -22,8 +22,6 @@ last stage the call ends after the last link, so what follows the last link of a
 alone.  Every call checks that links run in the order in which they are named, each once.
 """
 
-from __future__ import annotations
-
 from typing import Any, cast
 
 import torch
@@ -44,21 +42,6 @@ class StageDone(Exception):  # noqa: N818 (it is no error)
 
 class NotHere(Tensor):
     """What any but the last foreign layer returns: of the right shape, and not to be computed with."""
-
-
-class Received(torch.autograd.Function):
-    """What came from the stage before, as a tensor of the graph, which the model may write to in place.  Its gradient
-    goes to the ``BoundaryState``; the dummy that is differentiated gets none."""
-
-    @staticmethod
-    def forward(ctx: Any, dummy: Tensor, boundary: BoundaryState, holder: list[Tensor]) -> Tensor:
-        ctx.boundary = boundary
-        return holder.pop()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[None, None, None]:
-        ctx.boundary.gradient = gradient
-        return None, None, None
 
 
 class BoundaryState:
@@ -107,6 +90,21 @@ class BoundaryState:
         shape, dtype, device = self._like
         gradient, self.gradient = self.gradient, None
         return torch.zeros(shape, dtype=dtype, device=device) if gradient is None else gradient
+
+
+class Received(torch.autograd.Function):
+    """What came from the stage before, as a tensor of the graph, which the model may write to in place.  Its gradient
+    goes to the ``BoundaryState``; the dummy that is differentiated gets none."""
+
+    @staticmethod
+    def forward(ctx: Any, dummy: Tensor, boundary: BoundaryState, holder: list[Tensor]) -> Tensor:
+        ctx.boundary = boundary
+        return holder.pop()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, None, None]:
+        ctx.boundary.gradient = gradient
+        return None, None, None
 
 
 class StageBoundary:

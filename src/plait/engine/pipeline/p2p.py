@@ -19,8 +19,6 @@ Transports match the messages of a channel by their order, so receives are poste
 over another shape for a known signature is refused before it sends.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import replace

@@ -4,8 +4,6 @@ Each link in turn is made a stage in this process, forward and backward.  So no 
 a time, and whatever else a stage does (rotary tables, masks, hooks) is in its cost.
 """
 
-from __future__ import annotations
-
 import copy
 import statistics
 import time

@@ -9,12 +9,10 @@ know that there are stages.  A weight that two stages use is two parameters, who
 (see ``tied_weights``); where both stages are on one rank, the second gets a copy.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 from torch import Tensor, nn
 
@@ -148,7 +146,7 @@ class StageModel:
     """Of a module that is several links: the name of its first, and how many of them earlier stages have."""
 
     @classmethod
-    def part(cls, model: nn.Module, chain: Chain, links: range, taken: set[int]) -> StageModel:
+    def part(cls, model: nn.Module, chain: Chain, links: range, taken: set[int]) -> Self:
         """The part that runs some links: the model's own modules, in copies of the containers around them.  Of a chain
         without links it is the model itself.
 

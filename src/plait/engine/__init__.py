@@ -7,6 +7,7 @@ exchange.py      the two small messages of a step on which all ranks agree
 norm.py          the global norm, in which every element counts once
 update.py        between the last backward and the update: sums, clip, handing over
 evaluation.py    the loss without a step
+gathered.py      whole parameters beside a step, read and written
 
 data_parallel/   units: their storage, when they are unsharded, how gradients reach their owners
 forward/         what happens inside a forward: its context, and what sees the model's operators

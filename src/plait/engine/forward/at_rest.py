@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from plait.engine.data_parallel.parameter import name_of
 from plait.engine.forward.context import CurrentForward, in_backward
 from plait.engine.forward.interceptor import Function, Handler, read_among
+from plait.engine.forward.parameter import name_of
 
 
 class AtRestCheck(Handler):
@@ -50,8 +50,8 @@ class AtRestCheck(Handler):
         if read and name_of(func) == "data":
             if func.__name__ == "__set__":
                 raise ValueError(
-                    f"p.data is replaced in a forward: the unit is resharded behind it, and the values would be lost. "
-                    f"Write between steps inside `with engine.gathered(..., modify=True)`"
+                    "p.data is replaced in a forward: the unit is resharded behind it, and the values would be lost. "
+                    "Write between steps inside `with engine.gathered(..., modify=True)`"
                 )
             func = call_next = Tensor.detach  # the same values, and of one version with the parameter: writes are seen
         result = call_next(*args, **kwargs)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from plait.comm import Comm
 from plait.core.mesh import Mesh
 from plait.engine import Engine, Evaluation, StepResult
-from plait.engine.data_parallel.parameter import AtRest
+from plait.engine.forward.parameter import AtRest
 from plait.schedule.actions import parse_schedule
 
 WRITTEN = "0F1 0F0 0B1 0B0\n1F1 1B1 1F0 1B0"

@@ -11,6 +11,7 @@ reduction.py     a mean and its count as a sum
 standing.py      where a rank stands in the run, which must be the same everywhere
 turns.py         several optimizers make one step
 evaluation.py    the loss without a step
+gathered.py      whole parameters beside a step, read and written
 
 data_parallel/   units: their storage, when they are unsharded, how gradients reach their owners
 forward/         what happens inside a forward: its context, and what sees the model's operators

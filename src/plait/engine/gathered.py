@@ -25,12 +25,12 @@ from plait.comm import Comm
 from plait.comm.agree import same_everywhere
 from plait.core.agreement import DATA_ORDER
 from plait.core.collectives import Note
-from plait.engine.data_parallel.parameter import name_of
 from plait.engine.data_parallel.pins import Pins
 from plait.engine.data_parallel.storage import Flat
 from plait.engine.data_parallel.unit import Unit
 from plait.engine.data_parallel.unshard import Unsharding
 from plait.engine.forward.interceptor import Function
+from plait.engine.forward.parameter import name_of
 
 
 class Reads(TorchFunctionMode):
@@ -87,7 +87,7 @@ def gathered(unsharding: Unsharding, units: Sequence[Unit], comm: Comm, *, modif
     flats = [flat for unit in units for flat in unit.flats]
     pins = unsharding.pins
     reads = Reads({id(p) for flat in flats for p in flat.parameters}, pins)
-    with torch._C.DisableTorchFunction():  # type: ignore[attr-defined]
+    with torch._C.DisableTorchFunction():
         pinned = pins.add(units)
     before = [_versions(flat) for flat in flats]
     try:
@@ -107,7 +107,7 @@ def gathered(unsharding: Unsharding, units: Sequence[Unit], comm: Comm, *, modif
         for flat, old in zip(flats, before, strict=True):
             if _versions(flat) != old:
                 flat.written()
-        with torch._C.DisableTorchFunction():  # type: ignore[attr-defined]
+        with torch._C.DisableTorchFunction():
             pins.drop(pinned, read_in_backward=reads.needs_gradient and not modify)
 
 

@@ -24,6 +24,7 @@ from plait.engine.data_parallel.optim import OwnedOptimizer, owned_runs
 from plait.engine.data_parallel.storage import dtype_in
 from plait.engine.data_parallel.unit import Unit
 from plait.engine.exchange import Exchange
+from plait.engine.forward.stays import StaysHere
 from plait.engine.norm import Norm
 from plait.engine.pipeline.build_stages import build_stages
 from plait.engine.pipeline.p2p import PipelineP2P
@@ -34,7 +35,6 @@ from plait.engine.state.fingerprint import ModelFingerprint
 from plait.engine.state.full import Part, full_state_dict, load_full_state_dict
 from plait.engine.state.identity import optimizer_fields
 from plait.engine.state.weights import Weights
-from plait.engine.stays import StaysHere
 from plait.schedule.pipeline import Pipeline, RankProgram
 
 
@@ -182,6 +182,6 @@ class PlacedModel(StaysHere):
                     flat.accept()
 
     def parts(self) -> list[Part]:
-        """This rank's stages, for what goes through the whole model (see ``state``), with all that was written."""
+        """This rank's stages, with what was written to them, for what goes through the whole model (see ``state``)."""
         self.take_over()
         return [Part(stage.model, stage.units) for stage in self.stages.values()]

@@ -16,7 +16,7 @@ from plait.core.cells import TABLE, moves
 from plait.core.flat import lay
 from plait.core.mesh import Mesh
 from plait.engine import Engine
-from plait.engine.data_parallel.parameter import AtRest
+from plait.engine.forward.parameter import AtRest
 from plait.engine.data_parallel.storage import Flat
 from plait.engine.data_parallel.unit import State, Unit
 

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from engine_cases import Batch, deal, net, sgd
+from engine_cases import Batch, count, deal, loss_sum, net, sgd
 from torch import Tensor, nn
 
 from plait.comm import Comm, run
@@ -113,3 +113,32 @@ def same(ours: dict[str, Tensor], theirs: dict[str, Tensor], row: str) -> bool:
     assert ours.keys() == theirs.keys()
     tolerance = 0.05 if narrow(row) else 1e-11
     return all((ours[n] - theirs[n]).abs().max() <= tolerance * max(1.0, theirs[n].abs().max()) for n in theirs)
+
+
+WAYS = ["in place", "p.data in place", "p.data replaced", "as one vector"]
+
+
+def step(model: nn.Module, optimizer: Any, engine: Any, batch: Any) -> None:
+    engine.backward(loss_sum(model, batch), count(batch))
+    optimizer.step()
+
+
+def evaluated(model: nn.Module, batch: Any) -> float:
+    with torch.no_grad():
+        return loss_sum(model, batch | {"x": batch["x"].to(next(model.parameters()).dtype)}).item()
+
+
+def write(model: nn.Module, how: str) -> None:
+    """Clamp the parameters."""
+    if how == "as one vector":
+        vector = torch.nn.utils.parameters_to_vector(model.parameters()).detach()
+        torch.nn.utils.vector_to_parameters(vector.clamp(-0.2, 0.2), model.parameters())
+        return
+    for parameter in model.parameters():
+        if how == "in place":
+            with torch.no_grad():
+                parameter.clamp_(-0.2, 0.2)
+        elif how == "p.data in place":
+            parameter.data.clamp_(-0.2, 0.2)
+        else:
+            parameter.data = parameter.data.clamp(-0.2, 0.2)

@@ -29,10 +29,10 @@ from plait.comm import Comm
 from plait.core.collectives import Note
 from plait.engine.data_parallel.flat_gradient import Buffers, FlatGradient
 from plait.engine.data_parallel.gradient_watch import GradientWatch
-from plait.engine.data_parallel.parameter import GradientElsewhere
 from plait.engine.data_parallel.transfers import send, transfers
 from plait.engine.data_parallel.unit import State, Unit
 from plait.engine.data_parallel.unshard import Unsharding
+from plait.engine.forward.parameter import GradientElsewhere
 
 Flow = Iterator[None]
 """A reduction in steps: each ``yield`` means that messages are under way; the next step waits for them."""
@@ -108,7 +108,7 @@ class Gradients:
 
     def show(self) -> None:
         """Between backward and step ``p.grad`` says where the gradients are (see ``parameter``)."""
-        with torch._C.DisableTorchFunction():  # type: ignore[attr-defined]
+        with torch._C.DisableTorchFunction():
             for gradient in self.flats:
                 shown = self._shown.setdefault(gradient, {})
                 for index in gradient.touched:
@@ -119,7 +119,7 @@ class Gradients:
 
     def hide(self) -> None:
         """``p.grad`` is None again."""
-        with torch._C.DisableTorchFunction():  # type: ignore[attr-defined]
+        with torch._C.DisableTorchFunction():
             for gradient in self._shown:
                 for index in gradient.touched:
                     gradient.flat.parameters[index].grad = None

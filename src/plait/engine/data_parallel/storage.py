@@ -22,8 +22,8 @@ from plait.core.cells import LONG, Cell, Strategy, moves
 from plait.core.collectives import Note
 from plait.core.flat import FlatLayout
 from plait.core.tensor_cut import TensorCut
-from plait.engine.data_parallel.parameter import at_rest_class, has_master_class
 from plait.engine.data_parallel.transfers import send, transfers
+from plait.engine.forward.parameter import at_rest_class, has_master_class
 from plait.tensor_parallel.pieces import piece_of
 
 
@@ -153,7 +153,7 @@ class Flat:
 
     def show(self) -> None:
         """Point the parameters at ``full``."""
-        with torch._C.DisableTorchFunction():  # type: ignore[attr-defined]
+        with torch._C.DisableTorchFunction():
             for parameter, view, here in zip(self.parameters, self._views, self._here, strict=True):
                 parameter.__class__ = here  # the user's own: see docs/guide/your-own-loop.md
                 parameter.data = view
@@ -166,7 +166,7 @@ class Flat:
             The names of parameters that were written to since they were shown; what was written is gone.
         """
         rows = zip(self.parameters, self._placeholders, self._at_rest, self.layout.slots, strict=True)
-        with torch._C.DisableTorchFunction():  # type: ignore[attr-defined]
+        with torch._C.DisableTorchFunction():
             for parameter, nothing, at_rest, slot in rows:
                 parameter.data = nothing
                 parameter.__class__ = at_rest
@@ -178,7 +178,7 @@ class Flat:
 
     def written(self) -> list[str]:
         """The names of parameters that were written to in place since this was last asked."""
-        with torch._C.DisableTorchFunction():  # type: ignore[attr-defined]
+        with torch._C.DisableTorchFunction():
             before, self._versions = self._versions, [p._version for p in self.parameters]
         if before == self._versions:
             return []

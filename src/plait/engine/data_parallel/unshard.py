@@ -28,7 +28,7 @@ from plait.engine.data_parallel.activation_hooks import ActivationHooks, tensors
 from plait.engine.data_parallel.pins import Pins
 from plait.engine.data_parallel.unit import OpenUnits, State, Unit
 from plait.engine.forward.context import CurrentForward, in_backward
-from plait.engine.stays import StaysHere
+from plait.engine.forward.stays import StaysHere
 
 EVALUATE = "evaluate"
 """The ledger's phase of an evaluation, which has its own order of gathers."""

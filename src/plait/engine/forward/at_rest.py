@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from plait.engine.data_parallel.parameter import name_of
 from plait.engine.forward.context import CurrentForward, in_backward
 from plait.engine.forward.interceptor import Function, Handler, read_among
+from plait.engine.forward.parameter import name_of
 
 
 class AtRestCheck(Handler):

@@ -26,7 +26,7 @@ from torch.overrides import TorchFunctionMode
 
 from plait.engine.forward.context import CurrentForward
 from plait.engine.forward.random_ops import quiet
-from plait.engine.stays import StaysHere
+from plait.engine.forward.stays import StaysHere
 
 Function = Callable[..., Any]
 

@@ -28,9 +28,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from plait.engine.data_parallel.parameter import AtRest
 from plait.engine.forward.context import CurrentForward, in_backward
 from plait.engine.forward.interceptor import Function, Handler, Interceptor
+from plait.engine.forward.parameter import AtRest
 from plait.tensor_parallel import Parallel
 
 SAVES_NOTHING = ("gathered", "vocabulary")
@@ -123,11 +123,11 @@ def run_twice(model: nn.Module, name: str, interceptor: Interceptor, parallel: P
         if not torch.is_grad_enabled():
             return once(*args, **kwargs)
         unseen = module.training not in checked and not in_backward()
-        with torch._C.DisableTorchFunction():  # type: ignore[attr-defined]
+        with torch._C.DisableTorchFunction():
             versions = [parameter._version for parameter in parameters.values()]
             before = _values(module) if unseen else {}
         output = call(args, kwargs)
-        with torch._C.DisableTorchFunction():  # type: ignore[attr-defined]
+        with torch._C.DisableTorchFunction():
             after = _values(module) if unseen else {}
             now = [parameter._version for parameter in parameters.values()]
         written = [key for key, old, new in zip(parameters, versions, now, strict=True) if old != new]

@@ -150,11 +150,7 @@ class StageBoundary:
         return boundary.enter() if boundary.next_link == self.links.start else boundary.alias()
 
     def _at_look(self, module: nn.Module, what: str) -> None:
-        """Somebody looks for something in a foreign layer.
-
-        Raises:
-            ValueError: all links have run, so it is something that a link has made, on another stage.
-        """
+        """The model looks into a foreign layer: ValueError after the last link: another stage has what it wants."""
         boundary: BoundaryState | None = self.current.context.boundary
         if boundary is not None and boundary.next_link == len(self.names) and not in_backward():
             raise ValueError(

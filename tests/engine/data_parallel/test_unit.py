@@ -16,9 +16,9 @@ from plait.core.cells import TABLE, moves
 from plait.core.flat import lay
 from plait.core.mesh import Mesh
 from plait.engine import Engine
-from plait.engine.forward.parameter import AtRest
 from plait.engine.data_parallel.storage import Flat
 from plait.engine.data_parallel.unit import State, Unit
+from plait.engine.forward.parameter import AtRest
 
 
 def engine_on(model: nn.Module, comm: Comm, row: str, **settings: Any) -> Engine:

@@ -34,11 +34,9 @@ def describe_families() -> str:
 
 def describe_layers() -> str:
     """How many layers each family has unless the flag says so, for help texts."""
-    names: dict[int, list[str]] = {}
-    for name, row in FAMILIES.items():
-        if row.layers is not None:
-            names.setdefault(row.layers, []).append(name)
-    defaults = "; ".join(f"{', '.join(alike)}: {layers}" for layers, alike in names.items())
+    layers = {name: row.layers for name, row in FAMILIES.items() if row.layers is not None}
+    alike = {number: [name for name in layers if layers[name] == number] for number in layers.values()}
+    defaults = "; ".join(f"{', '.join(names)}: {number}" for number, names in alike.items())
     return f"Layers; unless given {defaults}."
 
 
@@ -49,9 +47,8 @@ def stock_families() -> str:
 
 def for_text(what: str) -> Any:
     """The help of a flag that is for families that read text."""
-    return tyro.conf.arg(
-        help=f"{what} (all but {', '.join(name for name, row in FAMILIES.items() if not row.reads_text)})."
-    )
+    others = ", ".join(name for name, row in FAMILIES.items() if not row.reads_text)
+    return tyro.conf.arg(help=f"{what} (all but {others}).")
 
 
 @dataclass(frozen=True)
@@ -126,9 +123,6 @@ def find_family(model: str) -> Family:
     near = difflib.get_close_matches(model, names, n=2)
     hint = f"did you mean {' or '.join(near)}?" if near else f"choose one of {', '.join(names)}, or {FOLDER}PATH"
     raise ValueError(f"unknown model {model!r}: {hint}")
-
-
-# ---- the rows -----------------------------------------------------------------------------------------------
 
 
 def _layers(config: ModelConfig) -> int:

@@ -9,6 +9,7 @@ unshard.py            when units are unsharded and resharded, and which is prefe
 pins.py               units that stay whole, because someone reads them beside the passes
 activation_hooks.py   what tells that a unit's backward begins, or is over
 gradients.py          how gradients reach their owners
+gradient_watch.py     gradients that are not finite, seen before they are reduced
 flat_gradient.py      where the gradient of a flat buffer lies
 optim.py              a stock optimizer, pointed at the pieces that this rank owns
 """

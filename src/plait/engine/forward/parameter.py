@@ -68,7 +68,7 @@ class HasMaster(nn.Parameter):
     """A parameter that is whole here, of which the optimizer updates a copy."""
 
     @property
-    def data(self) -> Tensor:  # type: ignore[override]
+    def data(self) -> Tensor:
         return self.detach()
 
     @data.setter

@@ -57,24 +57,18 @@ def init_process(rank: int, size: int, backend: str, deadline: float) -> Store:
     except RuntimeError as error:
         text = str(error)
         if "EADDRINUSE" in text or "address already in use" in text.lower():
-            raise ConnectionError(
-                f"rank {rank} cannot listen on {where}: the port is in use. Set MASTER_PORT "
-                "(torchrun --master-port) to a free one, or end the program that holds it"
-            ) from error
-        raise ConnectionError(
-            f"rank {rank} found no store at {where} within {deadline:g} s: is rank 0 running, and is this "
-            f"its address? ({text.splitlines()[0]})"
-        ) from error
+            fix = "Set MASTER_PORT (torchrun --master-port) to a free one, or end the program that holds it"
+            raise ConnectionError(f"rank {rank} cannot listen on {where}: the port is in use. {fix}") from error
+        ask = f"is rank 0 running, and is this its address? ({text.splitlines()[0]})"
+        raise ConnectionError(f"rank {rank} found no store at {where} within {deadline:g} s: {ask}") from error
     here: Store = _prefix_store(f"plait/world {worlds_before}", store)
     try:
         here.set(f"here/{rank}", "yes")
         dist.init_process_group(backend, store=here, rank=rank, world_size=size, timeout=patience)
     except RuntimeError as error:
         absent = _absent(here, size)
-        raise TimeoutError(
-            f"rank {rank} waited {deadline:g} s at {where} for {size} ranks: "
-            + (f"ranks {', '.join(map(str, absent))} did not come" if absent else str(error).splitlines()[0])
-        ) from error
+        why = f"ranks {', '.join(map(str, absent))} did not come" if absent else str(error).splitlines()[0]
+        raise TimeoutError(f"rank {rank} waited {deadline:g} s at {where} for {size} ranks: {why}") from error
     return here
 
 

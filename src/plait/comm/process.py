@@ -83,10 +83,8 @@ class ProcessComm(Comm):
         """
         rank, device = rank_from_env(mesh), torch.device(device)
         if dist.is_initialized():
-            raise ValueError(
-                "torch.distributed is already initialised here: close() that world first, "
-                "or make ProcessComm(mesh, rank, store) on top of it"
-            )
+            fix = "close() that world first, or make ProcessComm(mesh, rank, store) on top of it"
+            raise ValueError(f"torch.distributed is already initialised here: {fix}")
         store = init_process(rank, mesh.size, "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo", deadline)
         return cls(mesh, rank, store, device=device, deadline=deadline, deterministic=deterministic)
 

@@ -175,8 +175,7 @@ def run(
 ) -> list[Result]:
     """Runs ``fn(comm)`` on one thread per rank and returns the results in rank order.
 
-    When a rank raises, the others are stopped at their next operation and the *first* failure is raised here, with its
-    own traceback; what the others raised because of it is dropped.
+    When a rank raises, the others stop at their next operation, and the *first* failure is raised here.
     """
     world = ThreadWorld(mesh, deadline, deterministic, device)
     results: dict[int, Result] = {}

@@ -161,11 +161,8 @@ def decoder(s: DecoderSizes, links: Sequence[str], recompute: str | None = None)
 def per_layer(
     s: int, b: int, h: int, a: int, *, t: int = 1, sequence: bool = False, recompute: str | None = None
 ) -> float:
-    """The textbook's bytes per layer, by the table above.
-
-    Args:
-        s, b, h, a, t: tokens of a sample, samples of a microbatch, width, heads, tensor ranks.
-    """
+    """The textbook's bytes per layer, by the table above: ``s`` tokens of a sample, ``b`` samples of a microbatch,
+    width ``h``, ``a`` heads, ``t`` tensor ranks."""
     if recompute == "full":
         return 2 * s * b * h / (t if sequence else 1)
     core = 0 if recompute == "selective" else 5 * a * s * s * b

@@ -1,7 +1,7 @@
 """The ledger before the run: every message of a step, derived from the table.
 
-``predict_step`` lists the same ``Entry`` objects that a comm's ledger records, so a test can compare them, byte for
-byte.  Their order is not part of the prediction (prefetch and overlap change it): compare them as multisets.
+``predict_step`` lists the ``Entry`` objects that a comm's ledger records, byte for byte.  Their order is not part of
+the prediction (prefetch and overlap change it): compare them as multisets.
 """
 
 from __future__ import annotations

@@ -111,12 +111,8 @@ def bubbles(
     input: float,
     weight: float,
 ) -> Bubbles:
-    """The closed forms of an order, by the formula in its row of ``ORDERS``.
-
-    Args:
-        chunks: stages on each rank.
-        forward, input, weight: the times of one *stage*, as in ``Costs``.
-    """
+    """The closed forms of an order, by the formula in its row of ``ORDERS``; ``chunks`` are the stages on each rank,
+    ``forward``, ``input`` and ``weight`` the times of one *stage*, as in ``Costs``."""
     check_sizes(num_stages, num_microbatches)
     if formula is None or num_stages % chunks:
         return Bubbles()  # no formula, or the last ranks have less to do

@@ -7,9 +7,9 @@
 
 Stages are contiguous, so that one activation goes from each to the next.
 
-A costly stage is waited for once per bubble; a costly *rank*, with all its stages, is waited for all the time.  The
-simulator knows both, and messages and V shapes as well, so it decides in ``shortest_step``: starting from stages of
-equal cost, boundaries move by one link as long as that makes the step shorter.
+A costly stage is waited for once per bubble; a costly *rank*, with all its stages, all the time.  The simulator knows
+both, so it decides in ``shortest_step``: from stages of equal cost, boundaries move by one link as long as that makes
+the step shorter.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import accumulate, permutations
 
-from plait.schedule.actions import Schedule, count_microbatches, count_stages, keep
+from plait.schedule.actions import Schedule, check_sizes, count_microbatches, count_stages, keep
 from plait.schedule.simulate import Costs, simulate
 
 MOST_MICROBATCHES = 4
@@ -104,8 +104,7 @@ def _neighbours(sizes: tuple[int, ...]) -> list[tuple[int, ...]]:
 
 
 def _check(num_links: int, num_stages: int) -> None:
-    if num_stages < 1:
-        raise ValueError(f"{num_stages} stages: a pipeline has at least one")
+    check_sizes(num_stages, num_microbatches=1)
     if num_stages > num_links:
         raise ValueError(
             f"{num_stages} stages, but the model has {num_links} links to give them: use at most {num_links} stages, "

@@ -53,10 +53,9 @@ class Pipeline:
                 rank = f"rank {self.order.index(())}"
                 raise ValueError(f"the schedule gives {rank} no stage: each rank of the pipe axis has at least one")
             if len(self.order) != self.pipe:
-                raise ValueError(
-                    f"the schedule has {len(self.order)} lines, one for each rank, but the mesh has pipe={self.pipe}: "
-                    f"use pipe={len(self.order)}, or write {self.pipe} lines"
-                )
+                lines, fix = len(self.order), f"use pipe={len(self.order)}, or write {self.pipe} lines"
+                text = f"the schedule has {lines} lines, one for each rank, but the mesh has pipe={self.pipe}: {fix}"
+                raise ValueError(text)
             check(self.order)
 
     @classmethod
@@ -101,10 +100,9 @@ class Pipeline:
         schedule = self.written(num_microbatches)
         own = count_microbatches(schedule)
         if own != num_microbatches:
-            raise ValueError(
-                f"the schedule is written for {own} microbatches, but the step brings {num_microbatches}: "
-                f"give {own}, or write it for {num_microbatches}"
-            )
+            fix = f"give {own}, or write it for {num_microbatches}"
+            text = f"the schedule is written for {own} microbatches, but the step brings {num_microbatches}: {fix}"
+            raise ValueError(text)
         if self.order is None and self.name is None:
             return schedule
         if self.name is not None:

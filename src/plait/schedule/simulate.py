@@ -116,8 +116,8 @@ class Timeline:
         return sum(end - start for action, start, end in self.line(rank) if action.kind in PASSES)
 
     def waits(self, rank: int) -> float:
-        """How long a rank does not compute between the start of its first pass and the end of its last: the cost of a
-        bubble if the next step can begin on a rank while others still end this one."""
+        """How long a rank does not compute from the start of its first pass to the end of its last: what a bubble costs
+        if the next step can begin on a rank while others still end this one."""
         passes = [(start, end) for action, start, end in self.line(rank) if action.kind in PASSES]
         return passes[-1][1] - passes[0][0] - self.work(rank) if passes else 0.0
 

@@ -18,11 +18,9 @@ from plait.sharded.spec import OpPlan, Refusal, Spec
 def _taken(x: Spec, dim: int, length: int | None) -> Spec:
     """Some places of a whole dim; without a length one place, and the dim is gone."""
     whole(x, [dim], "a part of a dim can be taken where it is whole")
-    d = dim % len(x.shape)
-    here = [] if length is None else [length]
-    return x.new(
-        (*x.shape[:d], *here, *x.shape[d + 1 :]), (*x.dims[:d], *[()] * len(here), *x.dims[d + 1 :]), x.pending
-    )
+    d, here = dim % len(x.shape), [] if length is None else [length]
+    dims = (*x.dims[:d], *[()] * len(here), *x.dims[d + 1 :])
+    return x.new((*x.shape[:d], *here, *x.shape[d + 1 :]), dims, x.pending)
 
 
 @rule("narrow")

@@ -171,11 +171,7 @@ def combine(operands: Sequence[Spec], pending: Iterable[str] = ()) -> tuple[Spec
 
 
 def on_meta(func: Any, *args: Any, **options: Any) -> Any:
-    """What a function makes of whole tensors, without values, for the shapes of its results.
-
-    Raises:
-        Refusal: torch refuses the arguments.
-    """
+    """What a function makes of whole tensors, without values; raises Refusal where torch refuses the arguments."""
     try:
         return func(*map(_meta, args), **{k: _meta(v) for k, v in options.items()})
     except (RuntimeError, IndexError, TypeError, ValueError) as error:
@@ -211,10 +207,7 @@ def specs_in(args: Iterable[Any]) -> list[Spec]:
 
 
 def on_slices(function: Callable[..., Any], before: Sequence[Spec], after: Sequence[Spec]) -> Callable[..., Any]:
-    """The function on operands that are sliced first; the function itself where none has to be.
-
-    ``before`` are the operands in the order of the call, those by keyword last.
-    """
+    """The function on operands sliced from ``before`` to ``after``, in the order of the call, those by keyword last."""
     if all(a is b for a, b in zip(before, after, strict=True)):
         return function
     cuts = [cut_of(b, a) for b, a in zip(before, after, strict=True)]

@@ -70,9 +70,7 @@ RULES = (
     Rule(("model", "sequence_parallel"), lambda model, sequence: model == "gpt" or not sequence),
     Rule(("schedule", "hold"), lambda schedule, hold: schedule is not None or hold == 1),
     Rule(("strategy", "hold"), lambda row, hold: hold == 1 or bool(TABLE[row].params.split)),
-    Rule(
-        ("pipe", "schedule", "split"), lambda pipe, schedule, split: stages(pipe, schedule, None) > 1 or split == "even"
-    ),
+    Rule(("pipe", "schedule", "split"), lambda pipe, order, split: split == "even" or stages(pipe, order, None) > 1),
     Rule(("tensor", "dtype"), lambda tensor, dtype: tensor == 1 or dtype == "full"),
     Rule(("tensor", "gemm"), lambda tensor, gemm: tensor == 1 or gemm == "torch"),
     Rule(("dtype", "gemm"), lambda dtype, gemm: dtype == "full" or gemm == "torch"),

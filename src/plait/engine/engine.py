@@ -35,6 +35,7 @@ from plait.core.parallelism import Parallelism
 from plait.core.precision import LossScale
 from plait.engine.evaluation import Evaluation, Evaluator
 from plait.engine.forward.context import RNGPosition
+from plait.engine.host_random import HostRandomness
 from plait.engine.nonfinite import NonFinite
 from plait.engine.pipeline.runtime import Microbatch
 from plait.engine.pipeline.stage import LossFn
@@ -112,6 +113,7 @@ class Engine(PlacedModel):
         )
         self.loss_fn, self.count_fn, self.listener = loss_fn, count_fn, listener
         self._turns = StepTurns()
+        self._host = HostRandomness(model, loss_fn)
         for one in self.optimizers:
             self._hook(one)
         self.steps = 0
@@ -172,6 +174,7 @@ class Engine(PlacedModel):
             for m, batch in enumerate(microbatches)
         ]
         self._broken = self.comm.mesh.pipe > 1
+        self._host.begin(self.steps)
         loss_fn = loss_fn if self.steps else self._checked(loss_fn, count_fn)
         self.runtime.run(program, brought, loss_fn, 1 / total * self.update.scale, self._update)
         return self.last
@@ -220,6 +223,7 @@ class Engine(PlacedModel):
         """The end of the step."""
         assert self._now is not None
         self._broken = False  # every message of the pipeline has come
+        self._host.check(alone=True)
         num = len(self.runtime.p2p.signatures)
         losses = self.runtime.losses
         self._now.losses = [losses[m] if losses else torch.zeros(()) for m in range(num)]
@@ -251,6 +255,7 @@ class Engine(PlacedModel):
         if count < 0:
             raise ValueError(f"a count of {count}: it is the number of terms of the loss, 0 or more")
         loss = as_sum(loss, count, reduction)
+        self._host.check(alone=False)
         now = self._begin_step()
         now.local_count += count
         self.stages[0].backward_from(loss, self.update.scale)
@@ -285,6 +290,7 @@ class Engine(PlacedModel):
             stage.begin_alone(RNGPosition(self.steps, -1 - place, place * size, size))
             return
         now = self._begin_step()
+        self._host.begin(self.steps)
         first = (now.forwards << 40) + place * size  # how many microbatches will come is not known: number them apart
         microbatch = place + now.forwards * self.comm.mesh.data_size
         stage.begin_alone(RNGPosition(self.steps, microbatch, first, size), now.forwards)

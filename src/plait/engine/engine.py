@@ -22,7 +22,9 @@ uneven ranks agree with a single process.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict
 from functools import partial
 from typing import Any
 
@@ -33,6 +35,7 @@ from torch.optim import Optimizer
 from plait.comm import Comm
 from plait.core.parallelism import Parallelism
 from plait.core.precision import LossScale
+from plait.engine.data_parallel.optim import has_stepped
 from plait.engine.evaluation import Evaluation, Evaluator
 from plait.engine.forward.context import RNGPosition
 from plait.engine.host_random import HostRandomness
@@ -185,8 +188,9 @@ class Engine(PlacedModel):
 
         def checked(model: nn.Module, batch: Any) -> Tensor:
             loss = loss_fn(model, batch)
-            if isinstance(loss, Tensor) and is_mean(loss):
-                check_sum(loss, count_fn(batch))
+            with torch._C.DisableTorchFunction():  # the engine's own look is no part of the forward
+                if isinstance(loss, Tensor) and is_mean(loss):
+                    check_sum(loss, count_fn(batch))
             return loss
 
         return checked
@@ -235,7 +239,9 @@ class Engine(PlacedModel):
 
     # ---- for a loop of one's own --------------------------------------------------------------------------------
 
-    def backward(self, loss: Tensor, count: int, reduction: Reduction | None = None) -> None:
+    def backward(
+        self, loss: Tensor, count: int, reduction: Reduction | None = None, *, also: Sequence[Engine] = ()
+    ) -> None:
         """The backward of one microbatch of a user's own loop.
 
         Args:
@@ -243,28 +249,68 @@ class Engine(PlacedModel):
             count: how many terms the loss has; ``optimizer.step()`` divides by the global sum of the counts.
             reduction: ``"mean"``, as of ``F.cross_entropy`` and Hugging Face's models, or ``"sum"``: what the loss is
                 of its terms. None: a sum, unless it can be seen that it is a mean, which is refused.
+            also: other engines through whose models the loss goes. Their parameters get gradients too, which their
+                optimizer's ``step()`` uses and its ``zero_grad()`` throws away.
 
         Raises:
             ValueError: no optimizer, a loss that is no scalar, a mean given as a sum, a negative count.
         """
         if self.pipeline.num_stages > 1:
             raise ValueError("engine.backward is for one stage: under a pipeline the schedule decides; use engine.step")
-        self._check_optimizer()
+        for engine in (self, *also):
+            engine._check_optimizer()
         if loss.dim() != 0:
             raise ValueError(f"the loss has shape {tuple(loss.shape)}: return the sum over the microbatch, a scalar")
         if count < 0:
             raise ValueError(f"a count of {count}: it is the number of terms of the loss, 0 or more")
         loss = as_sum(loss, count, reduction)
-        self._host.check(alone=False)
-        now = self._begin_step()
-        now.local_count += count
-        self.stages[0].backward_from(loss, self.update.scale)
-        now.losses.append(loss.detach())
+        if scaled := [engine for engine in (self, *also) if also and engine.update.loss_scale is not None]:
+            raise ValueError(f"a backward of {len(also) + 1} engines, of which {len(scaled)} scale the loss: use none")
+        with ExitStack() as stack:
+            for engine in (self, *also):
+                engine._host.check(alone=False)
+                now = engine._begin_step()
+                now.local_count += count
+                now.losses.append(loss.detach())
+                if engine is not self:
+                    stack.enter_context(engine.stages[0].taking_part())
+            self.stages[0].backward_from(loss, self.update.scale)
+
+    # ---- what a run leaves and takes up -----------------------------------------------------------------------------
+
+    def step_state(self) -> dict[str, Any]:
+        """What a run that goes on needs beside the state of model and optimizer, the same on all ranks: the number of
+        steps made (on which dropout depends), the seed, and the loss scale.
+        """
+        scale = self.update.loss_scale
+        return {"step": self.steps, "seed": self.seed, "loss_scale": None if scale is None else asdict(scale)}
+
+    def load_step_state(self, state: Mapping[str, Any]) -> None:
+        """Go on where a run was saved.
+
+        Raises:
+            ValueError: another seed, or a loss scale where there is none (or none where there is one).
+        """
+        mine = self.step_state()
+        if state["seed"] != mine["seed"]:
+            raise ValueError(
+                f"saved with seed {state['seed']}, and the engine has seed {mine['seed']}: give it that one"
+            )
+        if (state["loss_scale"] is None) != (mine["loss_scale"] is None):
+            raise ValueError(f"saved with loss scale {state['loss_scale']}, and the engine has {mine['loss_scale']}")
+        self.steps = state["step"]
+        if state["loss_scale"] is not None:
+            self.update.loss_scale = LossScale(**state["loss_scale"])
 
     # ---- parts of a step ----------------------------------------------------------------------------------------
 
     def _check_optimizer(self) -> None:
-        """Raises ValueError where gradients would be made that nobody gets."""
+        """Raises ValueError where gradients would be made that nobody gets, or masks drawn for a second time."""
+        if not self.steps and any(map(has_stepped, self.optimizers)):
+            raise ValueError(
+                "the optimizer comes from an earlier run, and the engine begins at step 0, whose dropout masks that run "
+                "has used: call engine.load_step_state(saved), saved by engine.step_state() with the rest"
+            )
         if not self.optimizers and self.listener is None:
             raise ValueError(
                 "the engine has no optimizer, so no step would change anything: give Engine(optimizer=...), or, where "

@@ -216,6 +216,7 @@ class Unsharding:
     def _recover(self) -> None:
         """A forward or backward that raised may have left units open: back to rest."""
         self._backward_open.clear()
+        self._ran_backward.clear()
         self.current.replace(unit=None)
         self._inside.clear()
         for unit in self.units:
@@ -317,6 +318,7 @@ class Unsharding:
         for unit in list(self._backward_open):
             self._end_backward_of(unit)
         self._has_gradients.clear()
+        self._ran_backward.clear()
         self._hooks.drop(self._hooks.microbatch)
         self.num_flying = max(0, self.num_flying - 1)
         for unit in self.units:

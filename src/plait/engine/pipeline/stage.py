@@ -13,7 +13,8 @@ the graph; not the output itself, whose memory goes with the message.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -260,6 +261,15 @@ class Stage:
         """The backward of a forward that a user's own loop made; ``seed`` is the gradient of the loss."""
         flight = Flight(self.current.context, BoundaryState(None), loss)
         self._backward(None, flight, torch.full_like(loss, seed), last=False)
+
+    @contextmanager
+    def taking_part(self) -> Iterator[None]:
+        """Another engine's backward goes through this model; it has one microbatch more of gradients."""
+        self.unsharding.begin_backward(None)
+        self.gradients.begin_microbatch(last=False)
+        yield
+        self.gradients.end_microbatch()
+        self.unsharding.end_backward()
 
     def _backward(self, microbatch: int | None, flight: Flight, gradient: Tensor, *, last: bool) -> None:
         self.unsharding.begin_backward(microbatch)

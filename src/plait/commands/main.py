@@ -9,8 +9,6 @@
 Exit codes: 0 done (verify: equal), 1 failed (verify: not equal), 2 bad input; 128 + n for signal n.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -27,6 +25,9 @@ from plait.commands.schedule import ScheduleCommand, run_schedule
 from plait.config import TrainConfig, VerifyConfig
 from plait.launch import guarded, launch
 from plait.measure import comm as bench
+from plait.train.run import run_train
+from plait.verify import run_verify
+from plait.verify.matrix import run_matrix
 
 Config = TypeVar("Config", TrainConfig, VerifyConfig)
 
@@ -40,10 +41,7 @@ class BenchCommand(bench.BenchConfig):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one command and returns its exit code.
-
-    Mistakes end with one line and exit code 2; anything unexpected with its traceback and exit code 1.
-    """
+    """Runs one command and returns its exit code; an error is a line (a mistake of the user) or its traceback."""
     words = list(sys.argv[1:] if argv is None else argv)
     return guarded(lambda: run(words))
 
@@ -61,28 +59,18 @@ def run(argv: list[str]) -> int:
             bench.validate(command)
             body = partial(run_bench, command)
         case TrainConfig():
-            from plait.train.run import run_train
-
             configs.validate(command)
             body = partial(run_train, command, argv=argv)
         case VerifyConfig(matrix=None):
-            from plait.verify import run_verify
-
             configs.validate(command)
             body = partial(run_verify, command)
         case VerifyConfig():
-            from plait.verify.matrix import run_matrix
-
             return run_matrix(command)
     return launch(command, body, [sys.executable, "-m", "plait", *argv])
 
 
 def parse(argv: Sequence[str]) -> TrainConfig | VerifyConfig | DoctorConfig | BenchCommand | ScheduleCommand:
-    """The command line as one of the configs; usage errors leave with exit code 2, as argparse's do.
-
-    Raises:
-        ValueError: ``--steps`` beside epochs, which say themselves how many steps there are.
-    """
+    """The command line as one of the configs; usage errors leave with exit code 2, as argparse's do."""
     named = tyro.conf.subcommand
     kinds = (
         Annotated[TrainConfig, named("train", default=_defaults(TrainConfig, "train", argv))]

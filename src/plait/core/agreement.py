@@ -26,10 +26,10 @@ BITS = 32
 COUNTS = 3
 """Numbers that a rank brings to ``counts``."""
 
-BESIDE = 4
-"""Numbers at the end of a ``report``, beside sums, losses and bits."""
+MARKS = 4
+"""Numbers at the end of a ``report``, after the bits."""
 
 
 def num_reported(num_microbatches: int, num_trainable: int) -> int:
     """Numbers that a rank brings to ``report``."""
-    return 1 + num_microbatches + -(-num_trainable // BITS) + BESIDE
+    return 1 + num_microbatches + -(-num_trainable // BITS) + MARKS

@@ -23,9 +23,7 @@ from typing import TypeVar
 
 from torch import Tensor
 
-STANDARD_LIBRARY_BYTES = 3_000_000
-"""So much of the standard library is read at most."""
-
+STANDARD_LIBRARY_BYTES = 3_000_000  # at most
 HELD_OUT_PERCENT = 5
 Text = TypeVar("Text", bytes, Tensor)
 
@@ -36,9 +34,8 @@ def load_text(path: str | None = None) -> bytes:
     A folder is read recursively in the order of its relative paths.  Files with a NUL byte are taken for binary and
     skipped, and so are hidden files and folders.  Of ``.jsonl`` files only the texts count, blank lines between them.
 
-    Raises:
-        ValueError: nothing at ``path``, no text in it, a single file that is binary, or a line of a ``.jsonl`` file
-            without a text.
+    Raises ValueError for nothing at ``path``, no text in it, a single file that is binary, or a line of a ``.jsonl``
+    file without a text.
     """
     files = _files(path)
     parts = [b"\n\n".join(_texts(name, content)) for name, content in files]
@@ -53,15 +50,6 @@ def load_documents(path: str | None = None) -> list[bytes]:
         (_, text), *_ = files
         return [paragraph for paragraph in re.split(rb"(?:\r?\n[ \t]*){2,}", text) if paragraph.strip()]
     return [document for name, content in files for document in _texts(name, content) if document]
-
-
-def standard_library(max_bytes: int = STANDARD_LIBRARY_BYTES) -> bytes:
-    """The modules at the top of Python's standard library, by name, cut after ``max_bytes`` bytes.
-
-    Names that begin with an underscore are skipped, since some are generated for one machine, and so are subfolders
-    (tests, site-packages, idlelib).  Raises ValueError where Python has no source files, as some embedded builds.
-    """
-    return b"".join(text for _, text in _modules(max_bytes))
 
 
 def split_text(text: Text, length: int) -> tuple[Text, Text]:
@@ -104,7 +92,7 @@ def split_documents(documents: Sequence[Text]) -> tuple[Sequence[Text], Sequence
 def _files(path: str | None) -> list[tuple[str, bytes]]:
     """(name, content) of every text file at the path, in order."""
     if path is None:
-        return _modules(STANDARD_LIBRARY_BYTES)
+        return standard_library()
     root = Path(path)
     if root.is_dir():
         return _folder(root)
@@ -118,7 +106,12 @@ def _files(path: str | None) -> list[tuple[str, bytes]]:
     return [(path, text)]
 
 
-def _modules(max_bytes: int) -> list[tuple[str, bytes]]:
+def standard_library(max_bytes: int = STANDARD_LIBRARY_BYTES) -> list[tuple[str, bytes]]:
+    """(name, source) of the modules at the top of Python's standard library, by name, cut after ``max_bytes`` bytes.
+
+    Names that begin with an underscore are skipped, since some are generated for one machine, and so are subfolders
+    (tests, site-packages, idlelib).  Raises ValueError where Python has no source files, as in some embedded builds.
+    """
     folder = Path(sysconfig.get_path("stdlib"))
     parts: list[tuple[str, bytes]] = []
     left = max_bytes

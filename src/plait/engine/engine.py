@@ -43,12 +43,13 @@ from plait.engine.nonfinite import NonFinite
 from plait.engine.pipeline.runtime import Microbatch
 from plait.engine.pipeline.stage import LossFn
 from plait.engine.placed_model import PlacedModel
-from plait.engine.reduction import Reduction, as_sum, check_sum, is_mean
+from plait.engine.reduction import Reduction, as_sum, returning_sums
 from plait.engine.standing import Standing
 from plait.engine.state.identity import code_of
 from plait.engine.state.weights import Weights
 from plait.engine.step import OpenStep, StepResult, num_samples
 from plait.engine.turns import Optimizers, StepTurns, several
+from plait.engine.update import Update
 
 CountFn = Callable[[Any], int]
 Listener = Callable[[str, "Engine"], None]
@@ -106,15 +107,14 @@ class Engine(PlacedModel):
             comm,
             parallelism or Parallelism.of(**settings),
             several(optimizer),
-            clip=clip,
             seed=seed,
             weights=weights,
-            loss_scale=loss_scale,
-            nonfinite=nonfinite,
+            settings={"clip": clip, "loss_scale": loss_scale, "nonfinite": nonfinite},
             agreed={"the code of loss_fn": code_of(loss_fn), "the code of count_fn": code_of(count_fn)},
             before_forward=self._before_forward,
         )
         self.loss_fn, self.count_fn, self.listener = loss_fn, count_fn, listener
+        self.update = Update(self, clip, loss_scale, nonfinite)
         self._turns = StepTurns()
         self._host = HostRandomness(model, loss_fn)
         for one in self.optimizers:
@@ -122,7 +122,7 @@ class Engine(PlacedModel):
         self.steps = 0
         self.discarded = 0
         """Times that ``zero_grad`` threw gradients away."""
-        self._evaluator = Evaluator(model, comm, self.stages, self.pipeline, partial(self.program, backward=False))
+        self._evaluator = Evaluator(self)
         self._broken = False
         self._now: OpenStep | None = None
         self.last = StepResult(-1, math.nan, 0, (), None)
@@ -178,22 +178,9 @@ class Engine(PlacedModel):
         ]
         self._broken = self.comm.mesh.pipe > 1
         self._host.begin(self.steps)
-        loss_fn = loss_fn if self.steps else self._checked(loss_fn, count_fn)
+        loss_fn = loss_fn if self.steps else returning_sums(loss_fn, count_fn)
         self.runtime.run(program, brought, loss_fn, 1 / total * self.update.scale, self._update)
         return self.last
-
-    @staticmethod
-    def _checked(loss_fn: LossFn, count_fn: CountFn) -> LossFn:
-        """The same for the first step, with a look at whether it returns a sum."""
-
-        def checked(model: nn.Module, batch: Any) -> Tensor:
-            loss = loss_fn(model, batch)
-            with torch._C.DisableTorchFunction():  # the engine's own look is no part of the forward
-                if isinstance(loss, Tensor) and is_mean(loss):
-                    check_sum(loss, count_fn(batch))
-            return loss
-
-        return checked
 
     def evaluate(self, microbatches: Sequence[Any]) -> Evaluation:
         """The mean loss of all ranks' microbatches, in eval mode; training continues as if it had not happened.
@@ -255,26 +242,29 @@ class Engine(PlacedModel):
         Raises:
             ValueError: no optimizer, a loss that is no scalar, a mean given as a sum, a negative count.
         """
-        if self.pipeline.num_stages > 1:
-            raise ValueError("engine.backward is for one stage: under a pipeline the schedule decides; use engine.step")
-        for engine in (self, *also):
+        engines = (self, *also)
+        for engine in engines:
+            if engine.pipeline.num_stages > 1:
+                raise ValueError("engine.backward is for one stage: a pipeline's schedule decides; use engine.step")
+            if also and engine.update.loss_scale is not None:
+                raise ValueError(
+                    "a backward of several engines, one of which scales the loss: build it without a scale"
+                )
             engine._check_optimizer()
         if loss.dim() != 0:
             raise ValueError(f"the loss has shape {tuple(loss.shape)}: return the sum over the microbatch, a scalar")
         if count < 0:
             raise ValueError(f"a count of {count}: it is the number of terms of the loss, 0 or more")
         loss = as_sum(loss, count, reduction)
-        if scaled := [engine for engine in (self, *also) if also and engine.update.loss_scale is not None]:
-            raise ValueError(f"a backward of {len(also) + 1} engines, of which {len(scaled)} scale the loss: use none")
         with ExitStack() as stack:
-            for engine in (self, *also):
+            for engine in engines:
                 engine._host.check(alone=False)
-                now = engine._begin_step()
-                now.local_count += count
-                now.losses.append(loss.detach())
+                engine._begin_step().local_count += count
                 if engine is not self:
                     stack.enter_context(engine.stages[0].taking_part())
             self.stages[0].backward_from(loss, self.update.scale)
+        for engine in engines:
+            engine._begin_step().losses.append(loss.detach())
 
     # ---- what a run leaves and takes up -----------------------------------------------------------------------------
 
@@ -293,9 +283,7 @@ class Engine(PlacedModel):
         """
         mine = self.step_state()
         if state["seed"] != mine["seed"]:
-            raise ValueError(
-                f"saved with seed {state['seed']}, and the engine has seed {mine['seed']}: give it that one"
-            )
+            raise ValueError(f"saved with seed {state['seed']}, and the engine has seed {mine['seed']}: give it that")
         if (state["loss_scale"] is None) != (mine["loss_scale"] is None):
             raise ValueError(f"saved with loss scale {state['loss_scale']}, and the engine has {mine['loss_scale']}")
         self.steps = state["step"]
@@ -308,10 +296,10 @@ class Engine(PlacedModel):
         """Raises ValueError where gradients would be made that nobody gets, or masks drawn for a second time."""
         if not self.steps and any(map(has_stepped, self.optimizers)):
             raise ValueError(
-                "the optimizer comes from an earlier run, and the engine begins at step 0, whose dropout masks that run "
-                "has used: call engine.load_step_state(saved), saved by engine.step_state() with the rest"
+                "the optimizer comes from an earlier run, and the engine begins at step 0, whose dropout masks that "
+                "run has used: call engine.load_step_state(saved), saved by engine.step_state() with the rest"
             )
-        if not self.optimizers and self.listener is None:
+        if not self.optimizers and self.listener is None and self.exchange.names:
             raise ValueError(
                 "the engine has no optimizer, so no step would change anything: give Engine(optimizer=...), or, where "
                 "it is built after the engine, call engine.use(optimizer) before the first step"

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import reduce
+from operator import or_
 from typing import Any, NamedTuple
 
 import torch
@@ -24,8 +26,8 @@ class Report(NamedTuple):
     """Of the microbatches of every data rank."""
     have_gradient: dict[str, bool]
     """Which parameters have a gradient on any rank."""
-    beside: list[list[float]]
-    """What each rank brought beside these, by rank."""
+    marks: list[list[float]]
+    """Of every rank: what else it reported."""
 
 
 class Exchange:
@@ -53,7 +55,7 @@ class Exchange:
         if len({row[0] for row in table}) > 1:
             raise ValueError(
                 f"ranks bring different numbers of microbatches ({', '.join(str(row[0]) for row in table)}): "
-                f"every rank must make the same number, empty ones included"
+                f"every rank must bring the same number, empty ones included"
             )
         data = table[: self.in_stage : self.tensor]
         if any(table[i] != data[i % self.in_stage // self.tensor] for i in range(self.ranks)):
@@ -84,13 +86,13 @@ class Exchange:
             )
         self._same_batches = True
 
-    def report(self, squares: float, losses: Sequence[float], touched: set[str], beside: Sequence[float]) -> Report:
+    def report(self, squares: float, losses: Sequence[float], touched: set[str], marks: Sequence[float]) -> Report:
         """The small message before the update.
 
         Args:
             losses: of this data rank's microbatches; only those of ranks with the last stage count.
             touched: the parameters that got a gradient on this rank.
-            beside: ``BESIDE`` further numbers.
+            marks: ``MARKS`` numbers that tell what else the ranks compare (see ``engine.update``).
 
         Raises:
             ValueError: the ranks of a tensor group, which compute the same losses, have different ones.
@@ -99,27 +101,24 @@ class Exchange:
             float(sum(1 << i for i, name in enumerate(self.names[start : start + BITS]) if name in touched))
             for start in range(0, len(self.names), BITS)
         ]
-        rows = gather_floats(self.comm, [squares, *losses, *bits, *beside], AGREEING, Note("report"))
+        rows = gather_floats(self.comm, [squares, *losses, *bits, *marks], AGREEING, Note("report"))
         total = 0.0
         for row in rows:
             total += row[0]
-        split = 1 + len(losses)
-        ends = rows[self.losses_at * self.in_stage : (self.losses_at + 1) * self.in_stage]
+        first_bit, last_bit = 1 + len(losses), 1 + len(losses) + len(bits)
+        ends = [row[1:first_bit] for row in rows[self.losses_at * self.in_stage :][: self.in_stage]]
         for i in range(0, self.in_stage, self.tensor):
-            for same in zip(*(row[1:split] for row in ends[i : i + self.tensor]), strict=True):
+            for same in zip(*ends[i : i + self.tensor], strict=True):
                 if max(same) - min(same) > 1e-4 * max(map(abs, same)):
                     raise ValueError(
                         f"the ranks of a tensor group have different losses ({', '.join(f'{x:.6g}' for x in same)}), "
                         f"though they work on the same samples: an output that the tensor plan cuts ('column') reaches "
                         f"the loss without a 'row' or 'gathered' behind it"
                     )
-        masks = [0] * len(bits)
-        for row in rows:
-            masks = [mask | int(value) for mask, value in zip(masks, row[split : split + len(bits)], strict=True)]
+        columns = zip(*(row[first_bit:last_bit] for row in rows), strict=True)
+        masks = [reduce(or_, map(int, column)) for column in columns]
         have = {name: bool(masks[i // BITS] >> (i % BITS) & 1) for i, name in enumerate(self.names)}
-        return Report(
-            total, [row[1:split] for row in ends[:: self.tensor]], have, [row[split + len(bits) :] for row in rows]
-        )
+        return Report(total, ends[:: self.tensor], have, [row[last_bit:] for row in rows])
 
     def ranks_with_losses(self) -> list[int]:
         """Whose losses a report has, by data rank."""

@@ -28,10 +28,9 @@ def described(losses: Sequence[tuple[int, Sequence[float]]], places: Sequence[fl
 
     Args:
         losses: of the ranks that have them: the rank, and the losses of its microbatches.
-        places: by rank, as ``encoded``.
-        names: the trainable parameters of the whole model.
+        places: by rank, as ``encoded`` with these names.
     """
-    found = [
+    reasons = [
         f"the loss of microbatch {m} on rank {rank} is {loss}"
         for rank, of_rank in losses
         for m, loss in enumerate(of_rank)
@@ -40,6 +39,6 @@ def described(losses: Sequence[tuple[int, Sequence[float]]], places: Sequence[fl
     for rank, place in enumerate(places):
         if place:
             microbatch, index = divmod(int(place) - 1, len(names))
-            found.append(f"a gradient in the unit of {names[index]!r} in microbatch {microbatch} on rank {rank}")
-    more = f", and {len(found) - NAMED} more" if len(found) > NAMED else ""
-    return "; ".join(found[:NAMED]) + more
+            reasons.append(f"a gradient in the unit of {names[index]!r} in microbatch {microbatch} on rank {rank}")
+    more = f", and {len(reasons) - NAMED} more" if len(reasons) > NAMED else ""
+    return "; ".join(reasons[:NAMED]) + more

@@ -4,13 +4,12 @@ model ── check ──► stages of this rank ──► units, flat storage, 
                         │
                         ├── runtime        carries out the schedule
                         ├── ties, norm     sums over stages, over everything
-                        └── update         what the optimizer is given
+                        └── owned          what this rank's optimizer updates
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -20,13 +19,11 @@ from torch.optim import Optimizer
 from plait.comm import Comm
 from plait.core.flat import UnitLayout
 from plait.core.parallelism import Parallelism
-from plait.core.precision import LossScale
 from plait.engine.data_parallel.flat_gradient import FlatGradient
 from plait.engine.data_parallel.optim import OwnedOptimizer, owned_runs
 from plait.engine.data_parallel.storage import dtype_in
-from plait.engine.data_parallel.unit import Unit, parameters_of
+from plait.engine.data_parallel.unit import Unit
 from plait.engine.exchange import Exchange
-from plait.engine.nonfinite import NonFinite
 from plait.engine.norm import Norm
 from plait.engine.pipeline.build_stages import build_stages
 from plait.engine.pipeline.p2p import PipelineP2P
@@ -37,7 +34,6 @@ from plait.engine.state.fingerprint import ModelFingerprint
 from plait.engine.state.full import Part, full_state_dict, load_full_state_dict
 from plait.engine.state.identity import optimizer_fields
 from plait.engine.state.weights import Weights
-from plait.engine.update import Update
 from plait.schedule.pipeline import Pipeline, RankProgram
 
 
@@ -45,7 +41,8 @@ class PlacedModel:
     """This rank's part of a model, and all that moves its values; the arguments are those of ``Engine``.
 
     Args:
-        agreed: what else must be the same on all ranks, by name.
+        settings: of the step; they must be the same on all ranks.
+        agreed: what else must be, as texts.
         before_forward: called with the model's arguments before each forward of a loop of one's own.
     """
 
@@ -56,19 +53,17 @@ class PlacedModel:
         parallelism: Parallelism,
         optimizers: Sequence[Optimizer],
         *,
-        clip: float | None,
         seed: int,
         weights: Weights | None,
-        loss_scale: LossScale | None,
-        nonfinite: NonFinite,
+        settings: Mapping[str, object],
         agreed: Mapping[str, str],
         before_forward: Callable[[Sequence[Any], dict[str, Any]], None],
     ) -> None:
         self.model, self.comm, self.parallelism, self.seed = model, comm, parallelism, seed
         self.strategy, self.optimizers = parallelism.strategy, tuple(optimizers)
         names = {id(p): n for n, p in model.named_parameters()}
-        step = {"clip": clip, "seed": seed, "loss_scale": loss_scale, "nonfinite": nonfinite}
-        check_settings(comm, parallelism.compared() | step, {**agreed, **optimizer_fields(optimizers, names)})
+        settings = {**parallelism.compared(), "seed": seed, **settings}
+        check_settings(comm, settings, {**agreed, **optimizer_fields(optimizers, names)})
         check_model(model, comm)
         self.num_parameters = sum(p.numel() for p in model.parameters())
         """Elements of the whole model."""
@@ -88,20 +83,8 @@ class PlacedModel:
         self.owned = owned_runs(self._flats()) if self.owned_optimizer is None else self.owned_optimizer.owned
         self.ties = TiedWeights(built.edges, comm, built.gradients(), p2p.rank_of)
         self.norm = Norm(comm, self.strategy, wide=torch.float64 in dtypes, copies=self.ties.copies)
-        whole = [n for n, _, f, i in parameters_of(self.units) if f.trainable and f.cuts[i] is None]
-        self.update = Update(
-            comm,
-            self.stages,
-            self.exchange,
-            self.ties,
-            self.norm,
-            self.owned,
-            self.owned_optimizer,
-            clip,
-            None if loss_scale is None else replace(loss_scale),
-            nonfinite,
-            list(dict.fromkeys(whole)) if built.parallel.styles else [],
-        )
+        self.parallel = built.parallel
+        """How tensor parallelism cuts the whole model."""
         self._programs: dict[tuple[int, bool], RankProgram] = {}
         self._guard = ModelFingerprint(model)  # what a stage has was taken from it once
 
@@ -116,9 +99,8 @@ class PlacedModel:
         """Optimizers that were built after the model was placed."""
         names = {id(p): n for n, p in self.model.named_parameters()}
         check_settings(self.comm, {}, optimizer_fields(optimizers, names))
-        self.owned_optimizer = self.update.optimizer = self._owner_of(optimizers, names)
-        self.owned = self.update.owned = self.owned_optimizer.owned
-        self.optimizers = tuple(optimizers)
+        self.owned_optimizer = self._owner_of(optimizers, names)
+        self.owned, self.optimizers = self.owned_optimizer.owned, tuple(optimizers)
 
     @property
     def optimizer(self) -> Optimizer | None:

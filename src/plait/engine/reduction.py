@@ -10,9 +10,13 @@ operation is read, unless the caller says what the loss is.
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Callable
+from typing import Any, Literal
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
+
+from plait.engine.pipeline.stage import LossFn
 
 Reduction = Literal["mean", "sum"]
 
@@ -21,11 +25,7 @@ _MEAN = 1
 
 
 def as_sum(loss: Tensor, count: int, reduction: Reduction | None) -> Tensor:
-    """The sum of a loss's terms.
-
-    Args:
-        count: how many terms it has.
-        reduction: what the loss is of them; None: a sum, if nothing speaks against it.
+    """The sum of a loss's ``count`` terms; without a reduction, the loss itself, if nothing speaks against it.
 
     Raises:
         ValueError: another reduction, or a loss that is a mean although nobody said so.
@@ -47,6 +47,19 @@ def check_sum(loss: Tensor, count: int) -> None:
             f'be divided twice: call engine.backward(loss, count, reduction="mean"); for a loss_fn, plait.sum_of_mean '
             f'makes a sum of it. Where it is a sum of {count} terms after all, write reduction="sum", or loss * 1'
         )
+
+
+def returning_sums(loss_fn: LossFn, count_fn: Callable[[Any], int]) -> LossFn:
+    """The same loss function, refused where it returns a mean."""
+
+    def checked(model: nn.Module, batch: Any) -> Tensor:
+        loss = loss_fn(model, batch)
+        with torch._C.DisableTorchFunction():  # the engine's own look is no part of the forward
+            if isinstance(loss, Tensor) and is_mean(loss):
+                check_sum(loss, count_fn(batch))
+        return loss
+
+    return checked
 
 
 def is_mean(loss: Tensor) -> bool:

@@ -1,4 +1,4 @@
-"""Where a rank stands in the run, beside its numbers: what must be the same on all ranks at every step.
+"""Where a rank stands in the run: what must be the same on all ranks at every step.
 
 A rank that made another number of steps, threw gradients away, or has another learning rate trains another model from
 then on.  Three numbers in the step's report tell; only where they differ do the ranks show each other more.
@@ -40,8 +40,8 @@ class Standing:
         if all(row == rows[0] for row in rows):
             return
         fields = {"the number of steps made": str(self.step), "gradients thrown away by zero_grad": str(self.discarded)}
-        found = differences(comm, fields | self.options, Note("report"))
+        reasons = "; ".join(differences(comm, fields | self.options, Note("report")))
         raise ValueError(
-            f"the ranks are not at the same place of the run: {'; '.join(found)}. Every rank makes every step, with "
-            f"the same options; leave a bad batch out on all of them together"
+            f"the ranks are not at the same place of the run: {reasons}. Every rank makes every step, with the same "
+            f"options; leave a bad batch out on all of them together"
         )

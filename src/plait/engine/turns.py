@@ -15,24 +15,18 @@ Optimizers: TypeAlias = Optimizer | Sequence[Optimizer] | Mapping[str, Optimizer
 
 
 def several(optimizers: Optimizers | None) -> tuple[Optimizer, ...]:
-    """One optimizer, or several, as a tuple.
-
-    Raises:
-        TypeError: something that is no ``torch.optim.Optimizer``.
-    """
+    """One optimizer, or several, as a tuple; TypeError for something that is no ``torch.optim.Optimizer``."""
     if optimizers is None:
         return ()
-    found: Any = optimizers
-    if isinstance(optimizers, Mapping):
-        found = optimizers.values()
-    elif isinstance(optimizers, Optimizer) or not isinstance(optimizers, Iterable):
-        found = [optimizers]
-    every = tuple(found)
-    if strange := [one for one in every if not isinstance(one, Optimizer)]:
+    given: Any = optimizers.values() if isinstance(optimizers, Mapping) else optimizers
+    if isinstance(given, Optimizer) or not isinstance(given, Iterable):
+        given = [given]
+    as_tuple = tuple(given)
+    if strange := [one for one in as_tuple if not isinstance(one, Optimizer)]:
         raise TypeError(
             f"{type(strange[0]).__name__} is no torch.optim.Optimizer: give one, or a list or a dict of several"
         )
-    return every
+    return as_tuple
 
 
 class StepTurns:
@@ -42,48 +36,40 @@ class StepTurns:
         self._stepped: list[Optimizer] = []
         self._zeroed: list[Optimizer] = []
 
-    def begin(self, optimizer: Optimizer, every: Sequence[Optimizer]) -> bool:
-        """Whether the step begins with this optimizer's.
-
-        Raises:
-            ValueError: its turn is over, or the gradients of some were thrown away.
-        """
+    def begin(self, optimizer: Optimizer, optimizers: Sequence[Optimizer]) -> bool:
+        """Whether the step begins with this optimizer; ValueError where it has stepped, or some were zeroed."""
         if self._zeroed:
             raise ValueError(
-                f"{_names(self._zeroed)} had its zero_grad() between backward and step, and {_names(every)} share the "
-                f"backward: zero all of them, or none"
+                f"{_names(self._zeroed)} had its zero_grad() between backward and step, and {_names(optimizers)} share "
+                f"the backward: zero all of them, or none"
             )
-        if any(optimizer is one for one in self._stepped):
-            self.check_all(every)
+        if optimizer in self._stepped:
+            self.check_all(optimizers)
         return not self._stepped
 
-    def end(self, optimizer: Optimizer, every: Sequence[Optimizer]) -> bool:
+    def end(self, optimizer: Optimizer, optimizers: Sequence[Optimizer]) -> bool:
         """Whether the step is over."""
         self._stepped.append(optimizer)
-        if len(self._stepped) < len(every):
+        if len(self._stepped) < len(optimizers):
             return False
         self.clear()
         return True
 
-    def zeroed(self, optimizer: Optimizer, every: Sequence[Optimizer], *, summed: bool) -> bool:
-        """Whether the gradients of all are thrown away; between the steps of two optimizers they are still needed.
-
-        Args:
-            summed: there are any.
-        """
+    def zeroed(self, optimizer: Optimizer, optimizers: Sequence[Optimizer], *, summed: bool) -> bool:
+        """Whether all gradients, if any are ``summed``, are thrown away; between two optimizers' steps they are not."""
         if self._stepped:
             return False
-        if summed and not any(optimizer is one for one in self._zeroed):
+        if summed and optimizer not in self._zeroed:
             self._zeroed.append(optimizer)
-        if summed and len(self._zeroed) < len(every):
+        if summed and len(self._zeroed) < len(optimizers):
             return False
         self._zeroed.clear()
         return True
 
-    def check_all(self, every: Sequence[Optimizer]) -> None:
+    def check_all(self, optimizers: Sequence[Optimizer]) -> None:
         """Raises ValueError where some have stepped and others have not."""
         if self._stepped:
-            late = [one for one in every if not any(one is other for other in self._stepped)]
+            late = [optimizer for optimizer in optimizers if optimizer not in self._stepped]
             raise ValueError(
                 f"{_names(late)} has not stepped since the last backward: call step() of every optimizer once"
             )

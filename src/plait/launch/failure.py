@@ -11,8 +11,6 @@ A rank that plait started prints nothing itself.  It writes the file that torch'
 stamps failures to the second; the nanoseconds here tell cause from echo.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import signal
@@ -56,15 +54,6 @@ def _by_plait(error: BaseException, kind: type[Exception]) -> bool:
     return str(frame.f_globals.get("__name__", "")).partition(".")[0] == "plait"
 
 
-def text_of(error: BaseException) -> str:
-    """What is printed: of what plait refuses a line, with a grid below it where there is one, else the traceback."""
-    if not is_mistake(error) and not _by_plait(error, FloatingPointError):
-        return "".join(traceback.format_exception(error))
-    reason, *grid = str(error).split("\n")
-    line = " ".join(["plait: error:", *reason.split(), *getattr(error, "__notes__", ())])
-    return "\n".join([line, *grid, ""])
-
-
 def guarded(work: Callable[[], int]) -> int:
     """Runs ``work`` and returns its exit code; what it raises is printed, and becomes one."""
     try:
@@ -78,8 +67,15 @@ def guarded(work: Callable[[], int]) -> int:
 
 
 def report(error: BaseException, environment: Mapping[str, str] = os.environ) -> int:
-    """Prints what went wrong, or records it for the launcher to print; returns the exit code."""
-    text = text_of(error)
+    """Prints what went wrong, or records it for the launcher to print; returns the exit code.
+
+    Of what plait refuses that is a line, with a grid below it where there is one, and otherwise the traceback.
+    """
+    text = "".join(traceback.format_exception(error))
+    if is_mistake(error) or _by_plait(error, FloatingPointError):
+        reason, *grid = str(error).split("\n")
+        line = " ".join(["plait: error:", *reason.split(), *getattr(error, "__notes__", ())])
+        text = "\n".join([line, *grid, ""])
     path = environment.get("TORCHELASTIC_ERROR_FILE")
     if path:
         now = time.time_ns()

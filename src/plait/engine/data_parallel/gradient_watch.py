@@ -29,12 +29,5 @@ class GradientWatch:
         """Microbatch and name of the first that was not finite; it waits for the device once, and forgets them all."""
         squares, places = self._squares, self._places
         self._squares, self._places = [], []
-        if not squares:
-            return None
-        groups = {s.dtype: None for s in squares}
-        bad: list[int] = []
-        for dtype in groups:
-            where = [i for i, s in enumerate(squares) if s.dtype == dtype]
-            finite = torch.stack([squares[i] for i in where]).isfinite().tolist()
-            bad += [i for i, fine in zip(where, finite, strict=True) if not fine]
-        return places[min(bad)] if bad else None
+        finite = torch.stack(squares).isfinite().tolist() if squares else []
+        return next((place for place, fine in zip(places, finite, strict=True) if not fine), None)

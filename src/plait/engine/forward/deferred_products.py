@@ -10,15 +10,13 @@ deferred gradient computes it and goes on with its value.
 
 The formulas are those of torch's own backward, to the bit: which operand is transposed, and in which layout a product
 is made, decides the order in which a BLAS adds (``tensor_parallel.gemm`` says which BLAS).  ``linear``, ``embedding``
-and ``convolution`` return None for cases that they do not cover; then torch computes those, weight gradient and all.
+and ``convolution`` return None for cases that they leave to torch, weight gradient and all.
 """
-
-from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache, partial
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, Self, cast
 
 import torch
 import torch.nn.functional as F
@@ -50,17 +48,15 @@ def form_of(x: Tensor) -> Form:
 
 
 class DeferredGrad(Tensor):
-    """A gradient that is not computed yet: ``make(*operands)``, which is of this form.
-
-    Operands, which may be deferred themselves, are kept without their graphs and must not be written to meanwhile.
-    """
+    """A gradient that is not computed yet: ``make(*operands)``, which is of this form.  Operands, which may be deferred
+    themselves, are kept without their graphs and must not be written to meanwhile."""
 
     make: Callable[..., Tensor]
     operands: tuple[Tensor, ...]
     versions: tuple[int, ...]
 
     @staticmethod
-    def __new__(cls, make: Callable[..., Tensor], operands: Sequence[Tensor], form: Form) -> DeferredGrad:
+    def __new__(cls, make: Callable[..., Tensor], operands: Sequence[Tensor], form: Form) -> Self:
         shape, strides, dtype, device = form
         gradient = Tensor._make_wrapper_subclass(cls, shape, strides=strides, dtype=dtype, device=device)
         gradient.make = make
@@ -71,11 +67,7 @@ class DeferredGrad(Tensor):
     def __init__(self, make: Callable[..., Tensor], operands: Sequence[Tensor], form: Form) -> None: ...
 
     def compute(self) -> Tensor:
-        """The gradient.
-
-        Raises:
-            ValueError: an operand was written to since.
-        """
+        """The gradient; ValueError where an operand was written to since."""
         if self.versions != tuple(t._version for t in self.operands):
             raise ValueError(
                 f"what a weight gradient {list(self.shape)} is made of was written to between the input part and the "
@@ -119,17 +111,11 @@ def _save(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
     ctx.weight, ctx.bias = form_of(weight), None if bias is None else form_of(bias)
 
 
-# ---- linear ---------------------------------------------------------------------------------------------------------
-
-
 def linear(
     input: Tensor, weight: Tensor, bias: Tensor | None = None, *, gemm: Gemm = TORCH, later: bool = True
 ) -> Tensor | None:
-    """``F.linear``, [..., in] -> [..., out], in the steps that torch takes.
-
-    Args:
-        later: gradients of weight and bias are deferred; otherwise they are made in backward.
-    """
+    """``F.linear``, [..., in] -> [..., out], in the steps that torch takes; ``later``: gradients of weight and bias are
+    deferred, otherwise they are made in backward."""
     x = input
     if not x.dim() or weight.dim() != 2 or x.shape[-1] != weight.shape[1]:
         return None
@@ -172,16 +158,12 @@ class Linear(torch.autograd.Function):
 
 
 def _made(make: Callable[..., Tensor], operands: Sequence[Tensor], form: Form) -> Tensor:
-    """A gradient that does not wait."""
     return make(*operands)
 
 
 def _weight_gradient(product: Callable[[Tensor, Tensor], Tensor], weight: Form, g: Tensor, x: Tensor) -> Tensor:
     by_rows = weight.strides == (weight.shape[1], 1)
     return product(g.t(), x) if by_rows else product(x.t(), g).t()
-
-
-# ---- embedding ------------------------------------------------------------------------------------------------------
 
 
 def embedding(
@@ -222,8 +204,6 @@ def _sum_by_index(rows: int, padding_idx: int, g: Tensor, indices: Tensor) -> Te
     return cast(Tensor, aten.embedding_dense_backward(g, indices, rows, padding_idx, False))
 
 
-# ---- convolution ----------------------------------------------------------------------------------------------------
-
 Sizes = int | Sequence[int]
 
 
@@ -253,10 +233,8 @@ def _each(sizes: Sizes, dims: int) -> list[int]:
 
 
 def _padding(padding: Sizes | str, reach: list[int], strides: list[int]) -> list[int] | None:
-    """The padding on both sides of each dim; None where ``same`` pads the sides differently, or is refused by torch.
-
-    ``reach`` is the distance, in each dim, from the window's first element to its last.
-    """
+    """On both sides of each dim, in which the window's last element is ``reach`` from its first; None where ``same``
+    pads the sides differently, or is refused by torch."""
     if not isinstance(padding, str):
         return _each(padding, len(reach))
     if padding == "same" and set(strides) == {1} and not any(r % 2 for r in reach):

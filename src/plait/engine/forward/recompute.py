@@ -11,15 +11,12 @@ What runs again comes out the same to the bit: it begins where the first run beg
 of the stream and stand-ins for parameters, and with the unit's parameters gathered, once for the recomputation and for
 the backward after it.  Messages between tensor ranks inside a block are sent again; the core of attention sends none.
 
+The work is ``torch.utils.checkpoint``'s.  ``full`` wraps the forward of blocks; ``selective`` is a handler, which sees
+``F.scaled_dot_product_attention`` in a forward with gradients.
+
 Sources: full recomputation, Chen et al. 2016 (arXiv:1604.06174); selective, Korthikanti et al. 2022 (arXiv:2205.05198,
 section 5): the core of attention has most of a layer's activations (5as/h of 34 + 5as/h) and little of its products.
-The work is ``torch.utils.checkpoint``'s.
-
-The handler sees ``F.scaled_dot_product_attention`` in a forward with gradients, wherever the model calls it, and leaves
-all else alone.  ``full`` needs no handler: it wraps the forward of blocks.
 """
-
-from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
@@ -40,11 +37,7 @@ SAVES_NOTHING = ("gathered", "vocabulary")
 
 
 def check_recompute(model: nn.Module, names: Iterable[str], recompute: str | None) -> None:
-    """Raises ValueError for an unknown word, and for ``full`` on a model without a block.
-
-    Args:
-        names: the modules that are units.
-    """
+    """Raises ValueError for an unknown word, and for ``full`` where no unit (``names``) is a block."""
     if recompute not in (None, "full", "selective"):
         raise ValueError(f"recompute={recompute!r}: give 'full', 'selective' or None")
     if recompute == "full" and not blocks_of(model, names):
@@ -55,11 +48,8 @@ def check_recompute(model: nn.Module, names: Iterable[str], recompute: str | Non
 
 
 def blocks_of(model: nn.Module, names: Iterable[str]) -> list[str]:
-    """Which units ``full`` runs again: those inside a ``ModuleList`` or ``Sequential``, of nested ones the outermost.
-
-    Embedding, head and the root are used once and are not among them; nor is a stock layer alone in its unit
-    (``nn.Linear``), which keeps its input and nothing else.
-    """
+    """Which units ``full`` runs again: those inside a ``ModuleList`` or ``Sequential``, of nested ones the outermost;
+    not a stock layer alone in its unit (``nn.Linear``), which keeps its input and nothing else."""
     modules, units = dict(model.named_modules()), set(names)
     blocks: list[str] = []
     for name in (n for n in modules if n in units):
@@ -85,11 +75,10 @@ def called_twice(
     """``function(*args, **kwargs)``, of which only the arguments are kept; in the backward it is called again.
 
     Args:
-        seen_by: sees the functions of the modules that it calls, the second time too; None: it calls no module, and is
-            itself what handlers make of a function.
+        seen_by: sees the functions of the modules that it calls, the second time too; None: it calls no module.
         early_stop: the second call ends as soon as all is there that the backward reads.
     """
-    unit = current.context.unit
+    units = current.context.units
     again = current.context.again(whole=seen_by is not None)
     ran = False
 
@@ -97,8 +86,8 @@ def called_twice(
         nonlocal ran
         with ExitStack() as stack:
             if ran:
-                if unit is not None:
-                    unit.unshard_for_backward()
+                if units:
+                    units[-1]()
                 stack.enter_context(current.swapped(again))
                 if seen_by is not None:
                     stack.enter_context(seen_by.on())
@@ -113,9 +102,8 @@ def called_twice(
 def run_twice(model: nn.Module, name: str, interceptor: Interceptor, parallel: Parallel, *, sequence: bool) -> None:
     """Make the forward of a block one that runs again in the backward.
 
-    Raises:
-        ValueError: a block whose input the tensor plan changes before its forward sees it; at its first forward, one
-            that writes to a buffer.
+    Raises ValueError for a block whose input the tensor plan changes before its forward sees it, and at its first
+    forward for one that writes to a buffer.
     """
     style = parallel.styles.get(name)
     if sequence and style and style.kind == "enter":
@@ -152,9 +140,7 @@ def run_twice(model: nn.Module, name: str, interceptor: Interceptor, parallel: P
 
 def same_bits(left: Tensor, right: Tensor) -> bool:
     """Whether two tensors are the same, NaN for NaN."""
-    if not left.is_floating_point() or left.shape != right.shape:
-        return torch.equal(left, right)
-    return torch.equal(left.isnan(), right.isnan()) and torch.equal(left.nan_to_num(), right.nan_to_num())
+    return left.shape == right.shape and torch.allclose(left, right, rtol=0, atol=0, equal_nan=True)
 
 
 class AttentionRecompute(Handler):

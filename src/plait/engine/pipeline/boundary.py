@@ -22,8 +22,6 @@ last stage the call ends after the last link, so what follows the last link of a
 alone.  Every call checks that links run in the order in which they are named, each once.
 """
 
-from __future__ import annotations
-
 from typing import Any, cast
 
 import torch
@@ -46,23 +44,6 @@ class NotHere(Tensor):
     """What any but the last foreign layer returns: of the right shape, and not to be computed with."""
 
 
-class Received(torch.autograd.Function):
-    """What came from the stage before, as a tensor of the graph, which the model may write to in place.
-
-    Its gradient goes to the ``BoundaryState``; the dummy that is differentiated gets none.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, dummy: Tensor, boundary: BoundaryState, holder: list[Tensor]) -> Tensor:
-        ctx.boundary = boundary
-        return holder.pop()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[None, None, None]:
-        ctx.boundary.gradient = gradient
-        return None, None, None
-
-
 class BoundaryState:
     """One microbatch's way over the boundary of a stage, from what the stage before sent, if there is one."""
 
@@ -71,28 +52,23 @@ class BoundaryState:
         self._like = None if received is None else (received.shape, received.dtype, received.device)
         self._version = 0 if received is None else received._version
         self.length = None if received is None or received.dim() < 2 else received.size(1)
-        """Steps of time, on this rank, of a stream [batch, time, width]."""
+        """Steps of time of a stream [batch, time, width] on this rank, and over all ranks where it is cut in time."""
         self.whole_length = self.length
-        """The same, over all ranks of a stream that is cut in time: code around the links may ask."""
         self.gradient: Tensor | None = None
         """Of what was received, if the backward has made one."""
         self.next_link = 0
-        """Which link of the chain is to run next."""
 
     def alias(self) -> Tensor:
         """For a foreign layer that is not the last."""
         assert self._received is not None
         stream = self._received.detach()
-        if self.whole_length is not None and self.whole_length != self.length:
+        if self.whole_length is not None and self.whole_length != self.length:  # code around the links may ask
             stream = stream.new_empty(()).expand(stream.size(0), self.whole_length, *stream.shape[2:])
         return stream.as_subclass(NotHere)
 
     def enter(self) -> Tensor:
-        """For the last foreign layer; what was received is the model's from here on.
-
-        Raises:
-            ValueError: code before has written to it in place.
-        """
+        """For the last foreign layer; what was received is the model's from here on.  ValueError if code before wrote
+        to it."""
         received, self._received = self._received, None
         if received is None:
             raise ValueError("a link of the pipeline ran twice, or loss_fn called the model twice: once is right")
@@ -116,14 +92,24 @@ class BoundaryState:
         return torch.zeros(shape, dtype=dtype, device=device) if gradient is None else gradient
 
 
-class StageBoundary:
-    """The links of a stage's model, told when they run.
+class Received(torch.autograd.Function):
+    """What came from the stage before, as a tensor of the graph, which the model may write to in place.  Its gradient
+    goes to the ``BoundaryState``; the dummy that is differentiated gets none."""
 
-    Args:
-        part: what the stage has of the model; the links of others are foreign layers.
-        number: of the stage.
-        last: whether it is the last stage, where calls run to their end.
-    """
+    @staticmethod
+    def forward(ctx: Any, dummy: Tensor, boundary: BoundaryState, holder: list[Tensor]) -> Tensor:
+        ctx.boundary = boundary
+        return holder.pop()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, None, None]:
+        ctx.boundary.gradient = gradient
+        return None, None, None
+
+
+class StageBoundary:
+    """The links of a stage's model, told when they run; those of other stages are foreign layers.  On the ``last``
+    stage calls run to their end."""
 
     def __init__(self, part: StageModel, number: int, current: CurrentForward, *, last: bool) -> None:
         self.number, self.current, self.last = number, current, last
@@ -140,11 +126,7 @@ class StageBoundary:
             link.register_forward_hook(self._after_link)
 
     def _reached(self, module: nn.Module) -> BoundaryState:
-        """The boundary of the forward that has come to a link, which must be the next one.
-
-        Raises:
-            ValueError: another link than the next.
-        """
+        """The boundary of the forward that has come to a link, which must be the next one (else ValueError)."""
         boundary: BoundaryState | None = self.current.context.boundary
         if boundary is None:
             raise ValueError(f"stage {self.number} has only some links of the model: train it by engine.step")
@@ -168,11 +150,7 @@ class StageBoundary:
         return boundary.enter() if boundary.next_link == self.links.start else boundary.alias()
 
     def _at_look(self, module: nn.Module, what: str) -> None:
-        """Somebody looks for something in a foreign layer.
-
-        Raises:
-            ValueError: all links have run, so it is something that a link has made, on another stage.
-        """
+        """The model looks into a foreign layer: ValueError after the last link: another stage has what it wants."""
         boundary: BoundaryState | None = self.current.context.boundary
         if boundary is not None and boundary.next_link == len(self.names) and not in_backward():
             raise ValueError(

@@ -8,8 +8,6 @@ Each stage accumulates and reduces its own uses under the row, like any other gr
 same piece exchange it, add in the order of stages and make the same update, so the copies stay equal to the bit.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -33,13 +31,7 @@ class TiedWeight:
 
 
 class TiedWeights:
-    """The edges that touch this rank.
-
-    Args:
-        edges: in the order of the model's parameters, the same on all ranks.
-        gradients: this rank's copies, by (name, stage).
-        rank_of: the (global) rank of each stage, on this rank's place of the other axes.
-    """
+    """The edges that touch this rank, in the order of the model's parameters; its own gradients go by (name, stage)."""
 
     def __init__(
         self,

@@ -61,17 +61,13 @@ NAMED = 6
 
 def check_same(comm: Comm, fields: Mapping[str, str], what: str, fix: str) -> None:
     """Raises ValueError, on every rank, where ranks bring different fields, and shows them with all their values."""
-    if found := differences(comm, fields, Note("setup")):
-        more = f"; and {len(found) - NAMED} more" if len(found) > NAMED else ""
-        raise ValueError(f"{what}: {'; '.join(found[:NAMED])}{more}. {fix}")
+    if lines := differences(comm, fields, Note("setup")):
+        more = f"; and {len(lines) - NAMED} more" if len(lines) > NAMED else ""
+        raise ValueError(f"{what}: {'; '.join(lines[:NAMED])}{more}. {fix}")
 
 
 def check_settings(comm: Comm, settings: Mapping[str, object], texts: Mapping[str, str] | None = None) -> None:
-    """Raises ValueError, on every rank, where ranks were given different settings, and shows them.
-
-    Args:
-        texts: more of them, as texts.
-    """
+    """Raises ValueError, on every rank, where ranks were given different settings or ``texts``, and shows them."""
     fields = {name: str(getattr(value, "name", None) or text_of(value)) for name, value in settings.items()}
     fields |= texts or {}
     check_same(comm, fields, "the ranks were given different settings", "Give all the same")
@@ -93,11 +89,11 @@ def check_replicas(model: nn.Module, comm: Comm) -> None:
     same = same_everywhere(comm, [_fingerprint(n, p) for n, p in parameters], AXES, Note("setup"))
     if differing := [(n, p) for (n, p), alike in zip(parameters, same, strict=True) if not alike]:
         values = {n: f"{_fingerprint(n, p):016x}" for n, p in differing[:NAMED]}
-        found = differences(comm, values, Note("setup"))
+        digests = "; ".join(differences(comm, values, Note("setup")))
         raise ValueError(
             f"{len(differing)} parameters differ between ranks ({', '.join(n for n, _ in differing[:3])}): give every "
             f"rank the same weights (one seed, or one file; threads share torch's generator, so draw before they "
-            f"start), or build the model inside plait.empty_parameters(). By digest of their values {'; '.join(found)}"
+            f"start), or build the model inside plait.empty_parameters(). By digest of their values {digests}"
         )
 
 

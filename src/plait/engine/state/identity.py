@@ -106,12 +106,11 @@ def _name_of(named: Any) -> str:
 
 def code_of_class(cls: type) -> str:
     """A digest of all functions that a class itself defines."""
-    found = []
+    texts = []
     for key, value in vars(cls).items():
-        for part in (getattr(value, "fget", None), getattr(value, "__func__", value)):
-            if isinstance(part, types.FunctionType):
-                found.append(f"{key} {code_of(part)}")
-    return _digest(*found)
+        functions = (getattr(value, "fget", None), getattr(value, "__func__", value))
+        texts += [f"{key} {code_of(one)}" for one in functions if isinstance(one, types.FunctionType)]
+    return _digest(*texts)
 
 
 def code_of(function: Any) -> str:

@@ -1,12 +1,12 @@
 """What a loop of one's own calls on an engine, besides ``engine.step``.
 
-    loss = loss_fn(model(x), y)
-    engine.backward(loss, count)             sums of gradients, as often as there are microbatches
-    engine.clip_grad_norm_(1.0)              the sums are finished here, or by the optimizer's pre-hook
-    optimizer.step()
+loss = loss_fn(model(x), y)
+engine.backward(loss, count)             sums of gradients, as often as there are microbatches
+engine.clip_grad_norm_(1.0)              the sums are finished here, or by the optimizer's pre-hook
+optimizer.step()
 
-    with engine.gathered(): ...              whole parameters: penalties, averages, surgery
-    engine.step_state()                      what a run that goes on needs besides model and optimizer
+with engine.gathered(): ...              whole parameters: penalties, averages, surgery
+engine.step_state()                      what a run that goes on needs besides model and optimizer
 """
 
 from __future__ import annotations
@@ -174,7 +174,7 @@ class OwnLoop(PlacedModel):
 
     def _check_optimizer(self) -> None:
         """Raises ValueError where gradients would be made that nobody gets, or masks drawn for a second time."""
-        if not self.steps and any(map(has_stepped, self.optimizers)):
+        if not self.steps and self._now is None and any(map(has_stepped, self.optimizers)):
             raise ValueError(
                 "the optimizer comes from an earlier run, and the engine begins at step 0, whose dropout masks that "
                 "run has used: call engine.load_step_state(saved), saved by engine.step_state() with the rest"

@@ -29,6 +29,7 @@ from plait.core.mesh import Mesh
 from plait.core.parallelism import Parallelism
 from plait.core.precision import LossScale
 from plait.engine import Engine, Evaluation, StepResult, empty_parameters
+from plait.job.own import UserJob
 from plait.sharded import (
     LayoutError,
     ShardedTensor,

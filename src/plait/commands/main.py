@@ -63,11 +63,13 @@ def run(argv: list[str]) -> int:
         case TrainConfig():
             from plait.train.run import run_train
 
+            command = configs.with_job(command)
             configs.validate(command)
             body = partial(run_train, command, argv=argv)
         case VerifyConfig(matrix=None):
             from plait.verify import run_verify
 
+            command = configs.with_job(command)
             configs.validate(command)
             body = partial(run_verify, command)
         case VerifyConfig():

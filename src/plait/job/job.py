@@ -7,6 +7,7 @@ mesh nor strategy is in it.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -19,7 +20,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from plait.comm import Comm
 from plait.core.parallelism import Parallelism, Recompute
 from plait.core.precision import AS_IT_COMES, Precision
-from plait.data import Batches, Epochs, StepDataset, StepStream
+from plait.data import Batches, Epochs, StepDataset, StepStream, on_device
 from plait.engine import Engine, empty_parameters
 from plait.engine.pipeline.profile import agreed_link_costs
 from plait.engine.state.weights import Weights
@@ -50,7 +51,7 @@ class Job:
     leading: Callable[[Any], tuple[int, ...]]
     """The shape of a batch's activations without their last dim."""
     width: int
-    """The last dim of what goes from stage to stage."""
+    """The last dim of what goes from stage to stage; 0: it is not known ahead."""
     scheduler: Callable[[Optimizer], LRScheduler] | None = None
     """Builds the learning-rate schedule on the optimizer; ``step()`` is called once a step, after the optimizer's."""
     held_out: Epochs | None = None
@@ -106,7 +107,7 @@ class Job:
     ) -> list[Any]:
         """A data rank's microbatches of a step, on the device."""
         batches = self.batches.microbatches(step, data_rank, num_data_ranks, num_microbatches, self.global_batch)
-        return [{name: tensor.to(device) for name, tensor in batch.items()} for batch in batches]
+        return on_device(batches, device)
 
     def stream(
         self,
@@ -140,12 +141,12 @@ class Job:
         place = (data_rank, num_data_ranks, num_microbatches, self.global_batch)
         steps = range(self.held_out.num_steps(self.global_batch))
         every = (self.held_out.microbatches(step, *place) for step in steps)
-        return [[{name: t.to(device) for name, t in batch.items()} for batch in step] for step in every]
+        return [on_device(step, device) for step in every]
 
 
 def build_model(config: JobConfig) -> nn.Module:
-    """The model that a config describes, in its dtype, with its parameters on meta."""
-    with empty_parameters():
+    """The model that a config describes, in its dtype, with its parameters on meta unless it is the user's."""
+    with nullcontext() if config.family.valued else empty_parameters():
         model = config.family.build(config.sizes)
     return _cast(model, config.stored_dtype).train()
 
@@ -153,7 +154,8 @@ def build_model(config: JobConfig) -> nn.Module:
 def _cast(model: nn.Module, dtype: torch.dtype) -> nn.Module:
     """The parameters, and not the buffers: in bf16 a rotary angle would be off by radians."""
     for parameter in model.parameters():
-        parameter.data = parameter.data.to(dtype)
+        if parameter.is_floating_point():
+            parameter.data = parameter.data.to(dtype)
     return model
 
 
@@ -169,7 +171,7 @@ def make_job(config: JobConfig) -> Job:
         loss_fn=family.loss_fn,
         count_fn=family.count_fn,
         batches=data.batches,
-        optimizer=partial(make_optimizer, config),
+        optimizer=family.optimizer.make if family.optimizer else partial(make_optimizer, config),
         global_batch=config.batch,
         dtype=config.torch_dtype,
         seed=config.seed,

@@ -94,7 +94,7 @@ def with_job(config: Run) -> Run:
     for name, what in decided.items():
         if getattr(config, name) != getattr(defaults, name):
             raise ValueError(f"{name} {getattr(config, name)} beside job, which has {what}: leave one of them out")
-    return replace(config, batch=family.samples, lr=family.rate or config.lr)
+    return replace(config, batch=family.samples or config.batch, lr=family.rate or config.lr)
 
 
 @dataclass(frozen=True)

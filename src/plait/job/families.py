@@ -163,8 +163,9 @@ def own_family(job: UserJob) -> Family:
     """A user's job as a row.
 
     Raises:
-        ValueError: a model, a batch or an optimizer that is something else.
+        ValueError: a model or an optimizer that is something else, or what is not the same each time it is asked for.
     """
+    job.check()
     model, row, rate = job.model(0), None, None
     if job.optimizer is not None:
         made = job.optimizer(model.parameters())

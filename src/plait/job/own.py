@@ -28,7 +28,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 from tyro.constructors import PrimitiveConstructorSpec
 
 from plait.data import Batches
@@ -87,6 +87,33 @@ class UserJob:
             raise ValueError(f"build returns {type(model).__name__}: it has to return an nn.Module")
         return model
 
+    def check(self) -> None:
+        """Refuses what would be another run on every rank.
+
+        Raises:
+            ValueError: models that share a module or differ in their values, batches that differ.
+        """
+        one, other = self.model(0), self.model(0)
+        names = {id(module): name or "the model itself" for name, module in one.named_modules()}
+        for module in other.modules():
+            if id(module) in names:
+                raise ValueError(f"build returns {names[id(module)]} twice, in two models: make everything in it anew")
+        values = other.state_dict()
+        if differ := [name for name, value in one.state_dict().items() if not _same(value, values.get(name))]:
+            raise ValueError(
+                f"build gives {differ[0]!r} other values each time: draw them from torch's generator, which "
+                f"is seeded before each build"
+            )
+        if not all(map(_same, tree_leaves(self.batch(0)), tree_leaves(self.batch(0)))):
+            raise ValueError("batches gives other values for step 0 each time: seed a generator with the step")
+
+
+def _same(one: Any, other: Any) -> bool:
+    """Whether two values are the same, NaN included."""
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        return one.shape == other.shape and torch.equal(one.nan_to_num(), other.nan_to_num())
+    return isinstance(one, Tensor) == isinstance(other, Tensor)
+
 
 class GivenBatches(Batches):
     """A user's batches, cut by samples; floating-point tensors in ``dtype``."""
@@ -139,5 +166,5 @@ def load_job(place: str) -> UserJob:
     found = getattr(module, name)
     job = found if isinstance(found, UserJob) else found() if callable(found) else found
     if not isinstance(job, UserJob):
-        raise ValueError(f"job {place!r} is {type(job).__name__}: make it a plait.UserJob, or a function that returns one")
+        raise ValueError(f"job {place!r} is {type(job).__name__}: give a plait.UserJob, or a function of one")
     return job

@@ -109,7 +109,7 @@ def cells_of_job(config: VerifyConfig, size: Size) -> tuple[VerifyConfig, ...]:
     dimensions["dtype"] = ("full", "bf16-mixed")
     if links > 1:
         dimensions |= {name: DIMENSIONS[name] for name in ("pipe", "schedule", "hold")}
-    rules = (
+    rules: tuple[Rule, ...] = (
         *(rule for rule in RULES if dimensions.keys() >= {*rule.over}),
         Rule(("replica", "shard", "microbatches"), lambda *parts: math.prod(parts) <= samples),
         Rule(tuple(axis for axis in AXES if axis in dimensions), lambda *counts: math.prod(counts) <= most),

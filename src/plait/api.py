@@ -10,8 +10,6 @@ A loop of your own changes by a few lines (``torchrun --nproc-per-node 4 script.
         optimizer.step()                                            # the same optimizer object
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from typing import Any, TypeVar

@@ -1,4 +1,4 @@
-"""What ranks tell each other beside their tensors: rows of numbers, bytes, an error.
+"""What ranks tell each other besides their tensors: rows of numbers, bytes, an error.
 
     rank 0   [3, 40] --+--> [[3, 40],      one small all_gather; the rows stand in group order (the first axis
     rank 1   [3, 38] --+     [3, 38]]      outermost), so whatever is summed over them is summed alike everywhere
@@ -20,23 +20,24 @@ from plait.core.collectives import Note
 from plait.core.mesh import AXES
 
 LONGEST_ERROR = 1024
-"""So many bytes of an error's text reach the other ranks."""
+"""Bytes of an error's text that reach the other ranks."""
 
 
 def gather_ints(comm: Comm, row: Sequence[int], axes: Sequence[str], note: Note) -> list[list[int]]:
     """Every member's row of (int64) numbers; all rows are equally long."""
-    return list(_gather_rows(comm, row, torch.int64, axes, note))
+    return _gather_rows(comm, torch.tensor(row, dtype=torch.int64), axes, note)
 
 
 def gather_floats(comm: Comm, row: Sequence[float], axes: Sequence[str], note: Note) -> list[list[float]]:
     """Every member's row of (fp64) numbers; all rows are equally long."""
-    return list(_gather_rows(comm, row, torch.float64, axes, note))
+    return _gather_rows(comm, torch.tensor(row, dtype=torch.float64), axes, note)
 
 
-def _gather_rows(comm: Comm, row: Sequence[float], dtype: torch.dtype, axes: Sequence[str], note: Note) -> Any:
-    rows = torch.empty((comm.mesh.count(axes), len(row)), dtype=dtype, device=comm.device)
-    comm.all_gather(rows, torch.tensor(row, dtype=dtype, device=comm.device), axes, note).wait()
-    return rows.tolist()
+def _gather_rows(comm: Comm, row: Tensor, axes: Sequence[str], note: Note) -> list[list[Any]]:
+    row = row.to(comm.device)
+    rows = row.new_empty(comm.mesh.count(axes), len(row))
+    comm.all_gather(rows, row, axes, note).wait()
+    return list(rows.tolist())
 
 
 def same_everywhere(comm: Comm, row: Sequence[int], axes: Sequence[str], note: Note) -> list[bool]:
@@ -45,8 +46,7 @@ def same_everywhere(comm: Comm, row: Sequence[int], axes: Sequence[str], note: N
     high = low.clone()
     comm.all_reduce(low, axes, "min", note).wait()
     comm.all_reduce(high, axes, "max", note).wait()
-    same: list[bool] = (low == high).tolist()
-    return same
+    return list((low == high).tolist())
 
 
 def same_tensors(comm: Comm, tensors: Iterable[Tensor], axes: Sequence[str], note: Note) -> bool:
@@ -57,7 +57,7 @@ def same_tensors(comm: Comm, tensors: Iterable[Tensor], axes: Sequence[str], not
 
 
 def gather_bytes(comm: Comm, data: bytes) -> list[bytes] | None:
-    """Every rank's bytes (of any length), by rank, on rank 0; None on the others."""
+    """Every rank's bytes (of any length), by rank, on rank 0; None elsewhere."""
     note = Note("collect")
     sizes = gather_ints(comm, [len(data)], AXES, note)
     if comm.rank > 0:
@@ -75,7 +75,7 @@ def gather_bytes(comm: Comm, data: bytes) -> list[bytes] | None:
 def check_together(comm: Comm, error: BaseException | None, axes: Sequence[str]) -> None:
     """Raises on every member if any member brings an error: its own there, a RuntimeError elsewhere.
 
-    A failure that only one rank can see (a file, a NaN) thereby becomes one that all leave by.
+    So a failure that only one rank can see (a file, a NaN) ends all of them.
     """
     note, ranks = Note("check"), comm.mesh.group(comm.rank, tuple(axes))
     failed = [index for index, (bad,) in enumerate(gather_ints(comm, [error is not None], axes, note)) if bad]

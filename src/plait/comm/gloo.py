@@ -3,8 +3,8 @@
     send(x, dst, tag) ──► [(torch's handle, the memory it works on), ...]     long tensors go in chunks
     wait(works)       ──► all within one deadline, or an error that names the operation and every member
 
-Messages with different tags never meet.  After its first failure a transport starts nothing more: sockets keep no
-promise about what is still under way.  ``nccl.py`` adds what GPUs need.
+Messages with different tags never meet.  After its first failure a transport starts nothing more, because sockets
+promise nothing about what is still under way.  ``nccl.py`` adds what GPUs need.
 """
 
 from __future__ import annotations

@@ -1,24 +1,22 @@
 """Ranks as processes, over torch.distributed.
 
-Every operation is made of point-to-point messages, straight into place, and reductions are made here in the one
-order of ``ordered_reduce.py``:
+Every operation is made of point-to-point messages, straight into place, and reductions are made here in the order of
+``ordered_reduce.py``:
 
     all_gather       piece -> everyone's slot                           no copy
     reduce_scatter   slice k -> member k's receive buffer, then reduce  deterministic
     all_reduce       small, or two ranks: whole -> everyone, reduce
                      else: reduce_scatter, then all_gather              2 (n-1)/n of the bytes
 
-This is deterministic *and* faster than gloo's own collectives (ms for 16 MB at 2 / 4 ranks on two busy
-cores: gather 10 / 12 against 14 / 19, reduce-scatter 10 / 17 against 29 / 48, all-reduce 16 / 30 against
-19 / 31; whole arrays of 64 MB and more: three to seven times).  It needs one process group for all axes in
-all orders, because a group is nothing but a list of ranks.
+This is deterministic *and* faster than gloo's own collectives (figures in decision 013).  It needs one process group
+for all axes in all orders, because a group is nothing but a list of ranks.
 
-A message's tag is a checksum of what the operation means (kind, axes, size, dtype, unit, a running
-number).  So messages of different meaning never meet: two ranks in different operations both reach their
-deadline, and each error names what both were doing, instead of a crash inside the library.
+A message's tag is a checksum of what the operation means (kind, axes, size, dtype, unit, a running number).  So
+messages of different meaning never meet: two ranks in different operations both reach their deadline, and each error
+names what both were doing, instead of a crash inside the library.
 
-Messages start when the operation is issued; ``wait()`` finishes it (the reduction is made there).  What moves a
-single message is the transport: ``gloo.py``, or ``nccl.py`` for GPUs.
+Messages start when the operation is issued; ``wait()`` finishes it, with the reduction if there is one.  A single
+message is moved by the transport: ``gloo.py``, or ``nccl.py`` for GPUs.
 """
 
 from __future__ import annotations
@@ -49,11 +47,11 @@ SMALL_BYTES = 4 * 2**20
 """An all-reduce that receives no more than this sends wholes: one round of messages instead of two."""
 
 MOST_DROPPED = 64
-"""So many sends may be under way whose handles were dropped; one more waits for the oldest of them."""
+"""Sends under way whose handles were dropped; one more waits for the oldest of them."""
 
 
 class ProcessComm(Comm):
-    """One process's face to the others."""
+    """One process's access to the others."""
 
     def __init__(
         self,
@@ -76,7 +74,7 @@ class ProcessComm(Comm):
         self.sends: dict[int, P2PWork] = {}
         """Messages to other ranks that are under way."""
         self.dropped: dict[int, P2PWork] = {}
-        """Those of the sends whose handles are gone, the oldest first."""
+        """Sends under way whose handles are gone, the oldest first."""
         self._closed = False
 
     @classmethod
@@ -121,10 +119,11 @@ class ProcessComm(Comm):
 
     def _all_gather(self, operation: Operation, out: Tensor, piece: Tensor) -> Work:
         works = self.transport.library(operation, out, piece)
-        if works is None:
-            slots = out.tensor_split(len(operation.group.ranks))
-            copied(mine := slots[operation.group.index], piece)
-            works = self.transport.exchange(operation, slots, [mine] * len(slots), self._tag(operation))
+        if works is not None:
+            return self._work(operation, works)
+        slots = out.tensor_split(len(operation.group.ranks))
+        copied(mine := slots[operation.group.index], piece)
+        works = self.transport.exchange(operation, slots, [mine] * len(slots), self._tag(operation))
         return self._work(operation, works)
 
     def _reduce_scatter(self, operation: Operation, out: Tensor, whole: Tensor) -> Work:
@@ -147,8 +146,7 @@ class ProcessComm(Comm):
         first, tag = self._exchanged(operation, mine, slices, mine), self._tag(operation)
 
         def second() -> Work:
-            works = self.transport.exchange(operation, slices, [mine] * n, tag)
-            return self._work(operation, works)
+            return self._work(operation, self.transport.exchange(operation, slices, [mine] * n, tag))
 
         return TwoPhase(first, second, self._two_phase.setdefault(axes, deque()))
 
@@ -195,8 +193,7 @@ class ProcessComm(Comm):
         n, index = len(operation.group.ranks), operation.group.index
         slots, slices = out.tensor_split(n), whole.tensor_split(n)
         slots[index].copy_(slices[index])
-        works = self.transport.exchange(operation, slots, slices, self._tag(operation))
-        return self._work(operation, works)
+        return self._work(operation, self.transport.exchange(operation, slots, slices, self._tag(operation)))
 
     def _barrier(self, operation: Operation) -> None:
         n = len(operation.group.ranks)
@@ -246,7 +243,7 @@ class ProcessComm(Comm):
         return _checksum(*operation.meaning, members, self._number(members))
 
     def _number(self, *key: object) -> int:
-        """Counts what is asked under a key."""
+        """Counts the operations of a key."""
         number = self._numbers[key] = self._numbers.get(key, -1) + 1
         return number
 
@@ -257,13 +254,13 @@ class ProcessComm(Comm):
         """
         n, m = len(operation.group.ranks), mine.numel()
         spare = self._spare.setdefault(mine.dtype, [])
-        fits = [i for i, b in enumerate(spare) if b.numel() >= (n - 1) * m]
-        if fits:
-            buffer = spare.pop(min(fits, key=lambda i: spare[i].numel()))
+        spare.sort(key=torch.Tensor.numel)
+        fits = next((i for i, buffer in enumerate(spare) if buffer.numel() >= (n - 1) * m), None)
+        if fits is not None:
+            buffer = spare.pop(fits)
         else:
-            if spare:  # a longer one takes the place of a shorter one
-                spare.pop()
-            buffer = torch.empty((n - 1) * m, dtype=mine.dtype, device=mine.device)
+            del spare[-1:]  # a longer one takes the place of a shorter one
+            buffer = mine.new_empty((n - 1) * m)
         stack = [buffer[k * m : (k + 1) * m] for k in range(n - 1)]
         stack.insert(operation.group.index, mine)
         return buffer, stack

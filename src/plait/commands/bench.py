@@ -1,7 +1,5 @@
 """What ``plait bench comm`` measured, as a table, as JSON and as a plot."""
 
-from __future__ import annotations
-
 import datetime
 import platform
 import sys

@@ -4,8 +4,6 @@ Facts come in sections: a table and a JSON object each.  What this machine does 
 What is likely to hurt a run becomes a *warning* that names the fix.
 """
 
-from __future__ import annotations
-
 import os
 import platform
 import re

@@ -40,10 +40,7 @@ class BenchCommand(bench.BenchConfig):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one command and returns its exit code.
-
-    Mistakes end with one line and exit code 2; anything unexpected with its traceback and exit code 1.
-    """
+    """Runs one command and returns its exit code; an error is a line (a mistake of the user) or its traceback."""
     words = list(sys.argv[1:] if argv is None else argv)
     return guarded(lambda: run(words))
 
@@ -80,11 +77,7 @@ def run(argv: list[str]) -> int:
 
 
 def parse(argv: Sequence[str]) -> TrainConfig | VerifyConfig | DoctorConfig | BenchCommand | ScheduleCommand:
-    """The command line as one of the configs; usage errors leave with exit code 2, as argparse's do.
-
-    Raises:
-        ValueError: ``--steps`` beside epochs, which say themselves how many steps there are.
-    """
+    """The command line as one of the configs; usage errors leave with exit code 2, as argparse's do."""
     named = tyro.conf.subcommand
     kinds = (
         Annotated[TrainConfig, named("train", default=_defaults(TrainConfig, "train", argv))]

@@ -8,8 +8,6 @@
 Where an order's name stands, the file of a hand-written schedule may stand instead.
 """
 
-from __future__ import annotations
-
 import shutil
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What is known to be impossible is refused here, before any process starts: a mistake costs a second and not a job."""
 
-from __future__ import annotations
-
 import math
 import os
 from pathlib import Path
@@ -38,22 +36,17 @@ FOR_TEXT = {
 
 
 def validate(config: RunConfig) -> None:
-    """Refuses a run that cannot be.
-
-    Raises:
-        ValueError: with the numbers and the fix.
-    """
-    mesh = config.parsed_mesh
+    """Refuses what is known to be impossible, by a ValueError with the numbers and the fix."""
     _ = config.row, config.optimizer_row  # raise what is wrong with them
     _check_family(config)
     check_numbers(config)
     _check_rates(config)
     _check_pipeline(config)
-    parts = mesh.data_size * config.microbatches
+    ranks, parts = config.parsed_mesh.data_size, config.parsed_mesh.data_size * config.microbatches
     if config.batch < parts:
         raise ValueError(
-            f"a batch of {config.batch} samples cannot fill {mesh.data_size} data ranks x "
-            f"{config.microbatches} microbatches = {parts} parts: give batch >= {parts}, or fewer microbatches"
+            f"a batch of {config.batch} samples cannot fill {ranks} data ranks x {config.microbatches} microbatches = "
+            f"{parts} parts: give batch >= {parts}, or fewer microbatches"
         )
     if config.data is not None and not Path(config.data).exists():
         raise ValueError(
@@ -61,8 +54,8 @@ def validate(config: RunConfig) -> None:
         )
     if isinstance(config, TrainConfig):
         _check_training(config)
-    if config.json not in (None, "-"):
-        if not Path(str(config.json)).absolute().parent.is_dir():
+    if config.json is not None and config.json != "-":
+        if not Path(config.json).absolute().parent.is_dir():
             raise ValueError(f"json {config.json!r}: there is no such folder; make it, or give another")
         _check_writable("json", config.json)
     check_machine(config)

@@ -51,11 +51,7 @@ class LayoutConfig:
 
     @cached_property
     def sizes_of_stages(self) -> tuple[int, ...] | None:
-        """The split as numbers; None: equally many, or measured.
-
-        Raises:
-            ValueError: other words than numbers.
-        """
+        """The split as numbers; None: equally many, or measured."""
         if self.split is None or self.split == "measured":
             return None
         words = self.split.replace(",", " ").split()
@@ -70,11 +66,7 @@ def names_a_file(schedule: str) -> bool:
 
 
 def read_schedule(path: str) -> Schedule:
-    """The schedule in a file.
-
-    Raises:
-        ValueError: a file that cannot be read, or has something else in it.
-    """
+    """The schedule in a file; ValueError if it cannot be read or has something else in it."""
     try:
         return parse_schedule(Path(path).read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:

@@ -32,28 +32,20 @@ Run = TypeVar("Run", bound="RunConfig")
 
 @dataclass(frozen=True)
 class RunConfig(JobConfig, LayoutConfig, MachineConfig, FileConfig):
-    """What training and verifying have in common."""
+    """What training and verifying have in common.  A setting that is wrong raises ValueError where its value is made."""
 
     json: str | None = None
     """Write the results here as JSON; "-" is the standard output."""
 
     @cached_property
     def row(self) -> Strategy:
-        """The strategy, with the dtypes and the device that other settings give its cells.
-
-        Raises:
-            ValueError: no such row, or one with its own dtypes together with another setting of dtypes.
-        """
+        """The strategy, with the dtypes and the device that other settings give its cells."""
         row = self.in_dtype(find_strategy(self.strategy))
         return row.offloaded() if self.offload else row
 
     @cached_property
     def parallelism(self) -> Parallelism:
-        """The layout as the engine takes it; a split that is to be measured is None here.
-
-        Raises:
-            ValueError: an unknown setting, or a file without a schedule.
-        """
+        """The layout as the engine takes it; a split that is to be measured is None here."""
         given = {field.name: getattr(self, field.name) for field in fields(Parallelism) if hasattr(self, field.name)}
         given |= {"strategy": self.row, "split": self.sizes_of_stages}
         if self.schedule is not None and names_a_file(self.schedule):
@@ -62,11 +54,7 @@ class RunConfig(JobConfig, LayoutConfig, MachineConfig, FileConfig):
 
     @cached_property
     def pipeline(self) -> Pipeline:
-        """How the ranks of the pipe axis share the work.
-
-        Raises:
-            ValueError: an unknown order, or a schedule that is not for this mesh.
-        """
+        """How the ranks of the pipe axis share the work."""
         return Pipeline.of(self.parallelism, self.parsed_mesh.pipe)
 
     def measured(self, job: Job, comm: Comm) -> Parallelism:

@@ -7,8 +7,6 @@
 What was written before a run is stopped stays.
 """
 
-from __future__ import annotations
-
 import importlib
 import importlib.util
 import json
@@ -59,12 +57,8 @@ class TensorBoard:
 
 
 class WeightsAndBiases:
-    """A run of a Weights & Biases project; WANDB_MODE=offline keeps it on this machine.
-
-    Args:
-        settings: of the run, shown beside its curves.
-        folder: where wandb keeps its files; None: the working directory.
-    """
+    """A run of a Weights & Biases project, with its settings; WANDB_MODE=offline keeps it on this machine, in ``folder``
+    (None: the working directory)."""
 
     def __init__(self, project: str, settings: Mapping[str, Any], folder: Path | None) -> None:
         wandb = importlib.import_module("wandb")
@@ -98,11 +92,7 @@ class Sinks:
 
 
 def check_sinks(out: str | None, *, tensorboard: bool, wandb: str | None) -> None:
-    """Refuses sinks that have nowhere to write, or whose package is missing.
-
-    Raises:
-        ValueError: with the command that installs the package.
-    """
+    """Refuses, by a ValueError, sinks that have nowhere to write, or whose package is not installed."""
     if tensorboard and out is None:
         raise ValueError("tensorboard writes its event files into the folder out: give --out DIR")
     if wandb == "":

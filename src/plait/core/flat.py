@@ -108,7 +108,7 @@ class FlatLayout:
         return self.bounds[index * step], self.bounds[(index + 1) * step]
 
     def runs(self, start: int, stop: int) -> tuple[Run, ...]:
-        """What the elements ``start..stop`` hold: one run per parameter that has any there."""
+        """The runs in the elements ``start..stop``: one per parameter that has any there."""
         found = []
         for slot in self.slots:
             low, high = max(slot.offset, start), min(slot.end, stop)
@@ -152,7 +152,7 @@ def lay(
 def _balance(starts: Sequence[int], loads: Sequence[float]) -> tuple[int, ...]:
     """Boundaries, each one of ``starts``, that keep the largest ``load + piece`` as small as possible.
 
-    ``best[s]`` is the smallest possible maximum when the pieces so far hold what lies before ``starts[s]``.
+    ``best[s]`` is the smallest possible maximum when the pieces so far have what lies before ``starts[s]``.
     """
     best = [0 if s == 0 else math.inf for s in range(len(starts))]
     choices: list[list[int]] = []
@@ -190,8 +190,8 @@ class Message:
 def lower(step: Move, layout: FlatLayout, mesh: Mesh, rank: int) -> tuple[Message, ...]:
     """The messages that carry out one move for this rank, in the order in which all ranks send them.
 
-    Even pieces travel in one collective; uneven ones (``cut="tensor"``) by one broadcast or reduce per owner.
-    Groups of one rank and slices send nothing.
+    Even pieces travel in one collective, uneven ones by one broadcast or reduce per owner.  Groups of one rank and
+    slices send nothing.
     """
     outer, ways = mesh.count(step.outer), mesh.count(step.axes)
     start, stop = layout.piece(outer, mesh.index(rank, step.outer))
@@ -215,4 +215,4 @@ class UnitLayout:
     uses: int = 1
     """Gathers of one forward pass: 1, and one more for every other unit that reads a parameter laid here (tied)."""
     summed: tuple[bool, ...] = ()
-    """Which flats hold gradients that are pending over the tensor axis; none where it is empty."""
+    """Which flats have gradients that are pending over the tensor axis; none where it is empty."""

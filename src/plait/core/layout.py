@@ -35,10 +35,7 @@ from plait.core.mesh import AXES, Mesh
 
 
 def part(size: int, ways: int, index: int) -> tuple[int, int]:
-    """Where part ``index`` of ``size`` elements cut in ``ways`` begins and ends.
-
-    Parts are ceil(size / ways) long, the last ones shorter or empty: 5 in 4 is 2, 2, 1, 0, as DTensor cuts.
-    """
+    """Start and stop of part ``index`` of ``size`` elements cut in ``ways``: 5 in 4 is 2, 2, 1, 0, as DTensor cuts."""
     step = -(-size // ways)
     return min(index * step, size), min((index + 1) * step, size)
 
@@ -127,7 +124,7 @@ def extent(region: Region) -> tuple[int, ...]:
 
 
 def region(layout: Layout, shape: tuple[int, ...], mesh: Mesh, rank: int) -> Region:
-    """The box of a tensor of this shape that a rank holds; ValueError for a layout of another number of dims."""
+    """The box of a tensor of this shape that a rank has; ValueError for a layout of another number of dims."""
     if len(layout.dims) != len(shape):
         raise ValueError(
             f"layout '{layout}' has {len(layout.dims)} dims, the shape {tuple(shape)} has {len(shape)}: "
@@ -209,7 +206,7 @@ def _with(layout: Layout, dims: dict[int, tuple[str, ...]], pending: tuple[str, 
 
 
 def _shrink(here: Layout, end: Layout) -> Step | None:
-    """The next cut that a dim of the end needs, where nothing has to be undone before."""
+    """The next cut that a dim needs, where nothing has to be undone before."""
     exchange: Step | None = None
     for d, (now, then) in enumerate(zip(here.dims, end.dims, strict=True)):
         if now == then or then[: len(now)] != now:
@@ -227,20 +224,18 @@ def _shrink(here: Layout, end: Layout) -> Step | None:
 
 
 def _sum(here: Layout, end: Layout) -> Step | None:
-    due = tuple(a for a in here.pending if a not in end.pending and a not in end.cut)
-    if not due:
-        return None
-    return Step("all_reduce", due, here, replace(here, pending=tuple(a for a in here.pending if a not in due)))
+    left = tuple(a for a in here.pending if a in (*end.pending, *end.cut))
+    due = tuple(a for a in here.pending if a not in left)
+    return Step("all_reduce", due, here, replace(here, pending=left)) if due else None
 
 
 def _grow(here: Layout, end: Layout) -> Step | None:
-    """Undo the innermost cut of a dim whose cuts are not the beginning of what they shall be."""
+    """Undo the innermost cut of a dim whose cuts do not begin those that it needs."""
     for d, (now, then) in enumerate(zip(here.dims, end.dims, strict=True)):
         if now and then[: len(now)] != now:
-            axis, less = now[-1], {d: now[:-1]}
-            if axis in end.pending:
-                return Step("place", (axis,), here, _with(here, less, (*here.pending, axis)), source=d)
-            return Step("all_gather", (axis,), here, _with(here, less, here.pending), source=d)
+            axis = now[-1]
+            kind, new = ("place", (axis,)) if axis in end.pending else ("all_gather", ())
+            return Step(kind, (axis,), here, _with(here, {d: now[:-1]}, here.pending + new), source=d)
     return None
 
 
@@ -273,8 +268,7 @@ def _lengths(size: int, ways: tuple[int, ...]) -> tuple[int, ...]:
 def sizes(step: Step, shape: tuple[int, ...], mesh: Mesh, rank: int) -> StepSizes:
     """The pieces and the padded size of one step on one rank."""
     local, after = (extent(region(layout, shape, mesh, rank)) for layout in (step.before, step.after))
-    ways = tuple(map(mesh.axis, step.axes))
-    n = math.prod(ways)
+    ways, n = tuple(map(mesh.axis, step.axes)), mesh.count(step.axes)
     if step.kind in ("all_reduce", "keep_first"):
         return StepSizes(math.prod(local), after)
     others = math.prod(s for d, s in enumerate(local) if d not in (step.source, step.target))

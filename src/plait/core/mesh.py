@@ -107,7 +107,7 @@ class Mesh:
         )
 
     def groups(self, axes: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
-        """All groups over these axes; together they hold every rank once."""
+        """All groups over these axes; together they have every rank once."""
         return tuple(dict.fromkeys(self.group(rank, axes) for rank in range(self.size)))
 
     def index(self, rank: int, axes: tuple[str, ...]) -> int:

@@ -51,18 +51,16 @@ SMALLEST = 2.0**-14
 class LossScale:
     """The factor of the loss.  An engine has its own; all ranks start alike, and agree on whether sums are finite.
 
-    Args:
-        scale: where it starts, a power of two: then scaling changes no bit of a sum that stays in range.
-        growth: multiplies it after ``interval`` good steps in a row.
-        backoff: multiplies it after a skipped step.
-
     Raises:
         ValueError: factors by which it would not settle.
     """
 
     scale: float = 2.0**16
+    """Where it starts, a power of two: then scaling changes no bit of a sum that stays in range."""
     growth: float = 2.0
+    """Multiplies it after ``interval`` good steps in a row."""
     backoff: float = 0.5
+    """Multiplies it after a skipped step."""
     interval: int = 2000
     good: int = 0
     """Steps made since the factor last changed."""

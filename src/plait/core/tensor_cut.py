@@ -21,24 +21,18 @@ from plait.core.layout import Region, part
 
 @dataclass(frozen=True)
 class TensorCut:
-    """One parameter's cut.
-
-    Args:
-        shape: the whole parameter's.
-        dim: the dim that is cut.
-        ways: how many ranks share it.
-        parts: sizes that ``dim`` is made of, each cut by itself.
-        grain: elements of ``dim`` that stay together.
-
-    Raises:
-        ValueError: sizes that don't add up, or grains that the ranks cannot share evenly.
-    """
+    """One parameter's cut; ValueError for parts that don't add up, or grains that the ranks cannot share evenly."""
 
     shape: tuple[int, ...]
+    """The whole parameter's."""
     dim: int
+    """The dim that is cut."""
     ways: int
+    """How many ranks share it."""
     parts: tuple[int, ...]
+    """Sizes that ``dim`` is made of, each cut by itself."""
     grain: int = 1
+    """Elements of ``dim`` that stay together."""
 
     def __post_init__(self) -> None:
         size = self.shape[self.dim]
@@ -57,7 +51,7 @@ class TensorCut:
                 )
 
     def ranges(self, index: int) -> tuple[tuple[int, int], ...]:
-        """What rank ``index`` holds along ``dim``: one run per part, in global coordinates."""
+        """What rank ``index`` has along ``dim``: one run per part, in global coordinates."""
         runs, base = [], 0
         for size in self.parts:
             start, stop = part(size // self.grain, self.ways, index)
@@ -66,12 +60,12 @@ class TensorCut:
         return tuple(runs)
 
     def local_shape(self, index: int) -> tuple[int, ...]:
-        """The shape of what rank ``index`` holds."""
+        """The shape of what rank ``index`` has."""
         size = sum(stop - start for start, stop in self.ranges(index))
         return (*self.shape[: self.dim], size, *self.shape[self.dim + 1 :])
 
     def regions(self, index: int, rows: tuple[int, int]) -> tuple[Region, ...]:
-        """Where rows of what rank ``index`` holds lie in the whole parameter: blocks, end to end along ``dim``."""
+        """Where rows of what rank ``index`` has lie in the whole parameter: blocks, end to end along ``dim``."""
         blocks, base = [], 0
         for start, stop in self.ranges(index):
             block = [rows, *((0, size) for size in self.shape[1:])]

@@ -20,17 +20,14 @@ from typing import Any
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-IGNORED = -100
-"""The target of a position that has no loss (the default of ``torch.nn.functional.cross_entropy``)."""
-
+IGNORED = -100  # the target of a position that has no loss (the default of ``torch.nn.functional.cross_entropy``)
 Batch = dict[str, Tensor]
 
 
 def split_samples(global_batch: int, num_parts: int, *, empty: bool = False) -> tuple[tuple[int, int], ...]:
     """(first, count) of each part: contiguous, in order, sizes differing by at most one, larger ones first.
 
-    Raises:
-        ValueError: fewer samples than parts, unless parts may be ``empty``.
+    Raises ValueError for fewer samples than parts, unless parts may be ``empty``.
     """
     if num_parts < 1:
         raise ValueError(f"cannot split {global_batch} samples in {num_parts} parts: give at least 1 part")
@@ -63,8 +60,7 @@ class Batches(ABC):
     ) -> list[Batch]:
         """The step's microbatches of one data rank: global microbatches data_rank * num_microbatches + m.
 
-        Raises:
-            ValueError: fewer samples than microbatches over all data ranks, or no such data rank.
+        Raises ValueError for fewer samples than microbatches over all data ranks, or no such data rank.
         """
         if num_data_ranks < 1 or num_microbatches < 1:
             raise ValueError(

@@ -42,8 +42,7 @@ def mix(*words: int) -> int:
 def sample_at(seed: int, epoch: int, index: int, num_samples: int) -> int:
     """Which sample comes index-th in this epoch: a permutation of 0 .. num_samples - 1 in ``index``.
 
-    Raises:
-        ValueError: no samples, an index outside the epoch, or a negative epoch.
+    Raises ValueError for no samples, an index outside the epoch, or a negative epoch.
     """
     if num_samples < 1:
         raise ValueError(f"num_samples is {num_samples}: an order needs at least one sample")

@@ -58,15 +58,10 @@ class PackedBatches(Corpus):
     """Packed rows: int64 ``tokens``, ``targets`` and ``documents``, all [count, length].
 
     ``documents`` numbers the documents of a row from 0; a model's attention must not cross them, and positions start
-    anew in each (see ``models.documents``).  Documents of fewer than 2 tokens have nothing to predict and are left out.
+    anew in each (see ``models.documents``).  Documents are bytes, each a token, or rows of whole numbers; those of less
+    than 2 tokens have nothing to predict and are left out.  ``ragged`` is that of ``TextBatches``.
 
-    Args:
-        documents: rows of whole numbers, or bytes, each a token.
-        seed: decides the order of an epoch.
-        ragged: as in ``TextBatches``.
-
-    Raises:
-        ValueError: no document with 2 tokens, or one that is not a row of whole numbers.
+    Raises ValueError where no document has 2 tokens, or one is not a row of whole numbers.
     """
 
     def __init__(self, documents: Iterable[bytes | Tensor], length: int, seed: int, ragged: bool = False) -> None:

@@ -40,8 +40,7 @@ class SyntheticRegression(Batches):
     there is something to learn.  ``ragged`` clears the mask of a quarter of the rows, at random, but never that of a
     step's first.  Every dtype sees the same numbers, rounded once.
 
-    Raises:
-        ValueError: a width below 1, or a dtype that is not floating point.
+    Raises ValueError for a width below 1, or a dtype that is not floating point.
     """
 
     def __init__(

@@ -23,9 +23,7 @@ from typing import TypeVar
 
 from torch import Tensor
 
-STANDARD_LIBRARY_BYTES = 3_000_000
-"""So much of the standard library is read at most."""
-
+STANDARD_LIBRARY_BYTES = 3_000_000  # at most
 HELD_OUT_PERCENT = 5
 Text = TypeVar("Text", bytes, Tensor)
 
@@ -36,9 +34,8 @@ def load_text(path: str | None = None) -> bytes:
     A folder is read recursively in the order of its relative paths.  Files with a NUL byte are taken for binary and
     skipped, and so are hidden files and folders.  Of ``.jsonl`` files only the texts count, blank lines between them.
 
-    Raises:
-        ValueError: nothing at ``path``, no text in it, a single file that is binary, or a line of a ``.jsonl`` file
-            without a text.
+    Raises ValueError for nothing at ``path``, no text in it, a single file that is binary, or a line of a ``.jsonl``
+    file without a text.
     """
     files = _files(path)
     parts = [b"\n\n".join(_texts(name, content)) for name, content in files]

@@ -42,8 +42,7 @@ class TextBatches(Corpus):
     ``ragged`` keeps the loss on a first part of each sample only, 1 to ``length`` targets, drawn from (seed, place in
     the run); the rest are ``IGNORED``.  It makes token counts differ, as padding does in real data.
 
-    Raises:
-        ValueError: a text shorter than one sample, or tokens that are not a row of whole numbers.
+    Raises ValueError for a text shorter than one sample, or tokens that are not a row of whole numbers.
     """
 
     def __init__(self, tokens: bytes | Tensor, length: int, seed: int, ragged: bool = False) -> None:

@@ -23,15 +23,13 @@ import warnings
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from multiprocessing.context import BaseContext
 
 import torch
 from torch.utils.data import Dataset
 
 from plait.data.batches import Batch, Batches, on_device
 
-_BUILDING = threading.Lock()
-"""Warnings are filtered for the whole process, and ranks may be threads of it."""
+_BUILDING = threading.Lock()  # warnings are filtered for the whole process, and ranks may be threads of it
 
 
 @dataclass(frozen=True)
@@ -80,6 +78,8 @@ class StepStream(Iterator[list[Batch]], AbstractContextManager["StepStream"]):
             return map(self._dataset.__getitem__, steps)
         from torchdata.stateful_dataloader import StatefulDataLoader  # type: ignore[import-untyped]
 
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload([__name__, "torchdata.stateful_dataloader"])  # heard by the first only
         with _BUILDING, warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="'set_vital' is deprecated")
             loader = StatefulDataLoader(
@@ -88,7 +88,7 @@ class StepStream(Iterator[list[Batch]], AbstractContextManager["StepStream"]):
                 sampler=steps,
                 num_workers=self._workers,
                 collate_fn=_as_it_is,
-                multiprocessing_context=_context(),
+                multiprocessing_context=context,
                 worker_init_fn=_watch_the_rank,
                 generator=torch.Generator(),  # it numbers the workers; torch's own generator stays as it is
             )
@@ -96,7 +96,7 @@ class StepStream(Iterator[list[Batch]], AbstractContextManager["StepStream"]):
         return started
 
     def state_dict(self) -> dict[str, int]:
-        """Where the stream stands: how many of its steps it has given out, whatever has been made ahead."""
+        """How many steps the stream has given out, whatever has been made ahead."""
         return {"given": self._next}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
@@ -112,13 +112,6 @@ class StepStream(Iterator[list[Batch]], AbstractContextManager["StepStream"]):
 
     def __exit__(self, *error: object) -> None:
         self.close()
-
-
-def _context() -> BaseContext:
-    """How workers are started; what is imported beforehand matters to the first only."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([__name__, "torchdata.stateful_dataloader"])
-    return context
 
 
 def _watch_the_rank(worker: int) -> None:

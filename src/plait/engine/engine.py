@@ -105,7 +105,7 @@ class Engine(PlacedModel):
             optimizer.register_step_post_hook(lambda *_: self._after_update())
             optimizer.zero_grad = partial(self._discard, optimizer.zero_grad)  # type: ignore[method-assign]
         self.steps = 0
-        self._evaluator = Evaluator(model, comm, self.stages, self.pipeline, partial(self.program, backward=False))
+        self._evaluator = Evaluator(self)
         self._broken = False
         self._now: OpenStep | None = None
         self.last = StepResult(-1, math.nan, 0, (), None)

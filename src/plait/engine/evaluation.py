@@ -14,7 +14,7 @@ from the step's.  In the ledger all their messages are of the phase ``evaluate``
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -29,9 +29,9 @@ from plait.engine.data_parallel.unshard import EVALUATE
 from plait.engine.exchange import Exchange
 from plait.engine.pipeline.p2p import PipelineP2P
 from plait.engine.pipeline.runtime import EventLog, Runtime
-from plait.engine.pipeline.stage import LossFn, Stage
+from plait.engine.pipeline.stage import LossFn
+from plait.engine.placed_model import PlacedModel
 from plait.engine.step import num_samples
-from plait.schedule.pipeline import Pipeline, RankProgram
 
 
 @dataclass(frozen=True)
@@ -43,37 +43,30 @@ class Evaluation:
 
 
 class Evaluator:
-    """Evaluations of a user's model in training; ``program`` gives what this rank does with so many microbatches."""
+    """Evaluations of a model in training."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        comm: Comm,
-        stages: Mapping[int, Stage],
-        pipeline: Pipeline,
-        program: Callable[[int], RankProgram],
-    ) -> None:
-        self.model, self.comm, self.stages, self.program = model, comm, stages, program
-        self.runtime = Runtime(stages, PipelineP2P(comm, pipeline.owner), EventLog(comm))
-        self.exchange = Exchange(comm, (), pipeline.owner[pipeline.num_stages - 1])
+    def __init__(self, placed: PlacedModel) -> None:
+        self.placed, comm = placed, placed.comm
+        self.runtime = Runtime(placed.stages, PipelineP2P(comm, placed.pipeline.owner), EventLog(comm))
+        self.exchange = Exchange(comm, (), placed.exchange.losses_at)
         self.broken = False
         """An evaluation raised in the middle of a pipeline: its messages may still be under way."""
 
     def evaluate(self, microbatches: Sequence[Any], loss_fn: LossFn, count_fn: Callable[[Any], int]) -> Evaluation:
         """See ``Engine.evaluate``."""
-        comm, num = self.comm, len(microbatches)
+        comm, stages, num = self.placed.comm, self.placed.stages.values(), len(microbatches)
         if not num:
             raise ValueError("no microbatch: an evaluation needs at least one, an empty one included")
-        program = self.program(num)
+        program = self.placed.program(num, backward=False)
         with ExitStack() as stack, torch.no_grad():
             stack.enter_context(comm.ledger.phase(EVALUATE))
             samples = sum(num_samples(batch) for batch in microbatches)
             _, total = self.exchange.counts(num, sum(map(count_fn, microbatches)), samples)
             self.exchange.check_batches(microbatches)
-            models = [stage.model for stage in self.stages.values()]
-            stack.enter_context(eval_mode(self.model, *models))
+            models = [stage.model for stage in stages]
+            stack.enter_context(eval_mode(self.placed.model, *models))
             stack.enter_context(buffers_of_data_rank_0(models, comm))
-            for stage in self.stages.values():
+            for stage in stages:
                 stack.enter_context(stage.unsharding.evaluation())
             self.broken = comm.mesh.pipe > 1
             self.runtime.evaluate(program, microbatches, loss_fn)

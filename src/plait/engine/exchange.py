@@ -40,7 +40,7 @@ class Exchange:
         if len({row[0] for row in table}) > 1:
             raise ValueError(
                 f"ranks bring different numbers of microbatches ({', '.join(str(row[0]) for row in table)}): "
-                f"every rank must make the same number, empty ones included"
+                f"every rank must bring the same number, empty ones included"
             )
         data = table[: self.in_stage : self.tensor]
         if any(table[i] != data[i % self.in_stage // self.tensor] for i in range(self.ranks)):

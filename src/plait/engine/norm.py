@@ -42,16 +42,9 @@ class Norm:
 
 
 def check_whole(norm: Norm, owned: Sequence[Owned], exchange: Exchange, names: Sequence[str]) -> list[str]:
-    """One small message shows whether parameters that are whole on every tensor rank have the same gradient on each.
+    """Raises ValueError where a parameter that every tensor rank has whole (``names``) has different gradients on them.
 
-    Args:
-        names: whole parameters with a gradient, the same list on every rank.
-
-    Returns:
-        The names of those whose gradient is zero, so that nothing can be said yet.
-
-    Raises:
-        ValueError: they differ: the parameter works on a cut activation, and its gradient is not summed.
+    One small message shows it.  Returns the names of those whose gradients are zero, which shows nothing yet.
     """
     squares = dict.fromkeys(names, 0.0)
     for run in owned:

@@ -73,11 +73,7 @@ class JobConfig(OptimizerConfig, DataConfig, ModelConfig):
         return self.in_dtype(TABLE["ddp"])
 
     def in_dtype(self, row: Strategy) -> Strategy:
-        """The row with the dtypes that ``dtype`` gives its cells.
-
-        Raises:
-            ValueError: a row with its own dtypes, and another ``dtype`` too.
-        """
+        """The row with the dtypes that ``dtype`` gives its cells; ValueError where it has dtypes of its own."""
         if self.dtype != "fp32" and (row.params.dtype or row.grads.dtype or row.optim.dtype):
             raise ValueError(f"strategy {row.name!r} says dtypes of its own ({row.row()}), beside dtype {self.dtype}")
         name, _, mixed = self.dtype.partition("-")

@@ -1,45 +1,29 @@
 """The data of a job, from a config: what is trained on, what is held out, and how many steps that makes.
 
-    windows of a text    (TextBatches)      or its documents, packed (--pack, PackedBatches)
-    --steps              steps run on from epoch to epoch
-    --epochs             steps end with the epoch: the last has the samples that are left
-
-Everything is a function of the config and of the files, so all ranks come to the same number of steps.
+windows of a text    (TextBatches)      or its documents, packed (--pack, PackedBatches)
+--steps              steps run on from epoch to epoch
+--epochs             steps end with the epoch: the last has the samples that are left
 """
-
-from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from torch import Tensor
 
-from plait.data import (
-    Batches,
-    Corpus,
-    Epochs,
-    PackedBatches,
-    TextBatches,
-    load_documents,
-    load_text,
-    split_documents,
-    split_text,
-)
+from plait.data import Batches, Corpus, Epochs, PackedBatches, TextBatches
+from plait.data.text import load_documents, load_text, split_documents, split_text
 from plait.job.config import JobConfig
-
-Encode = Callable[[bytes], Tensor]
 
 
 @dataclass(frozen=True)
 class JobData:
-    """What a run reads.
-
-    ``held_out`` is never trained on; None: there is no such part.  ``steps`` are those of the whole run.
-    """
+    """What a run reads."""
 
     batches: Batches
     held_out: Epochs | None
+    """What is never trained on; None: there is no such part."""
     steps: int
+    """Of the whole run."""
 
 
 def make_data(config: JobConfig) -> JobData:
@@ -71,7 +55,7 @@ def make_data(config: JobConfig) -> JobData:
     return JobData(corpus, held_out, config.steps)
 
 
-def _corpora(config: JobConfig, encode: Encode) -> tuple[Corpus, Corpus]:
+def _corpora(config: JobConfig, encode: Callable[[bytes], Tensor]) -> tuple[Corpus, Corpus]:
     """What is trained on, and what is held out."""
     length, seed = config.length, config.seed
     if config.pack:

@@ -1,8 +1,8 @@
-"""The families of models that ``--model`` chooses from: one row each, and the flags that their sizes are made of.
+"""The families of models that ``--model`` chooses from, a row each, and the flags from which sizes are made.
 
     ModelConfig ── find_family(model) ──► Family ── sizes(config) ──► GPTConfig ── build ──► the model, on meta
 
-A new family is a row of ``FAMILIES``: nothing else knows the families by name.
+Nothing else knows the families by name.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def describe_families() -> str:
 
 
 def describe_layers() -> str:
-    """How many layers there are unless one says so."""
+    """How many layers each family has unless the flag says so, for help texts."""
     names: dict[int, list[str]] = {}
     for name, row in FAMILIES.items():
         if row.layers is not None:
@@ -83,15 +83,12 @@ class ModelConfig:
 
 @dataclass(frozen=True)
 class Family:
-    """A kind of model, and everything that differs between kinds.
-
-    ``sizes`` makes of the flags the value from which ``build`` makes the model, with a ``width``; it refuses what does
-    not fit together.
-    """
+    """A kind of model, and everything that differs between kinds."""
 
     summary: str
     """For help texts."""
     sizes: Callable[[Any], Any]
+    """From flags to what ``build`` makes the model of, with a ``width``; refuses what does not fit together."""
     build: Callable[[Any], nn.Module]
     loss_fn: Callable[[nn.Module, Any], Tensor]
     """The sum of the losses of a batch."""
@@ -134,11 +131,7 @@ class Family:
 
 
 def find_family(model: str) -> Family:
-    """The row of a model.
-
-    Raises:
-        ValueError: no such family; the nearest names are given.
-    """
+    """The row of a model; ValueError, with the nearest names, if there is none."""
     name = FOLDER if model.startswith(FOLDER) else model
     if name in FAMILIES:
         return FAMILIES[name]

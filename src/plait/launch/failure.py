@@ -10,8 +10,6 @@ A rank that plait started prints nothing itself.  It writes the file that torch'
 stamps failures to the second; the nanoseconds here tell cause from echo.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -9,8 +9,6 @@ starts never outlive it: the agent stops them when one fails or a signal comes, 
 that is killed.
 """
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import os
@@ -22,7 +20,6 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
 
 import torch
 
@@ -47,7 +44,9 @@ def launch(config: MachineConfig, body: Body, command: Sequence[str]) -> int:
     if all(name in os.environ for name in VARIABLES):
         return _be_a_rank(config, body)
     if config.world == "thread":
-        with _compute_threads(config.threads), _stopped_cleanly():
+        with _stopped_cleanly(), contextlib.ExitStack() as stack:
+            stack.callback(torch.set_num_threads, torch.get_num_threads())
+            torch.set_num_threads(config.threads)
             device, deadline = resolve_device(config.device), config.deadline
             return max(thread.run(config.parsed_mesh, body, device=device, deadline=deadline))
     return _start_ranks(config, command)
@@ -84,16 +83,6 @@ def _leave_with(parent: int) -> None:
     while os.getppid() == parent:
         time.sleep(0.25)
     os._exit(1)
-
-
-@contextlib.contextmanager
-def _compute_threads(number: int) -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(number)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 @contextlib.contextmanager
@@ -138,7 +127,6 @@ def _start_ranks(config: MachineConfig, command: Sequence[str]) -> int:
     settings = [f"{name}={value}" for name, value in rank_environment(config).items()]
     # The agent substitutes ${local_rank} in arguments: a user's dollar must stay one.
     arguments = [text.replace("$", "$$") for text in (*settings, *command)]
-    newer: Any = {"shutdown_timeout": 5} if "shutdown_timeout" in LaunchConfig.__dataclass_fields__ else {}
     with tempfile.TemporaryDirectory(prefix="plait-") as folder, _agent_kept_quiet():
         plan = LaunchConfig(
             min_nodes=1,
@@ -152,8 +140,8 @@ def _start_ranks(config: MachineConfig, command: Sequence[str]) -> int:
             max_restarts=0,
             monitor_interval=0.05,
             logs_specs=DefaultLogsSpecs(log_dir=folder),
-            **newer,
         )
+        plan.shutdown_timeout = 5  # a torch that has no such field does not look for it
         try:
             elastic_launch(plan, env)(*arguments)
         except ChildFailedError as error:
@@ -205,14 +193,10 @@ def check_port(port: int) -> None:
 @contextlib.contextmanager
 def _agent_kept_quiet() -> Iterator[None]:
     """Without elastic's own log of failures, and with the signal handlers of before, which it does not restore."""
-    signals = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
     here = threading.current_thread() is threading.main_thread()
-    handlers = {number: signal.getsignal(number) for number in signals} if here else {}
-    before = logging.root.manager.disable
-    logging.disable(logging.CRITICAL)
-    try:
+    with contextlib.ExitStack() as stack:
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT) if here else ():
+            stack.callback(signal.signal, number, signal.getsignal(number))
+        stack.callback(logging.disable, logging.root.manager.disable)
+        logging.disable(logging.CRITICAL)
         yield
-    finally:
-        logging.disable(before)
-        for number, handler in handlers.items():
-            signal.signal(number, handler)

@@ -88,11 +88,7 @@ def parse_size(text: str) -> int:
 
 
 def validate(config: BenchConfig) -> None:
-    """Refuses what is known to be impossible before anything starts.
-
-    Raises:
-        ValueError: with the numbers and the fix.
-    """
+    """Refuses what is known to be impossible, by a ValueError with the numbers and the fix."""
     mesh = config.parsed_mesh
     if mesh.size < 2:
         raise ValueError(f"the mesh '{mesh}' has 1 rank, which has nobody to send to: give 2 or more, as in shard=2")

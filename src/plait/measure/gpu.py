@@ -4,13 +4,11 @@ The busy share of ``timeline`` is the host's view: the time in which a rank does
 keep running after their call has returned; the driver counts the share of time in which any kernel ran.
 """
 
-from __future__ import annotations
-
 import importlib
 import importlib.util
 import threading
 from statistics import fmean
-from typing import Any
+from typing import Any, Self
 
 INTERVAL = 0.1
 """Seconds between two samples; the driver averages over about as long."""
@@ -30,7 +28,7 @@ class GpuUtilisation:
         """The mean share of time in which a kernel ran; None where there is no driver to ask."""
         return fmean(self.samples) if self.samples else None
 
-    def __enter__(self) -> GpuUtilisation:
+    def __enter__(self) -> Self:
         if importlib.util.find_spec("pynvml") is not None:
             self._thread = threading.Thread(target=self._ask, daemon=True)
             self._thread.start()

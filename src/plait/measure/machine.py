@@ -7,9 +7,9 @@ Overlap is measured with three clocks: the products alone, the copies alone, bot
     together |##########|                    0: one waits for the other
 """
 
-from __future__ import annotations
-
+import resource
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -85,6 +85,17 @@ def overlap(width: int = 4096, size: int = 256 << 20) -> Overlap | None:
         products(number)
 
     return Overlap(compute_seconds, copy_seconds, _median_seconds(both, 0.3, "cuda"))
+
+
+def peak_memory(device: torch.device) -> int:
+    """The most bytes so far: on a CUDA device what torch has allocated, otherwise the process's resident memory.
+
+    Ranks that are threads share a process, and each reads the whole of it.
+    """
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    unit = 1 if sys.platform == "darwin" else 1024  # getrusage counts KiB on Linux
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
 def _median_seconds(work: Callable[[], object], budget: float, device: str) -> float:

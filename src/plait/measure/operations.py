@@ -4,8 +4,6 @@ Rank r brings ``(r + 1) * pattern``, or its own piece of the pattern: integers s
 exact, and the check is equality of whole tensors.  Sizes are those of the whole array, as nccl-tests counts.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -39,11 +37,7 @@ class BenchOperation:
         self.call().wait()
 
     def check(self) -> None:
-        """Runs it once and compares all of the result.
-
-        Raises:
-            RuntimeError: this world computes something else.
-        """
+        """Runs it once and compares all of the result; RuntimeError if this world computes something else."""
         self.run()
         if self.result is None or torch.equal(self.result, self.expected):
             return

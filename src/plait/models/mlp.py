@@ -8,9 +8,9 @@
 A ``Layer`` is one block, so wrapping by block finds 16 units, and a pipeline cuts the Sequential anywhere.
 ``widths`` allows odd sizes, which no mesh divides evenly.
 
-The loss is a *sum* over the rows whose mask is 1 and comes with their *count*; the engine divides once, by
-the count of the whole step.  A mean of per-microbatch means would weigh a row by the
-size of its microbatch, and its gradient would differ between layouts as soon as two microbatches hold different counts.
+The loss is a *sum* over the rows whose mask is 1 and comes with their *count*; the engine divides once, by the count of
+the whole step.  A mean of the microbatches' means would weigh a row by the size of its microbatch, so the gradient
+would differ between layouts as soon as two counts differ.
 """
 
 from __future__ import annotations
@@ -25,16 +25,12 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True)
 class MLPConfig:
-    """The sizes of an MLP: ``num_layers`` layers of ``width``, or the ``widths`` given one by one.
-
-    Raises:
-        ValueError: sizes that don't fit together, with the numbers and the fix.
-    """
+    """The sizes of an MLP; raises ValueError where they don't fit together."""
 
     num_layers: int = 16
     width: int = 64
     widths: tuple[int, ...] | None = None
-    """Input width, then the output width of each layer: num_layers + 1 numbers.  None: all ``width``."""
+    """Input width, then the output width of each layer: num_layers + 1 numbers, instead of ``width`` for all."""
     dropout: float = 0.0
 
     def __post_init__(self) -> None:
@@ -103,11 +99,10 @@ class MLP(nn.Sequential):
 def loss_sum(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
     """Squared errors, summed over the elements of all rows whose mask is 1: a scalar, never a mean.
 
-    ``batch`` holds ``x`` [batch, in], ``y`` [batch, out] and ``mask`` [batch] of 0 and 1.  Summed in fp32, in
-    fp64 if the prediction is.
+    ``batch`` has ``x`` [batch, in], ``y`` [batch, out] and ``mask`` [batch] of 0 and 1.  Summed in fp32, in fp64 if the
+    prediction is.
     """
-    prediction_BD: Tensor = model(batch["x"])
-    return squared_error_sum(prediction_BD, batch)
+    return squared_error_sum(model(batch["x"]), batch)
 
 
 def squared_error_sum(prediction_BD: Tensor, batch: Mapping[str, Tensor]) -> Tensor:
@@ -118,5 +113,5 @@ def squared_error_sum(prediction_BD: Tensor, batch: Mapping[str, Tensor]) -> Ten
 
 
 def sample_count(batch: Mapping[str, Tensor]) -> int:
-    """How many rows of the batch have a loss."""
+    """How many rows of a batch have a loss."""
     return int((batch["mask"] != 0).sum())

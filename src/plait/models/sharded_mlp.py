@@ -6,8 +6,8 @@
                              stage 4   13 14 15               13.linear.weight ...
 
 Initial values, dropout masks and checkpoints go by names.  Since a slice keeps the monolith's, ``materialise(slice,
-seed, device)`` draws what the monolith would draw, and nothing for other layers: values come from (seed, name)
-alone.  Until then parameters are on the meta device and take no memory.
+seed, device)`` draws what the monolith would draw, and nothing for other layers.  Until then parameters are on the meta
+device and take no memory.
 """
 
 from __future__ import annotations
@@ -23,10 +23,8 @@ from plait.schedule.partition import even
 class ShardedMLP(nn.Sequential):
     """The layers that ``stage`` of ``num_stages`` owns: [batch, fan_in] -> [batch, fan_out].
 
-    All slices run in sequence are the MLP.  Where layers do not divide evenly, earlier stages have one more.
-
-    Raises:
-        ValueError: more stages than layers, or no such stage.
+    All slices run in sequence are the MLP.  Where layers do not divide evenly, earlier stages have one more.  Raises
+    ValueError for more stages than layers, or no such stage.
     """
 
     def __init__(self, config: MLPConfig, stage: int, num_stages: int) -> None:

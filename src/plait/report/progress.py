@@ -7,19 +7,16 @@
 A pipe or a file gets only the lines.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Mapping
 from datetime import timedelta
 from statistics import median
-from types import TracebackType
-from typing import Any
+from typing import Any, Self
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
-from plait.report.training import human, progress_line
+from plait.report.training import human
 
 RECENT = 20
 """Steps whose median time is taken for the speed."""
@@ -29,7 +26,7 @@ class ProgressView:
     """Shows the steps of a run as they are done; entered and left like a file.
 
     Args:
-        steps: how many there will be, beginning with ``first`` (from 1).
+        steps: the number of the last step; ``first`` is that of the first (from 1).
         log_every: steps between two lines; the first and the last step have one too, and every evaluation.
         unit: what is counted, as in "tokens".
     """
@@ -44,33 +41,32 @@ class ProgressView:
             self._bar = Progress(BarColumn(), *map(TextColumn, columns), console=console, transient=True)
             self._task = self._bar.add_task("", total=steps, completed=first - 1, words="")
 
-    def __enter__(self) -> ProgressView:
+    def __enter__(self) -> Self:
         if self._bar is not None:
             self._bar.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._bar is not None:
             self._bar.stop()
 
     def show(self, line: Mapping[str, Any]) -> None:
         """A step is done: its line of metrics, with ``step``, ``loss``, ``tokens``, ``seconds``, ``peak_memory``."""
         self._seconds.append(line["seconds"])
-        step, typical = line["step"], median(self._seconds)
-        rate, left = line["tokens"] / typical, typical * (self._steps - step)
-        if step in (self._first, self._steps) or step % self._log_every == 0:
+        step, steps, loss, norm = line["step"], self._steps, line["loss"], line["grad_norm"]
+        typical = median(self._seconds)
+        rate, left = line["tokens"] / typical, typical * (steps - step)
+        if step in (self._first, steps) or step % self._log_every == 0:
+            clipped = "" if norm is None else f"  grad norm {norm:7.3f}"
             self._console.print(
-                progress_line(step, self._steps, line["loss"], rate, self._unit, line["grad_norm"], left)
+                f"step {step:{len(str(steps))}d}/{steps}  loss {loss:8.4f}{clipped}  {rate:9.0f} {self._unit}/s  "
+                f"{left:5.0f} s left"
             )
         if not line.get("made", True):
             self._console.print(f"step {step}: skipped, gradients not finite; loss scale now {line['loss_scale']:g}")
         if "eval_loss" in line:
             self._console.print(f"step {step}: held-out loss {line['eval_loss']:.4f} ({line['eval_tokens']:,} tokens)")
         if self._bar is not None:
-            words = (
-                f"loss {line['loss']:.4f}  {rate:,.0f} {self._unit}/s  {human(line['peak_memory'])}  "
-                f"{timedelta(seconds=round(left))} left"
-            )
+            speed, memory = f"{rate:,.0f} {self._unit}/s", human(line["peak_memory"])
+            words = f"loss {loss:.4f}  {speed}  {memory}  {timedelta(seconds=round(left))} left"
             self._bar.update(self._task, completed=step, words=words)

@@ -1,9 +1,9 @@
-"""The text of a training run: its header, its progress lines, and the table of bytes, predicted and measured."""
-
-from __future__ import annotations
+"""The end of a training run as text: its curve, and the table of bytes, predicted and measured."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
+from statistics import fmean
 
 from rich import box
 from rich.table import Table
@@ -13,20 +13,15 @@ from plait.plan.memory import Held
 
 def human(size: float) -> str:
     """Bytes with a unit, powers of 1024, three digits: ``1.50 MiB``."""
-    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
-        if size < 1024 or unit == "TiB":
-            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.2f} {unit}"
-        size /= 1024
-    raise AssertionError
+    units, power = ("B", "KiB", "MiB", "GiB", "TiB"), 0
+    while size >= 1024 and power < 4:
+        size, power = size / 1024, power + 1
+    return f"{size:.{2 if power else 0}f} {units[power]}"
 
 
 @dataclass(frozen=True)
 class RankBytes:
-    """One rank's bytes: what it holds between steps and what it sends per step, as predicted and as measured.
-
-    ``gathered_peak`` is the most that gathered parameters took on top of that, ``peak_open`` the most units unsharded
-    at once, not counting the ancestors of the running one.
-    """
+    """One rank's bytes: what it holds between steps and what it sends per step, as predicted and as measured."""
 
     rank: int
     predicted: Held
@@ -34,7 +29,9 @@ class RankBytes:
     sent_predicted: int
     sent_measured: int
     gathered_peak: int
+    """The most that gathered parameters took on top of what is held."""
     peak_open: int
+    """The most units unsharded at once, not counting the ancestors of the running one."""
 
 
 def bytes_table(ranks: Sequence[RankBytes]) -> Table:
@@ -61,24 +58,12 @@ def bytes_table(ranks: Sequence[RankBytes]) -> Table:
     return table
 
 
-def progress_line(
-    step: int, steps: int, loss: float, rate: float, unit: str, norm: float | None, seconds_left: float
-) -> str:
-    """One line of progress; ``rate`` is in ``unit`` per second over all ranks."""
-    clipped = "" if norm is None else f"  grad norm {norm:7.3f}"
-    width = len(str(steps))
-    return f"step {step:{width}d}/{steps}  loss {loss:8.4f}{clipped}  {rate:9.0f} {unit}/s  {seconds_left:5.0f} s left"
-
-
 def spark(values: Sequence[float], width: int = 60) -> str:
     """A curve in one line of block characters, low to high; each column is a mean."""
     if not values:
         return ""
     columns = min(width, len(values))
-    means = []
-    for i in range(columns):
-        part = values[i * len(values) // columns : (i + 1) * len(values) // columns]
-        means.append(sum(part) / len(part))
+    edges = [i * len(values) // columns for i in range(columns + 1)]
+    means = [fmean(values[start:stop]) for start, stop in pairwise(edges)]
     low, high = min(means), max(means)
-    blocks = "▁▂▃▄▅▆▇█"
-    return "".join(blocks[round((m - low) / ((high - low) or 1) * 7)] for m in means)
+    return "".join("▁▂▃▄▅▆▇█"[round((mean - low) / ((high - low) or 1) * 7)] for mean in means)

@@ -8,20 +8,20 @@
 Stages are contiguous, so that one activation goes from each to the next.
 
 A costly stage is waited for once per bubble; a costly *rank*, with all its stages, is waited for all the time.  The
-simulator knows both, and messages and V shapes besides, so in ``shortest_step`` it judges: starting from stages of
+simulator knows both, and messages and V shapes as well, so it decides in ``shortest_step``: starting from stages of
 equal cost, boundaries move by one link as long as that makes the step shorter.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import accumulate, pairwise
+from itertools import accumulate, permutations
 
 from plait.schedule.actions import Schedule, count_microbatches, count_stages, keep
 from plait.schedule.simulate import Costs, simulate
 
 MOST_MICROBATCHES = 4
-"""So many microbatches for each stage show what a longer step would."""
+"""So many microbatches per stage show what a longer step would."""
 
 
 def even(num_links: int, num_stages: int) -> tuple[range, ...]:
@@ -72,16 +72,11 @@ def balanced(costs: Sequence[float], num_stages: int) -> tuple[int, ...]:
         left = num_stages - stage - 1
         longer: dict[int, tuple[float, float, tuple[int, ...]]] = {}
         for end in range(stage + 1, len(costs) - left + 1):
-            options = [
-                (
-                    max(costliest, upto[end] - upto[start]),
-                    squares + (upto[end] - upto[start]) ** 2,
-                    (*sizes, end - start),
-                )
+            longer[end] = min(
+                (max(costliest, cost := upto[end] - upto[start]), squares + cost**2, (*sizes, end - start))
                 for start, (costliest, squares, sizes) in best.items()
                 if start < end
-            ]
-            longer[end] = min(options)
+            )
         best = longer
     return best[len(costs)][2]
 
@@ -94,8 +89,7 @@ def shortest_step(schedule: Schedule, forward: Sequence[float], backward: Sequen
 
     Args:
         schedule: with or without messages, proved.
-        forward: seconds of each link.
-        backward: the same; half of it is taken as the input part.
+        forward, backward: seconds of each link; half of the backward is taken as its input part.
 
     Raises:
         ValueError: more stages than links.
@@ -105,8 +99,7 @@ def shortest_step(schedule: Schedule, forward: Sequence[float], backward: Sequen
     schedule = keep(schedule, num_stages, shown)
 
     def seconds(sizes: tuple[int, ...]) -> float:
-        ends = [sum(sizes[:stage]) for stage in range(num_stages + 1)]
-        stages = [range(a, b) for a, b in pairwise(ends)]
+        stages = by_sizes(sizes, len(forward))
         half = tuple(sum(backward[i] for i in links) / 2 for links in stages)
         costs = Costs(tuple(sum(forward[i] for i in links) for links in stages), half, half)
         return simulate(schedule, costs).makespan
@@ -121,13 +114,11 @@ def shortest_step(schedule: Schedule, forward: Sequence[float], backward: Sequen
 
 
 def _neighbours(sizes: tuple[int, ...]) -> list[tuple[int, ...]]:
-    """One link from a stage to another: beside it, or further on with all between moved along."""
-    ranks = range(len(sizes))
+    """One link from a stage to another: a neighbour, or further on with all between moved along."""
     return [
         tuple(size - (stage == source) + (stage == target) for stage, size in enumerate(sizes))
-        for source in ranks
-        for target in ranks
-        if source != target and sizes[source] > 1
+        for source, target in permutations(range(len(sizes)), 2)
+        if sizes[source] > 1
     ]
 
 

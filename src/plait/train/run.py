@@ -5,8 +5,6 @@
 Every rank runs ``run_train``; rank 0 speaks.  Bytes held and sent are predicted from the table and measured.
 """
 
-from __future__ import annotations
-
 import math
 import platform
 import shlex
@@ -34,7 +32,7 @@ from plait.data import StepStream
 from plait.engine import Engine
 from plait.job.job import Job, make_job
 from plait.measure.gpu import GpuUtilisation
-from plait.measure.memory import peak_memory
+from plait.measure.machine import peak_memory
 from plait.plan.activations import DecoderSizes, decoder
 from plait.plan.memory import Held, held
 from plait.report.progress import ProgressView
@@ -72,11 +70,7 @@ class Training:
 
 
 def run_train(config: TrainConfig, comm: Comm, argv: Sequence[str] = ()) -> int:
-    """This rank's part of a training run; returns the exit code (1 where the comparison asked for fails).
-
-    Args:
-        argv: the words that started the run, for its summary.
-    """
+    """This rank's part of a run that was started by ``argv``; the exit code is 1 if the comparison asked for fails."""
     console = Console(quiet=comm.rank > 0, stderr=config.json == "-", highlight=False, soft_wrap=True)
     job = make_job(config)
     config = replace(config, steps=job.steps)  # epochs have become steps

@@ -6,8 +6,6 @@
 The ranks shown are those of one pipeline (of the first data and tensor rank); without a pipeline, all data ranks.
 """
 
-from __future__ import annotations
-
 import json
 from dataclasses import dataclass
 from pathlib import Path

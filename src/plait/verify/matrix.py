@@ -98,8 +98,7 @@ class References:
 def run_matrix(config: VerifyConfig) -> int:
     """Run the cells of the config's matrix, print the grid and return the exit code (0 all as due, 1 not).
 
-    Raises:
-        ValueError: a flag that the matrix decides itself.
+    Raises ValueError for a flag that the matrix decides itself.
     """
     assert config.matrix is not None
     for field in fields(config):

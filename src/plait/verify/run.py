@@ -74,11 +74,7 @@ def references(job: Job, config: RunConfig, ranks: Sequence[RankRecord]) -> tupl
 
 
 def replay(
-    job: Job,
-    config: RunConfig,
-    ranks: Sequence[RankRecord],
-    run: Callable[..., Record] = run_reference,
-    **options: Any,
+    job: Job, config: RunConfig, ranks: Sequence[RankRecord], run: Callable[..., Record] = run_reference, **options: Any
 ) -> Record:
     """The single process that adds in the order of the config's layout, of which these are the records."""
     pieces = [r.norm_pieces for r in sorted(ranks, key=lambda r: r.rank)] if asked(config) == BITWISE else None

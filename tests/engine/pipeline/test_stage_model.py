@@ -237,7 +237,7 @@ def test_a_weight_on_two_links_of_one_part_is_one_parameter_there() -> None:
 
 def test_the_whole_is_the_model_itself() -> None:
     model = cases.Net()
-    whole = StageModel.whole(model)
+    whole = StageModel.part(model, (), range(0), set())
     assert whole.model is model and all(whole.origin[id(p)] is p for p in model.parameters())
     assert len(whole.origin) == len([*model.parameters()])
 

@@ -3,13 +3,13 @@
     model ── wrap ──► units ── by dtype, training, sums ──► flat layouts ──► buffers, pieces of what has values
                                                                               └─ what is on meta comes later
 
-Parameters on the meta device get their values afterwards (see ``engine.state.init``), so that a rank never holds more
+Parameters on the meta device get their values afterwards (see ``engine.state.init``), so that a rank never has more
 than its pieces and one module.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -17,8 +17,9 @@ import torch
 from torch import nn
 
 from plait.comm import Comm
-from plait.core.cells import Cell, Strategy, moves
-from plait.core.flat import Cut, lay
+from plait.core.cells import Cell, moves
+from plait.core.flat import lay
+from plait.core.parallelism import Parallelism
 from plait.core.tensor_cut import TensorCut
 from plait.engine.data_parallel.storage import Flat, dtype_in
 from plait.engine.data_parallel.unit import Unit
@@ -67,28 +68,20 @@ def build_units(
     origin: Mapping[int, nn.Parameter],
     whole: SourceModel,
     comm: Comm,
-    strategy: Strategy,
-    *,
-    names: Iterable[str] | None,
-    cut: Cut,
-    resting: dict[int, str],
+    parallelism: Parallelism,
     parallel: Parallel,
+    resting: dict[int, str],
 ) -> BuiltUnits:
-    """Cut a stage into units whose flat buffers hold this rank's pieces of what has values.
+    """Cut a stage into units whose flat buffers have this rank's pieces of what has values.
 
     Args:
-        model: the stage's; parameters with values, or on meta, or some of each.
         origin: by ``id`` of a parameter of the stage, the whole model's.
-        names: the modules that become units; None wraps automatically.
-        cut: where pieces may end.
-        resting: kept up to date with the names, by ``id``, of parameters that are at rest.
         parallel: how tensor parallelism cuts parameters, before they are laid in their units.
-
-    Raises:
-        ValueError: unknown unit names.
+        resting: kept up to date with the names, by ``id``, of parameters that are at rest.
     """
-    wrapped = wrap(model, names)
-    for module in model.modules():
+    strategy, cut, modules = parallelism.strategy, parallelism.cut, dict(model.named_modules())
+    wrapped = wrap(model, parallelism.units and [name for name in parallelism.units if name in modules])
+    for module in modules.values():
         for name, buffer in module._buffers.items():
             if buffer is not None:
                 module._buffers[name] = buffer.to(comm.device)

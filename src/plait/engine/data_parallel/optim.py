@@ -72,35 +72,34 @@ def rebuilt(optimizer: Optimizer, groups: Sequence[Mapping[str, Any]]) -> Optimi
     return type(optimizer)([dict(group) for group in groups], **settings)
 
 
-def probe_elementwise(optimizer: Optimizer, dtype: torch.dtype | None = None) -> str | None:
+def probe_elementwise(optimizer: Optimizer, dtype: torch.dtype | None) -> str | None:
     """Why the optimizer is not element-wise; None when two probing steps say that it is.
 
     The settings of each parameter group are tried on an 8 x 12 matrix, whole and cut where a flat layout may cut, in
     the dtype of what it will update (None: of the group's first parameter).
     """
     for number, group in enumerate(optimizer.param_groups):
-        dtype = dtype or (group["params"][0].dtype if group["params"] else torch.float32)
+        own = group["params"][0].dtype if group["params"] else torch.float32
         settings = {k: v for k, v in group.items() if k != "params"}
         if "lr" in settings and float(settings["lr"]) == 0:
             settings["lr"] = 0.1  # a schedule that warms up from 0 would let any optimizer pass
-        values = torch.linspace(-1, 1, 96, dtype=torch.float64).sin().to(dtype)
-        whole = [nn.Parameter(values.clone().view(8, 12))]
+        values = torch.linspace(-1, 1, 96, dtype=torch.float64).sin().to(dtype or own)
         cut = max(GRAIN, BOUNDARY_BYTES // values.element_size())  # where flat layouts may cut this dtype
-        runs = [nn.Parameter(values[:cut].clone()), nn.Parameter(values[cut:].clone())]
+        stepped = []
         try:
-            for parameters in (whole, runs):
+            for sizes, shape in (([96], (8, 12)), ([cut, 96 - cut], (-1,))):
+                parameters = [nn.Parameter(part.clone().view(shape)) for part in values.split(sizes)]
                 probe = rebuilt(optimizer, [{**settings, "params": parameters}])
                 for step in (1, 2):
-                    gradient = (values * 3 + step).cos()
-                    parts = [gradient.view(8, 12)] if parameters is whole else [gradient[:cut], gradient[cut:]]
-                    for parameter, part in zip(parameters, parts, strict=True):
-                        parameter.grad = part.clone()
+                    gradients = (values * 3 + step).cos().split(sizes)
+                    for parameter, gradient in zip(parameters, gradients, strict=True):
+                        parameter.grad = gradient.clone().view(shape)
                     probe.step()
+                stepped.append(torch.cat([parameter.detach().view(-1) for parameter in parameters]))
         except Exception as error:  # whatever a class raises on flat runs is its reason
             return f"{type(error).__name__} on flat runs of a matrix: {error}"
-        pieces, matrix = torch.cat([run.detach() for run in runs]), whole[0].detach().view(-1)
-        if not torch.equal(pieces, matrix):
-            worst = (pieces - matrix).abs().max().item()
+        if not torch.equal(*stepped):
+            worst = (stepped[0] - stepped[1]).abs().max().item()
             return f"two steps on a matrix and on two flat runs of it differ by up to {worst:.3g} (group {number})"
     return None
 
@@ -116,13 +115,9 @@ def has_state_at_once(optimizer: Optimizer) -> bool:
 
 
 class OwnedOptimizer:
-    """The user's optimizer, changed in place to have only what this rank owns.
+    """The user's optimizer, changed in place to have only what this rank owns of all flat gradients.
 
-    Args:
-        optimizer: built on the model's own parameters.
-        names: the model's parameter names by ``id``.
-        gradients: every flat gradient of the rank.
-        cuts: whether any run may be less than a whole parameter.
+    ``names`` are those of the model's own parameters by ``id``; ``cuts`` says whether a run may be part of a parameter.
 
     Raises:
         ValueError: parameters that are not the model's, an optimizer that has made steps already, or one that is not

@@ -3,7 +3,7 @@
 full     every element; parameters are views of it, so a gather copies nothing per parameter.  Where the row splits
          them it has memory only while they are gathered: resharding resizes its storage to nothing and unsharding
          back, so whatever autograd saved (parameters, or views such as ``weight.t()``) has the right values again
-rest     what this rank holds of the parameters at rest; where nothing is split, it is ``full``
+rest     what this rank has of the parameters at rest; where nothing is split, it is ``full``
 kept     from a forward to its backward: what the next gather starts from
 master   what the optimizer updates, where its cell has another dtype or device than the parameters'; they are
          rounded from it after each update.  Elsewhere the optimizer updates a part of ``rest``
@@ -47,10 +47,9 @@ class Flat:
     """The parameters of a unit of one dtype that all train, or all do not.
 
     Args:
-        parameters: the module's own ``Parameter`` objects, one per slot of the layout.
         resting: names, by ``id``, of the parameters that are placeholders now; kept up to date.
         cuts: how each parameter is cut over the tensor axis, None where it is whole.
-        summed: its gradients are pending over the tensor axis.
+        summed: gradients are pending over the tensor axis.
     """
 
     def __init__(
@@ -102,7 +101,7 @@ class Flat:
         (self.reshard if self.split else self.show)()
 
     def place(self, cell: Cell) -> tuple[int, int]:
-        """The elements of the flat buffer that this rank holds under a cell."""
+        """The elements of the flat buffer that this rank has under a cell."""
         mesh = self.comm.mesh
         return self.layout.piece(mesh.count(cell.split), mesh.index(self.comm.rank, cell.split))
 
@@ -111,7 +110,7 @@ class Flat:
         return [buffer[slot.offset : slot.end].view(slot.shape) for slot in self.layout.slots]
 
     def write(self, slot_index: int, value: Tensor, first_row: int | None = None) -> None:
-        """Write what this rank holds at rest of a parameter.
+        """Write what this rank has at rest of a parameter.
 
         Args:
             value: the whole parameter, or, given ``first_row``, rows of this tensor rank's piece from that row on.
@@ -129,7 +128,7 @@ class Flat:
                     piece[here].copy_(elements[run.start - skipped : run.stop - skipped])
 
     def publish(self, note: Note) -> list[Work]:
-        """After an update: start to send the updated pieces, rounded, to whoever holds them at rest."""
+        """After an update: start to send the updated pieces, rounded, to whoever has them at rest."""
         if self.master is not None:
             self.updated_at_rest.copy_(self.master)
         return [send(self.comm, message, self.rest, self.held[0], note) for message in self._publish]

@@ -70,8 +70,6 @@ class Unit:
         """Nothing reads the unit's parameters once they have their gradients: autograd makes a weight's gradient in the
         same node as that of its input.  Frozen and borrowed parameters may be read later."""
 
-    # ---- transitions --------------------------------------------------------------------------------------------
-
     def unshard(self, phase: str, microbatch: int) -> None:
         """Start to gather the parameters, from what is kept or lies at rest."""
         assert self.state is State.SHARDED, f"unit {self.name!r} is {self.state.value}"
@@ -114,7 +112,7 @@ class Unit:
             flat.kept = None
 
     def publish(self) -> list[Work]:
-        """After an update: start to bring the updated pieces to everyone who holds them at rest."""
+        """After an update: start to bring the updated pieces to everyone who has them at rest."""
         note = Note("publish", self.name)
         return [work for flat in self.flats if flat.trainable for work in flat.publish(note)]
 

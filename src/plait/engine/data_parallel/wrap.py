@@ -81,11 +81,11 @@ def wrap(model: nn.Module, units: Iterable[str] | None = None) -> tuple[Wrapped,
             around = around.rpartition(".")[0]
         unit = unit_of[id(under_all_names[around])]
         for short, parameter in module.named_parameters(recurse=False):
-            first = owner.setdefault(id(parameter), unit)
-            if first != unit:
-                borrows[unit].setdefault(first)
-            elif all(parameter is not p for _, p in laid[unit]):
+            if id(parameter) not in owner:
+                owner[id(parameter)] = unit
                 laid[unit].append((f"{module_name}.{short}" if module_name else short, parameter))
+            elif owner[id(parameter)] != unit:
+                borrows[unit].setdefault(owner[id(parameter)])
     return tuple(
         Wrapped(name, modules[name], tuple(laid[name]), tuple(borrows[name]))
         for name in laid

@@ -11,24 +11,20 @@ parameter of a stage.  It changes nothing:
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from plait.engine.forward.context import CurrentForward, in_backward
 from plait.engine.forward.interceptor import Function, Handler, read_among
 
 
 class AtRestCheck(Handler):
-    """Watches who reads parameters; changes nothing.
-
-    Args:
-        split: the parameters of split units, by ``id``.
-        staged: the parameters of a stage, which ``loss_fn`` may not read itself: it runs on one stage of several.
-        resting: the names, by ``id``, of parameters whose values are not here now; kept up to date by the units.
-    """
+    """Watches who reads parameters, by ``id``: those of ``split`` units, and in ``loss_fn`` those that are ``staged``,
+    for it runs on one stage of several.  ``resting`` has the names of those whose values are not here now."""
 
     def __init__(self, current: CurrentForward, split: set[int], staged: set[int], resting: Mapping[int, str]) -> None:
         self.current, self.split, self.staged, self.resting = current, split, staged, resting
@@ -53,16 +49,7 @@ class AtRestCheck(Handler):
         result = call_next(*args, **kwargs)
         if read and context.unit is not None and torch.is_grad_enabled():
             unshard = context.unit.unshard_for_backward
-            for tensor in flat_values((result,)):
+            for tensor in (result,) if isinstance(result, Tensor) else tree_leaves(result):
                 if isinstance(tensor, Tensor) and tensor.grad_fn is not None:
                     tensor.grad_fn.register_prehook(lambda *gradients: unshard())
         return result
-
-
-def flat_values(values: Sequence[Any]) -> Iterator[Any]:
-    """The values, and those inside lists and tuples."""
-    for value in values:
-        if isinstance(value, list | tuple):
-            yield from flat_values(value)
-        else:
-            yield value

@@ -182,10 +182,8 @@ class CurrentForward:
 
     @property
     def comes_back(self) -> bool:
-        """Whether handlers will see what runs now if it is recomputed.
-
-        A module's call switches them on; a checkpoint around a function that is no module's call runs without them.
-        """
+        """Whether handlers will see what runs now if it is recomputed: a module's call switches them on, while a
+        checkpoint around a function that is no module's call runs without them."""
         return checkpoint_around() is self.context.module.checkpoint
 
     def enter_unit(self, unshard_for_backward: Callable[[], None]) -> None:

@@ -50,10 +50,8 @@ def form_of(x: Tensor) -> Form:
 
 
 class DeferredGrad(Tensor):
-    """A gradient that is not computed yet: ``make(*operands)``, which is of this form.
-
-    Operands, which may be deferred themselves, are kept without their graphs and must not be written to meanwhile.
-    """
+    """A gradient that is not computed yet: ``make(*operands)``, which is of this form.  Operands, which may be deferred
+    themselves, are kept without their graphs and must not be written to meanwhile."""
 
     make: Callable[..., Tensor]
     operands: tuple[Tensor, ...]
@@ -71,11 +69,7 @@ class DeferredGrad(Tensor):
     def __init__(self, make: Callable[..., Tensor], operands: Sequence[Tensor], form: Form) -> None: ...
 
     def compute(self) -> Tensor:
-        """The gradient.
-
-        Raises:
-            ValueError: an operand was written to since.
-        """
+        """The gradient; ValueError where an operand was written to since."""
         if self.versions != tuple(t._version for t in self.operands):
             raise ValueError(
                 f"what a weight gradient {list(self.shape)} is made of was written to between the input part and the "
@@ -125,11 +119,8 @@ def _save(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
 def linear(
     input: Tensor, weight: Tensor, bias: Tensor | None = None, *, gemm: Gemm = TORCH, later: bool = True
 ) -> Tensor | None:
-    """``F.linear``, [..., in] -> [..., out], in the steps that torch takes.
-
-    Args:
-        later: gradients of weight and bias are deferred; otherwise they are made in backward.
-    """
+    """``F.linear``, [..., in] -> [..., out], in the steps that torch takes; ``later``: gradients of weight and bias are
+    deferred, otherwise they are made in backward."""
     x = input
     if not x.dim() or weight.dim() != 2 or x.shape[-1] != weight.shape[1]:
         return None
@@ -253,10 +244,8 @@ def _each(sizes: Sizes, dims: int) -> list[int]:
 
 
 def _padding(padding: Sizes | str, reach: list[int], strides: list[int]) -> list[int] | None:
-    """The padding on both sides of each dim; None where ``same`` pads the sides differently, or is refused by torch.
-
-    ``reach`` is the distance, in each dim, from the window's first element to its last.
-    """
+    """On both sides of each dim, in which the window's last element is ``reach`` from its first; None where ``same``
+    pads the sides differently, or is refused by torch."""
     if not isinstance(padding, str):
         return _each(padding, len(reach))
     if padding == "same" and set(strides) == {1} and not any(r % 2 for r in reach):

@@ -1,15 +1,9 @@
 """Dropout that belongs to the model, not to the process: a handler.
 
-Dropout is a pure function of (seed, step, *global sample index*, site, element index), where the site is the name of
-the module and the number of its call.  Whoever computes a sample, in whatever microbatch, on whatever rank, draws the
-same mask: no cut of the batch changes it, and nothing draws from a global generator.
-
-    key (64 bits)   <- blake2b(seed, step, sample, site)                    one per sample
-    bits (32 bits)  <- mix(mix(element index xor key_low) + key_high)       one per element
-    keep            <- bits >= p * 2**32
-
-The mixing is the two-round multiply-and-shift hash of the "hash prospector" family, in int64 so that no product
-overflows; it needs no generator object, runs on every device, and gives any slice of a mask by itself.
+A mask is a pure function of (seed, step, *global sample index*, site, element index), where the site is the name of the
+module and the number of its call.  Whoever computes a sample, in whatever microbatch, on whatever rank, draws the same
+mask: no cut of the batch changes it, and nothing draws from a global generator.  The bits (see ``sharded.masks``) come
+from a hash of the "hash prospector" family, which needs no generator object and runs on every device.
 
 It sees every function that draws: it serves ``F.dropout`` and the attention kernel, runs composite functions
 (multi-head attention) under a dispatch mode that serves their Bernoulli draws, and refuses every other random operator.
@@ -36,12 +30,8 @@ SliceOf = Callable[[str, Sequence[int]], Slice | None]
 
 
 class DropoutRNG(Handler):
-    """The dropout of one stage.
-
-    Args:
-        slice_of: which slice of its whole activation a module draws for, where activations are cut.
-        recomputes: the engine runs parts of the model twice; the second time they draw the same masks.
-    """
+    """The dropout of one stage.  ``slice_of`` tells which slice of its whole activation a module draws for, where they
+    are cut; if the engine ``recomputes``, parts of the model draw the same masks twice."""
 
     def __init__(
         self, seed: int, current: CurrentForward, *, slice_of: SliceOf | None = None, recomputes: bool = False
@@ -90,15 +80,19 @@ class DropoutRNG(Handler):
         place = part.indices(shape) if part else None
         return keep_mask(keys, math.prod(shape) // len(keys) if keys else 0, p, device, place).view(shape)
 
-    def dropout(self, x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+    def dropout(self, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
         """``F.dropout``, with the next mask of the running module."""
         if not 0 <= p <= 1:
             raise ValueError(f"dropout probability {p}: it must be from 0 to 1")
         if not training or p == 0:
-            return x
+            return input
         scale = 1 / (1 - p) if p < 1 else 0.0
-        factor = self.mask(x.shape, p, x.device).to(x.dtype).mul_(scale)
-        return x.mul_(factor) if inplace else x * factor
+        factor = self.mask(input.shape, p, input.device).to(input.dtype).mul_(scale)
+        return input.mul_(factor) if inplace else input * factor
+
+    def torch_dropout(self, input: Tensor, p: float, train: bool) -> Tensor:
+        """``torch.dropout``."""
+        return self.dropout(input, p, train)
 
     def attention(
         self,
@@ -111,7 +105,11 @@ class DropoutRNG(Handler):
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> Tensor:
-        """``F.scaled_dot_product_attention`` with dropout on the weights, written out."""
+        """``F.scaled_dot_product_attention``; with dropout on the weights, written out."""
+        if not dropout_p:
+            return F.scaled_dot_product_attention(
+                query, key, value, attn_mask, 0.0, is_causal, scale=scale, enable_gqa=enable_gqa
+            )
         if enable_gqa:
             groups = query.size(-3) // key.size(-3)
             key, value = key.repeat_interleave(groups, -3), value.repeat_interleave(groups, -3)
@@ -135,21 +133,13 @@ class DropoutRNG(Handler):
         if not context.draws:
             return call_next(*args, **kwargs)
         if func in _SERVED:
-            return self._serve(func, args, kwargs)
+            return _SERVED[func](self, *args, **kwargs)
         if func in _COMPOSITE:
             with _Bernoulli(self):
                 return func(*args, **kwargs)
         if not own_generator and not without_dropout(func, args):
             raise no_stream(getattr(func, "__name__", str(func)), context.module.name)
         return func(*args, **kwargs)
-
-    def _serve(self, func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if func is F.scaled_dot_product_attention:
-            dropped = kwargs.get("dropout_p", args[4] if len(args) > 4 else 0.0)
-            return self.attention(*args, **kwargs) if dropped else func(*args, **kwargs)
-        if func is torch.dropout:
-            return self.dropout(args[0], *args[1:], **{"training" if k == "train" else k: v for k, v in kwargs.items()})
-        return self.dropout(*args, **kwargs)
 
 
 class _Bernoulli(TorchDispatchMode):
@@ -171,5 +161,9 @@ class _Bernoulli(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-_SERVED = {F.dropout, torch.dropout, F.scaled_dot_product_attention}
+_SERVED: dict[Function, Function] = {
+    F.dropout: DropoutRNG.dropout,
+    torch.dropout: DropoutRNG.torch_dropout,
+    F.scaled_dot_product_attention: DropoutRNG.attention,
+}
 _COMPOSITE = {F.multi_head_attention_forward, F.dropout1d, F.dropout2d, F.dropout3d}

@@ -5,8 +5,7 @@ A stream is named by what it depends on (``stream_key``), never by how much was 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from typing import Any
 
@@ -116,9 +115,6 @@ class PrivateGenerator(TorchDispatchMode):
         return func(*args, **kwargs)
 
 
-@contextmanager
-def private_generator(device: torch.device, *key: object) -> Iterator[None]:
+def private_generator(device: torch.device, *key: object) -> PrivateGenerator:
     """Random operators inside draw from a stream that depends on ``key`` alone."""
-    generator = torch.Generator(device=device).manual_seed(stream_key(*key) & (2**63 - 1))
-    with PrivateGenerator(generator):
-        yield
+    return PrivateGenerator(torch.Generator(device=device).manual_seed(stream_key(*key) & (2**63 - 1)))

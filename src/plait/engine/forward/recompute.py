@@ -40,11 +40,7 @@ SAVES_NOTHING = ("gathered", "vocabulary")
 
 
 def check_recompute(model: nn.Module, names: Iterable[str], recompute: str | None) -> None:
-    """Raises ValueError for an unknown word, and for ``full`` on a model without a block.
-
-    Args:
-        names: the modules that are units.
-    """
+    """Raises ValueError for an unknown word, and for ``full`` where no unit (``names``) is a block."""
     if recompute not in (None, "full", "selective"):
         raise ValueError(f"recompute={recompute!r}: give 'full', 'selective' or None")
     if recompute == "full" and not blocks_of(model, names):
@@ -113,9 +109,8 @@ def called_twice(
 def run_twice(model: nn.Module, name: str, interceptor: Interceptor, parallel: Parallel, *, sequence: bool) -> None:
     """Make the forward of a block one that runs again in the backward.
 
-    Raises:
-        ValueError: a block whose input the tensor plan changes before its forward sees it; at its first forward, one
-            that writes to a buffer.
+    Raises ValueError for a block whose input the tensor plan changes before its forward sees it, and at its first
+    forward for one that writes to a buffer.
     """
     style = parallel.styles.get(name)
     if sequence and style and style.kind == "enter":
@@ -152,9 +147,7 @@ def run_twice(model: nn.Module, name: str, interceptor: Interceptor, parallel: P
 
 def same_bits(left: Tensor, right: Tensor) -> bool:
     """Whether two tensors are the same, NaN for NaN."""
-    if not left.is_floating_point() or left.shape != right.shape:
-        return torch.equal(left, right)
-    return torch.equal(left.isnan(), right.isnan()) and torch.equal(left.nan_to_num(), right.nan_to_num())
+    return left.shape == right.shape and torch.allclose(left, right, rtol=0, atol=0, equal_nan=True)
 
 
 class AttentionRecompute(Handler):

@@ -66,10 +66,9 @@ class StageAxis(TensorAxis):
 
 
 class TensorParallel(Handler):
-    """Runs a model's cut modules.
+    """Runs a model's cut modules, whose parameters have this rank's pieces already.
 
     Args:
-        model: its cut parameters have this rank's pieces already.
         parallel: the plan, resolved on this model before its parameters were cut.
         parameters: the whole shape of every cut parameter, by ``id``.
         deferred: has the stand-ins, where weight gradients are made in a pass of their own.
@@ -258,11 +257,8 @@ class TensorParallel(Handler):
     # ---- dropout ------------------------------------------------------------------------------------------------
 
     def slice_of(self, name: str, shape: Sequence[int]) -> Slice | None:
-        """Which slice of its whole activation a module that draws dropout has; None: the whole.
-
-        Raises:
-            ValueError: a module whose activation is cut in a way that the plan does not say.
-        """
+        """Which slice of its whole activation a module that draws dropout has; None: the whole.  ValueError where the
+        plan does not say how it is cut."""
         style, cut = self.parallel.styles.get(name), self.current.context.cut
         kind = style.kind if style and style.kind not in ("enter", "split") else ""
         if not kind and cut.width:  # between a column and a row

@@ -6,15 +6,14 @@
 
 Between F, I and W of a microbatch those of others may run, in any order: F0 F1 F2 I0 F3 I1 W0 I2 W1 ...
 
-The products that wait are those of ``deferred_products``: linear layers, embeddings, convolutions with a parameter as
-weight.  Every other gradient (norms, ``weight.t()``, recurrent kernels, the inside of a multi-head attention) is made
-by autograd in I and waits on its stand-in.  So is everything under autocast, which adds up the gradients of a weight's
-uses in the lower precision, and what is recomputed unseen (a checkpoint around a function that is no module's call),
-where torch would save other tensors than these products do.
+Deferred are the products of ``deferred_products`` with a parameter as weight.  Every other gradient (norms,
+``weight.t()``, recurrent kernels, the inside of a multi-head attention) is made by autograd in I and waits on its
+stand-in.  So is everything under autocast, which adds up the gradients of a weight's uses in the lower precision, and
+what is recomputed unseen (a checkpoint around a function that is no module's call), where torch would save other
+tensors than these products do.
 
-It sees every function of the forward that reads a parameter which trains; handlers before it still meet the parameters
-themselves.  It does not see ``apply`` of an autograd.Function: whoever passes a parameter to one asks for its
-``stand_in``.
+It sees every function of the forward that reads a parameter which trains.  It does not see ``apply`` of an
+autograd.Function: whoever passes a parameter to one asks for its ``stand_in``.
 
 Source: zero bubble pipeline parallelism (Qi et al. 2023, arXiv:2401.10241).
 """
@@ -50,13 +49,8 @@ class WeightGrads(Handler):
     def weigh(self, stand_ins: dict[int, Tensor]) -> None:
         """The weight part: make the gradients and give them to the parameters, those used last first.
 
-        Reads no parameter's values.  A parameter that got no gradient in the input part gets none.
-
-        Args:
-            stand_ins: of the microbatch's context; by ``id`` of the parameter, in the order of first use. Emptied.
-
-        Raises:
-            ValueError: activations that were written to since.
+        It empties ``stand_ins``, those of the microbatch's context, and reads no parameter's values.  A parameter that
+        got no gradient in the input part gets none.  ValueError where activations were written to since.
         """
         nodes = []
         with torch._C.DisableTorchFunction(), torch.enable_grad(), torch.autograd.set_multithreading_enabled(False):

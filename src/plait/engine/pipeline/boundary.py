@@ -47,10 +47,8 @@ class NotHere(Tensor):
 
 
 class Received(torch.autograd.Function):
-    """What came from the stage before, as a tensor of the graph, which the model may write to in place.
-
-    Its gradient goes to the ``BoundaryState``; the dummy that is differentiated gets none.
-    """
+    """What came from the stage before, as a tensor of the graph, which the model may write to in place.  Its gradient
+    goes to the ``BoundaryState``; the dummy that is differentiated gets none."""
 
     @staticmethod
     def forward(ctx: Any, dummy: Tensor, boundary: BoundaryState, holder: list[Tensor]) -> Tensor:
@@ -71,28 +69,23 @@ class BoundaryState:
         self._like = None if received is None else (received.shape, received.dtype, received.device)
         self._version = 0 if received is None else received._version
         self.length = None if received is None or received.dim() < 2 else received.size(1)
-        """Steps of time, on this rank, of a stream [batch, time, width]."""
+        """Steps of time of a stream [batch, time, width] on this rank, and over all ranks where it is cut in time."""
         self.whole_length = self.length
-        """The same, over all ranks of a stream that is cut in time: code around the links may ask."""
         self.gradient: Tensor | None = None
         """Of what was received, if the backward has made one."""
         self.next_link = 0
-        """Which link of the chain is to run next."""
 
     def alias(self) -> Tensor:
         """For a foreign layer that is not the last."""
         assert self._received is not None
         stream = self._received.detach()
-        if self.whole_length is not None and self.whole_length != self.length:
+        if self.whole_length is not None and self.whole_length != self.length:  # code around the links may ask
             stream = stream.new_empty(()).expand(stream.size(0), self.whole_length, *stream.shape[2:])
         return stream.as_subclass(NotHere)
 
     def enter(self) -> Tensor:
-        """For the last foreign layer; what was received is the model's from here on.
-
-        Raises:
-            ValueError: code before has written to it in place.
-        """
+        """For the last foreign layer; what was received is the model's from here on.  ValueError if code before wrote
+        to it."""
         received, self._received = self._received, None
         if received is None:
             raise ValueError("a link of the pipeline ran twice, or loss_fn called the model twice: once is right")
@@ -117,13 +110,8 @@ class BoundaryState:
 
 
 class StageBoundary:
-    """The links of a stage's model, told when they run.
-
-    Args:
-        part: what the stage has of the model; the links of others are foreign layers.
-        number: of the stage.
-        last: whether it is the last stage, where calls run to their end.
-    """
+    """The links of a stage's model, told when they run; those of other stages are foreign layers.  On the ``last``
+    stage calls run to their end."""
 
     def __init__(self, part: StageModel, number: int, current: CurrentForward, *, last: bool) -> None:
         self.number, self.current, self.last = number, current, last
@@ -139,11 +127,7 @@ class StageBoundary:
             link.register_forward_hook(self._after_link)
 
     def _reached(self, module: nn.Module) -> BoundaryState:
-        """The boundary of the forward that has come to a link, which must be the next one.
-
-        Raises:
-            ValueError: another link than the next.
-        """
+        """The boundary of the forward that has come to a link, which must be the next one (else ValueError)."""
         boundary: BoundaryState | None = self.current.context.boundary
         if boundary is None:
             raise ValueError(f"stage {self.number} has only some links of the model: train it by engine.step")

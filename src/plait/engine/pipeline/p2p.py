@@ -4,12 +4,10 @@
                    get B ◄── RECV_B ◄───────── SEND_B ◄── put B
     stage 0        put F ────────────────────────────────► get F          stage 1, the same rank
 
-A pass puts what it made and gets what it needs; between the two, messages are started where the schedule says so and
-never waited for before ``get``.
-
-What a stage hands over has a shape that depends on the shapes of the batch alone (its signature), and a gradient has
-the shape of its activation.  So a header goes ahead of the first activation of a signature, on the same channel, and
-from then on both sides know:
+A pass puts what it made and gets what it needs; messages are started where the schedule says so, and waited for only in
+``get``.  The shape of an activation depends on the shapes of the batch alone (its signature), and a gradient has the
+shape of its activation.  So a header goes ahead of the first activation of a signature, on the same channel, and from
+then on both sides know:
 
     sender     header  F0  F1  F2 ...        the first send of the signature is two messages
     receiver   RECV_F0, RECV_F1              noted: no waiting here, and without a shape nothing can be posted
@@ -48,8 +46,11 @@ Boundary = tuple[int, Signature]
 
 
 def signature_of(batch: Any) -> Signature:
-    """The shapes on which the shapes of activations depend."""
     return tuple(tuple(leaf.shape) for leaf in tree_leaves(batch) if isinstance(leaf, Tensor))
+
+
+HEADER = "setup"
+"""The phase of headers, which no step's prediction has."""
 
 
 class _Message(NamedTuple):
@@ -59,11 +60,6 @@ class _Message(NamedTuple):
     boundary: Boundary
     peer: int
     note: Note
-
-    @property
-    def header_note(self) -> Note:
-        """For the header ahead of it, which is in no step's prediction."""
-        return replace(self.note, phase="setup")
 
 
 class PipelineP2P:
@@ -76,11 +72,9 @@ class PipelineP2P:
         self.signatures: list[Signature] = []
         """Of the microbatches of the step under way."""
         self._shapes: dict[Boundary, Shape] = {}
-        self._announced: set[Boundary] = set()
-        """Where this rank has sent the header."""
+        self._announced: set[Boundary] = set()  # this rank has sent the header
         self._acks: Mapping[Key, tuple[Key, ...]] = {}
-        self._made: dict[Key, Tensor] = {}
-        """What passes of this rank put, until it is sent or got."""
+        self._made: dict[Key, Tensor] = {}  # put by a pass of this rank, and not yet sent or got
         self._unposted: dict[int, deque[_Message]] = defaultdict(deque)
         """Receives that wait for a shape, or for one ahead of them, by the rank that sends."""
         self._coming: dict[Key, tuple[Tensor, Work]] = {}
@@ -108,10 +102,7 @@ class PipelineP2P:
 
     def put(self, way: str, stage: int, microbatch: int, tensor: Tensor) -> None:
         """What a stage made for its neighbour: an activation (F) for the next, a gradient (B) for the one before.
-
-        Raises:
-            ValueError: another shape than before for a batch of the same shapes.
-        """
+        ValueError where its shape is another than before for a batch of the same shapes."""
         target = stage + (1 if way == "F" else -1)
         boundary = min(stage, target), self.signatures[microbatch]
         (shape, dtype) = made = tuple(tensor.shape), tensor.dtype
@@ -127,27 +118,25 @@ class PipelineP2P:
     def start(self, action: Action) -> None:
         """Start a message, and those joined with it."""
         for part in action.parts:
-            message = self._message(part)
-            if part.kind in (Kind.SEND_F, Kind.SEND_B):
+            source, target = ends(part)
+            way, sends = ("F" if source < target else "B"), part.kind in (Kind.SEND_F, Kind.SEND_B)
+            message = _Message(
+                (way, target, part.microbatch),
+                (min(source, target), self.signatures[part.microbatch]),
+                self.rank_of[target if sends else source],
+                Note(ACTIVATION if way == "F" else GRADIENT, f"stage {source}", part.microbatch),
+            )
+            if sends:
                 self._send(message)
             else:
                 self._unposted[message.peer].append(message)
                 self._post(message.peer)
 
-    def _message(self, part: Action) -> _Message:
-        source, target = ends(part)
-        way, sends = ("F" if source < target else "B"), part.kind in (Kind.SEND_F, Kind.SEND_B)
-        return _Message(
-            (way, target, part.microbatch),
-            (min(source, target), self.signatures[part.microbatch]),
-            self.rank_of[target if sends else source],
-            Note(ACTIVATION if way == "F" else GRADIENT, f"stage {source}", part.microbatch),
-        )
-
     def _send(self, message: _Message) -> None:
         tensor, works = self._made.pop(message.key).contiguous(), []
         if message.key[0] == "F" and message.boundary not in self._announced:
-            works.append(self.comm.send(header_of(tensor, self.comm.device), message.peer, message.header_note))
+            note = replace(message.note, phase=HEADER)
+            works.append(self.comm.send(header_of(tensor, self.comm.device), message.peer, note))
             self._announced.add(message.boundary)
         works.append(self.comm.send(tensor, message.peer, message.note))
         self._going[message.key] = works
@@ -161,13 +150,6 @@ class PipelineP2P:
             tensor = torch.empty(shape, dtype=dtype, device=self.comm.device)
             self._coming[message.key] = tensor, self.comm.recv(tensor, peer, message.note)
 
-    def _learn(self, message: _Message) -> None:
-        """Wait for the header ahead of a message, unless a pass of this rank has shown its shape meanwhile."""
-        if message.boundary not in self._shapes:
-            header = empty_header(self.comm.device)
-            self.comm.recv(header, message.peer, message.header_note).wait()
-            self._shapes[message.boundary] = shape_in(header)
-
     def get(self, way: str, stage: int, microbatch: int) -> Tensor:
         """Wait for what a stage needs from its neighbour."""
         key = (way, stage, microbatch)
@@ -175,7 +157,11 @@ class PipelineP2P:
             return self._made.pop(key)
         peer = self.rank_of[stage - 1 if way == "F" else stage + 1]
         while key not in self._coming:
-            self._learn(self._unposted[peer][0])
+            first = self._unposted[peer][0]
+            if first.boundary not in self._shapes:  # and no pass of this rank has shown the shape meanwhile
+                header = empty_header(self.comm.device)
+                self.comm.recv(header, peer, replace(first.note, phase=HEADER)).wait()
+                self._shapes[first.boundary] = shape_in(header)
             self._post(peer)
         tensor, work = self._coming.pop(key)
         work.wait()

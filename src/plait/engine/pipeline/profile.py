@@ -24,7 +24,7 @@ from plait.core.parallelism import Parallelism, Recompute
 from plait.engine.data_parallel.build import SourceModel
 from plait.engine.forward.context import RNGPosition
 from plait.engine.pipeline.build_stages import lay_stages
-from plait.engine.pipeline.stage import LossFn
+from plait.engine.pipeline.stage import LossFn, StageSettings
 from plait.engine.pipeline.stage_model import StageModel, chain_of
 from plait.tensor_parallel import Parallel
 from plait.tensor_parallel.gemm import TORCH, Gemm
@@ -61,7 +61,8 @@ def link_costs(
         copied: nn.Module = copy.deepcopy(model, fresh)  # values are shared, or on meta
         whole = SourceModel(copied, {id(p): n for n, p in copied.named_parameters()})
         parts = {index: StageModel.part(copied, chain, range(index, index + 1), set())}
-        stage = lay_stages(whole, parts, len(chain), comm, parallelism, Parallel(), gemm, seed=0)[index]
+        settings = StageSettings(whole, comm, parallelism, gemm, len(chain))
+        stage = lay_stages(settings, parts, Parallel())[index]
         seconds: list[tuple[float, float]] = []
         for _ in range(repeats + 1):
             given = None if received is None else received.detach()
@@ -83,17 +84,10 @@ def _now(device: torch.device) -> float:
 
 
 def agreed_link_costs(
-    model: nn.Module,
-    comm: Comm,
-    loss_fn: LossFn,
-    batch: Any,
-    num_samples: int,
-    *,
-    recompute: Recompute | None = None,
-    gemm: Gemm = TORCH,
+    model: nn.Module, comm: Comm, loss_fn: LossFn, batch: Any, num_samples: int, **settings: Any
 ) -> Seconds:
-    """What ``link_costs`` measures on rank 0, on every rank; all call it together."""
-    measured = link_costs(model, loss_fn, batch, num_samples, device=comm.device, recompute=recompute, gemm=gemm)
+    """What ``link_costs`` measures on rank 0, under the same settings, on every rank; all call it together."""
+    measured = link_costs(model, loss_fn, batch, num_samples, device=comm.device, **settings)
     costs = []
     for _ in chain_of(model):  # link by link, so that each wait has a deadline of its own
         seconds = torch.zeros(2, dtype=torch.float64, device=comm.device)

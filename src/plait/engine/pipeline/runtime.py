@@ -49,24 +49,21 @@ class EventLog:
     def __init__(self, comm: Comm) -> None:
         self.comm = comm
         self._steps: deque[list[tuple[Action, float, float, list[Wait]]]] = deque(maxlen=RECORDED)
-        self._waits: list[Wait] = []
 
     @property
     def steps(self) -> tuple[tuple[Event, ...], ...]:
         """The steps, each with the zero of time at its own beginning; waits get their names here, outside of a step."""
         return tuple(tuple(_event(step[0][1], *recorded) for recorded in step) for step in self._steps if step)
 
-    def _waited(self, operation: Operation, start: float, end: float) -> None:
-        self._waits.append((start, end, operation))
-
     def run(self, line: Line, handlers: Handlers) -> None:
-        """Carry out a rank's actions in order; the clock starts now."""
+        """One step of this rank.  ``seed`` is the gradient of every loss, 1 / the global count; ``update``, the end of
+        the step, is called with the losses known."""
         step: list[tuple[Action, float, float, list[Wait]]] = []
-        self.comm.on_wait = self._waited
+        waits: list[Wait] = []
+        self.comm.on_wait = lambda operation, start, end: waits.append((start, end, operation))
         try:
             for action in line:
-                waits: list[Wait] = []
-                self._waits = waits
+                waits = []
                 start = time.perf_counter()
                 handlers[action.kind](action)
                 step.append((action, start, time.perf_counter(), waits))
@@ -127,27 +124,17 @@ class Runtime:
             batch, draw = microbatches[m].batch, microbatches[m].draw
             return stages[s].forward(m, loss_fn, batch, draw, received, split=(s, m) in program.split)
 
-        def gradient_for(s: int, m: int) -> Tensor:
-            if s == self.num_stages - 1:
-                return torch.full_like(self.losses[m], seed)
-            return p2p.get("B", s, m)
-
-        def put_gradient(s: int, m: int, gradient: Tensor | None) -> None:
-            if gradient is not None:
-                p2p.put("B", s, m, gradient)
-
         def backward(action: Action) -> None:
-            s, m = action.stage, action.microbatch
-            final = (action.kind, s, m) in program.last
-            put_gradient(s, m, stages[s].backward(m, gradient_for(s, m), last=final))
-
-        def input_part(action: Action) -> None:
-            s, m = action.stage, action.microbatch
-            put_gradient(s, m, stages[s].input(m, gradient_for(s, m)))
-
-        def weight_part(action: Action) -> None:
-            s, m = action.stage, action.microbatch
-            stages[s].weight(m, last=(action.kind, s, m) in program.last)
+            s, m, kind = action.stage, action.microbatch, action.kind
+            stage, last = stages[s], (kind, s, m) in program.last
+            if kind is Kind.WEIGHT:
+                stage.weight(m, last=last)
+                return
+            seeded = s == self.num_stages - 1
+            gradient = torch.full_like(self.losses[m], seed) if seeded else p2p.get("B", s, m)
+            received = stage.input(m, gradient) if kind is Kind.INPUT else stage.backward(m, gradient, last=last)
+            if received is not None:
+                p2p.put("B", s, m, received)
 
         def finish(action: Action) -> None:
             nonlocal updates
@@ -157,9 +144,7 @@ class Runtime:
                 update()
 
         handlers: Handlers = {
-            Kind.BACKWARD: backward,
-            Kind.INPUT: input_part,
-            Kind.WEIGHT: weight_part,
+            **dict.fromkeys((Kind.BACKWARD, Kind.INPUT, Kind.WEIGHT), backward),
             Kind.REDUCE_GRAD: lambda action: stages[action.stage].gradients.finish(),
             Kind.REDUCE: lambda action: stages[action.stage].gradients.reduce(),
             Kind.UPDATE: finish,

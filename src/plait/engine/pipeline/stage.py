@@ -13,7 +13,7 @@ the graph; not the output itself, whose memory goes with the message.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,85 +46,76 @@ from plait.tensor_parallel import Parallel
 from plait.tensor_parallel.gemm import TORCH, Gemm
 
 LossFn = Callable[[nn.Module, Any], Tensor]
+BeforeForward = Callable[[Sequence[Any], dict[str, Any]], None]
+
+
+@dataclass(frozen=True)
+class StageSettings:
+    """What the stages of a model have in common; ``count`` is how many there are, on all ranks."""
+
+    whole: SourceModel
+    comm: Comm
+    parallelism: Parallelism
+    gemm: Gemm
+    count: int
+    seed: int = 0
+    split_backward: bool = False
+    """Weight gradients are made in passes of their own."""
+    before_root: BeforeForward = lambda args, kwargs: None
+    """Called with the model's arguments before each forward (see ``Unsharding``)."""
 
 
 @dataclass
 class Flight:
-    """A microbatch between its forward and its backward, or the weight part of one in two."""
+    """A microbatch between its forward, which ended with this context, and the last part of its backward."""
 
     context: ForwardContext
-    """With which its forward ended."""
     boundary: BoundaryState
     output: GradientEdge | Tensor | None = None
     """What the backward starts from; None where nothing before it trains."""
 
-    def differentiate(self, gradient: Tensor) -> None:
-        """Run the backward, and let the graph go."""
-        if self.output is not None:
-            with torch.autograd.set_multithreading_enabled(False):
-                torch.autograd.backward(self.output, gradient)
-            self.output = None
-
 
 class Stage:
-    """A stage, built from its part of the model.
-
-    Args:
-        part: whose parameters are laid in ``units`` already.
-        whole: the model that it was cut from.
-        resting: the names, by ``id``, of parameters that are at rest; kept up to date by the units.
-        parallelism: the layout of the whole model.
-        parallel: how tensor parallelism cuts this part.
-        split_backward: weight gradients are made in passes of their own.
-        before_root: called with the model's arguments before each forward (see ``Unsharding``).
-    """
+    """A stage, built from its part of the model, whose parameters are laid in units already; these keep the names, by
+    ``id``, of parameters that are at rest in ``resting``."""
 
     def __init__(
         self,
-        part: StageModel,
-        whole: SourceModel,
+        settings: StageSettings,
         number: int,
-        count: int,
-        comm: Comm,
+        part: StageModel,
+        parallel: Parallel,
         units: list[Unit],
         resting: Mapping[int, str],
-        parallelism: Parallelism,
-        *,
-        parallel: Parallel,
-        gemm: Gemm,
-        seed: int,
-        split_backward: bool,
-        before_root: Callable[[Any, dict[str, Any]], None],
     ) -> None:
-        self.model, self.comm, self.units = part.model, comm, units
-        self.number, self.count, self.last = number, count, number == count - 1
-        self.parallelism, self.parallel = parallelism, parallel
+        self.model, self.comm, self.units, self.parallel = part.model, settings.comm, units, parallel
+        self.number, self.count, self.last = number, settings.count, number == settings.count - 1
+        parallelism = settings.parallelism
         self.current = CurrentForward()
-        self.axis = StageAxis(comm, self.current, sequence=parallelism.sequence_parallel, gemm=gemm)
+        self.axis = StageAxis(self.comm, self.current, sequence=parallelism.sequence_parallel, gemm=settings.gemm)
         self.weight_grads: WeightGrads | None = None
-        handlers = self._handlers(resting, gemm, seed, split_backward=split_backward)
-        self.interceptor = Interceptor(self.current, handlers)
+        self.interceptor = Interceptor(self.current, self._handlers(settings, resting))
         self.interceptor.follow(self.model, part.sites, every=bool(parallel.styles))
-        self.unsharding = Unsharding(self.model, self.units, parallelism.prefetch, self.current, before_root)
+        self.unsharding = Unsharding(self.model, self.units, parallelism.prefetch, self.current, settings.before_root)
         self.boundary = StageBoundary(part, number, self.current, last=self.last)
         names = [unit.name for unit in self.units if unit.module is not self.model]
         self.blocks = blocks_of(self.model, names) if parallelism.recompute == "full" else []
         """The modules whose forward runs again in the backward."""
         for name in self.blocks:
             run_twice(self.model, name, self.interceptor, parallel, sequence=self.axis.sequence)
-        self.gradients = Gradients(self.unsharding, comm)
+        self.gradients = Gradients(self.unsharding, self.comm)
         self.guard = ModelFingerprint(self.model)
         self.flights: dict[int, Flight] = {}
         self._lengths: dict[Signature, int] = {}
-        originals = dict(whole.model.named_modules())
+        originals = dict(settings.whole.model.named_modules())
         self._twins = [(m, originals[n]) for n, m in self.model.named_modules() if originals.get(n, m) is not m]
         """Copied modules and those of the user's model, whose mode they follow."""
-        if self.interceptor.left_alone is not None:
-            self.interceptor.left_alone.remember()
+        self.interceptor.remember()
 
-    def _handlers(self, resting: Mapping[int, str], gemm: Gemm, seed: int, *, split_backward: bool) -> list[Handler]:
+    def _handlers(self, settings: StageSettings, resting: Mapping[int, str]) -> list[Handler]:
         """The handlers that this run needs, in the order of ``interceptor``."""
-        current, parameters, recompute = self.current, list(parameters_of(self.units)), self.parallelism.recompute
+        current, parameters = self.current, list(parameters_of(self.units))
+        gemm, recompute = settings.gemm, settings.parallelism.recompute
         handlers: list[Handler] = []
         if recompute == "selective":
             attention = AttentionRecompute(current)
@@ -135,7 +126,7 @@ class Stage:
         staged = {id(p) for _, p, _, _ in parameters} if self.last and self.count > 1 else set()
         if split or staged:
             handlers.append(AtRestCheck(current, split, staged, resting))
-        if split_backward:
+        if settings.split_backward:
             self.weight_grads = WeightGrads(current, [p for _, p, flat, _ in parameters if flat.trainable], gemm)
         slice_of = None
         if self.parallel.styles:
@@ -147,11 +138,11 @@ class Stage:
             handlers.append(self.weight_grads)
         if gemm is not TORCH:
             handlers.append(GemmHandler(gemm, current))
-        handlers.append(DropoutRNG(seed, current, slice_of=slice_of, recomputes=recompute is not None))
+        handlers.append(DropoutRNG(settings.seed, current, slice_of=slice_of, recomputes=recompute is not None))
         return handlers
 
     def begin_step(self) -> None:
-        """Before the first forward of a step; drops whatever an earlier one left when it raised."""
+        """Before the first forward of a step; drops what an earlier one left when it raised."""
         self.unsharding.begin_step()
         self.flights.clear()
         for module, original in self._twins:
@@ -182,9 +173,7 @@ class Stage:
     ) -> Tensor:
         """What goes to the next stage, or from the last stage the loss; detached.
 
-        Args:
-            received: what came from the stage before; None on the first stage.
-            split: its backward comes in two parts.
+        ``received`` comes from the stage before, if there is one; ``split``: the backward comes in two parts.
         """
         boundary = BoundaryState(received)
         self.unsharding.begin_forward(microbatch, split=split)
@@ -204,21 +193,13 @@ class Stage:
         return output
 
     def begin_alone(self, position: RNGPosition, microbatch: int | None = None) -> None:
-        """A forward of a user's own loop begins.
-
-        Args:
-            microbatch: its number for the ledger; None: that of the one before.
-        """
+        """A forward of a user's own loop begins; without a ``microbatch`` for the ledger it goes under the one
+        before."""
         number = self.current.context.microbatch if microbatch is None else microbatch
         self.current.begin(position, microbatch=number)
 
     def _call(self, boundary: BoundaryState, loss_fn: LossFn, batch: Any) -> Tensor:
-        """The user's function on this stage: the loss, or what the stage's last link returned.
-
-        Raises:
-            ValueError: a loss that is no scalar, or is made of what another stage has; a function that did not call
-                the model.
-        """
+        """The user's function on this stage: the loss, or what the stage's last link returned."""
         if self.axis.sequence and boundary.length is not None:
             boundary.whole_length = self._whole_length(signature_of(batch), boundary.length)
             self.current.replace(length=boundary.whole_length)
@@ -248,31 +229,31 @@ class Stage:
 
     def backward(self, microbatch: int, gradient: Tensor, *, last: bool) -> Tensor | None:
         """A full backward from the gradient of the output: the weights' gradients, and that of what was received.
-
-        Args:
-            last: whether it is the last of the step on this stage.
-        """
-        flight = self._resume(microbatch)
-        self._backward(microbatch, flight, gradient, last=last)
-        return flight.boundary.take_gradient()
+        ``last``: no other of the step comes on this stage."""
+        return self._differentiate(microbatch, self._resume(microbatch), gradient, last=last)
 
     def backward_from(self, loss: Tensor, seed: float) -> None:
         """The backward of a forward that a user's own loop made; ``seed`` is the gradient of the loss."""
         flight = Flight(self.current.context, BoundaryState(None), loss)
-        self._backward(None, flight, torch.full_like(loss, seed), last=False)
-
-    def _backward(self, microbatch: int | None, flight: Flight, gradient: Tensor, *, last: bool) -> None:
-        self.unsharding.begin_backward(microbatch)
-        self.gradients.begin_microbatch(last=last)
-        flight.differentiate(gradient)
-        self.gradients.end_microbatch()
-        self.unsharding.end_backward()
+        self._differentiate(None, flight, torch.full_like(loss, seed))
 
     def input(self, microbatch: int, gradient: Tensor) -> Tensor | None:
         """The input part of a backward: the gradient of what was received."""
-        flight = self._resume(microbatch, over=False)
-        self.unsharding.begin_backward(microbatch, split=True)
-        flight.differentiate(gradient)
+        return self._differentiate(microbatch, self._resume(microbatch, over=False), gradient, split=True)
+
+    def _differentiate(
+        self, microbatch: int | None, flight: Flight, gradient: Tensor, *, last: bool = False, split: bool = False
+    ) -> Tensor | None:
+        """Run the backward, or with ``split`` its input part, which sums nothing; and let the graph go."""
+        self.unsharding.begin_backward(microbatch, split=split)
+        if not split:
+            self.gradients.begin_microbatch(last=last)
+        if flight.output is not None:
+            with torch.autograd.set_multithreading_enabled(False):
+                torch.autograd.backward(flight.output, gradient)
+            flight.output = None
+        if not split:
+            self.gradients.end_microbatch()
         self.unsharding.end_backward()
         return flight.boundary.take_gradient()
 
@@ -286,11 +267,7 @@ class Stage:
         self.gradients.end_microbatch()
 
     def _resume(self, microbatch: int, *, over: bool = True) -> Flight:
-        """A microbatch comes back for its backward, or for a part of it; ``over``: for the last time.
-
-        Raises:
-            ValueError: no forward of it waits for a backward.
-        """
+        """A microbatch comes back for its backward, or for a part of it; ``over``: for the last time."""
         if microbatch not in self.flights:
             raise ValueError(
                 f"microbatch {microbatch} has no forward behind it on stage {self.number} (those that have: "
@@ -301,10 +278,8 @@ class Stage:
         return flight
 
     def _whole_length(self, signature: Signature, mine: int) -> int:
-        """Steps of time of the whole stream, of which sequence parallelism has cut this rank's part.
-
-        It depends on the shapes of the batch, so all tensor ranks learn it at the same time.
-        """
+        """Steps of time of the whole stream, of which sequence parallelism has cut this rank's part.  It depends on the
+        shapes of the batch, so all tensor ranks learn it at the same time."""
         if signature not in self._lengths:
             lengths = gather_ints(self.comm, [mine], ("tensor",), Note("setup"))
             self._lengths[signature] = sum(length for (length,) in lengths)

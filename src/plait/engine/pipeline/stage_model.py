@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
@@ -24,12 +24,13 @@ from plait.tensor_parallel import Parallel
 Chain = tuple[str, ...]
 """The links of a model, by module name, in the order in which they run."""
 
+Uses = Mapping[int, tuple[int, ...]]
+"""Which stages use each parameter of the whole model, by its ``id``, in order."""
+
 
 class ForeignLayer(nn.Module):
-    """In the place of a link that another stage owns; what it returns is decided by the ``StageBoundary``.
-
-    It has the link's plain attributes (its kind of attention, its number): the model may ask for them.
-    """
+    """In the place of a link that another stage owns; the ``StageBoundary`` decides what it returns.  It has the link's
+    plain attributes (its kind of attention, its number): the model may ask for them."""
 
     at_call: Callable[[nn.Module], Tensor] | None = None
 
@@ -114,20 +115,16 @@ class StageModel:
 
     model: nn.Module
     origin: Mapping[int, nn.Parameter]
-    chain: Chain = ()
-    links: range = range(0)
+    chain: Chain
+    links: range
     """Which links of the chain it has."""
-    sites: Mapping[str, tuple[str, int]] = field(default_factory=dict)
+    sites: Mapping[str, tuple[str, int]]
     """Of a module that is several links: the name of its first, and how many of them earlier stages have."""
 
     @classmethod
-    def whole(cls, model: nn.Module) -> StageModel:
-        """No pipeline: the stage is the model itself."""
-        return cls(model, {id(p): p for p in model.parameters()})
-
-    @classmethod
     def part(cls, model: nn.Module, chain: Chain, links: range, taken: set[int]) -> StageModel:
-        """The part that runs some links: the model's own modules, in copies of the containers around them.
+        """The part that runs some links: the model's own modules, in copies of the containers around them.  Of a chain
+        without links it is the model itself.
 
         Args:
             taken: modules and parameters, by ``id``, that an earlier stage of this rank has; of these the part gets
@@ -240,19 +237,14 @@ def cut_off(model: nn.Module, parts: Sequence[StageModel]) -> None:
     model.register_state_dict_pre_hook(refuse)
 
 
-def stages_using(model: nn.Module, chain: Chain, split: Sequence[range]) -> dict[int, tuple[int, ...]]:
-    """Which stages use each parameter of the whole model, by its ``id``, in order."""
+def stages_using(model: nn.Module, chain: Chain, split: Sequence[range]) -> Uses:
     modules = dict(model.named_modules(remove_duplicate=False))
     inside = [{id(p) for i in links for p in modules[chain[i]].parameters()} for links in split]
     return {id(p): tuple(s for s, ids in enumerate(inside) if id(p) in ids) for p in model.parameters()}
 
 
 def parallel_of(parallel: Parallel, part: StageModel, *, last: bool) -> Parallel:
-    """A tensor plan, resolved on the whole model, as it reads on one stage's part.
-
-    Args:
-        last: whether the stage has the loss.
-    """
+    """A tensor plan, resolved on the whole model, as it reads on one stage's part; the ``last`` one has the loss."""
     here = {name for name, module in part.model.named_modules() if not isinstance(module, ForeignLayer)}
     names = dict(part.model.named_parameters(remove_duplicate=False))
     origin = {key: id(p) for key, p in part.origin.items()}

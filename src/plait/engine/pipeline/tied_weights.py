@@ -33,13 +33,7 @@ class TiedWeight:
 
 
 class TiedWeights:
-    """The edges that touch this rank.
-
-    Args:
-        edges: in the order of the model's parameters, the same on all ranks.
-        gradients: this rank's copies, by (name, stage).
-        rank_of: the (global) rank of each stage, on this rank's place of the other axes.
-    """
+    """The edges that touch this rank, in the order of the model's parameters; its own gradients go by (name, stage)."""
 
     def __init__(
         self,

@@ -1,9 +1,9 @@
-"""Initial weights that no layout changes, on ranks that never hold the model.
+"""Initial weights that no layout changes, on ranks that never have the whole model.
 
 ``empty_parameters()`` builds a model whose parameters are on the meta device (shapes without memory) while buffers are
 computed for real.  ``initial_values`` then walks the modules once: each draws its own parameters, on their full shapes,
 by its own initialiser, from a stream that depends on (seed, module name) alone.  The caller keeps its pieces and drops
-the rest before the next module comes, so that a rank never holds more than its pieces and one module.
+the rest before the next module comes, so that a rank never has more than its pieces and one module.
 
 A module's initialiser is what building the model runs on it: its ``reset_parameters()``, then, for the module and for
 each module around it, the ``_init_weights(module)`` that Hugging Face's models have.  All other modules are on meta
@@ -58,14 +58,11 @@ def initial_values(
     shapes: Mapping[int, tuple[int, ...]] | None = None,
     wanted: Container[int] | None = None,
 ) -> Iterator[tuple[nn.Parameter, Tensor]]:
-    """The initial value of every parameter that is still on meta, one module at a time.
+    """Every parameter on meta and its initial value, whole, which is valid until the next module comes.
 
     Args:
-        shapes: whole shapes, by ``id``, of parameters that hold a piece of themselves already.
+        shapes: whole shapes, by ``id``, of parameters that are cut already.
         wanted: the parameters, by ``id``, whose values are asked for; None: all. Modules without any are left out.
-
-    Yields:
-        The meta parameter and its value on the full shape, valid until the next module comes.
 
     Raises:
         ValueError: a parameter on meta that no initialiser writes.
@@ -136,11 +133,7 @@ def materialise(model: nn.Module, seed: int, device: torch.device, weights: Weig
 def give_values(
     whole: SourceModel, stages: Sequence[BuiltUnits], seed: int, device: torch.device, weights: Weights | None = None
 ) -> None:
-    """Read or draw the values of all parameters that are still on meta, and put real parameters in their places.
-
-    Raises:
-        ValueError: modules without values.
-    """
+    """Read or draw the values of all parameters that are still on meta, and put real parameters in their places."""
     wanted: dict[int, list[Unmaterialized]] = {}
     shapes: dict[int, tuple[int, ...]] = {}
     for stage in stages:

@@ -5,8 +5,8 @@ A loop of your own changes by a few lines (``torchrun --nproc-per-node 4 script.
     comm = plait.join()                                             # was: init_process_group()
     engine = plait.Engine(model, comm, strategy="zero3", optimizer=optimizer)   # was: DDP(model)
     for x, y in loader:
-        loss = F.cross_entropy(model(x), y, reduction="sum")        # a sum, not a mean
-        engine.backward(loss, count=y.numel())                      # was: loss.backward()
+        loss = F.cross_entropy(model(x), y)
+        engine.backward(loss, y.numel(), reduction="mean")          # was: loss.backward()
         optimizer.step()                                            # the same optimizer object
 """
 
@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from plait.comm import Comm, ThreadWorld
 from plait.comm.thread import run
 from plait.core.mesh import Mesh
+from plait.engine.reduction import as_sum
 
 Result = TypeVar("Result")
 
@@ -83,7 +84,6 @@ def sum_of_mean(
     """
 
     def loss_sum(model: nn.Module, batch: Any) -> Tensor:
-        mean, num = mean_loss(model, batch), count(batch)
-        return mean * num if num else mean.nan_to_num(0.0, 0.0, 0.0) * 0.0
+        return as_sum(mean_loss(model, batch), count(batch), "mean")
 
     return loss_sum

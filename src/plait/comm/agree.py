@@ -8,8 +8,10 @@ Every member of the group calls the same function, in the same order, as with an
 
 from __future__ import annotations
 
+import hashlib
+import json
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -56,6 +58,51 @@ def same_tensors(comm: Comm, tensors: Iterable[Tensor], axes: Sequence[str], not
     return len({checksum for (checksum,) in gather_ints(comm, [mine], axes, note)}) == 1
 
 
+def gather_texts(comm: Comm, text: str, note: Note) -> list[str]:
+    """Every rank's text (of any length), by rank, on every rank."""
+    data = text.encode()
+    sizes = [size for (size,) in gather_ints(comm, [len(data)], AXES, note)]
+    rows = torch.zeros((len(sizes), max(1, *sizes)), dtype=torch.uint8, device=comm.device)
+    mine = torch.zeros(rows.size(1), dtype=torch.uint8)
+    mine[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else mine[:0]
+    comm.all_gather(rows, mine.to(comm.device), AXES, note).wait()
+    return [bytes(row[:size].tolist()).decode() for row, size in zip(rows.cpu(), sizes, strict=True)]
+
+
+def differences(comm: Comm, fields: Mapping[str, str], note: Note) -> list[str]:
+    """Where ranks bring different fields: one sentence a field, with every value and who has it, on every rank.
+
+    It costs two messages of one number where all are alike.
+    """
+    text = json.dumps(sorted(fields.items()))
+    digest = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
+    if all(same_everywhere(comm, [digest], AXES, note)):
+        return []
+    rows: list[dict[str, str]] = [dict(json.loads(row)) for row in gather_texts(comm, text, note)]
+    found = []
+    for field in dict.fromkeys(name for row in rows for name in row):
+        ranks: dict[str, list[int]] = {}
+        for rank, row in enumerate(rows):
+            ranks.setdefault(row.get(field, "not there"), []).append(rank)
+        if len(ranks) > 1:
+            values = (f"{shortened(value)} on {named(of_value)}" for value, of_value in ranks.items())
+            found.append(f"{field} is {', '.join(values)}")
+    return found
+
+
+def named(ranks: Sequence[int]) -> str:
+    """``rank 3``, or ``ranks 0, 1, 2, ... (17 of them)``."""
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    some = ", ".join(map(str, ranks[:4]))
+    return f"ranks {some}" if len(ranks) <= 4 else f"ranks {some}, ... ({len(ranks)} of them)"
+
+
+def shortened(text: str, longest: int = 90) -> str:
+    """A text, without its end where it is long."""
+    return text if len(text) <= longest else f"{text[:longest]}..."
+
+
 def gather_bytes(comm: Comm, data: bytes) -> list[bytes] | None:
     """Every rank's bytes (of any length), by rank, on rank 0; None elsewhere."""
     note = Note("collect")
@@ -73,10 +120,7 @@ def gather_bytes(comm: Comm, data: bytes) -> list[bytes] | None:
 
 
 def check_together(comm: Comm, error: BaseException | None, axes: Sequence[str]) -> None:
-    """Raises on every member if any member brings an error: its own there, a RuntimeError elsewhere.
-
-    So a failure that only one rank can see (a file, a NaN) ends all of them.
-    """
+    """Raises on every member if any brings an error (a file, a NaN, ...): its own there, a RuntimeError elsewhere."""
     note, ranks = Note("check"), comm.mesh.group(comm.rank, tuple(axes))
     failed = [index for index, (bad,) in enumerate(gather_ints(comm, [error is not None], axes, note)) if bad]
     if not failed:

@@ -62,14 +62,6 @@ OnWait = Callable[[Operation, float, float], None]
 class Comm(ABC):
     """One rank's access to its world.  Subclasses move tensors in the ``_`` methods; all else is here."""
 
-    mesh: Mesh
-    rank: int
-    device: torch.device
-    ledger: Ledger
-    deterministic: bool
-    deadline: float
-    """Seconds that any wait may take."""
-
     def __init__(
         self,
         mesh: Mesh,
@@ -84,7 +76,9 @@ class Comm(ABC):
         if deadline <= 0:
             raise ValueError(f"a deadline of {deadline} s leaves no time: give seconds above 0")
         self.mesh, self.rank, self.device = mesh, rank, torch.device(device)
-        self.ledger, self.deterministic, self.deadline = Ledger(), deterministic, deadline
+        self.ledger, self.deterministic = Ledger(), deterministic
+        self.deadline = deadline
+        """Seconds that any wait may take."""
         self._groups: dict[tuple[str, ...], Group] = {}
         self.on_wait: OnWait | None = None
 
@@ -97,19 +91,15 @@ class Comm(ABC):
     # ---- what may be asked ------------------------------------------------------------------------------
 
     def all_gather(self, out: Tensor, piece: Tensor, axes: Sequence[str], note: Note = NO_NOTE) -> Work:
-        """Every member's ``piece``, end to end in group order, into every member's ``out``.
-
-        ``piece`` may be the very slice of ``out`` at this rank's index: then nothing is copied.
-        """
+        """Every member's ``piece``, end to end in group order, into every member's ``out``; nothing is copied where
+        ``piece`` is the very slice of ``out`` at this rank's index."""
         return self._cut("all_gather", out, piece, axes, note)
 
     def reduce_scatter(
         self, out: Tensor, whole: Tensor, axes: Sequence[str], op: str = "sum", note: Note = NO_NOTE
     ) -> Work:
-        """The reduction of all members' ``whole``, cut in equal pieces; member k keeps piece k in ``out``.
-
-        ``out`` may be the very slice of ``whole`` at this rank's index.
-        """
+        """The reduction of all members' ``whole``, cut in equal pieces; member k keeps piece k in ``out``, which may be
+        the very slice of ``whole`` at this rank's index."""
         return self._cut("reduce_scatter", whole, out, axes, note, op)
 
     def all_reduce(self, tensor: Tensor, axes: Sequence[str], op: str = "sum", note: Note = NO_NOTE) -> Work:
@@ -269,9 +259,7 @@ class Comm(ABC):
         op: str | None = None,
         root: int | None = None,
     ) -> Work:
-        """Gathers and scatters: equal pieces on all members, and their whole, which is on the root only if there is
-        one.
-        """
+        """Gathers and scatters: equal pieces on all members, and their whole; with a root, only the root has that."""
         group, gathers = self._checked(kind, axes, op, root), kind in ("all_gather", "gather")
         whole_name, piece_name = ("out", "piece") if gathers else ("whole", "out")
         n, piece = len(group.ranks), flat(piece, piece_name, kind, self.device)

@@ -33,11 +33,8 @@ class FailureReports:
         self._store, self._rank = store, rank
 
     def error(self, operation: str, cause: BaseException, deadline: float, others: Sequence[int]) -> OSError:
-        """The error of this rank, whose ``operation`` ended with ``cause``, with the reports of the others.
-
-        Returns:
-            TimeoutError where the deadline passed, ConnectionError where the connection broke.
-        """
+        """The error of this rank, whose ``operation`` ended with ``cause``, with the reports of the others: a
+        TimeoutError where the deadline passed, a ConnectionError where the connection broke."""
         late = isinstance(cause, TimeoutError) or "timed out" in str(cause).lower()
         report = f"waited {deadline:g} s in {operation}" if late else f"lost its connections in {operation}"
         reports = dict.fromkeys(others, "reported nothing: it is gone, or still computing")

@@ -30,11 +30,7 @@ Started = tuple[Any, Tensor]
 
 
 class GlooTransport:
-    """Messages of one process.
-
-    Args:
-        waiting: entered around every wait (``Comm.waiting``).
-    """
+    """Messages of one process; ``waiting`` is entered around every wait (``Comm.waiting``)."""
 
     def __init__(
         self,
@@ -75,11 +71,8 @@ class GlooTransport:
         return None
 
     def wait(self, operation: Operation, works: Sequence[Started]) -> None:
-        """Waits for what was started.
-
-        Raises:
-            TimeoutError, ConnectionError: the deadline passed, or a connection broke; with the others' reports.
-        """
+        """Waits for what was started; raises TimeoutError after the deadline, ConnectionError where a connection broke,
+        with the others' reports."""
         end = time.monotonic() + self.deadline
         with self._waiting(operation):
             try:

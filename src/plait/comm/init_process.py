@@ -27,11 +27,7 @@ VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 def rank_from_env(mesh: Mesh) -> int:
-    """This process's rank.
-
-    Raises:
-        ValueError: not started by torchrun (or alike), or not with as many processes as the mesh has ranks.
-    """
+    """This process's rank; a ValueError if torchrun did not start it, or too few or too many of them."""
     missing = [v for v in VARIABLES if not os.environ.get(v)]
     if missing:
         raise ValueError(f"{', '.join(missing)} not set: start this program with torchrun --nproc-per-node {mesh.size}")

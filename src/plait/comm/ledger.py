@@ -64,11 +64,8 @@ class Ledger:
         return tuple(self._kept)
 
     def since(self, mark: int) -> tuple[Entry, ...]:
-        """The lines written after ``mark = len(ledger)`` was taken.
-
-        Raises:
-            ValueError: the ledger was cleared in between, or more lines have been written since than are kept.
-        """
+        """The lines written after ``mark = len(ledger)`` was taken; a ValueError if the ledger was cleared since then,
+        or more lines have been written than are kept."""
         if not 0 <= mark <= self._written:
             raise ValueError(
                 f"mark {mark} on a ledger of {self._written} lines: "

@@ -1,7 +1,8 @@
 """The order in which a group's values are added, as one pure function.
 
 Floating-point addition is not associative, so "the sum over a group" is only defined together with an order.  plait's
-order is read off the axes: the first axis is folded first, from left to right, then the next one.  Over ``("shard", "replica")`` of sizes 3 and 2, member ``k = s * 2 + r`` holds ``x[s][r]``:
+order is read off the axes: the first axis is folded first, from left to right, then the next one.  Over
+``("shard", "replica")`` of sizes 3 and 2, member ``k = s * 2 + r`` holds ``x[s][r]``:
 
     r = 0    (x00 + x10) + x20  --+
                                   +-->  sum

@@ -19,7 +19,7 @@ from plait.comm.operation import Operation, Work
 
 
 class P2PWork:
-    """Messages, and what is to be done when they are through; kept ``under_way``, with their memory, until waited for."""
+    """Messages, and what to do when they are through; ``under_way`` keeps them and their memory until then."""
 
     def __init__(
         self,

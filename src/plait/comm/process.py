@@ -79,12 +79,7 @@ class ProcessComm(Comm):
 
     @classmethod
     def from_env(
-        cls,
-        mesh: Mesh,
-        *,
-        device: torch.device | str = "cpu",
-        deadline: float = 30.0,
-        deterministic: bool = True,
+        cls, mesh: Mesh, *, device: torch.device | str = "cpu", deadline: float = 30.0, deterministic: bool = True
     ) -> ProcessComm:
         """Joins the world that torchrun's variables describe.
 
@@ -169,25 +164,27 @@ class ProcessComm(Comm):
 
     def _broadcast(self, operation: Operation, tensor: Tensor) -> Work:
         is_root = operation.group.index == operation.root
-        return self._from_root(operation, [tensor] * len(operation.group.ranks) if is_root else None, tensor)
+        parts = [tensor] * len(operation.group.ranks) if is_root else None
+        return self._work(operation, self._rooted(operation, parts, tensor, to_root=False))
 
     def _scatter(self, operation: Operation, out: Tensor, whole: Tensor | None) -> Work:
         slices = None if whole is None else whole.tensor_split(len(operation.group.ranks))
         if slices is not None:
             copied(out, slices[operation.root])
-        return self._from_root(operation, slices, out)
+        return self._work(operation, self._rooted(operation, slices, out, to_root=False))
 
     def _reduce(self, operation: Operation, tensor: Tensor) -> Work:
         if operation.group.index != operation.root:
-            return self._work(operation, self._to_root(operation, None, tensor))
+            return self._work(operation, self._rooted(operation, None, tensor, to_root=True))
         buffer, stack = self._receive_stack(operation, tensor)
-        return self._reduced(operation, self._to_root(operation, stack, tensor), buffer, stack, tensor)
+        works = self._rooted(operation, stack, tensor, to_root=True)
+        return self._reduced(operation, works, buffer, stack, tensor)
 
     def _gather(self, operation: Operation, out: Tensor | None, piece: Tensor) -> Work:
         slots = None if out is None else out.tensor_split(len(operation.group.ranks))
         if slots is not None:
             copied(slots[operation.root], piece)
-        return self._work(operation, self._to_root(operation, slots, piece))
+        return self._work(operation, self._rooted(operation, slots, piece, to_root=True))
 
     def _all_to_all(self, operation: Operation, out: Tensor, whole: Tensor) -> Work:
         n, index = len(operation.group.ranks), operation.group.index
@@ -220,23 +217,16 @@ class ProcessComm(Comm):
     def _work(self, operation: Operation, works: list[Started], finish: Callable[[], None] | None = None) -> P2PWork:
         return P2PWork(self.transport, operation, works, self._under_way, finish)
 
-    def _from_root(self, operation: Operation, slices: Sequence[Tensor] | None, out: Tensor) -> Work:
-        """Slice k of the root to member k, which takes it in as ``out``; ``slices`` is None off the root."""
+    def _rooted(
+        self, operation: Operation, parts: Sequence[Tensor] | None, mine: Tensor, *, to_root: bool
+    ) -> list[Started]:
+        """Part k of the root to or from ``mine`` of member k; ``parts`` is None off the root."""
         ranks, tag = operation.group.ranks, self._tag(operation)
-        if slices is None:
-            works = self.transport.recv(operation, out, ranks[operation.root], tag)
-        else:
-            others = [(r, s) for r, s in zip(ranks, slices, strict=True) if r != self.rank]
-            works = [work for r, s in others for work in self.transport.send(operation, s, r, tag)]
-        return self._work(operation, works)
-
-    def _to_root(self, operation: Operation, slots: Sequence[Tensor] | None, piece: Tensor) -> list[Started]:
-        """Member k's ``piece`` into slot k of the root; ``slots`` is None off the root."""
-        ranks, tag = operation.group.ranks, self._tag(operation)
-        if slots is None:
-            return self.transport.send(operation, piece, ranks[operation.root], tag)
-        others = [(r, s) for r, s in zip(ranks, slots, strict=True) if r != self.rank]
-        return [work for r, s in others for work in self.transport.recv(operation, s, r, tag)]
+        move = self.transport.send if to_root == (parts is None) else self.transport.recv
+        if parts is None:
+            return move(operation, mine, ranks[operation.root], tag)
+        others = ((rank, part) for rank, part in zip(ranks, parts, strict=True) if rank != self.rank)
+        return [work for rank, part in others for work in move(operation, part, rank, tag)]
 
     def _tag(self, operation: Operation) -> int:
         members = tuple(sorted(operation.group.ranks))
@@ -248,10 +238,8 @@ class ProcessComm(Comm):
         return number
 
     def _receive_stack(self, operation: Operation, mine: Tensor) -> tuple[Tensor, list[Tensor]]:
-        """A receive buffer, and one tensor per member: a part of the buffer, or ``mine`` where it lies.
-
-        Fresh memory costs more than the message, so buffers are used again.
-        """
+        """A receive buffer, and one tensor per member: a part of the buffer, or ``mine`` where it lies.  Fresh memory
+        costs more than the message, so buffers are used again."""
         n, m = len(operation.group.ranks), mine.numel()
         spare = self._spare.setdefault(mine.dtype, [])
         spare.sort(key=torch.Tensor.numel)

@@ -49,7 +49,7 @@ class _Barrier:
 
 
 class Rendezvous:
-    """What the ranks of one world share: barriers, mailboxes and the news that one of them has failed."""
+    """What the ranks of one world share: barriers, mailboxes, and why one of them has failed."""
 
     def __init__(self, num_ranks: int, deadline: float) -> None:
         self.deadline = deadline

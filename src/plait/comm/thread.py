@@ -44,11 +44,7 @@ class ThreadWorld(Rendezvous):
     """The place where the ranks of one mesh meet, and how they work."""
 
     def __init__(
-        self,
-        mesh: Mesh,
-        deadline: float = 30.0,
-        deterministic: bool = True,
-        device: torch.device | str = "cpu",
+        self, mesh: Mesh, deadline: float = 30.0, deterministic: bool = True, device: torch.device | str = "cpu"
     ) -> None:
         super().__init__(mesh.size, deadline)
         self.mesh, self.deterministic, self.device = mesh, deterministic, torch.device(device)

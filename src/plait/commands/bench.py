@@ -6,7 +6,6 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import torch
 from rich.console import Console
@@ -24,7 +23,15 @@ def run_bench(config: BenchConfig, comm: Comm) -> int:
     results = measure(config, comm)
     if comm.rank:
         return 0
-    answer = as_json(config, results)
+    answer = {
+        "command": "bench comm",
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "machine": platform.machine(),
+        "config": asdict(config),
+        "results": [{**asdict(r), "algbw": r.algbw, "busbw": r.busbw} for r in results],
+    }
     console = Console(file=sys.stderr if config.json == "-" else sys.stdout)
     console.print(table(config, results))
     if config.json is not None:
@@ -33,7 +40,11 @@ def run_bench(config: BenchConfig, comm: Comm) -> int:
         folder = Path(config.out)
         folder.mkdir(parents=True, exist_ok=True)
         write_json(str(folder / "comm.json"), answer)
-        (folder / "comm.svg").write_text(picture(config, results))
+        kinds = dict.fromkeys(r.kind for r in results)
+        times = {kind: [(r.bytes, r.seconds) for r in results if r.kind == kind] for kind in kinds}
+        rates = {kind: [(r.bytes, r.busbw) for r in results if r.kind == kind] for kind in kinds}
+        panels = [Panel("time", "s", times), Panel("bus bandwidth", "B/s", rates)]
+        (folder / "comm.svg").write_text(svg(title(config), panels))
         console.print(f"written: {folder / 'comm.json'}, {folder / 'comm.svg'}", markup=False)
     return 0
 
@@ -57,29 +68,6 @@ def table(config: BenchConfig, results: Sequence[Measurement]) -> Table:
         table.add_row(row.kind if row.kind != previous else "", size_text(row.bytes), *times, *rates)
         previous = row.kind
     return table
-
-
-def as_json(config: BenchConfig, results: Sequence[Measurement]) -> dict[str, Any]:
-    """Everything needed to read the numbers later; bandwidths in bytes per second."""
-    return {
-        "command": "bench comm",
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-        "machine": platform.machine(),
-        "config": asdict(config),
-        "results": [{**asdict(r), "algbw": r.algbw, "busbw": r.busbw} for r in results],
-    }
-
-
-def picture(config: BenchConfig, results: Sequence[Measurement]) -> str:
-    """Time and bus bandwidth over size, as SVG."""
-    times: dict[str, list[tuple[float, float]]] = {}
-    rates: dict[str, list[tuple[float, float]]] = {}
-    for r in results:
-        times.setdefault(r.kind, []).append((r.bytes, r.seconds))
-        rates.setdefault(r.kind, []).append((r.bytes, r.busbw))
-    return svg(title(config), [Panel("time", "s", times), Panel("bus bandwidth", "B/s", rates)])
 
 
 def size_text(size: int) -> str:

@@ -32,8 +32,6 @@ Facts = dict[str, Any]
 FASTER = 1.2
 """How many times as fast oneDNN must be to be recommended."""
 
-_SUFFIX = re.compile("_(bytes|bytes_per_second|flops)$")
-
 
 @dataclass(frozen=True)
 class DoctorConfig:
@@ -50,8 +48,15 @@ def run_doctor(config: DoctorConfig) -> int:
     facts = examine(config.measure)
     console = Console(file=sys.stderr if config.json == "-" else sys.stdout)
     for section, values in facts.items():
-        if section != "warnings":
-            console.print(_table(section, values))
+        if section == "warnings":
+            continue
+        table = Table(title=section, title_justify="left", show_header=False, min_width=60)
+        table.add_column("fact", style="bold", no_wrap=True)
+        table.add_column("value", overflow="fold")
+        for name, value in values.items():
+            heading = re.sub("_(bytes|bytes_per_second|flops)$", "", name).replace("_", " ")
+            table.add_row(heading, escape(_words(name, value)))
+        console.print(table)
     for warning in facts["warnings"]:
         console.print(f"[bold yellow]warning:[/] {escape(warning)}", soft_wrap=True)
     if config.json is not None:
@@ -81,11 +86,10 @@ def processor() -> Facts:
     models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     nodes = sorted(path.name for path in Path("/sys/devices/system/node").glob("node[0-9]*"))
     quota = _read("/sys/fs/cgroup/cpu.max").split()
-    affinity = getattr(os, "sched_getaffinity", None)
     return {
         "model": models[0] if models else platform.processor() or platform.machine(),
         "cores": os.cpu_count(),
-        "usable_cores": len(affinity(0)) if affinity else os.cpu_count(),
+        "usable_cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "cgroup_cores": int(quota[0]) / int(quota[1]) if len(quota) == 2 and quota[0] != "max" else None,
         "numa_nodes": len(nodes) or None,
         "vector_instructions": torch.backends.cpu.get_cpu_capability(),
@@ -131,7 +135,12 @@ def gpus() -> Facts:
         facts = {"name": one.name, "bytes": one.total_memory, "capability": f"{one.major}.{one.minor}"}
         devices.append(facts | {"multiprocessors": one.multi_processor_count})
     peers = [[i == j or torch.cuda.can_device_access_peer(i, j) for j in numbers] for i in numbers]
-    return {"devices": devices, "peer_access": peers, "topology": _output("nvidia-smi", "topo", "-m")}
+    try:
+        words = ("nvidia-smi", "topo", "-m")
+        topology = subprocess.run(words, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        topology = None
+    return {"devices": devices, "peer_access": peers, "topology": topology}
 
 
 def network() -> Facts:
@@ -215,15 +224,6 @@ def warnings(facts: Facts) -> list[str]:
     return texts
 
 
-def _table(section: str, values: Facts) -> Table:
-    table = Table(title=section, title_justify="left", show_header=False, min_width=60)
-    table.add_column("fact", style="bold", no_wrap=True)
-    table.add_column("value", overflow="fold")
-    for name, value in values.items():
-        table.add_row(_SUFFIX.sub("", name).replace("_", " "), escape(_words(name, value)))
-    return table
-
-
 def _words(name: str, value: Any) -> str:
     """A fact for a reader: bytes and rates with their units, lists with commas."""
     if value is None:
@@ -251,12 +251,3 @@ def _read(path: str) -> str:
         return Path(path).read_text(errors="replace")
     except OSError:
         return ""
-
-
-def _output(*command: str) -> str | None:
-    """What a program prints; None where it is missing, fails or takes 10 seconds."""
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return done.stdout.strip()

@@ -9,8 +9,6 @@
 Exit codes: 0 done (verify: equal), 1 failed (verify: not equal), 2 bad input; 128 + n for signal n.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -27,6 +25,9 @@ from plait.commands.schedule import ScheduleCommand, run_schedule
 from plait.config import TrainConfig, VerifyConfig
 from plait.launch import guarded, launch
 from plait.measure import comm as bench
+from plait.train.run import run_train
+from plait.verify import run_verify
+from plait.verify.matrix import run_matrix
 
 Config = TypeVar("Config", TrainConfig, VerifyConfig)
 
@@ -58,20 +59,14 @@ def run(argv: list[str]) -> int:
             bench.validate(command)
             body = partial(run_bench, command)
         case TrainConfig():
-            from plait.train.run import run_train
-
             command = configs.with_job(command)
             configs.validate(command)
             body = partial(run_train, command, argv=argv)
         case VerifyConfig(matrix=None):
-            from plait.verify import run_verify
-
             command = configs.with_job(command)
             configs.validate(command)
             body = partial(run_verify, command)
         case VerifyConfig():
-            from plait.verify.matrix import run_matrix
-
             return run_matrix(command)
     return launch(command, body, [sys.executable, "-m", "plait", *argv])
 

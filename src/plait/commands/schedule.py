@@ -1,12 +1,12 @@
 """``plait schedule``: pipelines as data, on the screen, proved, and as a picture.  Nothing runs.
 
-    plait schedule show 1f1b --stages 4 --microbatches 8          the grid over time, bubbles against their formula
-    plait schedule text zbv --stages 4 --microbatches 4           the schedule, to begin one's own with
-    plait schedule check mine.txt                                 a proof, or what is wrong and where
-    plait schedule draw 1f1b --out 1f1b.svg                       the timeline and the memory of each rank
-
-Where an order's name stands, the file of a hand-written schedule may stand instead.
+plait schedule show 1f1b --stages 4 --microbatches 8          the grid over time, bubbles against their formula
+plait schedule text zbv --stages 4 --microbatches 4           the schedule, to begin one's own with
+plait schedule check mine.txt                                 a proof, or what is wrong and where
+plait schedule draw 1f1b --out 1f1b.svg                       the timeline and the memory of each rank
 """
+
+from __future__ import annotations  # help texts are made of the orders when they are asked for
 
 import shutil
 from dataclasses import dataclass

@@ -24,8 +24,6 @@ AT_LEAST = {
 }
 """The least that a setting may be, where it is given."""
 
-ABOVE_ZERO = ("lr", "deadline", "clip")
-
 FOR_TEXT = {
     "sequence_parallel": "can be cut in time",
     "epochs": "has an end",
@@ -83,7 +81,7 @@ def check_numbers(config: MachineConfig) -> None:
         value = getattr(config, name, None)
         if value is not None and value < least:
             raise ValueError(f"{name} is {value}: give a whole number from {least}")
-    for name in ABOVE_ZERO:
+    for name in ("lr", "deadline", "clip"):
         value = getattr(config, name, None)
         if value is not None and not value > 0:
             raise ValueError(f"{name} is {value}: give a number above 0")

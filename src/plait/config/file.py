@@ -3,8 +3,6 @@
 TrainConfig(mesh="shard=2", layers=None)  ──► mesh = "shard=2"  ──► TrainConfig(mesh="shard=2", layers=None)
 """
 
-from __future__ import annotations
-
 import difflib
 import tomllib
 from dataclasses import dataclass, fields

@@ -1,7 +1,5 @@
 """The ranks: how many there are, where they live, and whether this machine has room for them."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
@@ -33,7 +31,6 @@ class MachineConfig:
 
     @cached_property
     def parsed_mesh(self) -> Mesh:
-        """The mesh as a value."""
         return Mesh.parse(self.mesh)
 
 

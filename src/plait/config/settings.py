@@ -32,7 +32,7 @@ Run = TypeVar("Run", bound="RunConfig")
 
 @dataclass(frozen=True)
 class RunConfig(JobConfig, LayoutConfig, MachineConfig, FileConfig):
-    """What training and verifying have in common.  A setting that is wrong raises ValueError where its value is made."""
+    """What training and verifying have in common; a wrong setting raises ValueError where its value is made."""
 
     json: str | None = None
     """Write the results here as JSON; "-" is the standard output."""
@@ -97,6 +97,8 @@ class TrainConfig(RunConfig):
         str | None,
         tyro.conf.arg(help=f"A new folder for the trained model, as transformers loads it ({stock_families()})."),
     ] = None
+    nonfinite: Literal["raise", "skip"] = "raise"
+    """A step whose loss or gradient is inf or NaN on any rank ends the run, or is left out (as always in fp16)."""
     workers: int = 0
     """Processes of each rank that make the batches of the coming steps; 0: the rank makes them itself."""
     log_every: int = 10

@@ -10,6 +10,7 @@ What was written before a run is stopped stays.
 import importlib
 import importlib.util
 import json
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -32,7 +33,7 @@ class JsonLines:
         self._file = (folder / "metrics.jsonl").open("w", encoding="utf-8")
 
     def write(self, line: Line) -> None:
-        self._file.write(json.dumps(line) + "\n")
+        self._file.write(json.dumps(finite(line), allow_nan=False) + "\n")
         self._file.flush()
 
     def close(self) -> None:
@@ -57,8 +58,7 @@ class TensorBoard:
 
 
 class WeightsAndBiases:
-    """A run of a Weights & Biases project, with its settings; WANDB_MODE=offline keeps it on this machine, in ``folder``
-    (None: the working directory)."""
+    """A run of a Weights & Biases project; WANDB_MODE=offline keeps it in ``folder`` (None: the working directory)."""
 
     def __init__(self, project: str, settings: Mapping[str, Any], folder: Path | None) -> None:
         wandb = importlib.import_module("wandb")
@@ -71,9 +71,18 @@ class WeightsAndBiases:
         self._run.finish()
 
 
+def finite(value: Any) -> Any:
+    """With null for inf and NaN, which JSON has no words for."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {key: finite(one) for key, one in value.items()}
+    return [finite(one) for one in value] if isinstance(value, list | tuple) else value
+
+
 def _numbers(line: Line) -> dict[str, float]:
     """What can be drawn over the steps: all but the step itself and what has no value."""
-    return {name: value for name, value in line.items() if name != "step" and value is not None}
+    return {name: value for name, value in line.items() if name != "step" and isinstance(value, int | float)}
 
 
 class Sinks:

@@ -1,7 +1,8 @@
 """The two small messages by which all ranks agree in each step: their shapes, for sender and planner alike.
 
-    counts   [microbatches, targets, samples]                             int64, before the first forward
-    report   [sum of squares, losses of the microbatches, gradient bits]  fp64, before the update
+    counts   [microbatches, targets, samples]                               int64, before the first forward
+    report   [sum of squares, losses of the microbatches, gradient bits,    fp64, before the update
+              first gradient that is not finite, step, discarded passes, options of the optimizers]
 
 Both are all-gathers in rank order, and every rank folds the same numbers in the same order.  Ranks of one data rank,
 along pipe and tensor, bring the same batch.  Losses come from the ranks with the last stage; the others report zeros.
@@ -25,7 +26,10 @@ BITS = 32
 COUNTS = 3
 """Numbers that a rank brings to ``counts``."""
 
+MARKS = 4
+"""Numbers at the end of a ``report``, after the bits."""
+
 
 def num_reported(num_microbatches: int, num_trainable: int) -> int:
     """Numbers that a rank brings to ``report``."""
-    return 1 + num_microbatches + -(-num_trainable // BITS)
+    return 1 + num_microbatches + -(-num_trainable // BITS) + MARKS

@@ -58,8 +58,8 @@ class PackedBatches(Corpus):
     """Packed rows: int64 ``tokens``, ``targets`` and ``documents``, all [count, length].
 
     ``documents`` numbers the documents of a row from 0; a model's attention must not cross them, and positions start
-    anew in each (see ``models.documents``).  Documents are bytes, each a token, or rows of whole numbers; those of less
-    than 2 tokens have nothing to predict and are left out.  ``ragged`` is that of ``TextBatches``.
+    anew in each (see ``models.documents``).  Documents are bytes, each a token, or rows of whole numbers; with
+    fewer than 2 tokens they have nothing to predict, and are left out.  ``ragged`` is that of ``TextBatches``.
 
     Raises ValueError where no document has 2 tokens, or one is not a row of whole numbers.
     """

@@ -52,15 +52,6 @@ def load_documents(path: str | None = None) -> list[bytes]:
     return [document for name, content in files for document in _texts(name, content) if document]
 
 
-def standard_library(max_bytes: int = STANDARD_LIBRARY_BYTES) -> bytes:
-    """The modules at the top of Python's standard library, by name, cut after ``max_bytes`` bytes.
-
-    Names that begin with an underscore are skipped, since some are generated for one machine, and so are subfolders
-    (tests, site-packages, idlelib).  Raises ValueError where Python has no source files, as some embedded builds.
-    """
-    return b"".join(text for _, text in _modules(max_bytes))
-
-
 def split_text(text: Text, length: int) -> tuple[Text, Text]:
     """(train, held out): the last 5 % are held out, at least one sample (``length`` + 1 tokens).
 
@@ -101,7 +92,7 @@ def split_documents(documents: Sequence[Text]) -> tuple[Sequence[Text], Sequence
 def _files(path: str | None) -> list[tuple[str, bytes]]:
     """(name, content) of every text file at the path, in order."""
     if path is None:
-        return _modules(STANDARD_LIBRARY_BYTES)
+        return standard_library()
     root = Path(path)
     if root.is_dir():
         return _folder(root)
@@ -115,7 +106,12 @@ def _files(path: str | None) -> list[tuple[str, bytes]]:
     return [(path, text)]
 
 
-def _modules(max_bytes: int) -> list[tuple[str, bytes]]:
+def standard_library(max_bytes: int = STANDARD_LIBRARY_BYTES) -> list[tuple[str, bytes]]:
+    """(name, source) of the modules at the top of Python's standard library, by name, cut after ``max_bytes`` bytes.
+
+    Names that begin with an underscore are skipped, since some are generated for one machine, and so are subfolders
+    (tests, site-packages, idlelib).  Raises ValueError where Python has no source files, as in some embedded builds.
+    """
     folder = Path(sysconfig.get_path("stdlib"))
     parts: list[tuple[str, bytes]] = []
     left = max_bytes

@@ -35,11 +35,17 @@ from plait.core.parallelism import Parallelism
 from plait.core.precision import LossScale
 from plait.engine.evaluation import Evaluation, Evaluator
 from plait.engine.forward.context import RNGPosition
+from plait.engine.nonfinite import NonFinite
 from plait.engine.pipeline.runtime import Microbatch
 from plait.engine.pipeline.stage import LossFn
 from plait.engine.placed_model import PlacedModel
+from plait.engine.reduction import Reduction, as_sum, returning_sums
+from plait.engine.standing import Standing
+from plait.engine.state.identity import code_of
 from plait.engine.state.weights import Weights
 from plait.engine.step import OpenStep, StepResult, num_samples
+from plait.engine.turns import Optimizers, StepTurns, several
+from plait.engine.update import Update
 
 CountFn = Callable[[Any], int]
 Listener = Callable[[str, "Engine"], None]
@@ -54,12 +60,15 @@ class Engine(PlacedModel):
         comm: this rank's world; it knows the mesh.
         parallelism: how the model lies on the ranks; or give its fields as keywords (``strategy="zero3"``).
         optimizer: built on ``model.parameters()`` in the ordinary way; it is pointed at the pieces that this rank owns.
+            Or several, as a list or a dict, each with parameters of its own. One that is built later: see ``use``.
         loss_fn: ``(model, batch) -> scalar``, the *sum* of the losses of the batch.
         count_fn: ``batch -> int``, how many terms that sum has.
         clip: the largest global gradient norm; ``math.inf`` measures without clipping, None does neither.
         seed: of initial values (of parameters on meta) and dropout.
         weights: where the values of parameters on meta are read, instead of drawing them from the seed.
         loss_scale: the factor of the loss, for gradients that fp16 would lose (see ``precision``).
+        nonfinite: what to do with a step in which any rank has a loss or gradient that is inf or NaN: ``"raise"`` a
+            FloatingPointError on all ranks, or ``"skip"`` the update on all of them. With a loss scale it is skipped.
         listener: called with ``"reduced"`` (gradients are whole, not clipped) and ``"updated"``.
 
     Raises:
@@ -73,13 +82,14 @@ class Engine(PlacedModel):
         comm: Comm,
         *,
         parallelism: Parallelism | None = None,
-        optimizer: Optimizer | None = None,
+        optimizer: Optimizers | None = None,
         loss_fn: LossFn | None = None,
         count_fn: CountFn | None = None,
         clip: float | None = None,
         seed: int = 0,
         weights: Weights | None = None,
         loss_scale: LossScale | None = None,
+        nonfinite: NonFinite = "raise",
         listener: Listener | None = None,
         **settings: Any,
     ) -> None:
@@ -92,39 +102,62 @@ class Engine(PlacedModel):
             model,
             comm,
             parallelism or Parallelism.of(**settings),
-            optimizer,
-            clip=clip,
+            several(optimizer),
             seed=seed,
             weights=weights,
-            loss_scale=loss_scale,
+            settings={"clip": clip, "loss_scale": loss_scale, "nonfinite": nonfinite},
+            agreed={"the code of loss_fn": code_of(loss_fn), "the code of count_fn": code_of(count_fn)},
             before_forward=self._before_forward,
         )
         self.loss_fn, self.count_fn, self.listener = loss_fn, count_fn, listener
-        if optimizer is not None:
-            optimizer.register_step_pre_hook(lambda *_: self._before_update())
-            optimizer.register_step_post_hook(lambda *_: self._after_update())
-            optimizer.zero_grad = partial(self._discard, optimizer.zero_grad)  # type: ignore[method-assign]
+        self.update = Update(self, clip, loss_scale, nonfinite)
+        self._turns = StepTurns()
+        for one in self.optimizers:
+            self._hook(one)
         self.steps = 0
+        self.discarded = 0
+        """Times that ``zero_grad`` threw gradients away."""
         self._evaluator = Evaluator(self)
         self._broken = False
         self._now: OpenStep | None = None
         self.last = StepResult(-1, math.nan, 0, (), None)
         """What the last step did, in a loop of one's own too."""
 
+    def use(self, optimizer: Optimizers) -> None:
+        """Take optimizers that were built after the engine, on ``model.parameters()``; all ranks call it together.
+
+        Raises:
+            ValueError: the engine has optimizers already, and what ``Engine`` raises for these.
+        """
+        if self.optimizers:
+            raise ValueError("the engine has an optimizer already: give Engine a list, or use, all of them at once")
+        self.take_optimizers(several(optimizer))
+        for one in self.optimizers:
+            self._hook(one)
+
+    def _hook(self, optimizer: Optimizer) -> None:
+        optimizer.register_step_pre_hook(lambda *_: self._before_update(optimizer))
+        optimizer.register_step_post_hook(lambda *_: self._after_update(optimizer))
+        optimizer.zero_grad = partial(self._discard, optimizer, optimizer.zero_grad)  # type: ignore[method-assign]
+
     def step(self, microbatches: Sequence[Any]) -> StepResult:
         """One optimizer step on this rank's microbatches; every rank brings equally many.
 
         Raises:
             ValueError: no microbatch, ranks that disagree on their number, nothing to count, no loss function.
+            FloatingPointError: a loss or gradient that is not finite, on any rank (see ``nonfinite``).
         """
         loss_fn, count_fn = self._functions()
         if not torch.is_grad_enabled():
             raise ValueError("engine.step under torch.no_grad(): there would be no gradient; call it outside")
+        self._check_optimizer()
         num = len(microbatches)
         if not num:
             raise ValueError("no microbatch: a step needs at least one, an empty one included")
         program = self.program(num)
-        counts = [count_fn(batch) for batch in microbatches]
+        counts = [int(count_fn(batch)) for batch in microbatches]
+        if min(counts) < 0:  # the sum goes to the others, and they refuse it too
+            counts = [min(counts)]
         samples = [num_samples(batch) for batch in microbatches]
         first, total = self.exchange.counts(num, sum(counts), sum(samples))
         self._now = OpenStep(count=total)  # whatever an earlier step left behind when it raised is gone
@@ -139,8 +172,8 @@ class Engine(PlacedModel):
             for m, batch in enumerate(microbatches)
         ]
         self._broken = self.comm.mesh.pipe > 1
+        loss_fn = loss_fn if self.steps else returning_sums(loss_fn, count_fn)
         self.runtime.run(program, brought, loss_fn, 1 / total * self.update.scale, self._update)
-        self._broken = False
         return self.last
 
     def evaluate(self, microbatches: Sequence[Any]) -> Evaluation:
@@ -174,28 +207,38 @@ class Engine(PlacedModel):
     def _update(self) -> None:
         """The end of the step."""
         assert self._now is not None
+        self._broken = False  # every message of the pipeline has come
         num = len(self.runtime.p2p.signatures)
         losses = self.runtime.losses
         self._now.losses = [losses[m] if losses else torch.zeros(()) for m in range(num)]
-        if self.optimizer is not None:
-            self.optimizer.step()
-        else:
-            self._before_update()
-            self._after_update()
+        for optimizer in self.optimizers:
+            optimizer.step()
+        if not self.optimizers:
+            self._prepare()
+            self._publish()
 
     # ---- for a loop of one's own --------------------------------------------------------------------------------
 
-    def backward(self, loss: Tensor, count: int) -> None:
+    def backward(self, loss: Tensor, count: int, reduction: Reduction | None = None) -> None:
         """The backward of one microbatch of a user's own loop.
 
         Args:
-            loss: the *sum* of the microbatch's losses.
-            count: how many terms it has; ``optimizer.step()`` divides by the global sum of the counts.
+            loss: of the microbatch, a scalar.
+            count: how many terms the loss has; ``optimizer.step()`` divides by the global sum of the counts.
+            reduction: ``"mean"``, as of ``F.cross_entropy`` and Hugging Face's models, or ``"sum"``: what the loss is
+                of its terms. None: a sum, unless it can be seen that it is a mean, which is refused.
+
+        Raises:
+            ValueError: no optimizer, a loss that is no scalar, a mean given as a sum, a negative count.
         """
         if self.pipeline.num_stages > 1:
             raise ValueError("engine.backward is for one stage: under a pipeline the schedule decides; use engine.step")
+        self._check_optimizer()
         if loss.dim() != 0:
             raise ValueError(f"the loss has shape {tuple(loss.shape)}: return the sum over the microbatch, a scalar")
+        if count < 0:
+            raise ValueError(f"a count of {count}: it is the number of terms of the loss, 0 or more")
+        loss = as_sum(loss, count, reduction)
         now = self._begin_step()
         now.local_count += count
         self.stages[0].backward_from(loss, self.update.scale)
@@ -203,7 +246,16 @@ class Engine(PlacedModel):
 
     # ---- parts of a step ----------------------------------------------------------------------------------------
 
+    def _check_optimizer(self) -> None:
+        """Raises ValueError where gradients would be made that nobody gets."""
+        if not self.optimizers and self.listener is None:
+            raise ValueError(
+                "the engine has no optimizer, so no step would change anything: give Engine(optimizer=...), or, where "
+                "it is built after the engine, call engine.use(optimizer) before the first step"
+            )
+
     def _begin_step(self) -> OpenStep:
+        self._turns.check_all(self.optimizers)
         if self._now is None:
             for stage in self.stages.values():
                 stage.begin_sums()
@@ -226,20 +278,38 @@ class Engine(PlacedModel):
         stage.begin_alone(RNGPosition(self.steps, microbatch, first, size), now.forwards)
         now.forwards += 1
 
-    def _before_update(self) -> None:
-        """Hook before ``optimizer.step``: finish the sums, agree, clip, hand the gradients over."""
+    def _before_update(self, optimizer: Optimizer) -> None:
+        """Hook before ``optimizer.step``; the first optimizer of a step makes the gradients of all."""
+        if self._turns.begin(optimizer, self.optimizers):
+            self._prepare()
+
+    def _prepare(self) -> None:
+        """Finish the sums, agree, clip, hand the gradients over."""
         now = self._now
         if now is None or not now.losses:
             raise ValueError("optimizer.step() without a backward before it: there is no gradient to step with")
-        self.last = self.update.prepare(now, self.steps, lambda: self._tell("reduced"))
+        try:
+            standing = Standing.of(self.steps, self.discarded, self.optimizers)
+            self.last = self.update.prepare(now, standing, lambda: self._tell("reduced"))
+        except BaseException:
+            self._now = None  # its sums are used up
+            self._turns.clear()
+            raise
 
-    def _discard(self, zero_grad: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+    def _discard(self, optimizer: Optimizer, zero_grad: Callable[..., None], *args: Any, **kwargs: Any) -> None:
         """``optimizer.zero_grad`` between backward and step throws the gradients away, as everywhere in torch."""
         zero_grad(*args, **kwargs)
-        self._now = None
+        if self._now is not None and self._turns.zeroed(optimizer, self.optimizers, summed=bool(self._now.losses)):
+            self.discarded += bool(self._now.losses)
+            self._now = None
 
-    def _after_update(self) -> None:
-        """Hook after ``optimizer.step``: bring the new values to where the row keeps them."""
+    def _after_update(self, optimizer: Optimizer) -> None:
+        """Hook after ``optimizer.step``; behind the last optimizer of a step the new values are published."""
+        if self._turns.end(optimizer, self.optimizers):
+            self._publish()
+
+    def _publish(self) -> None:
+        """Bring the new values to where the row keeps them."""
         for stage in self.stages.values():
             stage.unsharding.forget()
         for work in [work for unit in self.units for work in unit.publish()]:

@@ -3,16 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from functools import reduce
+from operator import or_
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from plait.comm import Comm
-from plait.comm.agree import gather_floats, gather_ints, same_tensors
+from plait.comm.agree import gather_floats, gather_ints, named, same_tensors
 from plait.core.agreement import AGREEING, BITS, IN_STAGE
 from plait.core.collectives import Note
+
+
+class Report(NamedTuple):
+    """What all ranks know before the update."""
+
+    squares: float
+    """The global sum."""
+    losses: list[list[float]]
+    """Of the microbatches of every data rank."""
+    have_gradient: dict[str, bool]
+    """Which parameters have a gradient on any rank."""
+    marks: list[list[float]]
+    """Of every rank: what else it reported."""
 
 
 class Exchange:
@@ -49,6 +64,11 @@ class Exchange:
                 f"ranks that differ in {axes} only bring different batches: they work on the same samples, so read "
                 f"the batch of comm.mesh.data_rank(comm.rank)"
             )
+        if negative := [rank for rank, row in enumerate(table) if row[1] < 0]:
+            raise ValueError(
+                f"{named(negative)} counts {table[negative[0]][1]} targets: a count is the number of terms of a loss, "
+                f"which is 0 or more"
+            )
         total = sum(row[1] for row in data)
         if total == 0:
             raise ValueError("there is no target in any rank's microbatches: their counts are all 0")
@@ -66,13 +86,13 @@ class Exchange:
             )
         self._same_batches = True
 
-    def report(
-        self, squares: float, losses: Sequence[float], touched: set[str]
-    ) -> tuple[float, list[list[float]], dict[str, bool]]:
-        """The global sum of squares, the losses of every data rank, and which parameters have a gradient on any rank.
+    def report(self, squares: float, losses: Sequence[float], touched: set[str], marks: Sequence[float]) -> Report:
+        """The small message before the update.
 
         Args:
             losses: of this data rank's microbatches; only those of ranks with the last stage count.
+            touched: the parameters that got a gradient on this rank.
+            marks: ``MARKS`` numbers that tell what else the ranks compare (see ``engine.update``).
 
         Raises:
             ValueError: the ranks of a tensor group, which compute the same losses, have different ones.
@@ -81,25 +101,29 @@ class Exchange:
             float(sum(1 << i for i, name in enumerate(self.names[start : start + BITS]) if name in touched))
             for start in range(0, len(self.names), BITS)
         ]
-        rows = gather_floats(self.comm, [squares, *losses, *bits], AGREEING, Note("report"))
+        rows = gather_floats(self.comm, [squares, *losses, *bits, *marks], AGREEING, Note("report"))
         total = 0.0
         for row in rows:
             total += row[0]
-        split = 1 + len(losses)
-        ends = rows[self.losses_at * self.in_stage : (self.losses_at + 1) * self.in_stage]
+        first_bit, last_bit = 1 + len(losses), 1 + len(losses) + len(bits)
+        ends = [row[1:first_bit] for row in rows[self.losses_at * self.in_stage :][: self.in_stage]]
         for i in range(0, self.in_stage, self.tensor):
-            for same in zip(*(row[1:split] for row in ends[i : i + self.tensor]), strict=True):
+            for same in zip(*ends[i : i + self.tensor], strict=True):
                 if max(same) - min(same) > 1e-4 * max(map(abs, same)):
                     raise ValueError(
                         f"the ranks of a tensor group have different losses ({', '.join(f'{x:.6g}' for x in same)}), "
                         f"though they work on the same samples: an output that the tensor plan cuts ('column') reaches "
                         f"the loss without a 'row' or 'gathered' behind it"
                     )
-        masks = [0] * len(bits)
-        for row in rows:
-            masks = [mask | int(value) for mask, value in zip(masks, row[split:], strict=True)]
+        columns = zip(*(row[first_bit:last_bit] for row in rows), strict=True)
+        masks = [reduce(or_, map(int, column)) for column in columns]
         have = {name: bool(masks[i // BITS] >> (i % BITS) & 1) for i, name in enumerate(self.names)}
-        return total, [row[1:split] for row in ends[:: self.tensor]], have
+        return Report(total, ends[:: self.tensor], have, [row[last_bit:] for row in rows])
+
+    def ranks_with_losses(self) -> list[int]:
+        """Whose losses a report has, by data rank."""
+        first = self.losses_at * self.in_stage
+        return list(range(first, first + self.in_stage, self.tensor))
 
     def sums(self, mine: Sequence[float]) -> list[list[float]]:
         """The sum over the data ranks of some numbers, for each tensor rank."""

@@ -4,13 +4,12 @@ model ── check ──► stages of this rank ──► units, flat storage, 
                         │
                         ├── runtime        carries out the schedule
                         ├── ties, norm     sums over stages, over everything
-                        └── update         what the optimizer is given
+                        └── owned          what this rank's optimizer updates
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -20,10 +19,10 @@ from torch.optim import Optimizer
 from plait.comm import Comm
 from plait.core.flat import UnitLayout
 from plait.core.parallelism import Parallelism
-from plait.core.precision import LossScale
+from plait.engine.data_parallel.flat_gradient import FlatGradient
 from plait.engine.data_parallel.optim import OwnedOptimizer, owned_runs
 from plait.engine.data_parallel.storage import dtype_in
-from plait.engine.data_parallel.unit import Unit, parameters_of
+from plait.engine.data_parallel.unit import Unit
 from plait.engine.exchange import Exchange
 from plait.engine.norm import Norm
 from plait.engine.pipeline.build_stages import build_stages
@@ -33,15 +32,18 @@ from plait.engine.pipeline.tied_weights import TiedWeights
 from plait.engine.state.checks import check_model, check_settings
 from plait.engine.state.fingerprint import ModelFingerprint
 from plait.engine.state.full import Part, full_state_dict, load_full_state_dict
+from plait.engine.state.identity import optimizer_fields
 from plait.engine.state.weights import Weights
-from plait.engine.update import Update
 from plait.schedule.pipeline import Pipeline, RankProgram
 
 
 class PlacedModel:
     """This rank's part of a model, and all that moves its values; the arguments are those of ``Engine``.
 
-    ``before_forward`` is called with the model's arguments before each forward of a loop of one's own.
+    Args:
+        settings: of the step; they must be the same on all ranks.
+        agreed: what else must be, as texts.
+        before_forward: called with the model's arguments before each forward of a loop of one's own.
     """
 
     def __init__(
@@ -49,24 +51,25 @@ class PlacedModel:
         model: nn.Module,
         comm: Comm,
         parallelism: Parallelism,
-        optimizer: Optimizer | None,
+        optimizers: Sequence[Optimizer],
         *,
-        clip: float | None,
         seed: int,
         weights: Weights | None,
-        loss_scale: LossScale | None,
+        settings: Mapping[str, object],
+        agreed: Mapping[str, str],
         before_forward: Callable[[Sequence[Any], dict[str, Any]], None],
     ) -> None:
         self.model, self.comm, self.parallelism, self.seed = model, comm, parallelism, seed
-        self.strategy, self.optimizer = parallelism.strategy, optimizer
+        self.strategy, self.optimizers = parallelism.strategy, tuple(optimizers)
+        names = {id(p): n for n, p in model.named_parameters()}
+        settings = {**parallelism.compared(), "seed": seed, **settings}
+        check_settings(comm, settings, {**agreed, **optimizer_fields(optimizers, names)})
         check_model(model, comm)
         self.num_parameters = sum(p.numel() for p in model.parameters())
         """Elements of the whole model."""
-        names = {id(p): n for n, p in model.named_parameters()}
         trainable = [n for n, p in model.named_parameters() if p.requires_grad]
         dtypes = {dtype_in(self.strategy.grads, dtype_in(self.strategy.params, p.dtype)) for p in model.parameters()}
         self.pipeline = Pipeline.of(parallelism, comm.mesh.pipe)
-        check_settings(comm, parallelism.compared() | {"clip": clip, "seed": seed, "loss_scale": loss_scale})
         built = build_stages(model, comm, parallelism, self.pipeline, seed, before_forward, weights)
         self.stages, self.directory = built.stages, built.directory
         self.links, self.split = built.links, built.split
@@ -76,27 +79,39 @@ class PlacedModel:
         """When each action of the last steps began and ended."""
         self.runtime = Runtime(self.stages, p2p, self.log)
         self.exchange = Exchange(comm, trainable, self.pipeline.owner[self.pipeline.num_stages - 1])
-        sums = [g for stage in self.stages.values() for g in stage.gradients.flats]
-        cuts = parallelism.cut == "element" and comm.mesh.count(self.strategy.optim.split) > 1
-        self.owned_optimizer = None if optimizer is None else OwnedOptimizer(optimizer, names, sums, cuts=cuts)
-        self.owned = owned_runs(sums) if self.owned_optimizer is None else self.owned_optimizer.owned
+        self.owned_optimizer = self._owner_of(self.optimizers, names) if self.optimizers else None
+        self.owned = owned_runs(self._flats()) if self.owned_optimizer is None else self.owned_optimizer.owned
         self.ties = TiedWeights(built.edges, comm, built.gradients(), p2p.rank_of)
         self.norm = Norm(comm, self.strategy, wide=torch.float64 in dtypes, copies=self.ties.copies)
-        whole = [n for n, _, f, i in parameters_of(self.units) if f.trainable and f.cuts[i] is None]
-        self.update = Update(
-            comm,
-            self.stages,
-            self.exchange,
-            self.ties,
-            self.norm,
-            self.owned,
-            self.owned_optimizer,
-            clip,
-            None if loss_scale is None else replace(loss_scale),
-            list(dict.fromkeys(whole)) if built.parallel.styles else [],
-        )
+        self.parallel = built.parallel
+        """How tensor parallelism cuts the whole model."""
         self._programs: dict[tuple[int, bool], RankProgram] = {}
         self._guard = ModelFingerprint(model)  # what a stage has was taken from it once
+
+    def _flats(self) -> list[FlatGradient]:
+        return [g for stage in self.stages.values() for g in stage.gradients.flats]
+
+    def _owner_of(self, optimizers: Sequence[Optimizer], names: Mapping[int, str]) -> OwnedOptimizer:
+        cuts = self.parallelism.cut == "element" and self.comm.mesh.count(self.strategy.optim.split) > 1
+        return OwnedOptimizer(optimizers, names, self._flats(), cuts=cuts)
+
+    def take_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
+        """Optimizers that were built after the model was placed."""
+        names = {id(p): n for n, p in self.model.named_parameters()}
+        check_settings(self.comm, {}, optimizer_fields(optimizers, names))
+        self.owned_optimizer = self._owner_of(optimizers, names)
+        self.owned, self.optimizers = self.owned_optimizer.owned, tuple(optimizers)
+
+    @property
+    def optimizer(self) -> Optimizer | None:
+        """The only one, None where there is none.
+
+        Raises:
+            ValueError: there are several.
+        """
+        if len(self.optimizers) > 1:
+            raise ValueError(f"the engine has {len(self.optimizers)} optimizers: see engine.optimizers")
+        return self.optimizers[0] if self.optimizers else None
 
     def program(self, num_microbatches: int, *, backward: bool = True) -> RankProgram:
         """What this rank does in a step of so many microbatches, or an evaluation; proved when first asked for."""

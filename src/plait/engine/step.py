@@ -14,7 +14,7 @@ class StepResult:
     """What one step did.
 
     ``loss`` is the global sum over the global count; ``local_losses`` are the sums of this data rank's microbatches.
-    ``made`` is False for a step that was skipped, on all ranks, because a scaled gradient was not finite.
+    ``made`` is False for a step that was skipped, on all ranks, because a loss or gradient was not finite.
     ``grad_norm`` is the global norm before clipping, None where no clipping was asked for or no step was made.
     """
 

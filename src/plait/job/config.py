@@ -69,11 +69,11 @@ class JobConfig(OptimizerConfig, DataConfig, ModelConfig):
 
     @cached_property
     def row(self) -> Strategy:
-        """Of the single process; a ``RunConfig`` has the row of its layout instead, which may say dtypes."""
+        """The row of the single process; a ``RunConfig`` has its layout's instead, which may say its own dtypes."""
         return self.in_dtype(TABLE["ddp"])
 
     def in_dtype(self, row: Strategy) -> Strategy:
-        """The row with the dtypes that ``dtype`` gives its cells; ValueError where it has dtypes of its own."""
+        """The row with the dtypes that ``dtype`` gives its cells; ValueError for a ``dtype`` beside the row's own."""
         if self.dtype != "fp32" and (row.params.dtype or row.grads.dtype or row.optim.dtype):
             raise ValueError(f"strategy {row.name!r} says dtypes of its own ({row.row()}), beside dtype {self.dtype}")
         name, _, mixed = self.dtype.partition("-")

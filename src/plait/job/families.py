@@ -39,11 +39,9 @@ def describe_families() -> str:
 
 def describe_layers() -> str:
     """How many layers each family has unless the flag says so, for help texts."""
-    names: dict[int, list[str]] = {}
-    for name, row in FAMILIES.items():
-        if row.layers is not None:
-            names.setdefault(row.layers, []).append(name)
-    defaults = "; ".join(f"{', '.join(alike)}: {layers}" for layers, alike in names.items())
+    layers = {name: row.layers for name, row in FAMILIES.items() if row.layers is not None}
+    alike = {number: [name for name in layers if layers[name] == number] for number in layers.values()}
+    defaults = "; ".join(f"{', '.join(names)}: {number}" for number, names in alike.items())
     return f"Layers; unless given {defaults}."
 
 
@@ -54,9 +52,8 @@ def stock_families() -> str:
 
 def for_text(what: str) -> Any:
     """The help of a flag that is for families that read text."""
-    return tyro.conf.arg(
-        help=f"{what} (all but {', '.join(name for name, row in FAMILIES.items() if not row.reads_text)})."
-    )
+    others = ", ".join(name for name, row in FAMILIES.items() if not row.reads_text)
+    return tyro.conf.arg(help=f"{what} (all but {others}).")
 
 
 @dataclass(frozen=True)

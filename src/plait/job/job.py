@@ -20,6 +20,7 @@ from plait.core.parallelism import Parallelism, Recompute
 from plait.core.precision import AS_IT_COMES, Precision
 from plait.data import Batches, Epochs, StepDataset, StepStream
 from plait.engine import Engine, empty_parameters
+from plait.engine.nonfinite import NonFinite
 from plait.engine.pipeline.profile import agreed_link_costs
 from plait.engine.state.weights import Weights
 from plait.job.config import JobConfig
@@ -68,6 +69,7 @@ class Job:
         parallelism: Parallelism,
         *,
         clip: float | None = None,
+        nonfinite: NonFinite = "raise",
         listener: Callable[[str, Engine], None] | None = None,
     ) -> tuple[Engine, LRScheduler | None]:
         """The job under a layout on this rank, and the learning rate's schedule; all ranks call it together."""
@@ -84,6 +86,7 @@ class Job:
             seed=self.seed,
             weights=self.weights,
             loss_scale=self.precision.loss_scale(),
+            nonfinite=nonfinite,
             listener=listener,
         )
         return engine, self.scheduler(optimizer) if self.scheduler else None
@@ -108,10 +111,7 @@ class Job:
         device: str = "cpu",
         workers: int = 0,
     ) -> StepStream:
-        """A data rank's microbatches of many steps in turn, on the device; ``workers`` processes make them ahead.
-
-        Leave it by ``with``, which ends the processes.
-        """
+        """A data rank's microbatches of many steps, on the device; ``workers``, ended by ``with``, make them ahead."""
         dataset = StepDataset(self.batches, data_rank, num_data_ranks, num_microbatches, self.global_batch)
         return StepStream(dataset, steps, workers, device)
 

@@ -2,6 +2,7 @@
 
     raised on a rank                      printed                         exit code
     ValueError by plait                   plait: error: <message>         2
+    FloatingPointError by plait           plait: error: <message>         1
     any other exception                   its traceback                   1
     (killed by a signal)                  plait: rank 3 was killed ...    128 + signal
 
@@ -42,19 +43,15 @@ class Failure:
 
 def is_mistake(error: BaseException) -> bool:
     """Whether this is plait refusing an input: a ValueError that was raised in its own code."""
-    if not isinstance(error, ValueError) or error.__traceback__ is None:
+    return _by_plait(error, ValueError)
+
+
+def _by_plait(error: BaseException, kind: type[Exception]) -> bool:
+    """Whether it is of this kind, and was raised in plait's own code."""
+    if not isinstance(error, kind) or error.__traceback__ is None:
         return False
     *_, (frame, _line) = traceback.walk_tb(error.__traceback__)
     return str(frame.f_globals.get("__name__", "")).partition(".")[0] == "plait"
-
-
-def text_of(error: BaseException) -> str:
-    """What is printed: of a mistake a line, with a grid below it where there is one, else the traceback."""
-    if not is_mistake(error):
-        return "".join(traceback.format_exception(error))
-    reason, *grid = str(error).split("\n")
-    line = " ".join(["plait: error:", *reason.split(), *getattr(error, "__notes__", ())])
-    return "\n".join([line, *grid, ""])
 
 
 def guarded(work: Callable[[], int]) -> int:
@@ -70,8 +67,15 @@ def guarded(work: Callable[[], int]) -> int:
 
 
 def report(error: BaseException, environment: Mapping[str, str] = os.environ) -> int:
-    """Prints what went wrong, or records it for the launcher to print; returns the exit code."""
-    text = text_of(error)
+    """Prints what went wrong, or records it for the launcher to print; returns the exit code.
+
+    Of what plait refuses that is a line, with a grid below it where there is one, and otherwise the traceback.
+    """
+    text = "".join(traceback.format_exception(error))
+    if is_mistake(error) or _by_plait(error, FloatingPointError):
+        reason, *grid = str(error).split("\n")
+        line = " ".join(["plait: error:", *reason.split(), *getattr(error, "__notes__", ())])
+        text = "\n".join([line, *grid, ""])
     path = environment.get("TORCHELASTIC_ERROR_FILE")
     if path:
         now = time.time_ns()

@@ -52,9 +52,6 @@ def launch(config: MachineConfig, body: Body, command: Sequence[str]) -> int:
     return _start_ranks(config, command)
 
 
-# ---- as a rank --------------------------------------------------------------------------------------
-
-
 def _be_a_rank(config: MachineConfig, body: Body) -> int:
     from plait.comm.process import ProcessComm
 
@@ -109,9 +106,6 @@ def _stopped_cleanly() -> Iterator[None]:
         os._exit(128 + number)
     finally:
         signal.signal(signal.SIGTERM, before)
-
-
-# ---- starting them ----------------------------------------------------------------------------------
 
 
 def _start_ranks(config: MachineConfig, command: Sequence[str]) -> int:
@@ -184,9 +178,9 @@ def check_port(port: int) -> None:
             probe.bind(("", port))
             probe.listen(1)
         except OSError as error:
-            reason = error.strerror or str(error)
+            reason = (error.strerror or str(error)).lower()
             raise ValueError(
-                f"port {port} cannot be opened ({reason.lower()}): give another --port, or 0 for a free one"
+                f"port {port} cannot be opened ({reason}): give another --port, or 0 for a free one"
             ) from error
 
 

@@ -10,8 +10,6 @@ an error.
 Source: the definitions of nccl-tests (its PERFORMANCE page).
 """
 
-from __future__ import annotations
-
 import re
 import statistics
 import time
@@ -30,9 +28,6 @@ from plait.measure.operations import COLLECTIVES, NOTE, build
 
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30}
 _SIZE = re.compile(r"(\d+)\s*(|K|M|G)(?:I?B)?", re.IGNORECASE)
-
-SMALLEST = 8
-"""Bytes of the ping-pong message that shows the latency."""
 
 
 @dataclass(frozen=True)
@@ -104,7 +99,7 @@ def validate(config: BenchConfig) -> None:
 def measure(config: BenchConfig, comm: Comm) -> list[Measurement]:
     """All measurements, the same on every rank; every rank of the mesh must call this."""
     sizes = sorted({parse_size(text) for text in config.sizes})
-    results = [ping_pong(comm, size, config) for size in sorted({SMALLEST, *sizes})]
+    results = [ping_pong(comm, size, config) for size in sorted({8, *sizes})]  # 8 bytes show the latency
     for kind in config.kinds:
         for size in sizes:
             operation = build(kind, comm, size)

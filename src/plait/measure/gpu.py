@@ -10,14 +10,11 @@ import threading
 from statistics import fmean
 from typing import Any, Self
 
-INTERVAL = 0.1
-"""Seconds between two samples; the driver averages over about as long."""
-
 
 class GpuUtilisation:
     """Samples the driver of device ``index`` (as CUDA numbers it) in a thread of its own, from entering to leaving."""
 
-    def __init__(self, index: int, interval: float = INTERVAL) -> None:
+    def __init__(self, index: int, interval: float = 0.1) -> None:  # seconds; the driver averages over about as long
         self.index, self.interval = index, interval
         self.samples: list[float] = []
         self._stop = threading.Event()

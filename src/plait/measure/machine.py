@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -26,7 +27,7 @@ NO_GPU = (
 
 @dataclass(frozen=True)
 class Overlap:
-    """How much of a host-to-device copy a matrix product hides; times are medians."""
+    """How much of a host-to-device copy matrix products hide; times are medians."""
 
     compute_seconds: float
     copy_seconds: float
@@ -67,24 +68,18 @@ def overlap(width: int = 4096, size: int = 256 << 20) -> Overlap | None:
     target = torch.empty(size // 4, device="cuda")
     compute, copier = torch.cuda.Stream(), torch.cuda.Stream()
 
-    def copy() -> None:
+    def work(copies: int, products: int) -> None:
         with torch.cuda.stream(copier):
-            target.copy_(source, non_blocking=True)
-
-    def products(number: int) -> None:
+            for _ in range(copies):
+                target.copy_(source, non_blocking=True)
         with torch.cuda.stream(compute):
-            for _ in range(number):
+            for _ in range(products):
                 torch.mm(a, a, out=out)
 
-    copy_seconds = _median_seconds(copy, 0.3, "cuda")
-    number = max(1, round(copy_seconds / _median_seconds(lambda: products(1), 0.1, "cuda")))
-    compute_seconds = _median_seconds(lambda: products(number), 0.3, "cuda")
-
-    def both() -> None:
-        copy()
-        products(number)
-
-    return Overlap(compute_seconds, copy_seconds, _median_seconds(both, 0.3, "cuda"))
+    copy, product = (_median_seconds(partial(work, *numbers), 0.3, "cuda") for numbers in ((1, 0), (0, 1)))
+    number = max(1, round(copy / product))  # as many products as take the time of the copy
+    alone, together = (_median_seconds(partial(work, copies, number), 0.3, "cuda") for copies in (0, 1))
+    return Overlap(alone, copy, together)
 
 
 def peak_memory(device: torch.device) -> int:

@@ -10,15 +10,10 @@ from xml.sax.saxutils import escape
 
 from plait.report.drawing import svg_file
 
-COLOURS = (
-    *("#1f77b4", "#d95f02", "#2ca02c", "#9467bd", "#8c564b"),
-    *("#e377c2", "#555555", "#a6a000", "#17becf", "#c0392b"),
-)
+COLOURS = ["#1f77b4", "#d95f02", "#2ca02c", "#9467bd", "#8c564b", "#e377c2", "#555555", "#a6a000", "#17becf", "#c0392b"]
 WIDTH, HEIGHT = 420, 330
 LEFT, TOP, RIGHT, BOTTOM = 66, 44, 14, 46
 PREFIXES = {-9: "n", -6: "u", -3: "m", 0: "", 3: "k", 6: "M", 9: "G", 12: "T"}
-
-Curve = Sequence[tuple[float, float]]
 
 
 @dataclass(frozen=True)
@@ -28,7 +23,7 @@ class Panel:
     title: str
     unit: str
     """Of the values, as in "s" or "B/s"."""
-    curves: Mapping[str, Curve]
+    curves: Mapping[str, Sequence[tuple[float, float]]]
 
 
 def svg(title: str, panels: Sequence[Panel]) -> str:

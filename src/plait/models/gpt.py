@@ -116,11 +116,7 @@ class TokenEmbedding(nn.Embedding):
         nn.init.normal_(self.weight, std=INIT_STD)
 
     def forward(self, input: Tensor) -> Tensor:
-        """tokens_BT int64 -> x_BTD.
-
-        Raises:
-            ValueError: a sequence longer than ``max_length``, or tokens that are not [batch, time].
-        """
+        """tokens_BT int64 -> x_BTD; raises ValueError for sequences longer than ``max_length``, or another shape."""
         if input.dim() != 2:
             raise ValueError(f"tokens have shape {tuple(input.shape)}: give [batch, time]")
         if input.shape[1] > self.max_length:
@@ -181,10 +177,8 @@ class Attention(nn.Module):
         """x_BTD -> x_BTD."""
         query_BHTK, key_BGTK = self._heads(self.query(x_BTD)), self._heads(self.key(x_BTD))
         length = query_BHTK.shape[2]  # not x's: sequence parallelism cuts x in time, and its products are whole again
-        if position_BT is None:
-            cos_TC, sin_TC = self.cos[:length], self.sin[:length]
-        else:
-            cos_TC, sin_TC = self.cos[position_BT][:, None], self.sin[position_BT][:, None]
+        place = slice(length) if position_BT is None else position_BT[:, None]
+        cos_TC, sin_TC = self.cos[place], self.sin[place]
         query_BHTK, key_BGTK = rotate(query_BHTK, cos_TC, sin_TC), rotate(key_BGTK, cos_TC, sin_TC)
         value_BGTK = self._heads(self.value(x_BTD))
         mixed_BHTK = F.scaled_dot_product_attention(

@@ -59,33 +59,26 @@ class MLPConfig:
 
 
 class Layer(nn.Module):
-    """One block: x_BD -> linear, then GELU and dropout unless it is the last."""
+    """Layer ``index``, one block: x_BD -> linear, then GELU and dropout unless it is the last."""
 
-    def __init__(
-        self, fan_in: int, fan_out: int, dropout: float, last: bool, device: torch.device | str | None = None
-    ) -> None:
+    def __init__(self, config: MLPConfig, index: int, device: torch.device | str | None = None) -> None:
         super().__init__()
-        self.linear = nn.Linear(fan_in, fan_out, device=device)
+        last = index == config.num_layers - 1
+        self.linear = nn.Linear(config.sizes[index], config.sizes[index + 1], device=device)
         self.activation = nn.Identity() if last else nn.GELU()
-        self.dropout = nn.Identity() if last else nn.Dropout(dropout)
+        self.dropout = nn.Identity() if last else nn.Dropout(config.dropout)
 
     def forward(self, x_BD: Tensor) -> Tensor:
-        """[batch, fan_in] -> [batch, fan_out]."""
+        """[batch, in] -> [batch, out]."""
         out_BD: Tensor = self.dropout(self.activation(self.linear(x_BD)))
         return out_BD
-
-
-def layer(config: MLPConfig, index: int, device: torch.device | str | None = None) -> Layer:
-    """Layer ``index`` of an MLP."""
-    last = index == config.num_layers - 1
-    return Layer(config.sizes[index], config.sizes[index + 1], config.dropout, last, device)
 
 
 class MLP(nn.Sequential):
     """``num_layers`` Layers in sequence, each with its own weights."""
 
     def __init__(self, config: MLPConfig) -> None:
-        super().__init__(*(layer(config, index) for index in range(config.num_layers)))
+        super().__init__(*(Layer(config, index) for index in range(config.num_layers)))
         self.config = config
 
     def tensor_plan(self) -> dict[str, str]:

@@ -16,7 +16,7 @@ from collections import OrderedDict
 
 from torch import nn
 
-from plait.models.mlp import MLPConfig, layer
+from plait.models.mlp import Layer, MLPConfig
 from plait.schedule.partition import even
 
 
@@ -31,7 +31,7 @@ class ShardedMLP(nn.Sequential):
         slices = even(config.num_layers, num_stages)
         if not 0 <= stage < num_stages:
             raise ValueError(f"stage {stage} of {num_stages}: stages go from 0 to {num_stages - 1}")
-        super().__init__(OrderedDict((str(index), layer(config, index, "meta")) for index in slices[stage]))
+        super().__init__(OrderedDict((str(index), Layer(config, index, "meta")) for index in slices[stage]))
         self.config, self.stage, self.num_stages, self.layers = config, stage, num_stages, slices[stage]
 
     @property

@@ -10,13 +10,7 @@ from xml.sax.saxutils import escape
 
 from plait.schedule.actions import Action, Kind
 
-COLOURS = {
-    Kind.FORWARD: "#7fb2e5",
-    Kind.BACKWARD: "#e8a35c",
-    Kind.INPUT: "#efc27b",
-    Kind.WEIGHT: "#9ccc8f",
-}
-OTHER = "#bbbbbb"
+COLOURS = {Kind.FORWARD: "#7fb2e5", Kind.BACKWARD: "#e8a35c", Kind.INPUT: "#efc27b", Kind.WEIGHT: "#9ccc8f"}
 NAMES = {Kind.FORWARD: "forward", Kind.BACKWARD: "backward", Kind.INPUT: "input part", Kind.WEIGHT: "weight part"}
 TEXT = "#1f2328"
 """Of text on a colour."""
@@ -68,13 +62,11 @@ def text_in(x: float, y: float, width: float, height: float, *texts: str) -> Ite
 def box_of(
     action: Action, x: float, y: float, width: float, height: float, stages: Sequence[int], title: str = ""
 ) -> Iterator[str]:
-    """A pass; a rank's later stages are paler.  Where its name does not fit, its microbatch may.
+    """A pass, titled by its name if by nothing else; the later of its rank's ``stages`` are paler.
 
-    Args:
-        stages: those of the rank, in order.
-        title: shown where the pointer rests; the action if nothing else is given.
+    Where its name does not fit into the box, its microbatch may.
     """
-    colour = paler(COLOURS.get(action.kind, OTHER), 0.5 * stages.index(action.stage) / len(stages))
+    colour = paler(COLOURS.get(action.kind, "#bbbbbb"), 0.5 * stages.index(action.stage) / len(stages))
     yield rect(x, y, width, height, colour, title or str(action), ' stroke="white" stroke-width="0.5"')
     microbatch = (str(action.microbatch),) if action.microbatch >= 0 else ()
     yield from text_in(x, y, width, height, label(action, len(stages) > 1), *microbatch)

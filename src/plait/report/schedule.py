@@ -46,14 +46,12 @@ def time_grid(timeline: Timeline, width: int) -> str:
     wide = max((len(cell) for cells in rows for cell in cells), default=1)
     heads = [f"rank {rank:<{len(str(len(rows) - 1))}} |" for rank in range(len(rows))]
     per_block = max(1, (width - len(heads[0])) // (wide + 1)) if heads else 1
-    blocks = []
-    for at in range(0, columns, per_block):
-        lines = []
-        for head, cells in zip(heads, rows, strict=True):
-            shown = [("-" * wide if cell == "-" else cell.ljust(wide)) for cell in cells[at : at + per_block]]
-            lines.append(f"{head} {' '.join(shown)}".rstrip())
-        blocks.append("\n".join(lines))
-    return "\n\n".join(blocks)
+    padded = [["-" * wide if cell == "-" else cell.ljust(wide) for cell in cells] for cells in rows]
+    blocks = (
+        [f"{head} {' '.join(cells[at : at + per_block])}".rstrip() for head, cells in zip(heads, padded, strict=True)]
+        for at in range(0, columns, per_block)
+    )
+    return "\n\n".join(map("\n".join, blocks))
 
 
 def _rational(time: float) -> Fraction:
@@ -89,8 +87,6 @@ def share_line(timeline: Timeline, formula: Bubbles) -> str:
         f"of all ranks over the whole time {timeline.idle_share():.4f}"
     )
 
-
-# ---- SVG --------------------------------------------------------------------------------------------------
 
 LEFT, TOP, ROW, GAP, CURVE, PLOT = 64, 36, 26, 8, 18, 1100
 WIDTH = LEFT + PLOT + 20

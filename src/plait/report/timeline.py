@@ -17,8 +17,8 @@ from rich import box
 from rich.table import Table
 
 from plait.report.drawing import COLOURS, NAMES, box_of, rect, seconds_text, svg_file, text_in
-from plait.schedule.actions import PASSES, Action, Kind
-from plait.schedule.events import Event, Log
+from plait.schedule.actions import PASSES, Kind
+from plait.schedule.events import Event, Log, Span
 from plait.schedule.idle import Idle, idle_times, mean_idle
 from plait.schedule.measured import as_log, measured_timeline
 from plait.schedule.simulate import Timeline
@@ -37,9 +37,6 @@ CAUSES = {
 """The parts of ``Idle``: their names for people, and their colours."""
 
 
-# ---- words --------------------------------------------------------------------------------------------------
-
-
 def summary(log: Log, simulated: Timeline | None = None) -> str:
     """How long the step took, and the share of it in which ranks did not compute, with the prediction."""
     steps = {"measured": measured_timeline(log)} | ({} if simulated is None else {"simulated": simulated})
@@ -48,15 +45,12 @@ def summary(log: Log, simulated: Timeline | None = None) -> str:
 
 def timeline_rows(log: Log, simulated: Timeline | None = None) -> list[tuple[str, ...]]:
     """A head, and rows of the shares of the step: each rank's, their means, and the means of the simulated step."""
-    ranks = idle_times(log)
     rows = [("rank", "stages", *(name for name, _ in CAUSES.values()), "idle")]
-    for rank, idle in enumerate(ranks):
+    for rank, idle in enumerate(idle_times(log)):
         stages = sorted({event.action.stage for event in log[rank]})
         rows.append((str(rank), ", ".join(map(str, stages)), *_shares(idle)))
-    rows.append(("all", "", *_shares(mean_idle(ranks))))
-    if simulated is not None:
-        rows.append(("simulated", "", *_shares(mean_idle(idle_times(as_log(simulated))))))
-    return rows
+    means = {"all": log} | ({} if simulated is None else {"simulated": as_log(simulated)})
+    return rows + [(name, "", *_shares(mean_idle(idle_times(step)))) for name, step in means.items()]
 
 
 def _shares(idle: Idle) -> list[str]:
@@ -77,8 +71,6 @@ def timeline_table(log: Log, simulated: Timeline | None = None) -> Table:
             table.add_row(name, *cells)
     return table
 
-
-# ---- SVG ----------------------------------------------------------------------------------------------------
 
 LEFT, PLOT, RIGHT, TOP = 140, 1100, 84, 62
 ROW, BAR, SPACE, GAP, STRIP = 24, 16, 2, 10, 5
@@ -152,27 +144,18 @@ def _lane_head(y: float, height: float, rank: int, name: str, share: str, *, fir
 def _event(event: Event, y: float, scale: float, stages: list[int]) -> Iterator[str]:
     """An action: its waits hatched, and the rest as boxes, or as strips at the foot of the lane."""
     action, now = event.action, event.start
-    for span in event.waits:
-        yield from _work(action, now, span.start, y, scale, stages)
-        if span.end > span.start:
-            seconds = span.end - span.start
-            title = f"{action} waited {seconds_text(seconds)} for {span.what}"
-            yield rect(LEFT + span.start * scale, y, seconds * scale, ROW, "url(#wait)", title)
+    cause = {Kind.UPDATE: "update", Kind.RESHARD: "other"}.get(action.kind, "communication")
+    for span in (*event.waits, Span(event.end, event.end, "nothing")):
+        x, worked, waited = LEFT + now * scale, span.start - now, span.end - span.start
+        title = f"{action}: {seconds_text(worked)}"
+        if worked > 0 and action.kind in PASSES:
+            yield from box_of(action, x, y, worked * scale, ROW, stages, title)
+        elif worked > 0:
+            yield rect(x, y + ROW - STRIP, worked * scale, STRIP, CAUSES[cause][1], title)
+        if waited > 0:
+            title = f"{action} waited {seconds_text(waited)} for {span.what}"
+            yield rect(LEFT + span.start * scale, y, waited * scale, ROW, "url(#wait)", title)
         now = span.end
-    yield from _work(action, now, event.end, y, scale, stages)
-
-
-def _work(action: Action, start: float, end: float, y: float, scale: float, stages: list[int]) -> Iterator[str]:
-    """What an action does from start to end, without waiting."""
-    if end <= start:
-        return
-    x, width = LEFT + start * scale, (end - start) * scale
-    title = f"{action}: {seconds_text(end - start)}"
-    if action.kind in PASSES:
-        yield from box_of(action, x, y, width, ROW, stages, title)
-        return
-    cause = "update" if action.kind is Kind.UPDATE else "other" if action.kind is Kind.RESHARD else "communication"
-    yield rect(x, y + ROW - STRIP, width, STRIP, CAUSES[cause][1], title)
 
 
 def _bar(idle: Idle, y: float, scale: float) -> Iterator[str]:

@@ -124,6 +124,6 @@ def bubbles(
     if formula is None or num_stages % chunks:
         return Bubbles()  # no formula, or the last ranks have less to do
     equal = EqualRanks(num_stages // chunks, num_microbatches, chunks, forward, input, weight)
-    waits, peaks = (None if numbers is None else tuple(numbers) for numbers in formula(equal))
-    work = num_microbatches * chunks * (equal.F + equal.B)
-    return Bubbles(waits, None if waits is None else waits[0] / (waits[0] + work), peaks)
+    waits, peaks = formula(equal)
+    share = None if waits is None else waits[0] / (waits[0] + num_microbatches * chunks * (equal.F + equal.B))
+    return Bubbles(None if waits is None else tuple(waits), share, None if peaks is None else tuple(peaks))

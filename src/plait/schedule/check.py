@@ -25,7 +25,6 @@ from itertools import accumulate
 from plait.schedule.actions import (
     ADDS_GRADIENTS,
     MESSAGES,
-    PASSES,
     READS_PARAMETERS,
     SENDS,
     Action,
@@ -73,8 +72,7 @@ def check(
     """Proves a schedule, with or without messages and the actions of sharded data parallelism.
 
     Args:
-        num_stages: how many stages there must be; else as many as the schedule names.
-        num_microbatches: the same of microbatches.
+        num_stages, num_microbatches: how many there must be; else as many as the schedule names.
         in_order: refuse a schedule that adds the gradients of a stage in another order than that of microbatches.
         backward: whether every forward has its backward; an evaluation has none.
 
@@ -86,8 +84,7 @@ def check(
     num_microbatches = num_microbatches or count_microbatches(schedule)
     if not num_stages or not num_microbatches:
         raise refusal(schedule, "the schedule is empty: it needs a stage and a microbatch")
-    places = _places(schedule, owner)
-    _check_sizes(schedule, places, num_stages, num_microbatches, backward=backward)
+    places = _places(schedule, owner, num_stages, num_microbatches)
     _check_complete(schedule, places, owner, num_stages, num_microbatches, backward=backward)
     _check_messages(schedule, places, owner)
     _check_sharding(schedule)
@@ -106,11 +103,15 @@ def peaks(schedule: Schedule) -> tuple[int, ...]:
 # ---- every action once ------------------------------------------------------------------------------------
 
 
-def _places(schedule: Schedule, owner: dict[int, int]) -> Places:
+def _places(schedule: Schedule, owner: dict[int, int], num_stages: int, num_microbatches: int) -> Places:
     """Where each action stands first; only gathers and reshards may stand twice."""
     places: Places = {}
     for action, here in placed(schedule):
-        stage, rank = action.stage, here[0]
+        stage, m, rank = action.stage, action.microbatch, here[0]
+        if stage >= num_stages:
+            raise refusal(schedule, f"stage {stage}: there are {num_stages}, counted from 0", here)
+        if m >= num_microbatches:
+            raise refusal(schedule, f"microbatch {m}: there are {num_microbatches}, counted from 0", here)
         if owner[stage] != rank:
             text = f"stage {stage} belongs to rank {owner[stage]}: a stage has one rank"
             raise refusal(schedule, f"{action} stands on rank {rank}, but {text}", here)
@@ -120,27 +121,8 @@ def _places(schedule: Schedule, owner: dict[int, int]) -> Places:
     return places
 
 
-def _check_sizes(schedule: Schedule, places: Places, num_stages: int, num_microbatches: int, *, backward: bool) -> None:
-    """Nothing stands there for which there is no stage, microbatch or backward."""
-    for action, place in places.items():
-        if action.stage >= num_stages:
-            raise refusal(schedule, f"stage {action.stage}: there are {num_stages}, counted from 0", place)
-        if action.microbatch >= num_microbatches:
-            raise refusal(
-                schedule, f"microbatch {action.microbatch}: there are {num_microbatches}, counted from 0", place
-            )
-        if not backward and action.kind in PASSES - {Kind.FORWARD}:
-            raise refusal(schedule, f"{action} has no place here: there are forwards only", place)
-
-
 def _check_complete(
-    schedule: Schedule,
-    places: Places,
-    owner: dict[int, int],
-    num_stages: int,
-    num_microbatches: int,
-    *,
-    backward: bool,
+    schedule: Schedule, places: Places, owner: dict[int, int], num_stages: int, num_microbatches: int, *, backward: bool
 ) -> None:
     """Each stage has a rank, each microbatch its passes on it; what one stage has of data parallelism, all have."""
     kinds = {action.kind for action in places}
@@ -151,6 +133,8 @@ def _check_complete(
         for m in range(num_microbatches):
             full, *parts = (Action(kind, stage, m) for kind in (Kind.BACKWARD, Kind.INPUT, Kind.WEIGHT))
             part = next((part for part in parts if part in places), None)
+            if not backward and (surplus := full if full in places else part) is not None:
+                raise refusal(schedule, f"{surplus} has no place here: there are forwards only", places[surplus])
             if full in places and part is not None:
                 text = f"{part} is doubled: {full} is the full backward and does it too"
                 raise refusal(schedule, text, places[full], places[part])
@@ -170,8 +154,7 @@ def _check_complete(
 
 def _check_messages(schedule: Schedule, places: Places, owner: dict[int, int]) -> None:
     """If there are messages, each has two sides, after what makes it and before what needs it, and none is too many;
-    between two ranks the order of receives is the order of sends.
-    """
+    between two ranks the order of receives is the order of sends."""
     sent: dict[Value, Place] = {}
     received: dict[Value, Place] = {}
     channels: dict[tuple[int, int], tuple[list[Action], list[Action]]] = defaultdict(lambda: ([], []))
@@ -199,10 +182,7 @@ def _check_messages(schedule: Schedule, places: Places, owner: dict[int, int]) -
             if carries(send) != carries(receive):
                 text = f"rank {a} sends {send} where rank {b} receives {receive}; transports match them by order"
                 raise refusal(
-                    schedule,
-                    f"messages from rank {a} to rank {b} are crossed: {text}",
-                    places[send],
-                    places[receive],
+                    schedule, f"messages from rank {a} to rank {b} are crossed: {text}", places[send], places[receive]
                 )
 
 
@@ -218,9 +198,7 @@ _LATER = {
 
 
 def _check_sharding(schedule: Schedule) -> None:
-    """Passes on unsharded stages only; each gradient reduced after it is there, each stage when all of them are, and
-    updated after that.
-    """
+    """Passes on unsharded stages only; gradients reduced when they are made, stages when all are, and then updated."""
     gathers = any(action.kind in (Kind.UNSHARD, Kind.RESHARD) for line in schedule for action in line)
     for rank, line in enumerate(schedule):
         unsharded: set[int] = set()
@@ -295,11 +273,9 @@ def _late_gradient(schedule: Schedule) -> ValueError | None:
         if action.kind in ADDS_GRADIENTS:
             before = latest.setdefault(action.stage, action.microbatch)
             if action.microbatch < before:
+                order = "out of order (gradients are to be added in the order of microbatches)"
                 return refusal(
-                    schedule,
-                    f"{action} adds its gradient after that of microbatch {before}: out of order (gradients are to be "
-                    f"added in the order of microbatches)",
-                    place,
+                    schedule, f"{action} adds its gradient after that of microbatch {before}: {order}", place
                 )
             latest[action.stage] = action.microbatch
     return None

@@ -1,26 +1,23 @@
 """Where the time goes in which a rank does not compute: each moment of it has one cause, and the causes add up.
 
-A rank that does not compute at some moment does something else, or waits for another rank, which at that very moment
-computes, does something else, or waits for a third.  Following who waits for whom ends at a rank that waits for
-nobody, and what that rank does is the cause for all of them:
+A rank that does not compute does something else, or waits for another rank, which at that moment computes, does
+something else, or waits for a third.  Following who waits for whom ends at a rank that waits for nobody, and what that
+rank does is the cause for all of them:
 
     rank 0   |0F0 ####|0SEND_F0|python|...          rank 2 waits for 1F0.  It waits for rank 0's computing, then for
     rank 1   |1F0 ....................|####|        its sending, then for rank 0's message, which is on its way, then
     rank 2   |2F0 .............................     for rank 1's computing.
 
-Waiting *for passes of others* has three causes.  Two imagined steps, in which passes follow each other in the same
-order and nothing else takes time, tell them apart at each place of a rank's line (before its first pass, from there to
-its last, after its last):
+Waiting *for passes of others* has three causes.  Two imagined steps, with the same passes and nothing else that takes
+time, tell them apart in each part of a rank's line (before its first pass, from there to its last, after its last):
 
     all equal       every pass takes the mean of its kind      what a rank waits is the order's own
     as measured     every pass takes as long as it did         what it waits beyond that is imbalance
     what happened   messages, collectives, Python as well      what it waits beyond that is knock-on: passes came late
 
-None of the parts is below zero, and they sum to the time in which the rank does not compute.
-
-A pass waits for its neighbouring stage until that stage's pass has ended; after that, its message is on the way.  The
-first update waits for the last rank to reach its updates (the global norm).  At the end of its line a rank waits for
-the rank that ends the step.
+No part is below zero, and they sum to the time in which the rank does not compute.  A pass waits for its neighbouring
+stage until that stage's pass has ended; after that, its message is on the way.  The first update waits for the last
+rank to reach its updates (the global norm).  At the end of its line a rank waits for the rank that ends the step.
 """
 
 from __future__ import annotations
@@ -87,11 +84,8 @@ _Piece = tuple[float, float, str | int]
 
 
 def idle_times(log: Log) -> tuple[Idle, ...]:
-    """How each rank of a step spent it.  A rank without passes has its waiting for passes as cool-down.
-
-    Raises:
-        ValueError: a log that is not of a whole step.
-    """
+    """How each rank spent a step; a ValueError if the log is not of a whole one.  A rank without passes has its waiting
+    for passes as cool-down."""
     timeline = measured_timeline(log)
     lines = _pieces(log, timeline.makespan)
     even, measured = map(_waits_of_passes, (even_passes(timeline), measured_passes(timeline)))
@@ -119,14 +113,7 @@ def idle_times(log: Log) -> tuple[Idle, ...]:
             knock_on += rest - more
         warm_up, bubble, cool_down = order
         ranks.append(
-            Idle(
-                **seconds,
-                warm_up=warm_up,
-                bubble=bubble,
-                cool_down=cool_down,
-                imbalance=imbalance,
-                knock_on=knock_on,
-            )
+            Idle(**seconds, warm_up=warm_up, bubble=bubble, cool_down=cool_down, imbalance=imbalance, knock_on=knock_on)
         )
     return tuple(ranks)
 
@@ -140,11 +127,8 @@ def mean_idle(ranks: Sequence[Idle]) -> Idle:
 
 
 def measured_passes(timeline: Timeline) -> Timeline:
-    """A step's passes in their order, each as long as it was, as if nothing else took time.
-
-    Raises:
-        ValueError: a pass that waits for one that the timeline lacks.
-    """
+    """A step's passes in their order, each as long as it was, as if nothing else took time; a ValueError if one waits
+    for what the timeline lacks."""
     return _passes_alone(timeline, _seconds(timeline))
 
 
@@ -229,10 +213,8 @@ def _event_pieces(event: Event, rank: int, other: int, until: float) -> Iterator
 
 
 def _causes(lines: list[list[_Piece]], rank: int, start: float, end: float) -> Iterator[tuple[float, float, str]]:
-    """Why one who waits for a rank from start to end does so, piece by piece.
-
-    It ends, because a rank waits only for what stands before its own action in the order that the schedule allows.
-    """
+    """Why one who waits for a rank from start to end does so, piece by piece.  It ends: a rank waits only for what
+    comes before its own action."""
     line = lines[rank]
     index = bisect_right(line, start, key=lambda piece: piece[0]) - 1
     while index < len(line) and line[index][0] < end:

@@ -23,11 +23,7 @@ from plait.schedule.simulate import COLLECTIVES, COSTED, Costs, Timeline
 
 
 def schedule_of(log: Log) -> Schedule:
-    """The actions that a log is of.
-
-    Raises:
-        ValueError: a log without any action.
-    """
+    """The actions that a log is of; a ValueError if there are none."""
     schedule = tuple(tuple(event.action for event in line) for line in log)
     if not any(schedule):
         raise ValueError(f"the log of {len(log)} ranks holds no event: record a whole step")
@@ -37,9 +33,8 @@ def schedule_of(log: Log) -> Schedule:
 def measured_timeline(log: Log) -> Timeline:
     """When each action of a log started and ended, in seconds from the start of the step.
 
-    A pass starts when all its waiting is over: it is as long as what it computed, and ends where it ended.  (A wait in
-    the midst of a pass is moved in front of it; ``report/timeline.py`` draws waits where they were.)  So ``work`` is
-    the time in which a rank computed, and ``idle_share`` the share of the step in which it did not.
+    A pass starts when all its waiting is over, so it is as long as what it computed, and ``work`` and ``idle_share``
+    count computing.  (A wait in the midst of a pass is moved before it; ``report/timeline.py`` draws it where it was.)
     """
     return Timeline(
         schedule_of(log),
@@ -57,12 +52,10 @@ def busy_shares(log: Log) -> tuple[float, ...]:
 def measured_costs(logs: Sequence[Log]) -> Costs:
     """What the actions of each stage cost in these steps: medians over microbatches and steps, in seconds.
 
-    Passes and updates count without their waits.  Gathers and reductions count whole: what they wait for are the
-    partners of their stage in other pipelines, and those are the cost.  To them comes what passes waited for
-    collectives (see ``collectives_inside``).  A stage with full backwards only has half of one as its input part and
-    half as its weight part, which changes nothing as long as they stay together.  Where it has parts, those are its
-    costs, and a full backward is taken to be their sum.  What a log does not say (messages, activations, overlap) is as
-    in ``Costs()``: ``replace(measured_costs(logs), latency=1e-4)``.
+    Passes and updates count without their waits.  Gathers and reductions count whole, because waiting for the same
+    stage in other pipelines is their cost, and get what passes waited for collectives (``collectives_inside``).  Where
+    a stage has the parts of backwards, those are its costs; if not, each is half of a full one, which changes nothing
+    as long as they stay together.  What a log does not say (messages, activations, overlap) is as in ``Costs()``.
 
     Args:
         logs: steps of one schedule; leave out the first ones, in which caches fill.
@@ -104,10 +97,9 @@ def measured_costs(logs: Sequence[Log]) -> Costs:
 def collectives_inside(log: Log) -> dict[tuple[Kind, int], float]:
     """Seconds that passes of a step waited for collectives, by the (kind, stage) of the action that answers for them.
 
-    A stage's units are gathered and reduced while its passes run, so these seconds stand in the passes, while their
-    actions may take no time at all.  What a forward or an input part waited belongs to the stage's UNSHARD, what a
-    backward or a weight part waited to its REDUCE_GRAD, or to its REDUCE where it has none; each action of that kind
-    bears the same part.  A pass that needs a message waits for that first.
+    A stage's units are gathered and reduced while its passes run, so their actions may take no time at all.  What a
+    forward or an input part waited counts to the stage's UNSHARD, what a backward or a weight part waited to its
+    REDUCE_GRAD, or to its REDUCE if there is none, in equal parts.  A pass that needs a message waits for that first.
     """
     schedule = schedule_of(log)
     owner, num_stages = owners(schedule), count_stages(schedule)

@@ -181,11 +181,7 @@ def find_order(name: str) -> Order:
 
 
 def write_order(name: str, num_stages: int, num_microbatches: int, chunks: int | None = None) -> Schedule:
-    """An order by name.
-
-    Raises:
-        ValueError: no such order, or chunks where the order fixes them.
-    """
+    """An order by name; a ValueError if there is none, or for chunks where the order fixes them."""
     order, per_rank = find_order(name), stages_per_rank(name, chunks)
     return order.write(num_stages, num_microbatches, *[per_rank] * order.takes_chunks)
 

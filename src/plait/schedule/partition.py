@@ -25,22 +25,14 @@ MOST_MICROBATCHES = 4
 
 
 def even(num_links: int, num_stages: int) -> tuple[range, ...]:
-    """Stages of equally many links; where that is not possible the first ones have one more.
-
-    Raises:
-        ValueError: more stages than links.
-    """
+    """Stages of equally many links, or one more in the first ones; a ValueError if there are more stages than links."""
     _check(num_links, num_stages)
     each, more = divmod(num_links, num_stages)
     return by_sizes([each + (stage < more) for stage in range(num_stages)], num_links)
 
 
 def by_sizes(sizes: Sequence[int], num_links: int) -> tuple[range, ...]:
-    """Stages of the given numbers of links.
-
-    Raises:
-        ValueError: numbers that do not add up to the links there are, or a stage without any.
-    """
+    """Stages of the given numbers of links; a ValueError if those are not all there are, or a stage has none."""
     if sum(sizes) != num_links or min(sizes, default=0) < 1:
         raise ValueError(
             f"a split of {' + '.join(map(str, sizes)) or 'nothing'} = {sum(sizes)} links, but the model has "
@@ -51,13 +43,12 @@ def by_sizes(sizes: Sequence[int], num_links: int) -> tuple[range, ...]:
 
 
 def balanced(costs: Sequence[float], num_stages: int) -> tuple[int, ...]:
-    """Sizes of contiguous stages such that the most expensive one costs as little as possible; of equals, the most
-    even.
+    """Sizes of contiguous stages such that the most expensive one costs as little as possible, and then the most even.
+
+    Exact, by dynamic programming over (stages, links): the least maximum, then the least sum of squares.
 
     Args:
         costs: of each link, in any unit (forward and backward together).
-
-    Exact, by dynamic programming over (stages, links): the least maximum, then the least sum of squares.
 
     Raises:
         ValueError: more stages than links, or a cost below 0.
@@ -69,15 +60,14 @@ def balanced(costs: Sequence[float], num_stages: int) -> tuple[int, ...]:
     # best[n]: (most expensive stage, sum of squares, sizes) of the first n links in as many stages as there were rounds
     best: dict[int, tuple[float, float, tuple[int, ...]]] = {0: (0.0, 0.0, ())}
     for stage in range(num_stages):
-        left = num_stages - stage - 1
-        longer: dict[int, tuple[float, float, tuple[int, ...]]] = {}
-        for end in range(stage + 1, len(costs) - left + 1):
-            longer[end] = min(
+        best = {
+            end: min(
                 (max(costliest, cost := upto[end] - upto[start]), squares + cost**2, (*sizes, end - start))
                 for start, (costliest, squares, sizes) in best.items()
                 if start < end
             )
-        best = longer
+            for end in range(stage + 1, len(costs) - num_stages + stage + 2)
+        }
     return best[len(costs)][2]
 
 
@@ -85,14 +75,11 @@ def balanced(costs: Sequence[float], num_stages: int) -> tuple[int, ...]:
 
 
 def shortest_step(schedule: Schedule, forward: Sequence[float], backward: Sequence[float]) -> tuple[int, ...]:
-    """How many links each stage should have.
+    """How many links each stage should have; a ValueError if there are more stages than links.
 
     Args:
         schedule: with or without messages, proved.
         forward, backward: seconds of each link; half of the backward is taken as its input part.
-
-    Raises:
-        ValueError: more stages than links.
     """
     num_stages = count_stages(schedule)
     shown = min(count_microbatches(schedule), MOST_MICROBATCHES * num_stages)

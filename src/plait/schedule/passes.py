@@ -27,7 +27,6 @@ from plait.schedule.actions import (
     READS_PARAMETERS,
     Action,
     Kind,
-    Line,
     Schedule,
     Value,
     awaits,
@@ -50,21 +49,16 @@ the memory of so many activations at most.
 
 def split_backward(schedule: Schedule) -> Schedule:
     """Every full backward as its input part and its weight part, one right after the other."""
-
-    def split(action: Action) -> Line:
-        if action.kind is not Kind.BACKWARD:
-            return (action,)
-        return tuple(replace(action, kind=kind) for kind in (Kind.INPUT, Kind.WEIGHT))
-
-    return tuple(tuple(part for action in line for part in split(action)) for line in schedule)
+    parts = {Kind.BACKWARD: (Kind.INPUT, Kind.WEIGHT)}
+    return tuple(
+        tuple(replace(action, kind=kind) for action in line for kind in parts.get(action.kind, (action.kind,)))
+        for line in schedule
+    )
 
 
 def join_backward(schedule: Schedule) -> Schedule:
-    """The two parts of a backward as a full one, where one follows the other and no other rank waits for the first.
-
-    Nothing is put off then, which is cheaper, and nothing comes later than before: the gradient that the input part
-    makes is for the same rank, or for nobody.
-    """
+    """The two parts of a backward as a full one, which is cheaper, where one follows the other and no other rank waits
+    for the first: so nothing comes later than before."""
     owner, lines = owners(schedule), []
     for rank, line in enumerate(schedule):
         joined: list[Action] = []
@@ -104,10 +98,9 @@ def add_sharding(schedule: Schedule, strategy: Strategy, *, hold: int | None = 1
     its forward and its backward.
 
     Args:
-        hold: how many of the stages that it needs next a rank leaves unsharded after a pass.  0 frees after each pass
-            even if the next is of the same stage.  A row that keeps full parameters to the backward has those of all
-            stages in flight as well.  None leaves gathers to the units of a stage, each around its own part of a
-            pass: the least memory, and the most bytes.
+        hold: how many of the stages that it needs next a rank leaves unsharded after a pass; 0 frees after each pass.
+            None leaves gathers to the units of a stage, each around its own part of a pass: the least memory, and the
+            most bytes.
     """
     check_hold(hold)
     gathers, keeps = bool(strategy.params.split) and hold is not None, not strategy.kept.split
@@ -179,7 +172,7 @@ def add_messages(schedule: Schedule, ahead: int = 1) -> Schedule:
     order; where the receiver needs them in another order, some are posted earlier still.
     """
     owner, num_stages = owners(schedule), count_stages(schedule)
-    passes = [[action for action in line if action.kind in PASSES] for line in schedule]
+    passes = tuple(tuple(action for action in line if action.kind in PASSES) for line in schedule)
     needed_at = {awaits(action, num_stages): index for line in passes for index, action in enumerate(line)}
     sends: dict[Action, Action] = {}
     channels: dict[tuple[int, int], list[Value]] = defaultdict(list)

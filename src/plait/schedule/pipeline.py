@@ -99,11 +99,7 @@ class Pipeline:
         return write_order(self.name, self.num_stages, num_microbatches, self.chunks)
 
     def completed(self, num_microbatches: int, strategy: Strategy) -> Schedule:
-        """Every rank's line, proved.
-
-        Raises:
-            ValueError: no microbatch, or a schedule written by hand that is for another number of them.
-        """
+        """Every rank's line, proved; a ValueError if an order written by hand is for another number of microbatches."""
         schedule = self.written(num_microbatches)
         own = count_microbatches(schedule)
         if own != num_microbatches:
@@ -120,11 +116,7 @@ class Pipeline:
         return schedule
 
     def evaluated(self, num_microbatches: int, strategy: Strategy) -> Schedule:
-        """Every rank's line of an evaluation, proved: the order's forwards, with gathers and messages.
-
-        Raises:
-            ValueError: no microbatch.
-        """
+        """Every rank's line of an evaluation, proved: the order's forwards, with gathers and messages."""
         schedule = forwards(self.written(num_microbatches), num_microbatches)
         if self.num_stages > 1:
             schedule = add_messages(add_sharding(schedule, strategy, hold=self.hold), AHEAD)

@@ -77,7 +77,7 @@ class Costs:
         """How long the actions of each stage take, by kind; messages and reshards take none of their rank's time.
 
         Raises:
-            ValueError: a cost per stage, but of another number of stages; or one that is negative or no finite number.
+            ValueError: costs of another number of stages; or one that is negative or no finite number.
         """
         if not (0 <= self.latency < inf and 0 <= self.message_bytes < inf and self.bandwidth > 0):
             raise ValueError(
@@ -121,10 +121,8 @@ class Timeline:
         return sum(end - start for action, start, end in self.line(rank) if action.kind in PASSES)
 
     def waits(self, rank: int) -> float:
-        """How long a rank does not compute between the start of its first pass and the end of its last.
-
-        This is what a bubble costs when the next step can begin on a rank while others still end this one.
-        """
+        """How long a rank does not compute between the start of its first pass and the end of its last: the cost of a
+        bubble if the next step can begin on a rank while others still end this one."""
         passes = [(start, end) for action, start, end in self.line(rank) if action.kind in PASSES]
         return passes[-1][1] - passes[0][0] - self.work(rank) if passes else 0.0
 
@@ -150,11 +148,7 @@ class Timeline:
 
 
 def simulate(schedule: Schedule, costs: Costs) -> Timeline:
-    """The timeline of a schedule that ``check`` has passed.
-
-    Raises:
-        ValueError: costs that do not fit the schedule, or a schedule that never ends.
-    """
+    """The timeline of a schedule; a ValueError if it never ends (see ``check``), or costs do not fit it."""
     owner = owners(schedule)
     seconds = costs.seconds(1 + max(owner))
 

@@ -21,9 +21,7 @@ def walk(
 ) -> dict[int, tuple[int, Thing]]:
     """Who is left waiting in the end, as rank -> (index in its line, for what); nobody, if the schedule is right.
 
-    Args:
-        attempt: tells what an action of a rank still waits for; if nothing, carries it out, and tells what is there now
-            that others may wait for.
+    ``attempt`` tells what an action of a rank still waits for; or carries it out, and tells what others may now have.
     """
     at = [0] * len(schedule)
     waiting: dict[Thing, list[int]] = defaultdict(list)

@@ -75,9 +75,9 @@ def parallel_plan(
     plan = plan_of(model, sequence=sequence) if plan is None else plan
     parameters = dict(model.named_parameters(remove_duplicate=False))
     named = match_styles(plan, modules, parameters)
-    styles = {name: named[name] for name in modules if name in named}  # in the model's own order
     if ways == 1:
         return Parallel()
+    styles = {name: _with_heads(named[name], name, modules) for name in modules if name in named}  # in their order
     if sequence:
         _check_stream(styles, modules)
     cuts: dict[int, TensorCut] = {}
@@ -86,7 +86,6 @@ def parallel_plan(
     for name, style in styles.items():
         module = modules[name]
         if style.cut_dim is not None:
-            style = styles[name] = _with_heads(style, name, modules)
             for short, cut in _cuts(name, module, style, ways).items():
                 other = cuts.setdefault(id(getattr(module, short)), cut)
                 if other != cut:
@@ -129,8 +128,7 @@ def _check_heads(styles: Mapping[str, Style], modules: Mapping[str, nn.Module], 
     for name, style in styles.items():
         weight = getattr(modules[name], "weight", None)
         if style.cut_dim is not None and isinstance(weight, nn.Parameter):
-            grain = _with_heads(style, name, modules).grain
-            size = weight.shape[style.cut_dim]
+            size, grain = weight.shape[style.cut_dim], style.grain
             if grain > 1 and size % grain == 0:
                 heads[name] = min(style.parts or (size // grain,)), grain
     if bad := next((name for name, (n, _) in heads.items() if n % ways), None):
@@ -148,9 +146,8 @@ def _check_heads(styles: Mapping[str, Style], modules: Mapping[str, nn.Module], 
 def _with_heads(style: Style, name: str, modules: Mapping[str, nn.Module]) -> Style:
     """Projections of an attention module are cut in whole heads, where the module says how large they are."""
     head = getattr(modules[name.rpartition(".")[0]], "head_dim", None)
-    if style.grain > 1 or not isinstance(head, int) or style.kind == "vocabulary":
-        return style
-    return Style(style.kind, style.parts, head)
+    cut = style.cut_dim is not None and style.kind != "vocabulary"
+    return replace(style, grain=head) if cut and style.grain == 1 and isinstance(head, int) else style
 
 
 def _cuts(name: str, module: nn.Module, style: Style, ways: int) -> dict[str, TensorCut]:

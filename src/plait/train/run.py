@@ -35,15 +35,11 @@ from plait.measure.gpu import GpuUtilisation
 from plait.measure.machine import peak_memory
 from plait.plan.activations import DecoderSizes, decoder
 from plait.plan.memory import Held, held
-from plait.report.progress import ProgressView
-from plait.report.training import RankBytes, bytes_table, human, spark
+from plait.report.training import ProgressView, RankBytes, bytes_table, human, spark
 from plait.train.timeline import record_timeline, show_timeline, write_timeline
 from plait.verify.compare import BITWISE, against_tree
 from plait.verify.record import Recorder, collect_records, predict
 from plait.verify.run import asked, findings_table, replay, write_json
-
-BESIDE_STEPS = ("setup", "state")
-"""Phases of messages that a step's prediction leaves out."""
 
 STATES = ("params", "grads", "optimizer")
 """What a rank holds between steps."""
@@ -74,20 +70,40 @@ def run_train(config: TrainConfig, comm: Comm, argv: Sequence[str] = ()) -> int:
     console = Console(quiet=comm.rank > 0, stderr=config.json == "-", highlight=False, soft_wrap=True)
     job = make_job(config)
     config = replace(config, steps=job.steps)  # epochs have become steps
-    engine, scheduler = job.engine(comm, config.measured(job, comm), clip=config.clip)
+    engine, scheduler = job.engine(comm, config.measured(job, comm), clip=config.clip, nonfinite=config.nonfinite)
     training = Training(config, job, comm, engine, scheduler, Recorder(comm, gradients=False))
     _show_header(training, console)
     lines = []
     watch = GpuUtilisation(comm.device.index or 0) if comm.device.type == "cuda" else nullcontext()
     view = ProgressView(console, engine.steps + 1, config.steps, config.log_every, config.family.unit)
     stream = job.stream(range(engine.steps, config.steps), *training.place, str(comm.device), config.workers)
-    with closing(_sinks(config, comm)) as sinks, watch as watched, view, stream:
-        for line in _steps(training, stream):
-            sinks.write(line)
-            lines.append(line)
-            view.show(line)
+    sinks = Sinks([])
+    if comm.rank == 0:
+        sinks = open_sinks(config.out, tensorboard=config.tensorboard, wandb=config.wandb, settings=asdict(config))
+        if config.out:
+            (Path(config.out) / "config.toml").write_text(to_toml(config), encoding="utf-8")
+    with closing(sinks), watch as watched, view, stream:
+        try:
+            for line in _steps(training, stream):
+                sinks.write(line)
+                lines.append(line)
+                view.show(line)
+        except FloatingPointError as error:
+            sinks.write({"step": engine.steps + 1, "stopped": str(error)})
+            raise
     ranks, recorded, last = _bytes_per_rank(training), record_timeline(engine), lines[-1]
     rate = statistics.median(line["tokens"] / line["seconds"] for line in lines)
+    console.print(f"loss {lines[0]['loss']:.4f} -> {last['loss']:.4f}  {spark([line['loss'] for line in lines])}")
+    console.print(f"{rate:,.0f} {config.family.unit}/s (median over steps, all ranks)")
+    console.print(bytes_table(ranks))
+    if recorded is not None and engine.pipeline.num_stages > 1:
+        show_timeline(recorded, console)
+    same = _compare(training, console) if config.verify else None
+    if config.export:
+        write_folder(config.export, engine, getattr(config.sizes, "path", None))
+        console.print(f"the model, for transformers, in {config.export}")
+    if recorded is None:
+        return 0
     summary = {
         "command": shlex.join(["plait", *argv]),
         "versions": {"plait": __version__, "torch": torch.__version__, "python": platform.python_version()},
@@ -101,25 +117,13 @@ def run_train(config: TrainConfig, comm: Comm, argv: Sequence[str] = ()) -> int:
         "peak_memory": last["peak_memory"],
         "bytes_per_rank": [asdict(r) for r in ranks],
         "stages": engine.split,
-        "busy_share_per_rank": recorded.busy if recorded else None,
+        "busy_share_per_rank": recorded.busy,
         "gpu_busy_share": watched.share if watched else None,
-        "idle_share": dict(zip(("measured", "simulated"), recorded.idle, strict=True)) if recorded else None,
+        "idle_share": dict(zip(("measured", "simulated"), recorded.idle, strict=True)),
+        "equal_to_one_process": same,
     }
-    console.print(f"loss {lines[0]['loss']:.4f} -> {last['loss']:.4f}  {spark([line['loss'] for line in lines])}")
-    console.print(f"{rate:,.0f} {config.family.unit}/s (median over steps, all ranks)")
-    console.print(bytes_table(ranks))
-    if recorded is not None and engine.pipeline.num_stages > 1:
-        show_timeline(recorded, console)
-    same = _compare(training, console) if config.verify else None
-    if config.export:
-        write_folder(config.export, engine, getattr(config.sizes, "path", None))
-        console.print(f"the model, for transformers, in {config.export}")
-    if comm.rank > 0:
-        return 0
-    summary["equal_to_one_process"] = same
     if config.out:
-        if recorded is not None:
-            write_timeline(recorded, Path(config.out), f"{config.title}, {config.row.name} on {comm.mesh}")
+        write_timeline(recorded, Path(config.out), f"{config.title}, {config.row.name} on {comm.mesh}")
         write_json(str(Path(config.out) / "summary.json"), summary)
         console.print(f"metrics, config, summary, timeline.svg and trace.json (for Perfetto) in {config.out}")
     if config.json:
@@ -141,10 +145,8 @@ def _show_header(training: Training, console: Console) -> None:
             names = engine.links_of(stage)
             console.print(f"stage {stage} on pipe rank {rank}: {names[0]} .. {names[-1]} ({len(names)} links)")
     if config.family.predicted and not config.pack:
-        kept = human(_activation_bytes(training))
-        console.print(
-            f"activations of a microbatch on rank 0: {kept} predicted (recompute: {config.recompute or 'none'})"
-        )
+        kept, recompute = human(_activation_bytes(training)), config.recompute or "none"
+        console.print(f"activations of a microbatch on rank 0: {kept} predicted (recompute: {recompute})")
 
 
 def _activation_bytes(training: Training) -> int:
@@ -169,16 +171,6 @@ def _activation_bytes(training: Training) -> int:
     return decoder(sizes, links, config.recompute)
 
 
-def _sinks(config: TrainConfig, comm: Comm) -> Sinks:
-    """Rank 0's sinks, opened, with the resolved config beside them; the other ranks have none."""
-    if comm.rank > 0:
-        return Sinks([])
-    sinks = open_sinks(config.out, tensorboard=config.tensorboard, wandb=config.wandb, settings=asdict(config))
-    if config.out:
-        (Path(config.out) / "config.toml").write_text(to_toml(config), encoding="utf-8")
-    return sinks
-
-
 def _steps(training: Training, stream: StepStream) -> Iterator[dict[str, Any]]:
     """Train; one dict a step."""
     config, comm, engine = training.config, training.comm, training.engine
@@ -195,8 +187,8 @@ def _steps(training: Training, stream: StepStream) -> Iterator[dict[str, Any]]:
         if training.scheduler is not None:
             training.scheduler.step()
         if training.sent is None:
-            phases = comm.ledger.sent_by_phase()
-            training.sent = sum(size for phase, size in phases.items() if phase not in BESIDE_STEPS)
+            phases = comm.ledger.sent_by_phase()  # the prediction of a step leaves two of them out
+            training.sent = sum(size for phase, size in phases.items() if phase not in ("setup", "state"))
         training.recorder.step(result)
         bytes_held = engine.bytes_held()
         line = {
@@ -208,7 +200,8 @@ def _steps(training: Training, stream: StepStream) -> Iterator[dict[str, Any]]:
             "bytes_sent": comm.ledger.sent,
             "bytes_held": sum(bytes_held[kind] for kind in STATES),
             "grad_norm": result.grad_norm,
-            **({} if engine.update.loss_scale is None else {"made": result.made, "loss_scale": engine.update.scale}),
+            **({} if engine.update.loss_scale is None else {"loss_scale": engine.update.scale}),
+            **({} if engine.update.loss_scale is None and result.made else {"made": result.made}),
             "peak_memory": peak_memory(comm.device),
         }
         if held_out and (step + 1 == config.steps or (config.eval_every and (step + 1) % config.eval_every == 0)):
@@ -252,8 +245,7 @@ def _compare(training: Training, console: Console) -> bool | None:
     findings = against_tree(records, replay(training.job, config, records, keep_gradients=False), asked(config))
     title = f"{config.steps} steps on {training.comm.mesh.size} ranks against one process"
     console.print(findings_table(title, findings))
-    same, equal = all(f.equal for f in findings), "equal: one process's run, within the tolerances"
-    if asked(config) == BITWISE:
-        equal = "bitwise: the same run as one process"
+    same, bitwise = all(f.equal for f in findings), asked(config) == BITWISE
+    equal = "bitwise: the same run as one process" if bitwise else "equal: one process's run, within the tolerances"
     console.print(f"verdict: {equal if same else 'DIFFERENT from the one-process run'}")
     return same

@@ -73,9 +73,9 @@ def shown(comm: Comm) -> list[int]:
 
 def write_timeline(recorded: Recorded, folder: Path, title: str) -> None:
     """``timeline.svg`` and ``trace.json`` (for Perfetto) of the typical step, beside the predicted one."""
-    log, simulated = recorded.typical, recorded.simulated
-    (folder / "timeline.svg").write_text(timeline_svg(log, simulated, title), encoding="utf-8")
-    (folder / "trace.json").write_text(trace_json(log, simulated), encoding="utf-8")
+    step = recorded.typical, recorded.simulated
+    (folder / "timeline.svg").write_text(timeline_svg(*step, title), encoding="utf-8")
+    (folder / "trace.json").write_text(trace_json(*step), encoding="utf-8")
 
 
 def show_timeline(recorded: Recorded, console: Console) -> None:

@@ -84,8 +84,8 @@ class References:
         return self._remembered(key, lambda: run_reference(job, mesh, num_microbatches, *rest, **settings))
 
     def plain(self, job: Job, config: VerifyConfig) -> Record:
-        """``run_plain``, or what it gave for the same job."""
-        return self._remembered(f"plain {id(job)}", lambda: run_plain(job, config))
+        """``run_plain``, or what it gave for the same job and clip."""
+        return self._remembered(f"plain {id(job)} {config.clip}", lambda: run_plain(job, config))
 
     def _remembered(self, key: str, run: Callable[[], Record]) -> Record:
         if key not in self._records:
@@ -173,9 +173,6 @@ def _where(verdict: Verdict) -> tuple[str, ...]:
     if verdict.ledger:
         lines += [f"ledger: {len(verdict.ledger)} messages differ from the prediction", *verdict.ledger[:TOLD]]
     return tuple(lines)
-
-
-# ---- what is shown --------------------------------------------------------------------------------------------------
 
 
 def show(outcomes: Sequence[Outcome], seconds: float, console: Console) -> None:

@@ -56,9 +56,10 @@ def run_plain(job: Job, config: RunConfig) -> Record:
         (batch,) = job.microbatches(step, 0, 1, 1)
         count = job.count_fn(batch)
         model.zero_grad()
-        with masks.of(step, num_samples(batch)):
+        with masks.of(step, samples := num_samples(batch)):
             loss = job.loss_fn(model, batch)
-        (loss * scale / count).backward()
+        with masks.of(step, samples):  # a model that recomputes draws its masks again
+            (loss * scale / count).backward()
         record.losses.append(loss.item() / count)
         gradients = {
             name: p.grad.to(getattr(torch, sums) if sums else p.grad.dtype) / scale
@@ -132,7 +133,7 @@ class Masks(TorchDispatchMode):
 
     @contextmanager
     def of(self, step: int, num_samples: int) -> Iterator[None]:
-        """Inside, the forward of a step runs."""
+        """Inside, the forward of a step runs, or its backward."""
         self.step, self.num_samples = step, num_samples
         self.drawn: dict[str, int] = {}
         with self:

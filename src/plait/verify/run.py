@@ -22,6 +22,7 @@ from rich.table import Table
 
 from plait.comm import Comm, thread
 from plait.config import RunConfig, VerifyConfig, validate, with_job
+from plait.config.sinks import finite
 from plait.core.additions import additions
 from plait.job.job import Job, make_job
 from plait.job.own import UserJob
@@ -153,7 +154,7 @@ def report(verdict: Verdict) -> dict[str, Any]:
 
 def write_json(path: str, data: dict[str, Any]) -> None:
     """Write to a file, or to the standard output for ``-``."""
-    text = json.dumps(data, indent=1) + "\n"
+    text = json.dumps(finite(data), indent=1, allow_nan=False) + "\n"
     if path == "-":
         sys.stdout.write(text)
     else:

@@ -8,6 +8,7 @@ transfers.py          the moves of a row as messages on a flat buffer
 unshard.py            when units are unsharded and resharded, and which is prefetched
 activation_hooks.py   what tells that a unit's backward begins, or is over
 gradients.py          how gradients reach their owners
+gradient_watch.py     gradients that are not finite, seen before they are reduced
 flat_gradient.py      where the gradient of a flat buffer lies
 optim.py              a stock optimizer, pointed at the pieces that this rank owns
 """

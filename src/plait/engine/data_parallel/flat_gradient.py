@@ -41,6 +41,10 @@ class Buffers:
         """What ``take`` returned is free again."""
         self._free.append(self._bases.pop(id(view)))
 
+    def clear(self) -> None:
+        """Give up the memory of those that are free."""
+        self._free.clear()
+
     @property
     def bytes(self) -> int:
         return sum(buffer.nbytes for buffer in self._free)

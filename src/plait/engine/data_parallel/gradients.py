@@ -28,6 +28,7 @@ from torch import Tensor
 from plait.comm import Comm
 from plait.core.collectives import Note
 from plait.engine.data_parallel.flat_gradient import Buffers, FlatGradient
+from plait.engine.data_parallel.gradient_watch import GradientWatch
 from plait.engine.data_parallel.transfers import send, transfers
 from plait.engine.data_parallel.unit import State, Unit
 from plait.engine.data_parallel.unshard import Unsharding
@@ -64,6 +65,8 @@ class Gradients:
     def __init__(self, unsharding: Unsharding, comm: Comm) -> None:
         self.unsharding, self.comm = unsharding, comm
         self.buffers = Buffers()
+        self.watch: GradientWatch | None = None
+        """Looks at every unit's gradient before it is reduced."""
         self.order = [UnitGradients(unit, self) for unit in reversed(unsharding.units) if unit.trains]
         self.flats = [gradient for unit in self.order for gradient in unit.flats]
         """All of them, last unit first."""
@@ -149,6 +152,11 @@ class Gradients:
 
     def _unit_complete(self, unit: UnitGradients) -> None:
         unit.complete = True
+        if self.watch is not None:
+            for gradient in unit.flats:
+                whole = gradient.accumulated if gradient.direct else gradient.transient
+                if whole is not None:
+                    self.watch.look(whole, self.unsharding.microbatch, gradient.name(0))
         self.unsharding.has_gradients(unit.unit)
         if unit.unit.split:
             self._reduce_microbatch(unit)
@@ -230,6 +238,12 @@ class Gradients:
             yield
             for work in works:
                 work.wait()
+
+    def wipe(self) -> None:
+        """No buffer keeps a number that is not finite, where it would meet the next step's."""
+        for gradient in self.flats:
+            gradient.accumulated.zero_()
+        self.buffers.clear()
 
     def touched(self) -> set[str]:
         """The parameters that got a gradient on this rank in this step."""

@@ -117,7 +117,8 @@ def has_state_at_once(optimizer: Optimizer) -> bool:
 class OwnedOptimizer:
     """The user's optimizer, changed in place to have only what this rank owns of all flat gradients.
 
-    ``names`` are those of the model's own parameters by ``id``; ``cuts`` says whether a run may be part of a parameter.
+    Several optimizers may share the parameters, each of which is in one of them.  ``names`` are those of the model's
+    own parameters by ``id``; ``cuts`` says whether a run may be part of a parameter.
 
     Raises:
         ValueError: parameters that are not the model's, an optimizer that has made steps already, or one that is not
@@ -125,12 +126,41 @@ class OwnedOptimizer:
     """
 
     def __init__(
-        self, optimizer: Optimizer, names: Mapping[int, str], gradients: Sequence[FlatGradient], *, cuts: bool
+        self,
+        optimizers: Sequence[Optimizer],
+        names: Mapping[int, str],
+        gradients: Sequence[FlatGradient],
+        *,
+        cuts: bool,
     ) -> None:
-        self.optimizer = optimizer
+        self.optimizers = tuple(optimizers)
         self.owned = owned_runs(gradients)
         updated = gradients[0].flat.updated.dtype if gradients else None  # the same on ranks that own nothing
         self.masters = [g.flat.master for g in gradients if g.flat.master is not None]
+        by_name: dict[str, list[Owned]] = {}
+        for piece in self.owned:
+            by_name.setdefault(piece.name, []).append(piece)
+        seen: dict[int, Optimizer] = {}
+        for optimizer in optimizers:
+            for parameter in (p for group in optimizer.param_groups for p in group["params"]):
+                if seen.setdefault(id(parameter), optimizer) is not optimizer:
+                    raise ValueError(
+                        f"{names.get(id(parameter), 'a parameter')!r} is in two optimizers, "
+                        f"{type(seen[id(parameter)]).__name__} and {type(optimizer).__name__}: give it to one of them"
+                    )
+        for optimizer in optimizers:
+            self._take(optimizer, names, by_name, updated, cuts=cuts)
+
+    @staticmethod
+    def _take(
+        optimizer: Optimizer,
+        names: Mapping[int, str],
+        by_name: Mapping[str, list[Owned]],
+        updated: torch.dtype | None,
+        *,
+        cuts: bool,
+    ) -> None:
+        """Check an optimizer, and point it at the pieces."""
         if any(id(p) not in names for group in optimizer.param_groups for p in group["params"]):
             raise ValueError(
                 "the optimizer holds parameters that are not the model's: build it on model.parameters() of this very "
@@ -145,11 +175,8 @@ class OwnedOptimizer:
                 f"{type(optimizer).__name__} is not element-wise, so parameters cannot be cut anywhere: {reason}. "
                 f'Use cut="tensor" (whole tensors on one owner) or a row that keeps the optimizer state full (ddp)'
             )
-        views: dict[str, list[nn.Parameter]] = {}
-        for piece in self.owned:
-            views.setdefault(piece.name, []).append(piece.view)
         for group in optimizer.param_groups:  # the user's own: see docs/guide/your-own-loop.md
-            group["params"] = [view for p in group["params"] for view in views.get(names[id(p)], ())]
+            group["params"] = [o.view for p in group["params"] for o in by_name.get(names[id(p)], ())]
         optimizer.state.clear()
         here = [group for group in optimizer.param_groups if group["params"]]
         if eager and here:
@@ -163,7 +190,7 @@ class OwnedOptimizer:
 
     def state_bytes(self) -> int:
         """Bytes of this rank's optimizer state, step counters left out, and of its master weights."""
-        states = [self.optimizer.state.get(piece.view, {}) for piece in self.owned]
+        states = [one.state.get(piece.view, {}) for piece in self.owned for one in self.optimizers]
         tensors = [v for state in states for key, v in state.items() if torch.is_tensor(v) and key != "step"]
         return sum(tensor.nbytes for tensor in [*self.masters, *tensors])
 

@@ -216,7 +216,7 @@ class Unsharding:
     def _recover(self) -> None:
         """A forward or backward that raised may have left units open: back to rest."""
         self._backward_open.clear()
-        self.current.replace(unit=None)
+        self.current.replace(units=())
         self._inside.clear()
         for unit in self.units:
             if unit.users:

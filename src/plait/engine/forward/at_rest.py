@@ -9,8 +9,6 @@ parameter of a stage.  It changes nothing:
   example.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 
@@ -47,8 +45,8 @@ class AtRestCheck(Handler):
                 f"assigning it to the other module (head.weight = embed.weight), or name a larger unit (units=...)"
             )
         result = call_next(*args, **kwargs)
-        if read and context.unit is not None and torch.is_grad_enabled():
-            unshard = context.unit.unshard_for_backward
+        if read and context.units and torch.is_grad_enabled():
+            unshard = context.units[-1]
             for tensor in (result,) if isinstance(result, Tensor) else tree_leaves(result):
                 if isinstance(tensor, Tensor) and tensor.grad_fn is not None:
                     tensor.grad_fn.register_prehook(lambda *gradients: unshard())

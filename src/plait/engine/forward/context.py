@@ -11,8 +11,6 @@ Handlers, hooks and messages ask ``current.context``; nothing else remembers any
 written to, by all contexts of their forward.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -50,7 +48,7 @@ class ModuleCall(NamedTuple):
     """A module whose forward is under way."""
 
     name: str = ""
-    outer: ModuleCall | None = None  # the call around it; None outside of the model
+    outer: "ModuleCall | None" = None  # the call around it; None outside of the model
     checkpoint: object = None  # around it when it was called (see ``checkpoint_around``)
     again: bool = False  # called in a backward: it counts its masks anew
     twice: bool = False  # what runs in it will run again in the backward, or is running for the second time
@@ -62,13 +60,6 @@ OUTSIDE = ModuleCall()
 """``loss_fn``, before and after it calls the model."""
 
 
-class RunningUnit(NamedTuple):
-    """A unit whose forward is under way."""
-
-    unshard_for_backward: Callable[[], None]
-    outer: RunningUnit | None
-
-
 class CutActivation(NamedTuple):
     """What the last column-cut module left on this rank: ``width`` features in all, 0 where activations are whole."""
 
@@ -78,13 +69,12 @@ class CutActivation(NamedTuple):
 
 
 class Counts:
-    """How often each module of a forward was called, and how many masks it has drawn, those of earlier stages
-    (``before``) included."""
+    """How often each module of a forward was called, and how many masks it has drawn, on earlier stages too."""
 
     def __init__(self, before: Mapping[str, int]) -> None:
         self.before, self.masks, self.calls = before, dict(before), dict[str, int]()
 
-    def resumed(self, name: str) -> Counts:
+    def resumed(self, name: str) -> "Counts":
         """Those of a recomputation that begins here, in the module of this name."""
         again = Counts(self.before)
         again.masks[name], again.calls = self.masks.get(name, 0), self.calls
@@ -95,7 +85,7 @@ class ForwardContext(NamedTuple):
     """Where a forward stands."""
 
     module: ModuleCall = OUTSIDE
-    unit: RunningUnit | None = None  # the innermost
+    units: tuple[Callable[[], None], ...] = ()  # what unshards those that run for their backward, innermost last
     cut: CutActivation = CutActivation()
     column_input: Any = None  # the ``ColumnInput`` that the next column-cut sibling may share
     whole_logits: bool = False  # the model computes its own loss, of the logits of the whole vocabulary
@@ -107,17 +97,17 @@ class ForwardContext(NamedTuple):
     stand_ins: dict[int, Tensor] | None = None  # for parameters, by ``id``, where the backward comes in two parts
     counts: Counts = Counts({})
 
-    def within(self, module: ModuleCall) -> ForwardContext:
+    def within(self, module: ModuleCall) -> "ForwardContext":
         """The same in another module (``_replace`` takes five times as long, and this is called for each module)."""
         return tuple.__new__(ForwardContext, (module, *self[1:]))
 
-    def again(self, *, whole: bool) -> ForwardContext:
+    def again(self, *, whole: bool) -> "ForwardContext":
         """For the recomputation that begins here, of ``whole`` modules or of a function that calls none; it keeps no
         tensor and no checkpoint alive."""
         module, counts = self.module, self.counts.resumed(self.module.name)
         around = None if module.outer is None else OUTSIDE
         inside = ModuleCall(module.name, around, None, whole, True, in_model=module.in_model)
-        return self._replace(module=inside, unit=None, column_input=None, boundary=None, counts=counts)
+        return self._replace(module=inside, units=(), column_input=None, boundary=None, counts=counts)
 
 
 class CurrentForward:
@@ -152,7 +142,6 @@ class CurrentForward:
     # ---- modules and units --------------------------------------------------------------------------------------
 
     def enter_module(self, name: str, *, switched_on: bool, is_model: bool) -> None:
-        """A module's forward begins."""
         context, again = self.context, in_backward()
         counts, outer = context.counts, context.module
         if again:
@@ -187,12 +176,9 @@ class CurrentForward:
         return checkpoint_around() is self.context.module.checkpoint
 
     def enter_unit(self, unshard_for_backward: Callable[[], None]) -> None:
-        """A unit's forward begins."""
-        context = self.context
-        self.context = ForwardContext(context.module, RunningUnit(unshard_for_backward, context.unit), *context[2:])
+        module, units, *rest = self.context
+        self.context = ForwardContext(module, (*units, unshard_for_backward), *rest)
 
     def leave_unit(self) -> None:
-        """The innermost unit's forward has ended."""
-        context = self.context
-        assert context.unit is not None
-        self.context = ForwardContext(context.module, context.unit.outer, *context[2:])
+        module, units, *rest = self.context
+        self.context = ForwardContext(module, units[:-1], *rest)

@@ -10,15 +10,13 @@ deferred gradient computes it and goes on with its value.
 
 The formulas are those of torch's own backward, to the bit: which operand is transposed, and in which layout a product
 is made, decides the order in which a BLAS adds (``tensor_parallel.gemm`` says which BLAS).  ``linear``, ``embedding``
-and ``convolution`` return None for cases that they do not cover; then torch computes those, weight gradient and all.
+and ``convolution`` return None for cases that they leave to torch, weight gradient and all.
 """
-
-from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache, partial
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, Self, cast
 
 import torch
 import torch.nn.functional as F
@@ -58,7 +56,7 @@ class DeferredGrad(Tensor):
     versions: tuple[int, ...]
 
     @staticmethod
-    def __new__(cls, make: Callable[..., Tensor], operands: Sequence[Tensor], form: Form) -> DeferredGrad:
+    def __new__(cls, make: Callable[..., Tensor], operands: Sequence[Tensor], form: Form) -> Self:
         shape, strides, dtype, device = form
         gradient = Tensor._make_wrapper_subclass(cls, shape, strides=strides, dtype=dtype, device=device)
         gradient.make = make
@@ -113,9 +111,6 @@ def _save(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
     ctx.weight, ctx.bias = form_of(weight), None if bias is None else form_of(bias)
 
 
-# ---- linear ---------------------------------------------------------------------------------------------------------
-
-
 def linear(
     input: Tensor, weight: Tensor, bias: Tensor | None = None, *, gemm: Gemm = TORCH, later: bool = True
 ) -> Tensor | None:
@@ -163,16 +158,12 @@ class Linear(torch.autograd.Function):
 
 
 def _made(make: Callable[..., Tensor], operands: Sequence[Tensor], form: Form) -> Tensor:
-    """A gradient that does not wait."""
     return make(*operands)
 
 
 def _weight_gradient(product: Callable[[Tensor, Tensor], Tensor], weight: Form, g: Tensor, x: Tensor) -> Tensor:
     by_rows = weight.strides == (weight.shape[1], 1)
     return product(g.t(), x) if by_rows else product(x.t(), g).t()
-
-
-# ---- embedding ------------------------------------------------------------------------------------------------------
 
 
 def embedding(
@@ -212,8 +203,6 @@ class Embedding(torch.autograd.Function):
 def _sum_by_index(rows: int, padding_idx: int, g: Tensor, indices: Tensor) -> Tensor:
     return cast(Tensor, aten.embedding_dense_backward(g, indices, rows, padding_idx, False))
 
-
-# ---- convolution ----------------------------------------------------------------------------------------------------
 
 Sizes = int | Sequence[int]
 

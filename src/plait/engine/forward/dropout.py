@@ -10,8 +10,6 @@ It sees every function that draws: it serves ``F.dropout`` and the attention ker
 It leaves alone what is given a generator, unless that runs twice, and everything in eval mode.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -91,7 +89,6 @@ class DropoutRNG(Handler):
         return input.mul_(factor) if inplace else input * factor
 
     def torch_dropout(self, input: Tensor, p: float, train: bool) -> Tensor:
-        """``torch.dropout``."""
         return self.dropout(input, p, train)
 
     def attention(

@@ -2,12 +2,10 @@
 
     F.linear(x, W, b)  ──►  Linear, the function of ``deferred_products``, with nothing deferred
 
-It sees every ``F.linear`` of the forward and leaves everything else alone: products written as ``x @ w``, the inside of
-``nn.MultiheadAttention``, what autocast computes, subclasses of tensors, and what will run again unseen (a checkpoint
-around a function that is no module's call).
+It leaves everything else alone: products written as ``x @ w``, the inside of ``nn.MultiheadAttention``, what autocast
+computes, subclasses of tensors, and what will run again unseen (a checkpoint around a function that is no module's
+call).
 """
-
-from __future__ import annotations
 
 from typing import Any
 

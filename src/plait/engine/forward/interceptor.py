@@ -14,8 +14,6 @@ Which functions a handler sees, and of which parameters every read, is looked up
 costs a dictionary lookup and a glance at its arguments.  Where all are idle (dropout in eval mode) no mode is active.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -61,7 +59,6 @@ class Handler:
         return False
 
     def __call__(self, func: Function, call_next: Function, /, *args: Any, **kwargs: Any) -> Any:
-        """The function's result."""
         return call_next(*args, **kwargs)
 
 

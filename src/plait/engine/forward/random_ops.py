@@ -3,8 +3,6 @@
 A stream is named by what it depends on (``stream_key``), never by how much was drawn before.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from typing import Any

@@ -11,15 +11,12 @@ What runs again comes out the same to the bit: it begins where the first run beg
 of the stream and stand-ins for parameters, and with the unit's parameters gathered, once for the recomputation and for
 the backward after it.  Messages between tensor ranks inside a block are sent again; the core of attention sends none.
 
+The work is ``torch.utils.checkpoint``'s.  ``full`` wraps the forward of blocks; ``selective`` is a handler, which sees
+``F.scaled_dot_product_attention`` in a forward with gradients.
+
 Sources: full recomputation, Chen et al. 2016 (arXiv:1604.06174); selective, Korthikanti et al. 2022 (arXiv:2205.05198,
 section 5): the core of attention has most of a layer's activations (5as/h of 34 + 5as/h) and little of its products.
-The work is ``torch.utils.checkpoint``'s.
-
-The handler sees ``F.scaled_dot_product_attention`` in a forward with gradients, wherever the model calls it, and leaves
-all else alone.  ``full`` needs no handler: it wraps the forward of blocks.
 """
-
-from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
@@ -51,11 +48,8 @@ def check_recompute(model: nn.Module, names: Iterable[str], recompute: str | Non
 
 
 def blocks_of(model: nn.Module, names: Iterable[str]) -> list[str]:
-    """Which units ``full`` runs again: those inside a ``ModuleList`` or ``Sequential``, of nested ones the outermost.
-
-    Embedding, head and the root are used once and are not among them; nor is a stock layer alone in its unit
-    (``nn.Linear``), which keeps its input and nothing else.
-    """
+    """Which units ``full`` runs again: those inside a ``ModuleList`` or ``Sequential``, of nested ones the outermost;
+    not a stock layer alone in its unit (``nn.Linear``), which keeps its input and nothing else."""
     modules, units = dict(model.named_modules()), set(names)
     blocks: list[str] = []
     for name in (n for n in modules if n in units):
@@ -81,11 +75,10 @@ def called_twice(
     """``function(*args, **kwargs)``, of which only the arguments are kept; in the backward it is called again.
 
     Args:
-        seen_by: sees the functions of the modules that it calls, the second time too; None: it calls no module, and is
-            itself what handlers make of a function.
+        seen_by: sees the functions of the modules that it calls, the second time too; None: it calls no module.
         early_stop: the second call ends as soon as all is there that the backward reads.
     """
-    unit = current.context.unit
+    units = current.context.units
     again = current.context.again(whole=seen_by is not None)
     ran = False
 
@@ -93,8 +86,8 @@ def called_twice(
         nonlocal ran
         with ExitStack() as stack:
             if ran:
-                if unit is not None:
-                    unit.unshard_for_backward()
+                if units:
+                    units[-1]()
                 stack.enter_context(current.swapped(again))
                 if seen_by is not None:
                     stack.enter_context(seen_by.on())

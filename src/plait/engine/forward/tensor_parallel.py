@@ -8,8 +8,6 @@ mix only a part of them.  It leaves all others alone.
 It also knows which activations are cut, so that dropout draws the right slice of the single process's mask.
 """
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any

@@ -18,8 +18,6 @@ autograd.Function: whoever passes a parameter to one asks for its ``stand_in``.
 Source: zero bubble pipeline parallelism (Qi et al. 2023, arXiv:2401.10241).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any, cast

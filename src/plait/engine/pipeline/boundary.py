@@ -22,8 +22,6 @@ last stage the call ends after the last link, so what follows the last link of a
 alone.  Every call checks that links run in the order in which they are named, each once.
 """
 
-from __future__ import annotations
-
 from typing import Any, cast
 
 import torch
@@ -44,21 +42,6 @@ class StageDone(Exception):  # noqa: N818 (it is no error)
 
 class NotHere(Tensor):
     """What any but the last foreign layer returns: of the right shape, and not to be computed with."""
-
-
-class Received(torch.autograd.Function):
-    """What came from the stage before, as a tensor of the graph, which the model may write to in place.  Its gradient
-    goes to the ``BoundaryState``; the dummy that is differentiated gets none."""
-
-    @staticmethod
-    def forward(ctx: Any, dummy: Tensor, boundary: BoundaryState, holder: list[Tensor]) -> Tensor:
-        ctx.boundary = boundary
-        return holder.pop()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[None, None, None]:
-        ctx.boundary.gradient = gradient
-        return None, None, None
 
 
 class BoundaryState:
@@ -109,6 +92,21 @@ class BoundaryState:
         return torch.zeros(shape, dtype=dtype, device=device) if gradient is None else gradient
 
 
+class Received(torch.autograd.Function):
+    """What came from the stage before, as a tensor of the graph, which the model may write to in place.  Its gradient
+    goes to the ``BoundaryState``; the dummy that is differentiated gets none."""
+
+    @staticmethod
+    def forward(ctx: Any, dummy: Tensor, boundary: BoundaryState, holder: list[Tensor]) -> Tensor:
+        ctx.boundary = boundary
+        return holder.pop()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, None, None]:
+        ctx.boundary.gradient = gradient
+        return None, None, None
+
+
 class StageBoundary:
     """The links of a stage's model, told when they run; those of other stages are foreign layers.  On the ``last``
     stage calls run to their end."""
@@ -122,6 +120,7 @@ class StageBoundary:
             self._indices.setdefault(id(link), []).append(index)
             if isinstance(link, ForeignLayer):
                 link.at_call = self._at_foreign_layer
+                link.at_look = self._at_look
         for link in dict.fromkeys(part.model.get_submodule(self.names[index]) for index in self.links):
             link.register_forward_pre_hook(self._before_link, with_kwargs=True)  # after other hooks of theirs
             link.register_forward_hook(self._after_link)
@@ -149,6 +148,21 @@ class StageBoundary:
             )
         boundary = self._reached(module)
         return boundary.enter() if boundary.next_link == self.links.start else boundary.alias()
+
+    def _at_look(self, module: nn.Module, what: str) -> None:
+        """Somebody looks for something in a foreign layer.
+
+        Raises:
+            ValueError: all links have run, so it is something that a link has made, on another stage.
+        """
+        boundary: BoundaryState | None = self.current.context.boundary
+        if boundary is not None and boundary.next_link == len(self.names) and not in_backward():
+            raise ValueError(
+                f"the model's modules are searched, behind their forward, for what they have left there (an auxiliary "
+                f"loss, a penalty): {what} of {self.names[self._indices[id(module)][0]]!r} belongs to another "
+                f"stage. Let each link hand on what the loss needs in the tensor that it returns, and the last one "
+                f"make it; or train without a pipe axis"
+            )
 
     def _before_link(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
         if in_backward():

@@ -6,8 +6,6 @@
 Without a pipeline there is one stage; no link is named, no container copied, and its part is the model itself.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 

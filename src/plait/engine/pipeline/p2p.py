@@ -19,8 +19,6 @@ Transports match the messages of a channel by their order, so receives are poste
 over another shape for a known signature is refused before it sends.
 """
 
-from __future__ import annotations
-
 import math
 from collections import defaultdict, deque
 from collections.abc import Mapping, Sequence
@@ -47,10 +45,6 @@ Boundary = tuple[int, Signature]
 
 def signature_of(batch: Any) -> Signature:
     return tuple(tuple(leaf.shape) for leaf in tree_leaves(batch) if isinstance(leaf, Tensor))
-
-
-HEADER = "setup"
-"""The phase of headers, which no step's prediction has."""
 
 
 class _Message(NamedTuple):
@@ -135,7 +129,7 @@ class PipelineP2P:
     def _send(self, message: _Message) -> None:
         tensor, works = self._made.pop(message.key).contiguous(), []
         if message.key[0] == "F" and message.boundary not in self._announced:
-            note = replace(message.note, phase=HEADER)
+            note = replace(message.note, phase="setup")  # which no step's prediction has
             works.append(self.comm.send(header_of(tensor, self.comm.device), message.peer, note))
             self._announced.add(message.boundary)
         works.append(self.comm.send(tensor, message.peer, message.note))
@@ -160,7 +154,7 @@ class PipelineP2P:
             first = self._unposted[peer][0]
             if first.boundary not in self._shapes:  # and no pass of this rank has shown the shape meanwhile
                 header = empty_header(self.comm.device)
-                self.comm.recv(header, peer, replace(first.note, phase=HEADER)).wait()
+                self.comm.recv(header, peer, replace(first.note, phase="setup")).wait()
                 self._shapes[first.boundary] = shape_in(header)
             self._post(peer)
         tensor, work = self._coming.pop(key)

@@ -1,11 +1,8 @@
 """What each link of a model costs, measured; so that stages can be balanced by it.
 
-Each link in turn is made a stage in this process: its forward on what the link before it returned, and its backward.
-So no more than one link's parameters exist at a time, and whatever else a stage does (rotary tables, masks, hooks) is
-in its cost.
+Each link in turn is made a stage in this process, forward and backward.  So no more than one link's parameters exist at
+a time, and whatever else a stage does (rotary tables, masks, hooks) is in its cost.
 """
-
-from __future__ import annotations
 
 import copy
 import statistics
@@ -48,8 +45,7 @@ def link_costs(
     Args:
         model: its parameters may be on meta; it is left as it is.
         batch: a microbatch as the run will bring it, of ``num_samples`` samples, on the device.
-        recompute: what the run makes a second time in the backward.
-        gemm: what the run multiplies linear layers' matrices with.
+        recompute, gemm: as in the run.
     """
     chain = chain_of(model)
     comm = ThreadWorld(Mesh(), device=device).comm(0)

@@ -14,8 +14,6 @@ P2P, what a pass means to the stage.  Without a pipeline there is one stage: pla
 The log records when each action began and ended, and every wait for others inside it.
 """
 
-from __future__ import annotations
-
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence

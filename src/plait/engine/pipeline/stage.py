@@ -11,8 +11,6 @@ stages.  Between forward and backward a stage keeps, for each microbatch, what i
 the graph; not the output itself, whose memory goes with the message.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any

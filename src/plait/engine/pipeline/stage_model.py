@@ -9,12 +9,10 @@ know that there are stages.  A weight that two stages use is two parameters, who
 (see ``tied_weights``); where both stages are on one rank, the second gets a copy.
 """
 
-from __future__ import annotations
-
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 from torch import Tensor, nn
 
@@ -29,23 +27,49 @@ Uses = Mapping[int, tuple[int, ...]]
 
 
 class ForeignLayer(nn.Module):
-    """In the place of a link that another stage owns; the ``StageBoundary`` decides what it returns.  It has the link's
-    plain attributes (its kind of attention, its number): the model may ask for them."""
+    """In the place of a link that another stage owns; the ``StageBoundary`` decides what it returns.
+
+    It has the link's plain attributes (its kind of attention, its number): the model may ask for them until the links
+    have run.  What somebody looks for in it afterwards, a link has left in the forward (an auxiliary loss), and that is
+    on another stage; so is what a walk over all modules or parameters is after.
+    """
 
     at_call: Callable[[nn.Module], Tensor] | None = None
+    at_look: Callable[[nn.Module, str], None] | None = None
 
     def __init__(self, link: nn.Module) -> None:
         super().__init__()
         plain = {k: v for k, v in vars(link).items() if not k.startswith("_") and not callable(v)}
-        self.__dict__.update({key: value for key, value in plain.items() if key not in vars(self)})
+        self._plain = {key: value for key, value in plain.items() if key not in vars(self)}
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         assert self.at_call is not None
         return self.at_call(self)
 
+    def named_modules(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Module]]:
+        """A walk over all modules, or parameters, of the model comes by."""
+        if self.at_look is not None:
+            self.at_look(self, "what is inside")
+        yield from super().named_modules(*args, **kwargs)
+
+    def named_children(self) -> Iterator[tuple[str, nn.Module]]:
+        """So does ``apply``."""
+        if self.at_look is not None:
+            self.at_look(self, "what is inside")
+        yield from super().named_children()
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name.startswith("_") or name in ("training", "at_call", "at_look"):
+            super().__setattr__(name, value)
+        else:  # somebody clears what the forward left
+            self._plain[name] = value
+
     def __getattr__(self, name: str) -> Any:
+        if self.at_look is not None and not name.startswith("__"):
+            self.at_look(self, repr(name))
+        plain = vars(self).get("_plain", {})
         try:
-            return super().__getattr__(name)
+            return plain[name] if name in plain else super().__getattr__(name)
         except AttributeError:
             raise AttributeError(f"{name!r} is asked of a link of the model that another stage has") from None
 
@@ -122,7 +146,7 @@ class StageModel:
     """Of a module that is several links: the name of its first, and how many of them earlier stages have."""
 
     @classmethod
-    def part(cls, model: nn.Module, chain: Chain, links: range, taken: set[int]) -> StageModel:
+    def part(cls, model: nn.Module, chain: Chain, links: range, taken: set[int]) -> Self:
         """The part that runs some links: the model's own modules, in copies of the containers around them.  Of a chain
         without links it is the model itself.
 

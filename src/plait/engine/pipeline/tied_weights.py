@@ -8,8 +8,6 @@ Each stage accumulates and reduces its own uses under the row, like any other gr
 same piece exchange it, add in the order of stages and make the same update, so the copies stay equal to the bit.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 

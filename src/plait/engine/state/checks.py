@@ -1,4 +1,8 @@
-"""What is refused before a model is cut: what no engine can train, and ranks that do not bring the same."""
+"""What is refused before a model is cut: what no engine can train, and ranks that do not bring the same.
+
+Ranks compare digests by their smallest and their largest: where the two differ, some rank brought another, and then all
+show all values to each other.
+"""
 
 from __future__ import annotations
 
@@ -10,10 +14,10 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from plait.comm import Comm
-from plait.comm.agree import gather_ints, same_everywhere
+from plait.comm.agree import differences, same_everywhere
 from plait.core.collectives import Note
 from plait.core.mesh import AXES
-from plait.sharded.masks import stream_key
+from plait.engine.state.identity import model_fields, text_of
 
 
 def check_model(model: nn.Module, comm: Comm) -> None:
@@ -51,31 +55,49 @@ def check_buffers(model: nn.Module) -> None:
         )
 
 
-def check_settings(comm: Comm, settings: Mapping[str, object]) -> None:
-    """Raises ValueError, on every rank, where ranks were given different settings, and names them."""
-    digests = [stream_key(repr(value)) >> 1 for value in settings.values()]
-    same = same_everywhere(comm, digests, AXES, Note("setup"))
-    if differing := [name for name, alike in zip(settings, same, strict=True) if not alike]:
-        texts = [getattr(settings[name], "name", None) or repr(settings[name]) for name in differing]
-        shown = [text if len(text) < 40 else f"{text[:40]}..." for text in texts]
-        values = ", ".join(f"{name}={text}" for name, text in zip(differing, shown, strict=True))
-        raise ValueError(f"the ranks were given different settings: rank {comm.rank} has {values}; give all the same")
+NAMED = 6
+"""So many differences are shown."""
+
+
+def check_same(comm: Comm, fields: Mapping[str, str], what: str, fix: str) -> None:
+    """Raises ValueError, on every rank, where ranks bring different fields, and shows them with all their values."""
+    if found := differences(comm, fields, Note("setup")):
+        more = f"; and {len(found) - NAMED} more" if len(found) > NAMED else ""
+        raise ValueError(f"{what}: {'; '.join(found[:NAMED])}{more}. {fix}")
+
+
+def check_settings(comm: Comm, settings: Mapping[str, object], texts: Mapping[str, str] | None = None) -> None:
+    """Raises ValueError, on every rank, where ranks were given different settings, and shows them.
+
+    Args:
+        texts: more of them, as texts.
+    """
+    fields = {name: str(getattr(value, "name", None) or text_of(value)) for name, value in settings.items()}
+    fields |= texts or {}
+    check_same(comm, fields, "the ranks were given different settings", "Give all the same")
 
 
 def check_replicas(model: nn.Module, comm: Comm) -> None:
-    """Raises ValueError, on every rank, when a parameter that came with values differs between ranks."""
+    """Raises ValueError, on every rank, when models, or parameters that came with values, differ between ranks."""
     parameters = list(model.named_parameters())
-    sizes = [size for (size,) in gather_ints(comm, [len(parameters)], AXES, Note("setup"))]
-    if min(sizes) < max(sizes):
-        raise ValueError(
-            f"ranks brought models of {min(sizes)} to {max(sizes)} parameters: build the same model everywhere"
-        )
+    structure = {
+        f"parameter {name!r}": f"{tuple(p.shape)} {p.dtype}{'' if p.requires_grad else ' frozen'}"
+        for name, p in parameters
+    }
+    check_same(
+        comm,
+        structure | model_fields(model),
+        "the ranks brought different models",
+        "Build the same model everywhere; what belongs to a rank goes into an attribute with a leading underscore",
+    )
     same = same_everywhere(comm, [_fingerprint(n, p) for n, p in parameters], AXES, Note("setup"))
-    if differing := [n for (n, _), alike in zip(parameters, same, strict=True) if not alike]:
+    if differing := [(n, p) for (n, p), alike in zip(parameters, same, strict=True) if not alike]:
+        values = {n: f"{_fingerprint(n, p):016x}" for n, p in differing[:NAMED]}
+        found = differences(comm, values, Note("setup"))
         raise ValueError(
-            f"{len(differing)} parameters differ between ranks ({', '.join(differing[:3])}): give every rank the same "
-            f"weights (one seed, or one file; threads share torch's generator, so draw before they start), or build "
-            f"the model inside plait.empty_parameters()"
+            f"{len(differing)} parameters differ between ranks ({', '.join(n for n, _ in differing[:3])}): give every "
+            f"rank the same weights (one seed, or one file; threads share torch's generator, so draw before they "
+            f"start), or build the model inside plait.empty_parameters(). By digest of their values {'; '.join(found)}"
         )
 
 

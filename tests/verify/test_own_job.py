@@ -66,7 +66,10 @@ def test_a_chain_in_a_pipeline_with_the_flags_optimizer() -> None:
 
 def test_a_mean_where_a_sum_is_due_is_seen() -> None:
     mean = plait.UserJob(Net, lambda model, b: F.cross_entropy(model(b[0]), b[1]["y"]), batch)
-    verdict = plait.verify(mean, microbatches=2)
+    with pytest.raises(ValueError, match="the loss is a mean"):
+        plait.verify(mean)
+    hidden = replace(mean, loss_fn=lambda model, b: loss_sum(model, b) / len(b[0]))
+    verdict = plait.verify(hidden, microbatches=2)
     assert verdict.word == "different"
     assert "loss step 1" in str(verdict) and "DIFFERENT" in str(verdict)
 

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import plait
+from plait.comm.operation import MismatchError
 from plait.commands.main import main
 from plait.config import VerifyConfig
 from plait.verify.cases import cells_of_job
@@ -171,3 +172,41 @@ def _drawn_elsewhere() -> nn.Module:
     model = nn.Linear(7, 3)
     nn.init.constant_(model.bias, random.random())
     return model
+
+
+class Experts(nn.Module):
+    """An embedding with padding, and three experts, of which a batch runs those that its tokens ask for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(11, 5, padding_idx=0)
+        self.experts = nn.ModuleList(nn.Linear(5, 5) for _ in range(3))
+        self.unused = nn.Linear(5, 5)
+
+    def forward(self, tokens_BT: Tensor) -> Tensor:
+        x_BTD = self.embedding(tokens_BT)
+        for number, expert in enumerate(self.experts):
+            mine_BT = tokens_BT % 3 == number
+            if mine_BT.any():
+                x_BTD = torch.where(mine_BT[..., None], expert(x_BTD), x_BTD)
+        return x_BTD
+
+
+def sorted_tokens(step: int) -> Tensor:
+    """Sorted by expert, so that some ranks run one of them and others another; the last step leaves one out."""
+    tokens_B = torch.arange(10) + 1 if step < 2 else torch.tensor([1, 2, 4, 5, 7, 8, 10, 1, 2, 4])
+    return tokens_B[(tokens_B % 3).argsort(stable=True)][:, None].repeat(1, 2) * torch.tensor([1, step % 2])
+
+
+EXPERTS = plait.UserJob(Experts, lambda model, tokens: model(tokens).square().sum(), sorted_tokens)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2"])
+def test_parameters_that_only_some_ranks_use(strategy: str) -> None:
+    verdict = plait.verify(EXPERTS, "replica=2 shard=2", strategy, microbatches=2, steps=4, lr=0.01)
+    assert verdict.word == "bitwise", verdict
+
+
+def test_units_that_only_some_ranks_gather_are_named() -> None:
+    with pytest.raises(MismatchError, match=r"unit 'experts.0' .*rank 1 in all_gather of unit 'experts.1'"):
+        plait.verify(EXPERTS, "replica=2 shard=2", "zero3", microbatches=2, steps=4, lr=0.01)

@@ -47,7 +47,7 @@ class _Moved(torch.autograd.Function):
         ctx: Any, local: Tensor, steps: tuple[Step, ...], shape: tuple[int, ...], comm: Comm, note: Note
     ) -> Tensor:
         ctx.steps, ctx.shape, ctx.comm, ctx.note = steps, shape, comm, note
-        return take(local, steps, shape, comm, note)
+        return take(local, steps, shape, comm, note).data  # no view, into which autograd would let nobody write
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:

@@ -1,0 +1,257 @@
+"""An operator without a rule of its own, as the operators of torch that it is made of.
+
+    torch.hstack([x, y])            hstack -> cat                       the rule of cat decides
+    x[0] = y                        __setitem__ -> select, copy_        on the local piece
+    torch.linalg.pinv(x)            pinv -> svd, where, matmul ...      a part without a rule wants whole operands
+
+The call runs once on ``meta`` tensors of the global shapes, and the operators that torch calls underneath are noted.
+Their rules give the layouts from step to step; the steps then run on the local pieces.  What torch cannot tell without
+values (how many elements a mask has, say) is computed as it stands, on operands that every rank has whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from plait.core.layout import Layout
+from plait.sharded.dispatch import LayoutError, by_rule, fits, freeze, mapped, spec_of, tensors_in
+from plait.sharded.elementwise import any_elementwise
+from plait.sharded.rules import RULES, Rule, lossless, named, specs_in
+from plait.sharded.spec import OpPlan, Refusal, Spec, SpecCache
+
+RANDOM = torch.Tag.nondeterministic_seeded
+POINTWISE = torch.Tag.pointwise
+OTHER_SHAPE = torch.Tag.inplace_view
+BY_VALUE = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
+META = torch.device("meta")
+
+
+@dataclass(frozen=True)
+class Slot:
+    """The place of a tensor among those of a call: its operands first, then the results of the steps."""
+
+    number: int
+
+
+class Step(NamedTuple):
+    """One operator on local pieces, with slots in the place of tensors."""
+
+    run: Callable[..., Any]
+    args: Any
+    kwargs: Any
+    results: Any
+
+
+class Trace(NamedTuple):
+    """What a function of whole tensors calls underneath, on ``meta`` tensors: (operator, args, kwargs, results)."""
+
+    operands: list[Tensor]
+    calls: list[tuple[Any, Any, Any, Any]]
+    result: Any
+
+
+class _Noted(TorchDispatchMode):
+    """Notes the operators that torch calls, down to those that have a rule."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[tuple[Any, Any, Any, Any]] = []
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        deterministic(op)
+        parts = None if rule_of(op) else torch._decomp.decomposition_table.get(op)
+        if parts is not None:
+            mark = len(self.calls)
+            with self:
+                out = parts(*args, **kwargs)
+            if out is not NotImplemented:
+                return out
+            del self.calls[mark:]
+        out = op(*args, **kwargs)
+        self.calls.append((op, args, kwargs, out))
+        return out
+
+
+class _Deterministic(TorchDispatchMode):
+    """Lets torch's operators pass, except those that draw random numbers, or change shapes in place."""
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        deterministic(op)
+        return op(*args, **(kwargs or {}))
+
+
+def deterministic(op: Any) -> None:
+    """Refuses an operator whose result does not follow from its operands' values, or that changes a shape in place."""
+    if RANDOM in op.tags:
+        raise Refusal(
+            "it draws random numbers, and each rank would draw its own",
+            hint="Draw them for the whole tensor and cut it (from_full); dropout: inside `with dropout_stream(seed):`.",
+        )
+    if OTHER_SHAPE in op.tags:
+        raise Refusal("it changes the shape of its tensor in place", hint="Use the function that gives a new tensor.")
+
+
+def rule_of(op: Any) -> tuple[Any, Rule] | None:
+    """The function that stands for an operator of torch's library, and its rule; None where there is none."""
+    for function in (op, op.overloadpacket, *named(op._schema.name.partition("::")[2])):
+        if function in RULES:
+            return function, RULES[function]
+    if POINTWISE in op.tags and not any(tag in op.tags for tag in BY_VALUE) and not op._schema.is_mutable:
+        return op.overloadpacket, any_elementwise  # torch itself says that each element is by itself
+    return None
+
+
+def decomposed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], refusal: Refusal) -> OpPlan:
+    """The plan of a call by its parts.
+
+    Args:
+        refusal: of the operator itself, which stands where its parts know no better.
+
+    Raises:
+        Refusal: a part would have to communicate, draws random numbers, or has to know values of cut operands.
+    """
+    name = getattr(func, "__name__", "")
+    if name in ("__set__", "__delete__") or (name.startswith("_") and not name.endswith("__")):
+        raise refusal
+    given = list(tensors_in([args, kwargs]))
+    cache = next(s.cache for s in map(spec_of, given) if s is not None)
+    specs = [spec_of(t) or cache.replicated(t) for t in given]
+    try:
+        trace = traced(func, args, kwargs, specs)
+    except Refusal:
+        raise
+    except Exception:  # torch asks for values, or refuses the call, which it will do again on whole operands
+        trace = None
+    constants = trace is not None and any(t.device != META for call in trace.calls for t in tensors_in([*call[1:]]))
+    if trace is None or constants or next(tensors_in([trace.result]), None) is None:
+        return as_it_stands(func, specs, refusal)
+    try:
+        return program(trace, specs, cache)
+    except Refusal as part:
+        if part.fix and all(s in specs for s in part.fix):
+            raise
+        whole = [(s, Layout.replicated(len(s.dims))) for s in specs]
+        raise Refusal(part.why, whole, "" if any(not s.whole for s in specs) else part.hint) from None
+
+
+def traced(func: Any, args: Any, kwargs: Any, specs: list[Spec]) -> Trace:
+    """The function on ``meta`` tensors of the specs."""
+    metas = [torch.empty(s.shape, dtype=s.dtype, device=META) for s in specs]
+    left = iter(metas)
+    args, kwargs = mapped(lambda _: next(left), (args, kwargs))
+    with torch.no_grad(), _Noted() as noted:
+        result = func(*args, **kwargs)
+    return Trace(metas, noted.calls, result)
+
+
+def as_it_stands(func: Any, specs: list[Spec], refusal: Refusal) -> OpPlan:
+    """The function itself, where every rank has all operands; so its results are whole."""
+    name = str(getattr(func, "__name__", ""))
+    of_tensors = getattr(Tensor, name, None) is func
+    if name == "__get__" or (of_tensors and not hasattr(torch.ops.aten, name.strip("_"))):
+        raise refusal
+    if not all(s.whole for s in specs):
+        raise Refusal(f"{refusal.why}, so it wants whole operands", [(s, Layout.replicated(len(s.dims))) for s in specs])
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        given = list(tensors_in([args, kwargs]))
+        pieces = [t.as_subclass(Tensor) for t in given]
+        left = iter(pieces)
+        args, kwargs = mapped(lambda _: next(left), (args, kwargs))
+        try:
+            with _Deterministic():
+                out = func(*args, **kwargs)
+        except Refusal as found:
+            raise LayoutError(f"{name} of {' and '.join(map(repr, specs))}: {found.why}. {found.advice()}") from None
+        if any(t.layout is not torch.strided for t in tensors_in([out])):
+            raise LayoutError(f"{name}: a ShardedTensor is dense, and this result is not. Use .full()")
+        own = {id(piece): t for piece, t in zip(pieces, given, strict=True)}
+        return mapped(lambda t: own.get(id(t), t), out)
+
+    return OpPlan(specs[0].cache, run)
+
+
+def program(trace: Trace, operands: list[Spec], cache: SpecCache) -> OpPlan:
+    """The steps on local pieces, each as its rule decides."""
+    specs = list(operands)
+    slots = {id(t): Slot(k) for k, t in enumerate(trace.operands)}
+    strict = any(op._schema.is_mutable for op, *_ in trace.calls)
+    steps = []
+    for op, args, kwargs, result in trace.calls:
+        kwargs = {k: cache.comm.device if v == META else v for k, v in kwargs.items()}
+        frozen, options = freeze(mapped(lambda t: specs[slots[id(t)].number], (args, kwargs)), cache)
+        plan = part(op, frozen, options, result, cache, strict)
+        taken = mapped(lambda t: slots[id(t)], (args, kwargs))
+        for tensor, spec in zip(tensors_in([result]), specs_in((plan.out,)), strict=True):
+            if tuple(tensor.shape) != tuple(spec.shape):
+                raise Refusal(f"its part {op} makes {list(tensor.shape)}, by its rule {list(spec.shape)}")
+            if id(tensor) not in slots:
+                spec = spec.of(tensor.dtype)
+                lossless(specs_in((frozen, *options.values())), spec)
+                slots[id(tensor)] = Slot(len(specs))
+                specs.append(spec)
+        steps.append(Step(plan.run or op, *taken, mapped(lambda t: slots[id(t)], result)))
+    results = mapped(lambda t: slots[id(t)], trace.result)
+    out: list[Spec] = []
+    mapped(lambda slot: out.append(specs[slot.number]), results, Slot)
+    return OpPlan(tuple(out), runner(steps, results))
+
+
+def part(op: Any, args: Any, kwargs: Any, result: Any, cache: SpecCache, strict: bool) -> OpPlan:
+    """What the rule of one operator decides; without one it wants whole operands."""
+    known = rule_of(op)
+    if known is not None:
+        plan = by_rule(*known, args, kwargs)
+        if plan.out is None:
+            raise Refusal(f"its part {op} gives no tensor")
+        return OpPlan(plan.out, plan.run or known[0])
+    changed = [a for a in op._schema.arguments if a.alias_info is not None and a.alias_info.is_write]
+    given = specs_in((args, *kwargs.values()))
+    if all(s.whole for s in given):
+        return OpPlan(tuple(cache.replicated(t) for t in tensors_in([result])), op)
+    name = op._schema.name.partition("::")[2]
+    plain = getattr(getattr(torch.ops.aten, name.removesuffix("_"), None), op._overloadname, None)
+    if len(changed) == 1 and name.endswith("_") and plain is not None and not plain._schema.is_mutable:
+        return in_place(op, part(plain, args, kwargs, result, cache, strict), args[0])
+    raise Refusal(f"its part {name} has no rule", [(s, Layout.replicated(len(s.dims))) for s in given])
+
+
+def in_place(op: Any, plan: OpPlan, x: Spec) -> OpPlan:
+    """The plan of an operator, its result written into its first operand."""
+    out = plan.out[0] if isinstance(plan.out, tuple) else plan.out
+    assert isinstance(out, Spec) and plan.run is not None
+    if out.shape != x.shape or out.layout != x.layout:
+        raise Refusal(f"in place it would turn the first operand into {out!r}", [(x, out.layout)])
+    each = plan.run
+
+    def run(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        result = each(x, *args, **kwargs)
+        fits(op, result.dtype, x.dtype)
+        return x.copy_(result)
+
+    return OpPlan(x, run)
+
+
+def runner(steps: list[Step], results: Any) -> Callable[..., Any]:
+    """Runs the steps on the pieces of the operands."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        given = list(tensors_in([args, kwargs]))
+        tensors = [t.as_subclass(Tensor) for t in given]
+        for step in steps:
+            args, kwargs = mapped(lambda slot: tensors[slot.number], (step.args, step.kwargs), Slot)
+            new: list[Tensor] = list(tensors_in([step.run(*args, **kwargs)]))
+            places: list[Slot] = []
+            mapped(places.append, step.results, Slot)
+            tensors += [t for slot, t in zip(places, new, strict=True) if slot.number >= len(tensors)]
+        tensors[: len(given)] = given
+        return mapped(lambda slot: tensors[slot.number], results, Slot)
+
+    return run

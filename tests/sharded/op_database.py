@@ -143,7 +143,9 @@ def carried_out(
         with torch.no_grad():
             if out is None:
                 got = function(*args, **kwargs)
-                return [t.detach() if isinstance(t, Tensor) else t for t in tree_leaves(got)], [], []
+                out = tree_map(torch.zeros_like, got)
+                function(*args, **kwargs, out=out)
+                return tree_leaves(got), [], []
             function(*args, **kwargs, out=out)
             return tree_leaves(out), [], []
     return tree_leaves(function(*args, **kwargs)), leaves, []
@@ -167,7 +169,7 @@ def shares(full: Tensor, layout: Layout, comm: Comm) -> ShardedTensor:
     """As ``from_full``, but a pending sum has a part on every rank."""
     x = ShardedTensor.from_full(full.detach(), layout, comm)
     here, local = comm.mesh.coordinates(comm.rank), x.local
-    for axis in x.layout.pending:
+    for axis in x.sharding.pending:
         n = comm.mesh.axis(axis)
         local = local + ((n - 1) / 2 - here[axis])
     return ShardedTensor(local.detach(), layout, comm, tuple(full.shape)).requires_grad_(full.requires_grad)
@@ -215,6 +217,8 @@ def tried(call: Call, mesh: str, seed: int, auto: bool, values: bool = True) -> 
     try:
         run_threads(mesh, body)
     except Exception as error:
+        if all(said == "no answer" for _, said in words):
+            return False, "none", ""
         if all(word in ("right", "refused") for word, _ in words) and len({w for w, _ in words}) == 1:
             return cut, "wrong" if words[0][0] == "right" else "unclear", f"afterwards {type(error).__name__}: {error}"
     kinds = {word for word, _ in words}

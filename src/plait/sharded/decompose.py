@@ -11,6 +11,7 @@ values (how many elements a mask has, say) is computed as it stands, on operands
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -20,7 +21,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from plait.core.layout import Layout
-from plait.sharded.dispatch import LayoutError, by_rule, fits, freeze, mapped, spec_of, tensors_in
+from plait.sharded.dispatch import LayoutError, by_rule, fits, freeze, gradients, mapped, spec_of, tensors_in
 from plait.sharded.elementwise import any_elementwise
 from plait.sharded.rules import RULES, Rule, lossless, named, specs_in
 from plait.sharded.spec import OpPlan, Refusal, Spec, SpecCache
@@ -29,6 +30,9 @@ RANDOM = torch.Tag.nondeterministic_seeded
 POINTWISE = torch.Tag.pointwise
 OTHER_SHAPE = torch.Tag.inplace_view
 BY_VALUE = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
+ALSO = {"view": "reshape", "_unsafe_view": "reshape", "alias": "view_as"}
+"""Operators of torch's library that go by the rule of another function."""
+
 META = torch.device("meta")
 
 
@@ -66,17 +70,38 @@ class _Noted(TorchDispatchMode):
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         deterministic(op)
-        parts = None if rule_of(op) else torch._decomp.decomposition_table.get(op)
-        if parts is not None:
-            mark = len(self.calls)
+        mark = len(self.calls)
+        out = NotImplemented
+        if rule_of(op) is None:
             with self:
-                out = parts(*args, **kwargs)
-            if out is not NotImplemented:
-                return out
+                out = taken_apart(op, args, kwargs)
+            if any(call[0].namespace != "aten" for call in self.calls[mark:]):  # primitives, which have no gradient
+                out = NotImplemented
+        if out is NotImplemented:
             del self.calls[mark:]
-        out = op(*args, **kwargs)
-        self.calls.append((op, args, kwargs, out))
+            out = op(*args, **kwargs)
+            self.calls.append((op, args, kwargs, out))
         return out
+
+
+def taken_apart(op: Any, args: Any, kwargs: Any) -> Any:
+    """An operator by its parts, as far as PyTorch has some; what works in place as the function and a copy of it."""
+    name, schema = op._schema.name.partition("::")[2], op._schema
+    if not schema.is_mutable:
+        parts = torch._decomp.decomposition_table.get(op)
+        return NotImplemented if parts is None else parts(*args, **kwargs)
+    functional = getattr(getattr(torch.ops.aten, name.removesuffix("_"), None), op._overloadname, None)
+    if any(a.is_out for a in schema.arguments):
+        raise Refusal(f"its part {name} writes into a tensor that it is given")
+    if functional is None or functional._schema.is_mutable:
+        return NotImplemented
+    given = {a.name: v for a, v in zip(schema.arguments, args, strict=False)}
+    first = schema.arguments[0].name
+    old = given[first]
+    given[first] = old.clone()  # which the gradient may need, when the tensor itself has changed
+    new = functional(**given, **kwargs)
+    fits(op, new.dtype, old.dtype)
+    return old.copy_(new)
 
 
 class _Deterministic(TorchDispatchMode):
@@ -94,16 +119,22 @@ def deterministic(op: Any) -> None:
             "it draws random numbers, and each rank would draw its own",
             hint="Draw them for the whole tensor and cut it (from_full); dropout: inside `with dropout_stream(seed):`.",
         )
+    if "as_strided" in op._schema.name:
+        raise Refusal("its result depends on how the memory lies", hint="Use view, permute or narrow.")
     if OTHER_SHAPE in op.tags:
         raise Refusal("it changes the shape of its tensor in place", hint="Use the function that gives a new tensor.")
 
 
 def rule_of(op: Any) -> tuple[Any, Rule] | None:
     """The function that stands for an operator of torch's library, and its rule; None where there is none."""
-    for function in (op, op.overloadpacket, *named(op._schema.name.partition("::")[2])):
+    if op.overloadpacket in RULES:
+        return op, RULES[op.overloadpacket]
+    name = op._schema.name.partition("::")[2]
+    for function in named(ALSO.get(name, name)):
         if function in RULES:
             return function, RULES[function]
-    if POINTWISE in op.tags and not any(tag in op.tags for tag in BY_VALUE) and not op._schema.is_mutable:
+    by_itself = POINTWISE in op.tags and not any(tag in op.tags for tag in BY_VALUE)
+    if by_itself and not op._schema.is_mutable and len(op._schema.returns) == 1:
         return op.overloadpacket, any_elementwise  # torch itself says that each element is by itself
     return None
 
@@ -130,7 +161,7 @@ def decomposed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], refusal
     except Exception:  # torch asks for values, or refuses the call, which it will do again on whole operands
         trace = None
     constants = trace is not None and any(t.device != META for call in trace.calls for t in tensors_in([*call[1:]]))
-    if trace is None or constants or next(tensors_in([trace.result]), None) is None:
+    if trace is None or constants or not (trace.calls or next(tensors_in([trace.result]), None) is not None):
         return as_it_stands(func, specs, refusal)
     try:
         return program(trace, specs, cache)
@@ -143,20 +174,26 @@ def decomposed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], refusal
 
 def traced(func: Any, args: Any, kwargs: Any, specs: list[Spec]) -> Trace:
     """The function on ``meta`` tensors of the specs."""
-    metas = [torch.empty(s.shape, dtype=s.dtype, device=META) for s in specs]
+    flags = gradients(args, kwargs)
+    metas = [
+        torch.empty(s.shape, dtype=s.dtype, device=META, requires_grad=flag).clone()  # no leaf, to be changed in place
+        for s, flag in zip(specs, flags, strict=True)
+    ]
     left = iter(metas)
     args, kwargs = mapped(lambda _: next(left), (args, kwargs))
-    with torch.no_grad(), _Noted() as noted:
+    with _Noted() as noted:
         result = func(*args, **kwargs)
+    if any(t.shape != s.shape for t, s in zip(metas, specs, strict=True)):
+        raise Refusal("it changes the shape of its tensor in place", hint="Use the function that gives a new tensor.")
     return Trace(metas, noted.calls, result)
 
 
 def as_it_stands(func: Any, specs: list[Spec], refusal: Refusal) -> OpPlan:
     """The function itself, where every rank has all operands; so its results are whole."""
     name = str(getattr(func, "__name__", ""))
-    of_tensors = getattr(Tensor, name, None) is func
-    if name == "__get__" or (of_tensors and not hasattr(torch.ops.aten, name.strip("_"))):
-        raise refusal
+    method = getattr(Tensor, name, None) is func
+    if name == "__get__" or (method and not hasattr(operator, name) and not hasattr(torch.ops.aten, name)):
+        raise refusal  # not a function of values: hooks, storage, names
     if not all(s.whole for s in specs):
         raise Refusal(f"{refusal.why}, so it wants whole operands", [(s, Layout.replicated(len(s.dims))) for s in specs])
 
@@ -172,6 +209,8 @@ def as_it_stands(func: Any, specs: list[Spec], refusal: Refusal) -> OpPlan:
             raise LayoutError(f"{name} of {' and '.join(map(repr, specs))}: {found.why}. {found.advice()}") from None
         if any(t.layout is not torch.strided for t in tensors_in([out])):
             raise LayoutError(f"{name}: a ShardedTensor is dense, and this result is not. Use .full()")
+        if any(p.size() != s.local_shape for p, s in zip(pieces, specs, strict=True)):
+            raise LayoutError(f"{name}: it changes the shape of its tensor in place, use the one that gives a new tensor")
         own = {id(piece): t for piece, t in zip(pieces, given, strict=True)}
         return mapped(lambda t: own.get(id(t), t), out)
 
@@ -182,12 +221,11 @@ def program(trace: Trace, operands: list[Spec], cache: SpecCache) -> OpPlan:
     """The steps on local pieces, each as its rule decides."""
     specs = list(operands)
     slots = {id(t): Slot(k) for k, t in enumerate(trace.operands)}
-    strict = any(op._schema.is_mutable for op, *_ in trace.calls)
     steps = []
     for op, args, kwargs, result in trace.calls:
         kwargs = {k: cache.comm.device if v == META else v for k, v in kwargs.items()}
         frozen, options = freeze(mapped(lambda t: specs[slots[id(t)].number], (args, kwargs)), cache)
-        plan = part(op, frozen, options, result, cache, strict)
+        plan = part(op, frozen, options, result, cache)
         taken = mapped(lambda t: slots[id(t)], (args, kwargs))
         for tensor, spec in zip(tensors_in([result]), specs_in((plan.out,)), strict=True):
             if tuple(tensor.shape) != tuple(spec.shape):
@@ -204,7 +242,7 @@ def program(trace: Trace, operands: list[Spec], cache: SpecCache) -> OpPlan:
     return OpPlan(tuple(out), runner(steps, results))
 
 
-def part(op: Any, args: Any, kwargs: Any, result: Any, cache: SpecCache, strict: bool) -> OpPlan:
+def part(op: Any, args: Any, kwargs: Any, result: Any, cache: SpecCache) -> OpPlan:
     """What the rule of one operator decides; without one it wants whole operands."""
     known = rule_of(op)
     if known is not None:
@@ -212,31 +250,11 @@ def part(op: Any, args: Any, kwargs: Any, result: Any, cache: SpecCache, strict:
         if plan.out is None:
             raise Refusal(f"its part {op} gives no tensor")
         return OpPlan(plan.out, plan.run or known[0])
-    changed = [a for a in op._schema.arguments if a.alias_info is not None and a.alias_info.is_write]
     given = specs_in((args, *kwargs.values()))
     if all(s.whole for s in given):
         return OpPlan(tuple(cache.replicated(t) for t in tensors_in([result])), op)
     name = op._schema.name.partition("::")[2]
-    plain = getattr(getattr(torch.ops.aten, name.removesuffix("_"), None), op._overloadname, None)
-    if len(changed) == 1 and name.endswith("_") and plain is not None and not plain._schema.is_mutable:
-        return in_place(op, part(plain, args, kwargs, result, cache, strict), args[0])
     raise Refusal(f"its part {name} has no rule", [(s, Layout.replicated(len(s.dims))) for s in given])
-
-
-def in_place(op: Any, plan: OpPlan, x: Spec) -> OpPlan:
-    """The plan of an operator, its result written into its first operand."""
-    out = plan.out[0] if isinstance(plan.out, tuple) else plan.out
-    assert isinstance(out, Spec) and plan.run is not None
-    if out.shape != x.shape or out.layout != x.layout:
-        raise Refusal(f"in place it would turn the first operand into {out!r}", [(x, out.layout)])
-    each = plan.run
-
-    def run(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        result = each(x, *args, **kwargs)
-        fits(op, result.dtype, x.dtype)
-        return x.copy_(result)
-
-    return OpPlan(x, run)
 
 
 def runner(steps: list[Step], results: Any) -> Callable[..., Any]:

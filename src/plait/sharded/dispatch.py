@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from plait.core.layout import Layout
-from plait.sharded.rules import RULES, Rule, on_plain, specs_in
+from plait.sharded.rules import RULES, Rule, named, on_plain, specs_in
 from plait.sharded.spec import OpPlan, Refusal, Spec, SpecCache
 
 ATOMS = {
@@ -31,6 +31,15 @@ DIRECT: dict[Any, Callable[..., Any]] = {}
 
 MOST_KEPT = 4096
 """``OpPlan``s kept per spec: an operator whose number changes with every call must not fill the memory."""
+
+BY_TYPE = {Tensor.__getitem__, *named("std", "var")}
+"""Functions to which 1 and True, one key of a dict, are two things."""
+
+
+class FrozenList(tuple[Any, ...]):
+    """A list among frozen arguments: as an index it means another thing than a tuple."""
+
+    __slots__ = ()
 
 
 class LayoutError(ValueError):
@@ -96,7 +105,7 @@ def freeze(value: Any, cache: SpecCache) -> Any:
     if isinstance(value, Tensor):
         return spec_of(value) or plain_spec(value, cache)
     if isinstance(value, list | tuple):
-        return tuple(freeze(v, cache) for v in value)
+        return (FrozenList if isinstance(value, list) else tuple)(freeze(v, cache) for v in value)
     if isinstance(value, slice):
         ends = (value.start, value.stop, value.step)
         if any(isinstance(v, Tensor) for v in ends):
@@ -132,7 +141,13 @@ def plain_spec(tensor: Tensor, cache: SpecCache) -> Spec:
 
 def types_of(frozen: Any) -> Any:
     """The types of an argument's atoms: 1, 1.0 and True are one key of a dict."""
-    return tuple(map(types_of, frozen)) if isinstance(frozen, tuple) else type(frozen)
+    return (type(frozen), *map(types_of, frozen)) if isinstance(frozen, tuple) else type(frozen)
+
+
+def gradients(args: Any, kwargs: Any) -> tuple[bool, ...]:
+    """Which tensors of a call require a gradient."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return tuple(t.requires_grad for t in tensors_in([args, kwargs]))
 
 
 class Decision:
@@ -162,7 +177,7 @@ def decision(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Decisi
     options = {k: freeze(v, cache) for k, v in kwargs.items()}
     operands = specs_in((frozen, *options.values()))
     key: Any = (func, *frozen, *options.items())
-    exact = ("exactly", key, types_of((*frozen, *options.values())))
+    exact = ("exactly", key, types_of((*frozen, *options.values())), torch.is_grad_enabled(), gradients(args, kwargs))
     try:
         known = operands[0].op_plans.get(exact)
     except TypeError:  # an argument that cannot be looked up
@@ -203,7 +218,7 @@ def decide(
         plan, general = decide(func, args, {k: v for k, v in kwargs.items() if k != "out"}, frozen, left)
         return into(plan, func, out if isinstance(given_out, list | tuple) else (out,)), general
     try:
-        return by_rule(func, RULES.get(func), frozen, options), func is not Tensor.__getitem__
+        return by_rule(func, RULES.get(func), frozen, options), func not in BY_TYPE
     except Refusal as refusal:
         if refusal.fix:  # a way out is as good as a plan
             raise

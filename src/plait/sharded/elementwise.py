@@ -75,7 +75,7 @@ def _tensors(args: Any, options: dict[str, Any]) -> list[Spec]:
     return specs_in(args)
 
 
-@rule(LINEAR)
+@rule(LINEAR, torch.ops.aten._to_copy)
 def linear(func: Any, x: Spec, *args: Any, **options: Any) -> Spec:
     """One operand, and the layout stays."""
     return x
@@ -140,6 +140,14 @@ def quotient(func: Any, x: Any, y: Any, **options: Any) -> Spec | OpPlan:
     return product(func, x, y)
 
 
+@rule(ANY)
+def any_elementwise(func: Any, *args: Any, **options: Any) -> Spec | OpPlan:
+    """Nothing may be pending."""
+    operands = _tensors(args, options)
+    unsummed(*operands)
+    return _combined(func, operands)
+
+
 @rule("where")
 def where(func: Any, *args: Any) -> Spec | OpPlan:
     """Linear in its two values, if both are pending alike (0 is pending over anything)."""
@@ -179,10 +187,15 @@ def data(func: Any, x: Spec) -> Spec:
 
 @rule(Tensor.data.__set__)  # type: ignore[attr-defined]
 def set_data(func: Any, x: Spec, value: Spec) -> OpPlan:
-    """``x.data = y`` of the same layout."""
-    if value is not x:
+    """``x.data = y`` of the same layout; the dtype may be another."""
+    if (value.shape, value.layout) != (x.shape, x.layout):
         raise Refusal("the new data must have the same shape and layout", [(value, x.layout)])
-    return OpPlan(None)
+
+    def run(x: Any, value: Any) -> None:
+        func(x, value)
+        x._spec = x._spec.of(value.dtype)
+
+    return OpPlan(None, run)
 
 
 @rule("item tolist numpy __bool__ __float__ __int__ __index__ __array__ is_nonzero __format__")

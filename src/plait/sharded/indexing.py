@@ -61,7 +61,7 @@ def gather(func: Any, x: Spec, dim: int, index: Spec) -> Spec | OpPlan:
 @rule("__getitem__")
 def getitem(func: Any, x: Spec, index: Any) -> Spec:
     """Numbers, slices, None and ``...``, along whole dims; a full slice keeps a cut."""
-    items = list(index) if isinstance(index, tuple) and index[:1] != ("slice",) else [index]
+    items = list(index) if type(index) is tuple and index[:1] != ("slice",) else [index]
     taken = sum(i is not None and i is not Ellipsis for i in items)
     if Ellipsis not in [i for i in items if not isinstance(i, Spec)]:
         items.append(Ellipsis)

@@ -38,7 +38,7 @@ def take(local: Tensor, steps: tuple[Step, ...], shape: tuple[int, ...], comm: C
     with torch.no_grad():
         for step in steps:
             local = _taken(local, step, sizes(step, shape, comm.mesh, comm.rank), comm, note)
-    return local
+    return local.data  # a view made here is one into which autograd would let nobody write
 
 
 class _Moved(torch.autograd.Function):
@@ -47,7 +47,7 @@ class _Moved(torch.autograd.Function):
         ctx: Any, local: Tensor, steps: tuple[Step, ...], shape: tuple[int, ...], comm: Comm, note: Note
     ) -> Tensor:
         ctx.steps, ctx.shape, ctx.comm, ctx.note = steps, shape, comm, note
-        return take(local, steps, shape, comm, note).data  # no view, into which autograd would let nobody write
+        return take(local, steps, shape, comm, note)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:

@@ -1,6 +1,6 @@
 """``ShardedTensor``: a tensor cut over named axes of a mesh, used like any other tensor.
 
-    x.shape, x.size(), x.dim()      the whole tensor               x.layout    which axes cut which dim
+    x.shape, x.size(), x.dim()      the whole tensor               x.sharding  which axes cut which dim
     x.local                         this rank's piece, plain       x.full()    the whole tensor, gathered
 
 Underneath, a ShardedTensor *is* its local piece: a subclass object without a wrapper, so autograd runs on local

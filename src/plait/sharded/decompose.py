@@ -12,8 +12,9 @@ values (how many elements a mask has, say) is computed as it stands, on operands
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -38,9 +39,18 @@ META = torch.device("meta")
 
 @dataclass(frozen=True)
 class Slot:
-    """The place of a tensor among those of a call: its operands first, then the results of the steps."""
+    """The place of a tensor among those of a call: its operands first, then the results of the steps.
+
+    ``dense``: torch expects it to lie in memory row by row, as it did on meta.
+    """
 
     number: int
+    dense: bool = False
+
+    def of(self, tensors: Sequence[Tensor]) -> Tensor:
+        """The tensor at this place."""
+        tensor = tensors[self.number]
+        return tensor.contiguous() if self.dense else tensor
 
 
 class Step(NamedTuple):
@@ -160,8 +170,7 @@ def decomposed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], refusal
         raise
     except Exception:  # torch asks for values, or refuses the call, which it will do again on whole operands
         trace = None
-    constants = trace is not None and any(t.device != META for call in trace.calls for t in tensors_in([*call[1:]]))
-    if trace is None or constants or not (trace.calls or next(tensors_in([trace.result]), None) is not None):
+    if trace is None or not complete(trace):
         return as_it_stands(func, specs, refusal)
     try:
         return program(trace, specs, cache)
@@ -170,6 +179,17 @@ def decomposed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], refusal
             raise
         whole = [(s, Layout.replicated(len(s.dims))) for s in specs]
         raise Refusal(part.why, whole, "" if any(not s.whole for s in specs) else part.hint) from None
+
+
+def complete(trace: Trace) -> bool:
+    """Whether the calls tell all: they make tensors, of the operands alone."""
+    known = {id(t) for t in trace.operands}
+    for _, args, kwargs, result in trace.calls:
+        if not all(id(t) in known for t in tensors_in([args, kwargs])):
+            return False
+        known |= {id(t) for t in tensors_in([result])}
+    made = list(tensors_in([trace.result]))
+    return all(id(t) in known for t in made) and (bool(made) or (trace.result is None and bool(trace.calls)))
 
 
 def traced(func: Any, args: Any, kwargs: Any, specs: list[Spec]) -> Trace:
@@ -226,7 +246,8 @@ def program(trace: Trace, operands: list[Spec], cache: SpecCache) -> OpPlan:
         kwargs = {k: cache.comm.device if v == META else v for k, v in kwargs.items()}
         frozen, options = freeze(mapped(lambda t: specs[slots[id(t)].number], (args, kwargs)), cache)
         plan = part(op, frozen, options, result, cache)
-        taken = mapped(lambda t: slots[id(t)], (args, kwargs))
+        views = any(a.alias_info is not None for a in op._schema.arguments)
+        taken = mapped(partial(_slot, slots, views), (args, kwargs))
         for tensor, spec in zip(tensors_in([result]), specs_in((plan.out,)), strict=True):
             if tuple(tensor.shape) != tuple(spec.shape):
                 raise Refusal(f"its part {op} makes {list(tensor.shape)}, by its rule {list(spec.shape)}")
@@ -242,15 +263,20 @@ def program(trace: Trace, operands: list[Spec], cache: SpecCache) -> OpPlan:
     return OpPlan(tuple(out), runner(steps, results))
 
 
+def _slot(slots: dict[int, Slot], views: bool, tensor: Tensor) -> Slot:
+    return Slot(slots[id(tensor)].number, not views and tensor.is_contiguous())
+
+
 def part(op: Any, args: Any, kwargs: Any, result: Any, cache: SpecCache) -> OpPlan:
     """What the rule of one operator decides; without one it wants whole operands."""
-    known = rule_of(op)
+    known, given = rule_of(op), specs_in((args, *kwargs.values()))
     if known is not None:
-        plan = by_rule(*known, args, kwargs)
-        if plan.out is None:
-            raise Refusal(f"its part {op} gives no tensor")
-        return OpPlan(plan.out, plan.run or known[0])
-    given = specs_in((args, *kwargs.values()))
+        try:
+            plan = by_rule(*known, args, kwargs)
+            return OpPlan(plan.out, plan.run or known[0])
+        except Refusal:
+            if not all(s.whole for s in given):
+                raise
     if all(s.whole for s in given):
         return OpPlan(tuple(cache.replicated(t) for t in tensors_in([result])), op)
     name = op._schema.name.partition("::")[2]
@@ -264,12 +290,12 @@ def runner(steps: list[Step], results: Any) -> Callable[..., Any]:
         given = list(tensors_in([args, kwargs]))
         tensors = [t.as_subclass(Tensor) for t in given]
         for step in steps:
-            args, kwargs = mapped(lambda slot: tensors[slot.number], (step.args, step.kwargs), Slot)
+            args, kwargs = mapped(lambda slot: slot.of(tensors), (step.args, step.kwargs), Slot)
             new: list[Tensor] = list(tensors_in([step.run(*args, **kwargs)]))
             places: list[Slot] = []
             mapped(places.append, step.results, Slot)
             tensors += [t for slot, t in zip(places, new, strict=True) if slot.number >= len(tensors)]
         tensors[: len(given)] = given
-        return mapped(lambda slot: tensors[slot.number], results, Slot)
+        return mapped(lambda slot: slot.of(tensors), results, Slot)
 
     return run

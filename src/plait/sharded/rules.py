@@ -91,7 +91,7 @@ def lossless(operands: Iterable[Spec], out: Spec) -> None:
 
 def whole(spec: Spec, dims: Iterable[int], why: str) -> None:
     """Refuses a spec that is cut in one of these dims."""
-    dims = [d % len(spec.dims) for d in dims]
+    dims = [d % len(spec.dims) for d in dims if spec.dims]
     if any(spec.dims[d] for d in dims):
         free = tuple(() if d in dims else axes for d, axes in enumerate(spec.dims))
         raise Refusal(why, [(spec, Layout(free, spec.pending))])

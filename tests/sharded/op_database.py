@@ -1,11 +1,11 @@
 """Torch's own database of operators on tensors that are cut at random: what comes out, in one word for each call.
 
-    right      values, shapes, dtypes and gradients of one process
-    refused    a LayoutError, which names the operator and the way out
-    unclear    any other error, where whole tensors raise none, or ranks that disagree
-    wrong      anything else
+right      values, shapes, dtypes and gradients of one process
+refused    a LayoutError, which names the operator and the way out
+unclear    any other error, where whole tensors raise none, or ranks that disagree
+wrong      anything else
 
-    python tests/sharded/op_database.py [word of an entry's name ...]       counts them, and lists unclear and wrong ones
+python tests/sharded/op_database.py [word of an entry's name ...]       counts them, and lists unclear and wrong ones
 """
 
 from __future__ import annotations
@@ -68,6 +68,14 @@ def name_of(entry: Any) -> str:
 
 def entries(words: Sequence[str] = ()) -> list[Any]:
     return [e for e in op_db if not words or any(w in name_of(e) for w in words)]
+
+
+NAMES = tuple(dict.fromkeys(map(name_of, op_db)))
+
+
+def named(name: str) -> Any:
+    """The entry of this name."""
+    return next(e for e in op_db if name_of(e) == name)
 
 
 def dtype_of(entry: Any) -> torch.dtype:
@@ -198,7 +206,8 @@ def tried(call: Call, mesh: str, seed: int, auto: bool, values: bool = True) -> 
         kwargs = tree_map(lambda t: made[id(t)] if isinstance(t, Tensor) else t, call.kwargs)
         into: Any = None
         if call.way == "out=":
-            into = [ShardedTensor.from_full(torch.zeros_like(y), to, comm) for y, to in zip(call.results, outs, strict=True)]  # fmt: skip
+            ends = zip(call.results, outs, strict=True)
+            into = [ShardedTensor.from_full(torch.zeros_like(y), to, comm) for y, to in ends]
             into = into[0] if len(into) == 1 else tuple(into)
         try:
             if auto:
@@ -250,12 +259,12 @@ def compared(call: Call, results: list[Any], leaves: list[Tensor], same: list[An
             return f"a {type(got).__name__} {getattr(got, 'shape', '')}, no ShardedTensor"
         if said := unequal(got, want, "the result", values):
             return said
-    seeds = [s for s in call.seeds]
     if not call.gradients:
         return ""
-    if [y.requires_grad for y, s in zip(results, seeds, strict=True) if s is not None] != [True] * sum(s is not None for s in seeds):  # fmt: skip
-        return "a result has no gradient"
-    found = gradients_of(results, seeds, leaves)
+    if not all(y.requires_grad for y, s in zip(results, call.seeds, strict=True) if s is not None):
+        lost = any(g is not None and g.any() for g in call.gradients)
+        return "a result has no gradient" if lost else ""
+    found = gradients_of(results, call.seeds, leaves)
     for got, want in zip(found, call.gradients, strict=True):
         if got is None or want is None:
             other = want if got is None else got.full()

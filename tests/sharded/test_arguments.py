@@ -32,6 +32,8 @@ def on_two_ranks(layout: str, act: Callable[[ShardedTensor], Any]) -> Any:
         ("a b c, pending(tensor)", lambda x: x.clone().copy_(x, True)),
         ("a b c, pending(tensor)", lambda x: torch.add(x, other=x)),
         ("a b c", lambda x: x[False]),
+        ("a b/tensor c", lambda x: x.tensor_split((1, -1), 0)[2]),
+        ("a b c", lambda x: x.view(torch.int64)),
     ],
 )
 def test_another_way_to_say_it(layout: str, act: Callable[[Any], Tensor]) -> None:
@@ -48,8 +50,6 @@ def test_another_way_to_say_it(layout: str, act: Callable[[Any], Tensor]) -> Non
         ("a b c, pending(tensor)", lambda x: torch.add(x, other=1.0)),
         ("a b c, pending(tensor)", lambda x: x.sub(other=1.0)),
         ("a b c, pending(tensor)", lambda x: x + True),
-        ("a b/tensor c", lambda x: x.tensor_split((1, -1), 0)),
-        ("a b c", lambda x: x.view(torch.int64)),
     ],
 )
 def test_what_would_be_wrong_is_refused(layout: str, act: Callable[[ShardedTensor], Any]) -> None:

@@ -27,31 +27,24 @@ ALONG = (
     "cummax cummin sort kthvalue nanmedian aminmax linalg_vector_norm var_mean std_mean argsort renorm linalg_cross "
     "nansum glu _softmax _log_softmax unique_dim " + LINEAR
 )
-TRAILING: dict[str, tuple[int, ...]] = {
-    **dict.fromkeys(
-        "reflection_pad1d replication_pad1d avg_pool1d adaptive_max_pool1d upsample_linear1d upsample_nearest1d "
-        "_upsample_nearest_exact1d".split(),
-        (1,),
-    ),
-    **dict.fromkeys(
-        "reflection_pad2d replication_pad2d avg_pool2d max_pool2d_with_indices adaptive_max_pool2d max_unpool2d "
-        "_adaptive_avg_pool2d upsample_nearest2d _upsample_nearest_exact2d upsample_bilinear2d upsample_bicubic2d "
-        "_upsample_bilinear2d_aa _upsample_bicubic2d_aa _upsample_lanczos2d_aa "
-        "linalg_inv_ex linalg_cholesky_ex _linalg_eigh _linalg_eigvals linalg_eig linalg_eigvals linalg_qr _linalg_svd "
-        "linalg_lu linalg_lu_factor_ex linalg_solve_triangular _linalg_solve_ex _linalg_det _linalg_slogdet "
-        "linalg_ldl_factor_ex geqrf cholesky cholesky_solve cholesky_inverse triangular_solve linalg_matrix_exp "
-        "_cdist_forward".split(),
-        (2, 2),
-    ),
-    **dict.fromkeys(
-        "reflection_pad3d replication_pad3d avg_pool3d max_pool3d_with_indices adaptive_max_pool3d max_unpool3d "
-        "_adaptive_avg_pool3d upsample_nearest3d _upsample_nearest_exact3d upsample_trilinear3d pixel_shuffle "
-        "pixel_unshuffle channel_shuffle native_channel_shuffle".split(),
-        (3, 3),
-    ),
-    **dict.fromkeys("lu_unpack linalg_householder_product".split(), (2, 1)),
-    **dict.fromkeys("ormqr linalg_ldl_solve linalg_lu_solve".split(), (2, 1, 2)),
+LAST = {
+    (1,): "reflection_pad1d replication_pad1d avg_pool1d adaptive_max_pool1d upsample_linear1d upsample_nearest1d "
+    "_upsample_nearest_exact1d",
+    (2,): "reflection_pad2d replication_pad2d avg_pool2d max_pool2d_with_indices adaptive_max_pool2d max_unpool2d "
+    "_adaptive_avg_pool2d upsample_nearest2d _upsample_nearest_exact2d upsample_bilinear2d upsample_bicubic2d "
+    "_upsample_bilinear2d_aa _upsample_bicubic2d_aa _upsample_lanczos2d_aa linalg_inv_ex linalg_cholesky_ex "
+    "_linalg_eigh _linalg_eigvals linalg_eig linalg_eigvals linalg_qr _linalg_svd linalg_lu linalg_lu_factor_ex "
+    "linalg_solve_triangular _linalg_solve_ex _linalg_det _linalg_slogdet linalg_ldl_factor_ex geqrf cholesky "
+    "cholesky_solve cholesky_inverse triangular_solve linalg_matrix_exp _cdist_forward",
+    (3,): "reflection_pad3d replication_pad3d avg_pool3d max_pool3d_with_indices adaptive_max_pool3d max_unpool3d "
+    "_adaptive_avg_pool3d upsample_nearest3d _upsample_nearest_exact3d upsample_trilinear3d pixel_shuffle "
+    "pixel_unshuffle channel_shuffle native_channel_shuffle",
+    (2, 1): "lu_unpack linalg_householder_product",
+    (2, 1, 2): "ormqr linalg_ldl_solve linalg_lu_solve",
 }
+TRAILING = {name: counts for counts, names in LAST.items() for name in names.split()}
+"""How many dims of each operand an operator works along; of further operands as many as of the last one."""
+
 FIRST = {"im2col": 4, "col2im": 3, "grid_sampler_2d": 4, "grid_sampler_3d": 5}
 """How many dims their first operand has where it has a batch."""
 
@@ -68,7 +61,8 @@ def name_of(op: Any) -> str:
 def arguments(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
     """The arguments of a call by their names."""
     given = {a.name: a.default_value for a in op._schema.arguments if a.has_default_value()}
-    return {**given, **{a.name: v for a, v in zip(op._schema.arguments, args, strict=False)}, **kwargs}
+    given |= {a.name: v for a, v in zip(op._schema.arguments, args, strict=False)} | kwargs
+    return {name: tuple(v) if isinstance(v, list) else v for name, v in given.items()}
 
 
 def results_of(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Tensor]:
@@ -103,9 +97,10 @@ def filled(op: Any, before: Sequence[Spec], after: Sequence[Spec], out: Sequence
         given = [t for t in (*args, *kwargs.values()) if isinstance(t, Tensor)]
         nothing = [t.flatten()[:0].sum() for t in given if t.requires_grad]
         zeros = [given[0].new_zeros(s.local_shape, dtype=s.dtype) for s in out]
-        if not nothing:
-            return zeros
-        return [z + sum(nothing).to(z.dtype) if z.is_floating_point() or z.is_complex() else z for z in zeros]
+        numbers = [z.is_floating_point() or z.is_complex() for z in zeros]
+        return [
+            z + sum(n.to(z.dtype) for n in nothing) if number else z for z, number in zip(zeros, numbers, strict=True)
+        ]
 
     return run
 
@@ -127,13 +122,8 @@ def along(op: Any, *args: Any, **kwargs: Any) -> OpPlan:
     left = [n for d, n in enumerate(letters) if d not in core]
     results = results_of(op, args, kwargs)
     operands = [(s, letters[-len(s.shape) :] if s.shape else []) for s in specs_in((args, *kwargs.values()))]
-    return by_letters(
-        op,
-        operands,
-        [(t, letters if t.dim() == count else [*left, *[None] * (t.dim() - len(left))]) for t in results],
-        {str(d) for d in core},
-        x.pending,
-    )
+    named = [(t, [*(letters if t.dim() >= count else left), *[None] * t.dim()][: t.dim()]) for t in results]
+    return by_letters(op, operands, named, {str(d) for d in core}, x.pending)
 
 
 @rule(*parts(" ".join(TRAILING)))
@@ -141,17 +131,21 @@ def trailing(op: Any, *args: Any, **kwargs: Any) -> OpPlan:
     """The last dims are whole, those before them are broadcast."""
     operands = specs_in((args, *kwargs.values()))
     unsummed(*operands)
-    counts = [*TRAILING[name_of(op)], *[TRAILING[name_of(op)][-1]] * len(operands)][: len(operands)]
-    if name_of(op) == "_linalg_solve_ex":
-        a, b = operands
-        counts[1] = 1 if len(b.shape) == 1 or (len(a.shape) - 1 == len(b.shape) and b.shape == a.shape[:-1]) else 2
-    batches = [s.new(s.shape[: len(s.shape) - n], [()] * max(len(s.shape) - n, 0)) for s, n in zip(operands, counts, strict=True)]  # fmt: skip
+    counts = list(TRAILING[name_of(op)])
+    counts += counts[-1:] * (len(operands) - len(counts))
+    if name_of(op) == "_linalg_solve_ex":  # A X = B, where B may have vectors
+        a, b = (s.shape for s in operands)
+        counts[1] = 1 if len(b) == 1 or b == a[:-1] else 2
+    outer = [max(len(s.shape) - n, 0) for s, n in zip(operands, counts, strict=False)]
+    batches = [s.new(s.shape[:n], [()] * n) for s, n in zip(operands, outer, strict=True)]
     shape, letters = broadcast(batches)
-    outer = [str(d) for d in range(len(shape))]
-    lettered = [(s, [*names, *[f"core {k}"] * n]) for k, (s, (_, names), n) in enumerate(zip(operands, letters, counts, strict=True))]  # fmt: skip
-    lettered = [(s, [n if n is None or n in outer else f"{n} {d}" for d, n in enumerate(names)]) for s, names in lettered]  # fmt: skip
-    core = {n for _, names in lettered for n in names if n is not None and n not in outer}
-    results = [(t, [*outer, *[None] * (t.dim() - len(outer))]) for t in results_of(op, args, kwargs)]
+    lettered = [
+        (s, [*names, *(f"{k}.{d}" for d in range(n, len(s.shape)))])
+        for k, (s, (_, names), n) in enumerate(zip(operands, letters, outer, strict=True))
+    ]
+    core = {name for _, names in lettered for name in names if name and "." in name}
+    batch = list(map(str, range(len(shape))))
+    results = [(t, [*batch, *[None] * t.dim()][: t.dim()]) for t in results_of(op, args, kwargs)]
     return by_letters(op, lettered, results, core)
 
 
@@ -215,7 +209,9 @@ def batch_norm(
     unsummed(x, *channel)
     for s in (mean, var) if training else ():
         if s is not None and s.dims[0] != x.dims[1]:
-            dims = [s.dims[0] if d == 1 else tuple(a for a in axes if a not in s.dims[0]) for d, axes in enumerate(x.dims)]
+            dims = [
+                s.dims[0] if d == 1 else tuple(a for a in axes if a not in s.dims[0]) for d, axes in enumerate(x.dims)
+            ]
             raise Refusal("the running statistics lie otherwise than the channels", [(x, Layout(tuple(dims)))])
     letters = ["n", "c", *(str(d) for d in range(2, len(x.shape)))]
     args = (x, weight, bias, mean, var, training, momentum, eps)
@@ -285,7 +281,8 @@ def _by_index(op: Any, x: Spec, indices: tuple[Spec | None, ...], values: Spec |
     given = [s for s in indices if s is not None]
     unsummed(*given, *([x, values] if values is not None else []))
     if any(s.dtype in (torch.bool, torch.uint8) for s in given):
-        raise Refusal("how many elements a mask has depends on its values", [(s, Layout.replicated(len(s.dims))) for s in (x, *given) if not s.whole])  # fmt: skip
+        fix = [(s, Layout.replicated(len(s.dims))) for s in (x, *given)]
+        raise Refusal("how many elements a mask has depends on its values", fix)
     for s in given:
         whole(s, range(len(s.dims)), "the index must be whole")
     used = [d for d, s in enumerate(indices) if s is not None]
@@ -302,9 +299,15 @@ def _by_index(op: Any, x: Spec, indices: tuple[Spec | None, ...], values: Spec |
         return OpPlan(x.new(taken.shape, [cuts.get(n or "", ()) for n in of_result], x.pending))
     sizes = [x.shape[int(n)] if n is not None else 0 for n in of_result]
     tail: list[str | None] = of_result[len(of_result) - len(values.shape) :]
-    stretched = [n if n is None or values.shape[k] == sizes[k - len(values.shape)] else None for k, n in enumerate(tail)]
+    stretched = [
+        n if n is None or values.shape[k] == sizes[k - len(values.shape)] else None for k, n in enumerate(tail)
+    ]
     named = [n if n is not None or not values.dims[k] else f"v {k}" for k, n in enumerate(stretched)]
-    whole(values, [k for k, n in enumerate(named) if n and n.startswith("v")], "the values must be whole where x is indexed")
+    whole(
+        values,
+        [k for k, n in enumerate(named) if n and n.startswith("v")],
+        "the values must be whole where x is indexed",
+    )
     cuts, after = align([(x, letters), (values, stretched)])
     if after[0] is not x:
         raise Refusal("the values are cut where x is whole", [(values, Layout.replicated(len(values.dims)))])
@@ -330,4 +333,3 @@ def pairs(op: Any, x: Spec) -> OpPlan:
         whole(x, [-1], "the two parts of a number must lie together")
     (result,) = results_of(op, (x,), {})
     return OpPlan(x.new(result.shape, [*x.dims, ()] if real else x.dims[:-1], x.pending))
-

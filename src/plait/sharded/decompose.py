@@ -215,7 +215,9 @@ def as_it_stands(func: Any, specs: list[Spec], refusal: Refusal) -> OpPlan:
     if name == "__get__" or (method and not hasattr(operator, name) and not hasattr(torch.ops.aten, name)):
         raise refusal  # not a function of values: hooks, storage, names
     if not all(s.whole for s in specs):
-        raise Refusal(f"{refusal.why}, so it wants whole operands", [(s, Layout.replicated(len(s.dims))) for s in specs])
+        raise Refusal(
+            f"{refusal.why}, so it wants whole operands", [(s, Layout.replicated(len(s.dims))) for s in specs]
+        )
 
     def run(*args: Any, **kwargs: Any) -> Any:
         given = list(tensors_in([args, kwargs]))
@@ -230,7 +232,9 @@ def as_it_stands(func: Any, specs: list[Spec], refusal: Refusal) -> OpPlan:
         if any(t.layout is not torch.strided for t in tensors_in([out])):
             raise LayoutError(f"{name}: a ShardedTensor is dense, and this result is not. Use .full()")
         if any(p.size() != s.local_shape for p, s in zip(pieces, specs, strict=True)):
-            raise LayoutError(f"{name}: it changes the shape of its tensor in place, use the one that gives a new tensor")
+            raise LayoutError(
+                f"{name}: it changes the shape of its tensor in place, use the one that gives a new tensor"
+            )
         own = {id(piece): t for piece, t in zip(pieces, given, strict=True)}
         return mapped(lambda t: own.get(id(t), t), out)
 
@@ -243,7 +247,7 @@ def program(trace: Trace, operands: list[Spec], cache: SpecCache) -> OpPlan:
     slots = {id(t): Slot(k) for k, t in enumerate(trace.operands)}
     steps = []
     for op, args, kwargs, result in trace.calls:
-        kwargs = {k: cache.comm.device if v == META else v for k, v in kwargs.items()}
+        args, kwargs = mapped(lambda d: cache.comm.device if d == META else d, (args, kwargs), torch.device)
         frozen, options = freeze(mapped(lambda t: specs[slots[id(t)].number], (args, kwargs)), cache)
         plan = part(op, frozen, options, result, cache)
         views = any(a.alias_info is not None for a in op._schema.arguments)
@@ -256,7 +260,7 @@ def program(trace: Trace, operands: list[Spec], cache: SpecCache) -> OpPlan:
                 lossless(specs_in((frozen, *options.values())), spec)
                 slots[id(tensor)] = Slot(len(specs))
                 specs.append(spec)
-        steps.append(Step(plan.run or op, *taken, mapped(lambda t: slots[id(t)], result)))
+        steps.append(Step(plan.run or op, taken[0], taken[1], mapped(lambda t: slots[id(t)], result)))
     results = mapped(lambda t: slots[id(t)], trace.result)
     out: list[Spec] = []
     mapped(lambda slot: out.append(specs[slot.number]), results, Slot)
@@ -289,13 +293,14 @@ def runner(steps: list[Step], results: Any) -> Callable[..., Any]:
     def run(*args: Any, **kwargs: Any) -> Any:
         given = list(tensors_in([args, kwargs]))
         tensors = [t.as_subclass(Tensor) for t in given]
+        at = partial(Slot.of, tensors=tensors)
         for step in steps:
-            args, kwargs = mapped(lambda slot: slot.of(tensors), (step.args, step.kwargs), Slot)
+            args, kwargs = mapped(at, (step.args, step.kwargs), Slot)
             new: list[Tensor] = list(tensors_in([step.run(*args, **kwargs)]))
             places: list[Slot] = []
             mapped(places.append, step.results, Slot)
             tensors += [t for slot, t in zip(places, new, strict=True) if slot.number >= len(tensors)]
         tensors[: len(given)] = given
-        return mapped(lambda slot: slot.of(tensors), results, Slot)
+        return mapped(at, results, Slot)
 
     return run

@@ -124,15 +124,15 @@ def plain_spec(tensor: Tensor, cache: SpecCache) -> Spec:
     Raises:
         LayoutError: it cannot be.
     """
-    if tensor.requires_grad and torch.is_grad_enabled():
-        raise LayoutError(
-            f"a plain tensor {list(tensor.shape)} that requires a gradient meets ShardedTensors: its gradient would "
-            f"be this rank's share only; make it ShardedTensor.from_full(tensor, layout, comm)"
-        )
     if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
         raise LayoutError(
             "a tensor of torch.func (grad, vmap, ...) meets ShardedTensors, whose layouts it cannot carry: "
             "use torch.autograd.grad, and a batch dim instead of vmap"
+        )
+    if tensor.requires_grad and torch.is_grad_enabled():
+        raise LayoutError(
+            f"a plain tensor {list(tensor.shape)} that requires a gradient meets ShardedTensors: its gradient would "
+            f"be this rank's share only; make it ShardedTensor.from_full(tensor, layout, comm)"
         )
     if tensor.layout is not torch.strided:
         raise LayoutError(f"a plain tensor of layout {tensor.layout} meets ShardedTensors: .to_dense() it")
@@ -153,7 +153,7 @@ def gradients(args: Any, kwargs: Any) -> tuple[bool, ...]:
 class Decision:
     """What is decided on one call, and where it is kept once it has proved itself."""
 
-    __slots__ = ("_keys", "_kept", "plan")
+    __slots__ = ("_kept", "_keys", "plan")
 
     def __init__(self, plan: OpPlan, kept: dict[Any, OpPlan] | None, keys: tuple[Any, ...] = ()) -> None:
         self.plan, self._kept, self._keys = plan, kept, keys
@@ -177,7 +177,13 @@ def decision(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Decisi
     options = {k: freeze(v, cache) for k, v in kwargs.items()}
     operands = specs_in((frozen, *options.values()))
     key: Any = (func, *frozen, *options.items())
-    exact = ("exactly", key, types_of((*frozen, *options.values())), torch.is_grad_enabled(), gradients(args, kwargs))
+    exact: Any = (
+        "exactly",
+        key,
+        types_of((*frozen, *options.values())),
+        torch.is_grad_enabled(),
+        gradients(args, kwargs),
+    )
     try:
         known = operands[0].op_plans.get(exact)
     except TypeError:  # an argument that cannot be looked up
@@ -191,9 +197,36 @@ def decision(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Decisi
     run = plan.run or func
     if cache.comm.device.type == "meta":  # meta kernels are written in Python, and would read the global shape
         run = on_plain(run)
+    if writes(func, args, kwargs):
+        run = no_copy_written(func, run)
     # what depends on more than the values of its numbers is found under its exact key only
     keys = () if exact is None else (exact, key) if general else (exact,)
     return Decision(OpPlan(plan.out, run), operands[0].op_plans, keys)
+
+
+def writes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether a function changes its first operand."""
+    name = str(getattr(func, "__name__", ""))
+    if name.endswith("__"):
+        return name == "__setitem__" or (name.startswith("__i") and name != "__invert__")
+    try:
+        return name.endswith("_") or bool(inspect.signature(func).bind(*args, **kwargs).arguments.get("inplace"))
+    except (TypeError, ValueError):  # torch's own functions have no signature
+        return False
+
+
+def no_copy_written(func: Any, run: Callable[..., Any]) -> Callable[..., Any]:
+    """Computes what changes its first operand, unless that is a copy which stands where torch has a view."""
+
+    def guarded(x: Any, *args: Any, **kwargs: Any) -> Any:
+        if hasattr(x, "_copied_by"):
+            raise LayoutError(
+                f"{name_of(func)} would change a copy: {x._copied_by} gave it under auto_redistribute, where torch has "
+                f"a view. Change the tensor itself, or redistribute it first"
+            )
+        return run(x, *args, **kwargs)
+
+    return guarded
 
 
 def refused(func: Any, operands: list[Spec], refusal: Refusal) -> LayoutError:
@@ -245,16 +278,16 @@ def by_rule(func: Any, rule: Rule | None, args: tuple[Any, ...], kwargs: dict[st
 
 def into(plan: OpPlan, func: Any, outs: tuple[Spec, ...]) -> OpPlan:
     """The plan whose results go to ``out=``: tensors of their shapes, in their layouts."""
-    results = plan.out if isinstance(plan.out, tuple) else (plan.out,)
     if isinstance(plan.out, SpecCache):
-        if not all(s.whole for s in outs):
-            raise Refusal("its result is whole", [(s, Layout.replicated(len(s.dims))) for s in outs])
+        ways = [(s, Layout.replicated(len(s.dims))) for s in outs if not s.whole]
     else:
-        if len(results) != len(outs) or any(r is None or r.shape != s.shape for r, s in zip(results, outs, strict=True)):
-            raise Refusal(f"out= must have the shape of the result: {results}, not {outs}")
-        ways = [(s, r.layout) for r, s in zip(results, outs, strict=True) if r is not None and r.layout != s.layout]
-        if ways:
-            raise Refusal("out= has another layout than the result", ways)
+        results = plan.out if isinstance(plan.out, tuple) else (plan.out,)
+        made = [r for r in results if r is not None]
+        if [r.shape for r in made] != [s.shape for s in outs]:
+            raise Refusal(f"out= must have the shape of the result: {made}, not {list(outs)}")
+        ways = [(s, r.layout) for r, s in zip(made, outs, strict=True) if r.layout != s.layout]
+    if ways:
+        raise Refusal("out= has another layout than the result", ways)
     each = plan.run or func
 
     def run(*args: Any, out: Any, **kwargs: Any) -> Any:

@@ -201,7 +201,9 @@ def dims_of_result(func: Any, x: Spec, *args: Any, **options: Any) -> list[int]:
 
     The function is asked what it makes of dims of the sizes 2, 3, 4 ...
     """
-    out = on_meta(func, torch.empty([2 + d for d in range(len(x.shape))], dtype=x.dtype, device="meta"), *args, **options)
+    out = on_meta(
+        func, torch.empty([2 + d for d in range(len(x.shape))], dtype=x.dtype, device="meta"), *args, **options
+    )
     return [max(size - 2, -1) for size in (out if isinstance(out, Tensor) else out[0]).shape]
 
 

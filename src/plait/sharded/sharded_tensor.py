@@ -214,7 +214,9 @@ def wrap(local: Tensor, spec: Spec, own: bool = True) -> ShardedTensor:
     with _local():
         out: Any = local if own else local.as_subclass(Tensor)
         if out.size() != spec.local_shape:
-            raise LayoutError(f"a rule says {spec!r}: this rank would hold {list(spec.local_shape)}, not {list(out.size())}")
+            raise LayoutError(
+                f"a rule says {spec!r}: this rank would hold {list(spec.local_shape)}, not {list(out.size())}"
+            )
         out._spec = spec if out.dtype is spec.dtype else spec.of(out.dtype)
     out.__class__ = ShardedTensor
     return cast(ShardedTensor, out)
@@ -256,12 +258,6 @@ def _decided(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """What the rule decides, carried out; kept for the next call once its result is what the rule said."""
     made = decision(func, args, kwargs)
     given = list(tensors_in([args, kwargs]))
-    for x in given:
-        if hasattr(x, "_stands_for") and x is given[0] and _writes(func, kwargs):
-            raise LayoutError(
-                f"{name_of(func)} in place of what auto_redistribute made: {x._stands_for} gave a copy, where torch has a "
-                f"view. Write into the tensor itself, or use the function that gives a new one"
-            )
     specs = [s for s in map(spec_of, given) if s is not None]
     out = _marked(_run_local(made.plan.run, (), args, kwargs), made.plan.out, given)
     try:
@@ -311,7 +307,7 @@ def _again(
         stands.append(_Stand(given, copy, copy._version))
         return copy
 
-    return cast(Any, mapped(fixed, (args, kwargs)))
+    return cast(tuple[tuple[Any, ...], dict[str, Any]], mapped(fixed, (args, kwargs)))
 
 
 def _returned(func: Any, out: Any, stands: list[_Stand]) -> Any:
@@ -329,7 +325,7 @@ def _returned(func: Any, out: Any, stands: list[_Stand]) -> Any:
 
     def returned(tensor: Tensor) -> Tensor:
         if id(tensor) not in own and _memory(tensor) in copies:
-            tensor._stands_for = name_of(func)  # type: ignore[attr-defined]
+            tensor._copied_by = name_of(func)  # type: ignore[attr-defined]
         return own.get(id(tensor), tensor)
 
     return mapped(returned, out)
@@ -337,14 +333,7 @@ def _returned(func: Any, out: Any, stands: list[_Stand]) -> Any:
 
 def _memory(tensor: Tensor) -> int:
     with _local():
-        return tensor.untyped_storage()._cdata
-
-
-def _writes(func: Any, kwargs: dict[str, Any]) -> bool:
-    """Whether a function changes its first operand."""
-    name = str(getattr(func, "__name__", ""))
-    in_place = name.endswith("_") and not name.endswith("__")
-    return in_place or name == "__setitem__" or (name.startswith("__i") and name != "__invert__") or "inplace" in kwargs
+        return int(tensor.untyped_storage()._cdata)
 
 
 @seen_by_modes

@@ -18,7 +18,7 @@ measure/           what links and machines can do
 report/            what a person sees
 launch/            from one command to many ranks
 commands/          the ``plait`` command
-api.py             the few calls that a script needs beside ``Engine``
+api.py             the few calls that a script needs besides ``Engine``
 """
 
 from plait.api import join, run_threads, sum_of_mean
@@ -43,30 +43,7 @@ from plait.tensor_parallel import cross_entropy_sum
 
 __version__ = "0.1.0"
 
-__all__ = [
-    "TABLE",
-    "Cell",
-    "Comm",
-    "Engine",
-    "Evaluation",
-    "Layout",
-    "LayoutError",
-    "LossScale",
-    "Mesh",
-    "Parallelism",
-    "ShardedTensor",
-    "StepResult",
-    "Strategy",
-    "annotate",
-    "auto_redistribute",
-    "cross_entropy_sum",
-    "dropout_stream",
-    "empty_parameters",
-    "explain",
-    "from_dtensor",
-    "join",
-    "parse_strategy",
-    "run_threads",
-    "sum_of_mean",
-    "to_dtensor",
-]
+__all__ = ["TABLE", "Cell", "Comm", "Engine", "Evaluation", "Layout", "LossScale", "Mesh", "Parallelism", "StepResult"]
+__all__ += ["Strategy", "empty_parameters", "join", "parse_strategy", "run_threads", "sum_of_mean"]
+__all__ += ["LayoutError", "ShardedTensor", "annotate", "auto_redistribute", "cross_entropy_sum", "dropout_stream"]
+__all__ += ["explain", "from_dtensor", "to_dtensor"]

@@ -1,16 +1,14 @@
 """The few calls that a script needs besides ``Engine``.
 
-Your own loop changes by a few lines (``torchrun --nproc-per-node 4 script.py``):
+A loop of your own changes by a few lines (``torchrun --nproc-per-node 4 script.py``):
 
     comm = plait.join()                                             # was: init_process_group()
     engine = plait.Engine(model, comm, strategy="zero3", optimizer=optimizer)   # was: DDP(model)
     for x, y in loader:
-        loss = F.cross_entropy(model(x), y, reduction="sum")        # a sum, not a mean
-        engine.backward(loss, count=y.numel())                      # was: loss.backward()
+        loss = F.cross_entropy(model(x), y)
+        engine.backward(loss, y.numel(), reduction="mean")          # was: loss.backward()
         optimizer.step()                                            # the same optimizer object
 """
-
-from __future__ import annotations
 
 import os
 from collections.abc import Callable
@@ -22,6 +20,7 @@ from torch import Tensor, nn
 from plait.comm import Comm, ThreadWorld
 from plait.comm.thread import run
 from plait.core.mesh import Mesh
+from plait.engine.reduction import as_sum
 
 Result = TypeVar("Result")
 
@@ -46,19 +45,15 @@ def join(
     Raises:
         ValueError: a mesh that does not multiply to the number of ranks.
     """
-    size = int(os.environ.get("WORLD_SIZE", "1")) if "RANK" in os.environ else 1
-    shape = Mesh(shard=size) if mesh is None else Mesh.parse(mesh) if isinstance(mesh, str) else mesh
-    if shape.size != size:
-        raise ValueError(
-            f"the mesh '{shape}' has {shape.size} ranks, but the number of processes started is {size}: start "
-            f"{shape.size} (torchrun --nproc-per-node {shape.size}), or give a mesh of {size}, as in shard={size}"
-        )
-    place = torch.device(device)
-    if "RANK" in os.environ:
+    launched = "RANK" in os.environ
+    if mesh is None:
+        mesh = Mesh(shard=int(os.environ.get("WORLD_SIZE", "1")) if launched else 1)
+    shape = Mesh.parse(mesh) if isinstance(mesh, str) else mesh
+    if launched or shape.size > 1:  # a larger mesh alone: the error says how to start its ranks
         from plait.comm.process import ProcessComm
 
-        return ProcessComm.from_env(shape, device=place, deadline=deadline, deterministic=deterministic)
-    return ThreadWorld(shape, deadline=deadline, deterministic=deterministic).comm(0)
+        return ProcessComm.from_env(shape, device=device, deadline=deadline, deterministic=deterministic)
+    return ThreadWorld(shape, deadline, deterministic, device).comm(0)
 
 
 def run_threads(
@@ -69,12 +64,12 @@ def run_threads(
     deadline: float = 60.0,
     deterministic: bool = True,
 ) -> list[Result]:
-    """Run ``body(comm)`` on every rank of a mesh, each rank a thread of this process; the results by rank.
+    """Run ``body(comm)`` on every rank of a mesh, each a thread of this process; the results by rank.
 
     For notebooks, lessons and tests: the same engine and collectives, without starting processes.
     """
     shape = Mesh.parse(mesh) if isinstance(mesh, str) else mesh
-    return run(shape, body, device=torch.device(device), deadline=deadline, deterministic=deterministic)
+    return run(shape, body, device=device, deadline=deadline, deterministic=deterministic)
 
 
 def sum_of_mean(
@@ -89,7 +84,6 @@ def sum_of_mean(
     """
 
     def loss_sum(model: nn.Module, batch: Any) -> Tensor:
-        mean, num = mean_loss(model, batch), count(batch)
-        return mean * num if num else mean.nan_to_num(0.0, 0.0, 0.0) * 0.0
+        return as_sum(mean_loss(model, batch), count(batch), "mean")
 
     return loss_sum

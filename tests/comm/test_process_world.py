@@ -39,7 +39,7 @@ def play(
             subprocess.Popen(command, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
         )
     try:
-        outputs = [p.communicate(timeout=60)[0] for p in processes]
+        outputs = [p.communicate(timeout=110)[0] for p in processes]
     finally:
         for p in processes:
             p.kill()

@@ -112,7 +112,7 @@ def test_a_fault_of_ours_or_the_users_code_keeps_its_traceback(
 def test_the_installed_command_and_the_module_are_the_same() -> None:
     command = Path(sys.executable).with_name("plait")
     for words in ([str(command)], [sys.executable, "-m", "plait"]):
-        done = subprocess.run([*words, "train", "--batch", "1"], capture_output=True, text=True, timeout=60)
+        done = subprocess.run([*words, "train", "--batch", "1"], capture_output=True, text=True, timeout=110)
         assert done.returncode == 2
         assert done.stdout == ""
         assert done.stderr == (

@@ -111,7 +111,8 @@ def test_every_field_says_what_it_is(kind: type) -> None:
         (line,) = (n for n, text in enumerate(source) if text.startswith(f"    {name}: "))
         inherited = any(name in inspect.get_annotations(base) for base in kind.__mro__[1:])
         below = line + 1 < len(source) and source[line + 1].strip().startswith('"""')
-        assert "help=" in hint or "for_text(" in hint or below or inherited, f"{name} has no line of explanation"
+        made = "help=" in str(hint) or "for_text(" in str(hint)
+        assert made or below or inherited, f"{name} has no line of explanation"
 
 
 def test_the_sections_are_values_and_make_the_whole() -> None:

@@ -35,7 +35,7 @@ def finish(ranks: Any) -> Any:
 
     def finish(*words: str) -> tuple[int, str, str]:
         process = ranks(*words)
-        out, err = process.communicate(timeout=60)
+        out, err = process.communicate(timeout=110)
         return process.returncode, out, err
 
     return finish
@@ -94,12 +94,12 @@ def wait_for(what, seconds: float) -> None:  # type: ignore[no-untyped-def]
 def test_no_rank_outlives_the_launcher(number: signal.Signals, tmp_path: Path, ranks: Any) -> None:
     process = ranks("sleep", str(tmp_path))
     files = [tmp_path / f"rank{rank}.pid" for rank in (0, 1)]
-    wait_for(lambda: all(file.exists() and file.read_text() for file in files), 40)
+    wait_for(lambda: all(file.exists() and file.read_text() for file in files), 100)
     ids = [int(file.read_text()) for file in files]
     assert all(alive(process_id) for process_id in ids)
     process.send_signal(number)
-    _, err = process.communicate(timeout=30)
-    wait_for(lambda: not any(alive(process_id) for process_id in ids), 2)
+    _, err = process.communicate(timeout=110)
+    wait_for(lambda: not any(alive(process_id) for process_id in ids), 10)
     if number == signal.SIGINT:
         assert process.returncode == 130
         assert err == "plait: stopped by SIGINT, with all ranks\n"
@@ -119,7 +119,7 @@ def test_the_same_command_runs_under_torchrun(tmp_path: Path) -> None:
         str(tmp_path),
     ]
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    done = subprocess.run([*torchrun, "-m", "plait", *words], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([*torchrun, "-m", "plait", *words], capture_output=True, text=True, timeout=110)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("all_reduce") == 1
     assert (tmp_path / "comm.json").exists()

@@ -80,6 +80,7 @@ def measured(
             strategy="ddp",
             loss_fn=loss_sum,
             count_fn=token_count,
+            listener=lambda event, engine: None,  # looks at gradients, makes no step
             recompute=recompute,  # type: ignore[arg-type]
             sequence_parallel=sequence,
         )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from plait.schedule.actions import Action, Kind, format_schedule, parse_action, parse_schedule
@@ -59,11 +59,13 @@ def test_an_action_is_stage_kind_and_microbatch(text: str, action: Action) -> No
     assert parse_action(text) == action and str(action) == text
 
 
+@settings(deadline=None)
 @given(action=ACTIONS)
 def test_an_action_reads_what_it_prints(action: Action) -> None:
     assert parse_action(str(action)) == action
 
 
+@settings(deadline=None)
 @given(schedule=st.lists(st.lists(ACTIONS, max_size=6).map(tuple), max_size=4).map(tuple))
 def test_a_schedule_reads_what_it_prints(schedule: tuple[tuple[Action, ...], ...]) -> None:
     assert parse_schedule(format_schedule(schedule)) == schedule

@@ -196,7 +196,7 @@ SHARDED = "0UNSHARD 0F0 0RESHARD 0UNSHARD 0B0 0RESHARD 0REDUCE_GRAD0 0REDUCE 0UP
         (
             "0UNSHARD 0B0 0RESHARD 0REDUCE_GRAD0",
             "0REDUCE_GRAD0 0UNSHARD 0B0 0RESHARD",
-            "0REDUCE_GRAD0 is out of order: its gradient comes later",
+            "0REDUCE_GRAD0 is out of order: 0B0 comes later",
             ["0REDUCE_GRAD0", "0B0"],
         ),
         ("0REDUCE 0UPDATE", "0UPDATE 0REDUCE", "0UPDATE is out of order: 0REDUCE comes later", ["0UPDATE", "0REDUCE"]),

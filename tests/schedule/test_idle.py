@@ -6,7 +6,7 @@ import random
 from collections.abc import Callable
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from plait.core.cells import TABLE
@@ -218,6 +218,7 @@ names = st.sampled_from(sorted(ORDERS))
 few = st.integers(1, 6)
 
 
+@settings(deadline=None)
 @given(names, few, few, st.integers(0, 2**32), st.sampled_from(["none", "zero1", "zero3"]), st.booleans())
 def test_the_parts_of_a_real_step_add_up(name: str, stages: int, m: int, seed: int, row: str, merged: bool) -> None:
     schedule = write_order(name, stages, m)
@@ -240,6 +241,7 @@ def test_the_parts_of_a_real_step_add_up(name: str, stages: int, m: int, seed: i
 times = st.integers(0, 40).map(lambda n: n / 8)
 
 
+@settings(deadline=None)
 @given(names, few, few, st.booleans(), st.data())
 def test_the_parts_of_a_simulated_step_add_up(
     name: str, stages: int, m: int, overlap: bool, data: st.DataObject
@@ -265,6 +267,7 @@ def test_the_parts_of_a_simulated_step_add_up(
         assert all(idle.update == 0 for idle in ranks)
 
 
+@settings(deadline=None)
 @given(names, few, few, st.integers(0, 2**32))
 def test_passes_that_differ_and_nothing_else_are_imbalance(name: str, stages: int, m: int, seed: int) -> None:
     dice = random.Random(seed)
@@ -273,6 +276,7 @@ def test_passes_that_differ_and_nothing_else_are_imbalance(name: str, stages: in
         assert (idle.knock_on, idle.communication, idle.other) == pytest.approx((0, 0, 0), abs=1e-9)
 
 
+@settings(deadline=None)
 @given(names, few, few, st.integers(0, 2**32))
 def test_equal_passes_are_never_out_of_balance(name: str, stages: int, m: int, seed: int) -> None:
     dice = random.Random(seed)

@@ -248,9 +248,9 @@ def test_conditions_are_needed() -> None:
 
 def test_256_stages_and_1024_microbatches_in_ten_seconds() -> None:
     schedule = one_f_one_b(256, 1024)
-    start = time.perf_counter()
+    start = time.process_time()
     timeline = simulate(schedule, Costs())
-    assert time.perf_counter() - start < 10
+    assert time.process_time() - start < 10
     assert timeline.idle_share() == pytest.approx(255 / 1279)
 
 

@@ -73,6 +73,30 @@ def test_the_schedule_and_the_decay_change_the_run(train: Any) -> None:
         assert changed[3]["loss"] != plain[3]["loss"]
 
 
+def test_a_loss_that_is_not_finite_ends_the_run_with_a_last_line(
+    text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["--mesh", "shard=2", "--steps", "9", "--optimizer", "sgd", "--lr", "1e20", "--clip", "None"]
+    assert main(["train", "--world", "thread", *SIZES, "--data", text, "--out", str(tmp_path), *words]) == 1
+    lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    metrics = [json.loads(line, parse_constant=lambda word: pytest.fail(f"{word} is no JSON")) for line in lines]
+    last = metrics.pop()
+    assert last.keys() == {"step", "stopped"} and last["step"] == len(metrics) + 1
+    assert "not finite" in last["stopped"] and "on rank" in last["stopped"]
+    shown = capsys.readouterr().err
+    assert shown.startswith("plait: error: step") and "Traceback" not in shown
+
+
+def test_steps_that_are_not_finite_may_be_left_out(train: Any) -> None:
+    words = ["--mesh", "shard=2", "--steps", "5", "--optimizer", "sgd", "--lr", "1e20", "--clip", "None"]
+    summary, metrics, shown = train(*words, "--nonfinite", "skip", "--eval-every", "2")
+    left_out = [line for line in metrics if not line.get("made", True)]
+    assert left_out and len(metrics) == 5
+    assert all(line["loss"] is None for line in left_out if line["step"] == 5)
+    assert f"step {left_out[0]['step']}: skipped, loss or gradients not finite" in shown
+    assert "NaN" not in json.dumps(summary)
+
+
 def plain_held_out_loss(config: TrainConfig) -> tuple[float, int]:
     """What one process has at the end, on every held-out sample."""
     job = make_job(config)
@@ -178,7 +202,7 @@ def test_sinks_are_closed_when_a_step_raises(text: str, tmp_path: Path, monkeypa
         monkeypatch.setattr(comm.ledger, "clear", lambda: 1 / 0, raising=False)
         return run_train(config, comm, argv)
 
-    monkeypatch.setattr("plait.train.run.run_train", broken)
+    monkeypatch.setattr("plait.commands.main.run_train", broken)
     words = ["train", "--world", "thread", "--mesh", "shard=1", *SIZES, "--data", text, "--out", str(tmp_path)]
     assert main(words) == 1
     assert closed == [1]
@@ -221,7 +245,7 @@ def test_a_run_that_is_stopped_keeps_its_metrics(
         assert process.poll() is None and time.monotonic() < end, process.communicate()
         time.sleep(0.05)
     process.send_signal(number)
-    out, err = process.communicate(timeout=30)
+    out, err = process.communicate(timeout=110)
     with_ranks = ", with all ranks" if world == "process" else ""
     assert err == f"plait: stopped by {number.name}{with_ranks}\n"
     assert process.returncode == 128 + number

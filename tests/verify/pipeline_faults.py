@@ -234,7 +234,7 @@ def leave_out_the_reduction_of_a_stage(patch: Patch) -> None:
 
     def built(self: Stage, *args: Any, **rest: Any) -> None:
         build(self, *args, **rest)
-        if self.place.first:
+        if self.number == 0:
             left_out.add(id(self.gradients))
 
     def reduce(self: Gradients) -> None:
@@ -346,7 +346,7 @@ def draw_for_the_next_microbatch(patch: Patch) -> None:
     original = Stage.forward
 
     def forward(self: Stage, m: int, loss_fn: Any, batch: Any, position: RNGPosition, *rest: Any, **kw: Any) -> Any:
-        if not self.place.first:
+        if self.number > 0:
             position = replace(position, first_sample=position.first_sample + position.num_samples)
         return original(self, m, loss_fn, batch, position, *rest, **kw)
 

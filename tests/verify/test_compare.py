@@ -126,4 +126,7 @@ def test_numbers_that_are_none_are_never_equal(bad: float) -> None:
 def test_shapes_that_differ_are_different() -> None:
     assert not find("parameter", "w", torch.zeros(3), torch.zeros(4), 1.0).equal
     assert find("parameter", "nothing", torch.zeros(0), torch.zeros(0)).bitwise
-    assert not number("norm", "x", None, 1.0).equal and number("norm", "x", None, None).equal
+    assert number("norm", "x", None, None).equal
+    for tolerance in (0.0, 1e9):
+        assert not number("norm", "x", None, 1.0, tolerance).equal
+        assert not number("norm", "x", 1.0, None, tolerance).equal

@@ -12,11 +12,10 @@ from typing import Any
 from plait.comm import run
 from plait.config import VerifyConfig, section
 from plait.core.additions import additions
-from plait.core.mesh import Mesh
 from plait.core.precision import Precision
 from plait.job.config import JobConfig
 from plait.job.job import Job, make_job
-from plait.verify.compare import summarise
+from plait.verify.plain import run_plain
 from plait.verify.record import RankRecord, record_run
 from plait.verify.reference import Record, run_reference
 from plait.verify.run import Verdict, judge
@@ -50,9 +49,9 @@ class Verified:
 
     def different(self) -> set[str]:
         """The kinds of findings that are not equal, with where they were found."""
-        found = {f"tree: {s.kind}" for s in summarise(self.verdict.tree) if not s.equal}
-        found |= {f"plain: {s.kind}" for s in summarise(self.verdict.plain) if not s.equal}
-        return found | ({"ledger"} if self.verdict.ledger else set())
+        kinds = {f"tree: {f.kind}" for f in self.verdict.tree if not f.equal}
+        kinds |= {f"plain: {f.kind}" for f in self.verdict.plain if not f.equal}
+        return kinds | ({"ledger"} if self.verdict.ledger else set())
 
 
 def record(config: VerifyConfig, job: Job | None = None) -> list[RankRecord]:
@@ -78,5 +77,5 @@ def judged(config: VerifyConfig, ranks: list[RankRecord]) -> Verified:
         _TREES[key] = run_reference(job, mesh, config.microbatches, order, config.steps, **settings)
     plain_key = f"{id(job)} {config.clip}"
     if plain_key not in _PLAIN:
-        _PLAIN[plain_key] = run_reference(job, Mesh(), 1, order, config.steps, clip=config.clip, gemm="torch")
+        _PLAIN[plain_key] = run_plain(job, config)
     return Verified(ranks, _TREES[key], judge(job, config, ranks, _TREES[key], _PLAIN[plain_key]))

@@ -31,11 +31,11 @@ SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 SHARD_BYTES = 5_000_000_000
 """A larger model is written in several files of at most this size (a larger tensor gets its own)."""
 
-BESIDE = (
+COPIED = (
     *("tokenizer*", "vocab*", "merges.txt", "special_tokens_map.json", "added_tokens.json", "chat_template*"),
     *("spiece.model", "*.tiktoken", "additional_chat_templates", "generation_config.json", "LICENSE*"),
 )
-"""Files that are copied to the exported folder unchanged."""
+"""Files of the source that an exported folder gets unchanged."""
 
 IGNORED = (r"rotary_emb\.inv_freq$",)
 """Tensors of older files that models no longer read (transformers ignores them too)."""
@@ -55,9 +55,6 @@ NAMES = {
 """What safetensors calls dtypes."""
 
 
-# ---- reading --------------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class Stored:
     """Where a tensor lies: the file, and its name there."""
@@ -65,6 +62,18 @@ class Stored:
     file: Path
     key: str
     shape: tuple[int, ...]
+
+    def read(self, region: Region | None = None) -> Tensor:
+        """The tensor or a block of it: a view of the mapped file, or a copy where a block is not contiguous there.
+
+        The file is mapped for this call and as long as the result lives, so what was read before takes no memory.
+        """
+        with safe_open(self.file, "pt") as file:
+            if region is None:
+                whole: Tensor = file.get_tensor(self.key)
+                return whole
+            block: Tensor = file.get_slice(self.key)[tuple(slice(start, stop) for start, stop in region)]
+        return block
 
 
 @dataclass(frozen=True)
@@ -74,20 +83,14 @@ class FolderWeights:
     places: Mapping[str, Stored]
 
     def read(self, name: str, region: Region) -> Tensor:
-        """A block of a tensor: a view of the mapped file, or a copy where a block is not contiguous there.
-
-        The file is mapped for this call and as long as the result lives, so what was read before takes no memory.
-        """
-        at = self.places[name]
-        with safe_open(at.file, "pt") as file:
-            block: Tensor = file.get_slice(at.key)[tuple(slice(start, stop) for start, stop in region)]
-        return block
+        """See ``Stored.read``."""
+        return self.places[name].read(region)
 
     def fill_buffers(self, model: nn.Module) -> None:
         """Give the model's buffers the values that the folder has for them."""
         for name, buffer in model.named_buffers():
             if name in self.places:
-                buffer.copy_(self.read(name, tuple((0, size) for size in buffer.shape)))
+                buffer.copy_(self.places[name].read())
 
 
 def open_folder(path: str | Path, model: nn.Module) -> FolderWeights:
@@ -108,32 +111,28 @@ def open_folder(path: str | Path, model: nn.Module) -> FolderWeights:
     keys: dict[str, list[str]] = {}
     for key, value in state.items():
         keys.setdefault(names.get(id(value), key), []).append(key)
-    found = {name: [stored[key] for key in own if key in stored] for name, own in keys.items()}
-    missing = [name for name in names.values() if not found[name]]
-    passed_over = (*IGNORED, *(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()))
-    surplus = [
-        at.key
-        for key, at in stored.items()
-        if key not in state and not any(re.search(pattern, key) for pattern in passed_over)
-    ]
+    places = {name: [stored[key] for key in own if key in stored] for name, own in keys.items()}
+    missing = [name for name in names.values() if not places[name]]
+    ignored = (*IGNORED, *(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()))
+    surplus = [at.key for key, at in stored.items() if key not in state and not any(re.search(p, key) for p in ignored)]
     if missing or surplus:
         raise ValueError(
             f"the weights in {str(path)!r} are not those of its config.json: missing {_some(missing)}; "
             f"surplus {_some(surplus)}; take both from one model"
         )
-    for name, places in found.items():
-        for at in places:
+    for name, copies in places.items():
+        for at in copies:
             if at.shape != (shape := tuple(state[name].shape)):
                 raise ValueError(
                     f"{at.key!r} has the shape {at.shape} in {str(at.file)!r}, but {shape} by config.json: take the "
                     f"config and the weights from one model"
                 )
-        if differing := [at.key for at in places[1:] if not torch.equal(_whole(at), _whole(places[0]))]:
+        if differing := [at.key for at in copies[1:] if not torch.equal(at.read(), copies[0].read())]:
             raise ValueError(
-                f"config.json ties {places[0].key!r} and {differing[0]!r}, so they are one weight, but the files in "
+                f"config.json ties {copies[0].key!r} and {differing[0]!r}, so they are one weight, but the files in "
                 f"{str(path)!r} have different values for them: set tie_word_embeddings to false, or drop one"
             )
-    return FolderWeights({name: places[0] for name, places in found.items() if places})
+    return FolderWeights({name: copies[0] for name, copies in places.items() if copies})
 
 
 def _some(names: Sequence[str]) -> str:
@@ -145,47 +144,35 @@ def _some(names: Sequence[str]) -> str:
 
 
 def _stored(folder: Path) -> dict[str, Stored]:
-    """What the files of a folder hold, by name."""
-    files = [folder / SINGLE]
-    if not files[0].is_file() and not (folder / INDEX).is_file():
-        raise ValueError(
-            f"neither {SINGLE} nor {INDEX} in {str(folder)!r}: convert other formats first, as "
-            f"AutoModelForCausalLM.from_pretrained(...).save_pretrained(...) of transformers does"
-        )
+    """The tensors in a folder's files, by name."""
+    files, index = [folder / SINGLE], folder / INDEX
     if not files[0].is_file():
+        if not index.is_file():
+            raise ValueError(
+                f"neither {SINGLE} nor {INDEX} in {str(folder)!r}: convert other formats first, as "
+                f"AutoModelForCausalLM.from_pretrained(...).save_pretrained(...) of transformers does"
+            )
         try:
-            files = sorted({folder / file for file in json.loads((folder / INDEX).read_text())["weight_map"].values()})
+            files = sorted({folder / file for file in json.loads(index.read_text())["weight_map"].values()})
         except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
-            raise ValueError(f"cannot read {str(folder / INDEX)!r}: {type(error).__name__}: {error}") from error
-    found: dict[str, Stored] = {}
+            raise ValueError(f"cannot read {str(index)!r}: {type(error).__name__}: {error}") from error
+    stored: dict[str, Stored] = {}
     for file in files:
         try:
             with safe_open(file, "pt") as opened:
                 shapes = {key: opened.get_slice(key).get_shape() for key in opened.keys()}  # noqa: SIM118
-            found |= {key: Stored(file, key, tuple(shape)) for key, shape in shapes.items()}
+            stored |= {key: Stored(file, key, tuple(shape)) for key, shape in shapes.items()}
         except (OSError, SafetensorError) as error:
             raise ValueError(f"cannot read the weights in {str(file)!r}: {error}; copy the file again") from error
-    return found
-
-
-def _whole(at: Stored) -> Tensor:
-    with safe_open(at.file, "pt") as file:
-        value: Tensor = file.get_tensor(at.key)
-    return value
-
-
-# ---- writing --------------------------------------------------------------------------------------------------------
+    return stored
 
 
 def write_folder(path: str | Path, engine: Engine, source: str | Path | None = None) -> None:
     """Write the engine's model as a folder that ``transformers`` loads with ``from_pretrained``.
 
-    All ranks call it together and rank 0 writes; a rank holds one gathered unit and one whole tensor at a time.  The
-    folder is written under its name with ``.partial`` appended, and renamed when it is complete.
-
-    Args:
-        engine: of a Hugging Face model.
-        source: the folder whose tokenizer and generation config are copied.
+    All ranks call it together and rank 0 writes; a rank has one gathered unit and one whole tensor in memory at a time.
+    The folder is written as ``path.partial`` and renamed when it is complete.  Tokenizer and generation config are
+    copied from ``source``.
 
     Raises:
         ValueError: the folder exists, or the model has no config of transformers.
@@ -209,7 +196,7 @@ def write_folder(path: str | Path, engine: Engine, source: str | Path | None = N
     shapes = {name: engine.directory.shapes[name] for name in dict.fromkeys(engine.directory.aliases.values())}
     write_tensors(partial, shapes, tensors)
     _write_config(partial, engine.model, next(dtype for _, dtype in shapes.values() if dtype.is_floating_point))
-    for file in sorted({f for pattern in BESIDE for f in Path(source).glob(pattern)} if source is not None else ()):
+    for file in sorted({f for pattern in COPIED for f in Path(source).glob(pattern)} if source is not None else ()):
         (shutil.copytree if file.is_dir() else shutil.copyfile)(file, partial / file.name)
     partial.rename(folder)
 
@@ -222,19 +209,17 @@ def write_tensors(
 ) -> None:
     """Write safetensors files, and their index where there are several, from tensors that arrive one by one.
 
-    Args:
-        shapes: shapes and dtypes of all of them, by name.
-        limit: bytes of a file, unless one tensor has more.
+    ``shapes`` are the shapes and dtypes of all of them, by name; ``limit`` is in bytes.
     """
     sizes = {name: math.prod(shape) * dtype.itemsize for name, (shape, dtype) in shapes.items()}
-    shards: list[list[str]] = [[]]
+    files: list[list[str]] = [[]]
     for name, size in sizes.items():
-        if shards[-1] and sum(sizes[other] for other in shards[-1]) + size > limit:
-            shards.append([])
-        shards[-1].append(name)
-    count = len(shards)
+        if files[-1] and sum(sizes[other] for other in files[-1]) + size > limit:
+            files.append([])
+        files[-1].append(name)
+    count = len(files)
     places: dict[str, tuple[Path, int]] = {}
-    for number, names in enumerate(shards, 1):
+    for number, names in enumerate(files, 1):
         file = folder / (SINGLE if count == 1 else f"model-{number:05d}-of-{count:05d}.safetensors")
         header, starts, end = _header({name: shapes[name] for name in names}, sizes)
         with file.open("wb") as new:
@@ -247,10 +232,8 @@ def write_tensors(
             opened.seek(start)
             opened.write(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data)
     if count > 1:
-        index = {
-            "metadata": {"total_size": sum(sizes.values())},
-            "weight_map": {name: file.name for name, (file, _) in places.items()},
-        }
+        weight_map = {name: file.name for name, (file, _) in places.items()}
+        index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": weight_map}
         (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
 
 

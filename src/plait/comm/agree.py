@@ -1,4 +1,4 @@
-"""What ranks tell each other beside their tensors: rows of numbers, bytes, an error.
+"""What ranks tell each other besides their tensors: rows of numbers, bytes, an error.
 
     rank 0   [3, 40] --+--> [[3, 40],      one small all_gather; the rows stand in group order (the first axis
     rank 1   [3, 38] --+     [3, 38]]      outermost), so whatever is summed over them is summed alike everywhere
@@ -8,8 +8,10 @@ Every member of the group calls the same function, in the same order, as with an
 
 from __future__ import annotations
 
+import hashlib
+import json
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,23 +22,24 @@ from plait.core.collectives import Note
 from plait.core.mesh import AXES
 
 LONGEST_ERROR = 1024
-"""So many bytes of an error's text reach the other ranks."""
+"""Bytes of an error's text that reach the other ranks."""
 
 
 def gather_ints(comm: Comm, row: Sequence[int], axes: Sequence[str], note: Note) -> list[list[int]]:
     """Every member's row of (int64) numbers; all rows are equally long."""
-    return list(_gather_rows(comm, row, torch.int64, axes, note))
+    return _gather_rows(comm, torch.tensor(row, dtype=torch.int64), axes, note)
 
 
 def gather_floats(comm: Comm, row: Sequence[float], axes: Sequence[str], note: Note) -> list[list[float]]:
     """Every member's row of (fp64) numbers; all rows are equally long."""
-    return list(_gather_rows(comm, row, torch.float64, axes, note))
+    return _gather_rows(comm, torch.tensor(row, dtype=torch.float64), axes, note)
 
 
-def _gather_rows(comm: Comm, row: Sequence[float], dtype: torch.dtype, axes: Sequence[str], note: Note) -> Any:
-    rows = torch.empty((comm.mesh.count(axes), len(row)), dtype=dtype, device=comm.device)
-    comm.all_gather(rows, torch.tensor(row, dtype=dtype, device=comm.device), axes, note).wait()
-    return rows.tolist()
+def _gather_rows(comm: Comm, row: Tensor, axes: Sequence[str], note: Note) -> list[list[Any]]:
+    row = row.to(comm.device)
+    rows = row.new_empty(comm.mesh.count(axes), len(row))
+    comm.all_gather(rows, row, axes, note).wait()
+    return list(rows.tolist())
 
 
 def same_everywhere(comm: Comm, row: Sequence[int], axes: Sequence[str], note: Note) -> list[bool]:
@@ -45,8 +48,7 @@ def same_everywhere(comm: Comm, row: Sequence[int], axes: Sequence[str], note: N
     high = low.clone()
     comm.all_reduce(low, axes, "min", note).wait()
     comm.all_reduce(high, axes, "max", note).wait()
-    same: list[bool] = (low == high).tolist()
-    return same
+    return list((low == high).tolist())
 
 
 def same_tensors(comm: Comm, tensors: Iterable[Tensor], axes: Sequence[str], note: Note) -> bool:
@@ -56,8 +58,53 @@ def same_tensors(comm: Comm, tensors: Iterable[Tensor], axes: Sequence[str], not
     return len({checksum for (checksum,) in gather_ints(comm, [mine], axes, note)}) == 1
 
 
+def gather_texts(comm: Comm, text: str, note: Note) -> list[str]:
+    """Every rank's text (of any length), by rank, on every rank."""
+    data = text.encode()
+    sizes = [size for (size,) in gather_ints(comm, [len(data)], AXES, note)]
+    rows = torch.zeros((len(sizes), max(1, *sizes)), dtype=torch.uint8, device=comm.device)
+    mine = torch.zeros(rows.size(1), dtype=torch.uint8)
+    mine[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else mine[:0]
+    comm.all_gather(rows, mine.to(comm.device), AXES, note).wait()
+    return [bytes(row[:size].tolist()).decode() for row, size in zip(rows.cpu(), sizes, strict=True)]
+
+
+def differences(comm: Comm, fields: Mapping[str, str], note: Note) -> list[str]:
+    """Where ranks bring different fields: one sentence a field, with every value and who has it, on every rank.
+
+    It costs two messages of one number where all are alike.
+    """
+    text = json.dumps(sorted(fields.items()))
+    digest = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
+    if all(same_everywhere(comm, [digest], AXES, note)):
+        return []
+    rows: list[dict[str, str]] = [dict(json.loads(row)) for row in gather_texts(comm, text, note)]
+    found = []
+    for field in dict.fromkeys(name for row in rows for name in row):
+        ranks: dict[str, list[int]] = {}
+        for rank, row in enumerate(rows):
+            ranks.setdefault(row.get(field, "not there"), []).append(rank)
+        if len(ranks) > 1:
+            values = (f"{shortened(value)} on {named(of_value)}" for value, of_value in ranks.items())
+            found.append(f"{field} is {', '.join(values)}")
+    return found
+
+
+def named(ranks: Sequence[int]) -> str:
+    """``rank 3``, or ``ranks 0, 1, 2, ... (17 of them)``."""
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    some = ", ".join(map(str, ranks[:4]))
+    return f"ranks {some}" if len(ranks) <= 4 else f"ranks {some}, ... ({len(ranks)} of them)"
+
+
+def shortened(text: str, longest: int = 90) -> str:
+    """A text, without its end where it is long."""
+    return text if len(text) <= longest else f"{text[:longest]}..."
+
+
 def gather_bytes(comm: Comm, data: bytes) -> list[bytes] | None:
-    """Every rank's bytes (of any length), by rank, on rank 0; None on the others."""
+    """Every rank's bytes (of any length), by rank, on rank 0; None elsewhere."""
     note = Note("collect")
     sizes = gather_ints(comm, [len(data)], AXES, note)
     if comm.rank > 0:
@@ -73,10 +120,7 @@ def gather_bytes(comm: Comm, data: bytes) -> list[bytes] | None:
 
 
 def check_together(comm: Comm, error: BaseException | None, axes: Sequence[str]) -> None:
-    """Raises on every member if any member brings an error: its own there, a RuntimeError elsewhere.
-
-    A failure that only one rank can see (a file, a NaN) thereby becomes one that all leave by.
-    """
+    """Raises on every member if any brings an error (a file, a NaN, ...): its own there, a RuntimeError elsewhere."""
     note, ranks = Note("check"), comm.mesh.group(comm.rank, tuple(axes))
     failed = [index for index, (bad,) in enumerate(gather_ints(comm, [error is not None], axes, note)) if bad]
     if not failed:

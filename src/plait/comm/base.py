@@ -1,8 +1,7 @@
 """``Comm``: what the engine may ask of a world.
 
-The engine, the tensors and the scripts speak to this one face; behind it ranks are processes, threads
-or nothing at all (a world per file).  The face does what is the same in all of them, and leaves the
-moving to the world:
+The engine, the tensors and the scripts use this one interface, whether ranks are processes, threads or nothing at all
+(a world per file).  It does what is the same in all of them, and leaves moving tensors to the world:
 
     comm.all_gather(out, piece, ("shard",), note)
         | 1. refuse      sizes that do not multiply, wrong dtype, not contiguous     ValueError
@@ -10,7 +9,7 @@ moving to the world:
         | 3. write       Entry(kind, axes, bytes, sent, note) into the ledger
         v 4. move        self._all_gather(operation, out, piece)                          -> Work
 
-Rules that hold in every world:
+Rules of every world:
 
 - A group's members are ordered by ``mesh.group(rank, axes)``: the first axis outermost.
 - Every member asks in the same order.  Tensors are left alone from the call until ``wait()``, and
@@ -39,13 +38,12 @@ from plait.comm.operation import (
     MismatchError,
     Operation,
     Work,
+    check_pieces,
     copied,
     flat,
     group_of,
-    in_place,
     known_op,
     known_root,
-    multiplies,
     names,
     overlap,
     pair_of,
@@ -62,15 +60,7 @@ OnWait = Callable[[Operation, float, float], None]
 
 
 class Comm(ABC):
-    """One rank's way to the others.  Subclasses move tensors in the ``_`` methods; all else is here."""
-
-    mesh: Mesh
-    rank: int
-    device: torch.device
-    ledger: Ledger
-    deterministic: bool
-    deadline: float
-    """Seconds that any wait may take."""
+    """One rank's access to its world.  Subclasses move tensors in the ``_`` methods; all else is here."""
 
     def __init__(
         self,
@@ -86,7 +76,9 @@ class Comm(ABC):
         if deadline <= 0:
             raise ValueError(f"a deadline of {deadline} s leaves no time: give seconds above 0")
         self.mesh, self.rank, self.device = mesh, rank, torch.device(device)
-        self.ledger, self.deterministic, self.deadline = Ledger(), deterministic, deadline
+        self.ledger, self.deterministic = Ledger(), deterministic
+        self.deadline = deadline
+        """Seconds that any wait may take."""
         self._groups: dict[tuple[str, ...], Group] = {}
         self.on_wait: OnWait | None = None
 
@@ -96,23 +88,19 @@ class Comm(ABC):
         ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", self.mesh.size))
         return self.device.type == "cuda" or (os.cpu_count() or 1) > ranks_here * torch.get_num_threads()
 
-    # ---- the face ------------------------------------------------------------------------------
+    # ---- what may be asked ------------------------------------------------------------------------------
 
     def all_gather(self, out: Tensor, piece: Tensor, axes: Sequence[str], note: Note = NO_NOTE) -> Work:
-        """Every member's ``piece``, end to end in group order, into every member's ``out``.
-
-        ``piece`` may be the very slice of ``out`` at this rank's index: then nothing is copied.
-        """
-        return self._pieces("all_gather", out, piece, axes, note, "")
+        """Every member's ``piece``, end to end in group order, into every member's ``out``; nothing is copied where
+        ``piece`` is the very slice of ``out`` at this rank's index."""
+        return self._cut("all_gather", out, piece, axes, note)
 
     def reduce_scatter(
         self, out: Tensor, whole: Tensor, axes: Sequence[str], op: str = "sum", note: Note = NO_NOTE
     ) -> Work:
-        """The reduction of all members' ``whole``, cut in equal pieces; member k keeps piece k in ``out``.
-
-        ``out`` may be the very slice of ``whole`` at this rank's index.
-        """
-        return self._pieces("reduce_scatter", whole, out, axes, note, op)
+        """The reduction of all members' ``whole``, cut in equal pieces; member k keeps piece k in ``out``, which may be
+        the very slice of ``whole`` at this rank's index."""
+        return self._cut("reduce_scatter", whole, out, axes, note, op)
 
     def all_reduce(self, tensor: Tensor, axes: Sequence[str], op: str = "sum", note: Note = NO_NOTE) -> Work:
         """The reduction of all members' ``tensor``, in place on every member."""
@@ -120,7 +108,7 @@ class Comm(ABC):
 
     def broadcast(self, tensor: Tensor, axes: Sequence[str], src: int, note: Note = NO_NOTE) -> Work:
         """The ``tensor`` of the group's member ``src`` (an index within the group), on every member."""
-        return self._one("broadcast", tensor, axes, note, "", src)
+        return self._one("broadcast", tensor, axes, note, None, src)
 
     def reduce(self, tensor: Tensor, axes: Sequence[str], dst: int, op: str = "sum", note: Note = NO_NOTE) -> Work:
         """The reduction of all members' ``tensor``, in place on member ``dst``; the others' stay as they are."""
@@ -128,17 +116,17 @@ class Comm(ABC):
 
     def scatter(self, out: Tensor, whole: Tensor | None, axes: Sequence[str], src: int, note: Note = NO_NOTE) -> Work:
         """Piece k of member ``src``'s ``whole`` into member k's ``out``; ``whole`` is None off the root."""
-        return self._rooted("scatter", whole, out, axes, note, src)
+        return self._cut("scatter", whole, out, axes, note, None, src)
 
     def gather(self, out: Tensor | None, piece: Tensor, axes: Sequence[str], dst: int, note: Note = NO_NOTE) -> Work:
         """Every member's ``piece``, end to end, into ``out`` of member ``dst``; it is None elsewhere."""
-        return self._rooted("gather", out, piece, axes, note, dst)
+        return self._cut("gather", out, piece, axes, note, None, dst)
 
     def all_to_all(self, out: Tensor, whole: Tensor, axes: Sequence[str], note: Note = NO_NOTE) -> Work:
         """Piece k of ``whole`` to member k; piece k of ``out`` from member k."""
         group = self._group(axes)
-        out, whole = flat(out, "out", "all_to_all", self.device), flat(whole, "whole", "all_to_all", self.device)
         n = len(group.ranks)
+        out, whole = flat(out, "out", "all_to_all", self.device), flat(whole, "whole", "all_to_all", self.device)
         same_dtype("all_to_all", out, whole)
         if out.numel() != whole.numel() or whole.numel() % n:
             raise ValueError(
@@ -149,15 +137,11 @@ class Comm(ABC):
             raise ValueError("all_to_all cannot write over what it still has to send: give it another out")
         if n == 1:
             return copied(out, whole)
-        operation = self._record("all_to_all", group, note, whole.numel(), whole.dtype)
-        with torch.no_grad():
-            return self._all_to_all(operation, out, whole)
+        return self._move(self._record("all_to_all", group, note, whole.numel(), whole.dtype), out, whole)
 
     def send(self, tensor: Tensor, dst: int, note: Note = NO_NOTE) -> Work:
         """``tensor`` to the (global) rank ``dst``.  Its handle may be dropped: the message still goes."""
-        operation = self._message("send", tensor, dst, note)
-        with torch.no_grad():
-            return self._send(operation, tensor, dst)
+        return self._message("send", tensor, dst, note)
 
     def recv(self, tensor: Tensor, src: int, note: Note = NO_NOTE) -> Work:
         """The next message of the (global) rank ``src`` into ``tensor``, complete after ``wait()``.
@@ -166,9 +150,7 @@ class Comm(ABC):
         processes it never comes: the deadline names what was waited for.  Where only the sender knows them, a header
         goes first (``comm/header.py``).
         """
-        operation = self._message("recv", tensor, src, note)
-        with torch.no_grad():
-            return self._recv(operation, tensor, src)
+        return self._message("recv", tensor, src, note)
 
     def barrier(self, axes: Sequence[str], note: Note = NO_NOTE) -> None:
         """Returns when every member has come."""
@@ -177,7 +159,7 @@ class Comm(ABC):
             self._barrier(self._record("barrier", group, note, 0, torch.uint8))
 
     def close(self) -> None:
-        """Lets go of what the world holds.  No operation may follow."""
+        """Frees what the world has.  No operation may follow."""
         return None
 
     @contextmanager
@@ -228,7 +210,7 @@ class Comm(ABC):
     @abstractmethod
     def _barrier(self, operation: Operation) -> None: ...
 
-    # ---- checking and recording ----------------------------------------------------------------
+    # ---- checking, recording, moving -----------------------------------------------------------
 
     def _group(self, axes: Sequence[str]) -> Group:
         axes = tuple(axes)
@@ -236,78 +218,75 @@ class Comm(ABC):
             self._groups[axes] = group_of(self.mesh, self.rank, axes)
         return self._groups[axes]
 
+    def _checked(self, kind: str, axes: Sequence[str], op: str | None, root: int | None) -> Group:
+        """The group, after the reduction and the root were found right where there are any."""
+        group = self._group(axes)
+        if op is not None:
+            known_op(op, kind)
+        if root is not None:
+            known_root(kind, group, root)
+        return group
+
     def _record(
-        self, kind: str, group: Group, note: Note, numel: int, dtype: torch.dtype, op: str = "", root: int = -1
+        self,
+        kind: str,
+        group: Group,
+        note: Note,
+        numel: int,
+        dtype: torch.dtype,
+        op: str | None = None,
+        root: int | None = None,
     ) -> Operation:
         """The operation, now that it is one: its line in the ledger is written."""
         size = numel * dtype.itemsize
         sent = bytes_sent(kind, size, len(group.ranks), root=root == group.index)
         self.ledger.add(Entry(kind, group.axes, size, sent, note))
-        return Operation(kind, group, note, numel, dtype, op, root)
+        return Operation(kind, group, note, numel, dtype, op or "", -1 if root is None else root)
 
-    def _pieces(self, kind: str, whole: Tensor, piece: Tensor, axes: Sequence[str], note: Note, op: str) -> Work:
-        """all_gather and reduce_scatter: a whole on one side, equal pieces of it on the other."""
-        group = self._group(axes)
-        n, gather = len(group.ranks), kind == "all_gather"
-        whole_name, piece_name = ("out", "piece") if gather else ("whole", "out")
-        whole, piece = flat(whole, whole_name, kind, self.device), flat(piece, piece_name, kind, self.device)
-        if not gather:
-            known_op(op, kind)
-        multiplies(kind, group, whole, whole_name, piece, piece_name)
-        if n == 1:
-            return copied(whole, piece) if gather else copied(piece, whole)
-        in_place(kind, group, whole, whole_name, piece, piece_name)
-        operation = self._record(kind, group, note, whole.numel(), whole.dtype, op)
+    def _move(self, operation: Operation, *what: Tensor | int | None) -> Work:
+        """The world's own method of that kind."""
+        method: Callable[..., Work] = getattr(self, f"_{operation.kind}")
         with torch.no_grad():
-            if gather:
-                return self._all_gather(operation, whole, piece)
-            return self._reduce_scatter(operation, piece, whole)
+            return method(operation, *what)
 
-    def _one(
-        self, kind: str, tensor: Tensor, axes: Sequence[str], note: Note, op: str, root: int | None = None
+    def _cut(
+        self,
+        kind: str,
+        whole: Tensor | None,
+        piece: Tensor,
+        axes: Sequence[str],
+        note: Note,
+        op: str | None = None,
+        root: int | None = None,
     ) -> Work:
-        """all_reduce, broadcast and reduce: one tensor, in place."""
-        group = self._group(axes)
-        tensor = flat(tensor, "tensor", kind, self.device)
-        if kind != "broadcast":
-            known_op(op, kind)
-        if root is not None:
-            known_root(kind, group, root)
-        if len(group.ranks) == 1:
-            return DONE
-        operation = self._record(kind, group, note, tensor.numel(), tensor.dtype, op, -1 if root is None else root)
-        with torch.no_grad():
-            if kind == "all_reduce":
-                return self._all_reduce(operation, tensor)
-            return self._broadcast(operation, tensor) if kind == "broadcast" else self._reduce(operation, tensor)
-
-    def _rooted(
-        self, kind: str, whole: Tensor | None, piece: Tensor, axes: Sequence[str], note: Note, root: int
-    ) -> Work:
-        """scatter and gather: the whole on the root only."""
-        group = self._group(axes)
-        whole_name, piece_name = ("whole", "out") if kind == "scatter" else ("out", "piece")
-        known_root(kind, group, root)
-        piece = flat(piece, piece_name, kind, self.device)
-        if group.index == root:
+        """Gathers and scatters: equal pieces on all members, and their whole; with a root, only the root has that."""
+        group, gathers = self._checked(kind, axes, op, root), kind in ("all_gather", "gather")
+        whole_name, piece_name = ("out", "piece") if gathers else ("whole", "out")
+        n, piece = len(group.ranks), flat(piece, piece_name, kind, self.device)
+        if root in (None, group.index):
             if whole is None:
                 raise ValueError(f"{kind}: rank {self.rank} is the root and needs {whole_name}, not None")
             whole = flat(whole, whole_name, kind, self.device)
-            multiplies(kind, group, whole, whole_name, piece, piece_name)
-            if len(group.ranks) == 1:
-                return copied(piece, whole) if kind == "scatter" else copied(whole, piece)
+            check_pieces(kind, group, whole, whole_name, piece, piece_name)
         elif whole is not None:
-            raise ValueError(
-                f"{kind}: rank {self.rank} is not the root (that is rank {group.ranks[root]}): "
-                f"{whole_name} is None here"
-            )
-        operation = self._record(kind, group, note, piece.numel() * len(group.ranks), piece.dtype, "", root)
-        with torch.no_grad():
-            if kind == "scatter":
-                return self._scatter(operation, piece, whole)
-            return self._gather(operation, whole, piece)
+            root_is = f"that is rank {group.ranks[root or 0]}"
+            raise ValueError(f"{kind}: rank {self.rank} is not the root ({root_is}): {whole_name} is None here")
+        out, source = (whole, piece) if gathers else (piece, whole)
+        if n == 1 and out is not None and source is not None:
+            return copied(out, source)
+        return self._move(self._record(kind, group, note, n * piece.numel(), piece.dtype, op, root), out, source)
 
-    def _message(self, kind: str, tensor: Tensor, peer: int, note: Note) -> Operation:
+    def _one(
+        self, kind: str, tensor: Tensor, axes: Sequence[str], note: Note, op: str | None, root: int | None = None
+    ) -> Work:
+        """all_reduce, broadcast and reduce: one tensor, in place."""
+        group, tensor = self._checked(kind, axes, op, root), flat(tensor, "tensor", kind, self.device)
+        if len(group.ranks) == 1:
+            return DONE
+        return self._move(self._record(kind, group, note, tensor.numel(), tensor.dtype, op, root), tensor)
+
+    def _message(self, kind: str, tensor: Tensor, peer: int, note: Note) -> Work:
         """send and recv."""
         flat(tensor, "tensor", kind, self.device)
-        return self._record(kind, pair_of(self.mesh, self.rank, kind, peer), note, tensor.numel(), tensor.dtype)
+        group = pair_of(self.mesh, self.rank, kind, peer)
+        return self._move(self._record(kind, group, note, tensor.numel(), tensor.dtype), tensor, peer)

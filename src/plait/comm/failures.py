@@ -1,8 +1,8 @@
 """What a rank reports when an operation fails, and what the others have reported.
 
-Sockets tell that a peer is silent or gone, never what it was doing.  So a rank whose operation failed
-posts one line in the store (the side channel through which the ranks found each other), waits a moment
-for the lines of the others, and puts all of it in its error:
+Sockets tell that a peer is silent or gone, never what it was doing.  So a rank whose operation failed posts one line in
+the store (the side channel through which the ranks found each other), waits a moment for the lines of the others, and
+puts them all in its error:
 
     rank 0 waited 5 s in all_gather of unit 'blocks.3' over shard (...)
       rank 1: waited 5 s in all_gather of unit 'blocks.4' over shard (...)
@@ -33,16 +33,13 @@ class FailureReports:
         self._store, self._rank = store, rank
 
     def error(self, operation: str, cause: BaseException, deadline: float, others: Sequence[int]) -> OSError:
-        """The error of this rank, whose ``operation`` ended with ``cause``, with the reports of the others.
-
-        Returns:
-            TimeoutError where the deadline passed, ConnectionError where the connection broke.
-        """
+        """The error of this rank, whose ``operation`` ended with ``cause``, with the reports of the others: a
+        TimeoutError where the deadline passed, a ConnectionError where the connection broke."""
         late = isinstance(cause, TimeoutError) or "timed out" in str(cause).lower()
         report = f"waited {deadline:g} s in {operation}" if late else f"lost its connections in {operation}"
-        reports = self._exchange(report, others)
-        lines = [f"rank {self._rank} {report}"]
-        lines += [f"  rank {r}: {reports.get(r, 'reported nothing: it is gone, or still computing')}" for r in others]
+        reports = dict.fromkeys(others, "reported nothing: it is gone, or still computing")
+        reports |= self._exchange(report, others)
+        lines = [f"rank {self._rank} {report}", *(f"  rank {r}: {text}" for r, text in reports.items())]
         if not late:
             lines.append(f"  (the transport says: {str(cause).splitlines()[0] if str(cause) else cause!r})")
         return (TimeoutError if late else ConnectionError)("\n".join(lines))

@@ -3,8 +3,8 @@
     send(x, dst, tag) ──► [(torch's handle, the memory it works on), ...]     long tensors go in chunks
     wait(works)       ──► all within one deadline, or an error that names the operation and every member
 
-Messages with different tags never meet.  After its first failure a transport starts nothing more: sockets keep no
-promise about what is still under way.  ``nccl.py`` adds what GPUs need.
+Messages with different tags never meet.  After its first failure a transport starts nothing more, because sockets
+promise nothing about what is still under way.  ``nccl.py`` adds what GPUs need.
 """
 
 from __future__ import annotations
@@ -30,11 +30,7 @@ Started = tuple[Any, Tensor]
 
 
 class GlooTransport:
-    """Messages of one process.
-
-    Args:
-        waiting: entered around every wait (``Comm.waiting``).
-    """
+    """Messages of one process; ``waiting`` is entered around every wait (``Comm.waiting``)."""
 
     def __init__(
         self,
@@ -75,11 +71,8 @@ class GlooTransport:
         return None
 
     def wait(self, operation: Operation, works: Sequence[Started]) -> None:
-        """Waits for what was started.
-
-        Raises:
-            TimeoutError, ConnectionError: the deadline passed, or a connection broke; with the others' reports.
-        """
+        """Waits for what was started; raises TimeoutError after the deadline, ConnectionError where a connection broke,
+        with the others' reports."""
         end = time.monotonic() + self.deadline
         with self._waiting(operation):
             try:

@@ -3,8 +3,8 @@
     RANK, WORLD_SIZE           who am I, of how many
     MASTER_ADDR, MASTER_PORT   where the store listens; rank 0 (or torchrun itself) hosts it
 
-All that can be wrong here is said before the first operation: variables that are missing, a world that
-does not fill the mesh, a port that something else holds, ranks that never come.
+All that can be wrong here is reported before the first operation: variables that are missing, a world that does not
+fill the mesh, a port in use, ranks that never come.
 """
 
 from __future__ import annotations
@@ -27,11 +27,7 @@ VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 def rank_from_env(mesh: Mesh) -> int:
-    """This process's rank.
-
-    Raises:
-        ValueError: not started by torchrun (or alike), or not with as many processes as the mesh has ranks.
-    """
+    """This process's rank; a ValueError if torchrun did not start it, or too few or too many of them."""
     missing = [v for v in VARIABLES if not os.environ.get(v)]
     if missing:
         raise ValueError(f"{', '.join(missing)} not set: start this program with torchrun --nproc-per-node {mesh.size}")
@@ -39,7 +35,7 @@ def rank_from_env(mesh: Mesh) -> int:
     if started != mesh.size:
         raise ValueError(
             f"the mesh '{mesh}' has {mesh.size} ranks, but {started} processes were started: start "
-            f"{mesh.size} (torchrun --nproc-per-node {mesh.size}), or give a mesh of {started} ranks"
+            f"{mesh.size} (torchrun --nproc-per-node {mesh.size}), or give a mesh of {started}, as in shard={started}"
         )
     return int(os.environ["RANK"])
 

@@ -1,15 +1,14 @@
 """The ledger: one line per message that a rank asked for.
 
-Every world writes the same lines, whatever it moves them with, so a run can be held against the
-planner's list, byte for byte:
+Every world writes the same lines, whatever it moves them with, so a run can be compared with the planner's list, byte
+for byte:
 
     kind            axes       bytes    sent   note
     all_gather      shard       4096    2048   forward   blocks.0   0
     reduce_scatter  shard       4096    2048   backward  blocks.0   0
 
-Bytes are logical (``core/collectives.py``).  A group of one moves nothing and has no line.
-
-Totals count every line; of the lines themselves the newest are kept, some steps of a large run.
+Bytes are logical (``core/collectives.py``).  A group of one moves nothing and has no line.  Totals count every line; of
+the lines themselves the newest are kept, some steps of a large run.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ class Ledger:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Every line written inside is of this phase, whatever its message says of itself."""
+        """Every line written inside is of this phase, whatever its note says."""
         before, self._phase = self._phase, name
         try:
             yield
@@ -65,12 +64,8 @@ class Ledger:
         return tuple(self._kept)
 
     def since(self, mark: int) -> tuple[Entry, ...]:
-        """The lines written after ``mark = len(ledger)`` was taken.
-
-        Raises:
-            ValueError: the ledger was cleared in between and is now shorter than the mark; or more lines have been
-                written since than are kept.
-        """
+        """The lines written after ``mark = len(ledger)`` was taken; a ValueError if the ledger was cleared since then,
+        or more lines have been written than are kept."""
         if not 0 <= mark <= self._written:
             raise ValueError(
                 f"mark {mark} on a ledger of {self._written} lines: "

@@ -31,13 +31,12 @@ _UNSORTED: Any = {"sort_ranks": False} if "sort_ranks" in inspect.signature(dist
 class NcclTransport(GlooTransport):
     """Messages and collectives of one GPU.  UNTESTED.
 
-    Groups are made here, eagerly and in the same order on every rank: for every set of axes larger than 1 in every
-    order (a group's order is the order of its pieces).
+    Groups are made at the start, in the same order on every rank: for every set of axes larger than 1 in every order,
+    because a group's order is the order of its pieces.
 
-    nccl has no tags: messages of one communicator are matched by their order, which is the order in which both sides
-    asked.  Neighbours of a pipeline (the last and the first are neighbours too) have a communicator for each
-    direction, so that a receive posted early stands in nobody's way; all others share two lanes, to higher and to
-    lower ranks.
+    nccl has no tags and matches the messages of a communicator by their order.  Neighbours of a pipeline (the last and
+    the first are neighbours too) have a communicator for each direction, so that a receive posted early blocks nothing;
+    all others share two lanes, to higher and to lower ranks.
     """
 
     BACKEND = "nccl"

@@ -5,7 +5,7 @@ members of a group must agree on its ``meaning``; ``str(operation)`` is how erro
 
     sum all_reduce of unit 'blocks.3' over shard (4096 x float32, phase 'backward', microbatch 0)
 
-The functions below turn a user's mistake into a ValueError that holds the numbers and the way out.
+The functions below turn a user's mistake into a ValueError with the numbers and the fix.
 """
 
 from __future__ import annotations
@@ -77,18 +77,15 @@ class Operation:
         return (self.kind, self.group.axes, self.numel, self.dtype, self.op, self.root, note.phase, note.unit)
 
     def __str__(self) -> str:
-        note, words = self.note, [f"{self.op + ' ' if self.op else ''}{self.kind}"]
-        if note.unit:
-            words.append(f"of unit {note.unit!r}")
-        words.append(f"over {', '.join(self.group.axes) or 'no axes'}")
-        if self.root >= 0:
-            words.append(f"with root {self.group.ranks[self.root]}")
-        about = [f"{self.numel} x {name_of(self.dtype)}"]
-        if note.phase:
-            about.append(f"phase {note.phase!r}")
-        if note.microbatch >= 0:
-            about.append(f"microbatch {note.microbatch}")
-        return f"{' '.join(words)} ({', '.join(about)})"
+        note, group = self.note, self.group
+        text = f"{self.op} {self.kind}".lstrip()
+        text += f" of unit {note.unit!r}" if note.unit else ""
+        text += f" over {', '.join(group.axes) or 'no axes'}"
+        text += f" with root {group.ranks[self.root]}" if self.root >= 0 else ""
+        about = f"{self.numel} x {name_of(self.dtype)}"
+        about += f", phase {note.phase!r}" if note.phase else ""
+        about += f", microbatch {note.microbatch}" if note.microbatch >= 0 else ""
+        return f"{text} ({about})"
 
 
 def name_of(dtype: torch.dtype) -> str:
@@ -138,15 +135,22 @@ def same_dtype(kind: str, a: Tensor, b: Tensor) -> None:
         raise ValueError(f"{kind} between {name_of(a.dtype)} and {name_of(b.dtype)}: convert one to the other first")
 
 
-def multiplies(kind: str, group: Group, whole: Tensor, whole_name: str, piece: Tensor, piece_name: str) -> None:
-    """Refuses a whole that is not ``n`` pieces."""
+def check_pieces(kind: str, group: Group, whole: Tensor, whole_name: str, piece: Tensor, piece_name: str) -> None:
+    """Refuses a whole that is not ``n`` pieces, and a piece that lies in its memory, but not at this rank's slice."""
     same_dtype(kind, whole, piece)
-    n = len(group.ranks)
-    if whole.numel() != n * piece.numel():
+    n, m = len(group.ranks), piece.numel()
+    if whole.numel() != n * m:
         raise ValueError(
             f"{kind} over {names(group)}: {whole_name} has {whole.numel()} elements, but {n} x "
-            f"{piece_name} of {piece.numel()} makes {n * piece.numel()}; pad to equal pieces"
+            f"{piece_name} of {m} makes {n * m}; pad to equal pieces"
         )
+    if overlap(whole, piece):
+        offset = (piece.data_ptr() - whole.data_ptr()) // piece.element_size()
+        if offset != group.index * m:
+            raise ValueError(
+                f"{kind} over {names(group)}: {piece_name} lies in {whole_name} at element {offset}; rank "
+                f"{group.ranks[group.index]} is member {group.index}, whose slice starts at {group.index * m}"
+            )
 
 
 def names(group: Group) -> str:
@@ -156,11 +160,10 @@ def names(group: Group) -> str:
 
 def known_op(op: str, kind: str) -> None:
     """Refuses what is no reduction, and the mean."""
-    if op in OPS:
-        return
     if op.lower() in ("avg", "mean", "average"):
         raise ValueError(f"{kind} with op {op!r}: SUM only, divide yourself (once, by the global count)")
-    raise ValueError(f"{kind} with unknown op {op!r}: use one of {', '.join(OPS)}")
+    if op not in OPS:
+        raise ValueError(f"{kind} with unknown op {op!r}: use one of {', '.join(OPS)}")
 
 
 def known_root(kind: str, group: Group, root: int) -> None:
@@ -180,20 +183,8 @@ def overlap(whole: Tensor, piece: Tensor) -> bool:
     return -piece.numel() * piece.element_size() < start < whole.numel() * whole.element_size()
 
 
-def in_place(kind: str, group: Group, whole: Tensor, whole_name: str, piece: Tensor, piece_name: str) -> None:
-    """Refuses a piece that lies in the memory of its whole, but not at this rank's slice."""
-    if not overlap(whole, piece):
-        return
-    offset = (piece.data_ptr() - whole.data_ptr()) // piece.element_size()
-    if offset != group.index * piece.numel():
-        raise ValueError(
-            f"{kind} over {names(group)}: {piece_name} lies in {whole_name} at element {offset}; rank "
-            f"{group.ranks[group.index]} is member {group.index}, whose slice starts at {group.index * piece.numel()}"
-        )
-
-
 def copied(out: Tensor, piece: Tensor) -> Work:
-    """The values of ``piece`` in ``out``, which may be the same memory; it is all that a group of one does."""
+    """The values of ``piece`` in ``out``, which may be the same memory: all that a group of one does."""
     if out.device.type != "meta" and out.data_ptr() != piece.data_ptr():
         with torch.no_grad():
             out.copy_(piece)

@@ -1,15 +1,15 @@
 """The order in which a group's values are added, as one pure function.
 
-Floating-point addition does not associate, so "the sum over a group" is only defined together with an
-order.  plait's order is read off the axes: the first axis is folded first, from left to right, then
-the next one.  Over ``("shard", "replica")`` of sizes 3 and 2, member ``k = s * 2 + r`` holds ``x[s][r]``:
+Floating-point addition is not associative, so "the sum over a group" is only defined together with an order.  plait's
+order is read off the axes: the first axis is folded first, from left to right, then the next one.  Over
+``("shard", "replica")`` of sizes 3 and 2, member ``k = s * 2 + r`` holds ``x[s][r]``:
 
     r = 0    (x00 + x10) + x20  --+
                                   +-->  sum
     r = 1    (x01 + x11) + x21  --+
 
-Every world reduces by this function, and the reference run of ``verify`` does too; that is why their
-bits are equal.  No fold starts from zero (``0 + -0.0`` is ``0.0``, which would lose a sign).
+Every world reduces by this function, and so does the reference run of ``verify``; that is why their bits are equal.
+No fold starts from zero (``0 + -0.0`` is ``0.0``, which would lose a sign).
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""What a process holds of messages that are under way, and what waiting for them does.
+"""Messages under way in a process, and what waiting for them does.
 
     P2PWork    messages, then something to finish (an ordered reduction)
     Sent       the handle of a message that was sent, whether it is kept or dropped
     TwoPhase   a large all-reduce: reduce-scatter, then all-gather
 
-torch's handles and the memory they work on are held until somebody waits, even where the user drops the handle.
+torch's handles and the memory they work on are kept until somebody waits, even where the user drops the handle.
 """
 
 from __future__ import annotations
@@ -19,11 +19,7 @@ from plait.comm.operation import Operation, Work
 
 
 class P2PWork:
-    """Messages under way, and what is to be done when they are through.
-
-    Args:
-        under_way: holds this work, and so its memory, until it has been waited for.
-    """
+    """Messages, and what to do when they are through; ``under_way`` keeps them and their memory until then."""
 
     def __init__(
         self,
@@ -57,10 +53,7 @@ class P2PWork:
 
 
 class Sent:
-    """The handle of a message to another rank.
-
-    Where it is dropped, nobody will ask whether the message has arrived: it is noted in ``dropped``.
-    """
+    """The handle of a message to another rank; where it is dropped before a wait, ``dropped`` keeps the message."""
 
     def __init__(self, message: P2PWork, dropped: dict[int, P2PWork]) -> None:
         self._message, self._dropped = message, dropped
@@ -77,11 +70,8 @@ class Sent:
 class TwoPhase:
     """Work whose second phase starts when this rank waits.
 
-    So several of one group finish in the order of issue, whichever is waited for first: otherwise two ranks could wait
-    for each other.
-
-    Args:
-        queue: those of the group, the oldest first.
+    Those of one group (``queue``) finish in the order of issue, whichever is waited for first: otherwise two ranks
+    could wait for each other.
     """
 
     def __init__(self, first: Work, second: Callable[[], Work], queue: deque[TwoPhase]) -> None:

@@ -1,24 +1,22 @@
 """Ranks as processes, over torch.distributed.
 
-Every operation is made of point-to-point messages, straight into place, and reductions are made here in the one
-order of ``ordered_reduce.py``:
+Every operation is made of point-to-point messages, straight into place, and reductions are made here in the order of
+``ordered_reduce.py``:
 
     all_gather       piece -> everyone's slot                           no copy
     reduce_scatter   slice k -> member k's receive buffer, then reduce  deterministic
     all_reduce       small, or two ranks: whole -> everyone, reduce
                      else: reduce_scatter, then all_gather              2 (n-1)/n of the bytes
 
-This is deterministic *and* faster than gloo's own collectives (ms for 16 MB at 2 / 4 ranks on two busy
-cores: gather 10 / 12 against 14 / 19, reduce-scatter 10 / 17 against 29 / 48, all-reduce 16 / 30 against
-19 / 31; whole arrays of 64 MB and more: three to seven times).  It needs one process group for all axes in
-all orders, because a group is nothing but a list of ranks.
+This is deterministic *and* faster than gloo's own collectives (figures in decision 013).  It needs one process group
+for all axes in all orders, because a group is nothing but a list of ranks.
 
-A message's tag is a checksum of what the operation means (kind, axes, size, dtype, unit, a running
-number).  So messages of different meaning never meet: two ranks in different operations both reach their
-deadline, and each error names what both were doing, instead of a crash inside the library.
+A message's tag is a checksum of what the operation means (kind, axes, size, dtype, unit, a running number).  So
+messages of different meaning never meet: two ranks in different operations both reach their deadline, and each error
+names what both were doing, instead of a crash inside the library.
 
-Messages start when the operation is issued; ``wait()`` finishes it (the reduction is made there).  What moves a
-single message is the transport: ``gloo.py``, or ``nccl.py`` for GPUs.
+Messages start when the operation is issued; ``wait()`` finishes it, with the reduction if there is one.  A single
+message is moved by the transport: ``gloo.py``, or ``nccl.py`` for GPUs.
 """
 
 from __future__ import annotations
@@ -49,11 +47,11 @@ SMALL_BYTES = 4 * 2**20
 """An all-reduce that receives no more than this sends wholes: one round of messages instead of two."""
 
 MOST_DROPPED = 64
-"""So many sends may be under way whose handles were dropped; one more waits for the oldest of them."""
+"""Sends under way whose handles were dropped; one more waits for the oldest of them."""
 
 
 class ProcessComm(Comm):
-    """One process's face to the others."""
+    """One process's access to the others."""
 
     def __init__(
         self,
@@ -76,17 +74,12 @@ class ProcessComm(Comm):
         self.sends: dict[int, P2PWork] = {}
         """Messages to other ranks that are under way."""
         self.dropped: dict[int, P2PWork] = {}
-        """Those of the sends whose handles are gone, the oldest first."""
+        """Sends under way whose handles are gone, the oldest first."""
         self._closed = False
 
     @classmethod
     def from_env(
-        cls,
-        mesh: Mesh,
-        *,
-        device: torch.device | str = "cpu",
-        deadline: float = 30.0,
-        deterministic: bool = True,
+        cls, mesh: Mesh, *, device: torch.device | str = "cpu", deadline: float = 30.0, deterministic: bool = True
     ) -> ProcessComm:
         """Joins the world that torchrun's variables describe.
 
@@ -121,10 +114,11 @@ class ProcessComm(Comm):
 
     def _all_gather(self, operation: Operation, out: Tensor, piece: Tensor) -> Work:
         works = self.transport.library(operation, out, piece)
-        if works is None:
-            slots = out.tensor_split(len(operation.group.ranks))
-            copied(mine := slots[operation.group.index], piece)
-            works = self.transport.exchange(operation, slots, [mine] * len(slots), self._tag(operation))
+        if works is not None:
+            return self._work(operation, works)
+        slots = out.tensor_split(len(operation.group.ranks))
+        copied(mine := slots[operation.group.index], piece)
+        works = self.transport.exchange(operation, slots, [mine] * len(slots), self._tag(operation))
         return self._work(operation, works)
 
     def _reduce_scatter(self, operation: Operation, out: Tensor, whole: Tensor) -> Work:
@@ -147,8 +141,7 @@ class ProcessComm(Comm):
         first, tag = self._exchanged(operation, mine, slices, mine), self._tag(operation)
 
         def second() -> Work:
-            works = self.transport.exchange(operation, slices, [mine] * n, tag)
-            return self._work(operation, works)
+            return self._work(operation, self.transport.exchange(operation, slices, [mine] * n, tag))
 
         return TwoPhase(first, second, self._two_phase.setdefault(axes, deque()))
 
@@ -171,32 +164,33 @@ class ProcessComm(Comm):
 
     def _broadcast(self, operation: Operation, tensor: Tensor) -> Work:
         is_root = operation.group.index == operation.root
-        return self._from_root(operation, [tensor] * len(operation.group.ranks) if is_root else None, tensor)
+        parts = [tensor] * len(operation.group.ranks) if is_root else None
+        return self._work(operation, self._rooted(operation, parts, tensor, to_root=False))
 
     def _scatter(self, operation: Operation, out: Tensor, whole: Tensor | None) -> Work:
         slices = None if whole is None else whole.tensor_split(len(operation.group.ranks))
         if slices is not None:
             copied(out, slices[operation.root])
-        return self._from_root(operation, slices, out)
+        return self._work(operation, self._rooted(operation, slices, out, to_root=False))
 
     def _reduce(self, operation: Operation, tensor: Tensor) -> Work:
         if operation.group.index != operation.root:
-            return self._work(operation, self._to_root(operation, None, tensor))
+            return self._work(operation, self._rooted(operation, None, tensor, to_root=True))
         buffer, stack = self._receive_stack(operation, tensor)
-        return self._reduced(operation, self._to_root(operation, stack, tensor), buffer, stack, tensor)
+        works = self._rooted(operation, stack, tensor, to_root=True)
+        return self._reduced(operation, works, buffer, stack, tensor)
 
     def _gather(self, operation: Operation, out: Tensor | None, piece: Tensor) -> Work:
         slots = None if out is None else out.tensor_split(len(operation.group.ranks))
         if slots is not None:
             copied(slots[operation.root], piece)
-        return self._work(operation, self._to_root(operation, slots, piece))
+        return self._work(operation, self._rooted(operation, slots, piece, to_root=True))
 
     def _all_to_all(self, operation: Operation, out: Tensor, whole: Tensor) -> Work:
         n, index = len(operation.group.ranks), operation.group.index
         slots, slices = out.tensor_split(n), whole.tensor_split(n)
         slots[index].copy_(slices[index])
-        works = self.transport.exchange(operation, slots, slices, self._tag(operation))
-        return self._work(operation, works)
+        return self._work(operation, self.transport.exchange(operation, slots, slices, self._tag(operation)))
 
     def _barrier(self, operation: Operation) -> None:
         n = len(operation.group.ranks)
@@ -223,47 +217,38 @@ class ProcessComm(Comm):
     def _work(self, operation: Operation, works: list[Started], finish: Callable[[], None] | None = None) -> P2PWork:
         return P2PWork(self.transport, operation, works, self._under_way, finish)
 
-    def _from_root(self, operation: Operation, slices: Sequence[Tensor] | None, out: Tensor) -> Work:
-        """Slice k of the root to member k, which takes it in as ``out``; ``slices`` is None off the root."""
+    def _rooted(
+        self, operation: Operation, parts: Sequence[Tensor] | None, mine: Tensor, *, to_root: bool
+    ) -> list[Started]:
+        """Part k of the root to or from ``mine`` of member k; ``parts`` is None off the root."""
         ranks, tag = operation.group.ranks, self._tag(operation)
-        if slices is None:
-            works = self.transport.recv(operation, out, ranks[operation.root], tag)
-        else:
-            others = [(r, s) for r, s in zip(ranks, slices, strict=True) if r != self.rank]
-            works = [work for r, s in others for work in self.transport.send(operation, s, r, tag)]
-        return self._work(operation, works)
-
-    def _to_root(self, operation: Operation, slots: Sequence[Tensor] | None, piece: Tensor) -> list[Started]:
-        """Member k's ``piece`` into slot k of the root; ``slots`` is None off the root."""
-        ranks, tag = operation.group.ranks, self._tag(operation)
-        if slots is None:
-            return self.transport.send(operation, piece, ranks[operation.root], tag)
-        others = [(r, s) for r, s in zip(ranks, slots, strict=True) if r != self.rank]
-        return [work for r, s in others for work in self.transport.recv(operation, s, r, tag)]
+        move = self.transport.send if to_root == (parts is None) else self.transport.recv
+        if parts is None:
+            return move(operation, mine, ranks[operation.root], tag)
+        others = ((rank, part) for rank, part in zip(ranks, parts, strict=True) if rank != self.rank)
+        return [work for rank, part in others for work in move(operation, part, rank, tag)]
 
     def _tag(self, operation: Operation) -> int:
         members = tuple(sorted(operation.group.ranks))
         return _checksum(*operation.meaning, members, self._number(members))
 
     def _number(self, *key: object) -> int:
-        """Counts what is asked under a key."""
+        """Counts the operations of a key."""
         number = self._numbers[key] = self._numbers.get(key, -1) + 1
         return number
 
     def _receive_stack(self, operation: Operation, mine: Tensor) -> tuple[Tensor, list[Tensor]]:
-        """A receive buffer, and one tensor per member: a part of the buffer, or ``mine`` where it lies.
-
-        Fresh memory costs more than the message, so buffers are used again.
-        """
+        """A receive buffer, and one tensor per member: a part of the buffer, or ``mine`` where it lies.  Fresh memory
+        costs more than the message, so buffers are used again."""
         n, m = len(operation.group.ranks), mine.numel()
         spare = self._spare.setdefault(mine.dtype, [])
-        fits = [i for i, b in enumerate(spare) if b.numel() >= (n - 1) * m]
-        if fits:
-            buffer = spare.pop(min(fits, key=lambda i: spare[i].numel()))
+        spare.sort(key=torch.Tensor.numel)
+        fits = next((i for i, buffer in enumerate(spare) if buffer.numel() >= (n - 1) * m), None)
+        if fits is not None:
+            buffer = spare.pop(fits)
         else:
-            if spare:  # a longer one takes the place of a shorter one
-                spare.pop()
-            buffer = torch.empty((n - 1) * m, dtype=mine.dtype, device=mine.device)
+            del spare[-1:]  # a longer one takes the place of a shorter one
+            buffer = mine.new_empty((n - 1) * m)
         stack = [buffer[k * m : (k + 1) * m] for k in range(n - 1)]
         stack.insert(operation.group.index, mine)
         return buffer, stack

@@ -4,12 +4,10 @@
                         |  all here                                    |  all done
     rank 1   meet #4 ---+            body: read all, write my share ---+           go on
 
-Every wait ends: by the others coming, by the deadline, by a member that has returned for good, or by the
-abort that a failing rank sets off.  Whoever notices first writes the reason into the barrier, and every
-member that comes later reads the same reason.
-
-Where it is the deadline, the reason says what the ranks that did not come were doing: threads of one process can look
-at each other's stacks.
+Every wait ends: by the others coming, by the deadline, by a member that has returned for good, or by the abort that a
+failing rank causes.  Whoever notices first writes the reason into the barrier, and every member that comes later reads
+the same reason.  At a deadline it says what the ranks that did not come were doing: threads of one process can look at
+each other's stacks.
 """
 
 from __future__ import annotations
@@ -18,7 +16,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -27,7 +25,7 @@ from torch import Tensor
 from plait.comm.base import MismatchError, Operation
 
 PIECES = 20
-"""In so many pieces a rank waits out its deadline."""
+"""A rank waits out its deadline in so many pieces."""
 FRAMES = 12
 """How many calls of a rank's stack are shown, the innermost last."""
 
@@ -42,7 +40,7 @@ class _Barrier:
     """The rank that came first, and what it meant."""
     operation: Operation
     changed: threading.Condition
-    brought: dict[int, Tensor | None] = field(default_factory=dict)
+    brought: dict[int, Tensor] = field(default_factory=dict)
     """What each rank laid down."""
     left: int = 0
     failure: str = ""
@@ -51,7 +49,7 @@ class _Barrier:
 
 
 class Rendezvous:
-    """What the ranks of one world share: barriers, mailboxes and the news that one of them has failed."""
+    """What the ranks of one world share: barriers, mailboxes, and why one of them has failed."""
 
     def __init__(self, num_ranks: int, deadline: float) -> None:
         self.deadline = deadline
@@ -87,7 +85,7 @@ class Rendezvous:
             posted.notify_all()
 
     @contextmanager
-    def meet(self, rank: int, number: int, operation: Operation, mine: Tensor | None) -> Iterator[list[Tensor | None]]:
+    def meet(self, rank: int, number: int, operation: Operation, mine: Tensor) -> Iterator[list[Tensor]]:
         """Yields what the members brought, in group order; all stay until the body has run everywhere."""
         ranks = operation.group.ranks
         key = (tuple(sorted(ranks)), number)
@@ -95,12 +93,10 @@ class Rendezvous:
             self._raise_if_aborted(rank, operation)
             barrier = self._barriers.get(key)
             if barrier is None:
-                barrier = _Barrier(rank, operation, threading.Condition(self._lock))
-                self._barriers[key] = barrier
-            if not barrier.failure and barrier.operation.meaning != operation.meaning:
+                barrier = self._barriers[key] = _Barrier(rank, operation, threading.Condition(self._lock))
+            if barrier.operation.meaning != operation.meaning:
                 both = f"rank {barrier.first} is in {barrier.operation}, rank {rank} in {operation}"
-                why = f"{both}: members of a group must call the same, in one order"
-                self._fail(barrier, MismatchError, why)
+                self._fail(barrier, MismatchError, f"{both}: members of a group must call the same, in one order")
             barrier.brought[rank] = mine
             if len(barrier.brought) == len(ranks):
                 barrier.changed.notify_all()
@@ -127,9 +123,9 @@ class Rendezvous:
     def _wait(self, changed: threading.Condition, settled: Callable[[], object]) -> bool:
         """Waits until ``settled()``, or says False after the deadline.
 
-        It counts the time in which somebody could come.  While Python's collector runs, or a library call that holds
-        the interpreter, or the process is stopped, all ranks stand still; who waits then wakes far too late, and counts
-        the piece of its deadline that it meant to sleep.
+        Only time in which somebody could come counts.  While Python's collector runs, or a library call that keeps the
+        interpreter, or the process is stopped, all ranks stand still; whoever waits then wakes far too late, and counts
+        only the piece of its deadline that it meant to sleep.
         """
         left = self.deadline
         while not settled():
@@ -154,14 +150,13 @@ class Rendezvous:
         if len(barrier.brought) == len(ranks):
             return
         self._raise_if_aborted(rank, operation)
-        missing = _list(r for r in ranks if r not in barrier.brought)
+        missing = [r for r in ranks if r not in barrier.brought]
         if in_time:
-            gone = _list(r for r in ranks if r not in barrier.brought and r in self._ended)
-            text = f"rank {rank} is in {operation}, but {gone} returned without it"
+            gone = _list(r for r in missing if r in self._ended)
+            self._fail(barrier, RuntimeError, f"rank {rank} is in {operation}, but {gone} returned without it")
         else:
-            text = f"rank {rank} waited {self.deadline:g} s in {operation}: {missing} did not come"
-            text += self._elsewhere(barrier.brought, computed)
-        self._fail(barrier, RuntimeError if in_time else TimeoutError, text)
+            text = f"rank {rank} waited {self.deadline:g} s in {operation}: {_list(missing)} did not come"
+            self._fail(barrier, TimeoutError, text + self._elsewhere(barrier.brought, computed))
         self._raise(barrier)
 
     def _fail(self, barrier: _Barrier, kind: type[Exception], text: str) -> None:
@@ -203,7 +198,7 @@ class Rendezvous:
         return message
 
     def _elsewhere(self, here: Container[int], computed: float) -> str:
-        """How much the process computed since, and where the ranks that are not ``here`` stand: their stacks."""
+        """How much the process computed since then, and the stacks of the ranks that are not ``here``."""
         text = f" (this process computed {time.process_time() - computed:.2f} s meanwhile)"
         frames = sys._current_frames()
         for rank, thread in sorted(self._threads.items()):
@@ -214,6 +209,6 @@ class Rendezvous:
         return text
 
 
-def _list(ranks: Iterator[int]) -> str:
+def _list(ranks: Iterable[int]) -> str:
     numbers = [str(rank) for rank in ranks]
     return f"rank{'s' if len(numbers) > 1 else ''} {', '.join(numbers)}"

@@ -1,17 +1,15 @@
 """Ranks as threads of one process, for tests, notebooks and lessons: milliseconds per world.
 
-A collective is a rendezvous (``rendezvous.py``).  The members lay down their tensors, each does its own share
-straight from the others' memory, and nobody leaves before all are done, because a tensor that is still
-read must not change:
+A collective is a rendezvous (``rendezvous.py``).  The members lay down their tensors, each does its own share straight
+from the others' memory, and nobody leaves before all are done, because a tensor that is still read must not change:
 
     rank 0   arrive(whole0) ---+            add chunk 0 of whole0, whole1 -> out0 ---+            leave
                                |  all here                                           |  all done
     rank 1   arrive(whole1) ---+            add chunk 1 of whole0, whole1 -> out1 ---+            leave
 
-Barriers of the same ranks are numbered, so the n-th request of one rank meets the n-th of another; if
-the two mean different things, both are told what the other wanted.  So a collective is complete when its
-call returns, and its ``wait()`` does nothing.  Messages wait in numbered mailboxes: ``send`` copies and
-never blocks, ``recv`` takes a number at once and its ``wait()`` waits for the message of that number.
+Barriers of the same ranks are numbered, so the n-th request of one rank meets the n-th of another; if the two mean
+different things, both are told what the other wanted.  Messages wait in numbered mailboxes: ``send`` copies and never
+blocks, ``recv`` takes a number at once and its ``wait()`` waits for the message of that number.
 
     results = run(Mesh(shard=2), lambda comm: work(comm))      # one result per rank, or the first error
 """
@@ -46,22 +44,18 @@ class ThreadWorld(Rendezvous):
     """The place where the ranks of one mesh meet, and how they work."""
 
     def __init__(
-        self,
-        mesh: Mesh,
-        deadline: float = 30.0,
-        deterministic: bool = True,
-        device: torch.device | str = "cpu",
+        self, mesh: Mesh, deadline: float = 30.0, deterministic: bool = True, device: torch.device | str = "cpu"
     ) -> None:
         super().__init__(mesh.size, deadline)
         self.mesh, self.deterministic, self.device = mesh, deterministic, torch.device(device)
 
     def comm(self, rank: int) -> ThreadComm:
-        """The given rank's own face to this world."""
+        """One rank's access to this world."""
         return ThreadComm(self, rank)
 
 
 class ThreadComm(Comm):
-    """One thread's face to a ThreadWorld.  Every collective is complete when its call returns."""
+    """One thread's access to a ThreadWorld.  Every collective is complete when its call returns."""
 
     def __init__(self, world: ThreadWorld, rank: int) -> None:
         super().__init__(
@@ -73,21 +67,19 @@ class ThreadComm(Comm):
 
     @contextmanager
     def _meet(self, operation: Operation, mine: Tensor) -> Iterator[list[Tensor]]:
-        with self._meet_some(operation, mine) as brought:
-            yield [t for t in brought if t is not None]
-
-    @contextmanager
-    def _meet_some(self, operation: Operation, mine: Tensor | None) -> Iterator[list[Tensor | None]]:
+        """What the members lay down, in group order."""
         members = tuple(sorted(operation.group.ranks))
         number = self._met[members] = self._met.get(members, -1) + 1
         with self.waiting(operation), self.world.meet(self.rank, number, operation, mine) as brought:
             yield brought
 
-    def _all_gather(self, operation: Operation, out: Tensor, piece: Tensor) -> Work:
+    def _gather(self, operation: Operation, out: Tensor | None, piece: Tensor) -> Work:
         with self._meet(operation, piece) as pieces:
-            for slot, theirs in zip(out.tensor_split(len(pieces)), pieces, strict=True):
+            for slot, theirs in zip(out.tensor_split(len(pieces)), pieces, strict=True) if out is not None else ():
                 copied(slot, theirs)
         return DONE
+
+    _all_gather = _gather
 
     def _reduce_scatter(self, operation: Operation, out: Tensor, whole: Tensor) -> Work:
         index = operation.group.index
@@ -120,17 +112,8 @@ class ThreadComm(Comm):
         return DONE
 
     def _scatter(self, operation: Operation, out: Tensor, whole: Tensor | None) -> Work:
-        with self._meet_some(operation, whole) as wholes:
-            source = wholes[operation.root]
-            assert source is not None
-            copied(out, source.tensor_split(len(wholes))[operation.group.index])
-        return DONE
-
-    def _gather(self, operation: Operation, out: Tensor | None, piece: Tensor) -> Work:
-        with self._meet(operation, piece) as pieces:
-            if out is not None:
-                for slot, theirs in zip(out.tensor_split(len(pieces)), pieces, strict=True):
-                    copied(slot, theirs)
+        with self._meet(operation, out if whole is None else whole) as brought:
+            copied(out, brought[operation.root].tensor_split(len(brought))[operation.group.index])
         return DONE
 
     def _all_to_all(self, operation: Operation, out: Tensor, whole: Tensor) -> Work:
@@ -151,7 +134,7 @@ class ThreadComm(Comm):
         return number
 
     def _barrier(self, operation: Operation) -> None:
-        with self._meet_some(operation, None):
+        with self._meet(operation, torch.empty(0)):
             pass
 
 
@@ -178,17 +161,19 @@ class _Receive:
             tensor.copy_(message)
 
 
-def _join(thread: threading.Thread, give_up: float) -> None:
-    """Waits until a thread is gone, or the clock says ``give_up``.
+def _join(threads: list[threading.Thread], seconds: float) -> None:
+    """Waits until the threads are gone, or for so many seconds.
 
     Python's join returns when a thread has left Python.  What torch keeps in it (after a backward that raised: nodes
-    that were to run) is destroyed after that and may need the interpreter, whose end would then take the process down:
+    that were to run) is destroyed after that and may need the interpreter; if that ends first, the process dies of
     "terminate called without an active exception".  Linux tells which threads there are.
     """
-    thread.join(max(0.0, give_up - time.monotonic()))
-    task = Path(f"/proc/self/task/{thread.native_id}")
-    while not thread.is_alive() and task.exists() and time.monotonic() < give_up:
-        time.sleep(0.0005)
+    give_up = time.monotonic() + seconds
+    for thread in threads:
+        thread.join(max(0.0, give_up - time.monotonic()))
+        task = Path(f"/proc/self/task/{thread.native_id}")
+        while not thread.is_alive() and task.exists() and time.monotonic() < give_up:
+            time.sleep(0.0005)
 
 
 def run(
@@ -201,8 +186,8 @@ def run(
 ) -> list[Result]:
     """Runs ``fn(comm)`` on one thread per rank and returns the results in rank order.
 
-    When a rank raises, the others are stopped at their next operation and the *first* failure is raised
-    here, with its own traceback; what the others raised because of it is dropped.
+    When a rank raises, the others are stopped at their next operation and the *first* failure is raised here, with its
+    own traceback; what the others raised because of it is dropped.
     """
     world = ThreadWorld(mesh, deadline, deterministic, device)
     results: dict[int, Result] = {}
@@ -218,9 +203,8 @@ def run(
         finally:
             world.end(rank)
 
-    threads = [
-        threading.Thread(target=rank_main, args=(rank,), name=f"rank {rank}", daemon=True) for rank in range(mesh.size)
-    ]
+    ranks = range(mesh.size)
+    threads = [threading.Thread(target=rank_main, args=(rank,), name=f"rank {rank}", daemon=True) for rank in ranks]
     for thread in threads:
         thread.start()
     try:
@@ -228,17 +212,13 @@ def run(
             while thread.is_alive() and not failures:
                 thread.join(0.05)
         # After a failure the others end at their next operation; one that never comes to it is left behind.
-        give_up = time.monotonic() + deadline
-        for thread in threads:
-            _join(thread, give_up)
+        _join(threads, deadline)
     except BaseException:
         world.abort("the calling thread was interrupted")
-        give_up = time.monotonic() + min(deadline, STOPPING)
-        for thread in threads:  # a thread that computes while the interpreter ends would take it down
-            _join(thread, give_up)
+        _join(threads, min(deadline, STOPPING))  # one that computes while the interpreter ends would take it down
         raise
     if failures:
         rank, error = next((f for f in failures if not isinstance(f[1], AbortedError)), failures[0])
         error.add_note(f"(raised on rank {rank} of {mesh.size}, mesh {mesh})")
         raise error
-    return [results[rank] for rank in range(mesh.size)]
+    return [results[rank] for rank in ranks]

@@ -1,8 +1,7 @@
 """A world that moves nothing and records everything.
 
-One process plays one rank: it asks for what the engine would ask, the ledger keeps the lines, and no
-byte goes anywhere.  On the ``meta`` device a run of any size costs no memory either, so the planner's
-list can be held against the engine's for meshes that no machine at hand could hold.
+One process plays one rank: it asks for what the engine would ask, and the ledger keeps the lines.  On the ``meta``
+device a run of any size costs no memory, so the planner's list can be compared with the engine's for any mesh.
 
     comm = TraceComm(Mesh(shard=64), rank=5, device="meta")
     ...

@@ -1,15 +1,11 @@
-"""What ``plait bench comm`` found, as a table, as JSON and as a plot."""
+"""What ``plait bench comm`` measured, as a table, as JSON and as a plot."""
 
-from __future__ import annotations
-
-import dataclasses
 import datetime
-import json
 import platform
 import sys
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import torch
 from rich.console import Console
@@ -18,6 +14,8 @@ from rich.table import Table
 from plait.comm.base import Comm
 from plait.measure.comm import BenchConfig, Measurement, measure
 from plait.measure.plot import Panel, svg
+from plait.report.drawing import seconds_text
+from plait.verify.run import write_json
 
 
 def run_bench(config: BenchConfig, comm: Comm) -> int:
@@ -25,19 +23,28 @@ def run_bench(config: BenchConfig, comm: Comm) -> int:
     results = measure(config, comm)
     if comm.rank:
         return 0
-    answer = as_json(config, results)
-    text = json.dumps(answer, indent=1) + "\n"
+    answer = {
+        "command": "bench comm",
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "machine": platform.machine(),
+        "config": asdict(config),
+        "results": [{**asdict(r), "algbw": r.algbw, "busbw": r.busbw} for r in results],
+    }
     console = Console(file=sys.stderr if config.json == "-" else sys.stdout)
     console.print(table(config, results))
-    if config.json == "-":
-        sys.stdout.write(text)
-    elif config.json is not None:
-        Path(config.json).write_text(text)
+    if config.json is not None:
+        write_json(config.json, answer)
     if config.out is not None:
         folder = Path(config.out)
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / "comm.json").write_text(text)
-        (folder / "comm.svg").write_text(picture(config, results))
+        write_json(str(folder / "comm.json"), answer)
+        kinds = dict.fromkeys(r.kind for r in results)
+        times = {kind: [(r.bytes, r.seconds) for r in results if r.kind == kind] for kind in kinds}
+        rates = {kind: [(r.bytes, r.busbw) for r in results if r.kind == kind] for kind in kinds}
+        panels = [Panel("time", "s", times), Panel("bus bandwidth", "B/s", rates)]
+        (folder / "comm.svg").write_text(svg(title(config), panels))
         console.print(f"written: {folder / 'comm.json'}, {folder / 'comm.svg'}", markup=False)
     return 0
 
@@ -56,41 +63,11 @@ def table(config: BenchConfig, results: Sequence[Measurement]) -> Table:
     for row in results:
         if previous and row.kind != previous:
             table.add_section()
-        name = row.kind if row.kind != previous else ""
+        times = map(seconds_text, (row.seconds, row.seconds_min, row.seconds_max))
+        rates = (f"{rate / 1e9:.3f}" for rate in (row.algbw, row.busbw))
+        table.add_row(row.kind if row.kind != previous else "", size_text(row.bytes), *times, *rates)
         previous = row.kind
-        table.add_row(
-            name,
-            size_text(row.bytes),
-            time_text(row.seconds),
-            time_text(row.seconds_min),
-            time_text(row.seconds_max),
-            f"{row.algbw / 1e9:.3f}",
-            f"{row.busbw / 1e9:.3f}",
-        )
     return table
-
-
-def as_json(config: BenchConfig, results: Sequence[Measurement]) -> dict[str, Any]:
-    """Everything needed to read the numbers later; bandwidths in bytes per second."""
-    return {
-        "command": "bench comm",
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-        "machine": platform.machine(),
-        "config": dataclasses.asdict(config),
-        "results": [{**dataclasses.asdict(r), "algbw": r.algbw, "busbw": r.busbw} for r in results],
-    }
-
-
-def picture(config: BenchConfig, results: Sequence[Measurement]) -> str:
-    """Time and bus bandwidth over size, as SVG."""
-    times: dict[str, list[tuple[float, float]]] = {}
-    rates: dict[str, list[tuple[float, float]]] = {}
-    for r in results:
-        times.setdefault(r.kind, []).append((r.bytes, r.seconds))
-        rates.setdefault(r.kind, []).append((r.bytes, r.busbw))
-    return svg(title(config), [Panel("time", "s", times), Panel("bus bandwidth", "B/s", rates)])
 
 
 def size_text(size: int) -> str:
@@ -100,11 +77,3 @@ def size_text(size: int) -> str:
             number = size / (1 << power)
             return f"{number:g} {unit}" if number == round(number, 2) else f"{size} B"
     return f"{size} B"
-
-
-def time_text(seconds: float) -> str:
-    """Three digits with a unit."""
-    for factor, unit in ((1.0, "s"), (1e-3, "ms"), (1e-6, "us")):
-        if seconds >= factor:
-            return f"{seconds / factor:.3g} {unit}"
-    return f"{seconds / 1e-6:.2f} us"

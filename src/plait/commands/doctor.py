@@ -1,13 +1,9 @@
 """``plait doctor``: what the hardware is, and what about it may cause trouble.
 
-Facts come in sections (one table each, one JSON object each); what this machine does not have is stated,
-and never an error.  What is likely to hurt a run becomes a *warning* that names the fix.
+Facts come in sections: a table and a JSON object each.  What this machine does not have is stated, and never an error.
+What is likely to hurt a run becomes a *warning* that names the fix.
 """
 
-from __future__ import annotations
-
-import importlib.metadata
-import json
 import os
 import platform
 import re
@@ -21,18 +17,20 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
+from plait import __version__
 from plait.measure import machine
 from plait.tensor_parallel.gemm import ONEDNN, has_onednn
+from plait.verify.run import write_json
 
 Facts = dict[str, Any]
 
 FASTER = 1.2
 """How many times as fast oneDNN must be to be recommended."""
-
-_SUFFIX = re.compile("_(bytes|bytes_per_second|flops)$")
 
 
 @dataclass(frozen=True)
@@ -46,19 +44,23 @@ class DoctorConfig:
 
 
 def run_doctor(config: DoctorConfig) -> int:
-    """Examines, shows and returns the exit code, which is 0: a finding is not a failure."""
+    """Examines and shows; the exit code is 0, for a warning is no failure."""
     facts = examine(config.measure)
     console = Console(file=sys.stderr if config.json == "-" else sys.stdout)
     for section, values in facts.items():
-        if section != "warnings":
-            console.print(_table(section, values))
+        if section == "warnings":
+            continue
+        table = Table(title=section, title_justify="left", show_header=False, min_width=60)
+        table.add_column("fact", style="bold", no_wrap=True)
+        table.add_column("value", overflow="fold")
+        for name, value in values.items():
+            heading = re.sub("_(bytes|bytes_per_second|flops)$", "", name).replace("_", " ")
+            table.add_row(heading, escape(_words(name, value)))
+        console.print(table)
     for warning in facts["warnings"]:
-        console.print(f"[bold yellow]warning:[/] {_plain(warning)}", soft_wrap=True)
-    text = json.dumps(facts, indent=1) + "\n"
-    if config.json == "-":
-        sys.stdout.write(text)
-    elif config.json is not None:
-        Path(config.json).write_text(text)
+        console.print(f"[bold yellow]warning:[/] {escape(warning)}", soft_wrap=True)
+    if config.json is not None:
+        write_json(config.json, facts)
     return 0
 
 
@@ -79,16 +81,15 @@ def examine(measure: bool = True) -> Facts:
 
 
 def processor() -> Facts:
-    """Model, cores, and what this process may use of them."""
+    """The model, the cores, and how many of them this process may use."""
     lines = _read("/proc/cpuinfo").splitlines()
     models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     nodes = sorted(path.name for path in Path("/sys/devices/system/node").glob("node[0-9]*"))
     quota = _read("/sys/fs/cgroup/cpu.max").split()
-    affinity = getattr(os, "sched_getaffinity", None)
     return {
         "model": models[0] if models else platform.processor() or platform.machine(),
         "cores": os.cpu_count(),
-        "usable_cores": len(affinity(0)) if affinity else os.cpu_count(),
+        "usable_cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "cgroup_cores": int(quota[0]) / int(quota[1]) if len(quota) == 2 and quota[0] != "max" else None,
         "numa_nodes": len(nodes) or None,
         "vector_instructions": torch.backends.cpu.get_cpu_capability(),
@@ -97,10 +98,8 @@ def processor() -> Facts:
 
 def memory() -> Facts:
     """Bytes of memory, of the cgroup's share, and of shared memory."""
-    table: dict[str, int] = {}
-    for line in _read("/proc/meminfo").splitlines():
-        name, _, value = line.partition(":")
-        table[name] = int(value.split()[0]) * 1024
+    rows = (line.split() for line in _read("/proc/meminfo").splitlines())
+    table = {name.rstrip(":"): int(kilobytes) * 1024 for name, kilobytes, *_ in rows}
     limit = _read("/sys/fs/cgroup/memory.max").strip()
     return {
         "total_bytes": table.get("MemTotal"),
@@ -114,15 +113,13 @@ def memory() -> Facts:
 
 def software() -> Facts:
     """Versions, and the backends that torch was built with."""
-    import torch.distributed as dist
-
     there = dist.is_available()
     return {
         "system": platform.platform(),
         "python": platform.python_version(),
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
-        "plait": _version("plait"),
+        "plait": __version__,
         "gloo": there and dist.is_gloo_available(),
         "nccl": there and dist.is_nccl_available(),
     }
@@ -132,24 +129,25 @@ def gpus() -> Facts:
     """Devices with memory, which of them reach each other directly, and the topology according to the driver."""
     if not torch.cuda.is_available():
         return {"devices": [], "why": machine.NO_GPU}
-    count = torch.cuda.device_count()
+    numbers = range(torch.cuda.device_count())
     devices = []
-    for i in range(count):
-        one = torch.cuda.get_device_properties(i)
-        capability, units = f"{one.major}.{one.minor}", one.multi_processor_count
-        devices.append(
-            {"name": one.name, "bytes": one.total_memory, "capability": capability, "multiprocessors": units}
-        )
-    peers = [[i == j or torch.cuda.can_device_access_peer(i, j) for j in range(count)] for i in range(count)]
-    return {"devices": devices, "peer_access": peers, "topology": _output("nvidia-smi", "topo", "-m")}
+    for one in map(torch.cuda.get_device_properties, numbers):
+        facts = {"name": one.name, "bytes": one.total_memory, "capability": f"{one.major}.{one.minor}"}
+        devices.append(facts | {"multiprocessors": one.multi_processor_count})
+    peers = [[i == j or torch.cuda.can_device_access_peer(i, j) for j in numbers] for i in numbers]
+    try:
+        words = ("nvidia-smi", "topo", "-m")
+        topology = subprocess.run(words, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        topology = None
+    return {"devices": devices, "peer_access": peers, "topology": topology}
 
 
 def network() -> Facts:
     """Interfaces, and what the hostname resolves to."""
     host = socket.gethostname()
     try:
-        found = socket.getaddrinfo(host, None, proto=socket.IPPROTO_TCP)
-        addresses = sorted({str(entry[4][0]) for entry in found})
+        addresses = sorted({str(entry[4][0]) for entry in socket.getaddrinfo(host, None, proto=socket.IPPROTO_TCP)})
     except OSError:
         addresses = []
     return {
@@ -162,17 +160,14 @@ def network() -> Facts:
 
 def limits() -> Facts:
     """What the shell's ``ulimit`` says; None is unlimited."""
-
-    def soft(which: int) -> int | None:
-        value = resource.getrlimit(which)[0]
-        return None if value == resource.RLIM_INFINITY else value
-
-    return {
-        "open_files": soft(resource.RLIMIT_NOFILE),
-        "processes": soft(resource.RLIMIT_NPROC),
-        "locked_memory_bytes": soft(resource.RLIMIT_MEMLOCK),
-        "stack_bytes": soft(resource.RLIMIT_STACK),
+    which = {
+        "open_files": resource.RLIMIT_NOFILE,
+        "processes": resource.RLIMIT_NPROC,
+        "locked_memory_bytes": resource.RLIMIT_MEMLOCK,
+        "stack_bytes": resource.RLIMIT_STACK,
     }
+    soft = {name: resource.getrlimit(number)[0] for name, number in which.items()}
+    return {name: None if value == resource.RLIM_INFINITY else value for name, value in soft.items()}
 
 
 def measured() -> Facts:
@@ -184,62 +179,49 @@ def measured() -> Facts:
         "onednn_product_flops": machine.product_rate(gemm=ONEDNN) if has_onednn() else None,
         "overlap": machine.NO_GPU,
     }
-    found = machine.overlap()
-    if found is not None:
+    overlap = machine.overlap()
+    if overlap is not None:
         facts["gpu_memory_copy_bytes_per_second"] = machine.copy_rate(0.3, 1 << 30, "cuda")
         facts["gpu_matrix_product_flops"] = machine.product_rate(0.3, 8192, "cuda")
         facts["overlap"] = (
-            f"{found.hidden:.0%} of the shorter is hidden: products {found.compute_seconds * 1e3:.2f} ms, "
-            f"copy {found.copy_seconds * 1e3:.2f} ms, together {found.together_seconds * 1e3:.2f} ms"
+            f"{overlap.hidden:.0%} of the shorter is hidden: products {overlap.compute_seconds * 1e3:.2f} ms, "
+            f"copy {overlap.copy_seconds * 1e3:.2f} ms, together {overlap.together_seconds * 1e3:.2f} ms"
         )
     return facts
 
 
 def warnings(facts: Facts) -> list[str]:
     """What is likely to hurt a run on this machine, each with its fix."""
-    found = []
-    net, mem, cpu = facts["network"], facts["memory"], facts["processor"]
-    addresses = net["hostname_resolves_to"]
+    texts = []
+    host, addresses = facts["network"]["hostname"], facts["network"]["hostname_resolves_to"]
     if not addresses:
-        found.append(
-            f"the hostname {net['hostname']!r} resolves to nothing, and gloo asks for it: add it to "
-            f"/etc/hosts, or set GLOO_SOCKET_IFNAME to one "
-            f"of {', '.join(net['interfaces'])} (plait's own launches do)"
+        texts.append(
+            f"the hostname {host!r} resolves to nothing, and gloo asks for it: add it to /etc/hosts, or set "
+            f"GLOO_SOCKET_IFNAME to one of {', '.join(facts['network']['interfaces'])} (plait's own launches do)"
         )
     elif all(a.startswith("127.") or a == "::1" for a in addresses):
-        found.append(
-            f"the hostname {net['hostname']!r} resolves to loopback ({', '.join(addresses)}): fine on one "
+        texts.append(
+            f"the hostname {host!r} resolves to loopback ({', '.join(addresses)}): fine on one "
             f"host; ranks on other hosts cannot reach it, set GLOO_SOCKET_IFNAME there"
         )
-    shared = mem["shared_memory_bytes"]
+    shared, files = facts["memory"]["shared_memory_bytes"], facts["limits"]["open_files"]
     if shared is not None and shared < 1 << 30:
-        found.append(f"/dev/shm holds {shared >> 20} MB: give containers --shm-size=1g or more")
-    if facts["limits"]["open_files"] is not None and facts["limits"]["open_files"] < 1024:
-        found.append(f"only {facts['limits']['open_files']} open files: raise it with ulimit -n 4096")
-    quota = cpu["cgroup_cores"]
-    if quota is not None and cpu["usable_cores"] and quota < cpu["usable_cores"]:
-        found.append(
-            f"the cgroup grants {quota:g} of {cpu['usable_cores']} visible cores: use at most {quota:g} threads"
-        )
+        texts.append(f"/dev/shm holds {shared >> 20} MB: give containers --shm-size=1g or more")
+    if files is not None and files < 1024:
+        texts.append(f"only {files} open files: raise it with ulimit -n 4096")
+    quota, cores = facts["processor"]["cgroup_cores"], facts["processor"]["usable_cores"]
+    if quota is not None and cores and quota < cores:
+        texts.append(f"the cgroup grants {quota:g} of {cores} visible cores: use at most {quota:g} threads")
     if not facts["software"]["gloo"]:
-        found.append("this torch has no gloo: process worlds on CPU need it; --world thread works")
+        texts.append("this torch has no gloo: process worlds on CPU need it; --world thread works")
     speeds = facts.get("measured", {})
     torchs, onednns = speeds.get("matrix_product_flops"), speeds.get("onednn_product_flops")
     if torchs and onednns and onednns >= FASTER * torchs:
-        found.append(
+        texts.append(
             f"oneDNN multiplies fp32 matrices at {_words('_flops', onednns)}, torch's own BLAS at "
             f"{_words('_flops', torchs)}: train and verify with --gemm onednn on this processor"
         )
-    return found
-
-
-def _table(section: str, values: Facts) -> Table:
-    table = Table(title=section, title_justify="left", show_header=False, min_width=60)
-    table.add_column("fact", style="bold", no_wrap=True)
-    table.add_column("value", overflow="fold")
-    for name, value in values.items():
-        table.add_row(_plain(_SUFFIX.sub("", name).replace("_", " ")), _plain(_words(name, value)))
-    return table
+    return texts
 
 
 def _words(name: str, value: Any) -> str:
@@ -264,29 +246,8 @@ def _words(name: str, value: Any) -> str:
     return str(value)
 
 
-def _plain(text: str) -> str:
-    """Text without rich's markup."""
-    return text.replace("[", r"\[")
-
-
 def _read(path: str) -> str:
     try:
         return Path(path).read_text(errors="replace")
     except OSError:
         return ""
-
-
-def _version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
-
-
-def _output(*command: str) -> str | None:
-    """What a program prints; None where it is missing, fails or takes 10 seconds."""
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return done.stdout.strip()

@@ -9,11 +9,10 @@
 Exit codes: 0 done (verify: equal), 1 failed (verify: not equal), 2 bad input; 128 + n for signal n.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Annotated, Literal, TypeVar
 
 import tyro
@@ -24,9 +23,11 @@ from plait.commands.bench import run_bench
 from plait.commands.doctor import DoctorConfig, run_doctor
 from plait.commands.schedule import ScheduleCommand, run_schedule
 from plait.config import TrainConfig, VerifyConfig
-from plait.launch.failure import guarded
-from plait.launch.local import launch
+from plait.launch import guarded, launch
 from plait.measure import comm as bench
+from plait.train.run import run_train
+from plait.verify import run_verify
+from plait.verify.matrix import run_matrix
 
 Config = TypeVar("Config", TrainConfig, VerifyConfig)
 
@@ -40,10 +41,7 @@ class BenchCommand(bench.BenchConfig):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one command and returns its exit code.
-
-    Mistakes end with one line and exit code 2; anything unexpected with its traceback and exit code 1.
-    """
+    """Runs one command and returns its exit code; an error is a line (a mistake of the user) or its traceback."""
     words = list(sys.argv[1:] if argv is None else argv)
     return guarded(lambda: run(words))
 
@@ -51,66 +49,50 @@ def main(argv: Sequence[str] | None = None) -> int:
 def run(argv: list[str]) -> int:
     """The command in ``argv``; mistakes are raised."""
     command = parse(argv)
-    if isinstance(command, DoctorConfig):
-        return run_doctor(command)
-    if isinstance(command, ScheduleCommand):
-        return run_schedule(command)
     body: Callable[[Comm], int]
-    if isinstance(command, BenchCommand):
-        bench.validate(command)
-        body = lambda comm: run_bench(command, comm)  # noqa: E731
-    elif isinstance(command, VerifyConfig) and command.matrix is not None:
-        from plait.verify.matrix import run_matrix
-
-        return run_matrix(command)
-    else:
-        configs.validate(command)
-        body = _training(command, argv)
+    match command:
+        case DoctorConfig():
+            return run_doctor(command)
+        case ScheduleCommand():
+            return run_schedule(command)
+        case BenchCommand():
+            bench.validate(command)
+            body = partial(run_bench, command)
+        case TrainConfig():
+            configs.validate(command)
+            body = partial(run_train, command, argv=argv)
+        case VerifyConfig(matrix=None):
+            configs.validate(command)
+            body = partial(run_verify, command)
+        case VerifyConfig():
+            return run_matrix(command)
     return launch(command, body, [sys.executable, "-m", "plait", *argv])
-
-
-def _training(command: TrainConfig | VerifyConfig, argv: Sequence[str]) -> Callable[[Comm], int]:
-    if isinstance(command, TrainConfig):
-        from plait.train.run import run_train
-
-        return lambda comm: run_train(command, comm, argv)
-    from plait.verify import run_verify
-
-    return lambda comm: run_verify(command, comm)
 
 
 def parse(argv: Sequence[str]) -> TrainConfig | VerifyConfig | DoctorConfig | BenchCommand | ScheduleCommand:
     """The command line as one of the configs; usage errors leave with exit code 2, as argparse's do."""
-    train = _defaults(TrainConfig, argv) if argv[:1] == ["train"] else TrainConfig()
-    verify = _defaults(VerifyConfig, argv) if argv[:1] == ["verify"] else VerifyConfig()
     named = tyro.conf.subcommand
     kinds = (
-        Annotated[TrainConfig, named("train", default=train)]
-        | Annotated[VerifyConfig, named("verify", default=verify)]
+        Annotated[TrainConfig, named("train", default=_defaults(TrainConfig, "train", argv))]
+        | Annotated[VerifyConfig, named("verify", default=_defaults(VerifyConfig, "verify", argv))]
         | Annotated[DoctorConfig, named("doctor")]
         | Annotated[BenchCommand, named("bench")]
         | Annotated[ScheduleCommand, named("schedule")]
     )
     command = tyro.cli(kinds, prog="plait", description="Train one model over many ranks.", args=list(argv))
-    if isinstance(command, TrainConfig | VerifyConfig) and command.epochs is not None:
-        _check_steps(command, argv)
-    return command
-
-
-def _check_steps(command: TrainConfig | VerifyConfig, argv: Sequence[str]) -> None:
-    """Raises ValueError for ``--steps`` beside epochs, which say themselves how many steps there are."""
-    given = {word.partition("=")[0] for word in argv}
-    if "--steps" in given:
-        where = f" of {command.config}" if command.config and "--epochs" not in given else ""
+    flags = {word.partition("=")[0] for word in argv}
+    if isinstance(command, TrainConfig | VerifyConfig) and command.epochs is not None and "--steps" in flags:
+        where = f" of {command.config}" if command.config and "--epochs" not in flags else ""
         raise ValueError(
             f"--steps {command.steps} beside epochs {command.epochs}{where}, which are a number of steps too: "
             f"leave --steps out, or give --epochs None"
         )
+    return command
 
 
-def _defaults(kind: type[Config], argv: Sequence[str]) -> Config:
-    """The defaults of a command: the file named by ``--config``, if there is one."""
-    for i, word in enumerate(argv):
+def _defaults(kind: type[Config], name: str, argv: Sequence[str]) -> Config:
+    """The defaults of a command: the file that its words name by ``--config``, if they do."""
+    for i, word in enumerate(argv if argv[:1] == [name] else ()):
         flag, equals, path = word.partition("=")
         if flag == "--config" and (equals or i + 1 < len(argv)):
             return configs.from_toml(kind, path if equals else argv[i + 1])

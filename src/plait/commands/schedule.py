@@ -1,14 +1,12 @@
 """``plait schedule``: pipelines as data, on the screen, proved, and as a picture.  Nothing runs.
 
-    plait schedule show 1f1b --stages 4 --microbatches 8          the grid over time, bubbles against their formula
-    plait schedule text zbv --stages 4 --microbatches 4           the schedule, to begin one's own with
-    plait schedule check mine.txt                                 a proof, or what is wrong and where
-    plait schedule draw 1f1b --out 1f1b.svg                       the timeline and the memory of each rank
-
-Where an order's name stands, the file of a hand-written schedule may stand instead.
+plait schedule show 1f1b --stages 4 --microbatches 8          the grid over time, bubbles against their formula
+plait schedule text zbv --stages 4 --microbatches 4           the schedule, to begin one's own with
+plait schedule check mine.txt                                 a proof, or what is wrong and where
+plait schedule draw 1f1b --out 1f1b.svg                       the timeline and the memory of each rank
 """
 
-from __future__ import annotations
+from __future__ import annotations  # help texts are made of the orders when they are asked for
 
 import shutil
 from dataclasses import dataclass
@@ -21,7 +19,7 @@ from rich.console import Console
 from plait.config import names_a_file, read_schedule
 from plait.core.cells import find_strategy
 from plait.report.schedule import bubble_table, share_line, svg, time_grid
-from plait.schedule.actions import Schedule, format_schedule, owners
+from plait.schedule.actions import Schedule, format_schedule
 from plait.schedule.bubbles import Bubbles, bubbles
 from plait.schedule.check import Proof, check
 from plait.schedule.orders import describe_chunks, describe_orders, find_order, stages_per_rank, write_order
@@ -45,6 +43,21 @@ class Source:
     """Microbatches of a step; 8 unless given."""
     chunks: Annotated[int | None, tyro.conf.arg(help=describe_chunks())] = None
 
+    def sizes(self) -> tuple[int, int]:
+        """Stages and microbatches."""
+        return 4 if self.stages is None else self.stages, 8 if self.microbatches is None else self.microbatches
+
+    def schedule(self) -> tuple[Schedule, Proof]:
+        """What the source says, proved."""
+        if names_a_file(self.order):
+            for name in ("stages", "microbatches", "chunks"):
+                if (value := getattr(self, name)) is not None:
+                    raise ValueError(f"{name} is {value}, but the file {self.order!r} says it: leave it out")
+            schedule = read_schedule(self.order)
+        else:
+            schedule = write_order(self.order, *self.sizes(), self.chunks)
+        return schedule, check(schedule)
+
 
 @dataclass(frozen=True)
 class Timed(Source):
@@ -59,10 +72,35 @@ class Timed(Source):
     latency: float = 0.0
     """Time of a message from rank to rank."""
 
+    def costs(self) -> Costs:
+        return Costs(self.forward, self.input, self.weight, latency=self.latency)
+
 
 @dataclass(frozen=True)
 class Show(Timed):
     """Print the grid over time, idle shares against the closed formula, and peak activations."""
+
+    def run(self) -> None:
+        formula, (stages, microbatches) = self.formula(), self.sizes()
+        if not names_a_file(self.order) and stages * microbatches > MOST_PASSES:
+            share = "none here" if formula.idle_share is None else f"{formula.idle_share:.6f}"
+            print(f"{stages} stages x {microbatches} microbatches: the closed forms alone")
+            print(f"idle share of rank 0: {share}; peak activations: {max(formula.peaks or (), default='none here')}")
+            return
+        schedule, proof = self.schedule()
+        timeline = simulate(schedule, self.costs())
+        print(time_grid(timeline, shutil.get_terminal_size((120, 24)).columns))
+        Console().print(bubble_table(timeline, proof, formula))
+        print(share_line(timeline, formula))
+
+    def formula(self) -> Bubbles:
+        """What the closed forms say; nothing of a file, and nothing of waits where messages take time."""
+        if names_a_file(self.order):
+            return Bubbles(None, None, None)
+        chunks = stages_per_rank(self.order, self.chunks)
+        times = (self.forward, self.input, self.weight)
+        closed = bubbles(find_order(self.order).formula, *self.sizes(), chunks, *times)
+        return Bubbles(None, None, closed.peaks) if self.latency else closed
 
 
 @dataclass(frozen=True)
@@ -71,6 +109,16 @@ class Draw(Timed):
 
     out: str = "schedule.svg"
     """The file to write."""
+
+    def run(self) -> None:
+        schedule, proof = self.schedule()
+        sizes = f"{proof.num_stages} stages on {len(set(proof.owner))} ranks, {proof.num_microbatches} microbatches"
+        picture = svg(simulate(schedule, self.costs()), self.costs(), f"{self.order}: {sizes}")
+        try:
+            Path(self.out).write_text(picture, encoding="utf-8")
+        except OSError as error:
+            raise ValueError(f"cannot write {self.out!r}: {error.strerror}") from error
+        print(f"written: {self.out}")
 
 
 @dataclass(frozen=True)
@@ -82,6 +130,15 @@ class Text(Source):
     strategy: str | None = None
     """With what a row of the table adds on every rank (ddp, zero1, ... hpz), and the end of the step."""
 
+    def run(self) -> None:
+        schedule, _ = self.schedule()
+        if self.strategy is not None:
+            schedule = add_step(add_sharding(schedule, find_strategy(self.strategy)))
+        if self.messages:
+            schedule = merge_messages(add_messages(schedule))
+        check(schedule)
+        print(format_schedule(schedule))
+
 
 @dataclass(frozen=True)
 class Check:
@@ -91,6 +148,12 @@ class Check:
     """One line per rank, as in 0F0 0F1 0B0 0B1."""
     in_order: bool = False
     """Refuse gradients that are not added in the order of microbatches."""
+
+    def run(self) -> None:
+        proof = check(read_schedule(self.file), in_order=self.in_order)
+        order = "in the order of microbatches" if proof.in_order else "NOT in the order of microbatches"
+        print(f"proved: {proof.num_stages} stages on {len(proof.peaks)} ranks, {proof.num_microbatches} microbatches")
+        print(f"gradients are added {order}; peak activations per rank: {', '.join(map(str, proof.peaks))}")
 
 
 @dataclass(frozen=True)
@@ -109,93 +172,5 @@ class ScheduleCommand:
 
 def run_schedule(command: ScheduleCommand) -> int:
     """One ``plait schedule`` command; returns the exit code."""
-    match command.what:
-        case Check() as what:
-            _check(what)
-        case Text() as what:
-            _text(what)
-        case Show() as what:
-            _show(what)
-        case Draw() as what:
-            _draw(what)
+    command.what.run()
     return 0
-
-
-def _schedule(source: Source) -> tuple[Schedule, Proof]:
-    """The schedule of a source, proved."""
-    if names_a_file(source.order):
-        for name in ("stages", "microbatches", "chunks"):
-            if getattr(source, name) is not None:
-                raise ValueError(
-                    f"{name} is {getattr(source, name)}, but the file {source.order!r} says it: leave it out"
-                )
-        schedule = read_schedule(source.order)
-    else:
-        schedule = write_order(source.order, _stages(source), _microbatches(source), source.chunks)
-    return schedule, check(schedule)
-
-
-def _stages(source: Source) -> int:
-    return 4 if source.stages is None else source.stages
-
-
-def _microbatches(source: Source) -> int:
-    return 8 if source.microbatches is None else source.microbatches
-
-
-def _formula(timed: Timed) -> Bubbles:
-    """What the closed forms say; nothing of a file, and nothing of waits where messages take time."""
-    if names_a_file(timed.order):
-        return Bubbles(None, None, None)
-    chunks = stages_per_rank(timed.order, timed.chunks)
-    times = (timed.forward, timed.input, timed.weight)
-    closed = bubbles(find_order(timed.order).formula, _stages(timed), _microbatches(timed), chunks, *times)
-    return Bubbles(None, None, closed.peaks) if timed.latency else closed
-
-
-def _costs(timed: Timed) -> Costs:
-    return Costs(timed.forward, timed.input, timed.weight, latency=timed.latency)
-
-
-def _check(command: Check) -> None:
-    proof = check(read_schedule(command.file), in_order=command.in_order)
-    order = "in the order of microbatches" if proof.in_order else "NOT in the order of microbatches"
-    print(f"proved: {proof.num_stages} stages on {len(proof.peaks)} ranks, {proof.num_microbatches} microbatches")
-    print(f"gradients are added {order}; peak activations per rank: {', '.join(map(str, proof.peaks))}")
-
-
-def _text(command: Text) -> None:
-    schedule, _ = _schedule(command)
-    if command.strategy is not None:
-        schedule = add_step(add_sharding(schedule, find_strategy(command.strategy)))
-    if command.messages:
-        schedule = merge_messages(add_messages(schedule))
-    check(schedule)
-    print(format_schedule(schedule))
-
-
-def _show(command: Show) -> None:
-    formula = _formula(command)
-    if not names_a_file(command.order) and _stages(command) * _microbatches(command) > MOST_PASSES:
-        share = "none here" if formula.idle_share is None else f"{formula.idle_share:.6f}"
-        print(f"{_stages(command)} stages x {_microbatches(command)} microbatches: the closed forms alone")
-        peak = max(formula.peaks) if formula.peaks else "none here"
-        print(f"idle share of rank 0: {share}; peak activations: {peak}")
-        return
-    schedule, proof = _schedule(command)
-    timeline = simulate(schedule, _costs(command))
-    print(time_grid(timeline, shutil.get_terminal_size((120, 24)).columns))
-    console = Console()
-    console.print(bubble_table(timeline, proof, formula))
-    print(share_line(timeline, formula))
-
-
-def _draw(command: Draw) -> None:
-    schedule, proof = _schedule(command)
-    ranks = len(set(owners(schedule).values()))
-    title = f"{command.order}: {proof.num_stages} stages on {ranks} ranks, {proof.num_microbatches} microbatches"
-    try:
-        Path(command.out).write_text(svg(simulate(schedule, _costs(command)), _costs(command), title), encoding="utf-8")
-    except OSError as error:
-        raise ValueError(f"cannot write {command.out!r}: {error.strerror}") from error
-    print(f"written: {command.out}")

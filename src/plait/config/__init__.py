@@ -7,7 +7,7 @@ check.py       ``validate``: what is known to be impossible, with the numbers an
 file.py        a config as TOML, and back
 sinks.py       where the numbers of each step go
 
-The other sections, of what is trained, stand with what they make: in ``job``.
+The sections of what is trained are in ``job``, with what they make.
 """
 
 from plait.config.check import validate
@@ -16,19 +16,5 @@ from plait.config.layout import names_a_file, read_schedule
 from plait.config.machine import Device, MachineConfig, World, check_machine, resolve_device
 from plait.config.settings import RunConfig, TrainConfig, VerifyConfig, section
 
-__all__ = [
-    "Device",
-    "MachineConfig",
-    "RunConfig",
-    "TrainConfig",
-    "VerifyConfig",
-    "World",
-    "check_machine",
-    "from_toml",
-    "names_a_file",
-    "read_schedule",
-    "resolve_device",
-    "section",
-    "to_toml",
-    "validate",
-]
+__all__ = ["Device", "MachineConfig", "RunConfig", "TrainConfig", "VerifyConfig", "World", "check_machine", "from_toml"]
+__all__ += ["names_a_file", "read_schedule", "resolve_device", "section", "to_toml", "validate"]

@@ -1,9 +1,4 @@
-"""What is known to be impossible is refused here, before any process starts, with the numbers and the fix.
-
-A mistake costs a second and not a job.
-"""
-
-from __future__ import annotations
+"""What is known to be impossible is refused here, before any process starts: a mistake costs a second and not a job."""
 
 import math
 import os
@@ -11,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from plait.config.machine import check_machine, resolve_device
+from plait.config.machine import MachineConfig, check_machine, resolve_device
 from plait.config.settings import RunConfig, TrainConfig, VerifyConfig
 from plait.config.sinks import check_sinks
 from plait.core.precision import LossScale
@@ -25,10 +20,9 @@ from plait.tensor_parallel.gemm import find_gemm
 AT_LEAST = {
     **dict.fromkeys(("microbatches", "steps", "epochs", "batch", "length", "threads", "log_every", "eval_steps"), 1),
     **dict.fromkeys(("prefetch", "warmup", "workers", "eval_every"), 0),
+    "repeat": 1,
 }
 """The least that a setting may be, where it is given."""
-
-ABOVE_ZERO = ("lr", "deadline", "clip")
 
 FOR_TEXT = {
     "sequence_parallel": "can be cut in time",
@@ -36,26 +30,21 @@ FOR_TEXT = {
     "pack": "has documents",
     "eval_every": "has a held-out part",
 }
-"""Settings for models of text, and what it has that other data does not."""
+"""Settings for models of text, and what text has that other data does not."""
 
 
 def validate(config: RunConfig) -> None:
-    """Refuses what is known to be impossible before anything starts.
-
-    Raises:
-        ValueError: with the numbers and the fix.
-    """
-    mesh = config.parsed_mesh
-    _ = config.row, config.optimizer_row  # refused where they are made
+    """Refuses what is known to be impossible, by a ValueError with the numbers and the fix."""
+    _ = config.row, config.optimizer_row  # raise what is wrong with them
     _check_family(config)
-    _check_numbers(config)
+    check_numbers(config)
+    _check_rates(config)
     _check_pipeline(config)
-    parts = mesh.data_size * config.microbatches
+    ranks, parts = config.parsed_mesh.data_size, config.parsed_mesh.data_size * config.microbatches
     if config.batch < parts:
         raise ValueError(
-            f"a batch of {config.batch} samples cannot fill {mesh.data_size} data ranks x "
-            f"{config.microbatches} microbatches = {parts} parts: "
-            f"give batch >= {parts}, or fewer microbatches"
+            f"a batch of {config.batch} samples cannot fill {ranks} data ranks x {config.microbatches} microbatches = "
+            f"{parts} parts: give batch >= {parts}, or fewer microbatches"
         )
     if config.data is not None and not Path(config.data).exists():
         raise ValueError(
@@ -63,8 +52,8 @@ def validate(config: RunConfig) -> None:
         )
     if isinstance(config, TrainConfig):
         _check_training(config)
-    if config.json not in (None, "-"):
-        if not Path(str(config.json)).absolute().parent.is_dir():
+    if config.json is not None and config.json != "-":
+        if not Path(config.json).absolute().parent.is_dir():
             raise ValueError(f"json {config.json!r}: there is no such folder; make it, or give another")
         _check_writable("json", config.json)
     check_machine(config)
@@ -74,27 +63,32 @@ def validate(config: RunConfig) -> None:
 
 def _check_family(config: RunConfig) -> None:
     """Refuses an unknown model, sizes that do not fit together, and settings that are not for its family."""
-    if not config.family.reads_text:
-        for name, why in FOR_TEXT.items():
-            if getattr(config, name, None) not in (None, False):
-                raise ValueError(f"{name} is for text, which {why}; {config.model} reads none: leave it out")
-        if config.recompute == "selective":
-            raise ValueError(
-                f"recompute selective is for attention, which {config.model} lacks: choose full, or leave it out"
-            )
     _ = config.sizes
+    if config.family.reads_text:
+        return
+    for name, why in FOR_TEXT.items():
+        if getattr(config, name, None) not in (None, False):
+            raise ValueError(f"{name} is for text, which {why}; {config.model} reads none: leave it out")
+    if config.recompute == "selective":
+        raise ValueError(
+            f"recompute selective is for attention, which {config.model} lacks: choose full, or leave it out"
+        )
 
 
-def _check_numbers(config: RunConfig) -> None:
-    """Refuses numbers out of range."""
+def check_numbers(config: MachineConfig) -> None:
+    """Refuses numbers out of range, of those settings that a config has."""
     for name, least in AT_LEAST.items():
         value = getattr(config, name, None)
         if value is not None and value < least:
             raise ValueError(f"{name} is {value}: give a whole number from {least}")
-    for name in ABOVE_ZERO:
-        value = getattr(config, name)
+    for name in ("lr", "deadline", "clip"):
+        value = getattr(config, name, None)
         if value is not None and not value > 0:
             raise ValueError(f"{name} is {value}: give a number above 0")
+
+
+def _check_rates(config: RunConfig) -> None:
+    """Refuses a schedule of the learning rate that does not fit the run, and rates out of range."""
     if config.epochs is None and config.warmup > config.steps:
         raise ValueError(f"a warmup of {config.warmup} steps in a run of {config.steps}: give at most {config.steps}")
     if not 0 <= config.min_lr <= 1:
@@ -119,7 +113,7 @@ def _check_pipeline(config: RunConfig) -> None:
 
 
 def _check_training(config: TrainConfig) -> None:
-    """Refuses what a run could not write, and a limit of evaluations that there are not."""
+    """Refuses places that a run could not write to, and a limit on evaluations where there are none."""
     if config.out is not None and Path(config.out).is_file():
         raise ValueError(f"out {config.out!r} is a file: give a folder for the metrics")
     _check_writable("out", config.out)
@@ -135,17 +129,16 @@ def _check_training(config: TrainConfig) -> None:
 
 
 def _check_writable(name: str, path: str | None) -> None:
-    """Refuses a place that nothing can be written to; what a run leaves is written at its end."""
-    if path is None:
-        return
-    place = Path(path).absolute()
-    there = next(parent for parent in (place, *place.parents) if parent.exists())
-    if not os.access(there, os.W_OK):
-        raise ValueError(f"{name} {path!r}: nothing can be written in {str(there)!r}; give another place")
+    """Refuses a place that nothing can be written to, which a run would notice only at its end."""
+    if path is not None:
+        place = Path(path).absolute()
+        there = next(parent for parent in (place, *place.parents) if parent.exists())
+        if not os.access(there, os.W_OK):
+            raise ValueError(f"{name} {path!r}: nothing can be written in {str(there)!r}; give another place")
 
 
 def _check_dtypes(config: RunConfig) -> None:
-    """Refuses a dtype in which the device cannot compute, and a loss scale that is none."""
+    """Refuses a dtype in which the device cannot compute, and an impossible loss scale."""
     dtype, device = config.torch_dtype, resolve_device(config.device)
     if dtype != torch.float32:
         try:
@@ -158,9 +151,7 @@ def _check_dtypes(config: RunConfig) -> None:
 
 
 def _check_model(config: RunConfig) -> None:
-    """Refuses what the mesh cannot do to this model: files that do not fit together, more stages than it has links,
-    heads that the tensor axis cannot share, a gemm that this torch does not have.
-    """
+    """Refuses files that do not fit together, a gemm that this torch lacks, and a mesh that cannot cut this model."""
     mesh, pipeline = config.parsed_mesh, config.pipeline
     find_gemm(config.gemm)
     if config.family.weights is not None:

@@ -1,9 +1,7 @@
-"""A config as a TOML file, and back: one key a field, checked by the field's type.
+"""A config as a TOML file, and back: a key for each field, checked by the field's type.
 
 TrainConfig(mesh="shard=2", layers=None)  ──► mesh = "shard=2"  ──► TrainConfig(mesh="shard=2", layers=None)
 """
-
-from __future__ import annotations
 
 import difflib
 import tomllib
@@ -16,7 +14,7 @@ import tomli_w
 Config = TypeVar("Config")
 
 NONE = "None"
-"""Stands for None, which TOML does not have, in a field whose default is another; as on the command line."""
+"""Stands for None, for which TOML has no word, where that is not the default; as on the command line."""
 
 
 @dataclass(frozen=True)
@@ -45,8 +43,8 @@ def from_toml(kind: type[Config], path: str) -> Config:
     """The config in a TOML file; what it does not name keeps its default.
 
     Raises:
-        ValueError: no such file, no TOML, an unknown key (the nearest are named), a value of another type, both steps
-            and epochs.
+        ValueError: no such file, no TOML, an unknown key (the nearest are named), a value of another type, or both
+            steps and epochs.
     """
     try:
         values = tomllib.loads(Path(path).read_text(encoding="utf-8"))

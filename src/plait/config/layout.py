@@ -1,4 +1,4 @@
-"""How the model lies on the ranks, as flags."""
+"""How the model lies on the ranks, as flags; ``RunConfig`` makes a ``Parallelism`` of them."""
 
 from __future__ import annotations
 
@@ -50,22 +50,8 @@ class LayoutConfig:
     """Keep the optimizer's state, and the copy of the parameters that it updates, on the CPU."""
 
     @cached_property
-    def order(self) -> str | Schedule | None:
-        """The schedule: an order's name, or what the file holds.
-
-        Raises:
-            ValueError: a file that cannot be read, or holds something else.
-        """
-        name = self.schedule
-        return read_schedule(name) if name is not None and names_a_file(name) else name
-
-    @cached_property
     def sizes_of_stages(self) -> tuple[int, ...] | None:
-        """The split as numbers; None: equally many, or measured.
-
-        Raises:
-            ValueError: other words than numbers.
-        """
+        """The split as numbers; None: equally many, or measured."""
         if self.split is None or self.split == "measured":
             return None
         words = self.split.replace(",", " ").split()
@@ -75,16 +61,12 @@ class LayoutConfig:
 
 
 def names_a_file(schedule: str) -> bool:
-    """Whether a file is meant and not an order: it has a dot or a slash in its name, or is there."""
+    """Whether a file is meant and not an order: the name has a dot or a slash in it, or there is such a file."""
     return schedule not in ORDERS and (bool({".", "/"} & {*schedule}) or Path(schedule).is_file())
 
 
 def read_schedule(path: str) -> Schedule:
-    """The schedule in a file.
-
-    Raises:
-        ValueError: a file that cannot be read, or holds something else.
-    """
+    """The schedule in a file; ValueError if it cannot be read or has something else in it."""
     try:
         return parse_schedule(Path(path).read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:

@@ -1,6 +1,4 @@
-"""The ranks: how many there are, where they live, and what this machine allows of it."""
-
-from __future__ import annotations
+"""The ranks: how many there are, where they live, and whether this machine has room for them."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -16,7 +14,7 @@ Device = Literal["auto", "cpu", "cuda"]
 
 @dataclass(frozen=True)
 class MachineConfig:
-    """The settings that every command that starts ranks has."""
+    """The settings of every command that starts ranks."""
 
     mesh: str = "shard=4"
     """Ranks on named axes, as in "replica=2 shard=2"; their product is the number of ranks."""
@@ -33,7 +31,6 @@ class MachineConfig:
 
     @cached_property
     def parsed_mesh(self) -> Mesh:
-        """The mesh as a value."""
         return Mesh.parse(self.mesh)
 
 

@@ -1,12 +1,10 @@
-"""A run as one frozen value: every flag of ``plait train`` and ``plait verify``, and what follows from it.
+"""Every flag of ``plait train`` and ``plait verify`` as one frozen value, and what follows from it.
 
-    defaults  <-  --config FILE.toml  <-  flags of the command line
+defaults  <-  --config FILE.toml  <-  flags of the command line
 
-    MachineConfig   the ranks                 machine.py ─┐
-    LayoutConfig    the model on them          layout.py  ├─► RunConfig ──► parallelism ──► Engine
-    JobConfig       what is trained   job/config.py, ... ─┘           └───► Job
-
-Each section is a value of its own: ``section(config, JobConfig)``.
+MachineConfig   the ranks                 machine.py ─┐
+LayoutConfig    the model on them          layout.py  ├─► RunConfig ──► parallelism ──► Engine
+JobConfig       what is trained        job/config.py ─┘           └───► Job
 """
 
 from __future__ import annotations
@@ -19,11 +17,10 @@ import tyro
 
 from plait.comm import Comm
 from plait.config.file import FileConfig
-from plait.config.layout import LayoutConfig
+from plait.config.layout import LayoutConfig, names_a_file, read_schedule
 from plait.config.machine import MachineConfig, World
 from plait.core.cells import Strategy, find_strategy
 from plait.core.parallelism import Parallelism
-from plait.core.precision import Precision
 from plait.job.config import JobConfig
 from plait.job.families import stock_families
 from plait.job.job import Job
@@ -34,43 +31,29 @@ Section = TypeVar("Section")
 
 @dataclass(frozen=True)
 class RunConfig(JobConfig, LayoutConfig, MachineConfig, FileConfig):
-    """What training and verifying have in common."""
+    """What training and verifying have in common; a wrong setting raises ValueError where its value is made."""
 
     json: str | None = None
     """Write the results here as JSON; "-" is the standard output."""
 
     @cached_property
     def row(self) -> Strategy:
-        """The strategy, with the dtypes and the device that other settings give its cells.
-
-        Raises:
-            ValueError: no such row, or one with its own dtypes together with another setting of dtypes.
-        """
+        """The strategy, with the dtypes and the device that other settings give its cells."""
         row = self.in_dtype(find_strategy(self.strategy))
         return row.offloaded() if self.offload else row
 
     @cached_property
-    def precision(self) -> Precision:
-        """In which dtypes parameters, sums and the optimizer work."""
-        return self.precision_under(self.row)
-
-    @cached_property
     def parallelism(self) -> Parallelism:
-        """The layout as the engine takes it; a split that is to be measured is None here.
-
-        Raises:
-            ValueError: an unknown setting, or a file without a schedule.
-        """
+        """The layout as the engine takes it; a split that is to be measured is None here."""
         given = {field.name: getattr(self, field.name) for field in fields(Parallelism) if hasattr(self, field.name)}
-        return Parallelism(**given | {"strategy": self.row, "schedule": self.order, "split": self.sizes_of_stages})
+        given |= {"strategy": self.row, "split": self.sizes_of_stages}
+        if self.schedule is not None and names_a_file(self.schedule):
+            given["schedule"] = read_schedule(self.schedule)
+        return Parallelism(**given)
 
     @cached_property
     def pipeline(self) -> Pipeline:
-        """How the ranks of the pipe axis share the work.
-
-        Raises:
-            ValueError: an unknown order, or a schedule that is not for this mesh.
-        """
+        """How the ranks of the pipe axis share the work."""
         return Pipeline.of(self.parallelism, self.parsed_mesh.pipe)
 
     def measured(self, job: Job, comm: Comm) -> Parallelism:
@@ -93,6 +76,8 @@ class TrainConfig(RunConfig):
         str | None,
         tyro.conf.arg(help=f"A new folder for the trained model, as transformers loads it ({stock_families()})."),
     ] = None
+    nonfinite: Literal["raise", "skip"] = "raise"
+    """A step whose loss or gradient is inf or NaN on any rank ends the run, or is left out (as always in fp16)."""
     workers: int = 0
     """Processes of each rank that make the batches of the coming steps; 0: the rank makes them itself."""
     log_every: int = 10
@@ -128,5 +113,5 @@ class VerifyConfig(RunConfig):
 
 
 def section(config: Any, kind: type[Section]) -> Section:
-    """The part of a config that one of its sections is."""
+    """One section of a config, as a value of its own: ``section(config, JobConfig)``."""
     return kind(**{field.name: getattr(config, field.name) for field in fields(kind)})  # type: ignore[arg-type]

@@ -4,14 +4,13 @@
                                                 ├─► TensorBoard         event files
                                                 └─► Weights & Biases    a project
 
-A sink has ``write`` and ``close``.  What was written before a run is stopped stays.
+What was written before a run is stopped stays.
 """
-
-from __future__ import annotations
 
 import importlib
 import importlib.util
 import json
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -20,13 +19,11 @@ Line = Mapping[str, Any]
 
 
 class Sink(Protocol):
-    """Takes the numbers of a run, step by step."""
+    """Takes the numbers of a run, step by step, until it is over or stopped; ``line["step"]`` counts from 1."""
 
-    def write(self, line: Line) -> None:
-        """One step; ``line["step"]`` counts from 1."""
+    def write(self, line: Line) -> None: ...
 
-    def close(self) -> None:
-        """The run is over, or stopped."""
+    def close(self) -> None: ...
 
 
 class JsonLines:
@@ -36,7 +33,7 @@ class JsonLines:
         self._file = (folder / "metrics.jsonl").open("w", encoding="utf-8")
 
     def write(self, line: Line) -> None:
-        self._file.write(json.dumps(line) + "\n")
+        self._file.write(json.dumps(finite(line), allow_nan=False) + "\n")
         self._file.flush()
 
     def close(self) -> None:
@@ -61,12 +58,7 @@ class TensorBoard:
 
 
 class WeightsAndBiases:
-    """A run of a Weights & Biases project; WANDB_MODE=offline keeps it on this machine.
-
-    Args:
-        settings: of the run, shown beside its curves.
-        folder: where wandb keeps its files; None: the working directory.
-    """
+    """A run of a Weights & Biases project; WANDB_MODE=offline keeps it in ``folder`` (None: the working directory)."""
 
     def __init__(self, project: str, settings: Mapping[str, Any], folder: Path | None) -> None:
         wandb = importlib.import_module("wandb")
@@ -79,51 +71,56 @@ class WeightsAndBiases:
         self._run.finish()
 
 
+def finite(value: Any) -> Any:
+    """With null for inf and NaN, which JSON has no words for."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {key: finite(one) for key, one in value.items()}
+    return [finite(one) for one in value] if isinstance(value, list | tuple) else value
+
+
+def _numbers(line: Line) -> dict[str, float]:
+    """What can be drawn over the steps: all but the step itself and what has no value."""
+    return {name: value for name, value in line.items() if name != "step" and isinstance(value, int | float)}
+
+
 class Sinks:
     """Several sinks as one."""
 
-    def __init__(self, every: Sequence[Sink]) -> None:
-        self._every = every
+    def __init__(self, sinks: Sequence[Sink]) -> None:
+        self._sinks = sinks
 
     def write(self, line: Line) -> None:
-        for sink in self._every:
+        for sink in self._sinks:
             sink.write(line)
 
     def close(self) -> None:
-        for sink in self._every:
+        for sink in self._sinks:
             sink.close()
 
 
 def check_sinks(out: str | None, *, tensorboard: bool, wandb: str | None) -> None:
-    """Refuses sinks whose package is missing, or that have nowhere to write.
-
-    Raises:
-        ValueError: with the command that installs the package.
-    """
+    """Refuses, by a ValueError, sinks that have nowhere to write, or whose package is not installed."""
     if tensorboard and out is None:
         raise ValueError("tensorboard writes its event files into the folder out: give --out DIR")
     if wandb == "":
         raise ValueError("wandb '' names no project: give --wandb PROJECT")
     for asked, name in ((tensorboard, "tensorboard"), (wandb is not None, "wandb")):
-        found = importlib.util.find_spec(name) if asked else None
-        if asked and (found is None or found.origin is None):  # without origin: only a folder of this name, here
+        spec = importlib.util.find_spec(name) if asked else None
+        if asked and (spec is None or spec.origin is None):  # without origin: only a folder of this name, here
             raise ValueError(f"{name} is not installed: pip install 'plait[{name}]', or leave --{name} out")
 
 
 def open_sinks(out: str | None, *, tensorboard: bool, wandb: str | None, settings: Mapping[str, Any]) -> Sinks:
     """The sinks of a run, opened; ``out`` is made where it is missing."""
     folder = None if out is None else Path(out)
-    every: list[Sink] = []
+    sinks: list[Sink] = []
     if folder is not None:
         folder.mkdir(parents=True, exist_ok=True)
-        every.append(JsonLines(folder))
+        sinks.append(JsonLines(folder))
         if tensorboard:
-            every.append(TensorBoard(folder))
+            sinks.append(TensorBoard(folder))
     if wandb is not None:
-        every.append(WeightsAndBiases(wandb, settings, folder))
-    return Sinks(every)
-
-
-def _numbers(line: Line) -> dict[str, float]:
-    """What can be drawn over the steps: all but the step itself and what has no value."""
-    return {name: value for name, value in line.items() if name != "step" and value is not None}
+        sinks.append(WeightsAndBiases(wandb, settings, folder))
+    return Sinks(sinks)

@@ -1,15 +1,15 @@
 """The tree in which a layout adds its gradients.
 
-Floating-point addition is not associative, so *which* sum comes first decides the last bits.  The order
-is not a choice of the engine's: it follows from the row.  After each microbatch the axes that the
-gradient cell splits are summed, then the microbatches, then at the step the axes that were pending:
+Floating-point addition is not associative, so *which* sum comes first decides the last bits.  The order follows from
+the row: after each microbatch the axes that the gradient cell splits are summed, then the microbatches, then at the
+step the axes that were pending:
 
     ddp, zero1                       microbatch, shard, replica        ((m0+m1) + (m0+m1)) + ...
     hsdp, psdp                       shard, microbatch, replica
     zero2, zero3, zero3_keep, hpz    shard, replica, microbatch
 
-Every sum is a left fold in coordinate order.  A single process that replays this tree gets the very bits
-of the layout: that is what ``plait verify`` compares with.
+Every sum is a left fold in coordinate order.  A single process that replays this tree gets the very bits of the layout:
+``plait verify`` compares with those.
 """
 
 from __future__ import annotations

@@ -1,10 +1,11 @@
-"""The two small messages of a step on which all ranks agree: their shapes, for those who send and who predict.
+"""The two small messages by which all ranks agree in each step: their shapes, for sender and planner alike.
 
-    counts   [microbatches, targets, samples]                            int64, before the first forward
-    report   [sum of squares, losses of the microbatches, gradient bits]  fp64, before the update
+    counts   [microbatches, targets, samples]                               int64, before the first forward
+    report   [sum of squares, losses of the microbatches, gradient bits,    fp64, before the update
+              first gradient that is not finite, step, discarded passes, options of the optimizers]
 
-Both are all-gathers in rank order: pipe outermost, then data ranks, tensor ranks innermost.  Every rank folds the same
-numbers in the same order.  Losses come from the ranks that have the last stage; the others report zeros.
+Both are all-gathers in rank order, and every rank folds the same numbers in the same order.  Ranks of one data rank,
+along pipe and tensor, bring the same batch.  Losses come from the ranks with the last stage; the others report zeros.
 """
 
 from __future__ import annotations
@@ -13,20 +14,22 @@ DATA_ORDER = ("replica", "shard")
 """Data-rank order: replica outermost."""
 
 IN_STAGE = (*DATA_ORDER, "tensor")
-"""The axes whose ranks work on the same stages.  Tensor ranks of one data rank bring the same batch."""
+"""The axes whose ranks work on the same stages."""
 
 AGREEING = ("pipe", *IN_STAGE)
-"""The axes whose ranks agree: all.  Ranks of one data rank, along pipe and tensor, bring the same batch."""
+"""The axes whose ranks agree: all, in rank order."""
 
 NUMBER_BYTES = 8
-
 BITS = 32
 """Gradient bits per fp64 number; any integer below 2**53 is exact."""
 
 COUNTS = 3
-"""Numbers that each rank brings to ``counts``."""
+"""Numbers that a rank brings to ``counts``."""
+
+MARKS = 4
+"""Numbers at the end of a ``report``, after the bits."""
 
 
 def num_reported(num_microbatches: int, num_trainable: int) -> int:
-    """Numbers that each rank brings to ``report``."""
-    return 1 + num_microbatches + -(-num_trainable // BITS)
+    """Numbers that a rank brings to ``report``."""
+    return 1 + num_microbatches + -(-num_trainable // BITS) + MARKS

@@ -1,8 +1,8 @@
 """The table: where state lives decides what is sent.
 
-A training step holds four kinds of state.  A *cell* says over which data axes a unit's flat storage is
-split (outermost cut first) and over which axes a sum is still *pending*; everything else is replicated.
-A *strategy* is one row of four cells, and every collective of the step is the move from one cell to the next:
+A training step holds four kinds of state.  A *cell* says over which data axes a unit's flat storage is split (outermost
+cut first) and over which axes a sum is still *pending*; everything else is replicated.  A *strategy* is one row of four
+cells, and every collective of the step is the move from one cell to the next:
 
                        kept                      after each microbatch
       params ──────► full ──────► kept ──────► full          full, pending(all) ──────► grads
@@ -16,15 +16,15 @@ A *strategy* is one row of four cells, and every collective of the step is the m
       split a               full      all_gather over a
       full                  split a   none: a slice
 
-A cell may also say in which dtype its state is kept, and the optimizer's on which device.  That is mixed precision:
-parameters and computation in 16 bits, gradients summed and reduced in fp32, and the optimizer updating an fp32 copy of
-what it owns (the *master* weights), from which the parameters are rounded after each step:
+A cell may also give its state a dtype, and the optimizer's cell a device.  That is mixed precision: parameters and
+computation in 16 bits, gradients summed and reduced in fp32, and the optimizer updating an fp32 copy of what it owns
+(the *master* weights), from which the parameters are rounded after each step:
 
       params shard bf16     kept shard bf16     grads shard fp32     optim shard fp32 @cpu
 
-ZeRO stage 1 splits the optimizer state, stage 2 the gradients as well, stage 3 the parameters too: read
-the rows below from left to right.  ``replica`` and ``shard`` are two axes only so that some rows can treat
-them differently: inside a host and across hosts, say.
+ZeRO stage 1 splits the optimizer state, stage 2 the gradients as well, stage 3 the parameters too (see ``TABLE``).
+``replica`` and ``shard`` are two axes only so that some rows can treat them differently: inside a host and across
+hosts, say.
 
 Sources: ZeRO (Rajbhandari et al. 2020), PyTorch FSDP (Zhao et al. 2023), ZeRO++ (Wang et al. 2023, ``hpz``),
 MiCS (Zhang et al. 2022, ``psdp``).
@@ -48,16 +48,14 @@ LONG = {"fp64": "float64", "fp32": "float32", "bf16": "bfloat16", "fp16": "float
 
 @dataclass(frozen=True)
 class Cell:
-    """Where one kind of state lives: cut over ``split`` (nested, outermost first), summed later over ``pending``.
-
-    ``dtype`` is a name of ``ITEMSIZE``; empty, the state has that of the parameters it belongs to.  ``device`` is
-    ``cpu`` or, empty, where the rank computes.
-    """
+    """Where one kind of state lives: cut over ``split`` (nested, outermost first), summed later over ``pending``."""
 
     split: tuple[str, ...] = ()
     pending: tuple[str, ...] = ()
     dtype: str = ""
+    """A name of ``ITEMSIZE``; empty: the dtype of the parameters that the state belongs to."""
     device: str = ""
+    """``cpu``, or empty: where the rank computes."""
 
     def __post_init__(self) -> None:
         if self.dtype and self.dtype not in ITEMSIZE:
@@ -120,8 +118,7 @@ def move(start: Cell, end: Cell) -> tuple[Move, ...]:
     """The collectives that lead from one cell to another, in order.
 
     Raises:
-        ValueError: neither cut refines the other (a full reshuffle), or the end has a sum pending that the
-            start does not have.
+        ValueError: neither cut refines the other (a full reshuffle), or the end has a sum pending that was not before.
     """
     common = [a for a, b in takewhile(lambda ab: ab[0] == ab[1], zip(start.split, end.split, strict=False))]
     if len(common) < min(len(start.split), len(end.split)):
@@ -235,10 +232,7 @@ class Strategy:
 
 
 def parse_strategy(text: str) -> Strategy:
-    """``"name: params | kept | grads | optim"`` as a row, for example
-
-    ``"mine: shard | full | shard, pending(replica) | shard/replica"``.
-    """
+    """``"name: params | kept | grads | optim"`` as a row: ``"my: shard | full | shard, pending(replica) | shard"``."""
     name, colon, row = text.partition(":")
     cells = row.split("|")
     if not colon or not name.strip() or len(cells) != 4:
@@ -266,11 +260,7 @@ TABLE: dict[str, Strategy] = {
 
 
 def find_strategy(which: str | Strategy) -> Strategy:
-    """A row by name, by its text, or the row itself.
-
-    Raises:
-        ValueError: no such row (the nearest names are given), or a row that is refused.
-    """
+    """A row by name, by its text, or the row itself; ValueError for no such row (the nearest names are given)."""
     if isinstance(which, Strategy):
         return which
     if which in TABLE:
@@ -290,9 +280,9 @@ class Moves:
     """Every move of a step, by phase.
 
     ``forward`` and ``backward`` happen per use of a unit in a microbatch, ``microbatch`` after its backward, ``step``
-    and ``publish`` once; ``masters`` brings together what the optimizer updates, for a state dict. ``summed`` comes
-    before ``step`` where a gradient is pending over the tensor axis as well: it is a sum like the others, so it is
-    taken once per step, on the piece that the gradient cell leaves here.
+    and ``publish`` once; ``masters`` brings together what the optimizer updates, for a state dict.  ``summed`` comes
+    before ``step`` where a gradient is pending over the tensor axis too: a sum like the others, taken once per step, on
+    the piece that the gradient cell leaves here.
     """
 
     forward: tuple[Move, ...]

@@ -1,8 +1,8 @@
 """What a collective moves, in bytes.
 
-Bytes are *logical*: what the mathematics of the collective needs, not what one transport happens to
-send.  ``bytes`` is the size of the whole array (as nccl-tests counts it), ``sent`` what one rank must
-send when every byte goes straight to who needs it; for equal pieces a ring sends the same.
+Bytes are *logical*: what the mathematics of the collective needs, not what one transport happens to send.  ``bytes`` is
+the size of the whole array (as nccl-tests counts it), ``sent`` what one rank must send when every byte goes straight to
+whoever needs it; for equal pieces a ring sends the same.
 
     kind            whole array S lies          sent per rank, group of n
     all_gather      a piece on each -> S        (n-1) S/n
@@ -22,19 +22,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-KINDS = (
-    "all_gather",
-    "reduce_scatter",
-    "all_reduce",
-    "all_to_all",
-    "broadcast",
-    "reduce",
-    "scatter",
-    "gather",
-    "send",
-    "recv",
-    "barrier",
-)
+CUT_EVENLY = ("all_gather", "reduce_scatter", "all_to_all", "scatter", "gather")
+"""The kinds in which each rank has an equal piece of the array."""
+
+KINDS = (*CUT_EVENLY, "all_reduce", "broadcast", "reduce", "send", "recv", "barrier")
 
 
 @dataclass(frozen=True)
@@ -96,6 +87,4 @@ def bus_factor(kind: str, ranks: int) -> float:
     _check(kind)
     if kind == "all_reduce":
         return 2 * (ranks - 1) / ranks
-    if kind in ("all_gather", "reduce_scatter", "all_to_all", "scatter", "gather"):
-        return (ranks - 1) / ranks
-    return 1.0
+    return (ranks - 1) / ranks if kind in CUT_EVENLY else 1.0

@@ -5,14 +5,13 @@
                  starts at 16 k       gap     starts at 16 k
     pieces       └──────── piece 0: 0..63 ────────┘└──── piece 1: 64..127 ────┘
 
-Gathers and reductions then run on contiguous memory, straight into place.  Every parameter starts at a
-64-byte boundary and at a multiple of 16 elements, and an element cut falls on a multiple of 16 elements
-wherever that lies among the parameters: vectorised kernels round their tails differently from their bodies, so
-a cut anywhere else would change bits.
+Gathers and reductions then run on contiguous memory, straight into place.  Every parameter starts at a 64-byte boundary
+and at a multiple of 16 elements, and an element cut falls on such a multiple, wherever that lies among the parameters:
+vectorised kernels round their tails differently from their bodies, so a cut anywhere else would change bits.
 
-``cut="tensor"`` puts the boundaries between parameters instead, so that each is owned whole by one rank
-(ZeroRedundancyOptimizer, the layer-owner ZeRO-3, optimizers that need matrices).  The pieces are then uneven,
-and a gather becomes one broadcast per owner, a reduce-scatter one reduce: see ``lower``.
+``cut="tensor"`` puts the boundaries between parameters instead, so that one rank owns each of them whole
+(ZeroRedundancyOptimizer, the layer-owner ZeRO-3, optimizers that need matrices).  The pieces are then uneven: a gather
+becomes one broadcast per owner, a reduce-scatter one reduce (see ``lower``).
 """
 
 from __future__ import annotations
@@ -109,7 +108,7 @@ class FlatLayout:
         return self.bounds[index * step], self.bounds[(index + 1) * step]
 
     def runs(self, start: int, stop: int) -> tuple[Run, ...]:
-        """What the elements ``start..stop`` hold: one run per parameter that has any there."""
+        """The runs in the elements ``start..stop``: one per parameter that has any there."""
         found = []
         for slot in self.slots:
             low, high = max(slot.offset, start), min(slot.end, stop)
@@ -127,15 +126,13 @@ def lay(
     *,
     real: bool = True,
 ) -> FlatLayout:
-    """Lay parameters end to end and cut the buffer in ``num_pieces``.
+    """Lay parameters, names and shapes, end to end and cut the buffer.
 
     Args:
-        parameters: names and shapes, in order.
         itemsize: bytes per element.
         num_pieces: the finest cut of any cell of the row.
         cut: where boundaries may fall.
-        loads: bytes that each piece's owner has already (tensor cuts only): the new tensors go where the
-            largest load stays smallest.
+        loads: bytes that each piece's owner has already (tensor cuts only): the largest is kept as small as possible.
         real: whether a cell's dtype applies to them.
     """
     align = max(GRAIN, BOUNDARY_BYTES // itemsize)
@@ -155,7 +152,7 @@ def lay(
 def _balance(starts: Sequence[int], loads: Sequence[float]) -> tuple[int, ...]:
     """Boundaries, each one of ``starts``, that keep the largest ``load + piece`` as small as possible.
 
-    ``best[s]`` is the smallest possible maximum when the pieces so far hold what lies before ``starts[s]``.
+    ``best[s]`` is the smallest possible maximum when the pieces so far have what lies before ``starts[s]``.
     """
     best = [0 if s == 0 else math.inf for s in range(len(starts))]
     choices: list[list[int]] = []
@@ -193,8 +190,8 @@ class Message:
 def lower(step: Move, layout: FlatLayout, mesh: Mesh, rank: int) -> tuple[Message, ...]:
     """The messages that carry out one move for this rank, in the order in which all ranks send them.
 
-    Even pieces travel in one collective; uneven ones (``cut="tensor"``) by one broadcast or reduce per owner.
-    Groups of one rank and slices send nothing.
+    Even pieces travel in one collective, uneven ones by one broadcast or reduce per owner.  Groups of one rank and
+    slices send nothing.
     """
     outer, ways = mesh.count(step.outer), mesh.count(step.axes)
     start, stop = layout.piece(outer, mesh.index(rank, step.outer))
@@ -210,15 +207,12 @@ def lower(step: Move, layout: FlatLayout, mesh: Mesh, rank: int) -> tuple[Messag
 
 @dataclass(frozen=True)
 class UnitLayout:
-    """What is gathered and reduced together: one flat buffer per (dtype, trainable) and how often it is used.
-
-    ``uses`` counts the gathers of one forward pass: 1, and one more for every other unit that reads a parameter
-    laid here (tied weights).
-    """
+    """What is gathered and reduced together, as the planner sees it: its flat buffers, and whether each trains."""
 
     name: str
     flats: tuple[FlatLayout, ...]
     trainable: tuple[bool, ...]
     uses: int = 1
+    """Gathers of one forward pass: 1, and one more for every other unit that reads a parameter laid here (tied)."""
     summed: tuple[bool, ...] = ()
-    """Which flats hold gradients that are pending over the tensor axis; none where it is empty."""
+    """Which flats have gradients that are pending over the tensor axis; none where it is empty."""

@@ -1,7 +1,7 @@
 """How a tensor of any number of dims is cut over the axes of a mesh, and the way from one cut to another.
 
-A layout says for each *dim* of the tensor which *axes* of the mesh cut it (outermost cut first) and over which
-axes a sum is still pending; over every other axis the tensor is replicated.  One word per dim, any name:
+A layout says for each *dim* of the tensor which *axes* of the mesh cut it (outermost cut first), and over which axes a
+sum is still pending; over every other axis the tensor is replicated.  Each dim is a word (any will do):
 
     "out/tensor in"                     dim 0 cut over tensor           tensor=Shard(0) replica=Replicate
     "out in, pending(replica)"          a sum over replica is due       tensor=Replicate replica=Partial(sum)
@@ -35,17 +35,13 @@ from plait.core.mesh import AXES, Mesh
 
 
 def part(size: int, ways: int, index: int) -> tuple[int, int]:
-    """Where part ``index`` of ``size`` elements cut in ``ways`` begins and ends.
-
-    Parts are ceil(size / ways) long, the last ones shorter or empty: 5 in 4 is 2, 2, 1, 0 (as ``torch.chunk`` and
-    DTensor cut).
-    """
+    """Start and stop of part ``index`` of ``size`` elements cut in ``ways``: 5 in 4 is 2, 2, 1, 0, as DTensor cuts."""
     step = -(-size // ways)
     return min(index * step, size), min((index + 1) * step, size)
 
 
 def nested_part(size: int, ways: tuple[int, ...], indices: tuple[int, ...]) -> tuple[int, int]:
-    """Where the piece of one rank begins and ends when each piece is cut again, the first cut outermost."""
+    """Where a rank's piece begins and ends when each piece is cut again, the first cut outermost."""
     start, stop = 0, size
     for n, index in zip(ways, indices, strict=True):
         low, high = part(stop - start, n, index)
@@ -76,10 +72,7 @@ class Layout:
 
     @classmethod
     def parse(cls, text: str) -> Layout:
-        """``"out/tensor in, pending(replica)"`` as a layout; a tensor without dims is ``"scalar"``.
-
-        The names of the dims are for the reader: any word will do.
-        """
+        """``"out/tensor in, pending(replica)"`` as a layout; a tensor without dims is ``"scalar"``."""
         match = re.fullmatch(r"\s*([\w/\s]*?)\s*(?:,\s*pending\(([\w,\s]*)\))?\s*", text)
         words = match[1].split() if match else []
         if match is None or any(not piece for word in words for piece in word.split("/")):
@@ -118,8 +111,7 @@ class Layout:
 
     def dual(self, mesh: Mesh) -> Layout:
         """Where the gradient of such a value lives: cut stays cut, replicated becomes pending, pending replicated."""
-        held = {*self.cut, *self.pending}
-        return Layout(self.dims, tuple(a for a in AXES if mesh.axis(a) > 1 and a not in held)).on(mesh)
+        return Layout(self.dims, tuple(a for a in AXES if a not in (*self.cut, *self.pending))).on(mesh)
 
 
 Region = tuple[tuple[int, int], ...]
@@ -132,11 +124,7 @@ def extent(region: Region) -> tuple[int, ...]:
 
 
 def region(layout: Layout, shape: tuple[int, ...], mesh: Mesh, rank: int) -> Region:
-    """The box of a tensor of this shape that a rank holds.
-
-    Raises:
-        ValueError: a layout of another number of dims.
-    """
+    """The box of a tensor of this shape that a rank has; ValueError for a layout of another number of dims."""
     if len(layout.dims) != len(shape):
         raise ValueError(
             f"layout '{layout}' has {len(layout.dims)} dims, the shape {tuple(shape)} has {len(shape)}: "
@@ -149,7 +137,7 @@ def region(layout: Layout, shape: tuple[int, ...], mesh: Mesh, rank: int) -> Reg
     )
 
 
-# ---- from layout to layout ---------------------------------------------------------------------
+# ---- from layout to layout ------------------------------------------------------------------------------------------
 
 DUAL_KIND = {
     "all_gather": "reduce_scatter",
@@ -168,7 +156,7 @@ FREE = ("slice", "place", "keep_first")
 
 @dataclass(frozen=True)
 class Step:
-    """One collective, or a step that sends nothing, between two layouts.
+    """One collective, or a step that sends nothing, from one layout to another.
 
     ``axes`` leave dim ``source`` (all_gather, place, all_to_all) and come to dim ``target`` (reduce_scatter, slice,
     all_to_all); -1 where there is none.
@@ -182,9 +170,9 @@ class Step:
     target: int = -1
 
     def __str__(self) -> str:
-        move = {(True, True): f" from dim {self.source} to dim {self.target}", (True, False): f" of dim {self.source}"}
-        where = move.get((self.source >= 0, self.target >= 0), f" to dim {self.target}" if self.target >= 0 else "")
-        return f"{self.kind} over {', '.join(self.axes)}{where}"
+        leaves = f" {'of' if self.target < 0 else 'from'} dim {self.source}" if self.source >= 0 else ""
+        comes = f" to dim {self.target}" if self.target >= 0 else ""
+        return f"{self.kind} over {', '.join(self.axes)}{leaves}{comes}"
 
     def dual(self, mesh: Mesh) -> Step:
         """The step of the gradient, from the dual of ``after`` to the dual of ``before``."""
@@ -194,11 +182,7 @@ class Step:
 
 @lru_cache(maxsize=4096)
 def path(start: Layout, end: Layout, mesh: Mesh) -> tuple[Step, ...]:
-    """The steps from one layout to another, the ones that shrink the tensor first.
-
-    Raises:
-        ValueError: layouts of different numbers of dims.
-    """
+    """The steps from one layout to another of as many dims (else ValueError), those that shrink the tensor first."""
     if len(start.dims) != len(end.dims):
         raise ValueError(f"'{start}' has {len(start.dims)} dims and '{end}' {len(end.dims)}: give a word for each dim")
     here, end = start.on(mesh), end.on(mesh)
@@ -222,40 +206,36 @@ def _with(layout: Layout, dims: dict[int, tuple[str, ...]], pending: tuple[str, 
 
 
 def _shrink(here: Layout, end: Layout) -> Step | None:
-    """The next cut that a dim of the end needs, where nothing has to be undone before."""
-    moves = []
+    """The next cut that a dim needs, where nothing has to be undone before."""
+    exchange: Step | None = None
     for d, (now, then) in enumerate(zip(here.dims, end.dims, strict=True)):
         if now == then or then[: len(now)] != now:
             continue
         axis = then[len(now)]
-        source = next((e for e, axes in enumerate(here.dims) if axis in axes), -1)
-        if axis in here.pending:
-            rest = tuple(a for a in here.pending if a != axis)
-            return Step("reduce_scatter", (axis,), here, _with(here, {d: (*now, axis)}, rest), target=d)
-        if source < 0:
-            return Step("slice", (axis,), here, _with(here, {d: (*now, axis)}, here.pending), target=d)
-        run = here.dims[source][here.dims[source].index(axis) :]  # everything that would have to move along
-        if then[len(now) : len(now) + len(run)] == run:
-            after = _with(here, {d: now + run, source: here.dims[source][: -len(run)]}, here.pending)
-            moves.append(Step("all_to_all", run, here, after, source, d))
-    return moves[0] if moves else None
+        if axis not in here.cut:
+            after = _with(here, {d: (*now, axis)}, tuple(a for a in here.pending if a != axis))
+            return Step("reduce_scatter" if axis in here.pending else "slice", (axis,), here, after, target=d)
+        source, axes = next((e, axes) for e, axes in enumerate(here.dims) if axis in axes)
+        run = axes[axes.index(axis) :]  # everything that would have to move along
+        if exchange is None and then[len(now) : len(now) + len(run)] == run:
+            after = _with(here, {d: now + run, source: axes[: -len(run)]}, here.pending)
+            exchange = Step("all_to_all", run, here, after, source, d)
+    return exchange
 
 
 def _sum(here: Layout, end: Layout) -> Step | None:
-    due = tuple(a for a in here.pending if a not in end.pending and a not in end.cut)
-    if not due:
-        return None
-    return Step("all_reduce", due, here, replace(here, pending=tuple(a for a in here.pending if a not in due)))
+    left = tuple(a for a in here.pending if a in (*end.pending, *end.cut))
+    due = tuple(a for a in here.pending if a not in left)
+    return Step("all_reduce", due, here, replace(here, pending=left)) if due else None
 
 
 def _grow(here: Layout, end: Layout) -> Step | None:
-    """Undo the innermost cut of a dim whose cuts are not the beginning of what they shall be."""
+    """Undo the innermost cut of a dim whose cuts do not begin those that it needs."""
     for d, (now, then) in enumerate(zip(here.dims, end.dims, strict=True)):
         if now and then[: len(now)] != now:
-            axis, less = now[-1], {d: now[:-1]}
-            if axis in end.pending:
-                return Step("place", (axis,), here, _with(here, less, (*here.pending, axis)), source=d)
-            return Step("all_gather", (axis,), here, _with(here, less, here.pending), source=d)
+            axis = now[-1]
+            kind, new = ("place", (axis,)) if axis in end.pending else ("all_gather", ())
+            return Step(kind, (axis,), here, _with(here, {d: now[:-1]}, here.pending + new), source=d)
     return None
 
 
@@ -268,8 +248,8 @@ def _keep_first(here: Layout, end: Layout) -> Step | None:
 class StepSizes:
     """What a step does on one rank: ``whole`` is the array of the collective in elements, padding included.
 
-    ``after`` is the shape of what the rank holds then.  ``lengths`` are those of the pieces of the dim that is put
-    together or cut, in group order, the first the longest; ``lengths_to`` those of the dim that an all_to_all cuts.
+    ``after`` is the shape of what the rank has then.  ``lengths`` are those of the pieces of the dim that is assembled
+    or cut, in group order, the first the longest; ``lengths_to`` those of the dim that an all_to_all cuts.
     """
 
     whole: int
@@ -279,7 +259,7 @@ class StepSizes:
 
 
 def _lengths(size: int, ways: tuple[int, ...]) -> tuple[int, ...]:
-    """Of the pieces of a dim that is cut again and again, the first cut outermost."""
+    """Of the pieces of a dim that is cut in several ways, the first outermost."""
     spans = (nested_part(size, ways, indices) for indices in product(*map(range, ways)))
     return tuple(stop - start for start, stop in spans)
 
@@ -288,8 +268,7 @@ def _lengths(size: int, ways: tuple[int, ...]) -> tuple[int, ...]:
 def sizes(step: Step, shape: tuple[int, ...], mesh: Mesh, rank: int) -> StepSizes:
     """The pieces and the padded size of one step on one rank."""
     local, after = (extent(region(layout, shape, mesh, rank)) for layout in (step.before, step.after))
-    ways = tuple(map(mesh.axis, step.axes))
-    n = math.prod(ways)
+    ways, n = tuple(map(mesh.axis, step.axes)), mesh.count(step.axes)
     if step.kind in ("all_reduce", "keep_first"):
         return StepSizes(math.prod(local), after)
     others = math.prod(s for d, s in enumerate(local) if d not in (step.source, step.target))

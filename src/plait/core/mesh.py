@@ -1,18 +1,17 @@
-"""Ranks on named axes.
+"""A mesh is an n-dimensional grid of ranks whose axes have names.
 
-A mesh is an n-dimensional grid of ranks whose axes have names.  Outermost first they are
-``pipe, replica, shard, tensor``; ``replica`` and ``shard`` together are the *data* axes.
+Outermost first they are ``pipe, replica, shard, tensor``; ``replica`` and ``shard`` together are the *data* axes.
 
     Mesh.parse("replica=2 shard=3")          shard=0  shard=1  shard=2
                                   replica=0      0        1        2
                                   replica=1      3        4        5
 
-The *group* of a rank over some axes is every rank that shares its other coordinates.  Groups are
-ordered by coordinates, the first axis named outermost, so rank 4 (replica 1, shard 1) has
+The *group* of a rank over some axes is every rank that shares its other coordinates.  Groups are ordered by
+coordinates, the first axis named outermost, so rank 4 (replica 1, shard 1) has
 
     group(4, ("shard",))            -> (3, 4, 5)
     group(4, ("replica",))          -> (1, 4)
-    group(4, ("shard", "replica"))  -> (0, 3, 1, 4, 2, 5)     piece k of a shard/replica cut is k-th
+    group(4, ("shard", "replica"))  -> (0, 3, 1, 4, 2, 5)     the k-th has piece k of a shard/replica cut
 """
 
 from __future__ import annotations
@@ -46,11 +45,7 @@ class Mesh:
 
     @classmethod
     def parse(cls, text: str) -> Mesh:
-        """``"replica=2 shard=2"`` (spaces or commas between) as a mesh.
-
-        Raises:
-            ValueError: unknown axis, axis named twice, or a size that is no positive number.
-        """
+        """``"replica=2 shard=2"`` (spaces or commas between) as a mesh; ValueError where it says anything else."""
         sizes: dict[str, int] = {}
         for word in text.replace(",", " ").split():
             axis, equals, size = word.partition("=")
@@ -89,7 +84,7 @@ class Mesh:
         where: dict[str, int] = {}
         for axis in reversed(AXES):
             rank, where[axis] = divmod(rank, self.axis(axis))
-        return {a: where[a] for a in AXES}
+        return {axis: where[axis] for axis in AXES}
 
     def rank(self, **coordinates: int) -> int:
         """The rank at the given coordinates (0 on the axes that are not named)."""
@@ -112,11 +107,8 @@ class Mesh:
         )
 
     def groups(self, axes: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
-        """All groups over these axes; together they hold every rank once."""
-        seen: dict[tuple[int, ...], None] = {}
-        for rank in range(self.size):
-            seen.setdefault(self.group(rank, axes))
-        return tuple(seen)
+        """All groups over these axes; together they have every rank once."""
+        return tuple(dict.fromkeys(self.group(rank, axes) for rank in range(self.size)))
 
     def index(self, rank: int, axes: tuple[str, ...]) -> int:
         """The place of a rank within its group over these axes."""

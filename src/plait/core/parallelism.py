@@ -1,9 +1,9 @@
-"""How a model lies on the ranks, as one value: everything that changes who has what, and nothing that changes the sum.
+"""How a model lies on the ranks, as one value: all that changes who has what, and nothing that changes the sum.
 
     Engine(model, comm, parallelism=Parallelism(TABLE["zero3"], schedule="1f1b"), ...)
     Engine(model, comm, strategy="zero3", schedule="1f1b", ...)                          the same
 
-Ranks that were given different ones would wait for each other forever, so the engine compares every field.
+Ranks with different settings would wait for each other forever, so the engine compares every field.
 """
 
 from __future__ import annotations
@@ -39,17 +39,16 @@ class Parallelism:
     prefetch: int = 1
     """How many units are gathered ahead of the running one."""
     tensor_plan: Mapping[str, str | Style] | None = None
-    """Patterns of module names and their styles (see ``core.tensor_plan``), for a mesh with a tensor axis; None takes
-    the plan that the model carries."""
+    """For a mesh with a tensor axis (see ``core.tensor_plan``); None takes the plan that the model carries."""
     sequence_parallel: bool = False
     """Cut the activations between the tensor-parallel products in time."""
     schedule: str | tuple[tuple[Any, ...], ...] | None = None
-    """Who of the ``pipe`` axis does what when: an order's name (see ``schedule.orders``), or every rank's
-    actions, written by hand; None: 1f1b, or no pipeline where the axis has one rank."""
+    """An order's name (see ``schedule.orders``), or the actions of every rank of the ``pipe`` axis, written by hand;
+    None: 1f1b, or no pipeline where the axis has one rank."""
     chunks: int | None = None
     """Stages on each rank, for the order ``interleaved``."""
     hold: int | None = 1
-    """Under a row that splits parameters, how many stages a rank keeps unsharded for its next passes (a row that keeps
+    """How many stages a rank keeps unsharded for its next passes, under a row that splits parameters (one that keeps
     them to the backward holds all in flight); None gathers units one by one in each pass."""
     split: tuple[int, ...] | None = None
     """How many links of the model each stage has (see ``pipeline.stage_model``); None: equally many."""
@@ -73,12 +72,7 @@ class Parallelism:
 
     @classmethod
     def of(cls, **settings: Any) -> Parallelism:
-        """From keywords.
-
-        Raises:
-            TypeError: a keyword that is no field (the nearest are named).
-            ValueError: as the class.
-        """
+        """From keywords; TypeError for one that is no field (the nearest are named)."""
         names = [field.name for field in fields(cls)]
         for name in settings.keys() - set(names):
             near = difflib.get_close_matches(name, names, n=2)

@@ -5,8 +5,8 @@
           └──────────────── rounded, sent ◄──────────── master weights (fp32) ◄────────────────────┘
 
 fp16 has five bits of exponent: gradients below 6e-8 become zero.  So the loss is multiplied by a large power of two
-before the backward, and the sums are divided by it after.  Where a sum is not finite the factor was too large: nobody
-makes this step, and the factor is halved.
+before the backward, and the sums are divided by it afterwards.  A sum that is not finite means that the factor was too
+large: all ranks skip the step, and the factor is halved.
 
 Source: Mixed Precision Training (Micikevicius et al. 2018); the rule of growth is that of ``torch.amp.GradScaler``.
 """
@@ -21,15 +21,13 @@ from plait.core.cells import FULL, Cell, Strategy
 
 @dataclass(frozen=True)
 class Precision:
-    """What a row says of dtypes, without where anything lives: all that a single process needs to know.
-
-    ``first_scale`` is the loss scale of the first step, None where the loss is left alone.
-    """
+    """The dtypes of a row, without where anything lives: all that a single process needs to know."""
 
     params: Cell = FULL
     sums: Cell = FULL
     optim: Cell = FULL
     first_scale: float | None = None
+    """The loss scale of the first step; None: the loss is not scaled."""
 
     @classmethod
     def of(cls, row: Strategy, first_scale: float | None = None) -> Precision:
@@ -42,6 +40,9 @@ class Precision:
         return None if self.first_scale is None else LossScale(self.first_scale)
 
 
+AS_IT_COMES = Precision()
+"""Everything in the dtype of the model."""
+
 SMALLEST = 2.0**-14
 """The least loss scale: what overflows with it is not finite without it."""
 
@@ -50,18 +51,16 @@ SMALLEST = 2.0**-14
 class LossScale:
     """The factor of the loss.  An engine has its own; all ranks start alike, and agree on whether sums are finite.
 
-    Args:
-        scale: where it starts, a power of two: then scaling changes no bit of a sum that stays in range.
-        growth: it is multiplied by this after ``interval`` good steps in a row.
-        backoff: and by this after a step that was left out.
-
     Raises:
-        ValueError: factors with which it could not find its place.
+        ValueError: factors by which it would not settle.
     """
 
     scale: float = 2.0**16
+    """Where it starts, a power of two: then scaling changes no bit of a sum that stays in range."""
     growth: float = 2.0
+    """Multiplies it after ``interval`` good steps in a row."""
     backoff: float = 0.5
+    """Multiplies it after a skipped step."""
     interval: int = 2000
     good: int = 0
     """Steps made since the factor last changed."""
@@ -76,11 +75,7 @@ class LossScale:
             )
 
     def update(self, *, finite: bool) -> None:
-        """After a step: whether its sums were finite, on all ranks together.
-
-        Raises:
-            ValueError: they were not, with a factor that no gradient can overflow by.
-        """
+        """After a step: whether its sums were finite on all ranks; ValueError where no scale could make them so."""
         self.good = self.good + 1 if finite else 0
         if not finite:
             self.scale *= self.backoff
@@ -91,7 +86,3 @@ class LossScale:
                 )
         elif self.good == self.interval:
             self.scale, self.good = self.scale * self.growth, 0
-
-
-AS_IT_COMES = Precision()
-"""Everything in the dtype of the model."""

@@ -8,8 +8,8 @@
         rank 0   rows 0..3   8..9   12..13
         rank 1   rows 4..7  10..11  14..15
 
-A *grain* keeps rows together that must not be parted (the rows of an attention head); the number of grains has to be
-a multiple of the ranks.  Without one any size may be cut: 5 rows over 4 ranks are 2, 2, 1, 0.
+A *grain* is rows that stay together (those of an attention head); the number of grains must be a multiple of the ranks.
+Without one any size may be cut: 5 rows over 4 ranks are 2, 2, 1, 0.
 """
 
 from __future__ import annotations
@@ -21,36 +21,28 @@ from plait.core.layout import Region, part
 
 @dataclass(frozen=True)
 class TensorCut:
-    """One parameter's cut.
-
-    Args:
-        shape: the whole parameter's.
-        dim: the dim that is cut.
-        ways: how many ranks share it.
-        parts: sizes that ``dim`` is made of, each cut by itself.
-        grain: elements of ``dim`` that stay together.
-
-    Raises:
-        ValueError: sizes that don't add up, or grains that the ranks cannot share evenly.
-    """
+    """One parameter's cut; ValueError for parts that don't add up, or grains that the ranks cannot share evenly."""
 
     shape: tuple[int, ...]
+    """The whole parameter's."""
     dim: int
+    """The dim that is cut."""
     ways: int
+    """How many ranks share it."""
     parts: tuple[int, ...]
+    """Sizes that ``dim`` is made of, each cut by itself."""
     grain: int = 1
+    """Elements of ``dim`` that stay together."""
 
     def __post_init__(self) -> None:
         size = self.shape[self.dim]
         if sum(self.parts) != size:
             raise ValueError(f"the parts {'|'.join(map(str, self.parts))} add up to {sum(self.parts)}, not to {size}")
-        if self.grain == 1:
-            return
-        for one in self.parts:
-            if one % self.grain:
-                raise ValueError(f"a part of {one} is no multiple of {self.grain}, the size of a head")
-            if one // self.grain % self.ways:
-                heads = one // self.grain
+        for size in self.parts if self.grain > 1 else ():
+            heads, rest = divmod(size, self.grain)
+            if rest:
+                raise ValueError(f"a part of {size} is no multiple of {self.grain}, the size of a head")
+            if heads % self.ways:
                 fits = [n for n in range(2, heads + 1) if all(p // self.grain % n == 0 for p in self.parts)]
                 instead = f"tensor={' or '.join(map(str, fits))}" if fits else "no tensor axis"
                 raise ValueError(
@@ -59,7 +51,7 @@ class TensorCut:
                 )
 
     def ranges(self, index: int) -> tuple[tuple[int, int], ...]:
-        """What rank ``index`` holds along ``dim``: one run per part, in global coordinates."""
+        """What rank ``index`` has along ``dim``: one run per part, in global coordinates."""
         runs, base = [], 0
         for size in self.parts:
             start, stop = part(size // self.grain, self.ways, index)
@@ -68,12 +60,12 @@ class TensorCut:
         return tuple(runs)
 
     def local_shape(self, index: int) -> tuple[int, ...]:
-        """The shape of what rank ``index`` holds."""
+        """The shape of what rank ``index`` has."""
         size = sum(stop - start for start, stop in self.ranges(index))
         return (*self.shape[: self.dim], size, *self.shape[self.dim + 1 :])
 
     def regions(self, index: int, rows: tuple[int, int]) -> tuple[Region, ...]:
-        """Where rows of what rank ``index`` holds lie in the whole parameter: blocks, end to end along ``dim``."""
+        """Where rows of what rank ``index`` has lie in the whole parameter: blocks, end to end along ``dim``."""
         blocks, base = [], 0
         for start, stop in self.ranges(index):
             block = [rows, *((0, size) for size in self.shape[1:])]

@@ -1,7 +1,7 @@
 """A tensor-parallel plan as data: which module is cut how.
 
-A plan maps patterns of module names to *styles*.  A style says how a module's parameters are cut over the tensor
-axis, and so what its activations are on each rank:
+A plan maps patterns of module names to *styles*.  A style says how a module's parameters are cut over the tensor axis,
+and so what its activations are on each rank:
 
     style             weight                   reads        leaves
     column            [out/tensor, in]         whole        cut in its last dim
@@ -40,15 +40,14 @@ from fnmatch import fnmatchcase
 
 @dataclass(frozen=True)
 class StyleKind:
-    """What is special about a kind of style.
-
-    ``cut_dim`` is the dim of the weight that is cut, None where none is.  ``enters``: it reads a whole activation,
-    which its siblings share.  ``site``: the kind of ``Site`` where its output travels (its input if no weight is cut).
-    """
+    """What is special about a kind of style."""
 
     cut_dim: int | None = None
+    """The dim of the weight that is cut; None: it is whole."""
     enters: bool = False
+    """It reads a whole activation, which its siblings share."""
     site: str = ""
+    """The kind of ``Site`` where its output travels (its input if no weight is cut)."""
 
 
 KINDS = {
@@ -67,28 +66,22 @@ KINDS = {
 """The styles; ``vocabulary`` travels by what its module is: an embedding leaves, a head enters and ends in the loss."""
 
 FORWARD, BACKWARD = "tensor forward", "tensor backward"
-"""How the ledger calls the phases of messages over the tensor axis, for those who send and who predict."""
+"""The ledger's phases of messages over the tensor axis, for sender and planner alike."""
 
 
 @dataclass(frozen=True)
 class Style:
-    """How one module takes part in tensor parallelism.
-
-    ``parts`` are the sizes of a fused output, in grains; empty for a single part.  ``grain`` is the number of elements
-    that stay together, 1 for any.
-    """
+    """How one module takes part in tensor parallelism."""
 
     kind: str
     parts: tuple[int, ...] = ()
+    """Sizes of a fused output, in grains; empty for a single part."""
     grain: int = 1
+    """Elements that stay together; 1 for any cut."""
 
     @classmethod
     def parse(cls, text: str) -> Style:
-        """``"column"``, ``"column by 16"`` or ``"column 8|2|2 by 16"`` as a style.
-
-        Raises:
-            ValueError: an unknown word (the nearest are given), or sizes for a style that has none.
-        """
+        """``"column"``, ``"column by 16"`` or ``"column 8|2|2 by 16"`` as a style; ValueError for anything else."""
         match = re.fullmatch(r"\s*([a-z_]+)(?:\s+([0-9|]+))?(?:\s+by\s+([0-9]+))?\s*", text)
         if match is None:
             raise ValueError(f"cannot read the style {text!r}: write column, 'column by 16' or 'column 8|2|2 by 16'")
@@ -106,12 +99,12 @@ class Style:
 
     @property
     def cut_dim(self) -> int | None:
-        """The dim of the weight that is cut; None: it is whole."""
+        """As in ``StyleKind``."""
         return KINDS[self.kind].cut_dim
 
     @property
     def enters(self) -> bool:
-        """Whether it reads a whole activation, which its siblings share."""
+        """As in ``StyleKind``."""
         return KINDS[self.kind].enters
 
     def __str__(self) -> str:
@@ -124,7 +117,7 @@ def match_styles(
 ) -> dict[str, Style]:
     """The style of every module that a plan names.
 
-    A pattern is a module's name, or a parameter's; ``*`` stands for anything.  A parameter stands for its module,
+    A pattern is the name of a module or parameter; ``*`` stands for anything.  A parameter stands for its module,
     except under ``summed`` and ``sequence``, which are said of parameters: then its own name is in the result.
 
     Raises:
@@ -182,12 +175,12 @@ class Site:
 
     ``enter`` a whole activation comes to column-cut siblings, ``leave`` a sum over the ranks becomes whole, ``sum`` the
     same where it stays whole under sequence parallelism, ``split`` a whole stream is cut in time, ``gather`` a cut
-    output becomes whole, ``loss`` cross-entropy over cut classes.  ``width`` is the size of the activation's last dim,
-    whole; 0 for a loss.
+    output becomes whole, ``loss`` cross-entropy over cut classes.
     """
 
     kind: str
     name: str
     width: int
+    """The size of the activation's last dim, whole; 0 for a loss."""
     trains_input: bool = True
     """Whether something before it trains, so that its input wants a gradient."""

@@ -1,16 +1,15 @@
 """Batches as functions of their place in the run.
 
-Sample i of step s is entry s * global_batch + i of the run, on every rank.  A rank, or the one-process
-reference, asks for any slice and gets the same bits; there is no iterator whose state could drift, and
-nothing to save but the step.  How a global batch of 8 falls on 2 data ranks with 2 microbatches each:
+Sample i of step s is entry s * global_batch + i of the run.  A rank, or the one-process reference, asks for any slice
+and gets the same bits; no iterator has a state that could drift, and the step is all there is to save.  How a global
+batch of 8 falls on 2 data ranks with 2 microbatches each:
 
     sample              0 1 | 2 3 | 4 5 | 6 7
     global microbatch    0  |  1  |  2  |  3         = data_rank * num_microbatches + m
     data rank               0     |     1
 
-A batch that does not divide is cut unevenly (``split_samples``); since losses are sums, nothing else depends on
-it.  A step may also be smaller than the others (``size``), even smaller than its number of parts: then some of
-these have no sample (see ``corpus``).
+A batch that does not divide is cut unevenly (``split_samples``); since losses are sums, nothing else depends on it.
+A step may be smaller than the others (``size``), and have fewer samples than parts (see ``corpus``).
 """
 
 from __future__ import annotations
@@ -19,20 +18,14 @@ from abc import ABC, abstractmethod
 
 from torch import Tensor
 
-IGNORED = -100
-"""The target of a position that has no loss (the default of ``torch.nn.functional.cross_entropy``)."""
-
+IGNORED = -100  # the target of a position that has no loss (the default of ``torch.nn.functional.cross_entropy``)
 Batch = dict[str, Tensor]
 
 
 def split_samples(global_batch: int, num_parts: int, *, empty: bool = False) -> tuple[tuple[int, int], ...]:
     """(first, count) of each part: contiguous, in order, sizes differing by at most one, larger ones first.
 
-    Args:
-        empty: whether parts may be empty.
-
-    Raises:
-        ValueError: fewer samples than parts, where none may be empty.
+    Raises ValueError for fewer samples than parts, unless parts may be ``empty``.
     """
     if num_parts < 1:
         raise ValueError(f"cannot split {global_batch} samples in {num_parts} parts: give at least 1 part")
@@ -45,7 +38,7 @@ def split_samples(global_batch: int, num_parts: int, *, empty: bool = False) -> 
 
 
 class Batches(ABC):
-    """A source of batches.  A new one implements ``samples``; the cut into microbatches is the same for all."""
+    """A source of batches.  A new one implements ``samples``; all are cut into microbatches alike."""
 
     @abstractmethod
     def samples(self, step: int, first: int, count: int, global_batch: int) -> Batch:
@@ -60,8 +53,7 @@ class Batches(ABC):
     ) -> list[Batch]:
         """The step's microbatches of one data rank: global microbatches data_rank * num_microbatches + m.
 
-        Raises:
-            ValueError: fewer samples than microbatches over all data ranks, or no such data rank.
+        Raises ValueError for fewer samples than microbatches over all data ranks, or no such data rank.
         """
         if num_data_ranks < 1 or num_microbatches < 1:
             raise ValueError(
@@ -81,11 +73,7 @@ class Batches(ABC):
 
 
 def check_slice(step: int, first: int, count: int, global_batch: int) -> None:
-    """Refuse a slice that is not inside its step.
-
-    Raises:
-        ValueError: a negative step, or samples outside 0 .. global_batch - 1.
-    """
+    """Raises ValueError for a negative step, or samples outside 0 .. ``global_batch`` - 1."""
     if step < 0:
         raise ValueError(f"step is {step}: steps count from 0")
     if first < 0 or count < 0 or first + count > global_batch:

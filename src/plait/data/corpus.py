@@ -5,11 +5,11 @@
     steps of 3          [0  1  2][3  4  5][6   7  8][9 ...      a corpus asked directly: steps run on
     Epochs              [0  1  2][3  4  5][6]|[7  8  9][...     the last step of an epoch has what is left
 
-Both are functions of the number of the step, so every rank knows them without asking, and the step is all to remember.
+Both are functions of the step's number, so every rank knows them without asking.
 
-The last step of an epoch may have fewer samples than it has parts (data ranks x microbatches).  Every rank must still
-run every part, because the others wait for its messages, and many models cannot run on 0 samples: a part without
-samples gets a blank one, which has no loss.
+The last step of an epoch may have fewer samples than parts (data ranks x microbatches).  Every rank must still run
+every part, because the others wait for its messages, and many models cannot run on 0 samples: a part without samples
+gets a blank one, which has no loss.
 """
 
 from __future__ import annotations
@@ -34,11 +34,9 @@ class Corpus(Batches):
 
     @abstractmethod
     def sample(self, number: int, entry: int) -> Batch:
-        """One sample, its tensors without a batch dim.
+        """Sample ``number``, its tensors without a batch dim.
 
-        Args:
-            number: which, 0 .. ``num_samples`` - 1.
-            entry: its place in the run, for whatever is drawn anew each time.
+        ``entry`` is its place in the run, for whatever is drawn anew each time.
         """
 
     @abstractmethod
@@ -51,11 +49,7 @@ class Corpus(Batches):
         return self.entries(step * global_batch + first, count)
 
     def entries(self, first: int, count: int, *, shuffled: bool = True) -> Batch:
-        """Entries first .. first + count - 1 of the run, every tensor with a first dim of ``count``.
-
-        Args:
-            shuffled: False takes every epoch in the order of the samples' numbers.
-        """
+        """Entries first .. first + count - 1 of the run, every tensor with a first dim of ``count``."""
         rows = []
         for entry in range(first, first + max(count, 1)):
             epoch, index = divmod(entry, self.num_samples)
@@ -67,19 +61,14 @@ class Corpus(Batches):
 class Epochs(Batches):
     """The steps of a corpus, ended with each epoch: its last step has the samples that are left.
 
-    ``microbatches`` without samples are one blank sample each.
-
-    Args:
-        corpus: the samples.
-        shuffled: False takes them in the order of their numbers, as an evaluation does.
+    ``shuffled=False`` takes them in the order of their numbers, as an evaluation does.
     """
 
     def __init__(self, corpus: Corpus, *, shuffled: bool = True) -> None:
-        self.corpus = corpus
-        self.shuffled = shuffled
+        self.corpus, self.shuffled = corpus, shuffled
 
     def num_steps(self, global_batch: int) -> int:
-        """Steps of one epoch; every sample is in exactly one of them."""
+        """Steps of one epoch, each sample in exactly one."""
         return -(-self.corpus.num_samples // global_batch)
 
     def size(self, step: int, global_batch: int) -> int:
@@ -88,11 +77,7 @@ class Epochs(Batches):
         return min(global_batch, self.corpus.num_samples - place * global_batch)
 
     def samples(self, step: int, first: int, count: int, global_batch: int) -> Batch:
-        """See ``Batches.samples``.
-
-        Raises:
-            ValueError: a negative step, or samples that are not in it.
-        """
+        """See ``Batches.samples``; raises ValueError for samples that are not in the step."""
         check_slice(step, first, count, self.size(step, global_batch))
         epoch, place = divmod(step, self.num_steps(global_batch))
         entry = epoch * self.corpus.num_samples + place * global_batch + first
@@ -101,7 +86,7 @@ class Epochs(Batches):
     def microbatches(
         self, step: int, data_rank: int, num_data_ranks: int, num_microbatches: int, global_batch: int
     ) -> list[Batch]:
-        """See ``Batches.microbatches``; none of them is empty."""
+        """See ``Batches.microbatches``; those without samples are one blank sample each."""
         mine = super().microbatches(step, data_rank, num_data_ranks, num_microbatches, global_batch)
         blank = {name: tensor[None] for name, tensor in self.corpus.blank().items()}
         return [batch if len(next(iter(batch.values()))) else blank for batch in mine]

@@ -1,29 +1,25 @@
 """The order of the samples, as a function: no list to shuffle, no state to save.
 
-``sample_at(seed, epoch, index, n)`` is the index-th entry of a permutation of 0 .. n-1 chosen by (seed,
-epoch).  Any rank can ask for any entry at any time, in O(1) memory; to resume, the number of the step is enough.
-
-The permutation is a Feistel network on the bits of the index, its halves in turn xored with a hash of the
-other:
+``sample_at(seed, epoch, index, n)`` is the index-th entry of a permutation of 0 .. n-1 chosen by (seed, epoch), in
+O(1) memory.  The permutation is a Feistel network on the bits of the index, its halves in turn xored with a hash of
+the other:
 
     left  |  right          every round can be undone (xor the same hash again), so the whole is a
       ^------ hash          permutation of 0 .. 2^bits - 1
     hash ------^
 
-and where it leaves 0 .. n-1 it is applied again until it comes back ("cycle walking"), which walks the
-cycles of a permutation and so is one itself.  2^bits < 2n: on average fewer than two applications.
+and where it leaves 0 .. n-1 it is applied again until it comes back ("cycle walking"), which walks the cycles of a
+permutation and so is one itself.  2^bits < 2n: on average fewer than two applications.
 
-Sources: Black and Rogaway, "Ciphers with arbitrary finite domains" (2002); the hash is SplitMix64's finaliser
-(Steele, Lea, Flood 2014).
+Sources: Black and Rogaway, "Ciphers with arbitrary finite domains" (2002); the hash is SplitMix64's finaliser (Steele,
+Lea, Flood 2014).
 """
 
 from __future__ import annotations
 
 NUM_ROUNDS = 8
-
 MASK_64 = (1 << 64) - 1
-GOLDEN = 0x9E3779B97F4A7C15
-"""2^64 divided by the golden ratio: SplitMix64's step."""
+GOLDEN = 0x9E3779B97F4A7C15  # 2^64 divided by the golden ratio: SplitMix64's step
 MULTIPLIERS = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
 
 
@@ -46,8 +42,7 @@ def mix(*words: int) -> int:
 def sample_at(seed: int, epoch: int, index: int, num_samples: int) -> int:
     """Which sample comes index-th in this epoch: a permutation of 0 .. num_samples - 1 in ``index``.
 
-    Raises:
-        ValueError: no samples, an index outside the epoch, or a negative epoch.
+    Raises ValueError for no samples, an index outside the epoch, or a negative epoch.
     """
     if num_samples < 1:
         raise ValueError(f"num_samples is {num_samples}: an order needs at least one sample")

@@ -9,11 +9,10 @@
 A document longer than a row is cut into pieces, each a document from here on.  What follows a piece is still the target
 of its last token, so each pair of neighbours within a document is trained on once per epoch, and no other pair.
 
-Which documents share a row is decided once: pieces are placed from the longest to the shortest, each in the row with
-the least space that holds it ("best fit decreasing": on many pieces, at most 11/9 of the fewest rows possible, Johnson
-1973; for language models, Ding et al., arXiv:2404.10830).  Each epoch then goes through the rows in its own
-order.  Documents of a row do not see each other, so new neighbours in every epoch would gain nothing, and this way the
-number of rows, and so of steps, is known beforehand.
+Pieces are placed once, from the longest to the shortest, each in the row with the least space that it fits ("best fit
+decreasing": on many pieces, at most 11/9 of the fewest rows possible, Johnson 1973; for language models, Ding et al.,
+arXiv:2404.10830).  Each epoch goes through the rows in its own order.  Documents of a row do not see each other, so new
+neighbours would gain nothing, and this way the number of steps is known beforehand.
 """
 
 from __future__ import annotations
@@ -30,9 +29,9 @@ from plait.data.windows import as_tokens, keep_first_part
 
 
 def best_fit(sizes: Sequence[int], length: int) -> list[list[int]]:
-    """Rows of indices into ``sizes``, whose sums are at most ``length``; a function of its arguments.
+    """Rows of indices into ``sizes`` (1 to ``length``), whose sums are at most ``length``.
 
-    ``sizes`` are from 1 to ``length``.  O(n log n) for n sizes, O(``length``) to open a row.
+    O(n log n) for n sizes, O(``length``) to open a row.
     """
     rows: list[list[int]] = []
     by_space: dict[int, list[int]] = {}
@@ -59,16 +58,10 @@ class PackedBatches(Corpus):
     """Packed rows: int64 ``tokens``, ``targets`` and ``documents``, all [count, length].
 
     ``documents`` numbers the documents of a row from 0; a model's attention must not cross them, and positions start
-    anew in each (see ``models.documents``).  Documents of fewer than 2 tokens have nothing to predict and are left out.
+    anew in each (see ``models.documents``).  Documents are bytes, each a token, or rows of whole numbers; with
+    fewer than 2 tokens they have nothing to predict, and are left out.  ``ragged`` is that of ``TextBatches``.
 
-    Args:
-        documents: rows of whole numbers; of bytes, each is a token.
-        length: tokens of a row.
-        seed: decides the order of an epoch.
-        ragged: as in ``TextBatches``.
-
-    Raises:
-        ValueError: no document with 2 tokens, or one that is not a row of whole numbers.
+    Raises ValueError where no document has 2 tokens, or one is not a row of whole numbers.
     """
 
     def __init__(self, documents: Iterable[bytes | Tensor], length: int, seed: int, ragged: bool = False) -> None:
@@ -89,8 +82,7 @@ class PackedBatches(Corpus):
                 sizes.append(min(length, pairs - first))
             place += len(row)
         packed = best_fit(sizes, length)
-        order = [index for row in packed for index in row]
-        self._pieces = torch.tensor([(starts[i], sizes[i]) for i in order])  # the pieces, row by row
+        self._pieces = torch.tensor([(starts[i], sizes[i]) for row in packed for i in row])
         self._rows = torch.tensor([0, *(len(row) for row in packed)]).cumsum(0)  # where each row's begin
         self.length, self.seed, self.ragged = length, seed, ragged
 
@@ -101,7 +93,7 @@ class PackedBatches(Corpus):
 
     @property
     def num_targets(self) -> int:
-        """Targets of one epoch, all rows together; the rest of ``num_samples * length`` is padding."""
+        """Targets of one epoch; the rest of ``num_samples * length`` is padding."""
         return int(self._pieces[:, 1].sum())
 
     def blank(self) -> Batch:
@@ -110,18 +102,17 @@ class PackedBatches(Corpus):
         return {"tokens": tokens_T, "targets": torch.full_like(tokens_T, IGNORED), "documents": tokens_T.clone()}
 
     def sample(self, number: int, entry: int) -> Batch:
-        """See ``Corpus.sample``: ``tokens``, ``targets`` and ``documents``, all [length]."""
+        """See ``Corpus.sample``."""
         row = self.blank()
-        tokens_T, targets_T, documents_T = row["tokens"], row["targets"], row["documents"]
         first, stop = self._rows[number : number + 2].tolist()
-        documents_T.fill_(stop - first)
+        row["documents"].fill_(stop - first)
         place = 0
         for document, (start, size) in enumerate(self._pieces[first:stop].tolist()):
             here = slice(place, place + size)
-            tokens_T[here] = self._tokens[start : start + size]
-            targets_T[here] = self._tokens[start + 1 : start + size + 1]
-            documents_T[here] = document
+            row["tokens"][here] = self._tokens[start : start + size]
+            row["targets"][here] = self._tokens[start + 1 : start + size + 1]
+            row["documents"][here] = document
             place += size
         if self.ragged:
-            keep_first_part(targets_T, self.seed, entry)
+            keep_first_part(row["targets"], self.seed, entry)
         return row

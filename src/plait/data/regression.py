@@ -1,8 +1,8 @@
 """Regression data from a hash: element j of sample i is a function of (seed, i, j) alone.
 
-The hash is integer arithmetic and what follows is one rounding per operation, so the bits depend neither on
-the cut of the batch nor on vector widths, threads or the machine.  A generator would have to be seeded per
-sample, and torch's CPU generator keeps only 32 bits of its seed.
+The hash is integer arithmetic and what follows is one rounding per operation, so the bits depend neither on the cut of
+the batch nor on vector widths, threads or the machine.  A generator would have to be seeded per sample, and torch's CPU
+generator keeps only 32 bits of its seed.
 """
 
 from __future__ import annotations
@@ -13,8 +13,7 @@ from torch import Tensor
 from plait.data.batches import Batch, Batches, check_slice
 from plait.data.order import GOLDEN, MULTIPLIERS, mix
 
-_INPUTS, _MASK = 0x1290, 0x3A5C
-"""Keep the two uses of the hash apart."""
+_INPUTS, _MASK = 0x1290, 0x3A5C  # keep the two uses of the hash apart
 
 
 def _signed(word: int) -> int:
@@ -35,14 +34,13 @@ def scramble_tensor(word: Tensor) -> Tensor:
 
 
 class SyntheticRegression(Batches):
-    """``x`` [count, width], ``y`` [count, output_width] and ``mask`` [count], all of ``dtype``.
+    """``x`` [count, width], ``y`` [count, output_width] and ``mask`` [count] of 0 and 1, all of ``dtype``.
 
-    x is uniform with mean 0 and variance 1; y is a fixed function of its own row, with products of
-    neighbours in it, so there is something to learn.  ``ragged`` clears the mask of a quarter of the rows, at
-    random, but never that of a step's first.  Every dtype sees the same numbers, rounded once.
+    x is uniform with mean 0 and variance 1; y is a fixed function of its own row, with products of neighbours in it, so
+    there is something to learn.  ``ragged`` clears the mask of a quarter of the rows, at random, but never that of a
+    step's first.  Every dtype sees the same numbers, rounded once.
 
-    Raises:
-        ValueError: a width below 1, or a dtype that is not floating point.
+    Raises ValueError for a width below 1, or a dtype that is not floating point.
     """
 
     def __init__(
@@ -53,18 +51,15 @@ class SyntheticRegression(Batches):
         output_width: int | None = None,
         dtype: torch.dtype = torch.float32,
     ) -> None:
-        self.width = width
-        self.output_width = width if output_width is None else output_width
-        if self.width < 1 or self.output_width < 1:
+        self.width, self.output_width = width, width if output_width is None else output_width
+        self.seed, self.ragged, self.dtype = seed, ragged, dtype
+        if min(self.width, self.output_width) < 1:
             raise ValueError(f"width {self.width} and output width {self.output_width}: give numbers from 1")
         if not dtype.is_floating_point:
             raise ValueError(f"dtype is {dtype}: give a floating-point one, such as torch.float32")
-        self.seed = seed
-        self.ragged = ragged
-        self.dtype = dtype
 
     def samples(self, step: int, first: int, count: int, global_batch: int) -> Batch:
-        """See ``Batches.samples``: x [count, width], y [count, output_width] and mask [count] of 0 and 1."""
+        """See ``Batches.samples``."""
         check_slice(step, first, count, global_batch)
         entries = [step * global_batch + first + row for row in range(count)]
         keys_B = [_signed(mix(self.seed, _INPUTS, entry)) for entry in entries]

@@ -1,9 +1,8 @@
 """Text as bytes: a vocabulary of 256, and no tokenizer to download or to version.
 
-Without a path the text is the source of Python's own standard library, which every machine that runs this
-has: real, structured, a few megabytes, nothing downloaded.  It is the same on every rank that runs the same
-Python version; ranks with different versions would read different text, so a run over different
-machines needs a path.
+Without a path the text is the source of Python's standard library, which every machine has: real, structured, a few
+megabytes, nothing downloaded.  Ranks with different versions of Python would read different text, so a run over
+different machines needs a path.
 
 The same files are one text (``load_text``) or documents (``load_documents``):
 
@@ -24,64 +23,39 @@ from typing import TypeVar
 
 from torch import Tensor
 
-STANDARD_LIBRARY_BYTES = 3_000_000
-"""At most this many bytes of the standard library are read."""
-
+STANDARD_LIBRARY_BYTES = 3_000_000  # at most
 HELD_OUT_PERCENT = 5
-
 Text = TypeVar("Text", bytes, Tensor)
 
 
 def load_text(path: str | None = None) -> bytes:
     """The bytes of a file, of a folder's text files in sequence, or (None) of the standard library.
 
-    A folder is read recursively in the order of its relative paths.  Files with a NUL byte are taken for
-    binary and skipped, and so are hidden files and folders.  Of ``.jsonl`` files only the texts are read,
-    blank lines between them.
+    A folder is read recursively in the order of its relative paths.  Files with a NUL byte are taken for binary and
+    skipped, and so are hidden files and folders.  Of ``.jsonl`` files only the texts count, blank lines between them.
 
-    Raises:
-        ValueError: nothing at ``path``, no text in it, a single file that is binary, or a line of a ``.jsonl``
-        file without a text; the message names the fix.
+    Raises ValueError for nothing at ``path``, no text in it, a single file that is binary, or a line of a ``.jsonl``
+    file without a text.
     """
     files = _files(path)
-    parts = [b"\n\n".join(_lines(name, text)) if name.endswith(".jsonl") else text for name, text in files]
+    parts = [b"\n\n".join(_texts(name, content)) for name, content in files]
     ends = [b"\n\n" * name.endswith(".jsonl") for name, _ in files[:-1]]
     return b"".join(part + end for part, end in zip(parts, [*ends, b""], strict=True))
 
 
 def load_documents(path: str | None = None) -> list[bytes]:
-    """The same text in documents, none of them empty, in the order of the text.
-
-    Raises:
-        ValueError: as ``load_text``.
-    """
+    """The same text in documents, none of them empty, in the order of the text; raises as ``load_text``."""
     files = _files(path)
     if path is not None and Path(path).is_file() and not path.endswith(".jsonl"):
         (_, text), *_ = files
         return [paragraph for paragraph in re.split(rb"(?:\r?\n[ \t]*){2,}", text) if paragraph.strip()]
-    every = [_lines(name, text) if name.endswith(".jsonl") else [text] for name, text in files]
-    return [document for documents in every for document in documents if document]
-
-
-def standard_library(max_bytes: int = STANDARD_LIBRARY_BYTES) -> bytes:
-    """The modules at the top of Python's standard library, by name, cut after ``max_bytes`` bytes.
-
-    Names that begin with an underscore are skipped, since some are generated for one machine, and so are subfolders
-    (tests, site-packages, idlelib).
-
-    Raises:
-        ValueError: this Python carries no source files (some embedded builds keep them in an archive).
-    """
-    return b"".join(text for _, text in _modules(max_bytes))
+    return [document for name, content in files for document in _texts(name, content) if document]
 
 
 def split_text(text: Text, length: int) -> tuple[Text, Text]:
     """(train, held out): the last 5 % are held out, at least one sample (``length`` + 1 tokens).
 
-    ``text`` is bytes, each a token, or a row of tokens.
-
-    Raises:
-        ValueError: fewer tokens than one sample for each part.
+    ``text`` is bytes, each a token, or a row of tokens.  Raises ValueError for fewer than a sample for each part.
     """
     if length < 1:
         raise ValueError(f"length is {length}: a sample has at least 1 token")
@@ -89,9 +63,8 @@ def split_text(text: Text, length: int) -> tuple[Text, Text]:
     if len(text) < 2 * sample:
         unit = "bytes" if isinstance(text, bytes) else "tokens"
         raise ValueError(
-            f"a text of {len(text)} {unit} is too short: one training and one held-out sample of length "
-            f"{length} need {2 * sample} {unit}; give more text, or a length of at most "
-            f"{max(len(text) // 2 - 1, 0)}"
+            f"a text of {len(text)} {unit} is too short: one training and one held-out sample of length {length} "
+            f"need {2 * sample} {unit}; give more text, or a length of at most {max(len(text) // 2 - 1, 0)}"
         )
     held_out = max(len(text) * HELD_OUT_PERCENT // 100, sample)
     return text[:-held_out], text[-held_out:]
@@ -100,8 +73,7 @@ def split_text(text: Text, length: int) -> tuple[Text, Text]:
 def split_documents(documents: Sequence[Text]) -> tuple[Sequence[Text], Sequence[Text]]:
     """(train, held out): the last documents are held out, as many as 5 % of all tokens need, at least one.
 
-    Raises:
-        ValueError: fewer than 2 documents that have something to predict.
+    Raises ValueError for fewer than 2 documents with something to predict.
     """
     usable = [document for document in documents if len(document) > 1]
     if len(usable) < 2:
@@ -120,7 +92,7 @@ def split_documents(documents: Sequence[Text]) -> tuple[Sequence[Text], Sequence
 def _files(path: str | None) -> list[tuple[str, bytes]]:
     """(name, content) of every text file at the path, in order."""
     if path is None:
-        return _modules(STANDARD_LIBRARY_BYTES)
+        return standard_library()
     root = Path(path)
     if root.is_dir():
         return _folder(root)
@@ -134,7 +106,12 @@ def _files(path: str | None) -> list[tuple[str, bytes]]:
     return [(path, text)]
 
 
-def _modules(max_bytes: int) -> list[tuple[str, bytes]]:
+def standard_library(max_bytes: int = STANDARD_LIBRARY_BYTES) -> list[tuple[str, bytes]]:
+    """(name, source) of the modules at the top of Python's standard library, by name, cut after ``max_bytes`` bytes.
+
+    Names that begin with an underscore are skipped, since some are generated for one machine, and so are subfolders
+    (tests, site-packages, idlelib).  Raises ValueError where Python has no source files, as in some embedded builds.
+    """
     folder = Path(sysconfig.get_path("stdlib"))
     parts: list[tuple[str, bytes]] = []
     left = max_bytes
@@ -149,26 +126,22 @@ def _modules(max_bytes: int) -> list[tuple[str, bytes]]:
 
 
 def _folder(root: Path) -> list[tuple[str, bytes]]:
-    parts: list[tuple[str, bytes]] = []
-    num_files = 0
-    files = (file for file in root.rglob("*") if file.is_file())
-    for file in sorted(files, key=lambda file: file.relative_to(root).parts):
-        if any(part.startswith(".") for part in file.relative_to(root).parts):
-            continue
-        num_files += 1
-        content = file.read_bytes()
-        if b"\0" not in content:
-            parts.append((str(file), content))
+    places = {file.relative_to(root).parts: file for file in root.rglob("*") if file.is_file()}
+    shown = [place for place in sorted(places) if not any(part.startswith(".") for part in place)]
+    contents = ((str(places[place]), places[place].read_bytes()) for place in shown)
+    parts = [(name, content) for name, content in contents if b"\0" not in content]
     if not any(content for _, content in parts):
         raise ValueError(
-            f"the folder {str(root)!r} holds no text: {num_files} files, {num_files - len(parts)} of them "
-            f"binary, 0 bytes of text; give a folder with text files"
+            f"the folder {str(root)!r} holds no text: {len(shown)} files, {len(shown) - len(parts)} of them binary, "
+            f"0 bytes of text; give a folder with text files"
         )
     return parts
 
 
-def _lines(name: str, content: bytes) -> list[bytes]:
-    """The texts of a ``.jsonl`` file, a JSON object on each line."""
+def _texts(name: str, content: bytes) -> list[bytes]:
+    """The texts of a ``.jsonl`` file, which has a JSON object on each line; of another file, its content."""
+    if not name.endswith(".jsonl"):
+        return [content]
     texts = []
     for number, line in enumerate(content.splitlines(), 1):
         if not line.strip():

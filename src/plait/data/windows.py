@@ -16,18 +16,12 @@ from plait.data.batches import IGNORED, Batch
 from plait.data.corpus import Corpus
 from plait.data.order import mix
 
-_LENGTHS = 0x1E46
-"""Keeps the hash that draws lengths apart from the one that draws the order."""
-
+_LENGTHS = 0x1E46  # keeps the hash that draws lengths apart from the one that draws the order
 WHOLE_NUMBERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
 
 def as_tokens(text: bytes | Tensor) -> Tensor:
-    """A row of tokens; each byte is one.
-
-    Raises:
-        ValueError: a tensor that is not a row of whole numbers.
-    """
+    """A row of tokens; each byte is one.  Raises ValueError for a tensor that is not a row of whole numbers."""
     if not isinstance(text, Tensor):
         return torch.frombuffer(bytearray(text), dtype=torch.uint8) if text else torch.empty(0, dtype=torch.uint8)
     if text.dim() != 1 or text.dtype not in WHOLE_NUMBERS:
@@ -43,14 +37,12 @@ def keep_first_part(targets_T: Tensor, seed: int, entry: int) -> None:
 class TextBatches(Corpus):
     """Windows of a text: ``tokens`` and ``targets`` (the tokens one further on), int64 [count, length].
 
-    Consecutive samples share one token, which is the target of the first and the start of the second.  Each
-    epoch goes through all of them in its own order.
+    Consecutive samples share one token, which is the last target of the first and the start of the second.
 
-    ``ragged`` keeps the loss on a first part of each sample only, 1 to ``length`` targets, drawn from (seed,
-    place in the run); the rest are ``IGNORED``.  It makes token counts differ, as padding does in real data.
+    ``ragged`` keeps the loss on a first part of each sample only, 1 to ``length`` targets, drawn from (seed, place in
+    the run); the rest are ``IGNORED``.  It makes token counts differ, as padding does in real data.
 
-    Raises:
-        ValueError: a text shorter than one sample, or tokens that are not a row of whole numbers.
+    Raises ValueError for a text shorter than one sample, or tokens that are not a row of whole numbers.
     """
 
     def __init__(self, tokens: bytes | Tensor, length: int, seed: int, ragged: bool = False) -> None:
@@ -59,12 +51,10 @@ class TextBatches(Corpus):
         self._tokens = as_tokens(tokens)
         if len(tokens) < length + 1:
             raise ValueError(
-                f"a text of {len(tokens)} tokens is shorter than one sample: length {length} needs "
-                f"{length + 1} (the last target too); give more text, or a shorter length"
+                f"a text of {len(tokens)} tokens is shorter than one sample: length {length} needs {length + 1} (the "
+                f"last target too); give more text, or a shorter length"
             )
-        self.length = length
-        self.seed = seed
-        self.ragged = ragged
+        self.length, self.seed, self.ragged = length, seed, ragged
 
     @property
     def num_samples(self) -> int:

@@ -6,7 +6,7 @@
     the rank        0   1   2   3                  and gets them in order
 
 Batches are functions of the step (``data.batches``), so workers share nothing with each other or with the rank, and
-bits and order do not depend on their number.  The state of a stream is the number of its next step.
+bits and order do not depend on their number.
 
 A rank has threads, locks and devices that a copy of it could not use, so workers are copies of another process, which
 has imported this module and done nothing else ("forkserver").  They are closed with the stream, and end on their own,
@@ -21,22 +21,20 @@ import os
 import threading
 import warnings
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from multiprocessing.context import BaseContext
-from types import TracebackType
 
 import torch
 from torch.utils.data import Dataset
 
 from plait.data.batches import Batch, Batches
 
-_BUILDING = threading.Lock()
-"""Warnings are filtered for the whole process, and ranks may be threads of it."""
+_BUILDING = threading.Lock()  # warnings are filtered for the whole process, and ranks may be threads of it
 
 
 @dataclass(frozen=True)
 class StepDataset(Dataset[list[Batch]]):
-    """A data rank's microbatches by the number of the step: the map-style dataset that workers get a copy of."""
+    """A data rank's microbatches by step: the map-style dataset of which workers get a copy."""
 
     batches: Batches
     data_rank: int
@@ -49,11 +47,11 @@ class StepDataset(Dataset[list[Batch]]):
         return self.batches.microbatches(step, *place, self.global_batch)
 
 
-class StepStream(Iterator[list[Batch]]):
+class StepStream(Iterator[list[Batch]], AbstractContextManager["StepStream"]):
     """One rank's microbatches, step by step; a context manager that closes its workers.
 
     Args:
-        dataset: what a step is.
+        dataset: makes a step.
         steps: which steps, in this order.
         workers: processes that make them ahead; 0 makes each when it is asked for.
         device: where the batches are brought to.
@@ -80,6 +78,8 @@ class StepStream(Iterator[list[Batch]]):
             return map(self._dataset.__getitem__, steps)
         from torchdata.stateful_dataloader import StatefulDataLoader  # type: ignore[import-untyped]
 
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload([__name__, "torchdata.stateful_dataloader"])  # heard by the first only
         with _BUILDING, warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="'set_vital' is deprecated")
             loader = StatefulDataLoader(
@@ -88,7 +88,7 @@ class StepStream(Iterator[list[Batch]]):
                 sampler=steps,
                 num_workers=self._workers,
                 collate_fn=_as_it_is,
-                multiprocessing_context=_context(),
+                multiprocessing_context=context,
                 worker_init_fn=_watch_the_rank,
                 generator=torch.Generator(),  # it numbers the workers; torch's own generator stays as it is
             )
@@ -96,7 +96,7 @@ class StepStream(Iterator[list[Batch]]):
         return started
 
     def state_dict(self) -> dict[str, int]:
-        """Where the stream stands: how many of its steps it has given out, whatever has been made ahead."""
+        """How many steps the stream has given out, whatever has been made ahead."""
         return {"given": self._next}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
@@ -110,20 +110,8 @@ class StepStream(Iterator[list[Batch]]):
         if iterator is not None and self._workers:
             iterator._shutdown_workers()  # type: ignore[attr-defined]
 
-    def __enter__(self) -> StepStream:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
-
-
-def _context() -> BaseContext:
-    """How workers are started; what is imported beforehand matters to the first only."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([__name__, "torchdata.stateful_dataloader"])
-    return context
 
 
 def _watch_the_rank(worker: int) -> None:

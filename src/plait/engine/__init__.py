@@ -6,6 +6,10 @@ step.py          what a step is while it is under way, and what it did
 exchange.py      the two small messages of a step on which all ranks agree
 norm.py          the global norm, in which every element counts once
 update.py        between the last backward and the update: sums, clip, handing over
+nonfinite.py     whose loss or gradient is not finite
+reduction.py     a mean and its count as a sum
+standing.py      where a rank stands in the run, which must be the same everywhere
+turns.py         several optimizers make one step
 evaluation.py    the loss without a step
 
 data_parallel/   units: their storage, when they are unsharded, how gradients reach their owners

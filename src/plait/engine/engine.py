@@ -4,7 +4,7 @@
       counts                how many samples and targets every rank brings        one small all_gather
       runtime.run           F0 B0 F1 B1 ...: units are unsharded and resharded,
                             gradients reduced                                     as the row says
-        finish              the last action of the schedule
+        update              the last action of the schedule
           optimizer.step    the user's own object, whose hooks are ours:
             pre-hook        update.prepare: what is still pending is summed;      as the row says
                             losses, norm, which parameters have gradients;        one small all_gather
@@ -35,11 +35,17 @@ from plait.core.parallelism import Parallelism
 from plait.core.precision import LossScale
 from plait.engine.evaluation import Evaluation, Evaluator
 from plait.engine.forward.context import RNGPosition
+from plait.engine.nonfinite import NonFinite
 from plait.engine.pipeline.runtime import Microbatch
 from plait.engine.pipeline.stage import LossFn
 from plait.engine.placed_model import PlacedModel
+from plait.engine.reduction import Reduction, as_sum, returning_sums
+from plait.engine.standing import Standing
+from plait.engine.state.identity import code_of
 from plait.engine.state.weights import Weights
 from plait.engine.step import OpenStep, StepResult, num_samples
+from plait.engine.turns import Optimizers, StepTurns, several
+from plait.engine.update import Update
 
 CountFn = Callable[[Any], int]
 Listener = Callable[[str, "Engine"], None]
@@ -49,20 +55,21 @@ class Engine(PlacedModel):
     """A model trained under one row of the table on this rank.
 
     Args:
-        model: any ``nn.Module``; its parameters may have values or be on meta. It stays the user's object, with its
-            names; between uses its parameters are placeholders where the row splits them.
+        model: any ``nn.Module``; its parameters may have values or be on meta. It stays the user's object; its
+            parameters are placeholders between uses where the row splits them.
         comm: this rank's world; it knows the mesh.
-        parallelism: how the model lies on the ranks. Or give its fields as keywords (``strategy="zero3"``): see
-            ``Parallelism``.
-        optimizer: built on ``model.parameters()`` in the ordinary way; it is pointed at the pieces this rank owns.
+        parallelism: how the model lies on the ranks; or give its fields as keywords (``strategy="zero3"``).
+        optimizer: built on ``model.parameters()`` in the ordinary way; it is pointed at the pieces that this rank owns.
+            Or several, as a list or a dict, each with parameters of its own. One that is built later: see ``use``.
         loss_fn: ``(model, batch) -> scalar``, the *sum* of the losses of the batch.
         count_fn: ``batch -> int``, how many terms that sum has.
         clip: the largest global gradient norm; ``math.inf`` measures without clipping, None does neither.
         seed: of initial values (of parameters on meta) and dropout.
         weights: where the values of parameters on meta are read, instead of drawing them from the seed.
         loss_scale: the factor of the loss, for gradients that fp16 would lose (see ``precision``).
+        nonfinite: what to do with a step in which any rank has a loss or gradient that is inf or NaN: ``"raise"`` a
+            FloatingPointError on all ranks, or ``"skip"`` the update on all of them. With a loss scale it is skipped.
         listener: called with ``"reduced"`` (gradients are whole, not clipped) and ``"updated"``.
-        settings: fields of ``Parallelism``, where it is not given whole.
 
     Raises:
         ValueError: anything that can be known to be wrong before the first step, with the fix.
@@ -75,13 +82,14 @@ class Engine(PlacedModel):
         comm: Comm,
         *,
         parallelism: Parallelism | None = None,
-        optimizer: Optimizer | None = None,
+        optimizer: Optimizers | None = None,
         loss_fn: LossFn | None = None,
         count_fn: CountFn | None = None,
         clip: float | None = None,
         seed: int = 0,
         weights: Weights | None = None,
         loss_scale: LossScale | None = None,
+        nonfinite: NonFinite = "raise",
         listener: Listener | None = None,
         **settings: Any,
     ) -> None:
@@ -94,47 +102,68 @@ class Engine(PlacedModel):
             model,
             comm,
             parallelism or Parallelism.of(**settings),
-            optimizer,
-            clip=clip,
+            several(optimizer),
             seed=seed,
             weights=weights,
-            loss_scale=loss_scale,
+            settings={"clip": clip, "loss_scale": loss_scale, "nonfinite": nonfinite},
+            agreed={"the code of loss_fn": code_of(loss_fn), "the code of count_fn": code_of(count_fn)},
             before_forward=self._before_forward,
         )
         self.loss_fn, self.count_fn, self.listener = loss_fn, count_fn, listener
-        if optimizer is not None:
-            optimizer.register_step_pre_hook(lambda *_: self._before_update())
-            optimizer.register_step_post_hook(lambda *_: self._after_update())
-            optimizer.zero_grad = self._discarding(optimizer.zero_grad)  # type: ignore[method-assign]
+        self.update = Update(self, clip, loss_scale, nonfinite)
+        self._turns = StepTurns()
+        for one in self.optimizers:
+            self._hook(one)
         self.steps = 0
-        self._evaluator = Evaluator(model, comm, self.stages, self.pipeline, partial(self.program, backward=False))
+        self.discarded = 0
+        """Times that ``zero_grad`` threw gradients away."""
+        self._evaluator = Evaluator(self)
         self._broken = False
         self._now: OpenStep | None = None
-        self._last = StepResult(-1, math.nan, 0, (), None)
+        self.last = StepResult(-1, math.nan, 0, (), None)
+        """What the last step did, in a loop of one's own too."""
 
-    # ---- the primitive ------------------------------------------------------------------------------------------
+    def use(self, optimizer: Optimizers) -> None:
+        """Take optimizers that were built after the engine, on ``model.parameters()``; all ranks call it together.
+
+        Raises:
+            ValueError: the engine has optimizers already, and what ``Engine`` raises for these.
+        """
+        if self.optimizers:
+            raise ValueError("the engine has an optimizer already: give Engine a list, or use, all of them at once")
+        self.take_optimizers(several(optimizer))
+        for one in self.optimizers:
+            self._hook(one)
+
+    def _hook(self, optimizer: Optimizer) -> None:
+        optimizer.register_step_pre_hook(lambda *_: self._before_update(optimizer))
+        optimizer.register_step_post_hook(lambda *_: self._after_update(optimizer))
+        optimizer.zero_grad = partial(self._discard, optimizer, optimizer.zero_grad)  # type: ignore[method-assign]
 
     def step(self, microbatches: Sequence[Any]) -> StepResult:
         """One optimizer step on this rank's microbatches; every rank brings equally many.
 
         Raises:
             ValueError: no microbatch, ranks that disagree on their number, nothing to count, no loss function.
+            FloatingPointError: a loss or gradient that is not finite, on any rank (see ``nonfinite``).
         """
         loss_fn, count_fn = self._functions()
         if not torch.is_grad_enabled():
             raise ValueError("engine.step under torch.no_grad(): there would be no gradient; call it outside")
+        self._check_optimizer()
         num = len(microbatches)
         if not num:
             raise ValueError("no microbatch: a step needs at least one, an empty one included")
         program = self.program(num)
-        counts = [count_fn(batch) for batch in microbatches]
+        counts = [int(count_fn(batch)) for batch in microbatches]
+        if min(counts) < 0:  # the sum goes to the others, and they refuse it too
+            counts = [min(counts)]
         samples = [num_samples(batch) for batch in microbatches]
         first, total = self.exchange.counts(num, sum(counts), sum(samples))
         self._now = OpenStep(count=total)  # whatever an earlier step left behind when it raised is gone
         if self.pipeline.num_stages > 1:
             self._guard.check()
-        if self.comm.mesh.pipe > 1:
-            self.exchange.check_batches(microbatches)
+        self.exchange.check_batches(microbatches)
         for stage in self.stages.values():
             stage.begin_step()
         place = self.comm.mesh.data_rank(self.comm.rank) * num
@@ -143,15 +172,15 @@ class Engine(PlacedModel):
             for m, batch in enumerate(microbatches)
         ]
         self._broken = self.comm.mesh.pipe > 1
+        loss_fn = loss_fn if self.steps else returning_sums(loss_fn, count_fn)
         self.runtime.run(program, brought, loss_fn, 1 / total * self.update.scale, self._update)
-        self._broken = False
-        return self._last
+        return self.last
 
     def evaluate(self, microbatches: Sequence[Any]) -> Evaluation:
         """The mean loss of all ranks' microbatches, in eval mode; training continues as if it had not happened.
 
-        Every rank brings equally many, empty ones included.  Under a pipeline a rank keeps what it hands on to the end
-        of the call, so bring about as many at once as in a step.
+        Every rank brings equally many, empty ones included.  Under a pipeline a rank keeps until the end of the call
+        what it hands on, so bring about as many at once as in a step.
 
         Raises:
             ValueError: as ``step``; between a forward and the ``optimizer.step()`` of a loop of one's own.
@@ -178,41 +207,55 @@ class Engine(PlacedModel):
     def _update(self) -> None:
         """The end of the step."""
         assert self._now is not None
+        self._broken = False  # every message of the pipeline has come
         num = len(self.runtime.p2p.signatures)
         losses = self.runtime.losses
         self._now.losses = [losses[m] if losses else torch.zeros(()) for m in range(num)]
-        if self.optimizer is not None:
-            self.optimizer.step()
-        else:
-            self._before_update()
-            self._after_update()
+        for optimizer in self.optimizers:
+            optimizer.step()
+        if not self.optimizers:
+            self._prepare()
+            self._publish()
 
-    # ---- the thin face for a loop of one's own ------------------------------------------------------------------
+    # ---- for a loop of one's own --------------------------------------------------------------------------------
 
-    def backward(self, loss: Tensor, count: int) -> None:
-        """The backward of one microbatch of a user's own loop; ``optimizer.step()`` then makes the step.
+    def backward(self, loss: Tensor, count: int, reduction: Reduction | None = None) -> None:
+        """The backward of one microbatch of a user's own loop.
 
         Args:
-            loss: the *sum* of the microbatch's losses.
-            count: how many terms it has; ``optimizer.step()`` divides by the global sum of the counts.
+            loss: of the microbatch, a scalar.
+            count: how many terms the loss has; ``optimizer.step()`` divides by the global sum of the counts.
+            reduction: ``"mean"``, as of ``F.cross_entropy`` and Hugging Face's models, or ``"sum"``: what the loss is
+                of its terms. None: a sum, unless it can be seen that it is a mean, which is refused.
+
+        Raises:
+            ValueError: no optimizer, a loss that is no scalar, a mean given as a sum, a negative count.
         """
         if self.pipeline.num_stages > 1:
             raise ValueError("engine.backward is for one stage: under a pipeline the schedule decides; use engine.step")
+        self._check_optimizer()
         if loss.dim() != 0:
             raise ValueError(f"the loss has shape {tuple(loss.shape)}: return the sum over the microbatch, a scalar")
+        if count < 0:
+            raise ValueError(f"a count of {count}: it is the number of terms of the loss, 0 or more")
+        loss = as_sum(loss, count, reduction)
         now = self._begin_step()
         now.local_count += count
         self.stages[0].backward_from(loss, self.update.scale)
         now.losses.append(loss.detach())
 
-    @property
-    def last(self) -> StepResult:
-        """What the last step did, a user's own loop's too."""
-        return self._last
-
     # ---- parts of a step ----------------------------------------------------------------------------------------
 
+    def _check_optimizer(self) -> None:
+        """Raises ValueError where gradients would be made that nobody gets."""
+        if not self.optimizers and self.listener is None:
+            raise ValueError(
+                "the engine has no optimizer, so no step would change anything: give Engine(optimizer=...), or, where "
+                "it is built after the engine, call engine.use(optimizer) before the first step"
+            )
+
     def _begin_step(self) -> OpenStep:
+        self._turns.check_all(self.optimizers)
         if self._now is None:
             for stage in self.stages.values():
                 stage.begin_sums()
@@ -235,28 +278,42 @@ class Engine(PlacedModel):
         stage.begin_alone(RNGPosition(self.steps, microbatch, first, size), now.forwards)
         now.forwards += 1
 
-    def _before_update(self) -> None:
-        """Hook before ``optimizer.step``: finish the sums, agree, clip, hand the gradients over."""
+    def _before_update(self, optimizer: Optimizer) -> None:
+        """Hook before ``optimizer.step``; the first optimizer of a step makes the gradients of all."""
+        if self._turns.begin(optimizer, self.optimizers):
+            self._prepare()
+
+    def _prepare(self) -> None:
+        """Finish the sums, agree, clip, hand the gradients over."""
         now = self._now
         if now is None or not now.losses:
             raise ValueError("optimizer.step() without a backward before it: there is no gradient to step with")
-        self._last = self.update.prepare(now, self.steps, lambda: self._tell("reduced"))
+        try:
+            standing = Standing.of(self.steps, self.discarded, self.optimizers)
+            self.last = self.update.prepare(now, standing, lambda: self._tell("reduced"))
+        except BaseException:
+            self._now = None  # its sums are used up
+            self._turns.clear()
+            raise
 
-    def _discarding(self, zero_grad: Callable[..., None]) -> Callable[..., None]:
+    def _discard(self, optimizer: Optimizer, zero_grad: Callable[..., None], *args: Any, **kwargs: Any) -> None:
         """``optimizer.zero_grad`` between backward and step throws the gradients away, as everywhere in torch."""
-
-        def discard(*args: Any, **kwargs: Any) -> None:
-            zero_grad(*args, **kwargs)
+        zero_grad(*args, **kwargs)
+        if self._now is not None and self._turns.zeroed(optimizer, self.optimizers, summed=bool(self._now.losses)):
+            self.discarded += bool(self._now.losses)
             self._now = None
 
-        return discard
+    def _after_update(self, optimizer: Optimizer) -> None:
+        """Hook after ``optimizer.step``; behind the last optimizer of a step the new values are published."""
+        if self._turns.end(optimizer, self.optimizers):
+            self._publish()
 
-    def _after_update(self) -> None:
-        """Hook after ``optimizer.step``: bring the new values to where the row keeps them."""
+    def _publish(self) -> None:
+        """Bring the new values to where the row keeps them."""
         for stage in self.stages.values():
             stage.unsharding.forget()
         for work in [work for unit in self.units for work in unit.publish()]:
-            work.wait()  # before anyone reads a parameter, or leaves
+            work.wait()  # before anyone reads a parameter, or exits
         for piece in self.owned:
             piece.view.grad = None
         self._now = None

@@ -4,18 +4,17 @@
     F0 F1 …     the order's forwards; units are gathered and freed       as the row says
     losses      of every data rank, added exactly                        one small all_gather
 
-Modules are in eval mode and nothing is drawn.  Persistent buffers are data rank 0's, which are also the ones that a
-state dict has; afterwards each rank has its own again, so BatchNorm evaluates one model on all ranks and trains on
-with what each has seen.
+Modules are in eval mode and nothing is drawn.  Persistent buffers are data rank 0's, as in a state dict; afterwards
+each rank has its own again, so BatchNorm evaluates one model on all ranks and trains on with what each has seen.
 
-Evaluations have their own runtime: what their batches taught about the shapes of messages, their order of gathers and
-their log stay apart from the step's.  In the ledger all their messages are of the phase ``evaluate``.
+Evaluations have their own runtime, so the shapes of their messages, their order of gathers and their log stay apart
+from the step's.  In the ledger all their messages are of the phase ``evaluate``.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -24,15 +23,15 @@ import torch
 from torch import Tensor, nn
 
 from plait.comm import Comm
-from plait.core.agreement import DATA_ORDER
+from plait.core.agreement import DATA_ORDER, MARKS
 from plait.core.collectives import Note
 from plait.engine.data_parallel.unshard import EVALUATE
 from plait.engine.exchange import Exchange
 from plait.engine.pipeline.p2p import PipelineP2P
 from plait.engine.pipeline.runtime import EventLog, Runtime
-from plait.engine.pipeline.stage import LossFn, Stage
+from plait.engine.pipeline.stage import LossFn
+from plait.engine.placed_model import PlacedModel
 from plait.engine.step import num_samples
-from plait.schedule.pipeline import Pipeline, RankProgram
 
 
 @dataclass(frozen=True)
@@ -44,57 +43,43 @@ class Evaluation:
 
 
 class Evaluator:
-    """Evaluations of a model that an engine trains.
+    """Evaluations of a model in training."""
 
-    Args:
-        model: the user's.
-        stages: those of this rank.
-        program: what this rank does in an evaluation of so many microbatches.
-    """
-
-    def __init__(
-        self,
-        model: nn.Module,
-        comm: Comm,
-        stages: Mapping[int, Stage],
-        pipeline: Pipeline,
-        program: Callable[[int], RankProgram],
-    ) -> None:
-        self.model, self.comm, self.stages, self.program = model, comm, stages, program
-        self.runtime = Runtime(stages, PipelineP2P(comm, pipeline.owner), EventLog(comm))
-        self.exchange = Exchange(comm, (), pipeline.owner[pipeline.num_stages - 1])
+    def __init__(self, placed: PlacedModel) -> None:
+        self.placed, comm = placed, placed.comm
+        self.runtime = Runtime(placed.stages, PipelineP2P(comm, placed.pipeline.owner), EventLog(comm))
+        self.exchange = Exchange(comm, (), placed.exchange.losses_at)
         self.broken = False
-        """An evaluation raised in the middle of a pipeline: its messages may still be in flight."""
+        """An evaluation raised in the middle of a pipeline: its messages may still be under way."""
 
     def evaluate(self, microbatches: Sequence[Any], loss_fn: LossFn, count_fn: Callable[[Any], int]) -> Evaluation:
         """See ``Engine.evaluate``."""
-        comm, num = self.comm, len(microbatches)
+        comm, stages, num = self.placed.comm, self.placed.stages.values(), len(microbatches)
         if not num:
             raise ValueError("no microbatch: an evaluation needs at least one, an empty one included")
-        program = self.program(num)
+        program = self.placed.program(num, backward=False)
         with ExitStack() as stack, torch.no_grad():
             stack.enter_context(comm.ledger.phase(EVALUATE))
             samples = sum(num_samples(batch) for batch in microbatches)
             _, total = self.exchange.counts(num, sum(map(count_fn, microbatches)), samples)
-            if comm.mesh.pipe > 1:
-                self.exchange.check_batches(microbatches)
-            models = [stage.model for stage in self.stages.values()]
-            stack.enter_context(eval_mode(self.model, *models))
+            self.exchange.check_batches(microbatches)
+            models = [stage.model for stage in stages]
+            stack.enter_context(eval_mode(self.placed.model, *models))
             stack.enter_context(buffers_of_data_rank_0(models, comm))
-            for stage in self.stages.values():
+            for stage in stages:
                 stack.enter_context(stage.unsharding.evaluation())
             self.broken = comm.mesh.pipe > 1
             self.runtime.evaluate(program, microbatches, loss_fn)
             here = self.runtime.losses
             mine = [here[m].item() if here else 0.0 for m in range(num)]
-            _, losses_of_ranks, _ = self.exchange.report(0.0, mine, set())
+            losses_of_ranks = self.exchange.report(0.0, mine, set(), [0.0] * MARKS).losses
             self.broken = False
         return Evaluation(math.fsum(loss for losses in losses_of_ranks for loss in losses) / total, total)
 
 
 @contextmanager
 def eval_mode(*models: nn.Module) -> Iterator[None]:
-    """Every module is in eval mode inside, and in its own mode again afterwards."""
+    """Every module is in eval mode inside, and in its own again afterwards."""
     modes = {module: module.training for model in models for module in model.modules()}
     for module in modes:
         module.training = False
@@ -116,9 +101,9 @@ def buffers_of_data_rank_0(models: Sequence[nn.Module], comm: Comm) -> Iterator[
     ]
     before: dict[Tensor, Tensor] = {buffer: buffer.clone() for _, _, buffer in places}
     for buffer in before:
-        travelling = buffer.reshape(-1).clone()
-        comm.broadcast(travelling, DATA_ORDER, 0, note=Note(EVALUATE)).wait()
-        buffer.copy_(travelling.view(buffer.shape))
+        sent = buffer.reshape(-1).clone()
+        comm.broadcast(sent, DATA_ORDER, 0, note=Note(EVALUATE)).wait()
+        buffer.copy_(sent.view(buffer.shape))
     try:
         yield
     finally:

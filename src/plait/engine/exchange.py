@@ -3,16 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from functools import reduce
+from operator import or_
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from plait.comm import Comm
-from plait.comm.agree import gather_floats, gather_ints, same_tensors
+from plait.comm.agree import gather_floats, gather_ints, named, same_tensors
 from plait.core.agreement import AGREEING, BITS, IN_STAGE
 from plait.core.collectives import Note
+
+
+class Report(NamedTuple):
+    """What all ranks know before the update."""
+
+    squares: float
+    """The global sum."""
+    losses: list[list[float]]
+    """Of the microbatches of every data rank."""
+    have_gradient: dict[str, bool]
+    """Which parameters have a gradient on any rank."""
+    marks: list[list[float]]
+    """Of every rank: what else it reported."""
 
 
 class Exchange:
@@ -20,7 +35,7 @@ class Exchange:
 
     Args:
         names: the trainable parameters of the whole model, in one order on all ranks.
-        losses_at: the pipe coordinate of the ranks that have the last stage.
+        losses_at: the pipe coordinate of the last stage.
     """
 
     def __init__(self, comm: Comm, names: Sequence[str], losses_at: int = 0) -> None:
@@ -34,14 +49,13 @@ class Exchange:
         """The global index of this rank's first sample, and the global number of targets.
 
         Raises:
-            ValueError: ranks with different numbers of microbatches, ranks of one data rank with different batches, or
-                no target anywhere.
+            ValueError: different numbers of microbatches, different batches in one data rank, or no target anywhere.
         """
         table = gather_ints(self.comm, [microbatches, targets, samples], AGREEING, Note("count"))
         if len({row[0] for row in table}) > 1:
             raise ValueError(
                 f"ranks bring different numbers of microbatches ({', '.join(str(row[0]) for row in table)}): "
-                f"every rank must make the same number, empty ones included"
+                f"every rank must bring the same number, empty ones included"
             )
         data = table[: self.in_stage : self.tensor]
         if any(table[i] != data[i % self.in_stage // self.tensor] for i in range(self.ranks)):
@@ -50,14 +64,19 @@ class Exchange:
                 f"ranks that differ in {axes} only bring different batches: they work on the same samples, so read "
                 f"the batch of comm.mesh.data_rank(comm.rank)"
             )
+        if negative := [rank for rank, row in enumerate(table) if row[1] < 0]:
+            raise ValueError(
+                f"{named(negative)} counts {table[negative[0]][1]} targets: a count is the number of terms of a loss, "
+                f"which is 0 or more"
+            )
         total = sum(row[1] for row in data)
         if total == 0:
             raise ValueError("there is no target in any rank's microbatches: their counts are all 0")
         return sum(row[2] for row in data[: self.comm.mesh.data_rank(self.comm.rank)]), total
 
     def check_batches(self, microbatches: Sequence[Any]) -> None:
-        """Raises ValueError, in the first step, where ranks of a pipeline bring different samples of the same sizes."""
-        if self._same_batches:
+        """Raises ValueError, the first time, where ranks of a pipeline bring different samples of the same sizes."""
+        if self._same_batches or self.comm.mesh.pipe == 1:
             return
         leaves = [leaf for leaf in tree_leaves(list(microbatches)) if isinstance(leaf, Tensor)]
         if not same_tensors(self.comm, leaves, ("pipe",), Note("setup")):
@@ -67,13 +86,13 @@ class Exchange:
             )
         self._same_batches = True
 
-    def report(
-        self, squares: float, losses: Sequence[float], touched: set[str]
-    ) -> tuple[float, list[list[float]], dict[str, bool]]:
-        """The global sum of squares, the losses of every data rank, and which parameters have a gradient on any rank.
+    def report(self, squares: float, losses: Sequence[float], touched: set[str], marks: Sequence[float]) -> Report:
+        """The small message before the update.
 
         Args:
             losses: of this data rank's microbatches; only those of ranks with the last stage count.
+            touched: the parameters that got a gradient on this rank.
+            marks: ``MARKS`` numbers that tell what else the ranks compare (see ``engine.update``).
 
         Raises:
             ValueError: the ranks of a tensor group, which compute the same losses, have different ones.
@@ -82,25 +101,29 @@ class Exchange:
             float(sum(1 << i for i, name in enumerate(self.names[start : start + BITS]) if name in touched))
             for start in range(0, len(self.names), BITS)
         ]
-        rows = gather_floats(self.comm, [squares, *losses, *bits], AGREEING, Note("report"))
+        rows = gather_floats(self.comm, [squares, *losses, *bits, *marks], AGREEING, Note("report"))
         total = 0.0
         for row in rows:
             total += row[0]
-        split = 1 + len(losses)
-        ends = rows[self.losses_at * self.in_stage : (self.losses_at + 1) * self.in_stage]
+        first_bit, last_bit = 1 + len(losses), 1 + len(losses) + len(bits)
+        ends = [row[1:first_bit] for row in rows[self.losses_at * self.in_stage :][: self.in_stage]]
         for i in range(0, self.in_stage, self.tensor):
-            for same in zip(*(row[1:split] for row in ends[i : i + self.tensor]), strict=True):
+            for same in zip(*ends[i : i + self.tensor], strict=True):
                 if max(same) - min(same) > 1e-4 * max(map(abs, same)):
                     raise ValueError(
                         f"the ranks of a tensor group have different losses ({', '.join(f'{x:.6g}' for x in same)}), "
                         f"though they work on the same samples: an output that the tensor plan cuts ('column') reaches "
                         f"the loss without a 'row' or 'gathered' behind it"
                     )
-        masks = [0] * len(bits)
-        for row in rows:
-            masks = [mask | int(value) for mask, value in zip(masks, row[split:], strict=True)]
+        columns = zip(*(row[first_bit:last_bit] for row in rows), strict=True)
+        masks = [reduce(or_, map(int, column)) for column in columns]
         have = {name: bool(masks[i // BITS] >> (i % BITS) & 1) for i, name in enumerate(self.names)}
-        return total, [row[1:split] for row in ends[:: self.tensor]], have
+        return Report(total, ends[:: self.tensor], have, [row[last_bit:] for row in rows])
+
+    def ranks_with_losses(self) -> list[int]:
+        """Whose losses a report has, by data rank."""
+        first = self.losses_at * self.in_stage
+        return list(range(first, first + self.in_stage, self.tensor))
 
     def sums(self, mine: Sequence[float]) -> list[list[float]]:
         """The sum over the data ranks of some numbers, for each tensor rank."""

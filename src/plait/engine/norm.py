@@ -1,10 +1,10 @@
-"""The global norm counts every element once, however many ranks hold it.
+"""The global norm counts every element once, however many ranks have it.
 
-a run of ...             is held by                             and counted by
-any parameter            the data axes that its cell splits     each of them;  of the others' ranks, the first
-one cut over tensor      a tensor rank each                     each
-one whole over tensor    every tensor rank                      the first
-one on several stages    each of them                           the first
+a run of ...             lies on                               and is counted by
+any parameter            the ranks with the optimizer's piece  the first of them
+one cut over tensor      one tensor rank                       that one
+one whole over tensor    every tensor rank                     the first
+one on several stages    each of them                          the first
 """
 
 from __future__ import annotations
@@ -22,12 +22,7 @@ from plait.engine.exchange import Exchange
 
 
 class Norm:
-    """Who counts what.
-
-    Args:
-        wide: whether any gradient is fp64.
-        copies: flats, by ``id``, of weights that another stage counts.
-    """
+    """Who counts what; ``wide``: any gradient is fp64; ``copies``: flats, by ``id``, that another stage counts."""
 
     def __init__(self, comm: Comm, strategy: Strategy, *, wide: bool, copies: Collection[int] = ()) -> None:
         here = comm.mesh.coordinates(comm.rank)
@@ -37,27 +32,19 @@ class Norm:
         self.dtype = torch.float64 if wide else torch.float32
 
     def counts(self, owned: Owned) -> bool:
-        """Whether this rank adds a run's squares: of ranks that hold the same run, the first one does."""
-        if id(owned.flat) in self.copies:
-            return False
-        return self.first_copy and (self.first_tensor or owned.cut is not None)
+        """Whether this rank adds a run's squares: of the ranks with the same run, the first does."""
+        first = self.first_copy and (self.first_tensor or owned.cut is not None)
+        return first and id(owned.flat) not in self.copies
 
     def rounded(self, norm: float) -> float:
-        """The norm, summed in fp64, rounded once to the gradients' precision (fp32 at least)."""
+        """The norm, summed in fp64, in the gradients' precision (fp32 at least)."""
         return torch.tensor(norm, dtype=self.dtype).item()
 
 
 def check_whole(norm: Norm, owned: Sequence[Owned], exchange: Exchange, names: Sequence[str]) -> list[str]:
-    """A parameter that is whole on every tensor rank has the same gradient on each; one small message says whether.
+    """Raises ValueError where a parameter that every tensor rank has whole (``names``) has different gradients on them.
 
-    Args:
-        names: whole parameters with a gradient, the same list on every rank.
-
-    Returns:
-        The names of those that nothing can be said of yet: their gradients are zero.
-
-    Raises:
-        ValueError: they differ: the parameter works on a cut activation, and its gradient is not summed.
+    One small message shows it.  Returns the names of those whose gradients are zero, which shows nothing yet.
     """
     squares = dict.fromkeys(names, 0.0)
     for run in owned:

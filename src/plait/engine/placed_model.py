@@ -4,13 +4,12 @@ model ── check ──► stages of this rank ──► units, flat storage, 
                         │
                         ├── runtime        carries out the schedule
                         ├── ties, norm     sums over stages, over everything
-                        └── update         what the optimizer is given
+                        └── owned          what this rank's optimizer updates
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -20,10 +19,10 @@ from torch.optim import Optimizer
 from plait.comm import Comm
 from plait.core.flat import UnitLayout
 from plait.core.parallelism import Parallelism
-from plait.core.precision import LossScale
-from plait.engine.data_parallel.optim import Owned, OwnedOptimizer, owned_runs
+from plait.engine.data_parallel.flat_gradient import FlatGradient
+from plait.engine.data_parallel.optim import OwnedOptimizer, owned_runs
 from plait.engine.data_parallel.storage import dtype_in
-from plait.engine.data_parallel.unit import Unit, parameters_of
+from plait.engine.data_parallel.unit import Unit
 from plait.engine.exchange import Exchange
 from plait.engine.norm import Norm
 from plait.engine.pipeline.build_stages import build_stages
@@ -33,19 +32,18 @@ from plait.engine.pipeline.tied_weights import TiedWeights
 from plait.engine.state.checks import check_model, check_settings
 from plait.engine.state.fingerprint import ModelFingerprint
 from plait.engine.state.full import Part, full_state_dict, load_full_state_dict
+from plait.engine.state.identity import optimizer_fields
 from plait.engine.state.weights import Weights
-from plait.engine.update import Update, bytes_held
 from plait.schedule.pipeline import Pipeline, RankProgram
 
 
 class PlacedModel:
-    """This rank's part of a model, and all that moves its values.
+    """This rank's part of a model, and all that moves its values; the arguments are those of ``Engine``.
 
     Args:
+        settings: of the step; they must be the same on all ranks.
+        agreed: what else must be, as texts.
         before_forward: called with the model's arguments before each forward of a loop of one's own.
-
-    Raises:
-        ValueError: anything that can be known to be wrong before the first step, with the fix.
     """
 
     def __init__(
@@ -53,24 +51,25 @@ class PlacedModel:
         model: nn.Module,
         comm: Comm,
         parallelism: Parallelism,
-        optimizer: Optimizer | None,
+        optimizers: Sequence[Optimizer],
         *,
-        clip: float | None,
         seed: int,
         weights: Weights | None,
-        loss_scale: LossScale | None,
+        settings: Mapping[str, object],
+        agreed: Mapping[str, str],
         before_forward: Callable[[Sequence[Any], dict[str, Any]], None],
     ) -> None:
         self.model, self.comm, self.parallelism, self.seed = model, comm, parallelism, seed
-        self.strategy, self.optimizer = parallelism.strategy, optimizer
+        self.strategy, self.optimizers = parallelism.strategy, tuple(optimizers)
+        names = {id(p): n for n, p in model.named_parameters()}
+        settings = {**parallelism.compared(), "seed": seed, **settings}
+        check_settings(comm, settings, {**agreed, **optimizer_fields(optimizers, names)})
         check_model(model, comm)
         self.num_parameters = sum(p.numel() for p in model.parameters())
         """Elements of the whole model."""
-        names = {id(p): n for n, p in model.named_parameters()}
         trainable = [n for n, p in model.named_parameters() if p.requires_grad]
-        sums = {dtype_in(self.strategy.grads, dtype_in(self.strategy.params, p.dtype)) for p in model.parameters()}
+        dtypes = {dtype_in(self.strategy.grads, dtype_in(self.strategy.params, p.dtype)) for p in model.parameters()}
         self.pipeline = Pipeline.of(parallelism, comm.mesh.pipe)
-        check_settings(comm, parallelism.compared() | {"clip": clip, "seed": seed, "loss_scale": loss_scale})
         built = build_stages(model, comm, parallelism, self.pipeline, seed, before_forward, weights)
         self.stages, self.directory = built.stages, built.directory
         self.links, self.split = built.links, built.split
@@ -79,42 +78,48 @@ class PlacedModel:
         self.log = EventLog(comm)
         """When each action of the last steps began and ended."""
         self.runtime = Runtime(self.stages, p2p, self.log)
-        last = self.pipeline.owner[self.pipeline.num_stages - 1]
-        self.exchange = Exchange(comm, trainable, last)
-        self.owned: list[Owned] = []
-        self.owned_optimizer: OwnedOptimizer | None = None
-        flat_gradients = [g for stage in self.stages.values() for g in stage.gradients.flats]
-        if optimizer is None:
-            self.owned = owned_runs(flat_gradients)
-        else:
-            cuts = parallelism.cut == "element" and comm.mesh.count(self.strategy.optim.split) > 1
-            self.owned_optimizer = OwnedOptimizer(optimizer, names, flat_gradients, cuts=cuts)
-            self.owned = self.owned_optimizer.owned
+        self.exchange = Exchange(comm, trainable, self.pipeline.owner[self.pipeline.num_stages - 1])
+        self.owned_optimizer = self._owner_of(self.optimizers, names) if self.optimizers else None
+        self.owned = owned_runs(self._flats()) if self.owned_optimizer is None else self.owned_optimizer.owned
         self.ties = TiedWeights(built.edges, comm, built.gradients(), p2p.rank_of)
-        self.norm = Norm(comm, self.strategy, wide=torch.float64 in sums, copies=self.ties.copies)
-        whole = [n for n, _, f, i in parameters_of(self.units) if f.trainable and f.cuts[i] is None]
-        self.update = Update(
-            comm,
-            self.stages,
-            self.exchange,
-            self.ties,
-            self.norm,
-            self.owned,
-            self.owned_optimizer,
-            clip,
-            None if loss_scale is None else replace(loss_scale),
-            list(dict.fromkeys(whole)) if built.parallel.styles else [],
-        )
+        self.norm = Norm(comm, self.strategy, wide=torch.float64 in dtypes, copies=self.ties.copies)
+        self.parallel = built.parallel
+        """How tensor parallelism cuts the whole model."""
         self._programs: dict[tuple[int, bool], RankProgram] = {}
         self._guard = ModelFingerprint(model)  # what a stage has was taken from it once
+
+    def _flats(self) -> list[FlatGradient]:
+        return [g for stage in self.stages.values() for g in stage.gradients.flats]
+
+    def _owner_of(self, optimizers: Sequence[Optimizer], names: Mapping[int, str]) -> OwnedOptimizer:
+        cuts = self.parallelism.cut == "element" and self.comm.mesh.count(self.strategy.optim.split) > 1
+        return OwnedOptimizer(optimizers, names, self._flats(), cuts=cuts)
+
+    def take_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
+        """Optimizers that were built after the model was placed."""
+        names = {id(p): n for n, p in self.model.named_parameters()}
+        check_settings(self.comm, {}, optimizer_fields(optimizers, names))
+        self.owned_optimizer = self._owner_of(optimizers, names)
+        self.owned, self.optimizers = self.owned_optimizer.owned, tuple(optimizers)
+
+    @property
+    def optimizer(self) -> Optimizer | None:
+        """The only one, None where there is none.
+
+        Raises:
+            ValueError: there are several.
+        """
+        if len(self.optimizers) > 1:
+            raise ValueError(f"the engine has {len(self.optimizers)} optimizers: see engine.optimizers")
+        return self.optimizers[0] if self.optimizers else None
 
     def program(self, num_microbatches: int, *, backward: bool = True) -> RankProgram:
         """What this rank does in a step of so many microbatches, or an evaluation; proved when first asked for."""
         key = num_microbatches, backward
         if key not in self._programs:
             complete = self.pipeline.completed if backward else self.pipeline.evaluated
-            schedule = complete(num_microbatches, self.strategy)
-            self._programs[key] = RankProgram.of(schedule, self.comm.mesh.coordinates(self.comm.rank)["pipe"])
+            here = self.comm.mesh.coordinates(self.comm.rank)["pipe"]
+            self._programs[key] = RankProgram.of(complete(num_microbatches, self.strategy), here)
         return self._programs[key]
 
     def links_of(self, stage: int) -> tuple[str, ...]:
@@ -133,11 +138,18 @@ class PlacedModel:
 
     def bytes_held(self) -> dict[str, int]:
         """Bytes on this rank between steps, by kind of state, and the peak of gathered parameters."""
-        return bytes_held(list(self.stages.values()), self.owned_optimizer)
+        stages = self.stages.values()
+        return {
+            "params": sum(flat.rest.nbytes for unit in self.units for flat in unit.flats),
+            "grads": sum(gradient.accumulated.nbytes for stage in stages for gradient in stage.gradients.flats),
+            "optimizer": 0 if self.owned_optimizer is None else self.owned_optimizer.state_bytes(),
+            "gathered_peak": max(stage.unsharding.peak_bytes for stage in stages),
+            "gradient_buffers": sum(stage.gradients.buffers.bytes for stage in stages),
+        }
 
     @property
     def peak_open(self) -> int:
-        """The most units that were unsharded at once beside the ancestors of the running one."""
+        """The most units that were unsharded at once, ancestors of the running one left out."""
         return max(stage.unsharding.open_units.peak for stage in self.stages.values())
 
     def full_state_dict(self) -> dict[str, Tensor]:

@@ -14,7 +14,7 @@ class StepResult:
     """What one step did.
 
     ``loss`` is the global sum over the global count; ``local_losses`` are the sums of this data rank's microbatches.
-    ``made`` is False for a step that was skipped, on all ranks, because a scaled gradient was not finite.
+    ``made`` is False for a step that was skipped, on all ranks, because a loss or gradient was not finite.
     ``grad_norm`` is the global norm before clipping, None where no clipping was asked for or no step was made.
     """
 
@@ -28,12 +28,10 @@ class StepResult:
 
 @dataclass
 class OpenStep:
-    """A step under way: from its first forward to the end of its update.
-
-    ``count`` is the global number of targets, None until it is known (a user's own loop counts at the end).
-    """
+    """A step under way, from its first forward to the end of its update."""
 
     count: int | None = None
+    """The global number of targets; None until it is known (a user's own loop counts at the end)."""
     local_count: int = 0
     losses: list[Tensor] = field(default_factory=list)
     forwards: int = 0

@@ -3,105 +3,118 @@
     sums ──► divided by the loss scale ──► norm, losses, who has a gradient ──► clipped ──► the optimizer's
                                            one small all_gather
 
-Where a loss scale says that this may happen, a step whose sums are not finite is skipped on all ranks: the optimizer is
-given no gradient, so neither parameters nor its state change.
+A step whose numbers are not finite raises on all ranks, or is skipped: the optimizer is given no gradient, so neither
+parameters nor its state change.  Where there is a loss scale it is always skipped, since there this may happen.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import replace
 
-from torch import Tensor
-
-from plait.comm import Comm
 from plait.core.precision import LossScale
-from plait.engine.data_parallel.optim import Owned, OwnedOptimizer, clip_factor, scale, square_sum
-from plait.engine.exchange import Exchange
-from plait.engine.norm import Norm, check_whole
-from plait.engine.pipeline.stage import Stage
-from plait.engine.pipeline.tied_weights import TiedWeights
+from plait.engine.data_parallel.gradient_watch import GradientWatch
+from plait.engine.data_parallel.optim import clip_factor, scale, square_sum
+from plait.engine.data_parallel.unit import parameters_of
+from plait.engine.exchange import Report
+from plait.engine.nonfinite import NonFinite, described, encoded
+from plait.engine.norm import check_whole
+from plait.engine.placed_model import PlacedModel
+from plait.engine.standing import Standing
 from plait.engine.step import OpenStep, StepResult
 
 
-@dataclass
 class Update:
-    """The end of every step; ``owned`` is what this rank updates."""
+    """The end of every step of a placed model."""
 
-    comm: Comm
-    stages: Mapping[int, Stage]
-    exchange: Exchange
-    ties: TiedWeights
-    norm: Norm
-    owned: Sequence[Owned]
-    optimizer: OwnedOptimizer | None
-    clip: float | None
-    loss_scale: LossScale | None
-    unchecked: list[str]
-    """Parameters whose gradients are yet to be compared over the tensor ranks."""
-    made: bool = True
-    """Whether the last step was."""
-    have_gradient: dict[str, bool] = field(default_factory=dict)
-    """Which parameters got a gradient on any rank in the last step."""
+    def __init__(
+        self, placed: PlacedModel, clip: float | None, loss_scale: LossScale | None, nonfinite: NonFinite
+    ) -> None:
+        self.placed, self.clip, self.nonfinite = placed, clip, nonfinite
+        self.loss_scale = None if loss_scale is None else replace(loss_scale)
+        whole = [n for n, _, f, i in parameters_of(placed.units) if f.trainable and f.cuts[i] is None]
+        self.unchecked = list(dict.fromkeys(whole)) if placed.parallel.styles else []
+        """Parameters whose gradients are yet to be compared over the tensor ranks."""
+        self.made = True
+        """Whether the last step was."""
+        self.have_gradient: dict[str, bool] = {}
+        """Which parameters got a gradient on any rank in the last step."""
+        self.watch = GradientWatch()
+        if loss_scale is None:
+            for stage in placed.stages.values():
+                stage.gradients.watch = self.watch
 
     @property
     def scale(self) -> float:
         """The factor of the loss."""
         return 1.0 if self.loss_scale is None else self.loss_scale.scale
 
-    def prepare(self, now: OpenStep, step: int, reduced: Callable[[], None]) -> StepResult:
+    def prepare(self, now: OpenStep, standing: Standing, reduced: Callable[[], None]) -> StepResult:
         """Finish the sums, agree, clip, hand the gradients over.
 
         Args:
-            step: its number.
+            standing: this rank's place in the run, which must be everybody's.
             reduced: called when gradients are whole, and not clipped yet.
+
+        Raises:
+            ValueError: ranks at different places of the run.
+            FloatingPointError: on all ranks, a loss or gradient that is not finite, if nothing else was asked for.
         """
-        for stage in self.stages.values():
+        placed, exchange, owned, norm = self.placed, self.placed.exchange, self.placed.owned, self.placed.norm
+        for stage in placed.stages.values():
             stage.gradients.reduce()
-        self.ties.reduce()
-        gradients = [o.gradient for o in self.owned]  # run by run: vector tails then fall where a whole tensor's do
+        placed.ties.reduce()
+        gradients = [o.gradient for o in owned]  # run by run: vector tails then fall where a whole tensor's do
         factor = 1 / self.scale
         if now.count is None:
-            _, now.count = self.exchange.counts(len(now.losses), now.local_count, 0)
+            _, now.count = exchange.counts(len(now.losses), now.local_count, 0)
             factor /= now.count
         if factor != 1:
             scale(gradients, factor)
         losses = tuple(loss.item() for loss in now.losses)
         measured = self.clip is not None or self.loss_scale is not None
-        squares = square_sum(o.gradient for o in self.owned if self.norm.counts(o)) if measured else 0.0
-        touched = {name for stage in self.stages.values() for name in stage.gradients.touched()}
-        total, losses_by_rank, self.have_gradient = self.exchange.report(squares, losses, touched)
-        losses = tuple(losses_by_rank[self.comm.mesh.data_rank(self.comm.rank)])
+        squares = square_sum(o.gradient for o in owned if norm.counts(o)) if measured else 0.0
+        touched = {name for stage in placed.stages.values() for name in stage.gradients.touched()}
+        marks = [float(encoded(self.watch.first(), exchange.names)), *standing.numbers()]
+        report = exchange.report(squares, losses, touched, marks)
+        standing.check(placed.comm, [row[1:] for row in report.marks])
+        total, losses_by_rank, self.have_gradient = report.squares, report.losses, report.have_gradient
+        self.made = self._finite(report, standing.step)
+        losses = tuple(losses_by_rank[placed.comm.mesh.data_rank(placed.comm.rank)])
         if checked := [name for name in self.unchecked if self.have_gradient[name]]:
-            zero = check_whole(self.norm, self.owned, self.exchange, checked)
+            zero = check_whole(norm, owned, exchange, checked)
             self.unchecked = [name for name in self.unchecked if name in zero or name not in checked]
-        if self.loss_scale is not None:
-            self.made = math.isfinite(total)
-            self.loss_scale.update(finite=self.made)
         reduced()
-        norm = None
+        grad_norm = None
         if self.clip is not None and self.made:
-            norm = self.norm.rounded(math.sqrt(total))
-            factor = clip_factor(norm, self.clip)
+            grad_norm = norm.rounded(math.sqrt(total))
+            factor = clip_factor(grad_norm, self.clip)
             if factor < 1:
                 scale(gradients, factor)
-        if self.optimizer is not None:
-            self.optimizer.give_gradients(self.have_gradient if self.made else dict.fromkeys(self.have_gradient, False))
+        if placed.owned_optimizer is not None:
+            given = self.have_gradient if self.made else dict.fromkeys(self.have_gradient, False)
+            placed.owned_optimizer.give_gradients(given)
         summed = math.fsum(loss for of_rank in losses_by_rank for loss in of_rank)
-        return StepResult(step, summed / now.count, now.count, losses, norm, self.made)
+        return StepResult(standing.step, summed / now.count, now.count, losses, grad_norm, self.made)
 
-
-def bytes_held(stages: Sequence[Stage], optimizer: OwnedOptimizer | None) -> dict[str, int]:
-    """Bytes on a rank between steps, by kind of state, and the peak of gathered parameters."""
-
-    def size(tensors: Iterable[Tensor]) -> int:
-        return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-
-    return {
-        "params": size(flat.rest for stage in stages for unit in stage.units for flat in unit.flats),
-        "grads": size(g.accumulated for stage in stages for g in stage.gradients.flats),
-        "optimizer": 0 if optimizer is None else optimizer.state_bytes(),
-        "gathered_peak": max(stage.unsharding.peak_bytes for stage in stages),
-        "gradient_buffers": sum(stage.gradients.buffers.bytes for stage in stages),
-    }
+    def _finite(self, report: Report, step: int) -> bool:
+        """Whether the step may be made; where there is a loss scale it is told."""
+        if self.loss_scale is not None:
+            finite = math.isfinite(report.squares)
+            self.loss_scale.update(finite=finite)
+            return finite
+        exchange = self.placed.exchange
+        losses = zip(exchange.ranks_with_losses(), report.losses, strict=True)
+        problem = described(list(losses), [row[0] for row in report.marks], exchange.names)
+        if not problem and math.isfinite(report.squares):
+            return True
+        for stage in self.placed.stages.values():
+            stage.gradients.wipe()
+        if self.nonfinite == "raise":
+            raise FloatingPointError(
+                f"step {step} is not finite: {problem or 'the sum of the gradients over the ranks'}; no parameter was "
+                f"changed. Look at these samples, lower the learning rate, clip, or leave such steps out with "
+                f'nonfinite="skip"'
+            )
+        return False

@@ -1,4 +1,4 @@
-"""What is trained, apart from how: the same for a layout on many ranks and for the single process beside it.
+"""What is trained, apart from how: the same for a layout on many ranks and for the single process it is compared with.
 
 config.py      ``JobConfig``: the flags, in sections, and the values that follow from them
 families.py    ``FAMILIES``: the models that can be chosen, a row each

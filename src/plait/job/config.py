@@ -1,10 +1,8 @@
 """What is trained, as flags: a model, its data, its optimizer; and the values that follow from them.
 
-    ModelConfig (families) ─┐
-    DataConfig              ├─► JobConfig ──► family, sizes, precision ──► Job (job)
-    OptimizerConfig         ┘
-
-A single process and every layout are given the same.
+ModelConfig (families) ─┐
+DataConfig              ├─► JobConfig ──► family, sizes, precision ──► Job (job)
+OptimizerConfig         ┘
 """
 
 from __future__ import annotations
@@ -44,56 +42,40 @@ class DataConfig:
 
 @dataclass(frozen=True)
 class JobConfig(OptimizerConfig, DataConfig, ModelConfig):
-    """A job: what is trained, apart from how."""
+    """A job: what is trained, apart from how.  A setting that is wrong raises ValueError where its value is made."""
 
     @cached_property
     def family(self) -> Family:
-        """The row of the model.
-
-        Raises:
-            ValueError: no such model.
-        """
+        """The row of the model."""
         return find_family(self.model)
 
     @cached_property
     def sizes(self) -> Any:
-        """The sizes of the model, or the folder that has them.
-
-        Raises:
-            ValueError: no such model, sizes that don't fit together, a folder without a model, or a package that is not
-                installed.
-        """
+        """The sizes of the model, or the folder that has them."""
         return self.family.sizes(self)
 
     @cached_property
     def optimizer_row(self) -> OptimizerRow:
-        """The row of the optimizer.
-
-        Raises:
-            ValueError: no such optimizer.
-        """
+        """The row of the optimizer."""
         return find_optimizer(self.optimizer)
 
-    def in_dtype(self, row: Strategy) -> Strategy:
-        """The row with the dtypes that ``dtype`` gives its cells.
+    @cached_property
+    def row(self) -> Strategy:
+        """The row of the single process; a ``RunConfig`` has its layout's instead, which may say its own dtypes."""
+        return self.in_dtype(TABLE["ddp"])
 
-        Raises:
-            ValueError: a row with its own dtypes, and another ``dtype`` too.
-        """
+    def in_dtype(self, row: Strategy) -> Strategy:
+        """The row with the dtypes that ``dtype`` gives its cells; ValueError for a ``dtype`` beside the row's own."""
         if self.dtype != "fp32" and (row.params.dtype or row.grads.dtype or row.optim.dtype):
             raise ValueError(f"strategy {row.name!r} says dtypes of its own ({row.row()}), beside dtype {self.dtype}")
         name, _, mixed = self.dtype.partition("-")
         return row.mixed(name) if mixed else row
 
-    def precision_under(self, row: Strategy) -> Precision:
-        """The dtypes of a row, and the loss scale to begin with: one for fp16, unless there is another."""
-        fp16 = (row.params.dtype or self.dtype) == "fp16"
-        return Precision.of(row, LossScale().scale if self.loss_scale is None and fp16 else self.loss_scale)
-
     @cached_property
     def precision(self) -> Precision:
-        """In which dtypes parameters, sums and the optimizer work; a row may have dtypes of its own (``RunConfig``)."""
-        return self.precision_under(self.in_dtype(TABLE["ddp"]))
+        """The dtypes of the row, and the loss scale to begin with: one for fp16, unless there is another."""
+        fp16 = (self.row.params.dtype or self.dtype) == "fp16"
+        return Precision.of(self.row, LossScale().scale if self.loss_scale is None and fp16 else self.loss_scale)
 
     @property
     def torch_dtype(self) -> torch.dtype:

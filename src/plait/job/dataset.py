@@ -1,41 +1,20 @@
 """The data of a job, from a config: what is trained on, what is held out, and how many steps that makes.
 
-    windows of a text    (TextBatches)      or its documents, packed (--pack, PackedBatches)
-    --steps              steps run on from epoch to epoch
-    --epochs             steps end with the epoch: the last has the samples that are left
-
-Everything is a function of the config and of the files, so all ranks come to the same number of steps.
+windows of a text    (TextBatches)      or its documents, packed (--pack, PackedBatches)
+--steps              steps run on from epoch to epoch
+--epochs             steps end with the epoch: the last has the samples that are left
 """
 
-from __future__ import annotations
-
-from collections.abc import Callable
 from dataclasses import dataclass
 
-from torch import Tensor
-
-from plait.data import (
-    Batches,
-    Corpus,
-    Epochs,
-    PackedBatches,
-    TextBatches,
-    load_documents,
-    load_text,
-    split_documents,
-    split_text,
-)
+from plait.data import Batches, Corpus, Epochs, PackedBatches, TextBatches
+from plait.data.text import load_documents, load_text, split_documents, split_text
 from plait.job.config import JobConfig
-
-Encode = Callable[[bytes], Tensor]
 
 
 @dataclass(frozen=True)
 class JobData:
-    """What a run reads.
-
-    ``held_out`` is never trained on; None: there is no such part.  ``steps`` are those of the whole run.
-    """
+    """What a run reads: ``held_out`` is never trained on (None: there is none), ``steps`` are the whole run's."""
 
     batches: Batches
     held_out: Epochs | None
@@ -52,7 +31,15 @@ def make_data(config: JobConfig) -> JobData:
     if config.family.batches is not None:
         batches = config.family.batches(config.sizes, config.seed, config.ragged, config.torch_dtype)
         return JobData(batches, None, config.steps)
-    corpus, rest = _corpora(config, config.family.encoder(config.sizes))
+    encode, length, seed = config.family.encoder(config.sizes), config.length, config.seed
+    corpus: Corpus
+    rest: Corpus
+    if config.pack:
+        documents, last = split_documents([encode(document) for document in load_documents(config.data)])
+        corpus, rest = PackedBatches(documents, length, seed, ragged=config.ragged), PackedBatches(last, length, seed)
+    else:
+        text, end = split_text(encode(load_text(config.data)), length)
+        corpus, rest = TextBatches(text, length, seed, ragged=config.ragged), TextBatches(end, length, seed)
     held_out = Epochs(rest, shuffled=False)
     if config.epochs is not None:
         epochs = Epochs(corpus)
@@ -69,13 +56,3 @@ def make_data(config: JobConfig) -> JobData:
             f"give batch <= {corpus.num_samples}, a shorter length, more data, or epochs instead of steps"
         )
     return JobData(corpus, held_out, config.steps)
-
-
-def _corpora(config: JobConfig, encode: Encode) -> tuple[Corpus, Corpus]:
-    """What is trained on, and what is held out."""
-    length, seed = config.length, config.seed
-    if config.pack:
-        documents, held_out = split_documents([encode(document) for document in load_documents(config.data)])
-        return PackedBatches(documents, length, seed, ragged=config.ragged), PackedBatches(held_out, length, seed)
-    text, rest = split_text(encode(load_text(config.data)), length)
-    return TextBatches(text, length, seed, ragged=config.ragged), TextBatches(rest, length, seed)

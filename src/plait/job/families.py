@@ -1,8 +1,8 @@
-"""The families of models that ``--model`` chooses from: one row each, and the flags that their sizes are made of.
+"""The families of models that ``--model`` chooses from, a row each, and the flags from which sizes are made.
 
     ModelConfig ── find_family(model) ──► Family ── sizes(config) ──► GPTConfig ── build ──► the model, on meta
 
-A new family is a row of ``FAMILIES``: nothing else knows the families by name.
+Nothing else knows the families by name.
 """
 
 from __future__ import annotations
@@ -33,12 +33,10 @@ def describe_families() -> str:
 
 
 def describe_layers() -> str:
-    """How many layers there are unless one says so."""
-    names: dict[int, list[str]] = {}
-    for name, row in FAMILIES.items():
-        if row.layers is not None:
-            names.setdefault(row.layers, []).append(name)
-    defaults = "; ".join(f"{', '.join(alike)}: {layers}" for layers, alike in names.items())
+    """How many layers each family has unless the flag says so, for help texts."""
+    layers = {name: row.layers for name, row in FAMILIES.items() if row.layers is not None}
+    alike = {number: [name for name in layers if layers[name] == number] for number in layers.values()}
+    defaults = "; ".join(f"{', '.join(names)}: {number}" for number, names in alike.items())
     return f"Layers; unless given {defaults}."
 
 
@@ -49,9 +47,8 @@ def stock_families() -> str:
 
 def for_text(what: str) -> Any:
     """The help of a flag that is for families that read text."""
-    return tyro.conf.arg(
-        help=f"{what} (all but {', '.join(name for name, row in FAMILIES.items() if not row.reads_text)})."
-    )
+    others = ", ".join(name for name, row in FAMILIES.items() if not row.reads_text)
+    return tyro.conf.arg(help=f"{what} (all but {others}).")
 
 
 @dataclass(frozen=True)
@@ -76,15 +73,12 @@ class ModelConfig:
 
 @dataclass(frozen=True)
 class Family:
-    """A kind of model, and everything that differs between kinds.
-
-    ``sizes`` makes of the flags the value from which ``build`` makes the model, with a ``width``; it refuses what does
-    not fit together.
-    """
+    """A kind of model, and everything that differs between kinds."""
 
     summary: str
     """For help texts."""
     sizes: Callable[[ModelConfig], Any]
+    """From flags to what ``build`` makes the model of, with a ``width``; refuses what does not fit together."""
     build: Callable[[Any], nn.Module]
     loss_fn: Callable[[nn.Module, Any], Tensor]
     """The sum of the losses of a batch."""
@@ -119,11 +113,7 @@ class Family:
 
 
 def find_family(model: str) -> Family:
-    """The row of a model.
-
-    Raises:
-        ValueError: no such family; the nearest names are given.
-    """
+    """The row of a model; ValueError, with the nearest names, if there is none."""
     name = FOLDER if model.startswith(FOLDER) else model
     if name in FAMILIES:
         return FAMILIES[name]
@@ -133,9 +123,6 @@ def find_family(model: str) -> Family:
     near = difflib.get_close_matches(model, names, n=2)
     hint = f"did you mean {' or '.join(near)}?" if near else f"choose one of {', '.join(names)}, or {FOLDER}PATH"
     raise ValueError(f"unknown model {model!r}: {hint}")
-
-
-# ---- the rows -----------------------------------------------------------------------------------------------
 
 
 def _layers(config: ModelConfig) -> int:

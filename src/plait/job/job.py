@@ -1,10 +1,8 @@
 """What is trained, apart from how: model, loss, data and optimizer, made from a config.
 
-A ``Job`` is the same for a layout on many ranks and for the single process it is compared with; that is why neither
-mesh nor strategy is in it.
+A ``Job`` is the same for a layout on many ranks and for the single process it is compared with, so it has neither
+mesh nor strategy.
 """
-
-from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -21,6 +19,7 @@ from plait.core.parallelism import Parallelism, Recompute
 from plait.core.precision import AS_IT_COMES, Precision
 from plait.data import Batches, Epochs, StepDataset, StepStream
 from plait.engine import Engine, empty_parameters
+from plait.engine.nonfinite import NonFinite
 from plait.engine.pipeline.profile import agreed_link_costs
 from plait.engine.state.weights import Weights
 from plait.job.config import JobConfig
@@ -33,18 +32,17 @@ from plait.tensor_parallel.gemm import find_gemm
 
 @dataclass(frozen=True)
 class Job:
-    """One training job.
-
-    ``build`` makes a model with its parameters on meta; ``optimizer`` builds a stock optimizer on parameters;
-    ``global_batch`` is in samples.
-    """
+    """One training job."""
 
     build: Callable[[], nn.Module]
+    """Makes a model with its parameters on meta."""
     loss_fn: Callable[[nn.Module, Any], Tensor]
     count_fn: Callable[[Any], int]
     batches: Batches
     optimizer: Callable[[Iterable[nn.Parameter]], Optimizer]
+    """Builds a stock optimizer on parameters."""
     global_batch: int
+    """Samples of a step."""
     dtype: torch.dtype
     seed: int
     leading: Callable[[Any], tuple[int, ...]]
@@ -70,6 +68,7 @@ class Job:
         parallelism: Parallelism,
         *,
         clip: float | None = None,
+        nonfinite: NonFinite = "raise",
         listener: Callable[[str, Engine], None] | None = None,
     ) -> tuple[Engine, LRScheduler | None]:
         """The job under a layout on this rank, and the learning rate's schedule; all ranks call it together."""
@@ -86,6 +85,7 @@ class Job:
             seed=self.seed,
             weights=self.weights,
             loss_scale=self.precision.loss_scale(),
+            nonfinite=nonfinite,
             listener=listener,
         )
         return engine, self.scheduler(optimizer) if self.scheduler else None
@@ -101,13 +101,6 @@ class Job:
         )
         return shortest_step(pipeline.written(num_microbatches), *costs)
 
-    def microbatches(
-        self, step: int, data_rank: int, num_data_ranks: int, num_microbatches: int, device: str = "cpu"
-    ) -> list[Any]:
-        """A data rank's microbatches of a step, on the device."""
-        batches = self.batches.microbatches(step, data_rank, num_data_ranks, num_microbatches, self.global_batch)
-        return [{name: tensor.to(device) for name, tensor in batch.items()} for batch in batches]
-
     def stream(
         self,
         steps: range,
@@ -117,17 +110,20 @@ class Job:
         device: str = "cpu",
         workers: int = 0,
     ) -> StepStream:
-        """The same for many steps in turn; ``workers`` processes make them ahead.
-
-        Leave it by ``with``, which ends the processes.
-        """
+        """A data rank's microbatches of many steps, on the device; ``workers``, ended by ``with``, make them ahead."""
         dataset = StepDataset(self.batches, data_rank, num_data_ranks, num_microbatches, self.global_batch)
         return StepStream(dataset, steps, workers, device)
+
+    def microbatches(
+        self, step: int, data_rank: int, num_data_ranks: int, num_microbatches: int, device: str = "cpu"
+    ) -> list[Any]:
+        """The same of one step."""
+        return next(self.stream(range(step, step + 1), data_rank, num_data_ranks, num_microbatches, device))
 
     def eval_batches(
         self, data_rank: int, num_data_ranks: int, num_microbatches: int, device: str = "cpu"
     ) -> list[list[Any]]:
-        """A data rank's microbatches of every step of an evaluation, on the device: equally many on all ranks.
+        """The same of every step of an evaluation: equally many on all ranks.
 
         Over all ranks they are the held-out samples, each once, ``global_batch`` a step; of the last step's
         microbatches some may be one sample without a loss.
@@ -137,10 +133,8 @@ class Job:
         """
         if self.held_out is None:
             raise ValueError("an evaluation needs held-out data, which this model does not have: choose one of text")
-        place = (data_rank, num_data_ranks, num_microbatches, self.global_batch)
-        steps = range(self.held_out.num_steps(self.global_batch))
-        every = (self.held_out.microbatches(step, *place) for step in steps)
-        return [[{name: t.to(device) for name, t in batch.items()} for batch in step] for step in every]
+        dataset = StepDataset(self.held_out, data_rank, num_data_ranks, num_microbatches, self.global_batch)
+        return list(StepStream(dataset, range(self.held_out.num_steps(self.global_batch)), device=device))
 
 
 def build_model(config: JobConfig) -> nn.Module:
@@ -151,7 +145,7 @@ def build_model(config: JobConfig) -> nn.Module:
 
 
 def _cast(model: nn.Module, dtype: torch.dtype) -> nn.Module:
-    """The parameters, and not the buffers: in bf16 a rotary angle would be off by radians."""
+    """Of the parameters, and not of the buffers: in bf16 a rotary angle would be off by radians."""
     for parameter in model.parameters():
         parameter.data = parameter.data.to(dtype)
     return model

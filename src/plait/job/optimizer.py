@@ -7,8 +7,7 @@
           0 +-------------------------->  step
              warmup          steps
 
-All of it is stock torch on the parameters it is given, so that a layout and the single process that it is held
-against get the same.
+All of it is stock torch, so a layout and the single process that it is compared with get the same.
 """
 
 from __future__ import annotations
@@ -56,8 +55,7 @@ class OptimizerRow:
     states: int
     """Numbers of a parameter's size that it keeps."""
     amplifies: bool
-    """Whether it divides by the size of the gradient, so that a rounding of a small gradient can grow to a whole
-    step."""
+    """Whether it divides by the size of the gradient, so that rounding a small one can change a whole step."""
 
 
 OPTIMIZERS: dict[str, OptimizerRow] = {
@@ -69,16 +67,12 @@ OPTIMIZERS: dict[str, OptimizerRow] = {
 
 
 def find_optimizer(name: str) -> OptimizerRow:
-    """The row of an optimizer.
-
-    Raises:
-        ValueError: no such optimizer; the nearest names are given.
-    """
-    if name not in OPTIMIZERS:
-        near = difflib.get_close_matches(name, OPTIMIZERS, n=2)
-        hint = f"did you mean {' or '.join(near)}?" if near else f"choose one of {', '.join(OPTIMIZERS)}"
-        raise ValueError(f"unknown optimizer {name!r}: {hint}")
-    return OPTIMIZERS[name]
+    """The row of an optimizer; ValueError, with the nearest names, if there is none."""
+    if name in OPTIMIZERS:
+        return OPTIMIZERS[name]
+    near = difflib.get_close_matches(name, OPTIMIZERS, n=2)
+    hint = f"did you mean {' or '.join(near)}?" if near else f"choose one of {', '.join(OPTIMIZERS)}"
+    raise ValueError(f"unknown optimizer {name!r}: {hint}")
 
 
 def make_optimizer(config: OptimizerConfig, parameters: Iterable[nn.Parameter]) -> Optimizer:
@@ -87,21 +81,17 @@ def make_optimizer(config: OptimizerConfig, parameters: Iterable[nn.Parameter]) 
     What decays is what has two dims or more: matrices, and with them embeddings, which are the head's matrix where the
     weight is tied.  Norms and biases have one dim and do not (GPT-3; Brown et al. 2020).
     """
-    groups: Any = list(parameters) if config.weight_decay is None else decay_groups(parameters, config.weight_decay)
+    groups: Any = list(parameters)
+    if config.weight_decay is not None:
+        groups = [
+            {"params": [p for p in groups if p.dim() >= 2], "weight_decay": config.weight_decay},
+            {"params": [p for p in groups if p.dim() < 2], "weight_decay": 0.0},
+        ]
     return find_optimizer(config.optimizer).make(groups, lr=config.lr)
 
 
-def decay_groups(parameters: Iterable[nn.Parameter], weight_decay: float) -> list[dict[str, object]]:
-    """Two parameter groups: what has two dims or more decays, the rest does not."""
-    whole = list(parameters)
-    return [
-        {"params": [p for p in whole if p.dim() >= 2], "weight_decay": weight_decay},
-        {"params": [p for p in whole if p.dim() < 2], "weight_decay": 0.0},
-    ]
-
-
 def make_scheduler(config: OptimizerConfig, steps: int, optimizer: Optimizer) -> LRScheduler:
-    """The learning rate of each of ``steps``: torch's scheduler on the optimizer, to be stepped after it."""
+    """The learning rate over ``steps``: torch's scheduler on the optimizer, to be stepped after it."""
     factor = partial(lr_factor, schedule=config.lr_schedule, warmup=config.warmup, steps=steps, min_lr=config.min_lr)
     return LambdaLR(optimizer, factor)
 
@@ -116,6 +106,6 @@ def lr_factor(step: int, *, schedule: str, warmup: int, steps: int, min_lr: floa
         return (step + 1) / warmup
     if schedule == "constant":
         return 1.0
-    way = min(1.0, (step - warmup) / max(1, steps - warmup))
-    left = 1 - way if schedule == "linear" else (1 + math.cos(math.pi * way)) / 2
+    share = min(1.0, (step - warmup) / max(1, steps - warmup))
+    left = 1 - share if schedule == "linear" else (1 + math.cos(math.pi * share)) / 2
     return min_lr + (1 - min_lr) * left

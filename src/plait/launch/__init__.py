@@ -1,4 +1,4 @@
-"""From one command to many ranks: processes of our own, threads of this one, or one rank under torchrun.
+"""From one command to many ranks: processes that plait starts, threads of this one, or one rank under torchrun.
 
 local.py      launch(config, body, command): the choice, and the start of processes    start here
 failure.py    what is printed, and the exit code, when a rank fails

@@ -2,15 +2,14 @@
 
     raised on a rank                      printed                         exit code
     ValueError by plait                   plait: error: <message>         2
+    FloatingPointError by plait           plait: error: <message>         1
     any other exception                   its traceback                   1
     (killed by a signal)                  plait: rank 3 was killed ...    128 + signal
 
 A rank that plait started prints nothing itself.  It writes the file that torch's elastic agent hands out
-(``TORCHELASTIC_ERROR_FILE``), and the launcher prints the *first* failure, once: the others are only its
-echo.  The agent stamps failures to the second; the nanoseconds here tell cause from echo.
+(``TORCHELASTIC_ERROR_FILE``), and the launcher prints the *first* failure: the others are only its echo.  The agent
+stamps failures to the second; the nanoseconds here tell cause from echo.
 """
-
-from __future__ import annotations
 
 import json
 import os
@@ -40,28 +39,23 @@ class Failure:
     text: str = ""
     """What is to be printed; empty where the rank has printed it itself, or could not."""
     nanoseconds: int = 0
-    """When it was recorded."""
 
 
 def is_mistake(error: BaseException) -> bool:
-    """Whether this is plait refusing an input; a ValueError raised in other code is not."""
-    if not isinstance(error, ValueError) or error.__traceback__ is None:
+    """Whether this is plait refusing an input: a ValueError that was raised in its own code."""
+    return _by_plait(error, ValueError)
+
+
+def _by_plait(error: BaseException, kind: type[Exception]) -> bool:
+    """Whether it is of this kind, and was raised in plait's own code."""
+    if not isinstance(error, kind) or error.__traceback__ is None:
         return False
     *_, (frame, _line) = traceback.walk_tb(error.__traceback__)
     return str(frame.f_globals.get("__name__", "")).partition(".")[0] == "plait"
 
 
-def text_of(error: BaseException) -> str:
-    """The text of an error: a line, with a grid below it where there is one, or its traceback."""
-    if is_mistake(error):
-        notes = [str(note) for note in getattr(error, "__notes__", ())]
-        reason, *grid = str(error).split("\n")
-        return "\n".join([" ".join(["plait: error:", *reason.split(), *notes]), *grid]) + "\n"
-    return "".join(traceback.format_exception(error))
-
-
 def guarded(work: Callable[[], int]) -> int:
-    """Runs ``work`` and returns its exit code; whatever it raises is printed, and becomes one."""
+    """Runs ``work`` and returns its exit code; what it raises is printed, and becomes one."""
     try:
         return work()
     except KeyboardInterrupt:
@@ -73,8 +67,15 @@ def guarded(work: Callable[[], int]) -> int:
 
 
 def report(error: BaseException, environment: Mapping[str, str] = os.environ) -> int:
-    """Prints what went wrong, or records it for the launcher to print; returns the exit code."""
-    text = text_of(error)
+    """Prints what went wrong, or records it for the launcher to print; returns the exit code.
+
+    Of what plait refuses that is a line, with a grid below it where there is one, and otherwise the traceback.
+    """
+    text = "".join(traceback.format_exception(error))
+    if is_mistake(error) or _by_plait(error, FloatingPointError):
+        reason, *grid = str(error).split("\n")
+        line = " ".join(["plait: error:", *reason.split(), *getattr(error, "__notes__", ())])
+        text = "\n".join([line, *grid, ""])
     path = environment.get("TORCHELASTIC_ERROR_FILE")
     if path:
         now = time.time_ns()
@@ -92,29 +93,26 @@ def recorded(rank: int, exit_code: int, data: Mapping[str, Any]) -> Failure:
     if not isinstance(message, dict):
         return Failure(rank, exit_code, nanoseconds=time.time_ns())
     extra = message["extraInfo"]
-    when = extra.get("nanoseconds", int(extra["timestamp"]) * 10**9)
-    return Failure(rank, exit_code, message["message"], when)
+    return Failure(rank, exit_code, message["message"], extra.get("nanoseconds", int(extra["timestamp"]) * 10**9))
 
 
 def explain(failures: list[Failure], mesh: str) -> tuple[str, int]:
     """(what the launcher prints, its exit code) for the failures of a run.
 
-    A rank that a signal killed comes first: it left no note, and the tracebacks of the others are echoes.
-    Unless the signal is SIGTERM, with which the agent stops the remaining ranks.
+    A rank that a signal killed comes first: it left no note, and the tracebacks of the others are echoes.  With SIGTERM
+    the agent stops the remaining ranks, so it comes last.
     """
-    stopped = -signal.SIGTERM
 
     def order(f: Failure) -> tuple[bool, bool, bool, int]:
-        return f.exit_code == stopped, f.exit_code >= 0, not f.text, f.nanoseconds
+        return f.exit_code == -signal.SIGTERM, f.exit_code >= 0, not f.text, f.nanoseconds
 
     first = min(failures, key=order)
+    who = f"plait: rank {first.rank} of mesh {mesh}"
     if first.exit_code < 0:
         number = -first.exit_code
         name = signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
         hint = " (out of memory?)" if number == signal.SIGKILL else ""
-        text = f"plait: rank {first.rank} of mesh {mesh} was killed by {name}{hint}; the others were stopped\n"
-        return text, 128 + number
+        return f"{who} was killed by {name}{hint}; the others were stopped\n", 128 + number
     if first.text and first.exit_code != MISTAKE:
-        text = f"{first.text}plait: rank {first.rank} of mesh {mesh} failed as above; the others were stopped\n"
-        return text, first.exit_code
+        return f"{first.text}{who} failed as above; the others were stopped\n", first.exit_code
     return first.text, first.exit_code

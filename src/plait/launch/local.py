@@ -2,18 +2,14 @@
 
     torchrun's variables are set        this process is a rank: join, run, leave
     world=thread                        every rank is a thread of this process
-    otherwise                           torch's elastic agent starts ``command`` once per rank,
-                                        and each of these is in the first case
+    otherwise                           torch's elastic agent starts ``command`` once per rank, with these variables
 
 So the same command runs alone, under torchrun, and under whatever sets torchrun's variables.  Processes that it
-starts never outlive it: the agent stops them when one fails or a signal comes, and each watches its
-parent in case the launcher itself is killed.
+starts never outlive it: the agent stops them when one fails or a signal comes, and each watches its parent in case
+that is killed.
 """
 
-from __future__ import annotations
-
 import contextlib
-import dataclasses
 import logging
 import os
 import shutil
@@ -24,52 +20,41 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
 
 import torch
 
 from plait.comm import thread
 from plait.comm.base import Comm
+from plait.comm.init_process import VARIABLES
 from plait.config import MachineConfig, resolve_device
 from plait.launch.failure import LAUNCHER, explain, recorded
 
 Body = Callable[[Comm], int]
 
-TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-"""If these are set, a launcher started this process as a rank."""
-
 
 def launch(config: MachineConfig, body: Body, command: Sequence[str]) -> int:
-    """Runs ``body`` on every rank and returns the exit code.
+    """Runs ``body`` on every rank and returns the exit code; rank 0's output is shown, and any rank's error.
 
-    ``command`` is what started this very process: run again, it must come here again, now as a rank.
-
-    Only rank 0's output is shown; errors are shown from any rank.
+    Args:
+        command: what started this very process: run again, it must come here again, now as a rank.
 
     Raises:
         ValueError: the port is taken, or torchrun started another number of ranks than the mesh has.
     """
-    if all(name in os.environ for name in TORCHRUN):
+    if all(name in os.environ for name in VARIABLES):
         return _be_a_rank(config, body)
     if config.world == "thread":
-        with _compute_threads(config.threads), _stopped_cleanly():
+        with _stopped_cleanly(), contextlib.ExitStack() as stack:
+            stack.callback(torch.set_num_threads, torch.get_num_threads())
+            torch.set_num_threads(config.threads)
             device, deadline = resolve_device(config.device), config.deadline
             return max(thread.run(config.parsed_mesh, body, device=device, deadline=deadline))
     return _start_ranks(config, command)
 
 
-# ---- as a rank --------------------------------------------------------------------------------------
-
-
 def _be_a_rank(config: MachineConfig, body: Body) -> int:
     from plait.comm.process import ProcessComm
 
-    mesh, started = config.parsed_mesh, int(os.environ["WORLD_SIZE"])
-    if mesh.size != started:
-        raise ValueError(
-            f"the mesh '{mesh}' has {mesh.size} ranks, but {started} processes were started: "
-            f"start {mesh.size} (--nproc-per-node), or give a mesh of {started} ranks, as in shard={started}"
-        )
     if LAUNCHER in os.environ:
         threading.Thread(target=_leave_with, args=(int(os.environ[LAUNCHER]),), daemon=True).start()
     torch.set_num_threads(config.threads)
@@ -77,7 +62,7 @@ def _be_a_rank(config: MachineConfig, body: Body) -> int:
     if device == "cuda":
         device = f"cuda:{os.environ.get('LOCAL_RANK', '0')}"  # type: ignore[assignment]
     try:
-        comm = ProcessComm.from_env(mesh, device=device, deadline=config.deadline)
+        comm = ProcessComm.from_env(config.parsed_mesh, device=device, deadline=config.deadline)
     except (ConnectionError, TimeoutError) as error:  # a port that is taken, ranks that never came
         raise ValueError(str(error)) from error
     with open(os.devnull, "w") as nowhere, contextlib.ExitStack() as stack:
@@ -85,8 +70,8 @@ def _be_a_rank(config: MachineConfig, body: Body) -> int:
             stack.enter_context(contextlib.redirect_stdout(nowhere))
         code = body(comm)
     comm.close()
-    # Rank 0 speaks for all, and may do so long after the others are done (a reference run): they leave with 0, for
-    # the agent stops all ranks at the first other code.
+    # Rank 0 speaks for all, perhaps long after the others are done (a reference run).  They leave with 0, because the
+    # agent stops all ranks at the first other code.
     return code if comm.rank == 0 else 0
 
 
@@ -98,20 +83,10 @@ def _leave_with(parent: int) -> None:
 
 
 @contextlib.contextmanager
-def _compute_threads(number: int) -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(number)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
-
-
-@contextlib.contextmanager
 def _stopped_cleanly() -> Iterator[None]:
-    """Ctrl-C and SIGTERM end ranks that are threads at their next operation, and then this process, at once.
+    """Ctrl-C and SIGTERM end ranks that are threads at their next operation, and then this process.
 
-    Not through the interpreter's exit: a thread that is still inside torch would then abort the process.
+    That is not left to the interpreter's exit, in which a thread that is still inside torch would abort the process.
     """
 
     def stop(number: int, _frame: object) -> None:
@@ -133,9 +108,6 @@ def _stopped_cleanly() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
-# ---- starting them ----------------------------------------------------------------------------------
-
-
 def _start_ranks(config: MachineConfig, command: Sequence[str]) -> int:
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -143,12 +115,11 @@ def _start_ranks(config: MachineConfig, command: Sequence[str]) -> int:
 
     if config.port:
         check_port(config.port)
-    mesh = config.parsed_mesh
-    env = shutil.which("env")
+    mesh, env = config.parsed_mesh, shutil.which("env")
     if env is None:
         raise ValueError("no `env` command on the PATH: plait sets its ranks' environment with it")
     settings = [f"{name}={value}" for name, value in rank_environment(config).items()]
-    # The agent substitutes ${local_rank} in arguments: a dollar of the user's must stay one.
+    # The agent substitutes ${local_rank} in arguments: a user's dollar must stay one.
     arguments = [text.replace("$", "$$") for text in (*settings, *command)]
     with tempfile.TemporaryDirectory(prefix="plait-") as folder, _agent_kept_quiet():
         plan = LaunchConfig(
@@ -163,8 +134,8 @@ def _start_ranks(config: MachineConfig, command: Sequence[str]) -> int:
             max_restarts=0,
             monitor_interval=0.05,
             logs_specs=DefaultLogsSpecs(log_dir=folder),
-            **_known(LaunchConfig, shutdown_timeout=5),
         )
+        plan.shutdown_timeout = 5  # a torch that has no such field does not look for it
         try:
             elastic_launch(plan, env)(*arguments)
         except ChildFailedError as error:
@@ -183,9 +154,9 @@ def rank_environment(config: MachineConfig, given: Mapping[str, str] = os.enviro
     """The variables that ranks get besides the launcher's; what the user has set is left alone.
 
     - All ranks are on this host, so they talk over loopback, whatever the hostname resolves to.
-    - glibc returns large blocks to the kernel when they are freed and faults them in again at the next use.
-      A unit's storage is freed and refilled in every step, so that is switched off (docs/log.md).
-    - When a rank dies, gloo's C++ code logs the closed connection on the others.  Plait names the rank that died.
+    - glibc returns large freed blocks to the kernel, to be faulted in again at the next use.  A unit's storage is freed
+      and refilled in every step, so that is switched off (docs/log.md).
+    - When a rank dies, plait names it; gloo would also log the closed connection on all others.
     """
     wanted = {
         "TORCH_CPP_LOG_LEVEL": "FATAL",
@@ -207,29 +178,19 @@ def check_port(port: int) -> None:
             probe.bind(("", port))
             probe.listen(1)
         except OSError as error:
-            reason = error.strerror or str(error)
+            reason = (error.strerror or str(error)).lower()
             raise ValueError(
-                f"port {port} cannot be opened ({reason.lower()}): give another --port, or 0 for a free one"
+                f"port {port} cannot be opened ({reason}): give another --port, or 0 for a free one"
             ) from error
 
 
 @contextlib.contextmanager
 def _agent_kept_quiet() -> Iterator[None]:
-    """Elastic logs every failure itself, and does not remove its signal handlers."""
-    signals = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+    """Without elastic's own log of failures, and with the signal handlers of before, which it does not restore."""
     here = threading.current_thread() is threading.main_thread()
-    handlers = {number: signal.getsignal(number) for number in signals} if here else {}
-    before = logging.root.manager.disable
-    logging.disable(logging.CRITICAL)
-    try:
+    with contextlib.ExitStack() as stack:
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT) if here else ():
+            stack.callback(signal.signal, number, signal.getsignal(number))
+        stack.callback(logging.disable, logging.root.manager.disable)
+        logging.disable(logging.CRITICAL)
         yield
-    finally:
-        logging.disable(before)
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
-
-
-def _known(kind: Any, **settings: Any) -> dict[str, Any]:
-    """The settings that this release of torch has."""
-    names = {field.name for field in dataclasses.fields(kind)}
-    return {name: value for name, value in settings.items() if name in names}

@@ -3,7 +3,6 @@
 comm.py         times every collective, and ping-pong between two ranks         start here
 operations.py   each collective set up, called, and checked once
 plot.py         log-log curves as SVG
-machine.py      memory bandwidth, matrix products, overlap on a GPU
+machine.py      memory bandwidth, matrix products, overlap on a GPU, the memory that a rank has used
 gpu.py          how busy a GPU is during a run
-memory.py       the most memory that this rank has had
 """

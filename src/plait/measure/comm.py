@@ -1,16 +1,14 @@
 """What the links of a mesh carry: ping-pong between two ranks, and every collective over all of them.
 
-A time is that of the slowest rank (the maximum over ranks, per repetition); the median over repetitions is
-reported.  Each repetition is: barrier, clock, call, wait, synchronise, clock.  Warm-up calls come first,
-and before anything is timed each collective's result is compared with the known one: a wrong sum is an error.
+Each repetition is: barrier, clock, call, wait, synchronise, clock.  Its time is that of the slowest rank; the median
+over repetitions is reported.  Before a collective is timed, its result is compared with the known one: a wrong sum is
+an error.
 
     algbw = S / seconds                  S: bytes of the whole array, for reduce-scatter and all-gather too
     busbw = algbw * factor(kind, n)      what a link carried; comparable between kinds and rank counts
 
 Source: the definitions of nccl-tests (its PERFORMANCE page).
 """
-
-from __future__ import annotations
 
 import re
 import statistics
@@ -20,18 +18,16 @@ from dataclasses import dataclass
 
 import torch
 
-from plait.comm.base import Comm, Work
+from plait.comm.base import Comm
 from plait.config import MachineConfig, check_machine
+from plait.config.check import check_numbers
 from plait.core.collectives import bus_factor
-from plait.core.mesh import AXES, Mesh
+from plait.core.mesh import AXES
 from plait.measure.machine import synchronise
 from plait.measure.operations import COLLECTIVES, NOTE, build
 
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30}
 _SIZE = re.compile(r"(\d+)\s*(|K|M|G)(?:I?B)?", re.IGNORECASE)
-
-SMALLEST = 8
-"""Bytes of the ping-pong message that shows the latency."""
 
 
 @dataclass(frozen=True)
@@ -87,12 +83,8 @@ def parse_size(text: str) -> int:
 
 
 def validate(config: BenchConfig) -> None:
-    """Refuses what is known to be impossible before anything starts.
-
-    Raises:
-        ValueError: with the numbers and the fix.
-    """
-    mesh = Mesh.parse(config.mesh)
+    """Refuses what is known to be impossible, by a ValueError with the numbers and the fix."""
+    mesh = config.parsed_mesh
     if mesh.size < 2:
         raise ValueError(f"the mesh '{mesh}' has 1 rank, which has nobody to send to: give 2 or more, as in shard=2")
     for text in config.sizes:
@@ -100,33 +92,20 @@ def validate(config: BenchConfig) -> None:
     unknown = [kind for kind in config.kinds if kind not in COLLECTIVES]
     if unknown:
         raise ValueError(f"unknown collective {unknown[0]!r}: the kinds are {', '.join(COLLECTIVES)}")
-    for name, value, least in (
-        ("repeat", config.repeat, 1),
-        ("warmup", config.warmup, 0),
-        ("threads", config.threads, 1),
-    ):
-        if value < least:
-            raise ValueError(f"{name} is {value}: give a whole number from {least}")
-    if not config.deadline > 0:
-        raise ValueError(f"deadline is {config.deadline}: give seconds above 0")
+    check_numbers(config)
     check_machine(config)
 
 
 def measure(config: BenchConfig, comm: Comm) -> list[Measurement]:
     """All measurements, the same on every rank; every rank of the mesh must call this."""
     sizes = sorted({parse_size(text) for text in config.sizes})
-    results = [ping_pong(comm, size, config) for size in sorted({SMALLEST, *sizes})]
+    results = [ping_pong(comm, size, config) for size in sorted({8, *sizes})]  # 8 bytes show the latency
     for kind in config.kinds:
         for size in sizes:
             operation = build(kind, comm, size)
             if size == sizes[0]:
                 operation.check()
-
-            def once(call: Callable[[], Work] = operation.call) -> None:
-                call().wait()
-
-            times = _times(comm, once, config, rounds=1)
-            results.append(_summary(kind, comm.mesh.size, operation.bytes, times))
+            results.append(_timed(comm, config, operation.run, kind, comm.mesh.size, operation.bytes))
     return results
 
 
@@ -137,36 +116,30 @@ def ping_pong(comm: Comm, size: int, config: BenchConfig) -> Measurement:
     rounds = 10 if size <= 2**16 else 1
 
     def play() -> None:
-        for _ in range(rounds):
-            for sender in (0, 1):
-                if comm.rank == sender:
-                    comm.send(ball, 1 - sender, NOTE).wait()
-                elif comm.rank == 1 - sender:
-                    comm.recv(ball, sender, NOTE).wait()
+        for sender in (0, 1) * rounds if comm.rank < 2 else ():
+            (comm.send if comm.rank == sender else comm.recv)(ball, 1 - comm.rank, NOTE).wait()
 
-    times = _times(comm, play, config, rounds=2 * rounds)
+    result = _timed(comm, config, play, "ping_pong", 2, numel * 4, messages=2 * rounds)
     if comm.rank < 2 and not bool((ball == 1).all()):
         raise RuntimeError(f"a ping-pong message of {numel * 4} bytes came back changed")
-    return _summary("ping_pong", 2, numel * 4, times)
+    return result
 
 
-def _times(comm: Comm, once: Callable[[], None], config: BenchConfig, rounds: int) -> list[float]:
-    """Seconds of each repetition on the slowest rank, divided by ``rounds``."""
-    device = comm.device.type
+def _timed(
+    comm: Comm, config: BenchConfig, work: Callable[[], None], kind: str, ranks: int, size: int, messages: int = 1
+) -> Measurement:
+    """``work`` repeated after its warm-up, in seconds for each of its ``messages``."""
     for _ in range(config.warmup):
-        once()
-    synchronise(device)
+        work()
+    synchronise(comm.device.type)
     times = torch.zeros(config.repeat, dtype=torch.float64)
     for repetition in range(config.repeat):
         comm.barrier(AXES, NOTE)
         start = time.perf_counter()
-        once()
-        synchronise(device)
+        work()
+        synchronise(comm.device.type)
         times[repetition] = time.perf_counter() - start
     slowest = times.to(comm.device)
     comm.all_reduce(slowest, AXES, "max", NOTE).wait()
-    return [float(t) / rounds for t in slowest]
-
-
-def _summary(kind: str, ranks: int, size: int, times: list[float]) -> Measurement:
-    return Measurement(kind, ranks, size, statistics.median(times), min(times), max(times))
+    seconds = [float(t) / messages for t in slowest]
+    return Measurement(kind, ranks, size, statistics.median(seconds), min(seconds), max(seconds))

@@ -4,27 +4,17 @@ The busy share of ``timeline`` is the host's view: the time in which a rank does
 keep running after their call has returned; the driver counts the share of time in which any kernel ran.
 """
 
-from __future__ import annotations
-
 import importlib
 import importlib.util
 import threading
 from statistics import fmean
-from types import TracebackType
-from typing import Any
-
-INTERVAL = 0.1
-"""Seconds between two samples; the driver averages over about as long."""
+from typing import Any, Self
 
 
 class GpuUtilisation:
-    """Samples the driver at intervals, in its own thread, from entering to leaving.
+    """Samples the driver of device ``index`` (as CUDA numbers it) in a thread of its own, from entering to leaving."""
 
-    Args:
-        index: the device, as CUDA numbers it.
-    """
-
-    def __init__(self, index: int, interval: float = INTERVAL) -> None:
+    def __init__(self, index: int, interval: float = 0.1) -> None:  # seconds; the driver averages over about as long
         self.index, self.interval = index, interval
         self.samples: list[float] = []
         self._stop = threading.Event()
@@ -35,15 +25,13 @@ class GpuUtilisation:
         """The mean share of time in which a kernel ran; None where there is no driver to ask."""
         return fmean(self.samples) if self.samples else None
 
-    def __enter__(self) -> GpuUtilisation:
+    def __enter__(self) -> Self:
         if importlib.util.find_spec("pynvml") is not None:
             self._thread = threading.Thread(target=self._ask, daemon=True)
             self._thread.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._stop.set()
         if self._thread is not None:
             self._thread.join()

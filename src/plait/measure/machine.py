@@ -7,12 +7,13 @@ Overlap is measured with three clocks: the products alone, the copies alone, bot
     together |##########|                    0: one waits for the other
 """
 
-from __future__ import annotations
-
+import resource
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -26,7 +27,7 @@ NO_GPU = (
 
 @dataclass(frozen=True)
 class Overlap:
-    """How much of a host-to-device copy a matrix product hides; times are medians."""
+    """How much of a host-to-device copy matrix products hide; times are medians."""
 
     compute_seconds: float
     copy_seconds: float
@@ -67,24 +68,29 @@ def overlap(width: int = 4096, size: int = 256 << 20) -> Overlap | None:
     target = torch.empty(size // 4, device="cuda")
     compute, copier = torch.cuda.Stream(), torch.cuda.Stream()
 
-    def copy() -> None:
+    def work(copies: int, products: int) -> None:
         with torch.cuda.stream(copier):
-            target.copy_(source, non_blocking=True)
-
-    def products(number: int) -> None:
+            for _ in range(copies):
+                target.copy_(source, non_blocking=True)
         with torch.cuda.stream(compute):
-            for _ in range(number):
+            for _ in range(products):
                 torch.mm(a, a, out=out)
 
-    copy_seconds = _median_seconds(copy, 0.3, "cuda")
-    number = max(1, round(copy_seconds / _median_seconds(lambda: products(1), 0.1, "cuda")))
-    compute_seconds = _median_seconds(lambda: products(number), 0.3, "cuda")
+    copy, product = (_median_seconds(partial(work, *numbers), 0.3, "cuda") for numbers in ((1, 0), (0, 1)))
+    number = max(1, round(copy / product))  # as many products as take the time of the copy
+    alone, together = (_median_seconds(partial(work, copies, number), 0.3, "cuda") for copies in (0, 1))
+    return Overlap(alone, copy, together)
 
-    def both() -> None:
-        copy()
-        products(number)
 
-    return Overlap(compute_seconds, copy_seconds, _median_seconds(both, 0.3, "cuda"))
+def peak_memory(device: torch.device) -> int:
+    """The most bytes so far: on a CUDA device what torch has allocated, otherwise the process's resident memory.
+
+    Ranks that are threads share a process, and each reads the whole of it.
+    """
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    unit = 1 if sys.platform == "darwin" else 1024  # getrusage counts KiB on Linux
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
 def _median_seconds(work: Callable[[], object], budget: float, device: str) -> float:

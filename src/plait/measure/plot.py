@@ -1,26 +1,19 @@
 """Curves over sizes on logarithmic axes, as one SVG file without any library.
 
-    Panel("seconds", "bytes", {"all_reduce": ((4096, 1e-4), (1 << 20, 2e-3))})
-
-Every text is escaped, so a name may hold anything.
+Panel("seconds", "s", {"all_reduce": ((4096, 1e-4), (1 << 20, 2e-3))})
 """
-
-from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from xml.sax.saxutils import escape
 
-COLOURS = (
-    *("#1f77b4", "#d95f02", "#2ca02c", "#9467bd", "#8c564b"),
-    *("#e377c2", "#555555", "#a6a000", "#17becf", "#c0392b"),
-)
+from plait.report.drawing import svg_file
+
+COLOURS = ["#1f77b4", "#d95f02", "#2ca02c", "#9467bd", "#8c564b", "#e377c2", "#555555", "#a6a000", "#17becf", "#c0392b"]
 WIDTH, HEIGHT = 420, 330
 LEFT, TOP, RIGHT, BOTTOM = 66, 44, 14, 46
 PREFIXES = {-9: "n", -6: "u", -3: "m", 0: "", 3: "k", 6: "M", 9: "G", 12: "T"}
-
-Curve = Sequence[tuple[float, float]]
 
 
 @dataclass(frozen=True)
@@ -30,7 +23,7 @@ class Panel:
     title: str
     unit: str
     """Of the values, as in "s" or "B/s"."""
-    curves: Mapping[str, Curve]
+    curves: Mapping[str, Sequence[tuple[float, float]]]
 
 
 def svg(title: str, panels: Sequence[Panel]) -> str:
@@ -40,8 +33,6 @@ def svg(title: str, panels: Sequence[Panel]) -> str:
     width, columns = WIDTH * len(panels), 5
     height = HEIGHT + 24 + 20 * -(-len(names) // columns) + 12
     lines = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" '
-        f'viewBox="0 0 {width} {height}" font-family="sans-serif" font-size="12">',
         f'<rect width="{width}" height="{height}" fill="white"/>',
         f'<text x="{width / 2:g}" y="18" text-anchor="middle" font-size="14">{escape(title)}</text>',
     ]
@@ -53,15 +44,15 @@ def svg(title: str, panels: Sequence[Panel]) -> str:
             f'<line x1="{x:g}" x2="{x + 20:g}" y1="{y}" y2="{y}" stroke="{colour[name]}" stroke-width="2"/>'
             f'<text x="{x + 26:g}" y="{y + 4}">{escape(name)}</text>'
         )
-    return "\n".join([*lines, "</svg>", ""])
+    return svg_file(width, height, lines, 12)
 
 
 def _panel(panel: Panel, colour: Mapping[str, str]) -> Iterator[str]:
-    points = [point for curve in panel.curves.values() for point in curve]
-    if not points:
+    all_points = [point for curve in panel.curves.values() for point in curve]
+    if not all_points:
         return
-    x_low, x_high = _range(math.log2(x) for x, _ in points)
-    y_low, y_high = (round(y) for y in _range(math.log10(y) for _, y in points))
+    x_low, x_high = _range([math.log2(x) for x, _ in all_points])
+    y_low, y_high = _range([math.log10(y) for _, y in all_points])
     width, height = WIDTH - LEFT - RIGHT, HEIGHT - TOP - BOTTOM
 
     def x_of(value: float) -> float:
@@ -73,7 +64,7 @@ def _panel(panel: Panel, colour: Mapping[str, str]) -> Iterator[str]:
     yield f'<text x="{LEFT + width / 2:g}" y="36" text-anchor="middle">{escape(panel.title)}</text>'
     yield f'<text x="{LEFT + width / 2:g}" y="{HEIGHT - 8}" text-anchor="middle">bytes</text>'
     step = 1 if x_high - x_low <= 8 else 2 if x_high - x_low <= 12 else 4
-    for power in range(math.ceil(x_low), math.floor(x_high) + 1, step):
+    for power in range(x_low, x_high + 1, step):
         x = x_of(2**power)
         yield f'<line x1="{x:.1f}" x2="{x:.1f}" y1="{TOP}" y2="{TOP + height}" stroke="#eee"/>'
         yield f'<text x="{x:.1f}" y="{TOP + height + 16}" text-anchor="middle">{_bytes(power)}</text>'
@@ -84,17 +75,15 @@ def _panel(panel: Panel, colour: Mapping[str, str]) -> Iterator[str]:
         yield f'<text x="{LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{escape(label)}</text>'
     yield f'<rect x="{LEFT}" y="{TOP}" width="{width}" height="{height}" fill="none" stroke="#888"/>'
     for name, curve in panel.curves.items():
-        at = [f"{x_of(x):.1f},{y_of(y):.1f}" for x, y in curve]
-        yield f'<polyline points="{" ".join(at)}" fill="none" stroke="{colour[name]}" stroke-width="1.6"/>'
-        for point in at:
-            cx, _, cy = point.partition(",")
-            yield f'<circle cx="{cx}" cy="{cy}" r="2.4" fill="{colour[name]}"/>'
+        at = [(f"{x_of(x):.1f}", f"{y_of(y):.1f}") for x, y in curve]
+        points = " ".join(map(",".join, at))
+        yield f'<polyline points="{points}" fill="none" stroke="{colour[name]}" stroke-width="1.6"/>'
+        yield from (f'<circle cx="{x}" cy="{y}" r="2.4" fill="{colour[name]}"/>' for x, y in at)
 
 
-def _range(values: Iterator[float]) -> tuple[float, float]:
+def _range(values: Sequence[float]) -> tuple[int, int]:
     """Whole powers around all values, at least one apart."""
-    numbers = list(values)
-    low, high = math.floor(min(numbers)), math.ceil(max(numbers))
+    low, high = math.floor(min(values)), math.ceil(max(values))
     return low, max(high, low + 1)
 
 

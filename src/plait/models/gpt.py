@@ -4,19 +4,15 @@
                    |                                              |
                    +--------------- one Parameter ----------------+
 
-``forward`` is a plain chain: every link takes an activation and returns the next, so a pipeline may cut
-between any two.  A block is pre-norm (RMSNorm), rotary attention with grouped key/value heads, then SwiGLU; it takes
-its number of heads from the tensors, so projections cut by heads need no change here.
+``forward`` is a plain chain: each link takes an activation and returns the next, so a pipeline may cut between any two.
+A block is pre-norm (RMSNorm), rotary attention with grouped key/value heads, then SwiGLU; it takes its number of heads
+from the tensors, so projections cut by heads need no change here.
 
-Every module that owns parameters initialises them, and nothing else, in its own ``reset_parameters``.  The
-head owns none: its weight *is* the embedding's.
+A module that owns parameters initialises them, and nothing else, in its ``reset_parameters``.  The head owns none: its
+weight *is* the embedding's.  The loss is a *sum* over tokens and comes with their *count*, for the reason in ``mlp``.
 
-The loss is a *sum* over tokens and comes with its *count*; the engine divides once, by the count of the whole
-step.  A mean of per-microbatch means would weigh a token in a short microbatch more than one in a long
-microbatch, so its gradient would change with the cut of the batch as soon as two token counts differ.
-
-Sources: RMSNorm arXiv:1910.07467, rotary embedding arXiv:2104.09864 (the half-split form of Llama), grouped
-heads arXiv:2305.13245, SwiGLU arXiv:2002.05202, scaled residual init as in GPT-2, tying arXiv:1608.05859.
+Sources: RMSNorm arXiv:1910.07467, rotary embedding arXiv:2104.09864 (the half-split form of Llama), grouped heads
+arXiv:2305.13245, SwiGLU arXiv:2002.05202, scaled residual init as in GPT-2, tying arXiv:1608.05859.
 """
 
 from __future__ import annotations
@@ -32,20 +28,13 @@ from torch import Tensor, nn
 from plait.models.documents import attention_mask, positions
 from plait.tensor_parallel import cross_entropy_sum
 
-IGNORED = -100
-"""The target of a position that has no loss (the default of ``F.cross_entropy``)."""
-
-INIT_STD = 0.02
-"""Standard deviation of initial weights; projections into the residual stream get it / sqrt(2 num_layers)."""
+IGNORED = -100  # the target of a position that has no loss (the default of ``F.cross_entropy``)
+INIT_STD = 0.02  # of initial weights; projections into the residual stream get it / sqrt(2 num_layers)
 
 
 @dataclass(frozen=True)
 class GPTConfig:
-    """The sizes of a GPT.
-
-    Raises:
-        ValueError: sizes that don't fit together, with the numbers and the fix.
-    """
+    """The sizes of a GPT; raises ValueError where they don't fit together."""
 
     vocabulary: int = 256
     num_layers: int = 4
@@ -54,10 +43,8 @@ class GPTConfig:
     num_kv_heads: int = 2
     hidden: int | None = None
     """Width inside SwiGLU; None is 8/3 of ``width``, rounded up to a multiple of 32."""
-    max_length: int = 128
-    """The longest sequence, in tokens."""
-    dropout: float = 0.1
-    """The probability of dropping, for embedding, attention and residuals alike."""
+    max_length: int = 128  # tokens of the longest sequence
+    dropout: float = 0.1  # of embedding, attention and residuals alike
     rope_base: float = 10000.0
     norm_eps: float = 1e-5
 
@@ -98,8 +85,7 @@ class GPTConfig:
     def num_parameters(self) -> int:
         """Elements of all parameters, the tied weight counted once."""
         attention = 2 * self.width * self.width + 2 * self.width * self.num_kv_heads * self.head_dim
-        swiglu = 3 * self.width * self.hidden_width
-        block = attention + swiglu + 2 * self.width
+        block = attention + 3 * self.width * self.hidden_width + 2 * self.width
         return self.vocabulary * self.width + self.num_layers * block + self.width
 
 
@@ -130,17 +116,13 @@ class TokenEmbedding(nn.Embedding):
         nn.init.normal_(self.weight, std=INIT_STD)
 
     def forward(self, input: Tensor) -> Tensor:
-        """tokens_BT int64 -> x_BTD.
-
-        Raises:
-            ValueError: a sequence longer than ``max_length``, or tokens that are not [batch, time].
-        """
+        """tokens_BT int64 -> x_BTD; raises ValueError for sequences longer than ``max_length``, or another shape."""
         if input.dim() != 2:
             raise ValueError(f"tokens have shape {tuple(input.shape)}: give [batch, time]")
         if input.shape[1] > self.max_length:
             raise ValueError(
-                f"sequences of {input.shape[1]} tokens are longer than max_length "
-                f"{self.max_length}: cut them, or raise max_length"
+                f"sequences of {input.shape[1]} tokens are longer than max_length {self.max_length}: cut them, or "
+                f"raise max_length"
             )
         x_BTD: Tensor = self.dropout(super().forward(input))
         return x_BTD
@@ -182,8 +164,7 @@ class Attention(nn.Module):
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
         kv_width = config.num_kv_heads * config.head_dim
-        self.head_dim = config.head_dim
-        self.dropout = config.dropout
+        self.head_dim, self.dropout = config.head_dim, config.dropout
         self.query = Projection(config.width, config.width)
         self.key = Projection(config.width, kv_width)
         self.value = Projection(config.width, kv_width)
@@ -196,10 +177,8 @@ class Attention(nn.Module):
         """x_BTD -> x_BTD."""
         query_BHTK, key_BGTK = self._heads(self.query(x_BTD)), self._heads(self.key(x_BTD))
         length = query_BHTK.shape[2]  # not x's: sequence parallelism cuts x in time, and its products are whole again
-        if position_BT is None:
-            cos_TC, sin_TC = self.cos[:length], self.sin[:length]
-        else:
-            cos_TC, sin_TC = self.cos[position_BT][:, None], self.sin[position_BT][:, None]
+        place = slice(length) if position_BT is None else position_BT[:, None]
+        cos_TC, sin_TC = self.cos[place], self.sin[place]
         query_BHTK, key_BGTK = rotate(query_BHTK, cos_TC, sin_TC), rotate(key_BGTK, cos_TC, sin_TC)
         value_BGTK = self._heads(self.value(x_BTD))
         mixed_BHTK = F.scaled_dot_product_attention(
@@ -281,15 +260,13 @@ class GPT(nn.Module):
         }
 
     def pipeline_links(self) -> list[str]:
-        """The modules in the order in which they run; a pipeline may cut between any two."""
+        """The modules in the order in which they run."""
         return ["embed", *(f"blocks.{i}" for i in range(len(self.blocks))), "norm", "head"]
 
     def forward(self, tokens_BT: Tensor, documents_BT: Tensor | None = None) -> Tensor:
         """tokens_BT int64 -> logits_BTV, in the parameters' dtype.
 
-        Args:
-            documents_BT: where rows hold several documents, the one that each token belongs to (see
-            ``models.documents``).
+        ``documents_BT`` is for packed rows: the document that each token belongs to (see ``models.documents``).
         """
         mask_B1TT, position_BT = None, None
         if documents_BT is not None:
@@ -304,9 +281,8 @@ class GPT(nn.Module):
 def loss_sum(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
     """Cross-entropy in nats, summed over the targets that are not ``IGNORED``: a scalar, never a mean.
 
-    ``batch`` holds ``tokens`` and ``targets``, and ``documents`` where rows are packed, all int64 [batch, time].
-    Summed in fp32, in fp64 if the logits are; where the head's classes are cut over ranks, no rank holds the
-    logits of all.
+    ``batch`` has ``tokens`` and ``targets``, and ``documents`` where rows are packed, all int64 [batch, time].  Summed
+    in fp32, in fp64 if the logits are.
     """
     packed = (batch["documents"],) if "documents" in batch else ()
     logits_BTV: Tensor = model(batch["tokens"], *packed)
@@ -314,5 +290,5 @@ def loss_sum(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
 
 
 def token_count(batch: Mapping[str, Tensor]) -> int:
-    """How many targets of the batch have a loss."""
+    """How many targets of a batch have a loss."""
     return int((batch["targets"] != IGNORED).sum())

@@ -26,16 +26,12 @@ from plait.tensor_parallel import cross_entropy_sum
 __all__ = ["HFConfig", "build", "check_installed", "loss_sum", "token_count"]
 
 BUILDING = threading.Lock()
-"""transformers swaps the functions of torch.nn.init, for the whole process, while a model is built."""
+"""While it builds a model, transformers swaps the functions of torch.nn.init for the whole process."""
 
 
 @dataclass(frozen=True)
 class HFConfig(GPTConfig):
-    """The sizes of a Hugging Face decoder; ``dropout`` is on the attention weights, the only dropout these models have.
-
-    Raises:
-        ValueError: sizes that don't fit together, with the numbers and the fix.
-    """
+    """The sizes of a Hugging Face decoder; ``dropout`` is on the attention weights, the only dropout that it has."""
 
     kind: Literal["llama", "qwen2"] = "llama"
     """qwen2 is llama with biases on query, key and value."""
@@ -44,7 +40,7 @@ class HFConfig(GPTConfig):
 
     @property
     def num_parameters(self) -> int:
-        """Elements of all parameters, a tied weight counted once."""
+        """See ``GPTConfig.num_parameters``."""
         head = 0 if self.tie else self.vocabulary * self.width
         bias = self.width + 2 * self.num_kv_heads * self.head_dim if self.kind == "qwen2" else 0
         return super().num_parameters + head + self.num_layers * bias
@@ -57,11 +53,7 @@ def check_installed() -> None:
 
 
 def build(config: HFConfig) -> nn.Module:
-    """``LlamaForCausalLM`` or ``Qwen2ForCausalLM`` of these sizes, with random weights in fp32.
-
-    Raises:
-        ValueError: transformers is not installed.
-    """
+    """``LlamaForCausalLM`` or ``Qwen2ForCausalLM`` of these sizes, with random weights in fp32."""
     check_installed()
     with BUILDING:
         transformers: Any = importlib.import_module("transformers")
@@ -88,11 +80,9 @@ def build(config: HFConfig) -> nn.Module:
 
 
 def loss_sum(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
-    """Cross-entropy in nats, summed over the targets that are not ``IGNORED``: a scalar, never a mean.
+    """``gpt.loss_sum`` of a Hugging Face model.
 
-    ``batch`` holds ``tokens`` and ``targets``, and ``documents`` where rows are packed, all int64 [batch, time].
-    Summed in fp32, in fp64 if the logits are.  Documents go in as positions that start anew: from these, transformers
-    makes the mask of each kind of attention.
+    Documents go in as positions that start anew: from these, transformers makes the mask of each kind of attention.
     """
     packed = {"position_ids": positions(batch["documents"])} if "documents" in batch else {}
     logits_BTV: Tensor = model(input_ids=batch["tokens"], use_cache=False, **packed).logits

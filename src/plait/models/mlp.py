@@ -8,9 +8,9 @@
 A ``Layer`` is one block, so wrapping by block finds 16 units, and a pipeline cuts the Sequential anywhere.
 ``widths`` allows odd sizes, which no mesh divides evenly.
 
-The loss is a *sum* over the rows whose mask is 1 and comes with their *count*; the engine divides once, by
-the count of the whole step.  A mean of per-microbatch means would weigh a row by the
-size of its microbatch, and its gradient would differ between layouts as soon as two microbatches hold different counts.
+The loss is a *sum* over the rows whose mask is 1 and comes with their *count*; the engine divides once, by the count of
+the whole step.  A mean of the microbatches' means would weigh a row by the size of its microbatch, so the gradient
+would differ between layouts as soon as two counts differ.
 """
 
 from __future__ import annotations
@@ -25,16 +25,12 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True)
 class MLPConfig:
-    """The sizes of an MLP: ``num_layers`` layers of ``width``, or the ``widths`` given one by one.
-
-    Raises:
-        ValueError: sizes that don't fit together, with the numbers and the fix.
-    """
+    """The sizes of an MLP; raises ValueError where they don't fit together."""
 
     num_layers: int = 16
     width: int = 64
     widths: tuple[int, ...] | None = None
-    """Input width, then the output width of each layer: num_layers + 1 numbers.  None: all ``width``."""
+    """Input width, then the output width of each layer: num_layers + 1 numbers, instead of ``width`` for all."""
     dropout: float = 0.0
 
     def __post_init__(self) -> None:
@@ -63,33 +59,26 @@ class MLPConfig:
 
 
 class Layer(nn.Module):
-    """One block: x_BD -> linear, then GELU and dropout unless it is the last."""
+    """Layer ``index``, one block: x_BD -> linear, then GELU and dropout unless it is the last."""
 
-    def __init__(
-        self, fan_in: int, fan_out: int, dropout: float, last: bool, device: torch.device | str | None = None
-    ) -> None:
+    def __init__(self, config: MLPConfig, index: int, device: torch.device | str | None = None) -> None:
         super().__init__()
-        self.linear = nn.Linear(fan_in, fan_out, device=device)
+        last = index == config.num_layers - 1
+        self.linear = nn.Linear(config.sizes[index], config.sizes[index + 1], device=device)
         self.activation = nn.Identity() if last else nn.GELU()
-        self.dropout = nn.Identity() if last else nn.Dropout(dropout)
+        self.dropout = nn.Identity() if last else nn.Dropout(config.dropout)
 
     def forward(self, x_BD: Tensor) -> Tensor:
-        """[batch, fan_in] -> [batch, fan_out]."""
+        """[batch, in] -> [batch, out]."""
         out_BD: Tensor = self.dropout(self.activation(self.linear(x_BD)))
         return out_BD
-
-
-def layer(config: MLPConfig, index: int, device: torch.device | str | None = None) -> Layer:
-    """Layer ``index`` of an MLP."""
-    last = index == config.num_layers - 1
-    return Layer(config.sizes[index], config.sizes[index + 1], config.dropout, last, device)
 
 
 class MLP(nn.Sequential):
     """``num_layers`` Layers in sequence, each with its own weights."""
 
     def __init__(self, config: MLPConfig) -> None:
-        super().__init__(*(layer(config, index) for index in range(config.num_layers)))
+        super().__init__(*(Layer(config, index) for index in range(config.num_layers)))
         self.config = config
 
     def tensor_plan(self) -> dict[str, str]:
@@ -103,11 +92,10 @@ class MLP(nn.Sequential):
 def loss_sum(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
     """Squared errors, summed over the elements of all rows whose mask is 1: a scalar, never a mean.
 
-    ``batch`` holds ``x`` [batch, in], ``y`` [batch, out] and ``mask`` [batch] of 0 and 1.  Summed in fp32, in
-    fp64 if the prediction is.
+    ``batch`` has ``x`` [batch, in], ``y`` [batch, out] and ``mask`` [batch] of 0 and 1.  Summed in fp32, in fp64 if the
+    prediction is.
     """
-    prediction_BD: Tensor = model(batch["x"])
-    return squared_error_sum(prediction_BD, batch)
+    return squared_error_sum(model(batch["x"]), batch)
 
 
 def squared_error_sum(prediction_BD: Tensor, batch: Mapping[str, Tensor]) -> Tensor:
@@ -118,5 +106,5 @@ def squared_error_sum(prediction_BD: Tensor, batch: Mapping[str, Tensor]) -> Ten
 
 
 def sample_count(batch: Mapping[str, Tensor]) -> int:
-    """How many rows of the batch have a loss."""
+    """How many rows of a batch have a loss."""
     return int((batch["mask"] != 0).sum())

@@ -4,14 +4,15 @@
     tokenizer.json ──► text ──► tokens
     *.safetensors        see ``checkpoint.huggingface``
 
-Nothing is downloaded and no code in the folder is run.  Whatever transformers raises about a folder, and it raises many
-kinds of exceptions, is reported as a fault of the folder.
+Nothing is downloaded and no code in the folder is run.  Whatever transformers raises about a folder, exceptions of many
+kinds, is reported as a fault of the folder.
 """
 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,42 +23,38 @@ from torch import Tensor, nn
 from plait.models.hf import BUILDING
 
 
-def _line(error: Exception) -> str:
-    """An exception's text as one line."""
-    return " ".join(str(error).split())
-
-
 @dataclass(frozen=True)
 class Pretrained:
-    """A folder with a causal language model.
-
-    Raises:
-        ValueError: there is no such folder, or no config in it.
-    """
+    """A folder with a causal language model; raises ValueError where there is none, or no config in it."""
 
     path: str
 
     def __post_init__(self) -> None:
-        folder, found = Path(self.path), f"model hf:{self.path}"
+        folder = Path(self.path)
         if not folder.is_dir():
-            raise ValueError(f"{found}: no such folder; give one with config.json and safetensors files")
+            raise ValueError(f"model hf:{self.path}: no such folder; give one with config.json and safetensors files")
         if not (folder / "config.json").is_file():
-            raise ValueError(f"{found}: no config.json in it, so it is not a Hugging Face model; check the path")
+            raise ValueError(
+                f"model hf:{self.path}: no config.json in it, so it is not a Hugging Face model; check the path"
+            )
+
+    @contextmanager
+    def _blamed(self, fault: str) -> Iterator[Any]:
+        """transformers; what it raises inside becomes a ValueError that names the folder and the fault."""
+        transformers = importlib.import_module("transformers")
+        try:
+            yield transformers
+        except Exception as error:
+            text = " ".join(str(error).split())
+            raise ValueError(f"model hf:{self.path}: transformers {fault}: {text}") from error
 
     def config(self) -> Any:
         """The folder's config, as transformers reads it.
 
-        Raises:
-            ValueError: a config.json that transformers cannot read, that is not of a causal language model, or
-                whose weights are quantised.
+        Raises ValueError where it cannot, the config is not of a causal language model, or its weights are quantised.
         """
-        transformers: Any = importlib.import_module("transformers")
-        try:
+        with self._blamed("cannot read its config.json") as transformers:
             config = transformers.AutoConfig.from_pretrained(self.path, local_files_only=True, trust_remote_code=False)
-        except Exception as error:
-            raise ValueError(
-                f"model hf:{self.path}: transformers cannot read its config.json: {_line(error)}"
-            ) from error
         if type(config) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
             raise ValueError(
                 f"model hf:{self.path} is of type {config.model_type!r}, for which transformers has no causal language "
@@ -83,37 +80,20 @@ class Pretrained:
         return getattr(self.config(), "max_position_embeddings", None)
 
     def build(self) -> nn.Module:
-        """The stock class of the folder's config, with whatever values it gives itself, in fp32.
-
-        Raises:
-            ValueError: a config that transformers cannot build a model from.
-        """
-        config = self.config()
-        transformers: Any = importlib.import_module("transformers")
-        with BUILDING:
-            try:
-                model: nn.Module = transformers.AutoModelForCausalLM.from_config(
-                    config, dtype=torch.float32, attn_implementation="sdpa"
-                )
-            except Exception as error:
-                raise ValueError(
-                    f"model hf:{self.path}: transformers cannot build a model from its config.json: {_line(error)}"
-                ) from error
+        """The stock class of the folder's config, with whatever values it gives itself, in fp32."""
+        config, options = self.config(), {"dtype": torch.float32, "attn_implementation": "sdpa"}
+        with BUILDING, self._blamed("cannot build a model from its config.json") as transformers:
+            model: nn.Module = transformers.AutoModelForCausalLM.from_config(config, **options)
         return model
 
     def encoder(self) -> Callable[[bytes], Tensor]:
         """From UTF-8 text to tokens of the folder's tokenizer, without special ones: int64 [count].
 
-        Raises:
-            ValueError: no tokenizer, or one of another vocabulary; when it is called, a text that is not UTF-8.
+        Raises ValueError for no tokenizer, or one of another vocabulary; when called, for a text that is not UTF-8.
         """
-        transformers: Any = importlib.import_module("transformers")
-        try:
-            tokenizer = transformers.AutoTokenizer.from_pretrained(
-                self.path, local_files_only=True, trust_remote_code=False
-            )
-        except Exception as error:
-            raise ValueError(f"model hf:{self.path}: transformers finds no tokenizer in it: {_line(error)}") from error
+        options = {"local_files_only": True, "trust_remote_code": False}
+        with self._blamed("finds no tokenizer in it") as transformers:
+            tokenizer = transformers.AutoTokenizer.from_pretrained(self.path, **options)
         largest, size = max(tokenizer.get_vocab().values(), default=0), self.vocabulary
         if largest >= size:
             raise ValueError(
@@ -126,7 +106,7 @@ class Pretrained:
                 words = text.decode("utf-8")
             except UnicodeDecodeError as error:
                 raise ValueError(f"the text is not UTF-8, which the tokenizer reads ({error}): convert it") from error
-            found = tokenizer(words, add_special_tokens=False, return_attention_mask=False, verbose=False)
-            return torch.tensor(found["input_ids"], dtype=torch.int64)
+            encoded = tokenizer(words, add_special_tokens=False, return_attention_mask=False, verbose=False)
+            return torch.tensor(encoded["input_ids"], dtype=torch.int64)
 
         return encode

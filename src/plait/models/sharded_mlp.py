@@ -6,8 +6,8 @@
                              stage 4   13 14 15               13.linear.weight ...
 
 Initial values, dropout masks and checkpoints go by names.  Since a slice keeps the monolith's, ``materialise(slice,
-seed, device)`` draws what the monolith would draw, and nothing for other layers: values come from (seed, name)
-alone.  Until then parameters are on the meta device and take no memory.
+seed, device)`` draws what the monolith would draw, and nothing for other layers.  Until then parameters are on the meta
+device and take no memory.
 """
 
 from __future__ import annotations
@@ -16,24 +16,22 @@ from collections import OrderedDict
 
 from torch import nn
 
-from plait.models.mlp import MLPConfig, layer
+from plait.models.mlp import Layer, MLPConfig
 from plait.schedule.partition import even
 
 
 class ShardedMLP(nn.Sequential):
     """The layers that ``stage`` of ``num_stages`` owns: [batch, fan_in] -> [batch, fan_out].
 
-    All slices run in sequence are the MLP.  Where layers do not divide evenly, earlier stages have one more.
-
-    Raises:
-        ValueError: more stages than layers, or no such stage.
+    All slices run in sequence are the MLP.  Where layers do not divide evenly, earlier stages have one more.  Raises
+    ValueError for more stages than layers, or no such stage.
     """
 
     def __init__(self, config: MLPConfig, stage: int, num_stages: int) -> None:
         slices = even(config.num_layers, num_stages)
         if not 0 <= stage < num_stages:
             raise ValueError(f"stage {stage} of {num_stages}: stages go from 0 to {num_stages - 1}")
-        super().__init__(OrderedDict((str(index), layer(config, index, "meta")) for index in slices[stage]))
+        super().__init__(OrderedDict((str(index), Layer(config, index, "meta")) for index in slices[stage]))
         self.config, self.stage, self.num_stages, self.layers = config, stage, num_stages, slices[stage]
 
     @property

@@ -5,9 +5,9 @@
          x/rms                        softmax ...
 
 ``block`` lists what autograd saves in one block of the project's decoder (``models.gpt``) on the CPU, where a norm is
-written out of its parts; parameters, buffers and what a later operator has saved already (one storage) are not counted.
-A dropout mask is kept as the factor that it multiplies by, in the activation's dtype.  So the count is exact, and it is
-held against ``saved_tensors_hooks``; a GPU's fused norm and attention keep less.
+several operators; parameters, buffers and what another operator has saved already (one storage) are not counted.  A
+dropout mask is kept as the factor that it multiplies by, in the activation's dtype.  The count is exact, and tested
+against ``saved_tensors_hooks``; a GPU's fused norm and attention keep less.
 
 ``per_layer`` is the textbook's count for another layer (LayerNorm, GELU, as many key and value heads as heads, softmax
 and dropout written out, masks of one byte, 16 bits):
@@ -18,7 +18,7 @@ and dropout written out, masks of one byte, 16 bits):
     full         2 sbh                          2 sbh                               2 sbh / t
 
 Source: Korthikanti et al. 2022 (arXiv:2205.05198), table 2.  There a column-cut product keeps its part of the stream
-and gathers it again in the backward; here it keeps the whole, so sequence parallelism leaves ``y`` undivided.
+and gathers it again in the backward; here it keeps the whole, so sequence parallelism does not divide ``y``.
 """
 
 from __future__ import annotations
@@ -79,11 +79,7 @@ class Kept:
 
 
 def block(s: DecoderSizes, recompute: str | None = None) -> tuple[Kept, ...]:
-    """What one block keeps.
-
-    Args:
-        recompute: ``"full"`` keeps the block's input, ``"selective"`` makes the core of attention again.
-    """
+    """What one block keeps; with ``recompute="full"`` its input, with ``"selective"`` all but the core of attention."""
     e, x = s.itemsize, s.stream * s.width
     if recompute == "full":
         return (Kept("block: x", x, e),)
@@ -151,10 +147,8 @@ def last_norm(s: DecoderSizes) -> tuple[Kept, ...]:
 
 
 def head(s: DecoderSizes) -> tuple[Kept, ...]:
-    """What the head and the cross-entropy keep.
-
-    Where classes are cut, the places of a rank's own targets (16 bytes each) depend on the data and are left out.
-    """
+    """What the head and the cross-entropy keep.  Where classes are cut, the places of a rank's own targets (16 bytes
+    each) depend on the data and are left out."""
     classes = -(-s.vocabulary // s.ways)
     kept = Kept("head: y", s.tokens * s.width, s.itemsize), Kept("loss: log softmax", s.tokens * classes, s.wide)
     if s.ways == 1:
@@ -163,11 +157,7 @@ def head(s: DecoderSizes) -> tuple[Kept, ...]:
 
 
 def decoder(s: DecoderSizes, links: Sequence[str], recompute: str | None = None) -> int:
-    """Bytes that one microbatch's forward keeps in some links of the decoder.
-
-    Args:
-        links: their names: ``embed``, ``blocks.0``, ..., ``norm``, ``head``.
-    """
+    """Bytes that a microbatch's forward keeps in links: ``embed``, ``blocks.0``, ..., ``norm``, ``head``."""
     parts = {"embed": embedding(s), "blocks": block(s, recompute), "norm": last_norm(s), "head": head(s)}
     return sum(kept.bytes for link in links for kept in parts[link.partition(".")[0]])
 
@@ -175,14 +165,10 @@ def decoder(s: DecoderSizes, links: Sequence[str], recompute: str | None = None)
 def per_layer(
     s: int, b: int, h: int, a: int, *, t: int = 1, sequence: bool = False, recompute: str | None = None
 ) -> float:
-    """The textbook's bytes per layer: the table above.
+    """The textbook's bytes per layer, by the table above.
 
     Args:
-        s: steps of time.
-        b: samples of a microbatch.
-        h: width.
-        a: heads.
-        t: tensor ranks.
+        s, b, h, a, t: tokens of a sample, samples of a microbatch, width, heads, tensor ranks.
     """
     if recompute == "full":
         return 2 * s * b * h / (t if sequence else 1)

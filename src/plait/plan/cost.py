@@ -1,8 +1,7 @@
 """The ledger before the run: every message of a step, derived from the table.
 
-``predict_step`` walks the phases of a step in the order of the moves and lists the same ``Entry`` objects that a
-comm's ledger records, so a test can hold one against the other, byte for byte.  The order of entries is not part of
-the prediction (prefetch and overlap change it); compare them as multisets.
+``predict_step`` lists the same ``Entry`` objects that a comm's ledger records, so a test can compare them, byte for
+byte.  Their order is not part of the prediction (prefetch and overlap change it): compare them as multisets.
 """
 
 from __future__ import annotations
@@ -17,13 +16,13 @@ from plait.core.cells import Move, Strategy, moves
 from plait.core.collectives import Entry, Note, bytes_sent
 from plait.core.flat import UnitLayout, lower
 from plait.core.mesh import Mesh
-from plait.schedule.actions import ACTIVATION, ADDS_GRADIENTS, GRADIENT, TIED, Kind, Line, in_flight
+from plait.schedule.actions import ACTIVATION, ADDS_GRADIENTS, GRADIENT, TIED, Kind, Line, carries, in_flight
 from plait.schedule.orders import one_stage
 
 
 @dataclass(frozen=True)
 class StageTraffic:
-    """What one stage of a rank sends, beside its passes."""
+    """What one stage of a rank sends."""
 
     units: tuple[UnitLayout, ...]
     handed_bytes: tuple[int, ...] = ()
@@ -77,34 +76,31 @@ def predict_line(
     path = moves(strategy)
     entries: list[Entry] = []
 
-    cells = {"microbatch": strategy.grads, "step": strategy.grads}
-    """Whose dtype the messages of a phase have; those of the others are parameters."""
-
     def add(
         phase: str,
         stage: int,
         first: Sequence[Move],
         microbatch: int = -1,
         *,
-        later: Sequence[Move] | None = None,
+        later: Sequence[Move] = (),
         trained: bool = False,
         summed: bool = False,
     ) -> None:
         """The messages of a path, on every flat buffer of a stage; ``later`` is the path of a unit's further uses."""
+        cell = strategy.grads if phase in ("microbatch", "step") else strategy.params
         for unit in stages[stage].units:
             for index, flat in enumerate(unit.flats):
                 if (trained and not unit.trainable[index]) or (summed and not (unit.summed and unit.summed[index])):
                     continue
-                steps = [*first, *([] if later is None else [*later] * (unit.uses - 1))]
+                steps = [*first, *[*later] * (unit.uses - 1)]
                 for message in chain.from_iterable(lower(step, flat, mesh, rank) for step in steps):
-                    size = message.numel * flat.itemsize_in(cells.get(phase, strategy.params))
+                    size = message.numel * flat.itemsize_in(cell)
                     root = mesh.index(rank, message.axes) == message.root
                     sent = bytes_sent(message.kind, size, mesh.count(message.axes), root=root)
                     entries.append(Entry(message.kind, message.axes, size, sent, Note(phase, unit.name, microbatch)))
 
-    def handed(kind: str, phase: str, source: int, microbatch: int, size: int) -> None:
-        note = Note(phase, f"stage {source}", microbatch)
-        entries.append(Entry(kind, ("pipe",), size, bytes_sent(kind, size, 2), note))
+    def between_stages(kind: str, size: int, note: Note) -> Entry:
+        return Entry(kind, ("pipe",), size, bytes_sent(kind, size, 2), note)
 
     holds = any(action.kind is Kind.UNSHARD for action in line)
     flying: Counter[int] = Counter()
@@ -123,14 +119,11 @@ def predict_line(
                 case Kind.BACKWARD | Kind.INPUT:
                     if not holds:
                         add("backward", s, path.backward, m, later=path.backward)
-                case Kind.SEND_F:
-                    handed("send", ACTIVATION, s, m, stages[s].handed_bytes[m])
-                case Kind.RECV_F:
-                    handed("recv", ACTIVATION, s - 1, m, stages[s].received_bytes[m])
-                case Kind.SEND_B:
-                    handed("send", GRADIENT, s, m, stages[s].received_bytes[m])
-                case Kind.RECV_B:
-                    handed("recv", GRADIENT, s + 1, m, stages[s].handed_bytes[m])
+                case Kind.SEND_F | Kind.RECV_F | Kind.SEND_B | Kind.RECV_B as message:
+                    value, is_send = carries(part), message in (Kind.SEND_F, Kind.SEND_B)
+                    note = Note(ACTIVATION if value.way == "F" else GRADIENT, f"stage {value.stage}", m)
+                    sizes = stages[s].handed_bytes if is_send == (value.way == "F") else stages[s].received_bytes
+                    entries.append(between_stages("send" if is_send else "recv", sizes[m], note))
                 case Kind.REDUCE:
                     add("step", s, path.summed, trained=True, summed=True)
                     add("step", s, path.step, trained=True)
@@ -144,9 +137,8 @@ def predict_line(
         others = [owner for owner in edge.owners if owner != here]
         sends = edge.owners.count(here) * len(set(others)) if edge.bytes else 0
         receives = len(others) if edge.bytes and here in edge.owners else 0
-        for kind, times in (("send", sends), ("recv", receives)):
-            sent = bytes_sent(kind, edge.bytes, 2)
-            entries += [Entry(kind, ("pipe",), edge.bytes, sent, Note(TIED, edge.name))] * times
+        entries += [between_stages("send", edge.bytes, Note(TIED, edge.name))] * sends
+        entries += [between_stages("recv", edge.bytes, Note(TIED, edge.name))] * receives
     ranks = mesh.count(AGREEING)
     if ranks > 1:
         for phase, numbers in (("count", COUNTS), ("report", num_reported(num_microbatches, num_trainable))):

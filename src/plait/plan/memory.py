@@ -68,14 +68,8 @@ def formula(
     Source: ZeRO (Rajbhandari et al. 2020), table 1.
     """
 
-    def share(cell: Cell) -> int:
-        return mesh.count(cell.split)
-
-    return Held(
-        params=round(num_parameters * param_bytes / share(strategy.params)),
-        grads=round(num_parameters * grad_bytes / share(strategy.grads)),
-        optimizer=round(num_parameters * optimizer_bytes / share(strategy.optim)),
-    )
+    sizes = ((strategy.params, param_bytes), (strategy.grads, grad_bytes), (strategy.optim, optimizer_bytes))
+    return Held(*(round(num_parameters * size / mesh.count(cell.split)) for cell, size in sizes))
 
 
 def padding(units: Sequence[UnitLayout]) -> int:

@@ -1,7 +1,6 @@
-"""What a run looks like to a person: tables, lines and pictures made from plain data, apart from whoever ran it.
+"""What a run looks like to a person: tables, lines and pictures made from plain data.
 
-training.py   the text of a training run: header, progress lines, bytes predicted and measured
-progress.py   a bar on a terminal, lines elsewhere
+training.py   a training run as it goes on, and at its end: its curve, bytes predicted and measured
 schedule.py   a schedule over time: characters, a table, an SVG drawing
 timeline.py   a step as it happened under the step that was predicted
 trace.py      the same as a trace file for Perfetto

@@ -1,24 +1,16 @@
-"""What drawings of timelines share: the colours of the passes, and the box of an action with its name.
+"""What drawings share: the file, boxes and their texts, the colours of the passes.
 
     |F0 |F1 |.......|B0     |        blue forward, orange backward, yellow its input part, green its weight part
 
 Boxes are opaque and their text is dark, so they read the same on a light and a dark background.
 """
 
-from __future__ import annotations
-
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from xml.sax.saxutils import escape
 
 from plait.schedule.actions import Action, Kind
 
-COLOURS = {
-    Kind.FORWARD: "#7fb2e5",
-    Kind.BACKWARD: "#e8a35c",
-    Kind.INPUT: "#efc27b",
-    Kind.WEIGHT: "#9ccc8f",
-}
-OTHER = "#bbbbbb"
+COLOURS = {Kind.FORWARD: "#7fb2e5", Kind.BACKWARD: "#e8a35c", Kind.INPUT: "#efc27b", Kind.WEIGHT: "#9ccc8f"}
 NAMES = {Kind.FORWARD: "forward", Kind.BACKWARD: "backward", Kind.INPUT: "input part", Kind.WEIGHT: "weight part"}
 TEXT = "#1f2328"
 """Of text on a colour."""
@@ -45,23 +37,36 @@ def paler(colour: str, share: float) -> str:
     return "#" + "".join(f"{round(part + (255 - part) * share):02x}" for part in parts)
 
 
+def svg_file(width: float, height: float, lines: Iterable[str], letters: int = 11) -> str:
+    """A picture of these lines, in letters of that size."""
+    size = f'width="{width:g}" height="{height:g}" viewBox="0 0 {width:g} {height:g}"'
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" {size} font-family="sans-serif" font-size="{letters}">'
+    return "\n".join([head, *lines, "</svg>", ""])
+
+
+def rect(x: float, y: float, width: float, height: float, fill: str, title: str, more: str = "") -> str:
+    """A box that shows its title where the pointer rests; ``more`` are other attributes."""
+    shape = f'x="{x:.2f}" y="{y:g}" width="{width:.2f}" height="{height:g}" fill="{fill}"{more}'
+    return f"<rect {shape}><title>{escape(title)}</title></rect>"
+
+
+def text_in(x: float, y: float, width: float, height: float, *texts: str) -> Iterator[str]:
+    """The first of the texts that fits into a box, if one does, in its middle."""
+    for text in texts:
+        if 7 * len(text) <= width:
+            middle = f'x="{x + width / 2:.2f}" y="{y + height / 2 + 4:g}" text-anchor="middle"'
+            yield f'<text {middle} fill="{TEXT}">{escape(text)}</text>'
+            return
+
+
 def box_of(
     action: Action, x: float, y: float, width: float, height: float, stages: Sequence[int], title: str = ""
-) -> list[str]:
-    """A pass; a rank's later stages are paler.  Where its name does not fit, its microbatch may.
+) -> Iterator[str]:
+    """A pass, titled by its name if by nothing else; the later of its rank's ``stages`` are paler.
 
-    Args:
-        stages: those of the rank, in order.
-        title: shown where the pointer rests; the action if nothing else is given.
+    Where its name does not fit into the box, its microbatch may.
     """
-    texts = (label(action, len(stages) > 1), str(action.microbatch) if action.microbatch >= 0 else "")
-    colour = paler(COLOURS.get(action.kind, OTHER), 0.5 * stages.index(action.stage) / len(stages))
-    shape = (
-        f'<rect x="{x:.2f}" y="{y:g}" width="{width:.2f}" height="{height:g}" fill="{colour}" stroke="white" '
-        f'stroke-width="0.5"><title>{escape(title or str(action))}</title></rect>'
-    )
-    text = next((text for text in texts if 7 * len(text) <= width), "")
-    if not text:
-        return [shape]
-    middle = f'x="{x + width / 2:.2f}" y="{y + height / 2 + 4:g}" text-anchor="middle"'
-    return [shape, f'<text {middle} fill="{TEXT}">{escape(text)}</text>']
+    colour = paler(COLOURS.get(action.kind, "#bbbbbb"), 0.5 * stages.index(action.stage) / len(stages))
+    yield rect(x, y, width, height, colour, title or str(action), ' stroke="white" stroke-width="0.5"')
+    microbatch = (str(action.microbatch),) if action.microbatch >= 0 else ()
+    yield from text_in(x, y, width, height, label(action, len(stages) > 1), *microbatch)

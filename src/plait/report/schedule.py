@@ -3,11 +3,8 @@
     rank 0 | F0 F1 .  .  B0 -- .  B1 --        F0: forward of microbatch 0; --: the same pass goes on; . : idle
     rank 1 | .  F0 B0 -- F1 B1 --
 
-Where a rank has several stages, the stage stands in front: ``3F0``.  One column is the greatest common divisor of all
-starts and ends.
+One column is the greatest common divisor of all starts and ends.
 """
-
-from __future__ import annotations
 
 import math
 from fractions import Fraction
@@ -16,7 +13,7 @@ from xml.sax.saxutils import escape
 from rich import box
 from rich.table import Table
 
-from plait.report.drawing import COLOURS, NAMES, box_of, label
+from plait.report.drawing import COLOURS, NAMES, box_of, label, svg_file
 from plait.schedule.actions import PASSES
 from plait.schedule.bubbles import Bubbles
 from plait.schedule.check import Proof
@@ -29,12 +26,8 @@ MOST_CELLS = 40_000
 def time_grid(timeline: Timeline, width: int) -> str:
     """The timeline in characters, in blocks of at most ``width``; or a line that says why not."""
     spans = [
-        [
-            (action, Fraction(start).limit_denominator(1000), Fraction(end).limit_denominator(1000))
-            for action, start, end in zip(line, starts, ends, strict=True)
-            if action.kind in PASSES
-        ]
-        for line, starts, ends in zip(timeline.schedule, timeline.starts, timeline.ends, strict=True)
+        [(action, _rational(a), _rational(b)) for action, a, b in zip(*line, strict=True) if action.kind in PASSES]
+        for line in zip(timeline.schedule, timeline.starts, timeline.ends, strict=True)
     ]
     moments = {t for line in spans for _, start, end in line for t in (start, end)} - {Fraction(0)}
     denominator = math.lcm(*(t.denominator for t in moments))
@@ -53,14 +46,16 @@ def time_grid(timeline: Timeline, width: int) -> str:
     wide = max((len(cell) for cells in rows for cell in cells), default=1)
     heads = [f"rank {rank:<{len(str(len(rows) - 1))}} |" for rank in range(len(rows))]
     per_block = max(1, (width - len(heads[0])) // (wide + 1)) if heads else 1
-    blocks = []
-    for at in range(0, columns, per_block):
-        lines = []
-        for head, cells in zip(heads, rows, strict=True):
-            shown = [("-" * wide if cell == "-" else cell.ljust(wide)) for cell in cells[at : at + per_block]]
-            lines.append(f"{head} {' '.join(shown)}".rstrip())
-        blocks.append("\n".join(lines))
-    return "\n\n".join(blocks)
+    padded = [["-" * wide if cell == "-" else cell.ljust(wide) for cell in cells] for cells in rows]
+    blocks = (
+        [f"{head} {' '.join(cells[at : at + per_block])}".rstrip() for head, cells in zip(heads, padded, strict=True)]
+        for at in range(0, columns, per_block)
+    )
+    return "\n\n".join(map("\n".join, blocks))
+
+
+def _rational(time: float) -> Fraction:
+    return Fraction(time).limit_denominator(1000)
 
 
 def bubble_table(timeline: Timeline, proof: Proof, formula: Bubbles) -> Table:
@@ -93,9 +88,8 @@ def share_line(timeline: Timeline, formula: Bubbles) -> str:
     )
 
 
-# ---- SVG --------------------------------------------------------------------------------------------------
-
 LEFT, TOP, ROW, GAP, CURVE, PLOT = 64, 36, 26, 8, 18, 1100
+WIDTH = LEFT + PLOT + 20
 
 
 def svg(timeline: Timeline, costs: Costs, title: str) -> str:
@@ -106,9 +100,7 @@ def svg(timeline: Timeline, costs: Costs, title: str) -> str:
     curves = [timeline.memory(rank, costs) if timeline.schedule[rank] else () for rank in range(ranks)]
     most = max((size for curve in curves for _, size in curve), default=0.0) or 1.0
     out = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{LEFT + PLOT + 20}" height="{height}" '
-        f'viewBox="0 0 {LEFT + PLOT + 20} {height}" font-family="sans-serif" font-size="11">',
-        f'<rect width="{LEFT + PLOT + 20}" height="{height}" fill="white"/>',
+        f'<rect width="{WIDTH}" height="{height}" fill="white"/>',
         f'<text x="{LEFT}" y="20" font-size="14">{escape(title)}</text>',
     ]
     for rank, line in enumerate(timeline.schedule):
@@ -133,4 +125,4 @@ def svg(timeline: Timeline, costs: Costs, title: str) -> str:
         out.append(f'<rect x="{x}" y="{y + 10}" width="14" height="14" fill="{COLOURS[kind]}"/>')
         out.append(f'<text x="{x + 20}" y="{y + 21}">{name}</text>')
     out.append(f'<text x="{LEFT + 560}" y="{y + 21}">curves: activations held, at most {most:g}</text>')
-    return "\n".join([*out, "</svg>", ""])
+    return svg_file(WIDTH, height, out)

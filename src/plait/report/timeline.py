@@ -9,8 +9,6 @@
 ``timeline_svg`` is the picture, for a light or a dark page; ``timeline_table`` says the same in a terminal.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from xml.sax.saxutils import escape
@@ -18,9 +16,9 @@ from xml.sax.saxutils import escape
 from rich import box
 from rich.table import Table
 
-from plait.report.drawing import COLOURS, NAMES, TEXT, box_of, seconds_text
-from plait.schedule.actions import PASSES, Action, Kind
-from plait.schedule.events import Event, Log
+from plait.report.drawing import COLOURS, NAMES, box_of, rect, seconds_text, svg_file, text_in
+from plait.schedule.actions import PASSES, Kind
+from plait.schedule.events import Event, Log, Span
 from plait.schedule.idle import Idle, idle_times, mean_idle
 from plait.schedule.measured import as_log, measured_timeline
 from plait.schedule.simulate import Timeline
@@ -39,32 +37,20 @@ CAUSES = {
 """The parts of ``Idle``: their names for people, and their colours."""
 
 
-# ---- words --------------------------------------------------------------------------------------------------
-
-
 def summary(log: Log, simulated: Timeline | None = None) -> str:
     """How long the step took, and the share of it in which ranks did not compute, with the prediction."""
-    measured = measured_timeline(log)
-    text = f"measured {seconds_text(measured.makespan)}, idle {measured.idle_share():.1%}"
-    if simulated is None:
-        return text
-    return f"{text}; simulated {seconds_text(simulated.makespan)}, idle {simulated.idle_share():.1%}"
+    steps = {"measured": measured_timeline(log)} | ({} if simulated is None else {"simulated": simulated})
+    return "; ".join(f"{n} {seconds_text(s.makespan)}, idle {s.idle_share():.1%}" for n, s in steps.items())
 
 
 def timeline_rows(log: Log, simulated: Timeline | None = None) -> list[tuple[str, ...]]:
-    """A head, one row per rank, and the mean of all: shares of the step that each rank computed or was idle, by cause.
-
-    A last row has the means of the simulated step.
-    """
-    ranks = idle_times(log)
+    """A head, and rows of the shares of the step: each rank's, their means, and the means of the simulated step."""
     rows = [("rank", "stages", *(name for name, _ in CAUSES.values()), "idle")]
-    for rank, idle in enumerate(ranks):
+    for rank, idle in enumerate(idle_times(log)):
         stages = sorted({event.action.stage for event in log[rank]})
         rows.append((str(rank), ", ".join(map(str, stages)), *_shares(idle)))
-    rows.append(("all", "", *_shares(mean_idle(ranks))))
-    if simulated is not None:
-        rows.append(("simulated", "", *_shares(mean_idle(idle_times(as_log(simulated))))))
-    return rows
+    means = {"all": log} | ({} if simulated is None else {"simulated": as_log(simulated)})
+    return rows + [(name, "", *_shares(mean_idle(idle_times(step)))) for name, step in means.items()]
 
 
 def _shares(idle: Idle) -> list[str]:
@@ -85,8 +71,6 @@ def timeline_table(log: Log, simulated: Timeline | None = None) -> Table:
             table.add_row(name, *cells)
     return table
 
-
-# ---- SVG ----------------------------------------------------------------------------------------------------
 
 LEFT, PLOT, RIGHT, TOP = 140, 1100, 84, 62
 ROW, BAR, SPACE, GAP, STRIP = 24, 16, 2, 10, 5
@@ -109,13 +93,13 @@ def timeline_svg(log: Log, simulated: Timeline | None = None, title: str = "") -
     steps = {"measured": log} if simulated is None else {"simulated": as_log(simulated), "measured": log}
     ends = {name: measured_timeline(step).makespan for name, step in steps.items()}
     idle = {name: idle_times(step) for name, step in steps.items()}
-    scale = PLOT / (max(ends.values()) or 1.0)
+    scale, first = PLOT / (max(ends.values()) or 1.0), next(iter(steps.values()))
     out: list[str] = []
     y: float = TOP
     for rank in range(len(log)):
         for name, step in steps.items():
             share = f"idle {1 - idle[name][rank].shares['busy']:.1%}"
-            out += _lane_head(y, ROW, f"rank {rank}" if name == next(iter(steps)) else "", name, share)
+            out += _lane_head(y, ROW, rank, name, share, first=step is first)
             out.append(f'<rect class="lane" x="{LEFT}" y="{y:g}" width="{ends[name] * scale:.2f}" height="{ROW}"/>')
             stages = sorted({event.action.stage for event in step[rank]})
             for event in step[rank]:
@@ -130,30 +114,28 @@ def timeline_svg(log: Log, simulated: Timeline | None = None, title: str = "") -
     out.append(f'<text class="ink" x="8" y="{y:g}" font-size="13">where the time goes, by rank</text>')
     y += 12
     for rank in range(len(log)):
-        for name in steps:
-            out += _lane_head(y, BAR, f"rank {rank}" if name == next(iter(steps)) else "", name, "")
+        for name, step in steps.items():
+            out += _lane_head(y, BAR, rank, name, "", first=step is first)
             out += _bar(idle[name][rank], y, scale)
             y += BAR + SPACE
         y += GAP / 2
     out += _legend(y + 14, list(CAUSES.values()))
     height = y + 36
     head = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{height:g}" '
-        f'viewBox="0 0 {WIDTH} {height:g}" font-family="sans-serif" font-size="11">',
         STYLE,
         f'<rect class="ground" width="{WIDTH}" height="{height:g}"/>',
         f'<text class="ink" x="8" y="20" font-size="14">{escape(title)}</text>',
         f'<text class="faint" x="8" y="38">{escape(summary(log, simulated))}</text>',
         *_ticks(max(ends.values()), scale, lanes_end),
     ]
-    return "\n".join([*head, *out, "</svg>", ""])
+    return svg_file(WIDTH, height, [*head, *out])
 
 
-def _lane_head(y: float, height: float, rank: str, name: str, share: str) -> Iterator[str]:
-    """The labels left and right of a lane."""
+def _lane_head(y: float, height: float, rank: int, name: str, share: str, *, first: bool) -> Iterator[str]:
+    """The labels left and right of a lane; the first of a rank has its number."""
     base = y + height / 2 + 4
-    if rank:
-        yield f'<text class="ink" x="8" y="{base:g}" font-weight="bold">{rank}</text>'
+    if first:
+        yield f'<text class="ink" x="8" y="{base:g}" font-weight="bold">rank {rank}</text>'
     yield f'<text class="faint" x="{LEFT - 8}" y="{base:g}" text-anchor="end">{name}</text>'
     if share:
         yield f'<text class="faint" x="{LEFT + PLOT + 8}" y="{base:g}">{share}</text>'
@@ -162,28 +144,18 @@ def _lane_head(y: float, height: float, rank: str, name: str, share: str) -> Ite
 def _event(event: Event, y: float, scale: float, stages: list[int]) -> Iterator[str]:
     """An action: its waits hatched, and the rest as boxes, or as strips at the foot of the lane."""
     action, now = event.action, event.start
-    for span in event.waits:
-        yield from _work(action, now, span.start, y, scale, stages)
-        if span.end > span.start:
-            title = escape(f"{action} waited {seconds_text(span.end - span.start)} for {span.what}")
-            where = f'x="{LEFT + span.start * scale:.2f}" y="{y:g}" width="{(span.end - span.start) * scale:.2f}"'
-            yield f'<rect {where} height="{ROW}" fill="url(#wait)"><title>{title}</title></rect>'
+    cause = {Kind.UPDATE: "update", Kind.RESHARD: "other"}.get(action.kind, "communication")
+    for span in (*event.waits, Span(event.end, event.end, "nothing")):
+        x, worked, waited = LEFT + now * scale, span.start - now, span.end - span.start
+        title = f"{action}: {seconds_text(worked)}"
+        if worked > 0 and action.kind in PASSES:
+            yield from box_of(action, x, y, worked * scale, ROW, stages, title)
+        elif worked > 0:
+            yield rect(x, y + ROW - STRIP, worked * scale, STRIP, CAUSES[cause][1], title)
+        if waited > 0:
+            title = f"{action} waited {seconds_text(waited)} for {span.what}"
+            yield rect(LEFT + span.start * scale, y, waited * scale, ROW, "url(#wait)", title)
         now = span.end
-    yield from _work(action, now, event.end, y, scale, stages)
-
-
-def _work(action: Action, start: float, end: float, y: float, scale: float, stages: list[int]) -> Iterator[str]:
-    """What an action does from start to end, without waiting."""
-    if end <= start:
-        return
-    x, width = LEFT + start * scale, (end - start) * scale
-    title = f"{action}: {seconds_text(end - start)}"
-    if action.kind in PASSES:
-        yield from box_of(action, x, y, width, ROW, stages, title)
-        return
-    cause = "update" if action.kind is Kind.UPDATE else "other" if action.kind is Kind.RESHARD else "communication"
-    where = f'x="{x:.2f}" y="{y + ROW - STRIP:g}" width="{width:.2f}" height="{STRIP}"'
-    yield f'<rect {where} fill="{CAUSES[cause][1]}"><title>{escape(title)}</title></rect>'
 
 
 def _bar(idle: Idle, y: float, scale: float) -> Iterator[str]:
@@ -191,15 +163,10 @@ def _bar(idle: Idle, y: float, scale: float) -> Iterator[str]:
     x = float(LEFT)
     for part, (name, colour) in CAUSES.items():
         width, share = idle.parts[part] * scale, f"{idle.shares[part]:.1%}"
-        if width <= 0:
-            continue
-        title = f"{name}: {seconds_text(idle.parts[part])}, {share}"
-        where = f'x="{x:.2f}" y="{y:g}" width="{width:.2f}" height="{BAR}"'
-        yield f'<rect {where} fill="{colour}"><title>{escape(title)}</title></rect>'
-        if 7 * len(share) <= width:
-            middle = f'x="{x + width / 2:.2f}" y="{y + BAR / 2 + 4:g}" text-anchor="middle"'
-            yield f'<text {middle} fill="{TEXT}">{share}</text>'
-        x += width
+        if width > 0:
+            yield rect(x, y, width, BAR, colour, f"{name}: {seconds_text(idle.parts[part])}, {share}")
+            yield from text_in(x, y, width, BAR, share)
+            x += width
 
 
 def _legend(y: float, entries: list[tuple[str, str]], note: str = "") -> Iterator[str]:

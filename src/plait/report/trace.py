@@ -8,18 +8,14 @@
 
 The file is the JSON object form of the Trace Event Format: ``X`` (complete) events with ``ts`` and ``dur`` in
 microseconds, here to the nanosecond, and ``M`` events that name processes and threads.  On one thread events may not
-overlap unless one contains the other; on these tracks none does.  Perfetto chooses the order of
-processes; chrome://tracing uses that of the ranks.  Numbers of processes and threads count from 1: 0 is a system's idle
-task to some readers.
+overlap unless one contains the other; on these tracks none does.  Processes and threads count from 1, because some
+readers take 0 for a system's idle task.
 
 Source: Trace Event Format (Google), https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
-from itertools import chain
 
 from plait.schedule.actions import MESSAGES, PASSES, Action, Kind
 from plait.schedule.events import Event, Log
@@ -28,21 +24,29 @@ from plait.schedule.simulate import COLLECTIVES, Timeline
 COMPUTE, COMMUNICATION, WAIT = 1, 2, 3
 TRACKS = {COMPUTE: "compute", COMMUNICATION: "communication", WAIT: "wait"}
 
+CATEGORIES = {
+    **dict.fromkeys(PASSES, "pass"),
+    **dict.fromkeys(MESSAGES, "message"),
+    **dict.fromkeys(COLLECTIVES, "collective"),
+    Kind.UPDATE: "update",
+    Kind.RESHARD: "reshard",
+}
+"""What a reader can filter by; waits have their own."""
+
 Json = dict[str, object]
 
 
 def trace_json(log: Log, simulated: Timeline | None = None) -> str:
     """The text of the file; the simulated step is that of the same schedule, in seconds as well."""
-    events: list[Json] = []
-    for rank, line in enumerate(log):
-        events += _names(rank + 1, f"rank {rank}")
-        events += chain.from_iterable(_measured(rank + 1, event) for event in line)
+    processes = {f"rank {rank}": line for rank, line in enumerate(log)}
     if simulated is not None:
-        for rank, actions in enumerate(simulated.schedule):
-            process = len(log) + rank + 1
-            events += _names(process, f"rank {rank}, simulated")
-            for action, start, end in zip(actions, simulated.starts[rank], simulated.ends[rank], strict=True):
-                events += _slice(process, _track(action), str(action), action, start, end)
+        ranks = zip(simulated.schedule, simulated.starts, simulated.ends, strict=True)
+        processes |= {f"rank {rank}, simulated": tuple(map(Event, *line)) for rank, line in enumerate(ranks)}
+    events: list[Json] = []
+    for process, (name, line) in enumerate(processes.items(), start=1):
+        events += _names(process, name)
+        for event in line:
+            events += _slices(process, event)
     return json.dumps({"traceEvents": events, "displayTimeUnit": "ms"})
 
 
@@ -55,22 +59,18 @@ def _names(process: int, name: str) -> Iterator[Json]:
         yield {"ph": "M", "pid": process, "tid": thread, "name": "thread_sort_index", "args": {"sort_index": thread}}
 
 
-def _measured(process: int, event: Event) -> Iterator[Json]:
+def _slices(process: int, event: Event) -> Iterator[Json]:
     """An action, in as many parts as its waits leave of it, and the waits.  A collective stays in one part."""
     action, now = event.action, event.start
     for span in event.waits:
         if action.kind not in COLLECTIVES:
-            yield from _slice(process, _track(action), str(action), action, now, span.start)
+            yield from _slice(process, action, now, span.start)
             now = span.end
-        yield from _slice(process, WAIT, span.what, action, span.start, span.end)
-    yield from _slice(process, _track(action), str(action), action, now, event.end)
+        yield from _slice(process, action, span.start, span.end, span.what)
+    yield from _slice(process, action, now, event.end)
 
 
-def _track(action: Action) -> int:
-    return COMMUNICATION if action.kind in MESSAGES | COLLECTIVES else COMPUTE
-
-
-def _slice(process: int, thread: int, name: str, action: Action, start: float, end: float) -> Iterator[Json]:
+def _slice(process: int, action: Action, start: float, end: float, waited_for: str = "") -> Iterator[Json]:
     """A complete event, unless it takes less than a nanosecond."""
     begin, stop = round(start * 1e9), round(end * 1e9)
     if stop <= begin:
@@ -81,20 +81,10 @@ def _slice(process: int, thread: int, name: str, action: Action, start: float, e
     yield {
         "ph": "X",
         "pid": process,
-        "tid": thread,
-        "name": name,
-        "cat": "wait" if thread == WAIT else _CATEGORIES[action.kind],
+        "tid": WAIT if waited_for else COMMUNICATION if action.kind in MESSAGES | COLLECTIVES else COMPUTE,
+        "name": waited_for or str(action),
+        "cat": "wait" if waited_for else CATEGORIES[action.kind],
         "ts": begin / 1e3,
         "dur": (stop - begin) / 1e3,
         "args": args,
     }
-
-
-_CATEGORIES = {
-    **dict.fromkeys(PASSES, "pass"),
-    **dict.fromkeys(MESSAGES, "message"),
-    **dict.fromkeys(COLLECTIVES, "collective"),
-    Kind.UPDATE: "update",
-    Kind.RESHARD: "reshard",
-}
-"""What a reader can filter by; waits have their own."""

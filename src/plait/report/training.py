@@ -1,32 +1,89 @@
-"""The text of a training run: its header, its progress lines, and the table of bytes, predicted and measured."""
+"""A training run as it is shown: lines, on a terminal a bar below them, and at its end a table of bytes.
 
-from __future__ import annotations
+    step 30/60  loss   2.6693  grad norm   0.329       3301 tokens/s     19 s left
+    step 40/60  loss   2.6512  grad norm   0.298       3350 tokens/s     13 s left
+    ━━━━━━━━━━━━━━━━━━━━━━━━━╺━━━━━━━━━━━━  41/60  loss 2.6498  3,351 tokens/s  412.50 MiB  0:00:12 left
 
-from collections.abc import Sequence
+A pipe or a file gets only the lines.
+"""
+
+import math
+from collections import deque
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from datetime import timedelta
+from itertools import pairwise
+from statistics import fmean, median
+from typing import Any, Self
 
 from rich import box
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Table
 
 from plait.plan.memory import Held
 
 
+class ProgressView:
+    """Shows the steps of a run, from number ``first`` to ``steps``, as they are done; entered and left like a file.
+
+    There are ``log_every`` steps between two lines; the first and the last step have one too, and every evaluation.
+    ``unit`` is what is counted, as in "tokens".
+    """
+
+    def __init__(self, console: Console, first: int, steps: int, log_every: int, unit: str) -> None:
+        self._console, self._first, self._steps = console, first, steps
+        self._log_every, self._unit = log_every, unit
+        self._seconds: deque[float] = deque(maxlen=20)  # of the last steps: their median is the speed
+        self._bar: Progress | None = None
+        if console.is_terminal and not console.quiet:
+            columns = ("{task.completed}/{task.total}", "{task.fields[words]}")
+            self._bar = Progress(BarColumn(), *map(TextColumn, columns), console=console, transient=True)
+            self._task = self._bar.add_task("", total=steps, completed=first - 1, words="")
+
+    def __enter__(self) -> Self:
+        if self._bar is not None:
+            self._bar.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+    def show(self, line: Mapping[str, Any]) -> None:
+        """A step is done: its line of metrics, with ``step``, ``loss``, ``tokens``, ``seconds``, ``peak_memory``."""
+        self._seconds.append(line["seconds"])
+        step, steps, loss, norm = line["step"], self._steps, line["loss"], line["grad_norm"]
+        typical = median(self._seconds)
+        rate, left = line["tokens"] / typical, typical * (steps - step)
+        if step in (self._first, steps) or step % self._log_every == 0:
+            clipped = "" if norm is None else f"  grad norm {norm:7.3f}"
+            self._console.print(
+                f"step {step:{len(str(steps))}d}/{steps}  loss {loss:8.4f}{clipped}  {rate:9.0f} {self._unit}/s  "
+                f"{left:5.0f} s left"
+            )
+        if not line.get("made", True):
+            scale = f"; loss scale now {line['loss_scale']:g}" if "loss_scale" in line else ""
+            self._console.print(f"step {step}: skipped, loss or gradients not finite{scale}")
+        if "eval_loss" in line:
+            self._console.print(f"step {step}: held-out loss {line['eval_loss']:.4f} ({line['eval_tokens']:,} tokens)")
+        if self._bar is not None:
+            speed, memory = f"{rate:,.0f} {self._unit}/s", human(line["peak_memory"])
+            words = f"loss {loss:.4f}  {speed}  {memory}  {timedelta(seconds=round(left))} left"
+            self._bar.update(self._task, completed=step, words=words)
+
+
 def human(size: float) -> str:
     """Bytes with a unit, powers of 1024, three digits: ``1.50 MiB``."""
-    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
-        if size < 1024 or unit == "TiB":
-            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.2f} {unit}"
-        size /= 1024
-    raise AssertionError
+    units, power = ("B", "KiB", "MiB", "GiB", "TiB"), 0
+    while size >= 1024 and power < 4:
+        size, power = size / 1024, power + 1
+    return f"{size:.{2 if power else 0}f} {units[power]}"
 
 
 @dataclass(frozen=True)
 class RankBytes:
-    """One rank's bytes: what it holds between steps and what it sends per step, as predicted and as measured.
-
-    ``gathered_peak`` is the most that gathered parameters took on top of that, ``peak_open`` the most units unsharded
-    at once, not counting the ancestors of the running one.
-    """
+    """One rank's bytes: what it holds between steps and what it sends per step, as predicted and as measured."""
 
     rank: int
     predicted: Held
@@ -34,7 +91,9 @@ class RankBytes:
     sent_predicted: int
     sent_measured: int
     gathered_peak: int
+    """The most that gathered parameters took on top of what is held."""
     peak_open: int
+    """The most units unsharded at once, not counting the ancestors of the running one."""
 
 
 def bytes_table(ranks: Sequence[RankBytes]) -> Table:
@@ -61,24 +120,13 @@ def bytes_table(ranks: Sequence[RankBytes]) -> Table:
     return table
 
 
-def progress_line(
-    step: int, steps: int, loss: float, rate: float, unit: str, norm: float | None, seconds_left: float
-) -> str:
-    """One line of progress; ``rate`` is in ``unit`` per second over all ranks."""
-    clipped = "" if norm is None else f"  grad norm {norm:7.3f}"
-    width = len(str(steps))
-    return f"step {step:{width}d}/{steps}  loss {loss:8.4f}{clipped}  {rate:9.0f} {unit}/s  {seconds_left:5.0f} s left"
-
-
 def spark(values: Sequence[float], width: int = 60) -> str:
-    """A curve in one line of block characters, low to high; each column is a mean."""
+    """A curve in one line of block characters, low to high; each column is a mean of what is finite."""
+    values = [value for value in values if math.isfinite(value)]
     if not values:
         return ""
     columns = min(width, len(values))
-    means = []
-    for i in range(columns):
-        part = values[i * len(values) // columns : (i + 1) * len(values) // columns]
-        means.append(sum(part) / len(part))
+    edges = [i * len(values) // columns for i in range(columns + 1)]
+    means = [fmean(values[start:stop]) for start, stop in pairwise(edges)]
     low, high = min(means), max(means)
-    blocks = "▁▂▃▄▅▆▇█"
-    return "".join(blocks[round((m - low) / ((high - low) or 1) * 7)] for m in means)
+    return "".join("▁▂▃▄▅▆▇█"[round((mean - low) / ((high - low) or 1) * 7)] for mean in means)

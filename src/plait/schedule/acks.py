@@ -3,7 +3,7 @@
     rank 0   ... SEND_F0  ...  F3 SEND_F3 ...            F3 was sent after B0 had run on rank 0, and B0 needed what
     rank 1   ... B0 SEND_B0 ... fetch F3                 rank 1 had sent: so SEND_B0 has arrived, and its memory is free
 
-So a rank may let go of what it sent without asking, and without waiting for it.
+So a rank may free what it sent without asking, and without waiting for it.
 """
 
 from __future__ import annotations
@@ -15,11 +15,7 @@ Key = tuple[str, int, int]
 
 
 def acks(schedule: Schedule, rank: int) -> dict[Key, tuple[Key, ...]]:
-    """By every message that a rank receives: its own messages that have certainly arrived when that one has.
-
-    Args:
-        schedule: with its messages.
-    """
+    """By every message that a rank receives in a schedule: its own that have certainly arrived when that one has."""
     owner, num_stages = owners(schedule), count_stages(schedule)
     arrived: dict[Key, tuple[Key, ...]] = {}
     for other, line in enumerate(schedule):

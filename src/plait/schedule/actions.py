@@ -1,8 +1,8 @@
 """What a rank does, as data.
 
-An ``Action`` is one thing a rank does for one stage (and one microbatch); a ``Schedule`` is one tuple of
-actions per rank.  Time is not in it: how long things take is the simulator's business.  The text form is
-exact, so a schedule can be written by hand, printed and compared:
+An ``Action`` is one thing a rank does for one stage (and one microbatch); a ``Schedule`` is one tuple of actions per
+rank.  How long things take is left to the simulator.  The text form is exact, so a schedule can be written by hand,
+printed and compared:
 
     0F0 0B0 0F1 0B1 0REDUCE 0UPDATE
 
@@ -11,8 +11,8 @@ reads: stage 0, forward and backward of microbatches 0 and 1, reduce the gradien
     0F0 0SEND_F0 0RECV_B0 0B0              rank 0   SEND_F0 ──►  what stage 1 receives as RECV_F0
     1RECV_F0 1F0 1B0 1SEND_B0              rank 1   RECV_B0 ◄──  what stage 1 sends as SEND_B0
 
-A full backward (B) may be split in an input part (I), on which the stage before waits, and a weight part (W), on which
-nobody waits.  What passes make and need, and how long an activation lives:
+A full backward (B) may be split into an input part (I), for which the stage before waits, and a weight part (W), for
+which nobody waits.  What passes make and need, and how long an activation lives:
 
     pass   needs                                            makes                       activations of its stage
     F      the activation of the stage before               an activation               one more
@@ -28,6 +28,7 @@ Each direction between two ranks is a channel of its own, first in, first out.  
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from enum import Enum
 from typing import NamedTuple
@@ -54,7 +55,7 @@ class Kind(Enum):
     REDUCE_GRAD = "REDUCE_GRAD"
     """Once per microbatch: from a full gradient, unreduced over all data axes, to the gradients' cell."""
 
-    __hash__ = object.__hash__  # a member is one object; many sets are asked for it
+    __hash__ = object.__hash__  # members are looked up very often
 
 
 PASSES = frozenset({Kind.FORWARD, Kind.BACKWARD, Kind.INPUT, Kind.WEIGHT})
@@ -67,7 +68,7 @@ MESSAGES = frozenset({Kind.SEND_F, Kind.RECV_F, Kind.SEND_B, Kind.RECV_B})
 """What moves an activation (F) to the next stage or its gradient (B) to the stage before."""
 SENDS = frozenset({Kind.SEND_F, Kind.SEND_B})
 ACTIVATION, GRADIENT, TIED = "activation", "gradient", "tied"
-"""How the ledger calls the phases of messages between stages, for those who send and who predict."""
+"""The ledger's phases of messages between stages."""
 _NEEDS_MICROBATCH = PASSES | MESSAGES | {Kind.REDUCE_GRAD}
 
 
@@ -88,13 +89,8 @@ class Action:
             )
         if (self.microbatch >= 0) != (self.kind in _NEEDS_MICROBATCH):
             raise ValueError(f"action {self.kind.name} of stage {self.stage} with microbatch {self.microbatch}")
-        if self.also and not all(part.kind in MESSAGES and (part is self or not part.also) for part in self.all):
+        if self.also and any(part.kind not in MESSAGES or part.also for part in (*self.also, replace(self, also=()))):
             raise ValueError(f"'{self}': only messages can be joined by '+'")
-
-    @property
-    def all(self) -> tuple[Action, ...]:
-        """This action and those joined to it."""
-        return (self, *self.also) if self.also else (self,)
 
     @property
     def parts(self) -> tuple[Action, ...]:
@@ -112,18 +108,16 @@ Schedule = tuple[Line, ...]
 
 def parse_action(text: str) -> Action:
     """``"0F3"``, ``"0UPDATE"`` or ``"0SEND_F3+0RECV_B1"`` as an action."""
-    first, *others = (_parse_one(part, text) for part in text.split("+"))
-    return replace(first, also=tuple(others)) if others else first
-
-
-def _parse_one(part: str, text: str) -> Action:
-    match = re.fullmatch(r"(\d+)([A-Z_]+)(\d+)?", part)
     known = {kind.value: kind for kind in Kind}
-    if match is None or match[2] not in known:
-        raise ValueError(
-            f"cannot read the action {text!r}: write stage, kind ({', '.join(known)}) and microbatch, as in 0F3"
-        )
-    return Action(known[match[2]], int(match[1]), int(match[3]) if match[3] else -1)
+    parts = []
+    for part in text.split("+"):
+        match = re.fullmatch(r"(\d+)([A-Z_]+)(\d+)?", part)
+        if match is None or match[2] not in known:
+            raise ValueError(
+                f"cannot read the action {text!r}: write stage, kind ({', '.join(known)}) and microbatch, as in 0F3"
+            )
+        parts.append(Action(known[match[2]], int(match[1]), int(match[3]) if match[3] else -1))
+    return replace(parts[0], also=tuple(parts[1:]))
 
 
 def format_schedule(schedule: Schedule) -> str:
@@ -146,48 +140,49 @@ class Value(NamedTuple):
     way: str
     """``F``: a stage's activation, for the next one.  ``B``: the gradient of its input, for the one before."""
     stage: int
-    """Which makes it."""
+    """The stage that makes it."""
     microbatch: int
 
     @property
     def target(self) -> int:
-        """The stage beside it that the value is for; beyond the ends of the pipeline there is none."""
+        """The neighbouring stage that the value is for; beyond the ends of the pipeline there is none."""
         return self.stage + 1 if self.way == "F" else self.stage - 1
 
     @property
     def send(self) -> Action:
-        return Action(Kind[f"SEND_{self.way}"], self.stage, self.microbatch)
+        return Action(_SENT[self.way], self.stage, self.microbatch)
 
     @property
     def receive(self) -> Action:
-        return Action(Kind[f"RECV_{self.way}"], self.target, self.microbatch)
+        return Action(_RECEIVED[self.way], self.target, self.microbatch)
 
 
-_WAYS = {Kind.FORWARD: "F", Kind.BACKWARD: "B", Kind.INPUT: "B"}
+_SENT, _RECEIVED = {"F": Kind.SEND_F, "B": Kind.SEND_B}, {"F": Kind.RECV_F, "B": Kind.RECV_B}
 _CARRIED = {Kind.SEND_F: ("F", 0), Kind.RECV_F: ("F", -1), Kind.SEND_B: ("B", 0), Kind.RECV_B: ("B", 1)}
+_MADE = {Kind.FORWARD: "F", Kind.BACKWARD: "B", Kind.INPUT: "B"}
+_NEEDED = {Kind.BACKWARD: "F", Kind.INPUT: "F", Kind.WEIGHT: "B"}
 _ACTIVATIONS = {Kind.FORWARD: 1, Kind.BACKWARD: -1, Kind.WEIGHT: -1}
 _IN_FLIGHT = {Kind.FORWARD: 1, Kind.BACKWARD: -1, Kind.INPUT: -1}
 
 
 def makes(action: Action) -> Value | None:
     """What a pass leaves behind for others."""
-    way = _WAYS.get(action.kind)
+    way = _MADE.get(action.kind)
     return None if way is None else Value(way, action.stage, action.microbatch)
 
 
 def awaits(action: Action, num_stages: int) -> Value | None:
-    """What a pass needs of the stage beside it: the first stage needs no activation, the last one no gradient."""
-    way = _WAYS.get(action.kind)
+    """What a pass needs of a neighbouring stage: the first stage needs no activation, the last one no gradient."""
+    way = _MADE.get(action.kind)
     source = action.stage + (-1 if way == "F" else 1)
     return Value(way, source, action.microbatch) if way is not None and 0 <= source < num_stages else None
 
 
 def needs(action: Action, num_stages: int) -> tuple[Value, ...]:
-    """All that a pass needs: what its own stage has made, then what comes from beside."""
-    way = {Kind.WEIGHT: "B", Kind.BACKWARD: "F", Kind.INPUT: "F"}.get(action.kind)
+    """All that a pass needs: what its own stage has made, then what comes from a neighbour."""
+    way, other = _NEEDED.get(action.kind), awaits(action, num_stages)
     own = () if way is None else (Value(way, action.stage, action.microbatch),)
-    beside = awaits(action, num_stages)
-    return own if beside is None else (*own, beside)
+    return own if other is None else (*own, other)
 
 
 def carries(message: Action) -> Value:
@@ -203,7 +198,7 @@ def ends(message: Action) -> tuple[int, int]:
 
 
 def activations(action: Action) -> int:
-    """How many more activations the rank holds: one from F until B or W."""
+    """How many more activations the rank has: one from F until B or W."""
     return _ACTIVATIONS.get(action.kind, 0)
 
 
@@ -215,24 +210,30 @@ def in_flight(action: Action) -> int:
 # ---- whole schedules ----------------------------------------------------------------------------------------
 
 
+def placed(schedule: Schedule) -> Iterator[tuple[Action, tuple[int, int]]]:
+    """The single actions of a schedule, line by line, each with its place: the rank, and the index in its line."""
+    for rank, line in enumerate(schedule):
+        for index, action in enumerate(line):
+            for part in action.parts:
+                yield part, (rank, index)
+
+
 def owners(schedule: Schedule) -> dict[int, int]:
     """Which rank works on which stage; the first rank that names a stage has it."""
     owner: dict[int, int] = {}
-    for rank, line in enumerate(schedule):
-        for action in line:
-            for part in action.all:
-                owner.setdefault(part.stage, rank)
+    for action, (rank, _) in placed(schedule):
+        owner.setdefault(action.stage, rank)
     return dict(sorted(owner.items()))
 
 
 def count_stages(schedule: Schedule) -> int:
     """How many stages a schedule speaks of."""
-    return 1 + max((part.stage for line in schedule for action in line for part in action.all), default=-1)
+    return 1 + max((action.stage for action, _ in placed(schedule)), default=-1)
 
 
 def count_microbatches(schedule: Schedule) -> int:
     """How many microbatches a schedule speaks of."""
-    return 1 + max((part.microbatch for line in schedule for action in line for part in action.all), default=-1)
+    return 1 + max((action.microbatch for action, _ in placed(schedule)), default=-1)
 
 
 def keep(schedule: Schedule, num_stages: int, num_microbatches: int) -> Schedule:
@@ -243,7 +244,7 @@ def keep(schedule: Schedule, num_stages: int, num_microbatches: int) -> Schedule
 
 
 def check_sizes(num_stages: int, num_microbatches: int) -> None:
-    """Refuses what no order can be written for."""
+    """Refuses sizes for which no order can be written."""
     if num_stages < 1:
         raise ValueError(f"{num_stages} stages: a pipeline has at least one")
     if num_microbatches < 1:

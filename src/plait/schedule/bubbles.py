@@ -11,11 +11,9 @@ waits
     zbv              0                           from m = 2p, where F = I = W
     dualpipe_v       (p-1-r) (F + B - 2W)        from m = 2p, where W <= I <= F <= B
 
-Rank 0 starts first; its waits are the bubble that one speaks of.  Peaks are activations in flight at once, counted
-in stages from F until B or W (an interleaved or V-shaped rank has stages of 1/v the size).  The last line is not a
-published formula: the simulator found it, and tests hold it, as they hold the others.
-
-Each order's row in ``ORDERS`` names its formula below.
+Rank 0 starts first; its waits are what is called the bubble.  Peaks are activations in flight at once, counted in
+stages from F until B or W (an interleaved or V-shaped rank has stages of 1/v the size).  The last line is not
+published: the simulator found it.  Tests compare all of them with the simulator.
 
 Sources: the tables of Huang et al. 2019, Narayanan et al. 2021, Qi et al. 2023 and 2024.
 """
@@ -32,17 +30,17 @@ from plait.schedule.actions import check_sizes
 class Bubbles:
     """What the formulas say of one order; None where they say nothing."""
 
-    waits: tuple[float, ...] | None
+    waits: tuple[float, ...] | None = None
     """Per rank, in the unit of the times that were given."""
-    idle_share: float | None
+    idle_share: float | None = None
     """Rank 0's waits over its waits and work."""
-    peaks: tuple[int, ...] | None
+    peaks: tuple[int, ...] | None = None
     """Per rank, in stages."""
 
 
 @dataclass(frozen=True)
 class EqualRanks:
-    """What the formulas are of, in the letters of the table above."""
+    """The arguments of the formulas, in the letters of the table above."""
 
     p: int
     m: int
@@ -116,20 +114,16 @@ def bubbles(
     input: float,
     weight: float,
 ) -> Bubbles:
-    """The closed forms of an order; the times are those of one *stage*, as in ``Costs``.
+    """The closed forms of an order, by the formula in its row of ``ORDERS``.
 
     Args:
-        formula: from the order's row; None where it has none.
         chunks: stages on each rank.
+        forward, input, weight: the times of one *stage*, as in ``Costs``.
     """
     check_sizes(num_stages, num_microbatches)
     if formula is None or num_stages % chunks:
-        return Bubbles(None, None, None)  # no formula, or the last ranks have less to do
+        return Bubbles()  # no formula, or the last ranks have less to do
     equal = EqualRanks(num_stages // chunks, num_microbatches, chunks, forward, input, weight)
     waits, peaks = formula(equal)
-    work = num_microbatches * chunks * (equal.F + equal.B)
-    return Bubbles(
-        None if waits is None else tuple(waits),
-        None if waits is None else waits[0] / (waits[0] + work),
-        None if peaks is None else tuple(peaks),
-    )
+    share = None if waits is None else waits[0] / (waits[0] + num_microbatches * chunks * (equal.F + equal.B))
+    return Bubbles(None if waits is None else tuple(waits), share, None if peaks is None else tuple(peaks))

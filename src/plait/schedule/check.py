@@ -9,7 +9,7 @@
     no deadlock              lines are carried out in order; nothing waits but a pass, for what it needs
     additions                gradients of a stage are added in the order of microbatches (only if asked)
 
-A failure prints the schedule as a grid in which the failing cell is marked:
+A failure prints the schedule as a grid with the failing cells marked:
 
     deadlock: rank 0 waits at 0B0 for 1B0 of rank 1; rank 1 waits at 1F1 for 0F1 of rank 0
     rank 0 |  0F0  >0B0<  0F1   0B1
@@ -18,27 +18,33 @@ A failure prints the schedule as a grid in which the failing cell is marked:
 
 from __future__ import annotations
 
+from collections import defaultdict
 from dataclasses import dataclass
 from itertools import accumulate
 
 from plait.schedule.actions import (
     ADDS_GRADIENTS,
     MESSAGES,
-    PASSES,
+    READS_PARAMETERS,
+    SENDS,
     Action,
     Kind,
     Schedule,
     Value,
     activations,
+    awaits,
+    carries,
     count_microbatches,
     count_stages,
     makes,
     needs,
     owners,
+    placed,
 )
-from plait.schedule.check_messages import check_data_parallel, check_messages
 from plait.schedule.grid import Place, refusal
 from plait.schedule.walk import walk
+
+Places = dict[Action, Place]
 
 
 @dataclass(frozen=True)
@@ -66,8 +72,7 @@ def check(
     """Proves a schedule, with or without messages and the actions of sharded data parallelism.
 
     Args:
-        num_stages: how many stages there must be; else as many as the schedule names.
-        num_microbatches: the same of microbatches.
+        num_stages, num_microbatches: how many there must be; else as many as the schedule names.
         in_order: refuse a schedule that adds the gradients of a stage in another order than that of microbatches.
         backward: whether every forward has its backward; an evaluation has none.
 
@@ -78,28 +83,16 @@ def check(
     num_stages = num_stages or count_stages(schedule)
     num_microbatches = num_microbatches or count_microbatches(schedule)
     if not num_stages or not num_microbatches:
-        raise refusal(schedule, "the schedule is empty: it needs a stage and a microbatch", [])
-    places = _places(schedule, owner)
+        raise refusal(schedule, "the schedule is empty: it needs a stage and a microbatch")
+    places = _places(schedule, owner, num_stages, num_microbatches)
     _check_complete(schedule, places, owner, num_stages, num_microbatches, backward=backward)
-    made_by = {value: action for action in places if (value := makes(action)) is not None}
-    _check_own_order(schedule, places, made_by, num_stages)
-    with_messages = any(action.kind in MESSAGES for action in places)
-    if with_messages:
-        check_messages(schedule, places, owner)
-    check_data_parallel(schedule, places, num_stages, num_microbatches)
-    _check_deadlock(schedule, places, made_by, num_stages, with_messages)
-    first = _first_out_of_order(schedule)
-    if in_order and first is not None:
-        place, late = first
-        action = schedule[place[0]][place[1]]
-        raise refusal(
-            schedule,
-            f"{action} adds its gradient after that of microbatch {late}: out of order (gradients are to be added in "
-            f"the order of microbatches)",
-            [place],
-        )
-    ranks = tuple(owner[s] for s in range(num_stages))
-    return Proof(num_stages, num_microbatches, ranks, peaks(schedule), first is None)
+    _check_messages(schedule, places, owner)
+    _check_sharding(schedule)
+    _check_deadlock(schedule, places, owner)
+    late = _late_gradient(schedule)
+    if in_order and late is not None:
+        raise late
+    return Proof(num_stages, num_microbatches, tuple(owner.values()), peaks(schedule), late is None)
 
 
 def peaks(schedule: Schedule) -> tuple[int, ...]:
@@ -110,132 +103,179 @@ def peaks(schedule: Schedule) -> tuple[int, ...]:
 # ---- every action once ------------------------------------------------------------------------------------
 
 
-def _places(schedule: Schedule, owner: dict[int, int]) -> dict[Action, Place]:
-    """Where each action stands; a stage on two ranks and an action that stands twice are refused."""
-    places: dict[Action, Place] = {}
-    for rank, line in enumerate(schedule):
-        for index, action in enumerate(line):
-            for part in action.parts:
-                here = (rank, index)
-                if owner[part.stage] != rank:
-                    raise refusal(
-                        schedule,
-                        f"{part} stands on rank {rank}, but stage {part.stage} belongs to rank {owner[part.stage]}: "
-                        f"a stage has one rank",
-                        [here],
-                    )
-                first = places.setdefault(part, here)
-                if first is not here and part.kind not in (Kind.UNSHARD, Kind.RESHARD):
-                    raise refusal(schedule, f"{part} is doubled: it stands twice on rank {rank}", [first, here])
+def _places(schedule: Schedule, owner: dict[int, int], num_stages: int, num_microbatches: int) -> Places:
+    """Where each action stands first; only gathers and reshards may stand twice."""
+    places: Places = {}
+    for action, here in placed(schedule):
+        stage, m, rank = action.stage, action.microbatch, here[0]
+        if stage >= num_stages:
+            raise refusal(schedule, f"stage {stage}: there are {num_stages}, counted from 0", here)
+        if m >= num_microbatches:
+            raise refusal(schedule, f"microbatch {m}: there are {num_microbatches}, counted from 0", here)
+        if owner[stage] != rank:
+            text = f"stage {stage} belongs to rank {owner[stage]}: a stage has one rank"
+            raise refusal(schedule, f"{action} stands on rank {rank}, but {text}", here)
+        first = places.setdefault(action, here)
+        if first is not here and action.kind not in (Kind.UNSHARD, Kind.RESHARD):
+            raise refusal(schedule, f"{action} is doubled: it stands twice on rank {rank}", first, here)
     return places
 
 
 def _check_complete(
-    schedule: Schedule,
-    places: dict[Action, Place],
-    owner: dict[int, int],
-    num_stages: int,
-    num_microbatches: int,
-    *,
-    backward: bool,
+    schedule: Schedule, places: Places, owner: dict[int, int], num_stages: int, num_microbatches: int, *, backward: bool
 ) -> None:
-    """Each stage has a rank, each microbatch its passes on it, and there is no other stage or microbatch."""
+    """Each stage has a rank, each microbatch its passes on it; what one stage has of data parallelism, all have."""
+    kinds = {action.kind for action in places}
     for stage in range(num_stages):
         if stage not in owner:
-            raise refusal(schedule, f"stage {stage} of {num_stages} is missing: no rank works on it", [])
+            raise refusal(schedule, f"stage {stage} of {num_stages} is missing: no rank works on it")
+        wanted = [Action(kind, stage) for kind in (Kind.REDUCE, Kind.UPDATE) if kind in kinds]
         for m in range(num_microbatches):
-            forward, full, input_part, weight_part = (
-                Action(kind, stage, m) for kind in (Kind.FORWARD, Kind.BACKWARD, Kind.INPUT, Kind.WEIGHT)
-            )
-            parts = [part for part in (input_part, weight_part) if part in places]
-            for action in (full, input_part, weight_part) if not backward else ():
-                if action in places:
-                    text = f"{action} has no place here: there are forwards only"
-                    raise refusal(schedule, text, [places[action]])
-            if full in places and parts:
-                text = f"{parts[0]} is doubled: {full} is the full backward and does it too"
-                raise refusal(schedule, text, [places[full], places[parts[0]]])
-            for action in (forward, *((input_part, weight_part) if parts else (full,) if backward else ())):
-                if action not in places:
-                    rank = owner[stage]
-                    raise refusal(schedule, f"{action} is missing on rank {rank}", [(rank, len(schedule[rank]))])
-    for stage in owner:
-        if stage >= num_stages:
-            raise refusal(schedule, f"stage {stage}: there are {num_stages}, counted from 0", [])
-    if (most := max(action.microbatch for action in places if action.kind in PASSES)) >= num_microbatches:
-        raise refusal(schedule, f"microbatch {most}: there are {num_microbatches}, counted from 0", [])
+            full, *parts = (Action(kind, stage, m) for kind in (Kind.BACKWARD, Kind.INPUT, Kind.WEIGHT))
+            part = next((part for part in parts if part in places), None)
+            if not backward and (surplus := full if full in places else part) is not None:
+                raise refusal(schedule, f"{surplus} has no place here: there are forwards only", places[surplus])
+            if full in places and part is not None:
+                text = f"{part} is doubled: {full} is the full backward and does it too"
+                raise refusal(schedule, text, places[full], places[part])
+            wanted.append(Action(Kind.FORWARD, stage, m))
+            if backward:
+                wanted += [full] if part is None else parts
+            if Kind.REDUCE_GRAD in kinds:
+                wanted.append(Action(Kind.REDUCE_GRAD, stage, m))
+        for action in wanted:
+            if action not in places:
+                rank = owner[stage]
+                raise refusal(schedule, f"{action} is missing on rank {rank}", (rank, len(schedule[rank])))
 
 
-# ---- dependencies -----------------------------------------------------------------------------------------
+# ---- messages ---------------------------------------------------------------------------------------------
 
 
-def _check_own_order(
-    schedule: Schedule, places: dict[Action, Place], made_by: dict[Value, Action], num_stages: int
-) -> None:
-    """What a pass needs from its own rank stands before it."""
+def _check_messages(schedule: Schedule, places: Places, owner: dict[int, int]) -> None:
+    """If there are messages, each has two sides, after what makes it and before what needs it, and none is too many;
+    between two ranks the order of receives is the order of sends."""
+    sent: dict[Value, Place] = {}
+    received: dict[Value, Place] = {}
+    channels: dict[tuple[int, int], tuple[list[Action], list[Action]]] = defaultdict(lambda: ([], []))
+    for action, place in places.items():
+        if action.kind in MESSAGES:
+            value = carries(action)
+            source, target = owner.get(value.stage), owner.get(value.target)
+            if source is None or target is None or source == target:
+                raise refusal(schedule, f"{action} has nobody on the other side: its stages are on one rank", place)
+            (sent if action.kind in SENDS else received)[value] = place
+            channels[source, target][action.kind not in SENDS].append(action)
+    for action, at in places.items() if channels else ():
+        for side, crossing in ((sent, makes(action)), (received, awaits(action, len(owner)))):
+            if crossing is None or owner.get(crossing.target, at[0]) == owner[crossing.stage]:
+                continue
+            if crossing not in side:
+                message = crossing.send if side is sent else crossing.receive
+                raise refusal(schedule, f"{message} is missing beside {action} on rank {at[0]}", at)
+            if (at < side[crossing]) != (side is sent):
+                message, wrong = (crossing.send, "before") if side is sent else (crossing.receive, "after")
+                text = f"{message} is out of order: it stands {wrong} {action}"
+                raise refusal(schedule, text, side[crossing], at)
+    for (a, b), (sends, receives) in channels.items():
+        for send, receive in zip(sends, receives, strict=True):
+            if carries(send) != carries(receive):
+                text = f"rank {a} sends {send} where rank {b} receives {receive}; transports match them by order"
+                raise refusal(
+                    schedule, f"messages from rank {a} to rank {b} are crossed: {text}", places[send], places[receive]
+                )
+
+
+# ---- sharded data parallelism -----------------------------------------------------------------------------
+
+_LATER = {
+    Kind.BACKWARD: (Kind.REDUCE_GRAD, Kind.REDUCE, Kind.UPDATE),
+    Kind.WEIGHT: (Kind.REDUCE_GRAD, Kind.REDUCE, Kind.UPDATE),
+    Kind.REDUCE_GRAD: (Kind.REDUCE, Kind.UPDATE),
+    Kind.REDUCE: (Kind.UPDATE,),
+}
+"""What may only come after an action: of its microbatch, or once per step."""
+
+
+def _check_sharding(schedule: Schedule) -> None:
+    """Passes on unsharded stages only; gradients reduced when they are made, stages when all are, and then updated."""
+    gathers = any(action.kind in (Kind.UNSHARD, Kind.RESHARD) for line in schedule for action in line)
     for rank, line in enumerate(schedule):
+        unsharded: set[int] = set()
+        seen: dict[tuple[Kind, int, int], int] = {}
         for index, action in enumerate(line):
-            for value in needs(action, num_stages):
-                where = places[made_by[value]]
-                if where[0] == rank and where[1] > index:
-                    raise refusal(
-                        schedule,
-                        f"{action} is out of order: it needs {made_by[value]}, which comes later on rank {rank}",
-                        [(rank, index), where],
-                    )
+            kind, stage, here = action.kind, action.stage, (rank, index)
+            if kind is Kind.UNSHARD:
+                if stage in unsharded:
+                    raise refusal(schedule, f"{action} is doubled: stage {stage} is unsharded already", here)
+                unsharded.add(stage)
+            elif kind is Kind.RESHARD:
+                if stage not in unsharded:
+                    raise refusal(schedule, f"{action} is doubled: stage {stage} is not unsharded", here)
+                unsharded.remove(stage)
+            elif gathers and kind in READS_PARAMETERS and stage not in unsharded:
+                raise refusal(schedule, f"{action} is out of order: stage {stage} is not unsharded here", here)
+            for later in _LATER.get(kind, ()):
+                early = seen.get((later, stage, action.microbatch if later is Kind.REDUCE_GRAD else -1))
+                if early is not None:
+                    text = f"{line[early]} is out of order: {action} comes later"
+                    raise refusal(schedule, text, (rank, early), here)
+            seen[kind, stage, action.microbatch] = index
+        if unsharded:
+            raise refusal(schedule, f"{min(unsharded)}RESHARD is missing on rank {rank}", (rank, len(line)))
 
 
 # ---- deadlock ---------------------------------------------------------------------------------------------
 
 
-def _check_deadlock(
-    schedule: Schedule,
-    places: dict[Action, Place],
-    made_by: dict[Value, Action],
-    num_stages: int,
-    with_messages: bool,
-) -> None:
-    """Carries the lines out, in any order that works; who is left waiting is in a deadlock."""
-    done: set[Action] = set()
+def _check_deadlock(schedule: Schedule, places: Places, owner: dict[int, int]) -> None:
+    """Carries the lines out, in any order that works; who is left waiting is in a deadlock, or in the wrong order."""
+    with_messages = any(action.kind in MESSAGES for action in places)
+    there: set[tuple[Value, bool]] = set()
+    """What was made; True where it was sent."""
 
-    def lacks(rank: int, action: Action) -> Action | None:
-        for value in needs(action, num_stages):
-            maker = made_by[value]
-            awaited = value.send if with_messages and places[maker][0] != rank else maker
-            if awaited not in done:
-                return awaited
-        return None
+    def attempt(rank: int, action: Action) -> tuple[tuple[Value, bool] | None, list[tuple[Value, bool]]]:
+        for value in needs(action, len(owner)):
+            wanted = value, with_messages and owner[value.stage] != rank
+            if wanted not in there:
+                return wanted, []
+        made = makes(action)
+        new = [(made, False)] if made is not None else [(carries(a), True) for a in action.parts if a.kind in SENDS]
+        there.update(new)
+        return None, new
 
-    def does(rank: int, action: Action) -> tuple[Action, ...]:
-        done.update(action.parts)
-        return action.parts
-
-    stuck = walk(schedule, lacks, does)
+    stuck = walk(schedule, attempt)
     if not stuck:
         return
+    made_by = {makes(action): action for action in places}
+    at = {rank: schedule[rank][index] for rank, (index, _) in stuck.items()}
+    awaited = {rank: value.send if sent else made_by[value] for rank, (_, (value, sent)) in stuck.items()}
     rank = min(stuck)
-    circle: list[int] = []
-    while rank not in circle:
-        circle.append(rank)
-        rank = places[stuck[rank][1]][0]
-    who = []
-    for r in circle[circle.index(rank) :]:
-        index, awaited = stuck[r]
-        who.append(f"rank {r} waits at {schedule[r][index]} for {awaited} of rank {places[awaited][0]}")
-    marked = [(rank, index) for rank, (index, _) in sorted(stuck.items())]
-    raise refusal(schedule, f"deadlock: {'; '.join(who)}", marked)
+    chain: list[int] = []
+    while rank not in chain:
+        chain.append(rank)
+        rank = places[awaited[rank]][0]
+    circle = chain[chain.index(rank) :]
+    if len(circle) == 1:
+        text = f"it needs {awaited[rank]}, which comes later on rank {rank}"
+        raise refusal(schedule, f"{at[rank]} is out of order: {text}", places[at[rank]], places[awaited[rank]])
+    who = [f"rank {r} waits at {at[r]} for {awaited[r]} of rank {places[awaited[r]][0]}" for r in circle]
+    raise refusal(schedule, f"deadlock: {'; '.join(who)}", *(places[action] for action in at.values()))
 
 
 # ---- additions ---------------------------------------------------------------------------------------------
 
 
-def _first_out_of_order(schedule: Schedule) -> tuple[Place, int] | None:
-    """The first gradient that is added after one of a later microbatch, and that microbatch."""
-    for rank, line in enumerate(schedule):
-        latest: dict[int, int] = {}
-        for index, action in enumerate(line):
-            if action.kind in ADDS_GRADIENTS:
-                if action.microbatch < latest.get(action.stage, -1):
-                    return (rank, index), latest[action.stage]
-                latest[action.stage] = action.microbatch
+def _late_gradient(schedule: Schedule) -> ValueError | None:
+    """The refusal of the first gradient that is added after one of a later microbatch."""
+    latest: dict[int, int] = {}
+    for action, place in placed(schedule):
+        if action.kind in ADDS_GRADIENTS:
+            before = latest.setdefault(action.stage, action.microbatch)
+            if action.microbatch < before:
+                order = "out of order (gradients are to be added in the order of microbatches)"
+                return refusal(
+                    schedule, f"{action} adds its gradient after that of microbatch {before}: {order}", place
+                )
+            latest[action.stage] = action.microbatch
     return None

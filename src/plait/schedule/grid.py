@@ -8,8 +8,6 @@ Of a schedule too large for a screen, the neighbourhood of the first mark is sho
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 from plait.schedule.actions import Schedule
 
 Place = tuple[int, int]
@@ -18,13 +16,13 @@ Place = tuple[int, int]
 MOST_COLUMNS, MOST_RANKS = 16, 16
 
 
-def refusal(schedule: Schedule, reason: str, marked: Iterable[Place]) -> ValueError:
+def refusal(schedule: Schedule, reason: str, *marked: Place) -> ValueError:
     """The error with its reason and the schedule, the failing cells marked."""
     return ValueError(f"{reason}\n{grid(schedule, frozenset(marked))}")
 
 
 def grid(schedule: Schedule, marked: frozenset[Place] = frozenset()) -> str:
-    """The schedule with the marked places between ``>`` and ``<``; a place behind the end of a line shows ``>?<``."""
+    """The schedule with the marked places between ``>`` and ``<``; a place past the end of a line shows ``>?<``."""
     columns = max([*map(len, schedule), *(index + 1 for _, index in marked)], default=0)
     rank, index = min(marked, default=(0, 0))
     left = max(0, min(index - MOST_COLUMNS // 2, columns - MOST_COLUMNS))

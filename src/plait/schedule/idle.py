@@ -1,35 +1,31 @@
 """Where the time goes in which a rank does not compute: each moment of it has one cause, and the causes add up.
 
-A rank that does not compute at some moment does something else, or waits for another rank, which at that very moment
-computes, does something else, or waits for a third.  Following who waits for whom ends at a rank that waits for
-nobody, and what that rank does is the cause for all along the way:
+A rank that does not compute does something else, or waits for another rank, which at that moment computes, does
+something else, or waits for a third.  Following who waits for whom ends at a rank that waits for nobody, and what that
+rank does is the cause for all of them:
 
     rank 0   |0F0 ####|0SEND_F0|python|...          rank 2 waits for 1F0.  It waits for rank 0's computing, then for
     rank 1   |1F0 ....................|####|        its sending, then for rank 0's message, which is on its way, then
     rank 2   |2F0 .............................     for rank 1's computing.
 
-Waiting *for passes of others* has three causes.  Two imagined steps, in which passes follow each other in the same
-order and nothing else takes time, tell them apart at each place of a rank's line (before its first pass, from there to
-its last, after its last):
+Waiting *for passes of others* has three causes.  Two imagined steps, with the same passes and nothing else that takes
+time, tell them apart in each part of a rank's line (before its first pass, from there to its last, after its last):
 
     all equal       every pass takes the mean of its kind      what a rank waits is the order's own
     as measured     every pass takes as long as it did         what it waits beyond that is imbalance
     what happened   messages, collectives, Python as well      what it waits beyond that is knock-on: passes came late
 
-None of the parts is below zero, and they sum to the time in which the rank does not compute.
-
-A pass waits for the stage beside it until that stage's pass has ended; after that, its message is on the way.  The
-first update waits for the last rank to reach its updates (the global norm).  At the end of its line a rank waits for
-the rank that ends the step.
+No part is below zero, and they sum to the time in which the rank does not compute.  A pass waits for its neighbouring
+stage until that stage's pass has ended; after that, its message is on the way.  The first update waits for the last
+rank to reach its updates (the global norm).  At the end of its line a rank waits for the rank that ends the step.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, fields
-from enum import Enum
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
 from statistics import fmean
 
 from plait.schedule.actions import MESSAGES, PASSES, Action, Kind, awaits, makes, owners
@@ -64,7 +60,7 @@ class Idle:
     @property
     def parts(self) -> dict[str, float]:
         """Seconds by the name of the field."""
-        return {field.name: getattr(self, field.name) for field in fields(self)}
+        return asdict(self)
 
     @property
     def idle(self) -> float:
@@ -83,62 +79,43 @@ class Idle:
         return {name: part / whole for name, part in self.parts.items()}
 
 
-class _Does(Enum):
-    """What a rank does at a moment, if it does not wait for another rank."""
-
-    COMPUTE = "compute"
-    COMMUNICATE = "communicate"
-    UPDATE = "update"
-    OTHER = "other"
-
-
-_Piece = tuple[float, float, "_Does | int"]
-"""From, until, and what a rank does; a number is the rank that it waits for."""
+_Piece = tuple[float, float, str | int]
+"""From, until, and what a rank does, as the part of ``Idle`` that it counts to; a number is the rank it waits for."""
 
 
 def idle_times(log: Log) -> tuple[Idle, ...]:
-    """How each rank of a step spent it.  A rank without passes has its waiting for passes as cool-down.
-
-    Raises:
-        ValueError: a log that is not of a whole step.
-    """
+    """How each rank spent a step; a ValueError if the log is not of a whole one.  A rank without passes has its waiting
+    for passes as cool-down."""
     timeline = measured_timeline(log)
     lines = _pieces(log, timeline.makespan)
-    own_waits, uneven_waits = map(_waits_of_passes, (even_passes(timeline), measured_passes(timeline)))
-    found = []
+    even, measured = map(_waits_of_passes, (even_passes(timeline), measured_passes(timeline)))
+    ranks = []
     for rank, line in enumerate(lines):
         passes = [event for event in log[rank] if event.action.kind in PASSES]
         first, last = (passes[0].end, passes[-1].end) if passes else (0.0, 0.0)
-        seconds: dict[_Does, float] = defaultdict(float)
+        seconds = dict.fromkeys(("busy", "communication", "update", "other"), 0.0)
         waited = [0.0, 0.0, 0.0]  # for passes of others: before the first pass, until the last, after it
         for start, end, does in line:
-            if not isinstance(does, int):
+            if isinstance(does, str):
                 seconds[does] += end - start
                 continue
             for a, b, cause in _causes(lines, does, start, end):
-                if cause is _Does.COMPUTE:
+                if cause == "busy":
                     waited[0 if b <= first else 2 if a >= last else 1] += b - a
                 else:
                     seconds[cause] += b - a
-        order = [min(a, b) for a, b in zip(waited, own_waits[rank], strict=True)]
-        uneven = [
-            min(a - b, max(0.0, c - d))
-            for a, b, c, d in zip(waited, order, uneven_waits[rank], own_waits[rank], strict=True)
-        ]
-        found.append(
-            Idle(
-                busy=seconds[_Does.COMPUTE],
-                warm_up=order[0],
-                bubble=order[1],
-                cool_down=order[2],
-                imbalance=sum(uneven),
-                knock_on=sum(a - b - c for a, b, c in zip(waited, order, uneven, strict=True)),
-                communication=seconds[_Does.COMMUNICATE],
-                update=seconds[_Does.UPDATE],
-                other=seconds[_Does.OTHER],
-            )
+        order, imbalance, knock_on = [], 0.0, 0.0
+        for all_of_it, own, uneven in zip(waited, even[rank], measured[rank], strict=True):
+            order.append(min(all_of_it, own))
+            rest = all_of_it - order[-1]
+            more = min(rest, max(0.0, uneven - own))
+            imbalance += more
+            knock_on += rest - more
+        warm_up, bubble, cool_down = order
+        ranks.append(
+            Idle(**seconds, warm_up=warm_up, bubble=bubble, cool_down=cool_down, imbalance=imbalance, knock_on=knock_on)
         )
-    return tuple(found)
+    return tuple(ranks)
 
 
 def mean_idle(ranks: Sequence[Idle]) -> Idle:
@@ -150,37 +127,33 @@ def mean_idle(ranks: Sequence[Idle]) -> Idle:
 
 
 def measured_passes(timeline: Timeline) -> Timeline:
-    """A step's passes in their order, each as long as it was, as if nothing else took time."""
-    return _passes_alone(timeline, lambda action, seconds: seconds)
+    """A step's passes in their order, each as long as it was, as if nothing else took time; a ValueError if one waits
+    for what the timeline lacks."""
+    return _passes_alone(timeline, _seconds(timeline))
 
 
 def even_passes(timeline: Timeline) -> Timeline:
     """The same with equal passes: each takes the mean of its kind over the whole step, so all work stays the same."""
-    found: dict[Kind, list[float]] = defaultdict(list)
-    for line, starts, ends in zip(timeline.schedule, timeline.starts, timeline.ends, strict=True):
-        for action, start, end in zip(line, starts, ends, strict=True):
-            found[action.kind].append(end - start)
-    means = {kind: fmean(seconds) for kind, seconds in found.items()}
-    return _passes_alone(timeline, lambda action, seconds: means[action.kind])
+    seconds = _seconds(timeline)
+    of_kinds: dict[Kind, list[float]] = defaultdict(list)
+    for action, took in seconds.items():
+        of_kinds[action.kind].append(took)
+    means = {kind: fmean(took) for kind, took in of_kinds.items()}
+    return _passes_alone(timeline, {action: means[action.kind] for action in seconds})
 
 
-def _passes_alone(timeline: Timeline, seconds: Callable[[Action, float], float]) -> Timeline:
-    """Passes start when their rank is free and what they need is made; how long they take is asked for.
+def _seconds(timeline: Timeline) -> dict[Action, float]:
+    """How long each pass took."""
+    ranks = range(len(timeline.schedule))
+    return {a: end - start for rank in ranks for a, start, end in timeline.line(rank) if a.kind in PASSES}
 
-    Raises:
-        ValueError: a pass that waits for one that the timeline lacks.
-    """
-    takes = {
-        action: seconds(action, end - start)
-        for columns in zip(timeline.schedule, timeline.starts, timeline.ends, strict=True)
-        for action, start, end in zip(*columns, strict=True)
-        if action.kind in PASSES
-    }
+
+def _passes_alone(timeline: Timeline, seconds: dict[Action, float]) -> Timeline:
+    """Passes start when their rank is free and what they need is made."""
     passes = tuple(tuple(action for action in line if action.kind in PASSES) for line in timeline.schedule)
-    alone, stuck = play(passes, owners(timeline.schedule), takes.__getitem__, Costs())
+    alone, stuck = play(passes, owners(timeline.schedule), seconds.__getitem__, Costs())
     if stuck:
-        who = ", ".join(f"rank {rank} at {action}" for rank, action in sorted(stuck.items()))
-        raise ValueError(f"the log is not of a whole step: {who} waits for what no rank has made")
+        raise ValueError(f"the log is not of a whole step: {stuck} waits for what no rank has made")
     return alone
 
 
@@ -196,34 +169,31 @@ def _waits_of_passes(timeline: Timeline) -> list[tuple[float, float, float]]:
 
 # ---- who does what, and who waits for whom -----------------------------------------------------------------
 
+_DOES = dict.fromkeys(PASSES, "busy") | dict.fromkeys(COLLECTIVES | MESSAGES, "communication") | {Kind.UPDATE: "update"}
+
 
 def _pieces(log: Log, makespan: float) -> list[list[_Piece]]:
     """What each rank does from the start of the step to its end, without a gap."""
     owner = owners(schedule_of(log))
-    num_stages = 1 + max(owner)
     made = {value: event.end for line in log for event in line if (value := makes(event.action))}
     reached = {  # rank -> when it comes to its updates
         rank: next((e.start for e in line if e.action.kind is Kind.UPDATE), 0.0) for rank, line in enumerate(log)
     }
     last_to_update = max(reached, key=reached.__getitem__)
     last_to_end = max(range(len(log)), key=lambda rank: log[rank][-1].end if log[rank] else 0.0)
-
-    def awaited(rank: int, action: Action) -> tuple[int, float]:
-        """For which rank an action waits, and until when; after that, what it waits for is on its way."""
-        if action.kind is Kind.UPDATE:
-            return last_to_update, reached[last_to_update]
-        value = awaits(action, num_stages)
-        if value is None or value not in made:
-            return rank, 0.0
-        return owner[value.stage], made[value]
-
     lines = []
     for rank, line in enumerate(log):
         pieces: list[_Piece] = []
         now = 0.0
         for event in line:
-            pieces.append((now, event.start, _Does.OTHER))
-            pieces += _event_pieces(event, rank, *awaited(rank, event.action))
+            value = awaits(event.action, 1 + max(owner))
+            other, until = rank, 0.0  # for which rank it waits, and until when; after that, a message is on its way
+            if event.action.kind is Kind.UPDATE:
+                other, until = last_to_update, reached[last_to_update]
+            elif value in made:
+                other, until = owner[value.stage], made[value]
+            pieces.append((now, event.start, "other"))
+            pieces += _event_pieces(event, rank, other, until)
             now = event.end
         pieces.append((now, makespan, last_to_end))
         lines.append([piece for piece in pieces if piece[1] > piece[0]])
@@ -232,28 +202,19 @@ def _pieces(log: Log, makespan: float) -> list[list[_Piece]]:
 
 def _event_pieces(event: Event, rank: int, other: int, until: float) -> Iterator[_Piece]:
     """What a rank does in an event, which waits for another rank until some moment."""
-    kind = event.action.kind
-    if kind in PASSES:
-        does = _Does.COMPUTE
-    elif kind in COLLECTIVES | MESSAGES:
-        does = _Does.COMMUNICATE
-    else:
-        does = _Does.UPDATE if kind is Kind.UPDATE else _Does.OTHER
-    now = event.start
+    does, now = _DOES.get(event.action.kind, "other"), event.start
     for span in event.waits:
         yield now, span.start, does
         arrives = min(max(until, span.start), span.end) if other != rank else span.start
         yield span.start, arrives, other
-        yield arrives, span.end, _Does.COMMUNICATE
+        yield arrives, span.end, "communication"
         now = span.end
     yield now, event.end, does
 
 
-def _causes(lines: list[list[_Piece]], rank: int, start: float, end: float) -> Iterator[tuple[float, float, _Does]]:
-    """Why one who waits for a rank from start to end does so, piece by piece.
-
-    It ends, because a rank waits only for what stands before its own action in the order that the schedule allows.
-    """
+def _causes(lines: list[list[_Piece]], rank: int, start: float, end: float) -> Iterator[tuple[float, float, str]]:
+    """Why one who waits for a rank from start to end does so, piece by piece.  It ends: a rank waits only for what
+    comes before its own action."""
     line = lines[rank]
     index = bisect_right(line, start, key=lambda piece: piece[0]) - 1
     while index < len(line) and line[index][0] < end:

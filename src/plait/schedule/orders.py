@@ -16,13 +16,12 @@ backward of microbatch t - lag, and where that is split, the weight part of micr
     rank 1                            F0     F1 B0  F2 B1  F3 B2     B3
     rank 2                            F0 B0  F1 B1  F2 B2  F3 B3
 
-``interleaved`` is the same with v stages per rank, in rounds of p microbatches.  The V-shaped orders stand in
+``interleaved`` is the same with v stages per rank, in rounds of p microbatches.  The V-shaped orders are in
 ``orders_v.py``.  Backwards are always in the order of microbatches, so gradients are added in that order.
-A new order is a function here and a row of ``ORDERS`` below.
 
-What is uneven needs no case of its own.  An action depends on others of its own microbatch, and of the stages before
-it or after it, only.  So whole microbatches, and the last stages, may be struck out of a valid schedule, and the rest
-is valid: write the even schedule that is large enough, and ``keep`` what there is.
+Uneven sizes need no special case.  An action depends only on others of its own microbatch and of neighbouring stages.
+So whole microbatches, and the last stages, may be struck out of a valid schedule, and the rest is valid: write the
+even schedule that is large enough, and ``keep`` what there is.
 
 Sources: GPipe (Huang et al. 2019), PipeDream-flush / 1F1B and its interleaving (Narayanan et al. 2021),
 zero bubble (Qi et al. 2023).
@@ -42,11 +41,7 @@ F, B, I, W = Kind.FORWARD, Kind.BACKWARD, Kind.INPUT, Kind.WEIGHT  # noqa: E741
 
 
 def one_stage(num_microbatches: int, num_ranks: int = 1) -> Schedule:
-    """Forward and backward of each microbatch in turn, then one reduction and one update.
-
-    Raises:
-        ValueError: no microbatch at all.
-    """
+    """Forward and backward of each microbatch in turn, then one reduction and one update."""
     check_sizes(1, num_microbatches)
     passes = [Action(kind, 0, m) for m in range(num_microbatches) for kind in (F, B)]
     line = (*passes, Action(Kind.REDUCE, 0), Action(Kind.UPDATE, 0))
@@ -56,11 +51,8 @@ def one_stage(num_microbatches: int, num_ranks: int = 1) -> Schedule:
 def forwards(schedule: Schedule, num_microbatches: int) -> Schedule:
     """The forwards of a schedule alone, for an evaluation of any number of microbatches.
 
-    Nothing that a forward needs is left out, and a schedule may follow on itself: what was valid stays valid.  So one
-    that was written for fewer microbatches is repeated, and what is too many of it struck out.
-
-    Raises:
-        ValueError: no microbatch at all.
+    A schedule may follow itself, and forwards need nothing but forwards: what was valid stays valid.  So one that was
+    written for fewer microbatches is repeated, and what is too many of it struck out.
     """
     check_sizes(1, num_microbatches)
     size = count_microbatches(schedule)
@@ -76,7 +68,7 @@ def forwards(schedule: Schedule, num_microbatches: int) -> Schedule:
 
 
 def naive(num_stages: int, num_microbatches: int) -> Schedule:
-    """One microbatch after the other through all stages and back: one rank works, the others wait."""
+    """One microbatch after another through all stages and back: one rank works, the others wait."""
     check_sizes(num_stages, num_microbatches)
     return tuple(_ticks(num_microbatches, (F, s, 0), (B, s, 0)) for s in range(num_stages))
 
@@ -112,8 +104,8 @@ def zb_h2(num_stages: int, num_microbatches: int) -> Schedule:
 def interleaved(num_stages: int, num_microbatches: int, chunks: int = 2) -> Schedule:
     """1F1B with ``chunks`` stages on each rank, stage s on rank s mod p: the bubble shrinks by that factor.
 
-    A rank takes p microbatches through its first stage, the same p through its second, and so on; backwards the same
-    way round.  Where p does not divide the microbatches, the last round is not full.
+    A rank takes p microbatches through its first stage, the same p through its second, and so on; backwards likewise.
+    Where p does not divide the microbatches, the last round is not full.
     """
     check_sizes(num_stages, num_microbatches)
     v = stages_per_rank("interleaved", chunks)
@@ -158,9 +150,8 @@ class Order:
     write: Callable[..., Schedule]
     """From the numbers of stages and microbatches; and, where they may be chosen, the stages on each rank."""
     summary: str
-    """For help texts."""
     stages_per_rank: int = 1
-    """Of stages on each rank; the default where ``takes_chunks``."""
+    """The default where ``takes_chunks``."""
     takes_chunks: bool = False
     """Whether a user may choose the number of stages on each rank, from 2."""
     formula: bubbles.Formula | None = None
@@ -181,11 +172,7 @@ ORDERS: dict[str, Order] = {
 
 
 def find_order(name: str) -> Order:
-    """The row of an order.
-
-    Raises:
-        ValueError: no such order; the nearest names are given.
-    """
+    """The row of an order; a ValueError with the nearest names where there is none."""
     if name not in ORDERS:
         near = difflib.get_close_matches(name, ORDERS, n=2)
         hint = f"did you mean {' or '.join(near)}? " if near else ""
@@ -194,11 +181,7 @@ def find_order(name: str) -> Order:
 
 
 def write_order(name: str, num_stages: int, num_microbatches: int, chunks: int | None = None) -> Schedule:
-    """An order by name.
-
-    Raises:
-        ValueError: no such order, or chunks where the order fixes them.
-    """
+    """An order by name; a ValueError if there is none, or for chunks where the order fixes them."""
     order, per_rank = find_order(name), stages_per_rank(name, chunks)
     return order.write(num_stages, num_microbatches, *[per_rank] * order.takes_chunks)
 

@@ -5,10 +5,10 @@
     rank    0  1  2                no message is needed
 
 The first backward starts on rank 0, where the last stage is, so every rank gets work back early and the ranks hold
-equally much.  Below, 0 stands for a rank's stage on the way down and 1 for its stage on the way up.  A line is phases,
-each a pattern repeated; every letter takes the next microbatch of its kind.  The numbers of repetitions come
-from two facts.  A pass on the way up reaches rank r 2 (p - r) - 1 passes after the same microbatch went down; and a
-rank holds at most 2p activations of its half-size stages, as much as 1F1B's first rank holds.
+equally much.  Below, 0 is a rank's stage on the way down and 1 its stage on the way up.  A line is a list of phases,
+each a pattern repeated; every letter takes the next microbatch of its kind.  The numbers of repetitions come from two
+facts.  A pass on the way up reaches rank r 2 (p - r) - 1 passes after the same microbatch went down; and a rank holds
+at most 2p activations of its half-size stages, as much as 1F1B's first rank.
 
 The patterns need 2p microbatches; with fewer, the others are struck out (see ``orders.py``).
 

@@ -8,39 +8,31 @@
 Stages are contiguous, so that one activation goes from each to the next.
 
 A costly stage is waited for once per bubble; a costly *rank*, with all its stages, is waited for all the time.  The
-simulator knows both, and messages and V shapes besides, so in ``shortest_step`` it judges: starting from stages of
+simulator knows both, and messages and V shapes as well, so it decides in ``shortest_step``: starting from stages of
 equal cost, boundaries move by one link as long as that makes the step shorter.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import accumulate, pairwise
+from itertools import accumulate, permutations
 
 from plait.schedule.actions import Schedule, count_microbatches, count_stages, keep
 from plait.schedule.simulate import Costs, simulate
 
 MOST_MICROBATCHES = 4
-"""So many microbatches for each stage show what a longer step would."""
+"""So many microbatches per stage show what a longer step would."""
 
 
 def even(num_links: int, num_stages: int) -> tuple[range, ...]:
-    """Stages of equally many links; where that is not possible the first ones have one more.
-
-    Raises:
-        ValueError: more stages than links.
-    """
+    """Stages of equally many links, or one more in the first ones; a ValueError if there are more stages than links."""
     _check(num_links, num_stages)
     each, more = divmod(num_links, num_stages)
     return by_sizes([each + (stage < more) for stage in range(num_stages)], num_links)
 
 
 def by_sizes(sizes: Sequence[int], num_links: int) -> tuple[range, ...]:
-    """Stages of the given numbers of links.
-
-    Raises:
-        ValueError: numbers that do not add up to the links there are, or a stage without any.
-    """
+    """Stages of the given numbers of links; a ValueError if those are not all there are, or a stage has none."""
     if sum(sizes) != num_links or min(sizes, default=0) < 1:
         raise ValueError(
             f"a split of {' + '.join(map(str, sizes)) or 'nothing'} = {sum(sizes)} links, but the model has "
@@ -51,13 +43,12 @@ def by_sizes(sizes: Sequence[int], num_links: int) -> tuple[range, ...]:
 
 
 def balanced(costs: Sequence[float], num_stages: int) -> tuple[int, ...]:
-    """Sizes of contiguous stages such that the most expensive one costs as little as possible; of equals, the most
-    even.
+    """Sizes of contiguous stages such that the most expensive one costs as little as possible, and then the most even.
+
+    Exact, by dynamic programming over (stages, links): the least maximum, then the least sum of squares.
 
     Args:
         costs: of each link, in any unit (forward and backward together).
-
-    Exact, by dynamic programming over (stages, links): the least maximum, then the least sum of squares.
 
     Raises:
         ValueError: more stages than links, or a cost below 0.
@@ -69,20 +60,14 @@ def balanced(costs: Sequence[float], num_stages: int) -> tuple[int, ...]:
     # best[n]: (most expensive stage, sum of squares, sizes) of the first n links in as many stages as there were rounds
     best: dict[int, tuple[float, float, tuple[int, ...]]] = {0: (0.0, 0.0, ())}
     for stage in range(num_stages):
-        left = num_stages - stage - 1
-        longer: dict[int, tuple[float, float, tuple[int, ...]]] = {}
-        for end in range(stage + 1, len(costs) - left + 1):
-            options = [
-                (
-                    max(costliest, upto[end] - upto[start]),
-                    squares + (upto[end] - upto[start]) ** 2,
-                    (*sizes, end - start),
-                )
+        best = {
+            end: min(
+                (max(costliest, cost := upto[end] - upto[start]), squares + cost**2, (*sizes, end - start))
                 for start, (costliest, squares, sizes) in best.items()
                 if start < end
-            ]
-            longer[end] = min(options)
-        best = longer
+            )
+            for end in range(stage + 1, len(costs) - num_stages + stage + 2)
+        }
     return best[len(costs)][2]
 
 
@@ -90,23 +75,18 @@ def balanced(costs: Sequence[float], num_stages: int) -> tuple[int, ...]:
 
 
 def shortest_step(schedule: Schedule, forward: Sequence[float], backward: Sequence[float]) -> tuple[int, ...]:
-    """How many links each stage should have.
+    """How many links each stage should have; a ValueError if there are more stages than links.
 
     Args:
         schedule: with or without messages, proved.
-        forward: seconds of each link.
-        backward: the same; half of it is taken as the input part.
-
-    Raises:
-        ValueError: more stages than links.
+        forward, backward: seconds of each link; half of the backward is taken as its input part.
     """
     num_stages = count_stages(schedule)
     shown = min(count_microbatches(schedule), MOST_MICROBATCHES * num_stages)
     schedule = keep(schedule, num_stages, shown)
 
     def seconds(sizes: tuple[int, ...]) -> float:
-        ends = [sum(sizes[:stage]) for stage in range(num_stages + 1)]
-        stages = [range(a, b) for a, b in pairwise(ends)]
+        stages = by_sizes(sizes, len(forward))
         half = tuple(sum(backward[i] for i in links) / 2 for links in stages)
         costs = Costs(tuple(sum(forward[i] for i in links) for links in stages), half, half)
         return simulate(schedule, costs).makespan
@@ -121,13 +101,11 @@ def shortest_step(schedule: Schedule, forward: Sequence[float], backward: Sequen
 
 
 def _neighbours(sizes: tuple[int, ...]) -> list[tuple[int, ...]]:
-    """One link from a stage to another: beside it, or further on with all between moved along."""
-    ranks = range(len(sizes))
+    """One link from a stage to another: a neighbour, or further on with all between moved along."""
     return [
         tuple(size - (stage == source) + (stage == target) for stage, size in enumerate(sizes))
-        for source in ranks
-        for target in ranks
-        if source != target and sizes[source] > 1
+        for source, target in permutations(range(len(sizes)), 2)
+        if sizes[source] > 1
     ]
 
 

@@ -9,14 +9,15 @@
     merge_messages               0F0 0SEND_F0 0F1 0SEND_F1+0RECV_B0 0B0 ...
 
 ``add_messages`` comes after the passes that add work to a line, ``merge_messages`` last.  No order of messages can
-deadlock: they are started and never waited for, so a rank only ever waits in a pass, for what the pass needs.
+deadlock: they are started and never waited for, so a rank only ever waits in a pass, for what that pass needs.
 """
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import Counter, defaultdict, deque
+from collections.abc import Iterable
 from dataclasses import replace
-from itertools import islice
+from itertools import accumulate, groupby
 
 from plait.core.cells import Strategy
 from plait.schedule.actions import (
@@ -26,14 +27,15 @@ from plait.schedule.actions import (
     READS_PARAMETERS,
     Action,
     Kind,
-    Line,
     Schedule,
+    Value,
     awaits,
     count_stages,
     ends,
     in_flight,
     makes,
     owners,
+    placed,
 )
 
 AHEAD = 4
@@ -46,60 +48,46 @@ the memory of so many activations at most.
 
 
 def split_backward(schedule: Schedule) -> Schedule:
-    """Every full backward as its input part and its weight part, one behind the other."""
-
-    def split(action: Action) -> Line:
-        if action.kind is not Kind.BACKWARD:
-            return (action,)
-        return tuple(Action(kind, action.stage, action.microbatch) for kind in (Kind.INPUT, Kind.WEIGHT))
-
-    return tuple(tuple(part for action in line for part in split(action)) for line in schedule)
+    """Every full backward as its input part and its weight part, one right after the other."""
+    parts = {Kind.BACKWARD: (Kind.INPUT, Kind.WEIGHT)}
+    return tuple(
+        tuple(replace(action, kind=kind) for action in line for kind in parts.get(action.kind, (action.kind,)))
+        for line in schedule
+    )
 
 
 def join_backward(schedule: Schedule) -> Schedule:
-    """The two parts of a backward as a full one, where they stand side by side and no other rank waits for the first.
-
-    Nothing is put off then, which is cheaper, and nothing comes later than before: the gradient that the input part
-    makes is for the same rank, or for nobody.
-    """
-    owner = owners(schedule)
-
-    def joined(line: Line, rank: int) -> Line:
-        found: list[Action] = []
+    """The two parts of a backward as a full one, which is cheaper, where one follows the other and no other rank waits
+    for the first: so nothing comes later than before."""
+    owner, lines = owners(schedule), []
+    for rank, line in enumerate(schedule):
+        joined: list[Action] = []
         for action in line:
-            input_part = Action(Kind.INPUT, action.stage, action.microbatch)
             here = owner.get(action.stage - 1, rank) == rank
-            if action.kind is Kind.WEIGHT and here and found and found[-1] == input_part:
-                found[-1] = Action(Kind.BACKWARD, action.stage, action.microbatch)
+            if action.kind is Kind.WEIGHT and here and joined[-1:] == [replace(action, kind=Kind.INPUT)]:
+                joined[-1] = replace(action, kind=Kind.BACKWARD)
             else:
-                found.append(action)
-        return tuple(found)
-
-    return tuple(joined(line, rank) for rank, line in enumerate(schedule))
+                joined.append(action)
+        lines.append(tuple(joined))
+    return tuple(lines)
 
 
 def complete(schedule: Schedule, strategy: Strategy, *, hold: int | None = 1) -> Schedule:
     """Everything that a schedule lacks to be carried out under a row; what it says already stays as it is."""
-    kinds = {part.kind for line in schedule for action in line for part in action.all}
+    kinds = {action.kind for action, _ in placed(schedule)}
     if not kinds & {Kind.UNSHARD, Kind.RESHARD, Kind.REDUCE_GRAD}:
         schedule = add_sharding(schedule, strategy, hold=hold)
-    if not kinds & {Kind.REDUCE, Kind.UPDATE}:
-        schedule = add_step(schedule)
-    elif Kind.UPDATE not in kinds:
-        schedule = tuple(
-            (*line, *(Action(Kind.UPDATE, s) for s in sorted({a.stage for a in line}))) for line in schedule
-        )
-    elif Kind.REDUCE not in kinds:
-        schedule = tuple(tuple(part for action in line for part in _reduced_before(action)) for line in schedule)
+    schedule = add_step(schedule)
     return schedule if kinds & MESSAGES else add_messages(schedule, AHEAD)
 
 
-def _reduced_before(action: Action) -> Line:
-    """An update with the reduction that it needs; anything else as it is."""
-    return (Action(Kind.REDUCE, action.stage), action) if action.kind is Kind.UPDATE else (action,)
-
-
 # ---- sharded data parallelism -----------------------------------------------------------------------------
+
+
+def check_hold(hold: int | None) -> None:
+    """Refuses a negative number of stages."""
+    if hold is not None and hold < 0:
+        raise ValueError(f"hold is {hold}: give the number of stages that stay unsharded, from 0")
 
 
 def add_sharding(schedule: Schedule, strategy: Strategy, *, hold: int | None = 1) -> Schedule:
@@ -110,13 +98,11 @@ def add_sharding(schedule: Schedule, strategy: Strategy, *, hold: int | None = 1
     its forward and its backward.
 
     Args:
-        hold: how many of the stages that it needs next a rank leaves unsharded behind a pass.  0 frees after each pass
-            even if the next is of the same stage.  A row that keeps full parameters to the backward has those of all
-            stages in flight beside them.  None leaves gathers to the units of a stage, each around its own part of a
-            pass: the least memory, and the most bytes.
+        hold: how many of the stages that it needs next a rank leaves unsharded after a pass; 0 frees after each pass.
+            None leaves gathers to the units of a stage, each around its own part of a pass: the least memory, and the
+            most bytes.
     """
-    if hold is not None and hold < 0:
-        raise ValueError(f"hold is {hold}: give the number of stages that stay unsharded, from 0")
+    check_hold(hold)
     gathers, keeps = bool(strategy.params.split) and hold is not None, not strategy.kept.split
     reduces = bool(strategy.grads.split)
     lines = []
@@ -125,8 +111,7 @@ def add_sharding(schedule: Schedule, strategy: Strategy, *, hold: int | None = 1
         flying: Counter[int] = Counter()
         whole: set[int] = set()
         returns = {(a.stage, a.microbatch) for a in line if a.kind in (Kind.BACKWARD, Kind.INPUT)}
-        coming = [action.stage for action in line if action.kind in READS_PARAMETERS]
-        done = 0
+        coming = deque(action.stage for action in line if action.kind in READS_PARAMETERS)
         for action in line:
             stage, kind = action.stage, action.kind
             reads = gathers and kind in READS_PARAMETERS
@@ -135,9 +120,9 @@ def add_sharding(schedule: Schedule, strategy: Strategy, *, hold: int | None = 1
                 whole.add(stage)
             added.append(action)
             if reads:
-                done += 1
+                coming.popleft()
                 flying[stage] += ((stage, action.microbatch) in returns) * in_flight(action)
-                stay = _next_stages(coming, done, hold or 0)
+                stay = _next_stages(coming, hold or 0)
                 free = {s for s in whole if s not in stay and not (keeps and flying[s])}
                 added += [Action(Kind.RESHARD, s) for s in sorted(free)]
                 whole -= free
@@ -147,29 +132,32 @@ def add_sharding(schedule: Schedule, strategy: Strategy, *, hold: int | None = 1
     return tuple(lines)
 
 
-def _next_stages(coming: list[int], start: int, number: int) -> set[int]:
-    """The first ``number`` different stages from ``start`` on."""
-    found: set[int] = set()
-    for stage in islice(coming, start, None):
-        if len(found) == number:
+def _next_stages(coming: Iterable[int], number: int) -> set[int]:
+    """The first ``number`` different stages."""
+    stages: set[int] = set()
+    for stage in coming:
+        if len(stages) == number:
             break
-        found.add(stage)
-    return found
+        stages.add(stage)
+    return stages
 
 
 def add_step(schedule: Schedule) -> Schedule:
-    """The end of a step: a stage is reduced as soon as its last gradient is there; updates come at the end of the line,
-    where the global norm is known.
+    """The end of a step, as far as the schedule lacks it: a stage is reduced as soon as its last gradient is there;
+    updates come at the end of the line, where the global norm is known.
     """
+    kinds = {action.kind for action, _ in placed(schedule)}
     lines = []
     for line in schedule:
-        last = {action.stage: i for i, action in enumerate(line) if action.kind not in MESSAGES | {Kind.RESHARD}}
+        last = {a.stage: i for i, a in enumerate(line) if a.kind in PASSES or a.kind is Kind.REDUCE_GRAD}
         added: list[Action] = []
         for index, action in enumerate(line):
             added.append(action)
-            if last.get(action.stage) == index:
+            if Kind.REDUCE not in kinds and last.get(action.stage) == index:
                 added.append(Action(Kind.REDUCE, action.stage))
-        lines.append((*added, *(Action(Kind.UPDATE, stage) for stage in sorted(last))))
+        if Kind.UPDATE not in kinds:
+            added += [Action(Kind.UPDATE, stage) for stage in sorted(last)]
+        lines.append(tuple(added))
     return tuple(lines)
 
 
@@ -177,64 +165,57 @@ def add_step(schedule: Schedule) -> Schedule:
 
 
 def add_messages(schedule: Schedule, ahead: int = 1) -> Schedule:
-    """A send right behind each pass whose result another rank needs, and the receive where it is needed.
+    """A send right after each pass whose result another rank needs, and the receive where it is needed.
 
     A receive is posted ``ahead`` passes before the one that needs it, so that the message travels while the rank
     computes.  Between two ranks receives are posted in the order of the sends, because transports match messages by
     order; where the receiver needs them in another order, some are posted earlier still.
     """
     owner, num_stages = owners(schedule), count_stages(schedule)
-    passes = [tuple(action for action in line if action.kind in PASSES) for line in schedule]
+    passes = tuple(tuple(action for action in line if action.kind in PASSES) for line in schedule)
     needed_at = {awaits(action, num_stages): index for line in passes for index, action in enumerate(line)}
-    sends: list[dict[int, Action]] = [{} for _ in schedule]
-    channels: dict[tuple[int, int], list[tuple[int, Action]]] = defaultdict(list)
+    sends: dict[Action, Action] = {}
+    channels: dict[tuple[int, int], list[Value]] = defaultdict(list)
     for rank, line in enumerate(passes):
-        for index, action in enumerate(line):
+        for action in line:
             value = makes(action)
             if value is None or owner.get(value.target, rank) == rank:
                 continue
             if value not in needed_at:
                 raise ValueError(f"{action} has no counterpart on stage {value.target}: check the schedule first")
-            sends[rank][index] = value.send
-            channels[rank, owner[value.target]].append((needed_at[value], value.receive))
-    posts: list[dict[int, list[Action]]] = [defaultdict(list) for _ in schedule]
-    for (_, target), messages in channels.items():
-        due = len(passes[target])
-        ordered: list[tuple[int, Action]] = []
-        for needed, receive in reversed(messages):  # no later than those that are sent after it
-            due = min(due, needed)
-            ordered.append((max(0, due - ahead), receive))
-        for at, receive in reversed(ordered):
-            posts[target][at].append(receive)
+            sends[action] = value.send
+            channels[rank, owner[value.target]].append(value)
+    posts: list[dict[int, list[Action]]] = [defaultdict(list) for _ in schedule]  # before which pass of a rank
+    for (_, target), values in channels.items():
+        # Each is due when it is needed, and no later than those that are sent after it.
+        due = list(accumulate((needed_at[value] for value in reversed(values)), min))
+        for value, at in zip(values, reversed(due), strict=True):
+            posts[target][max(0, at - ahead)].append(value.receive)
     lines = []
     for rank, line in enumerate(schedule):
-        placed = list(posts[rank][0])
-        index = 0
+        added, index = list(posts[rank][0]), 0
         for action in line:
-            placed.append(action)
+            added.append(action)
             if action.kind in PASSES:
-                placed += [sends[rank][index]] if index in sends[rank] else []
                 index += 1
-                placed += posts[rank][index]
-        lines.append(tuple(placed))
+                added += [*([sends[action]] if action in sends else []), *posts[rank][index]]
+        lines.append(tuple(added))
     return tuple(lines)
 
 
 def merge_messages(schedule: Schedule) -> Schedule:
-    """Messages with the same rank that stand next to each other become one exchange, which starts as a whole."""
+    """Messages with the same rank that follow each other become one exchange, which starts as a whole."""
     owner = owners(schedule)
     lines = []
     for rank, line in enumerate(schedule):
         merged: list[Action] = []
-        exchanges: dict[int, list[Action]] = {}
-        for action in (*line, None):
-            if action is not None and action.kind in MESSAGES:
-                for part in action.parts:
-                    other = next(owner[stage] for stage in ends(part) if owner[stage] != rank)
-                    exchanges.setdefault(other, []).append(part)
+        for are_messages, actions in groupby(line, lambda action: action.kind in MESSAGES):
+            if not are_messages:
+                merged += actions
                 continue
+            exchanges: dict[int, list[Action]] = defaultdict(list)
+            for part in (part for action in actions for part in action.parts):
+                exchanges[next(owner[stage] for stage in ends(part) if owner[stage] != rank)].append(part)
             merged += [replace(first, also=tuple(others)) for first, *others in exchanges.values()]
-            exchanges = {}
-            merged += [action] if action is not None else []
         lines.append(tuple(merged))
     return tuple(lines)

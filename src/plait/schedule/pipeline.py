@@ -20,7 +20,7 @@ from plait.schedule.acks import Key, acks
 from plait.schedule.actions import ADDS_GRADIENTS, Kind, Line, Schedule, count_microbatches, count_stages, owners
 from plait.schedule.check import check
 from plait.schedule.orders import chunked_orders, forwards, one_stage, stages_per_rank, write_order
-from plait.schedule.passes import AHEAD, add_messages, add_sharding, complete, join_backward
+from plait.schedule.passes import AHEAD, add_messages, add_sharding, check_hold, complete, join_backward
 
 
 @dataclass(frozen=True)
@@ -38,24 +38,22 @@ class Pipeline:
     chunks: int | None = None
     """Stages on each rank, for an order that lets one choose."""
     hold: int | None = 1
-    """How many stages a rank keeps unsharded for its next passes; None: units are gathered one by one.
-
-    See ``add_sharding``.
-    """
+    """How many stages a rank keeps unsharded for its next passes; None: units are gathered one by one.  See
+    ``add_sharding``."""
 
     def __post_init__(self) -> None:
-        if self.name is not None and any(text in self.name for text in (" ", "\n")):
-            raise ValueError("the schedule is text: read it by plait.schedule.actions.parse_schedule(text) first")
         if self.name is not None:
+            if " " in self.name or "\n" in self.name:
+                raise ValueError("the schedule is text: read it by plait.schedule.actions.parse_schedule(text) first")
             stages_per_rank(self.name, self.chunks)
         elif self.chunks is not None:
             raise ValueError(f"{self.chunks} chunks: only {chunked_orders()} takes chunks")
-        if self.hold is not None and self.hold < 0:
-            raise ValueError(f"hold is {self.hold}: give the number of stages that stay unsharded, from 0")
+        check_hold(self.hold)
         if isinstance(self.order, tuple):
-            if idle := [rank for rank, line in enumerate(self.order) if not line]:
+            if () in self.order:
+                rank = self.order.index(())
                 raise ValueError(
-                    f"the schedule gives rank {idle[0]} no stage: each rank of the pipe axis has one at least"
+                    f"the schedule gives rank {rank} no stage: each rank of the pipe axis has at least one"
                 )
             if len(self.order) != self.pipe:
                 raise ValueError(
@@ -93,11 +91,7 @@ class Pipeline:
         return any(action.kind is Kind.WEIGHT for line in self.written(2 * self.pipe) for action in line)
 
     def written(self, num_microbatches: int) -> Schedule:
-        """The order alone.
-
-        Raises:
-            ValueError: a schedule written by hand for another number of microbatches.
-        """
+        """The order alone; one written by hand is as long as it is."""
         if isinstance(self.order, tuple):
             return self.order
         if self.name is None:
@@ -105,30 +99,24 @@ class Pipeline:
         return write_order(self.name, self.num_stages, num_microbatches, self.chunks)
 
     def completed(self, num_microbatches: int, strategy: Strategy) -> Schedule:
-        """Every rank's line, proved.
-
-        Raises:
-            ValueError: no microbatch, or a schedule written by hand that is for another number of them.
-        """
-        own = count_microbatches(self.written(num_microbatches))
+        """Every rank's line, proved; a ValueError if an order written by hand is for another number of microbatches."""
+        schedule = self.written(num_microbatches)
+        own = count_microbatches(schedule)
         if own != num_microbatches:
             raise ValueError(
                 f"the schedule is written for {own} microbatches, but the step brings {num_microbatches}: "
                 f"give {own}, or write it for {num_microbatches}"
             )
-        written = self.written(num_microbatches)
-        if self.name is None and self.order is None:
-            return written
-        schedule = complete(written if self.name is None else join_backward(written), strategy, hold=self.hold)
+        if self.order is None and self.name is None:
+            return schedule
+        if self.name is not None:
+            schedule = join_backward(schedule)
+        schedule = complete(schedule, strategy, hold=self.hold)
         check(schedule, num_stages=self.num_stages, num_microbatches=num_microbatches)
         return schedule
 
     def evaluated(self, num_microbatches: int, strategy: Strategy) -> Schedule:
-        """Every rank's line of an evaluation, proved: the order's forwards, with gathers and messages.
-
-        Raises:
-            ValueError: no microbatch.
-        """
+        """Every rank's line of an evaluation, proved: the order's forwards, with gathers and messages."""
         schedule = forwards(self.written(num_microbatches), num_microbatches)
         if self.num_stages > 1:
             schedule = add_messages(add_sharding(schedule, strategy, hold=self.hold), AHEAD)
@@ -153,16 +141,11 @@ class RankProgram:
     @classmethod
     def of(cls, schedule: Schedule, rank: int) -> RankProgram:
         """For a rank of the pipe axis."""
-        line = schedule[rank]
-        split = frozenset((a.stage, a.microbatch) for a in line if a.kind is Kind.INPUT)
-        return cls(schedule, line, last_gradients(schedule), split, acks(schedule, rank))
+        split = frozenset((a.stage, a.microbatch) for a in schedule[rank] if a.kind is Kind.INPUT)
+        return cls(schedule, schedule[rank], last_gradients(schedule), split, acks(schedule, rank))
 
 
 def last_gradients(schedule: Schedule) -> frozenset[tuple[Kind, int, int]]:
     """The pass of each stage that makes its last gradient, as (kind, stage, microbatch)."""
-    found = {}
-    for line in schedule:
-        for action in line:
-            if action.kind in ADDS_GRADIENTS:
-                found[action.stage] = (action.kind, action.stage, action.microbatch)
-    return frozenset(found.values())
+    adding = (action for line in schedule for action in line if action.kind in ADDS_GRADIENTS)
+    return frozenset({a.stage: (a.kind, a.stage, a.microbatch) for a in adding}.values())

@@ -7,23 +7,24 @@
 
 A rank carries out its line in order.  A pass starts when the rank is free and what it needs has arrived; a message
 leaves when it has been sent *and* its receive is posted, waits until the one before it has left the link, and then
-takes ``latency + bytes / bandwidth``.  Sending takes no time of the rank.  A schedule without messages behaves as if
-each were sent at once to a receive that was posted long ago.  Gathers and reductions of data parallelism take the
-time of their line; or, with ``overlap``, that of a lane beside it, one after the other as they are issued:
+takes ``latency + bytes / bandwidth``.  Sending takes none of the rank's time.  A schedule without messages behaves as
+if each were sent at once to a receive that was posted long ago.  Gathers and reductions of data parallelism take the
+time of their line; or, with ``overlap``, of a lane in parallel to it, in the order in which they are issued:
 
     line   0F0 0F1 .   2F0 ...         stage 2 is gathered while stage 0 computes; the pass that reads it waits,
     lane   2UNSHARD------              and an update waits until the lane is free
 
-A line's actions are visited once, in an order that the dependencies allow, so the time to simulate is linear in
-their number.  Where that is too long there are the closed forms of ``bubbles.py``.
+Each action is visited once, in an order that the dependencies allow.  Where that takes too long there are the closed
+forms of ``bubbles.py``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from math import inf
+from operator import add
 
 from plait.schedule.actions import (
     MESSAGES,
@@ -46,6 +47,8 @@ PerStage = float | tuple[float, ...]
 
 COLLECTIVES = frozenset({Kind.UNSHARD, Kind.REDUCE_GRAD, Kind.REDUCE})
 """What travels between the ranks of one stage."""
+COSTED = (Kind.FORWARD, Kind.INPUT, Kind.WEIGHT, Kind.UNSHARD, Kind.REDUCE_GRAD, Kind.REDUCE, Kind.UPDATE)
+"""What has a cost of its own, in the field of ``Costs`` with its name."""
 
 
 @dataclass(frozen=True)
@@ -74,37 +77,26 @@ class Costs:
         """How long the actions of each stage take, by kind; messages and reshards take none of their rank's time.
 
         Raises:
-            ValueError: a cost per stage, but of another number of stages; or one that is negative or no finite number.
+            ValueError: costs of another number of stages; or one that is negative or no finite number.
         """
-        forward, input_, weight, unshard, reduce_grad, reduce, update = (
-            per_stage(name, getattr(self, name), num_stages)
-            for name in ("forward", "input", "weight", "unshard", "reduce_grad", "reduce", "update")
-        )
         if not (0 <= self.latency < inf and 0 <= self.message_bytes < inf and self.bandwidth > 0):
             raise ValueError(
                 f"latency {self.latency}, message_bytes {self.message_bytes}, bandwidth {self.bandwidth}: "
                 f"the first two are finite and at least 0, bandwidth is above 0"
             )
-        return {
-            Kind.FORWARD: forward,
-            Kind.BACKWARD: tuple(i + w for i, w in zip(input_, weight, strict=True)),
-            Kind.INPUT: input_,
-            Kind.WEIGHT: weight,
-            Kind.UNSHARD: unshard,
-            Kind.REDUCE_GRAD: reduce_grad,
-            Kind.REDUCE: reduce,
-            Kind.UPDATE: update,
-        }
+        names = {kind: kind.name.lower() for kind in COSTED}
+        seconds = {kind: per_stage(name, getattr(self, name), num_stages) for kind, name in names.items()}
+        return seconds | {Kind.BACKWARD: tuple(map(add, seconds[Kind.INPUT], seconds[Kind.WEIGHT]))}
 
 
 def per_stage(name: str, cost: PerStage, num_stages: int) -> tuple[float, ...]:
     """A cost as one number per stage."""
-    found = cost if isinstance(cost, tuple) else (cost,) * num_stages
-    if len(found) != num_stages:
-        raise ValueError(f"{name} has {len(found)} numbers for {num_stages} stages: give one for each, or one for all")
-    if wrong := [one for one in found if not 0 <= one < inf]:
+    costs = cost if isinstance(cost, tuple) else (cost,) * num_stages
+    if len(costs) != num_stages:
+        raise ValueError(f"{name} has {len(costs)} numbers for {num_stages} stages: give one for each, or one for all")
+    if wrong := [one for one in costs if not 0 <= one < inf]:
         raise ValueError(f"{name} is {wrong[0]} for one stage: no cost is below 0, and each is a finite number")
-    return found
+    return costs
 
 
 @dataclass(frozen=True)
@@ -120,20 +112,19 @@ class Timeline:
         """From the start of the step to the last end."""
         return max((max(line) for line in self.ends if line), default=0.0)
 
+    def line(self, rank: int) -> Iterator[tuple[Action, float, float]]:
+        """A rank's actions, each with its start and end."""
+        return zip(self.schedule[rank], self.starts[rank], self.ends[rank], strict=True)
+
     def work(self, rank: int) -> float:
         """How long a rank computes."""
-        line = zip(self.schedule[rank], self.starts[rank], self.ends[rank], strict=True)
-        return sum(end - start for action, start, end in line if action.kind in PASSES)
+        return sum(end - start for action, start, end in self.line(rank) if action.kind in PASSES)
 
     def waits(self, rank: int) -> float:
-        """How long a rank does not compute between the start of its first pass and the end of its last.
-
-        This is what a bubble costs when the next step can begin on a rank while others still end this one.
-        """
-        passes = [i for i, action in enumerate(self.schedule[rank]) if action.kind in PASSES]
-        if not passes:
-            return 0.0
-        return self.ends[rank][passes[-1]] - self.starts[rank][passes[0]] - self.work(rank)
+        """How long a rank does not compute between the start of its first pass and the end of its last: the cost of a
+        bubble if the next step can begin on a rank while others still end this one."""
+        passes = [(start, end) for action, start, end in self.line(rank) if action.kind in PASSES]
+        return passes[-1][1] - passes[0][0] - self.work(rank) if passes else 0.0
 
     def idle_share(self, rank: int | None = None) -> float:
         """The share of the makespan in which a rank does not compute; of all ranks together if none is given."""
@@ -146,7 +137,7 @@ class Timeline:
         """A rank's activation bytes as (time, bytes from then on); held from the start of F to the end of B or W."""
         size = per_stage("activation_bytes", costs.activation_bytes, count_stages(self.schedule))
         held, curve = 0.0, [(0.0, 0.0)]
-        for action, start, end in zip(self.schedule[rank], self.starts[rank], self.ends[rank], strict=True):
+        for action, start, end in self.line(rank):
             if more := activations(action):
                 held += more * size[action.stage]
                 curve.append((start if more > 0 else end, held))
@@ -157,11 +148,7 @@ class Timeline:
 
 
 def simulate(schedule: Schedule, costs: Costs) -> Timeline:
-    """The timeline of a schedule that ``check`` has passed.
-
-    Raises:
-        ValueError: costs that do not fit the schedule, or a schedule that never ends.
-    """
+    """The timeline of a schedule; a ValueError if it never ends (see ``check``), or costs do not fit it."""
     owner = owners(schedule)
     seconds = costs.seconds(1 + max(owner))
 
@@ -171,15 +158,14 @@ def simulate(schedule: Schedule, costs: Costs) -> Timeline:
 
     timeline, stuck = play(schedule, owner, takes, costs)
     if stuck:
-        who = ", ".join(f"rank {r} at {a}" for r, a in sorted(stuck.items()))
-        raise ValueError(f"the schedule never ends: {who} waits forever; plait schedule check says why")
+        raise ValueError(f"the schedule never ends: {stuck} waits forever; plait schedule check says why")
     return timeline
 
 
 def play(
     schedule: Schedule, owner: dict[int, int], takes: Callable[[Action], float], costs: Costs
-) -> tuple[Timeline, dict[int, Action]]:
-    """A schedule's timeline, and the action at which each stuck rank waits.
+) -> tuple[Timeline, str]:
+    """A schedule's timeline, and which ranks are stuck at which action; empty if none is.
 
     Args:
         owner: the rank of each stage there is.
@@ -189,40 +175,35 @@ def play(
     ends: list[list[float]] = [[] for _ in schedule]
     clock = [0.0] * len(schedule)
     lanes = [0.0] * len(schedule)  # when what was issued beside the line has ended
-    arrivals = [0.0] * len(schedule)  # of what each rank's next action needs
     gathered: dict[int, float] = {}  # when each stage is whole
     num_stages = 1 + max(owner)
     messages = _Messages(costs, owner, any(a.kind in MESSAGES for line in schedule for a in line))
 
-    def lacks(rank: int, action: Action) -> Value | None:
-        value = awaits(action, num_stages)
-        arrival = 0.0 if value is None else messages.arrived.get(value)
-        if arrival is None:
-            return value
-        arrivals[rank] = arrival
-        return None
-
-    def does(rank: int, action: Action) -> Iterable[Value]:
-        kind, now, seconds = action.kind, clock[rank], takes(action)
-        if costs.overlap and kind in COLLECTIVES:
-            starts[rank].append(max(now, lanes[rank]))
-            lanes[rank] = starts[rank][-1] + seconds
-            ends[rank].append(lanes[rank])
-            if kind is Kind.UNSHARD:
-                gathered[action.stage] = lanes[rank]
-            return ()
+    def attempt(rank: int, action: Action) -> tuple[Value | None, Iterable[Value]]:
+        kind, start = action.kind, clock[rank]
         if kind in READS_PARAMETERS:
-            now = max(now, arrivals[rank], gathered.get(action.stage, 0.0) if gathered else 0.0)
-        elif kind is Kind.UPDATE:
-            now = max(now, lanes[rank])
-        starts[rank].append(now)
-        clock[rank] = now + seconds
-        ends[rank].append(clock[rank])
-        return messages.after(action, clock[rank])
+            value = awaits(action, num_stages)
+            arrival = 0.0 if value is None else messages.arrived.get(value)
+            if arrival is None:
+                return value, ()
+            start = max(start, arrival, gathered.get(action.stage, 0.0))
+        in_lane = costs.overlap and kind in COLLECTIVES
+        if in_lane or kind is Kind.UPDATE:
+            start = max(start, lanes[rank])
+        end = start + takes(action)
+        starts[rank].append(start)
+        ends[rank].append(end)
+        if not in_lane:
+            clock[rank] = end
+            return None, messages.after(action, end)
+        lanes[rank] = end
+        if kind is Kind.UNSHARD:
+            gathered[action.stage] = end
+        return None, ()
 
-    stuck = walk(schedule, lacks, does)
+    stuck = walk(schedule, attempt)
     timeline = Timeline(schedule, tuple(map(tuple, starts)), tuple(map(tuple, ends)))
-    return timeline, {rank: schedule[rank][index] for rank, (index, _) in stuck.items()}
+    return timeline, ", ".join(f"rank {rank} at {schedule[rank][stuck[rank][0]]}" for rank in sorted(stuck))
 
 
 class _Messages:
@@ -237,31 +218,30 @@ class _Messages:
         self.half: dict[Value, float] = {}
         """Messages of which one side has started."""
 
-    def after(self, action: Action, now: float) -> list[Value]:
+    def after(self, action: Action, now: float) -> Iterable[Value]:
         """What an action that ends now puts on its way: it gets its time of arrival."""
         value = makes(action)
         if value is not None:
             rank = self.owner[action.stage]
-            target = self.owner.get(value.target, rank)
-            if target == rank:
+            if self.owner.get(value.target, rank) == rank:
                 self.arrived[value] = now
-            elif self.written:
-                return []
-            else:
-                self._transfer(value, rank, target, now)
-            return [value]
+                return (value,)
+            return () if self.written else (self._transfer(value, now),)
+        if action.kind not in MESSAGES:
+            return ()
         sent = []
-        for message in action.parts if action.kind in MESSAGES else ():
-            value = carries(message)
-            if value not in self.half:
+        for value in map(carries, action.parts):
+            started = self.half.pop(value, None)
+            if started is None:
                 self.half[value] = now
-                continue
-            self._transfer(value, self.owner[value.stage], self.owner[value.target], max(now, self.half.pop(value)))
-            sent.append(value)
+            else:
+                sent.append(self._transfer(value, max(now, started)))
         return sent
 
-    def _transfer(self, value: Value, source: int, target: int, start: float) -> None:
+    def _transfer(self, value: Value, start: float) -> Value:
         if self.occupied:
-            start = max(start, self.free.get((source, target), 0.0))
-            self.free[source, target] = start + self.occupied
+            link = self.owner[value.stage], self.owner[value.target]
+            start = max(start, self.free.get(link, 0.0))
+            self.free[link] = start + self.occupied
         self.arrived[value] = start + self.occupied + self.latency
+        return value

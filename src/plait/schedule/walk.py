@@ -17,15 +17,11 @@ Thing = TypeVar("Thing", bound=Hashable)
 
 
 def walk(
-    schedule: Schedule,
-    lacks: Callable[[int, Action], Thing | None],
-    does: Callable[[int, Action], Iterable[Thing]],
+    schedule: Schedule, attempt: Callable[[int, Action], tuple[Thing | None, Iterable[Thing]]]
 ) -> dict[int, tuple[int, Thing]]:
     """Who is left waiting in the end, as rank -> (index in its line, for what); nobody, if the schedule is right.
 
-    Args:
-        lacks: what an action of a rank still waits for, if for anything.
-        does: carries it out, and tells what is there now that somebody may wait for.
+    ``attempt`` tells what an action of a rank still waits for; or carries it out, and tells what others may now have.
     """
     at = [0] * len(schedule)
     waiting: dict[Thing, list[int]] = defaultdict(list)
@@ -34,11 +30,11 @@ def walk(
         rank = ready.popleft()
         line, index = schedule[rank], at[rank]
         while index < len(line):
-            lack = lacks(rank, line[index])
-            if lack is not None:
-                waiting[lack].append(rank)
+            lacks, there = attempt(rank, line[index])
+            if lacks is not None:
+                waiting[lacks].append(rank)
                 break
-            for thing in does(rank, line[index]):
+            for thing in there:
                 if thing in waiting:
                     ready.extend(waiting.pop(thing))
             index += 1

@@ -10,9 +10,9 @@
     no_double_backward.py  backwards that can be taken once
 
 A new style is a row of ``KINDS`` and one of ``MESSAGES`` in ``core/tensor_plan.py`` (which dim is cut, where it sends
-and with which messages, which is also the prediction), and a row of ``LINEARS`` in
-``engine/forward/tensor_parallel.py`` (what ``F.linear`` does in such a module).  A style that only describes an
-activation or a parameter is a row of ``KINDS``, and the line of the engine that reads it.
+what, which is also the prediction), and a row of ``LINEARS`` in ``engine/forward/tensor_parallel.py`` (what
+``F.linear`` does in such a module).  A style that only describes an activation or a parameter is a row of ``KINDS``,
+and the line of the engine that reads it.
 """
 
 from plait.tensor_parallel.axis import TensorAxis

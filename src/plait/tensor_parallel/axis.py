@@ -31,15 +31,11 @@ first_order = no_double_backward("a tensor-parallel layer", "train such a model 
 class TensorAxis:
     """This rank's place on the tensor axis.
 
-    Args:
-        sequence: whether the stream between the products is cut in time.
-        gemm: makes the products.
+    ``sequence``: the stream between the products is cut in time.  ``gemm`` makes the products.
     """
 
-    microbatch = -1
-    """For the ledger."""
-    length = 0
-    """Steps of time of the whole stream in this forward, set by the embedding."""
+    microbatch = -1  # for the ledger
+    length = 0  # steps of time of the whole stream in this forward, set where it is first cut
 
     def __init__(self, comm: Comm, *, sequence: bool, gemm: Gemm = TORCH) -> None:
         self.comm, self.sequence, self.gemm = comm, sequence, gemm
@@ -50,26 +46,24 @@ class TensorAxis:
         return part(size, self.ways, self.index if index is None else index)
 
     def lengths(self, size: int) -> list[int]:
-        """Of every rank's part of ``size``."""
-        return [stop - start for start, stop in (self.part(size, index) for index in range(self.ways))]
+        """Of all ranks' parts of ``size``."""
+        return [len(range(*self.part(size, index))) for index in range(self.ways)]
 
     def check_stream(self, x: Tensor, site: str, *, whole: bool) -> None:
         """Raises ValueError where a stream is not as long as it left the embedding: code in between sliced it."""
-        start, stop = (0, self.length) if whole else self.part(self.length)
-        if x.dim() < 3 or x.size(1) != stop - start:
+        steps = self.length if whole else self.lengths(self.length)[self.index]
+        if x.dim() < 3 or x.size(1) != steps:
             raise ValueError(
                 f"{site!r} gets {list(x.shape)} under sequence parallelism, where rank {self.index} of the tensor axis "
-                f"works on {stop - start} of {self.length} steps of [batch, time, width]: something before it cut the "
-                f"stream in time itself; leave sequence parallelism out for such a call"
+                f"works on {steps} of {self.length} steps of [batch, time, width]: something before it cut the stream "
+                f"in time itself; leave sequence parallelism out for such a call"
             )
 
     def note(self, phase: str, site: str) -> Note:
         return Note(phase, site, self.microbatch)
 
-    # ---- issued now, finished later -----------------------------------------------------------------------------
-
     def start_sum(self, x: Tensor, note: Note) -> Finish:
-        """The sum of ``x`` over the ranks, in place where ``x`` is contiguous."""
+        """Issues the sum of ``x`` over the ranks, in place where ``x`` is contiguous."""
         x = x.contiguous()
         work = self.comm.all_reduce(x, AXES, note=note)
 
@@ -80,11 +74,11 @@ class TensorAxis:
         return finish
 
     def start_scatter(self, x: Tensor, note: Note) -> Finish:
-        """This rank's part, in time, of the sum of ``x`` [batch, time, ...] over the ranks."""
+        """Issues the sum of ``x`` [batch, time, ...] over the ranks, of which this rank gets its part in time."""
         return start_scatter(self.comm, x, 1, self.lengths(x.size(1)), AXES, note)
 
     def start_gather(self, x: Tensor, dim: int, size: int, note: Note) -> Finish:
-        """The whole of ``size`` along ``dim`` from every rank's part."""
+        """Issues the gathering of all ranks' parts along ``dim``, ``size`` together."""
         return start_gather(self.comm, x, dim, self.lengths(size), AXES, note)
 
 
@@ -114,8 +108,8 @@ class Split(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, axis: TensorAxis, site: str) -> Tensor:
         ctx.axis, ctx.site, ctx.length = axis, site, x.size(1)
-        axis.length = x.size(1)
-        start, stop = axis.part(x.size(1))
+        axis.length = ctx.length
+        start, stop = axis.part(ctx.length)
         return x[:, start:stop].contiguous()
 
     @staticmethod

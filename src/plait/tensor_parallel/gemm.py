@@ -4,10 +4,10 @@
     dx = g W            product     [..., n] [n, m] -> [..., m]
     dW = g^T x          product
 
-torch's CPU wheels hand fp32 products to MKL, which serves processors that are not Intel's with AVX2 kernels.  oneDNN is
-in the same wheels, where torch uses it for convolutions and bf16, and has AVX-512 kernels for everyone: on a core of
-AMD's Zen 5 twice as fast (docs/log.md has figures; ``plait doctor`` measures this machine).  Both compute in fp32; they
-add in different orders, so a run is bitwise the run of a single process that multiplies with the same one.
+torch's CPU wheels hand fp32 products to MKL, which has only AVX2 kernels for processors that are not Intel's.  oneDNN,
+in the same wheels for convolutions and bf16, has AVX-512 kernels for all: on a core of AMD's Zen 5 it is twice as fast
+(docs/log.md has figures; ``plait doctor`` measures this machine).  Both compute in fp32 but add in different orders, so
+a run is bitwise that of a single process with the same one.
 
 oneDNN is reached through the operator with which ``torch.compile`` calls it.  Tensors that it does not serve (other
 dtypes, GPUs, empty ones, any under autocast) go to torch.
@@ -28,18 +28,12 @@ class Gemm:
     """A way to multiply matrices."""
 
     name: str
-    linear: Callable[[Tensor, Tensor, Tensor | None], Tensor]
-    """x, weight, bias -> x W^T + b."""
-    product: Callable[[Tensor, Tensor], Tensor]
-    """a, b -> a b, of which b is a matrix."""
+    linear: Callable[[Tensor, Tensor, Tensor | None], Tensor]  # x, weight, bias -> x W^T + b
+    product: Callable[[Tensor, Tensor], Tensor]  # a, b -> a b, of which b is a matrix
 
 
 def find_gemm(name: str) -> Gemm:
-    """``torch`` or ``onednn``.
-
-    Raises:
-        ValueError: another name, or a torch that was built without oneDNN.
-    """
+    """``torch`` or ``onednn``; raises ValueError for another name, or a torch that was built without oneDNN."""
     if name not in GEMMS:
         raise ValueError(f"gemm={name!r}: give {' or '.join(map(repr, GEMMS))}")
     if name == "onednn" and not has_onednn():

@@ -4,7 +4,7 @@
     row      x cut   ─► y = Σ x_r W_r^T      y whole                     backward: none
 
 Siblings that read one tensor (query, key, value; gate, up) share one ``ColumnInput``: its gradient is the sum of
-theirs, reduced once.  The reduction travels beside the weight products, which only this rank wants:
+theirs, reduced once, while this rank makes the weight products:
 
     forward   x ── Enter ─┬─ Column q ─►          backward    dq ─► dx += dq Wq   (q, x) ─► queue
                           ├─ Column k ─►                      dk ─► dx += dk Wk   (k, x) ─► queue
@@ -36,17 +36,17 @@ def weight_product(gradient: Tensor, x: Tensor, gemm: Gemm = TORCH) -> Tensor:
 
 
 def rows(x: Tensor) -> Tensor:
-    """[..., n] as [rows, n], also where n is 0."""
+    """[..., n] as [rows, n], even where n is 0."""
     return x.flatten(0, -2) if x.dim() > 1 else x[None]
 
 
 def input_product(gradient: Tensor, weight: Tensor, gemm: Gemm = TORCH) -> Tensor:
-    """dx of y = x W^T, in the dtype of the gradient (autocast computes in another one than it stores)."""
+    """dx of y = x W^T, in the dtype of the gradient (under autocast the weight is stored in another)."""
     return gemm.product(gradient, weight.to(gradient.dtype))
 
 
 class WeightGradQueue:
-    """Output gradients of siblings, by their index, that wait for ``Enter`` to make the weight products."""
+    """Siblings' output gradients, by index, from which ``Enter`` will make the weight products."""
 
     def __init__(self, axis: TensorAxis, site: str, wants_input: bool) -> None:
         self.axis, self.site, self.wants_input = axis, site, wants_input
@@ -56,11 +56,8 @@ class WeightGradQueue:
 class ColumnInput:
     """A whole activation as column-cut siblings read it.
 
-    Args:
-        source: what entered; the same tensor again, unchanged, is not entered twice.
-        axis: where its gradient is reduced.
-        site: its name in the ledger.
-        weights: weight and bias (or None) of every sibling, whether or not it will read this tensor.
+    ``source`` enters; the same tensor, unchanged, does not enter twice.  ``weights`` are weight and bias (or None) of
+    each sibling, whether or not it will read this tensor.
     """
 
     def __init__(
@@ -72,19 +69,18 @@ class ColumnInput:
 
     def column(self, weight: Tensor, bias: Tensor | None, index: int) -> Tensor:
         """The output of sibling ``index``, cut in its last dim."""
-        y: Tensor = Column.apply(
-            self.tensor, weight.detach(), None if bias is None else bias.detach(), self.queue, index
-        )
+        bias = None if bias is None else bias.detach()
+        y: Tensor = Column.apply(self.tensor, weight.detach(), bias, self.queue, index)
         return y
 
     def is_of(self, source: Tensor, site: str) -> bool:
-        """Whether this very tensor, unchanged since, entered here, or is what it became."""
+        """Whether this tensor, unchanged since, entered here, or is what it became."""
         known = source is self.tensor or (self._source() is source and self._state == _state(source))
         return known and self.queue.site == site
 
 
 def _state(source: Tensor) -> tuple[bool, int]:
-    """What changes when a tensor is entered anew: recording begins or ends, or it is written to."""
+    """What changes when a tensor has to enter anew: recording began or ended, or it was written to."""
     return torch.is_grad_enabled(), -1 if source.is_inference() else source._version
 
 
@@ -129,7 +125,7 @@ def _bias_sum(gradient: Tensor, x: Tensor, gemm: Gemm) -> Tensor:
 class Column(torch.autograd.Function):
     """y = x W^T + b for this rank's rows of W; the weight product waits for ``Enter``.
 
-    ``weight`` and ``bias`` come detached: their gradients leave through ``Enter``, which has them as inputs.
+    ``weight`` and ``bias`` come detached, since their gradients leave through ``Enter``.
     """
 
     @staticmethod

@@ -1,8 +1,8 @@
-"""Backwards that can be taken once: their gradients are numbers, and remember nothing of how they were made.
+"""Backwards whose gradients cannot be differentiated again: they do not record how they were made.
 
-A gradient that is differentiated again (``create_graph=True``, as for a gradient penalty) would be treated as a
-constant where it is none.  torch's ``once_differentiable`` lets that pass where the gradient that comes in is a
-constant itself, as that of a sum is; here it is an error at once.
+Under ``create_graph=True`` (a gradient penalty) such a gradient would be taken for a constant.  torch's
+``once_differentiable`` lets that pass where the incoming gradient is itself a constant, as that of a sum is; here it is
+an error at once.
 """
 
 from __future__ import annotations
@@ -17,12 +17,7 @@ Backward = Callable[..., Any]
 
 
 def no_double_backward(where: str, instead: str) -> Callable[[Backward], Backward]:
-    """Makes a backward one that raises ValueError where its gradients are to be differentiated again.
-
-    Args:
-        where: what makes these gradients.
-        instead: what makes gradients that can be.
-    """
+    """Makes a backward raise ValueError under ``create_graph``: ``where`` cannot do it, ``instead`` is the fix."""
 
     def of(backward: Backward) -> Backward:
         @wraps(backward)

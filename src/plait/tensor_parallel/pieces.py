@@ -11,7 +11,7 @@ from plait.core.tensor_cut import TensorCut
 
 
 def piece_of(whole: Tensor, cut: TensorCut, index: int) -> Tensor:
-    """What rank ``index`` holds of a tensor of the cut's shape; a view where the cut has one part."""
+    """Rank ``index``'s piece of a tensor of the cut's shape; a view where the cut has one part."""
     runs = [whole.narrow(cut.dim, start, stop - start) for start, stop in cut.ranges(index)]
     return runs[0] if len(runs) == 1 else torch.cat(runs, cut.dim)
 

@@ -1,14 +1,12 @@
 """From a model and a plan to what each module does: cuts of parameters, siblings, sites.
 
-A plan comes from the user, from the model (``tensor_plan``, a dict or a method that returns one), or from the config of
-a Hugging Face model (``base_model_tp_plan``), which covers the blocks; embedding and head are cut by vocabulary then.
-
-Nothing is sent here and no value is read: a plan is resolved, and refused, on a model whose parameters are on meta.
+A plan comes from the user, from the model (``tensor_plan``, a dict or a method that returns one), or from a Hugging
+Face model's config (see ``transformers``).  It is resolved, or refused, on a model whose parameters may be on meta.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -34,7 +32,7 @@ class Parallel:
 
     @property
     def splits(self) -> bool:
-        """Whether the stream is whole until a module that splits it, rather than from the embedding on cut in time."""
+        """Whether a module cuts the stream in time, which until then is whole, rather than the embedding."""
         return any(style.kind == "split" for style in self.styles.values())
 
     def siblings(self, name: str) -> list[str]:
@@ -45,16 +43,11 @@ class Parallel:
 
 
 def plan_of(model: nn.Module, *, sequence: bool = False) -> dict[str, str]:
-    """The plan that a model carries.
-
-    Raises:
-        ValueError: it carries none, or one with a style that plait has no word for.
-    """
+    """The plan that a model carries; raises ValueError where it has none, or one with a style unknown to plait."""
     own = getattr(model, "tensor_plan", None)
     if own is not None:
         return dict(own() if callable(own) else own)
-    config = getattr(model, "config", None)
-    blocks = getattr(config, "base_model_tp_plan", None)
+    blocks = getattr(getattr(model, "config", None), "base_model_tp_plan", None)
     if not blocks:
         raise ValueError(
             f"{type(model).__name__} carries no tensor plan: give tensor_plan={{'blocks.*.up': 'column', "
@@ -73,8 +66,8 @@ def parallel_plan(
         sequence: cut the stream in time between the products.
 
     Raises:
-        ValueError: a pattern that matches nothing, a parameter cut twice, heads that the ranks cannot share, a module
-            that a style does not fit: with the numbers and the fix.
+        ValueError: a pattern that matches nothing, a parameter cut twice, heads that the ranks cannot share, or a
+            module that a style does not fit.
     """
     if ways == 1 and plan is None:
         return Parallel()
@@ -82,9 +75,11 @@ def parallel_plan(
     plan = plan_of(model, sequence=sequence) if plan is None else plan
     parameters = dict(model.named_parameters(remove_duplicate=False))
     named = match_styles(plan, modules, parameters)
-    styles = {name: named[name] for name in modules if name in named}  # in the model's own order
     if ways == 1:
         return Parallel()
+    styles = {
+        name: _with_heads(named[name], name, modules) for name in modules if name in named
+    }  # in their order
     if sequence:
         _check_stream(styles, modules)
     cuts: dict[int, TensorCut] = {}
@@ -93,7 +88,6 @@ def parallel_plan(
     for name, style in styles.items():
         module = modules[name]
         if style.cut_dim is not None:
-            style = styles[name] = _with_heads(style, name, modules)
             for short, cut in _cuts(name, module, style, ways).items():
                 other = cuts.setdefault(id(getattr(module, short)), cut)
                 if other != cut:
@@ -111,7 +105,7 @@ def parallel_plan(
             f"parameters that every rank has whole; keep one"
         )
     parallel = Parallel(styles, cuts, frozenset(summed))
-    return replace(parallel, sites=tuple(_sites(parallel, modules)))
+    return replace(parallel, sites=tuple(dict.fromkeys(_sites(parallel, modules))))
 
 
 def _check_stream(styles: Mapping[str, Style], modules: Mapping[str, nn.Module]) -> None:
@@ -131,19 +125,17 @@ def _check_stream(styles: Mapping[str, Style], modules: Mapping[str, nn.Module])
 
 
 def _check_heads(styles: Mapping[str, Style], modules: Mapping[str, nn.Module], ways: int) -> None:
-    """Raises ValueError where any module's heads cannot be shared, with the axes that all of them allow."""
+    """Raises ValueError where a module's heads cannot be shared; names the axes that all modules allow."""
     heads: dict[str, tuple[int, int]] = {}
     for name, style in styles.items():
         weight = getattr(modules[name], "weight", None)
         if style.cut_dim is not None and isinstance(weight, nn.Parameter):
-            grain = _with_heads(style, name, modules).grain
-            size = weight.shape[style.cut_dim]
+            size, grain = weight.shape[style.cut_dim], style.grain
             if grain > 1 and size % grain == 0:
                 heads[name] = min(style.parts or (size // grain,)), grain
     if bad := next((name for name, (n, _) in heads.items() if n % ways), None):
-        fits = [
-            n for n in range(2, max(n for n, _ in heads.values()) + 1) if all(h % n == 0 for h, _ in heads.values())
-        ]
+        counts = [n for n, _ in heads.values()]
+        fits = [n for n in range(2, max(counts) + 1) if not any(count % n for count in counts)]
         fewest = min(heads, key=lambda name: heads[name][0])
         axes = f"use tensor={' or '.join(map(str, fits))}" if fits else "leave the tensor axis out"
         n, grain = heads[bad]
@@ -156,9 +148,8 @@ def _check_heads(styles: Mapping[str, Style], modules: Mapping[str, nn.Module], 
 def _with_heads(style: Style, name: str, modules: Mapping[str, nn.Module]) -> Style:
     """Projections of an attention module are cut in whole heads, where the module says how large they are."""
     head = getattr(modules[name.rpartition(".")[0]], "head_dim", None)
-    if style.grain > 1 or not isinstance(head, int) or style.kind == "vocabulary":
-        return style
-    return Style(style.kind, style.parts, head)
+    cut = style.cut_dim is not None and style.kind != "vocabulary"
+    return replace(style, grain=head) if cut and style.grain == 1 and isinstance(head, int) else style
 
 
 def _cuts(name: str, module: nn.Module, style: Style, ways: int) -> dict[str, TensorCut]:
@@ -169,7 +160,7 @@ def _cuts(name: str, module: nn.Module, style: Style, ways: int) -> dict[str, Te
             f"the tensor plan says {str(style)!r} for {name!r}, a {type(module).__name__}: only nn.Linear and "
             f"nn.Embedding (and what inherits them) are cut"
         )
-    if isinstance(module, nn.Embedding) != (style.kind == "vocabulary") and not isinstance(module, nn.Linear):
+    if isinstance(module, nn.Embedding) and style.kind != "vocabulary":
         raise ValueError(f"the tensor plan says {str(style)!r} for the embedding {name!r}: say vocabulary")
     dim = style.cut_dim
     assert dim is not None
@@ -187,9 +178,8 @@ def _cuts(name: str, module: nn.Module, style: Style, ways: int) -> dict[str, Te
     return cuts
 
 
-def _sites(parallel: Parallel, modules: Mapping[str, nn.Module]) -> list[Site]:
-    """Where messages are sent in one forward and backward, in the model's order."""
-    sites: dict[Site, None] = {}  # in order, each once
+def _sites(parallel: Parallel, modules: Mapping[str, nn.Module]) -> Iterator[Site]:
+    """Where messages are sent in one forward and backward, in the model's order; siblings repeat theirs."""
     width = 0
     first = next((n.rpartition(".")[0] for n, p in modules[""].named_parameters() if p.requires_grad), "")
     for name, style in parallel.styles.items():
@@ -199,17 +189,16 @@ def _sites(parallel: Parallel, modules: Mapping[str, nn.Module]) -> list[Site]:
         head = style.kind == "vocabulary" and not embeds
         if kind.enters or head:
             trains = first not in parallel.siblings(name)  # else the input is the batch, as far as one can tell
-            sites[Site("enter", site_of(name, parallel), module.weight.shape[1], trains)] = None
+            yield Site("enter", site_of(name, parallel), module.weight.shape[1], trains)
         if embeds:
             width = module.weight.shape[1]
-            sites[Site("sum" if parallel.splits else "leave", name, width)] = None
+            yield Site("sum" if parallel.splits else "leave", name, width)
         if head:
-            sites[Site("loss", LOSS.unit, 0)] = None
+            yield Site("loss", LOSS.unit, 0)
         if kind.site:
-            sites[Site(kind.site, name, width if kind.cut_dim is None else module.weight.shape[0])] = None
-    return list(sites)
+            yield Site(kind.site, name, width if kind.cut_dim is None else module.weight.shape[0])
 
 
 def site_of(name: str, parallel: Parallel) -> str:
-    """The name under which siblings enter: their parent's; a module without siblings goes by its own."""
+    """The name under which a module enters: its parent's where it has siblings, else its own."""
     return name.rpartition(".")[0] if len(parallel.siblings(name)) > 1 else name

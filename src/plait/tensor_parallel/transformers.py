@@ -5,9 +5,9 @@
     layers.*.self_attn.o_proj   rowwise             model.layers.*.self_attn.o_proj   row
                                                     model.embed_tokens, lm_head       vocabulary
 
-It covers the blocks and knows nothing of sequence parallelism.  There the first block splits the stream, attention
-enters as a whole (its code shapes the heads by the length of its input), and the modules with parameters of their own
-that are left, the norms, work on the cut stream.
+It covers the blocks and knows nothing of sequence parallelism, under which the first block cuts the stream in time,
+attention enters as a whole (its code shapes the heads by the length of its input), and the other modules with
+parameters of their own, the norms, work on the cut stream.
 """
 
 from __future__ import annotations
@@ -30,15 +30,9 @@ WORDS = {
 
 
 def plan_from_transformers(model: Any, blocks: Mapping[str, str], *, sequence: bool) -> dict[str, str]:
-    """A plan for the whole model.
+    """A plan for a whole ``PreTrainedModel`` from that of its ``blocks``; ``sequence``: the stream is cut in time.
 
-    Args:
-        model: a ``PreTrainedModel``.
-        blocks: its ``config.base_model_tp_plan``.
-        sequence: whether the stream will be cut in time.
-
-    Raises:
-        ValueError: a style that plait has no word for.
+    Raises ValueError for a style that plait has no word for.
     """
     if unknown := sorted({style for style in blocks.values() if style not in WORDS}):
         raise ValueError(
@@ -53,12 +47,9 @@ def plan_from_transformers(model: Any, blocks: Mapping[str, str], *, sequence: b
     if not sequence:
         return plan
     named = match_styles(plan, modules, ())
-    parents = {name.rpartition(".")[0] for name in named}
-    attention = {name for name in parents if hasattr(modules[name], "head_dim")}
-    norms = {
-        name
-        for name, module in modules.items()
-        if name not in named and name.rpartition(".")[0] not in attention and module._parameters
-    }
+    parents = {name: name.rpartition(".")[0] for name in modules}
+    attention = {parents[name] for name in named if hasattr(modules[parents[name]], "head_dim")}
+    left = {name for name in modules.keys() - named.keys() if parents[name] not in attention}
+    norms = {name for name in left if modules[name]._parameters}
     first = next(f"{name}.0" for name, module in modules.items() if isinstance(module, nn.ModuleList))
     return plan | dict.fromkeys(attention, "enter") | dict.fromkeys(norms, "sequence") | {first: "split"}

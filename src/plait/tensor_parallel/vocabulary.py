@@ -33,9 +33,9 @@ def cross_entropy_sum(logits: Tensor, targets: Tensor, ignored: int = -100) -> T
     """Cross-entropy in nats, summed over the targets that are not ``ignored``: a scalar, never a mean.
 
     Args:
-        logits: [..., classes]; a plain tensor, or a ``ShardedTensor`` whose classes (and nothing else) are cut: then no
-            rank ever holds the logits of all classes, three numbers per target are gathered, and the result is a plain
-            tensor, the same on every rank, from which every rank calls backward.
+        logits: [..., classes]; a plain tensor, or a ``ShardedTensor`` whose classes (and nothing else) are cut: then
+            three numbers per target are gathered, and the result is a plain tensor, the same on every rank, from which
+            every rank calls backward.
         targets: [...] int64, whole.
 
     Summed in fp32, in fp64 if the logits are.
@@ -73,14 +73,13 @@ def check_range(values: Tensor, size: int, what: str) -> None:
 def embedding(
     tokens: Tensor, weight: Tensor, size: int, padding: int | None, axis: TensorAxis, site: str, *, whole: bool = False
 ) -> Tensor:
-    """Rows of a table of ``size`` rows of which this rank holds its part: [..., width].
+    """Rows of a table of ``size`` rows, of which this rank has its part.
 
-    The result is whole, or cut in time under sequence parallelism.
+    The result [..., width] is whole, or cut in time under sequence parallelism unless ``whole``.
 
     Args:
         tokens: int64, any shape; [batch, time] under sequence parallelism.
         padding: the token whose row gets no gradient.
-        whole: leave the result whole under sequence parallelism too.
 
     Raises:
         IndexError: a token that the table has no row for.
@@ -95,11 +94,7 @@ def embedding(
 
 
 class CutCrossEntropy(torch.autograd.Function):
-    """Cross-entropy in nats, summed over the targets that are not ignored; classes cut over the ranks.
-
-    ``logits`` [tokens, classes of this rank] in fp32 or fp64, ``targets`` [tokens] int64, ``start`` this rank's first
-    class.  The result is the same on every rank, and backward starts from it on every rank.
-    """
+    """``logits`` [tokens, classes of this rank], fp32 or fp64; ``targets`` [tokens]; ``start``: its first class."""
 
     @staticmethod
     def forward(

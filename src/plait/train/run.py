@@ -1,12 +1,9 @@
 """``plait train``: train a job under a layout, show what it costs and, on request, that it is the one-process run.
 
-    _set_up  ──►  _steps: one object a step  ──►  sinks, screen  ──►  _report, and the comparison
+    job, engine  ──►  _steps: one object a step  ──►  sinks, screen  ──►  summary, and the comparison
 
-Every rank runs ``run_train``; rank 0 speaks.  Bytes held and sent are predicted from the table before the first step
-and measured after the last; the numbers of each step go to the sinks while the run is under way.
+Every rank runs ``run_train``; rank 0 speaks.  Bytes held and sent are predicted from the table and measured.
 """
-
-from __future__ import annotations
 
 import math
 import platform
@@ -15,7 +12,7 @@ import statistics
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import closing, nullcontext
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, astuple, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -35,18 +32,17 @@ from plait.data import StepStream
 from plait.engine import Engine
 from plait.job.job import Job, make_job
 from plait.measure.gpu import GpuUtilisation
-from plait.measure.memory import peak_memory
+from plait.measure.machine import peak_memory
 from plait.plan.activations import DecoderSizes, decoder
 from plait.plan.memory import Held, held
-from plait.report.progress import ProgressView
-from plait.report.training import RankBytes, bytes_table, human, spark
+from plait.report.training import ProgressView, RankBytes, bytes_table, human, spark
 from plait.train.timeline import record_timeline, show_timeline, write_timeline
-from plait.verify.compare import BITWISE, against_tree, summarise
+from plait.verify.compare import BITWISE, against_tree
 from plait.verify.record import Recorder, collect_records, predict
 from plait.verify.run import asked, findings_table, replay, write_json
 
-BESIDE_STEPS = ("setup", "state")
-"""Phases of messages that a step's prediction leaves out."""
+STATES = ("params", "grads", "optimizer")
+"""What a rank holds between steps."""
 
 
 @dataclass
@@ -62,80 +58,77 @@ class Training:
     sent: int | None = None
     """Bytes that this rank sent in the first step, which is the one that is predicted."""
 
+    @property
+    def place(self) -> tuple[int, int, int]:
+        """Which microbatches are this rank's: of which data rank, of how many, and how many each has."""
+        mesh = self.comm.mesh
+        return mesh.data_rank(self.comm.rank), mesh.data_size, self.config.microbatches
+
 
 def run_train(config: TrainConfig, comm: Comm, argv: Sequence[str] = ()) -> int:
-    """This rank's part of a training run; returns the exit code (1 where the comparison asked for fails).
-
-    Args:
-        argv: the words that started the run, for its summary.
-    """
+    """This rank's part of a run that was started by ``argv``; the exit code is 1 if the comparison asked for fails."""
     console = Console(quiet=comm.rank > 0, stderr=config.json == "-", highlight=False, soft_wrap=True)
-    training = _set_up(config, comm)
-    config, engine = training.config, training.engine  # epochs have become steps
+    job = make_job(config)
+    config = replace(config, steps=job.steps)  # epochs have become steps
+    engine, scheduler = job.engine(comm, config.measured(job, comm), clip=config.clip, nonfinite=config.nonfinite)
+    training = Training(config, job, comm, engine, scheduler, Recorder(comm, gradients=False))
     _show_header(training, console)
     lines = []
     watch = GpuUtilisation(comm.device.index or 0) if comm.device.type == "cuda" else nullcontext()
     view = ProgressView(console, engine.steps + 1, config.steps, config.log_every, config.family.unit)
-    with closing(_sinks(config, comm)) as sinks, watch as watched, view, _stream(training) as stream:
-        for line in _steps(training, stream):
-            sinks.write(line)
-            lines.append(line)
-            view.show(line)
-    ranks, recorded = _bytes_per_rank(training), record_timeline(engine)
-    summary = _summary(training, argv, lines) | {
-        "bytes_per_rank": [asdict(r) for r in ranks],
-        "stages": engine.split,
-        "busy_share_per_rank": recorded.busy if recorded else None,
-        "gpu_busy_share": watched.share if watched else None,
-        "idle_share": dict(zip(("measured", "simulated"), recorded.idle, strict=True)) if recorded else None,
-    }
-    rate = summary[f"{config.family.unit}_per_second"]
-    console.print(f"loss {lines[0]['loss']:.4f} -> {lines[-1]['loss']:.4f}  {spark([line['loss'] for line in lines])}")
+    stream = job.stream(range(engine.steps, config.steps), *training.place, str(comm.device), config.workers)
+    sinks = Sinks([])
+    if comm.rank == 0:
+        sinks = open_sinks(config.out, tensorboard=config.tensorboard, wandb=config.wandb, settings=asdict(config))
+        if config.out:
+            (Path(config.out) / "config.toml").write_text(to_toml(config), encoding="utf-8")
+    with closing(sinks), watch as watched, view, stream:
+        try:
+            for line in _steps(training, stream):
+                sinks.write(line)
+                lines.append(line)
+                view.show(line)
+        except FloatingPointError as error:
+            sinks.write({"step": engine.steps + 1, "stopped": str(error)})
+            raise
+    ranks, recorded, last = _bytes_per_rank(training), record_timeline(engine), lines[-1]
+    rate = statistics.median(line["tokens"] / line["seconds"] for line in lines)
+    console.print(f"loss {lines[0]['loss']:.4f} -> {last['loss']:.4f}  {spark([line['loss'] for line in lines])}")
     console.print(f"{rate:,.0f} {config.family.unit}/s (median over steps, all ranks)")
     console.print(bytes_table(ranks))
     if recorded is not None and engine.pipeline.num_stages > 1:
         show_timeline(recorded, console)
-    verdict = _compare(training, console) if config.verify else None
+    same = _compare(training, console) if config.verify else None
     if config.export:
         write_folder(config.export, engine, getattr(config.sizes, "path", None))
         console.print(f"the model, for transformers, in {config.export}")
-    if comm.rank > 0:
+    if recorded is None:
         return 0
-    summary["equal_to_one_process"] = verdict
+    summary = {
+        "command": shlex.join(["plait", *argv]),
+        "versions": {"plait": __version__, "torch": torch.__version__, "python": platform.python_version()},
+        "config": asdict(config),
+        "parameters": engine.num_parameters,
+        "steps": len(lines),
+        "first_loss": lines[0]["loss"],
+        "last_loss": last["loss"],
+        "eval_loss": last.get("eval_loss"),
+        f"{config.family.unit}_per_second": rate,
+        "peak_memory": last["peak_memory"],
+        "bytes_per_rank": [asdict(r) for r in ranks],
+        "stages": engine.split,
+        "busy_share_per_rank": recorded.busy,
+        "gpu_busy_share": watched.share if watched else None,
+        "idle_share": dict(zip(("measured", "simulated"), recorded.idle, strict=True)),
+        "equal_to_one_process": same,
+    }
     if config.out:
-        if recorded is not None:
-            write_timeline(recorded, Path(config.out), f"{config.model}, {config.row.name} on {comm.mesh}")
+        write_timeline(recorded, Path(config.out), f"{config.model}, {config.row.name} on {comm.mesh}")
         write_json(str(Path(config.out) / "summary.json"), summary)
         console.print(f"metrics, config, summary, timeline.svg and trace.json (for Perfetto) in {config.out}")
     if config.json:
         write_json(config.json, summary | {"metrics": lines})
-    return 1 if verdict is False else 0
-
-
-def _summary(training: Training, argv: Sequence[str], lines: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """What was run, and how it went."""
-    return {
-        "command": shlex.join(["plait", *argv]),
-        "versions": {"plait": __version__, "torch": torch.__version__, "python": platform.python_version()},
-        "config": asdict(training.config),
-        "parameters": training.engine.num_parameters,
-        "steps": len(lines),
-        "first_loss": lines[0]["loss"],
-        "last_loss": lines[-1]["loss"],
-        "eval_loss": lines[-1].get("eval_loss"),
-        f"{training.config.family.unit}_per_second": statistics.median(
-            line["tokens"] / line["seconds"] for line in lines
-        ),
-        "peak_memory": lines[-1]["peak_memory"],
-    }
-
-
-def _set_up(config: TrainConfig, comm: Comm) -> Training:
-    """Model, optimizer, engine and schedule of this rank; all ranks call it together."""
-    job = make_job(config)
-    config = replace(config, steps=job.steps)
-    engine, scheduler = job.engine(comm, config.measured(job, comm), clip=config.clip)
-    return Training(config, job, comm, engine, scheduler, Recorder(comm, gradients=False))
+    return 1 if same is False else 0
 
 
 def _show_header(training: Training, console: Console) -> None:
@@ -152,10 +145,8 @@ def _show_header(training: Training, console: Console) -> None:
             names = engine.links_of(stage)
             console.print(f"stage {stage} on pipe rank {rank}: {names[0]} .. {names[-1]} ({len(names)} links)")
     if config.family.predicted and not config.pack:
-        kept = human(_activation_bytes(training))
-        console.print(
-            f"activations of a microbatch on rank 0: {kept} predicted (recompute: {config.recompute or 'none'})"
-        )
+        kept, recompute = human(_activation_bytes(training)), config.recompute or "none"
+        console.print(f"activations of a microbatch on rank 0: {kept} predicted (recompute: {recompute})")
 
 
 def _activation_bytes(training: Training) -> int:
@@ -180,41 +171,24 @@ def _activation_bytes(training: Training) -> int:
     return decoder(sizes, links, config.recompute)
 
 
-def _sinks(config: TrainConfig, comm: Comm) -> Sinks:
-    """Rank 0's sinks, opened, with the resolved config beside them; on the other ranks there is none."""
-    if comm.rank > 0:
-        return Sinks([])
-    sinks = open_sinks(config.out, tensorboard=config.tensorboard, wandb=config.wandb, settings=asdict(config))
-    if config.out:
-        (Path(config.out) / "config.toml").write_text(to_toml(config), encoding="utf-8")
-    return sinks
-
-
-def _stream(training: Training) -> StepStream:
-    """This rank's microbatches of the steps to come."""
-    config, comm = training.config, training.comm
-    place = (comm.mesh.data_rank(comm.rank), comm.mesh.data_size, config.microbatches)
-    steps = range(training.engine.steps, config.steps)
-    return training.job.stream(steps, *place, str(comm.device), config.workers)
-
-
 def _steps(training: Training, stream: StepStream) -> Iterator[dict[str, Any]]:
     """Train; one dict a step."""
     config, comm, engine = training.config, training.comm, training.engine
-    held_out = _held_out(training)
+    held_out = []
+    if config.eval_every is not None:
+        held_out = training.job.eval_batches(*training.place, str(comm.device))[: config.eval_steps]
     for step in range(engine.steps, config.steps):
         lr = engine.optimizer.param_groups[0]["lr"] if engine.optimizer else None
         start = time.perf_counter()
         batches = next(stream)
-        comm.ledger.clear()  # of a long run nobody wants the list of all messages
+        comm.ledger.clear()  # or it would list every message of a long run
         result = engine.step(batches)
         seconds = time.perf_counter() - start
         if training.scheduler is not None:
             training.scheduler.step()
-        sent = comm.ledger.sent
         if training.sent is None:
-            phases = comm.ledger.sent_by_phase()
-            training.sent = sum(n for phase, n in phases.items() if phase not in BESIDE_STEPS)
+            phases = comm.ledger.sent_by_phase()  # the prediction of a step leaves two of them out
+            training.sent = sum(size for phase, size in phases.items() if phase not in ("setup", "state"))
         training.recorder.step(result)
         bytes_held = engine.bytes_held()
         line = {
@@ -223,24 +197,16 @@ def _steps(training: Training, stream: StepStream) -> Iterator[dict[str, Any]]:
             "lr": lr,
             "tokens": result.count,
             "seconds": seconds,
-            "bytes_sent": sent,
-            "bytes_held": bytes_held["params"] + bytes_held["grads"] + bytes_held["optimizer"],
+            "bytes_sent": comm.ledger.sent,
+            "bytes_held": sum(bytes_held[kind] for kind in STATES),
             "grad_norm": result.grad_norm,
-            **({} if engine.update.loss_scale is None else {"made": result.made, "loss_scale": engine.update.scale}),
+            **({} if engine.update.loss_scale is None else {"loss_scale": engine.update.scale}),
+            **({} if engine.update.loss_scale is None and result.made else {"made": result.made}),
             "peak_memory": peak_memory(comm.device),
         }
         if held_out and (step + 1 == config.steps or (config.eval_every and (step + 1) % config.eval_every == 0)):
             line |= _evaluate(engine, held_out)
         yield line
-
-
-def _held_out(training: Training) -> list[list[Any]]:
-    """This rank's microbatches of each step of an evaluation; none where the config asks for no evaluation."""
-    config, comm = training.config, training.comm
-    if config.eval_every is None:
-        return []
-    place = (training.recorder.record.data_rank, comm.mesh.data_size, config.microbatches)
-    return training.job.eval_batches(*place, str(comm.device))[: config.eval_steps]
 
 
 def _evaluate(engine: Engine, steps: Sequence[Sequence[Any]]) -> dict[str, Any]:
@@ -254,16 +220,15 @@ def _evaluate(engine: Engine, steps: Sequence[Sequence[Any]]) -> dict[str, Any]:
 
 def _bytes_per_rank(training: Training) -> list[RankBytes]:
     """Every rank's bytes, as it predicts and measures them, on every rank."""
-    config, job, comm, engine = training.config, training.job, training.comm, training.engine
-    kept, rank = engine.bytes_held(), comm.rank
-    ahead = held(engine.layouts(), comm.mesh, engine.strategy, rank, config.optimizer_row.states)
-    batches = job.microbatches(0, comm.mesh.data_rank(rank), comm.mesh.data_size, config.microbatches)
+    job, comm, engine = training.job, training.comm, training.engine
+    measured = engine.bytes_held()
+    predicted = held(engine.layouts(), comm.mesh, engine.strategy, comm.rank, training.config.optimizer_row.states)
     mine = [
-        *(ahead.params, ahead.grads, ahead.optimizer),
-        *(kept["params"], kept["grads"], kept["optimizer"]),
-        sum(entry.sent for entry in predict(engine, job, batches)),
+        *astuple(predicted),
+        *(measured[kind] for kind in STATES),
+        sum(entry.sent for entry in predict(engine, job, job.microbatches(0, *training.place))),
         training.sent or 0,
-        kept["gathered_peak"],
+        measured["gathered_peak"],
         engine.peak_open,
     ]
     rows = gather_ints(comm, mine, AXES, Note("bytes"))
@@ -279,7 +244,7 @@ def _compare(training: Training, console: Console) -> bool | None:
     console.print("training again as one process ...")
     findings = against_tree(records, replay(training.job, config, records, keep_gradients=False), asked(config))
     title = f"{config.steps} steps on {training.comm.mesh.size} ranks against one process"
-    console.print(findings_table(title, summarise(findings)))
+    console.print(findings_table(title, findings))
     same, bitwise = all(f.equal for f in findings), asked(config) == BITWISE
     equal = "bitwise: the same run as one process" if bitwise else "equal: one process's run, within the tolerances"
     console.print(f"verdict: {equal if same else 'DIFFERENT from the one-process run'}")

@@ -1,12 +1,10 @@
-"""What the last steps of a run looked like: every rank's events, the step that was predicted, where the time went.
+"""What the last steps of a run looked like: the events of its ranks, the step they predict, where the time went.
 
     every rank's log of the last steps ──► rank 0 ──► costs of the stages ──► simulator ──► the same step, predicted
                                              └──► timeline.svg, trace.json, a table of busy and idle shares
 
 The ranks shown are those of one pipeline (of the first data and tensor rank); without a pipeline, all data ranks.
 """
-
-from __future__ import annotations
 
 import json
 from dataclasses import dataclass
@@ -39,12 +37,11 @@ class Recorded:
     @property
     def typical(self) -> Log:
         """The step whose length is the median."""
-        by_length = sorted(self.logs, key=lambda log: measured_timeline(log).makespan)
-        return by_length[len(by_length) // 2]
+        return sorted(self.logs, key=lambda log: measured_timeline(log).makespan)[len(self.logs) // 2]
 
     @property
     def busy(self) -> tuple[float, ...]:
-        """The share of the typical step in which each rank computed: its utilisation."""
+        """The share of the typical step in which each rank computed."""
         return busy_shares(self.typical)
 
     @property
@@ -55,12 +52,10 @@ class Recorded:
 
 def record_timeline(engine: Engine) -> Recorded | None:
     """Bring the logs together on rank 0 (None elsewhere) and predict the step; all ranks call it together."""
-    comm = engine.comm
-    every = gather_bytes(comm, dump(tuple(engine.log.steps)))
-    if every is None:
+    gathered = gather_bytes(engine.comm, dump(tuple(engine.log.steps)))
+    if gathered is None:
         return None
-    lines = [load(every[rank]) for rank in shown(comm)]
-    logs = tuple(tuple(line[step] for line in lines) for step in range(len(lines[0])))
+    logs = tuple(zip(*(load(gathered[rank]) for rank in shown(engine.comm)), strict=True))
     last = schedule_of(logs[-1])
     logs = tuple(log for log in logs if schedule_of(log) == last)  # of one number of microbatches
     if engine.steps == len(logs) > 1:
@@ -70,16 +65,17 @@ def record_timeline(engine: Engine) -> Recorded | None:
 
 def shown(comm: Comm) -> list[int]:
     """The ranks of one pipeline; of data parallelism alone, one rank of each tensor group."""
-    places = [(rank, comm.mesh.coordinates(rank)) for rank in range(comm.mesh.size)]
-    along = ("pipe",) if comm.mesh.pipe > 1 else ("replica", "shard")
-    return [rank for rank, at in places if all(at[axis] == 0 for axis in at if axis not in along)]
+    mesh = comm.mesh
+    along = ("pipe",) if mesh.pipe > 1 else ("replica", "shard")
+    others = [axis for axis in mesh.coordinates(0) if axis not in along]
+    return [rank for rank in range(mesh.size) if not any(mesh.coordinates(rank)[axis] for axis in others)]
 
 
 def write_timeline(recorded: Recorded, folder: Path, title: str) -> None:
     """``timeline.svg`` and ``trace.json`` (for Perfetto) of the typical step, beside the predicted one."""
-    log, simulated = recorded.typical, recorded.simulated
-    (folder / "timeline.svg").write_text(timeline_svg(log, simulated, title), encoding="utf-8")
-    (folder / "trace.json").write_text(trace_json(log, simulated), encoding="utf-8")
+    step = recorded.typical, recorded.simulated
+    (folder / "timeline.svg").write_text(timeline_svg(*step, title), encoding="utf-8")
+    (folder / "trace.json").write_text(trace_json(*step), encoding="utf-8")
 
 
 def show_timeline(recorded: Recorded, console: Console) -> None:
@@ -100,10 +96,8 @@ def dump(steps: tuple[tuple[Event, ...], ...]) -> bytes:
 
 def load(data: bytes) -> tuple[tuple[Event, ...], ...]:
     """What ``dump`` wrote."""
-    return tuple(
-        tuple(
-            Event(parse_action(action), start, end, tuple(Span(*wait) for wait in waits))
-            for action, start, end, waits in step
-        )
-        for step in json.loads(data)
-    )
+
+    def event(action: str, start: float, end: float, waits: list[tuple[float, float, str]]) -> Event:
+        return Event(parse_action(action), start, end, tuple(Span(*wait) for wait in waits))
+
+    return tuple(tuple(event(*row) for row in step) for step in json.loads(data))

@@ -2,6 +2,7 @@
 
 record.py      every rank of the layout trains and records what it owns
 reference.py   one process trains, adding in the order that the layout implies
+plain.py       one process trains in plain PyTorch, one full batch a step
 compare.py     the two are compared
 run.py         the command: both comparisons, the ledger, a table, an exit code
 covering.py    a small set of cases in which every two values meet

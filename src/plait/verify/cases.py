@@ -4,10 +4,10 @@
     full     the same on at most 16 ranks; every row of the table on every mesh of at most 8 ranks; grouped heads;
              oneDNN's fp32 products over a tensor axis
 
-A *point* gives each dimension a value; ``config_of`` makes of it the config that ``plait verify`` would be given.  The
-sizes are as awkward as the meshes allow: 67 samples, which no mesh divides, 9 links, which few numbers of stages
-divide, 7 tokens, of which some have no loss, vectors of 5 elements (mlp).  Only the decoder's 12 heads divide by
-1, 2, 3 and 4, because a head cannot be split.
+A *point* gives each dimension a value; ``config_of`` turns it into a config of ``plait verify``.  The sizes are as
+awkward as the meshes allow: 67 samples, which no mesh divides, 9 links, which few numbers of stages divide, 7 tokens,
+some of them without a loss, vectors of 5 elements (mlp).  Only the decoder's 12 heads divide by 1, 2, 3 and 4, because
+a head cannot be parted.
 """
 
 from __future__ import annotations
@@ -29,18 +29,13 @@ from plait.verify.covering import Rule, covering
 
 Size = Literal["small", "full"]
 
-LINKS = 9
-"""Of either model."""
-
+LINKS = 9  # of either model
 SIZES = VerifyConfig(steps=2, batch=67, length=7, clip=0.3)
-
 MODELS = {
     "gpt": replace(SIZES, model="gpt", layers=LINKS - 3, width=24, heads=12, kv_heads=12),
     "mlp": replace(SIZES, model="mlp", layers=LINKS, width=5),
 }
-
 COUNTS = (1, 2, 3, 4)
-
 DIMENSIONS: dict[str, tuple[Any, ...]] = {
     "model": tuple(MODELS),
     "strategy": tuple(TABLE),
@@ -58,8 +53,8 @@ DIMENSIONS: dict[str, tuple[Any, ...]] = {
     "gemm": ("torch", "onednn") if has_onednn() else ("torch",),
     "offload": (False, True),
 }
-"""The fields of a config that the matrix varies; ``split`` stands for sizes that depend on the number of stages,
-``dtype`` full for fp64 with a tensor axis and fp32 without."""
+"""The fields of a config that the matrix varies; an uneven ``split`` depends on the number of stages, ``dtype`` full
+is fp64 with a tensor axis, fp32 without."""
 
 
 def stages(pipe: int, schedule: str | None, chunks: int | None) -> int:
@@ -67,14 +62,9 @@ def stages(pipe: int, schedule: str | None, chunks: int | None) -> int:
     return pipe * (1 if schedule is None else chunks or stages_per_rank(schedule))
 
 
-def takes_chunks(schedule: str | None) -> bool:
-    """Whether the number of stages on each rank may be chosen."""
-    return schedule is not None and ORDERS[schedule].takes_chunks
-
-
 RULES = (
     Rule(("pipe", "schedule"), lambda pipe, schedule: pipe == 1 or schedule is not None),
-    Rule(("schedule", "chunks"), lambda schedule, chunks: chunks is None or takes_chunks(schedule)),
+    Rule(("schedule", "chunks"), lambda schedule, chunks: not chunks or (schedule and ORDERS[schedule].takes_chunks)),
     Rule(("pipe", "schedule", "chunks"), lambda *point: stages(*point) <= LINKS),
     Rule(("tensor", "sequence_parallel"), lambda tensor, sequence: tensor > 1 or not sequence),
     Rule(("model", "sequence_parallel"), lambda model, sequence: model == "gpt" or not sequence),
@@ -87,17 +77,16 @@ RULES = (
     Rule(("tensor", "gemm"), lambda tensor, gemm: tensor == 1 or gemm == "torch"),
     Rule(("dtype", "gemm"), lambda dtype, gemm: dtype == "full" or gemm == "torch"),
 )
-"""Without them there would be cells that plait refuses, cells whose setting changes nothing, and products of few bits
-that a tensor axis splits: about those a verdict says little, since they are equal only within the rounding of those
-bits."""
+"""They leave out what plait refuses, settings that change nothing, and products of few bits that a tensor axis splits:
+of those a verdict says little, since they are equal only within the rounding of those bits."""
 
 
 def cells(size: Size) -> tuple[VerifyConfig, ...]:
     """The configs of a matrix, without repetition."""
-    found = list(map(config_of, points(8 if size == "small" else 16)))
+    configs = list(map(config_of, points(8 if size == "small" else 16)))
     if size == "full":
-        found += [*every_row_on_every_mesh(), *grouped_heads(), *products_of_onednn()]
-    return tuple(dict.fromkeys(found))
+        configs += [*every_row_on_every_mesh(), *grouped_heads(), *products_of_onednn()]
+    return tuple(dict.fromkeys(configs))
 
 
 def points(most: int) -> list[dict[str, Any]]:
@@ -119,20 +108,25 @@ def config_of(point: Mapping[str, Any]) -> VerifyConfig:
 
 
 def uneven(num_stages: int) -> str:
-    """A split of the links in which one stage in the middle has all but one link of each other."""
+    """A split of the links in which a stage in the middle has all links but one for each of the others."""
     sizes = [1] * num_stages
     sizes[num_stages // 2] += LINKS - num_stages
     return " ".join(map(str, sizes))
 
 
-def every_row_on_every_mesh(most: int = 8) -> Iterator[VerifyConfig]:
-    """Each row of the table on each mesh of at most ``most`` ranks; orders in turn where there is a pipeline."""
+def decoder(mesh: Mesh, row: str, order: str | None, **settings: Any) -> VerifyConfig:
+    """The decoder on a mesh, with two microbatches."""
+    point = {"model": "gpt", "strategy": row, "schedule": order, "microbatches": 2}
+    return config_of({**point, **vars(mesh), **settings})
+
+
+def every_row_on_every_mesh() -> Iterator[VerifyConfig]:
+    """Each row of the table on each mesh of at most 8 ranks; orders in turn where there is a pipeline."""
     orders = cycle(ORDERS)
     for counts in product(COUNTS, repeat=len(AXES)):
-        for row in TABLE if math.prod(counts) <= most else ():
-            mesh = dict(zip(AXES, counts, strict=True))
-            order = next(orders) if mesh["pipe"] > 1 else None
-            yield config_of({"model": "gpt", "strategy": row, **mesh, "schedule": order, "microbatches": 2})
+        mesh = Mesh(*counts)
+        for row in TABLE if mesh.size <= 8 else ():
+            yield decoder(mesh, row, next(orders) if mesh.pipe > 1 else None)
 
 
 def grouped_heads() -> Iterator[VerifyConfig]:
@@ -146,8 +140,7 @@ def grouped_heads() -> Iterator[VerifyConfig]:
         (4, "pipe=2 tensor=2", "zero3", "zb_h1"),
         (3, "pipe=2 replica=2 tensor=3", "hpz", "1f1b"),
     ):
-        point = {"model": "gpt", "strategy": row, "schedule": order, "microbatches": 2}
-        yield replace(config_of(point | vars(Mesh.parse(mesh))), kv_heads=kv_heads)
+        yield decoder(Mesh.parse(mesh), row, order, kv_heads=kv_heads)
 
 
 def products_of_onednn() -> Iterator[VerifyConfig]:
@@ -158,10 +151,9 @@ def products_of_onednn() -> Iterator[VerifyConfig]:
         ("pipe=2 tensor=2", "zero1", "zb_h1", None),
         ("pipe=2 replica=2 tensor=4", "hsdp", "zbv", "full"),
     ):
-        point = {"model": "gpt", "strategy": row, "schedule": order, "microbatches": 2, "recompute": recompute}
         for sequence in (False, True) if has_onednn() else ():
-            found = config_of({**point, **vars(Mesh.parse(mesh)), "sequence_parallel": sequence})
-            yield replace(found, dtype="fp32", gemm="onednn")
+            settings = {"recompute": recompute, "sequence_parallel": sequence, "dtype": "fp32", "gemm": "onednn"}
+            yield decoder(Mesh.parse(mesh), row, order, **settings)
 
 
 def due(config: VerifyConfig) -> str:
@@ -175,7 +167,8 @@ def command(config: VerifyConfig) -> str:
     for field in fields(config):
         if (value := getattr(config, field.name)) != field.default:
             flag = field.name.replace("_", "-")
-            words += (
-                [f"--{flag}" if value else f"--no-{flag}"] if isinstance(value, bool) else [f"--{flag}", str(value)]
-            )
+            if isinstance(value, bool):
+                words.append(f"--{flag}" if value else f"--no-{flag}")
+            else:
+                words += [f"--{flag}", str(value)]
     return shlex.join(words)

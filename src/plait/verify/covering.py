@@ -5,12 +5,12 @@
     covering set      a b c
                       1 1 1         every pair of values of two dimensions is in one of the rows:
                       1 2 2         a fault that needs two settings shows in 4 cases instead of 8,
-                      2 1 2         and with fourteen dimensions by a hundred instead of millions
+                      2 1 2         and with fourteen dimensions in a hundred instead of millions
                       2 2 1
 
-Not all values combine, so there are rules, each over some of the dimensions.  A pair that no full row may have is left
-out; all others are covered.  The set is built row by row: take a pair that is not covered yet, then give each other
-dimension the value that covers most, backtracking where a rule leaves no choice.
+Not all values combine: rules, each over some of the dimensions, say which do, and a pair that no row can have is left
+out.  The set is built row by row: take a pair that is not covered yet, then give each other dimension the value that
+covers most, backtracking where a rule leaves no choice.
 
 Source: the greedy construction of AETG (Cohen et al. 1997), with rules instead of lists of forbidden tuples.
 """
@@ -18,16 +18,13 @@ Source: the greedy construction of AETG (Cohen et al. 1997), with rules instead 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Hashable, Mapping, Sequence, Set
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations, product
 from typing import TypeAlias
 
-Row: TypeAlias = dict[str, Hashable]
-"""One value for each dimension."""
-
-Pair: TypeAlias = tuple[str, Hashable, str, Hashable]
-"""Two dimensions, in the order in which they are given, and a value of each."""
+Row: TypeAlias = dict[str, Hashable]  # one value for each dimension
+Pair: TypeAlias = tuple[str, Hashable, str, Hashable]  # two dimensions, in their order, and a value of each
 
 
 @dataclass(frozen=True)
@@ -52,17 +49,41 @@ def covering(dimensions: Mapping[str, Sequence[Hashable]], rules: Sequence[Rule]
     for rule in rules:
         if unknown := [name for name in rule.over if name not in dimensions]:
             raise ValueError(f"a rule is over {unknown[0]!r}, but the dimensions are {', '.join(dimensions)}")
-    if _completed({}, dimensions, rules, set(), Counter()) is None:
-        raise ValueError("the rules allow no row at all: drop one of them, or give more values")
-    left = {p: None for p in _every_pair(dimensions) if _completed(_row(p), dimensions, rules, set(), Counter())}
+    place = {name: place for place, name in enumerate(dimensions)}
+    left: dict[Pair, None] = {}
     used: Counter[tuple[str, Hashable]] = Counter()
+
+    def covers(row: Row, name: str, value: Hashable) -> int:
+        met = ((a, row[a], name, value) if place[a] < place[name] else (name, value, a, row[a]) for a in row)
+        return sum(pair in left for pair in met)
+
+    def completed(row: Row) -> Row | None:
+        """The row with all dimensions, or None where the rules allow no such row."""
+        if any(set(rule.over) <= row.keys() and not rule.holds(*map(row.get, rule.over)) for rule in rules):
+            return None
+        if (name := next((name for name in dimensions if name not in row), None)) is None:
+            return {name: row[name] for name in dimensions}
+        for value in sorted(dimensions[name], key=lambda value: (-covers(row, name, value), used[name, value])):
+            if longer := completed({**row, name: value}):
+                return longer
+        return None
+
+    if completed({}) is None:
+        raise ValueError("the rules allow no row at all: drop one of them, or give more values")
+    left = {
+        (a, u, b, v): None
+        for a, b in combinations(dimensions, 2)
+        for u, v in product(dimensions[a], dimensions[b])
+        if completed({a: u, b: v})
+    }
     rows = []
     while left:
-        row = _completed(_row(next(iter(left))), dimensions, rules, left.keys(), used)
+        a, u, b, v = next(iter(left))
+        row = completed({a: u, b: v})
         assert row is not None
-        rows.append({name: row[name] for name in dimensions})
-        used.update(rows[-1].items())
-        for pair in pairs(rows[-1]):
+        rows.append(row)
+        used.update(row.items())
+        for pair in pairs(row):
             left.pop(pair, None)
     return rows
 
@@ -70,37 +91,3 @@ def covering(dimensions: Mapping[str, Sequence[Hashable]], rules: Sequence[Rule]
 def pairs(row: Mapping[str, Hashable]) -> list[Pair]:
     """Every two dimensions of a row with their values."""
     return [(a, row[a], b, row[b]) for a, b in combinations(row, 2)]
-
-
-def _every_pair(dimensions: Mapping[str, Sequence[Hashable]]) -> list[Pair]:
-    return [(a, u, b, v) for a, b in combinations(dimensions, 2) for u, v in product(dimensions[a], dimensions[b])]
-
-
-def _row(pair: Pair) -> Row:
-    return {pair[0]: pair[1], pair[2]: pair[3]}
-
-
-def _completed(
-    row: Row,
-    dimensions: Mapping[str, Sequence[Hashable]],
-    rules: Sequence[Rule],
-    left: Set[Pair],
-    used: Mapping[tuple[str, Hashable], int],
-) -> Row | None:
-    """The row with all dimensions, or None where the rules allow no such row."""
-    if any(rule.over and set(rule.over) <= row.keys() and not rule.holds(*map(row.get, rule.over)) for rule in rules):
-        return None
-    name = next((name for name in dimensions if name not in row), None)
-    if name is None:
-        return row
-    place = {name: place for place, name in enumerate(dimensions)}
-
-    def covers(value: Hashable) -> int:
-        met = ((a, row[a], name, value) if place[a] < place[name] else (name, value, a, row[a]) for a in row)
-        return sum(pair in left for pair in met)
-
-    for value in sorted(dimensions[name], key=lambda value: (-covers(value), used[name, value])):
-        longer = _completed({**row, name: value}, dimensions, rules, left, used)
-        if longer is not None:
-            return longer
-    return None

@@ -2,12 +2,12 @@
 
     cases.py ──► configs ──► each: thread ranks, both references, judge ──► outcome ──► grid, failures, JSON
 
-A cell fails if its verdict is not the one that it must get (*equal* fails where the same bits are due) or if anything
+A cell fails if its verdict is not the one that is due (*equal* fails where the same bits are due) or if anything
 raises.  A failure does not end the matrix; it is printed at once, with the command that runs that cell alone.
 
-Layouts of one job share a reference if it is the same run: the same data axes, microbatches, order of
-additions, runs of the norm and uses of tied weights.  A reference knows nothing of what else a layout is; dtypes, those
-of a row included, the loss scale and who multiplies belong to the job.
+Layouts of one job share a reference if it is the same run: the same data axes, microbatches, order of additions, runs
+of the norm and uses of tied weights.  The reference knows nothing else of a layout; dtypes (those of a row included),
+the loss scale and the gemm belong to the job.
 """
 
 from __future__ import annotations
@@ -33,27 +33,21 @@ from plait.job.config import JobConfig
 from plait.job.job import Job, make_job
 from plait.schedule.orders import ORDERS
 from plait.verify.cases import cells, command, due
+from plait.verify.plain import run_plain
 from plait.verify.record import record_run
 from plait.verify.reference import Record, run_reference
-from plait.verify.run import Verdict, judge, line_of, references, write_json
+from plait.verify.run import Verdict, judge, line_of, replay, write_json
 
 MARKS = {"bitwise": "b", "equal": "e", "DIFFERENT": "D", "error": "X"}
-"""Every verdict of a cell, and its letter in the grid."""
+"""The verdicts of a cell, and their letters in the grid."""
 
 OF_THE_MATRIX = ("config", "matrix", "data", "seed", "deadline", "json")
-"""What may be given with ``matrix``; it chooses everything else."""
+"""What may be given with ``matrix``, which chooses everything else."""
 
-REMEMBERED = 64
-"""References that are kept: about a megabyte each."""
-
-TOLD = 3
-"""Findings that are printed for each failing cell."""
-
-WIDTH = 100
-"""Columns that the grid needs at least."""
-
-EVERY = 20.0
-"""Seconds between two lines of progress."""
+REMEMBERED = 64  # references, of about a megabyte each
+TOLD = 3  # findings that are printed for a failing cell
+WIDTH = 100  # columns that the grid needs at least
+EVERY = 20.0  # seconds between two lines of progress
 
 
 @dataclass(frozen=True)
@@ -87,30 +81,35 @@ class References:
     def run(self, job: Job, mesh: Mesh, num_microbatches: int, *rest: Any, **settings: Any) -> Record:
         """``run_reference``, or what it gave for the same arguments."""
         key = repr((id(job), mesh.replica, mesh.shard, num_microbatches, rest, sorted(settings.items())))
+        return self._remembered(key, lambda: run_reference(job, mesh, num_microbatches, *rest, **settings))
+
+    def plain(self, job: Job, config: VerifyConfig) -> Record:
+        """``run_plain``, or what it gave for the same job and clip."""
+        return self._remembered(f"plain {id(job)} {config.clip}", lambda: run_plain(job, config))
+
+    def _remembered(self, key: str, run: Callable[[], Record]) -> Record:
         if key not in self._records:
             if len(self._records) >= REMEMBERED:
                 self._records.pop(next(iter(self._records)))
-            self._records[key] = run_reference(job, mesh, num_microbatches, *rest, **settings)
+            self._records[key] = run()
         return self._records[key]
 
 
 def run_matrix(config: VerifyConfig) -> int:
-    """Every cell of the config's matrix; prints the grid and returns the exit code (0 all as due, 1 not).
+    """Run the cells of the config's matrix, print the grid and return the exit code (0 all as due, 1 not).
 
-    Raises:
-        ValueError: a flag that the matrix decides itself.
+    Raises ValueError for a flag that the matrix decides itself.
     """
     assert config.matrix is not None
     for field in fields(config):
         if field.name not in OF_THE_MATRIX and getattr(config, field.name) != field.default:
             flag = field.name.replace("_", "-")
             raise ValueError(f"--{flag} with --matrix, which chooses its layouts itself: leave one of them out")
-    given = {name: getattr(config, name) for name in ("data", "seed", "deadline")}
-    every = [replace(cell, **given) for cell in cells(config.matrix)]
+    configs = [replace(c, data=config.data, seed=config.seed, deadline=config.deadline) for c in cells(config.matrix)]
     console = Console(highlight=False, soft_wrap=True, stderr=config.json == "-")
     console.width = max(console.width, WIDTH)
     started = time.monotonic()
-    outcomes = run_cells(every, console)
+    outcomes = run_cells(configs, console)
     seconds = time.monotonic() - started
     if config.json:
         write_json(config.json, report(config.matrix, outcomes, seconds))
@@ -118,33 +117,33 @@ def run_matrix(config: VerifyConfig) -> int:
     return 1 if any(outcome.failed for outcome in outcomes) else 0
 
 
-def run_cells(every: Sequence[VerifyConfig], console: Console) -> list[Outcome]:
+def run_cells(configs: Sequence[VerifyConfig], console: Console) -> list[Outcome]:
     """The outcome of each config, in order; failures and progress are printed as they come."""
     outcomes: list[Outcome] = []
-    kept = References()
+    made_once = References()
     started = told = time.monotonic()
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        for config in every:
-            outcomes.append(outcome_of(config, kept))
+        for config in configs:
+            outcomes.append(outcome_of(config, made_once))
             if outcomes[-1].failed:
                 tell(outcomes[-1], console)
             now, done = time.monotonic(), len(outcomes)
             if now - told > EVERY:
-                told, left = now, (now - started) / done * (len(every) - done)
+                told, left = now, (now - started) / done * (len(configs) - done)
                 failed = sum(outcome.failed for outcome in outcomes)
-                console.print(f"{done} of {len(every)} cells, {failed} failed, about {left / 60:.1f} min left")
+                console.print(f"{done} of {len(configs)} cells, {failed} failed, about {left / 60:.1f} min left")
     finally:
         torch.set_num_threads(threads)
     return outcomes
 
 
-def outcome_of(config: VerifyConfig, kept: References) -> Outcome:
+def outcome_of(config: VerifyConfig, made_once: References) -> Outcome:
     """Run one cell; whatever it raises is its outcome."""
     started = time.monotonic()
     try:
-        verdict = verdict_of(config, kept)
+        verdict = verdict_of(config, made_once)
     except Exception as error:
         last = traceback.extract_tb(error.__traceback__)[-1]
         told = (f"{type(error).__name__}: {error}", f"in {last.name}, {last.filename}:{last.lineno}")
@@ -154,27 +153,24 @@ def outcome_of(config: VerifyConfig, kept: References) -> Outcome:
     return replace(outcome, told=_where(verdict)) if outcome.failed else outcome
 
 
-def verdict_of(config: VerifyConfig, kept: References) -> Verdict:
+def verdict_of(config: VerifyConfig, made_once: References) -> Verdict:
     """Record a layout on thread ranks and compare it with its references."""
     validate(config)
-    job = kept.job(config)
+    job = made_once.job(config)
     ranks = thread.run(config.parsed_mesh, lambda comm: record_run(job, config, comm), deadline=config.deadline)
-    return judge(job, config, ranks, *references(job, config, ranks, kept.run))
+    return judge(job, config, ranks, replay(job, config, ranks, made_once.run), made_once.plain(job, config))
 
 
 def _where(verdict: Verdict) -> tuple[str, ...]:
     """The findings that failed, or were not bitwise, and the first messages that were not predicted."""
-    every = (*verdict.tree, *verdict.plain)
-    wrong = [f for f in every if not f.equal] or [f for f in verdict.tree if not f.bitwise]
+    unequal = [f for f in (*verdict.tree, *verdict.plain) if not f.equal]
+    wrong = unequal or [f for f in verdict.tree if not f.bitwise]
     lines = [line_of(finding).strip() for finding in wrong[:TOLD]]
     if len(wrong) > TOLD:
         lines.append(f"and {len(wrong) - TOLD} more findings")
     if verdict.ledger:
         lines += [f"ledger: {len(verdict.ledger)} messages differ from the prediction", *verdict.ledger[:TOLD]]
     return tuple(lines)
-
-
-# ---- what is shown --------------------------------------------------------------------------------------------------
 
 
 def show(outcomes: Sequence[Outcome], seconds: float, console: Console) -> None:
@@ -201,7 +197,7 @@ def tell(outcome: Outcome, console: Console) -> None:
 
 
 def grid(title: str, outcomes: Sequence[Outcome], line: Callable[[VerifyConfig], tuple[int, str]]) -> Table:
-    """How many cells have which verdict: a column for each row of the table, lines by place and name."""
+    """How many cells have which verdict: a column for each strategy, lines by place and name."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1))
     for heading in (title, *TABLE):
         table.add_column(heading, no_wrap=True)

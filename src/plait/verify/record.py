@@ -1,7 +1,7 @@
 """What every rank of a layout records while it trains, and how rank 0 collects it.
 
-A rank records the pieces that it owns, in the parameters' own coordinates; nothing is gathered by the collectives
-under test except the full parameters, which are recorded whole on every rank.
+A rank records the pieces that it owns, in the parameters' own coordinates.  The collectives under test gather only the
+parameters, which every rank records whole.
 """
 
 from __future__ import annotations
@@ -20,7 +20,9 @@ from plait.comm.agree import gather_bytes
 from plait.config import RunConfig
 from plait.core.collectives import Entry
 from plait.core.parallelism import Parallelism
+from plait.core.tensor_cut import TensorCut
 from plait.engine import Engine, StepResult
+from plait.engine.data_parallel.optim import Owned
 from plait.engine.pipeline.stage import Stage
 from plait.job.job import Job
 from plait.plan.cost import StageTraffic, TiedTraffic, differences, predict_line
@@ -38,7 +40,7 @@ class RankRecord:
     local_losses: list[tuple[float, ...]] = field(default_factory=list)
     norms: list[float | None] = field(default_factory=list)
     made: list[bool] = field(default_factory=list)
-    """Which steps were made."""
+    """Whether each step was made, rather than skipped."""
     norm_pieces: list[Piece] = field(default_factory=list)
     gradients: list[dict[Piece, Tensor]] = field(default_factory=list)
     parameters: dict[str, Tensor] = field(default_factory=dict)
@@ -46,31 +48,32 @@ class RankRecord:
     ledger_differences: list[str] = field(default_factory=list)
     tensor_rank: int = 0
     cuts: dict[str, tuple[Any, ...]] = field(default_factory=dict)
-    """The fields of the ``TensorCut`` of every parameter that is cut over the tensor axis."""
+    """The fields of the ``TensorCut`` of each parameter that has one."""
     peak_open: int = 0
     ties: dict[str, tuple[tuple[str, ...], ...]] = field(default_factory=dict)
     """The weights that several stages use: under which names, stage by stage."""
+
+    def cut(self, name: str) -> TensorCut | None:
+        """How a parameter is cut over the tensor axis."""
+        return TensorCut(*self.cuts[name]) if name in self.cuts else None
 
 
 class Recorder:
     """Listens to an engine and fills a ``RankRecord``.
 
     Args:
-        gradients: whether every step's gradients are kept (they are needed for the proof, not for a long run).
+        gradients: whether every step's gradients are kept: the proof needs them, but a long run would fill the memory.
     """
 
     def __init__(self, comm: Comm, *, gradients: bool = True) -> None:
-        self.record = RankRecord(
-            comm.rank, comm.mesh.data_rank(comm.rank), tensor_rank=comm.mesh.index(comm.rank, ("tensor",))
-        )
+        place = comm.mesh.data_rank(comm.rank)
+        self.record = RankRecord(comm.rank, place, tensor_rank=comm.mesh.index(comm.rank, ("tensor",)))
         self._gradients = gradients
 
     def __call__(self, event: str, engine: Engine) -> None:
         if event == "reduced" and self._gradients:
             given = [o for o in engine.owned if engine.update.made and engine.update.have_gradient[o.name]]
-            self.record.gradients.append(
-                {(o.name, o.run.start, o.run.stop): o.gradient.detach().reshape(-1).to("cpu", copy=True) for o in given}
-            )
+            self.record.gradients.append({_piece(o): _copy(o.gradient) for o in given})
 
     def step(self, result: StepResult) -> None:
         """Record what a step did."""
@@ -85,35 +88,39 @@ class Recorder:
         record.parameters = engine.full_state_dict()
         record.peak_open = engine.peak_open
         record.ties = {edge.name: edge.keys for edge in engine.ties.edges}
-        record.norm_pieces = [(o.name, o.run.start, o.run.stop) for o in engine.owned if engine.norm.counts(o)]
+        record.norm_pieces = [_piece(o) for o in engine.owned if engine.norm.counts(o)]
         record.cuts = {o.name: astuple(o.cut) for o in engine.owned if o.cut is not None}
         state = engine.optimizer.state if engine.optimizer is not None else {}
         for o in engine.owned:
-            values = state.get(o.view, {})
-            record.state[(o.name, o.run.start, o.run.stop)] = {
-                key: value.detach().reshape(-1).to("cpu", copy=True)
-                for key, value in values.items()
-                if torch.is_tensor(value)
-            }
+            values = state.get(o.view, {}).items()
+            record.state[_piece(o)] = {key: _copy(value) for key, value in values if torch.is_tensor(value)}
         return record
 
 
+def _piece(owned: Owned) -> Piece:
+    return owned.name, owned.run.start, owned.run.stop
+
+
+def _copy(tensor: Tensor) -> Tensor:
+    return tensor.detach().reshape(-1).to("cpu", copy=True)
+
+
 def record_run(job: Job, config: RunConfig, comm: Comm) -> RankRecord:
-    """Train a job under the config's layout on this rank and record everything."""
+    """``record_layout`` with what a config says."""
     return record_layout(job, comm, config.measured(job, comm), config.microbatches, config.steps, config.clip)
 
 
 def record_layout(
     job: Job, comm: Comm, parallelism: Parallelism, num_microbatches: int, steps: int, clip: float | None = None
 ) -> RankRecord:
-    """Train a job under a layout on this rank and record everything."""
+    """Train a job under a layout on this rank; its record has the gradients of every step."""
     recorder = Recorder(comm)
     engine, scheduler = job.engine(comm, parallelism, clip=clip, listener=recorder)
     place = recorder.record.data_rank, comm.mesh.data_size, num_microbatches, str(comm.device)
     for step in range(steps):
         batches = job.microbatches(step, *place)
         predicted = predict(engine, job, batches)
-        # The engine's own checks, and headers of shapes that it has not seen, are no part of a step.
+        # The engine's own checks, and headers for new shapes, are not part of a step.
         checking = step == 0 or bool(engine.update.unchecked) or engine.runtime.p2p.learns_from(batches)
         mark = len(comm.ledger)
         recorder.step(engine.step(batches))
@@ -125,14 +132,14 @@ def record_layout(
 
 
 def predict(engine: Engine, job: Job, batches: Sequence[Any]) -> tuple[Entry, ...]:
-    """Every message of a step on these microbatches, before it is made."""
+    """All messages of a step on these microbatches, before it is made."""
     comm, num, itemsize = engine.comm, len(batches), job.dtype.itemsize
     line = engine.program(num).line
     leading = [job.leading(batch) for batch in batches]
     entries: list[Entry] = []
     plans = {}
     for number, stage in engine.stages.items():
-        local = [(s[0], _length(stage, s[1])) if stage.axis.sequence else s for s in leading]
+        local = [(s[0], _part(stage, s[1])) if stage.axis.sequence else s for s in leading]
         received, handed = (
             tuple(math.prod(shape) * width * itemsize for shape in local) for width in _widths(stage, job.width)
         )
@@ -145,28 +152,26 @@ def predict(engine: Engine, job: Job, batches: Sequence[Any]) -> tuple[Entry, ..
         for edge in engine.ties.edges
     ]
     trainable = len(engine.exchange.names)
-    entries += predict_line(line, plans, comm.mesh, engine.strategy, num, trainable, comm.rank, tied)
-    return tuple(entries)
+    return (*entries, *predict_line(line, plans, comm.mesh, engine.strategy, num, trainable, comm.rank, tied))
 
 
 def _widths(stage: Stage, width: int) -> tuple[int, int]:
-    """The last dim of what a stage receives and sends: a piece where a boundary parts a column from its row."""
+    """The last dim of what a stage receives and sends: a piece where the boundary lies between a column and its row."""
     kinds = [style.kind for style in stage.parallel.styles.values() if style.cut_dim is not None]
-    piece = _length(stage, width)
+    piece = _part(stage, width)
     return piece if kinds[:1] == ["row"] else width, piece if kinds[-1:] == ["column"] else width
 
 
-def _length(stage: Stage, length: int) -> int:
-    """This rank's part of a dim that the tensor axis cuts."""
-    start, stop = stage.axis.part(length)
-    return stop - start
+def _part(stage: Stage, size: int) -> int:
+    """The size of this rank's part of a dim that the tensor axis cuts."""
+    return len(range(*stage.axis.part(size)))
 
 
 def collect_records(comm: Comm, record: RankRecord) -> list[RankRecord] | None:
     """Every rank's record on rank 0, None on the others."""
     buffer = io.BytesIO()
     torch.save(record.__dict__, buffer)
-    every = gather_bytes(comm, buffer.getvalue())
-    if every is None:
+    records = gather_bytes(comm, buffer.getvalue())
+    if records is None:
         return None
-    return [record, *(RankRecord(**torch.load(io.BytesIO(data), weights_only=True)) for data in every[1:])]
+    return [record, *(RankRecord(**torch.load(io.BytesIO(data), weights_only=True)) for data in records[1:])]

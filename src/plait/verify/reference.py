@@ -1,15 +1,14 @@
 """The single process that repeats the run of a layout: a plain model, plain autograd, a stock optimizer.
 
 It knows nothing of units, flat storage or collectives.  All it takes from the layout is the *order of additions*
-(``core.additions``): each global microbatch's gradient is a leaf, and the tree says which two are added first.  With
-no cut and one microbatch it is the plain full-batch step.
+(``core.additions``): each global microbatch's gradient is a leaf, and the tree says which two are added first.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
@@ -29,12 +28,12 @@ from plait.tensor_parallel.gemm import find_gemm
 Gradients = dict[str, Tensor]
 TiedWeights = Mapping[str, Sequence[Sequence[str]]]
 Piece = tuple[str, int, int]
-"""The elements ``start..stop`` of a named parameter, flat."""
+"""A parameter's name, start and stop: these of its elements, flat."""
 
 
 @dataclass
 class Record:
-    """What a run of the reference recorded, step by step."""
+    """A run of the reference, step by step."""
 
     losses: list[float] = field(default_factory=list)
     microbatch_losses: list[list[float]] = field(default_factory=list)
@@ -48,13 +47,14 @@ class Record:
 class SingleProcess:
     """A whole model in one process, which can play any data rank: it keeps one set of buffers for each.
 
-    ``losses`` are those of the step under way, by global microbatch.
+    ``losses`` are those of the step under way, by global microbatch.  ``masters`` are what the optimizer updates: the
+    parameters themselves, or wider copies of them; ``dtypes`` are those in which the model came.
 
     Args:
         ties: the weights whose uses are summed separately: under which names, use by use.
     """
 
-    def __init__(self, job: Job, num_data_ranks: int, num_microbatches: int, ties: TiedWeights | None = None) -> None:
+    def __init__(self, job: Job, num_data_ranks: int, num_microbatches: int, ties: TiedWeights) -> None:
         self.job, self.ranks, self.microbatches = job, num_data_ranks, num_microbatches
         self.model = job.build()
         materialise(self.model, job.seed, torch.device("cpu"), job.weights)
@@ -65,20 +65,16 @@ class SingleProcess:
         Interceptor(self.current, handlers).follow(self.model)
         self.parameters = dict(self.model.named_parameters())
         self.dtypes = {name: p.dtype for name, p in self.parameters.items()}
-        """In which the model came."""
         self.masters = {name: self._master(p) for name, p in self.parameters.items()}
-        """What the optimizer updates: the parameters themselves, or wider copies of them."""
         self.loss_scale = job.precision.loss_scale()
         self.optimizer = job.optimizer(self.masters.values())
         self.scheduler = job.scheduler(self.optimizer) if job.scheduler else None
         self.buffers = [{name: b.clone() for name, b in self.model.named_buffers()} for _ in range(num_data_ranks)]
         self.losses: list[float] = []
-        self.uses: dict[str, list[nn.Parameter]] = {}
-        for name, (_, *others) in (ties or {}).items():
-            self.uses[name] = [self._use(name, keys) for keys in others]
+        self.uses = {name: [self._use(name, keys) for keys in others] for name, (_, *others) in ties.items()}
 
     def _master(self, parameter: nn.Parameter) -> nn.Parameter:
-        """Gives a parameter the dtype of the computation."""
+        """Gives a parameter the dtype of the computation; returns what the optimizer updates."""
         own, precision = parameter.data, self.job.precision
         parameter.data = own.to(dtype_in(precision.params, own.dtype))
         wide = dtype_in(precision.optim, parameter.dtype)
@@ -99,8 +95,8 @@ class SingleProcess:
 
     def begin(self, step: int) -> int:
         """Fetch the batches of all data ranks; returns the number of targets."""
-        lines = [self.job.microbatches(step, d, self.ranks, self.microbatches) for d in range(self.ranks)]
-        self.step, self.batches = step, [batch for line in lines for batch in line]
+        of_ranks = (self.job.microbatches(step, d, self.ranks, self.microbatches) for d in range(self.ranks))
+        self.step, self.batches = step, [batch for batches in of_ranks for batch in batches]
         self.samples = [len(next(iter(batch.values()))) for batch in self.batches]
         self.losses = [math.nan] * len(self.batches)
         self.count = sum(map(self.job.count_fn, self.batches))
@@ -119,21 +115,19 @@ class SingleProcess:
         self.losses[place] = loss.item()
         for name, buffer in self.model.named_buffers():
             own[name].copy_(buffer)
-        found = {name: p.grad for name, p in self.parameters.items() if p.grad is not None}
-        for name, uses in self.uses.items():
-            found |= {f"{name} {i}": use.grad for i, use in enumerate(uses) if use.grad is not None}
-        sums = self.job.precision.sums
-        return {name: gradient.to(dtype_in(sums, gradient.dtype)) for name, gradient in found.items()}
+        used = {f"{name} {i}": use for name, uses in self.uses.items() for i, use in enumerate(uses)}
+        gradients = {key: p.grad for key, p in (self.parameters | used).items() if p.grad is not None}
+        return {key: g.to(dtype_in(self.job.precision.sums, g.dtype)) for key, g in gradients.items()}
 
     def summed(self, gradients: Gradients) -> Gradients:
         """With the uses of each tied weight added up, in their order, and divided by the loss scale.
 
-        If anything in them is not finite there are none: the step is skipped.
+        Empty where one of them is not finite: then the step is skipped.
         """
         for name, uses in self.uses.items():
-            for key in (f"{name} {i}" for i in range(len(uses))):
-                if key in gradients:
-                    gradients = add(gradients, {name: gradients.pop(key)})
+            for i in range(len(uses)):
+                if (use := gradients.pop(f"{name} {i}", None)) is not None:
+                    gradients = add(gradients, {name: use})
         if self.loss_scale is None:
             return gradients
         for gradient in gradients.values():
@@ -165,7 +159,6 @@ def run_reference(
     norm_pieces: Sequence[Sequence[Piece]] | None = None,
     keep_gradients: bool = True,
     ties: TiedWeights | None = None,
-    gemm: str | None = None,
 ) -> Record:
     """Train ``steps`` steps in this process, adding gradients in the given order.
 
@@ -173,12 +166,11 @@ def run_reference(
         mesh: only the sizes of its data axes matter.
         order: the sums, innermost first, as ``core.additions`` derives them from a row.
         clip: the largest global norm, as for the engine.
-        norm_pieces: the runs whose squares each rank sums for the norm, by rank; None: whole parameters.
+        norm_pieces: the pieces whose squares each rank sums for the norm, by rank; None: whole parameters.
         keep_gradients: whether the record has every step's gradients.
         ties: weights that several stages use (see ``SingleProcess``).
-        gemm: who multiplies the matrices of linear layers; None: the job's choice.
     """
-    one = SingleProcess(job if gemm is None else replace(job, gemm=gemm), mesh.data_size, num_microbatches, ties)
+    one = SingleProcess(job, mesh.data_size, num_microbatches, ties or {})
     sizes = {"replica": mesh.replica, "shard": mesh.shard, MICROBATCH: num_microbatches}
 
     def leaf(at: dict[str, int]) -> Gradients:
@@ -203,7 +195,7 @@ def run_reference(
 
 
 def add(left: Gradients, right: Gradients) -> Gradients:
-    """The sum of two gradients, elementwise; a parameter without gradient on one side keeps the other's."""
+    """The sum of two gradients, element by element; a parameter that has one on one side only keeps it."""
     both = {name: left[name] + right[name] for name in left if name in right}
     return {**left, **right, **both}
 

@@ -12,39 +12,34 @@ import json
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any
 
+import torch
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
 from plait.comm import Comm
 from plait.config import RunConfig, VerifyConfig
+from plait.config.sinks import finite
 from plait.core.additions import additions
-from plait.core.mesh import Mesh
 from plait.job.job import Job, make_job
-from plait.verify.compare import (
-    BITWISE,
-    Finding,
-    Measures,
-    Summary,
-    against_plain,
-    against_tree,
-    summarise,
-)
+from plait.verify.compare import BITWISE, Finding, Measures, against_plain, against_tree
+from plait.verify.plain import run_plain
 from plait.verify.record import RankRecord, collect_records, record_run
 from plait.verify.reference import Record, run_reference
 
-WORST = 8
-"""How many unequal findings are printed by name."""
+WORST = 8  # unequal findings that are printed by name
 
 
 @dataclass(frozen=True)
 class Verdict:
     """The outcome of a verification.
 
-    ``tree`` holds the findings against the replay of the layout's tree, ``plain`` those against one plain full-batch
-    step, ``ledger`` the messages in which prediction and measurement differ.
+    ``tree`` has the findings against the replay of the layout's tree, ``plain`` those against one plain full-batch
+    step, ``ledger`` the messages in which prediction and measurement differ.  ``left_out`` counts the steps that were
+    skipped, because their scaled gradients were not finite; where none was made, nothing is proved.
     """
 
     layout: str
@@ -52,9 +47,7 @@ class Verdict:
     plain: tuple[Finding, ...]
     ledger: tuple[str, ...]
     left_out: int = 0
-    """Steps that were skipped, because their scaled gradients were not finite."""
     none_made: bool = False
-    """All of them: then nothing is proved."""
 
     @property
     def bitwise(self) -> bool:
@@ -70,23 +63,13 @@ class Verdict:
         return "bitwise" if self.equal and self.bitwise else "equal" if self.equal else "different"
 
 
-def references(
-    job: Job, config: RunConfig, ranks: Sequence[RankRecord], run: Callable[..., Record] = run_reference
-) -> tuple[Record, Record]:
-    """The two single-process runs: the layout's own tree of additions, and one plain full batch per step.
-
-    The plain one multiplies as torch does, whoever makes the layout's products.
-    """
-    plain = run(job, Mesh(), 1, additions(config.row), config.steps, clip=config.clip, gemm="torch")
-    return replay(job, config, ranks, run), plain
+def references(job: Job, config: RunConfig, ranks: Sequence[RankRecord]) -> tuple[Record, Record]:
+    """The two single-process runs: the layout's own tree of additions, and one plain full batch per step."""
+    return replay(job, config, ranks), run_plain(job, config)
 
 
 def replay(
-    job: Job,
-    config: RunConfig,
-    ranks: Sequence[RankRecord],
-    run: Callable[..., Record] = run_reference,
-    **options: Any,
+    job: Job, config: RunConfig, ranks: Sequence[RankRecord], run: Callable[..., Record] = run_reference, **options: Any
 ) -> Record:
     """The single process that adds in the order of the config's layout, of which these are the records."""
     pieces = [r.norm_pieces for r in sorted(ranks, key=lambda r: r.rank)] if asked(config) == BITWISE else None
@@ -96,24 +79,24 @@ def replay(
 
 def judge(job: Job, config: RunConfig, ranks: Sequence[RankRecord], tree: Record, plain: Record) -> Verdict:
     """Compare the ranks' records with both references."""
-    amplifies = config.optimizer_row.amplifies
     return Verdict(
         f"{config.row.name} on {config.parsed_mesh}, microbatches per rank: {config.microbatches}",
         tuple(against_tree(ranks, tree, asked(config))),
-        tuple(against_plain(ranks, plain, job.dtype, config.lr, config.steps, amplifies=amplifies)),
+        tuple(against_plain(ranks, plain, _full_batch(config), may_skip=job.dtype == torch.float16)),
         tuple(difference for r in ranks for difference in r.ledger_differences),
-        left_out=ranks[0].made.count(False),
-        none_made=not any(ranks[0].made),
+        ranks[0].made.count(False),
+        not any(ranks[0].made),
     )
 
 
 def asked(config: RunConfig) -> Measures:
-    """The same bits, unless the mesh has a tensor axis."""
-    if config.parsed_mesh.tensor == 1:
-        return BITWISE
-    return Measures.split_products(
-        config.torch_dtype, config.lr, config.steps, amplifies=config.optimizer_row.amplifies
-    )
+    """What the replay is held to: the same bits, unless the mesh has a tensor axis."""
+    return BITWISE if config.parsed_mesh.tensor == 1 else _full_batch(config).of_split_products()
+
+
+def _full_batch(config: RunConfig) -> Measures:
+    amplifies = config.optimizer_row.amplifies
+    return Measures.full_batch(config.torch_dtype, config.lr, config.steps, amplifies=amplifies)
 
 
 def run_verify(config: VerifyConfig, comm: Comm) -> int:
@@ -132,7 +115,7 @@ def run_verify(config: VerifyConfig, comm: Comm) -> int:
 
 
 def report(verdict: Verdict) -> dict[str, Any]:
-    """The verdict as plain data: every finding, and the summaries that the screen shows."""
+    """The verdict and all findings as plain data."""
     return {
         "layout": verdict.layout,
         "verdict": verdict.word,
@@ -146,22 +129,21 @@ def report(verdict: Verdict) -> dict[str, Any]:
 
 def write_json(path: str, data: dict[str, Any]) -> None:
     """Write to a file, or to the standard output for ``-``."""
-    text = json.dumps(data, indent=1)
+    text = json.dumps(finite(data), indent=1, allow_nan=False) + "\n"
     if path == "-":
-        sys.stdout.write(text + "\n")
-        return
-    with open(path, "w", encoding="utf-8") as file:
-        file.write(text + "\n")
+        sys.stdout.write(text)
+    else:
+        Path(path).write_text(text, encoding="utf-8")
 
 
 def show(verdict: Verdict, console: Console, *, every_tensor: bool = False) -> None:
     """Print the two comparisons and the verdict; ``every_tensor`` adds a line for each finding."""
     console.print(f"[bold]{verdict.layout}[/bold]")
-    console.print(findings_table("against one process that adds in this layout's order", summarise(verdict.tree)))
-    console.print(findings_table("against one process and one plain full-batch step", summarise(verdict.plain)))
-    for finding in (*verdict.tree, *verdict.plain) if every_tensor else ():
-        console.print(line_of(finding), soft_wrap=True)
-    for finding in [f for f in (*verdict.tree, *verdict.plain) if not f.equal][:WORST]:
+    console.print(findings_table("against one process that adds in this layout's order", verdict.tree))
+    console.print(findings_table("against plain PyTorch, one full batch a step", verdict.plain))
+    findings = (*verdict.tree, *verdict.plain)
+    unequal = [finding for finding in findings if not finding.equal][:WORST]
+    for finding in (*findings, *unequal) if every_tensor else unequal:
         console.print(line_of(finding), soft_wrap=True)
     if verdict.ledger:
         console.print(f"ledger: {len(verdict.ledger)} messages differ from the prediction")
@@ -179,28 +161,28 @@ def show(verdict: Verdict, console: Console, *, every_tensor: bool = False) -> N
 
 def line_of(finding: Finding) -> str:
     """One finding as a line."""
-    unit = "" if finding.measure == "relative" else " lr*k"
-    bound = "bitwise" if finding.tolerance == 0 else f"{finding.tolerance:.0e}{unit}"
     return (
         f"  {finding.kind} {finding.name}: max abs {finding.max_abs:.3g}, max rel {finding.max_rel:.3g}, "
-        f"{'bitwise' if finding.bitwise else 'not bitwise'}, asked {bound}, {'equal' if finding.equal else 'DIFFERENT'}"
+        f"{'bitwise' if finding.bitwise else 'not bitwise'}, asked {finding.asked}, "
+        f"{'equal' if finding.equal else 'DIFFERENT'}"
     )
 
 
-def findings_table(title: str, lines: Sequence[Summary]) -> Table:
-    """One line per kind of what was compared."""
+def findings_table(title: str, findings: Sequence[Finding]) -> Table:
+    """A line for each kind of what was compared: how many, the largest errors, and the verdict of the worst finding."""
     table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD)
     for heading in ("", "compared", "max abs", "max rel", "bitwise", "tolerance", "verdict"):
         table.add_column(heading, justify="left" if heading == "" else "right", no_wrap=True)
-    for line in lines:
-        unit = "" if line.measure == "relative" else " lr*k"
+    for kind in dict.fromkeys(finding.kind for finding in findings):
+        group = [finding for finding in findings if finding.kind == kind]
+        worst = max(group, key=lambda f: (not f.equal, not f.bitwise, f.measured))
         table.add_row(
-            line.kind,
-            str(line.count),
-            f"{line.max_abs:.2g}",
-            f"{line.max_rel:.2g}",
-            "yes" if line.bitwise else "no",
-            "bitwise" if line.tolerance == 0 else f"{line.tolerance:.0e}{unit}",
-            "equal" if line.equal else "[red]DIFFERENT[/red]",
+            kind,
+            str(len(group)),
+            f"{max(f.max_abs for f in group):.2g}",
+            f"{max(f.max_rel for f in group):.2g}",
+            "yes" if worst.bitwise else "no",
+            worst.asked,
+            "equal" if worst.equal else "[red]DIFFERENT[/red]",
         )
     return table

@@ -94,7 +94,7 @@ def test_reductions_are_issued_in_one_order_on_all_ranks(row: str) -> None:
 
         def forward(self, x_BC: cases.Tensor) -> cases.Tensor:
             x_BC = self.first(x_BC)
-            for k in self.order:
+            for k in self._order:
                 x_BC = self.blocks[k](x_BC)
             out: cases.Tensor = self.head(self.norm(x_BC) * self.scale)
             return out
@@ -103,7 +103,7 @@ def test_reductions_are_issued_in_one_order_on_all_ranks(row: str) -> None:
 
     def body(comm: cases.Comm) -> list[str]:
         model = copy.deepcopy(template)
-        model.order = [(0, 1, 2), (2, 0), (1,)][comm.rank]
+        model._order = [(0, 1, 2), (2, 0), (1,)][comm.rank]
         engine = Engine(
             model,
             comm,
@@ -128,7 +128,7 @@ def test_a_unit_that_runs_on_some_ranks_only_is_named_where_parameters_are_split
         def forward(self, x_BC: cases.Tensor) -> cases.Tensor:
             x_BC = self.first(x_BC)
             for k, block in enumerate(self.blocks):
-                x_BC = x_BC if k == self.skip else block(x_BC)
+                x_BC = x_BC if k == self._skip else block(x_BC)
             out: cases.Tensor = self.head(self.norm(x_BC) * self.scale)
             return out
 
@@ -136,7 +136,7 @@ def test_a_unit_that_runs_on_some_ranks_only_is_named_where_parameters_are_split
 
     def body(comm: cases.Comm) -> None:
         model = copy.deepcopy(template)
-        model.skip = 1 if comm.rank == 1 else -1
+        model._skip = 1 if comm.rank == 1 else -1
         engine = Engine(
             model, comm, strategy=row, optimizer=sgd(model.parameters()), loss_fn=cases.loss_sum, count_fn=cases.count
         )

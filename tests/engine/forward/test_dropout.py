@@ -68,6 +68,7 @@ def attention(x_BTC: Tensor) -> Tensor:
 SERVED: dict[str, Callable[[], nn.Module]] = {
     "nn.Dropout": lambda: nn.Dropout(0.4),
     "F.dropout": lambda: Lambda(lambda x: F.dropout(x, 0.4)),
+    "by keywords": lambda: Lambda(lambda x: torch.dropout(input=F.dropout(input=x, p=0.3), p=0.3, train=True)),
     "torch.dropout": lambda: Lambda(lambda x: torch.dropout(x, 0.4, train=True)),
     "in place": lambda: Lambda(lambda x: F.dropout(x.clone(), 0.4, inplace=True)),
     "twice": lambda: Lambda(lambda x: F.dropout(F.dropout(x, 0.3), 0.3)),

@@ -134,4 +134,6 @@ def test_a_unit_whose_stream_is_gathered_before_its_forward_is_refused() -> None
 def test_a_buffer_of_nan_that_nobody_writes_is_the_same_buffer() -> None:
     nan = torch.tensor([1.0, float("nan")])
     assert same_bits(nan, nan.clone()) and not same_bits(nan, torch.tensor([1.0, 0.0]))
+    infinite = torch.tensor([float("inf")])
+    assert same_bits(infinite, infinite.clone()) and not same_bits(infinite, infinite.nan_to_num())
     assert same_bits(torch.tensor([True]), torch.tensor([True])) and not same_bits(torch.zeros(2), torch.zeros(3))

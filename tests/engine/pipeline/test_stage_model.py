@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 
 from plait.engine.pipeline.stage_model import (
-    Chain,
     ForeignLayer,
     StageModel,
     chain_of,
@@ -67,7 +66,7 @@ def run_part(part: StageModel, received: Tensor) -> Tensor:
     for module in part.model.modules():
         if isinstance(module, ForeignLayer):
             module.at_call = lambda _: received
-    last = part.model.get_submodule(part.chain.names[part.links[-1]])
+    last = part.model.get_submodule(part.chain[part.links[-1]])
     hook = last.register_forward_hook(leave)
     with pytest.raises(Out) as left:
         part.model(received)
@@ -80,14 +79,14 @@ def run_part(part: StageModel, received: Tensor) -> Tensor:
 
 
 def test_a_model_tells_its_links() -> None:
-    assert chain_of(GPT(SMALL)) == Chain(GPT_LINKS)
-    assert chain_of(Told(["first", "second.0", "second.1"])).names == ("first", "second.0", "second.1")
+    assert chain_of(GPT(SMALL)) == GPT_LINKS
+    assert chain_of(Told(["first", "second.0", "second.1"])) == ("first", "second.0", "second.1")
 
 
 def test_the_children_of_a_sequential_are_links() -> None:
-    assert chain_of(nn.Sequential(nn.Linear(3, 3), nn.ReLU(), nn.Linear(3, 3))) == Chain(("0", "1", "2"))
+    assert chain_of(nn.Sequential(nn.Linear(3, 3), nn.ReLU(), nn.Linear(3, 3))) == ("0", "1", "2")
     shared = nn.Linear(3, 3)
-    assert chain_of(nn.Sequential(shared, nn.ReLU(), shared)).names == ("0", "1", "2"), "also one that stands twice"
+    assert chain_of(nn.Sequential(shared, nn.ReLU(), shared)) == ("0", "1", "2"), "also one that stands twice"
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen2"])
@@ -96,9 +95,9 @@ def test_the_links_of_a_hugging_face_decoder(kind: Any, tie: bool) -> None:
     pytest.importorskip("transformers")
     model = build_hf(HFConfig(**LLAMA, kind=kind, tie=tie))
     names = ("model.embed_tokens", "model.layers.0", "model.layers.1", "model.norm", "lm_head")
-    assert chain_of(model) == Chain(names)
+    assert chain_of(model) == names
     bare = model.get_submodule("model")
-    assert chain_of(bare) == Chain(("embed_tokens", "layers.0", "layers.1", "norm"))
+    assert chain_of(bare) == ("embed_tokens", "layers.0", "layers.1", "norm")
 
 
 @pytest.mark.parametrize(
@@ -238,7 +237,7 @@ def test_a_weight_on_two_links_of_one_part_is_one_parameter_there() -> None:
 
 def test_the_whole_is_the_model_itself() -> None:
     model = cases.Net()
-    whole = StageModel.whole(model)
+    whole = StageModel.part(model, (), range(0), set())
     assert whole.model is model and all(whole.origin[id(p)] is p for p in model.parameters())
     assert len(whole.origin) == len([*model.parameters()])
 
@@ -248,7 +247,7 @@ def test_the_whole_is_the_model_itself() -> None:
 
 def uses(model: nn.Module, num_stages: int) -> dict[str, tuple[int, ...]]:
     chain = chain_of(model)
-    found = stages_using(model, chain, even(len(chain.names), num_stages))
+    found = stages_using(model, chain, even(len(chain), num_stages))
     return {name: found[id(p)] for name, p in model.named_parameters()}
 
 

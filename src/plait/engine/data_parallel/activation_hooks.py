@@ -1,7 +1,7 @@
-"""Hooks on activations of the microbatches under way; they go with their microbatch.
+"""Hooks on activations tell that a unit's backward begins, or is over; they go with their microbatch.
 
-Some tell that a unit's backward begins (its output's gradient has come), the others that it is over: the gradients of
-all its inputs have come, over all its calls in the microbatch.
+It begins when the gradient of the unit's output comes.  It is over when those of all its inputs have come, over all its
+calls in the microbatch.
 """
 
 from __future__ import annotations
@@ -18,21 +18,22 @@ from plait.engine.data_parallel.unit import Unit
 
 
 def tensors_in(value: Any) -> list[Tensor]:
-    """Those of a pytree."""
+    """The tensors of a pytree."""
     return [value] if type(value) is Tensor else [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
 
 
 class ActivationHooks:
-    """By microbatch; ``microbatch`` is the one whose pass runs (a user's own loop has one)."""
+    """The hooks of every microbatch under way."""
 
     def __init__(self) -> None:
         self.microbatch = 0
+        """The one whose pass runs (a user's own loop has one)."""
         self._handles: defaultdict[int, list[RemovableHandle]] = defaultdict(list)
         self._missing: defaultdict[int, Counter[Unit]] = defaultdict(Counter)
         """Inputs of each unit whose gradients are still to come."""
 
     def when_gradient_comes(self, tensor: Tensor, call: Callable[[Tensor], None]) -> None:
-        """Call when the tensor's gradient comes in this microbatch (a hook on a parameter would stay forever)."""
+        """Call when the tensor's gradient comes (a hook on a parameter would stay beyond the microbatch)."""
         self._handles[self.microbatch].append(tensor.register_hook(call))
 
     def await_inputs(self, unit: Unit, inputs: Iterable[Any], call: Callable[[Unit], None]) -> None:
@@ -49,16 +50,12 @@ class ActivationHooks:
                 self.when_gradient_comes(tensor, arrived)
 
     def inputs_have_come(self, unit: Unit) -> bool:
-        """Whether the gradients of all its inputs have; False where none of them wants one."""
+        """Whether the gradients of all its inputs have come; False where none of them wants one."""
         return self._missing[self.microbatch].get(unit) == 0
 
-    def drop(self, microbatch: int) -> None:
-        """It is over."""
-        self._missing.pop(microbatch, None)
-        for handle in self._handles.pop(microbatch, ()):
-            handle.remove()
-
-    def drop_all(self) -> None:
-        """Whatever an earlier step left behind when it raised is gone."""
-        for microbatch in {*self._missing, *self._handles}:
-            self.drop(microbatch)
+    def drop(self, *microbatches: int) -> None:
+        """Remove the hooks of microbatches that are over; without any, all."""
+        for microbatch in microbatches or {*self._missing, *self._handles}:
+            self._missing.pop(microbatch, None)
+            for handle in self._handles.pop(microbatch, ()):
+                handle.remove()

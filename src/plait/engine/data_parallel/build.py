@@ -1,15 +1,15 @@
-"""From a user's model to units: cutting it, and laying its parameters in flat storages.
+"""From a user's model to units: cutting it, and laying its parameters in flat buffers.
 
-    model ── wrap ──► units ── by dtype, training, sums ──► flat layouts ──► storages, pieces of what has values
+    model ── wrap ──► units ── by dtype, training, sums ──► flat layouts ──► buffers, pieces of what has values
                                                                               └─ what is on meta comes later
 
-Weights that arrive with values are kept; parameters that are still on the meta device get theirs afterwards (see
-``engine.state.init``), so that a rank never holds more than its pieces and one module.
+Parameters on the meta device get their values afterwards (see ``engine.state.init``), so that a rank never has more
+than its pieces and one module.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -17,8 +17,9 @@ import torch
 from torch import nn
 
 from plait.comm import Comm
-from plait.core.cells import Cell, Strategy, moves
-from plait.core.flat import Cut, lay
+from plait.core.cells import Cell, moves
+from plait.core.flat import lay
+from plait.core.parallelism import Parallelism
 from plait.core.tensor_cut import TensorCut
 from plait.engine.data_parallel.storage import Flat, dtype_in
 from plait.engine.data_parallel.unit import Unit
@@ -28,14 +29,13 @@ from plait.tensor_parallel import Parallel
 
 @dataclass(frozen=True)
 class SourceModel:
-    """The user's model, from which stages are cut.
-
-    ``names`` are its parameters' names by ``id``; ``tied`` are those that several stages use.
-    """
+    """The user's model, from which stages are cut."""
 
     model: nn.Module
     names: Mapping[int, str]
+    """Of its parameters, by ``id``."""
     tied: frozenset[int] = frozenset()
+    """The parameters that several stages use, by ``id``."""
 
 
 @dataclass(frozen=True)
@@ -68,28 +68,20 @@ def build_units(
     origin: Mapping[int, nn.Parameter],
     whole: SourceModel,
     comm: Comm,
-    strategy: Strategy,
-    *,
-    names: Iterable[str] | None,
-    cut: Cut,
-    resting: dict[int, str],
+    parallelism: Parallelism,
     parallel: Parallel,
+    resting: dict[int, str],
 ) -> BuiltUnits:
-    """Cut a stage into units whose flat storages hold this rank's pieces; their values on meta come next.
+    """Cut a stage into units whose flat buffers have this rank's pieces of what has values.
 
     Args:
-        model: the stage's; parameters with values, or on meta, or some of each.
         origin: by ``id`` of a parameter of the stage, the whole model's.
-        names: the modules that become units; None wraps automatically.
-        cut: where pieces may end.
-        resting: will hold the names, by ``id``, of parameters whose values are not here at the moment.
         parallel: how tensor parallelism cuts parameters, before they are laid in their units.
-
-    Raises:
-        ValueError: unknown unit names.
+        resting: kept up to date with the names, by ``id``, of parameters that are at rest.
     """
-    wrapped = wrap(model, names)
-    for module in model.modules():
+    strategy, cut, modules = parallelism.strategy, parallelism.cut, dict(model.named_modules())
+    wrapped = wrap(model, parallelism.units and [name for name in parallelism.units if name in modules])
+    for module in modules.values():
         for name, buffer in module._buffers.items():
             if buffer is not None:
                 module._buffers[name] = buffer.to(comm.device)
@@ -115,9 +107,9 @@ def build_units(
             values = [None if p.is_meta else p.data for _, p in group]
             targets = [_off_meta(p, comm.device) for _, p in group]
             flat = Flat(layout, targets, strategy, comm, resting, cuts, id(first) in parallel.summed)
-            for index, ((_, old), value) in enumerate(zip(group, values, strict=True)):
+            for index, ((_, old), new, value) in enumerate(zip(group, targets, values, strict=True)):
                 if value is None:
-                    fresh.append(Unmaterialized(origin[id(old)], old, targets[index], flat, index))
+                    fresh.append(Unmaterialized(origin[id(old)], old, new, flat, index))
                 else:
                     flat.write(index, value)
             flats.append(flat)
@@ -133,10 +125,8 @@ def _shapes(
     group: Sequence[tuple[str, nn.Parameter]], cuts: Sequence[TensorCut | None], index: int
 ) -> list[tuple[str, tuple[int, ...]]]:
     """Names and shapes of what tensor rank ``index`` holds."""
-    return [
-        (name, tuple(p.shape) if cut is None else cut.local_shape(index))
-        for (name, p), cut in zip(group, cuts, strict=True)
-    ]
+    pairs = zip(group, cuts, strict=True)
+    return [(name, tuple(p.shape) if cut is None else cut.local_shape(index)) for (name, p), cut in pairs]
 
 
 def _off_meta(parameter: nn.Parameter, device: torch.device) -> nn.Parameter:
@@ -149,9 +139,9 @@ def _off_meta(parameter: nn.Parameter, device: torch.device) -> nn.Parameter:
 def _by_kind(
     parameters: Sequence[tuple[str, nn.Parameter]], cell: Cell, summed: Collection[int], tied: Collection[int]
 ) -> list[list[tuple[str, nn.Parameter]]]:
-    """Who shares a flat buffer: parameters alike in dtype, in whether they train, and in whether they are summed.
+    """Parameters alike in dtype, in whether they train, and in whether they are summed share a flat buffer.
 
-    One that several stages use has a buffer of its own, laid alike on each of them.
+    One that several stages use has its own, laid alike on each of them.
     """
     groups: dict[tuple[torch.dtype, bool, bool, str], list[tuple[str, nn.Parameter]]] = {}
     for name, parameter in parameters:

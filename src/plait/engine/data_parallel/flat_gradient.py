@@ -1,7 +1,7 @@
 """Where the gradient of one flat buffer lies: the accumulator, and what a microbatch adds to it.
 
-A gradient is taken in one pass: straight into the accumulator where it holds every element (the first microbatch is
-copied, later ones are added), elsewhere into a transient buffer, which is reduced to this rank's piece.
+Where the accumulator has every element, gradients go straight into it: the first microbatch's are copied, later ones
+added.  Elsewhere they go to a transient buffer, which is reduced to this rank's piece.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from plait.engine.data_parallel.transfers import transfers
 class Buffers:
     """Transient gradient buffers, reused: fresh memory costs page faults.
 
-    A larger buffer serves a smaller unit, and one that is too small is given up for a larger one, so there are never
+    A larger buffer serves a smaller unit, and a larger one takes the place of one that is too small, so there are never
     more buffers than were in use at once.
     """
 
@@ -29,11 +29,9 @@ class Buffers:
     def take(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """``numel`` elements, with whatever was in them before."""
         same = sorted((t for t in self._free if t.dtype == dtype), key=Tensor.numel)
-        base = next((t for t in same if t.numel() >= numel), None)
-        if same:
-            gone = same[-1] if base is None else base
-            self._free = [t for t in self._free if t is not gone]
-        if base is None:
+        base = next((t for t in same if t.numel() >= numel), same[-1] if same else None)
+        self._free = [t for t in self._free if t is not base]
+        if base is None or base.numel() < numel:
             base = torch.zeros(numel, dtype=dtype, device=device)
         view = base[:numel]
         self._bases[id(view)] = base
@@ -43,38 +41,39 @@ class Buffers:
         """What ``take`` returned is free again."""
         self._free.append(self._bases.pop(id(view)))
 
+    def clear(self) -> None:
+        """Give up the memory of those that are free."""
+        self._free.clear()
+
     @property
     def bytes(self) -> int:
-        return sum(t.numel() * t.element_size() for t in self._free)
+        return sum(buffer.nbytes for buffer in self._free)
 
 
 class FlatGradient:
-    """The gradient of one flat buffer: its accumulator (this rank's piece) and what the microbatch adds."""
+    """The gradient of one flat buffer; ``accumulated`` is this rank's piece."""
 
     def __init__(self, flat: Flat, moves: Moves, comm: Comm, buffers: Buffers) -> None:
         self.flat, self.buffers = flat, buffers
         start, stop = flat.grads_place
         self.direct = not flat.grads_split
-        """The accumulator holds every element, so gradients are taken straight into it."""
+        """The accumulator has every element."""
         self.accumulated = torch.zeros(stop - start, dtype=flat.sum_dtype, device=flat.rest.device)
-        self.views = self._cut(self.accumulated) if self.direct else []
+        self.views = flat.views(self.accumulated) if self.direct else []
         self.transient: Tensor | None = None
         self.touched: set[int] = set()
-        """Which parameters got a gradient in this step: zero is a gradient, none is not."""
+        """The parameters that got a gradient in this step: zero is a gradient, none is not."""
         self.touched_now: set[int] = set()
-        """In this microbatch."""
+        """Those of this microbatch."""
         self.started = False
+        """The accumulator has a microbatch's sum."""
         self.claimed = False
-        """A reduction writes, or has written, the first microbatch's sum into the accumulator."""
+        """A reduction writes, or has written, the first one into it."""
         self.microbatch_messages = () if self.direct else transfers(moves.microbatch, flat.layout, comm)
 
     def name(self, index: int) -> str:
-        """Of one of its parameters."""
+        """A parameter's name."""
         return self.flat.layout.slots[index].name
-
-    def _cut(self, whole: Tensor) -> list[Tensor]:
-        """A view for every parameter."""
-        return [whole[slot.offset : slot.end].view(slot.shape) for slot in self.flat.layout.slots]
 
     def begin_step(self) -> None:
         """Forget the last step's sum (the memory stays)."""
@@ -94,14 +93,14 @@ class FlatGradient:
 
     @property
     def owned(self) -> Tensor:
-        """The elements that this rank's optimizer updates; they are the whole sum once the step has reduced them."""
+        """The elements that this rank's optimizer updates."""
         (start, stop), first = self.flat.optim_place, self.flat.grads_place[0]
         return self.accumulated[start - first : stop - first]
 
     def make_transient(self) -> Tensor:
         """A buffer for the whole gradient of a microbatch."""
         self.transient = self.buffers.take(self.flat.layout.numel, self.flat.sum_dtype, self.flat.rest.device)
-        self.views = self._cut(self.transient)
+        self.views = self.flat.views(self.transient)
         return self.transient
 
     def hand_over(self) -> tuple[Tensor, Tensor]:

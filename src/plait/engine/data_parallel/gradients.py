@@ -1,19 +1,19 @@
 """How gradients reach their owners.
 
-Autograd hands over a parameter's gradient once per backward.  A hook takes it into the unit's flat gradient buffer
-(see ``flat_gradient``), and when the last gradient of the unit has come the row's ``microbatch`` move starts:
+Autograd hands over a parameter's gradient once per backward.  A hook takes it into the unit's flat gradient buffer (see
+``flat_gradient``), and when the unit's last gradient has come the row's ``microbatch`` move starts:
 
     row          a microbatch's gradient goes            after the microbatch              at the step
     ddp, zero1   straight into the full accumulator      -                                 all_reduce / reduce_scatter
     hsdp, psdp   into a transient buffer                 reduce_scatter, piece is added    all_reduce / reduce_scatter
     zero2, 3     into a transient buffer                 reduce_scatter, piece is added    -
 
-Sums that wait for the step start as soon as a unit's last backward is over, if messages travel beside computation; on
-a CPU without a core to spare they would only take turns with it, and go faster in one go after the backward.
+The step's sums start as soon as a unit's last backward is over, if messages travel beside computation; on a CPU without
+a core to spare they would only take turns with it, and are faster all together after the backward.
 
-*Order.*  Where parameters are split, every rank runs the same units in the same order (their gathers would not
-match otherwise), so a microbatch's reductions start as units complete.  All other reductions start in one fixed
-order, last unit first; a unit that did not run here still takes part, with zeros.
+*Order.*  Where parameters are split, every rank runs the same units in the same order (their gathers would not match
+otherwise), so a microbatch's reductions start as units complete.  All other reductions start in one fixed order, last
+unit first; a unit that did not run here still takes part, with zeros.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from torch import Tensor
 from plait.comm import Comm
 from plait.core.collectives import Note
 from plait.engine.data_parallel.flat_gradient import Buffers, FlatGradient
+from plait.engine.data_parallel.gradient_watch import GradientWatch
 from plait.engine.data_parallel.transfers import send, transfers
 from plait.engine.data_parallel.unit import State, Unit
 from plait.engine.data_parallel.unshard import Unsharding
@@ -46,28 +47,26 @@ class UnitGradients:
         parameters = [parameter for gradient in self.flats for parameter in gradient.flat.parameters]
         self.nodes = [torch.autograd.graph.get_gradient_edge(parameter).node for parameter in parameters]
         self.due: int | None = None
-        """Gradients that are still to come in this microbatch; None before the first."""
+        """Gradients still to come in this microbatch; None before the first."""
         self.complete = False
-        """The microbatch's have all come."""
+        """All of this microbatch have come."""
         self.summed = False
-        """All microbatches are: the step's own reductions may start."""
+        """All microbatches have been added: the step's own reductions may start."""
         summed = [gradient for gradient in self.flats if gradient.flat.summed]
         path = [(move, summed) for move in unit.moves.summed] + [(move, self.flats) for move in unit.moves.step]
         steps = [[(g, m) for g in flats for m in transfers([move], g.flat.layout, comm)] for move, flats in path]
         self.step_messages = [messages for messages in steps if messages]
-        """Move by move: the next starts from what the one before has left."""
+        """Move by move: each starts from what the one before has left."""
 
 
 class Gradients:
-    """The gradients of every unit of a stage, from hook to owner.
-
-    Args:
-        unsharding: told when a unit's backward is complete.
-    """
+    """The gradients of every unit of a stage, from hook to owner; ``unsharding`` is told when a unit's are complete."""
 
     def __init__(self, unsharding: Unsharding, comm: Comm) -> None:
         self.unsharding, self.comm = unsharding, comm
         self.buffers = Buffers()
+        self.watch: GradientWatch | None = None
+        """Looks at every unit's gradient before it is reduced."""
         self.order = [UnitGradients(unit, self) for unit in reversed(unsharding.units) if unit.trains]
         self.flats = [gradient for unit in self.order for gradient in unit.flats]
         """All of them, last unit first."""
@@ -108,8 +107,8 @@ class Gradients:
     def _hook(unit: UnitGradients, gradient: FlatGradient, index: int) -> Callable[[Tensor], None]:
         """What autograd calls with a parameter that has its gradient.
 
-        It refers to all else weakly: Python's collector does not see these hooks from their parameter, so one that held
-        the engine, and by it the parameter, would keep both forever.
+        Its references are weak: Python's collector does not see these hooks from their parameter, so one that held the
+        engine, and through it the parameter, would keep both forever.
         """
         of_unit, of_gradient = ref(unit), ref(gradient)
 
@@ -153,6 +152,11 @@ class Gradients:
 
     def _unit_complete(self, unit: UnitGradients) -> None:
         unit.complete = True
+        if self.watch is not None:
+            for gradient in unit.flats:
+                whole = gradient.accumulated if gradient.direct else gradient.transient
+                if whole is not None:
+                    self.watch.look(whole, self.unsharding.microbatch, gradient.name(0))
         self.unsharding.has_gradients(unit.unit)
         if unit.unit.split:
             self._reduce_microbatch(unit)
@@ -160,7 +164,7 @@ class Gradients:
             self._reduce_in_fixed_order()
 
     def end_microbatch(self) -> None:
-        """After a backward: the units that did not run here take their part with zeros, where others may have run."""
+        """After a backward: units that did not run here, but may have elsewhere, take part with zeros."""
         for unit in self._in_fixed_order:
             unit.complete = True
         self._reduce_in_fixed_order()
@@ -213,7 +217,7 @@ class Gradients:
     # ---- the step -----------------------------------------------------------------------------------------------
 
     def _has_sum(self, unit: UnitGradients) -> None:
-        """The unit has its last microbatch's sum; the step's moves start in the fixed order."""
+        """The unit has its sum over all microbatches; the step's moves start in the fixed order."""
         unit.summed = True
         self._start_steps()
 
@@ -234,6 +238,12 @@ class Gradients:
             yield
             for work in works:
                 work.wait()
+
+    def wipe(self) -> None:
+        """No buffer keeps a number that is not finite, where it would meet the next step's."""
+        for gradient in self.flats:
+            gradient.accumulated.zero_()
+        self.buffers.clear()
 
     def touched(self) -> set[str]:
         """The parameters that got a gradient on this rank in this step."""

@@ -1,16 +1,16 @@
 """Who updates what: a stock optimizer pointed at the pieces this rank owns.
 
-``OwnedOptimizer`` takes an optimizer that was built on the model's parameters in the ordinary way and replaces, in
-its parameter groups, each parameter by views of the runs of it that lie in this rank's piece:
+``OwnedOptimizer`` takes an optimizer that was built on the model's parameters in the ordinary way and replaces, in its
+parameter groups, each parameter by views of the runs of it that lie in this rank's piece:
 
     group 0: [w, b]          rank 0: [w[0:32]]               lr, weight decay, betas: untouched
                              rank 1: [w[32:35], b]
 
-States are made lazily, at the first step, so those of elements that a rank does not own never come to exist.  The
-updates happen in place in the unit's storage.  Learning-rate schedules that hold the optimizer go on working.
+States are made at the first step, so those of elements that a rank does not own never exist.  Updates happen in place
+in the unit's storage, and learning-rate schedules that hold the optimizer go on working.
 
-Cutting a parameter is right only for *element-wise* optimizers; that is probed, not looked up in a list: two steps
-on a small matrix, whole and as two flat runs, must agree to the bit.
+Cutting a parameter is right only for *element-wise* optimizers.  That is probed, not looked up in a list: two steps on
+a small matrix, whole and as two flat runs, must agree to the bit.
 """
 
 from __future__ import annotations
@@ -34,8 +34,7 @@ from plait.engine.data_parallel.storage import Flat
 class Owned:
     """One run of a parameter that this rank's optimizer updates.
 
-    ``view`` lies in the unit's storage (or in its master weights), ``gradient`` in its accumulator; both have the
-    parameter's shape where the run is the whole of it, and are flat otherwise.
+    ``view`` and ``gradient`` have the parameter's shape where the run is the whole of it, and are flat otherwise.
     """
 
     name: str
@@ -44,13 +43,15 @@ class Owned:
     cut: TensorCut | None
     """How the parameter is cut over the tensor axis; the run lies in this rank's piece of it."""
     view: nn.Parameter
+    """In the unit's storage, or in its master weights."""
     gradient: Tensor
+    """In the accumulator."""
     converts: bool
     """The optimizer has another dtype or device than the sums."""
 
 
 def owned_runs(gradients: Iterable[FlatGradient]) -> list[Owned]:
-    """Every run that the rows' optimizer cell gives this rank."""
+    """Every run that the row's optimizer cell gives this rank."""
     owned = []
     for g in gradients:
         flat, updated, sums = g.flat, g.flat.updated, g.owned
@@ -64,66 +65,60 @@ def owned_runs(gradients: Iterable[FlatGradient]) -> list[Owned]:
 
 
 def rebuilt(optimizer: Optimizer, groups: Sequence[Mapping[str, Any]]) -> Optimizer:
-    """A new optimizer of the same class and settings on other parameters, with no state."""
+    """A new optimizer of the same class and settings on other parameters."""
     signature = inspect.signature(type(optimizer).__init__).parameters
     takes_any = any(p.kind is p.VAR_KEYWORD for p in signature.values())
     settings = {k: v for k, v in optimizer.defaults.items() if takes_any or k in signature}
     return type(optimizer)([dict(group) for group in groups], **settings)
 
 
-def probe_elementwise(optimizer: Optimizer, dtype: torch.dtype | None = None) -> str | None:
+def probe_elementwise(optimizer: Optimizer, dtype: torch.dtype | None) -> str | None:
     """Why the optimizer is not element-wise; None when two probing steps say that it is.
 
-    Each parameter group's settings are tried on an 8 x 12 matrix, whole and cut where a flat layout may cut.
-
-    Args:
-        dtype: of what it will update; None: of the group's first parameter.
+    The settings of each parameter group are tried on an 8 x 12 matrix, whole and cut where a flat layout may cut, in
+    the dtype of what it will update (None: of the group's first parameter).
     """
     for number, group in enumerate(optimizer.param_groups):
-        dtype = dtype or (group["params"][0].dtype if group["params"] else torch.float32)
+        own = group["params"][0].dtype if group["params"] else torch.float32
         settings = {k: v for k, v in group.items() if k != "params"}
         if "lr" in settings and float(settings["lr"]) == 0:
             settings["lr"] = 0.1  # a schedule that warms up from 0 would let any optimizer pass
-        values = torch.linspace(-1, 1, 96, dtype=torch.float64).sin().to(dtype)
-        whole = [nn.Parameter(values.clone().view(8, 12))]
+        values = torch.linspace(-1, 1, 96, dtype=torch.float64).sin().to(dtype or own)
         cut = max(GRAIN, BOUNDARY_BYTES // values.element_size())  # where flat layouts may cut this dtype
-        runs = [nn.Parameter(values[:cut].clone()), nn.Parameter(values[cut:].clone())]
+        stepped = []
         try:
-            for parameters in (whole, runs):
+            for sizes, shape in (([96], (8, 12)), ([cut, 96 - cut], (-1,))):
+                parameters = [nn.Parameter(part.clone().view(shape)) for part in values.split(sizes)]
                 probe = rebuilt(optimizer, [{**settings, "params": parameters}])
                 for step in (1, 2):
-                    gradient = (values * 3 + step).cos()
-                    parts = [gradient.view(8, 12)] if parameters is whole else [gradient[:cut], gradient[cut:]]
-                    for parameter, part in zip(parameters, parts, strict=True):
-                        parameter.grad = part.clone()
+                    gradients = (values * 3 + step).cos().split(sizes)
+                    for parameter, gradient in zip(parameters, gradients, strict=True):
+                        parameter.grad = gradient.clone().view(shape)
                     probe.step()
+                stepped.append(torch.cat([parameter.detach().view(-1) for parameter in parameters]))
         except Exception as error:  # whatever a class raises on flat runs is its reason
             return f"{type(error).__name__} on flat runs of a matrix: {error}"
-        pieces = torch.cat([run.detach() for run in runs])
-        if not torch.equal(pieces, whole[0].detach().view(-1)):
-            worst = (pieces - whole[0].detach().view(-1)).abs().max().item()
+        if not torch.equal(*stepped):
+            worst = (stepped[0] - stepped[1]).abs().max().item()
             return f"two steps on a matrix and on two flat runs of it differ by up to {worst:.3g} (group {number})"
     return None
 
 
 def has_state_at_once(optimizer: Optimizer) -> bool:
-    """Whether the class makes its states when it is built (Adagrad) and not at the first step."""
-
-    def on_meta(parameter: Tensor) -> Tensor:
-        return torch.empty_like(parameter, device="meta").requires_grad_(parameter.requires_grad)
-
-    groups = [group for group in optimizer.param_groups if group["params"]]
-    return bool(rebuilt(optimizer, [{**group, "params": [*map(on_meta, group["params"])]} for group in groups]).state)
+    """Whether the class makes its states when it is built (Adagrad) and not at the first step; tried on meta."""
+    groups = []
+    for group in optimizer.param_groups:
+        on_meta = [nn.Parameter(torch.empty_like(p, device="meta"), p.requires_grad) for p in group["params"]]
+        if on_meta:
+            groups.append({**group, "params": on_meta})
+    return bool(rebuilt(optimizer, groups).state)
 
 
 class OwnedOptimizer:
-    """The user's optimizer, holding only what this rank owns.
+    """The user's optimizer, changed in place to have only what this rank owns of all flat gradients.
 
-    Args:
-        optimizer: built on the model's own parameters; it is changed in place and stays the user's object.
-        names: the model's parameter names by ``id``.
-        gradients: every flat gradient of the rank.
-        cuts: whether any run may be less than a whole parameter.
+    Several optimizers may share the parameters, each of which is in one of them.  ``names`` are those of the model's
+    own parameters by ``id``; ``cuts`` says whether a run may be part of a parameter.
 
     Raises:
         ValueError: parameters that are not the model's, an optimizer that has made steps already, or one that is not
@@ -131,12 +126,41 @@ class OwnedOptimizer:
     """
 
     def __init__(
-        self, optimizer: Optimizer, names: Mapping[int, str], gradients: Sequence[FlatGradient], *, cuts: bool
+        self,
+        optimizers: Sequence[Optimizer],
+        names: Mapping[int, str],
+        gradients: Sequence[FlatGradient],
+        *,
+        cuts: bool,
     ) -> None:
-        self.optimizer = optimizer
+        self.optimizers = tuple(optimizers)
         self.owned = owned_runs(gradients)
         updated = gradients[0].flat.updated.dtype if gradients else None  # the same on ranks that own nothing
         self.masters = [g.flat.master for g in gradients if g.flat.master is not None]
+        by_name: dict[str, list[Owned]] = {}
+        for piece in self.owned:
+            by_name.setdefault(piece.name, []).append(piece)
+        seen: dict[int, Optimizer] = {}
+        for optimizer in optimizers:
+            for parameter in (p for group in optimizer.param_groups for p in group["params"]):
+                if seen.setdefault(id(parameter), optimizer) is not optimizer:
+                    raise ValueError(
+                        f"{names.get(id(parameter), 'a parameter')!r} is in two optimizers, "
+                        f"{type(seen[id(parameter)]).__name__} and {type(optimizer).__name__}: give it to one of them"
+                    )
+        for optimizer in optimizers:
+            self._take(optimizer, names, by_name, updated, cuts=cuts)
+
+    @staticmethod
+    def _take(
+        optimizer: Optimizer,
+        names: Mapping[int, str],
+        by_name: Mapping[str, list[Owned]],
+        updated: torch.dtype | None,
+        *,
+        cuts: bool,
+    ) -> None:
+        """Check an optimizer, and point it at the pieces."""
         if any(id(p) not in names for group in optimizer.param_groups for p in group["params"]):
             raise ValueError(
                 "the optimizer holds parameters that are not the model's: build it on model.parameters() of this very "
@@ -151,9 +175,6 @@ class OwnedOptimizer:
                 f"{type(optimizer).__name__} is not element-wise, so parameters cannot be cut anywhere: {reason}. "
                 f'Use cut="tensor" (whole tensors on one owner) or a row that keeps the optimizer state full (ddp)'
             )
-        by_name: dict[str, list[Owned]] = {}
-        for piece in self.owned:
-            by_name.setdefault(piece.name, []).append(piece)
         for group in optimizer.param_groups:  # the user's own: see docs/guide/your-own-loop.md
             group["params"] = [o.view for p in group["params"] for o in by_name.get(names[id(p)], ())]
         optimizer.state.clear()
@@ -169,12 +190,9 @@ class OwnedOptimizer:
 
     def state_bytes(self) -> int:
         """Bytes of this rank's optimizer state, step counters left out, and of its master weights."""
-        return sum(m.numel() * m.element_size() for m in self.masters) + sum(
-            value.numel() * value.element_size()
-            for piece in self.owned
-            for key, value in self.optimizer.state.get(piece.view, {}).items()
-            if torch.is_tensor(value) and key != "step"
-        )
+        states = [one.state.get(piece.view, {}) for piece in self.owned for one in self.optimizers]
+        tensors = [v for state in states for key, v in state.items() if torch.is_tensor(v) and key != "step"]
+        return sum(tensor.nbytes for tensor in [*self.masters, *tensors])
 
 
 def square_sum(runs: Iterable[Tensor]) -> float:
@@ -189,10 +207,7 @@ def square_sum(runs: Iterable[Tensor]) -> float:
 
 @torch.no_grad()
 def scale(runs: Iterable[Tensor], factor: float) -> None:
-    """Multiply gradients in place, run by run.
-
-    One by one and not as ``_foreach_mul_``, which rounds the factor to bf16 first and so changes bits.
-    """
+    """Multiply gradients in place; ``_foreach_mul_`` would round the factor to bf16 first, and so change bits."""
     for run in runs:
         run.mul_(factor)
 

@@ -1,14 +1,12 @@
 """One flat buffer of a unit on this rank, and the pieces of it that the row keeps here.
 
-    full     every element; parameters are views of it.  Where the row splits parameters it has memory only while they
-             are gathered: resharding resizes its storage to nothing and unsharding resizes it back, so whatever
-             autograd saved (parameters, or views of them such as ``weight.t()``) points at the right values again
-    rest     what this rank holds of the parameters at rest; where nothing is split, it is ``full``
-    kept     from a forward to its backward: what the next gather starts from
-    master   what the optimizer updates, where its cell has another dtype or device than the parameters'; they are
-             rounded from it after each update.  Elsewhere the optimizer updates a part of ``rest``
-
-Nothing is copied per parameter: gathers land in ``full``.
+full     every element; parameters are views of it, so a gather copies nothing per parameter.  Where the row splits
+         them it has memory only while they are gathered: resharding resizes its storage to nothing and unsharding
+         back, so whatever autograd saved (parameters, or views such as ``weight.t()``) has the right values again
+rest     what this rank has of the parameters at rest; where nothing is split, it is ``full``
+kept     from a forward to its backward: what the next gather starts from
+master   what the optimizer updates, where its cell has another dtype or device than the parameters'; they are
+         rounded from it after each update.  Elsewhere the optimizer updates a part of ``rest``
 """
 
 from __future__ import annotations
@@ -37,23 +35,21 @@ def dtype_in(cell: Cell, own: torch.dtype) -> torch.dtype:
 
 
 def placeholder(dtype: torch.dtype, device: torch.device) -> Tensor:
-    """What a parameter reads as while its values are elsewhere: NaN, or of integers the smallest."""
+    """What a parameter reads as while its values are elsewhere: NaN; of integers, the smallest."""
     if dtype.is_floating_point or dtype.is_complex:
-        return torch.full((), float("nan"), dtype=dtype, device=device)
-    least = 0 if dtype == torch.bool else torch.iinfo(dtype).min
-    return torch.full((), least, dtype=dtype, device=device)
+        value = float("nan")
+    else:
+        value = 0 if dtype == torch.bool else torch.iinfo(dtype).min
+    return torch.full((), value, dtype=dtype, device=device)
 
 
 class Flat:
     """The parameters of a unit of one dtype that all train, or all do not.
 
     Args:
-        layout: where the parameters lie.
-        parameters: the module's own ``Parameter`` objects, one per slot of the layout.
-        strategy: the row whose cells say what this rank holds.
         resting: names, by ``id``, of the parameters that are placeholders now; kept up to date.
         cuts: how each parameter is cut over the tensor axis, None where it is whole.
-        summed: its gradients are pending over the tensor axis.
+        summed: gradients are pending over the tensor axis.
     """
 
     def __init__(
@@ -71,17 +67,15 @@ class Flat:
         self.layout, self.parameters, self.comm = layout, list(parameters), comm
         self.trainable = self.parameters[0].requires_grad
         self.dtype = dtype_in(strategy.params, own)
-        self.sum_dtype = dtype_in(strategy.grads, self.dtype)
-        narrowest = min(dtype_in(c, self.dtype).itemsize for c in (strategy.grads, strategy.optim))
+        self.sum_dtype, update_dtype = dtype_in(strategy.grads, self.dtype), dtype_in(strategy.optim, self.dtype)
+        narrowest = min(self.sum_dtype.itemsize, update_dtype.itemsize)
         if self.trainable and not strategy.params.dtype and narrowest < own.itemsize:
             raise ValueError(
                 f"the row {strategy.name!r} ({strategy.row()}) would sum or update parameters of {str(own)[6:]} in "
                 f"fewer bits: leave out its dtypes, or give the parameters one"
             )
-        self.held = self.place(strategy.params)
-        self.kept_place = self.place(strategy.kept)
-        self.grads_place = self.place(strategy.grads)
-        self.optim_place = self.place(strategy.optim)
+        cells = (strategy.params, strategy.kept, strategy.grads, strategy.optim)
+        self.held, self.kept_place, self.grads_place, self.optim_place = map(self.place, cells)
         self.split = ways(strategy.params.split) > 1
         self.keeps_more = ways(strategy.kept.split) != ways(strategy.params.split)
         self.grads_split = ways(strategy.grads.split) > 1
@@ -91,14 +85,13 @@ class Flat:
         """The part that the optimizer updates, or that is rounded from what it updates."""
         self.master: Tensor | None = None
         if self.trainable and layout.has_master(strategy):
-            at = strategy.optim.device or device
-            self.master = torch.zeros(stop - start, dtype=dtype_in(strategy.optim, self.dtype), device=at)
+            self.master = torch.zeros(stop - start, dtype=update_dtype, device=strategy.optim.device or device)
         self.updated = self.updated_at_rest if self.master is None else self.master
         """The piece that the optimizer updates, in place."""
         self.full = torch.empty(layout.numel, dtype=self.dtype, device=device) if self.split else self.rest
         self.bytes_full = layout.numel * self.dtype.itemsize
         self.kept: Tensor | None = None
-        self._views = [self.full[s.offset : s.end].view(s.shape) for s in layout.slots]
+        self._views = self.views(self.full)
         collectives = moves(strategy)
         self._forward, self._backward, self._publish = (
             transfers(path, layout, comm) for path in (collectives.forward, collectives.backward, collectives.publish)
@@ -108,12 +101,16 @@ class Flat:
         (self.reshard if self.split else self.show)()
 
     def place(self, cell: Cell) -> tuple[int, int]:
-        """Which elements of the flat buffer this rank holds under a cell."""
+        """The elements of the flat buffer that this rank has under a cell."""
         mesh = self.comm.mesh
         return self.layout.piece(mesh.count(cell.split), mesh.index(self.comm.rank, cell.split))
 
+    def views(self, buffer: Tensor) -> list[Tensor]:
+        """Every parameter as a view of a whole flat buffer."""
+        return [buffer[slot.offset : slot.end].view(slot.shape) for slot in self.layout.slots]
+
     def write(self, slot_index: int, value: Tensor, first_row: int | None = None) -> None:
-        """Put what this rank holds at rest of a parameter into place.
+        """Write what this rank has at rest of a parameter.
 
         Args:
             value: the whole parameter, or, given ``first_row``, rows of this tensor rank's piece from that row on.
@@ -131,7 +128,7 @@ class Flat:
                     piece[here].copy_(elements[run.start - skipped : run.stop - skipped])
 
     def publish(self, note: Note) -> list[Work]:
-        """After an update: start to bring the updated pieces, rounded, to everyone who holds them at rest."""
+        """After an update: start to send the updated pieces, rounded, to whoever has them at rest."""
         if self.master is not None:
             self.updated_at_rest.copy_(self.master)
         return [send(self.comm, message, self.rest, self.held[0], note) for message in self._publish]
@@ -160,6 +157,6 @@ class Flat:
         self.full.untyped_storage().resize_(0)
 
     def keep(self) -> None:
-        """Remember what the row keeps between forward and backward: a copy only if it is more than lies at rest."""
+        """Keep what the row keeps between forward and backward: a copy only if it is more than lies at rest."""
         if self.kept is None:
             self.kept = self.full[slice(*self.kept_place)].clone() if self.keeps_more else self.rest

@@ -32,7 +32,7 @@ def transfers(moves: Sequence[Move], layout: FlatLayout, comm: Comm) -> tuple[Tr
 
 
 def send(comm: Comm, message: Transfer, array: Tensor, base: int, note: Note, out: Tensor | None = None) -> Work:
-    """Carry out one message on ``array``, which holds the flat elements from ``base`` on.
+    """Start one message on ``array``, which has the flat elements from ``base`` on.
 
     A reduce-scatter writes this rank's piece to ``out``, or in place where it is not given.
     """

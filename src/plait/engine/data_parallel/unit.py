@@ -1,6 +1,4 @@
-"""A unit: the parameters that are gathered and reduced together, and where they are.
-
-Its parameters lie in flat buffers, one per kind (see ``storage``).  What is in memory:
+"""A unit: the parameters that are gathered and reduced together, in flat buffers (see ``storage``), and where they are.
 
     state         full           rest     kept                  parameters are        bytes
     WHOLE         is ``rest``    whole    -                     views of ``full``     full
@@ -14,10 +12,9 @@ Its parameters lie in flat buffers, one per kind (see ``storage``).  What is in 
             ▲                                               │
             └─────────────────── reshard() ─────────────────┘
 
-WHOLE is a unit that the row, or a mesh of one rank, does not split: it has no transitions.  ``kept`` changes nothing
-but where the next ``unshard`` starts, and so what it sends: under hpz from a copy nearby, under zero3_keep, whose units
-stay UNSHARDED from forward to backward, from no message at all.  ``master``, the optimizer's own piece, is the same in
-all states.
+WHOLE is a unit that the row, or a mesh of one rank, does not split: it has no transitions.  ``kept`` only changes where
+the next ``unshard`` starts, and so what it sends: under hpz from a copy nearby; under zero3_keep units stay UNSHARDED
+from forward to backward, and nothing is sent.  ``master``, the optimizer's own piece, is the same in all states.
 """
 
 from __future__ import annotations
@@ -44,14 +41,7 @@ class State(Enum):
 
 
 class Unit:
-    """A module whose parameters are gathered and reduced together.
-
-    Args:
-        name: the module's name in the model (``""`` is the model itself, shown as ``root``).
-        module: the module whose forward reads the parameters.
-        flats: the storages of the parameters laid here.
-        moves: the collectives of the row.
-    """
+    """A module, by its name in the model (the model itself is ``root``), and the flat buffers of its parameters."""
 
     def __init__(self, name: str, module: nn.Module, flats: Sequence[Flat], moves: Moves, comm: Comm) -> None:
         self.name = name or "root"
@@ -60,7 +50,7 @@ class Unit:
         self.state = State.SHARDED if self.split else State.WHOLE
         self.trains = any(flat.trainable for flat in self.flats)
         self.keeps_open = not moves.backward
-        """The row keeps full parameters from forward to backward."""
+        """The row keeps parameters whole from forward to backward."""
         self.users = 0
         """Modules that read the parameters now, and the schedule, where it holds them."""
         self.open_units = OpenUnits()
@@ -71,22 +61,17 @@ class Unit:
         """Bytes of the gathered parameters."""
 
     def relate(self, borrows: Sequence[Unit], ancestors: Sequence[Unit]) -> None:
-        """Say whose parameters the module reads beside its own (tied ones), and which units it lies in."""
+        """Say whose parameters the module reads besides its own (tied ones), and which units it lies in."""
         self.needs = [self, *borrows]
         self.ancestors = list(ancestors)
         self.split_needs = any(unit.split for unit in self.needs)
         """Whether anything that this unit reads has to be gathered."""
         self.done_with_gradients = not borrows and all(flat.trainable for flat in self.flats)
-        """Whether nothing reads the unit's parameters once its own have their gradients.
-
-        So it is for a unit of trainable parameters only: autograd makes a weight's gradient in the same node as that of
-        its input.  Frozen and borrowed parameters may be read later.
-        """
-
-    # ---- transitions --------------------------------------------------------------------------------------------
+        """Nothing reads the unit's parameters once they have their gradients: autograd makes a weight's gradient in the
+        same node as that of its input.  Frozen and borrowed parameters may be read later."""
 
     def unshard(self, phase: str, microbatch: int) -> None:
-        """Start to bring the whole parameters here, from what is kept or lies at rest."""
+        """Start to gather the parameters, from what is kept or lies at rest."""
         assert self.state is State.SHARDED, f"unit {self.name!r} is {self.state.value}"
         self.state = State.UNSHARDING
         self.open_units.add(self)
@@ -126,28 +111,21 @@ class Unit:
         for flat in self._split_flats:
             flat.kept = None
 
-    # ---- the step -----------------------------------------------------------------------------------------------
-
     def publish(self) -> list[Work]:
-        """After an update: start to bring the updated pieces to everyone who holds them at rest."""
+        """After an update: start to bring the updated pieces to everyone who has them at rest."""
         note = Note("publish", self.name)
         return [work for flat in self.flats if flat.trainable for work in flat.publish(note)]
 
     def layout(self, uses: int) -> UnitLayout:
         """The unit as the planner sees it."""
-        return UnitLayout(
-            self.name,
-            tuple(f.layout for f in self.flats),
-            tuple(f.trainable for f in self.flats),
-            uses,
-            tuple(f.summed for f in self.flats),
-        )
+        layouts, trainable = tuple(f.layout for f in self.flats), tuple(f.trainable for f in self.flats)
+        return UnitLayout(self.name, layouts, trainable, uses, tuple(f.summed for f in self.flats))
 
 
 class OpenUnits:
-    """The units of a stage that are UNSHARDING or UNSHARDED, counted as they change, and how many may be at once:
+    """The units of a stage that are UNSHARDING or UNSHARDED, counted as they change.
 
-    beside the open ancestors of the running unit, and what these read,
+    Besides the open ancestors of the running unit, and what these read, there may be at once
 
         as many as are prefetched  +  what the running unit reads: itself, and the owners of its tied parameters
         and in backward            +  those that still wait for their last gradient
@@ -159,7 +137,7 @@ class OpenUnits:
         """Those that are UNSHARDING."""
         self.bytes = 0
         self.peak = 0
-        """The most that were beside the ancestors of a running unit."""
+        """The most there were, ancestors of the running unit left out."""
 
     def add(self, unit: Unit) -> None:
         """A unit begins to come."""
@@ -177,13 +155,13 @@ class OpenUnits:
         if running.keeps_open:
             return
         around = {needed for above in running.ancestors if above.users for needed in above.needs}
-        beside = [unit for unit in self.units if unit not in around and unit not in running.ancestors]
-        late = [unit for unit in beside if unit.users and unit not in running.needs] if backward else []
+        counted = [unit for unit in self.units if unit not in around and unit not in running.ancestors]
+        late = [unit for unit in counted if unit.users and unit not in running.needs] if backward else []
         bound = prefetch + len(running.needs) + len(late)
-        self.peak = max(self.peak, len(beside))
-        assert len(beside) <= bound, (
-            f"{len(beside)} units are unsharded beside the ancestors of {running.name!r} "
-            f"({', '.join(u.name for u in beside)}), more than {bound}"
+        self.peak = max(self.peak, len(counted))
+        assert len(counted) <= bound, (
+            f"{len(counted)} units are unsharded besides the ancestors of {running.name!r} "
+            f"({', '.join(u.name for u in counted)}), more than {bound}"
         )
 
 

@@ -1,7 +1,7 @@
 """When units are unsharded and resharded.
 
-Forward and backward hooks on the module of each unit that reads split parameters call ``unshard`` before they are read
-and ``reshard`` after; between them lies the *prefetch*: while one unit computes, the gather of the next is under way.
+Hooks on the module of each unit that reads split parameters call ``unshard`` before they are read and ``reshard``
+afterwards; the *prefetch* gathers the next unit while this one computes.
 
     forward     unshard 0 | compute 0 ‖ gather 1 | reshard 0, unshard 1 | compute 1 ‖ gather 2 | ...
     backward    the same from the other end, each unit gathered again where the row let it go
@@ -9,9 +9,8 @@ and ``reshard`` after; between them lies the *prefetch*: while one unit computes
 Under a pipeline the schedule may hold a whole stage unsharded over several passes (its actions UNSHARD and RESHARD are
 ``hold`` and ``release``); then the hooks find everything there.
 
-The order of gathers is the program's own order, which all ranks share; the prefetch follows the order of the
-previous microbatch and stops for the rest of a pass that leaves it.  At most 1 + prefetch units are unsharded
-beside the open ancestors of the running one: asserted at every gather.
+The order of gathers is the program's own, which all ranks share.  At most 1 + prefetch units are unsharded beside the
+open ancestors of the running one: asserted at every gather.
 """
 
 from __future__ import annotations
@@ -25,20 +24,41 @@ import torch
 from torch import Tensor, nn
 
 from plait.engine.data_parallel.activation_hooks import ActivationHooks, tensors_in
-from plait.engine.data_parallel.gather_order import GatherOrder
 from plait.engine.data_parallel.unit import OpenUnits, State, Unit
 from plait.engine.forward.context import CurrentForward, in_backward
 
 EVALUATE = "evaluate"
-"""How the ledger calls an evaluation, which has an order of gathers of its own."""
+"""The ledger's phase of an evaluation, which has its own order of gathers."""
+
+
+class GatherOrder:
+    """The order in which a kind of pass unshards units: the prefetch expects it to repeat the last one of its kind."""
+
+    def __init__(self) -> None:
+        self.expected: list[Unit] = []
+        self.seen: list[Unit] = []
+
+    def begin(self, guess: Sequence[Unit] = ()) -> None:
+        """A new pass: expected to repeat the last one, or to follow the guess when there was none."""
+        self.expected = self.seen or list(guess)
+        self.seen = []
+
+    def record(self, unit: Unit) -> None:
+        """What the pass unshards now; once it leaves the expected order, nothing is prefetched for the rest of it."""
+        if self.ahead()[:1] != [unit]:
+            self.expected = []
+        self.seen.append(unit)
+
+    def ahead(self) -> list[Unit]:
+        """The units that are expected next."""
+        return self.expected[len(self.seen) :]
 
 
 class Unsharding:
-    """The units of one stage: the hooks, the order of gathers, the bound on what is open.
+    """When the units of one stage, in the order of ``named_modules``, are gathered and freed.
 
     Args:
         model: the stage's module; only hooks are added to it.
-        units: every unit, in the order of ``named_modules``.
         prefetch: how many units may be gathered ahead of the running one.
         current: knows which microbatch runs, and is told which unit.
         before_root: called with the model's arguments before each forward of the whole model.
@@ -52,16 +72,16 @@ class Unsharding:
         current: CurrentForward,
         before_root: Callable[[Sequence[Any], dict[str, Any]], None],
     ) -> None:
-        self.model, self.units, self.prefetch, self.current = model, list(units), prefetch, current
+        self.units, self.prefetch, self.current = list(units), prefetch, current
         self.orders = {phase: GatherOrder() for phase in ("forward", "backward", EVALUATE)}
         self.phase = "forward"
-        """Of forwards at the moment."""
+        """Of the forwards to come."""
         self.num_flying = 0
         """Microbatches between their forward and the end of their backward."""
         self.held = False
         """By the schedule."""
         self.split_backward = False
-        """Weight gradients of the pass that runs are made in one of their own, after the units have been resharded."""
+        """The pass that runs leaves weight gradients to one of their own, after the units have been resharded."""
         self.open_units = OpenUnits()
         self.peak_bytes = 0
         """The most bytes of gathered parameters at once, of all stages of the rank."""
@@ -78,8 +98,9 @@ class Unsharding:
             unit.open_units = self.open_units
             if unit.split_needs:  # hooks on the user's modules: docs/guide/your-own-loop.md
                 # before hooks of the user's, which may read parameters (weight_norm), as the one behind is after them
-                unit.module.register_forward_pre_hook(self._before_forward(unit), with_kwargs=True, prepend=True)
-                unit.module.register_forward_hook(self._after_forward(unit))
+                before = partial(self._before_forward, unit)
+                unit.module.register_forward_pre_hook(before, with_kwargs=True, prepend=True)
+                unit.module.register_forward_hook(self._after_forward)
         model.register_forward_pre_hook(self._before_model, with_kwargs=True, prepend=True)
 
     @property
@@ -88,7 +109,7 @@ class Unsharding:
         return self.current.context.microbatch
 
     def beside(self, peers: Sequence[Unsharding]) -> None:
-        """Those of all stages of the rank, this one among them."""
+        """Says which are those of all stages of the rank, this one among them."""
         self.peers = list(peers)
 
     # ---- unshard and reshard ------------------------------------------------------------------------------------
@@ -117,7 +138,7 @@ class Unsharding:
 
         Args:
             keep: a backward is to come: keep what the row keeps from forward to backward.
-            keep_borrowed: the owners of borrowed parameters still have their own backward to come.
+            keep_borrowed: a backward of the borrowed parameters' owners is to come.
         """
         for needed in unit.needs:
             needed.users -= 1
@@ -129,7 +150,7 @@ class Unsharding:
                 needed.reshard()
 
     def _check_bound(self, running: Unit, phase: str) -> None:
-        """Asserts the bound on open units, unless the schedule holds them all, and keeps the peaks for the report."""
+        """Asserts the bound on open units, unless the schedule holds them all, and notes the peaks."""
         self._note_bytes()
         if not self.held:
             self.open_units.check_bound(running, self.prefetch, backward=phase == "backward")
@@ -138,7 +159,7 @@ class Unsharding:
         self.peak_bytes = max(self.peak_bytes, sum(peer.open_units.bytes for peer in self.peers))
 
     def hold(self) -> None:
-        """The schedule's UNSHARD: gather all units at once, and keep them; the first pass that reads one waits."""
+        """The schedule's UNSHARD: gather all units at once; the first pass that reads one waits for it."""
         self.held = True
         for unit in self.units:
             unit.users += 1
@@ -147,7 +168,7 @@ class Unsharding:
         self._note_bytes()
 
     def release(self) -> None:
-        """The schedule's RESHARD; what the row keeps from forward to backward is kept while a microbatch is between."""
+        """The schedule's RESHARD; what the row keeps is kept as long as a microbatch waits for its backward."""
         self.held = False
         for unit in self.units:
             unit.users -= 1
@@ -163,11 +184,7 @@ class Unsharding:
     # ---- forward ------------------------------------------------------------------------------------------------
 
     def begin_forward(self, microbatch: int, *, split: bool = False) -> None:
-        """Before the forward of a microbatch of a step.
-
-        Args:
-            split: its backward comes in two parts.
-        """
+        """Before the forward of a microbatch of a step; ``split``: its backward comes in two parts."""
         self._hooks.microbatch = microbatch
         self.split_backward = split
         self.num_flying += 1
@@ -180,11 +197,11 @@ class Unsharding:
             self.orders[self.phase].begin()
 
     def begin_step(self) -> None:
-        """Whatever an earlier step left behind when it raised is gone."""
+        """Drops whatever an earlier step left behind when it raised."""
         self.held = False
         self.num_flying = 0
         self._recover()
-        self._hooks.drop_all()
+        self._hooks.drop()
 
     @contextmanager
     def evaluation(self) -> Iterator[None]:
@@ -197,9 +214,9 @@ class Unsharding:
             self.phase = "forward"
 
     def _recover(self) -> None:
-        """After a forward or backward that raised, and was caught, units may still be open: back to rest."""
+        """A forward or backward that raised may have left units open: back to rest."""
         self._backward_open.clear()
-        self.current.replace(unit=None)
+        self.current.replace(units=())
         self._inside.clear()
         for unit in self.units:
             if unit.users:
@@ -208,38 +225,32 @@ class Unsharding:
                     unit.reshard()
 
     def forget(self) -> None:
-        """Whatever is gathered or kept goes: the microbatch is over, or the parameters have changed."""
+        """Drops whatever is gathered or kept: the microbatch is over, or the parameters have changed."""
         for unit in list(self.open_units.units):
             unit.reshard()
         for unit in self.units:
             unit.forget()
 
-    def _before_forward(self, unit: Unit) -> Callable[..., None]:
-        def hook(module: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
-            if in_backward():
-                self._begin_backward_of(unit)
-                return
-            with torch._C.DisableTorchFunction():  # the engine's own work belongs to no forward
-                self.unshard(unit, self.phase)
-                if torch.is_grad_enabled() and self._waits_for_inputs(unit):
-                    self._hooks.await_inputs(unit, (*args, *kwargs.values()), self._end_if_done)
-            self.current.enter_unit(partial(self._begin_backward_of, unit))
-            self._inside.append(unit)
-
-        return hook
+    def _before_forward(self, unit: Unit, module: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+        if in_backward():
+            self._begin_backward_of(unit)
+            return
+        with torch._C.DisableTorchFunction():  # the engine's own work belongs to no forward
+            self.unshard(unit, self.phase)
+            if torch.is_grad_enabled() and self._waits_for_inputs(unit):
+                self._hooks.await_inputs(unit, (*args, *kwargs.values()), self._end_if_done)
+        self.current.enter_unit(partial(self._begin_backward_of, unit))
+        self._inside.append(unit)
 
     def _waits_for_inputs(self, unit: Unit) -> bool:
         return self.split_backward or not unit.done_with_gradients
 
-    def _after_forward(self, unit: Unit) -> Callable[..., None]:
-        def hook(module: nn.Module, args: Any, output: Any) -> None:
-            if not in_backward():
-                self._leave(self._inside.pop(), output)
-
-        return hook
+    def _after_forward(self, module: nn.Module, args: Any, output: Any) -> None:
+        if not in_backward():
+            self._leave(self._inside.pop(), output)
 
     def unwind(self, output: Tensor) -> None:
-        """The model's forward ended in its midst, with ``output``: the units around it are left as well."""
+        """The model's forward ended early, with ``output``: the units around it are left as well."""
         while self._inside:
             self._leave(self._inside.pop(), output)
 
@@ -260,11 +271,9 @@ class Unsharding:
     # ---- backward -----------------------------------------------------------------------------------------------
 
     def begin_backward(self, microbatch: int | None, *, split: bool = False) -> None:
-        """Before the backward of a microbatch, or the input part of one.
+        """Before the backward of a microbatch; None: that of the last forward (a user's own loop).
 
-        Args:
-            microbatch: None: that of the last forward (a user's own loop).
-            split: it is the input part; the weights' gradients come later.
+        ``split``: it is the input part only.
         """
         if microbatch is not None:
             self._hooks.microbatch = microbatch
@@ -282,7 +291,7 @@ class Unsharding:
             self.unshard(unit, "backward")
 
     def has_gradients(self, unit: Unit) -> None:
-        """Every parameter of the unit's own that gets a gradient has it."""
+        """All of the unit's own parameters that get a gradient have it."""
         if unit.split_needs:
             self._has_gradients.add(unit)
             self._end_if_done(unit)
@@ -290,7 +299,7 @@ class Unsharding:
     def _end_if_done(self, unit: Unit) -> None:
         """A unit is done when its parameters have their gradients and, where that is not enough, its inputs too.
 
-        One whose inputs want no gradient is resharded at the end of the backward.
+        If its inputs want no gradient, it is resharded at the end of the backward.
         """
         if unit.trains and unit not in self._has_gradients and not self.split_backward:
             return
@@ -304,7 +313,7 @@ class Unsharding:
             self.reshard(unit, keep=self.num_flying > 1, keep_borrowed=True)
 
     def end_backward(self) -> None:
-        """After the backward of a microbatch: whatever is still gathered goes back to rest."""
+        """After the backward of a microbatch: back to rest with whatever is still gathered."""
         for unit in list(self._backward_open):
             self._end_backward_of(unit)
         self._has_gradients.clear()

@@ -6,14 +6,14 @@ Automatic wrapping takes, in the order of ``named_modules``:
 - outside the blocks, every module that owns a parameter of two or more dims: embedding, head, convolution;
 - the rest (final norms, scalars) stays with the model itself, the root unit.
 
-A user can name the units instead; they may nest, and a parameter belongs to the innermost one around it.
-A parameter that several units use is laid in the first; the others *borrow* it.
+A user can name the units instead; they may nest, and a parameter belongs to the innermost one around it.  A parameter
+that several units use is laid in the first; the others *borrow* it.
 """
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from torch import nn
@@ -34,21 +34,17 @@ class Wrapped:
 
 def automatic(model: nn.Module) -> tuple[str, ...]:
     """The names of the modules that automatic wrapping makes units, the root (``""``) first."""
-    names = [""]
-    inside: list[str] = []
+    names: list[str] = []
     for name, module in model.named_modules():
-        if any(name.startswith(block + ".") for block in inside):
+        if any(name.startswith(unit + ".") for unit in names):
             continue
         if isinstance(module, nn.ModuleList | nn.Sequential):
             for child_name, child in module.named_children():
-                full_name = f"{name}.{child_name}" if name else child_name
                 if any(True for _ in child.parameters()) and not isinstance(child, (*CONTAINERS, nn.Sequential)):
-                    names.append(full_name)
-                    inside.append(full_name)
+                    names.append(f"{name}.{child_name}" if name else child_name)
         elif name and not isinstance(module, CONTAINERS) and any(p.dim() >= 2 for p in module.parameters(False)):
             names.append(name)
-            inside.append(name)
-    return tuple(names)
+    return ("", *names)
 
 
 def wrap(model: nn.Module, units: Iterable[str] | None = None) -> tuple[Wrapped, ...]:
@@ -58,7 +54,7 @@ def wrap(model: nn.Module, units: Iterable[str] | None = None) -> tuple[Wrapped,
         units: names of modules; None wraps automatically.
 
     Raises:
-        ValueError: a name that is no module of the model (the nearest names are given), or a mere container.
+        ValueError: a name that is no module of the model (the nearest are given), or is a mere container's.
     """
     modules = dict(model.named_modules())
     chosen = {"", *(automatic(model) if units is None else units)}
@@ -80,22 +76,18 @@ def wrap(model: nn.Module, units: Iterable[str] | None = None) -> tuple[Wrapped,
     under_all_names = dict(model.named_modules(remove_duplicate=False))
     unit_of = {id(modules[name]): name for name in laid}
     for module_name, module in under_all_names.items():
-        unit = _innermost(module_name, under_all_names, unit_of)
+        around = module_name  # the innermost module around it that is a unit, under whichever name it has there
+        while id(under_all_names[around]) not in unit_of:
+            around = around.rpartition(".")[0]
+        unit = unit_of[id(under_all_names[around])]
         for short, parameter in module.named_parameters(recurse=False):
-            first = owner.setdefault(id(parameter), unit)
-            if first != unit:
-                borrows[unit].setdefault(first)
-            elif all(parameter is not p for _, p in laid[unit]):
+            if id(parameter) not in owner:
+                owner[id(parameter)] = unit
                 laid[unit].append((f"{module_name}.{short}" if module_name else short, parameter))
+            elif owner[id(parameter)] != unit:
+                borrows[unit].setdefault(owner[id(parameter)])
     return tuple(
         Wrapped(name, modules[name], tuple(laid[name]), tuple(borrows[name]))
         for name in laid
         if not name or laid[name] or borrows[name]
     )
-
-
-def _innermost(module_name: str, modules: Mapping[str, nn.Module], unit_of: Mapping[int, str]) -> str:
-    """The unit of the module, or of the innermost module around it that is one, under whichever name it has there."""
-    while id(modules[module_name]) not in unit_of:
-        module_name = module_name.rpartition(".")[0]
-    return unit_of[id(modules[module_name])]

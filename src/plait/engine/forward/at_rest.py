@@ -5,40 +5,39 @@ parameter of a stage.  It changes nothing:
 
 - reading a parameter *at rest* raises, with the names of the parameter and the function;
 - the node that the function leaves in the autograd graph will unshard the running unit before it runs.  A unit's
-  outputs do so as well (see ``unshard``); this catches what leaves a module beside its return value, an auxiliary loss
-  for example.
+  outputs do so as well (see ``unshard``); this catches what leaves a module in other ways, an auxiliary loss for
+  example.
 """
 
-from __future__ import annotations
-
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from plait.engine.forward.context import CurrentForward, in_backward
 from plait.engine.forward.interceptor import Function, Handler, read_among
 
 
 class AtRestCheck(Handler):
-    """Watches who reads parameters; changes nothing.
-
-    Args:
-        split: the parameters of split units, by ``id``.
-        staged: the parameters of a stage, which ``loss_fn`` may not read beside the model: other stages have others.
-        resting: the names, by ``id``, of parameters whose values are not here now; others keep it up to date.
-    """
+    """Watches who reads parameters, by ``id``: those of ``split`` units, and in ``loss_fn`` those that are ``staged``,
+    for it runs on one stage of several.  ``resting`` has the names of those whose values are not here now."""
 
     def __init__(self, current: CurrentForward, split: set[int], staged: set[int], resting: Mapping[int, str]) -> None:
         self.current, self.split, self.staged, self.resting = current, split, staged, resting
         self.parameters = split | staged
 
     def __call__(self, func: Function, call_next: Function, /, *args: Any, **kwargs: Any) -> Any:
-        context = self.current.context
-        if self.staged and not context.module.in_model and not in_backward():
-            self._check_outside(func, (*args, *kwargs.values()))
-        read = read_among((*args, *kwargs.values()), self.split)
+        context, arguments = self.current.context, (*args, *kwargs.values())
+        outside = self.staged and not context.module.in_model and not in_backward()
+        if outside and read_among(arguments, self.staged):
+            raise ValueError(
+                f"loss_fn reads a parameter by {getattr(func, '__name__', func)!r} outside of the model's call: under "
+                f"a pipeline each stage has only its own; let the model compute the term, or the optimizer (weight "
+                f"decay)"
+            )
+        read = read_among(arguments, self.split)
         for name in (self.resting[key] for key in read if key in self.resting):
             raise ValueError(
                 f"parameter {name!r} is used by {getattr(func, '__name__', func)!r} while its unit is at rest: its "
@@ -46,26 +45,9 @@ class AtRestCheck(Handler):
                 f"assigning it to the other module (head.weight = embed.weight), or name a larger unit (units=...)"
             )
         result = call_next(*args, **kwargs)
-        if read and context.unit is not None and torch.is_grad_enabled():
-            unshard = context.unit.unshard_for_backward
-            for tensor in flat_values((result,)):
+        if read and context.units and torch.is_grad_enabled():
+            unshard = context.units[-1]
+            for tensor in (result,) if isinstance(result, Tensor) else tree_leaves(result):
                 if isinstance(tensor, Tensor) and tensor.grad_fn is not None:
                     tensor.grad_fn.register_prehook(lambda *gradients: unshard())
         return result
-
-    def _check_outside(self, func: Function, arguments: Sequence[Any]) -> None:
-        if read_among(arguments, self.staged):
-            raise ValueError(
-                f"loss_fn reads a parameter by {getattr(func, '__name__', func)!r} outside of the model's call: under "
-                f"a pipeline each stage has only its own; let the model compute the term, or the optimizer (weight "
-                f"decay)"
-            )
-
-
-def flat_values(values: Sequence[Any]) -> Iterator[Any]:
-    """The values, and those inside lists and tuples."""
-    for value in values:
-        if isinstance(value, list | tuple):
-            yield from flat_values(value)
-        else:
-            yield value

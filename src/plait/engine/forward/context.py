@@ -5,13 +5,11 @@
         column product   cut = what it left                        the context is replaced, nothing in it changes
         block            kept:  here.again()
     stage.backward(m)    context = the one that m's forward ended with
-        block again      with swapped(kept): ...                   behind it the backward's own is back
+        block again      with swapped(kept): ...                   afterwards the backward's own is back
 
-A handler, a hook and a message ask ``current.context``; nobody else remembers anything of a forward.  Only counters of
-one forward (``Counts``) are written to, by all contexts of that forward.
+Handlers, hooks and messages ask ``current.context``; nothing else remembers anything of a forward.  Only ``Counts`` are
+written to, by all contexts of their forward.
 """
-
-from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -28,14 +26,14 @@ def in_backward() -> bool:
 
 
 def checkpoint_around() -> object:
-    """What tells one ``torch.utils.checkpoint`` from another, of the innermost that is around this line; or None."""
+    """What identifies the innermost ``torch.utils.checkpoint`` around this line; None outside of any."""
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
     return hooks[0] if hooks is not None and hooks[0].__qualname__.startswith("_checkpoint_hook") else None
 
 
 @dataclass(frozen=True)
 class RNGPosition:
-    """Where in the run a forward pass stands: what its dropout masks depend on, beside the seed.
+    """Where in the run a forward stands: what its dropout masks depend on, besides the seed.
 
     ``first_sample`` is the global index of the microbatch's first sample within the step.
     """
@@ -50,29 +48,16 @@ class ModuleCall(NamedTuple):
     """A module whose forward is under way."""
 
     name: str = ""
-    outer: ModuleCall | None = None
-    """The call around it; None outside of the model."""
-    checkpoint: object = None
-    """What was around it when it was called (see ``checkpoint_around``)."""
-    again: bool = False
-    """It is called in a backward, and counts its masks anew."""
-    twice: bool = False
-    """What runs in it will run again in the backward, or does so for the second time."""
-    switched_on: bool = False
-    """The interceptor is on for this call, and no longer."""
-    in_model: bool = False
-    """It is the stage's model, or called by it; not a part of it that ``loss_fn`` calls."""
+    outer: "ModuleCall | None" = None  # the call around it; None outside of the model
+    checkpoint: object = None  # around it when it was called (see ``checkpoint_around``)
+    again: bool = False  # called in a backward: it counts its masks anew
+    twice: bool = False  # what runs in it will run again in the backward, or is running for the second time
+    switched_on: bool = False  # the interceptor is on for this call, and no longer
+    in_model: bool = False  # the stage's model, or called by it; not a part of it that ``loss_fn`` calls
 
 
 OUTSIDE = ModuleCall()
 """``loss_fn``, before and after it calls the model."""
-
-
-class RunningUnit(NamedTuple):
-    """A unit whose forward is under way."""
-
-    unshard_for_backward: Callable[[], None]
-    outer: RunningUnit | None
 
 
 class CutActivation(NamedTuple):
@@ -84,16 +69,12 @@ class CutActivation(NamedTuple):
 
 
 class Counts:
-    """How often each module of a forward was called, and how many masks it has drawn.
-
-    Args:
-        before: masks that modules of the same name have drawn on earlier stages.
-    """
+    """How often each module of a forward was called, and how many masks it has drawn, on earlier stages too."""
 
     def __init__(self, before: Mapping[str, int]) -> None:
         self.before, self.masks, self.calls = before, dict(before), dict[str, int]()
 
-    def resumed(self, name: str) -> Counts:
+    def resumed(self, name: str) -> "Counts":
         """Those of a recomputation that begins here, in the module of this name."""
         again = Counts(self.before)
         again.masks[name], again.calls = self.masks.get(name, 0), self.calls
@@ -104,45 +85,33 @@ class ForwardContext(NamedTuple):
     """Where a forward stands."""
 
     module: ModuleCall = OUTSIDE
-    unit: RunningUnit | None = None
-    """The innermost whose forward is under way."""
+    units: tuple[Callable[[], None], ...] = ()  # what unshards those that run for their backward, innermost last
     cut: CutActivation = CutActivation()
-    column_input: Any = None
-    """The ``ColumnInput`` that the next column-cut sibling may share."""
-    whole_logits: bool = False
-    """The model computes its own loss, of the logits of the whole vocabulary."""
-    length: int = 0
-    """Steps of time of the whole stream under sequence parallelism, once the embedding has seen it."""
-    boundary: Any = None
-    """The ``BoundaryState`` of a stage, while ``loss_fn`` runs."""
+    column_input: Any = None  # the ``ColumnInput`` that the next column-cut sibling may share
+    whole_logits: bool = False  # the model computes its own loss, of the logits of the whole vocabulary
+    length: int = 0  # steps of time of the whole stream under sequence parallelism, once the embedding has seen it
+    boundary: Any = None  # the ``BoundaryState`` of a stage, while ``loss_fn`` runs
     position: RNGPosition | None = None
-    microbatch: int = -1
-    """For the ledger."""
-    draws: bool = False
-    """Randomness is served."""
-    stand_ins: dict[int, Tensor] | None = None
-    """What stands for parameters, by ``id``, where the backward comes in two parts."""
+    microbatch: int = -1  # for the ledger
+    draws: bool = False  # randomness is served
+    stand_ins: dict[int, Tensor] | None = None  # for parameters, by ``id``, where the backward comes in two parts
     counts: Counts = Counts({})
 
-    def within(self, module: ModuleCall) -> ForwardContext:
+    def within(self, module: ModuleCall) -> "ForwardContext":
         """The same in another module (``_replace`` takes five times as long, and this is called for each module)."""
         return tuple.__new__(ForwardContext, (module, *self[1:]))
 
-    def again(self, *, whole: bool) -> ForwardContext:
-        """For the recomputation that begins here; it keeps no tensor and no checkpoint alive.
-
-        Args:
-            whole: modules are called in it.
-        """
-        module = self.module
+    def again(self, *, whole: bool) -> "ForwardContext":
+        """For the recomputation that begins here, of ``whole`` modules or of a function that calls none; it keeps no
+        tensor and no checkpoint alive."""
+        module, counts = self.module, self.counts.resumed(self.module.name)
         around = None if module.outer is None else OUTSIDE
         inside = ModuleCall(module.name, around, None, whole, True, in_model=module.in_model)
-        counts = self.counts.resumed(module.name)
-        return self._replace(module=inside, unit=None, column_input=None, boundary=None, counts=counts)
+        return self._replace(module=inside, units=(), column_input=None, boundary=None, counts=counts)
 
 
 class CurrentForward:
-    """Holds the context of the forward that runs on a stage, or of the backward behind one."""
+    """Holds the context of the forward that runs on a stage, or whose backward does."""
 
     def __init__(self) -> None:
         self.context = ForwardContext()
@@ -163,7 +132,7 @@ class CurrentForward:
 
     @contextmanager
     def swapped(self, context: ForwardContext) -> Iterator[None]:
-        """Inside, another forward runs; behind it, this one is where it was."""
+        """Inside, another forward runs; afterwards, this one is where it was."""
         before, self.context = self.context, context
         try:
             yield
@@ -173,15 +142,14 @@ class CurrentForward:
     # ---- modules and units --------------------------------------------------------------------------------------
 
     def enter_module(self, name: str, *, switched_on: bool, is_model: bool) -> None:
-        """A module's forward begins."""
         context, again = self.context, in_backward()
         counts, outer = context.counts, context.module
-        inside = is_model or outer.in_model
         if again:
             counts.masks[name] = counts.before.get(name, 0)
         else:
             counts.calls[name] = counts.calls.get(name, 0) + 1
-        call = ModuleCall(name, outer, checkpoint_around(), again, outer.twice, switched_on, inside)
+        in_model = is_model or outer.in_model
+        call = ModuleCall(name, outer, checkpoint_around(), again, outer.twice, switched_on, in_model)
         self.context = context.within(call)
 
     def leave_module(self) -> ModuleCall:
@@ -193,7 +161,7 @@ class CurrentForward:
 
     @contextmanager
     def runs_twice(self) -> Iterator[None]:
-        """What runs inside is recomputed, from inside of the checkpoint that is around this line."""
+        """What runs inside is recomputed; to be entered inside of the checkpoint that does so."""
         before = self.context.module
         self.context = self.context.within(before._replace(checkpoint=checkpoint_around(), twice=True))
         try:
@@ -203,19 +171,14 @@ class CurrentForward:
 
     @property
     def comes_back(self) -> bool:
-        """Whether handlers will see what runs now if it is recomputed.
-
-        A module's call switches them on. A checkpoint around a function that is no module's call runs without them.
-        """
+        """Whether handlers will see what runs now if it is recomputed: a module's call switches them on, while a
+        checkpoint around a function that is no module's call runs without them."""
         return checkpoint_around() is self.context.module.checkpoint
 
     def enter_unit(self, unshard_for_backward: Callable[[], None]) -> None:
-        """A unit's forward begins."""
-        context = self.context
-        self.context = ForwardContext(context.module, RunningUnit(unshard_for_backward, context.unit), *context[2:])
+        module, units, *rest = self.context
+        self.context = ForwardContext(module, (*units, unshard_for_backward), *rest)
 
     def leave_unit(self) -> None:
-        """The innermost unit's forward has ended."""
-        context = self.context
-        assert context.unit is not None
-        self.context = ForwardContext(context.module, context.unit.outer, *context[2:])
+        module, units, *rest = self.context
+        self.context = ForwardContext(module, units[:-1], *rest)

@@ -4,23 +4,19 @@
     backward     dx = g W           now: the stage before waits for it
                  dW = g^T x         a ``DeferredGrad`` of the shape of W: what to do, and with which g and x
 
-A ``DeferredGrad`` goes through autograd as the gradient that it stands for: autograd adds it to others in the order in
-which it adds gradients, and the sum is pending again, so nothing has to be known of who else uses the weight.  Any
-other function of a pending gradient computes it and goes on with its value.
+A ``DeferredGrad`` goes through autograd as the gradient that it stands for: autograd adds it to others in its usual
+order, and the sum is deferred too, so nothing has to be known of who else uses the weight.  Any other function of a
+deferred gradient computes it and goes on with its value.
 
 The formulas are those of torch's own backward, to the bit: which operand is transposed, and in which layout a product
 is made, decides the order in which a BLAS adds (``tensor_parallel.gemm`` says which BLAS).  ``linear``, ``embedding``
-and ``convolution`` answer None where they do not cover a case; torch carries it out then, and its weight gradient is
-made in backward.
+and ``convolution`` return None for cases that they leave to torch, weight gradient and all.
 """
-
-from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cache, partial
-from typing import Any, cast
+from typing import Any, NamedTuple, Self, cast
 
 import torch
 import torch.nn.functional as F
@@ -35,58 +31,43 @@ first_order = no_double_backward(
 )
 
 LAZY = {aten.add.Tensor, aten.detach.default}
-"""What autograd itself does to gradients: a sum with a pending one, and the tensor that it keeps, are pending too."""
+"""What autograd itself does to gradients, by sums and by the tensors that it keeps: the result is deferred too."""
 
 
-@dataclass(frozen=True)
-class Form:
-    """What a tensor is beside its values."""
+class Form(NamedTuple):
+    """What a tensor is, apart from its values."""
 
     shape: tuple[int, ...]
     strides: tuple[int, ...]
     dtype: torch.dtype
     device: torch.device
 
-    @staticmethod
-    def of(x: Tensor) -> Form:
-        """The form of a tensor."""
-        return Form(tuple(x.shape), x.stride(), x.dtype, x.device)
 
-    def empty(self) -> Tensor:
-        """A tensor of this form, without values."""
-        return torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device=self.device)
+def form_of(x: Tensor) -> Form:
+    return Form(x.shape, x.stride(), x.dtype, x.device)
 
 
 class DeferredGrad(Tensor):
-    """A gradient that is not computed yet: ``make(*operands)``, which is of this form.
-
-    Operands may be pending themselves.  They are kept until then, and nobody may write to them meanwhile.
-    """
+    """A gradient that is not computed yet: ``make(*operands)``, which is of this form.  Operands, which may be deferred
+    themselves, are kept without their graphs and must not be written to meanwhile."""
 
     make: Callable[..., Tensor]
     operands: tuple[Tensor, ...]
     versions: tuple[int, ...]
 
     @staticmethod
-    def __new__(cls, make: Callable[..., Tensor], operands: Sequence[Tensor], form: Form) -> DeferredGrad:
-        pending = Tensor._make_wrapper_subclass(
-            cls, form.shape, strides=form.strides, dtype=form.dtype, device=form.device
-        )
-        pending.make = make
-        pending.operands = tuple(
-            t if isinstance(t, DeferredGrad) else t.detach() for t in operands
-        )  # without their graphs
-        pending.versions = tuple(t._version for t in pending.operands)
-        return pending
+    def __new__(cls, make: Callable[..., Tensor], operands: Sequence[Tensor], form: Form) -> Self:
+        shape, strides, dtype, device = form
+        gradient = Tensor._make_wrapper_subclass(cls, shape, strides=strides, dtype=dtype, device=device)
+        gradient.make = make
+        gradient.operands = tuple(t if isinstance(t, DeferredGrad) else t.detach() for t in operands)
+        gradient.versions = tuple(t._version for t in gradient.operands)
+        return gradient
 
     def __init__(self, make: Callable[..., Tensor], operands: Sequence[Tensor], form: Form) -> None: ...
 
     def compute(self) -> Tensor:
-        """The gradient.
-
-        Raises:
-            ValueError: an operand was written to since.
-        """
+        """The gradient; ValueError where an operand was written to since."""
         if self.versions != tuple(t._version for t in self.operands):
             raise ValueError(
                 f"what a weight gradient {list(self.shape)} is made of was written to between the input part and the "
@@ -96,7 +77,7 @@ class DeferredGrad(Tensor):
         return self.make(*map(value, self.operands))
 
     def settle(self) -> Tensor:
-        """The gradient, computed here and now; what is written to it is not lost."""
+        """The gradient, computed once and from here on always the same tensor: what is written to it is not lost."""
         made = self.compute()
         self.make, self.operands, self.versions = lambda: made, (), ()
         return made
@@ -105,13 +86,13 @@ class DeferredGrad(Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        if func in LAZY and not kwargs and len({Form.of(t) for t in args if isinstance(t, Tensor)}) == 1:
-            return cls(func, args, Form.of(args[0]))
+        if func in LAZY and not kwargs and len({form_of(t) for t in args if isinstance(t, Tensor)}) == 1:
+            return cls(func, args, form_of(args[0]))
         return func(*map(_settled, args), **{k: _settled(v) for k, v in (kwargs or {}).items()})
 
 
 def value(gradient: Any) -> Any:
-    """A pending gradient computed; anything else as it is."""
+    """A deferred gradient computed; anything else as it is."""
     return gradient.compute() if isinstance(gradient, DeferredGrad) else gradient
 
 
@@ -127,20 +108,14 @@ def _save(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
     """Keep what backward reads: x if the weight wants a gradient, and the weight's values if x wants one."""
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight if ctx.needs_input_grad[0] else None)
-    ctx.weight, ctx.bias = Form.of(weight), None if bias is None else Form.of(bias)
-
-
-# ---- linear ---------------------------------------------------------------------------------------------------------
+    ctx.weight, ctx.bias = form_of(weight), None if bias is None else form_of(bias)
 
 
 def linear(
     input: Tensor, weight: Tensor, bias: Tensor | None = None, *, gemm: Gemm = TORCH, later: bool = True
 ) -> Tensor | None:
-    """``F.linear``, [..., in] -> [..., out], in the steps that torch takes.
-
-    Args:
-        later: gradients of weight and bias are pending; otherwise they are made in backward.
-    """
+    """``F.linear``, [..., in] -> [..., out], in the steps that torch takes; ``later``: gradients of weight and bias are
+    deferred, otherwise they are made in backward."""
     x = input
     if not x.dim() or weight.dim() != 2 or x.shape[-1] != weight.shape[1]:
         return None
@@ -176,31 +151,19 @@ class Linear(torch.autograd.Function):
         if wants_x:
             dx = product(weight.t(), g.t()).t() if ctx.x_by_columns else product(g, weight)
         if wants_weight:
-            by_rows = ctx.weight.strides == (ctx.weight.shape[1], 1)
-            dw = ctx.make(partial(_by_rows if by_rows else _by_columns, product), (g, x), ctx.weight)
+            dw = ctx.make(partial(_weight_gradient, product, ctx.weight), (g, x), ctx.weight)
         if wants_bias:
-            db = ctx.make(_sum_of_rows, (g,), ctx.bias)
+            db = ctx.make(partial(torch.sum, dim=0), (g,), ctx.bias)
         return dx, dw, db, None, None
 
 
 def _made(make: Callable[..., Tensor], operands: Sequence[Tensor], form: Form) -> Tensor:
-    """A gradient that does not wait."""
     return make(*operands)
 
 
-def _by_rows(product: Callable[[Tensor, Tensor], Tensor], g: Tensor, x: Tensor) -> Tensor:
-    return product(g.t(), x)
-
-
-def _by_columns(product: Callable[[Tensor, Tensor], Tensor], g: Tensor, x: Tensor) -> Tensor:
-    return product(x.t(), g).t()
-
-
-def _sum_of_rows(g: Tensor) -> Tensor:
-    return g.sum(0)
-
-
-# ---- embedding ------------------------------------------------------------------------------------------------------
+def _weight_gradient(product: Callable[[Tensor, Tensor], Tensor], weight: Form, g: Tensor, x: Tensor) -> Tensor:
+    by_rows = weight.strides == (weight.shape[1], 1)
+    return product(g.t(), x) if by_rows else product(x.t(), g).t()
 
 
 def embedding(
@@ -233,16 +196,13 @@ class Embedding(torch.autograd.Function):
     def backward(ctx: Any, g: Tensor | None) -> tuple[Tensor | None, ...]:
         if g is None:
             return None, None, None
-        make = partial(_sum_by_index, rows=ctx.weight.shape[0], padding_idx=ctx.padding_idx)
+        make = partial(_sum_by_index, ctx.weight.shape[0], ctx.padding_idx)
         return None, DeferredGrad(make, (g, ctx.saved_tensors[0]), ctx.weight), None
 
 
-def _sum_by_index(g: Tensor, indices: Tensor, rows: int, padding_idx: int) -> Tensor:
-    dw: Tensor = aten.embedding_dense_backward(g, indices, rows, padding_idx, False)
-    return dw
+def _sum_by_index(rows: int, padding_idx: int, g: Tensor, indices: Tensor) -> Tensor:
+    return cast(Tensor, aten.embedding_dense_backward(g, indices, rows, padding_idx, False))
 
-
-# ---- convolution ----------------------------------------------------------------------------------------------------
 
 Sizes = int | Sequence[int]
 
@@ -273,11 +233,8 @@ def _each(sizes: Sizes, dims: int) -> list[int]:
 
 
 def _padding(padding: Sizes | str, reach: list[int], strides: list[int]) -> list[int] | None:
-    """The padding on both sides of each dim; None where ``same`` pads the sides differently, or is refused by torch.
-
-    Args:
-        reach: how far the window's last element lies from its first, in each dim.
-    """
+    """On both sides of each dim, in which the window's last element is ``reach`` from its first; None where ``same``
+    pads the sides differently, or is refused by torch."""
     if not isinstance(padding, str):
         return _each(padding, len(reach))
     if padding == "same" and set(strides) == {1} and not any(r % 2 for r in reach):
@@ -317,8 +274,9 @@ def _products(
     weight: Form, bias_shape: list[int] | None, window: tuple[Any, ...], wants_bias: bool, g: Tensor, x: Tensor
 ) -> list[Tensor]:
     """The gradients of a weight and, if it wants one, of its bias.  The weight's values are not read."""
+    unread = torch.empty_strided(weight.shape, weight.strides, dtype=weight.dtype, device=weight.device)
     mask = [False, True, wants_bias]
-    return list(aten.convolution_backward(g, x, weight.empty(), bias_shape, *window, mask)[1:])
+    return list(aten.convolution_backward(g, x, unread, bias_shape, *window, mask)[1:])
 
 
 DEFERRED: dict[Callable[..., Any], Callable[..., Tensor | None]] = {

@@ -1,22 +1,14 @@
 """Dropout that belongs to the model, not to the process: a handler.
 
-Dropout is a pure function of (seed, step, *global sample index*, site, element index), where the site is the
-name of the module and the number of its call.  Whoever computes a sample, in whatever microbatch, on whatever
-rank, draws the same mask: no cut of the batch changes it, and nothing draws from a global generator.
-
-    key (64 bits)   <- blake2b(seed, step, sample, site)                    one per sample
-    bits (32 bits)  <- mix(mix(element index xor key_low) + key_high)       one per element
-    keep            <- bits >= p * 2**32
-
-The mixing is the two-round multiply-and-shift hash of the "hash prospector" family, in int64 so that no product
-overflows; it needs no generator object, runs on every device, and gives any slice of a mask by itself.
+A mask is a pure function of (seed, step, *global sample index*, site, element index), where the site is the name of the
+module and the number of its call.  Whoever computes a sample, in whatever microbatch, on whatever rank, draws the same
+mask: no cut of the batch changes it, and nothing draws from a global generator.  The bits (see ``sharded.masks``) come
+from a hash of the "hash prospector" family, which needs no generator object and runs on every device.
 
 It sees every function that draws: it serves ``F.dropout`` and the attention kernel, runs composite functions
 (multi-head attention) under a dispatch mode that serves their Bernoulli draws, and refuses every other random operator.
 It leaves alone what is given a generator, unless that runs twice, and everything in eval mode.
 """
-
-from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
@@ -29,29 +21,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from plait.engine.forward.context import CurrentForward
 from plait.engine.forward.interceptor import Function, Handler
-from plait.engine.forward.random_ops import (
-    draws_nothing,
-    is_random,
-    no_stream,
-    seeded,
-    silent,
-    without_dropout,
-)
+from plait.engine.forward.random_ops import draws_nothing, is_random, no_stream, seeded, silent, without_dropout
 from plait.sharded.masks import Slice, keep_mask, stream_key
 
 SliceOf = Callable[[str, Sequence[int]], Slice | None]
 
 
 class DropoutRNG(Handler):
-    """The dropout of one stage.
-
-    A forward that runs inside a backward is a recomputation: its modules count their calls anew, so they draw the masks
-    again that they drew the first time.
-
-    Args:
-        slice_of: tells which slice of its whole activation a module draws for, where activations are cut.
-        recomputes: the engine runs parts of the model twice.
-    """
+    """The dropout of one stage.  ``slice_of`` tells which slice of its whole activation a module draws for, where they
+    are cut; if the engine ``recomputes``, parts of the model draw the same masks twice."""
 
     def __init__(
         self, seed: int, current: CurrentForward, *, slice_of: SliceOf | None = None, recomputes: bool = False
@@ -70,8 +48,8 @@ class DropoutRNG(Handler):
     def mask(self, shape: Sequence[int], p: float, device: torch.device) -> Tensor:
         """The next mask of the running module: bool, ``shape``, True where an element survives.
 
-        The first dim is taken as samples when its size is the microbatch's number of samples; otherwise the module
-        has lost the sample dim and the mask belongs to the global microbatch.
+        The first dim is samples when its size is the microbatch's number of samples; otherwise the module has lost the
+        sample dim, and the mask belongs to the global microbatch.
         """
         context = self.current.context
         position, counts, module = context.position, context.counts, context.module.name
@@ -80,8 +58,7 @@ class DropoutRNG(Handler):
             raise ValueError(
                 f"{f'module {module!r}' if module else 'loss_fn'} draws dropout in a checkpoint around a function that "
                 f"is no module's call: in the backward nobody would know which mask to draw again; checkpoint a "
-                f"module's call, as in "
-                f"checkpoint(self.block, x, use_reentrant=False), or let the engine recompute"
+                f"module's call, as in checkpoint(self.block, x, use_reentrant=False), or let the engine recompute"
             )
         if context.module.again and counts.calls.get(module, 0) > 1:
             raise ValueError(
@@ -97,19 +74,22 @@ class DropoutRNG(Handler):
             keys = [stream_key("dropout", self.seed, position.step, i, site) for i in samples]
         else:
             keys = [stream_key("microbatch dropout", self.seed, position.step, position.microbatch, site)]
-        held = self.slice_of(module, shape) if self.slice_of else None
-        place = held.indices(shape) if held else None
+        part = self.slice_of(module, shape) if self.slice_of else None
+        place = part.indices(shape) if part else None
         return keep_mask(keys, math.prod(shape) // len(keys) if keys else 0, p, device, place).view(shape)
 
-    def dropout(self, x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+    def dropout(self, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
         """``F.dropout``, with the next mask of the running module."""
         if not 0 <= p <= 1:
             raise ValueError(f"dropout probability {p}: it must be from 0 to 1")
         if not training or p == 0:
-            return x
+            return input
         scale = 1 / (1 - p) if p < 1 else 0.0
-        factor = self.mask(x.shape, p, x.device).to(x.dtype).mul_(scale)
-        return x.mul_(factor) if inplace else x * factor
+        factor = self.mask(input.shape, p, input.device).to(input.dtype).mul_(scale)
+        return input.mul_(factor) if inplace else input * factor
+
+    def torch_dropout(self, input: Tensor, p: float, train: bool) -> Tensor:
+        return self.dropout(input, p, train)
 
     def attention(
         self,
@@ -122,7 +102,11 @@ class DropoutRNG(Handler):
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> Tensor:
-        """``F.scaled_dot_product_attention`` with dropout on the weights, written out."""
+        """``F.scaled_dot_product_attention``; with dropout on the weights, written out."""
+        if not dropout_p:
+            return F.scaled_dot_product_attention(
+                query, key, value, attn_mask, 0.0, is_causal, scale=scale, enable_gqa=enable_gqa
+            )
         if enable_gqa:
             groups = query.size(-3) // key.size(-3)
             key, value = key.repeat_interleave(groups, -3), value.repeat_interleave(groups, -3)
@@ -146,21 +130,13 @@ class DropoutRNG(Handler):
         if not context.draws:
             return call_next(*args, **kwargs)
         if func in _SERVED:
-            return self._serve(func, args, kwargs)
+            return _SERVED[func](self, *args, **kwargs)
         if func in _COMPOSITE:
             with _Bernoulli(self):
                 return func(*args, **kwargs)
         if not own_generator and not without_dropout(func, args):
             raise no_stream(getattr(func, "__name__", str(func)), context.module.name)
         return func(*args, **kwargs)
-
-    def _serve(self, func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if func is F.scaled_dot_product_attention:
-            dropped = kwargs.get("dropout_p", args[4] if len(args) > 4 else 0.0)
-            return self.attention(*args, **kwargs) if dropped else func(*args, **kwargs)
-        if func is torch.dropout:
-            return self.dropout(args[0], *args[1:], **{"training" if k == "train" else k: v for k, v in kwargs.items()})
-        return self.dropout(*args, **kwargs)
 
 
 class _Bernoulli(TorchDispatchMode):
@@ -182,5 +158,9 @@ class _Bernoulli(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-_SERVED = {F.dropout, torch.dropout, F.scaled_dot_product_attention}
+_SERVED: dict[Function, Function] = {
+    F.dropout: DropoutRNG.dropout,
+    torch.dropout: DropoutRNG.torch_dropout,
+    F.scaled_dot_product_attention: DropoutRNG.attention,
+}
 _COMPOSITE = {F.multi_head_attention_forward, F.dropout1d, F.dropout2d, F.dropout3d}

@@ -1,13 +1,11 @@
-"""Linear layers whose products another ``Gemm`` than torch's own makes, in forward and backward: a handler.
+"""Linear layers whose products are made by another ``Gemm`` than torch's own, in forward and backward: a handler.
 
-    F.linear(x, W, b)  ──►  Linear, the function of ``deferred_products``, with nothing put off
+    F.linear(x, W, b)  ──►  Linear, the function of ``deferred_products``, with nothing deferred
 
-It sees every ``F.linear`` of the forward, whoever calls it, and leaves everything else alone: products written as
-``x @ w``, the inside of ``nn.MultiheadAttention``, what autocast computes, subclasses of tensors, and what will run
-again without being seen (a checkpoint around a function that is no module's call).
+It leaves everything else alone: products written as ``x @ w``, the inside of ``nn.MultiheadAttention``, what autocast
+computes, subclasses of tensors, and what will run again unseen (a checkpoint around a function that is no module's
+call).
 """
-
-from __future__ import annotations
 
 from typing import Any
 

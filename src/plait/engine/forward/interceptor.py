@@ -1,22 +1,18 @@
-"""One function mode that sees every torch function of a forward, and the handlers that it hands them to.
+"""One function mode that sees every torch function of a forward, and the handlers that it passes them to.
 
     func ──► AttentionRecompute ─► AtRestCheck ─► TensorParallel ─► WeightGrads ─► GemmHandler ─► DropoutRNG ──► torch
 
-A handler gets ``(func, call_next, *args, **kwargs)`` and returns what the function returns: by ``call_next(*args,
-**kwargs)``, which is the function as those behind it see it, with these or other arguments, or in another way.  What a
-handler itself calls is seen by nobody.
+A handler gets ``(func, call_next, *args, **kwargs)`` and returns what the function returns: by ``call_next``, which is
+the function as the handlers after it see it, with these or other arguments, or in another way.  What a handler itself
+calls is not seen.
 
-The order matters: handlers on the left read parameters, those to the right of ``WeightGrads`` see what stands for them;
-a cut parameter is ``TensorParallel``'s before anyone multiplies by it; what is recomputed is recomputed with all that
-the others do to it; and dropout is drawn last.
+The order matters: handlers on the left read parameters, those to the right of ``WeightGrads`` see their stand-ins; a
+cut parameter belongs to ``TensorParallel`` before anything multiplies by it; what is recomputed is recomputed with all
+that the others do to it; and dropout is drawn last.  A handler that has nothing to do in a run is not in the list.
 
-A handler says of each function whether it sees it (``sees``), and of which parameters it sees every function that
-reads them (``parameters``).  Both are looked up once for all handlers: a function that nobody sees costs a dictionary
-lookup and a glance at its arguments.  A handler that has nothing to do in a run is not in the list; where all are idle
-(dropout in eval mode) no mode is active.
+Which functions a handler sees, and of which parameters every read, is looked up once: a function that no handler sees
+costs a dictionary lookup and a glance at its arguments.  Where all are idle (dropout in eval mode) no mode is active.
 """
-
-from __future__ import annotations
 
 from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -55,7 +51,7 @@ class Handler:
         return False
 
     def needed_in(self, model: nn.Module) -> bool:
-        """Whether it may have something to do inside of a call of this model."""
+        """Whether it may have something to do in a call of this model."""
         return True
 
     def idle(self) -> bool:
@@ -63,12 +59,11 @@ class Handler:
         return False
 
     def __call__(self, func: Function, call_next: Function, /, *args: Any, **kwargs: Any) -> Any:
-        """The function's result."""
         return call_next(*args, **kwargs)
 
 
 def read_among(values: Iterable[Any], known: Container[int]) -> list[int]:
-    """Those that are known by ``id``, as ids, also inside lists and tuples."""
+    """The ids of the values that are known by ``id``, also inside lists and tuples."""
     read: list[int] = []
     for value in values:
         if id(value) in known:
@@ -79,19 +74,18 @@ def read_among(values: Iterable[Any], known: Container[int]) -> list[int]:
 
 
 class Interceptor(TorchFunctionMode):
-    """The mode of a stage; on while the model runs, in a forward or again in a backward.
-
-    Args:
-        handlers: in the order in which they see a function.
-    """
+    """The mode of a stage, on while the model runs, in a forward or again in a backward; handlers in their order."""
 
     def __init__(self, current: CurrentForward, handlers: Iterable[Handler]) -> None:
         super().__init__()
         self.current, self.handlers = current, tuple(handlers)
         self._known = frozenset(key for handler in self.handlers for key in handler.parameters)
         self._routes: dict[Function, tuple[Function, Function | None]] = {}
-        """How each function is called, and how where it reads a parameter, if that makes a difference."""
-        self.left_alone: LeftAlone | None = None
+        """How each function is called, and how if it reads a parameter, where that is another way."""
+        self._watched: list[Any] = []
+        """The hooks and attributes of a model that is left alone; ``_sizes`` is how many there were."""
+        self._sizes: list[int] = []
+        self._paused = False
 
     def __torch_function__(
         self, func: Function, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -128,8 +122,8 @@ class Interceptor(TorchFunctionMode):
         try:
             yield
         finally:
-            if self.left_alone is not None and self.left_alone.paused:  # Ctrl-C in the model's call: it is off already
-                self.left_alone.paused = False
+            if self._paused:  # Ctrl-C in the call of a model that is left alone: it is off already
+                self._paused = False
             else:
                 self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
 
@@ -141,8 +135,9 @@ class Interceptor(TorchFunctionMode):
     ) -> None:
         """Keep track of which module runs, by hooks; the outermost call switches the mode on.
 
-        A model of nothing but torch's own layers that draw nothing is not followed where nobody else has anything to do
-        in it: there the mode is on outside of the model's call alone, for what ``loss_fn`` may draw.
+        A model in which no handler has anything to do, such as one of torch's own layers that draw nothing, is left
+        alone: the mode is on outside of its call alone, for what ``loss_fn`` may draw.  That is read off its modules; a
+        hook that is added to one of them later may do anything, so then it is followed.
 
         Args:
             sites: modules that another part of the model calls first: under which name, and how often.
@@ -150,19 +145,25 @@ class Interceptor(TorchFunctionMode):
         """
         known = sites or {}
         self.current.masks_before = dict(known.values())
-
-        hooked = every_module._global_forward_pre_hooks or every_module._global_forward_hooks
-        if not hooked and not any(handler.needed_in(model) for handler in self.handlers):
-            self.left_alone = LeftAlone(self, model, sites)
+        hooks: list[Any] = [every_module._global_forward_pre_hooks, every_module._global_forward_hooks]
+        if not any(hooks) and not any(handler.needed_in(model) for handler in self.handlers):
+            self._watched = hooks
+            for module in model.modules():
+                self._watched += [module._forward_pre_hooks, module._forward_hooks, vars(module)]
+            model.register_forward_pre_hook(partial(self._leave_alone, sites), prepend=True)
+            model.register_forward_hook(self._come_back, always_call=True)
             return
         for name, module in model.named_modules():
             if every or module is model or not quiet(module):
-                enter = partial(self.enter, model, known.get(name, (name, 0))[0])
+                enter = partial(self._enter, model, known.get(name, (name, 0))[0])
                 module.register_forward_pre_hook(enter, prepend=True)
                 module.register_forward_hook(self._leave, always_call=True)
 
-    def enter(self, model: nn.Module, name: str, module: nn.Module, args: Any = None) -> None:
-        """A module of the model is called."""
+    def remember(self) -> None:
+        """The engine has added all its own hooks."""
+        self._sizes = list(map(len, self._watched))
+
+    def _enter(self, model: nn.Module, name: str, module: nn.Module, args: Any) -> None:
         current, switches_on = self.current, False
         if current.context.module.outer is None:
             if current.context.draws != model.training:
@@ -177,44 +178,25 @@ class Interceptor(TorchFunctionMode):
         if self.current.leave_module().switched_on:
             self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
 
-
-class LeftAlone:
-    """A model in which no handler has anything to do: the mode is off in it.
-
-    That was read off its modules. A hook that somebody adds to one of them may do anything, so then it is followed.
-    """
-
-    def __init__(self, mode: Interceptor, model: nn.Module, sites: Mapping[str, tuple[str, int]] | None) -> None:
-        self.mode, self.sites = mode, sites
-        self.paused = False
-        self._dicts: list[Any] = [every_module._global_forward_pre_hooks, every_module._global_forward_hooks]
-        for module in model.modules():
-            self._dicts += [module._forward_pre_hooks, module._forward_hooks, vars(module)]
-        self._sizes: list[int] = []
-        model.register_forward_pre_hook(self._before, prepend=True)
-        model.register_forward_hook(self._behind, always_call=True)
-
-    def remember(self) -> None:
-        """Every hook is there that the engine itself adds."""
-        self._sizes = list(map(len, self._dicts))
-
-    def _before(self, model: nn.Module, args: Any) -> None:
-        if self._sizes and self._sizes != list(map(len, self._dicts)):
+    def _leave_alone(self, sites: Mapping[str, tuple[str, int]] | None, model: nn.Module, args: Any) -> None:
+        if not self._sizes:
+            return
+        if self._sizes != list(map(len, self._watched)):
             self._sizes = []
-            self.mode.follow(model, self.sites)
-            self.mode.enter(model, "", model)
-        elif self._sizes and self.mode in _active_modes()[-1:]:
-            self.paused = True
-            self.mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+            self.follow(model, sites)
+            self._enter(model, "", model, args)
+        elif self in _active_modes()[-1:]:
+            self._paused = True
+            self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
 
-    def _behind(self, *call: Any) -> None:
-        if self.paused:
-            self.paused = False
-            self.mode.__enter__()  # type: ignore[no-untyped-call]
+    def _come_back(self, *call: Any) -> None:
+        if self._paused:
+            self._paused = False
+            self.__enter__()  # type: ignore[no-untyped-call]
 
 
 def _active_modes() -> list[Any]:
-    """The function modes of this thread that see a function now, the first to see it last."""
+    """The function modes of this thread, outermost first."""
     return [torch._C._get_function_stack_at(i) for i in range(torch._C._len_torch_function_stack())]
 
 

@@ -1,12 +1,9 @@
 """Which operators are random, and a generator of one's own for all of them.
 
-A stream is named by what it depends on (``stream_key``), never by how often anybody drew before.
+A stream is named by what it depends on (``stream_key``), never by how much was drawn before.
 """
 
-from __future__ import annotations
-
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from typing import Any
 
@@ -25,12 +22,8 @@ _QUIET = {
 _DRAWING = {"MultiheadAttention", "RReLU", "FractionalMaxPool2d", "FractionalMaxPool3d"}
 _RECURRENT = {"lstm", "gru", "rnn_tanh", "rnn_relu"}
 _OTHERS = {
-    F.alpha_dropout,
-    F.feature_alpha_dropout,
-    F.gumbel_softmax,
-    F.rrelu,
-    F.fractional_max_pool2d,
-    F.fractional_max_pool3d,
+    *(F.alpha_dropout, F.feature_alpha_dropout, F.gumbel_softmax),
+    *(F.rrelu, F.fractional_max_pool2d, F.fractional_max_pool3d),
 }
 
 
@@ -47,20 +40,21 @@ def draws_nothing(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bo
 
 
 def quiet(module: nn.Module) -> bool:
-    """Whether it is one of torch's layers that draw nothing, and no code of the user's runs in its call."""
-    if module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module):
-        return False
-    return _file_of(type(module).forward) in _QUIET and type(module).forward.__qualname__.split(".")[0] not in _DRAWING
+    """Whether its forward is one of torch's that draw nothing, and no code of the user's runs in its call."""
+    forward = type(module).forward
+    drawing = forward.__qualname__.split(".")[0] in _DRAWING
+    return _file_of(forward) in _QUIET and not drawing and not _changed(module)
 
 
 def silent(module: nn.Module) -> bool:
     """Whether it certainly draws nothing: one of torch's own quiet layers, or its ``Sequential`` around others."""
-    return (
-        (quiet(module) or (type(module) is nn.Sequential and not vars(module).keys() & {"forward"}))
-        and not module._forward_hooks
-        and not module._forward_pre_hooks
-        and _file_of(type(module)) in _QUIET | {"container"}
-    )
+    if type(module) is nn.Sequential:
+        return not _changed(module)
+    return quiet(module) and _file_of(type(module)) in _QUIET
+
+
+def _changed(module: nn.Module) -> bool:
+    return bool(module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module))
 
 
 def _file_of(defined: Any) -> str:
@@ -70,14 +64,12 @@ def _file_of(defined: Any) -> str:
 
 
 def without_dropout(func: Callable[..., Any], args: Sequence[Any]) -> bool:
-    """Recurrent kernels carry the random tag, but draw nothing without dropout between their layers.
-
-    Their arguments go: ..., list of weights, has biases, number of layers, dropout, train, ...
-    """
+    """Recurrent kernels carry the random tag, but draw nothing without dropout between their layers."""
     if getattr(func, "__name__", "") not in _RECURRENT:
         return False
     weights = next(i for i, value in enumerate(args) if isinstance(value, list))
-    return not args[weights + 3] or not args[weights + 4]
+    _has_biases, _num_layers, dropout, train = args[weights + 1 : weights + 5]
+    return not dropout or not train
 
 
 @cache
@@ -93,7 +85,7 @@ def is_random(func: Callable[..., Any]) -> bool:
 
 
 def no_stream(operator: str, module: str) -> ValueError:
-    """What to raise where a random operator runs that nobody serves; ``module`` runs, "" is the model."""
+    """The error for a random operator that no stream serves, in a module ("" is the model)."""
     where = f"module {module!r}" if module else "the model"
     return ValueError(
         f"{where} calls the random operator {operator!r}, which no stream serves: its values would depend on how the "
@@ -103,7 +95,7 @@ def no_stream(operator: str, module: str) -> ValueError:
 
 
 class PrivateGenerator(TorchDispatchMode):
-    """Everything random inside draws from one generator of its own, whatever the code passes."""
+    """Everything random inside draws from this generator, whatever the code passes."""
 
     def __init__(self, generator: torch.Generator) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -121,9 +113,6 @@ class PrivateGenerator(TorchDispatchMode):
         return func(*args, **kwargs)
 
 
-@contextmanager
-def private_generator(device: torch.device, *key: object) -> Iterator[None]:
+def private_generator(device: torch.device, *key: object) -> PrivateGenerator:
     """Random operators inside draw from a stream that depends on ``key`` alone."""
-    generator = torch.Generator(device=device).manual_seed(stream_key(*key) & (2**63 - 1))
-    with PrivateGenerator(generator):
-        yield
+    return PrivateGenerator(torch.Generator(device=device).manual_seed(stream_key(*key) & (2**63 - 1)))

@@ -7,20 +7,16 @@
     forward    F0 ── F1 ── F2 ── loss         kept under full:  x0  x1  x2
     backward        F0 B0 ◄── F1 B1 ◄── F2 B2 ◄── loss
 
-What is run again comes out the same to the bit: it begins where the first run began, with the same dropout masks, the
-same length of the stream, the same microbatch's stand-ins for parameters, and the unit's parameters gathered, once for
-the recomputation and for the backward behind it.  Messages between tensor ranks inside a block are sent again; the core
-of attention sends none.
+What runs again comes out the same to the bit: it begins where the first run began, with the same dropout masks, length
+of the stream and stand-ins for parameters, and with the unit's parameters gathered, once for the recomputation and for
+the backward after it.  Messages between tensor ranks inside a block are sent again; the core of attention sends none.
+
+The work is ``torch.utils.checkpoint``'s.  ``full`` wraps the forward of blocks; ``selective`` is a handler, which sees
+``F.scaled_dot_product_attention`` in a forward with gradients.
 
 Sources: full recomputation, Chen et al. 2016 (arXiv:1604.06174); selective, Korthikanti et al. 2022 (arXiv:2205.05198,
 section 5): the core of attention has most of a layer's activations (5as/h of 34 + 5as/h) and little of its products.
-The work is ``torch.utils.checkpoint``'s.
-
-The handler sees ``F.scaled_dot_product_attention`` in a forward with gradients, wherever the model calls it, and leaves
-all else alone.  ``full`` needs no handler: it wraps the forward of blocks.
 """
-
-from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
@@ -37,15 +33,11 @@ from plait.engine.forward.interceptor import Function, Handler, Interceptor
 from plait.tensor_parallel import Parallel
 
 SAVES_NOTHING = ("gathered", "vocabulary")
-"""Styles whose message may be the last thing of a block: torch ends a recomputation once it has what was saved."""
+"""Styles whose message may be the last thing in a block: torch ends a recomputation once it has what was saved."""
 
 
 def check_recompute(model: nn.Module, names: Iterable[str], recompute: str | None) -> None:
-    """Raises ValueError for an unknown word, and for ``full`` on a model without a block.
-
-    Args:
-        names: the modules that are units.
-    """
+    """Raises ValueError for an unknown word, and for ``full`` where no unit (``names``) is a block."""
     if recompute not in (None, "full", "selective"):
         raise ValueError(f"recompute={recompute!r}: give 'full', 'selective' or None")
     if recompute == "full" and not blocks_of(model, names):
@@ -56,24 +48,19 @@ def check_recompute(model: nn.Module, names: Iterable[str], recompute: str | Non
 
 
 def blocks_of(model: nn.Module, names: Iterable[str]) -> list[str]:
-    """Which units ``full`` runs again: those inside a ``ModuleList`` or ``Sequential``, of nested ones the outermost.
-
-    Embedding, head and the root are used once and are not among them; nor is a stock layer alone in its unit
-    (``nn.Linear``), which keeps its input and nothing else.
-    """
-    modules = dict(model.named_modules())
-    found: list[str] = []
-    for name in (n for n in modules if n in set(names)):
+    """Which units ``full`` runs again: those inside a ``ModuleList`` or ``Sequential``, of nested ones the outermost;
+    not a stock layer alone in its unit (``nn.Linear``), which keeps its input and nothing else."""
+    modules, units = dict(model.named_modules()), set(names)
+    blocks: list[str] = []
+    for name in (n for n in modules if n in units):
         around = [modules[name[:i]] for i, letter in enumerate(name) if letter == "."] + [model] * bool(name)
         repeated = any(isinstance(m, nn.ModuleList | nn.Sequential) for m in around)
-        nested = any(name.startswith(other + ".") for other in found)
-        if repeated and not nested and not _stock(modules[name]):
-            found.append(name)
-    return found
-
-
-def _stock(module: nn.Module) -> bool:
-    return not list(module.children()) and type(module).forward.__module__.startswith("torch.nn.")
+        nested = any(name.startswith(other + ".") for other in blocks)
+        block = modules[name]
+        stock = not list(block.children()) and type(block).forward.__module__.startswith("torch.nn.")
+        if repeated and not nested and not stock:
+            blocks.append(name)
+    return blocks
 
 
 def called_twice(
@@ -88,11 +75,10 @@ def called_twice(
     """``function(*args, **kwargs)``, of which only the arguments are kept; in the backward it is called again.
 
     Args:
-        seen_by: it calls modules, whose functions are seen the second time as well; None: it calls none, and is itself
-            what handlers make of a function.
-        early_stop: it ends, the second time, as soon as everything is there that the backward reads.
+        seen_by: sees the functions of the modules that it calls, the second time too; None: it calls no module.
+        early_stop: the second call ends as soon as all is there that the backward reads.
     """
-    unit = current.context.unit
+    units = current.context.units
     again = current.context.again(whole=seen_by is not None)
     ran = False
 
@@ -100,8 +86,8 @@ def called_twice(
         nonlocal ran
         with ExitStack() as stack:
             if ran:
-                if unit is not None:
-                    unit.unshard_for_backward()
+                if units:
+                    units[-1]()
                 stack.enter_context(current.swapped(again))
                 if seen_by is not None:
                     stack.enter_context(seen_by.on())
@@ -113,33 +99,22 @@ def called_twice(
     return checkpoint(run, *args, use_reentrant=False, preserve_rng_state=preserve, early_stop=early_stop)
 
 
-def run_twice(
-    model: nn.Module, names: Iterable[str], interceptor: Interceptor, parallel: Parallel, *, sequence: bool
-) -> None:
-    """Make the forward of these blocks one that runs again in the backward.
+def run_twice(model: nn.Module, name: str, interceptor: Interceptor, parallel: Parallel, *, sequence: bool) -> None:
+    """Make the forward of a block one that runs again in the backward.
 
-    Raises:
-        ValueError: a block whose input the tensor plan changes before its forward sees it.
+    Raises ValueError for a block whose input the tensor plan changes before its forward sees it, and at its first
+    forward for one that writes to a buffer.
     """
-    for name in names:
-        style = parallel.styles.get(name)
-        if sequence and style and style.kind == "enter":
-            raise ValueError(
-                f"block {name!r} is 'enter' in the tensor plan, so its stream is gathered before its forward, and "
-                f"recompute='full' would begin behind that: make the module around it the unit"
-            )
-        inside = [s.kind for n, s in parallel.styles.items() if f"{n}.".startswith(f"{name}.")]
-        early_stop = not any(kind in SAVES_NOTHING for kind in inside)
-        _run_twice(name, model.get_submodule(name), interceptor, early_stop=early_stop)
-
-
-def _run_twice(name: str, module: nn.Module, interceptor: Interceptor, *, early_stop: bool) -> None:
-    """The same of one block.
-
-    Raises:
-        ValueError: at its first forward, where it writes to a buffer.
-    """
+    style = parallel.styles.get(name)
+    if sequence and style and style.kind == "enter":
+        raise ValueError(
+            f"block {name!r} is 'enter' in the tensor plan, so its stream is gathered before its forward, and "
+            f"recompute='full' would begin behind that: make the module around it the unit"
+        )
+    inside = {s.kind for n, s in parallel.styles.items() if f"{n}.".startswith(f"{name}.")}
+    module = model.get_submodule(name)
     once, checked = module.forward, set[bool]()
+    early_stop = inside.isdisjoint(SAVES_NOTHING)
     call = partial(called_twice, interceptor.current, once, seen_by=interceptor, early_stop=early_stop)
 
     @wraps(once)
@@ -165,13 +140,11 @@ def _run_twice(name: str, module: nn.Module, interceptor: Interceptor, *, early_
 
 def same_bits(left: Tensor, right: Tensor) -> bool:
     """Whether two tensors are the same, NaN for NaN."""
-    if not left.is_floating_point() or left.shape != right.shape:
-        return torch.equal(left, right)
-    return torch.equal(left.isnan(), right.isnan()) and torch.equal(left.nan_to_num(), right.nan_to_num())
+    return left.shape == right.shape and torch.allclose(left, right, rtol=0, atol=0, equal_nan=True)
 
 
 class AttentionRecompute(Handler):
-    """Sees ``F.scaled_dot_product_attention``, wherever the model calls it, and runs it again in its backward."""
+    """Runs ``F.scaled_dot_product_attention`` again in its backward, wherever the model calls it."""
 
     def __init__(self, current: CurrentForward) -> None:
         self.current = current

@@ -1,14 +1,12 @@
 """Tensor parallelism for stock modules, a handler: their code runs unchanged on cut parameters.
 
 It sees every function that reads a cut parameter: ``F.linear`` and ``F.embedding`` are carried out by
-``plait.tensor_parallel`` in the style that the plan gives the running module; anything else raises, for it would
-compute with a piece as if it were the whole.  Between a column and a row it also sees functions that mix features, and
-refuses those that would mix a part of them.  All others it leaves alone.
+``plait.tensor_parallel`` in the style that the plan gives the running module; anything else raises, for it would take a
+piece for the whole.  Between a column and a row it also sees functions that mix features, and refuses those that would
+mix only a part of them.  It leaves all others alone.
 
 It also knows which activations are cut, so that dropout draws the right slice of the single process's mask.
 """
-
-from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -46,7 +44,7 @@ MIXES = {
 
 
 class StageAxis(TensorAxis):
-    """The tensor axis as the forwards of a stage see it: whose stream it is, the context says."""
+    """The tensor axis for the forwards of a stage: the context says which stream is meant."""
 
     def __init__(self, comm: Comm, current: CurrentForward, *, sequence: bool, gemm: Gemm = TORCH) -> None:
         self.current = current
@@ -66,13 +64,12 @@ class StageAxis(TensorAxis):
 
 
 class TensorParallel(Handler):
-    """Runs a model's cut modules.
+    """Runs a model's cut modules, whose parameters have this rank's pieces already.
 
     Args:
-        model: its cut parameters hold this rank's pieces already.
         parallel: the plan, resolved on this model before its parameters were cut.
         parameters: the whole shape of every cut parameter, by ``id``.
-        deferred: tells what stands for a parameter where weight gradients are made in a pass of their own.
+        deferred: has the stand-ins, where weight gradients are made in a pass of their own.
     """
 
     def __init__(
@@ -85,13 +82,12 @@ class TensorParallel(Handler):
     ) -> None:
         self.modules = dict(model.named_modules())
         self.parameters: Mapping[int, tuple[int, ...]] = parameters
-        self.parallel, self.axis, self.current = parallel, axis, axis.current
-        self.deferred = deferred
-        self._same_inputs = False
-        self._warned = False
+        self.parallel, self.axis, self.current, self.deferred = parallel, axis, axis.current, deferred
+        self._same_inputs = self._warned = False
         self._columns_in = {name.rpartition(".")[0] for name, s in parallel.styles.items() if s.enters}
         model.register_forward_pre_hook(self._before_model, with_kwargs=True)
-        model.register_forward_hook(self._after_model, always_call=True)
+        # the last input of a column would keep a whole activation and its graph
+        model.register_forward_hook(lambda *call: self.current.replace(column_input=None), always_call=True)
         for name, style in parallel.styles.items() if axis.sequence else ():
             if style.kind in ("enter", "split"):
                 self.modules[name].register_forward_pre_hook(self._changes_input(name, style.kind), with_kwargs=True)
@@ -120,7 +116,7 @@ class TensorParallel(Handler):
         )
 
     def _check_cut_activation(self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        """Raises ValueError where a function mixes the features of what a column left, of which a rank has a part."""
+        """Raises ValueError where a function mixes the features that a column left, of which each rank has a part."""
         x = args[0] if args else kwargs.get("input")
         if not isinstance(x, Tensor) or not self.sees(func):
             return
@@ -131,17 +127,15 @@ class TensorParallel(Handler):
         where = context.module.name or "the model"
         if (style := self.parallel.styles.get(where)) is not None and style.kind == "whole":
             return
-        dim = kwargs.get("dim", args[1] if len(args) > 1 and name not in NORMS else None)
-        over = {None} if name in NORMS or dim is None else set(dim) if isinstance(dim, tuple | list) else {dim}
         if name == "linear":
-            weight = args[1] if len(args) > 1 else kwargs["weight"]
-            if id(weight) in self.parameters:
+            if id(args[1] if len(args) > 1 else kwargs["weight"]) in self.parameters:
                 return
             what, fix = "multiplies", f"say 'row' for {where!r} in the tensor plan"
-        elif over & {None, -1, x.dim() - 1}:
-            what, fix = "mixes", "gather it first ('gathered' instead of 'column'), or leave the module whole"
         else:
-            return
+            dim = None if name in NORMS else kwargs.get("dim", args[1] if len(args) > 1 else None)
+            if {None, -1, x.dim() - 1}.isdisjoint(dim if isinstance(dim, tuple | list) else (dim,)):
+                return
+            what, fix = "mixes", "gather it first ('gathered' instead of 'column'), or leave the module whole"
         raise ValueError(
             f"{name!r} in module {where!r} {what} {x.size(-1)} of the {context.cut.width} features that a column-cut "
             f"module left on this rank: between a column and its row only element-wise functions are right; {fix}; or "
@@ -230,22 +224,19 @@ class TensorParallel(Handler):
             )
         self._warned = whole_logits
         self.current.replace(cut=CutActivation(), whole_logits=whole_logits)
-        if not self._same_inputs:
-            self._check_inputs((args, kwargs))
-            self._same_inputs = True
-
-    def _check_inputs(self, inputs: Any) -> None:
-        """Raises ValueError, at the first forward, where the ranks of a tensor group work on different samples."""
-        comm, tensors = self.axis.comm, [t for t in tree_leaves(inputs) if isinstance(t, Tensor)]
+        if self._same_inputs:
+            return
+        comm, tensors = self.axis.comm, [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
         if not same_tensors(comm, tensors, AXES, Note("setup")):
             raise ValueError(
                 f"the ranks of a tensor group bring different batches: they work on the same samples, so rank "
                 f"{comm.rank} reads the batch of data rank {comm.mesh.data_rank(comm.rank)}"
             )
+        self._same_inputs = True
 
     def _changes_input(self, name: str, kind: str) -> Callable[..., Any]:
-        """A hook that hands a module its stream whole (``enter``) or cut in time (``split``)."""
-        siblings = self._columns(name)
+        """A hook that gives a module its stream whole (``enter``), for all its columns, or cut in time (``split``)."""
+        siblings = [n for n, s in self.parallel.styles.items() if s.enters and n.rpartition(".")[0] == name]
 
         def stream(x: Tensor) -> Tensor:
             if kind == "enter":
@@ -261,21 +252,11 @@ class TensorParallel(Handler):
 
         return hook
 
-    def _columns(self, name: str) -> list[str]:
-        """The column-cut children of a module, in order."""
-        return [n for n, s in self.parallel.styles.items() if s.enters and n.rpartition(".")[0] == name]
-
-    def _after_model(self, *call: Any) -> None:
-        self.current.replace(column_input=None)  # it would keep a whole activation and its graph
-
     # ---- dropout ------------------------------------------------------------------------------------------------
 
     def slice_of(self, name: str, shape: Sequence[int]) -> Slice | None:
-        """Which slice of its whole activation a module that draws dropout holds; None: it holds the whole.
-
-        Raises:
-            ValueError: a module between cut products whose activation nobody described.
-        """
+        """Which slice of its whole activation a module that draws dropout has; None: the whole.  ValueError where the
+        plan does not say how it is cut."""
         style, cut = self.parallel.styles.get(name), self.current.context.cut
         kind = style.kind if style and style.kind not in ("enter", "split") else ""
         if not kind and cut.width:  # between a column and a row

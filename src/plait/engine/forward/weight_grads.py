@@ -1,25 +1,22 @@
 """The backward of a stage in two parts, a handler: the gradient of its input now, those of its weights later.
 
     F    forward, on *stand-ins*: one leaf per microbatch and parameter, which shares the parameter's memory
-    I    the caller's backward: the input's gradient; a weight's lands on its stand-in, the large products pending
-    W    pending products are made, and each parameter receives its gradient as in a plain backward, hooks and all
+    I    the caller's backward: the input's gradient; a weight's lands on its stand-in, the large products deferred
+    W    deferred products are made, and each parameter receives its gradient as in a plain backward, hooks and all
 
 Between F, I and W of a microbatch those of others may run, in any order: F0 F1 F2 I0 F3 I1 W0 I2 W1 ...
 
-The products that wait are those of ``deferred_products``: linear layers, embeddings, convolutions with a
-parameter as weight.  Every other gradient (norms, ``weight.t()``, recurrent kernels, the inside of a multi-head
-attention) is made by autograd in I and waits on its stand-in.  So is everything under autocast, which adds up the
-gradients of a weight's uses in the lower precision: that sum is autocast's own; and what is recomputed out of sight (a
-checkpoint around a function that is no module's call), where torch would save other tensors than these products do.
+Deferred are the products of ``deferred_products`` with a parameter as weight.  Every other gradient (norms,
+``weight.t()``, recurrent kernels, the inside of a multi-head attention) is made by autograd in I and waits on its
+stand-in.  So is everything under autocast, which adds up the gradients of a weight's uses in the lower precision, and
+what is recomputed unseen (a checkpoint around a function that is no module's call), where torch would save other
+tensors than these products do.
 
-It sees every function of the forward that reads a parameter which trains; handlers before it still meet the parameters
-themselves.  It does not see ``apply`` of an autograd.Function: whoever hands a parameter to one asks for its
-``stand_in``.
+It sees every function of the forward that reads a parameter which trains.  It does not see ``apply`` of an
+autograd.Function: whoever passes a parameter to one asks for its ``stand_in``.
 
 Source: zero bubble pipeline parallelism (Qi et al. 2023, arXiv:2401.10241).
 """
-
-from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
@@ -38,12 +35,8 @@ from plait.tensor_parallel.gemm import TORCH, Gemm
 class WeightGrads(Handler):
     """Forwards on stand-ins, and the weight part of their backwards.
 
-    A forward whose context has ``stand_ins`` (an empty dict when it begins) fills them; one that has None is left
-    alone: its backward comes in one piece.
-
-    Args:
-        parameters: the stage's parameters; those that are frozen are left alone.
-        gemm: multiplies the matrices of linear layers.
+    A forward whose context has ``stand_ins`` (an empty dict when it begins) fills them, for the stage's parameters that
+    are not frozen; one that has None is left alone: its backward comes in one piece.
     """
 
     def __init__(self, current: CurrentForward, parameters: Iterable[nn.Parameter], gemm: Gemm = TORCH) -> None:
@@ -52,25 +45,19 @@ class WeightGrads(Handler):
         self.parameters: Mapping[int, nn.Parameter] = {id(p): p for p in parameters if p.requires_grad}
 
     def weigh(self, stand_ins: dict[int, Tensor]) -> None:
-        """The weight part: make the gradients and hand them to the parameters, those used last first.
+        """The weight part: make the gradients and give them to the parameters, those used last first.
 
-        Reads no parameter's values.  A parameter that got no gradient in the input part gets none.
-
-        Args:
-            stand_ins: of the microbatch's context; by ``id`` of the parameter, in the order of first use. Emptied.
-
-        Raises:
-            ValueError: activations that were written to since.
+        It empties ``stand_ins``, those of the microbatch's context, and reads no parameter's values.  A parameter that
+        got no gradient in the input part gets none.  ValueError where activations were written to since.
         """
-        waiting = [(key, stand_ins.pop(key)) for key in list(stand_ins)]
+        nodes = []
         with torch._C.DisableTorchFunction(), torch.enable_grad(), torch.autograd.set_multithreading_enabled(False):
-            torch.autograd.backward(
-                [
-                    cast(Any, WeightGradNode).apply(self.parameters[key], gradient)
-                    for key, stand_in in waiting
-                    if (gradient := _taken_from(stand_in))
-                ]
-            )
+            for key in list(stand_ins):
+                stand_in = stand_ins.pop(key)
+                if stand_in.grad is not None:
+                    nodes.append(cast(Any, WeightGradNode).apply(self.parameters[key], [stand_in.grad]))
+                    stand_in.grad = None
+            torch.autograd.backward(nodes)
 
     def stand_in(self, parameter: Tensor) -> Tensor:
         """What the running microbatch has in place of a parameter; anything else is returned as it is."""
@@ -108,29 +95,21 @@ class WeightGrads(Handler):
 
 
 def plain(x: Any) -> bool:
-    """Whether products of x are ours: a dense tensor of torch's own, and no autocast, which has its own way to add.
-
-    Nor are those inside ``torch.func`` (vmap, grad), which takes no function without rules for each of its transforms.
-    """
+    """Whether products of x are ours: a dense tensor of torch's own, no autocast, which has its own way to add, and no
+    ``torch.func`` (vmap, grad), which takes no function without rules for each of its transforms."""
     dense = type(x) in (Tensor, nn.Parameter) and x.layout is torch.strided and not x.is_nested
     return dense and not torch.is_autocast_enabled(x.device.type) and not torch._C._are_functorch_transforms_active()
 
 
-def _taken_from(stand_in: Tensor) -> list[Tensor]:
-    """The gradient of a stand-in, which has it no more; nothing if it has none."""
-    gradient, stand_in.grad = stand_in.grad, None
-    return [] if gradient is None else [gradient]
-
-
 class WeightGradNode(torch.autograd.Function):
-    """The node of W that hands a parameter its gradient, alone in ``held``, computed."""
+    """The node of W that gives a parameter its gradient, the only element of ``waiting``, computed."""
 
     @staticmethod
-    def forward(ctx: Any, parameter: Tensor, held: list[Tensor]) -> Tensor:
-        ctx.held = held
+    def forward(ctx: Any, parameter: Tensor, waiting: list[Tensor]) -> Tensor:
+        ctx.waiting = waiting
         return torch.zeros((), device=parameter.device)
 
     @staticmethod
     def backward(ctx: Any, _: Tensor) -> tuple[Tensor, None]:
-        gradient = value(ctx.held.pop())  # what it was made of goes
+        gradient = value(ctx.waiting.pop())  # and what it was made of is freed
         return gradient, None

@@ -15,16 +15,12 @@
     backward: y.grad comes from stage 2 ─► autograd ─► Received.backward leaves x.grad with the BoundaryState ─► stage 0
 
 A link that another stage has is a ``ForeignLayer`` and does not compute.  Those before the stage's first link return
-``NotHere``: it passes through any code, and everything made of it is ``NotHere`` too; a link that is given such a thing
-needs what another stage has, and is refused.  The last of them returns what the stage before sent; the code between it
-and the first link then runs here, once.  The model's own input (tokens, a mask) stays what it is.  On all but the last
-stage the call ends behind the last link, so what follows the last link of all, and the loss, run on the last stage
-alone.
-
-Links must run in the order in which they are named, each once: that is asked at every call.
+``NotHere``, which passes through any code and turns everything made of it into ``NotHere`` too; a link that is given
+one would need what another stage has, and is refused.  The last of them returns what the stage before sent; the code
+between it and the first link runs here, once.  The model's own input (tokens, a mask) stays what it is.  On all but the
+last stage the call ends after the last link, so what follows the last link of all, and the loss, run on the last stage
+alone.  Every call checks that links run in the order in which they are named, each once.
 """
-
-from __future__ import annotations
 
 from typing import Any, cast
 
@@ -37,7 +33,7 @@ from plait.engine.pipeline.stage_model import ForeignLayer, StageModel
 
 
 class StageDone(Exception):  # noqa: N818 (it is no error)
-    """Ends a call of ``loss_fn`` behind the stage's last link; hooks that are always called see the end of theirs."""
+    """Ends a call of ``loss_fn`` after the stage's last link; hooks that are always called still run."""
 
     def __init__(self, tensor: Tensor) -> None:
         super().__init__()
@@ -45,58 +41,34 @@ class StageDone(Exception):  # noqa: N818 (it is no error)
 
 
 class NotHere(Tensor):
-    """What a foreign layer returns that is not the last one: of the right shape, and of no use."""
-
-
-class Received(torch.autograd.Function):
-    """What came from the stage before, as the model gets it: a tensor of the graph, which may be written to in place.
-
-    Its gradient is left with the ``BoundaryState``; the dummy that is differentiated gets none.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, dummy: Tensor, boundary: BoundaryState, holder: list[Tensor]) -> Tensor:
-        ctx.boundary = boundary
-        return holder.pop()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[None, None, None]:
-        ctx.boundary.gradient = gradient
-        return None, None, None
+    """What any but the last foreign layer returns: of the right shape, and not to be computed with."""
 
 
 class BoundaryState:
-    """One microbatch's way over the boundary of a stage.
-
-    ``gradient`` is that of what was received, once the backward has made it; zeros where it made none.
-    """
+    """One microbatch's way over the boundary of a stage, from what the stage before sent, if there is one."""
 
     def __init__(self, received: Tensor | None) -> None:
         self._received = received
         self._like = None if received is None else (received.shape, received.dtype, received.device)
         self._version = 0 if received is None else received._version
         self.length = None if received is None or received.dim() < 2 else received.size(1)
-        """Steps of time, on this rank, of a stream [batch, time, width]."""
+        """Steps of time of a stream [batch, time, width] on this rank, and over all ranks where it is cut in time."""
         self.whole_length = self.length
-        """The same, over all ranks of a stream that is cut in time: code around the links may ask."""
         self.gradient: Tensor | None = None
+        """Of what was received, if the backward has made one."""
         self.next_link = 0
-        """Which link of the chain is to run next."""
 
     def alias(self) -> Tensor:
         """For a foreign layer that is not the last."""
         assert self._received is not None
         stream = self._received.detach()
-        if self.whole_length is not None and self.whole_length != self.length:
+        if self.whole_length is not None and self.whole_length != self.length:  # code around the links may ask
             stream = stream.new_empty(()).expand(stream.size(0), self.whole_length, *stream.shape[2:])
         return stream.as_subclass(NotHere)
 
     def enter(self) -> Tensor:
-        """For the last foreign layer; what was received is the model's from here on.
-
-        Raises:
-            ValueError: code before has written to it in place.
-        """
+        """For the last foreign layer; what was received is the model's from here on.  ValueError if code before wrote
+        to it."""
         received, self._received = self._received, None
         if received is None:
             raise ValueError("a link of the pipeline ran twice, or loss_fn called the model twice: once is right")
@@ -112,7 +84,7 @@ class BoundaryState:
         return out
 
     def take_gradient(self) -> Tensor | None:
-        """What the stage before gets; None on the first stage."""
+        """What the stage before gets, zeros where the backward made none; None on the first stage."""
         if self._like is None:
             return None
         shape, dtype, device = self._like
@@ -120,37 +92,41 @@ class BoundaryState:
         return torch.zeros(shape, dtype=dtype, device=device) if gradient is None else gradient
 
 
-class StageBoundary:
-    """The links of a stage's model, told when they run.
+class Received(torch.autograd.Function):
+    """What came from the stage before, as a tensor of the graph, which the model may write to in place.  Its gradient
+    goes to the ``BoundaryState``; the dummy that is differentiated gets none."""
 
-    Args:
-        part: what the stage has of the model; the links of others are foreign layers.
-        number: of the stage.
-        last: whether it is the last stage, where calls run to their end.
-    """
+    @staticmethod
+    def forward(ctx: Any, dummy: Tensor, boundary: BoundaryState, holder: list[Tensor]) -> Tensor:
+        ctx.boundary = boundary
+        return holder.pop()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, None, None]:
+        ctx.boundary.gradient = gradient
+        return None, None, None
+
+
+class StageBoundary:
+    """The links of a stage's model, told when they run; those of other stages are foreign layers.  On the ``last``
+    stage calls run to their end."""
 
     def __init__(self, part: StageModel, number: int, current: CurrentForward, *, last: bool) -> None:
-        self.number, self.current, self.last, self.links = number, current, last, part.links
-        self.names = part.chain.names
+        self.number, self.current, self.last = number, current, last
+        self.links, self.names = part.links, part.chain
         self._indices: dict[int, list[int]] = {}
         for index, name in enumerate(self.names):
             link = part.model.get_submodule(name)
             self._indices.setdefault(id(link), []).append(index)
             if isinstance(link, ForeignLayer):
                 link.at_call = self._at_foreign_layer
-
-    def watch(self, model: nn.Module) -> None:
-        """Look at what links get and return; after other hooks of theirs."""
-        for link in dict.fromkeys(model.get_submodule(self.names[index]) for index in self.links):
-            link.register_forward_pre_hook(self._before_link, with_kwargs=True)
-            link.register_forward_hook(self._behind_link)
+                link.at_look = self._at_look
+        for link in dict.fromkeys(part.model.get_submodule(self.names[index]) for index in self.links):
+            link.register_forward_pre_hook(self._before_link, with_kwargs=True)  # after other hooks of theirs
+            link.register_forward_hook(self._after_link)
 
     def _reached(self, module: nn.Module) -> BoundaryState:
-        """The boundary of the forward that has come to a link, of which the next is the one behind that.
-
-        Raises:
-            ValueError: another link than the next.
-        """
+        """The boundary of the forward that has come to a link, which must be the next one (else ValueError)."""
         boundary: BoundaryState | None = self.current.context.boundary
         if boundary is None:
             raise ValueError(f"stage {self.number} has only some links of the model: train it by engine.step")
@@ -173,6 +149,17 @@ class StageBoundary:
         boundary = self._reached(module)
         return boundary.enter() if boundary.next_link == self.links.start else boundary.alias()
 
+    def _at_look(self, module: nn.Module, what: str) -> None:
+        """The model looks into a foreign layer: ValueError after the last link: another stage has what it wants."""
+        boundary: BoundaryState | None = self.current.context.boundary
+        if boundary is not None and boundary.next_link == len(self.names) and not in_backward():
+            raise ValueError(
+                f"the model's modules are searched, behind their forward, for what they have left there (an auxiliary "
+                f"loss, a penalty): {what} of {self.names[self._indices[id(module)][0]]!r} belongs to another "
+                f"stage. Let each link hand on what the loss needs in the tensor that it returns, and the last one "
+                f"make it; or train without a pipe axis"
+            )
+
     def _before_link(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
         if in_backward():
             return
@@ -184,17 +171,18 @@ class StageBoundary:
                 f"links that reaches over one): let each link work on what the link before it returned"
             )
 
-    def _behind_link(self, module: nn.Module, args: Any, output: Any) -> None:
+    def _after_link(self, module: nn.Module, args: Any, output: Any) -> None:
         if in_backward() or self.last or self.current.context.boundary.next_link < self.links.stop:
             return
+        name = self.names[self.links.stop - 1]
         if not isinstance(output, Tensor):
             raise ValueError(
-                f"stage {self.number} ends with {self.names[self.links.stop - 1]!r}, which returns "
-                f"{type(output).__name__}: what goes from stage to stage is one tensor; let each link return one"
+                f"stage {self.number} ends with {name!r}, which returns {type(output).__name__}: what goes from stage "
+                f"to stage is one tensor; let each link return one"
             )
         if not torch._C._is_fwd_grad_enabled():  # inside the forward of an autograd.Function
             raise ValueError(
-                f"{self.names[self.links.stop - 1]!r}, the last link of stage {self.number}, runs inside an "
-                f"autograd.Function, where nothing is recorded (a checkpoint): use checkpoint(..., use_reentrant=False)"
+                f"{name!r}, the last link of stage {self.number}, runs inside an autograd.Function, where nothing is "
+                f"recorded (a checkpoint): use checkpoint(..., use_reentrant=False)"
             )
         raise StageDone(output)

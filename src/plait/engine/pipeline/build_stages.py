@@ -3,14 +3,11 @@
     model ── chain of links ── split ──► parts   the model's own links, one part for each stage here ──► Stage
                                   └────► edges   weights that several stages use
 
-Without a pipeline there is one stage, and its part is the model itself.
+Without a pipeline there is one stage; no link is named, no container copied, and its part is the model itself.
 """
 
-from __future__ import annotations
-
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from torch import nn
 
@@ -20,8 +17,8 @@ from plait.engine.data_parallel.build import SourceModel, build_units
 from plait.engine.data_parallel.flat_gradient import FlatGradient
 from plait.engine.data_parallel.wrap import automatic, wrap
 from plait.engine.forward.recompute import check_recompute
-from plait.engine.pipeline.stage import Place, Stage
-from plait.engine.pipeline.stage_model import Chain, StageModel, chain_of, cut_off, parallel_of, stages_using
+from plait.engine.pipeline.stage import BeforeForward, Stage, StageSettings
+from plait.engine.pipeline.stage_model import Chain, StageModel, Uses, chain_of, cut_off, parallel_of, stages_using
 from plait.engine.pipeline.tied_weights import TiedWeight
 from plait.engine.state.full import Directory
 from plait.engine.state.init import give_values
@@ -31,54 +28,45 @@ from plait.schedule.pipeline import Pipeline
 from plait.tensor_parallel import Parallel, parallel_plan
 from plait.tensor_parallel.gemm import find_gemm
 
-BeforeForward = Callable[[Sequence[Any], dict[str, Any]], None]
-
 MOST_NAMED = 12
 """Longer chains are named by their first and last links."""
 
 
 @dataclass(frozen=True)
 class Built:
-    """The stages of a rank, by number, and what the ranks know of all of them."""
+    """The stages of a rank, by number, and what the ranks know of all of them: how many ``links`` each has (``split``),
+    and how tensor parallelism cuts the whole model (``parallel``)."""
 
     stages: dict[int, Stage]
     edges: tuple[TiedWeight, ...]
     directory: Directory
-    links: tuple[str, ...]
-    """The names of the model's links."""
+    links: Chain
     split: tuple[int, ...]
-    """How many of them each stage has."""
     parallel: Parallel
-    """How tensor parallelism cuts the whole model."""
 
     def gradients(self) -> dict[tuple[str, int], FlatGradient]:
         """This rank's copies of tied weights, by name and stage."""
-        found = {}
-        for edge in self.edges:
-            for number in set(edge.stages) & self.stages.keys():
-                for g in self.stages[number].gradients.flats:
-                    if any(slot.name == edge.name for slot in g.flat.layout.slots):
-                        found[edge.name, number] = g
-        return found
+        return {
+            (edge.name, number): flat_gradient
+            for edge in self.edges
+            for number in self.stages.keys() & edge.stages
+            for flat_gradient in self.stages[number].gradients.flats
+            if any(slot.name == edge.name for slot in flat_gradient.flat.layout.slots)
+        }
 
 
 def split_of(chain: Chain, num_stages: int, sizes: Sequence[int] | None) -> tuple[range, ...]:
-    """The links of each stage: equally many, or as many as a user says.
-
-    Raises:
-        ValueError: more stages than links, or sizes that do not fit.
-    """
+    """The links of each stage, equally many or as many as ``sizes`` says; ValueError where that does not fit."""
     try:
-        return even(len(chain.names), num_stages) if sizes is None else _sized(chain, num_stages, sizes)
+        if sizes is None:
+            return even(len(chain), num_stages)
+        if len(sizes) != num_stages:
+            given = f"a split for {len(sizes)} stages, but the pipeline has {num_stages}"
+            raise ValueError(f"{given}: give {num_stages} sizes")
+        return by_sizes(sizes, len(chain))
     except ValueError as error:
-        names = chain.names if len(chain.names) <= MOST_NAMED else (*chain.names[:3], "...", *chain.names[-2:])
+        names = chain if len(chain) <= MOST_NAMED else (*chain[:3], "...", *chain[-2:])
         raise ValueError(f"{error}; the links are {', '.join(names)}") from None
-
-
-def _sized(chain: Chain, num_stages: int, sizes: Sequence[int]) -> tuple[range, ...]:
-    if len(sizes) != num_stages:
-        raise ValueError(f"a split for {len(sizes)} stages, but the pipeline has {num_stages}: give {num_stages} sizes")
-    return by_sizes(sizes, len(chain.names))
 
 
 def build_stages(
@@ -93,7 +81,7 @@ def build_stages(
     """The stages that the pipeline gives this rank; the arguments are the engine's.
 
     Raises:
-        ValueError: a model that does not tell its links, fewer links than stages, a split that does not fit.
+        ValueError: a model that does not declare its links, fewer links than stages, a split that does not fit.
     """
     sizes, units = parallelism.split, parallelism.units
     parallel = parallel_plan(model, comm.mesh.tensor, parallelism.tensor_plan, sequence=parallelism.sequence_parallel)
@@ -103,94 +91,60 @@ def build_stages(
     owner, count = pipeline.owner, pipeline.num_stages
     if count == 1 and sizes is not None:
         raise ValueError(f"a split {tuple(sizes)}, but there is one stage: give the mesh a pipe axis, or leave it out")
-    if count == 1:
-        directory = Directory.of(model, dict.fromkeys(model.state_dict(), 0))
-        parts = {0: StageModel.whole(model)}
-        whole, chain = SourceModel(model, names), Chain(())
-        edges: tuple[TiedWeight, ...] = ()
-        split: tuple[range, ...] = (range(1),)
-    else:
-        chain = chain_of(model)
-        split = split_of(chain, count, sizes)
-        using = stages_using(model, chain, split)
-        directory = Directory.of(model, _homes(model, chain, split, owner, using))
-        edges = _edges(model, chain, split, using)
-        whole = SourceModel(model, names, frozenset(key for key, stages in using.items() if len(stages) > 1))
-        here = comm.mesh.coordinates(comm.rank)["pipe"]
-        taken: set[int] = set()
-        parts = {s: StageModel.part(model, chain, split[s], taken) for s in range(count) if owner[s] == here}
-        if units is not None:
-            wrap(model, units)  # refuses names that are nowhere
-    plans = {s: parallel_of(parallel, part, last=s == count - 1) for s, part in parts.items()}
-    resting: dict[int, dict[int, str]] = {s: {} for s in parts}
-    laid = {}
-    for s, part in parts.items():
-        modules = dict(part.model.named_modules())
-        laid[s] = build_units(
-            part.model,
-            part.origin,
-            whole,
-            comm,
-            parallelism.strategy,
-            names=None if units is None else [name for name in units if name in modules],
-            cut=parallelism.cut,
-            resting=resting[s],
-            parallel=plans[s],
-        )
-    give_values(whole, list(laid.values()), seed, comm.device, weights)
-    stages = {
-        s: Stage(
-            part,
-            whole,
-            Place(s, count),
-            comm,
-            laid[s].units,
-            resting[s],
-            parallelism,
-            parallel=plans[s],
-            gemm=gemm,
-            seed=seed,
-            split_backward=pipeline.splits_backward,
-            before_root=before_forward,
-        )
-        for s, part in parts.items()
-    }
-    for stage in stages.values():
-        stage.unsharding.beside([peer.unsharding for peer in stages.values()])
+    chain = chain_of(model) if count > 1 else ()
+    split = split_of(chain, count, sizes) if count > 1 else (range(0),)
+    using = stages_using(model, chain, split)
+    homes = _homes(model, chain, split, using)
+    directory = Directory.of(model, {name: owner[stage] for name, stage in homes.items()})
+    edges = _edges(model, chain, split, using)
+    whole = SourceModel(model, names, frozenset(key for key, stages in using.items() if len(stages) > 1))
+    here, taken = comm.mesh.coordinates(comm.rank)["pipe"], set[int]()
+    parts = {s: StageModel.part(model, chain, split[s], taken) for s in range(count) if owner[s] == here}
+    if units is not None:
+        wrap(model, units)  # refuses names that are nowhere
+    settings = StageSettings(whole, comm, parallelism, gemm, count, seed, pipeline.splits_backward, before_forward)
+    stages = lay_stages(settings, parts, parallel, weights)
     if count > 1:
         cut_off(model, list(parts.values()))
-    return Built(stages, edges, directory, chain.names, tuple(map(len, split)), parallel)
+    return Built(stages, edges, directory, chain, tuple(map(len, split)) if count > 1 else (1,), parallel)
 
 
-def _edges(
-    model: nn.Module, chain: Chain, split: Sequence[range], using: Mapping[int, tuple[int, ...]]
-) -> tuple[TiedWeight, ...]:
-    keys: dict[int, list[str]] = {}
-    for key, parameter in model.named_parameters(remove_duplicate=False):
-        keys.setdefault(id(parameter), []).append(key)
-    found = []
-    for name, parameter in model.named_parameters():
+def lay_stages(
+    settings: StageSettings, parts: Mapping[int, StageModel], parallel: Parallel, weights: Weights | None = None
+) -> dict[int, Stage]:
+    """The stages of these parts, by number, with their units laid and their values drawn or read."""
+    whole, comm = settings.whole, settings.comm
+    resting: dict[int, str] = {}
+    plans = {s: parallel_of(parallel, part, last=s == settings.count - 1) for s, part in parts.items()}
+    laid = {}
+    for s, part in parts.items():
+        laid[s] = build_units(part.model, part.origin, whole, comm, settings.parallelism, plans[s], resting)
+    give_values(whole, list(laid.values()), settings.seed, comm.device, weights)
+    stages = {s: Stage(settings, s, part, plans[s], laid[s].units, resting) for s, part in parts.items()}
+    for stage in stages.values():
+        stage.unsharding.beside([peer.unsharding for peer in stages.values()])
+    return stages
+
+
+def _edges(model: nn.Module, chain: Chain, split: Sequence[range], using: Uses) -> tuple[TiedWeight, ...]:
+    names: dict[nn.Parameter, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(parameter, []).append(name)
+    edges = []
+    for parameter, own in names.items():
         stages = using[id(parameter)]
         if len(stages) > 1:
-            links = [tuple(f"{chain.names[i]}." for i in split[stage]) for stage in stages]
-            here = tuple(tuple(key for key in keys[id(parameter)] if key.startswith(prefix)) for prefix in links)
-            found.append(TiedWeight(name, stages, here))
-    return tuple(found)
+            links = [tuple(f"{chain[i]}." for i in split[stage]) for stage in stages]
+            keys = tuple(tuple(name for name in own if name.startswith(prefixes)) for prefixes in links)
+            edges.append(TiedWeight(own[0], stages, keys))
+    return tuple(edges)
 
 
-def _homes(
-    model: nn.Module,
-    chain: Chain,
-    split: Sequence[range],
-    owner: Mapping[int, int],
-    using: Mapping[int, tuple[int, ...]],
-) -> dict[str, int]:
-    """The pipe coordinate that has a parameter (of a tied one: the first) or a buffer."""
-    state = model.state_dict(keep_vars=True)
-    stage_of = {chain.names[i]: stage for stage, links in enumerate(split) for i in links}
+def _homes(model: nn.Module, chain: Chain, split: Sequence[range], using: Uses) -> dict[str, int]:
+    """The stage that has a parameter or a buffer; the first of several."""
+    stage_of = {f"{chain[i]}.": stage for stage, links in enumerate(split) for i in links}
     homes = {}
-    for name, value in state.items():
-        inside = [stage for link, stage in stage_of.items() if name.startswith(link + ".")]
-        stage = using[id(value)][0] if id(value) in using else min(inside, default=0)
-        homes[name] = owner[stage]
+    for name, value in model.state_dict(keep_vars=True).items():
+        inside = [stage for link, stage in stage_of.items() if name.startswith(link)]
+        homes[name] = min(using.get(id(value)) or inside, default=0)
     return homes

@@ -4,25 +4,20 @@
                    get B ◄── RECV_B ◄───────── SEND_B ◄── put B
     stage 0        put F ────────────────────────────────► get F          stage 1, the same rank
 
-A pass puts what it made and gets what it needs; between the two, messages are started where the schedule says so and
-never waited for before ``get``.
-
-Shapes.  What a stage hands over depends on the shapes of the batch alone (its signature), and a gradient has the shape
-of its activation.  So a header goes ahead of the first activation of a signature, on the same channel, and from then
-on both sides know:
+A pass puts what it made and gets what it needs; messages are started where the schedule says so, and waited for only in
+``get``.  The shape of an activation depends on the shapes of the batch alone (its signature), and a gradient has the
+shape of its activation.  So a header goes ahead of the first activation of a signature, on the same channel, and from
+then on both sides know:
 
     sender     header  F0  F1  F2 ...        the first send of the signature is two messages
-    receiver   RECV_F0, RECV_F1              noted: nobody may wait here, and without a shape nothing can be posted
+    receiver   RECV_F0, RECV_F1              noted: no waiting here, and without a shape nothing can be posted
                get F0                        waits for the header, posts F0 and then F1, waits for F0
                RECV_F2                       posted at once
 
-Transports match the messages of a channel by their order, so a receive is posted when all before it have been.  That
-cannot deadlock: a ``get`` waits for headers only of messages that its own message comes after on the channel.
-
-A stage that hands over something else for a signature than before is refused before it sends.
+Transports match the messages of a channel by their order, so receives are posted in order.  That cannot deadlock: a
+``get`` waits for the headers of its own message and of those ahead of it on the channel, no others.  A stage that hands
+over another shape for a known signature is refused before it sends.
 """
-
-from __future__ import annotations
 
 from collections import defaultdict, deque
 from collections.abc import Mapping, Sequence
@@ -48,7 +43,6 @@ Boundary = tuple[int, Signature]
 
 
 def signature_of(batch: Any) -> Signature:
-    """The shapes on which the shapes of activations depend."""
     return tuple(tuple(leaf.shape) for leaf in tree_leaves(batch) if isinstance(leaf, Tensor))
 
 
@@ -60,18 +54,9 @@ class _Message(NamedTuple):
     peer: int
     note: Note
 
-    @property
-    def header_note(self) -> Note:
-        """That of the header ahead of it, which no step's prediction has."""
-        return replace(self.note, phase="setup")
-
 
 class PipelineP2P:
-    """Hand-overs of one rank.
-
-    Args:
-        owner: the pipe coordinate of each stage.
-    """
+    """Hand-overs of one rank; ``owner`` is the pipe coordinate of each stage."""
 
     def __init__(self, comm: Comm, owner: Mapping[int, int]) -> None:
         self.comm, self.owner = comm, owner
@@ -80,45 +65,34 @@ class PipelineP2P:
         self.signatures: list[Signature] = []
         """Of the microbatches of the step under way."""
         self._shapes: dict[Boundary, Shape] = {}
-        self._announced: set[Boundary] = set()
-        """Where this rank has sent the header."""
+        self._announced: set[Boundary] = set()  # this rank has sent the header
         self._acks: Mapping[Key, tuple[Key, ...]] = {}
-        self._made: dict[Key, Tensor] = {}
-        """What passes of this rank put, until it is sent or got."""
+        self._made: dict[Key, Tensor] = {}  # put by a pass of this rank, and not yet sent or got
         self._unposted: dict[int, deque[_Message]] = defaultdict(deque)
-        """Receives that wait for a shape, or for one before them, by the rank that sends."""
+        """Receives that wait for a shape, or for one ahead of them, by the rank that sends."""
         self._coming: dict[Key, tuple[Tensor, Work]] = {}
         self._going: dict[Key, list[Work]] = {}
 
     def begin(self, batches: Sequence[Any], acks: Mapping[Key, tuple[Key, ...]]) -> None:
-        """Before a step.
-
-        Args:
-            acks: by each message that comes, this rank's messages that have arrived by then.
-        """
+        """Before a step; ``acks`` are, by each message that comes, this rank's messages that have arrived by then."""
         self._acks = acks
         self.signatures = [signature_of(batch) for batch in batches]
         for of_last_step in (self._made, self._unposted, self._coming, self._going):
             of_last_step.clear()
 
     def learns_from(self, batches: Sequence[Any]) -> bool:
-        """Whether a step on these microbatches brings shapes to this rank's boundaries that none before it had."""
-        ranks = self.rank_of
-        boundaries = [s for s in ranks if s + 1 in ranks and ranks[s] != ranks[s + 1]]
-        mine = [s for s in boundaries if self.comm.rank in (ranks[s], ranks[s + 1])]
+        """Whether a step on these microbatches brings this rank's boundaries shapes that they have not had before."""
+        ranks, here = self.rank_of, self.comm.rank
+        mine = [s for s in ranks if s + 1 in ranks and ranks[s] != ranks[s + 1] and here in (ranks[s], ranks[s + 1])]
         return any((s, signature_of(batch)) not in self._shapes for s in mine for batch in batches)
 
     def put(self, way: str, stage: int, microbatch: int, tensor: Tensor) -> None:
         """What a stage made for its neighbour: an activation (F) for the next, a gradient (B) for the one before.
-
-        Raises:
-            ValueError: another shape than before for a batch of the same shapes.
-        """
+        ValueError where its shape is another than before for a batch of the same shapes."""
         target = stage + (1 if way == "F" else -1)
         boundary = min(stage, target), self.signatures[microbatch]
         (shape, dtype) = made = tuple(tensor.shape), tensor.dtype
-        known = self._shapes.setdefault(boundary, made)
-        if made != known:
+        if made != (known := self._shapes.setdefault(boundary, made)):
             what = "hands over" if way == "F" else "gives back a gradient"
             raise ValueError(
                 f"stage {stage} {what} {name_of(dtype)} {list(shape)} for microbatch {microbatch}, but for an earlier "
@@ -128,35 +102,33 @@ class PipelineP2P:
         self._made[way, target, microbatch] = tensor
 
     def start(self, action: Action) -> None:
-        """Start a message, and those joined to it."""
+        """Start a message, and those joined with it."""
         for part in action.parts:
-            message = self._message(part)
-            if part.kind in (Kind.SEND_F, Kind.SEND_B):
+            source, target = ends(part)
+            way, sends = ("F" if source < target else "B"), part.kind in (Kind.SEND_F, Kind.SEND_B)
+            message = _Message(
+                (way, target, part.microbatch),
+                (min(source, target), self.signatures[part.microbatch]),
+                self.rank_of[target if sends else source],
+                Note(ACTIVATION if way == "F" else GRADIENT, f"stage {source}", part.microbatch),
+            )
+            if sends:
                 self._send(message)
             else:
                 self._unposted[message.peer].append(message)
                 self._post(message.peer)
 
-    def _message(self, part: Action) -> _Message:
-        source, target = ends(part)
-        way, sends = ("F" if source < target else "B"), part.kind in (Kind.SEND_F, Kind.SEND_B)
-        return _Message(
-            (way, target, part.microbatch),
-            (min(source, target), self.signatures[part.microbatch]),
-            self.rank_of[target if sends else source],
-            Note(ACTIVATION if way == "F" else GRADIENT, f"stage {source}", part.microbatch),
-        )
-
     def _send(self, message: _Message) -> None:
         tensor, works = self._made.pop(message.key).contiguous(), []
         if message.key[0] == "F" and message.boundary not in self._announced:
-            works.append(self.comm.send(header_of(tensor, self.comm.device), message.peer, message.header_note))
+            note = replace(message.note, phase="setup")  # which no step's prediction has
+            works.append(self.comm.send(header_of(tensor, self.comm.device), message.peer, note))
             self._announced.add(message.boundary)
         works.append(self.comm.send(tensor, message.peer, message.note))
         self._going[message.key] = works
 
     def _post(self, peer: int) -> None:
-        """Posts what is to come from a rank, in order, as far as shapes are known."""
+        """Post the receives from a rank, in order, as far as shapes are known."""
         messages = self._unposted[peer]
         while messages and messages[0].boundary in self._shapes:
             message = messages.popleft()
@@ -164,21 +136,18 @@ class PipelineP2P:
             tensor = torch.empty(shape, dtype=dtype, device=self.comm.device)
             self._coming[message.key] = tensor, self.comm.recv(tensor, peer, message.note)
 
-    def _learn(self, message: _Message) -> None:
-        """Waits for the header that comes ahead of a message, unless a pass of this rank has told its shape since."""
-        if message.boundary not in self._shapes:
-            header = empty_header(self.comm.device)
-            self.comm.recv(header, message.peer, message.header_note).wait()
-            self._shapes[message.boundary] = shape_in(header)
-
     def get(self, way: str, stage: int, microbatch: int) -> Tensor:
-        """What stage ``stage`` needs from its neighbour; waits for it."""
+        """Wait for what a stage needs from its neighbour."""
         key = (way, stage, microbatch)
         if key in self._made:
             return self._made.pop(key)
         peer = self.rank_of[stage - 1 if way == "F" else stage + 1]
         while key not in self._coming:
-            self._learn(self._unposted[peer][0])
+            first = self._unposted[peer][0]
+            if first.boundary not in self._shapes:  # and no pass of this rank has shown the shape meanwhile
+                header = empty_header(self.comm.device)
+                self.comm.recv(header, peer, replace(first.note, phase="setup")).wait()
+                self._shapes[first.boundary] = shape_in(header)
             self._post(peer)
         tensor, work = self._coming.pop(key)
         work.wait()

@@ -1,11 +1,8 @@
 """What each link of a model costs, measured; so that stages can be balanced by it.
 
-Each link in turn is made a stage in this process: its forward on what the link before left,
-and its backward.  So no more than one link's parameters exist at a time, and whatever else a stage does (rotary tables,
-masks, hooks) is in its cost.
+Each link in turn is made a stage in this process, forward and backward.  So no more than one link's parameters exist at
+a time, and whatever else a stage does (rotary tables, masks, hooks) is in its cost.
 """
-
-from __future__ import annotations
 
 import copy
 import statistics
@@ -21,11 +18,11 @@ from plait.core.cells import TABLE
 from plait.core.collectives import Note
 from plait.core.mesh import AXES, Mesh
 from plait.core.parallelism import Parallelism, Recompute
-from plait.engine.data_parallel.build import SourceModel, build_units
+from plait.engine.data_parallel.build import SourceModel
 from plait.engine.forward.context import RNGPosition
-from plait.engine.pipeline.stage import LossFn, Place, Stage
+from plait.engine.pipeline.build_stages import lay_stages
+from plait.engine.pipeline.stage import LossFn, StageSettings
 from plait.engine.pipeline.stage_model import StageModel, chain_of
-from plait.engine.state.init import give_values
 from plait.tensor_parallel import Parallel
 from plait.tensor_parallel.gemm import TORCH, Gemm
 
@@ -48,52 +45,26 @@ def link_costs(
     Args:
         model: its parameters may be on meta; it is left as it is.
         batch: a microbatch as the run will bring it, of ``num_samples`` samples, on the device.
-        recompute: what the run makes a second time in the backward.
-        gemm: what the run multiplies linear layers' matrices with.
+        recompute, gemm: as in the run.
     """
     chain = chain_of(model)
     comm = ThreadWorld(Mesh(), device=device).comm(0)
-    draw = RNGPosition(0, 0, 0, num_samples)
+    position = RNGPosition(0, 0, 0, num_samples)
     parallelism = Parallelism(TABLE["ddp"], recompute=recompute)
     received: Tensor | None = None
-    for index in range(len(chain.names)):
+    for index in range(len(chain)):
         fresh = {id(p): nn.Parameter(p.detach(), p.requires_grad) for p in model.parameters()}
         copied: nn.Module = copy.deepcopy(model, fresh)  # values are shared, or on meta
         whole = SourceModel(copied, {id(p): n for n, p in copied.named_parameters()})
-        part, plan = StageModel.part(copied, chain, range(index, index + 1), set()), Parallel()
-        resting: dict[int, str] = {}
-        laid = build_units(
-            part.model,
-            part.origin,
-            whole,
-            comm,
-            parallelism.strategy,
-            names=None,
-            cut="element",
-            resting=resting,
-            parallel=plan,
-        )
-        give_values(whole, [laid], 0, comm.device)
-        stage = Stage(
-            part,
-            whole,
-            Place(index, len(chain.names)),
-            comm,
-            laid.units,
-            resting,
-            parallelism,
-            parallel=plan,
-            gemm=gemm,
-            seed=0,
-            split_backward=False,
-            before_root=lambda args, kwargs: None,
-        )
+        parts = {index: StageModel.part(copied, chain, range(index, index + 1), set())}
+        settings = StageSettings(whole, comm, parallelism, gemm, len(chain))
+        stage = lay_stages(settings, parts, Parallel())[index]
         seconds: list[tuple[float, float]] = []
         for _ in range(repeats + 1):
             given = None if received is None else received.detach()
             start = _now(comm.device)
             stage.begin_step()
-            out = stage.forward(0, loss_fn, batch, draw, given)
+            out = stage.forward(0, loss_fn, batch, position, given)
             middle = _now(comm.device)
             stage.backward(0, torch.ones_like(out), last=True)
             seconds.append((middle - start, _now(comm.device) - middle))
@@ -109,23 +80,16 @@ def _now(device: torch.device) -> float:
 
 
 def agreed_link_costs(
-    model: nn.Module,
-    comm: Comm,
-    loss_fn: LossFn,
-    batch: Any,
-    num_samples: int,
-    *,
-    recompute: Recompute | None = None,
-    gemm: Gemm = TORCH,
+    model: nn.Module, comm: Comm, loss_fn: LossFn, batch: Any, num_samples: int, **settings: Any
 ) -> Seconds:
-    """What ``link_costs`` finds on rank 0, on every rank; all call it together."""
-    measured = link_costs(model, loss_fn, batch, num_samples, device=comm.device, recompute=recompute, gemm=gemm)
-    found = []
-    for _ in chain_of(model).names:  # link by link, so that each wait has a deadline of its own
+    """What ``link_costs`` measures on rank 0, under the same settings, on every rank; all call it together."""
+    measured = link_costs(model, loss_fn, batch, num_samples, device=comm.device, **settings)
+    costs = []
+    for _ in chain_of(model):  # link by link, so that each wait has a deadline of its own
         seconds = torch.zeros(2, dtype=torch.float64, device=comm.device)
         if comm.rank == 0:
             seconds.copy_(torch.tensor(next(measured), dtype=torch.float64))
         comm.broadcast(seconds, AXES, 0, note=Note("setup")).wait()
-        found.append(seconds.tolist())
-    forward, backward = zip(*found, strict=True)
+        costs.append(seconds.tolist())
+    forward, backward = zip(*costs, strict=True)
     return forward, backward

@@ -1,20 +1,18 @@
 """One runtime that obeys: it carries out a rank's line of a schedule, action by action.
 
-It decides nothing.  Which microbatch comes when is the schedule's business (``schedule.orders``), how tensors travel
-the P2P's, what a pass means the stage's.  No pipeline is one stage: plain training goes the same way.
+It decides nothing.  Which microbatch comes when is up to the schedule (``schedule.orders``), how tensors travel to the
+P2P, what a pass means to the stage.  Without a pipeline there is one stage: plain training goes the same way.
 
     F         get what came from the stage before; forward; put what goes to the next
     B         get the gradient from the next stage, or seed the loss with 1/count; backward; put dx
     I, W      the same in two parts
     SEND RECV start a message
-    UNSHARD   hold a stage's parameters whole        RESHARD   let them go
+    UNSHARD   gather a stage's parameters for several passes        RESHARD   free them
     REDUCE_GRAD  the microbatch's sum is finished here at the latest (units start theirs as they complete)
     REDUCE    finish a stage's sums of the step      UPDATE    at the last one: agree, clip, optimizer, publish
 
-Beside it the log writes down when each action began and ended, and every wait for others inside it.
+The log records when each action began and ended, and every wait for others inside it.
 """
-
-from __future__ import annotations
 
 import time
 from collections import deque
@@ -36,7 +34,6 @@ from plait.schedule.pipeline import RankProgram
 
 Handlers = Mapping[Kind, Callable[[Action], None]]
 
-
 Wait = tuple[float, float, Operation]
 """From when to when (``time.perf_counter``) a rank waited for others, and in which operation."""
 
@@ -45,33 +42,26 @@ RECORDED = 5
 
 
 class EventLog:
-    """What one rank did in the last steps, and when; the newest step is the last.
-
-    Args:
-        comm: tells of every wait for others.
-    """
+    """What one rank did in the last steps, and when; the newest step is the last.  ``comm`` reports its waits."""
 
     def __init__(self, comm: Comm) -> None:
         self.comm = comm
         self._steps: deque[list[tuple[Action, float, float, list[Wait]]]] = deque(maxlen=RECORDED)
-        self._waits: list[Wait] = []
 
     @property
     def steps(self) -> tuple[tuple[Event, ...], ...]:
         """The steps, each with the zero of time at its own beginning; waits get their names here, outside of a step."""
         return tuple(tuple(_event(step[0][1], *recorded) for recorded in step) for step in self._steps if step)
 
-    def _waited(self, operation: Operation, start: float, end: float) -> None:
-        self._waits.append((start, end, operation))
-
     def run(self, line: Line, handlers: Handlers) -> None:
-        """Carry out a rank's actions in order; the clock starts now."""
+        """One step of this rank.  ``seed`` is the gradient of every loss, 1 / the global count; ``update``, the end of
+        the step, is called with the losses known."""
         step: list[tuple[Action, float, float, list[Wait]]] = []
-        self.comm.on_wait = self._waited
+        waits: list[Wait] = []
+        self.comm.on_wait = lambda operation, start, end: waits.append((start, end, operation))
         try:
             for action in line:
-                waits: list[Wait] = []
-                self._waits = waits
+                waits = []
                 start = time.perf_counter()
                 handlers[action.kind](action)
                 step.append((action, start, time.perf_counter(), waits))
@@ -94,11 +84,7 @@ class Microbatch:
 
 
 class Runtime:
-    """The stages of one rank at work.
-
-    Args:
-        stages: by number.
-    """
+    """The stages of one rank, by number, at work."""
 
     def __init__(self, stages: Mapping[int, Stage], p2p: PipelineP2P, log: EventLog) -> None:
         self.stages, self.p2p, self.log = stages, p2p, log
@@ -106,37 +92,14 @@ class Runtime:
         self.losses: dict[int, Tensor] = {}
         """The losses of the microbatches, where the last stage is here."""
 
-    @property
-    def _between(self) -> Handlers:
-        """What stands between passes: messages, gathers."""
-        stages = self.stages
-        return {
-            **dict.fromkeys((Kind.SEND_F, Kind.RECV_F, Kind.SEND_B, Kind.RECV_B), self.p2p.start),
-            Kind.UNSHARD: lambda action: stages[action.stage].unsharding.hold(),
-            Kind.RESHARD: lambda action: stages[action.stage].unsharding.release(),
-        }
-
     def evaluate(self, program: RankProgram, batches: Sequence[Any], loss_fn: LossFn) -> None:
-        """The forwards of an evaluation; ``losses`` then has them, where the last stage is here.
+        """The forwards of an evaluation, which are all that the program has; see ``losses``."""
 
-        Args:
-            program: this rank's, of forwards only.
-        """
-        p2p = self.p2p
-        p2p.begin(batches, program.acks)
-        self.losses = {}
+        def forward(s: int, m: int, received: Tensor | None) -> Tensor:
+            return self.stages[s].evaluate(m, loss_fn, batches[m], received)
 
-        def forward(action: Action) -> None:
-            s, m = action.stage, action.microbatch
-            received = p2p.get("F", s, m) if s else None
-            out = self.stages[s].evaluate(m, loss_fn, batches[m], received)
-            if s == self.num_stages - 1:
-                self.losses[m] = out
-            else:
-                p2p.put("F", s, m, out)
-
-        self.log.run(program.line, {Kind.FORWARD: forward, **self._between})
-        p2p.wait_all()
+        self._carry_out(program, batches, forward, {})
+        self.p2p.wait_all()
 
     def run(
         self,
@@ -149,47 +112,27 @@ class Runtime:
         """One step of this rank.
 
         Args:
-            program: this rank's.
             seed: the gradient of every loss, 1 / the global count.
             update: the end of the step, called with the losses known (see ``losses``).
         """
         stages, p2p = self.stages, self.p2p
-        p2p.begin([m.batch for m in microbatches], program.acks)
-        line, last = program.line, program.last
-        self.losses = {}
-        updates = sum(action.kind is Kind.UPDATE for action in line)
+        updates = sum(action.kind is Kind.UPDATE for action in program.line)
 
-        def forward(action: Action) -> None:
-            s, m = action.stage, action.microbatch
-            received = p2p.get("F", s, m) if s else None
+        def forward(s: int, m: int, received: Tensor | None) -> Tensor:
             batch, draw = microbatches[m].batch, microbatches[m].draw
-            out = stages[s].forward(m, loss_fn, batch, draw, received, split=(s, m) in program.split)
-            if s == self.num_stages - 1:
-                self.losses[m] = out.detach()
-            else:
-                p2p.put("F", s, m, out)
-
-        def gradient_for(s: int, m: int) -> Tensor:
-            if s == self.num_stages - 1:
-                return torch.full_like(self.losses[m], seed)
-            return p2p.get("B", s, m)
-
-        def put_gradient(s: int, m: int, gradient: Tensor | None) -> None:
-            if gradient is not None:
-                p2p.put("B", s, m, gradient)
+            return stages[s].forward(m, loss_fn, batch, draw, received, split=(s, m) in program.split)
 
         def backward(action: Action) -> None:
-            s, m = action.stage, action.microbatch
-            final = (action.kind, s, m) in last
-            put_gradient(s, m, stages[s].backward(m, gradient_for(s, m), last=final))
-
-        def input_part(action: Action) -> None:
-            s, m = action.stage, action.microbatch
-            put_gradient(s, m, stages[s].input(m, gradient_for(s, m)))
-
-        def weight_part(action: Action) -> None:
-            s, m = action.stage, action.microbatch
-            stages[s].weight(m, last=(action.kind, s, m) in last)
+            s, m, kind = action.stage, action.microbatch, action.kind
+            stage, last = stages[s], (kind, s, m) in program.last
+            if kind is Kind.WEIGHT:
+                stage.weight(m, last=last)
+                return
+            seeded = s == self.num_stages - 1
+            gradient = torch.full_like(self.losses[m], seed) if seeded else p2p.get("B", s, m)
+            received = stage.input(m, gradient) if kind is Kind.INPUT else stage.backward(m, gradient, last=last)
+            if received is not None:
+                p2p.put("B", s, m, received)
 
         def finish(action: Action) -> None:
             nonlocal updates
@@ -198,16 +141,39 @@ class Runtime:
                 p2p.wait_all()
                 update()
 
-        self.log.run(
-            line,
-            {
-                Kind.FORWARD: forward,
-                Kind.BACKWARD: backward,
-                Kind.INPUT: input_part,
-                Kind.WEIGHT: weight_part,
-                **self._between,
-                Kind.REDUCE_GRAD: lambda action: stages[action.stage].gradients.finish(),
-                Kind.REDUCE: lambda action: stages[action.stage].gradients.reduce(),
-                Kind.UPDATE: finish,
-            },
-        )
+        handlers: Handlers = {
+            **dict.fromkeys((Kind.BACKWARD, Kind.INPUT, Kind.WEIGHT), backward),
+            Kind.REDUCE_GRAD: lambda action: stages[action.stage].gradients.finish(),
+            Kind.REDUCE: lambda action: stages[action.stage].gradients.reduce(),
+            Kind.UPDATE: finish,
+        }
+        self._carry_out(program, [m.batch for m in microbatches], forward, handlers)
+
+    def _carry_out(
+        self,
+        program: RankProgram,
+        batches: Sequence[Any],
+        forward: Callable[[int, int, Tensor | None], Tensor],
+        others: Handlers,
+    ) -> None:
+        """This rank's program; ``forward`` is called with a stage, a microbatch, and what the stage before sent."""
+        stages, p2p = self.stages, self.p2p
+        p2p.begin(batches, program.acks)
+        self.losses = {}
+
+        def run_forward(action: Action) -> None:
+            s, m = action.stage, action.microbatch
+            out = forward(s, m, p2p.get("F", s, m) if s else None)
+            if s == self.num_stages - 1:
+                self.losses[m] = out
+            else:
+                p2p.put("F", s, m, out)
+
+        handlers: Handlers = {
+            Kind.FORWARD: run_forward,
+            **dict.fromkeys((Kind.SEND_F, Kind.RECV_F, Kind.SEND_B, Kind.RECV_B), p2p.start),
+            Kind.UNSHARD: lambda action: stages[action.stage].unsharding.hold(),
+            Kind.RESHARD: lambda action: stages[action.stage].unsharding.release(),
+            **others,
+        }
+        self.log.run(program.line, handlers)

@@ -2,20 +2,16 @@
 
     forward(m)     x from the stage before  ──►  the model's own forward  ──►  y for the next stage, or the loss
     backward(m)    dy from the next stage   ──►  autograd                 ──►  dx for the stage before
-    input(m)       the same, weight products put off;   weight(m)  makes them
+    input(m)       the same, weight products deferred;   weight(m)  makes them
     evaluate(m)    a forward that no backward follows
 
-A pass sets one ``ForwardContext`` (see ``forward.context``), which tells everything inside it where it is.  The user's
-``loss_fn(model, batch)`` runs on every stage (see ``boundary``), so a stage needs to know nothing about the loss, and
-the loss nothing about stages.
-
-Between forward and backward a stage keeps, for each microbatch, what it received and the edge of its output in the
-graph; not the output itself, whose memory goes with the message.
+A pass sets one ``ForwardContext``, which tells everything inside it where it is.  The user's ``loss_fn(model, batch)``
+runs on every stage (see ``boundary``), so a stage needs to know nothing about the loss, and the loss nothing about
+stages.  Between forward and backward a stage keeps, for each microbatch, what it received and the edge of its output in
+the graph; not the output itself, whose memory goes with the message.
 """
 
-from __future__ import annotations
-
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,115 +44,87 @@ from plait.tensor_parallel import Parallel
 from plait.tensor_parallel.gemm import TORCH, Gemm
 
 LossFn = Callable[[nn.Module, Any], Tensor]
+BeforeForward = Callable[[Sequence[Any], dict[str, Any]], None]
 
 
 @dataclass(frozen=True)
-class Place:
-    """Where a stage stands: its number, and how many there are."""
+class StageSettings:
+    """What the stages of a model have in common; ``count`` is how many there are, on all ranks."""
 
-    number: int = 0
-    count: int = 1
-
-    @property
-    def first(self) -> bool:
-        return self.number == 0
-
-    @property
-    def last(self) -> bool:
-        return self.number == self.count - 1
+    whole: SourceModel
+    comm: Comm
+    parallelism: Parallelism
+    gemm: Gemm
+    count: int
+    seed: int = 0
+    split_backward: bool = False
+    """Weight gradients are made in passes of their own."""
+    before_root: BeforeForward = lambda args, kwargs: None
+    """Called with the model's arguments before each forward (see ``Unsharding``)."""
 
 
 @dataclass
 class Flight:
-    """A microbatch between its forward and its backward, or the weight part of one in two."""
+    """A microbatch between its forward, which ended with this context, and the last part of its backward."""
 
     context: ForwardContext
-    """With which its forward ended."""
     boundary: BoundaryState
     output: GradientEdge | Tensor | None = None
     """What the backward starts from; None where nothing before it trains."""
 
-    def differentiate(self, gradient: Tensor) -> None:
-        """Run the backward, and let the graph go."""
-        if self.output is not None:
-            with torch.autograd.set_multithreading_enabled(False):
-                torch.autograd.backward(self.output, gradient)
-            self.output = None
-
 
 class Stage:
-    """A stage, built from its part of the model.
-
-    Args:
-        part: whose parameters are laid in ``units`` already.
-        whole: the model that it was cut from.
-        resting: the names, by ``id``, of parameters that are at rest; kept up to date by the units.
-        place: where it stands in the pipeline.
-        parallelism: the layout of the whole model.
-        parallel: how tensor parallelism cuts this part.
-        gemm: multiplies the matrices of linear layers.
-        split_backward: weight gradients are made in passes of their own.
-        before_root: called with the model's arguments before each forward (see ``Unsharding``).
-    """
+    """A stage, built from its part of the model, whose parameters are laid in units already; these keep the names, by
+    ``id``, of parameters that are at rest in ``resting``."""
 
     def __init__(
         self,
+        settings: StageSettings,
+        number: int,
         part: StageModel,
-        whole: SourceModel,
-        place: Place,
-        comm: Comm,
+        parallel: Parallel,
         units: list[Unit],
         resting: Mapping[int, str],
-        parallelism: Parallelism,
-        *,
-        parallel: Parallel,
-        gemm: Gemm,
-        seed: int,
-        split_backward: bool,
-        before_root: Callable[[Any, dict[str, Any]], None],
     ) -> None:
-        self.model, self.place, self.comm, self.units = part.model, place, comm, units
-        self.parallelism, self.parallel = parallelism, parallel
+        self.model, self.comm, self.units, self.parallel = part.model, settings.comm, units, parallel
+        self.number, self.count, self.last = number, settings.count, number == settings.count - 1
+        parallelism = settings.parallelism
         self.current = CurrentForward()
-        """The forward that runs."""
-        self.axis = StageAxis(comm, self.current, sequence=parallelism.sequence_parallel, gemm=gemm)
+        self.axis = StageAxis(self.comm, self.current, sequence=parallelism.sequence_parallel, gemm=settings.gemm)
         self.weight_grads: WeightGrads | None = None
-        handlers = self._handlers(resting, gemm, seed, split_backward=split_backward)
-        self.interceptor = Interceptor(self.current, handlers)
+        self.interceptor = Interceptor(self.current, self._handlers(settings, resting))
         self.interceptor.follow(self.model, part.sites, every=bool(parallel.styles))
-        self.boundary = StageBoundary(part, place.number, self.current, last=place.last)
-        self.unsharding = Unsharding(self.model, self.units, parallelism.prefetch, self.current, before_root)
-        if place.count > 1:
-            self.boundary.watch(self.model)
+        self.unsharding = Unsharding(self.model, self.units, parallelism.prefetch, self.current, settings.before_root)
+        self.boundary = StageBoundary(part, number, self.current, last=self.last)
         names = [unit.name for unit in self.units if unit.module is not self.model]
         self.blocks = blocks_of(self.model, names) if parallelism.recompute == "full" else []
         """The modules whose forward runs again in the backward."""
-        run_twice(self.model, self.blocks, self.interceptor, parallel, sequence=self.axis.sequence)
-        self.gradients = Gradients(self.unsharding, comm)
+        for name in self.blocks:
+            run_twice(self.model, name, self.interceptor, parallel, sequence=self.axis.sequence)
+        self.gradients = Gradients(self.unsharding, self.comm)
         self.guard = ModelFingerprint(self.model)
         self.flights: dict[int, Flight] = {}
         self._lengths: dict[Signature, int] = {}
-        originals = dict(whole.model.named_modules())
-        pairs = [(m, originals[n]) for n, m in self.model.named_modules() if n in originals]
-        self._twins = [(m, original) for m, original in pairs if m is not original]
+        originals = dict(settings.whole.model.named_modules())
+        self._twins = [(m, originals[n]) for n, m in self.model.named_modules() if originals.get(n, m) is not m]
         """Copied modules and those of the user's model, whose mode they follow."""
-        if self.interceptor.left_alone is not None:
-            self.interceptor.left_alone.remember()
+        self.interceptor.remember()
 
-    def _handlers(self, resting: Mapping[int, str], gemm: Gemm, seed: int, *, split_backward: bool) -> list[Handler]:
-        """Those that this run needs, in the order of ``interceptor``."""
-        current, parameters, recompute = self.current, list(parameters_of(self.units)), self.parallelism.recompute
+    def _handlers(self, settings: StageSettings, resting: Mapping[int, str]) -> list[Handler]:
+        """The handlers that this run needs, in the order of ``interceptor``."""
+        current, parameters = self.current, list(parameters_of(self.units))
+        gemm, recompute = settings.gemm, settings.parallelism.recompute
         handlers: list[Handler] = []
         if recompute == "selective":
             attention = AttentionRecompute(current)
             handlers.append(attention)
-            if self.place.count == 1:
+            if self.count == 1:
                 self.model.register_forward_hook(attention.after_model)
         split = {id(p) for _, p, flat, _ in parameters if flat.split}
-        staged = {id(p) for _, p, _, _ in parameters} if self.place.last and self.place.count > 1 else set()
+        staged = {id(p) for _, p, _, _ in parameters} if self.last and self.count > 1 else set()
         if split or staged:
             handlers.append(AtRestCheck(current, split, staged, resting))
-        if split_backward:
+        if settings.split_backward:
             self.weight_grads = WeightGrads(current, [p for _, p, flat, _ in parameters if flat.trainable], gemm)
         slice_of = None
         if self.parallel.styles:
@@ -168,11 +136,11 @@ class Stage:
             handlers.append(self.weight_grads)
         if gemm is not TORCH:
             handlers.append(GemmHandler(gemm, current))
-        handlers.append(DropoutRNG(seed, current, slice_of=slice_of, recomputes=recompute is not None))
+        handlers.append(DropoutRNG(settings.seed, current, slice_of=slice_of, recomputes=recompute is not None))
         return handlers
 
     def begin_step(self) -> None:
-        """Before the first forward of a step; whatever an earlier one left behind when it raised is gone."""
+        """Before the first forward of a step; drops what an earlier one left when it raised."""
         self.unsharding.begin_step()
         self.flights.clear()
         for module, original in self._twins:
@@ -201,30 +169,21 @@ class Stage:
         *,
         split: bool = False,
     ) -> Tensor:
-        """What goes to the next stage, detached; from the last stage, the loss.
+        """What goes to the next stage, or from the last stage the loss; detached.
 
-        Args:
-            received: what came from the stage before; None on the first stage.
-            split: its backward comes in two parts.
+        ``received`` comes from the stage before, if there is one; ``split``: the backward comes in two parts.
         """
         boundary = BoundaryState(received)
         self.unsharding.begin_forward(microbatch, split=split)
         self.current.begin(position, microbatch=microbatch, stand_ins={} if split else None)
         output = self._call(boundary, loss_fn, batch)
         flight = self.flights[microbatch] = Flight(self.current.context, boundary)
-        if self.place.last:
-            flight.output = output if output.requires_grad else None
-            return output
         if output.requires_grad:
-            flight.output = get_gradient_edge(output)
+            flight.output = output if self.last else get_gradient_edge(output)
         return output.detach()
 
     def evaluate(self, microbatch: int, loss_fn: LossFn, batch: Any, received: Tensor | None) -> Tensor:
-        """A forward without a backward to come: under ``no_grad``, with modules in eval mode.
-
-        Args:
-            received: as in ``forward``; so is what comes back.
-        """
+        """What ``forward`` returns, with no backward to come: under ``no_grad``, with modules in eval mode."""
         self.current.begin(self.current.context.position, microbatch=microbatch)
         output = self._call(BoundaryState(received), loss_fn, batch)
         if not self.unsharding.held:
@@ -232,102 +191,84 @@ class Stage:
         return output
 
     def begin_alone(self, position: RNGPosition, microbatch: int | None = None) -> None:
-        """A forward of a user's own loop begins.
-
-        Args:
-            microbatch: its number for the ledger; None: that of the one before.
-        """
+        """A forward of a user's own loop begins; without a ``microbatch`` for the ledger it goes under the one
+        before."""
         number = self.current.context.microbatch if microbatch is None else microbatch
         self.current.begin(position, microbatch=number)
 
     def _call(self, boundary: BoundaryState, loss_fn: LossFn, batch: Any) -> Tensor:
-        """The user's function on this stage: the loss, or what the stage's last link returned.
-
-        Raises:
-            ValueError: a loss that is no scalar, or is made of what another stage has; a function that did not call
-                the model.
-        """
+        """The user's function on this stage: the loss, or what the stage's last link returned."""
         if self.axis.sequence and boundary.length is not None:
             boundary.whole_length = self._whole_length(signature_of(batch), boundary.length)
             self.current.replace(length=boundary.whole_length)
         self.current.replace(boundary=boundary, draws=self.model.training)
-        loss: Any = None
-        handed: Tensor | None = None
         try:
             with self.interceptor.on():
-                loss = loss_fn(self.model, batch)
-        except StageDone as over:
-            handed = over.tensor
-            self.unsharding.unwind(handed)
+                loss: Any = loss_fn(self.model, batch)
+        except StageDone as done:
+            self.unsharding.unwind(done.tensor)
+            return done.tensor
         finally:
             self.current.replace(boundary=None)
-        if self.place.last:
-            if not isinstance(loss, Tensor) or loss.dim() != 0:
-                shape = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
-                raise ValueError(f"the loss has shape {shape}: return the sum over the microbatch, a scalar")
-            if isinstance(loss, NotHere):
-                raise ValueError(
-                    "loss_fn uses something that the model made of an early link's output, which another stage has (an "
-                    "auxiliary loss, hidden states): let the last link make what the loss needs"
-                )
-            return loss
-        if handed is None:
+        if not self.last:
             raise ValueError(
                 "loss_fn did not call the model, or caught what ends its call: under a pipeline every stage runs it, "
                 "as model(...), outside of try/except"
             )
-        return handed
+        if not isinstance(loss, Tensor) or loss.dim() != 0:
+            shape = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
+            raise ValueError(f"the loss has shape {shape}: return the sum over the microbatch, a scalar")
+        if isinstance(loss, NotHere):
+            raise ValueError(
+                "loss_fn uses something that the model made of an early link's output, which another stage has (an "
+                "auxiliary loss, hidden states): let the last link make what the loss needs"
+            )
+        return loss
 
     def backward(self, microbatch: int, gradient: Tensor, *, last: bool) -> Tensor | None:
-        """A full backward: gradients of the weights, and of what was received.
-
-        Args:
-            gradient: of the stage's output.
-            last: whether it is the last of the step on this stage.
-        """
-        flight = self._resume(microbatch)
-        self._backward(microbatch, flight, gradient, last=last)
-        return flight.boundary.take_gradient()
+        """A full backward from the gradient of the output: the weights' gradients, and that of what was received.
+        ``last``: no other of the step comes on this stage."""
+        return self._differentiate(microbatch, self._resume(microbatch), gradient, last=last)
 
     def backward_from(self, loss: Tensor, seed: float) -> None:
         """The backward of a forward that a user's own loop made; ``seed`` is the gradient of the loss."""
         flight = Flight(self.current.context, BoundaryState(None), loss)
-        self._backward(None, flight, torch.full_like(loss, seed), last=False)
-
-    def _backward(self, microbatch: int | None, flight: Flight, gradient: Tensor, *, last: bool) -> None:
-        self.unsharding.begin_backward(microbatch)
-        self.gradients.begin_microbatch(last=last)
-        flight.differentiate(gradient)
-        self.gradients.end_microbatch()
-        self.unsharding.end_backward()
+        self._differentiate(None, flight, torch.full_like(loss, seed))
 
     def input(self, microbatch: int, gradient: Tensor) -> Tensor | None:
         """The input part of a backward: the gradient of what was received."""
-        flight = self._resume(microbatch, over=False)
-        self.unsharding.begin_backward(microbatch, split=True)
-        flight.differentiate(gradient)
+        return self._differentiate(microbatch, self._resume(microbatch, over=False), gradient, split=True)
+
+    def _differentiate(
+        self, microbatch: int | None, flight: Flight, gradient: Tensor, *, last: bool = False, split: bool = False
+    ) -> Tensor | None:
+        """Run the backward, or with ``split`` its input part, which sums nothing; and let the graph go."""
+        self.unsharding.begin_backward(microbatch, split=split)
+        if not split:
+            self.gradients.begin_microbatch(last=last)
+        if flight.output is not None:
+            with torch.autograd.set_multithreading_enabled(False):
+                torch.autograd.backward(flight.output, gradient)
+            flight.output = None
+        if not split:
+            self.gradients.end_microbatch()
         self.unsharding.end_backward()
         return flight.boundary.take_gradient()
 
     def weight(self, microbatch: int, *, last: bool) -> None:
-        """The weight part: every gradient that the input part put off or kept."""
-        assert self.weight_grads is not None
+        """The weight part: every gradient that the input part deferred or kept."""
         flight = self._resume(microbatch)
         self.unsharding.begin_weights()
         self.gradients.begin_microbatch(last=last)
-        assert flight.context.stand_ins is not None
+        assert self.weight_grads is not None and flight.context.stand_ins is not None
         self.weight_grads.weigh(flight.context.stand_ins)
         self.gradients.end_microbatch()
 
     def _resume(self, microbatch: int, *, over: bool = True) -> Flight:
-        """A microbatch comes back for its backward, or for a part of it; ``over``: for the last time.
-
-        Raises:
-            ValueError: it has no forward that waits for one.
-        """
+        """A microbatch comes back for its backward, or for a part of it; ``over``: for the last time."""
         if microbatch not in self.flights:
             raise ValueError(
-                f"microbatch {microbatch} has no forward behind it on stage {self.place.number} (those that have: "
+                f"microbatch {microbatch} has no forward behind it on stage {self.number} (those that have: "
                 f"{sorted(self.flights)}): each has one forward and then one backward"
             )
         flight = self.flights.pop(microbatch) if over else self.flights[microbatch]
@@ -335,10 +276,8 @@ class Stage:
         return flight
 
     def _whole_length(self, signature: Signature, mine: int) -> int:
-        """Steps of time of the whole stream, of which sequence parallelism has cut this rank's part.
-
-        It depends on the shapes of the batch, so all tensor ranks learn it at the same time.
-        """
+        """Steps of time of the whole stream, of which sequence parallelism has cut this rank's part.  It depends on the
+        shapes of the batch, so all tensor ranks learn it at the same time."""
         if signature not in self._lengths:
             lengths = gather_ints(self.comm, [mine], ("tensor",), Note("setup"))
             self._lengths[signature] = sum(length for (length,) in lengths)

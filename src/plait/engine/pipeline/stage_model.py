@@ -3,69 +3,89 @@
     embed ─► blocks.0 ─► blocks.1 ─► norm ─► head            links: modules, each from one tensor to one tensor
     stage 1 is   ·  ─►   ·    ─► blocks.1 ─► norm ─► ·       the same model, foreign layers for the others' links
 
-A stage is the model's own code and the model's own links, in copies of the containers around them in which every link
-of another stage is a ``ForeignLayer``.  Module and parameter names stay as they are, so dropout sites, tensor
-plans and state dicts do not know that there are stages.  A weight that two stages use is two parameters, whose
-gradients are summed once per step (see ``tied_weights``); where both stages are on one rank, the second gets a copy.
+A stage runs the model's own code and links, inside copies of their containers in which every link of another stage is
+a ``ForeignLayer``.  Module and parameter names stay as they are, so dropout sites, tensor plans and state dicts do not
+know that there are stages.  A weight that two stages use is two parameters, whose gradients are summed once per step
+(see ``tied_weights``); where both stages are on one rank, the second gets a copy.
 """
 
-from __future__ import annotations
-
 import copy
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Self
 
 from torch import Tensor, nn
 
 from plait.engine.data_parallel.storage import placeholder
 from plait.tensor_parallel import Parallel
 
+Chain = tuple[str, ...]
+"""The links of a model, by module name, in the order in which they run."""
+
+Uses = Mapping[int, tuple[int, ...]]
+"""Which stages use each parameter of the whole model, by its ``id``, in order."""
+
 
 class ForeignLayer(nn.Module):
-    """In the place of a link that another stage owns; what it returns is decided by the ``StageBoundary``.
+    """In the place of a link that another stage owns; the ``StageBoundary`` decides what it returns.
 
-    It has the link's plain attributes (its kind of attention, its number): the model may ask for them.
+    It has the link's plain attributes (its kind of attention, its number): the model may ask for them until the links
+    have run.  What somebody looks for in it afterwards, a link has left in the forward (an auxiliary loss), and that is
+    on another stage; so is what a walk over all modules or parameters is after.
     """
 
     at_call: Callable[[nn.Module], Tensor] | None = None
+    at_look: Callable[[nn.Module, str], None] | None = None
 
     def __init__(self, link: nn.Module) -> None:
         super().__init__()
         plain = {k: v for k, v in vars(link).items() if not k.startswith("_") and not callable(v)}
-        self.__dict__.update({key: value for key, value in plain.items() if key not in vars(self)})
+        self._plain = {key: value for key, value in plain.items() if key not in vars(self)}
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
-        """What the boundary decides."""
         assert self.at_call is not None
         return self.at_call(self)
 
+    def named_modules(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Module]]:
+        """A walk over all modules, or parameters, of the model comes by."""
+        if self.at_look is not None:
+            self.at_look(self, "what is inside")
+        yield from super().named_modules(*args, **kwargs)
+
+    def named_children(self) -> Iterator[tuple[str, nn.Module]]:
+        """So does ``apply``."""
+        if self.at_look is not None:
+            self.at_look(self, "what is inside")
+        yield from super().named_children()
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name.startswith("_") or name in ("training", "at_call", "at_look"):
+            super().__setattr__(name, value)
+        else:  # somebody clears what the forward left
+            self._plain[name] = value
+
     def __getattr__(self, name: str) -> Any:
+        if self.at_look is not None and not name.startswith("__"):
+            self.at_look(self, repr(name))
+        plain = vars(self).get("_plain", {})
         try:
-            return super().__getattr__(name)
+            return plain[name] if name in plain else super().__getattr__(name)
         except AttributeError:
             raise AttributeError(f"{name!r} is asked of a link of the model that another stage has") from None
 
 
-@dataclass(frozen=True)
-class Chain:
-    """The links of a model, by module name, in the order in which they run."""
-
-    names: tuple[str, ...]
-
-
 def chain_of(model: nn.Module) -> Chain:
-    """The links that a model tells of: its own ``pipeline_links()``, an ``nn.Sequential``'s children, or the
+    """The links that a model declares: its own ``pipeline_links()``, an ``nn.Sequential``'s children, or the
     ``base_model_pp_plan`` of a Hugging Face model.
 
     Raises:
-        ValueError: it tells of none, or a parameter belongs to no link.
+        ValueError: it declares none, or a parameter belongs to no link.
     """
     own = getattr(model, "pipeline_links", None)
     if callable(own):
-        chain = Chain(tuple(own()))
+        chain = tuple(own())
     elif isinstance(model, nn.Sequential):
-        chain = Chain(tuple(model._modules))
+        chain = tuple(model._modules)
     elif plan := getattr(getattr(model, "config", None), "base_model_pp_plan", None):
         chain = _chain_from_transformers(model, plan)
     else:
@@ -78,7 +98,7 @@ def chain_of(model: nn.Module) -> Chain:
 
 
 def _chain_from_transformers(model: nn.Module, plan: Mapping[str, Any]) -> Chain:
-    """The base model's plan names embedding, layers and norm; the head stands beside the base model."""
+    """The base model's plan names embedding, layers and norm; the head is outside the base model."""
     base = getattr(model, "base_model_prefix", "")
     inner: Any = getattr(model, base, model)
     prefix = f"{base}." if inner is not model else ""
@@ -88,24 +108,24 @@ def _chain_from_transformers(model: nn.Module, plan: Mapping[str, Any]) -> Chain
         many = isinstance(module, nn.ModuleList)
         names += [f"{prefix}{name}.{i}" for i in range(len(module))] if many else [f"{prefix}{name}"]
     names += [name for name in getattr(model, "_pp_plan", None) or {} if name.removeprefix(prefix) not in plan]
-    return Chain(tuple(names))
+    return tuple(names)
 
 
 def _check(model: nn.Module, chain: Chain) -> None:
     modules = dict(model.named_modules(remove_duplicate=False))
-    if unknown := [name for name in chain.names if name not in modules]:
+    if unknown := [name for name in chain if name not in modules]:
         raise ValueError(f"{type(model).__name__} names the pipeline link {unknown[0]!r}, which is no module of it")
-    for i, name in enumerate(chain.names):
-        if around := next((n for j, n in enumerate(chain.names) if i != j and f"{name}.".startswith(f"{n}.")), None):
+    for i, name in enumerate(chain):
+        if around := next((n for j, n in enumerate(chain) if i != j and f"{name}.".startswith(f"{n}.")), None):
             raise ValueError(
                 f"the pipeline link {name!r} of {type(model).__name__} stands twice, as part of {around!r}"
             )
-    inside = {id(p) for name in chain.names for p in modules[name].parameters()}
+    inside = {id(p) for name in chain for p in modules[name].parameters()}
     for name, parameter in model.named_parameters():
         if id(parameter) not in inside:
             raise ValueError(
-                f"parameter {name!r} belongs to no link of the pipeline ({', '.join(chain.names[:3])}, ...): every "
-                f"stage would need it; put it into a module of the chain"
+                f"parameter {name!r} belongs to no link of the pipeline ({', '.join(chain[:3])}, ...): every stage "
+                f"would need it; put it into a module of the chain"
             )
 
 
@@ -119,32 +139,28 @@ class StageModel:
 
     model: nn.Module
     origin: Mapping[int, nn.Parameter]
-    chain: Chain = Chain(())
-    links: range = range(0)
+    chain: Chain
+    links: range
     """Which links of the chain it has."""
-    sites: Mapping[str, tuple[str, int]] = field(default_factory=dict)
+    sites: Mapping[str, tuple[str, int]]
     """Of a module that is several links: the name of its first, and how many of them earlier stages have."""
 
     @classmethod
-    def whole(cls, model: nn.Module) -> StageModel:
-        """No pipeline: the stage is the model itself."""
-        return cls(model, {id(p): p for p in model.parameters()})
-
-    @classmethod
-    def part(cls, model: nn.Module, chain: Chain, links: range, taken: set[int]) -> StageModel:
-        """The part that runs some links: the model's own modules, in copies of the containers around them.
+    def part(cls, model: nn.Module, chain: Chain, links: range, taken: set[int]) -> Self:
+        """The part that runs some links: the model's own modules, in copies of the containers around them.  Of a chain
+        without links it is the model itself.
 
         Args:
             taken: modules and parameters, by ``id``, that an earlier stage of this rank has; of these the part gets
                 copies (parameters share the values), and its own are added.
         """
-        own = {chain.names[i] for i in links}
-        around = {name[:end] for name in chain.names for end in (0, *(i for i, c in enumerate(name) if c == "."))}
+        own = {chain[i] for i in links}
+        around = {name[:end] for name in chain for end in (0, *(i for i, c in enumerate(name) if c == "."))}
         origin: dict[int, nn.Parameter] = {}
         second: dict[int, nn.Parameter] = {}
         made: dict[int, nn.Module] = {}
         foreign: dict[int, nn.Module] = {}
-        beside = bool(taken)
+        shares_rank = bool(taken)
 
         def of_this_stage(module: nn.Module) -> nn.Module:
             if id(module) not in made:
@@ -161,18 +177,18 @@ class StageModel:
         def build(module: nn.Module, name: str) -> nn.Module:
             if name in own:
                 return of_this_stage(module)
-            if name in chain.names:
+            if name in chain:
                 return foreign.setdefault(id(module), ForeignLayer(module))
-            if name in around:
-                around_links = _shallow(module, buffers=beside)
-                for short, child in module._modules.items():
-                    if child is not None:
-                        around_links._modules[short] = build(child, f"{name}.{short}" if name else short)
-                for key, value in vars(module).items():
-                    if isinstance(value, list | tuple | dict) and not key.startswith("_"):
-                        vars(around_links)[key] = _translated(value, foreign | made)
-                return around_links
-            return of_this_stage(module)  # beside the chain: rotary tables, a loss
+            if name not in around:
+                return of_this_stage(module)  # no link and no container of one: rotary tables, a loss
+            container = _shallow(module, buffers=shares_rank)
+            for short, child in module._modules.items():
+                if child is not None:
+                    container._modules[short] = build(child, f"{name}.{short}" if name else short)
+            for key, value in vars(module).items():
+                if isinstance(value, list | tuple | dict) and not key.startswith("_"):
+                    vars(container)[key] = _translated(value, foreign | made)
+            return container
 
         part = build(model, "")
         for parameter in part.parameters():
@@ -193,11 +209,7 @@ def _again(parameter: nn.Parameter) -> nn.Parameter:
 
 
 def _shallow(module: nn.Module, *, buffers: bool) -> nn.Module:
-    """The module with the same children and attributes, and hooks of its own.
-
-    Args:
-        buffers: whether it gets buffers of its own as well.
-    """
+    """The module with the same children and attributes, hooks of its own and, if asked for, ``buffers`` of its own."""
     new = copy.copy(module)
     for key in vars(nn.Module()):
         value = vars(new).get(key)
@@ -222,25 +234,22 @@ def _translated(value: Any, known: Mapping[int, nn.Module]) -> Any:
 def _sites(model: nn.Module, chain: Chain, links: range) -> dict[str, tuple[str, int]]:
     """See ``StageModel.sites``; its submodules have as many earlier calls as it has."""
     modules = dict(model.named_modules(remove_duplicate=False))
-    found = {}
+    sites = {}
     for index in links:
-        name = chain.names[index]
-        same = [other for other in chain.names[:index] if modules[other] is modules[name]]
-        earlier = [other for other in same if other in chain.names[: links.start]]
-        if earlier and same == earlier:
-            for inside, _ in modules[name].named_modules():
-                suffix = f".{inside}" if inside else ""
-                found[name + suffix] = (same[0] + suffix, len(earlier))
-    return found
+        name = chain[index]
+        before = [i for i in range(index) if modules[chain[i]] is modules[name]]
+        if before and before[-1] < links.start:
+            for inside, _ in modules[name].named_modules(prefix=name):
+                sites[inside] = chain[before[0]] + inside.removeprefix(name), len(before)
+    return sites
 
 
 def cut_off(model: nn.Module, parts: Sequence[StageModel]) -> None:
-    """What other ranks have of a model loses its values here; the model refuses to run, and to give its state."""
+    """Free the values that only other ranks need; the model refuses to run from here on, and to give its state."""
     here = {id(p) for part in parts for p in part.model.parameters()}
     for parameter in model.parameters():
         if id(parameter) not in here and not parameter.is_meta:
-            nothing = placeholder(parameter.dtype, parameter.device)
-            parameter.data = nothing.expand(parameter.shape)
+            parameter.data = placeholder(parameter.dtype, parameter.device).expand(parameter.shape)
 
     def refuse(*_: Any) -> None:
         raise ValueError(
@@ -252,23 +261,14 @@ def cut_off(model: nn.Module, parts: Sequence[StageModel]) -> None:
     model.register_state_dict_pre_hook(refuse)
 
 
-def stages_using(model: nn.Module, chain: Chain, split: Sequence[range]) -> dict[int, tuple[int, ...]]:
-    """Which stages use each parameter of the whole model, by its ``id``, in order."""
+def stages_using(model: nn.Module, chain: Chain, split: Sequence[range]) -> Uses:
     modules = dict(model.named_modules(remove_duplicate=False))
-    found: dict[int, dict[int, None]] = {}
-    for stage, links in enumerate(split):
-        for index in links:
-            for parameter in modules[chain.names[index]].parameters():
-                found.setdefault(id(parameter), {}).setdefault(stage)
-    return {key: tuple(stages) for key, stages in found.items()}
+    inside = [{id(p) for i in links for p in modules[chain[i]].parameters()} for links in split]
+    return {id(p): tuple(s for s, ids in enumerate(inside) if id(p) in ids) for p in model.parameters()}
 
 
 def parallel_of(parallel: Parallel, part: StageModel, *, last: bool) -> Parallel:
-    """A tensor plan, resolved on the whole model, as it reads on one stage's part.
-
-    Args:
-        last: whether the stage has the loss.
-    """
+    """A tensor plan, resolved on the whole model, as it reads on one stage's part; the ``last`` one has the loss."""
     here = {name for name, module in part.model.named_modules() if not isinstance(module, ForeignLayer)}
     names = dict(part.model.named_parameters(remove_duplicate=False))
     origin = {key: id(p) for key, p in part.origin.items()}

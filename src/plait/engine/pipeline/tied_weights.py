@@ -5,16 +5,14 @@
     stage 3   head.weight    Σ over microbatches, then over the data axes ──┘
 
 Each stage accumulates and reduces its own uses under the row, like any other gradient; then the ranks that own the
-same piece of it exchange what they have, add in the order of stages and make the same update, so the copies stay equal
-to the bit.  An edge is data: the parameter's name and its stages.
+same piece exchange it, add in the order of stages and make the same update, so the copies stay equal to the bit.
 """
-
-from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from plait.comm import Comm
 from plait.core.collectives import Note
@@ -33,13 +31,7 @@ class TiedWeight:
 
 
 class TiedWeights:
-    """The edges that touch this rank.
-
-    Args:
-        edges: in the order of the model's parameters, the same on all ranks.
-        gradients: this rank's copies, by (name, stage).
-        rank_of: the (global) rank of each stage, on this rank's place of the other axes.
-    """
+    """The edges that touch this rank, in the order of the model's parameters; its own gradients go by (name, stage)."""
 
     def __init__(
         self,
@@ -50,32 +42,32 @@ class TiedWeights:
     ) -> None:
         self.edges, self.comm, self.gradients, self.rank_of = edges, comm, gradients, rank_of
         self.copies = {id(gradients[e.name, s].flat) for e in edges for s in e.stages[1:] if (e.name, s) in gradients}
-        """The flats, by ``id``, of copies that are not the first: the norm counts a weight once."""
+        """The flats, by ``id``, of all copies but the first: the norm counts a weight once."""
 
     def reduce(self) -> None:
-        """Sum the uses of every tied weight; each gradient has gone to the optimizer's cell already."""
+        """Sum the uses of every tied weight; each gradient is in the optimizer's cell already."""
         for edge in self.edges:
-            here = [s for s in edge.stages if (edge.name, s) in self.gradients]
-            mine = {s: self.gradients[edge.name, s].owned for s in here}
+            mine = self._owned(edge)
             if not any(piece.numel() for piece in mine.values()):
                 continue
-            others = [s for s in edge.stages if s not in mine]
-            note = Note(TIED, edge.name)
-            model = next(iter(mine.values()))
-            arriving = {s: torch.empty_like(model) for s in others}
-            works = [self.comm.recv(arriving[s], self.rank_of[s], note) for s in others]
-            ranks = dict.fromkeys(self.rank_of[s] for s in others)
+            note, like = Note(TIED, edge.name), next(iter(mine.values()))
+            arriving = {s: torch.empty_like(like) for s in edge.stages if s not in mine}
+            works = [self.comm.recv(piece, self.rank_of[s], note) for s, piece in arriving.items()]
+            ranks = dict.fromkeys(self.rank_of[s] for s in arriving)
             works += [self.comm.send(piece, rank, note) for piece in mine.values() for rank in ranks]
             for work in works:
                 work.wait()
-            uses = [(mine | arriving)[s] for s in edge.stages]
-            total = uses[0].clone()
-            for use in uses[1:]:
+            first, *others = ((mine | arriving)[s] for s in edge.stages)
+            total = first.clone()
+            for use in others:
                 total += use
             for piece in mine.values():
                 piece.copy_(total)
 
     def bytes_owned(self, edge: TiedWeight) -> int:
         """Bytes of a tied gradient that this rank exchanges; 0 where none of its stages is here."""
-        pieces = [self.gradients[edge.name, s].owned for s in edge.stages if (edge.name, s) in self.gradients]
-        return pieces[0].numel() * pieces[0].element_size() if pieces else 0
+        return next((piece.nbytes for piece in self._owned(edge).values()), 0)
+
+    def _owned(self, edge: TiedWeight) -> dict[int, Tensor]:
+        """This rank's piece of the gradient, on each stage of the weight that is here."""
+        return {s: self.gradients[edge.name, s].owned for s in edge.stages if (edge.name, s) in self.gradients}

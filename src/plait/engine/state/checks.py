@@ -1,6 +1,7 @@
 """What is refused before a model is cut: what no engine can train, and ranks that do not bring the same.
 
-Ranks compare digests by their smallest and their largest: where the two differ, some rank brought another.
+Ranks compare digests by their smallest and their largest: where the two differ, some rank brought another, and then all
+show all values to each other.
 """
 
 from __future__ import annotations
@@ -13,18 +14,14 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from plait.comm import Comm
-from plait.comm.agree import gather_ints, same_everywhere
+from plait.comm.agree import differences, same_everywhere
 from plait.core.collectives import Note
 from plait.core.mesh import AXES
-from plait.sharded.masks import stream_key
-
-_TABLES = (nn.Embedding, nn.EmbeddingBag)
+from plait.engine.state.identity import model_fields, text_of
 
 
 def check_model(model: nn.Module, comm: Comm) -> None:
-    """Raises ValueError for what no engine can train: no parameters, or parameters without a shape; empty buffers;
-    compiled modules; tables that a forward writes to; replicas that differ.
-    """
+    """Raises ValueError for what no engine can train, and for replicas that differ."""
     if lazy := [name for name, p in model.named_parameters() if is_lazy(p)]:
         raise ValueError(
             f"{len(lazy)} parameters have no shape yet ({', '.join(lazy[:3])}): call the model once on a sample before "
@@ -36,7 +33,8 @@ def check_model(model: nn.Module, comm: Comm) -> None:
             f"{compiled[0] or 'the model'!r} is compiled, and the compiler would trace into the engine's gathers and "
             f"dropout streams: compile functions inside of its modules (as of activations) instead"
         )
-    bounded = [name for name, m in model.named_modules() if getattr(m, "max_norm", None) and isinstance(m, _TABLES)]
+    tables = [(name, m) for name, m in model.named_modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag)]
+    bounded = [name for name, table in tables if table.max_norm]
     if bounded and comm.mesh.size > 1:
         raise ValueError(
             f"{bounded[0]!r} has max_norm: each rank's forward would rewrite the rows that its own samples use, and "
@@ -50,50 +48,59 @@ def check_model(model: nn.Module, comm: Comm) -> None:
 
 def check_buffers(model: nn.Module) -> None:
     """Raises ValueError where a buffer has no values."""
-    empty = [name for name, buffer in model.named_buffers() if buffer.is_meta]
-    if empty:
+    if empty := [name for name, buffer in model.named_buffers() if buffer.is_meta]:
         raise ValueError(
             f"{len(empty)} buffers are on the meta device and have no values ({', '.join(empty[:3])}): build the model "
             f"inside plait.empty_parameters(), which computes buffers for real, instead of torch.device('meta')"
         )
 
 
-def check_settings(comm: Comm, settings: Mapping[str, object]) -> None:
-    """Raises ValueError, on every rank, where ranks were given different settings, and names them."""
-    digests = [stream_key(repr(value)) >> 1 for value in settings.values()]
-    same = same_everywhere(comm, digests, AXES, Note("setup"))
-    if differing := [name for name, alike in zip(settings, same, strict=True) if not alike]:
-        values = ", ".join(f"{name}={_short(settings[name])}" for name in differing)
-        raise ValueError(f"the ranks were given different settings: rank {comm.rank} has {values}; give all the same")
+NAMED = 6
+"""So many differences are shown."""
 
 
-def _short(value: object) -> str:
-    text = getattr(value, "name", None) or repr(value)
-    return text if len(text) < 40 else f"{text[:40]}..."
+def check_same(comm: Comm, fields: Mapping[str, str], what: str, fix: str) -> None:
+    """Raises ValueError, on every rank, where ranks bring different fields, and shows them with all their values."""
+    if lines := differences(comm, fields, Note("setup")):
+        more = f"; and {len(lines) - NAMED} more" if len(lines) > NAMED else ""
+        raise ValueError(f"{what}: {'; '.join(lines[:NAMED])}{more}. {fix}")
+
+
+def check_settings(comm: Comm, settings: Mapping[str, object], texts: Mapping[str, str] | None = None) -> None:
+    """Raises ValueError, on every rank, where ranks were given different settings or ``texts``, and shows them."""
+    fields = {name: str(getattr(value, "name", None) or text_of(value)) for name, value in settings.items()}
+    fields |= texts or {}
+    check_same(comm, fields, "the ranks were given different settings", "Give all the same")
 
 
 def check_replicas(model: nn.Module, comm: Comm) -> None:
-    """Raises ValueError, on every rank, when a parameter that came with values differs between ranks."""
+    """Raises ValueError, on every rank, when models, or parameters that came with values, differ between ranks."""
     parameters = list(model.named_parameters())
-    sizes = [size for (size,) in gather_ints(comm, [len(parameters)], AXES, Note("setup"))]
-    if min(sizes) < max(sizes):
-        raise ValueError(
-            f"ranks brought models of {min(sizes)} to {max(sizes)} parameters: build the same model everywhere"
-        )
+    structure = {
+        f"parameter {name!r}": f"{tuple(p.shape)} {p.dtype}{'' if p.requires_grad else ' frozen'}"
+        for name, p in parameters
+    }
+    check_same(
+        comm,
+        structure | model_fields(model),
+        "the ranks brought different models",
+        "Build the same model everywhere; what belongs to a rank goes into an attribute with a leading underscore",
+    )
     same = same_everywhere(comm, [_fingerprint(n, p) for n, p in parameters], AXES, Note("setup"))
-    if differing := [n for (n, _), alike in zip(parameters, same, strict=True) if not alike]:
+    if differing := [(n, p) for (n, p), alike in zip(parameters, same, strict=True) if not alike]:
+        values = {n: f"{_fingerprint(n, p):016x}" for n, p in differing[:NAMED]}
+        digests = "; ".join(differences(comm, values, Note("setup")))
         raise ValueError(
-            f"{len(differing)} parameters differ between ranks ({', '.join(differing[:3])}): give every rank the same "
-            f"weights (one seed, or one file; threads share torch's generator, so draw before they start), or build "
-            f"the model inside plait.empty_parameters()"
+            f"{len(differing)} parameters differ between ranks ({', '.join(n for n, _ in differing[:3])}): give every "
+            f"rank the same weights (one seed, or one file; threads share torch's generator, so draw before they "
+            f"start), or build the model inside plait.empty_parameters(). By digest of their values {digests}"
         )
 
 
 def _fingerprint(name: str, parameter: Tensor) -> int:
     """63 bits of a parameter's name, shape, dtype and values (on meta: without the values)."""
-    digest = hashlib.blake2b(
-        f"{name} {tuple(parameter.shape)} {parameter.dtype} {parameter.requires_grad}".encode(), digest_size=8
-    )
+    text = f"{name} {tuple(parameter.shape)} {parameter.dtype} {parameter.requires_grad}"
+    digest = hashlib.blake2b(text.encode(), digest_size=8)
     if not parameter.is_meta:
         digest.update(bytes(parameter.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data))
     return int.from_bytes(digest.digest(), "little") >> 1

@@ -26,26 +26,24 @@ class ModelFingerprint:
 
     def check(self) -> None:
         """Raises ValueError, naming the module or parameter, when the model was changed after it was wrapped."""
-        if self._look() == self._seen:
-            return
+        if self._look() != self._seen and (change := self._change()):
+            raise ValueError(
+                f"the model was changed after it was wrapped: {change}. Make such changes first, then build the Engine"
+            )
+
+    def _change(self) -> str:
         now = dict(self._model.named_modules())
         if now.keys() != {name for name, _, _ in self._known}:
-            self._refuse("modules were added or removed")
+            return "modules were added or removed"
         for name, module, parameters in self._known:
             where = name or "the model"
             if now[name] is not module:
-                self._refuse(f"module {where!r} was replaced")
-            if module._parameters.keys() != parameters.keys():
-                changed = sorted(module._parameters.keys() ^ parameters.keys())
-                self._refuse(f"parameters {changed} of {where} were added or removed")
+                return f"module {where!r} was replaced"
+            if changed := sorted(module._parameters.keys() ^ parameters.keys()):
+                return f"parameters {changed} of {where} were added or removed"
             for key, parameter in parameters.items():
                 if module._parameters[key] is not parameter:
-                    self._refuse(f"parameter {key!r} of {where} was replaced")
+                    return f"parameter {key!r} of {where} was replaced"
                 if parameter is not None and parameter.requires_grad != self._trains[id(parameter)]:
-                    self._refuse(f"requires_grad of parameter {key!r} of {where} was changed")
-
-    @staticmethod
-    def _refuse(what: str) -> None:
-        raise ValueError(
-            f"the model was changed after it was wrapped: {what}. Make such changes first, then build the Engine"
-        )
+                    return f"requires_grad of parameter {key!r} of {where} was changed"
+        return ""

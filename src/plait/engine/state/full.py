@@ -29,15 +29,13 @@ class Part:
 
 @dataclass(frozen=True)
 class Directory:
-    """Where the whole model's tensors are.
-
-    ``aliases`` gives, by every name in its state dict, the name of the parameter; ``homes`` the pipe coordinate that
-    has a tensor, by its name.
-    """
+    """Where the whole model's tensors are."""
 
     aliases: Mapping[str, str]
+    """By every name in its state dict, the name of the parameter (of a tied one, the first)."""
     shapes: Mapping[str, tuple[tuple[int, ...], torch.dtype]]
     homes: Mapping[str, int]
+    """By name, the pipe coordinate that has the tensor."""
 
     @classmethod
     def of(cls, model: nn.Module, homes: Mapping[str, int]) -> Directory:
@@ -54,26 +52,21 @@ class Directory:
 def full_state_dict(directory: Directory, parts: Sequence[Part], comm: Comm) -> dict[str, Tensor]:
     """Every parameter whole and every persistent buffer (data rank 0's), under the keys of ``model.state_dict()``.
 
-    All ranks call it together and all get it, on the CPU; one unit is gathered at a time.  Of parameters that have
-    master weights these are the values; frozen ones, which have none, come as a row in 16 bits has rounded them.
-    Everything is in the dtype in which the model came.
+    All ranks call it together and all get it, on the CPU; one unit is gathered at a time.  Values are those of the
+    master weights where there are any (frozen parameters come rounded, under a row in 16 bits), dtypes the model's.
     """
     whole = dict(whole_tensors(directory, parts, comm))
     return {key: whole[name] for key, name in directory.aliases.items()}
 
 
 def whole_tensors(directory: Directory, parts: Sequence[Part], comm: Comm) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of ``full_state_dict`` one by one, a tied weight once: no rank needs to hold them all.
-
-    All ranks go through it together, to the end.
-    """
+    """The tensors of ``full_state_dict`` one by one, a tied weight once; all ranks iterate together, to the end."""
     here = comm.mesh.coordinates(comm.rank)["pipe"]
     units: dict[str, Unit] = {}
     buffers: dict[str, Tensor] = {}
-    for part in parts:
-        for unit in part.units:
-            units |= {slot.name: unit for flat in unit.flats for slot in flat.layout.slots if slot.name not in units}
-        buffers = _buffers(part.model) | buffers
+    for part in reversed(parts):  # of several with one name, the first stays
+        units |= {slot.name: u for u in reversed(part.units) for flat in u.flats for slot in flat.layout.slots}
+        buffers |= _buffers(part.model)
     open_unit: Unit | None = None
     values: dict[str, tuple[Tensor, TensorCut | None]] = {}
     for name in dict.fromkeys(directory.aliases.values()):
@@ -120,7 +113,7 @@ def _masters(flat: Flat, unit: Unit, comm: Comm) -> list[Tensor]:
     full[slice(*flat.optim_place)].copy_(flat.master)
     for message in transfers(unit.moves.masters, flat.layout, comm):
         send(comm, message, full, 0, Note("state", unit.name)).wait()
-    return [full[s.offset : s.end].view(s.shape) for s in flat.layout.slots]
+    return flat.views(full)
 
 
 def _buffers(model: nn.Module) -> dict[str, Tensor]:
@@ -138,11 +131,7 @@ def _uncut(name: str, value: Tensor, cut: TensorCut, comm: Comm) -> Tensor:
 
 
 def load_full_state_dict(directory: Directory, parts: Sequence[Part], state: Mapping[str, Tensor]) -> None:
-    """Take the values of whole tensors; each rank copies its pieces, and nothing is sent.
-
-    Raises:
-        ValueError: missing or surplus names, or shapes that differ.
-    """
+    """See ``PlacedModel``; nothing is sent."""
     own = directory.aliases
     if own.keys() != state.keys():
         missing, surplus = sorted(own.keys() - state.keys()), sorted(state.keys() - own.keys())

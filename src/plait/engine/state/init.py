@@ -1,14 +1,13 @@
-"""Initial weights that no layout changes, on ranks that never hold the model.
+"""Initial weights that no layout changes, on ranks that never have the whole model.
 
-``empty_parameters()`` builds a model whose parameters are on the meta device (shapes without memory) while
-buffers are computed for real.  ``initial_values`` then walks the modules once: each draws its own parameters, on
-their full shapes, by its own initialiser, from a stream that depends on (seed, module name) alone.  The caller keeps
-the pieces it owns and drops the rest before the next module comes: the most a rank ever holds beside its pieces is
-one module.
+``empty_parameters()`` builds a model whose parameters are on the meta device (shapes without memory) while buffers are
+computed for real.  ``initial_values`` then walks the modules once: each draws its own parameters, on their full shapes,
+by its own initialiser, from a stream that depends on (seed, module name) alone.  The caller keeps its pieces and drops
+the rest before the next module comes, so that a rank never has more than its pieces and one module.
 
-A module's initialiser is what building the model runs on it, in that order: its ``reset_parameters()``, then
-``_init_weights(module)`` of the model around it, as Hugging Face's have one, for the module and for each module that
-holds it.  All others are on meta meanwhile, so that whatever is written to them goes nowhere.
+A module's initialiser is what building the model runs on it: its ``reset_parameters()``, then, for the module and for
+each module around it, the ``_init_weights(module)`` that Hugging Face's models have.  All other modules are on meta
+meanwhile, so that whatever is written to them is lost.
 """
 
 from __future__ import annotations
@@ -39,17 +38,12 @@ def _to_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> An
     return nn.Parameter(parameter.detach().to("meta"), requires_grad=parameter.requires_grad)
 
 
-# torch keeps these hooks in one dict for the process and iterates over it unlocked, so threads that build models at
-# the same time must not add and remove theirs: one hook stays, and does nothing outside empty_parameters().
-register_module_parameter_registration_hook(_to_meta)
+register_module_parameter_registration_hook(_to_meta)  # for good: torch's dict of hooks is not safe under threads
 
 
 @contextmanager
 def empty_parameters() -> Iterator[None]:
-    """Modules built inside have their parameters on the meta device; buffers are computed as usual.
-
-    Only this thread's modules are affected.  A tied parameter stays one parameter.
-    """
+    """Modules that this thread builds inside have parameters on the meta device; buffers are computed as usual."""
     token = _EMPTY.set(True)
     try:
         yield
@@ -64,13 +58,11 @@ def initial_values(
     shapes: Mapping[int, tuple[int, ...]] | None = None,
     wanted: Container[int] | None = None,
 ) -> Iterator[tuple[nn.Parameter, Tensor]]:
-    """The initial value of every parameter that is still on meta, one module at a time.
+    """Every parameter on meta and its initial value, whole, which is valid until the next module comes.
 
     Args:
-        shapes: whole shapes, by ``id``, of parameters that hold a piece of themselves already.
+        shapes: whole shapes, by ``id``, of parameters that are cut already.
         wanted: the parameters, by ``id``, whose values are asked for; None: all. Modules without any are left out.
-
-    Yields the meta parameter and its value on the full shape; the value is valid until the next module comes.
 
     Raises:
         ValueError: a parameter on meta that no initialiser writes.
@@ -123,7 +115,7 @@ def _unwritten(parameter: Tensor, shape: Sequence[int], device: torch.device) ->
 
 
 def replace_parameter(model: nn.Module, old: nn.Parameter, new: nn.Parameter) -> None:
-    """Put ``new`` wherever the model refers to ``old`` (the one time that a parameter changes its identity)."""
+    """Put ``new`` wherever the model refers to ``old``: the one time that a parameter changes its identity."""
     for module in model.modules():
         for name, parameter in module._parameters.items():
             if parameter is old:
@@ -141,24 +133,16 @@ def materialise(model: nn.Module, seed: int, device: torch.device, weights: Weig
 def give_values(
     whole: SourceModel, stages: Sequence[BuiltUnits], seed: int, device: torch.device, weights: Weights | None = None
 ) -> None:
-    """Read or make the values of all parameters that are still on meta, and put real parameters in their places.
-
-    Without ``weights`` each module of the whole model draws once, on its full shapes, whoever has parameters of it.
-
-    Raises:
-        ValueError: modules without values.
-    """
+    """Read or draw the values of all parameters that are still on meta, and put real parameters in their places."""
     wanted: dict[int, list[Unmaterialized]] = {}
     shapes: dict[int, tuple[int, ...]] = {}
     for stage in stages:
         shapes |= stage.shapes
         for fresh in stage.fresh:
             wanted.setdefault(id(fresh.origin), []).append(fresh)
-    if weights is not None:
-        for key, places in wanted.items():
-            for fresh in places:
-                read_piece(weights, whole.names[key], fresh.flat, fresh.index)
-    else:
+            if weights is not None:
+                read_piece(weights, whole.names[id(fresh.origin)], fresh.flat, fresh.index)
+    if weights is None:
         for old, value in initial_values(whole.model, seed, device, shapes, wanted):
             for fresh in wanted[id(old)]:
                 fresh.flat.write(fresh.index, value)

@@ -1,10 +1,10 @@
 """Values that are read instead of drawn: each rank asks for the rows that cover its pieces, and for nothing else.
 
-    w (7 x 5) in a file         what rank 1 of 2 holds                 what it reads
+    w (7 x 5) in a file         what rank 1 of 2 has                   what it reads
     elements 0 .............34  elements 16..34 of its flat buffer     rows 3..6
 
-A source knows the whole model's names and shapes and reads blocks of its tensors.  A tensor axis cuts before the data
-axes do, so rows of a rank's piece are one block of the whole parameter, or several (see ``core.tensor_cut``).
+A tensor axis cuts before the data axes do, so rows of a rank's piece are one block of the whole parameter, or several
+(see ``core.tensor_cut``).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Weights(Protocol):
 
 
 def read_piece(weights: Weights, name: str, flat: Flat, index: int) -> None:
-    """Read what this rank holds at rest of a parameter, and write it into place."""
+    """Read what this rank has at rest of a parameter, and write it into place."""
     slot, cut = flat.layout.slots[index], flat.cuts[index]
     run = next((run for run in flat.layout.runs(*flat.held) if run.slot is slot), None)
     if run is None:

@@ -1,0 +1,33 @@
+"""Gradients that are not finite are seen where they arise: before a reduction, behind which nobody knows whose it was.
+
+Each unit's gradient becomes one number, its square, while it is still in the cache; nobody waits for it before the
+step's report.  A gradient of more than 1e19 (fp32) counts as not finite, since its square is not.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+_DOT = (torch.float32, torch.float64)
+
+
+class GradientWatch:
+    """The gradients of this rank's units in one step, as they come, each as one number."""
+
+    def __init__(self) -> None:
+        self._squares: list[Tensor] = []
+        self._places: list[tuple[int, str]] = []
+
+    def look(self, gradient: Tensor, microbatch: int, name: str) -> None:
+        """A unit's flat gradient is whole; ``name`` is that of its first parameter."""
+        wide = gradient.dtype in _DOT
+        self._squares.append(torch.dot(gradient, gradient) if wide else gradient.abs().sum(dtype=torch.float32))
+        self._places.append((microbatch, name))
+
+    def first(self) -> tuple[int, str] | None:
+        """Microbatch and name of the first that was not finite; it waits for the device once, and forgets them all."""
+        squares, places = self._squares, self._places
+        self._squares, self._places = [], []
+        finite = torch.stack(squares).isfinite().tolist() if squares else []
+        return next((place for place, fine in zip(places, finite, strict=True) if not fine), None)

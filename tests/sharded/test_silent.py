@@ -170,6 +170,17 @@ def test_what_torch_func_made_is_refused_beside_a_sharded_tensor() -> None:
     run_threads("tensor=2", body)
 
 
+def test_a_traced_function_would_hold_a_piece() -> None:
+    def body(comm: Comm) -> None:
+        x = shard(values((5, 5), 1, False), "a/tensor b", comm)
+        x.relu()
+        with pytest.raises(LayoutError, match=r"torch\.jit\.trace of relu"):
+            torch.jit.trace(lambda x: x.relu(), x, check_trace=False)
+
+    with pytest.warns(DeprecationWarning):
+        run_threads("tensor=1", body)
+
+
 def test_torch_has_its_own_layout() -> None:
     def body(comm: Comm) -> Tensor:
         x = shard(values((5, 5), 1, False), "a/tensor b", comm)

@@ -63,9 +63,13 @@ class Step(NamedTuple):
 
 
 class Trace(NamedTuple):
-    """What a function of whole tensors calls underneath, on ``meta`` tensors: (operator, args, kwargs, results)."""
+    """What a function of whole tensors calls underneath, on ``meta`` tensors: (operator, args, kwargs, results).
+
+    ``constants`` are tensors with values that it makes by itself, as of a list of indices.
+    """
 
     operands: list[Tensor]
+    constants: list[Tensor]
     calls: list[tuple[Any, Any, Any, Any]]
     result: Any
 
@@ -170,7 +174,7 @@ def decomposed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], refusal
         raise
     except Exception:  # torch asks for values, or refuses the call, which it will do again on whole operands
         trace = None
-    if trace is None or not complete(trace):
+    if trace is None:
         return as_it_stands(func, specs, refusal)
     try:
         return program(trace, specs, cache)
@@ -181,19 +185,23 @@ def decomposed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], refusal
         raise Refusal(part.why, whole, "" if any(not s.whole for s in specs) else part.hint) from None
 
 
-def complete(trace: Trace) -> bool:
-    """Whether the calls tell all: they make tensors, of the operands alone."""
-    known = {id(t) for t in trace.operands}
-    for _, args, kwargs, result in trace.calls:
-        if not all(id(t) in known for t in tensors_in([args, kwargs])):
-            return False
-        known |= {id(t) for t in tensors_in([result])}
-    made = list(tensors_in([trace.result]))
-    return all(id(t) in known for t in made) and (bool(made) or (trace.result is None and bool(trace.calls)))
+def constants_of(operands: list[Tensor], calls: list[tuple[Any, Any, Any, Any]], result: Any) -> list[Tensor] | None:
+    """The tensors that calls use besides operands and each other's results; None if they do not tell all."""
+    known = {id(t) for t in operands}
+    constants: list[Tensor] = []
+    for op, args, kwargs, made in calls:
+        new = [t for t in tensors_in([args, kwargs]) if id(t) not in known]
+        if any(t.device == META for t in new) or (new and op._schema.is_mutable):
+            return None
+        constants += new
+        known |= {id(t) for t in (*new, *tensors_in([made]))}
+    ends = list(tensors_in([result]))
+    told = all(id(t) in known for t in ends) and (bool(ends) or (result is None and bool(calls)))
+    return constants if told else None
 
 
-def traced(func: Any, args: Any, kwargs: Any, specs: list[Spec]) -> Trace:
-    """The function on ``meta`` tensors of the specs."""
+def traced(func: Any, args: Any, kwargs: Any, specs: list[Spec]) -> Trace | None:
+    """The function on ``meta`` tensors of the specs; None if it does something that is no operator of torch."""
     flags = gradients(args, kwargs)
     metas = [
         torch.empty(s.shape, dtype=s.dtype, device=META, requires_grad=flag).clone()  # no leaf, to be changed in place
@@ -205,7 +213,8 @@ def traced(func: Any, args: Any, kwargs: Any, specs: list[Spec]) -> Trace:
         result = func(*args, **kwargs)
     if any(t.shape != s.shape for t, s in zip(metas, specs, strict=True)):
         raise Refusal("it changes the shape of its tensor in place", hint="Use the function that gives a new tensor.")
-    return Trace(metas, noted.calls, result)
+    constants = constants_of(metas, noted.calls, result)
+    return None if constants is None else Trace(metas, constants, noted.calls, result)
 
 
 def as_it_stands(func: Any, specs: list[Spec], refusal: Refusal) -> OpPlan:
@@ -243,8 +252,8 @@ def as_it_stands(func: Any, specs: list[Spec], refusal: Refusal) -> OpPlan:
 
 def program(trace: Trace, operands: list[Spec], cache: SpecCache) -> OpPlan:
     """The steps on local pieces, each as its rule decides."""
-    specs = list(operands)
-    slots = {id(t): Slot(k) for k, t in enumerate(trace.operands)}
+    specs = [*operands, *map(cache.replicated, trace.constants)]
+    slots = {id(t): Slot(k) for k, t in enumerate((*trace.operands, *trace.constants))}
     steps = []
     for op, args, kwargs, result in trace.calls:
         args, kwargs = mapped(lambda d: cache.comm.device if d == META else d, (args, kwargs), torch.device)
@@ -264,7 +273,7 @@ def program(trace: Trace, operands: list[Spec], cache: SpecCache) -> OpPlan:
     results = mapped(lambda t: slots[id(t)], trace.result)
     out: list[Spec] = []
     mapped(lambda slot: out.append(specs[slot.number]), results, Slot)
-    return OpPlan(tuple(out), runner(steps, results))
+    return OpPlan(tuple(out), runner(trace.constants, steps, results))
 
 
 def _slot(slots: dict[int, Slot], views: bool, tensor: Tensor) -> Slot:
@@ -287,12 +296,12 @@ def part(op: Any, args: Any, kwargs: Any, result: Any, cache: SpecCache) -> OpPl
     raise Refusal(f"its part {name} has no rule", [(s, Layout.replicated(len(s.dims))) for s in given])
 
 
-def runner(steps: list[Step], results: Any) -> Callable[..., Any]:
+def runner(constants: list[Tensor], steps: list[Step], results: Any) -> Callable[..., Any]:
     """Runs the steps on the pieces of the operands."""
 
     def run(*args: Any, **kwargs: Any) -> Any:
         given = list(tensors_in([args, kwargs]))
-        tensors = [t.as_subclass(Tensor) for t in given]
+        tensors = [*(t.as_subclass(Tensor) for t in given), *constants]
         at = partial(Slot.of, tensors=tensors)
         for step in steps:
             args, kwargs = mapped(at, (step.args, step.kwargs), Slot)

@@ -48,6 +48,7 @@ _run_local: Any = torch._C._disabled_torch_function_impl
 _local = torch._C.DisableTorchFunctionSubclass
 _grad: Any = Tensor.grad
 _PLAIN: Any = Tensor
+_tracing: Any = torch._C._get_tracing_state
 _NONE: dict[str, Any] = {}
 
 
@@ -173,6 +174,10 @@ class ShardedTensor(SpecTensor):
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if _tracing() is not None:
+            raise LayoutError(
+                f"torch.jit.trace of {name_of(func)} would record this rank's piece: trace on whole tensors"
+            )
         try:
             first = args[0]._spec
             if kwargs:

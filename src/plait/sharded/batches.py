@@ -25,7 +25,7 @@ Letters = Sequence[str | None]
 LINEAR = "roll flip _fft_c2c _fft_r2c _fft_c2r unfold diagonal trace"
 ALONG = (
     "cummax cummin sort kthvalue nanmedian aminmax linalg_vector_norm var_mean std_mean argsort renorm linalg_cross "
-    "nansum glu _softmax _log_softmax unique_dim " + LINEAR
+    "nansum glu _softmax _log_softmax _safe_softmax unique_dim " + LINEAR
 )
 LAST = {
     (1,): "reflection_pad1d replication_pad1d avg_pool1d adaptive_max_pool1d upsample_linear1d upsample_nearest1d "

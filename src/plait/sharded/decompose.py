@@ -15,6 +15,7 @@ import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from types import FunctionType
 from typing import Any, NamedTuple
 
 import torch
@@ -33,6 +34,9 @@ OTHER_SHAPE = torch.Tag.inplace_view
 BY_VALUE = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
 ALSO = {"view": "reshape", "_unsafe_view": "reshape", "alias": "view_as"}
 """Operators of torch's library that go by the rule of another function."""
+
+PUBLIC = (FunctionType, torch._ops.OpOverload, torch._ops.OpOverloadPacket)
+"""Kinds of functions that may be taken apart though their names begin with an underscore, as ``F.threshold``'s does."""
 
 META = torch.device("meta")
 
@@ -77,13 +81,16 @@ class Trace(NamedTuple):
 class _Noted(TorchDispatchMode):
     """Notes the operators that torch calls, down to those that have a rule."""
 
-    def __init__(self) -> None:
+    def __init__(self, operands: Sequence[Tensor]) -> None:
         super().__init__()
+        self.operands = operands
         self.calls: list[tuple[Any, Any, Any, Any]] = []
 
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        deterministic(op)
+        knowable(op, args, self.operands)
+        if by_memory(op):
+            raise ValueError("what it makes of its own tensors can be computed, but not noted")
         mark = len(self.calls)
         out = NotImplemented
         if rule_of(op) is None:
@@ -118,25 +125,35 @@ def taken_apart(op: Any, args: Any, kwargs: Any) -> Any:
     return old.copy_(new)
 
 
-class _Deterministic(TorchDispatchMode):
-    """Lets torch's operators pass, except those that draw random numbers, or change shapes in place."""
+class _Watched(TorchDispatchMode):
+    """Lets torch's operators pass if their results are known from the operands' values."""
+
+    def __init__(self, operands: Sequence[Tensor]) -> None:
+        super().__init__()
+        self.operands = operands
 
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        deterministic(op)
+        knowable(op, args, self.operands)
         return op(*args, **(kwargs or {}))
 
 
-def deterministic(op: Any) -> None:
-    """Refuses an operator whose result does not follow from its operands' values, or that changes a shape in place."""
+def by_memory(op: Any) -> bool:
+    """Whether an operator reads the strides of its tensor, or changes its shape in place."""
+    return OTHER_SHAPE in op.tags or "as_strided" in op._schema.name
+
+
+def knowable(op: Any, args: Sequence[Any], operands: Sequence[Tensor]) -> None:
+    """Refuses an operator whose result does not follow from its operands' values alone."""
     if RANDOM in op.tags:
         raise Refusal(
             "it draws random numbers, and each rank would draw its own",
             hint="Draw them for the whole tensor and cut it (from_full); dropout: inside `with dropout_stream(seed):`.",
         )
-    if "as_strided" in op._schema.name:
-        raise Refusal("its result depends on how the memory lies", hint="Use view, permute or narrow.")
-    if OTHER_SHAPE in op.tags:
-        raise Refusal("it changes the shape of its tensor in place", hint="Use the function that gives a new tensor.")
+    if by_memory(op) and any(args[0] is t for t in operands):
+        raise Refusal(
+            "it changes the shape of its tensor in place, or depends on how that lies in memory",
+            hint="Use a function that gives a new tensor: view, permute, narrow.",
+        )
 
 
 def rule_of(op: Any) -> tuple[Any, Rule] | None:
@@ -163,7 +180,8 @@ def decomposed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], refusal
         Refusal: a part would have to communicate, draws random numbers, or has to know values of cut operands.
     """
     name = getattr(func, "__name__", "")
-    if name in ("__set__", "__delete__") or (name.startswith("_") and not name.endswith("__")):
+    private = name.startswith("_") and not name.endswith("__") and not isinstance(func, PUBLIC)
+    if name in ("__set__", "__delete__") or private:
         raise refusal
     given = list(tensors_in([args, kwargs]))
     cache = next(s.cache for s in map(spec_of, given) if s is not None)
@@ -209,7 +227,7 @@ def traced(func: Any, args: Any, kwargs: Any, specs: list[Spec]) -> Trace | None
     ]
     left = iter(metas)
     args, kwargs = mapped(lambda _: next(left), (args, kwargs))
-    with _Noted() as noted:
+    with _Noted(metas) as noted:
         result = func(*args, **kwargs)
     if any(t.shape != s.shape for t, s in zip(metas, specs, strict=True)):
         raise Refusal("it changes the shape of its tensor in place", hint="Use the function that gives a new tensor.")
@@ -234,7 +252,7 @@ def as_it_stands(func: Any, specs: list[Spec], refusal: Refusal) -> OpPlan:
         left = iter(pieces)
         args, kwargs = mapped(lambda _: next(left), (args, kwargs))
         try:
-            with _Deterministic():
+            with _Watched(pieces):
                 out = func(*args, **kwargs)
         except Refusal as found:
             raise LayoutError(f"{name} of {' and '.join(map(repr, specs))}: {found.why}. {found.advice()}") from None

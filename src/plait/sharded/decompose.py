@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch._decomp import decomposition_table
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from plait.core.layout import Layout
@@ -57,8 +58,8 @@ class Place:
         return tensor.contiguous() if self.dense else tensor
 
 
-class TracedCall(NamedTuple):
-    """One operator on local pieces, with slots in the place of tensors."""
+class LocalStep(NamedTuple):
+    """One operator on local pieces, with places in the place of tensors."""
 
     run: Callable[..., Any]
     args: Any
@@ -109,7 +110,7 @@ def taken_apart(op: Any, args: Any, kwargs: Any) -> Any:
     """An operator by its parts, as far as PyTorch has some; what works in place as the function and a copy of it."""
     name, schema = op._schema.name.partition("::")[2], op._schema
     if not schema.is_mutable:
-        parts = torch._decomp.decomposition_table.get(op)
+        parts = decomposition_table.get(op)
         return NotImplemented if parts is None else parts(*args, **kwargs)
     functional = getattr(getattr(torch.ops.aten, name.removesuffix("_"), None), op._overloadname, None)
     if any(a.is_out for a in schema.arguments):
@@ -271,39 +272,49 @@ def as_it_stands(func: Any, specs: list[Spec], refusal: Refusal) -> OpPlan:
 def program(trace: Trace, operands: list[Spec], cache: SpecCache) -> OpPlan:
     """The steps on local pieces, each as its rule decides."""
     specs = [*operands, *map(cache.replicated, trace.constants)]
-    slots = {id(t): Place(k) for k, t in enumerate((*trace.operands, *trace.constants))}
+    places = {id(t): Place(k) for k, t in enumerate((*trace.operands, *trace.constants))}
+    writes = any(op._schema.is_mutable for op, *_ in trace.calls)
     steps = []
     for op, args, kwargs, result in trace.calls:
         args, kwargs = mapped(lambda d: cache.comm.device if d == META else d, (args, kwargs), torch.device)
-        frozen, options = freeze(mapped(lambda t: specs[slots[id(t)].number], (args, kwargs)), cache)
-        plan = part(op, frozen, options, result, cache)
+        frozen, options = freeze(mapped(lambda t: specs[places[id(t)].number], (args, kwargs)), cache)
+        plan = part(op, frozen, options, result, cache, writes)
         views = any(a.alias_info is not None for a in op._schema.arguments)
-        taken = mapped(partial(_slot, slots, views), (args, kwargs))
-        for tensor, spec in zip(tensors_in([result]), specs_in((plan.out,)), strict=True):
+        taken = mapped(partial(_place, places, views), (args, kwargs))
+        made, told = list(tensors_in([result])), specs_in((plan.out,))
+        if len(made) != len(told):
+            raise Refusal(f"its part {op} has {len(made)} results, by its rule {len(told)}")
+        for tensor, spec in zip(made, told, strict=True):
             if tuple(tensor.shape) != tuple(spec.shape):
                 raise Refusal(f"its part {op} makes {list(tensor.shape)}, by its rule {list(spec.shape)}")
-            if id(tensor) not in slots:
+            if id(tensor) not in places:
                 spec = spec.of(tensor.dtype)
                 lossless(specs_in((frozen, *options.values())), spec)
-                slots[id(tensor)] = Place(len(specs))
+                places[id(tensor)] = Place(len(specs))
                 specs.append(spec)
-        steps.append(TracedCall(plan.run or op, taken[0], taken[1], mapped(lambda t: slots[id(t)], result)))
-    results = mapped(lambda t: slots[id(t)], trace.result)
+        steps.append(LocalStep(plan.run or op, taken[0], taken[1], mapped(lambda t: places[id(t)], result)))
+    results = mapped(lambda t: places[id(t)], trace.result)
     out: list[Spec] = []
-    mapped(lambda slot: out.append(specs[slot.number]), results, Place)
+    mapped(lambda place: out.append(specs[place.number]), results, Place)
     return OpPlan(tuple(out), runner(trace.constants, steps, results))
 
 
-def _slot(slots: dict[int, Place], views: bool, tensor: Tensor) -> Place:
-    return Place(slots[id(tensor)].number, not views and tensor.is_contiguous())
+def _place(places: dict[int, Place], views: bool, tensor: Tensor) -> Place:
+    return Place(places[id(tensor)].number, not views and tensor.is_contiguous())
 
 
-def part(op: Any, args: Any, kwargs: Any, result: Any, cache: SpecCache) -> OpPlan:
-    """What the rule of one operator decides; without one it wants whole operands."""
+def part(op: Any, args: Any, kwargs: Any, result: Any, cache: SpecCache, writes: bool) -> OpPlan:
+    """What the rule of one operator decides; without one it wants whole operands.
+
+    Args:
+        writes: something is changed in place, so that a view may not be a copy.
+    """
     known, given = rule_of(op), specs_in((args, *kwargs.values()))
     if known is not None:
         try:
-            plan = by_rule(*known, args, kwargs)
+            if writes and known[0] is torch.reshape:
+                known = Tensor.view, known[1]
+            plan = by_rule(known[0], known[1], args, kwargs)
             return OpPlan(plan.out, plan.run or known[0])
         except Refusal:
             if not all(s.whole for s in given):
@@ -314,7 +325,7 @@ def part(op: Any, args: Any, kwargs: Any, result: Any, cache: SpecCache) -> OpPl
     raise Refusal(f"its part {name} has no rule", [(s, Layout.replicated(len(s.dims))) for s in given])
 
 
-def runner(constants: list[Tensor], steps: list[TracedCall], results: Any) -> Callable[..., Any]:
+def runner(constants: list[Tensor], steps: list[LocalStep], results: Any) -> Callable[..., Any]:
     """Runs the steps on the pieces of the operands."""
 
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -326,7 +337,7 @@ def runner(constants: list[Tensor], steps: list[TracedCall], results: Any) -> Ca
             new: list[Tensor] = list(tensors_in([step.run(*args, **kwargs)]))
             places: list[Place] = []
             mapped(places.append, step.results, Place)
-            tensors += [t for slot, t in zip(places, new, strict=True) if slot.number >= len(tensors)]
+            tensors += [t for place, t in zip(places, new, strict=True) if place.number >= len(tensors)]
         tensors[: len(given)] = given
         return mapped(at, results, Place)
 

@@ -247,9 +247,7 @@ class Engine(PlacedModel):
             if engine.pipeline.num_stages > 1:
                 raise ValueError("engine.backward is for one stage: a pipeline's schedule decides; use engine.step")
             if also and engine.update.loss_scale is not None:
-                raise ValueError(
-                    "a backward of several engines, one of which scales the loss: build it without a scale"
-                )
+                raise ValueError("a backward of several engines, one of which scales the loss: build it without")
             engine._check_optimizer()
         if loss.dim() != 0:
             raise ValueError(f"the loss has shape {tuple(loss.shape)}: return the sum over the microbatch, a scalar")
@@ -294,6 +292,7 @@ class Engine(PlacedModel):
 
     def _check_optimizer(self) -> None:
         """Raises ValueError where gradients would be made that nobody gets, or masks drawn for a second time."""
+        self._turns.check_all(self.optimizers)
         if not self.steps and any(map(has_stepped, self.optimizers)):
             raise ValueError(
                 "the optimizer comes from an earlier run, and the engine begins at step 0, whose dropout masks that "

@@ -22,28 +22,25 @@ uneven ranks agree with a single process.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
-from dataclasses import asdict
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
 from plait.comm import Comm
 from plait.core.parallelism import Parallelism
 from plait.core.precision import LossScale
-from plait.engine.data_parallel.optim import has_stepped
 from plait.engine.evaluation import Evaluation, Evaluator
 from plait.engine.forward.context import RNGPosition
 from plait.engine.host_random import HostRandomness
 from plait.engine.nonfinite import NonFinite
+from plait.engine.own_loop import OwnLoop
 from plait.engine.pipeline.runtime import Microbatch
 from plait.engine.pipeline.stage import LossFn
-from plait.engine.placed_model import PlacedModel
-from plait.engine.reduction import Reduction, as_sum, returning_sums
+from plait.engine.reduction import returning_sums
 from plait.engine.standing import Standing
 from plait.engine.state.identity import code_of
 from plait.engine.state.weights import Weights
@@ -55,7 +52,7 @@ CountFn = Callable[[Any], int]
 Listener = Callable[[str, "Engine"], None]
 
 
-class Engine(PlacedModel):
+class Engine(OwnLoop):
     """A model trained under one row of the table on this rank.
 
     Args:
@@ -122,6 +119,7 @@ class Engine(PlacedModel):
         self.steps = 0
         self.discarded = 0
         """Times that ``zero_grad`` threw gradients away."""
+        self._blocks = 0
         self._evaluator = Evaluator(self)
         self._broken = False
         self._now: OpenStep | None = None
@@ -221,88 +219,8 @@ class Engine(PlacedModel):
         for optimizer in self.optimizers:
             optimizer.step()
         if not self.optimizers:
-            self._prepare()
+            self._begin_update()
             self._publish()
-
-    # ---- for a loop of one's own --------------------------------------------------------------------------------
-
-    def backward(
-        self, loss: Tensor, count: int, reduction: Reduction | None = None, *, also: Sequence[Engine] = ()
-    ) -> None:
-        """The backward of one microbatch of a user's own loop.
-
-        Args:
-            loss: of the microbatch, a scalar.
-            count: how many terms the loss has; ``optimizer.step()`` divides by the global sum of the counts.
-            reduction: ``"mean"``, as of ``F.cross_entropy`` and Hugging Face's models, or ``"sum"``: what the loss is
-                of its terms. None: a sum, unless it can be seen that it is a mean, which is refused.
-            also: other engines through whose models the loss goes. Their parameters get gradients too, which their
-                optimizer's ``step()`` uses and its ``zero_grad()`` throws away.
-
-        Raises:
-            ValueError: no optimizer, a loss that is no scalar, a mean given as a sum, a negative count.
-        """
-        engines = (self, *also)
-        for engine in engines:
-            if engine.pipeline.num_stages > 1:
-                raise ValueError("engine.backward is for one stage: a pipeline's schedule decides; use engine.step")
-            if also and engine.update.loss_scale is not None:
-                raise ValueError("a backward of several engines, one of which scales the loss: build it without")
-            engine._check_optimizer()
-        if loss.dim() != 0:
-            raise ValueError(f"the loss has shape {tuple(loss.shape)}: return the sum over the microbatch, a scalar")
-        if count < 0:
-            raise ValueError(f"a count of {count}: it is the number of terms of the loss, 0 or more")
-        loss = as_sum(loss, count, reduction)
-        with ExitStack() as stack:
-            for engine in engines:
-                engine._host.check(alone=False)
-                engine._begin_step().local_count += count
-                if engine is not self:
-                    stack.enter_context(engine.stages[0].taking_part())
-            self.stages[0].backward_from(loss, self.update.scale)
-        for engine in engines:
-            engine._begin_step().losses.append(loss.detach())
-
-    # ---- what a run leaves and takes up -----------------------------------------------------------------------------
-
-    def step_state(self) -> dict[str, Any]:
-        """What a run that goes on needs beside the state of model and optimizer, the same on all ranks: the number of
-        steps made (on which dropout depends), the seed, and the loss scale.
-        """
-        scale = self.update.loss_scale
-        return {"step": self.steps, "seed": self.seed, "loss_scale": None if scale is None else asdict(scale)}
-
-    def load_step_state(self, state: Mapping[str, Any]) -> None:
-        """Go on where a run was saved.
-
-        Raises:
-            ValueError: another seed, or a loss scale where there is none (or none where there is one).
-        """
-        mine = self.step_state()
-        if state["seed"] != mine["seed"]:
-            raise ValueError(f"saved with seed {state['seed']}, and the engine has seed {mine['seed']}: give it that")
-        if (state["loss_scale"] is None) != (mine["loss_scale"] is None):
-            raise ValueError(f"saved with loss scale {state['loss_scale']}, and the engine has {mine['loss_scale']}")
-        self.steps = state["step"]
-        if state["loss_scale"] is not None:
-            self.update.loss_scale = LossScale(**state["loss_scale"])
-
-    # ---- parts of a step ----------------------------------------------------------------------------------------
-
-    def _check_optimizer(self) -> None:
-        """Raises ValueError where gradients would be made that nobody gets, or masks drawn for a second time."""
-        self._turns.check_all(self.optimizers)
-        if not self.steps and any(map(has_stepped, self.optimizers)):
-            raise ValueError(
-                "the optimizer comes from an earlier run, and the engine begins at step 0, whose dropout masks that "
-                "run has used: call engine.load_step_state(saved), saved by engine.step_state() with the rest"
-            )
-        if not self.optimizers and self.listener is None and self.exchange.names:
-            raise ValueError(
-                "the engine has no optimizer, so no step would change anything: give Engine(optimizer=...), or, where "
-                "it is built after the engine, call engine.use(optimizer) before the first step"
-            )
 
     def _begin_step(self) -> OpenStep:
         self._turns.check_all(self.optimizers)
@@ -332,26 +250,41 @@ class Engine(PlacedModel):
     def _before_update(self, optimizer: Optimizer) -> None:
         """Hook before ``optimizer.step``; the first optimizer of a step makes the gradients of all."""
         if self._turns.begin(optimizer, self.optimizers):
-            self._prepare()
+            self._begin_update()
 
-    def _prepare(self) -> None:
+    def _begin_update(self) -> None:
+        if self._blocks:
+            raise ValueError("optimizer.step() inside of `with engine.gathered(...)`: leave the block first")
+        if self._now is None or not self._now.prepared:
+            self._prepare(self.update.clip)
+        self._hide_gradients()
+        self.take_over()
+
+    def _prepare(self, clip: float | None) -> None:
         """Finish the sums, agree, clip, hand the gradients over."""
         now = self._now
         if now is None or not now.losses:
             raise ValueError("optimizer.step() without a backward before it: there is no gradient to step with")
+        now.prepared = True
         try:
             standing = Standing.of(self.steps, self.discarded, self.optimizers)
-            self.last = self.update.prepare(now, standing, lambda: self._tell("reduced"))
+            self.last = self.update.prepare(now, standing, clip, lambda: self._tell("reduced"))
         except BaseException:
+            self._hide_gradients()
             self._now = None  # its sums are used up
             self._turns.clear()
             raise
+
+    def _hide_gradients(self) -> None:
+        for stage in self.stages.values():
+            stage.gradients.hide()
 
     def _discard(self, optimizer: Optimizer, zero_grad: Callable[..., None], *args: Any, **kwargs: Any) -> None:
         """``optimizer.zero_grad`` between backward and step throws the gradients away, as everywhere in torch."""
         zero_grad(*args, **kwargs)
         if self._now is not None and self._turns.zeroed(optimizer, self.optimizers, summed=bool(self._now.losses)):
             self.discarded += bool(self._now.losses)
+            self._hide_gradients()
             self._now = None
 
     def _after_update(self, optimizer: Optimizer) -> None:
@@ -362,6 +295,7 @@ class Engine(PlacedModel):
     def _publish(self) -> None:
         """Bring the new values to where the row keeps them."""
         for stage in self.stages.values():
+            stage.unsharding.pins.end_backward()
             stage.unsharding.forget()
         for work in [work for unit in self.units for work in unit.publish()]:
             work.wait()  # before anyone reads a parameter, or exits

@@ -32,6 +32,7 @@ from plait.engine.data_parallel.gradient_watch import GradientWatch
 from plait.engine.data_parallel.transfers import send, transfers
 from plait.engine.data_parallel.unit import State, Unit
 from plait.engine.data_parallel.unshard import Unsharding
+from plait.engine.forward.parameter import GradientElsewhere
 
 Flow = Iterator[None]
 """A reduction in steps: each ``yield`` means that messages are under way; the next step waits for them."""
@@ -45,7 +46,8 @@ class UnitGradients:
         self.flats = [FlatGradient(flat, unit.moves, comm, owner.buffers) for flat in unit.flats if flat.trainable]
         self.direct = all(gradient.direct for gradient in self.flats)
         parameters = [parameter for gradient in self.flats for parameter in gradient.flat.parameters]
-        self.nodes = [torch.autograd.graph.get_gradient_edge(parameter).node for parameter in parameters]
+        with torch._C.DisableTorchFunctionSubclass():  # they may be at rest
+            self.nodes = [torch.autograd.graph.get_gradient_edge(parameter).node for parameter in parameters]
         self.due: int | None = None
         """Gradients still to come in this microbatch; None before the first."""
         self.complete = False
@@ -77,6 +79,7 @@ class Gradients:
         self._last = False
         self._active = False
         self._flying: deque[Flow] = deque()
+        self._shown: dict[FlatGradient, dict[int, Tensor]] = {}
         for unit in self.order:  # a hook on each of the user's parameters: see docs/guide/your-own-loop.md
             for gradient in unit.flats:
                 for index, parameter in enumerate(gradient.flat.parameters):
@@ -102,6 +105,24 @@ class Gradients:
             unit.due, unit.complete = None, False
         for gradient in self.flats:
             gradient.touched_now.clear()
+
+    def show(self) -> None:
+        """Between backward and step ``p.grad`` says where the gradients are (see ``parameter``)."""
+        with torch._C.DisableTorchFunction():
+            for gradient in self.flats:
+                shown = self._shown.setdefault(gradient, {})
+                for index in gradient.touched:
+                    parameter = gradient.flat.parameters[index]
+                    if index not in shown:
+                        shown[index] = GradientElsewhere.of(parameter)
+                    parameter.grad = shown[index]
+
+    def hide(self) -> None:
+        """``p.grad`` is None again."""
+        with torch._C.DisableTorchFunction():
+            for gradient in self._shown:
+                for index in gradient.touched:
+                    gradient.flat.parameters[index].grad = None
 
     @staticmethod
     def _hook(unit: UnitGradients, gradient: FlatGradient, index: int) -> Callable[[Tensor], None]:

@@ -12,5 +12,7 @@ dropout.py             handler: dropout that belongs to the model, not to the pr
 random_streams.py      what else draws: noise, stochastic depth, jitter
 
 deferred_products.py   products whose weight gradient waits
+parameter.py           what a parameter answers while its values or its gradient are elsewhere
+stays.py               what is neither copied nor pickled
 random_ops.py          which operators draw, and a generator for what draws from one
 """

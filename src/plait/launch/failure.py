@@ -41,14 +41,9 @@ class Failure:
     nanoseconds: int = 0
 
 
-def is_mistake(error: BaseException) -> bool:
-    """Whether this is plait refusing an input: a ValueError that was raised in its own code."""
-    return _by_plait(error, ValueError)
-
-
-def _by_plait(error: BaseException, kind: type[Exception]) -> bool:
-    """Whether it is of this kind, and was raised in plait's own code."""
-    if not isinstance(error, kind) or error.__traceback__ is None:
+def is_mistake(error: BaseException, kinds: tuple[type[Exception], ...] = (ValueError,)) -> bool:
+    """Whether this is plait refusing an input: an error of one of these kinds that was raised in its own code."""
+    if not isinstance(error, kinds) or error.__traceback__ is None:
         return False
     *_, (frame, _line) = traceback.walk_tb(error.__traceback__)
     return str(frame.f_globals.get("__name__", "")).partition(".")[0] == "plait"
@@ -72,7 +67,7 @@ def report(error: BaseException, environment: Mapping[str, str] = os.environ) ->
     Of what plait refuses that is a line, with a grid below it where there is one, and otherwise the traceback.
     """
     text = "".join(traceback.format_exception(error))
-    if is_mistake(error) or _by_plait(error, FloatingPointError):
+    if is_mistake(error, (ValueError, FloatingPointError)):
         reason, *grid = str(error).split("\n")
         line = " ".join(["plait: error:", *reason.split(), *getattr(error, "__notes__", ())])
         text = "\n".join([line, *grid, ""])

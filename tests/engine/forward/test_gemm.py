@@ -234,6 +234,7 @@ def engine_of(comm: Comm, row: str, name: str, **settings: Any) -> Engine:
         ("zero3", "shard=2", None, "full"),
         ("zero3", "pipe=2", "1f1b", None),
         ("zero2", "pipe=2", "zb_h1", None),
+        ("mine: full | full | full, pending(shard, replica) | full @cpu", "replica=2", None, None),  # the optimizer has a copy of whole parameters
     ],
 )
 def test_an_engine_multiplies_by_it(
@@ -290,7 +291,8 @@ def test_cut_layers_under_autocast_stay_with_torch(onednn_calls: list[tuple[int,
     def losses(gemm: str) -> list[float]:
         def body(comm: Comm) -> list[float]:
             net = distinct(Pair()).float()
-            engine = Engine(net, comm, strategy="ddp", gemm=gemm, loss_fn=loss, count_fn=len)
+            sgd = torch.optim.SGD(net.parameters(), lr=0.1)
+            engine = Engine(net, comm, strategy="ddp", gemm=gemm, optimizer=sgd, loss_fn=loss, count_fn=len)
             return [engine.step([draws(torch.empty(7, WIDTH), m)]).loss for m in range(2)]
 
         return run(Mesh(tensor=2), body)[0]

@@ -24,7 +24,7 @@ from plait.core.layout import Layout
 from plait.core.tensor_plan import Style
 from plait.engine.forward.context import CurrentForward, CutActivation
 from plait.engine.forward.interceptor import Function, Handler, read_among
-from plait.engine.forward.weight_grads import WeightGrads
+from plait.engine.forward.products import Products
 from plait.sharded.masks import Slice
 from plait.sharded.sharded_tensor import ShardedTensor
 from plait.tensor_parallel import Parallel, TensorAxis
@@ -69,7 +69,7 @@ class TensorParallel(Handler):
     Args:
         parallel: the plan, resolved on this model before its parameters were cut.
         parameters: the whole shape of every cut parameter, by ``id``.
-        deferred: has the stand-ins, where weight gradients are made in a pass of their own.
+        products: has the stand-ins, where weight gradients are made in a pass of their own.
     """
 
     def __init__(
@@ -78,11 +78,11 @@ class TensorParallel(Handler):
         parallel: Parallel,
         parameters: Mapping[int, tuple[int, ...]],
         axis: StageAxis,
-        deferred: WeightGrads | None = None,
+        products: Products | None = None,
     ) -> None:
         self.modules = dict(model.named_modules())
         self.parameters: Mapping[int, tuple[int, ...]] = parameters
-        self.parallel, self.axis, self.current, self.deferred = parallel, axis, axis.current, deferred
+        self.parallel, self.axis, self.current, self.products = parallel, axis, axis.current, products
         self._same_inputs = self._warned = False
         self._columns_in = {name.rpartition(".")[0] for name, s in parallel.styles.items() if s.enters}
         model.register_forward_pre_hook(self._before_model, with_kwargs=True)
@@ -212,7 +212,7 @@ class TensorParallel(Handler):
 
     def weight(self, parameter: Any) -> Any:
         """The parameter, or what stands for it."""
-        return parameter if self.deferred is None else self.deferred.stand_in(parameter)
+        return parameter if self.products is None else self.products.stand_in(parameter)
 
     def _before_model(self, module: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
         whole_logits = kwargs.get("labels") is not None

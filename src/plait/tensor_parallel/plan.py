@@ -77,9 +77,7 @@ def parallel_plan(
     named = match_styles(plan, modules, parameters)
     if ways == 1:
         return Parallel()
-    styles = {
-        name: _with_heads(named[name], name, modules) for name in modules if name in named
-    }  # in their order
+    styles = {name: _with_heads(named[name], name, modules) for name in modules if name in named}  # in their order
     if sequence:
         _check_stream(styles, modules)
     cuts: dict[int, TensorCut] = {}

@@ -8,6 +8,7 @@ at_rest.py             handler: a parameter at rest is never read
 tensor_parallel.py     handler: cut modules of an unchanged model
 products.py            handler: who multiplies for linear layers, and when weight gradients are made
 dropout.py             handler: dropout that belongs to the model, not to the process
+random_streams.py      what else draws: noise, stochastic depth, jitter
 
 deferred_products.py   products whose weight gradient waits
 parameter.py           what a parameter answers while its values or its gradient are elsewhere

@@ -162,14 +162,8 @@ class Flat:
         Returns:
             The names of parameters that were written to since they were shown; what was written is gone.
         """
-<<<<<<< HEAD
         with torch._C.DisableTorchFunction():
             for parameter, nothing, at_rest in zip(self.parameters, self._placeholders, self._at_rest, strict=True):
-=======
-        rows = zip(self.parameters, self._placeholders, self._at_rest, strict=True)
-        with torch._C.DisableTorchFunction():
-            for parameter, nothing, at_rest in rows:
->>>>>>> 53cbda6822a6bfe0b87f487d36d0d0b0e218b84c
                 parameter.data = nothing
                 parameter.__class__ = at_rest
         if not self.full.untyped_storage().resizable():  # it is shared with numpy

@@ -9,6 +9,7 @@ parameter of a stage.  It changes nothing:
   example.
 """
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -17,26 +18,16 @@ from torch.utils._pytree import tree_leaves
 
 from plait.engine.forward.context import CurrentForward, in_backward
 from plait.engine.forward.interceptor import Function, Handler, read_among
-<<<<<<< HEAD
 from plait.engine.forward.parameter import AtRest, name_of
-=======
-from plait.engine.forward.parameter import name_of, refuse_at_rest
->>>>>>> 53cbda6822a6bfe0b87f487d36d0d0b0e218b84c
 
 
 class AtRestCheck(Handler):
     """Watches who reads parameters, by ``id``: those of ``split`` units, and in ``loss_fn`` those that are ``staged``,
     for it runs on one stage of several."""
 
-<<<<<<< HEAD
     def __init__(self, current: CurrentForward, split: Mapping[int, nn.Parameter], staged: set[int]) -> None:
         self.current, self.split, self.staged = current, split, staged
         self.parameters = split.keys() | staged
-=======
-    def __init__(self, current: CurrentForward, split: set[int], staged: set[int]) -> None:
-        self.current, self.split, self.staged = current, split, staged
-        self.parameters = split | staged
->>>>>>> 53cbda6822a6bfe0b87f487d36d0d0b0e218b84c
 
     def __call__(self, func: Function, call_next: Function, /, *args: Any, **kwargs: Any) -> Any:
         context, arguments = self.current.context, (*args, *kwargs.values())
@@ -48,14 +39,9 @@ class AtRestCheck(Handler):
                 f"decay)"
             )
         read = read_among(arguments, self.split)
-<<<<<<< HEAD
         for parameter in map(self.split.__getitem__, read):
             if isinstance(parameter, AtRest):
                 raise parameter.refusal(func, [parameter])
-=======
-        if read:
-            refuse_at_rest(func, arguments)
->>>>>>> 53cbda6822a6bfe0b87f487d36d0d0b0e218b84c
         if read and name_of(func) == "data":
             if func.__name__ == "__set__":
                 raise ValueError(

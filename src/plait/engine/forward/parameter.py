@@ -26,35 +26,13 @@ from plait.engine.forward.interceptor import Function, only_metadata
 class Elsewhere:
     """A tensor whose values are not here: it answers for its metadata, and of all else raises the ``refusal``."""
 
-<<<<<<< HEAD
     __slots__ = ()
-=======
-
-def refuse_at_rest(func: Function, arguments: Iterable[Any]) -> None:
-    """Raises ValueError where one of a function's arguments is a parameter at rest."""
-    for value in flat_values(arguments):
-        if isinstance(value, AtRest):
-            raise ValueError(
-                f"parameter {value.resting_name!r} is used by {name_of(func)!r} while its unit is at rest: its values "
-                f"are on other ranks. Outside of a forward read it inside `with engine.gathered(...)`, write it inside "
-                f"`with engine.gathered(..., modify=True)`, and take or load a whole state by engine.full_state_dict() "
-                f"or engine.load_full_state_dict(state). In a forward use it inside its own module, share it by "
-                f"assigning it to the other module (head.weight = embed.weight), or name a larger unit (units=...)"
-            )
-
-
-class AtRest(nn.Parameter):
-    """A parameter whose unit is at rest; ``resting_name`` says which one it is."""
-
-    resting_name: str
->>>>>>> 53cbda6822a6bfe0b87f487d36d0d0b0e218b84c
 
     @classmethod
     def __torch_function__(
         cls, func: Function, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-<<<<<<< HEAD
         if not only_metadata(func, args, kwargs):
             raise cls.refusal(func, tree_leaves((args, kwargs)))
         with torch._C.DisableTorchFunctionSubclass():
@@ -81,12 +59,6 @@ class AtRest(Elsewhere, nn.Parameter):
             f"engine.load_full_state_dict(state). In a forward use it inside its own module, share it by assigning it "
             f"to the other module (head.weight = embed.weight), or name a larger unit (units=...)"
         )
-=======
-        if only_metadata(func, args, kwargs):
-            with torch._C.DisableTorchFunctionSubclass():
-                return func(*args, **kwargs)
-        refuse_at_rest(func, (*args, *kwargs.values()))
->>>>>>> 53cbda6822a6bfe0b87f487d36d0d0b0e218b84c
 
     def __repr__(self) -> str:  # type: ignore[override]
         return f"Parameter {self.resting_name!r} of shape {tuple(self.shape)}, at rest: its values are on other ranks"

@@ -115,14 +115,8 @@ def lay_stages(
     """The stages of these parts, by number, with their units laid and their values drawn or read."""
     whole, comm = settings.whole, settings.comm
     plans = {s: parallel_of(parallel, part, last=s == settings.count - 1) for s, part in parts.items()}
-<<<<<<< HEAD
     cut = settings.parallelism
     laid = {s: build_units(part.model, part.origin, whole, comm, cut, plans[s]) for s, part in parts.items()}
-=======
-    laid = {}
-    for s, part in parts.items():
-        laid[s] = build_units(part.model, part.origin, whole, comm, settings.parallelism, plans[s])
->>>>>>> 53cbda6822a6bfe0b87f487d36d0d0b0e218b84c
     give_values(whole, list(laid.values()), settings.seed, comm.device, weights)
     stages = {s: Stage(settings, s, part, plans[s], laid[s].units) for s, part in parts.items()}
     for stage in stages.values():

@@ -11,12 +11,8 @@ stages.  Between forward and backward a stage keeps, for each microbatch, what i
 the graph; not the output itself, whose memory goes with the message.
 """
 
-<<<<<<< HEAD
-from collections.abc import Callable, Sequence
-=======
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
->>>>>>> 53cbda6822a6bfe0b87f487d36d0d0b0e218b84c
 from dataclasses import dataclass
 from typing import Any
 
@@ -81,27 +77,14 @@ class Stage:
     """A stage, built from its part of the model, whose parameters are laid in units already."""
 
     def __init__(
-<<<<<<< HEAD
         self, settings: StageSettings, number: int, part: StageModel, parallel: Parallel, units: list[Unit]
-=======
-        self,
-        settings: StageSettings,
-        number: int,
-        part: StageModel,
-        parallel: Parallel,
-        units: list[Unit],
->>>>>>> 53cbda6822a6bfe0b87f487d36d0d0b0e218b84c
     ) -> None:
         self.model, self.comm, self.units, self.parallel = part.model, settings.comm, units, parallel
         self.number, self.count, self.last = number, settings.count, number == settings.count - 1
         parallelism = settings.parallelism
         self.current = CurrentForward()
         self.axis = StageAxis(self.comm, self.current, sequence=parallelism.sequence_parallel, gemm=settings.gemm)
-<<<<<<< HEAD
         self.products: Products | None = None
-=======
-        self.weight_grads: WeightGrads | None = None
->>>>>>> 53cbda6822a6bfe0b87f487d36d0d0b0e218b84c
         self.interceptor = Interceptor(self.current, self._handlers(settings))
         self.interceptor.follow(self.model, part.sites, every=bool(parallel.styles))
         self.unsharding = Unsharding(self.model, self.units, parallelism.prefetch, self.current, settings.before_root)
@@ -134,14 +117,9 @@ class Stage:
         staged = {id(p) for _, p, _, _ in parameters} if self.last and self.count > 1 else set()
         if split or staged:
             handlers.append(AtRestCheck(current, split, staged))
-<<<<<<< HEAD
         if settings.split_backward or gemm is not TORCH:
             deferred = [p for _, p, flat, _ in parameters if flat.trainable] if settings.split_backward else []
             self.products = Products(current, gemm, deferred)
-=======
-        if settings.split_backward:
-            self.weight_grads = WeightGrads(current, [p for _, p, flat, _ in parameters if flat.trainable], gemm)
->>>>>>> 53cbda6822a6bfe0b87f487d36d0d0b0e218b84c
         slice_of = None
         if self.parallel.styles:
             sizes = {id(p): c.shape for _, p, f, i in parameters if (c := f.cuts[i]) is not None}

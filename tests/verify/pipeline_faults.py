@@ -330,12 +330,12 @@ def count_layers_from_0_in_every_stage(patch: Patch) -> None:
     """Initial values drawn under a name that a stage might give its first layer."""
     import plait.engine.state.init as init
 
-    original = init.private_generator
+    original = init.PrivateGenerator
 
     def generator(device: Any, what: str, seed: int, name: str) -> Any:
         return original(device, what, seed, re.sub(r"\d+", lambda number: str(int(number[0]) % 2), name))
 
-    patch.setattr(init, "private_generator", generator)
+    patch.setattr(init, "PrivateGenerator", generator)
 
 
 # ---- dropout ------------------------------------------------------------------------------------------------------

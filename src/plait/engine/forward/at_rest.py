@@ -34,9 +34,8 @@ class AtRestCheck(Handler):
         outside = self.staged and not context.module.in_model and not in_backward()
         if outside and read_among(arguments, self.staged):
             raise ValueError(
-                f"loss_fn reads a parameter by {getattr(func, '__name__', func)!r} outside of the model's call: under "
-                f"a pipeline each stage has only its own; let the model compute the term, or the optimizer (weight "
-                f"decay)"
+                f"loss_fn reads a parameter by {name_of(func)!r} outside of the model's call: under a pipeline each "
+                f"stage has only its own; let the model compute the term, or the optimizer (weight decay)"
             )
         read = read_among(arguments, self.split)
         for parameter in map(self.split.__getitem__, read):

@@ -78,11 +78,8 @@ def build_stages(
     before_forward: BeforeForward,
     weights: Weights | None = None,
 ) -> Built:
-    """The stages that the pipeline gives this rank; the arguments are the engine's.
-
-    Raises:
-        ValueError: a model that does not declare its links, fewer links than stages, a split that does not fit.
-    """
+    """The stages that the pipeline gives this rank; the arguments are the engine's.  ValueError for a model that does
+    not declare its links, fewer links than stages, or a split that does not fit."""
     sizes, units = parallelism.split, parallelism.units
     parallel = parallel_plan(model, comm.mesh.tensor, parallelism.tensor_plan, sequence=parallelism.sequence_parallel)
     gemm = find_gemm(parallelism.gemm)

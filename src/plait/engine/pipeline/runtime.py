@@ -108,12 +108,8 @@ class Runtime:
         seed: float,
         update: Callable[[], None],
     ) -> None:
-        """One step of this rank.
-
-        Args:
-            seed: the gradient of every loss, 1 / the global count.
-            update: the end of the step, called with the losses known (see ``losses``).
-        """
+        """One step of this rank; ``seed`` is the gradient of every loss, 1 / the global count; ``update`` is the end of
+        the step, called with the ``losses`` known."""
         stages, p2p = self.stages, self.p2p
         updates = sum(action.kind is Kind.UPDATE for action in program.line)
 

@@ -62,10 +62,8 @@ def guarded(work: Callable[[], int]) -> int:
 
 
 def report(error: BaseException, environment: Mapping[str, str] = os.environ) -> int:
-    """Prints what went wrong, or records it for the launcher to print; returns the exit code.
-
-    Of what plait refuses that is a line, with a grid below it where there is one, and otherwise the traceback.
-    """
+    """Prints what went wrong, or records it for the launcher to print; returns the exit code.  What plait refuses is a
+    line, with a grid below it where there is one; anything else is its traceback."""
     text = "".join(traceback.format_exception(error))
     if is_mistake(error, (ValueError, FloatingPointError)):
         reason, *grid = str(error).split("\n")
@@ -92,10 +90,8 @@ def recorded(rank: int, exit_code: int, data: Mapping[str, Any]) -> Failure:
 
 
 def explain(failures: list[Failure], mesh: str) -> tuple[str, int]:
-    """(what the launcher prints, its exit code) for the failures of a run.
-
-    A rank that a signal killed comes first: it left no note, and the tracebacks of the others are echoes.  With SIGTERM
-    the agent stops the remaining ranks, so it comes last.
+    """(what the launcher prints, its exit code) for the failures of a run.  A rank that a signal killed comes first: it
+    left no note, and the tracebacks of the others are echoes.  SIGTERM, with which the agent stops the rest, is last.
     """
 
     def order(f: Failure) -> tuple[bool, bool, bool, int]:

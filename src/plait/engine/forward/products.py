@@ -56,11 +56,9 @@ class Products(Handler):
         return func in self._now
 
     def weigh(self, stand_ins: dict[int, Tensor]) -> None:
-        """The weight part: make the gradients and give them to the parameters, those used last first.
-
-        It empties ``stand_ins``, those of the microbatch's context, and reads no parameter's values.  A parameter that
-        got no gradient in the input part gets none.  ValueError where activations were written to since.
-        """
+        """The weight part: make the gradients and give them to the parameters, those used last first.  It empties
+        ``stand_ins``, those of the microbatch's context, and reads no parameter's values.  A parameter that got no
+        gradient in the input part gets none.  ValueError where activations were written to since."""
         nodes = []
         with torch._C.DisableTorchFunction(), torch.enable_grad(), torch.autograd.set_multithreading_enabled(False):
             for key in list(stand_ins):

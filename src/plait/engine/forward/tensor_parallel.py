@@ -10,7 +10,7 @@ It also knows which activations are cut, so that dropout draws the right slice o
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -170,8 +170,7 @@ class TensorParallel(Handler):
     def gathered(self, name: str, style: Style, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """A whole activation in, a whole one out."""
         y = self.column(name, style, input, weight, bias)
-        whole: Tensor = Gather.apply(y, self.axis, self.parameters[id(weight)][0], name)
-        return whole
+        return cast(Tensor, Gather.apply(y, self.axis, self.parameters[id(weight)][0], name))
 
     def head(self, name: str, style: Style, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """A whole activation in, logits out of which each rank has some classes."""
@@ -241,8 +240,7 @@ class TensorParallel(Handler):
         def stream(x: Tensor) -> Tensor:
             if kind == "enter":
                 return self._enter(x, name, siblings).tensor
-            cut: Tensor = Split.apply(x, self.axis, name)
-            return cut
+            return cast(Tensor, Split.apply(x, self.axis, name))
 
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
             with torch._C.DisableTorchFunction():

@@ -161,10 +161,8 @@ class Stage:
         *,
         split: bool = False,
     ) -> Tensor:
-        """What goes to the next stage, or from the last stage the loss; detached.
-
-        ``received`` comes from the stage before, if there is one; ``split``: the backward comes in two parts.
-        """
+        """What goes to the next stage, or from the last stage the loss; detached.  ``received`` comes from the stage
+        before, if there is one; ``split``: the backward comes in two parts."""
         boundary = BoundaryState(received)
         self.unsharding.begin_forward(microbatch, split=split)
         self.current.begin(position, microbatch=microbatch, stand_ins={} if split else None)

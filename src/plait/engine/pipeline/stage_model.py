@@ -73,11 +73,8 @@ class ForeignLayer(nn.Module):
 
 def chain_of(model: nn.Module) -> Chain:
     """The links that a model declares: its own ``pipeline_links()``, an ``nn.Sequential``'s children, or the
-    ``base_model_pp_plan`` of a Hugging Face model.
-
-    Raises:
-        ValueError: it declares none, or a parameter belongs to no link.
-    """
+    ``base_model_pp_plan`` of a Hugging Face model.  ValueError where it declares none, or a parameter belongs to no
+    link."""
     own = getattr(model, "pipeline_links", None)
     if callable(own):
         chain = tuple(own())

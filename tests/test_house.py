@@ -48,7 +48,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "launch": {"core", "comm", "config", "checkpoint", "train", "verify"},
     "commands": TRAINING | {"job", "measure", "train", "verify", "launch"},
     "__main__": {"commands"},
-    "__init__": UP_TO_ENGINE | {"checkpoint", "api", "models", "data"},
+    "__init__": UP_TO_ENGINE | {"checkpoint", "api", "models", "data", "job", "verify"},
 }
 """Which parts of plait each part may import. A part that is not here is refused: give it a line."""
 

@@ -59,9 +59,11 @@ def run(argv: list[str]) -> int:
             bench.validate(command)
             body = partial(run_bench, command)
         case TrainConfig():
+            command = configs.with_job(command)
             configs.validate(command)
             body = partial(run_train, command, argv=argv)
         case VerifyConfig(matrix=None):
+            command = configs.with_job(command)
             configs.validate(command)
             body = partial(run_verify, command)
         case VerifyConfig():

@@ -68,10 +68,10 @@ def _check_family(config: RunConfig) -> None:
         return
     for name, why in FOR_TEXT.items():
         if getattr(config, name, None) not in (None, False):
-            raise ValueError(f"{name} is for text, which {why}; {config.model} reads none: leave it out")
+            raise ValueError(f"{name} is for text, which {why}; {config.title} reads none: leave it out")
     if config.recompute == "selective":
         raise ValueError(
-            f"recompute selective is for attention, which {config.model} lacks: choose full, or leave it out"
+            f"recompute selective is for attention, which {config.title} lacks: choose full, or leave it out"
         )
 
 
@@ -120,7 +120,7 @@ def _check_training(config: TrainConfig) -> None:
     _check_writable("export", config.export)
     if config.export is not None:
         if not config.family.transformers:
-            raise ValueError(f"export writes models of transformers, which {config.model} is not: leave it out")
+            raise ValueError(f"export writes models of transformers, which {config.title} is not: leave it out")
         if Path(config.export).exists():
             raise ValueError(f"there is something at export {config.export!r} already: give a new folder")
     check_sinks(config.out, tensorboard=config.tensorboard, wandb=config.wandb)
@@ -162,6 +162,6 @@ def _check_model(config: RunConfig) -> None:
         parallel = parallel_plan(build_model(config), mesh.tensor, sequence=config.sequence_parallel)
         if not parallel.cuts:
             raise ValueError(
-                f"tensor={mesh.tensor}, but the plan cuts no parameter of {config.model}: give it more layers (mlp has "
+                f"tensor={mesh.tensor}, but the plan cuts no parameter of {config.title}: give it more layers (mlp has "
                 f"its first pair of cut layers with 4), or leave the tensor axis out"
             )

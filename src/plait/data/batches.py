@@ -15,8 +15,10 @@ A step may be smaller than the others (``size``), and have fewer samples than pa
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from typing import Any
 
 from torch import Tensor
+from torch.utils._pytree import tree_map
 
 IGNORED = -100  # the target of a position that has no loss (the default of ``torch.nn.functional.cross_entropy``)
 Batch = dict[str, Tensor]
@@ -35,6 +37,11 @@ def split_samples(global_batch: int, num_parts: int, *, empty: bool = False) -> 
         )
     size, larger = divmod(global_batch, num_parts)
     return tuple((part * size + min(part, larger), size + (part < larger)) for part in range(num_parts))
+
+
+def on_device(batches: list[Any], device: str) -> list[Any]:
+    """The same, with every tensor of nested batches on a device."""
+    return [tree_map(lambda leaf: leaf.to(device) if isinstance(leaf, Tensor) else leaf, batch) for batch in batches]
 
 
 class Batches(ABC):

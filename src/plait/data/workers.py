@@ -27,7 +27,7 @@ from dataclasses import dataclass
 import torch
 from torch.utils.data import Dataset
 
-from plait.data.batches import Batch, Batches
+from plait.data.batches import Batch, Batches, on_device
 
 _BUILDING = threading.Lock()  # warnings are filtered for the whole process, and ranks may be threads of it
 
@@ -70,7 +70,7 @@ class StepStream(Iterator[list[Batch]], AbstractContextManager["StepStream"]):
             self._iterator = self._start()
         batches = next(self._iterator)
         self._next += 1
-        return [{name: tensor.to(self._device) for name, tensor in batch.items()} for batch in batches]
+        return on_device(batches, self._device)
 
     def _start(self) -> Iterator[list[Batch]]:
         steps = self._steps[self._next :]

@@ -27,7 +27,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
 from plait.comm import Comm
@@ -35,11 +35,12 @@ from plait.core.parallelism import Parallelism
 from plait.core.precision import LossScale
 from plait.engine.evaluation import Evaluation, Evaluator
 from plait.engine.forward.context import RNGPosition
+from plait.engine.host_random import HostRandomness
 from plait.engine.nonfinite import NonFinite
+from plait.engine.own_loop import OwnLoop
 from plait.engine.pipeline.runtime import Microbatch
 from plait.engine.pipeline.stage import LossFn
-from plait.engine.placed_model import PlacedModel
-from plait.engine.reduction import Reduction, as_sum, returning_sums
+from plait.engine.reduction import returning_sums
 from plait.engine.standing import Standing
 from plait.engine.state.identity import code_of
 from plait.engine.state.weights import Weights
@@ -51,7 +52,7 @@ CountFn = Callable[[Any], int]
 Listener = Callable[[str, "Engine"], None]
 
 
-class Engine(PlacedModel):
+class Engine(OwnLoop):
     """A model trained under one row of the table on this rank.
 
     Args:
@@ -112,11 +113,13 @@ class Engine(PlacedModel):
         self.loss_fn, self.count_fn, self.listener = loss_fn, count_fn, listener
         self.update = Update(self, clip, loss_scale, nonfinite)
         self._turns = StepTurns()
+        self._host = HostRandomness(model, loss_fn)
         for one in self.optimizers:
             self._hook(one)
         self.steps = 0
         self.discarded = 0
         """Times that ``zero_grad`` threw gradients away."""
+        self._blocks = 0
         self._evaluator = Evaluator(self)
         self._broken = False
         self._now: OpenStep | None = None
@@ -172,6 +175,7 @@ class Engine(PlacedModel):
             for m, batch in enumerate(microbatches)
         ]
         self._broken = self.comm.mesh.pipe > 1
+        self._host.begin(self.steps)
         loss_fn = loss_fn if self.steps else returning_sums(loss_fn, count_fn)
         self.runtime.run(program, brought, loss_fn, 1 / total * self.update.scale, self._update)
         return self.last
@@ -208,51 +212,15 @@ class Engine(PlacedModel):
         """The end of the step."""
         assert self._now is not None
         self._broken = False  # every message of the pipeline has come
+        self._host.check(alone=True)
         num = len(self.runtime.p2p.signatures)
         losses = self.runtime.losses
         self._now.losses = [losses[m] if losses else torch.zeros(()) for m in range(num)]
         for optimizer in self.optimizers:
             optimizer.step()
         if not self.optimizers:
-            self._prepare()
+            self._begin_update()
             self._publish()
-
-    # ---- for a loop of one's own --------------------------------------------------------------------------------
-
-    def backward(self, loss: Tensor, count: int, reduction: Reduction | None = None) -> None:
-        """The backward of one microbatch of a user's own loop.
-
-        Args:
-            loss: of the microbatch, a scalar.
-            count: how many terms the loss has; ``optimizer.step()`` divides by the global sum of the counts.
-            reduction: ``"mean"``, as of ``F.cross_entropy`` and Hugging Face's models, or ``"sum"``: what the loss is
-                of its terms. None: a sum, unless it can be seen that it is a mean, which is refused.
-
-        Raises:
-            ValueError: no optimizer, a loss that is no scalar, a mean given as a sum, a negative count.
-        """
-        if self.pipeline.num_stages > 1:
-            raise ValueError("engine.backward is for one stage: under a pipeline the schedule decides; use engine.step")
-        self._check_optimizer()
-        if loss.dim() != 0:
-            raise ValueError(f"the loss has shape {tuple(loss.shape)}: return the sum over the microbatch, a scalar")
-        if count < 0:
-            raise ValueError(f"a count of {count}: it is the number of terms of the loss, 0 or more")
-        loss = as_sum(loss, count, reduction)
-        now = self._begin_step()
-        now.local_count += count
-        self.stages[0].backward_from(loss, self.update.scale)
-        now.losses.append(loss.detach())
-
-    # ---- parts of a step ----------------------------------------------------------------------------------------
-
-    def _check_optimizer(self) -> None:
-        """Raises ValueError where gradients would be made that nobody gets."""
-        if not self.optimizers and self.listener is None:
-            raise ValueError(
-                "the engine has no optimizer, so no step would change anything: give Engine(optimizer=...), or, where "
-                "it is built after the engine, call engine.use(optimizer) before the first step"
-            )
 
     def _begin_step(self) -> OpenStep:
         self._turns.check_all(self.optimizers)
@@ -273,6 +241,7 @@ class Engine(PlacedModel):
             stage.begin_alone(RNGPosition(self.steps, -1 - place, place * size, size))
             return
         now = self._begin_step()
+        self._host.begin(self.steps)
         first = (now.forwards << 40) + place * size  # how many microbatches will come is not known: number them apart
         microbatch = place + now.forwards * self.comm.mesh.data_size
         stage.begin_alone(RNGPosition(self.steps, microbatch, first, size), now.forwards)
@@ -281,26 +250,41 @@ class Engine(PlacedModel):
     def _before_update(self, optimizer: Optimizer) -> None:
         """Hook before ``optimizer.step``; the first optimizer of a step makes the gradients of all."""
         if self._turns.begin(optimizer, self.optimizers):
-            self._prepare()
+            self._begin_update()
 
-    def _prepare(self) -> None:
+    def _begin_update(self) -> None:
+        if self._blocks:
+            raise ValueError("optimizer.step() inside of `with engine.gathered(...)`: leave the block first")
+        if self._now is None or not self._now.prepared:
+            self._prepare(self.update.clip)
+        self._hide_gradients()
+        self.take_over()
+
+    def _prepare(self, clip: float | None) -> None:
         """Finish the sums, agree, clip, hand the gradients over."""
         now = self._now
         if now is None or not now.losses:
             raise ValueError("optimizer.step() without a backward before it: there is no gradient to step with")
+        now.prepared = True
         try:
             standing = Standing.of(self.steps, self.discarded, self.optimizers)
-            self.last = self.update.prepare(now, standing, lambda: self._tell("reduced"))
+            self.last = self.update.prepare(now, standing, clip, lambda: self._tell("reduced"))
         except BaseException:
+            self._hide_gradients()
             self._now = None  # its sums are used up
             self._turns.clear()
             raise
+
+    def _hide_gradients(self) -> None:
+        for stage in self.stages.values():
+            stage.gradients.hide()
 
     def _discard(self, optimizer: Optimizer, zero_grad: Callable[..., None], *args: Any, **kwargs: Any) -> None:
         """``optimizer.zero_grad`` between backward and step throws the gradients away, as everywhere in torch."""
         zero_grad(*args, **kwargs)
         if self._now is not None and self._turns.zeroed(optimizer, self.optimizers, summed=bool(self._now.losses)):
             self.discarded += bool(self._now.losses)
+            self._hide_gradients()
             self._now = None
 
     def _after_update(self, optimizer: Optimizer) -> None:
@@ -311,6 +295,7 @@ class Engine(PlacedModel):
     def _publish(self) -> None:
         """Bring the new values to where the row keeps them."""
         for stage in self.stages.values():
+            stage.unsharding.pins.end_backward()
             stage.unsharding.forget()
         for work in [work for unit in self.units for work in unit.publish()]:
             work.wait()  # before anyone reads a parameter, or exits

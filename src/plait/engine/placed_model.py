@@ -24,6 +24,7 @@ from plait.engine.data_parallel.optim import OwnedOptimizer, owned_runs
 from plait.engine.data_parallel.storage import dtype_in
 from plait.engine.data_parallel.unit import Unit
 from plait.engine.exchange import Exchange
+from plait.engine.forward.stays import StaysHere
 from plait.engine.norm import Norm
 from plait.engine.pipeline.build_stages import build_stages
 from plait.engine.pipeline.p2p import PipelineP2P
@@ -37,7 +38,7 @@ from plait.engine.state.weights import Weights
 from plait.schedule.pipeline import Pipeline, RankProgram
 
 
-class PlacedModel:
+class PlacedModel(StaysHere):
     """This rank's part of a model, and all that moves its values; the arguments are those of ``Engine``.
 
     Args:
@@ -167,6 +168,20 @@ class PlacedModel:
         """
         load_full_state_dict(self.directory, self.parts(), state)
 
+    def take_over(self) -> None:
+        """Take over what a program has written to parameters that are whole on this rank.
+
+        That is where the optimizer has a copy of them, and wherever ``p.data`` was replaced.
+
+        Raises:
+            ValueError: ``p.data`` has another shape, dtype or device now.
+        """
+        for unit in self.units:
+            for flat in unit.flats:
+                if not flat.split and (flat.replaced() or (flat.master is not None and flat.written())):
+                    flat.accept()
+
     def parts(self) -> list[Part]:
-        """This rank's stages, for what goes through the whole model (see ``state``)."""
+        """This rank's stages, with what was written to them, for what goes through the whole model (see ``state``)."""
+        self.take_over()
         return [Part(stage.model, stage.units) for stage in self.stages.values()]

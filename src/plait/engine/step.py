@@ -35,6 +35,8 @@ class OpenStep:
     local_count: int = 0
     losses: list[Tensor] = field(default_factory=list)
     forwards: int = 0
+    prepared: bool = False
+    """The sums are finished and clipped."""
 
 
 def num_samples(batch: Any) -> int:

@@ -50,11 +50,12 @@ class Update:
         """The factor of the loss."""
         return 1.0 if self.loss_scale is None else self.loss_scale.scale
 
-    def prepare(self, now: OpenStep, standing: Standing, reduced: Callable[[], None]) -> StepResult:
+    def prepare(self, now: OpenStep, standing: Standing, clip: float | None, reduced: Callable[[], None]) -> StepResult:
         """Finish the sums, agree, clip, hand the gradients over.
 
         Args:
             standing: this rank's place in the run, which must be everybody's.
+            clip: the largest norm.
             reduced: called when gradients are whole, and not clipped yet.
 
         Raises:
@@ -73,7 +74,7 @@ class Update:
         if factor != 1:
             scale(gradients, factor)
         losses = tuple(loss.item() for loss in now.losses)
-        measured = self.clip is not None or self.loss_scale is not None
+        measured = clip is not None or self.loss_scale is not None
         squares = square_sum(o.gradient for o in owned if norm.counts(o)) if measured else 0.0
         touched = {name for stage in placed.stages.values() for name in stage.gradients.touched()}
         marks = [float(encoded(self.watch.first(), exchange.names)), *standing.numbers()]
@@ -87,9 +88,9 @@ class Update:
             self.unchecked = [name for name in self.unchecked if name in zero or name not in checked]
         reduced()
         grad_norm = None
-        if self.clip is not None and self.made:
+        if clip is not None and self.made:
             grad_norm = norm.rounded(math.sqrt(total))
-            factor = clip_factor(grad_norm, self.clip)
+            factor = clip_factor(grad_norm, clip)
             if factor < 1:
                 scale(gradients, factor)
         if placed.owned_optimizer is not None:

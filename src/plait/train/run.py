@@ -123,7 +123,7 @@ def run_train(config: TrainConfig, comm: Comm, argv: Sequence[str] = ()) -> int:
         "equal_to_one_process": same,
     }
     if config.out:
-        write_timeline(recorded, Path(config.out), f"{config.model}, {config.row.name} on {comm.mesh}")
+        write_timeline(recorded, Path(config.out), f"{config.title}, {config.row.name} on {comm.mesh}")
         write_json(str(Path(config.out) / "summary.json"), summary)
         console.print(f"metrics, config, summary, timeline.svg and trace.json (for Perfetto) in {config.out}")
     if config.json:
@@ -135,7 +135,7 @@ def _show_header(training: Training, console: Console) -> None:
     """What is trained, and how it lies on the ranks."""
     config, engine, mesh = training.config, training.engine, training.comm.mesh
     console.print(
-        f"{config.model}, {engine.num_parameters:,} parameters, {config.dtype}, {config.batch} samples a step, "
+        f"{config.title}, {engine.num_parameters:,} parameters, {config.dtype}, {config.batch} samples a step, "
         f"microbatches per rank: {config.microbatches}"
     )
     console.print(f"{engine.strategy}")

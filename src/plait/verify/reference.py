@@ -22,6 +22,7 @@ from plait.engine.forward.dropout import DropoutRNG
 from plait.engine.forward.gemm import GemmHandler
 from plait.engine.forward.interceptor import Handler, Interceptor
 from plait.engine.state.init import materialise
+from plait.engine.step import num_samples
 from plait.job.job import Job
 from plait.tensor_parallel.gemm import find_gemm
 
@@ -97,7 +98,7 @@ class SingleProcess:
         """Fetch the batches of all data ranks; returns the number of targets."""
         of_ranks = (self.job.microbatches(step, d, self.ranks, self.microbatches) for d in range(self.ranks))
         self.step, self.batches = step, [batch for batches in of_ranks for batch in batches]
-        self.samples = [len(next(iter(batch.values()))) for batch in self.batches]
+        self.samples = [num_samples(batch) for batch in self.batches]
         self.losses = [math.nan] * len(self.batches)
         self.count = sum(map(self.job.count_fn, self.batches))
         return self.count

@@ -18,6 +18,7 @@ from plait.core.mesh import Mesh
 from plait.engine import Engine
 from plait.engine.data_parallel.storage import Flat
 from plait.engine.data_parallel.unit import State, Unit
+from plait.engine.forward.parameter import AtRest
 
 
 def engine_on(model: nn.Module, comm: Comm, row: str, **settings: Any) -> Engine:
@@ -88,7 +89,7 @@ def test_at_rest_a_rank_holds_its_piece_and_no_more(mesh: str, row: str) -> None
                     assert bytes_of(flat.full) == (0 if ways > 1 else whole)
                     assert flat.kept is None
                     for parameter in flat.parameters:
-                        assert (bytes_of(parameter.data) <= 8) == (ways > 1)
+                        assert (bytes_of(parameter) <= 8) == (ways > 1)
 
         at_rest()
         for batch in batches():
@@ -208,7 +209,7 @@ def test_each_state_has_in_memory_what_the_table_says(row: str) -> None:
             assert unit.state is expected
             assert (bytes_of(flat.full), bytes_of(flat.rest)) == (full, whole // comm.mesh.size)
             assert (flat.kept is not None) == kept
-            assert all(p.isnan().all() != shown for p in flat.parameters)
+            assert all(isinstance(p, AtRest) != shown for p in flat.parameters)
             assert len(flat.resting) == (0 if shown else 2)
             assert (unit in count.units, unit in count.arriving, count.bytes) == (
                 full > 0,

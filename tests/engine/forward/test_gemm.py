@@ -290,7 +290,8 @@ def test_cut_layers_under_autocast_stay_with_torch(onednn_calls: list[tuple[int,
     def losses(gemm: str) -> list[float]:
         def body(comm: Comm) -> list[float]:
             net = distinct(Pair()).float()
-            engine = Engine(net, comm, strategy="ddp", gemm=gemm, loss_fn=loss, count_fn=len)
+            optimizer = torch.optim.SGD(net.parameters(), 0.1)
+            engine = Engine(net, comm, strategy="ddp", gemm=gemm, optimizer=optimizer, loss_fn=loss, count_fn=len)
             return [engine.step([draws(torch.empty(7, WIDTH), m)]).loss for m in range(2)]
 
         return run(Mesh(tensor=2), body)[0]

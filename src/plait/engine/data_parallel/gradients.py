@@ -32,6 +32,7 @@ from plait.engine.data_parallel.gradient_watch import GradientWatch
 from plait.engine.data_parallel.transfers import send, transfers
 from plait.engine.data_parallel.unit import State, Unit
 from plait.engine.data_parallel.unshard import Unsharding
+from plait.engine.forward.parameter import GradientElsewhere
 
 Flow = Iterator[None]
 """A reduction in steps: each ``yield`` means that messages are under way; the next step waits for them."""
@@ -45,7 +46,8 @@ class UnitGradients:
         self.flats = [FlatGradient(flat, unit.moves, comm, owner.buffers) for flat in unit.flats if flat.trainable]
         self.direct = all(gradient.direct for gradient in self.flats)
         parameters = [parameter for gradient in self.flats for parameter in gradient.flat.parameters]
-        self.nodes = [torch.autograd.graph.get_gradient_edge(parameter).node for parameter in parameters]
+        with torch._C.DisableTorchFunctionSubclass():  # they may be at rest
+            self.nodes = [torch.autograd.graph.get_gradient_edge(parameter).node for parameter in parameters]
         self.due: int | None = None
         """Gradients still to come in this microbatch; None before the first."""
         self.complete = False
@@ -77,6 +79,7 @@ class Gradients:
         self._last = False
         self._active = False
         self._flying: deque[Flow] = deque()
+        self._shown: dict[FlatGradient, dict[int, Tensor]] = {}
         for unit in self.order:  # a hook on each of the user's parameters: see docs/guide/your-own-loop.md
             for gradient in unit.flats:
                 for index, parameter in enumerate(gradient.flat.parameters):
@@ -103,6 +106,24 @@ class Gradients:
         for gradient in self.flats:
             gradient.touched_now.clear()
 
+    def show(self) -> None:
+        """Between backward and step ``p.grad`` says where the gradients are (see ``parameter``)."""
+        with torch._C.DisableTorchFunction():
+            for gradient in self.flats:
+                shown = self._shown.setdefault(gradient, {})
+                for index in gradient.touched:
+                    parameter = gradient.flat.parameters[index]
+                    if index not in shown:
+                        shown[index] = GradientElsewhere.of(parameter)
+                    parameter.grad = shown[index]
+
+    def hide(self) -> None:
+        """``p.grad`` is None again."""
+        with torch._C.DisableTorchFunction():
+            for gradient in self._shown:
+                for index in gradient.touched:
+                    gradient.flat.parameters[index].grad = None
+
     @staticmethod
     def _hook(unit: UnitGradients, gradient: FlatGradient, index: int) -> Callable[[Tensor], None]:
         """What autograd calls with a parameter that has its gradient.
@@ -124,7 +145,9 @@ class Gradients:
         if not self._active:
             parameter.grad = None
             raise ValueError(
-                "loss.backward() was called on a model that plait drives: call engine.backward(loss, count) instead"
+                f"a gradient of {gradient.name(index)!r} came outside of its engine's backward: call "
+                f"engine.backward(loss, count) instead of loss.backward(); where another engine's loss goes through "
+                f"this model too, name this engine there, as in other.backward(loss, count, also=[engine])"
             )
         if unit.unit.split and unit.unit.state is not State.UNSHARDED and not self.unsharding.split_backward:
             raise ValueError(

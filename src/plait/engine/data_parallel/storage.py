@@ -23,6 +23,7 @@ from plait.core.collectives import Note
 from plait.core.flat import FlatLayout
 from plait.core.tensor_cut import TensorCut
 from plait.engine.data_parallel.transfers import send, transfers
+from plait.engine.forward.parameter import at_rest_class, has_master_class
 from plait.tensor_parallel.pieces import piece_of
 
 
@@ -88,16 +89,23 @@ class Flat:
             self.master = torch.zeros(stop - start, dtype=update_dtype, device=strategy.optim.device or device)
         self.updated = self.updated_at_rest if self.master is None else self.master
         """The piece that the optimizer updates, in place."""
-        self.full = torch.empty(layout.numel, dtype=self.dtype, device=device) if self.split else self.rest
         self.bytes_full = layout.numel * self.dtype.itemsize
         self.kept: Tensor | None = None
-        self._views = self.views(self.full)
+        self.full = torch.empty(layout.numel, dtype=self.dtype, device=device) if self.split else self.rest
+        self._point_views()
         collectives = moves(strategy)
         self._forward, self._backward, self._publish = (
             transfers(path, layout, comm) for path in (collectives.forward, collectives.backward, collectives.publish)
         )
         nothing = placeholder(self.dtype, device)
         self._placeholders = [nothing.expand(s.shape) for s in layout.slots]
+        kinds = [type(p) for p in self.parameters]
+        self._here = kinds if self.split or self.master is None else [has_master_class(kind) for kind in kinds]
+        self._at_rest = [at_rest_class(kind) for kind in kinds]
+        if self.split:
+            for parameter, slot in zip(self.parameters, layout.slots, strict=True):
+                parameter.resting_name = slot.name  # type: ignore[attr-defined]
+        self._versions = [p._version for p in self.parameters]
         (self.reshard if self.split else self.show)()
 
     def place(self, cell: Cell) -> tuple[int, int]:
@@ -145,16 +153,92 @@ class Flat:
 
     def show(self) -> None:
         """Point the parameters at ``full``."""
-        for parameter, view in zip(self.parameters, self._views, strict=True):
-            parameter.data = view  # the user's own: see docs/guide/your-own-loop.md
-            self.resting.pop(id(parameter), None)
+        with torch._C.DisableTorchFunction():
+            for parameter, view, here in zip(self.parameters, self._views, self._here, strict=True):
+                parameter.__class__ = here  # the user's own: see docs/guide/your-own-loop.md
+                parameter.data = view
+                self.resting.pop(id(parameter), None)
 
-    def reshard(self) -> None:
-        """Point the parameters at placeholders and give the memory of ``full`` back."""
-        for parameter, nothing, slot in zip(self.parameters, self._placeholders, self.layout.slots, strict=True):
-            parameter.data = nothing
-            self.resting[id(parameter)] = slot.name
+    def reshard(self) -> list[str]:
+        """Point the parameters at placeholders and give the memory of ``full`` back.
+
+        Returns:
+            The names of parameters that were written to since they were shown; what was written is gone.
+        """
+        rows = zip(self.parameters, self._placeholders, self._at_rest, self.layout.slots, strict=True)
+        with torch._C.DisableTorchFunction():
+            for parameter, nothing, at_rest, slot in rows:
+                parameter.data = nothing
+                parameter.__class__ = at_rest
+                self.resting[id(parameter)] = slot.name
+        if not self.full.untyped_storage().resizable():  # it is shared with numpy
+            self._renew()
         self.full.untyped_storage().resize_(0)
+        return self.written()
+
+    def written(self) -> list[str]:
+        """The names of parameters that were written to in place since this was last asked."""
+        with torch._C.DisableTorchFunction():
+            before, self._versions = self._versions, [p._version for p in self.parameters]
+        if before == self._versions:
+            return []
+        slots = zip(self.layout.slots, before, self._versions, strict=True)
+        return [slot.name for slot, old, new in slots if old != new]
+
+    def accept(self) -> None:
+        """Take over what a program has written to whole parameters: at rest, and in what the optimizer updates.
+
+        Raises:
+            ValueError: a parameter was given values of another shape, dtype or device.
+        """
+        with torch._C.DisableTorchFunction():
+            for parameter, view, slot in zip(self.parameters, self._views, self.layout.slots, strict=True):
+                if parameter.is_set_to(view):
+                    continue
+                if (parameter.shape, parameter.dtype, parameter.device) != (view.shape, view.dtype, view.device):
+                    raise ValueError(
+                        f"p.data of parameter {slot.name!r} was replaced by {str(parameter.dtype)[6:]} of shape "
+                        f"{tuple(parameter.shape)} on {parameter.device}, but the row holds {str(view.dtype)[6:]} of "
+                        f"shape {tuple(view.shape)} on {view.device}: make such changes first, then build the Engine"
+                    )
+                view.copy_(parameter.detach().clone())  # which may lie in this very memory
+                parameter.data = view
+        self.written()
+        if self.split:
+            self.rest.copy_(self.full[slice(*self.held)])
+        if self.master is not None:
+            same = self.master.to(self.updated_at_rest) == self.updated_at_rest  # so what nobody wrote keeps its bits
+            self.master.copy_(
+                torch.where(same.to(self.master.device), self.master, self.updated_at_rest.to(self.master))
+            )
+
+    def replaced(self) -> list[str]:
+        """The names of parameters whose ``p.data`` is other memory than the engine's."""
+        rows = zip(self.parameters, self._views, self.layout.slots, strict=True)
+        with torch._C.DisableTorchFunction():
+            return [slot.name for parameter, view, slot in rows if not parameter.is_set_to(view)]
+
+    def contains(self, pointer: int) -> bool:
+        """Whether an address lies in the memory of the gathered parameters."""
+        first = self.full.data_ptr()
+        return first <= pointer < first + self.bytes_full
+
+    def leave_to_holders(self) -> None:
+        """Before a reshard: where more than the parameters share the memory, what they read must stay."""
+        if self._share_memory() > self._holders + len(self.parameters):
+            self._renew()
+
+    def _renew(self) -> None:
+        """Leave the memory to whoever has it beside us: the next gather gets its own."""
+        self.full = torch.empty_like(self.full)
+        self._point_views()
+
+    def _point_views(self) -> None:
+        self._views = self.views(self.full)
+        self._holders = self._share_memory()
+
+    def _share_memory(self) -> int:
+        return int(torch._C._storage_Use_Count(self.full.untyped_storage()._cdata))
 
     def keep(self) -> None:
         """Keep what the row keeps between forward and backward: a copy only if it is more than lies at rest."""

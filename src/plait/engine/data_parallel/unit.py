@@ -22,7 +22,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from enum import Enum
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from plait.comm import Comm, Work
 from plait.core.cells import Moves
@@ -53,6 +54,8 @@ class Unit:
         """The row keeps parameters whole from forward to backward."""
         self.users = 0
         """Modules that read the parameters now, and the schedule, where it holds them."""
+        self.pinned = False
+        """Someone else reads them (see ``pins``): passes leave the unit open."""
         self.open_units = OpenUnits()
         self.relate([], [])
         self._works: list[Work] = []
@@ -91,14 +94,23 @@ class Unit:
         self.open_units.arriving.discard(self)
 
     def reshard(self) -> None:
-        """Back to rest; messages still under way are waited for first."""
+        """Back to rest; messages still under way are waited for first.
+
+        Raises:
+            ValueError: a parameter was written to in between.
+        """
         if self.state is State.UNSHARDING:
             self.wait()
         assert self.state is State.UNSHARDED, f"unit {self.name!r} is {self.state.value}"
-        for flat in self._split_flats:
-            flat.reshard()
+        written = [name for flat in self._split_flats for name in flat.reshard()]
         self.state = State.SHARDED
         self.open_units.remove(self)
+        if written:
+            raise ValueError(
+                f"parameter {written[0]!r} was written to while its unit was gathered (in a forward, or between "
+                f"forward and backward): this rank's copy goes when the unit is resharded. Write between steps, on "
+                f"every rank the same, inside `with engine.gathered({written[0]!r}, modify=True)`"
+            )
 
     def keep(self) -> None:
         """Before a reshard between forward and backward: later gathers start from what the row keeps."""
@@ -110,6 +122,18 @@ class Unit:
         """The microbatch is over: gathers start from what lies at rest again."""
         for flat in self._split_flats:
             flat.kept = None
+
+    def gathers(self, tensor: Tensor) -> bool:
+        """Whether a tensor's memory is that of parameters gathered for this unit, and goes when they do."""
+        if tensor.layout is not torch.strided or torch._C._are_functorch_transforms_active():
+            return False
+        pointer = tensor.data_ptr()
+        return any(flat.contains(pointer) for needed in self.needs for flat in needed._split_flats)
+
+    def leave_to_holders(self) -> None:
+        """Before a reshard: leave the memory of gathered parameters to whoever else has a view of it."""
+        for flat in self._split_flats:
+            flat.leave_to_holders()
 
     def publish(self) -> list[Work]:
         """After an update: start to bring the updated pieces to everyone who has them at rest."""
@@ -151,11 +175,12 @@ class OpenUnits:
         self.bytes -= unit.bytes_full
 
     def check_bound(self, running: Unit, prefetch: int, *, backward: bool) -> None:
-        """Asserts the bound; units that the row keeps open from forward to backward are not counted."""
+        """Asserts the bound; units that the row keeps open from forward to backward, or pinned ones, do not count."""
         if running.keeps_open:
             return
         around = {needed for above in running.ancestors if above.users for needed in above.needs}
-        counted = [unit for unit in self.units if unit not in around and unit not in running.ancestors]
+        beside = [unit for unit in self.units if unit not in around and not unit.pinned]
+        counted = [unit for unit in beside if unit not in running.ancestors]
         late = [unit for unit in counted if unit.users and unit not in running.needs] if backward else []
         bound = prefetch + len(running.needs) + len(late)
         self.peak = max(self.peak, len(counted))

@@ -22,10 +22,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 from plait.engine.data_parallel.activation_hooks import ActivationHooks, tensors_in
+from plait.engine.data_parallel.pins import Pins
 from plait.engine.data_parallel.unit import OpenUnits, State, Unit
 from plait.engine.forward.context import CurrentForward, in_backward
+from plait.engine.forward.stays import StaysHere
 
 EVALUATE = "evaluate"
 """The ledger's phase of an evaluation, which has its own order of gathers."""
@@ -54,7 +57,7 @@ class GatherOrder:
         return self.expected[len(self.seen) :]
 
 
-class Unsharding:
+class Unsharding(StaysHere):
     """When the units of one stage, in the order of ``named_modules``, are gathered and freed.
 
     Args:
@@ -82,7 +85,7 @@ class Unsharding:
         """By the schedule."""
         self.split_backward = False
         """The pass that runs leaves weight gradients to one of their own, after the units have been resharded."""
-        self.open_units = OpenUnits()
+        self.open_units, self.pins = OpenUnits(), Pins()
         self.peak_bytes = 0
         """The most bytes of gathered parameters at once, of all stages of the rank."""
         self.peers: list[Unsharding] = [self]
@@ -147,7 +150,8 @@ class Unsharding:
                     continue
                 if keep:
                     needed.keep()
-                needed.reshard()
+                if not needed.pinned:
+                    needed.reshard()
 
     def _check_bound(self, running: Unit, phase: str) -> None:
         """Asserts the bound on open units, unless the schedule holds them all, and notes the peaks."""
@@ -200,6 +204,7 @@ class Unsharding:
         """Drops whatever an earlier step left behind when it raised."""
         self.held = False
         self.num_flying = 0
+        self.pins.end_backward()
         self._recover()
         self._hooks.drop()
 
@@ -216,17 +221,18 @@ class Unsharding:
     def _recover(self) -> None:
         """A forward or backward that raised may have left units open: back to rest."""
         self._backward_open.clear()
+        self._ran_backward.clear()
         self.current.replace(units=())
         self._inside.clear()
         for unit in self.units:
             if unit.users:
                 unit.users = 0
-                if unit in self.open_units.units:
+                if unit in self.open_units.units and not unit.pinned:
                     unit.reshard()
 
     def forget(self) -> None:
         """Drops whatever is gathered or kept: the microbatch is over, or the parameters have changed."""
-        for unit in list(self.open_units.units):
+        for unit in [unit for unit in self.open_units.units if not unit.pinned]:
             unit.reshard()
         for unit in self.units:
             unit.forget()
@@ -245,16 +251,18 @@ class Unsharding:
     def _waits_for_inputs(self, unit: Unit) -> bool:
         return self.split_backward or not unit.done_with_gradients
 
-    def _after_forward(self, module: nn.Module, args: Any, output: Any) -> None:
+    def _after_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
         if not in_backward():
-            self._leave(self._inside.pop(), output)
+            return self._leave(self._inside.pop(), output)
+        return None
 
     def unwind(self, output: Tensor) -> None:
         """The model's forward ended early, with ``output``: the units around it are left as well."""
         while self._inside:
             self._leave(self._inside.pop(), output)
 
-    def _leave(self, unit: Unit, output: Any) -> None:
+    def _leave(self, unit: Unit, output: Any) -> Any:
+        """Returns the output, with copies of what would go with the unit's parameters."""
         self.current.leave_unit()
         tensors = tensors_in(output)
         if torch.is_grad_enabled() and not tensors:
@@ -263,10 +271,14 @@ class Unsharding:
                 f"tensors, or tuples, lists, dicts or registered pytrees of them, so that its backward can be seen"
             )
         with torch._C.DisableTorchFunction():
+            if any(map(unit.gathers, tensors)):
+                output = tree_map_only(Tensor, lambda t: t.clone() if unit.gathers(t) else t, output)
+                tensors = tensors_in(output)
             tracked = [tensor for tensor in tensors if tensor.requires_grad]
             for tensor in tracked:
                 self._hooks.when_gradient_comes(tensor, lambda gradient: self._begin_backward_of(unit))
             self.reshard(unit, keep=bool(tracked), keep_borrowed=False)
+        return output
 
     # ---- backward -----------------------------------------------------------------------------------------------
 
@@ -317,10 +329,12 @@ class Unsharding:
         for unit in list(self._backward_open):
             self._end_backward_of(unit)
         self._has_gradients.clear()
+        self._ran_backward.clear()
         self._hooks.drop(self._hooks.microbatch)
         self.num_flying = max(0, self.num_flying - 1)
         for unit in self.units:
             users = unit.users - self.held
             assert users == 0, f"unit {unit.name!r} still has {users} users after the backward pass"
+        self.pins.end_backward()
         if not self.held and not self.num_flying:
             self.forget()

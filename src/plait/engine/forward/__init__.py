@@ -9,7 +9,10 @@ tensor_parallel.py     handler: cut modules of an unchanged model
 weight_grads.py        handler: weight gradients that are made in a pass of their own
 gemm.py                handler: who multiplies for linear layers
 dropout.py             handler: dropout that belongs to the model, not to the process
+random_streams.py      what else draws: noise, stochastic depth, jitter
 
 deferred_products.py   products whose weight gradient waits
+parameter.py           what a parameter answers while its values or its gradient are elsewhere
+stays.py               what is neither copied nor pickled
 random_ops.py          which operators draw, and a generator for what draws from one
 """

@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_leaves
 
 from plait.engine.forward.context import CurrentForward, in_backward
 from plait.engine.forward.interceptor import Function, Handler, read_among
+from plait.engine.forward.parameter import name_of
 
 
 class AtRestCheck(Handler):
@@ -44,10 +45,20 @@ class AtRestCheck(Handler):
                 f"values are on other ranks. Use a parameter inside the forward of its own module, share it by "
                 f"assigning it to the other module (head.weight = embed.weight), or name a larger unit (units=...)"
             )
+        if read and name_of(func) == "data":
+            if func.__name__ == "__set__":
+                raise ValueError(
+                    "p.data is replaced in a forward: the unit is resharded behind it, and the values would be lost. "
+                    "Write between steps inside `with engine.gathered(..., modify=True)`"
+                )
+            func = call_next = Tensor.detach  # the same values, and of one version with the parameter: writes are seen
         result = call_next(*args, **kwargs)
         if read and context.units and torch.is_grad_enabled():
             unshard = context.units[-1]
             for tensor in (result,) if isinstance(result, Tensor) else tree_leaves(result):
                 if isinstance(tensor, Tensor) and tensor.grad_fn is not None:
                     tensor.grad_fn.register_prehook(lambda *gradients: unshard())
+                    base = tensor._base if type(tensor) is Tensor else None
+                    if base is not None and base.grad_fn is not None:  # what a write in place leaves of it
+                        base.grad_fn.register_prehook(lambda *gradients: unshard())
         return result

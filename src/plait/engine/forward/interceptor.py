@@ -26,18 +26,20 @@ from torch.overrides import TorchFunctionMode
 
 from plait.engine.forward.context import CurrentForward
 from plait.engine.forward.random_ops import quiet
+from plait.engine.forward.stays import StaysHere
 
 Function = Callable[..., Any]
 
 METADATA = {
-    *("__get__", "__set__", "__hash__", "__len__", "__repr__", "__format__", "size", "dim", "ndimension", "numel"),
-    *("nelement", "stride", "element_size", "is_floating_point", "is_complex", "is_contiguous", "type", "get_device"),
-    *("untyped_storage", "storage_offset", "register_hook", "requires_grad_"),
+    *("__get__", "__set__", "__hash__", "__len__", "__repr__", "size", "dim", "ndimension", "numel", "nelement"),
+    *("stride", "element_size", "is_floating_point", "is_complex", "is_contiguous", "get_device", "untyped_storage"),
+    *("storage_offset", "register_hook", "register_post_accumulate_grad_hook", "requires_grad_", "is_shared"),
+    *("empty_like", "zeros_like", "ones_like", "full_like", "new_empty", "new_zeros", "new_ones", "new_full"),
 }
 """Functions that do not read a parameter's values."""
 
-VIEWS = {"T", "mT", "H", "mH", "data"}
-"""Properties that hand out a parameter's values."""
+VIEWS = {"T", "mT", "H", "mH", "data", "real", "imag"}
+"""Properties that hand out a parameter's values, or take others."""
 
 
 class Handler:
@@ -73,7 +75,7 @@ def read_among(values: Iterable[Any], known: Container[int]) -> list[int]:
     return read
 
 
-class Interceptor(TorchFunctionMode):
+class Interceptor(TorchFunctionMode, StaysHere):
     """The mode of a stage, on while the model runs, in a forward or again in a backward; handlers in their order."""
 
     def __init__(self, current: CurrentForward, handlers: Iterable[Handler]) -> None:
@@ -207,7 +209,9 @@ def _chain(handlers: Sequence[Handler], func: Function) -> Function:
     return call
 
 
-def only_metadata(func: Function) -> bool:
-    """Whether a torch function does not read the values of its arguments."""
+def only_metadata(func: Function, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> bool:
+    """Whether a torch function does not read the values of its arguments, nor write to them."""
     name = getattr(func, "__name__", "")
-    return name in METADATA and not (name == "__get__" and func.__self__.__name__ in VIEWS)  # type: ignore[attr-defined]
+    if name == "type":
+        return len(args) == 1 and not kwargs  # with a dtype it converts
+    return name in METADATA and not (name in ("__get__", "__set__") and func.__self__.__name__ in VIEWS)  # type: ignore[attr-defined]

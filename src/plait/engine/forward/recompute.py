@@ -30,6 +30,7 @@ from torch.utils.checkpoint import checkpoint
 
 from plait.engine.forward.context import CurrentForward, in_backward
 from plait.engine.forward.interceptor import Function, Handler, Interceptor
+from plait.engine.forward.parameter import AtRest
 from plait.tensor_parallel import Parallel
 
 SAVES_NOTHING = ("gathered", "vocabulary")
@@ -103,7 +104,7 @@ def run_twice(model: nn.Module, name: str, interceptor: Interceptor, parallel: P
     """Make the forward of a block one that runs again in the backward.
 
     Raises ValueError for a block whose input the tensor plan changes before its forward sees it, and at its first
-    forward for one that writes to a buffer.
+    forward for one that writes to a buffer, or at any to a parameter.
     """
     style = parallel.styles.get(name)
     if sequence and style and style.kind == "enter":
@@ -113,7 +114,7 @@ def run_twice(model: nn.Module, name: str, interceptor: Interceptor, parallel: P
         )
     inside = {s.kind for n, s in parallel.styles.items() if f"{n}.".startswith(f"{name}.")}
     module = model.get_submodule(name)
-    once, checked = module.forward, set[bool]()
+    once, checked, parameters = module.forward, set[bool](), dict(module.named_parameters())
     early_stop = inside.isdisjoint(SAVES_NOTHING)
     call = partial(called_twice, interceptor.current, once, seen_by=interceptor, early_stop=early_stop)
 
@@ -122,20 +123,32 @@ def run_twice(model: nn.Module, name: str, interceptor: Interceptor, parallel: P
         if not torch.is_grad_enabled():
             return once(*args, **kwargs)
         unseen = module.training not in checked and not in_backward()
-        before = {key: buffer.clone() for key, buffer in module.named_buffers()} if unseen else {}
+        with torch._C.DisableTorchFunction():
+            versions = [parameter._version for parameter in parameters.values()]
+            before = _values(module) if unseen else {}
         output = call(args, kwargs)
+        with torch._C.DisableTorchFunction():
+            after = _values(module) if unseen else {}
+            now = [parameter._version for parameter in parameters.values()]
+        written = [key for key, old, new in zip(parameters, versions, now, strict=True) if old != new]
+        written += [key for key in after if key not in before or not same_bits(before[key], after[key])]
+        if written:
+            raise ValueError(
+                f"block {name!r} writes to its {'parameter' if written[0] in parameters else 'buffer'} {written[0]!r} "
+                f"in forward, and recompute='full' would write to it twice: of running statistics use a norm without "
+                f"them, or freeze it by eval(); write to a parameter between steps; or leave recompute out"
+            )
         if unseen:
-            for key, buffer in module.named_buffers():
-                if key not in before or not same_bits(before[key], buffer):
-                    raise ValueError(
-                        f"block {name!r} writes to its buffer {key!r} in forward, and recompute='full' would write to "
-                        f"it twice (running statistics): use a norm without them, freeze it by eval(), or leave "
-                        f"recompute out"
-                    )
             checked.add(module.training)
         return output
 
     module.forward = forward
+
+
+def _values(module: nn.Module) -> dict[str, Tensor]:
+    """Copies of a module's buffers, and of its parameters; units inside of it look after their own."""
+    parameters = ((key, p) for key, p in module.named_parameters() if not isinstance(p, AtRest))
+    return {key: tensor.detach().clone() for key, tensor in (*module.named_buffers(), *parameters)}
 
 
 def same_bits(left: Tensor, right: Tensor) -> bool:

@@ -11,7 +11,8 @@ stages.  Between forward and backward a stage keeps, for each microbatch, what i
 the graph; not the output itself, whose memory goes with the message.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -234,6 +235,15 @@ class Stage:
         """The backward of a forward that a user's own loop made; ``seed`` is the gradient of the loss."""
         flight = Flight(self.current.context, BoundaryState(None), loss)
         self._differentiate(None, flight, torch.full_like(loss, seed))
+
+    @contextmanager
+    def taking_part(self) -> Iterator[None]:
+        """Another engine's backward goes through this model; it has one microbatch more of gradients."""
+        self.unsharding.begin_backward(None)
+        self.gradients.begin_microbatch(last=False)
+        yield
+        self.gradients.end_microbatch()
+        self.unsharding.end_backward()
 
     def input(self, microbatch: int, gradient: Tensor) -> Tensor | None:
         """The input part of a backward: the gradient of what was received."""

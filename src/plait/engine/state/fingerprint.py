@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import nn
 
 
@@ -22,7 +23,8 @@ class ModelFingerprint:
             for _, module, _ in self._known
             for own in (module._parameters,)
         ]
-        return [objects, [parameter.requires_grad for parameter in self._parameters]]
+        with torch._C.DisableTorchFunctionSubclass():  # parameters at rest answer slowly otherwise
+            return [objects, [parameter.requires_grad for parameter in self._parameters]]
 
     def check(self) -> None:
         """Raises ValueError, naming the module or parameter, when the model was changed after it was wrapped."""

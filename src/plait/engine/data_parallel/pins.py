@@ -1,0 +1,63 @@
+"""Units that stay whole whatever the passes do, because someone reads their parameters beside them.
+
+    pin      SHARDED ──► UNSHARDED         a forward, a backward or an evaluation meanwhile finds everything here
+    unpin    UNSHARDED ──► SHARDED         unless a pass uses it, or it was open before
+    await    a penalty was made of the parameters: they stay until the backward that reads them is over
+
+A view that someone took of the parameters and keeps (a state dict) stays what it was: the memory is left to it, and the
+next gather gets its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from plait.engine.data_parallel.unit import State, Unit
+
+
+class Pins:
+    """The pinned units of a stage."""
+
+    def __init__(self) -> None:
+        self.num_backwards = 0
+        """That are over."""
+        self._closes: dict[Unit, bool] = {}
+        """The pinned units, and whether they are resharded when they are unpinned."""
+        self._held: set[Unit] = set()
+        """Those that someone reads now."""
+        self._awaited: set[Unit] = set()
+        """Those that a backward will read."""
+
+    def add(self, units: Iterable[Unit]) -> list[Unit]:
+        """Gather what is not here; returns those that are to be dropped by who has pinned them."""
+        mine = [unit for unit in units if unit.split and unit not in self._held]
+        fresh = [unit for unit in mine if not unit.pinned]
+        self._held.update(mine)
+        for unit in fresh:
+            self._closes[unit], unit.pinned = unit.state is not State.UNSHARDED, True
+            if unit.state is State.SHARDED:
+                unit.unshard("state", -1)
+        for unit in fresh:
+            if unit.state is State.UNSHARDING:
+                unit.wait()
+        return mine
+
+    def drop(self, units: Iterable[Unit], *, read_in_backward: bool = False) -> None:
+        """Nobody reads them now."""
+        self._held.difference_update(units)
+        if read_in_backward:
+            self._awaited.update(units)
+        self._unpin(units)
+
+    def end_backward(self) -> None:
+        """It is over, or will not come: the parameters have changed."""
+        awaited, self._awaited = self._awaited, set()
+        self.num_backwards += 1
+        self._unpin(awaited)
+
+    def _unpin(self, units: Iterable[Unit]) -> None:
+        for unit in [unit for unit in units if unit not in self._held and unit not in self._awaited]:
+            unit.pinned = False
+            if self._closes.pop(unit) and not unit.users:
+                unit.leave_to_holders()
+                unit.reshard()

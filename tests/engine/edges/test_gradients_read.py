@@ -1,0 +1,89 @@
+"""Gradients between backward and step: clipped by the engine, and never read as if there were none."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from edge_cases import (
+    COPIES,
+    EVERY,
+    MESHES,
+    alone,
+    data_for,
+    model_for,
+    on_ranks,
+    same,
+)
+from engine_cases import batches, count, loss_sum
+from torch import nn
+
+
+@pytest.mark.parametrize("row", EVERY)
+@pytest.mark.parametrize("mesh", MESHES)
+def test_clipping_in_a_loop(row: str, mesh: str) -> None:
+    data = data_for(row, batches(3))
+
+    def program(model: nn.Module, optimizer: Any, engine: Any, part: Any, share: float) -> list[float]:
+        norms = []
+        for batch in map(part, data):
+            for _ in range(2):
+                engine.backward(loss_sum(model, batch), count(batch))
+            norms.append(engine.clip_grad_norm_(0.1).item())
+            optimizer.step()
+            optimizer.zero_grad()
+        return norms
+
+    wanted, truth = alone(program, model_for(row))
+    for norms, state in on_ranks(program, model_for(row), mesh, row):
+        assert norms == pytest.approx(wanted, rel=0.05 if row in COPIES else 1e-11)
+        assert same(state, truth, row)
+
+
+@pytest.mark.parametrize("row", EVERY)
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda m: torch.nn.utils.clip_grad_norm_(m.parameters(), 1.0),
+        lambda m: torch.nn.utils.clip_grad_value_(m.parameters(), 1.0),
+        lambda m: torch.nn.utils.get_total_norm([p.grad for p in m.parameters()]),
+        lambda m: [p.grad.norm() for p in m.parameters()],
+        lambda m: [p.grad.mul_(0.5) for p in m.parameters()],
+        lambda m: m.zero_grad(set_to_none=False),
+    ],
+)
+def test_gradients_that_are_read_between_backward_and_step_are_refused(row: str, read: Any) -> None:
+    data = data_for(row, batches(3))
+
+    def program(model: nn.Module, optimizer: Any, engine: Any, part: Any, share: float) -> None:
+        for batch in map(part, data):
+            for _ in range(2):
+                engine.backward(loss_sum(model, batch), count(batch))
+                with pytest.raises(ValueError, match=r"reads p\.grad.*engine\.clip_grad_norm_"):
+                    read(model)
+            optimizer.step()
+            assert all(p.grad is None for p in model.parameters())
+
+    on_ranks(program, model_for(row), "shard=2", row)
+
+
+def test_what_clipping_refuses() -> None:
+    def program(model: nn.Module, optimizer: Any, engine: Any, part: Any, share: float) -> None:
+        batch = part(batches(1)[0])
+        with pytest.raises(ValueError, match="without a backward"):
+            engine.clip_grad_norm_(1.0)
+        engine.backward(loss_sum(model, batch), count(batch))
+        engine.clip_grad_norm_(1.0)
+        with pytest.raises(ValueError, match="a second time"):
+            engine.clip_grad_norm_(1.0)
+        with pytest.raises(ValueError, match="behind the last backward"):
+            engine.backward(loss_sum(model, batch), count(batch))
+        optimizer.step()
+
+    def twice(model: nn.Module, optimizer: Any, engine: Any, part: Any, share: float) -> None:
+        engine.clip_grad_norm_(1.0)
+
+    on_ranks(program, model_for("zero3"), "shard=2", "zero3")
+    with pytest.raises(ValueError, match=r"clip=2\.0: leave one"):
+        on_ranks(twice, model_for("zero3"), "shard=2", "zero3", clip=2.0)

@@ -59,7 +59,7 @@ class Place:
         return tensor.contiguous() if self.dense else tensor
 
 
-class TracedCall(NamedTuple):
+class LocalStep(NamedTuple):
     """One operator on local pieces, with places in the place of tensors."""
 
     run: Callable[..., Any]
@@ -297,7 +297,7 @@ def program(trace: Trace, operands: list[Spec], cache: SpecCache) -> OpPlan:
                 lossless(specs_in((frozen, *options.values())), spec)
                 places[id(tensor)] = Place(len(specs))
                 specs.append(spec)
-        steps.append(TracedCall(plan.run or op, taken[0], taken[1], mapped(lambda t: places[id(t)], result)))
+        steps.append(LocalStep(plan.run or op, taken[0], taken[1], mapped(lambda t: places[id(t)], result)))
     results = mapped(lambda t: places[id(t)], trace.result)
     out: list[Spec] = []
     mapped(lambda place: out.append(specs[place.number]), results, Place)
@@ -330,7 +330,7 @@ def part(op: Any, args: Any, kwargs: Any, result: Any, cache: SpecCache, in_plac
     raise Refusal(f"its part {name} has no rule", [(s, Layout.replicated(len(s.dims))) for s in given])
 
 
-def runner(constants: list[Tensor], steps: list[TracedCall], results: Any) -> Callable[..., Any]:
+def runner(constants: list[Tensor], steps: list[LocalStep], results: Any) -> Callable[..., Any]:
     """Runs the steps on the pieces of the operands."""
 
     def run(*args: Any, **kwargs: Any) -> Any:

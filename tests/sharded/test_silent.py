@@ -108,6 +108,8 @@ PENDING: list[Callable[[ShardedTensor], Any]] = [
     lambda p: p / float("nan"),
     lambda p: p * float("inf"),
     lambda p: p / torch.zeros(5, 5),
+    lambda p: torch.add(p, p, alpha=float("inf")),
+    lambda p: torch.addmm(p, p, torch.ones(5, 5).double(), beta=float("inf")),
     lambda p: p.nansum(),
     lambda p: p.sinh(),
     lambda p: p[:, 0] > 0,

@@ -28,6 +28,7 @@ from plait.engine.host_random import HostRandomness
 from plait.engine.placed_model import PlacedModel
 from plait.engine.reduction import Reduction, as_sum
 from plait.engine.step import OpenStep, StepResult
+from plait.engine.turns import StepTurns
 from plait.engine.update import Update
 
 
@@ -42,6 +43,7 @@ class OwnLoop(PlacedModel):
     """``gathered`` blocks that are open."""
     _now: OpenStep | None
     _host: HostRandomness
+    _turns: StepTurns
 
     @abstractmethod
     def _begin_step(self) -> OpenStep: ...
@@ -174,7 +176,8 @@ class OwnLoop(PlacedModel):
 
     def _check_optimizer(self) -> None:
         """Raises ValueError where gradients would be made that nobody gets, or masks drawn for a second time."""
-        if not self.steps and self._now is None and any(map(has_stepped, self.optimizers)):
+        self._turns.check_all(self.optimizers)
+        if not self.steps and any(map(has_stepped, self.optimizers)):
             raise ValueError(
                 "the optimizer comes from an earlier run, and the engine begins at step 0, whose dropout masks that "
                 "run has used: call engine.load_step_state(saved), saved by engine.step_state() with the rest"

@@ -9,7 +9,7 @@ import engine_cases as cases
 import pytest
 import torch
 from engine_cases import adamw, batches, count, deal, loss_sum, sgd
-from loop_cases import LAYOUTS, layout
+from loop_cases import ALONE, LAYOUTS, layout
 from torch import Tensor, nn
 
 from plait.comm import Comm, run
@@ -84,6 +84,36 @@ def test_without_the_step_it_is_refused(where: str, make: Any) -> None:
 
     with pytest.raises(ValueError, match=r"begins at step 0, .*engine\.load_step_state"):
         run(mesh, body, deadline=20)
+
+
+@pytest.mark.parametrize("where", ALONE)
+def test_in_a_loop_of_ones_own_too(where: str) -> None:
+    mesh, row = layout(where)
+
+    def looped(engine: Engine, comm: Comm, data: list[cases.Batch]) -> list[float]:
+        losses = []
+        for batch in data:
+            for part in deal(batch, comm.mesh, comm.rank, 2):
+                engine.backward(loss_sum(engine.model, part), count(part))
+            assert engine.optimizer is not None
+            engine.optimizer.step()
+            losses.append(engine.last.loss)
+        return losses
+
+    def body(comm: Comm) -> Any:
+        first, second, third = (build(comm, row) for _ in range(3))
+        looped(first, comm, batches(2))
+        state = first.full_state_dict()
+        for engine in (second, third):
+            assert engine.optimizer is not None and first.optimizer is not None
+            engine.load_full_state_dict(state)
+            engine.optimizer.load_state_dict(copy.deepcopy(first.optimizer.state_dict()))
+        second.load_step_state(first.step_state())
+        assert looped(second, comm, batches(4)[2:]) == looped(first, comm, batches(4)[2:])
+        with pytest.raises(ValueError, match=r"engine\.load_step_state"):
+            looped(third, comm, batches(1))
+
+    run(mesh, body, deadline=20)
 
 
 def test_weights_alone_begin_a_new_run() -> None:

@@ -3,7 +3,7 @@
     rank 0   [3, 40] --+--> [[3, 40],      one small all_gather; the rows stand in group order (the first axis
     rank 1   [3, 38] --+     [3, 38]]      outermost), so whatever is summed over them is summed alike everywhere
 
-Every member of the group calls the same function, in the same order, as with any collective.
+Every member of the group calls the same function, as with any collective.
 """
 
 from __future__ import annotations
@@ -27,16 +27,15 @@ LONGEST_ERROR = 1024
 
 def gather_ints(comm: Comm, row: Sequence[int], axes: Sequence[str], note: Note) -> list[list[int]]:
     """Every member's row of (int64) numbers; all rows are equally long."""
-    return _gather_rows(comm, torch.tensor(row, dtype=torch.int64), axes, note)
+    return _gather_rows(comm, torch.tensor(row, dtype=torch.int64, device=comm.device), axes, note)
 
 
 def gather_floats(comm: Comm, row: Sequence[float], axes: Sequence[str], note: Note) -> list[list[float]]:
     """Every member's row of (fp64) numbers; all rows are equally long."""
-    return _gather_rows(comm, torch.tensor(row, dtype=torch.float64), axes, note)
+    return _gather_rows(comm, torch.tensor(row, dtype=torch.float64, device=comm.device), axes, note)
 
 
 def _gather_rows(comm: Comm, row: Tensor, axes: Sequence[str], note: Note) -> list[list[Any]]:
-    row = row.to(comm.device)
     rows = row.new_empty(comm.mesh.count(axes), len(row))
     comm.all_gather(rows, row, axes, note).wait()
     return list(rows.tolist())
@@ -62,11 +61,15 @@ def gather_texts(comm: Comm, text: str, note: Note) -> list[str]:
     """Every rank's text (of any length), by rank, on every rank."""
     data = text.encode()
     sizes = [size for (size,) in gather_ints(comm, [len(data)], AXES, note)]
-    rows = torch.zeros((len(sizes), max(1, *sizes)), dtype=torch.uint8, device=comm.device)
-    mine = torch.zeros(rows.size(1), dtype=torch.uint8)
-    mine[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else mine[:0]
-    comm.all_gather(rows, mine.to(comm.device), AXES, note).wait()
+    longest = max(1, *sizes)
+    rows = torch.empty((len(sizes), longest), dtype=torch.uint8, device=comm.device)
+    comm.all_gather(rows, _bytes(comm, data.ljust(longest, b"\0")), AXES, note).wait()
     return [bytes(row[:size].tolist()).decode() for row, size in zip(rows.cpu(), sizes, strict=True)]
+
+
+def _bytes(comm: Comm, data: bytes) -> Tensor:
+    """As uint8, on the world's device."""
+    return (torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0).byte()).to(comm.device)
 
 
 def differences(comm: Comm, fields: Mapping[str, str], note: Note) -> list[str]:
@@ -79,15 +82,15 @@ def differences(comm: Comm, fields: Mapping[str, str], note: Note) -> list[str]:
     if all(same_everywhere(comm, [digest], AXES, note)):
         return []
     rows: list[dict[str, str]] = [dict(json.loads(row)) for row in gather_texts(comm, text, note)]
-    found = []
+    differing = []
     for field in dict.fromkeys(name for row in rows for name in row):
         ranks: dict[str, list[int]] = {}
         for rank, row in enumerate(rows):
             ranks.setdefault(row.get(field, "not there"), []).append(rank)
         if len(ranks) > 1:
             values = (f"{shortened(value)} on {named(of_value)}" for value, of_value in ranks.items())
-            found.append(f"{field} is {', '.join(values)}")
-    return found
+            differing.append(f"{field} is {', '.join(values)}")
+    return differing
 
 
 def named(ranks: Sequence[int]) -> str:
@@ -108,8 +111,7 @@ def gather_bytes(comm: Comm, data: bytes) -> list[bytes] | None:
     note = Note("collect")
     sizes = gather_ints(comm, [len(data)], AXES, note)
     if comm.rank > 0:
-        mine = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
-        comm.send(mine.to(comm.device), 0, note).wait()
+        comm.send(_bytes(comm, data), 0, note).wait()
         return None
     gathered = [data]
     for rank, (size,) in enumerate(sizes[1:], start=1):
@@ -125,11 +127,8 @@ def check_together(comm: Comm, error: BaseException | None, axes: Sequence[str])
     failed = [index for index, (bad,) in enumerate(gather_ints(comm, [error is not None], axes, note)) if bad]
     if not failed:
         return
-    text = torch.zeros(LONGEST_ERROR, dtype=torch.uint8)
-    if error is not None:
-        data = f"{type(error).__name__}: {error}".encode()[:LONGEST_ERROR]
-        text[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-    text = text.to(comm.device)
+    mine = b"" if error is None else f"{type(error).__name__}: {error}".encode()[:LONGEST_ERROR]
+    text = _bytes(comm, mine.ljust(LONGEST_ERROR, b"\0"))
     comm.broadcast(text, axes, failed[0], note).wait()
     if error is not None:
         raise error

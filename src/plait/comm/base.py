@@ -6,7 +6,7 @@ The engine, the tensors and the scripts use this one interface, whether ranks ar
     comm.all_gather(out, piece, ("shard",), note)
         | 1. refuse      sizes that do not multiply, wrong dtype, not contiguous     ValueError
         | 2. group of 1  copy piece -> out where they differ, write no line          DONE
-        | 3. write       Entry(kind, axes, bytes, sent, note) into the ledger
+        | 3. record      Entry(kind, axes, bytes, sent, note) in the ledger
         v 4. move        self._all_gather(operation, out, piece)                          -> Work
 
 Rules of every world:
@@ -55,10 +55,6 @@ from plait.core.mesh import Mesh
 __all__ = ["DONE", "NO_NOTE", "Comm", "MismatchError", "Operation", "Work"]
 
 
-OnWait = Callable[[Operation, float, float], None]
-"""Told what was waited for, and from when to when (``time.perf_counter``)."""
-
-
 class Comm(ABC):
     """One rank's access to its world.  Subclasses move tensors in the ``_`` methods; all else is here."""
 
@@ -79,8 +75,10 @@ class Comm(ABC):
         self.ledger, self.deterministic = Ledger(), deterministic
         self.deadline = deadline
         """Seconds that any wait may take."""
+        self.on_wait: Callable[[Operation, float, float], None] | None = None
+        """Told what was waited for, and from when to when (``time.perf_counter``)."""
         self._groups: dict[tuple[str, ...], Group] = {}
-        self.on_wait: OnWait | None = None
+        self._numbers: dict[tuple[object, ...], int] = {}
 
     @property
     def overlaps(self) -> bool:
@@ -133,11 +131,11 @@ class Comm(ABC):
                 f"all_to_all over {names(group)}: whole has {whole.numel()} elements and out {out.numel()}; "
                 f"they must be equal and a multiple of {n}, so pad the pieces to one size"
             )
-        if overlap(out, whole) and n > 1:
-            raise ValueError("all_to_all cannot write over what it still has to send: give it another out")
         if n == 1:
             return copied(out, whole)
-        return self._move(self._record("all_to_all", group, note, whole.numel(), whole.dtype), out, whole)
+        if overlap(out, whole):
+            raise ValueError("all_to_all cannot write over what it still has to send: give it another out")
+        return self._ask("all_to_all", group, note, whole.numel(), whole.dtype, (out, whole))
 
     def send(self, tensor: Tensor, dst: int, note: Note = NO_NOTE) -> Work:
         """``tensor`` to the (global) rank ``dst``.  Its handle may be dropped: the message still goes."""
@@ -156,11 +154,10 @@ class Comm(ABC):
         """Returns when every member has come."""
         group = self._group(axes)
         if len(group.ranks) > 1:
-            self._barrier(self._record("barrier", group, note, 0, torch.uint8))
+            self._ask("barrier", group, note, 0, torch.uint8, ())
 
     def close(self) -> None:
         """Frees what the world has.  No operation may follow."""
-        return None
 
     @contextmanager
     def waiting(self, operation: Operation) -> Iterator[None]:
@@ -210,7 +207,12 @@ class Comm(ABC):
     @abstractmethod
     def _barrier(self, operation: Operation) -> None: ...
 
-    # ---- checking, recording, moving -----------------------------------------------------------
+    # ---- checking, recording, asking -----------------------------------------------------------
+
+    def _number(self, *key: object) -> int:
+        """How many times it was asked for this key before: operations are matched by their numbers."""
+        number = self._numbers[key] = self._numbers.get(key, -1) + 1
+        return number
 
     def _group(self, axes: Sequence[str]) -> Group:
         axes = tuple(axes)
@@ -219,7 +221,7 @@ class Comm(ABC):
         return self._groups[axes]
 
     def _checked(self, kind: str, axes: Sequence[str], op: str | None, root: int | None) -> Group:
-        """The group, after the reduction and the root were found right where there are any."""
+        """The group, once the reduction and the root, where there are any, are known to be right."""
         group = self._group(axes)
         if op is not None:
             known_op(op, kind)
@@ -227,25 +229,23 @@ class Comm(ABC):
             known_root(kind, group, root)
         return group
 
-    def _record(
+    def _ask(
         self,
         kind: str,
         group: Group,
         note: Note,
         numel: int,
         dtype: torch.dtype,
+        what: Sequence[Tensor | int | None],
         op: str | None = None,
         root: int | None = None,
-    ) -> Operation:
-        """The operation, now that it is one: its line in the ledger is written."""
+    ) -> Work:
+        """Writes the line of an operation into the ledger and leaves the rest to the world's own method."""
         size = numel * dtype.itemsize
         sent = bytes_sent(kind, size, len(group.ranks), root=root == group.index)
         self.ledger.add(Entry(kind, group.axes, size, sent, note))
-        return Operation(kind, group, note, numel, dtype, op or "", -1 if root is None else root)
-
-    def _move(self, operation: Operation, *what: Tensor | int | None) -> Work:
-        """The world's own method of that kind."""
-        method: Callable[..., Work] = getattr(self, f"_{operation.kind}")
+        operation = Operation(kind, group, note, numel, dtype, op or "", -1 if root is None else root)
+        method: Callable[..., Work] = getattr(self, f"_{kind}")
         with torch.no_grad():
             return method(operation, *what)
 
@@ -259,7 +259,7 @@ class Comm(ABC):
         op: str | None = None,
         root: int | None = None,
     ) -> Work:
-        """Gathers and scatters: equal pieces on all members, and their whole; with a root, only the root has that."""
+        """Gathers and scatters: equal pieces on all members, and the whole, which only the root has if there is one."""
         group, gathers = self._checked(kind, axes, op, root), kind in ("all_gather", "gather")
         whole_name, piece_name = ("out", "piece") if gathers else ("whole", "out")
         n, piece = len(group.ranks), flat(piece, piece_name, kind, self.device)
@@ -274,7 +274,7 @@ class Comm(ABC):
         out, source = (whole, piece) if gathers else (piece, whole)
         if n == 1 and out is not None and source is not None:
             return copied(out, source)
-        return self._move(self._record(kind, group, note, n * piece.numel(), piece.dtype, op, root), out, source)
+        return self._ask(kind, group, note, n * piece.numel(), piece.dtype, (out, source), op, root)
 
     def _one(
         self, kind: str, tensor: Tensor, axes: Sequence[str], note: Note, op: str | None, root: int | None = None
@@ -283,10 +283,10 @@ class Comm(ABC):
         group, tensor = self._checked(kind, axes, op, root), flat(tensor, "tensor", kind, self.device)
         if len(group.ranks) == 1:
             return DONE
-        return self._move(self._record(kind, group, note, tensor.numel(), tensor.dtype, op, root), tensor)
+        return self._ask(kind, group, note, tensor.numel(), tensor.dtype, (tensor,), op, root)
 
     def _message(self, kind: str, tensor: Tensor, peer: int, note: Note) -> Work:
         """send and recv."""
         flat(tensor, "tensor", kind, self.device)
         group = pair_of(self.mesh, self.rank, kind, peer)
-        return self._move(self._record(kind, group, note, tensor.numel(), tensor.dtype), tensor, peer)
+        return self._ask(kind, group, note, tensor.numel(), tensor.dtype, (tensor, peer))

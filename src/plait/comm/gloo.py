@@ -43,32 +43,29 @@ class GlooTransport:
         assert group is not None, "the default process group is made first"
         self._group, self.rank, self.deadline = group, rank, deadline
         self._reports, self._waiting = reports, waiting
-        self.broken = ""
-        """Why nothing can be started any more."""
+        self.broken = ""  # or why nothing can be started any more
 
     def send(self, operation: Operation, tensor: Tensor, dst: int, tag: int) -> list[Started]:
-        """Starts sending a tensor."""
         return self._start(operation, tensor, lambda chunk: self._group.send([chunk], dst, tag))
 
     def recv(self, operation: Operation, tensor: Tensor, src: int, tag: int) -> list[Started]:
-        """Starts receiving into a tensor."""
         return self._start(operation, tensor, lambda chunk: self._group.recv([chunk], src, tag))
 
     def exchange(
         self, operation: Operation, slots: Sequence[Tensor], slices: Sequence[Tensor], tag: int
     ) -> list[Started]:
         """Slice k to member k, slot k from member k, all at once; nothing for this rank itself."""
-        ranks, index, n = operation.group.ranks, operation.group.index, len(operation.group.ranks)
+        ranks, index = operation.group.ranks, operation.group.index
         works: list[Started] = []
-        for step in range(1, n):  # each at its own distance, so that no member is everybody's first
-            behind, ahead = (index - step) % n, (index + step) % n
+        for step in range(1, len(ranks)):  # each at its own distance, so that no member is everybody's first
+            behind, ahead = index - step, (index + step) % len(ranks)
             works += self.recv(operation, slots[behind], ranks[behind], tag)
             works += self.send(operation, slices[ahead], ranks[ahead], tag)
         return works
 
-    def library(self, operation: Operation, out: Tensor, source: Tensor) -> list[Started] | None:
-        """The collective as the library makes it; None where it is better made of messages."""
-        return None
+    def library(self, operation: Operation, out: Tensor, source: Tensor) -> list[Started]:
+        """The collective as the library makes it; nothing where it is better made of messages."""
+        return []
 
     def wait(self, operation: Operation, works: Sequence[Started]) -> None:
         """Waits for what was started; raises TimeoutError after the deadline, ConnectionError where a connection broke,

@@ -1,6 +1,6 @@
 """GPUs: tensors on them go by nccl, all else by gloo.
 
-Tensors meet nccl's own collectives where those give our bits; where ``deterministic`` asks for our order of additions,
+nccl's own collectives are used where they give our bits; where ``deterministic`` asks for our order of additions,
 ``process.py`` makes the collective of messages, as on gloo.
 
 UNTESTED: nothing here has run on a GPU yet.
@@ -95,18 +95,18 @@ class NcclTransport(GlooTransport):
         from_ = [slices[k] if k != index else nothing for k in order]
         return [(dist.all_to_all(into, from_, group=group, async_op=True), slots[0])]
 
-    def library(self, operation: Operation, out: Tensor, source: Tensor) -> list[Started] | None:
+    def library(self, operation: Operation, out: Tensor, source: Tensor) -> list[Started]:
         group, order = self._group_of(operation)
         kind, in_order = operation.kind, order == sorted(order)
         settings: dict[str, Any] = {"group": group, "async_op": True}
         if kind == "all_gather" and in_order:
             return [(_all_gather_single(out, source, **settings), out)]
         if self._deterministic or not operation.op:
-            return None
+            return []
         op = {"sum": dist.ReduceOp.SUM, "min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX}[operation.op]
         if kind == "reduce_scatter" and in_order:
             return [(_reduce_scatter_single(out, source, op=op, **settings), source)]
-        return [(dist.all_reduce(out, op=op, **settings), out)] if kind == "all_reduce" else None
+        return [(dist.all_reduce(out, op=op, **settings), out)] if kind == "all_reduce" else []
 
     def wait(self, operation: Operation, works: Sequence[Started]) -> None:
         """On the GPU a wait orders streams and does not stop this thread; nccl's watchdog has the deadline."""

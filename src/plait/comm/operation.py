@@ -1,11 +1,9 @@
 """One operation as one rank means it, and what is refused before anything moves.
 
-A ``Group`` is the ranks of a collective seen from one of them; an ``Operation`` is what they do together.  The
-members of a group must agree on its ``meaning``; ``str(operation)`` is how errors name it:
+A ``Group`` is the ranks of a collective seen from one of them; an ``Operation`` is what they do together.  This is how
+errors name it:
 
     sum all_reduce of unit 'blocks.3' over shard (4096 x float32, phase 'backward', microbatch 0)
-
-The functions below turn a user's mistake into a ValueError with the numbers and the fix.
 """
 
 from __future__ import annotations
@@ -55,10 +53,15 @@ class Group:
     sizes: tuple[int, ...]
     """The size of each axis."""
 
+    @property
+    def rank(self) -> int:
+        """This rank."""
+        return self.ranks[self.index]
+
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """One operation as one rank means it; members of a group must mean the same."""
+    """One operation as one rank means it; members of a group must agree on its ``meaning``."""
 
     kind: str
     group: Group
@@ -72,9 +75,7 @@ class Operation:
 
     @property
     def meaning(self) -> tuple[object, ...]:
-        """What all members must agree on."""
-        note = self.note
-        return (self.kind, self.group.axes, self.numel, self.dtype, self.op, self.root, note.phase, note.unit)
+        return self.kind, self.group.axes, self.numel, self.dtype, self.op, self.root, self.note.phase, self.note.unit
 
     def __str__(self) -> str:
         note, group = self.note, self.group
@@ -99,7 +100,6 @@ def label(tensor: Tensor) -> str:
 
 
 def group_of(mesh: Mesh, rank: int, axes: tuple[str, ...]) -> Group:
-    """The ranks that share a collective over ``axes`` with this one."""
     if len(set(axes)) != len(axes):
         raise ValueError(f"an axis stands twice in {axes}: name each axis once")
     return Group(axes, mesh.group(rank, axes), mesh.index(rank, axes), tuple(mesh.axis(a) for a in axes))
@@ -149,7 +149,7 @@ def check_pieces(kind: str, group: Group, whole: Tensor, whole_name: str, piece:
         if offset != group.index * m:
             raise ValueError(
                 f"{kind} over {names(group)}: {piece_name} lies in {whole_name} at element {offset}; rank "
-                f"{group.ranks[group.index]} is member {group.index}, whose slice starts at {group.index * m}"
+                f"{group.rank} is member {group.index}, whose slice starts at {group.index * m}"
             )
 
 

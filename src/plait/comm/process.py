@@ -8,15 +8,12 @@ Every operation is made of point-to-point messages, straight into place, and red
     all_reduce       small, or two ranks: whole -> everyone, reduce
                      else: reduce_scatter, then all_gather              2 (n-1)/n of the bytes
 
-This is deterministic *and* faster than gloo's own collectives (figures in decision 013).  It needs one process group
-for all axes in all orders, because a group is nothing but a list of ranks.
+This is deterministic *and* faster than gloo's own collectives (figures in decision 013).  A group is nothing but a list
+of ranks, so one process group does for all axes in all orders.
 
-A message's tag is a checksum of what the operation means (kind, axes, size, dtype, unit, a running number).  So
-messages of different meaning never meet: two ranks in different operations both reach their deadline, and each error
-names what both were doing, instead of a crash inside the library.
-
-Messages start when the operation is issued; ``wait()`` finishes it, with the reduction if there is one.  A single
-message is moved by the transport: ``gloo.py``, or ``nccl.py`` for GPUs.
+A message's tag is a checksum of what the operation means (kind, axes, size, dtype, unit, a running number).  So two
+ranks in different operations both reach their deadline, and each error names what both were doing, instead of a crash
+inside the library.  A single message is moved by the transport: ``gloo.py``, or ``nccl.py`` for GPUs.
 """
 
 from __future__ import annotations
@@ -67,14 +64,11 @@ class ProcessComm(Comm):
         wires = rank, deadline, FailureReports(store, rank), self.waiting
         on_gpu = self.device.type == "cuda"
         self.transport = NcclTransport(mesh, self.device, deterministic, *wires) if on_gpu else GlooTransport(*wires)
-        self._numbers: dict[tuple[object, ...], int] = {}
         self._spare: dict[torch.dtype, list[Tensor]] = {}
         self._two_phase: dict[tuple[str, ...], deque[TwoPhase]] = {}
         self._under_way: dict[int, P2PWork] = {}
-        self.sends: dict[int, P2PWork] = {}
-        """Messages to other ranks that are under way."""
-        self.dropped: dict[int, P2PWork] = {}
-        """Sends under way whose handles are gone, the oldest first."""
+        self.sends: dict[int, P2PWork] = {}  # under way, to other ranks
+        self.dropped: dict[int, P2PWork] = {}  # those of them whose handles are gone, the oldest first
         self._closed = False
 
     @classmethod
@@ -84,9 +78,8 @@ class ProcessComm(Comm):
         """Joins the world that torchrun's variables describe.
 
         Raises:
-            ValueError: variables missing, or another number of processes than the mesh has ranks.
-            ConnectionError: the port is taken, or nobody answers there.
-            TimeoutError: some ranks did not come within the deadline.
+            ValueError: variables missing, another number of processes than the mesh has ranks, or a world joined here.
+            ConnectionError, TimeoutError: as in ``init_process``.
         """
         rank, device = rank_from_env(mesh), torch.device(device)
         if dist.is_initialized():
@@ -113,8 +106,7 @@ class ProcessComm(Comm):
     # ---- collectives ---------------------------------------------------------------------------
 
     def _all_gather(self, operation: Operation, out: Tensor, piece: Tensor) -> Work:
-        works = self.transport.library(operation, out, piece)
-        if works is not None:
+        if works := self.transport.library(operation, out, piece):
             return self._work(operation, works)
         slots = out.tensor_split(len(operation.group.ranks))
         copied(mine := slots[operation.group.index], piece)
@@ -122,17 +114,15 @@ class ProcessComm(Comm):
         return self._work(operation, works)
 
     def _reduce_scatter(self, operation: Operation, out: Tensor, whole: Tensor) -> Work:
-        works = self.transport.library(operation, out, whole)
-        if works is not None:
+        if works := self.transport.library(operation, out, whole):
             return self._work(operation, works)
         slices = whole.tensor_split(len(operation.group.ranks))
         return self._exchanged(operation, slices[operation.group.index], slices, out)
 
     def _all_reduce(self, operation: Operation, tensor: Tensor) -> Work:
-        works = self.transport.library(operation, tensor, tensor)
-        if works is not None:
+        if works := self.transport.library(operation, tensor, tensor):
             return self._work(operation, works)
-        n, axes = len(operation.group.ranks), operation.group.axes
+        n = len(operation.group.ranks)
         if n == 2 or n * tensor.numel() * tensor.element_size() <= SMALL_BYTES:
             return self._exchanged(operation, tensor, [tensor] * n, tensor)
         chunk = -(-tensor.numel() // n)
@@ -143,7 +133,7 @@ class ProcessComm(Comm):
         def second() -> Work:
             return self._work(operation, self.transport.exchange(operation, slices, [mine] * n, tag))
 
-        return TwoPhase(first, second, self._two_phase.setdefault(axes, deque()))
+        return TwoPhase(first, second, self._two_phase.setdefault(operation.group.axes, deque()))
 
     def _exchanged(self, operation: Operation, mine: Tensor, slices: Sequence[Tensor], out: Tensor) -> Work:
         """Slice k to member k; what comes in, and ``mine``, reduced into ``out``."""
@@ -199,18 +189,19 @@ class ProcessComm(Comm):
         self._work(operation, works).wait()
 
     # ---- messages ------------------------------------------------------------------------------
-    # The tag holds shape and dtype, so a message that the receiver did not mean is never taken in.
 
     def _send(self, operation: Operation, tensor: Tensor, dst: int) -> Work:
-        tag = _checksum(label(tensor), self.rank, dst, self._number("message", self.rank, dst))
-        works = self.transport.send(operation, tensor, dst, tag)
+        works = self.transport.send(operation, tensor, dst, self._message_tag(operation, tensor))
         while len(self.dropped) >= MOST_DROPPED:
             self.dropped.pop(next(iter(self.dropped))).wait()
         return Sent(P2PWork(self.transport, operation, works, self.sends), self.dropped)
 
     def _recv(self, operation: Operation, tensor: Tensor, src: int) -> Work:
-        tag = _checksum(label(tensor), src, self.rank, self._number("message", src, self.rank))
-        return self._work(operation, self.transport.recv(operation, tensor, src, tag))
+        return self._work(operation, self.transport.recv(operation, tensor, src, self._message_tag(operation, tensor)))
+
+    def _message_tag(self, operation: Operation, tensor: Tensor) -> int:
+        """With shape and dtype, so a message that the receiver did not mean is never taken in."""
+        return _checksum(label(tensor), operation.group.ranks, self._number("message", *operation.group.ranks))
 
     # ---- what they are made of -----------------------------------------------------------------
 
@@ -232,14 +223,9 @@ class ProcessComm(Comm):
         members = tuple(sorted(operation.group.ranks))
         return _checksum(*operation.meaning, members, self._number(members))
 
-    def _number(self, *key: object) -> int:
-        """Counts the operations of a key."""
-        number = self._numbers[key] = self._numbers.get(key, -1) + 1
-        return number
-
     def _receive_stack(self, operation: Operation, mine: Tensor) -> tuple[Tensor, list[Tensor]]:
-        """A receive buffer, and one tensor per member: a part of the buffer, or ``mine`` where it lies.  Fresh memory
-        costs more than the message, so buffers are used again."""
+        """A receive buffer, and one tensor per member: a part of the buffer, or ``mine``.  Fresh memory costs more than
+        the message, so buffers are used again."""
         n, m = len(operation.group.ranks), mine.numel()
         spare = self._spare.setdefault(mine.dtype, [])
         spare.sort(key=torch.Tensor.numel)

@@ -5,9 +5,8 @@
     rank 1   meet #4 ---+            body: read all, write my share ---+           go on
 
 Every wait ends: by the others coming, by the deadline, by a member that has returned for good, or by the abort that a
-failing rank causes.  Whoever notices first writes the reason into the barrier, and every member that comes later reads
-the same reason.  At a deadline it says what the ranks that did not come were doing: threads of one process can look at
-each other's stacks.
+failing rank causes.  Whoever notices first writes the reason into the barrier for every member that comes later.  At a
+deadline it says what the ranks that did not come were doing: threads of one process can look at each other's stacks.
 """
 
 from __future__ import annotations
@@ -36,9 +35,8 @@ class AbortedError(RuntimeError):
 
 @dataclass
 class _Barrier:
-    first: int
-    """The rank that came first, and what it meant."""
     operation: Operation
+    """As the rank that came first means it."""
     changed: threading.Condition
     brought: dict[int, Tensor] = field(default_factory=dict)
     """What each rank laid down."""
@@ -85,22 +83,20 @@ class Rendezvous:
             posted.notify_all()
 
     @contextmanager
-    def meet(self, rank: int, number: int, operation: Operation, mine: Tensor) -> Iterator[list[Tensor]]:
+    def meet(self, number: int, operation: Operation, mine: Tensor) -> Iterator[list[Tensor]]:
         """Yields what the members brought, in group order; all stay until the body has run everywhere."""
-        ranks = operation.group.ranks
+        ranks, rank = operation.group.ranks, operation.group.rank
         key = (tuple(sorted(ranks)), number)
         with self._lock:
-            self._raise_if_aborted(rank, operation)
-            barrier = self._barriers.get(key)
-            if barrier is None:
-                barrier = self._barriers[key] = _Barrier(rank, operation, threading.Condition(self._lock))
+            self._raise_if_aborted(operation)
+            barrier = self._barriers.setdefault(key, _Barrier(operation, threading.Condition(self._lock)))
             if barrier.operation.meaning != operation.meaning:
-                both = f"rank {barrier.first} is in {barrier.operation}, rank {rank} in {operation}"
+                both = f"rank {barrier.operation.group.rank} is in {barrier.operation}, rank {rank} in {operation}"
                 self._fail(barrier, MismatchError, f"{both}: members of a group must call the same, in one order")
             barrier.brought[rank] = mine
             if len(barrier.brought) == len(ranks):
                 barrier.changed.notify_all()
-            self._await_members(rank, operation, barrier)
+            self._await_members(operation, barrier)
         try:
             yield [barrier.brought[r] for r in ranks]
         except BaseException as error:
@@ -118,14 +114,13 @@ class Rendezvous:
                 if not in_time:
                     raise TimeoutError(f"rank {rank} waited {self.deadline:g} s for others to finish {operation}")
                 self._raise(barrier)
-                self._raise_if_aborted(rank, operation)
+                self._raise_if_aborted(operation)
 
     def _wait(self, changed: threading.Condition, settled: Callable[[], object]) -> bool:
         """Waits until ``settled()``, or says False after the deadline.
 
-        Only time in which somebody could come counts.  While Python's collector runs, or a library call that keeps the
-        interpreter, or the process is stopped, all ranks stand still; whoever waits then wakes far too late, and counts
-        only the piece of its deadline that it meant to sleep.
+        Only time in which somebody could come counts.  Python's collector, a library call that keeps the interpreter,
+        or a stop of the process halts all ranks; whoever wakes too late counts only what it meant to sleep.
         """
         left = self.deadline
         while not settled():
@@ -136,27 +131,26 @@ class Rendezvous:
             left -= min(piece, time.monotonic() - start)
         return True
 
-    def _await_members(self, rank: int, operation: Operation, barrier: _Barrier) -> None:
-        ranks = operation.group.ranks
+    def _await_members(self, operation: Operation, barrier: _Barrier) -> None:
+        rank, members, brought = operation.group.rank, set(operation.group.ranks), barrier.brought
 
-        def settled() -> bool:
-            if len(barrier.brought) == len(ranks) or barrier.failure or self._aborted:
-                return True
-            return any(r in self._ended and r not in barrier.brought for r in ranks)
+        def settled() -> object:
+            missing = members - brought.keys()
+            return not missing or missing & self._ended or barrier.failure or self._aborted
 
         computed = time.process_time()
         in_time = self._wait(barrier.changed, settled)
         self._raise(barrier)
-        if len(barrier.brought) == len(ranks):
+        missing = [r for r in operation.group.ranks if r not in brought]
+        if not missing:
             return
-        self._raise_if_aborted(rank, operation)
-        missing = [r for r in ranks if r not in barrier.brought]
+        self._raise_if_aborted(operation)
         if in_time:
             gone = _list(r for r in missing if r in self._ended)
             self._fail(barrier, RuntimeError, f"rank {rank} is in {operation}, but {gone} returned without it")
         else:
             text = f"rank {rank} waited {self.deadline:g} s in {operation}: {_list(missing)} did not come"
-            self._fail(barrier, TimeoutError, text + self._elsewhere(barrier.brought, computed))
+            self._fail(barrier, TimeoutError, text + self._elsewhere(brought, computed))
         self._raise(barrier)
 
     def _fail(self, barrier: _Barrier, kind: type[Exception], text: str) -> None:
@@ -168,15 +162,15 @@ class Rendezvous:
         if barrier.failure:
             raise barrier.kind(barrier.failure)
 
-    def _raise_if_aborted(self, rank: int, operation: Operation) -> None:
+    def _raise_if_aborted(self, operation: Operation) -> None:
         if self._aborted:
-            raise AbortedError(f"rank {rank} stopped in {operation}, because {self._aborted}")
+            raise AbortedError(f"rank {operation.group.rank} stopped in {operation}, because {self._aborted}")
 
     def post(self, operation: Operation, tensor: Tensor, number: int) -> None:
         """Puts a copy of ``tensor`` into the mailbox."""
         src, dst = operation.group.ranks
         with self._lock:
-            self._raise_if_aborted(src, operation)
+            self._raise_if_aborted(operation)
             self._mail[src, dst, number] = tensor.clone()
             self._posted[dst].notify_all()
 
@@ -190,7 +184,7 @@ class Rendezvous:
             in_time = self._wait(self._posted[dst], settled)
             message = self._mail.pop(key, None)
             if message is None:
-                self._raise_if_aborted(dst, operation)
+                self._raise_if_aborted(operation)
                 if in_time:
                     raise RuntimeError(f"rank {dst} is in {operation}, but rank {src} returned without sending")
                 waited = f"rank {dst} waited {self.deadline:g} s in {operation}"

@@ -7,9 +7,8 @@ from the others' memory, and nobody leaves before all are done, because a tensor
                                |  all here                                           |  all done
     rank 1   arrive(whole1) ---+            add chunk 1 of whole0, whole1 -> out1 ---+            leave
 
-Barriers of the same ranks are numbered, so the n-th request of one rank meets the n-th of another; if the two mean
-different things, both are told what the other wanted.  Messages wait in numbered mailboxes: ``send`` copies and never
-blocks, ``recv`` takes a number at once and its ``wait()`` waits for the message of that number.
+The n-th barrier of some ranks is their n-th request; if two mean different things by it, both are told.  Messages are
+numbered as well: ``send`` copies and never blocks, and the ``wait()`` of the n-th ``recv`` waits for the n-th message.
 
     results = run(Mesh(shard=2), lambda comm: work(comm))      # one result per rank, or the first error
 """
@@ -50,7 +49,6 @@ class ThreadWorld(Rendezvous):
         self.mesh, self.deterministic, self.device = mesh, deterministic, torch.device(device)
 
     def comm(self, rank: int) -> ThreadComm:
-        """One rank's access to this world."""
         return ThreadComm(self, rank)
 
 
@@ -62,15 +60,12 @@ class ThreadComm(Comm):
             world.mesh, rank, device=world.device, deadline=world.deadline, deterministic=world.deterministic
         )
         self.world = world
-        self._met: dict[tuple[int, ...], int] = {}
-        self._messages: dict[tuple[int, int], int] = {}
 
     @contextmanager
     def _meet(self, operation: Operation, mine: Tensor) -> Iterator[list[Tensor]]:
         """What the members lay down, in group order."""
-        members = tuple(sorted(operation.group.ranks))
-        number = self._met[members] = self._met.get(members, -1) + 1
-        with self.waiting(operation), self.world.meet(self.rank, number, operation, mine) as brought:
+        number = self._number(tuple(sorted(operation.group.ranks)))
+        with self.waiting(operation), self.world.meet(number, operation, mine) as brought:
             yield brought
 
     def _gather(self, operation: Operation, out: Tensor | None, piece: Tensor) -> Work:
@@ -123,15 +118,11 @@ class ThreadComm(Comm):
         return DONE
 
     def _send(self, operation: Operation, tensor: Tensor, dst: int) -> Work:
-        self.world.post(operation, tensor, self._number(self.rank, dst))
+        self.world.post(operation, tensor, self._number("message", self.rank, dst))
         return DONE
 
     def _recv(self, operation: Operation, tensor: Tensor, src: int) -> Work:
-        return _Receive(self, operation, tensor, self._number(src, self.rank))
-
-    def _number(self, src: int, dst: int) -> int:
-        number = self._messages[src, dst] = self._messages.get((src, dst), -1) + 1
-        return number
+        return _Receive(self, operation, tensor, self._number("message", src, self.rank))
 
     def _barrier(self, operation: Operation) -> None:
         with self._meet(operation, torch.empty(0)):
@@ -139,8 +130,6 @@ class ThreadComm(Comm):
 
 
 class _Receive:
-    """A message that was asked for; ``wait`` brings it in."""
-
     def __init__(self, comm: ThreadComm, operation: Operation, tensor: Tensor, number: int) -> None:
         self._comm, self._operation, self._number = comm, operation, number
         self._tensor: Tensor | None = tensor
@@ -164,9 +153,9 @@ class _Receive:
 def _join(threads: list[threading.Thread], seconds: float) -> None:
     """Waits until the threads are gone, or for so many seconds.
 
-    Python's join returns when a thread has left Python.  What torch keeps in it (after a backward that raised: nodes
-    that were to run) is destroyed after that and may need the interpreter; if that ends first, the process dies of
-    "terminate called without an active exception".  Linux tells which threads there are.
+    Python's join returns when a thread has left Python.  What torch keeps in it (the nodes of a backward that raised)
+    is destroyed later and may need the interpreter; if that ends first, the process dies of "terminate called without
+    an active exception".  Linux tells which threads there are.
     """
     give_up = time.monotonic() + seconds
     for thread in threads:

@@ -1,7 +1,7 @@
 """A world that moves nothing and records everything.
 
-One process plays one rank: it asks for what the engine would ask, and the ledger keeps the lines.  On the ``meta``
-device a run of any size costs no memory, so the planner's list can be compared with the engine's for any mesh.
+One process plays one rank, and the ledger keeps what it asked for.  On the ``meta`` device a run of any size costs no
+memory, so the planner's list can be compared with the engine's for any mesh.
 
     comm = TraceComm(Mesh(shard=64), rank=5, device="meta")
     ...
@@ -26,7 +26,7 @@ class TraceComm(Comm):
     def __init__(self, mesh: Mesh, rank: int = 0, device: torch.device | str = "cpu") -> None:
         super().__init__(mesh, rank, device=device)
 
-    def _nothing(self, *_: Any, **__: Any) -> Any:
+    def _nothing(self, *_: Any) -> Any:
         return DONE
 
     _all_gather = _reduce_scatter = _all_reduce = _broadcast = _reduce = _nothing

@@ -38,7 +38,7 @@ def to_dtensor(x: ShardedTensor, device_mesh: DeviceMesh) -> DTensor:
 
     names = _names(device_mesh, x.comm)
     placements: list[Placement] = [Replicate()] * len(names)
-    for d, axes in enumerate(x.layout.dims):
+    for d, axes in enumerate(x.sharding.dims):
         if list(axes) != [n for n in names if n in axes]:
             raise ValueError(
                 f"dim {d} is cut over {'/'.join(axes)}; DTensor nests in the order of its mesh, {', '.join(names)}: "
@@ -46,7 +46,7 @@ def to_dtensor(x: ShardedTensor, device_mesh: DeviceMesh) -> DTensor:
             )
         for axis in axes:
             placements[names.index(axis)] = Shard(d)
-    for axis in x.layout.pending:
+    for axis in x.sharding.pending:
         placements[names.index(axis)] = Partial("sum")
     stride = torch.empty(x.shape, device="meta").stride()
     return DTensor.from_local(x.local.detach(), device_mesh, placements, run_check=False, shape=x.shape, stride=stride)

@@ -96,7 +96,7 @@ class _OnPaper(TorchFunctionMode):
 
     def _copy(self, value: Any) -> Any:
         if isinstance(value, ShardedTensor) and value.comm is not self.comm:
-            return ShardedTensor(value.local.detach().to("meta"), value.layout, self.comm, tuple(value.shape))
+            return ShardedTensor(value.local.detach().to("meta"), value.sharding, self.comm, tuple(value.shape))
         if isinstance(value, Tensor) and not isinstance(value, ShardedTensor):
             return value.detach().to("meta")
         if isinstance(value, list | tuple):

@@ -37,7 +37,7 @@ def seed(spec: Spec, like: Tensor, gradient: Tensor | None) -> Tensor:
                     f"backward from {spec!r} needs a gradient: only a tensor of one element has one of its own"
                 )
             gradient = torch.ones(spec.shape, dtype=like.dtype, device=like.device)
-        start = spec_of(gradient) or spec.cache.replicated(gradient.shape)
+        start = spec_of(gradient) or spec.cache.replicated(gradient)
         piece = gradient.as_subclass(Tensor)
         if start is spec.dual:
             return piece

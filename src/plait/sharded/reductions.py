@@ -85,6 +85,8 @@ def reduction(func: Any, input: Spec, *args: Any, **options: Any) -> OpPlan:
 @rule("topk sort")
 def ordered(func: Any, input: Spec, *args: Any, dim: int = -1, **options: Any) -> OpPlan:
     """Along a whole dim; values and indices."""
+    if not input.shape:
+        raise Refusal("it has no dims")
     k = args[0] if func.__name__ == "topk" and args else options.get("k")
     dim = next((a for a in args[func.__name__ == "topk" :] if type(a) is int), dim)
     _whole_dims(func, input, dim)

@@ -81,9 +81,17 @@ def unsummed(*specs: Spec, why: str = "only a linear operator may act on a sum t
         raise Refusal(why, [(s, Layout(s.dims)) for s in due])
 
 
+def lossless(operands: Iterable[Spec], out: Spec) -> None:
+    """Refuses a pending sum whose shares were rounded to whole or shorter numbers."""
+    due = [s for s in operands if s.pending and torch.promote_types(s.dtype, out.dtype) != out.dtype]
+    if out.pending and due:
+        why = f"rounding each share to {out.dtype} is not rounding the sum"
+        raise Refusal(why, [(s, Layout(s.dims)) for s in due])
+
+
 def whole(spec: Spec, dims: Iterable[int], why: str) -> None:
     """Refuses a spec that is cut in one of these dims."""
-    dims = [d % len(spec.dims) for d in dims]
+    dims = [d % len(spec.dims) for d in dims if spec.dims]
     if any(spec.dims[d] for d in dims):
         free = tuple(() if d in dims else axes for d, axes in enumerate(spec.dims))
         raise Refusal(why, [(spec, Layout(free, spec.pending))])
@@ -184,7 +192,7 @@ def on_meta(func: Any, *args: Any, **options: Any) -> Any:
 
 def _meta(value: Any) -> Any:
     if isinstance(value, Spec):
-        return torch.empty(value.shape, device="meta")
+        return torch.empty(value.shape, dtype=value.dtype, device="meta")
     return tuple(map(_meta, value)) if isinstance(value, tuple) else value
 
 
@@ -193,7 +201,9 @@ def dims_of_result(func: Any, x: Spec, *args: Any, **options: Any) -> list[int]:
 
     The function is asked what it makes of dims of the sizes 2, 3, 4 ...
     """
-    out = on_meta(func, torch.empty([2 + d for d in range(len(x.shape))], device="meta"), *args, **options)
+    out = on_meta(
+        func, torch.empty([2 + d for d in range(len(x.shape))], dtype=x.dtype, device="meta"), *args, **options
+    )
     return [max(size - 2, -1) for size in (out if isinstance(out, Tensor) else out[0]).shape]
 
 

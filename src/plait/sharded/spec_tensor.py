@@ -1,4 +1,4 @@
-"""What a ShardedTensor shows of itself: layout, comm, its local piece, and the shape of the whole."""
+"""What a ShardedTensor shows of itself: sharding, comm, its local piece, and the shape of the whole."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class SpecTensor(Tensor):
     _spec: Spec
 
     @property
-    def layout(self) -> Layout:  # type: ignore[override]
+    def sharding(self) -> Layout:
         """Which axes cut which dim, and over which a sum is pending."""
         return self._spec.layout
 

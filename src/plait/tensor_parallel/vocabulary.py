@@ -47,7 +47,7 @@ def cross_entropy_sum(logits: Tensor, targets: Tensor, ignored: int = -100) -> T
     if not isinstance(logits, ShardedTensor):
         wide = logits if logits.dtype == torch.float64 else logits.float()
         return F.cross_entropy(wide.flatten(0, -2), targets.flatten(), ignore_index=ignored, reduction="sum")
-    layout, comm = logits.layout, logits.comm
+    layout, comm = logits.sharding, logits.comm
     if any(layout.dims[:-1]) or layout.pending:
         raise ValueError(
             f"cross_entropy_sum on logits of layout '{layout}': only the classes, the last dim, may be cut; "

@@ -9,7 +9,6 @@ parameter of a stage.  It changes nothing:
   example.
 """
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -18,15 +17,15 @@ from torch.utils._pytree import tree_leaves
 
 from plait.engine.forward.context import CurrentForward, in_backward
 from plait.engine.forward.interceptor import Function, Handler, read_among
-from plait.engine.forward.parameter import name_of
+from plait.engine.forward.parameter import name_of, refuse_at_rest
 
 
 class AtRestCheck(Handler):
     """Watches who reads parameters, by ``id``: those of ``split`` units, and in ``loss_fn`` those that are ``staged``,
-    for it runs on one stage of several.  ``resting`` has the names of those whose values are not here now."""
+    for it runs on one stage of several."""
 
-    def __init__(self, current: CurrentForward, split: set[int], staged: set[int], resting: Mapping[int, str]) -> None:
-        self.current, self.split, self.staged, self.resting = current, split, staged, resting
+    def __init__(self, current: CurrentForward, split: set[int], staged: set[int]) -> None:
+        self.current, self.split, self.staged = current, split, staged
         self.parameters = split | staged
 
     def __call__(self, func: Function, call_next: Function, /, *args: Any, **kwargs: Any) -> Any:
@@ -39,12 +38,8 @@ class AtRestCheck(Handler):
                 f"decay)"
             )
         read = read_among(arguments, self.split)
-        for name in (self.resting[key] for key in read if key in self.resting):
-            raise ValueError(
-                f"parameter {name!r} is used by {getattr(func, '__name__', func)!r} while its unit is at rest: its "
-                f"values are on other ranks. Use a parameter inside the forward of its own module, share it by "
-                f"assigning it to the other module (head.weight = embed.weight), or name a larger unit (units=...)"
-            )
+        if read:
+            refuse_at_rest(func, arguments)
         if read and name_of(func) == "data":
             if func.__name__ == "__set__":
                 raise ValueError(

@@ -33,6 +33,19 @@ def flat_values(values: Iterable[Any]) -> Iterator[Any]:
             yield value
 
 
+def refuse_at_rest(func: Function, arguments: Iterable[Any]) -> None:
+    """Raises ValueError where one of a function's arguments is a parameter at rest."""
+    for value in flat_values(arguments):
+        if isinstance(value, AtRest):
+            raise ValueError(
+                f"parameter {value.resting_name!r} is used by {name_of(func)!r} while its unit is at rest: its values "
+                f"are on other ranks. Outside of a forward read it inside `with engine.gathered(...)`, write it inside "
+                f"`with engine.gathered(..., modify=True)`, and take or load a whole state by engine.full_state_dict() "
+                f"or engine.load_full_state_dict(state). In a forward use it inside its own module, share it by "
+                f"assigning it to the other module (head.weight = embed.weight), or name a larger unit (units=...)"
+            )
+
+
 class AtRest(nn.Parameter):
     """A parameter whose unit is at rest; ``resting_name`` says which one it is."""
 
@@ -46,14 +59,7 @@ class AtRest(nn.Parameter):
         if only_metadata(func, args, kwargs):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
-        here = [value for value in flat_values((*args, *kwargs.values())) if isinstance(value, AtRest)]
-        raise ValueError(
-            f"parameter {here[0].resting_name!r} is used by {name_of(func)!r} while its unit is at rest: its values "
-            f"are on other ranks. Outside of a forward read it inside `with engine.gathered(...)`, write it inside "
-            f"`with engine.gathered(..., modify=True)`, and take or load a whole state by engine.full_state_dict() or "
-            f"engine.load_full_state_dict(state). In a forward use it inside its own module, share it by assigning it "
-            f"to the other module (head.weight = embed.weight), or name a larger unit (units=...)"
-        )
+        refuse_at_rest(func, (*args, *kwargs.values()))
 
     def __repr__(self) -> str:  # type: ignore[override]
         return f"Parameter {self.resting_name!r} of shape {tuple(self.shape)}, at rest: its values are on other ranks"

@@ -114,13 +114,12 @@ def lay_stages(
 ) -> dict[int, Stage]:
     """The stages of these parts, by number, with their units laid and their values drawn or read."""
     whole, comm = settings.whole, settings.comm
-    resting: dict[int, str] = {}
     plans = {s: parallel_of(parallel, part, last=s == settings.count - 1) for s, part in parts.items()}
     laid = {}
     for s, part in parts.items():
-        laid[s] = build_units(part.model, part.origin, whole, comm, settings.parallelism, plans[s], resting)
+        laid[s] = build_units(part.model, part.origin, whole, comm, settings.parallelism, plans[s])
     give_values(whole, list(laid.values()), settings.seed, comm.device, weights)
-    stages = {s: Stage(settings, s, part, plans[s], laid[s].units, resting) for s, part in parts.items()}
+    stages = {s: Stage(settings, s, part, plans[s], laid[s].units) for s, part in parts.items()}
     for stage in stages.values():
         stage.unsharding.beside([peer.unsharding for peer in stages.values()])
     return stages

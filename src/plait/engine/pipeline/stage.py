@@ -11,7 +11,7 @@ stages.  Between forward and backward a stage keeps, for each microbatch, what i
 the graph; not the output itself, whose memory goes with the message.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -75,8 +75,7 @@ class Flight:
 
 
 class Stage:
-    """A stage, built from its part of the model, whose parameters are laid in units already; these keep the names, by
-    ``id``, of parameters that are at rest in ``resting``."""
+    """A stage, built from its part of the model, whose parameters are laid in units already."""
 
     def __init__(
         self,
@@ -85,7 +84,6 @@ class Stage:
         part: StageModel,
         parallel: Parallel,
         units: list[Unit],
-        resting: Mapping[int, str],
     ) -> None:
         self.model, self.comm, self.units, self.parallel = part.model, settings.comm, units, parallel
         self.number, self.count, self.last = number, settings.count, number == settings.count - 1
@@ -93,7 +91,7 @@ class Stage:
         self.current = CurrentForward()
         self.axis = StageAxis(self.comm, self.current, sequence=parallelism.sequence_parallel, gemm=settings.gemm)
         self.weight_grads: WeightGrads | None = None
-        self.interceptor = Interceptor(self.current, self._handlers(settings, resting))
+        self.interceptor = Interceptor(self.current, self._handlers(settings))
         self.interceptor.follow(self.model, part.sites, every=bool(parallel.styles))
         self.unsharding = Unsharding(self.model, self.units, parallelism.prefetch, self.current, settings.before_root)
         self.boundary = StageBoundary(part, number, self.current, last=self.last)
@@ -111,7 +109,7 @@ class Stage:
         """Copied modules and those of the user's model, whose mode they follow."""
         self.interceptor.remember()
 
-    def _handlers(self, settings: StageSettings, resting: Mapping[int, str]) -> list[Handler]:
+    def _handlers(self, settings: StageSettings) -> list[Handler]:
         """The handlers that this run needs, in the order of ``interceptor``."""
         current, parameters = self.current, list(parameters_of(self.units))
         gemm, recompute = settings.gemm, settings.parallelism.recompute
@@ -124,7 +122,7 @@ class Stage:
         split = {id(p) for _, p, flat, _ in parameters if flat.split}
         staged = {id(p) for _, p, _, _ in parameters} if self.last and self.count > 1 else set()
         if split or staged:
-            handlers.append(AtRestCheck(current, split, staged, resting))
+            handlers.append(AtRestCheck(current, split, staged))
         if settings.split_backward:
             self.weight_grads = WeightGrads(current, [p for _, p, flat, _ in parameters if flat.trainable], gemm)
         slice_of = None

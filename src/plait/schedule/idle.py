@@ -39,7 +39,7 @@ class Idle:
     """One rank's seconds of a step, by what it spent them on.
 
     The order's own waiting is ``warm_up`` before the rank's first pass, ``bubble`` between its first and its last, and
-    ``cool_down`` after its last.  ``communication`` (messages and collectives), ``update`` and ``other`` (such as Python
+    ``cool_down`` after its last.  ``communication`` (messages and collectives), ``update`` and ``other`` (say, Python
     between two actions) are this rank's, or those of a rank that it waits for.
     """
 

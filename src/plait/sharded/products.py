@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from plait.sharded.rules import align, broadcast, on_plain, on_slices, rule, unsummed
+from plait.sharded.rules import align, broadcast, finite, on_plain, on_slices, rule, unsummed
 from plait.sharded.spec import OpPlan, Refusal, Spec
 
 Letters = Sequence[str | None]
@@ -79,6 +79,7 @@ def _summand(bias: Spec, out: Spec) -> Spec:
 @rule("addmm baddbmm")
 def addmm(func: Any, bias: Spec, a: Spec, b: Spec, *, beta: float = 1, alpha: float = 1) -> OpPlan:
     """``beta * bias + alpha * a @ b``."""
+    finite((beta, alpha), (bias, a, b))
     batch = ["b"] if len(a.shape) == 3 else []
     out, after = contract([(a, [*batch, "m", "k"]), (b, [*batch, "k", "n"])], [*batch, "m", "n"])
     return OpPlan(out, on_slices(func, [bias, a, b], [_summand(bias, out), *after]))

@@ -19,6 +19,7 @@ slice, is again its share.
 
 from __future__ import annotations
 
+import cmath
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
@@ -80,6 +81,12 @@ def unsummed(*specs: Spec, why: str = "only a linear operator may act on a sum t
     due = [s for s in specs if s.pending]
     if due:
         raise Refusal(why, [(s, Layout(s.dims)) for s in due])
+
+
+def finite(numbers: Iterable[Any], operands: Iterable[Spec]) -> None:
+    """Refuses a pending sum that is to be multiplied by infinity, or by what is not a number."""
+    if not all(cmath.isfinite(n) for n in numbers if isinstance(n, int | float | complex)):
+        unsummed(*operands, why="of shares times infinity the sum is not a number")
 
 
 def lossless(operands: Iterable[Spec], out: Spec) -> None:

@@ -60,6 +60,11 @@ class SpecTensor(Tensor):
         """Elements of the whole tensor."""
         return self._spec.shape.numel()
 
+    @property
+    def nbytes(self) -> int:  # type: ignore[override]
+        """Bytes of the whole tensor."""
+        return self._spec.shape.numel() * self._spec.dtype.itemsize
+
     nelement = numel
     ndimension = dim
 

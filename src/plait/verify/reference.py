@@ -19,8 +19,8 @@ from plait.engine.data_parallel.optim import clip_factor, square_sum
 from plait.engine.data_parallel.storage import dtype_in
 from plait.engine.forward.context import CurrentForward, RNGPosition
 from plait.engine.forward.dropout import DropoutRNG
-from plait.engine.forward.gemm import GemmHandler
 from plait.engine.forward.interceptor import Handler, Interceptor
+from plait.engine.forward.products import Products
 from plait.engine.state.init import materialise
 from plait.engine.step import num_samples
 from plait.job.job import Job
@@ -60,7 +60,7 @@ class SingleProcess:
         self.current = CurrentForward()
         handlers: list[Handler] = [DropoutRNG(job.seed, self.current)]
         if job.gemm != "torch":
-            handlers.insert(0, GemmHandler(find_gemm(job.gemm), self.current))
+            handlers.insert(0, Products(self.current, find_gemm(job.gemm)))
         Interceptor(self.current, handlers).follow(self.model)
         self.parameters = dict(self.model.named_parameters())
         self.dtypes = {name: p.dtype for name, p in self.parameters.items()}

@@ -22,7 +22,7 @@ from torch.overrides import TorchFunctionMode
 from plait.comm.trace import TraceComm
 from plait.core.collectives import Entry, Note
 from plait.core.layout import Layout, entries, path
-from plait.sharded.dispatch import tensors_in
+from plait.sharded.dispatch import mapped, tensors_in
 from plait.sharded.redistribute import NOTE
 from plait.sharded.sharded_tensor import ShardedTensor
 
@@ -82,16 +82,15 @@ class _OnPaper(TorchFunctionMode):
         super().__init__()
         self.comm = comm
 
-    def _copy(self, value: Any) -> Any:
-        if isinstance(value, ShardedTensor) and value.comm is not self.comm:
-            return ShardedTensor(value.local.detach().to("meta"), value.sharding, self.comm, tuple(value.shape))
-        if isinstance(value, Tensor) and not isinstance(value, ShardedTensor):
-            return value.detach().to("meta")
-        if isinstance(value, list | tuple):
-            return type(value)(self._copy(v) for v in value) if type(value) in (list, tuple) else value
-        return value
+    def _copy(self, x: Tensor) -> Tensor:
+        if not isinstance(x, ShardedTensor):
+            return x.detach().to("meta")
+        if x.comm is self.comm:
+            return x
+        return ShardedTensor(x.local.detach().to("meta"), x.sharding, self.comm, tuple(x.shape))
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        return func(*map(self._copy, args), **{k: self._copy(v) for k, v in (kwargs or {}).items()})
+        args, kwargs = mapped(self._copy, (args, kwargs or {}))
+        return func(*args, **kwargs)

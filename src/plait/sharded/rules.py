@@ -26,6 +26,7 @@ from typing import Any, TypeVar
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 from plait.core.layout import Layout
 from plait.sharded.spec import OpPlan, Refusal, Spec
@@ -240,9 +241,8 @@ def on_slices(function: Callable[..., Any], before: Sequence[Spec], after: Seque
 def on_plain(function: Callable[..., Any]) -> Callable[..., Any]:
     """The function on the pieces as plain tensors, for what is written in Python and reads sizes of its operands."""
 
-    def plain(value: Any) -> Any:
-        if isinstance(value, Tensor):
-            return value.as_subclass(Tensor)
-        return type(value)(map(plain, value)) if type(value) in (list, tuple) else value
+    def run(*args: Any, **kwargs: Any) -> Any:
+        args, kwargs = tree_map_only(Tensor, lambda t: t.as_subclass(Tensor), (args, kwargs))
+        return function(*args, **kwargs)
 
-    return lambda *args, **kwargs: function(*map(plain, args), **{k: plain(v) for k, v in kwargs.items()})
+    return run

@@ -107,17 +107,14 @@ def cells_of_job(config: VerifyConfig, size: Size) -> tuple[VerifyConfig, ...]:
     dimensions["dtype"] = ("full", "bf16-mixed")
     if links > 1:
         dimensions |= {name: DIMENSIONS[name] for name in ("pipe", "schedule", "hold")}
-    rules: tuple[Rule, ...] = (
-        *(rule for rule in RULES if dimensions.keys() >= {*rule.over}),
+    rules = (
+        *RULES,
         Rule(("replica", "shard", "microbatches"), lambda *parts: math.prod(parts) <= samples),
         Rule(tuple(axis for axis in AXES if axis in dimensions), lambda *counts: math.prod(counts) <= most),
-        *(
-            [Rule(("pipe", "schedule"), lambda pipe, schedule: stages(pipe, schedule, None) <= links)]
-            if links > 1
-            else []
-        ),
+        Rule(("pipe", "schedule"), lambda pipe, schedule: stages(pipe, schedule, None) <= links),
     )
-    return tuple(config_of(point, config) for point in covering(dimensions, rules))
+    known = [rule for rule in rules if dimensions.keys() >= {*rule.over}]
+    return tuple(config_of(point, config) for point in covering(dimensions, known))
 
 
 def config_of(point: Mapping[str, Any], base: VerifyConfig | None = None) -> VerifyConfig:

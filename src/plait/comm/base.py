@@ -153,7 +153,7 @@ class Comm(ABC):
         if len(group.ranks) > 1:
             self._ask("barrier", group, note, 0, torch.uint8, ())
 
-    def close(self) -> None:  # noqa: B027
+    def close(self) -> None:
         """Frees what the world has.  No operation may follow."""
         return None
 

@@ -164,14 +164,14 @@ def _check_messages(schedule: Schedule, places: Places, owner: dict[int, int]) -
                 raise refusal(schedule, f"{action} has nobody on the other side: its stages are on one rank", place)
             channels[source, target][action.kind not in SENDS].append(action)
     for action, at in places.items() if channels else ():
-        for sends, crossing in ((True, makes(action)), (False, awaits(action, len(owner)))):
+        for is_sent, crossing in ((True, makes(action)), (False, awaits(action, len(owner)))):
             if crossing is None or owner.get(crossing.target, at[0]) == owner[crossing.stage]:
                 continue
-            message = crossing.send if sends else crossing.receive
+            message = crossing.send if is_sent else crossing.receive
             if message not in places:
                 raise refusal(schedule, f"{message} is missing beside {action} on rank {at[0]}", at)
-            if (at < places[message]) != sends:
-                text = f"{message} is out of order: it stands {'before' if sends else 'after'} {action}"
+            if (at < places[message]) != is_sent:
+                text = f"{message} is out of order: it stands {'before' if is_sent else 'after'} {action}"
                 raise refusal(schedule, text, places[message], at)
     for (a, b), (sends, receives) in channels.items():
         for send, receive in zip(sends, receives, strict=True):

@@ -72,17 +72,17 @@ def code_unchanged(comm: Comm) -> dict[str, Tensor]:
 
     mark = len(comm.ledger)
     y = linear(x)  # stock code, on pieces: nothing is sent
-    assert y.layout.dims == ((), ("tensor",)) and len(comm.ledger) == mark
+    assert y.sharding.dims == ((), ("tensor",)) and len(comm.ledger) == mark
 
     loss = (y - plait.ShardedTensor.from_full(TARGET, "rows out/tensor", comm)).square().sum()
     loss.backward()  # still nothing: the loss is a pending sum
-    assert loss.layout.pending == AXIS and len(comm.ledger) == mark
+    assert loss.sharding.pending == AXIS and len(comm.ledger) == mark
 
     found = {"y": y.full(), "dx": x.grad.full(), "dW": linear.weight.grad.full(), "db": linear.bias.grad.full()}
     if comm.rank == 0:
         print(f"to make y whole: {plait.explain(y, 'rows out')}")
         for name, gradient in (("dx", x.grad), ("dW", linear.weight.grad), ("db", linear.bias.grad)):
-            print(f"{name} lies as {gradient.layout.placements(comm.mesh)}")
+            print(f"{name} lies as {gradient.sharding.placements(comm.mesh)}")
         for entry in comm.ledger.since(mark):
             print(f"  sent for .full(): {entry.kind} over {', '.join(entry.axes)}, {entry.bytes} bytes")
     return found

@@ -70,6 +70,7 @@ SHARES: dict[str, Share] = {
     "models/test_hf.py::test_plait_comes_without_transformers": PROCESSES,
     "oracle": ORACLES,
     "sharded/test_dtensor_oracle.py": ORACLES,
+    "sharded/test_op_database.py::test_every_operator": NIGHTLY,
     "train/test_train.py::test_a_run_that_is_stopped_keeps_its_metrics": PROCESSES,
     "verify": Share("none", "pairs"),
     "verify/test_bitwise.py::test_any_axis_at_one_and_three_ranks": HELD_BY_THE_MATRIX,

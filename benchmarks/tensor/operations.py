@@ -140,7 +140,7 @@ class Sharded:
     def seed(self, result: Any) -> Any:
         from plait.sharded.sharded_tensor import ShardedTensor
 
-        return ShardedTensor.from_full(torch.ones(result.shape), result.layout.dual(self.comm.mesh), self.comm)
+        return ShardedTensor.from_full(torch.ones(result.shape), result.sharding.dual(self.comm.mesh), self.comm)
 
     def whole(self, tensor: Any) -> Tensor:
         whole: Tensor = tensor.full()

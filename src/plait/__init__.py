@@ -21,6 +21,9 @@ commands/          the ``plait`` command
 api.py             the few calls that a script needs besides ``Engine``
 """
 
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from plait.api import join, run_threads, sum_of_mean
 from plait.comm import Comm
 from plait.core.cells import TABLE, Cell, Strategy, parse_strategy
@@ -29,6 +32,7 @@ from plait.core.mesh import Mesh
 from plait.core.parallelism import Parallelism
 from plait.core.precision import LossScale
 from plait.engine import Engine, Evaluation, StepResult, empty_parameters
+from plait.job.own import UserJob
 from plait.sharded import (
     LayoutError,
     ShardedTensor,
@@ -41,9 +45,20 @@ from plait.sharded import (
 )
 from plait.tensor_parallel import cross_entropy_sum
 
+if TYPE_CHECKING:
+    from plait.verify.run import verify as verify
+
+
+def __getattr__(name: str) -> Any:
+    """``plait.verify`` is imported when it is asked for, with all that it needs."""
+    if name == "verify":
+        return import_module("plait.verify")
+    raise AttributeError(f"module 'plait' has no attribute {name!r}")
+
+
 __version__ = "0.1.0"
 
 __all__ = ["TABLE", "Cell", "Comm", "Engine", "Evaluation", "Layout", "LossScale", "Mesh", "Parallelism", "StepResult"]
 __all__ += ["Strategy", "empty_parameters", "join", "parse_strategy", "run_threads", "sum_of_mean"]
 __all__ += ["LayoutError", "ShardedTensor", "annotate", "auto_redistribute", "cross_entropy_sum", "dropout_stream"]
-__all__ += ["explain", "from_dtensor", "to_dtensor"]
+__all__ += ["UserJob", "explain", "from_dtensor", "to_dtensor", "verify"]

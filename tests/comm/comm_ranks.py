@@ -39,7 +39,7 @@ def gone(comm: ProcessComm) -> None:
             print(error)
         else:
             raise AssertionError("no error")
-    assert time.monotonic() - started < 6, "not at once"
+    assert time.monotonic() - started < 15, "not at once"
 
 
 def disagree(comm: ProcessComm) -> None:

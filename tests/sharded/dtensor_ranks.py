@@ -58,7 +58,7 @@ def compare(name: str, layouts: list[str], comm: Comm, mesh: DeviceMesh) -> dict
     shapes, fn = OPERATORS[name]
     ours = [shard(values(s, k), text, comm) for k, (s, text) in enumerate(zip(shapes, layouts, strict=True))]
     theirs: list[Any] = [to_dtensor(x, mesh).requires_grad_() for x in ours]
-    assert all(from_dtensor(t, comm).layout == x.layout for t, x in zip(theirs, ours, strict=True))
+    assert all(from_dtensor(t, comm).sharding == x.sharding for t, x in zip(theirs, ours, strict=True))
     try:
         with CommDebugMode() as sent:
             want = fn(*theirs)
@@ -84,7 +84,7 @@ def compare(name: str, layouts: list[str], comm: Comm, mesh: DeviceMesh) -> dict
     same = None
     if legal and silent and isinstance(want, DTensor):
         try:
-            same = from_dtensor(want.detach(), comm).layout == got.layout
+            same = from_dtensor(want.detach(), comm).sharding == got.sharding
         except ValueError:  # a placement that is DTensor's own
             same = None
     return {"values": difference(got.full(), whole), "gradients": max(gradients, default=0.0), "layout": same}

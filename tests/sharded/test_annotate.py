@@ -39,7 +39,7 @@ def test_the_classic_case_one_linear_chunked_over_four_ranks() -> None:
         assert type(fc) is nn.Linear
         x = ShardedTensor.from_full(x_BI, "batch in", comm)
         columns = fc(x)
-        assert str(columns.layout) == "d0 d1/tensor" and not comm.ledger.entries
+        assert str(columns.sharding) == "d0 d1/tensor" and not comm.ledger.entries
         y = columns.redistribute("batch out")
         torch.testing.assert_close(y.local, y_BO.detach())
         y.square().sum().backward()
@@ -48,7 +48,7 @@ def test_the_classic_case_one_linear_chunked_over_four_ranks() -> None:
             ("all_gather", ("tensor",), padded),
             ("reduce_scatter", ("tensor",), padded),
         ]
-        assert str(fc.weight.grad.layout) == "d0/tensor d1" and str(x.grad.layout) == "d0 d1, pending(tensor)"
+        assert str(fc.weight.grad.sharding) == "d0/tensor d1" and str(x.grad.sharding) == "d0 d1, pending(tensor)"
         torch.testing.assert_close(fc.weight.grad.full(), stock.weight.grad)
         torch.testing.assert_close(fc.bias.grad.full(), stock.bias.grad)
         torch.testing.assert_close(x.grad.full(), x_BI.grad)
@@ -76,11 +76,11 @@ def test_columns_then_rows_need_one_sum() -> None:
         layouts = {"fc1.weight": "out/tensor in", "fc1.bias": "out/tensor", "fc2.weight": "out in/tensor"}
         mlp = annotate(filled(MLP()), layouts, comm)
         y = mlp(x)  # a plain input
-        assert y.layout.pending == ("tensor",) and not comm.ledger.entries
+        assert y.sharding.pending == ("tensor",) and not comm.ledger.entries
         y.redistribute("batch out").square().sum().backward()
         assert [e.kind for e in comm.ledger.entries] == ["all_reduce", "all_reduce"]
         for p, want in zip(mlp.parameters(), stock.parameters(), strict=True):
-            assert set(p.grad.layout.cut) == {"tensor"}
+            assert set(p.grad.sharding.cut) == {"tensor"}
             torch.testing.assert_close(p.grad.full(), want.grad)
 
     run_threads("tensor=4", body)
@@ -143,7 +143,7 @@ def test_a_transformer_in_stock_code(mesh: str, batch: str, plan: str) -> None:
         loss.backward()
         torch.testing.assert_close(loss.full(), want.detach())
         for (name, p), q in zip(model.named_parameters(), stock.parameters(), strict=True):
-            assert p.grad is not None and p.grad.layout == p.layout.dual(comm.mesh), name
+            assert p.grad is not None and p.grad.sharding == p.sharding.dual(comm.mesh), name
             torch.testing.assert_close(p.grad.full(), q.grad, rtol=1e-9, atol=1e-9, msg=lambda m, n=name: f"{n}: {m}")
 
     run_threads(mesh, body)
@@ -171,7 +171,7 @@ def test_tied_parameters_have_one_layout_and_nothing_is_annotated_twice() -> Non
     with pytest.raises(ValueError, match="are one parameter"):
         annotate(Transformer(), {"embedding.weight": "v/tensor w", "head.weight": "v w/tensor"}, COMM)
     module = annotate(nn.Linear(6, 5), {}, COMM)
-    assert str(module.weight.layout) == "d0 d1"
+    assert str(module.weight.sharding) == "d0 d1"
     with pytest.raises(ValueError, match="already"):
         annotate(module, {}, COMM)
 

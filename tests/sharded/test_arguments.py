@@ -30,6 +30,12 @@ def on_two_ranks(layout: str, act: Callable[[ShardedTensor], Any]) -> Any:
         ("a b/tensor c", lambda x: x.tensor_split((1, 2), -1)[2]),
         ("a/tensor b c", lambda x: torch.std(input=x, dim=-1)),
         ("a b c, pending(tensor)", lambda x: x.clone().copy_(x, True)),
+        ("a b c, pending(tensor)", lambda x: torch.add(x, other=x)),
+        ("a b c", lambda x: x[False]),
+        ("a b/tensor c", lambda x: x.tensor_split((1, -1), 0)[2]),
+        ("a b c", lambda x: x.view(torch.int64)),
+        ("a b/tensor c", lambda x: x[[0]]),
+        ("a b c/tensor", lambda x: x[:, [2, 0, 2]]),
     ],
 )
 def test_another_way_to_say_it(layout: str, act: Callable[[Any], Tensor]) -> None:
@@ -44,12 +50,8 @@ def test_another_way_to_say_it(layout: str, act: Callable[[Any], Tensor]) -> Non
         ("a b/tensor c", lambda x: x.flip(0, 1)),
         ("a b/tensor c", lambda x: x.select(0, 0).fill_diagonal_(7.0)),
         ("a b c, pending(tensor)", lambda x: torch.add(x, other=1.0)),
-        ("a b c, pending(tensor)", lambda x: torch.add(x, other=x)),
         ("a b c, pending(tensor)", lambda x: x.sub(other=1.0)),
         ("a b c, pending(tensor)", lambda x: x + True),
-        ("a b/tensor c", lambda x: x.tensor_split((1, -1), 0)),
-        ("a b c", lambda x: x.view(torch.int64)),
-        ("a b c", lambda x: x[False]),
     ],
 )
 def test_what_would_be_wrong_is_refused(layout: str, act: Callable[[ShardedTensor], Any]) -> None:

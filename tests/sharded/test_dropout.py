@@ -17,7 +17,7 @@ def dropped(comm: Comm, layout: str, p: float = 0.5) -> tuple[torch.Tensor, torc
     x = shard(values((5, 6)), layout, comm)
     with dropout_stream("seed", 3):
         first, second = F.dropout(x, p), nn.Dropout(p)(x)
-    assert first.layout == x.layout and not comm.ledger.entries
+    assert first.sharding == x.sharding and not comm.ledger.entries
     first.backward(torch.ones(5, 6).double())
     assert x.grad is not None
     return torch.stack([first.full(), second.full()]), x.grad.full()

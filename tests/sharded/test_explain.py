@@ -22,7 +22,7 @@ def test_a_redistribution_in_words_and_bytes() -> None:
         "all_gather over tensor of dim 0: 192 bytes, this rank sends 144      (redistribute)"
     )
     assert explain(x, "a b").sent == 192
-    assert str(explain(x, x.layout)) == "sends nothing"
+    assert str(explain(x, x.sharding)) == "sends nothing"
     whole = ShardedTensor(torch.zeros(5, 3), "a b", comm, (5, 3))
     assert str(explain(whole, "a/tensor b")) == "slice over tensor to dim 0: sends nothing"
     assert not comm.ledger.entries

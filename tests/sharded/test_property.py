@@ -70,7 +70,7 @@ def holds(comm: Comm, shapes: Shapes, fn: Callable[..., Any], cuts: list[Layout]
             if got is None:
                 assert not want.any()
                 continue
-            assert isinstance(got, ShardedTensor) and got.layout == x.layout.dual(comm.mesh)
+            assert isinstance(got, ShardedTensor) and got.sharding == x.sharding.dual(comm.mesh)
             torch.testing.assert_close(got.full(), want, rtol=1e-9, atol=1e-9)
         if legal and not auto:
             break

@@ -39,8 +39,8 @@ def test_value_ledger_and_gradient(move: tuple[str, tuple[int, ...], Layout, Lay
         predicted = explain(x, end)
         assert not comm.ledger.entries, "explain sent something"
         y = x.redistribute(end)
-        assert y.layout == end.on(comm.mesh)
-        steps = path(x.layout, y.layout, comm.mesh)
+        assert y.sharding == end.on(comm.mesh)
+        steps = path(x.sharding, y.sharding, comm.mesh)
         assert comm.ledger.entries == predicted.entries
         assert comm.ledger.entries == tuple(entries(steps, shape, comm.mesh, comm.rank, 8, note))
         assert {e.kind for e in predicted.entries} <= {s.kind for s in steps if s.kind not in FREE}
@@ -52,7 +52,7 @@ def test_value_ledger_and_gradient(move: tuple[str, tuple[int, ...], Layout, Lay
         assert [s.kind for s in back] == [DUAL_KIND[s.kind] for s in reversed(steps)]
         on_the_way_back = tuple(entries(back, shape, comm.mesh, comm.rank, 8, Note("redistribute backward")))
         assert comm.ledger.entries == on_the_way_back
-        assert x.grad is not None and x.grad.layout == x.layout.dual(comm.mesh)
+        assert x.grad is not None and x.grad.sharding == x.sharding.dual(comm.mesh)
         torch.testing.assert_close(x.grad.full(), weight, rtol=1e-12, atol=1e-12)
 
     run_threads(mesh, body)
@@ -65,8 +65,8 @@ def test_there_and_back(shape: tuple[int, ...]) -> None:
     def body(comm: Comm) -> None:
         x = ShardedTensor.from_full(full, Layout.replicated(len(shape)), comm)
         y = redistribute(x, Layout(((),) * len(shape), ("tensor",)))
-        assert y.layout.pending == ("tensor",) and torch.equal(y.full(), full.detach())
-        assert torch.equal(y.redistribute(x.layout).local, full.detach())
+        assert y.sharding.pending == ("tensor",) and torch.equal(y.full(), full.detach())
+        assert torch.equal(y.redistribute(x.sharding).local, full.detach())
         if shape:
             cut = x.redistribute(Layout((("tensor",), *((),) * (len(shape) - 1))))
             assert torch.equal(cut.full(), full.detach())
@@ -117,7 +117,7 @@ def test_the_backward_of_a_backward_goes_through_a_redistribution() -> None:
         x = ShardedTensor.from_full(full, "a/tensor b", comm)
         y = x.redistribute("a b")
         (grad,) = torch.autograd.grad((y**3).redistribute("a/tensor b").sum(), x, create_graph=True)
-        assert grad.layout == x.layout
+        assert grad.sharding == x.sharding
         (again,) = torch.autograd.grad((grad**2).sum(), x)
         torch.testing.assert_close(again.full(), second)
 

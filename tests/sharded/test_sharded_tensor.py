@@ -27,7 +27,7 @@ def test_it_shows_the_whole_and_holds_a_piece() -> None:
         x = cut("row/tensor column", (5, 3), comm)
         assert x.shape == x.size() == torch.Size((5, 3)) and x.size(0) == len(x) == 5 and x.size(-1) == 3
         assert x.dim() == x.ndim == 2 and x.numel() == 15 and x.dtype == torch.float64 and x.requires_grad
-        assert str(x.layout) == "d0/tensor d1" and x.mesh == Mesh(tensor=4) and x.comm is comm
+        assert str(x.sharding) == "d0/tensor d1" and x.mesh == Mesh(tensor=4) and x.comm is comm
         assert type(x.local) is torch.Tensor and type(x.full()) is torch.Tensor
         assert "tensor=Shard(0)" in repr(x) and "shape=[5, 3]" in repr(x)
         assert isinstance(nn.Parameter(x), nn.Parameter) and isinstance(nn.Parameter(x), ShardedTensor)
@@ -66,7 +66,7 @@ def test_two_comms_do_not_mix() -> None:
 
 def test_a_plain_tensor_counts_as_replicated_unless_it_wants_a_gradient() -> None:
     x = cut("row/tensor column", (5, 3), TraceComm(Mesh(tensor=2)))
-    assert str((x + torch.ones(5, 3)).layout) == "d0/tensor d1"
+    assert str((x + torch.ones(5, 3)).sharding) == "d0/tensor d1"
     with pytest.raises(LayoutError, match="its gradient would be this rank's share only"):
         x + torch.ones(3, requires_grad=True)
 
@@ -83,7 +83,7 @@ def test_a_loss_seeds_every_gradient_once(layout: str) -> None:
         y = x * 2
         y.backward()
         assert x.grad is not None and not comm.ledger.entries
-        assert x.grad.layout == x.layout.dual(comm.mesh)
+        assert x.grad.sharding == x.sharding.dual(comm.mesh)
         assert float(x.grad.full()) == 2
 
     run_threads("replica=2 tensor=2", body)
@@ -120,10 +120,10 @@ def test_gradients_add_up_over_backwards_and_a_reduced_one_is_not_added_to() -> 
         rows = cut("row/tensor column", (5, 3), comm, 1).detach()
         for _ in range(2):
             (x * rows).sum().backward()
-        assert x.grad is not None and x.grad.layout == Layout.parse("row column, pending(tensor)")
+        assert x.grad is not None and x.grad.sharding == Layout.parse("row column, pending(tensor)")
         torch.testing.assert_close(x.grad.full(), 2 * rows.full())
-        x.grad = x.grad.redistribute(x.layout)
-        assert x.grad.layout == x.layout
+        x.grad = x.grad.redistribute(x.sharding)
+        assert x.grad.sharding == x.sharding
         with pytest.raises(LayoutError, match="zero_grad"):
             (x * rows).sum().backward()
         x.grad = None
@@ -206,7 +206,7 @@ def test_copies_are_deep_and_pickles_are_refused() -> None:
     comm = TraceComm(Mesh(tensor=2))
     p = nn.Parameter(cut("o/tensor i", (4, 6), comm))
     q = copy.deepcopy(p)
-    assert isinstance(q, nn.Parameter) and q.layout == p.layout and q.local.data_ptr() != p.local.data_ptr()
+    assert isinstance(q, nn.Parameter) and q.sharding == p.sharding and q.local.data_ptr() != p.local.data_ptr()
     with pytest.raises(TypeError, match=r"save its \.full"):
         pickle.dumps(p)
 

@@ -14,7 +14,7 @@ from plait.config.check import validate
 from plait.config.file import from_toml, to_toml
 from plait.config.layout import names_a_file, read_schedule
 from plait.config.machine import Device, MachineConfig, World, check_machine, resolve_device
-from plait.config.settings import RunConfig, TrainConfig, VerifyConfig, section
+from plait.config.settings import RunConfig, TrainConfig, VerifyConfig, section, with_job
 
 __all__ = ["Device", "MachineConfig", "RunConfig", "TrainConfig", "VerifyConfig", "World", "check_machine", "from_toml"]
-__all__ += ["names_a_file", "read_schedule", "resolve_device", "section", "to_toml", "validate"]
+__all__ += ["names_a_file", "read_schedule", "resolve_device", "section", "to_toml", "validate", "with_job"]

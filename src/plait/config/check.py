@@ -68,10 +68,10 @@ def _check_family(config: RunConfig) -> None:
         return
     for name, why in FOR_TEXT.items():
         if getattr(config, name, None) not in (None, False):
-            raise ValueError(f"{name} is for text, which {why}; {config.model} reads none: leave it out")
+            raise ValueError(f"{name} is for text, which {why}; {config.title} reads none: leave it out")
     if config.recompute == "selective":
         raise ValueError(
-            f"recompute selective is for attention, which {config.model} lacks: choose full, or leave it out"
+            f"recompute selective is for attention, which {config.title} lacks: choose full, or leave it out"
         )
 
 
@@ -99,17 +99,12 @@ def _check_rates(config: RunConfig) -> None:
 
 def _check_pipeline(config: RunConfig) -> None:
     """Refuses a schedule that is wrong, or does not fit the mesh and the microbatches; it is proved here."""
-    pipeline, sizes = config.pipeline, config.sizes_of_stages
+    pipeline = config.pipeline
     schedule = pipeline.completed(config.microbatches, config.row)
     if isinstance(config, VerifyConfig) or (isinstance(config, TrainConfig) and config.verify):
         check(schedule, in_order=True)
     if pipeline.num_stages == 1 and config.split is not None:
         raise ValueError(f"split {config.split!r}, but there is one stage: give the mesh a pipe axis, or leave it out")
-    if sizes is not None and len(sizes) != pipeline.num_stages:
-        raise ValueError(
-            f"split {config.split!r} is for {len(sizes)} stages, but the pipeline has {pipeline.num_stages}: "
-            f"give {pipeline.num_stages} numbers"
-        )
 
 
 def _check_training(config: TrainConfig) -> None:
@@ -120,7 +115,7 @@ def _check_training(config: TrainConfig) -> None:
     _check_writable("export", config.export)
     if config.export is not None:
         if not config.family.transformers:
-            raise ValueError(f"export writes models of transformers, which {config.model} is not: leave it out")
+            raise ValueError(f"export writes models of transformers, which {config.title} is not: leave it out")
         if Path(config.export).exists():
             raise ValueError(f"there is something at export {config.export!r} already: give a new folder")
     check_sinks(config.out, tensorboard=config.tensorboard, wandb=config.wandb)
@@ -162,6 +157,6 @@ def _check_model(config: RunConfig) -> None:
         parallel = parallel_plan(build_model(config), mesh.tensor, sequence=config.sequence_parallel)
         if not parallel.cuts:
             raise ValueError(
-                f"tensor={mesh.tensor}, but the plan cuts no parameter of {config.model}: give it more layers (mlp has "
+                f"tensor={mesh.tensor}, but the plan cuts no parameter of {config.title}: give it more layers (mlp has "
                 f"its first pair of cut layers with 4), or leave the tensor axis out"
             )

@@ -27,6 +27,7 @@ from plait.job.job import Job
 from plait.schedule.pipeline import Pipeline
 
 Section = TypeVar("Section")
+Run = TypeVar("Run", bound="RunConfig")
 
 
 @dataclass(frozen=True)
@@ -62,6 +63,26 @@ class RunConfig(JobConfig, LayoutConfig, MachineConfig, FileConfig):
             return self.parallelism
         sizes = job.measured_split(comm, self.pipeline, self.microbatches, self.recompute)
         return replace(self.parallelism, split=sizes)
+
+
+def with_job(config: Run) -> Run:
+    """A config whose job is the user's own, with what that decides: the samples of a step and the learning rate.
+
+    Raises:
+        ValueError: another setting of what the job decides.
+    """
+    if config.job is None:
+        return config
+    family, defaults = config.family, type(config)()
+    decided = {"model": "the model", "layers": "the model", "width": "the model", "heads": "the model"}
+    decided |= {"kv_heads": "the model", "length": "the data", "dropout": "the model", "data": "the data"}
+    decided |= {"ragged": "the data", "batch": "the data"}
+    if family.optimizer is not None:
+        decided |= {"optimizer": "the optimizer", "lr": "the optimizer", "weight_decay": "the optimizer"}
+    for name, what in decided.items():
+        if getattr(config, name) != getattr(defaults, name):
+            raise ValueError(f"{name} {getattr(config, name)} beside job, which has {what}: leave one of them out")
+    return replace(config, batch=family.samples or config.batch, lr=family.rate or config.lr)
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ regression.py   regression data out of a hash
 workers.py      the batches of the coming steps, made ahead in worker processes
 """
 
-from plait.data.batches import Batch, Batches, split_samples
+from plait.data.batches import Batch, Batches, on_device, split_samples
 from plait.data.corpus import Corpus, Epochs
 from plait.data.order import sample_at
 from plait.data.packing import PackedBatches
@@ -32,6 +32,7 @@ __all__ = [
     "as_tokens",
     "load_documents",
     "load_text",
+    "on_device",
     "sample_at",
     "split_documents",
     "split_samples",

@@ -1,11 +1,13 @@
 """The engine: a model's units, the passes of its stages, and the step.
 
 engine.py        ``Engine``: the step                                                      start here
+own_loop.py      what a loop of one's own calls: backward, clipping, gathered parameters
 placed_model.py  what an engine is built of, and the state that goes in and out
 step.py          what a step is while it is under way, and what it did
 exchange.py      the two small messages of a step on which all ranks agree
 norm.py          the global norm, in which every element counts once
 update.py        between the last backward and the update: sums, clip, handing over
+host_random.py   the generators of Python and numpy, which a forward may not draw from
 nonfinite.py     whose loss or gradient is not finite
 reduction.py     a mean and its count as a sum
 standing.py      where a rank stands in the run, which must be the same everywhere

@@ -22,13 +22,12 @@ uneven ranks agree with a single process.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
 from plait.comm import Comm
@@ -36,12 +35,12 @@ from plait.core.parallelism import Parallelism
 from plait.core.precision import LossScale
 from plait.engine.evaluation import Evaluation, Evaluator
 from plait.engine.forward.context import RNGPosition
-from plait.engine.gathered import gathered, units_of
+from plait.engine.host_random import HostRandomness
 from plait.engine.nonfinite import NonFinite
+from plait.engine.own_loop import OwnLoop
 from plait.engine.pipeline.runtime import Microbatch
 from plait.engine.pipeline.stage import LossFn
-from plait.engine.placed_model import PlacedModel
-from plait.engine.reduction import Reduction, as_sum, returning_sums
+from plait.engine.reduction import returning_sums
 from plait.engine.standing import Standing
 from plait.engine.state.identity import code_of
 from plait.engine.state.weights import Weights
@@ -53,7 +52,7 @@ CountFn = Callable[[Any], int]
 Listener = Callable[[str, "Engine"], None]
 
 
-class Engine(PlacedModel):
+class Engine(OwnLoop):
     """A model trained under one row of the table on this rank.
 
     Args:
@@ -114,13 +113,13 @@ class Engine(PlacedModel):
         self.loss_fn, self.count_fn, self.listener = loss_fn, count_fn, listener
         self.update = Update(self, clip, loss_scale, nonfinite)
         self._turns = StepTurns()
+        self._host = HostRandomness(model, loss_fn)
         for one in self.optimizers:
             self._hook(one)
         self.steps = 0
         self.discarded = 0
         """Times that ``zero_grad`` threw gradients away."""
         self._blocks = 0
-        """``gathered`` blocks that are open."""
         self._evaluator = Evaluator(self)
         self._broken = False
         self._now: OpenStep | None = None
@@ -176,6 +175,7 @@ class Engine(PlacedModel):
             for m, batch in enumerate(microbatches)
         ]
         self._broken = self.comm.mesh.pipe > 1
+        self._host.begin(self.steps)
         loss_fn = loss_fn if self.steps else returning_sums(loss_fn, count_fn)
         self.runtime.run(program, brought, loss_fn, 1 / total * self.update.scale, self._update)
         return self.last
@@ -212,6 +212,7 @@ class Engine(PlacedModel):
         """The end of the step."""
         assert self._now is not None
         self._broken = False  # every message of the pipeline has come
+        self._host.check(alone=True)
         num = len(self.runtime.p2p.signatures)
         losses = self.runtime.losses
         self._now.losses = [losses[m] if losses else torch.zeros(()) for m in range(num)]
@@ -220,96 +221,6 @@ class Engine(PlacedModel):
         if not self.optimizers:
             self._begin_update()
             self._publish()
-
-    def backward(self, loss: Tensor, count: int, reduction: Reduction | None = None) -> None:
-        """The backward of one microbatch of a user's own loop.
-
-        Args:
-            loss: of the microbatch, a scalar.
-            count: how many terms the loss has; ``optimizer.step()`` divides by the global sum of the counts.
-            reduction: ``"mean"``, as of ``F.cross_entropy`` and Hugging Face's models, or ``"sum"``: what the loss is
-                of its terms. None: a sum, unless it can be seen that it is a mean, which is refused.
-
-        Raises:
-            ValueError: no optimizer, a loss that is no scalar, a mean given as a sum, a negative count.
-        """
-        if self.pipeline.num_stages > 1:
-            raise ValueError("engine.backward is for one stage: under a pipeline the schedule decides; use engine.step")
-        self._check_optimizer()
-        if loss.dim() != 0:
-            raise ValueError(f"the loss has shape {tuple(loss.shape)}: return the sum over the microbatch, a scalar")
-        if count < 0:
-            raise ValueError(f"a count of {count}: it is the number of terms of the loss, 0 or more")
-        loss = as_sum(loss, count, reduction)
-        now = self._begin_step()
-        if now.prepared:
-            raise ValueError("engine.backward after engine.clip_grad_norm_: clip behind the last backward of the step")
-        now.local_count += count
-        gradients = self.stages[0].gradients
-        gradients.hide()
-        self.stages[0].backward_from(loss, self.update.scale)
-        gradients.show()
-        now.losses.append(loss.detach())
-
-    def clip_grad_norm_(self, max_norm: float) -> Tensor:
-        """Finish the sums of ``backward``, and clip them by their global norm, before ``optimizer.step()``.
-
-        All ranks call it together, once per step, in place of ``torch.nn.utils.clip_grad_norm_``.
-
-        Returns:
-            The norm before clipping, a scalar.
-
-        Raises:
-            ValueError: no backward, a second call in one step, an engine that clips by itself.
-        """
-        if self.update.clip is not None:
-            raise ValueError(
-                f"engine.clip_grad_norm_ on an engine with clip={self.update.clip}: leave one of them out (the norm is "
-                f"engine.last.grad_norm)"
-            )
-        if self._now is not None and self._now.prepared:
-            raise ValueError("engine.clip_grad_norm_ a second time in one step: call it once, behind the last backward")
-        self._prepare(max_norm)
-        norm = self.last.grad_norm  # None where the step is not made
-        return torch.tensor(math.inf if norm is None else norm, dtype=self.norm.dtype)
-
-    @contextmanager
-    def gathered(self, *names: str, modify: bool = False) -> Iterator[None]:
-        """Parameters are whole inside, whatever the row; all ranks enter and leave together.
-
-        Under a row in 16 bits they have that dtype; of one that is cut over the tensor axis this rank's piece is there.
-        A penalty made of them belongs between a forward and its backward, and keeps them whole until that is over.
-
-        Args:
-            names: of parameters, or of modules for all of theirs; none: all.
-            modify: they may be written to, between steps, on every rank the same.
-
-        Raises:
-            ValueError: unknown names; a pipeline; ``modify`` in the middle of a step; and behind the block, parameters
-                that were written to without ``modify``, or differently on different ranks.
-        """
-        if self.pipeline.num_stages > 1:
-            raise ValueError("engine.gathered is for one stage: under a pipeline use engine.full_state_dict()")
-        if modify and self._now is not None:
-            raise ValueError(
-                "engine.gathered(modify=True) in the middle of a step: call it after optimizer.step() or zero_grad()"
-            )
-        units = units_of(self.units, names, self.directory.aliases)
-        self.take_over()
-        self._blocks += 1
-        try:
-            with gathered(self.stages[0].unsharding, units, self.comm, modify=modify):
-                yield
-        finally:
-            self._blocks -= 1
-
-    def _check_optimizer(self) -> None:
-        """Raises ValueError where gradients would be made that nobody gets."""
-        if not self.optimizers and self.listener is None:
-            raise ValueError(
-                "the engine has no optimizer, so no step would change anything: give Engine(optimizer=...), or, where "
-                "it is built after the engine, call engine.use(optimizer) before the first step"
-            )
 
     def _begin_step(self) -> OpenStep:
         self._turns.check_all(self.optimizers)
@@ -330,6 +241,7 @@ class Engine(PlacedModel):
             stage.begin_alone(RNGPosition(self.steps, -1 - place, place * size, size))
             return
         now = self._begin_step()
+        self._host.begin(self.steps)
         first = (now.forwards << 40) + place * size  # how many microbatches will come is not known: number them apart
         microbatch = place + now.forwards * self.comm.mesh.data_size
         stage.begin_alone(RNGPosition(self.steps, microbatch, first, size), now.forwards)

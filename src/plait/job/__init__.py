@@ -1,6 +1,7 @@
 """What is trained, apart from how: the same for a layout on many ranks and for the single process it is compared with.
 
 config.py      ``JobConfig``: the flags, in sections, and the values that follow from them
+own.py         ``UserJob``: a job of the user's, and ``--job FILE.py:NAME``
 families.py    ``FAMILIES``: the models that can be chosen, a row each
 optimizer.py   ``OPTIMIZERS``, a row each; decay groups, the learning rate of each step
 dataset.py     what is trained on, and what is held out

@@ -15,8 +15,9 @@ import torch
 
 from plait.core.cells import LONG, TABLE, Strategy
 from plait.core.precision import LossScale, Precision
-from plait.job.families import Family, ModelConfig, find_family, for_text
+from plait.job.families import Family, ModelConfig, find_family, for_text, own_family
 from plait.job.optimizer import OptimizerConfig, OptimizerRow, find_optimizer
+from plait.job.own import UserJob, load_job
 
 
 @dataclass(frozen=True)
@@ -46,8 +47,15 @@ class JobConfig(OptimizerConfig, DataConfig, ModelConfig):
 
     @cached_property
     def family(self) -> Family:
-        """The row of the model."""
-        return find_family(self.model)
+        """The row of the model, or of the user's job."""
+        if self.job is None:
+            return find_family(self.model)
+        return own_family(self.job if isinstance(self.job, UserJob) else load_job(self.job))
+
+    @property
+    def title(self) -> str:
+        """The model in a word."""
+        return self.model if self.job is None else str(self.job)
 
     @cached_property
     def sizes(self) -> Any:
@@ -57,7 +65,7 @@ class JobConfig(OptimizerConfig, DataConfig, ModelConfig):
     @cached_property
     def optimizer_row(self) -> OptimizerRow:
         """The row of the optimizer."""
-        return find_optimizer(self.optimizer)
+        return self.family.optimizer or find_optimizer(self.optimizer)
 
     @cached_property
     def row(self) -> Strategy:

@@ -11,15 +11,20 @@ import difflib
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
 import torch
 import tyro
 from torch import Tensor, nn
+from torch.optim import SGD, Optimizer
+from torch.utils._pytree import tree_leaves
 
 from plait.checkpoint.huggingface import open_folder
 from plait.data import Batches, SyntheticRegression, as_tokens
 from plait.engine.state.weights import Weights
+from plait.engine.step import num_samples
+from plait.job.optimizer import OptimizerRow
+from plait.job.own import PLACE, GivenBatches, UserJob
 from plait.models import gpt, hf, mlp
 from plait.models.pretrained import Pretrained
 
@@ -56,6 +61,8 @@ class ModelConfig:
     """Which model is trained, and in which numbers."""
 
     model: Annotated[str, tyro.conf.arg(help=describe_families())] = "gpt"
+    job: Annotated[str | UserJob | None, PLACE] = None
+    """A job of your own instead: a plait.UserJob in a file, with its model, loss, batches and optimizer."""
     layers: Annotated[int | None, tyro.conf.arg(help=describe_layers())] = None
     width: int = 128
     """Elements of a hidden vector."""
@@ -77,7 +84,7 @@ class Family:
 
     summary: str
     """For help texts."""
-    sizes: Callable[[ModelConfig], Any]
+    sizes: Callable[[Any], Any]
     """From flags to what ``build`` makes the model of, with a ``width``; refuses what does not fit together."""
     build: Callable[[Any], nn.Module]
     loss_fn: Callable[[nn.Module, Any], Tensor]
@@ -101,6 +108,14 @@ class Family:
     """Whether ``plan.activations`` knows what its blocks keep."""
     heading: str | None = None
     """How help texts call it; None: by its name."""
+    valued: bool = False
+    """``build`` gives the parameters their values; otherwise they are drawn when the model is on its ranks."""
+    samples: int | None = None
+    """Of one step, where the data says it and not a flag."""
+    optimizer: OptimizerRow | None = None
+    """Where the job has its own, made of the parameters alone."""
+    rate: float | None = None
+    """The learning rate of that optimizer."""
 
     @property
     def reads_text(self) -> bool:
@@ -123,6 +138,54 @@ def find_family(model: str) -> Family:
     near = difflib.get_close_matches(model, names, n=2)
     hint = f"did you mean {' or '.join(near)}?" if near else f"choose one of {', '.join(names)}, or {FOLDER}PATH"
     raise ValueError(f"unknown model {model!r}: {hint}")
+
+
+class Seeded(NamedTuple):
+    """A user's job, and from what its model is drawn."""
+
+    job: UserJob
+    seed: int
+    width: int = 0
+    """Of what goes from stage to stage: not known ahead."""
+
+
+def own_family(job: UserJob) -> Family:
+    """A user's job as a row.
+
+    Raises:
+        ValueError: a model or an optimizer that is something else, or what is not the same each time it is asked for.
+    """
+    job.check()
+    model, row, rate = job.model(0), None, None
+    if job.optimizer is not None:
+        made = job.optimizer(model.parameters())
+        if not isinstance(made, Optimizer):
+            raise ValueError(f"the job's optimizer is {type(made).__name__}: return one of torch.optim's kind")
+        row = OptimizerRow(job.optimizer, states=2, amplifies=not isinstance(made, SGD))
+        rate = max(float(group["lr"]) for group in made.param_groups)
+    return Family(
+        "a job of the user's",
+        lambda config: Seeded(job, config.seed),
+        lambda seeded: seeded.job.model(seeded.seed),
+        job.loss_fn,
+        layers=None,
+        count_fn=job.count_fn,
+        leading=leading_dims,
+        batches=lambda seeded, seed, ragged, dtype: GivenBatches(seeded.job, dtype),
+        valued=True,
+        samples=num_samples(job.batch(0)),
+        optimizer=row,
+        rate=rate,
+    )
+
+
+def leading_dims(batch: Any) -> tuple[int, ...]:
+    """Of token numbers all dims, of anything else the samples."""
+    first = next(leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.dim())
+    return (len(first),) if first.is_floating_point() else tuple(first.shape)
+
+
+# ---- the rows -----------------------------------------------------------------------------------------------
 
 
 def _layers(config: ModelConfig) -> int:

@@ -5,6 +5,7 @@ mesh nor strategy.
 """
 
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -48,7 +49,7 @@ class Job:
     leading: Callable[[Any], tuple[int, ...]]
     """The shape of a batch's activations without their last dim."""
     width: int
-    """The last dim of what goes from stage to stage."""
+    """The last dim of what goes from stage to stage; 0: it is not known ahead."""
     scheduler: Callable[[Optimizer], LRScheduler] | None = None
     """Builds the learning-rate schedule on the optimizer; ``step()`` is called once a step, after the optimizer's."""
     held_out: Epochs | None = None
@@ -138,8 +139,8 @@ class Job:
 
 
 def build_model(config: JobConfig) -> nn.Module:
-    """The model that a config describes, in its dtype, with its parameters on meta."""
-    with empty_parameters():
+    """The model that a config describes, in its dtype, with its parameters on meta unless it is the user's."""
+    with nullcontext() if config.family.valued else empty_parameters():
         model = config.family.build(config.sizes)
     return _cast(model, config.stored_dtype).train()
 
@@ -147,7 +148,8 @@ def build_model(config: JobConfig) -> nn.Module:
 def _cast(model: nn.Module, dtype: torch.dtype) -> nn.Module:
     """Of the parameters, and not of the buffers: in bf16 a rotary angle would be off by radians."""
     for parameter in model.parameters():
-        parameter.data = parameter.data.to(dtype)
+        if parameter.is_floating_point():
+            parameter.data = parameter.data.to(dtype)
     return model
 
 
@@ -163,7 +165,7 @@ def make_job(config: JobConfig) -> Job:
         loss_fn=family.loss_fn,
         count_fn=family.count_fn,
         batches=data.batches,
-        optimizer=partial(make_optimizer, config),
+        optimizer=family.optimizer.make if family.optimizer else partial(make_optimizer, config),
         global_batch=config.batch,
         dtype=config.torch_dtype,
         seed=config.seed,

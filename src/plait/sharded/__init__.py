@@ -8,6 +8,8 @@
     views.py           rules of views: the same elements under another shape
     indexing.py        rules of indexing: some of the places of a dim, tensors joined along one
     nn_functional.py   rules of embedding, cross-entropy, attention
+    batches.py         rules of torch's own operators that work along some dims: sort, fft, linalg, pools, convolutions
+    decompose.py       an operator without a rule as the operators that it is made of
     dispatch.py        from a call to what its rule decides, or to the error that names the way out
     padded.py          pieces of unequal length through collectives that want equal ones
     redistribute.py    from layout to layout, forward and backward
@@ -24,7 +26,7 @@
 A new operator rule is one function under ``@rule`` in the file of its kind, or anywhere in your own code.
 """
 
-from plait.sharded import autograd, dropout, elementwise, indexing, nn_functional, products, reductions, views
+from plait.sharded import autograd, batches, dropout, elementwise, indexing, nn_functional, products, reductions, views
 from plait.sharded.annotate import annotate
 from plait.sharded.bridge import from_dtensor, to_dtensor
 from plait.sharded.dispatch import LayoutError
@@ -32,7 +34,7 @@ from plait.sharded.dropout import dropout_stream
 from plait.sharded.explain import Explanation, explain
 from plait.sharded.sharded_tensor import ShardedTensor, auto_redistribute, redistribute
 
-TABLE_FILES = (elementwise, products, reductions, views, indexing, nn_functional)
+TABLE_FILES = (elementwise, products, reductions, views, indexing, nn_functional, batches)
 """The modules whose import fills the table of rules."""
 
 DIRECT_FILES = (autograd, dropout)

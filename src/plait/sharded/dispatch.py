@@ -2,22 +2,28 @@
 
 args  --freeze-->  specs and values  --rule-->  OpPlan     kept with the first operand's spec
                                       \\------>  Refusal -> LayoutError, which names operator, layouts, way out
+
+A call whose operator has no rule, or whose rule does not know its arguments, is taken apart (``decompose.py``).
 """
 
 from __future__ import annotations
 
 import inspect
+import numbers
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from plait.core.layout import Layout
-from plait.sharded.rules import RULES, named, on_plain
+from plait.sharded.rules import RULES, Rule, named, on_plain, specs_in
 from plait.sharded.spec import OpPlan, Refusal, Spec, SpecCache
 
-ATOMS = {int, float, bool, str, type(None), complex, type(...), torch.dtype, torch.device, torch.memory_format}
+ATOMS = {
+    int, float, bool, str, type(None), complex, type(...), torch.dtype, torch.device, torch.memory_format, torch.layout
+}  # fmt: skip
 """Types of arguments that stand for themselves in the key of an ``OpPlan``."""
 
 DIRECT: dict[Any, Callable[..., Any]] = {}
@@ -26,8 +32,14 @@ DIRECT: dict[Any, Callable[..., Any]] = {}
 MOST_KEPT = 4096
 """``OpPlan``s kept per spec: an operator whose number changes with every call must not fill the memory."""
 
-UNKEPT = {Tensor.__getitem__, *named("std", "var")}
-"""Functions whose calls a dict would confuse: 1 and True are one key there, and mean two things to them."""
+BY_TYPE = {Tensor.__getitem__, *named("std", "var")}
+"""Functions to which 1 and True, one key of a dict, are two things."""
+
+
+class FrozenList(tuple[Any, ...]):
+    """A list among frozen arguments: as an index it means another thing than a tuple."""
+
+    __slots__ = ()
 
 
 class LayoutError(ValueError):
@@ -58,6 +70,18 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
             yield from tensors_in(v)
 
 
+def mapped(change: Callable[[Any], Any], value: Any, kind: type = Tensor) -> Any:
+    """A value with its tensors changed; lists, tuples of any kind and dicts are looked into."""
+    if isinstance(value, kind):
+        return change(value)
+    if isinstance(value, dict):
+        return {k: mapped(change, v, kind) for k, v in value.items()}
+    if not isinstance(value, list | tuple) or isinstance(value, torch.Size):
+        return value
+    items = [mapped(change, v, kind) for v in value]
+    return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+
+
 def cache_of(func: Any, args: Any, kwargs: Any) -> SpecCache:
     """The one cache in which the operands' specs are.
 
@@ -79,21 +103,70 @@ def freeze(value: Any, cache: SpecCache) -> Any:
     if type(value) in ATOMS:
         return value
     if isinstance(value, Tensor):
-        spec = spec_of(value)
-        if spec is None and value.requires_grad and torch.is_grad_enabled():
-            raise LayoutError(
-                f"a plain tensor {list(value.shape)} that requires a gradient meets ShardedTensors: its gradient would "
-                f"be this rank's share only; make it ShardedTensor.from_full(tensor, layout, comm)"
-            )
-        return spec or cache.replicated(value.shape)
+        return spec_of(value) or plain_spec(value, cache)
     if isinstance(value, list | tuple):
-        return tuple(freeze(v, cache) for v in value)
+        return (FrozenList if isinstance(value, list) else tuple)(freeze(v, cache) for v in value)
     if isinstance(value, slice):
-        return ("slice", value.start, value.stop, value.step)
+        ends = (value.start, value.stop, value.step)
+        if any(isinstance(v, Tensor) for v in ends):
+            raise LayoutError(f"a slice from tensor to tensor of a ShardedTensor: give numbers, {value} has tensors")
+        return ("slice", *(freeze(v, cache) for v in ends))
+    if isinstance(value, np.generic):  # a number, as any other
+        return value.item()
+    if isinstance(value, numbers.Number | np.ndarray):
+        raise LayoutError(f"a {type(value).__name__} meets ShardedTensors: give a number of Python, or a tensor")
     return value
 
 
-def op_plan(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> OpPlan:
+def plain_spec(tensor: Tensor, cache: SpecCache) -> Spec:
+    """The spec of a plain tensor, which is taken to be the same on every rank.
+
+    Raises:
+        LayoutError: it cannot be.
+    """
+    if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        raise LayoutError(
+            "a tensor of torch.func (grad, vmap, ...) meets ShardedTensors, whose layouts it cannot carry: "
+            "use torch.autograd.grad, and a batch dim instead of vmap"
+        )
+    if tensor.requires_grad and torch.is_grad_enabled():
+        raise LayoutError(
+            f"a plain tensor {list(tensor.shape)} that requires a gradient meets ShardedTensors: its gradient would "
+            f"be this rank's share only; make it ShardedTensor.from_full(tensor, layout, comm)"
+        )
+    if tensor.layout is not torch.strided:
+        raise LayoutError(f"a plain tensor of layout {tensor.layout} meets ShardedTensors: .to_dense() it")
+    return cache.replicated(tensor)
+
+
+def types_of(frozen: Any) -> Any:
+    """The types of an argument's atoms: 1, 1.0 and True are one key of a dict."""
+    return (type(frozen), *map(types_of, frozen)) if isinstance(frozen, tuple) else type(frozen)
+
+
+def gradients(args: Any, kwargs: Any) -> tuple[bool, ...]:
+    """Which tensors of a call require a gradient."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return tuple(t.requires_grad for t in tensors_in([args, kwargs]))
+
+
+class Decision:
+    """What is decided on one call, and where it is kept once it has proved itself."""
+
+    __slots__ = ("_kept", "_keys", "plan")
+
+    def __init__(self, plan: OpPlan, kept: dict[Any, OpPlan] | None, keys: tuple[Any, ...] = ()) -> None:
+        self.plan, self._kept, self._keys = plan, kept, keys
+
+    def keep(self) -> None:
+        """For the next call of its kind."""
+        if self._kept is not None:
+            if len(self._kept) >= MOST_KEPT:
+                self._kept.clear()
+            self._kept.update(dict.fromkeys(self._keys, self.plan))
+
+
+def decision(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Decision:
     """What the rule decides on this call.
 
     Raises:
@@ -102,26 +175,59 @@ def op_plan(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> OpPlan:
     cache = cache_of(func, args, kwargs)
     frozen = tuple(freeze(a, cache) for a in args)
     options = {k: freeze(v, cache) for k, v in kwargs.items()}
-    operands = list(_specs((frozen, *options.values())))
+    operands = specs_in((frozen, *options.values()))
     key: Any = (func, *frozen, *options.items())
-    kept: dict[Any, OpPlan] = {} if func in UNKEPT else operands[0].op_plans
+    exact: Any = (
+        "exactly",
+        key,
+        types_of((*frozen, *options.values())),
+        torch.is_grad_enabled(),
+        gradients(args, kwargs),
+    )
     try:
-        known = kept.get(key)
+        known = operands[0].op_plans.get(exact)
     except TypeError:  # an argument that cannot be looked up
-        kept, key, known = {}, None, None
+        known, exact = None, None
     if known is not None:
-        return known
+        return Decision(known, None)
     try:
-        decided = decide(func, frozen, options)
+        plan, general = decide(func, args, kwargs, frozen, options)
     except Refusal as refusal:
         raise refused(func, operands, refusal) from None
-    run = decided.run or func
+    run = plan.run or func
     if cache.comm.device.type == "meta":  # meta kernels are written in Python, and would read the global shape
         run = on_plain(run)
-    if len(kept) >= MOST_KEPT:
-        kept.clear()
-    kept[key] = OpPlan(decided.out, run)
-    return kept[key]
+    if writes(func, args, kwargs):
+        run = no_copy_written(func, run)
+    # what depends on more than the values of its numbers is found under its exact key only
+    keys = () if exact is None else (exact, key) if general else (exact,)
+    return Decision(OpPlan(plan.out, run), operands[0].op_plans, keys)
+
+
+def writes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether a function changes its first operand."""
+    name = str(getattr(func, "__name__", ""))
+    if name.endswith("__"):
+        return name == "__setitem__" or (name.startswith("__i") and name != "__invert__")
+    try:
+        return name.endswith("_") or bool(inspect.signature(func).bind(*args, **kwargs).arguments.get("inplace"))
+    except (TypeError, ValueError):  # torch's own functions have no signature
+        return False
+
+
+def no_copy_written(func: Any, run: Callable[..., Any]) -> Callable[..., Any]:
+    """Computes what changes its first operand, unless that is a copy which stands where torch has a view."""
+
+    def guarded(*args: Any, **kwargs: Any) -> Any:
+        x: Any = args[0] if args else next(tensors_in(kwargs))
+        if hasattr(x, "_copied_by"):
+            raise LayoutError(
+                f"{name_of(func)} would change a copy: {x._copied_by} gave it under auto_redistribute, where torch has "
+                f"a view. Change the tensor itself, or redistribute it first"
+            )
+        return run(*args, **kwargs)
+
+    return guarded
 
 
 def refused(func: Any, operands: list[Spec], refusal: Refusal) -> LayoutError:
@@ -130,31 +236,76 @@ def refused(func: Any, operands: list[Spec], refusal: Refusal) -> LayoutError:
     return LayoutError(text.strip(), {s: to for s, to in refusal.fix.items() if s in operands})
 
 
-def decide(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> OpPlan:
-    """Asks the rule; specs stand in the place of tensors.
+def decide(
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], frozen: tuple[Any, ...], options: dict[str, Any]
+) -> tuple[OpPlan, bool]:
+    """The plan, and whether it holds for numbers of other types; by the rule, or else by taking the call apart.
+
+    Raises:
+        Refusal: it would have to communicate, or there is no way known.
+    """
+    from plait.sharded.decompose import decomposed  # it asks this file for the rules of the parts
+
+    if specs_in((options.get("out"),)):
+        out, given_out = options["out"], kwargs["out"]
+        left = {k: v for k, v in options.items() if k != "out"}
+        plan, general = decide(func, args, {k: v for k, v in kwargs.items() if k != "out"}, frozen, left)
+        return into(plan, func, out if isinstance(given_out, list | tuple) else (out,)), general
+    try:
+        return by_rule(func, RULES.get(func), frozen, options), func not in BY_TYPE
+    except Refusal as refusal:
+        if refusal.fix:  # a way out is as good as a plan
+            raise
+        return decomposed(func, args, kwargs, refusal), False
+
+
+def by_rule(func: Any, rule: Rule | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> OpPlan:
+    """Asks the rule of a function; specs stand in the place of tensors.
 
     Raises:
         Refusal: there is no rule, it does not know these arguments, or it cannot go on without communication.
     """
-    rule = RULES.get(func)
     if rule is None:
         raise Refusal("it has no rule for sharded tensors", hint="Compute on .full() or .local, or enter a rule")
     try:
         bound = inspect.signature(rule).bind(func, *args, **kwargs)
     except TypeError as error:
         raise Refusal(f"its rule does not know these arguments ({error})") from None
-    if [*_specs((bound.args, *bound.kwargs.values()))] != [*_specs((args, *kwargs.values()))]:
+    if specs_in((bound.args, *bound.kwargs.values())) != specs_in((args, *kwargs.values())):
         raise Refusal("its tensors stand in another order than its signature has them: give them by position")
     out = rule(func, *args, **kwargs)
     return OpPlan(out) if isinstance(out, Spec) else out
 
 
-def _specs(values: Any) -> Iterator[Spec]:
-    for v in values:
-        if type(v) is Spec:
-            yield v
-        elif isinstance(v, tuple):
-            yield from _specs(v)
+def into(plan: OpPlan, func: Any, outs: tuple[Spec, ...]) -> OpPlan:
+    """The plan whose results go to ``out=``: tensors of their shapes, in their layouts."""
+    if isinstance(plan.out, SpecCache):
+        ways = [(s, Layout.replicated(len(s.dims))) for s in outs if not s.whole]
+    else:
+        results = plan.out if isinstance(plan.out, tuple) else (plan.out,)
+        made = [r for r in results if r is not None]
+        if [r.shape for r in made] != [s.shape for s in outs]:
+            raise Refusal(f"out= must have the shape of the result: {made}, not {list(outs)}")
+        ways = [(s, r.layout) for r, s in zip(made, outs, strict=True) if r.layout != s.layout]
+    if ways:
+        raise Refusal("out= has another layout than the result", ways)
+    each = plan.run or func
+
+    def run(*args: Any, out: Any, **kwargs: Any) -> Any:
+        if torch.is_grad_enabled() and any(t.requires_grad for t in tensors_in([args, kwargs, out])):
+            raise RuntimeError(f"{name_of(func)}: torch knows no gradients where a result goes to out=")
+        for target, result in zip(tensors_in([out]), tensors_in([each(*args, **kwargs)]), strict=True):
+            fits(func, result.dtype, target.dtype)
+            target.as_subclass(Tensor).copy_(result.as_subclass(Tensor))
+        return out
+
+    return OpPlan(None, run)
+
+
+def fits(func: Any, result: torch.dtype, target: torch.dtype) -> None:
+    """Raises what torch raises where a result is written into a tensor of a narrower kind of number."""
+    if not torch.can_cast(result, target):
+        raise RuntimeError(f"{name_of(func)}: the result type {result} cannot be cast to the output type {target}")
 
 
 def name_of(func: Any) -> str:

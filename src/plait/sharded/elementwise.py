@@ -11,6 +11,7 @@ Operands are aligned like the letters of a product: a replicated one is sliced t
 
 from __future__ import annotations
 
+import cmath
 from collections.abc import Iterable
 from typing import Any
 
@@ -18,8 +19,7 @@ import torch
 from torch import Tensor
 
 from plait.core.layout import Layout
-from plait.sharded.dispatch import refused
-from plait.sharded.rules import combine, counted_once, on_plain, on_slices, rule, specs_in, unsummed
+from plait.sharded.rules import combine, counted_once, finite, lossless, on_plain, on_slices, rule, specs_in, unsummed
 from plait.sharded.spec import OpPlan, Refusal, Spec
 
 LINEAR = (
@@ -56,7 +56,7 @@ PROPERTIES = (
 SET_REQUIRES_GRAD: Any = Tensor.requires_grad.__set__  # type: ignore[attr-defined]
 
 
-def _combined(func: Any, operands: list[Spec], pending: Iterable[str] = (), into: Spec | None = None) -> Spec | OpPlan:
+def _combined(func: Any, operands: list[Spec], pending: Iterable[str] = ()) -> Spec | OpPlan:
     """The operator on operands sliced to a common cut; what works in place must leave its first operand as it is."""
     out, after = combine(operands, pending)
     name = str(getattr(func, "__name__", ""))
@@ -64,10 +64,8 @@ def _combined(func: Any, operands: list[Spec], pending: Iterable[str] = (), into
     if in_place and out is not operands[0]:
         fix = [(operands[0], out.layout)] if out.shape == operands[0].shape else []
         raise Refusal(f"in place it would turn the first operand into {out!r}", fix)
-    if into is not None:
-        if into is not out:
-            raise Refusal(f"out= has another layout than the result {out!r}")
-        operands, after = [*operands, into], [*after, into]
+    if in_place:
+        lossless(operands, out)
     return OpPlan(out, on_slices(func, operands, after))
 
 
@@ -77,21 +75,10 @@ def _tensors(args: Any, options: dict[str, Any]) -> list[Spec]:
     return specs_in(args)
 
 
-@rule(LINEAR)
-def linear(func: Any, x: Spec, *args: Any, **options: Any) -> Spec | OpPlan:
-    """One operand, and the layout stays; a cast of a pending sum must lose nothing."""
-    casts = [a for a in (*args, *options.values()) if isinstance(a, torch.dtype | Spec)]
-    if not x.pending or not (casts or func.__name__ in ("half", "bfloat16", "float", "double")):
-        return x
-
-    def run(tensor: Tensor, *args: Any, **options: Any) -> Any:
-        out = func(tensor, *args, **options)
-        if torch.promote_types(tensor.dtype, out.dtype) != out.dtype:
-            why = f"rounding each share to {out.dtype} is not rounding the sum"
-            raise refused(func, [x], Refusal(why, [(x, Layout(x.dims))]))
-        return out
-
-    return OpPlan(x, run)
+@rule(LINEAR, torch.ops.aten._to_copy)
+def linear(func: Any, x: Spec, *args: Any, **options: Any) -> Spec:
+    """One operand, and the layout stays."""
+    return x
 
 
 @rule(FRESH)
@@ -104,13 +91,14 @@ def fresh(func: Any, x: Spec, *args: Any, **options: Any) -> Spec:
 def new(func: Any, x: Spec, *sizes: Any, **options: Any) -> Spec:
     """A replicated tensor of another shape."""
     shape = options.get("size", sizes[0] if sizes and isinstance(sizes[0], tuple) else sizes)
-    return x.cache.replicated(shape)
+    return x.new(shape, [()] * len(shape))
 
 
 @rule(ADDITIVE)
 def additive(func: Any, *args: Any, **options: Any) -> Spec | OpPlan:
     """Sums of tensors: all pending over the same axes, or none."""
     operands = _tensors(args, options)
+    finite(options.values(), operands)
     due = {a for s in operands for a in s.pending}
     given = (*args, options.get("other")) if not func.__name__.startswith("copy") else ()
     numbers = [a for a in given if isinstance(a, int | float | complex) and a != 0]
@@ -130,31 +118,34 @@ def additive(func: Any, *args: Any, **options: Any) -> Spec | OpPlan:
 
 @rule(PRODUCT)
 def product(func: Any, *args: Any, **options: Any) -> Spec | OpPlan:
-    """One factor may be pending over an axis, the other is then replicated over it."""
+    """One factor may be pending over an axis, the other is then replicated over it, and finite if it is a number."""
     operands = _tensors(args, options)
     due = [a for s in operands for a in s.pending]
     if len(set(due)) < len(due):
         unsummed(*operands, why="the product of two sums is not the sum of products")
+    finite(args, operands)
     return _combined(func, operands, due)
 
 
 @rule(QUOTIENT)
 def quotient(func: Any, x: Any, y: Any, **options: Any) -> Spec | OpPlan:
-    """As a product, if the divisor is not pending and nothing is rounded."""
+    """Linear in the dividend if the divisor is a number other than 0, and nothing is rounded."""
+    operands = specs_in((x, y))
     if isinstance(y, Spec):
-        unsummed(y, why="dividing by a sum that is due is not linear")
+        unsummed(*operands, why="a share divided by 0 is infinite, and of infinities the sum is not a number")
+    elif y == 0 or not cmath.isfinite(y):
+        unsummed(*operands, why=f"of shares divided by {y} the sum is not that of the whole")
     if options.get("rounding_mode"):
-        unsummed(*specs_in((x,)), why="rounding is not linear")
+        unsummed(*operands, why="rounding is not linear")
     return product(func, x, y)
 
 
 @rule(ANY)
 def any_elementwise(func: Any, *args: Any, **options: Any) -> Spec | OpPlan:
-    """Nothing may be pending; ``out=`` may be a tensor of the result's layout."""
-    into = options.pop("out", None)
+    """Nothing may be pending."""
     operands = _tensors(args, options)
     unsummed(*operands)
-    return _combined(func, operands, into=into)
+    return _combined(func, operands)
 
 
 @rule("where")
@@ -196,10 +187,15 @@ def data(func: Any, x: Spec) -> Spec:
 
 @rule(Tensor.data.__set__)  # type: ignore[attr-defined]
 def set_data(func: Any, x: Spec, value: Spec) -> OpPlan:
-    """``x.data = y`` of the same layout."""
-    if value is not x:
+    """``x.data = y`` of the same layout; the dtype may be another."""
+    if (value.shape, value.layout) != (x.shape, x.layout):
         raise Refusal("the new data must have the same shape and layout", [(value, x.layout)])
-    return OpPlan(None)
+
+    def run(x: Any, value: Any) -> None:
+        func(x, value)
+        x._spec = x._spec.of(value.dtype)
+
+    return OpPlan(None, run)
 
 
 @rule("item tolist numpy __bool__ __float__ __int__ __index__ __array__ is_nonzero __format__")

@@ -17,12 +17,12 @@ from plait.sharded.spec import OpPlan, Refusal, Spec
 
 def _taken(x: Spec, dim: int, length: int | None) -> Spec:
     """Some places of a whole dim; without a length one place, and the dim is gone."""
+    if not x.shape:
+        raise Refusal("it has no dims")
     whole(x, [dim], "a part of a dim can be taken where it is whole")
-    d = dim % len(x.shape)
-    here = [] if length is None else [length]
-    return x.new(
-        (*x.shape[:d], *here, *x.shape[d + 1 :]), (*x.dims[:d], *[()] * len(here), *x.dims[d + 1 :]), x.pending
-    )
+    d, here = dim % len(x.shape), [] if length is None else [length]
+    dims = (*x.dims[:d], *[()] * len(here), *x.dims[d + 1 :])
+    return x.new((*x.shape[:d], *here, *x.shape[d + 1 :]), dims, x.pending)
 
 
 @rule("narrow")
@@ -49,6 +49,8 @@ def index_select(func: Any, x: Spec, dim: int, index: Spec) -> Spec:
 def gather(func: Any, x: Spec, dim: int, index: Spec) -> Spec | OpPlan:
     """Places along a whole dim; the other dims of x and index are equal and cut alike."""
     unsummed(index)
+    if not x.shape:
+        raise Refusal("it has no dims")
     d = dim % len(x.shape)
     for s in (x, index):
         whole(s, [d], "places of a dim can be gathered where it is whole")
@@ -61,7 +63,7 @@ def gather(func: Any, x: Spec, dim: int, index: Spec) -> Spec | OpPlan:
 @rule("__getitem__")
 def getitem(func: Any, x: Spec, index: Any) -> Spec:
     """Numbers, slices, None and ``...``, along whole dims; a full slice keeps a cut."""
-    items = list(index) if isinstance(index, tuple) and index[:1] != ("slice",) else [index]
+    items = list(index) if type(index) is tuple and index[:1] != ("slice",) else [index]
     taken = sum(i is not None and i is not Ellipsis for i in items)
     if Ellipsis not in [i for i in items if not isinstance(i, Spec)]:
         items.append(Ellipsis)

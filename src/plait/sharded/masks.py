@@ -78,12 +78,18 @@ class Slice:
         return whole_index
 
 
+def stream_bits(
+    keys: Sequence[int], numel: int, device: torch.device, place: Callable[[Tensor], Tensor] | None = None
+) -> Tensor:
+    """32 random bits for every element: int64 [len(keys), numel], one key a row; ``place`` is that of ``keep_mask``."""
+    low = torch.tensor([k & _LOW32 for k in keys], dtype=torch.int64, device=device)[:, None]
+    high = torch.tensor([k >> 32 for k in keys], dtype=torch.int64, device=device)[:, None]
+    index = torch.arange(numel, dtype=torch.int64, device=device)
+    return random_bits(index if place is None else place(index), low, high)
+
+
 def keep_mask(
-    keys: Sequence[int],
-    numel: int,
-    p: float,
-    device: torch.device,
-    place: Callable[[Tensor], Tensor] | None = None,
+    keys: Sequence[int], numel: int, p: float, device: torch.device, place: Callable[[Tensor], Tensor] | None = None
 ) -> Tensor:
     """Which elements survive dropout with probability ``p``: bool [len(keys), numel], one key a row.
 

@@ -38,7 +38,7 @@ def take(local: Tensor, steps: tuple[Step, ...], shape: tuple[int, ...], comm: C
     with torch.no_grad():
         for step in steps:
             local = _taken(local, step, sizes(step, shape, comm.mesh, comm.rank), comm, note)
-    return local
+    return local.contiguous().data  # a view made here is one into which autograd would let nobody write
 
 
 class _Moved(torch.autograd.Function):

@@ -1,6 +1,6 @@
 """``ShardedTensor``: a tensor cut over named axes of a mesh, used like any other tensor.
 
-    x.shape, x.size(), x.dim()      the whole tensor               x.layout    which axes cut which dim
+    x.shape, x.size(), x.dim()      the whole tensor               x.sharding  which axes cut which dim
     x.local                         this rank's piece, plain       x.full()    the whole tensor, gathered
 
 Underneath, a ShardedTensor *is* its local piece: a subclass object without a wrapper, so autograd runs on local
@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import wraps
-from typing import Any, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -33,10 +33,11 @@ from torch.overrides import handle_torch_function
 from plait.comm import Comm
 from plait.core.collectives import Note
 from plait.core.layout import Layout
-from plait.sharded.dispatch import DIRECT, LayoutError, name_of, op_plan, spec_of
+from plait.sharded.dispatch import DIRECT, LayoutError, decision, mapped, name_of, refused, spec_of, tensors_in
 from plait.sharded.gradients import may_be_set, not_summed_already, seed
 from plait.sharded.redistribute import NOTE, moved
-from plait.sharded.spec import Spec, spec_cache
+from plait.sharded.rules import lossless
+from plait.sharded.spec import Refusal, Spec, SpecCache, spec_cache
 from plait.sharded.spec_tensor import SpecTensor
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -47,6 +48,7 @@ _run_local: Any = torch._C._disabled_torch_function_impl
 _local = torch._C.DisableTorchFunctionSubclass
 _grad: Any = Tensor.grad
 _PLAIN: Any = Tensor
+_tracing: Any = torch._C._get_tracing_state
 _NONE: dict[str, Any] = {}
 
 
@@ -80,7 +82,7 @@ class ShardedTensor(SpecTensor):
         if isinstance(local, ShardedTensor):
             raise ValueError("the local piece is a ShardedTensor itself: give its .local, or use .redistribute()")
         layout = Layout.parse(layout) if isinstance(layout, str) else layout
-        spec = spec_cache(comm).spec(layout, tuple(shape))
+        spec = spec_cache(comm).spec(layout, tuple(shape), local.dtype)
         if tuple(local.shape) != tuple(spec.local_shape):
             raise ValueError(
                 f"rank {comm.rank} of '{comm.mesh}' holds {list(spec.local_shape)} of {spec!r}, but the local piece is "
@@ -96,9 +98,9 @@ class ShardedTensor(SpecTensor):
         """
         layout = Layout.parse(layout) if isinstance(layout, str) else layout
         cache = spec_cache(comm)
-        end = cache.spec(layout, tuple(full.shape))
+        end = cache.spec(layout, tuple(full.shape), full.dtype)
         with torch.no_grad():
-            piece = moved(full.detach(), cache.replicated(full.shape), end, NOTE)
+            piece = moved(full.detach(), cache.replicated(full), end, NOTE)
         out = wrap(piece.clone(memory_format=torch.contiguous_format), end)
         return cast(ShardedTensor, out.requires_grad_(full.requires_grad))
 
@@ -108,7 +110,7 @@ class ShardedTensor(SpecTensor):
         with torch.no_grad(), _local():
             spec = self._spec
             piece = Tensor.detach(self).as_subclass(Tensor)
-            whole = moved(piece, spec, spec.cache.replicated(spec.shape), note)
+            whole = moved(piece, spec, spec.with_layout(((),) * len(spec.shape)), note)
             return whole.clone() if whole is piece else whole
 
     def redistribute(self, layout: Layout | str, note: Note = NOTE) -> ShardedTensor:
@@ -172,6 +174,10 @@ class ShardedTensor(SpecTensor):
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if _tracing() is not None:
+            raise LayoutError(
+                f"torch.jit.trace of {name_of(func)} would record this rank's piece: trace on whole tensors"
+            )
         try:
             first = args[0]._spec
             if kwargs:
@@ -194,30 +200,44 @@ class ShardedTensor(SpecTensor):
         except LayoutError:
             return _slow(func, args, kwargs or {})
         if type(out) is _PLAIN:
+            out._spec = spec if out.dtype is spec.dtype else spec.of(out.dtype)
             out.__class__ = ShardedTensor
-            out._spec = spec
             return out
         return _marked(out, spec)
 
 
 def wrap(local: Tensor, spec: Spec, own: bool = True) -> ShardedTensor:
-    """A plain tensor as a ShardedTensor; the very object if it is ours to mark (``own``), else another one."""
+    """A plain tensor as a ShardedTensor; the very object if it is ours to mark (``own``), else another one.
+
+    Raises:
+        LayoutError: the piece is not the one of which the spec speaks.
+    """
     if type(local) is ShardedTensor:
         if local._spec is spec:
             return local
         own = False
     with _local():
         out: Any = local if own else local.as_subclass(Tensor)
-    assert out.shape == spec.local_shape, f"a piece of {list(out.shape)} for {spec!r}"
+        if out.size() != spec.local_shape:
+            raise LayoutError(
+                f"a rule says {spec!r}: this rank would hold {list(spec.local_shape)}, not {list(out.size())}"
+            )
+        out._spec = spec if out.dtype is spec.dtype else spec.of(out.dtype)
     out.__class__ = ShardedTensor
-    out._spec = spec
     return cast(ShardedTensor, out)
 
 
-def _marked(out: Any, spec: Spec | tuple[Spec, ...] | None) -> Any:
+def _marked(out: Any, spec: Spec | tuple[Spec, ...] | SpecCache | None, given: Sequence[Any] = ()) -> Any:
+    """The tensors of a result with their specs; those that were ``given`` stay as they are."""
     if spec is None:
         return out
-    return wrap(out, spec) if isinstance(spec, Spec) else type(out)(list(map(wrap, out, spec)))
+    specs = iter((spec,) if isinstance(spec, Spec) else spec if isinstance(spec, tuple) else ())
+
+    def mark(tensor: Tensor) -> Tensor:
+        own = spec.replicated(tensor) if isinstance(spec, SpecCache) else next(specs)
+        return tensor if any(tensor is t for t in given) and type(tensor) is not ShardedTensor else wrap(tensor, own)
+
+    return mapped(mark, out)
 
 
 def _slow(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], rounds: int = 8) -> Any:
@@ -225,17 +245,33 @@ def _slow(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], rounds: int 
     direct = DIRECT.get(func)
     if direct is not None:
         return direct(*args, **kwargs)
+    moved_ones: list[_Stand] = []
+    while True:
+        try:
+            out = _decided(func, args, kwargs)
+            break
+        except LayoutError as error:
+            if not (_AUTO.get() and error.fix and rounds):
+                raise
+            fix = error.fix
+        args, kwargs = _again(func, args, kwargs, fix, moved_ones)
+        rounds -= 1
+    return _returned(func, out, moved_ones) if moved_ones else out
+
+
+def _decided(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What the rule decides, carried out; kept for the next call once its result is what the rule said."""
+    made = decision(func, args, kwargs)
+    given = list(tensors_in([args, kwargs]))
+    specs = [s for s in map(spec_of, given) if s is not None]
+    out = _marked(_run_local(made.plan.run, (), args, kwargs), made.plan.out, given)
     try:
-        specs, run = op_plan(func, args, kwargs)
-        out = _run_local(run, (), args, kwargs)
-    except LayoutError as refused:
-        if not (_AUTO.get() and refused.fix and rounds):
-            raise
-        fix = refused.fix
-    else:
-        # a plain tensor that was changed in place stays plain
-        return out if type(out) is _PLAIN and any(out is a for a in args) else _marked(out, specs)
-    return _slow(func, *_again(func, args, kwargs, fix), rounds - 1)
+        for result in tensors_in([out]):
+            lossless(specs, spec_of(result) or specs[0])
+    except Refusal as refusal:
+        raise refused(func, specs, refusal) from None
+    made.keep()
+    return out
 
 
 @contextmanager
@@ -251,20 +287,60 @@ def auto_redistribute() -> Iterator[None]:
         _AUTO.reset(token)
 
 
+class _Stand(NamedTuple):
+    """A redistributed operand in the place of a given one, and its version when it was made."""
+
+    given: Tensor
+    copy: ShardedTensor
+    version: int
+
+
 def _again(
-    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], fix: dict[Spec, Layout]
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], fix: dict[Spec, Layout], stands: list[_Stand]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments, laid out as the refusal wants them."""
+    """The arguments, laid out as the refusal wants them; those that were moved come to the list."""
     note, cache = Note("auto", name_of(func)), next(iter(fix)).cache
+    copies: dict[int, ShardedTensor] = {}
+    given = {id(s.copy): s.given for s in stands}
 
-    def fixed(value: Any) -> Any:
-        if isinstance(value, Tensor):
-            spec = spec_of(value) or cache.replicated(value.shape)
+    def fixed(value: Tensor) -> Tensor:
+        spec = spec_of(value) or cache.replicated(value)
+        if spec not in fix:
+            return value
+        if id(value) not in copies:  # an operand that is given twice stays one
             ours = value if isinstance(value, ShardedTensor) else wrap(value, spec, own=False)
-            return redistribute(ours, fix[spec], note) if spec in fix else value
-        return type(value)(map(fixed, value)) if isinstance(value, list | tuple) else value
+            copy = copies[id(value)] = redistribute(ours, fix[spec], note)
+            stands[:] = [s for s in stands if s.copy is not value]
+            stands.append(_Stand(given.get(id(value), value), copy, copy._version))
+        return copies[id(value)]
 
-    return fixed(args), {k: fixed(v) for k, v in kwargs.items()}
+    return cast(tuple[tuple[Any, ...], dict[str, Any]], mapped(fixed, (args, kwargs)))
+
+
+def _returned(func: Any, out: Any, stands: list[_Stand]) -> Any:
+    """The result, after what was changed in place has gone back to the tensors that were given."""
+    own: dict[int, Tensor] = {}
+    for given, copy, version in stands:
+        if copy._version != version:
+            spec = spec_of(given)
+            note = Note("auto", name_of(func))
+            back = redistribute(copy, spec.layout if spec else Layout.replicated(given.dim()), note)
+            with _local():
+                given.as_subclass(Tensor).copy_(back.as_subclass(Tensor))
+            own[id(copy)] = given
+    copies = {_memory(copy) for _, copy, _ in stands}
+
+    def returned(tensor: Tensor) -> Tensor:
+        if id(tensor) not in own and _memory(tensor) in copies:
+            tensor._copied_by = name_of(func)  # type: ignore[attr-defined]
+        return own.get(id(tensor), tensor)
+
+    return mapped(returned, out)
+
+
+def _memory(tensor: Tensor) -> int:
+    with _local():
+        return int(tensor.untyped_storage()._cdata)
 
 
 @seen_by_modes
@@ -273,5 +349,5 @@ def redistribute(x: Tensor, layout: Layout | str, note: Note = NOTE) -> ShardedT
     if not isinstance(x, ShardedTensor):
         raise ValueError("redistribute() moves a ShardedTensor: make one with ShardedTensor.from_full()")
     spec, layout = x._spec, Layout.parse(layout) if isinstance(layout, str) else layout
-    end = spec.cache.spec(layout, spec.shape)
+    end = spec.cache.spec(layout, spec.shape, spec.dtype)
     return x if end is spec else wrap(moved(x.local, spec, end, note), end, own=True)

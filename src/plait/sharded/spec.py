@@ -1,7 +1,7 @@
 """What a rank knows of a sharded tensor without its values: global shape, layout, and the box that it holds.
 
     SpecCache   one per comm: every spec of that comm, once
-    Spec        (shape, layout) on this rank; equal specs are one object, so comparing them is comparing addresses
+    Spec        (shape, layout, dtype) on this rank; equal specs are one object: comparing them is comparing addresses
     OpPlan      what a rule decided: the specs of the results, and what to compute on the local pieces
 
 Rules work on specs alone, so what they decide is kept with the first operand's spec and asked for once.
@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from plait.comm import Comm
 from plait.core.layout import Layout, extent, path, region
@@ -27,21 +28,21 @@ class SpecCache:
 
     def __init__(self, comm: Comm) -> None:
         self.comm = comm
-        self._specs: dict[tuple[Layout, tuple[int, ...]], Spec] = {}
+        self._specs: dict[tuple[Layout, tuple[int, ...], torch.dtype], Spec] = {}
 
-    def spec(self, layout: Layout, shape: Sequence[int]) -> Spec:
-        """The one spec of a layout and a global shape."""
-        key = (layout, tuple(shape))
+    def spec(self, layout: Layout, shape: Sequence[int], dtype: torch.dtype) -> Spec:
+        """The one spec of a layout, a global shape and a dtype."""
+        key = (layout, tuple(shape), dtype)
         spec = self._specs.get(key)
         if spec is None:
-            small = (layout.on(self.comm.mesh), key[1])
+            small = (layout.on(self.comm.mesh), key[1], dtype)
             spec = self._specs.get(small) or Spec(self, *small)
             self._specs[key] = self._specs[small] = spec
         return spec
 
-    def replicated(self, shape: Sequence[int]) -> Spec:
-        """The spec of a tensor that is whole on every rank."""
-        return self.spec(Layout.replicated(len(shape)), shape)
+    def replicated(self, like: Tensor) -> Spec:
+        """The spec of a plain tensor: it is whole on every rank."""
+        return self.spec(Layout.replicated(like.dim()), like.shape, like.dtype)
 
 
 def spec_cache(comm: Comm) -> SpecCache:
@@ -53,13 +54,13 @@ def spec_cache(comm: Comm) -> SpecCache:
 
 
 class Spec:
-    """A global shape and a layout, seen from one rank.  Made by ``SpecCache.spec`` only."""
+    """A global shape, a layout and a dtype, seen from one rank.  Made by ``SpecCache.spec`` only."""
 
-    __slots__ = ("_dual", "cache", "layout", "local_shape", "op_plans", "shape", "start")
+    __slots__ = ("_dual", "cache", "dtype", "layout", "local_shape", "op_plans", "shape", "start")
 
-    def __init__(self, cache: SpecCache, layout: Layout, shape: tuple[int, ...]) -> None:
+    def __init__(self, cache: SpecCache, layout: Layout, shape: tuple[int, ...], dtype: torch.dtype) -> None:
         box = region(layout, shape, cache.comm.mesh, cache.comm.rank)
-        self.cache, self.layout, self.shape = cache, layout, torch.Size(shape)
+        self.cache, self.layout, self.shape, self.dtype = cache, layout, torch.Size(shape), dtype
         self.start, self.local_shape = tuple(start for start, _ in box), torch.Size(extent(box))
         self.op_plans: dict[Any, OpPlan] = {}
         self._dual: Spec | None = None
@@ -80,31 +81,42 @@ class Spec:
         return self.layout.pending
 
     @property
+    def whole(self) -> bool:
+        """Whether every rank has all of it."""
+        return not self.layout.cut and not self.layout.pending
+
+    @property
     def dual(self) -> Spec:
         """Where the gradient lives."""
         if self._dual is None:
-            self._dual = self.cache.spec(self.layout.dual(self.comm.mesh), self.shape)
+            self._dual = self.cache.spec(self.layout.dual(self.comm.mesh), self.shape, self.dtype)
         return self._dual
+
+    def of(self, dtype: torch.dtype) -> Spec:
+        """The same cut of a tensor of another dtype."""
+        return self.cache.spec(self.layout, self.shape, dtype)
 
     def with_layout(self, dims: Sequence[tuple[str, ...]], pending: Sequence[str] = ()) -> Spec:
         """The same tensor, laid out otherwise."""
-        return self.cache.spec(Layout(tuple(dims), tuple(pending)), self.shape)
+        return self.cache.spec(Layout(tuple(dims), tuple(pending)), self.shape, self.dtype)
 
     def new(self, shape: Sequence[int], dims: Sequence[tuple[str, ...]], pending: Sequence[str] = ()) -> Spec:
-        """Another tensor of the same comm."""
-        return self.cache.spec(Layout(tuple(dims), tuple(pending)), shape)
+        """Another tensor of the same comm; a result takes the dtype that it turns out to have."""
+        return self.cache.spec(Layout(tuple(dims), tuple(pending)), shape, self.dtype)
 
     def __repr__(self) -> str:
         return f"{list(self.shape)} '{self.layout}'"
 
 
 class OpPlan(NamedTuple):
-    """``out``: the spec of the result, a tuple of them, or None for what is no tensor; ``run``: on local pieces.
+    """``out``: the spec of the result, or of each tensor in it; ``run``: on local pieces.
+
+    ``out`` is None for what is no tensor, or stays as it is, and the cache for results that are whole, of any shape.
 
     Without ``run`` the function itself computes on the pieces.
     """
 
-    out: Spec | tuple[Spec, ...] | None
+    out: Spec | tuple[Spec, ...] | SpecCache | None
     run: Callable[..., Any] | None = None
 
 

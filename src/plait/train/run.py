@@ -11,7 +11,7 @@ import shlex
 import statistics
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import closing, nullcontext
+from contextlib import nullcontext
 from dataclasses import asdict, astuple, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -77,12 +77,12 @@ def run_train(config: TrainConfig, comm: Comm, argv: Sequence[str] = ()) -> int:
     watch = GpuUtilisation(comm.device.index or 0) if comm.device.type == "cuda" else nullcontext()
     view = ProgressView(console, engine.steps + 1, config.steps, config.log_every, config.family.unit)
     stream = job.stream(range(engine.steps, config.steps), *training.place, str(comm.device), config.workers)
-    sinks = Sinks([])
+    sinks = Sinks()
     if comm.rank == 0:
         sinks = open_sinks(config.out, tensorboard=config.tensorboard, wandb=config.wandb, settings=asdict(config))
         if config.out:
             (Path(config.out) / "config.toml").write_text(to_toml(config), encoding="utf-8")
-    with closing(sinks), watch as watched, view, stream:
+    with sinks, watch as watched, view, stream:
         try:
             for line in _steps(training, stream):
                 sinks.write(line)
@@ -123,7 +123,7 @@ def run_train(config: TrainConfig, comm: Comm, argv: Sequence[str] = ()) -> int:
         "equal_to_one_process": same,
     }
     if config.out:
-        write_timeline(recorded, Path(config.out), f"{config.model}, {config.row.name} on {comm.mesh}")
+        write_timeline(recorded, Path(config.out), f"{config.title}, {config.row.name} on {comm.mesh}")
         write_json(str(Path(config.out) / "summary.json"), summary)
         console.print(f"metrics, config, summary, timeline.svg and trace.json (for Perfetto) in {config.out}")
     if config.json:
@@ -135,7 +135,7 @@ def _show_header(training: Training, console: Console) -> None:
     """What is trained, and how it lies on the ranks."""
     config, engine, mesh = training.config, training.engine, training.comm.mesh
     console.print(
-        f"{config.model}, {engine.num_parameters:,} parameters, {config.dtype}, {config.batch} samples a step, "
+        f"{config.title}, {engine.num_parameters:,} parameters, {config.dtype}, {config.batch} samples a step, "
         f"microbatches per rank: {config.microbatches}"
     )
     console.print(f"{engine.strategy}")

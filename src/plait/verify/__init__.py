@@ -10,6 +10,20 @@ cases.py       the layouts of a matrix
 matrix.py      the command with --matrix: many layouts, a grid of verdicts
 """
 
-from plait.verify.run import Verdict, judge, run_verify
+import sys
+from types import ModuleType
+from typing import Any
 
-__all__ = ["Verdict", "judge", "run_verify"]
+from plait.verify.run import Verdict, judge, run_verify, verify
+
+__all__ = ["Verdict", "judge", "run_verify", "verify"]
+
+
+class _Verify(ModuleType):
+    """This package can be called: ``plait.verify(job, ...)`` is ``plait.verify.verify(job, ...)``."""
+
+    def __call__(self, *args: Any, **settings: Any) -> Verdict:
+        return verify(*args, **settings)
+
+
+sys.modules[__name__].__class__ = _Verify

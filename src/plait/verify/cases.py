@@ -19,9 +19,11 @@ from dataclasses import fields, replace
 from itertools import cycle, product
 from typing import Any, Literal
 
-from plait.config import VerifyConfig
+from plait.config import VerifyConfig, with_job
 from plait.core.cells import TABLE
 from plait.core.mesh import AXES, Mesh
+from plait.engine.pipeline.stage_model import chain_of
+from plait.job.job import build_model
 from plait.job.optimizer import OPTIMIZERS
 from plait.schedule.orders import ORDERS, stages_per_rank
 from plait.tensor_parallel.gemm import has_onednn
@@ -30,6 +32,7 @@ from plait.verify.covering import Rule, covering
 Size = Literal["small", "full"]
 
 LINKS = 9  # of either model
+OF_A_JOB = ("strategy", "replica", "shard", "microbatches", "cut", "offload")
 SIZES = VerifyConfig(steps=2, batch=67, length=7, clip=0.3)
 MODELS = {
     "gpt": replace(SIZES, model="gpt", layers=LINKS - 3, width=24, heads=12, kv_heads=12),
@@ -70,9 +73,7 @@ RULES = (
     Rule(("model", "sequence_parallel"), lambda model, sequence: model == "gpt" or not sequence),
     Rule(("schedule", "hold"), lambda schedule, hold: schedule is not None or hold == 1),
     Rule(("strategy", "hold"), lambda row, hold: hold == 1 or bool(TABLE[row].params.split)),
-    Rule(
-        ("pipe", "schedule", "split"), lambda pipe, schedule, split: stages(pipe, schedule, None) > 1 or split == "even"
-    ),
+    Rule(("pipe", "schedule", "split"), lambda pipe, order, split: split == "even" or stages(pipe, order, None) > 1),
     Rule(("tensor", "dtype"), lambda tensor, dtype: tensor == 1 or dtype == "full"),
     Rule(("tensor", "gemm"), lambda tensor, gemm: tensor == 1 or gemm == "torch"),
     Rule(("dtype", "gemm"), lambda dtype, gemm: dtype == "full" or gemm == "torch"),
@@ -95,8 +96,29 @@ def points(most: int) -> list[dict[str, Any]]:
     return covering(DIMENSIONS, (*RULES, fits))
 
 
-def config_of(point: Mapping[str, Any]) -> VerifyConfig:
-    """The config of a point; a dimension that is not given keeps ``plait verify``'s default."""
+def cells_of_job(config: VerifyConfig, size: Size) -> tuple[VerifyConfig, ...]:
+    """The cells of a user's job: what can be varied without knowing the model; pipelines where it tells its chain."""
+    samples, most = with_job(config).batch, 8 if size == "small" else 16
+    try:
+        links = len(chain_of(build_model(config)))
+    except ValueError:
+        links = 1
+    dimensions = {name: values for name, values in DIMENSIONS.items() if name in OF_A_JOB}
+    dimensions["dtype"] = ("full", "bf16-mixed")
+    if links > 1:
+        dimensions |= {name: DIMENSIONS[name] for name in ("pipe", "schedule", "hold")}
+    rules = (
+        *RULES,
+        Rule(("replica", "shard", "microbatches"), lambda *parts: math.prod(parts) <= samples),
+        Rule(tuple(axis for axis in AXES if axis in dimensions), lambda *counts: math.prod(counts) <= most),
+        Rule(("pipe", "schedule"), lambda pipe, schedule: stages(pipe, schedule, None) <= links),
+    )
+    known = [rule for rule in rules if dimensions.keys() >= {*rule.over}]
+    return tuple(config_of(point, config) for point in covering(dimensions, known))
+
+
+def config_of(point: Mapping[str, Any], base: VerifyConfig | None = None) -> VerifyConfig:
+    """The config of a point; a dimension that is not given is as in ``base``, or as the point's model has it."""
     given = dict(point)
     mesh = Mesh(**{axis: given.pop(axis, 1) for axis in AXES})
     count = stages(mesh.pipe, given.get("schedule"), given.get("chunks"))
@@ -104,7 +126,7 @@ def config_of(point: Mapping[str, Any]) -> VerifyConfig:
     if given.get("dtype", "full") == "full":
         given["dtype"] = "fp64" if mesh.tensor > 1 else "fp32"
     changes: dict[str, Any] = {"mesh": str(mesh), "split": split}
-    return replace(MODELS[given.pop("model")], **changes, **given)
+    return replace(base or MODELS[given.pop("model")], **changes, **given)
 
 
 def uneven(num_stages: int) -> str:

@@ -25,14 +25,14 @@ from rich.console import Console
 from rich.table import Table
 
 from plait.comm import thread
-from plait.config import VerifyConfig, section, validate
+from plait.config import VerifyConfig, section, validate, with_job
 from plait.core.cells import TABLE
 from plait.core.mesh import Mesh
 from plait.core.precision import Precision
 from plait.job.config import JobConfig
 from plait.job.job import Job, make_job
 from plait.schedule.orders import ORDERS
-from plait.verify.cases import cells, command, due
+from plait.verify.cases import cells, cells_of_job, command, due
 from plait.verify.plain import run_plain
 from plait.verify.record import record_run
 from plait.verify.reference import Record, run_reference
@@ -41,7 +41,7 @@ from plait.verify.run import Verdict, judge, line_of, replay, write_json
 MARKS = {"bitwise": "b", "equal": "e", "DIFFERENT": "D", "error": "X"}
 """The verdicts of a cell, and their letters in the grid."""
 
-OF_THE_MATRIX = ("config", "matrix", "data", "seed", "deadline", "json")
+OF_THE_MATRIX = ("config", "matrix", "job", "data", "seed", "deadline", "json")
 """What may be given with ``matrix``, which chooses everything else."""
 
 REMEMBERED = 64  # references, of about a megabyte each
@@ -96,16 +96,14 @@ class References:
 
 
 def run_matrix(config: VerifyConfig) -> int:
-    """Run the cells of the config's matrix, print the grid and return the exit code (0 all as due, 1 not).
-
-    Raises ValueError for a flag that the matrix decides itself.
-    """
+    """Run the config's matrix and print the grid: the exit code, 0 if all is as due; ValueError for other flags."""
     assert config.matrix is not None
     for field in fields(config):
         if field.name not in OF_THE_MATRIX and getattr(config, field.name) != field.default:
             flag = field.name.replace("_", "-")
             raise ValueError(f"--{flag} with --matrix, which chooses its layouts itself: leave one of them out")
-    configs = [replace(c, data=config.data, seed=config.seed, deadline=config.deadline) for c in cells(config.matrix)]
+    chosen = cells(config.matrix) if config.job is None else cells_of_job(replace(config, matrix=None), config.matrix)
+    configs = [replace(c, data=config.data, seed=config.seed, deadline=config.deadline) for c in chosen]
     console = Console(highlight=False, soft_wrap=True, stderr=config.json == "-")
     console.width = max(console.width, WIDTH)
     started = time.monotonic()
@@ -155,6 +153,7 @@ def outcome_of(config: VerifyConfig, made_once: References) -> Outcome:
 
 def verdict_of(config: VerifyConfig, made_once: References) -> Verdict:
     """Record a layout on thread ranks and compare it with its references."""
+    config = with_job(config)
     validate(config)
     job = made_once.job(config)
     ranks = thread.run(config.parsed_mesh, lambda comm: record_run(job, config, comm), deadline=config.deadline)

@@ -33,6 +33,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from plait.config import RunConfig
 from plait.core.cells import LONG
 from plait.engine.state.init import materialise
+from plait.engine.step import num_samples
 from plait.job.job import Job
 from plait.verify.reference import Record
 
@@ -51,14 +52,13 @@ def run_plain(job: Job, config: RunConfig) -> Record:
     masks, record = Masks(model, job.seed), Record()
     for step in range(config.steps):
         for group in optimizer.param_groups:
-            group["lr"] = config.lr * rate(config, step)
+            group["lr"] = group.setdefault("initial_lr", group["lr"]) * rate(config, step)
         (batch,) = job.microbatches(step, 0, 1, 1)
         count = job.count_fn(batch)
         model.zero_grad()
-        num_samples = len(next(iter(batch.values())))
-        with masks.of(step, num_samples):
+        with masks.of(step, samples := num_samples(batch)):
             loss = job.loss_fn(model, batch)
-        with masks.of(step, num_samples):  # a model that recomputes draws its masks again
+        with masks.of(step, samples):  # a model that recomputes draws its masks again
             (loss * scale / count).backward()
         record.losses.append(loss.item() / count)
         gradients = {
@@ -86,6 +86,8 @@ def run_plain(job: Job, config: RunConfig) -> Record:
 
 def make(config: RunConfig, parameters: dict[str, nn.Parameter]) -> Optimizer:
     """The optimizer that a config names; what has two dims or more decays, where a decay is given."""
+    if config.family.optimizer is not None:
+        return config.family.optimizer.make(parameters.values())
     groups: Any = list(parameters.values())
     if config.weight_decay is not None:
         flat = [p for p in groups if p.ndim < 2]

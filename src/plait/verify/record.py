@@ -59,11 +59,7 @@ class RankRecord:
 
 
 class Recorder:
-    """Listens to an engine and fills a ``RankRecord``.
-
-    Args:
-        gradients: whether every step's gradients are kept: the proof needs them, but a long run would fill the memory.
-    """
+    """Listens to an engine and fills a ``RankRecord``, without ``gradients`` where a long run would fill the memory."""
 
     def __init__(self, comm: Comm, *, gradients: bool = True) -> None:
         place = comm.mesh.data_rank(comm.rank)
@@ -119,34 +115,40 @@ def record_layout(
     place = recorder.record.data_rank, comm.mesh.data_size, num_microbatches, str(comm.device)
     for step in range(steps):
         batches = job.microbatches(step, *place)
-        predicted = predict(engine, job, batches)
+        predicted = predict(engine, job, batches) if job.width else ()
         # The engine's own checks, and headers for new shapes, are not part of a step.
         checking = step == 0 or bool(engine.update.unchecked) or engine.runtime.p2p.learns_from(batches)
         mark = len(comm.ledger)
         recorder.step(engine.step(batches))
         if scheduler is not None:
             scheduler.step()
+        predicted = predicted or predict(engine, job, batches)  # with what has been learned of the hand-overs
         measured = [e for e in comm.ledger.since(mark) if e.note.phase != "setup" or not checking]
         recorder.record.ledger_differences += differences(predicted, measured)
     return recorder.finish(engine)
 
 
 def predict(engine: Engine, job: Job, batches: Sequence[Any]) -> tuple[Entry, ...]:
-    """All messages of a step on these microbatches, before it is made."""
+    """All messages of a step on these microbatches.
+
+    Before it is made, unless the job does not tell how wide its activations are: then the sizes of what goes from stage
+    to stage are those of earlier steps.
+    """
     comm, num, itemsize = engine.comm, len(batches), job.dtype.itemsize
     line = engine.program(num).line
     leading = [job.leading(batch) for batch in batches]
     entries: list[Entry] = []
     plans = {}
     for number, stage in engine.stages.items():
-        local = [(s[0], _part(stage, s[1])) if stage.axis.sequence else s for s in leading]
-        received, handed = (
-            tuple(math.prod(shape) * width * itemsize for shape in local) for width in _widths(stage, job.width)
-        )
+        sites, sequence = stage.parallel.sites, stage.axis.sequence
+        if job.width:
+            rows = [math.prod((s[0], _part(stage, s[1])) if sequence else s) for s in leading]
+            received, handed = (tuple(n * width * itemsize for n in rows) for width in _widths(stage, job.width))
+        else:
+            size_of = engine.runtime.p2p.bytes_handed
+            received, handed = (tuple(size_of(number + i, batch) for batch in batches) for i in (-1, 0))
         plans[number] = StageTraffic(stage.layouts(), handed, received)
-        entries += predict_tensor(
-            stage.parallel.sites, leading, comm.mesh, itemsize, sequence=stage.axis.sequence, twice=stage.blocks
-        )
+        entries += predict_tensor(sites, leading, comm.mesh, itemsize, sequence=sequence, twice=stage.blocks)
     tied = [
         TiedTraffic(edge.name, tuple(engine.pipeline.owner[s] for s in edge.stages), engine.ties.bytes_owned(edge))
         for edge in engine.ties.edges

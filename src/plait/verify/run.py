@@ -20,11 +20,12 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from plait.comm import Comm
-from plait.config import RunConfig, VerifyConfig
+from plait.comm import Comm, thread
+from plait.config import RunConfig, VerifyConfig, validate, with_job
 from plait.config.sinks import finite
 from plait.core.additions import additions
 from plait.job.job import Job, make_job
+from plait.job.own import UserJob
 from plait.verify.compare import BITWISE, Finding, Measures, against_plain, against_tree
 from plait.verify.plain import run_plain
 from plait.verify.record import RankRecord, collect_records, record_run
@@ -56,6 +57,11 @@ class Verdict:
     @property
     def equal(self) -> bool:
         return all(f.equal for f in (*self.tree, *self.plain)) and not self.ledger and not self.none_made
+
+    def __str__(self) -> str:
+        """The verdict, with what is not equal."""
+        unequal = [f for f in (*self.tree, *self.plain) if not f.equal]
+        return "\n".join([f"{self.layout}: {self.word}", *map(line_of, unequal[:WORST]), *self.ledger[:WORST]])
 
     @property
     def word(self) -> str:
@@ -97,6 +103,25 @@ def asked(config: RunConfig) -> Measures:
 def _full_batch(config: RunConfig) -> Measures:
     amplifies = config.optimizer_row.amplifies
     return Measures.full_batch(config.torch_dtype, config.lr, config.steps, amplifies=amplifies)
+
+
+def verify(job: UserJob, mesh: str = "shard=2", strategy: str = "zero3", **settings: Any) -> Verdict:
+    """Hold a layout of a user's job against a single process, on threads of this process.
+
+        verdict = plait.verify(job, mesh="replica=2 shard=2", strategy="hsdp", microbatches=3)
+        assert verdict.equal, verdict
+
+    Args:
+        settings: those of ``plait verify``, with _ for - (``VerifyConfig``).
+
+    Raises:
+        ValueError: a layout that is impossible, with the numbers and the fix.
+    """
+    config = with_job(VerifyConfig(job=job, mesh=mesh, strategy=strategy, **settings))
+    validate(config)
+    made = make_job(config)
+    ranks = thread.run(config.parsed_mesh, lambda comm: record_run(made, config, comm), deadline=config.deadline)
+    return judge(made, config, ranks, *references(made, config, ranks))
 
 
 def run_verify(config: VerifyConfig, comm: Comm) -> int:

@@ -24,7 +24,11 @@ from edge_cases import (
     step,
 )
 from engine_cases import batches, count, loss_sum
-from torch import nn
+from torch import Tensor, nn
+
+from plait.comm import Comm, run
+from plait.core.mesh import Mesh
+from plait.engine import Engine
 
 
 @pytest.mark.parametrize("row", EVERY)
@@ -138,6 +142,28 @@ def test_the_model_runs_inside_the_block(row: str) -> None:
         assert same(state, truth, row)
 
 
+@pytest.mark.parametrize("row", EVERY)
+def test_a_norm_that_no_backward_follows(row: str) -> None:
+    """It is made with a graph, as anything in grad mode; what is gathered for it is no longer so after the update."""
+    data = data_for(row, batches(3))
+
+    def program(model: nn.Module, optimizer: Any, engine: Any, part: Any, share: float) -> list[float]:
+        norms = []
+        for batch in map(part, data):
+            engine.backward(loss_sum(model, batch), count(batch))
+            with engine.gathered():
+                norms.append(sum(p.square().sum() for p in model.parameters()).item())
+            optimizer.step()
+            with engine.gathered():
+                norms.append(sum(p.square().sum() for p in model.parameters()).item())
+        return norms
+
+    wanted, truth = alone(program, model_for(row))
+    for norms, state in on_ranks(program, model_for(row), "shard=2", row):
+        assert same(state, truth, row)
+        assert norms == pytest.approx(wanted, rel=0.02 if row in COPIES else 1e-11)
+
+
 @pytest.mark.parametrize("row", ["ddp", "zero3", "hpz"])
 def test_what_gathered_refuses(row: str) -> None:
     def program(model: nn.Module, optimizer: Any, engine: Any, part: Any, share: float) -> None:
@@ -168,3 +194,29 @@ def test_a_driven_model_is_not_copied(row: str, copied: Any) -> None:
                 copied(what)
 
     on_ranks(program, model_for(row), "shard=2", row)
+
+
+@pytest.mark.parametrize("row", ["ddp", "zero3"])
+def test_a_pretrained_model_is_saved_whole(row: str, tmp_path: Any) -> None:
+    transformers = pytest.importorskip("transformers")
+    from safetensors.torch import load_file
+
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
+    template = transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=11, **sizes))
+
+    def body(comm: Comm) -> dict[str, Tensor]:
+        model = copy.deepcopy(template)
+        engine = Engine(model, comm, strategy=row, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
+        state = engine.full_state_dict()
+        if row == "zero3":
+            with pytest.raises(ValueError, match=r"at rest.*engine\.full_state_dict"):
+                model.save_pretrained(tmp_path / f"refused{comm.rank}")
+        with engine.gathered():
+            model.save_pretrained(tmp_path / f"gathered{comm.rank}")
+        model.save_pretrained(tmp_path / f"given{comm.rank}", state_dict=dict(state))
+        return state
+
+    for rank, state in enumerate(run(Mesh(shard=2), body, deadline=20)):
+        for how in ("gathered", "given"):
+            saved = load_file(tmp_path / f"{how}{rank}" / "model.safetensors")
+            assert saved.keys() == state.keys() and all(torch.equal(saved[name], state[name]) for name in state)

@@ -42,6 +42,7 @@ def masks_of(mesh: str, tokens: Tensor, *, sequence: bool = False) -> list[Masks
     def body(comm: Comm) -> Masks:
         mine = model()
         engine = Engine(mine, comm, strategy="ddp", sequence_parallel=sequence, loss_fn=_sum, count_fn=len)
+        engine.use(sgd(mine.parameters()))
         masks = drawn(engine)
         engine.step([tokens])
         return masks

@@ -305,8 +305,15 @@ def test_the_check_ends_when_every_whole_parameter_was_seen() -> None:
 @pytest.mark.parametrize("how", ["other samples", "fewer samples"])
 def test_tensor_ranks_with_different_batches_are_refused(how: str) -> None:
     def body(comm: Comm) -> None:
+        optimizer = sgd((model := around(Pair)).parameters())
         engine = Engine(
-            around(Pair), comm, strategy="ddp", tensor_plan=PLAN, loss_fn=cases.loss_sum, count_fn=lambda b: len(b["x"])
+            model,
+            comm,
+            strategy="ddp",
+            tensor_plan=PLAN,
+            optimizer=optimizer,
+            loss_fn=cases.loss_sum,
+            count_fn=lambda b: len(b["x"]),
         )
         batch = batches()[comm.rank if how == "other samples" else 0]
         if how == "fewer samples":

@@ -141,7 +141,13 @@ def test_whole_says_that_a_module_works_on_another_tensor() -> None:
         with plait.empty_parameters():
             model = Beside().double()
         engine = plait.Engine(
-            model, comm, loss_fn=lambda m, x: m(x).square().sum(), count_fn=len, strategy="ddp", tensor_plan=plan
+            model,
+            comm,
+            optimizer=torch.optim.SGD(model.parameters(), 0.1),
+            loss_fn=lambda m, x: m(x).square().sum(),
+            count_fn=len,
+            strategy="ddp",
+            tensor_plan=plan,
         )
         return engine.step([torch.linspace(0, 1, 24, dtype=torch.float64).view(3, 8)]).loss
 

@@ -70,14 +70,12 @@ def build_units(
     comm: Comm,
     parallelism: Parallelism,
     parallel: Parallel,
-    resting: dict[int, str],
 ) -> BuiltUnits:
     """Cut a stage into units whose flat buffers have this rank's pieces of what has values.
 
     Args:
         origin: by ``id`` of a parameter of the stage, the whole model's.
         parallel: how tensor parallelism cuts parameters, before they are laid in their units.
-        resting: kept up to date with the names, by ``id``, of parameters that are at rest.
     """
     strategy, cut, modules = parallelism.strategy, parallelism.cut, dict(model.named_modules())
     wrapped = wrap(model, parallelism.units and [name for name in parallelism.units if name in modules])
@@ -106,7 +104,7 @@ def build_units(
             loads = [load + size for load, size in zip(loads, sizes, strict=True)]
             values = [None if p.is_meta else p.data for _, p in group]
             targets = [_off_meta(p, comm.device) for _, p in group]
-            flat = Flat(layout, targets, strategy, comm, resting, cuts, id(first) in parallel.summed)
+            flat = Flat(layout, targets, strategy, comm, cuts, id(first) in parallel.summed)
             for index, ((_, old), new, value) in enumerate(zip(group, targets, values, strict=True)):
                 if value is None:
                     fresh.append(Unmaterialized(origin[id(old)], old, new, flat, index))

@@ -6,6 +6,8 @@ step's report.  A gradient of more than 1e19 (fp32) counts as not finite, since 
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -29,5 +31,6 @@ class GradientWatch:
         """Microbatch and name of the first that was not finite; it waits for the device once, and forgets them all."""
         squares, places = self._squares, self._places
         self._squares, self._places = [], []
-        finite = torch.stack(squares).isfinite().tolist() if squares else []
-        return next((place for place, fine in zip(places, finite, strict=True) if not fine), None)
+        if not squares or math.isfinite((row := torch.stack(squares)).sum().item()):
+            return None
+        return next((place for place, finite in zip(places, row.isfinite().tolist(), strict=True) if not finite), None)

@@ -145,7 +145,9 @@ class Gradients:
         if not self._active:
             parameter.grad = None
             raise ValueError(
-                "loss.backward() was called on a model that plait drives: call engine.backward(loss, count) instead"
+                f"a gradient of {gradient.name(index)!r} came outside of its engine's backward: call "
+                f"engine.backward(loss, count) instead of loss.backward(); where another engine's loss goes through "
+                f"this model too, name this engine there, as in other.backward(loss, count, also=[engine])"
             )
         if unit.unit.split and unit.unit.state is not State.UNSHARDED and not self.unsharding.split_backward:
             raise ValueError(

@@ -114,6 +114,15 @@ def has_state_at_once(optimizer: Optimizer) -> bool:
     return bool(rebuilt(optimizer, groups).state)
 
 
+def has_stepped(optimizer: Optimizer) -> bool:
+    """Whether it has made steps, itself or in the run that its state was loaded from."""
+    for state in optimizer.state.values():
+        step = state.get("step")
+        if any(map(torch.is_tensor, state.values())) if step is None else float(step) > 0:
+            return True
+    return False
+
+
 class OwnedOptimizer:
     """The user's optimizer, changed in place to have only what this rank owns of all flat gradients.
 
@@ -167,8 +176,7 @@ class OwnedOptimizer:
                 "model, before plait cuts them"
             )
         eager = has_state_at_once(optimizer)
-        stepped = any(torch.is_tensor(s.get("step")) and s["step"] > 0 for s in optimizer.state.values())
-        if stepped or (optimizer.state and not eager):
+        if has_stepped(optimizer) or (optimizer.state and not eager):
             raise ValueError("the optimizer has made steps already: hand it over before its first one")
         if cuts and (reason := probe_elementwise(optimizer, updated)):
             raise ValueError(

@@ -23,7 +23,7 @@ from plait.core.collectives import Note
 from plait.core.flat import FlatLayout
 from plait.core.tensor_cut import TensorCut
 from plait.engine.data_parallel.transfers import send, transfers
-from plait.engine.forward.parameter import at_rest_class, has_master_class
+from plait.engine.forward.parameter import AtRest, HasMaster, as_class
 from plait.tensor_parallel.pieces import piece_of
 
 
@@ -48,7 +48,6 @@ class Flat:
     """The parameters of a unit of one dtype that all train, or all do not.
 
     Args:
-        resting: names, by ``id``, of the parameters that are placeholders now; kept up to date.
         cuts: how each parameter is cut over the tensor axis, None where it is whole.
         summed: gradients are pending over the tensor axis.
     """
@@ -59,12 +58,11 @@ class Flat:
         parameters: Sequence[nn.Parameter],
         strategy: Strategy,
         comm: Comm,
-        resting: dict[int, str],
         cuts: Sequence[TensorCut | None],
         summed: bool,
     ) -> None:
         device, ways, own = comm.device, comm.mesh.count, parameters[0].dtype
-        self.resting, self.cuts, self.summed = resting, list(cuts), summed
+        self.cuts, self.summed = list(cuts), summed
         self.layout, self.parameters, self.comm = layout, list(parameters), comm
         self.trainable = self.parameters[0].requires_grad
         self.dtype = dtype_in(strategy.params, own)
@@ -100,8 +98,8 @@ class Flat:
         nothing = placeholder(self.dtype, device)
         self._placeholders = [nothing.expand(s.shape) for s in layout.slots]
         kinds = [type(p) for p in self.parameters]
-        self._here = kinds if self.split or self.master is None else [has_master_class(kind) for kind in kinds]
-        self._at_rest = [at_rest_class(kind) for kind in kinds]
+        self._here = kinds if self.split or self.master is None else [as_class(HasMaster, kind) for kind in kinds]
+        self._at_rest = [as_class(AtRest, kind) for kind in kinds]
         if self.split:
             for parameter, slot in zip(self.parameters, layout.slots, strict=True):
                 parameter.resting_name = slot.name  # type: ignore[attr-defined]
@@ -157,7 +155,6 @@ class Flat:
             for parameter, view, here in zip(self.parameters, self._views, self._here, strict=True):
                 parameter.__class__ = here  # the user's own: see docs/guide/your-own-loop.md
                 parameter.data = view
-                self.resting.pop(id(parameter), None)
 
     def reshard(self) -> list[str]:
         """Point the parameters at placeholders and give the memory of ``full`` back.
@@ -165,12 +162,10 @@ class Flat:
         Returns:
             The names of parameters that were written to since they were shown; what was written is gone.
         """
-        rows = zip(self.parameters, self._placeholders, self._at_rest, self.layout.slots, strict=True)
         with torch._C.DisableTorchFunction():
-            for parameter, nothing, at_rest, slot in rows:
+            for parameter, nothing, at_rest in zip(self.parameters, self._placeholders, self._at_rest, strict=True):
                 parameter.data = nothing
                 parameter.__class__ = at_rest
-                self.resting[id(parameter)] = slot.name
         if not self.full.untyped_storage().resizable():  # it is shared with numpy
             self._renew()
         self.full.untyped_storage().resize_(0)

@@ -221,6 +221,7 @@ class Unsharding(StaysHere):
     def _recover(self) -> None:
         """A forward or backward that raised may have left units open: back to rest."""
         self._backward_open.clear()
+        self._ran_backward.clear()
         self.current.replace(units=())
         self._inside.clear()
         for unit in self.units:
@@ -328,6 +329,7 @@ class Unsharding(StaysHere):
         for unit in list(self._backward_open):
             self._end_backward_of(unit)
         self._has_gradients.clear()
+        self._ran_backward.clear()
         self._hooks.drop(self._hooks.microbatch)
         self.num_flying = max(0, self.num_flying - 1)
         for unit in self.units:

@@ -19,9 +19,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from plait.engine.forward.context import CurrentForward
+from plait.engine.forward.context import CurrentForward, RNGPosition
 from plait.engine.forward.interceptor import Function, Handler
 from plait.engine.forward.random_ops import draws_nothing, is_random, no_stream, seeded, silent, without_dropout
+from plait.engine.forward.random_streams import STREAMS
 from plait.sharded.masks import Slice, keep_mask, stream_key
 
 SliceOf = Callable[[str, Sequence[int]], Slice | None]
@@ -51,6 +52,28 @@ class DropoutRNG(Handler):
         The first dim is samples when its size is the microbatch's number of samples; otherwise the module has lost the
         sample dim, and the mask belongs to the global microbatch.
         """
+        position, module, site = self.site()
+        if shape and shape[0] == position.num_samples:
+            keys = self.sample_keys("dropout", site)
+        else:
+            keys = [stream_key("microbatch dropout", self.seed, position.step, position.microbatch, site)]
+        place = self.place(module, shape)
+        return keep_mask(keys, math.prod(shape) // len(keys) if keys else 0, p, device, place).view(tuple(shape))
+
+    def sample_keys(self, kind: str, site: str) -> list[int]:
+        """One for each sample of the microbatch, by its global index."""
+        position = self.current.context.position
+        assert position is not None
+        samples = range(position.first_sample, position.first_sample + position.num_samples)
+        return [stream_key(kind, self.seed, position.step, i, site) for i in samples]
+
+    def place(self, module: str, shape: Sequence[int]) -> Callable[[Tensor], Tensor] | None:
+        """Where a module's activation of this shape lies in the whole one, if it is cut."""
+        part = self.slice_of(module, tuple(shape)) if self.slice_of else None
+        return part.indices(shape) if part else None
+
+    def site(self) -> tuple[RNGPosition, str, str]:
+        """Where the running module's next draw is: the forward's place, the module, and the number of the draw."""
         context = self.current.context
         position, counts, module = context.position, context.counts, context.module.name
         assert position is not None
@@ -68,15 +91,7 @@ class DropoutRNG(Handler):
             )
         drawn = counts.masks.get(module, 0)
         counts.masks[module] = drawn + 1
-        site, shape = f"{module}#{drawn}", tuple(shape)
-        if shape and shape[0] == position.num_samples:
-            samples = range(position.first_sample, position.first_sample + position.num_samples)
-            keys = [stream_key("dropout", self.seed, position.step, i, site) for i in samples]
-        else:
-            keys = [stream_key("microbatch dropout", self.seed, position.step, position.microbatch, site)]
-        part = self.slice_of(module, shape) if self.slice_of else None
-        place = part.indices(shape) if part else None
-        return keep_mask(keys, math.prod(shape) // len(keys) if keys else 0, p, device, place).view(shape)
+        return position, module, f"{module}#{drawn}"
 
     def dropout(self, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
         """``F.dropout``, with the next mask of the running module."""
@@ -135,6 +150,8 @@ class DropoutRNG(Handler):
             with _Bernoulli(self):
                 return func(*args, **kwargs)
         if not own_generator and not without_dropout(func, args):
+            if func in STREAMS:
+                return STREAMS[func](self, *args, **kwargs)
             raise no_stream(getattr(func, "__name__", str(func)), context.module.name)
         return func(*args, **kwargs)
 
@@ -153,6 +170,8 @@ class _Bernoulli(TorchDispatchMode):
         if func is torch.ops.aten.native_dropout.default and args[2] is not False:
             keep = self.dropout.mask(args[0].shape, args[1], args[0].device)
             return args[0] * keep.to(args[0].dtype).mul_(1 / (1 - args[1])), keep
+        if func is torch.ops.aten.exponential_.default:
+            return STREAMS[Tensor.exponential_](self.dropout, *args, **(kwargs or {}))
         if seeded(func) and not draws_nothing(func, args, kwargs or {}):
             raise no_stream(str(func), self.dropout.current.context.module.name)
         return func(*args, **(kwargs or {}))
@@ -163,4 +182,4 @@ _SERVED: dict[Function, Function] = {
     torch.dropout: DropoutRNG.torch_dropout,
     F.scaled_dot_product_attention: DropoutRNG.attention,
 }
-_COMPOSITE = {F.multi_head_attention_forward, F.dropout1d, F.dropout2d, F.dropout3d}
+_COMPOSITE = {F.multi_head_attention_forward, F.dropout1d, F.dropout2d, F.dropout3d, F.gumbel_softmax}

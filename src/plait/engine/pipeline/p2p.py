@@ -19,6 +19,7 @@ Transports match the messages of a channel by their order, so receives are poste
 over another shape for a known signature is refused before it sends.
 """
 
+import math
 from collections import defaultdict, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -85,6 +86,13 @@ class PipelineP2P:
         ranks, here = self.rank_of, self.comm.rank
         mine = [s for s in ranks if s + 1 in ranks and ranks[s] != ranks[s + 1] and here in (ranks[s], ranks[s + 1])]
         return any((s, signature_of(batch)) not in self._shapes for s in mine for batch in batches)
+
+    def bytes_handed(self, stage: int, batch: Any) -> int:
+        """Size of what a stage hands to the next for a batch like one that has passed; 0 where none has."""
+        if (known := self._shapes.get((stage, signature_of(batch)))) is None:
+            return 0
+        shape, dtype = known
+        return math.prod(shape) * dtype.itemsize
 
     def put(self, way: str, stage: int, microbatch: int, tensor: Tensor) -> None:
         """What a stage made for its neighbour: an activation (F) for the next, a gradient (B) for the one before.

@@ -1,0 +1,189 @@
+"""What a loop of one's own calls on an engine, besides ``engine.step``.
+
+loss = loss_fn(model(x), y)
+engine.backward(loss, count)             sums of gradients, as often as there are microbatches
+engine.clip_grad_norm_(1.0)              the sums are finished here, or by the optimizer's pre-hook
+optimizer.step()
+
+with engine.gathered(): ...              whole parameters: penalties, averages, surgery
+engine.step_state()                      what a run that goes on needs besides model and optimizer
+"""
+
+from __future__ import annotations
+
+import math
+from abc import abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from plait.core.precision import LossScale
+from plait.engine.data_parallel.optim import has_stepped
+from plait.engine.gathered import gathered, units_of
+from plait.engine.host_random import HostRandomness
+from plait.engine.placed_model import PlacedModel
+from plait.engine.reduction import Reduction, as_sum
+from plait.engine.step import OpenStep, StepResult
+from plait.engine.turns import StepTurns
+from plait.engine.update import Update
+
+
+class OwnLoop(PlacedModel):
+    """The calls; ``Engine`` is the only one of these, and has what they need."""
+
+    update: Update
+    last: StepResult
+    listener: Callable[..., None] | None
+    steps: int
+    _blocks: int
+    """``gathered`` blocks that are open."""
+    _now: OpenStep | None
+    _host: HostRandomness
+    _turns: StepTurns
+
+    @abstractmethod
+    def _begin_step(self) -> OpenStep: ...
+
+    @abstractmethod
+    def _prepare(self, clip: float | None) -> None: ...
+
+    def backward(
+        self, loss: Tensor, count: int, reduction: Reduction | None = None, *, also: Sequence[OwnLoop] = ()
+    ) -> None:
+        """The backward of one microbatch of a user's own loop.
+
+        Args:
+            loss: of the microbatch, a scalar.
+            count: how many terms the loss has; ``optimizer.step()`` divides by the global sum of the counts.
+            reduction: ``"mean"``, as of ``F.cross_entropy`` and Hugging Face's models, or ``"sum"``: what the loss is
+                of its terms. None: a sum, unless it can be seen that it is a mean, which is refused.
+            also: other engines through whose models the loss goes. Their parameters get gradients too, which their
+                optimizer's ``step()`` uses and its ``zero_grad()`` throws away.
+
+        Raises:
+            ValueError: no optimizer, a loss that is no scalar, a mean given as a sum, a negative count.
+        """
+        engines = (self, *also)
+        for engine in engines:
+            if engine.pipeline.num_stages > 1:
+                raise ValueError("engine.backward is for one stage: a pipeline's schedule decides; use engine.step")
+            if also and engine.update.loss_scale is not None:
+                raise ValueError(
+                    "a backward of several engines, one of which scales the loss: build it without a scale"
+                )
+            engine._check_optimizer()
+        if loss.dim() != 0:
+            raise ValueError(f"the loss has shape {tuple(loss.shape)}: return the sum over the microbatch, a scalar")
+        if count < 0:
+            raise ValueError(f"a count of {count}: it is the number of terms of the loss, 0 or more")
+        loss = as_sum(loss, count, reduction)
+        with ExitStack() as stack:
+            for engine in engines:
+                engine._host.check(alone=False)
+                now = engine._begin_step()
+                if now.prepared:
+                    raise ValueError(
+                        "engine.backward after engine.clip_grad_norm_: clip behind the last backward of the step"
+                    )
+                now.local_count += count
+                engine.stages[0].gradients.hide()
+                stack.callback(engine.stages[0].gradients.show)
+                if engine is not self:
+                    stack.enter_context(engine.stages[0].taking_part())
+            self.stages[0].backward_from(loss, self.update.scale)
+        for engine in engines:
+            engine._begin_step().losses.append(loss.detach())
+
+    # ---- what a run leaves and takes up -----------------------------------------------------------------------------
+
+    def step_state(self) -> dict[str, Any]:
+        """What a run that goes on needs beside the state of model and optimizer, the same on all ranks: the number of
+        steps made (on which dropout depends), the seed, and the loss scale.
+        """
+        scale = self.update.loss_scale
+        return {"step": self.steps, "seed": self.seed, "loss_scale": None if scale is None else asdict(scale)}
+
+    def load_step_state(self, state: Mapping[str, Any]) -> None:
+        """Go on where a run was saved.
+
+        Raises:
+            ValueError: another seed, or a loss scale where there is none (or none where there is one).
+        """
+        mine = self.step_state()
+        if state["seed"] != mine["seed"]:
+            raise ValueError(f"saved with seed {state['seed']}, and the engine has seed {mine['seed']}: give it that")
+        if (state["loss_scale"] is None) != (mine["loss_scale"] is None):
+            raise ValueError(f"saved with loss scale {state['loss_scale']}, and the engine has {mine['loss_scale']}")
+        self.steps = state["step"]
+        if state["loss_scale"] is not None:
+            self.update.loss_scale = LossScale(**state["loss_scale"])
+
+    def clip_grad_norm_(self, max_norm: float) -> Tensor:
+        """Finish the sums of ``backward``, and clip them by their global norm, before ``optimizer.step()``.
+
+        All ranks call it together, once per step, in place of ``torch.nn.utils.clip_grad_norm_``.
+
+        Returns:
+            The norm before clipping, a scalar.
+
+        Raises:
+            ValueError: no backward, a second call in one step, an engine that clips by itself.
+        """
+        if self.update.clip is not None:
+            raise ValueError(
+                f"engine.clip_grad_norm_ on an engine with clip={self.update.clip}: leave one of them out (the norm is "
+                f"engine.last.grad_norm)"
+            )
+        if self._now is not None and self._now.prepared:
+            raise ValueError("engine.clip_grad_norm_ a second time in one step: call it once, behind the last backward")
+        self._prepare(max_norm)
+        norm = self.last.grad_norm  # None where the step is not made
+        return torch.tensor(math.inf if norm is None else norm, dtype=self.norm.dtype)
+
+    @contextmanager
+    def gathered(self, *names: str, modify: bool = False) -> Iterator[None]:
+        """Parameters are whole inside, whatever the row; all ranks enter and leave together.
+
+        Under a row in 16 bits they have that dtype; of one that is cut over the tensor axis this rank's piece is there.
+        A penalty made of them belongs between a forward and its backward, and keeps them whole until that is over.
+
+        Args:
+            names: of parameters, or of modules for all of theirs; none: all.
+            modify: they may be written to, between steps, on every rank the same.
+
+        Raises:
+            ValueError: unknown names; a pipeline; ``modify`` in the middle of a step; and behind the block, parameters
+                that were written to without ``modify``, or differently on different ranks.
+        """
+        if self.pipeline.num_stages > 1:
+            raise ValueError("engine.gathered is for one stage: under a pipeline use engine.full_state_dict()")
+        if modify and self._now is not None:
+            raise ValueError(
+                "engine.gathered(modify=True) in the middle of a step: call it after optimizer.step() or zero_grad()"
+            )
+        units = units_of(self.units, names, self.directory.aliases)
+        self.take_over()
+        self._blocks += 1
+        try:
+            with gathered(self.stages[0].unsharding, units, self.comm, modify=modify):
+                yield
+        finally:
+            self._blocks -= 1
+
+    def _check_optimizer(self) -> None:
+        """Raises ValueError where gradients would be made that nobody gets, or masks drawn for a second time."""
+        self._turns.check_all(self.optimizers)
+        if not self.steps and any(map(has_stepped, self.optimizers)):
+            raise ValueError(
+                "the optimizer comes from an earlier run, and the engine begins at step 0, whose dropout masks that "
+                "run has used: call engine.load_step_state(saved), saved by engine.step_state() with the rest"
+            )
+        if not self.optimizers and self.listener is None and self.exchange.names:
+            raise ValueError(
+                "the engine has no optimizer, so no step would change anything: give Engine(optimizer=...), or, where "
+                "it is built after the engine, call engine.use(optimizer) before the first step"
+            )

@@ -1,0 +1,351 @@
+"""Torch's own database of operators on tensors that are cut at random: what comes out, in one word for each call.
+
+right      values, shapes, dtypes and gradients of one process
+refused    a LayoutError, which names the operator and the way out
+unclear    any other error, where whole tensors raise none, or ranks that disagree
+wrong      anything else
+
+python tests/sharded/op_database.py [word of an entry's name ...]       counts them, and lists unclear and wrong ones
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import product
+from typing import Any
+from zlib import crc32
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map
+
+from plait import run_threads
+from plait.comm import Comm
+from plait.core.layout import Layout
+from plait.core.mesh import Mesh
+from plait.sharded import LayoutError, ShardedTensor, auto_redistribute
+
+with torch.backends.__allow_nonbracketed_mutation():  # which the import forbids for good
+    from torch.testing._internal.common_methods_invocations import op_db
+
+MESHES = ("tensor=2", "tensor=3", "replica=2 tensor=2")
+WAYS = ("function", "in place", "out=")
+NO_VALUES = ("empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided", "empty_permuted", "resize_")
+"""Entries whose values are what the memory holds."""
+
+
+@dataclass(frozen=True)
+class Call:
+    """An entry of the database called one way on whole tensors, and what it gave."""
+
+    function: Callable[..., Any]
+    way: str
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    results: list[Any]
+    seeds: list[Tensor | None]
+    gradients: list[Tensor | None]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    entry: str
+    way: str
+    auto: bool
+    cut: bool
+    word: str
+    said: str = ""
+
+
+def name_of(entry: Any) -> str:
+    return f"{entry.name}.{entry.variant_test_name}" if entry.variant_test_name else str(entry.name)
+
+
+def entries(words: Sequence[str] = ()) -> list[Any]:
+    return [e for e in op_db if not words or any(w in name_of(e) for w in words)]
+
+
+NAMES = tuple(dict.fromkeys(map(name_of, op_db)))
+
+
+def named(name: str) -> Any:
+    """The entry of this name."""
+    return next(e for e in op_db if name_of(e) == name)
+
+
+def dtype_of(entry: Any) -> torch.dtype:
+    for dtype in (torch.float64, torch.int64, torch.complex128, torch.bool, torch.float32):
+        if entry.supports_dtype(dtype, "cpu"):
+            return dtype
+    return torch.float32
+
+
+def samples(entry: Any, count: int) -> list[Any]:
+    """Some of an entry's samples, small ones, evenly over them."""
+    dtype = dtype_of(entry)
+    torch.manual_seed(0)
+    every = []
+    for sample in entry.sample_inputs("cpu", dtype, requires_grad=entry.supports_autograd and dtype.is_floating_point):
+        if sum(t.numel() for t in tensors(sample)) < 3000:
+            every.append(sample)
+        if len(every) == 60:
+            break
+    step = max(1, len(every) // count)
+    return every[::step][:count]
+
+
+def tensors(sample: Any) -> list[Tensor]:
+    return [t for t in tree_leaves((sample.input, sample.args, sample.kwargs)) if isinstance(t, Tensor)]
+
+
+def leaf(t: Tensor) -> Tensor:
+    return t.detach().clone().requires_grad_(t.requires_grad)
+
+
+def whole_call(entry: Any, sample: Any, way: str) -> Call | None:
+    """The call on whole tensors; None where torch has none, or it raises."""
+    function = {"function": entry.op, "in place": entry.inplace_variant, "out=": entry.op}[way]
+    if function is None or (way == "out=" and not entry.supports_out):
+        return None
+    given = tree_map(lambda t: leaf(t) if isinstance(t, Tensor) else t, (sample.input, *sample.args))
+    kwargs = tree_map(lambda t: leaf(t) if isinstance(t, Tensor) else t, dict(sample.kwargs))
+    if not tensors(sample) or any(t.layout != torch.strided for t in tensors(sample)):
+        return None
+    try:
+        torch.manual_seed(1)
+        results, leaves, _ = carried_out(function, way, given, kwargs, None)
+        seeds = [seed_of(y) if isinstance(y, Tensor) and y.requires_grad else None for y in results]
+        gradients = gradients_of(results, seeds, leaves)
+    except Exception:
+        return None
+    args = tree_map(lambda t: t.detach().requires_grad_(t.requires_grad) if isinstance(t, Tensor) else t, given)
+    return Call(function, way, args, kwargs, [y.detach() if isinstance(y, Tensor) else y for y in results], seeds,
+                gradients)  # fmt: skip
+
+
+def seed_of(y: Tensor) -> Tensor:
+    return torch.randn(y.shape, generator=torch.Generator().manual_seed(y.numel()), dtype=torch.float64).to(y.dtype)
+
+
+def gradients_of(results: list[Any], seeds: list[Tensor | None], leaves: list[Tensor]) -> list[Tensor | None]:
+    ends = [(y, s) for y, s in zip(results, seeds, strict=True) if s is not None]
+    wanted = [t for t in leaves if t.requires_grad]
+    if not ends or not wanted:
+        return []
+    return list(torch.autograd.grad([y for y, _ in ends], wanted, [s for _, s in ends], allow_unused=True))
+
+
+def carried_out(
+    function: Callable[..., Any], way: str, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any
+) -> tuple[list[Any], list[Any], list[Tensor]]:
+    """What the call gives, what it returns as one object that it was given, and its leaves."""
+    leaves = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+    if way == "in place":
+        first = args[0].clone()
+        back = function(first, *args[1:], **kwargs)
+        return [first], leaves, [back is first]
+    if way == "out=":
+        with torch.no_grad():
+            if out is None:
+                got = function(*args, **kwargs)
+                out = tree_map(torch.zeros_like, got)
+                function(*args, **kwargs, out=out)
+                return tree_leaves(got), [], []
+            function(*args, **kwargs, out=out)
+            return tree_leaves(out), [], []
+    return tree_leaves(function(*args, **kwargs)), leaves, []
+
+
+def any_layout(rng: random.Random, mesh: Mesh, t: Tensor, pending: float) -> Layout:
+    dims: list[list[str]] = [[] for _ in t.shape]
+    due = []
+    axes = [a for a in ("replica", "tensor") if mesh.axis(a) > 1]
+    rng.shuffle(axes)
+    for axis in axes:
+        draw = rng.random()
+        if draw < pending and (t.is_floating_point() or t.is_complex()):
+            due.append(axis)
+        elif draw < 0.8 and t.dim():
+            dims[rng.randrange(t.dim())].append(axis)
+    return Layout(tuple(map(tuple, dims)), tuple(due))
+
+
+def shares(full: Tensor, layout: Layout, comm: Comm) -> ShardedTensor:
+    """As ``from_full``, but a pending sum has a part on every rank."""
+    x = ShardedTensor.from_full(full.detach(), layout, comm)
+    here, local = comm.mesh.coordinates(comm.rank), x.local
+    for axis in x.sharding.pending:
+        n = comm.mesh.axis(axis)
+        local = local + ((n - 1) / 2 - here[axis])
+    return ShardedTensor(local.detach(), layout, comm, tuple(full.shape)).requires_grad_(full.requires_grad)
+
+
+def tried(call: Call, mesh: str, seed: int, auto: bool, values: bool = True) -> tuple[bool, str, str]:
+    """One call on random layouts: whether an operand was cut or pending, the word for it, and what was said.
+
+    Of every two seeds one leaves all operands but the first whole.
+    """
+    rng = random.Random(seed)
+    given = [t for t in tree_leaves((call.args, call.kwargs)) if isinstance(t, Tensor)]
+    pending = rng.choice((0.0, 0.0, 0.3)) if seed % 2 else 0.0
+    layouts = {id(t): any_layout(rng, Mesh.parse(mesh), t, pending) for t in given}
+    if seed % 2 == 0:
+        layouts |= {id(t): Layout.replicated(t.dim()) for t in given[1:]}
+    outs = [any_layout(rng, Mesh.parse(mesh), y, 0.0) if isinstance(y, Tensor) else None for y in call.results]
+    cut = any(layout.cut or layout.pending for layout in layouts.values())
+    words: list[tuple[str, str]] = [("unclear", "no answer")] * Mesh.parse(mesh).size
+
+    def body(comm: Comm) -> None:
+        made = {i: shares(t, layouts[i], comm) for i, t in zip(map(id, given), given, strict=True)}
+        args = tree_map(lambda t: made[id(t)] if isinstance(t, Tensor) else t, call.args)
+        kwargs = tree_map(lambda t: made[id(t)] if isinstance(t, Tensor) else t, call.kwargs)
+        into: Any = None
+        if call.way == "out=":
+            ends = zip(call.results, outs, strict=True)
+            into = [ShardedTensor.from_full(torch.zeros_like(y), to, comm) for y, to in ends]
+            into = into[0] if len(into) == 1 else tuple(into)
+        try:
+            if auto:
+                with auto_redistribute():
+                    results, leaves, same = carried_out(call.function, call.way, args, kwargs, into)
+            else:
+                comm.ledger.clear()
+                results, leaves, same = carried_out(call.function, call.way, args, kwargs, into)
+                if comm.ledger.entries:
+                    words[comm.rank] = ("wrong", "it sent something")
+                    return
+            words[comm.rank] = ("right", "")
+        except LayoutError as error:
+            words[comm.rank] = ("refused", str(error))
+            return
+        except Exception as error:
+            words[comm.rank] = ("unclear", f"{type(error).__name__}: {error}")
+            raise
+        said = compared(call, results, leaves, same, values)
+        if said:
+            words[comm.rank] = ("wrong", said)
+
+    try:
+        run_threads(mesh, body)
+    except Exception as error:
+        if all(said == "no answer" for _, said in words):
+            return False, "none", ""
+        if all(word in ("right", "refused") for word, _ in words) and len({w for w, _ in words}) == 1:
+            return cut, "wrong" if words[0][0] == "right" else "unclear", f"afterwards {type(error).__name__}: {error}"
+    kinds = {word for word, _ in words}
+    if len(kinds) == 1:
+        return cut, *words[0]
+    worst = max(words, key=lambda w: ("right", "refused", "wrong", "unclear").index(w[0]))
+    return cut, "unclear" if worst[0] != "wrong" else "wrong", f"ranks disagree, {sorted(kinds)}: {worst[1]}"
+
+
+def compared(call: Call, results: list[Any], leaves: list[Tensor], same: list[Any], values: bool) -> str:
+    """What differs from the whole tensors."""
+    if not all(same):
+        return "in place, it returned another tensor"
+    if len(results) != len(call.results):
+        return f"{len(results)} results, not {len(call.results)}"
+    for got, want in zip(results, call.results, strict=True):
+        if not isinstance(want, Tensor):
+            if got != want and got == got:
+                return f"{got!r}, not {want!r}"
+            continue
+        if not isinstance(got, ShardedTensor):
+            return f"a {type(got).__name__} {getattr(got, 'shape', '')}, no ShardedTensor"
+        if said := unequal(got, want, "the result", values):
+            return said
+    if not call.gradients:
+        return ""
+    if not all(y.requires_grad for y, s in zip(results, call.seeds, strict=True) if s is not None):
+        lost = any(g is not None and g.any() for g in call.gradients)
+        return "a result has no gradient" if lost else ""
+    found = gradients_of(results, call.seeds, leaves)
+    for got, want in zip(found, call.gradients, strict=True):
+        if got is None or want is None:
+            other = want if got is None else got.full()
+            if other is not None and other.abs().nan_to_num().sum() != 0:
+                return f"a gradient is {'missing' if got is None else 'new'}"
+        elif said := unequal(got, want, "a gradient", values):
+            return said
+    return ""
+
+
+def unequal(got: Any, want: Tensor, what: str, values: bool) -> str:
+    if tuple(got.shape) != tuple(want.shape) or got.dtype != want.dtype:
+        return f"{what} is {list(got.shape)} {got.dtype}, not {list(want.shape)} {want.dtype}"
+    full = got.full()
+    tolerance = 1e-4 if want.dtype in (torch.float32, torch.complex64) else 1e-8
+    if values and not torch.allclose(full.resolve_conj(), want, rtol=tolerance, atol=tolerance, equal_nan=True):
+        return f"{what} differs: {full.flatten()[:6].tolist()}, not {want.flatten()[:6].tolist()}"
+    return ""
+
+
+def outcomes(
+    entry: Any, count: int = 4, draws: int = 2, meshes: Sequence[str] = MESHES, ways: Sequence[str] = WAYS
+) -> Iterator[Outcome]:
+    """Every try of an entry: samples, ways to call, meshes, explicitly and under ``auto_redistribute``."""
+    name = name_of(entry)
+    for k, sample in enumerate(samples(entry, count)):
+        for way in ways:
+            call = whole_call(entry, sample, way)
+            if call is None:
+                continue
+            for draw, auto in product(range(draws), (False, True)):
+                mesh, seed = meshes[(k + draw) % len(meshes)], 2 * crc32(f"{name} {k} {way} {draw}".encode()) + draw % 2
+                yield Outcome(name, way, auto, *tried(call, mesh, seed, auto, entry.name not in NO_VALUES))
+
+
+def verdict(of_entry: Sequence[Outcome]) -> str:
+    """The worst word of an entry, or right where some call with an operand cut was right."""
+    words = {o.word for o in of_entry}
+    for word in ("wrong", "unclear"):
+        if word in words:
+            return word
+    return "right" if any(o.word == "right" and o.cut for o in of_entry) else "refused"
+
+
+def main() -> None:
+    warnings.simplefilter("ignore")
+    import logging
+
+    logging.disable(logging.CRITICAL)
+    flags = {a for a in sys.argv[1:] if a.startswith("-")}
+    words = [a for a in sys.argv[1:] if not a.startswith("-")]
+    chosen = entries(words)
+    part = next((f[2:] for f in flags if "/" in f), "0/1")
+    i, n = map(int, part.split("/"))
+    totals: dict[str, Counter[str]] = {"explicit": Counter(), "auto": Counter(), "both": Counter()}
+    for entry in chosen[i::n]:
+        try:
+            every = list(outcomes(entry))
+        except Exception as error:
+            print(f"?? {name_of(entry)}: {type(error).__name__} {str(error)[:200]}", flush=True)
+            continue
+        if not every:
+            print(f"no calls on dense tensors: {name_of(entry)}")
+            totals["both"]["none"] += 1
+            continue
+        explicit, auto = ([o for o in every if o.auto is a] for a in (False, True))
+        a, b, c = verdict(explicit), verdict(auto), verdict(every)
+        totals["explicit"][a] += 1
+        totals["auto"][b] += 1
+        totals["both"][c] += 1
+        print(f"{a:8s} {b:8s} {name_of(entry)}", flush=True)
+        shown = set()
+        for o in every:
+            if o.word in ("wrong", "unclear") or ("--refused" in flags and o.word == "refused"):
+                text = f"    {o.word} {o.way}{' auto' if o.auto else ''}: {o.said[:300]}"
+                if text not in shown:
+                    shown.add(text)
+                    print(text, flush=True)
+    for what, counts in totals.items():
+        print(what, dict(counts))
+
+
+if __name__ == "__main__":
+    main()

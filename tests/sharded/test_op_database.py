@@ -1,0 +1,37 @@
+"""Torch's own database of operators on cut tensors: right, or refused by name; never wrong, never an unclear error."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+
+pytest.importorskip("expecttest", reason="torch's database of operators imports it")
+from op_database import NAMES, Outcome, named, outcomes, verdict
+
+FEW = (
+    "add", "cat", "cumsum", "div.no_rounding_mode", "fft.rfft", "gather", "index_put", "linalg.solve", "masked.sum",
+    "masked_fill", "mean", "nn.functional.batch_norm", "nn.functional.conv2d", "nn.functional.group_norm",
+    "nn.functional.relu", "scatter_add", "sort", "var_mean", "view_as_real", "where",
+)  # fmt: skip
+"""What the fast layer tries: each way in which an operator comes to its plan."""
+
+
+def judged(name: str, count: int) -> list[Outcome]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        found = list(outcomes(named(name), count))
+    bad = [f"{o.word} {o.way}{' auto' if o.auto else ''}: {o.said}" for o in found if o.word in ("wrong", "unclear")]
+    assert not bad, "\n".join([name, *bad])
+    return found
+
+
+@pytest.mark.parametrize("name", FEW)
+def test_a_few_operators(name: str) -> None:
+    found = judged(name, 2)
+    assert verdict(found) == "right"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_operator(name: str) -> None:
+    judged(name, 4)

@@ -1,0 +1,248 @@
+"""What was silently wrong once: written into a copy, added once per rank, cast before the sum, infinite shares."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from tensor_cases import shard, values
+from torch import Tensor, nn
+
+from plait import LayoutError, ShardedTensor, annotate, auto_redistribute, run_threads
+from plait.comm import Comm
+
+CHANGES: dict[str, Callable[[Any, Any], Any]] = {
+    "add_": lambda x, y: x.add_(y),
+    "iadd": lambda x, y: x.__iadd__(y),
+    "mul_": lambda x, y: x.mul_(y),
+    "copy_": lambda x, y: x.copy_(y),
+    "mul_ by itself": lambda x, y: x.mul_(x),
+    "relu_": lambda x, y: x.relu_(),
+    "relu by keyword": lambda x, y: F.relu(input=x, inplace=True),
+    "relu": lambda x, y: F.relu(x, inplace=True),
+    "module": lambda x, y: nn.ReLU(inplace=True)(x),
+    "lgamma_": lambda x, y: x.lgamma_(),
+    "cumsum_": lambda x, y: x.cumsum_(0),
+    "setitem": lambda x, y: x.__setitem__(0, y[1]),
+    "setitem of a mask": lambda x, y: x.__setitem__(x > 0, 2.0),
+    "index_add_": lambda x, y: x.index_add_(0, torch.tensor([0, 2]), y[:2]),
+    "masked_fill_": lambda x, y: x.masked_fill_(y > 0, 3.0),
+    "out=": lambda x, y: torch.exp(y, out=x),
+    "out= of a product": lambda x, y: torch.mm(y, y, out=x),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("layout", ["a b", "a/tensor b", "a b/tensor", "a b, pending(tensor)"])
+def test_under_auto_redistribute_the_tensor_itself_changes(change: str, layout: str) -> None:
+    def changed(x: Any, y: Any) -> Any:
+        with torch.no_grad():
+            CHANGES[change](x, y)
+        return x
+
+    want = changed(values((5, 5), 1, False), values((5, 5), 2, False))
+
+    def body(comm: Comm) -> None:
+        x, y = shard(values((5, 5), 1, False), layout, comm), shard(values((5, 5), 2, False), "a/tensor b", comm)
+        before = x.sharding
+        with auto_redistribute():
+            changed(x, y)
+        torch.testing.assert_close(x.full(), want)
+        assert x.sharding == before
+
+    run_threads("tensor=3", body)
+
+
+def test_a_gradient_passes_what_was_changed_in_place() -> None:
+    a, b = values((5, 6), 1), values((5, 6), 2)
+    want = torch.autograd.grad(a.clone().mul_(b.relu()).sum(), [a, b])
+
+    def body(comm: Comm) -> None:
+        x, y = shard(a.detach(), "a b", comm).requires_grad_(), shard(b.detach(), "a b/tensor", comm).requires_grad_()
+        with auto_redistribute():
+            z = x.clone()
+            assert z.mul_(y.relu()) is z
+        for found, whole in zip(torch.autograd.grad(z.sum(), [x, y]), want, strict=True):
+            torch.testing.assert_close(found.full(), whole)
+
+    run_threads("tensor=2", body)
+
+
+def test_a_copy_in_the_place_of_a_view_is_not_written_into() -> None:
+    def body(comm: Comm) -> None:
+        x = shard(values((5, 6), 1, False), "a b/tensor", comm)
+        with auto_redistribute():
+            flat = x.flatten()
+            for _ in range(2):
+                with pytest.raises(LayoutError, match="relu_ would change a copy: flatten gave it"):
+                    flat.relu_()
+            with pytest.raises(LayoutError, match="would change a copy"):
+                F.relu(flat, True)
+            flat.clone().relu_()
+        rows = shard(values((5, 6), 1, False), "a/tensor b", comm)
+        rows.view(5, 6, 1).relu_()
+        assert torch.equal(rows.full(), values((5, 6), 1, False).relu())
+
+    run_threads("tensor=2", body)
+
+
+PENDING: list[Callable[[ShardedTensor], Any]] = [
+    lambda p: p + np.float32(2),
+    lambda p: p + np.float64(2),
+    lambda p: p - np.int64(2),
+    lambda p: p + torch.tensor(2.0),
+    lambda p: p.add_(np.float32(2)),
+    lambda p: torch.where(torch.ones(5, 5) > 0, p, np.float32(2)),
+    lambda p: torch.where(torch.ones(5, 5) > 0, p, torch.tensor(2.0).double()),
+    lambda p: p.cumsum(0, dtype=torch.int64),
+    lambda p: p.sum(0, dtype=torch.int64),
+    lambda p: p.to(torch.int32),
+    lambda p: p.half(),
+    lambda p: (p * 0).long().copy_(p),
+    lambda p: p / 0.0,
+    lambda p: p / float("nan"),
+    lambda p: p * float("inf"),
+    lambda p: p / torch.zeros(5, 5),
+    lambda p: torch.add(p, p, alpha=float("inf")),
+    lambda p: torch.addmm(p, p, torch.ones(5, 5).double(), beta=float("inf")),
+    lambda p: p.nansum(),
+    lambda p: p.sinh(),
+    lambda p: p[:, 0] > 0,
+    lambda p: F.pad(p, (1, 1), value=1.0),
+]
+
+
+@pytest.mark.parametrize("number", range(len(PENDING)))
+def test_shares_are_summed_first(number: int) -> None:
+    def body(comm: Comm) -> None:
+        p = shard(values((5, 5), 1, False), "a b, pending(tensor)", comm)
+        for _ in range(2):
+            with pytest.raises(LayoutError):
+                PENDING[number](p)
+
+    run_threads("tensor=2", body)
+
+
+def test_whole_numbers_have_no_mean() -> None:
+    def body(comm: Comm) -> None:
+        x = ShardedTensor.from_full(torch.arange(1, 5), "a/tensor", comm)
+        with pytest.raises(LayoutError, match="could not infer output dtype"):
+            x.mean()
+        assert float(x.mean(dtype=torch.float64).full()) == 2.5
+
+    run_threads("tensor=2", body)
+
+
+def test_a_plan_that_proved_wrong_is_not_kept() -> None:
+    from plait.sharded.rules import RULES, rule
+
+    def body(comm: Comm) -> None:
+        x = shard(values((5, 5), 1, False), "a/tensor b", comm)
+        for _ in range(3):
+            with pytest.raises(LayoutError, match="this rank would hold"):
+                torch.histc(x, 4, -2, 2)
+
+    rule(torch.histc)(lambda func, x, *args: x)
+    try:
+        run_threads("tensor=2", body)
+    finally:
+        del RULES[torch.histc]
+
+
+def test_numbers_of_another_type_are_another_call() -> None:
+    def body(comm: Comm) -> list[Any]:
+        x = ShardedTensor.from_full(torch.arange(6), "a/tensor", comm)
+        return [torch.hypot(x * 1.0, x * 1.0).dtype, *((x.clamp_min(n)).dtype for n in (1, 1.0, True))]
+
+    def whole() -> list[Any]:
+        x = torch.arange(6)
+        return [torch.hypot(x * 1.0, x * 1.0).dtype, *((x.clamp_min(n)).dtype for n in (1, 1.0, True))]
+
+    assert run_threads("tensor=2", body)[0] == whole()
+
+
+def test_what_torch_func_made_is_refused_beside_a_sharded_tensor() -> None:
+    def body(comm: Comm) -> None:
+        x = shard(values((5, 5), 1, False), "a b", comm)
+        with pytest.raises(LayoutError, match=r"torch\.func"):
+            torch.func.grad(lambda w: (w * x).sum())(torch.ones(5, 5))
+
+    run_threads("tensor=2", body)
+
+
+def test_a_traced_function_would_hold_a_piece() -> None:
+    def body(comm: Comm) -> None:
+        x = shard(values((5, 5), 1, False), "a/tensor b", comm)
+        x.relu()
+        with pytest.raises(LayoutError, match=r"torch\.jit\.trace of relu"):
+            torch.jit.trace(lambda x: x.relu(), x, check_trace=False)
+
+    with pytest.warns(DeprecationWarning):
+        run_threads("tensor=1", body)
+
+
+UNTOLD: list[Callable[[Any], Any]] = [
+    lambda x: x.apply_(abs),
+    lambda x: x.map_(x, max),
+    lambda x: x.t_(),
+    lambda x: x.resize_(5, 5),
+    lambda x: x.as_strided((5,), (1,)),
+    lambda x: x.uniform_(),
+    lambda x: torch.rand_like(x),
+    lambda x: nn.init.kaiming_uniform_(x),
+    lambda x: x.untyped_storage(),
+    lambda x: x.share_memory_(),
+    lambda x: x.to_sparse(),
+]
+"""What torch does not tell of, what draws random numbers, and what is no function of values."""
+
+
+@pytest.mark.parametrize("layout", ["a b", "a/tensor b"])
+@pytest.mark.parametrize("number", range(len(UNTOLD)))
+def test_what_torch_does_not_tell_is_refused(number: int, layout: str) -> None:
+    def body(comm: Comm) -> None:
+        x = shard(values((5, 5), 1, False), layout, comm)
+        with auto_redistribute(), pytest.raises(LayoutError):
+            UNTOLD[number](x)
+        assert torch.equal(x.full(), values((5, 5), 1, False))
+
+    run_threads("tensor=2", body)
+
+
+def test_a_convolutional_net() -> None:
+    torch.manual_seed(1)
+    net = nn.Sequential(
+        nn.Conv2d(2, 4, 3, padding=1), nn.GroupNorm(2, 4), nn.ReLU(inplace=True), nn.MaxPool2d(2),
+        nn.ConvTranspose2d(4, 3, 2), nn.BatchNorm2d(3).eval(), nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(12, 5),
+    ).double()  # fmt: skip
+    images = values((5, 2, 6, 6), 3, False)
+    ours = [copy.deepcopy(net) for _ in range(3)]
+    loss = net(images).square().sum()
+    loss.backward()
+
+    def body(comm: Comm) -> None:
+        module = annotate(ours[comm.rank], {}, comm)
+        x = ShardedTensor.from_full(images, "n/tensor c h w", comm)
+        found = module(x).square().sum()
+        found.backward()
+        assert not comm.ledger.entries
+        torch.testing.assert_close(found.full(), loss.detach())
+        for p, q in zip(module.parameters(), net.parameters(), strict=True):
+            torch.testing.assert_close(p.grad.full(), q.grad)
+
+    run_threads("tensor=3", body)
+
+
+def test_torch_has_its_own_layout() -> None:
+    def body(comm: Comm) -> Tensor:
+        x = shard(values((5, 5), 1, False), "a/tensor b", comm)
+        assert x.layout is torch.strided and str(x.sharding) == "d0/tensor d1"
+        return torch.masked.sum(x, 1, mask=x > 0).full()
+
+    x = values((5, 5), 1, False)
+    torch.testing.assert_close(run_threads("tensor=2", body)[0], torch.masked.sum(x, 1, mask=x > 0))

@@ -1,0 +1,212 @@
+"""A job of the user's own, held against one process: from Python, from a file, over a matrix, and mistaken."""
+
+from __future__ import annotations
+
+import random
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import plait
+from plait.comm.operation import MismatchError
+from plait.commands.main import main
+from plait.config import VerifyConfig
+from plait.verify.cases import cells_of_job
+
+
+class Net(nn.Module):
+    """A model of somebody's: nested, tied nowhere, with dropout, a norm and a buffer, in nobody's order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(12, 3, bias=False)
+        self.body = nn.Sequential(nn.Linear(7, 12), nn.ReLU(), nn.Dropout(0.2), nn.Linear(12, 12), nn.LayerNorm(12))
+        self.register_buffer("scale", torch.rand(()) + 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.head(self.body(x * self.scale))
+        return out
+
+
+def batch(step: int) -> tuple[Tensor, dict[str, Any]]:
+    """13 samples, 11 in every third step; a weight per class goes to every microbatch."""
+    generator, num = torch.Generator().manual_seed(step), 11 if step % 3 == 2 else 13
+    x = torch.randn(num, 7, generator=generator)
+    return x, {"y": torch.randint(3, (num,), generator=generator), "weights": torch.tensor([1.0, 2.0])}
+
+
+def loss_sum(model: nn.Module, batch: Any) -> Tensor:
+    x, rest = batch
+    return F.cross_entropy(model(x), rest["y"], reduction="sum") * rest["weights"].sum()
+
+
+JOB = plait.UserJob(Net, loss_sum, batch, optimizer=lambda params: torch.optim.AdamW(params, lr=1e-2))
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero3"])
+@pytest.mark.parametrize("mesh", ["shard=3", "replica=2 shard=2"])
+def test_a_layout_is_bitwise(strategy: str, mesh: str) -> None:
+    verdict = plait.verify(JOB, mesh=mesh, strategy=strategy, microbatches=2)
+    assert verdict.word == "bitwise", verdict
+
+
+def test_a_chain_in_a_pipeline_with_the_flags_optimizer() -> None:
+    def build() -> nn.Module:
+        return nn.Sequential(nn.Linear(7, 12), nn.ReLU(), nn.Linear(12, 9), nn.Dropout(0.1), nn.Linear(9, 3))
+
+    job = plait.UserJob(build, loss_sum, [batch(0), batch(1)])
+    verdict = plait.verify(job, "pipe=2 shard=2", "zero3", microbatches=3, optimizer="sgd", lr=0.1, warmup=2)
+    assert verdict.word == "bitwise" and not verdict.ledger, verdict
+
+
+def test_a_mean_where_a_sum_is_due_is_seen() -> None:
+    mean = plait.UserJob(Net, lambda model, b: F.cross_entropy(model(b[0]), b[1]["y"]), batch)
+    with pytest.raises(ValueError, match="the loss is a mean"):
+        plait.verify(mean)
+    hidden = replace(mean, loss_fn=lambda model, b: loss_sum(model, b) / len(b[0]))
+    verdict = plait.verify(hidden, microbatches=2)
+    assert verdict.word == "different"
+    assert "loss step 1" in str(verdict) and "DIFFERENT" in str(verdict)
+
+
+FILE = """
+import torch, plait
+from torch import nn
+
+def batch(step):
+    g = torch.Generator().manual_seed(step)
+    return torch.randn(9, 4, generator=g), torch.randn(9, 2, generator=g)
+
+def loss_sum(model, batch):
+    return (model(batch[0]) - batch[1]).square().sum()
+
+def build():
+    return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 2))
+
+job = plait.UserJob(build, loss_sum, batch, count_fn=lambda batch: batch[1].numel())
+def made(): return job
+number = 3
+broken = plait.UserJob(lambda: 3, loss_sum, batch)
+"""
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> str:
+    (tmp_path / "mine.py").write_text(FILE)
+    return str(tmp_path / "mine.py")
+
+
+@pytest.mark.parametrize("name", ["job", "made"])
+def test_from_a_file(name: str, place: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["verify", "--job", f"{place}:{name}", "--mesh", "shard=2", "--steps", "2", "--lr", "0.01"]) == 0
+    assert "verdict: bitwise" in capsys.readouterr().out
+
+
+def test_trained_and_compared(place: str, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["train", "--job", f"{place}:job", "--mesh", "shard=2", "--world", "thread", "--steps", "4", "--verify"]
+    assert main(words) == 0
+    out = capsys.readouterr().out
+    assert f"{place}:job, 86 parameters, fp32, 9 samples a step" in out and "verdict: bitwise" in out
+
+
+def test_a_matrix(place: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Every two settings meet; what is printed for a cell runs that cell."""
+    config = VerifyConfig(job=f"{place}:job")
+    cells = cells_of_job(config, "small")
+    assert {cell.strategy for cell in cells} == set(plait.TABLE) and any("pipe=2" in cell.mesh for cell in cells)
+    some = cells[:: len(cells) // 4]
+    monkeypatch.setattr("plait.verify.matrix.cells_of_job", lambda *_: some)
+    assert main(["verify", "--job", f"{place}:job", "--matrix", "small"]) == 0
+    assert f"{len(some)} bitwise; all as due" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ("{}:jib", "has no 'jib'; the jobs in it: job, broken"),
+        ("{}:number", "is int: give a plait.UserJob"),
+        ("{}:broken", "build returns int"),
+        ("{}", "give a file and a name in it, as in my_job.py:job"),
+        ("no{}:job", "there is no file"),
+        ("{}:job --batch 3", "batch 3 beside job, which has the data"),
+        ("{}:job --model mlp", "model mlp beside job, which has the model"),
+        ("{}:job --mesh shard=5 --microbatches 2", "a batch of 9 samples cannot fill"),
+        ("{}:job --mesh tensor=2", "Sequential carries no tensor plan"),
+        ("{}:job --epochs 2", "epochs is for text"),
+    ],
+)
+def test_mistakes(words: str, told: str, place: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["verify", "--job", *words.format(place).split()]) == 2
+    err = capsys.readouterr().err
+    assert told in err and err.count("\n") == 1
+
+
+def test_a_layout_that_is_impossible_is_refused_in_python_too() -> None:
+    with pytest.raises(ValueError, match="cannot fill 8 data ranks"):
+        plait.verify(JOB, mesh="shard=8", microbatches=2)
+    with pytest.raises(ValueError, match="lr 9 beside job, which has the optimizer"):
+        plait.verify(JOB, lr=9)
+
+
+def test_what_is_another_run_on_every_rank_is_refused() -> None:
+    model, shared = Net(), nn.ReLU()
+    for build, told in (
+        (lambda: model, "build returns the model itself twice"),
+        (lambda: nn.Sequential(nn.Linear(7, 3), shared), "build returns 1 twice"),
+        (_drawn_elsewhere, "build gives 'bias' other values each time"),
+        (lambda: None, "build returns NoneType"),
+    ):
+        with pytest.raises(ValueError, match=re.escape(told)):
+            plait.verify(replace(JOB, build=build))
+    with pytest.raises(ValueError, match="batches gives other values for step 0"):
+        plait.verify(replace(JOB, batches=lambda step: (torch.randn(8, 7), {"y": torch.zeros(8, dtype=torch.long)})))
+
+
+def _drawn_elsewhere() -> nn.Module:
+    model = nn.Linear(7, 3)
+    nn.init.constant_(model.bias, random.random())
+    return model
+
+
+class Experts(nn.Module):
+    """An embedding with padding, and three experts, of which a batch runs those that its tokens ask for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(11, 5, padding_idx=0)
+        self.experts = nn.ModuleList(nn.Linear(5, 5) for _ in range(3))
+        self.unused = nn.Linear(5, 5)
+
+    def forward(self, tokens_BT: Tensor) -> Tensor:
+        x_BTD = self.embedding(tokens_BT)
+        for number, expert in enumerate(self.experts):
+            mine_BT = tokens_BT % 3 == number
+            if mine_BT.any():
+                x_BTD = torch.where(mine_BT[..., None], expert(x_BTD), x_BTD)
+        return x_BTD
+
+
+def sorted_tokens(step: int) -> Tensor:
+    """Sorted by expert, so that some ranks run one of them and others another; the last step leaves one out."""
+    tokens_B = torch.arange(10) + 1 if step < 2 else torch.tensor([1, 2, 4, 5, 7, 8, 10, 1, 2, 4])
+    return tokens_B[(tokens_B % 3).argsort(stable=True)][:, None].repeat(1, 2) * torch.tensor([1, step % 2])
+
+
+EXPERTS = plait.UserJob(Experts, lambda model, tokens: model(tokens).square().sum(), sorted_tokens)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2"])
+def test_parameters_that_only_some_ranks_use(strategy: str) -> None:
+    verdict = plait.verify(EXPERTS, "replica=2 shard=2", strategy, microbatches=2, steps=4, lr=0.01)
+    assert verdict.word == "bitwise", verdict
+
+
+def test_units_that_only_some_ranks_gather_are_named() -> None:
+    with pytest.raises(MismatchError, match=r"unit 'experts.0' .*rank 1 in all_gather of unit 'experts.1'"):
+        plait.verify(EXPERTS, "replica=2 shard=2", "zero3", microbatches=2, steps=4, lr=0.01)

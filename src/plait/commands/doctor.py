@@ -29,9 +29,6 @@ from plait.verify.run import write_json
 
 Facts = dict[str, Any]
 
-FASTER = 1.2
-"""How many times as fast oneDNN must be to be recommended."""
-
 
 @dataclass(frozen=True)
 class DoctorConfig:
@@ -216,7 +213,7 @@ def warnings(facts: Facts) -> list[str]:
         texts.append("this torch has no gloo: process worlds on CPU need it; --world thread works")
     speeds = facts.get("measured", {})
     torchs, onednns = speeds.get("matrix_product_flops"), speeds.get("onednn_product_flops")
-    if torchs and onednns and onednns >= FASTER * torchs:
+    if torchs and onednns and onednns >= 1.2 * torchs:
         texts.append(
             f"oneDNN multiplies fp32 matrices at {_words('_flops', onednns)}, torch's own BLAS at "
             f"{_words('_flops', torchs)}: train and verify with --gemm onednn on this processor"

@@ -26,9 +26,6 @@ from plait.schedule.orders import describe_chunks, describe_orders, find_order, 
 from plait.schedule.passes import add_messages, add_sharding, add_step, merge_messages
 from plait.schedule.simulate import Costs, simulate
 
-MOST_PASSES = 256 * 1024
-"""Above this many forwards, which take seconds to simulate, the closed forms are shown alone."""
-
 
 @dataclass(frozen=True)
 class Source:
@@ -82,7 +79,7 @@ class Show(Timed):
 
     def run(self) -> None:
         formula, (stages, microbatches) = self.formula(), self.sizes()
-        if not names_a_file(self.order) and stages * microbatches > MOST_PASSES:
+        if not names_a_file(self.order) and stages * microbatches > 1 << 18:  # which takes seconds to simulate
             share = "none here" if formula.idle_share is None else f"{formula.idle_share:.6f}"
             print(f"{stages} stages x {microbatches} microbatches: the closed forms alone")
             print(f"idle share of rank 0: {share}; peak activations: {max(formula.peaks or (), default='none here')}")

@@ -67,21 +67,16 @@ class RunConfig(JobConfig, LayoutConfig, MachineConfig, FileConfig):
 
 def with_job(config: Run) -> Run:
     """A config whose job is the user's own, with what that decides: the samples of a step and the learning rate.
-
-    Raises:
-        ValueError: another setting of what the job decides.
-    """
+    ValueError for another setting of what the job decides."""
     if config.job is None:
         return config
     family, defaults = config.family, type(config)()
-    decided = {"model": "the model", "layers": "the model", "width": "the model", "heads": "the model"}
-    decided |= {"kv_heads": "the model", "length": "the data", "dropout": "the model", "data": "the data"}
-    decided |= {"ragged": "the data", "batch": "the data"}
+    decided = {"model": "model layers width heads kv_heads dropout", "data": "length data ragged batch"}
     if family.optimizer is not None:
-        decided |= {"optimizer": "the optimizer", "lr": "the optimizer", "weight_decay": "the optimizer"}
-    for name, what in decided.items():
-        if getattr(config, name) != getattr(defaults, name):
-            raise ValueError(f"{name} {getattr(config, name)} beside job, which has {what}: leave one of them out")
+        decided["optimizer"] = "optimizer lr weight_decay"
+    for what, name in ((what, name) for what, names in decided.items() for name in names.split()):
+        if (given := getattr(config, name)) != getattr(defaults, name):
+            raise ValueError(f"{name} {given} beside job, which has the {what}: leave one of them out")
     return replace(config, batch=family.samples or config.batch, lr=family.rate or config.lr)
 
 

@@ -20,7 +20,6 @@ _QUIET = {
 }
 """Files of torch's layers that draw nothing, but for these:"""
 _DRAWING = {"MultiheadAttention", "RReLU", "FractionalMaxPool2d", "FractionalMaxPool3d"}
-_RECURRENT = {"lstm", "gru", "rnn_tanh", "rnn_relu"}
 _OTHERS = {
     *(F.alpha_dropout, F.feature_alpha_dropout, F.gumbel_softmax),
     *(F.rrelu, F.fractional_max_pool2d, F.fractional_max_pool3d),
@@ -65,7 +64,7 @@ def _file_of(defined: Any) -> str:
 
 def without_dropout(func: Callable[..., Any], args: Sequence[Any]) -> bool:
     """Recurrent kernels carry the random tag, but draw nothing without dropout between their layers."""
-    if getattr(func, "__name__", "") not in _RECURRENT:
+    if getattr(func, "__name__", "") not in ("lstm", "gru", "rnn_tanh", "rnn_relu"):
         return False
     weights = next(i for i, value in enumerate(args) if isinstance(value, list))
     _has_biases, _num_layers, dropout, train = args[weights + 1 : weights + 5]

@@ -33,9 +33,6 @@ from plait.engine.forward.interceptor import Function, Handler, Interceptor
 from plait.engine.forward.parameter import AtRest
 from plait.tensor_parallel import Parallel
 
-SAVES_NOTHING = ("gathered", "vocabulary")
-"""Styles whose message may be the last thing in a block: torch ends a recomputation once it has what was saved."""
-
 
 def check_recompute(model: nn.Module, names: Iterable[str], recompute: str | None) -> None:
     """Raises ValueError for an unknown word, and for ``full`` where no unit (``names``) is a block."""
@@ -113,7 +110,8 @@ def run_twice(model: nn.Module, name: str, interceptor: Interceptor, parallel: P
     inside = {s.kind for n, s in parallel.styles.items() if f"{n}.".startswith(f"{name}.")}
     module = model.get_submodule(name)
     once, checked, parameters = module.forward, set[bool](), dict(module.named_parameters())
-    early_stop = inside.isdisjoint(SAVES_NOTHING)
+    # torch ends a recomputation once it has what was saved: the message of these may come after that, last in a block
+    early_stop = inside.isdisjoint({"gathered", "vocabulary"})
     call = partial(called_twice, interceptor.current, once, seen_by=interceptor, early_stop=early_stop)
 
     @wraps(once)

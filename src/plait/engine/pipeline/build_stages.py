@@ -28,9 +28,6 @@ from plait.schedule.pipeline import Pipeline
 from plait.tensor_parallel import Parallel, parallel_plan
 from plait.tensor_parallel.gemm import find_gemm
 
-MOST_NAMED = 12
-"""Longer chains are named by their first and last links."""
-
 
 @dataclass(frozen=True)
 class Built:
@@ -61,11 +58,10 @@ def split_of(chain: Chain, num_stages: int, sizes: Sequence[int] | None) -> tupl
         if sizes is None:
             return even(len(chain), num_stages)
         if len(sizes) != num_stages:
-            given = f"a split for {len(sizes)} stages, but the pipeline has {num_stages}"
-            raise ValueError(f"{given}: give {num_stages} sizes")
+            raise ValueError(f"a split for {len(sizes)} stages, but the pipeline has {num_stages}: give as many sizes")
         return by_sizes(sizes, len(chain))
     except ValueError as error:
-        names = chain if len(chain) <= MOST_NAMED else (*chain[:3], "...", *chain[-2:])
+        names = chain if len(chain) <= 12 else (*chain[:3], "...", *chain[-2:])
         raise ValueError(f"{error}; the links are {', '.join(names)}") from None
 
 

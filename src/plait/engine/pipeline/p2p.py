@@ -95,8 +95,8 @@ class PipelineP2P:
         return math.prod(shape) * dtype.itemsize
 
     def put(self, way: str, stage: int, microbatch: int, tensor: Tensor) -> None:
-        """What a stage made for its neighbour: an activation (F) for the next, a gradient (B) for the one before.
-        ValueError where its shape is another than before for a batch of the same shapes."""
+        """What a stage made for its neighbour: an activation (F) for the next, a gradient (B) for the one before; its
+        shape is that of earlier batches of the same shapes (else ValueError)."""
         target = stage + (1 if way == "F" else -1)
         boundary = min(stage, target), self.signatures[microbatch]
         (shape, dtype) = made = tuple(tensor.shape), tensor.dtype

@@ -37,16 +37,13 @@ Handlers = Mapping[Kind, Callable[[Action], None]]
 Wait = tuple[float, float, Operation]
 """From when to when (``time.perf_counter``) a rank waited for others, and in which operation."""
 
-RECORDED = 5
-"""Steps that are remembered."""
-
 
 class EventLog:
-    """What one rank did in the last steps, and when; the newest step is the last.  ``comm`` reports its waits."""
+    """What one rank did in the last five steps, and when; the newest is the last.  ``comm`` reports its waits."""
 
     def __init__(self, comm: Comm) -> None:
         self.comm = comm
-        self._steps: deque[list[tuple[Action, float, float, list[Wait]]]] = deque(maxlen=RECORDED)
+        self._steps: deque[list[tuple[Action, float, float, list[Wait]]]] = deque(maxlen=5)
 
     @property
     def steps(self) -> tuple[tuple[Event, ...], ...]:

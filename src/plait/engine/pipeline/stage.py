@@ -123,7 +123,8 @@ class Stage:
         slice_of = None
         if self.parallel.styles:
             sizes = {id(p): c.shape for _, p, f, i in parameters if (c := f.cuts[i]) is not None}
-            tensor_parallel = TensorParallel(self.model, self.parallel, sizes, self.axis, self.products)
+            deferring = self.products if settings.split_backward else None
+            tensor_parallel = TensorParallel(self.model, self.parallel, sizes, self.axis, deferring)
             slice_of = tensor_parallel.slice_of
             handlers.append(tensor_parallel)
         if self.products is not None:

@@ -42,15 +42,9 @@ def matmul(func: Any, a: Spec, b: Spec) -> OpPlan:
     if not a.shape or not b.shape:
         raise Refusal("a product of matrices needs at least one dim on each side")
     left, right = ["m", "k"][-len(a.shape) :], ["k", "n"][: len(b.shape)]
-    batch, ((_, a_outer), (_, b_outer)) = broadcast([_batch(a), _batch(b)])
+    batch, ((_, a_outer), (_, b_outer)) = broadcast([s.new(s.shape[:-2], [()] * len(s.shape[:-2])) for s in (a, b)])
     out = [*map(str, range(len(batch))), *left[:-1], *right[1:]]
     return _product(func, [(a, [*a_outer, *left]), (b, [*b_outer, *right])], out)
-
-
-def _batch(spec: Spec) -> Spec:
-    """The batch dims alone, for broadcasting; a matrix has none."""
-    n = max(0, len(spec.shape) - 2)
-    return spec.new(spec.shape[:n], [()] * n)
 
 
 @rule("linear")

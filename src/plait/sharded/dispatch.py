@@ -158,6 +158,11 @@ class Decision:
     def __init__(self, plan: OpPlan, kept: dict[Any, OpPlan] | None, keys: tuple[Any, ...] = ()) -> None:
         self.plan, self._kept, self._keys = plan, kept, keys
 
+    @property
+    def proven(self) -> bool:
+        """Whether it was kept after a call before this one."""
+        return self._kept is None
+
     def keep(self) -> None:
         """For the next call of its kind."""
         if self._kept is not None:

@@ -265,6 +265,8 @@ class Engine(OwnLoop):
         now = self._now
         if now is None or not now.losses:
             raise ValueError("optimizer.step() without a backward before it: there is no gradient to step with")
+        for stage in self.stages.values():
+            stage.gradients.check_shown()
         now.prepared = True
         try:
             standing = Standing.of(self.steps, self.discarded, self.optimizers)

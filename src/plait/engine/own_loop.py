@@ -90,6 +90,7 @@ class OwnLoop(PlacedModel):
                         "engine.backward after engine.clip_grad_norm_: clip behind the last backward of the step"
                     )
                 now.local_count += count
+                engine.stages[0].gradients.check_shown()
                 engine.stages[0].gradients.hide()
                 stack.callback(engine.stages[0].gradients.show)
                 if engine is not self:

@@ -15,6 +15,7 @@ from edge_cases import (
     model_for,
     on_ranks,
     same,
+    step,
 )
 from engine_cases import batches, count, loss_sum
 from torch import nn
@@ -87,3 +88,48 @@ def test_what_clipping_refuses() -> None:
     on_ranks(program, model_for("zero3"), "shard=2", "zero3")
     with pytest.raises(ValueError, match=r"clip=2\.0: leave one"):
         on_ranks(twice, model_for("zero3"), "shard=2", "zero3", clip=2.0)
+
+
+@pytest.mark.parametrize("row", EVERY)
+@pytest.mark.parametrize("then", ["backward", "clip", "step"])
+@pytest.mark.parametrize("how", ["cleared", "replaced"])
+def test_gradients_that_are_taken_away_are_refused(row: str, then: str, how: str) -> None:
+    """``model.zero_grad()`` would not discard what the engine has summed, nor would another gradient be used."""
+    data = data_for(row, batches(2))
+
+    def program(model: nn.Module, optimizer: Any, engine: Any, part: Any, share: float) -> None:
+        first, second = map(part, data)
+        engine.backward(loss_sum(model, first), count(first))
+        before = engine.full_state_dict()
+        if how == "cleared":
+            model.zero_grad()
+        else:
+            model.head.weight.grad = torch.zeros_like(model.head.weight)
+        with pytest.raises(ValueError, match=r"was cleared or replaced.*optimizer\.zero_grad"):
+            if then == "backward":
+                engine.backward(loss_sum(model, second), count(second))
+            elif then == "clip":
+                engine.clip_grad_norm_(1.0)
+            else:
+                optimizer.step()
+        assert same(engine.full_state_dict(), before, "ddp")
+        optimizer.zero_grad()
+        step(model, optimizer, engine, second)
+
+    _, truth = alone(lambda m, o, e, part, share: step(m, o, e, part(data[1])), model_for(row))
+    for _, state in on_ranks(program, model_for(row), "shard=2", row):
+        assert same(state, truth, row)
+
+
+@pytest.mark.parametrize("row", ["ddp", "zero3"])
+def test_a_step_of_the_engine_after_a_backward_of_ones_own(row: str) -> None:
+    """What the backward left behind is gone, ``p.grad`` too."""
+
+    def program(model: nn.Module, optimizer: Any, engine: Any, part: Any, share: float) -> None:
+        first, second = map(part, batches(2))
+        engine.backward(loss_sum(model, first), count(first))
+        engine.step([second])
+
+    _, truth = alone(lambda m, o, e, part, share: step(m, o, e, part(batches(2)[1])), model_for(row))
+    for _, state in on_ranks(program, model_for(row), "shard=2", row, loss_fn=loss_sum, count_fn=count):
+        assert same(state, truth, row)

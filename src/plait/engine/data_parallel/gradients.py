@@ -80,6 +80,7 @@ class Gradients:
         self._active = False
         self._flying: deque[Flow] = deque()
         self._shown: dict[FlatGradient, dict[int, Tensor]] = {}
+        self._showing = False
         for unit in self.order:  # a hook on each of the user's parameters: see docs/guide/your-own-loop.md
             for gradient in unit.flats:
                 for index, parameter in enumerate(gradient.flat.parameters):
@@ -89,6 +90,7 @@ class Gradients:
 
     def begin_step(self) -> None:
         """Forget the last step's sums (the buffers stay)."""
+        self.hide()
         for unit in self.order:
             unit.summed = False
         for gradient in self.flats:
@@ -116,13 +118,30 @@ class Gradients:
                     if index not in shown:
                         shown[index] = GradientElsewhere.of(parameter)
                     parameter.grad = shown[index]
+        self._showing = True
 
     def hide(self) -> None:
         """``p.grad`` is None again."""
+        if self._showing:
+            self._showing = False
+            with torch._C.DisableTorchFunction():
+                for gradient in self.flats:
+                    for index in gradient.touched:
+                        gradient.flat.parameters[index].grad = None
+
+    def check_shown(self) -> None:
+        """Raises ValueError where a program has cleared ``p.grad``, or put something else there, since ``show``."""
+        if not self._showing:
+            return
         with torch._C.DisableTorchFunction():
-            for gradient in self._shown:
+            for gradient in self.flats:
                 for index in gradient.touched:
-                    gradient.flat.parameters[index].grad = None
+                    if gradient.flat.parameters[index].grad is not self._shown[gradient][index]:
+                        raise ValueError(
+                            f"the gradient of {gradient.name(index)!r} was cleared or replaced after engine.backward "
+                            f"(model.zero_grad(), p.grad = ...), which would change nothing: discard a step's "
+                            f"gradients by optimizer.zero_grad(), and change them in a listener"
+                        )
 
     @staticmethod
     def _hook(unit: UnitGradients, gradient: FlatGradient, index: int) -> Callable[[Tensor], None]:

@@ -209,8 +209,10 @@ class Flat:
 
     def replaced(self) -> list[str]:
         """The names of parameters whose ``p.data`` is other memory than the engine's."""
-        rows = zip(self.parameters, self._views, self.layout.slots, strict=True)
         with torch._C.DisableTorchFunction():
+            if all(map(Tensor.is_set_to, self.parameters, self._views)):
+                return []
+            rows = zip(self.parameters, self._views, self.layout.slots, strict=True)
             return [slot.name for parameter, view, slot in rows if not parameter.is_set_to(view)]
 
     def contains(self, pointer: int) -> bool:

@@ -70,7 +70,7 @@ def by_stage(costs: Sequence[float], num_stages: int) -> tuple[int, ...]:
 def rows(splits: Sequence[SplitName], costs: Sequence[float]) -> tuple[dict[str, Build], str]:
     """plait's contestants by name, and why there are none ("" if there are); ``costs`` of the links, which balance.
 
-    ``torch/onednn`` are torch's schedules with the model's forward under plait's ``GemmHandler``.
+    ``torch/onednn`` are torch's schedules with the model's forward under plait's ``Products``.
     """
     try:
         from plait.engine import Engine  # noqa: F401
@@ -123,12 +123,12 @@ def _row(schedule: str, split: SplitName, costs: Sequence[float], gemm: str) -> 
 def _helped(theirs: Build) -> Build:
     def build(workload: Workload, ranks: int) -> Contestant:
         from plait.engine.forward.context import CurrentForward
-        from plait.engine.forward.gemm import GemmHandler
         from plait.engine.forward.interceptor import Interceptor
+        from plait.engine.forward.products import Products
         from plait.tensor_parallel.gemm import ONEDNN
 
         contestant, current = theirs(workload, ranks), CurrentForward()
-        multiply = Interceptor(current, [GemmHandler(ONEDNN, current)])
+        multiply = Interceptor(current, [Products(current, ONEDNN)])
 
         def step(batch: Batch) -> Tensor | float:
             with multiply:

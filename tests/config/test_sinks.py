@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from plait.config.sinks import JsonLines, Sinks, check_sinks, open_sinks
+from plait.config.sinks import Sinks, check_sinks, open_sinks
 
 LINES: list[dict[str, Any]] = [
     {"step": 1, "loss": 5.25, "grad_norm": None, "tokens": 64},
@@ -95,7 +95,8 @@ def test_several_sinks_get_the_same(tmp_path: Path) -> None:
     folders = [tmp_path / name for name in "ab"]
     for folder in folders:
         folder.mkdir()
-    sinks = Sinks([JsonLines(folder) for folder in folders])
-    sinks.write(LINES[1])
-    sinks.close()
+    with Sinks() as sinks:
+        for folder in folders:
+            sinks.add_json_lines(folder)
+        sinks.write(LINES[1])
     assert len({(folder / "metrics.jsonl").read_text() for folder in folders}) == 1

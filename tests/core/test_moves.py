@@ -30,6 +30,7 @@ from plait.engine import Engine
 from plait.engine.data_parallel.storage import Flat
 from plait.engine.data_parallel.transfers import send, transfers
 from plait.engine.data_parallel.unit import State, Unit
+from plait.engine.forward.parameter import AtRest
 
 CELLS = [
     Cell(split, pending)
@@ -200,7 +201,7 @@ def gathered(unit: Unit, phase: str) -> list[Tensor]:
     poison(unit.flats[0])
     if unit.split:
         unit.unshard(phase, 0)
-        assert unit.state is State.UNSHARDING and unit.flats[0].parameters[0].isnan().all()
+        assert unit.state is State.UNSHARDING and isinstance(unit.flats[0].parameters[0], AtRest)
         unit.wait()
     return [p.detach().clone() for p in unit.flats[0].parameters]
 
@@ -233,7 +234,7 @@ def test_a_unit_gathers_what_was_written_and_what_was_updated(
     def rank_main(comm: Comm) -> None:
         plan = moves(row)
         parameters = [nn.Parameter(torch.zeros_like(v)) for v in values]
-        flat = Flat(layout, parameters, row, comm, {}, [None] * len(values), False)
+        flat = Flat(layout, parameters, row, comm, [None] * len(values), False)
         unit = Unit("u", nn.Module(), [flat], plan, comm)
         flat.rest.fill_(NAN)
         for index, value in enumerate(values):

@@ -34,6 +34,8 @@ def on_two_ranks(layout: str, act: Callable[[ShardedTensor], Any]) -> Any:
         ("a b c", lambda x: x[False]),
         ("a b/tensor c", lambda x: x.tensor_split((1, -1), 0)[2]),
         ("a b c", lambda x: x.view(torch.int64)),
+        ("a b/tensor c", lambda x: x[[0]]),
+        ("a b c/tensor", lambda x: x[:, [2, 0, 2]]),
     ],
 )
 def test_another_way_to_say_it(layout: str, act: Callable[[Any], Tensor]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch.nn.functional as F
 from tensor_cases import shard, values
 from torch import Tensor, nn
 
-from plait import LayoutError, ShardedTensor, auto_redistribute, run_threads
+from plait import LayoutError, ShardedTensor, annotate, auto_redistribute, run_threads
 from plait.comm import Comm
 
 CHANGES: dict[str, Callable[[Any, Any], Any]] = {
@@ -20,7 +21,9 @@ CHANGES: dict[str, Callable[[Any, Any], Any]] = {
     "iadd": lambda x, y: x.__iadd__(y),
     "mul_": lambda x, y: x.mul_(y),
     "copy_": lambda x, y: x.copy_(y),
+    "mul_ by itself": lambda x, y: x.mul_(x),
     "relu_": lambda x, y: x.relu_(),
+    "relu by keyword": lambda x, y: F.relu(input=x, inplace=True),
     "relu": lambda x, y: F.relu(x, inplace=True),
     "module": lambda x, y: nn.ReLU(inplace=True)(x),
     "lgamma_": lambda x, y: x.lgamma_(),
@@ -105,6 +108,8 @@ PENDING: list[Callable[[ShardedTensor], Any]] = [
     lambda p: p / float("nan"),
     lambda p: p * float("inf"),
     lambda p: p / torch.zeros(5, 5),
+    lambda p: torch.add(p, p, alpha=float("inf")),
+    lambda p: torch.addmm(p, p, torch.ones(5, 5).double(), beta=float("inf")),
     lambda p: p.nansum(),
     lambda p: p.sinh(),
     lambda p: p[:, 0] > 0,
@@ -179,6 +184,58 @@ def test_a_traced_function_would_hold_a_piece() -> None:
 
     with pytest.warns(DeprecationWarning):
         run_threads("tensor=1", body)
+
+
+UNTOLD: list[Callable[[Any], Any]] = [
+    lambda x: x.apply_(abs),
+    lambda x: x.map_(x, max),
+    lambda x: x.t_(),
+    lambda x: x.resize_(5, 5),
+    lambda x: x.as_strided((5,), (1,)),
+    lambda x: x.uniform_(),
+    lambda x: torch.rand_like(x),
+    lambda x: nn.init.kaiming_uniform_(x),
+    lambda x: x.untyped_storage(),
+    lambda x: x.share_memory_(),
+    lambda x: x.to_sparse(),
+]
+"""What torch does not tell of, what draws random numbers, and what is no function of values."""
+
+
+@pytest.mark.parametrize("layout", ["a b", "a/tensor b"])
+@pytest.mark.parametrize("number", range(len(UNTOLD)))
+def test_what_torch_does_not_tell_is_refused(number: int, layout: str) -> None:
+    def body(comm: Comm) -> None:
+        x = shard(values((5, 5), 1, False), layout, comm)
+        with auto_redistribute(), pytest.raises(LayoutError):
+            UNTOLD[number](x)
+        assert torch.equal(x.full(), values((5, 5), 1, False))
+
+    run_threads("tensor=2", body)
+
+
+def test_a_convolutional_net() -> None:
+    torch.manual_seed(1)
+    net = nn.Sequential(
+        nn.Conv2d(2, 4, 3, padding=1), nn.GroupNorm(2, 4), nn.ReLU(inplace=True), nn.MaxPool2d(2),
+        nn.ConvTranspose2d(4, 3, 2), nn.BatchNorm2d(3).eval(), nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(12, 5),
+    ).double()  # fmt: skip
+    images = values((5, 2, 6, 6), 3, False)
+    ours = [copy.deepcopy(net) for _ in range(3)]
+    loss = net(images).square().sum()
+    loss.backward()
+
+    def body(comm: Comm) -> None:
+        module = annotate(ours[comm.rank], {}, comm)
+        x = ShardedTensor.from_full(images, "n/tensor c h w", comm)
+        found = module(x).square().sum()
+        found.backward()
+        assert not comm.ledger.entries
+        torch.testing.assert_close(found.full(), loss.detach())
+        for p, q in zip(module.parameters(), net.parameters(), strict=True):
+            torch.testing.assert_close(p.grad.full(), q.grad)
+
+    run_threads("tensor=3", body)
 
 
 def test_torch_has_its_own_layout() -> None:

@@ -15,7 +15,7 @@ import torch
 from plait.comm.base import Comm
 from plait.commands.main import main, parse
 from plait.config import TrainConfig, from_toml, to_toml
-from plait.config.sinks import JsonLines
+from plait.config.sinks import Sinks
 from plait.core.additions import additions
 from plait.core.cells import find_strategy
 from plait.engine.state.init import materialise
@@ -195,8 +195,8 @@ def test_the_standard_output_is_only_json_when_it_is_asked_for(text: str, capsys
 
 def test_sinks_are_closed_when_a_step_raises(text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     closed: list[int] = []
-    close = JsonLines.close
-    monkeypatch.setattr(JsonLines, "close", lambda self: (close(self), closed.append(1)))
+    add = Sinks.add_json_lines
+    monkeypatch.setattr(Sinks, "add_json_lines", lambda self, to: (add(self, to), self.callback(closed.append, 1)))
 
     def broken(config: TrainConfig, comm: Comm, argv: Any) -> int:
         monkeypatch.setattr(comm.ledger, "clear", lambda: 1 / 0, raising=False)

@@ -22,7 +22,7 @@ from plait.engine.data_parallel.unshard import Unsharding
 from plait.engine.engine import Engine
 from plait.engine.exchange import Exchange
 from plait.engine.forward.context import CurrentForward, ForwardContext, RNGPosition
-from plait.engine.forward.weight_grads import WeightGradNode
+from plait.engine.forward.products import WeightGradNode
 from plait.engine.norm import Norm
 from plait.engine.pipeline.p2p import PipelineP2P
 from plait.engine.pipeline.runtime import Runtime
@@ -117,7 +117,7 @@ def drop_the_last_weight_part(patch: Patch) -> None:
 
 def drop_the_last_use_of_a_weight(patch: Patch) -> None:
     """Of a sum of pending products only the first is made."""
-    import plait.engine.forward.weight_grads as deferred
+    import plait.engine.forward.products as deferred
     from plait.engine.forward.deferred_products import DeferredGrad
 
     original = deferred.value
@@ -330,12 +330,12 @@ def count_layers_from_0_in_every_stage(patch: Patch) -> None:
     """Initial values drawn under a name that a stage might give its first layer."""
     import plait.engine.state.init as init
 
-    original = init.private_generator
+    original = init.PrivateGenerator
 
     def generator(device: Any, what: str, seed: int, name: str) -> Any:
         return original(device, what, seed, re.sub(r"\d+", lambda number: str(int(number[0]) % 2), name))
 
-    patch.setattr(init, "private_generator", generator)
+    patch.setattr(init, "PrivateGenerator", generator)
 
 
 # ---- dropout ------------------------------------------------------------------------------------------------------

@@ -174,8 +174,8 @@ def every_layer_from_one_seed(patch: Patch) -> None:
     """Initial values from the seed alone, so equal layers and shards begin equal."""
     import plait.engine.state.init as init
 
-    original = init.private_generator
-    patch.setattr(init, "private_generator", lambda device, *key: original(device, "init", 0))
+    original = init.PrivateGenerator
+    patch.setattr(init, "PrivateGenerator", lambda device, *key: original(device, "init", 0))
 
 
 def add_ranks_in_reverse(patch: Patch) -> None:

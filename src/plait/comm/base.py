@@ -1,7 +1,7 @@
 """``Comm``: what the engine may ask of a world.
 
-The engine, the tensors and the scripts use this one interface, whether ranks are processes, threads or nothing at all
-(a world per file).  It does what is the same in all of them, and leaves moving tensors to the world:
+The engine, the tensors and the scripts use this one interface, whether ranks are processes, threads or nothing at all.
+It does what is the same in all of them, and leaves moving tensors to the world:
 
     comm.all_gather(out, piece, ("shard",), note)
         | 1. refuse      sizes that do not multiply, wrong dtype, not contiguous     ValueError
@@ -72,9 +72,7 @@ class Comm(ABC):
         if deadline <= 0:
             raise ValueError(f"a deadline of {deadline} s leaves no time: give seconds above 0")
         self.mesh, self.rank, self.device = mesh, rank, torch.device(device)
-        self.ledger, self.deterministic = Ledger(), deterministic
-        self.deadline = deadline
-        """Seconds that any wait may take."""
+        self.ledger, self.deterministic, self.deadline = Ledger(), deterministic, deadline
         self.on_wait: Callable[[Operation, float, float], None] | None = None
         """Told what was waited for, and from when to when (``time.perf_counter``)."""
         self._groups: dict[tuple[str, ...], Group] = {}
@@ -144,9 +142,8 @@ class Comm(ABC):
     def recv(self, tensor: Tensor, src: int, note: Note = NO_NOTE) -> Work:
         """The next message of the (global) rank ``src`` into ``tensor``, complete after ``wait()``.
 
-        Both sides know shape and dtype.  A message of another shape is a MismatchError among threads, and between
-        processes it never comes: the deadline names what was waited for.  Where only the sender knows them, a header
-        goes first (``comm/header.py``).
+        A message of another shape or dtype is a MismatchError among threads, and between processes it never comes: the
+        deadline names what was waited for.  Where only the sender knows them, a header goes first (``comm/header.py``).
         """
         return self._message("recv", tensor, src, note)
 
@@ -158,6 +155,7 @@ class Comm(ABC):
 
     def close(self) -> None:
         """Frees what the world has.  No operation may follow."""
+        return None
 
     @contextmanager
     def waiting(self, operation: Operation) -> Iterator[None]:

@@ -1,8 +1,7 @@
 """What a rank reports when an operation fails, and what the others have reported.
 
 Sockets tell that a peer is silent or gone, never what it was doing.  So a rank whose operation failed posts one line in
-the store (the side channel through which the ranks found each other), waits a moment for the lines of the others, and
-puts them all in its error:
+the store through which the ranks met, waits a moment for the lines of the others, and puts them all in its error:
 
     rank 0 waited 5 s in all_gather of unit 'blocks.3' over shard (...)
       rank 1: waited 5 s in all_gather of unit 'blocks.4' over shard (...)
@@ -45,7 +44,7 @@ class FailureReports:
         return (TimeoutError if late else ConnectionError)("\n".join(lines))
 
     def _exchange(self, report: str, others: Sequence[int]) -> dict[int, str]:
-        """Posts a report and returns what the other ranks have posted within ``PATIENCE_SECONDS``."""
+        """Posts a report; what the other ranks have posted within ``PATIENCE_SECONDS``."""
         reports: dict[int, str] = {}
         end = time.monotonic() + PATIENCE_SECONDS
         # The store's own rank may be the one that is gone: then there is nothing to read.

@@ -18,7 +18,6 @@ Shape = tuple[tuple[int, ...], torch.dtype]
 
 
 def empty_header(device: torch.device) -> Tensor:
-    """Room for a header."""
     return torch.zeros(2 + MOST_DIMS, dtype=torch.int64, device=device)
 
 
@@ -33,6 +32,5 @@ def header_of(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 def shape_in(header: Tensor) -> Shape:
-    """The shape and dtype that a header tells."""
     code, dims, *sizes = header.tolist()
     return tuple(sizes[:dims]), DTYPES[code]

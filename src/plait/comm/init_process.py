@@ -3,8 +3,7 @@
     RANK, WORLD_SIZE           who am I, of how many
     MASTER_ADDR, MASTER_PORT   where the store listens; rank 0 (or torchrun itself) hosts it
 
-All that can be wrong here is reported before the first operation: variables that are missing, a world that does not
-fill the mesh, a port in use, ranks that never come.
+Whatever is wrong here is reported before the first operation.
 """
 
 from __future__ import annotations

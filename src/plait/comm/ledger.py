@@ -7,8 +7,8 @@ for byte:
     all_gather      shard       4096    2048   forward   blocks.0   0
     reduce_scatter  shard       4096    2048   backward  blocks.0   0
 
-Bytes are logical (``core/collectives.py``).  A group of one moves nothing and has no line.  Totals count every line; of
-the lines themselves the newest are kept, some steps of a large run.
+Bytes are logical (``core/collectives.py``).  A group of one moves nothing and has no line.  Totals count every line;
+only the newest lines are kept, some steps of a large run.
 """
 
 from __future__ import annotations
@@ -35,7 +35,6 @@ class Ledger:
         self._phase: str | None = None
 
     def add(self, entry: Entry) -> None:
-        """Appends one line."""
         if self._phase is not None:
             entry = replace(entry, note=replace(entry.note, phase=self._phase))
         self._kept.append(entry)
@@ -67,15 +66,12 @@ class Ledger:
         """The lines written after ``mark = len(ledger)`` was taken; a ValueError if the ledger was cleared since then,
         or more lines have been written than are kept."""
         if not 0 <= mark <= self._written:
-            raise ValueError(
-                f"mark {mark} on a ledger of {self._written} lines: "
-                "take the mark with len(ledger), and take it anew after clear()"
-            )
+            fix = "take the mark with len(ledger), and take it anew after clear()"
+            raise ValueError(f"mark {mark} on a ledger of {self._written} lines: {fix}")
         gone = self._written - len(self._kept)
         if mark < gone:
-            raise ValueError(
-                f"mark {mark} on a ledger that keeps its newest {MOST_KEPT} lines of {self._written}: ask sooner"
-            )
+            kept = f"its newest {MOST_KEPT} lines of {self._written}"
+            raise ValueError(f"mark {mark} on a ledger that keeps {kept}: ask sooner")
         return tuple(islice(self._kept, mark - gone, None))
 
     @property

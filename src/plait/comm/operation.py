@@ -36,7 +36,7 @@ class Done:
     """The work of an operation that was complete when it was issued."""
 
     def wait(self) -> None:
-        """Returns at once."""
+        return
 
 
 DONE: Final = Done()
@@ -130,7 +130,6 @@ def flat(tensor: Tensor, name: str, kind: str, device: torch.device) -> Tensor:
 
 
 def same_dtype(kind: str, a: Tensor, b: Tensor) -> None:
-    """Refuses two sides of different types."""
     if a.dtype != b.dtype:
         raise ValueError(f"{kind} between {name_of(a.dtype)} and {name_of(b.dtype)}: convert one to the other first")
 
@@ -154,7 +153,6 @@ def check_pieces(kind: str, group: Group, whole: Tensor, whole_name: str, piece:
 
 
 def names(group: Group) -> str:
-    """The axes and the number of ranks, for messages."""
     return f"{', '.join(group.axes)} ({len(group.ranks)} ranks)"
 
 
@@ -167,7 +165,6 @@ def known_op(op: str, kind: str) -> None:
 
 
 def known_root(kind: str, group: Group, root: int) -> None:
-    """Refuses a root outside the group."""
     if not 0 <= root < len(group.ranks):
         raise ValueError(
             f"{kind} over {names(group)} with root {root}: the root is an index within the group, "
@@ -176,7 +173,6 @@ def known_root(kind: str, group: Group, root: int) -> None:
 
 
 def overlap(whole: Tensor, piece: Tensor) -> bool:
-    """Whether the piece lies in the memory of the whole."""
     if whole.device.type == "meta" or not piece.numel():
         return False
     start = piece.data_ptr() - whole.data_ptr()

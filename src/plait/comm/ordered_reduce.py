@@ -32,12 +32,9 @@ def ordered_sum(stack: Sequence[Tensor], sizes: Sequence[int], op: str, out: Ten
 
     Args:
         stack: one 1-D tensor per member, in group order (first axis outermost).
-        sizes: the size of each axis, in the order in which the axes are folded.
-        op: ``sum``, ``min`` or ``max``.
+        sizes: the size of each axis; a ValueError if they do not multiply to ``len(stack)``.
+        op: ``sum``, ``min`` or ``max``; else a ValueError.
         out: 1-D, as long as each member; it may *be* one of the members.
-
-    Raises:
-        ValueError: unknown op, or sizes that do not multiply to ``len(stack)``.
     """
     if op not in OPS:
         raise ValueError(f"unknown reduction {op!r}: the reductions are {', '.join(OPS)}")

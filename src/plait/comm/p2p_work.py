@@ -4,7 +4,7 @@
     Sent       the handle of a message that was sent, whether it is kept or dropped
     TwoPhase   a large all-reduce: reduce-scatter, then all-gather
 
-torch's handles and the memory they work on are kept until somebody waits, even where the user drops the handle.
+torch's handles and the memory they work on are kept until somebody waits, even where the user drops the work.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from plait.comm.operation import Operation, Work
 
 
 class P2PWork:
-    """Messages, and what to do when they are through; ``under_way`` keeps them and their memory until then."""
+    """Messages, and what to do when they are through; ``under_way`` keeps them until somebody has waited."""
 
     def __init__(
         self,
@@ -35,7 +35,6 @@ class P2PWork:
 
     @property
     def is_under_way(self) -> bool:
-        """Whether nobody has waited for it yet."""
         return self._under_way.get(id(self)) is self
 
     def wait(self) -> None:
@@ -59,7 +58,6 @@ class Sent:
         self._message, self._dropped = message, dropped
 
     def wait(self) -> None:
-        """The message has been taken in; its memory is free."""
         self._message.wait()
 
     def __del__(self) -> None:

@@ -23,10 +23,8 @@ from torch import Tensor
 
 from plait.comm.base import MismatchError, Operation
 
-PIECES = 20
-"""A rank waits out its deadline in so many pieces."""
-FRAMES = 12
-"""How many calls of a rank's stack are shown, the innermost last."""
+PIECES = 20  # in which a rank waits out its deadline
+FRAMES = 12  # calls of a rank's stack that are shown, the innermost last
 
 
 class AbortedError(RuntimeError):
@@ -35,14 +33,11 @@ class AbortedError(RuntimeError):
 
 @dataclass
 class _Barrier:
-    operation: Operation
-    """As the rank that came first means it."""
+    operation: Operation  # as the rank that came first means it
     changed: threading.Condition
-    brought: dict[int, Tensor] = field(default_factory=dict)
-    """What each rank laid down."""
+    brought: dict[int, Tensor] = field(default_factory=dict)  # by rank
     left: int = 0
-    failure: str = ""
-    """Why this barrier cannot take place; told to every rank that comes."""
+    failure: str = ""  # why it cannot take place, told to every rank that comes
     kind: type[Exception] = RuntimeError
 
 
@@ -77,10 +72,8 @@ class Rendezvous:
             self._wake()
 
     def _wake(self) -> None:
-        for barrier in self._barriers.values():
-            barrier.changed.notify_all()
-        for posted in self._posted:
-            posted.notify_all()
+        for changed in (*(barrier.changed for barrier in self._barriers.values()), *self._posted):
+            changed.notify_all()
 
     @contextmanager
     def meet(self, number: int, operation: Operation, mine: Tensor) -> Iterator[list[Tensor]]:

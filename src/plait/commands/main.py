@@ -1,10 +1,6 @@
 """The ``plait`` command: words and flags in, an exit code out; the work is elsewhere.
 
-    plait train         train a model on a mesh                             plait/train/run.py
-    plait verify        compare a layout with the single process            plait/verify/
-    plait doctor        what this machine is                                plait/commands/doctor.py
-    plait bench comm    what the links of a mesh carry                      plait/measure/comm.py
-    plait schedule      show, prove or draw a pipeline's schedule           plait/commands/schedule.py
+    plait train | verify | doctor | bench comm | schedule
 
 Exit codes: 0 done (verify: equal), 1 failed (verify: not equal), 2 bad input; 128 + n for signal n.
 """
@@ -21,7 +17,7 @@ from plait import config as configs
 from plait.comm.base import Comm
 from plait.commands.bench import run_bench
 from plait.commands.doctor import DoctorConfig, run_doctor
-from plait.commands.schedule import ScheduleCommand, run_schedule
+from plait.commands.schedule import ScheduleCommand
 from plait.config import TrainConfig, VerifyConfig
 from plait.launch import guarded, launch
 from plait.measure import comm as bench
@@ -54,7 +50,8 @@ def run(argv: list[str]) -> int:
         case DoctorConfig():
             return run_doctor(command)
         case ScheduleCommand():
-            return run_schedule(command)
+            command.what.run()
+            return 0
         case BenchCommand():
             bench.validate(command)
             body = partial(run_bench, command)

@@ -168,9 +168,3 @@ class ScheduleCommand:
         tyro.conf.arg(name=""),
     ]
     """What to do with the schedule."""
-
-
-def run_schedule(command: ScheduleCommand) -> int:
-    """One ``plait schedule`` command; returns the exit code."""
-    command.what.run()
-    return 0

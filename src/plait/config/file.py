@@ -26,10 +26,8 @@ class FileConfig:
 
 
 def to_toml(config: Any) -> str:
-    """A config as TOML that ``from_toml`` reads back to the same; a None that is the field's default is left out.
-
-    So are the steps that epochs have become.
-    """
+    """A config as TOML that ``from_toml`` reads back to the same, without a None that is the field's default, and
+    without the steps that epochs have become."""
     values = {}
     left_out = ("config",) if getattr(config, "epochs", None) is None else ("config", "steps")
     for field in fields(config):

@@ -11,64 +11,53 @@ import importlib
 import importlib.util
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 Line = Mapping[str, Any]
 
 
-class Sink(Protocol):
-    """Takes the numbers of a run, step by step, until it is over or stopped; ``line["step"]`` counts from 1."""
+class Sinks(ExitStack):
+    """Where a run's lines go, until it is over or stopped; ``line["step"]`` counts from 1."""
 
-    def write(self, line: Line) -> None: ...
-
-    def close(self) -> None: ...
-
-
-class JsonLines:
-    """``metrics.jsonl`` in a folder: one object a line, flushed."""
-
-    def __init__(self, folder: Path) -> None:
-        self._file = (folder / "metrics.jsonl").open("w", encoding="utf-8")
+    def __init__(self) -> None:
+        super().__init__()
+        self.writers: list[Callable[[Line], None]] = []
 
     def write(self, line: Line) -> None:
-        self._file.write(json.dumps(finite(line), allow_nan=False) + "\n")
-        self._file.flush()
+        for write in self.writers:
+            write(line)
 
-    def close(self) -> None:
-        self._file.close()
+    def add_json_lines(self, folder: Path) -> None:
+        """``metrics.jsonl`` in a folder: one object a line, flushed."""
+        file = self.enter_context((folder / "metrics.jsonl").open("w", encoding="utf-8"))
 
+        def write(line: Line) -> None:
+            file.write(json.dumps(finite(line), allow_nan=False) + "\n")
+            file.flush()
 
-class TensorBoard:
-    """TensorBoard's event files in a folder: a scalar for every number of a line."""
+        self.writers.append(write)
 
-    def __init__(self, folder: Path) -> None:
+    def add_tensorboard(self, folder: Path) -> None:
+        """TensorBoard's event files in a folder: a scalar for every number of a line."""
         from torch.utils.tensorboard import SummaryWriter
 
-        self._writer = SummaryWriter(str(folder))
+        writer = self.enter_context(SummaryWriter(str(folder)))
 
-    def write(self, line: Line) -> None:
-        for name, value in _numbers(line).items():
-            self._writer.add_scalar(name, value, line["step"])
-        self._writer.flush()
+        def write(line: Line) -> None:
+            for name, value in _numbers(line).items():
+                writer.add_scalar(name, value, line["step"])
+            writer.flush()
 
-    def close(self) -> None:
-        self._writer.close()
+        self.writers.append(write)
 
-
-class WeightsAndBiases:
-    """A run of a Weights & Biases project; WANDB_MODE=offline keeps it in ``folder`` (None: the working directory)."""
-
-    def __init__(self, project: str, settings: Mapping[str, Any], folder: Path | None) -> None:
-        wandb = importlib.import_module("wandb")
-        self._run = wandb.init(project=project, config=dict(settings), dir=folder)
-
-    def write(self, line: Line) -> None:
-        self._run.log(_numbers(line), step=line["step"])
-
-    def close(self) -> None:
-        self._run.finish()
+    def add_wandb(self, project: str, settings: Mapping[str, Any], folder: Path | None) -> None:
+        """A run of a Weights & Biases project; WANDB_MODE=offline keeps it in ``folder`` (None: where we are)."""
+        run = importlib.import_module("wandb").init(project=project, config=dict(settings), dir=folder)
+        self.callback(run.finish)
+        self.writers.append(lambda line: run.log(_numbers(line), step=line["step"]))
 
 
 def finite(value: Any) -> Any:
@@ -85,21 +74,6 @@ def _numbers(line: Line) -> dict[str, float]:
     return {name: value for name, value in line.items() if name != "step" and isinstance(value, int | float)}
 
 
-class Sinks:
-    """Several sinks as one."""
-
-    def __init__(self, sinks: Sequence[Sink]) -> None:
-        self._sinks = sinks
-
-    def write(self, line: Line) -> None:
-        for sink in self._sinks:
-            sink.write(line)
-
-    def close(self) -> None:
-        for sink in self._sinks:
-            sink.close()
-
-
 def check_sinks(out: str | None, *, tensorboard: bool, wandb: str | None) -> None:
     """Refuses, by a ValueError, sinks that have nowhere to write, or whose package is not installed."""
     if tensorboard and out is None:
@@ -114,13 +88,12 @@ def check_sinks(out: str | None, *, tensorboard: bool, wandb: str | None) -> Non
 
 def open_sinks(out: str | None, *, tensorboard: bool, wandb: str | None, settings: Mapping[str, Any]) -> Sinks:
     """The sinks of a run, opened; ``out`` is made where it is missing."""
-    folder = None if out is None else Path(out)
-    sinks: list[Sink] = []
+    sinks, folder = Sinks(), None if out is None else Path(out)
     if folder is not None:
         folder.mkdir(parents=True, exist_ok=True)
-        sinks.append(JsonLines(folder))
+        sinks.add_json_lines(folder)
         if tensorboard:
-            sinks.append(TensorBoard(folder))
+            sinks.add_tensorboard(folder)
     if wandb is not None:
-        sinks.append(WeightsAndBiases(wandb, settings, folder))
-    return Sinks(sinks)
+        sinks.add_wandb(wandb, settings, folder)
+    return sinks

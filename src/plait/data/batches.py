@@ -32,9 +32,7 @@ def split_samples(global_batch: int, num_parts: int, *, empty: bool = False) -> 
     if num_parts < 1:
         raise ValueError(f"cannot split {global_batch} samples in {num_parts} parts: give at least 1 part")
     if global_batch < num_parts and not empty:
-        raise ValueError(
-            f"{global_batch} samples cannot fill {num_parts} parts: give {num_parts} samples, or fewer parts"
-        )
+        raise ValueError(f"{global_batch} samples cannot fill {num_parts} parts: give {num_parts}, or fewer parts")
     size, larger = divmod(global_batch, num_parts)
     return tuple((part * size + min(part, larger), size + (part < larger)) for part in range(num_parts))
 
@@ -63,9 +61,7 @@ class Batches(ABC):
         Raises ValueError for fewer samples than microbatches over all data ranks, or no such data rank.
         """
         if num_data_ranks < 1 or num_microbatches < 1:
-            raise ValueError(
-                f"{num_data_ranks} data ranks with {num_microbatches} microbatches each: give numbers from 1"
-            )
+            raise ValueError(f"{num_data_ranks} data ranks with {num_microbatches} microbatches each: give at least 1")
         if not 0 <= data_rank < num_data_ranks:
             raise ValueError(f"data rank {data_rank} of {num_data_ranks}: ranks go from 0 to {num_data_ranks - 1}")
         num_parts = num_data_ranks * num_microbatches

@@ -34,17 +34,13 @@ class Corpus(Batches):
 
     @abstractmethod
     def sample(self, number: int, entry: int) -> Batch:
-        """Sample ``number``, its tensors without a batch dim.
-
-        ``entry`` is its place in the run, for whatever is drawn anew each time.
-        """
+        """Sample ``number``, its tensors without a batch dim; ``entry``, its place in the run, says what is drawn."""
 
     @abstractmethod
     def blank(self) -> Batch:
         """A sample without a loss, its tensors without a batch dim."""
 
     def samples(self, step: int, first: int, count: int, global_batch: int) -> Batch:
-        """See ``Batches.samples``: steps run on from epoch to epoch."""
         check_slice(step, first, count, global_batch)
         return self.entries(step * global_batch + first, count)
 
@@ -59,10 +55,7 @@ class Corpus(Batches):
 
 
 class Epochs(Batches):
-    """The steps of a corpus, ended with each epoch: its last step has the samples that are left.
-
-    ``shuffled=False`` takes them in the order of their numbers, as an evaluation does.
-    """
+    """The steps of a corpus, ended with each epoch; if not ``shuffled``, in the order of the samples' numbers."""
 
     def __init__(self, corpus: Corpus, *, shuffled: bool = True) -> None:
         self.corpus, self.shuffled = corpus, shuffled
@@ -72,12 +65,10 @@ class Epochs(Batches):
         return -(-self.corpus.num_samples // global_batch)
 
     def size(self, step: int, global_batch: int) -> int:
-        """Samples of a step: ``global_batch``, or what is left of the epoch."""
         place = step % self.num_steps(global_batch)
         return min(global_batch, self.corpus.num_samples - place * global_batch)
 
     def samples(self, step: int, first: int, count: int, global_batch: int) -> Batch:
-        """See ``Batches.samples``; raises ValueError for samples that are not in the step."""
         check_slice(step, first, count, self.size(step, global_batch))
         epoch, place = divmod(step, self.num_steps(global_batch))
         entry = epoch * self.corpus.num_samples + place * global_batch + first

@@ -29,10 +29,7 @@ from plait.data.windows import as_tokens, keep_first_part
 
 
 def best_fit(sizes: Sequence[int], length: int) -> list[list[int]]:
-    """Rows of indices into ``sizes`` (1 to ``length``), whose sums are at most ``length``.
-
-    O(n log n) for n sizes, O(``length``) to open a row.
-    """
+    """Rows of indices into ``sizes`` (1 to ``length``), whose sums are at most ``length``; O(n log n) for n sizes."""
     rows: list[list[int]] = []
     by_space: dict[int, list[int]] = {}
     spaces: list[int] = []  # the keys of by_space, ascending
@@ -70,9 +67,7 @@ class PackedBatches(Corpus):
         rows = [as_tokens(document) for document in documents]
         kept = [row for row in rows if len(row) > 1]
         if not kept:
-            raise ValueError(
-                f"{len(rows)} documents, none with 2 tokens or more, so there is nothing to predict: give more text"
-            )
+            raise ValueError(f"{len(rows)} documents, none with 2 tokens, so nothing to predict: give more text")
         self._tokens = torch.cat(kept)
         starts, sizes, place = [], [], 0
         for row in kept:
@@ -88,7 +83,6 @@ class PackedBatches(Corpus):
 
     @property
     def num_samples(self) -> int:
-        """Rows of one epoch."""
         return len(self._rows) - 1
 
     @property
@@ -97,12 +91,10 @@ class PackedBatches(Corpus):
         return int(self._pieces[:, 1].sum())
 
     def blank(self) -> Batch:
-        """See ``Corpus.blank``: only padding."""
         tokens_T = torch.zeros(self.length, dtype=torch.int64)
         return {"tokens": tokens_T, "targets": torch.full_like(tokens_T, IGNORED), "documents": tokens_T.clone()}
 
     def sample(self, number: int, entry: int) -> Batch:
-        """See ``Corpus.sample``."""
         row = self.blank()
         first, stop = self._rows[number : number + 2].tolist()
         row["documents"].fill_(stop - first)

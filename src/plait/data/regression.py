@@ -44,13 +44,9 @@ class SyntheticRegression(Batches):
     """
 
     def __init__(
-        self,
-        width: int,
-        seed: int,
-        ragged: bool = True,
-        output_width: int | None = None,
+        self, width: int, seed: int, ragged: bool = True, output_width: int | None = None,
         dtype: torch.dtype = torch.float32,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.width, self.output_width = width, width if output_width is None else output_width
         self.seed, self.ragged, self.dtype = seed, ragged, dtype
         if min(self.width, self.output_width) < 1:
@@ -59,9 +55,9 @@ class SyntheticRegression(Batches):
             raise ValueError(f"dtype is {dtype}: give a floating-point one, such as torch.float32")
 
     def samples(self, step: int, first: int, count: int, global_batch: int) -> Batch:
-        """See ``Batches.samples``."""
         check_slice(step, first, count, global_batch)
-        entries = [step * global_batch + first + row for row in range(count)]
+        begin = step * global_batch
+        entries = range(begin + first, begin + first + count)
         keys_B = [_signed(mix(self.seed, _INPUTS, entry)) for entry in entries]
         element_D = torch.arange(1, self.width + 1) * _signed(GOLDEN)
         word_BD = scramble_tensor(torch.tensor(keys_B, dtype=torch.int64)[:, None] + element_D)
@@ -69,9 +65,6 @@ class SyntheticRegression(Batches):
         x_BD = (uniform_BD - 0.5) * 12.0**0.5
         column = torch.arange(self.output_width) % self.width
         y_BD = x_BD[:, column] * (x_BD[:, (column + 1) % self.width] + 0.5)
-        kept = [
-            not self.ragged or first + row == 0 or mix(self.seed, _MASK, entry) % 4 > 0
-            for row, entry in enumerate(entries)
-        ]
+        kept = [not self.ragged or entry == begin or mix(self.seed, _MASK, entry) % 4 > 0 for entry in entries]
         mask_B = torch.tensor(kept, dtype=torch.bool)
         return {"x": x_BD.to(self.dtype), "y": y_BD.to(self.dtype), "mask": mask_B.to(self.dtype)}

@@ -71,10 +71,7 @@ def split_text(text: Text, length: int) -> tuple[Text, Text]:
 
 
 def split_documents(documents: Sequence[Text]) -> tuple[Sequence[Text], Sequence[Text]]:
-    """(train, held out): the last documents are held out, as many as 5 % of all tokens need, at least one.
-
-    Raises ValueError for fewer than 2 documents with something to predict.
-    """
+    """(train, held out): the last documents, with 5 % of the tokens, one at least; raises ValueError for under 2."""
     usable = [document for document in documents if len(document) > 1]
     if len(usable) < 2:
         raise ValueError(
@@ -102,7 +99,7 @@ def _files(path: str | None) -> list[tuple[str, bytes]]:
     if not text:
         raise ValueError(f"{path!r} is empty (0 bytes): give a file with text")
     if b"\0" in text:
-        raise ValueError(f"{path!r} holds a NUL byte, so it looks binary: give plain text, for example in UTF-8")
+        raise ValueError(f"{path!r} has a NUL byte, so it looks binary: give plain text, for example in UTF-8")
     return [(path, text)]
 
 
@@ -151,9 +148,7 @@ def _texts(name: str, content: bytes) -> list[bytes]:
         except ValueError as error:
             raise ValueError(f"{name}, line {number} is not JSON ({error}): give one object per line") from error
         if not isinstance(value, dict) or not isinstance(value.get("text"), str):
-            raise ValueError(
-                f'{name}, line {number} has no "text": give one object per line, with a string under that key'
-            )
+            raise ValueError(f'{name}, line {number} has no "text": give one object per line, with a string under it')
         texts.append(value["text"].encode())
     if not any(texts):
         raise ValueError(f'{name} holds no text: give one object with a "text" per line')

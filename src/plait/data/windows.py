@@ -37,8 +37,6 @@ def keep_first_part(targets_T: Tensor, seed: int, entry: int) -> None:
 class TextBatches(Corpus):
     """Windows of a text: ``tokens`` and ``targets`` (the tokens one further on), int64 [count, length].
 
-    Consecutive samples share one token, which is the last target of the first and the start of the second.
-
     ``ragged`` keeps the loss on a first part of each sample only, 1 to ``length`` targets, drawn from (seed, place in
     the run); the rest are ``IGNORED``.  It makes token counts differ, as padding does in real data.
 
@@ -58,16 +56,13 @@ class TextBatches(Corpus):
 
     @property
     def num_samples(self) -> int:
-        """Samples of one epoch."""
         return (len(self._tokens) - 1) // self.length
 
     def blank(self) -> Batch:
-        """See ``Corpus.blank``."""
         tokens_T = torch.zeros(self.length, dtype=torch.int64)
         return {"tokens": tokens_T, "targets": torch.full_like(tokens_T, IGNORED)}
 
     def sample(self, number: int, entry: int) -> Batch:
-        """See ``Corpus.sample``: int64 ``tokens`` and ``targets``, both [length]."""
         window = self._tokens[number * self.length : (number + 1) * self.length + 1].long()
         targets_T = window[1:].clone()
         if self.ragged:

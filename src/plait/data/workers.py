@@ -48,13 +48,9 @@ class StepDataset(Dataset[list[Batch]]):
 
 
 class StepStream(Iterator[list[Batch]], AbstractContextManager["StepStream"]):
-    """One rank's microbatches, step by step; a context manager that closes its workers.
+    """One rank's microbatches, on ``device``, in the order of ``steps``; a context manager that closes its workers.
 
-    Args:
-        dataset: makes a step.
-        steps: which steps, in this order.
-        workers: processes that make them ahead; 0 makes each when it is asked for.
-        device: where the batches are brought to.
+    ``workers`` is the number of processes that make them ahead; 0 makes each when it is asked for.
     """
 
     def __init__(self, dataset: StepDataset, steps: range, workers: int = 0, device: str = "cpu") -> None:
@@ -87,7 +83,7 @@ class StepStream(Iterator[list[Batch]], AbstractContextManager["StepStream"]):
                 batch_size=None,
                 sampler=steps,
                 num_workers=self._workers,
-                collate_fn=_as_it_is,
+                collate_fn=list,  # the microbatches as they are
                 multiprocessing_context=context,
                 worker_init_fn=_watch_the_rank,
                 generator=torch.Generator(),  # it numbers the workers; torch's own generator stays as it is
@@ -124,7 +120,3 @@ def _watch_the_rank(worker: int) -> None:
         os._exit(1)
 
     threading.Thread(target=leave, daemon=True).start()
-
-
-def _as_it_is(batches: list[Batch]) -> list[Batch]:
-    return batches

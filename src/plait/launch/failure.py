@@ -41,14 +41,9 @@ class Failure:
     nanoseconds: int = 0
 
 
-def is_mistake(error: BaseException) -> bool:
-    """Whether this is plait refusing an input: a ValueError that was raised in its own code."""
-    return _by_plait(error, ValueError)
-
-
-def _by_plait(error: BaseException, kind: type[Exception]) -> bool:
-    """Whether it is of this kind, and was raised in plait's own code."""
-    if not isinstance(error, kind) or error.__traceback__ is None:
+def is_mistake(error: BaseException, kinds: tuple[type[Exception], ...] = (ValueError,)) -> bool:
+    """Whether this is plait refusing an input: an error of one of these kinds that was raised in its own code."""
+    if not isinstance(error, kinds) or error.__traceback__ is None:
         return False
     *_, (frame, _line) = traceback.walk_tb(error.__traceback__)
     return str(frame.f_globals.get("__name__", "")).partition(".")[0] == "plait"
@@ -67,12 +62,10 @@ def guarded(work: Callable[[], int]) -> int:
 
 
 def report(error: BaseException, environment: Mapping[str, str] = os.environ) -> int:
-    """Prints what went wrong, or records it for the launcher to print; returns the exit code.
-
-    Of what plait refuses that is a line, with a grid below it where there is one, and otherwise the traceback.
-    """
+    """Prints what went wrong, or records it for the launcher to print; returns the exit code.  What plait refuses is a
+    line, with a grid below it where there is one; anything else is its traceback."""
     text = "".join(traceback.format_exception(error))
-    if is_mistake(error) or _by_plait(error, FloatingPointError):
+    if is_mistake(error, (ValueError, FloatingPointError)):
         reason, *grid = str(error).split("\n")
         line = " ".join(["plait: error:", *reason.split(), *getattr(error, "__notes__", ())])
         text = "\n".join([line, *grid, ""])
@@ -97,10 +90,8 @@ def recorded(rank: int, exit_code: int, data: Mapping[str, Any]) -> Failure:
 
 
 def explain(failures: list[Failure], mesh: str) -> tuple[str, int]:
-    """(what the launcher prints, its exit code) for the failures of a run.
-
-    A rank that a signal killed comes first: it left no note, and the tracebacks of the others are echoes.  With SIGTERM
-    the agent stops the remaining ranks, so it comes last.
+    """(what the launcher prints, its exit code) for the failures of a run.  A rank that a signal killed comes first: it
+    left no note, and the tracebacks of the others are echoes.  SIGTERM, with which the agent stops the rest, is last.
     """
 
     def order(f: Failure) -> tuple[bool, bool, bool, int]:

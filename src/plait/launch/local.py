@@ -84,10 +84,8 @@ def _leave_with(parent: int) -> None:
 
 @contextlib.contextmanager
 def _stopped_cleanly() -> Iterator[None]:
-    """Ctrl-C and SIGTERM end ranks that are threads at their next operation, and then this process.
-
-    That is not left to the interpreter's exit, in which a thread that is still inside torch would abort the process.
-    """
+    """Ctrl-C and SIGTERM end this process at once: in the interpreter's own exit, a thread that is still inside torch
+    would abort it."""
 
     def stop(number: int, _frame: object) -> None:
         raise SystemExit(128 + number)

@@ -8,8 +8,9 @@
 A block is pre-norm (RMSNorm), rotary attention with grouped key/value heads, then SwiGLU; it takes its number of heads
 from the tensors, so projections cut by heads need no change here.
 
-A module that owns parameters initialises them, and nothing else, in its ``reset_parameters``.  The head owns none: its
-weight *is* the embedding's.  The loss is a *sum* over tokens and comes with their *count*, for the reason in ``mlp``.
+A module that owns parameters initialises them, for their full shapes, and nothing else, in its ``reset_parameters``.
+The head owns none: its weight *is* the embedding's.  The loss is a *sum* over tokens and comes with their *count*, for
+the reason in ``mlp``.
 
 Sources: RMSNorm arXiv:1910.07467, rotary embedding arXiv:2104.09864 (the half-split form of Llama), grouped heads
 arXiv:2305.13245, SwiGLU arXiv:2002.05202, scaled residual init as in GPT-2, tying arXiv:1608.05859.
@@ -97,7 +98,6 @@ class Projection(nn.Linear):
         super().__init__(fan_in, fan_out, bias=False)
 
     def reset_parameters(self) -> None:
-        """Draw the weight, for its full shape."""
         nn.init.normal_(self.weight, std=self.std)
 
 
@@ -112,7 +112,6 @@ class TokenEmbedding(nn.Embedding):
         self.dropout = nn.Dropout(config.dropout)
 
     def reset_parameters(self) -> None:
-        """Draw the weight, for its full shape."""
         nn.init.normal_(self.weight, std=INIT_STD)
 
     def forward(self, input: Tensor) -> Tensor:
@@ -156,7 +155,7 @@ def rotate(x_BHTK: Tensor, cos_TC: Tensor, sin_TC: Tensor) -> Tensor:
 
 
 class Attention(nn.Module):
-    """Causal rotary attention; each key/value head serves num_heads / num_kv_heads query heads."""
+    """x_BTD -> x_BTD: causal rotary attention; each key/value head serves num_heads / num_kv_heads query heads."""
 
     cos: Tensor
     sin: Tensor
@@ -174,21 +173,16 @@ class Attention(nn.Module):
         self.register_buffer("sin", sin_TC, persistent=False)
 
     def forward(self, x_BTD: Tensor, mask_B1TT: Tensor | None = None, position_BT: Tensor | None = None) -> Tensor:
-        """x_BTD -> x_BTD."""
         query_BHTK, key_BGTK = self._heads(self.query(x_BTD)), self._heads(self.key(x_BTD))
         length = query_BHTK.shape[2]  # not x's: sequence parallelism cuts x in time, and its products are whole again
         place = slice(length) if position_BT is None else position_BT[:, None]
         cos_TC, sin_TC = self.cos[place], self.sin[place]
         query_BHTK, key_BGTK = rotate(query_BHTK, cos_TC, sin_TC), rotate(key_BGTK, cos_TC, sin_TC)
         value_BGTK = self._heads(self.value(x_BTD))
+        p = self.dropout if self.training else 0.0
+        grouped = query_BHTK.shape[1] != key_BGTK.shape[1]
         mixed_BHTK = F.scaled_dot_product_attention(
-            query_BHTK,
-            key_BGTK,
-            value_BGTK,
-            attn_mask=mask_B1TT,
-            dropout_p=self.dropout if self.training else 0.0,
-            is_causal=mask_B1TT is None,
-            enable_gqa=query_BHTK.shape[1] != key_BGTK.shape[1],
+            query_BHTK, key_BGTK, value_BGTK, mask_B1TT, dropout_p=p, is_causal=mask_B1TT is None, enable_gqa=grouped
         )
         out_BTD: Tensor = self.output(mixed_BHTK.transpose(1, 2).flatten(2))
         return out_BTD
@@ -200,7 +194,7 @@ class Attention(nn.Module):
 
 
 class SwiGLU(nn.Module):
-    """down(silu(gate(x)) * up(x))."""
+    """x_BTD -> x_BTD: down(silu(gate(x)) * up(x))."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
@@ -209,7 +203,6 @@ class SwiGLU(nn.Module):
         self.down = Projection(config.hidden_width, config.width, std=INIT_STD / math.sqrt(2 * config.num_layers))
 
     def forward(self, x_BTD: Tensor) -> Tensor:
-        """x_BTD -> x_BTD."""
         out_BTD: Tensor = self.down(F.silu(self.gate(x_BTD)) * self.up(x_BTD))
         return out_BTD
 
@@ -227,7 +220,6 @@ class Block(nn.Module):
         self.mlp_dropout = nn.Dropout(config.dropout)
 
     def forward(self, x_BTD: Tensor, mask_B1TT: Tensor | None = None, position_BT: Tensor | None = None) -> Tensor:
-        """x_BTD -> x_BTD."""
         mixed_BTD = self.attention(self.attention_norm(x_BTD), mask_B1TT, position_BT)
         x_BTD = x_BTD + self.attention_dropout(mixed_BTD)
         x_BTD = x_BTD + self.mlp_dropout(self.mlp(self.mlp_norm(x_BTD)))
@@ -264,10 +256,7 @@ class GPT(nn.Module):
         return ["embed", *(f"blocks.{i}" for i in range(len(self.blocks))), "norm", "head"]
 
     def forward(self, tokens_BT: Tensor, documents_BT: Tensor | None = None) -> Tensor:
-        """tokens_BT int64 -> logits_BTV, in the parameters' dtype.
-
-        ``documents_BT`` is for packed rows: the document that each token belongs to (see ``models.documents``).
-        """
+        """tokens_BT int64 -> logits_BTV in the parameters' dtype; ``documents_BT`` are those of packed rows."""
         mask_B1TT, position_BT = None, None
         if documents_BT is not None:
             mask_B1TT, position_BT = attention_mask(documents_BT), positions(documents_BT)

@@ -40,7 +40,6 @@ class HFConfig(GPTConfig):
 
     @property
     def num_parameters(self) -> int:
-        """See ``GPTConfig.num_parameters``."""
         head = 0 if self.tie else self.vocabulary * self.width
         bias = self.width + 2 * self.num_kv_heads * self.head_dim if self.kind == "qwen2" else 0
         return super().num_parameters + head + self.num_layers * bias
@@ -80,10 +79,7 @@ def build(config: HFConfig) -> nn.Module:
 
 
 def loss_sum(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
-    """``gpt.loss_sum`` of a Hugging Face model.
-
-    Documents go in as positions that start anew: from these, transformers makes the mask of each kind of attention.
-    """
+    """``gpt.loss_sum`` of a Hugging Face model, which makes its masks from positions that start in each document."""
     packed = {"position_ids": positions(batch["documents"])} if "documents" in batch else {}
     logits_BTV: Tensor = model(input_ids=batch["tokens"], use_cache=False, **packed).logits
     return cross_entropy_sum(logits_BTV, batch["targets"])

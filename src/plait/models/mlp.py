@@ -41,9 +41,8 @@ class MLPConfig:
                 f"{len(self.widths)} widths for {self.num_layers} layers: give {self.num_layers + 1}, the "
                 f"input's and one per layer, or set num_layers={len(self.widths) - 1}"
             )
-        for width in self.sizes:
-            if width < 1:
-                raise ValueError(f"width {width} among {self.sizes}: give numbers from 1")
+        if min(self.sizes) < 1:
+            raise ValueError(f"width {min(self.sizes)} among {self.sizes}: give numbers from 1")
         if not 0.0 <= self.dropout < 1.0:
             raise ValueError(f"dropout is {self.dropout}: give a probability from 0 up to, not including, 1")
 
@@ -69,7 +68,6 @@ class Layer(nn.Module):
         self.dropout = nn.Identity() if last else nn.Dropout(config.dropout)
 
     def forward(self, x_BD: Tensor) -> Tensor:
-        """[batch, in] -> [batch, out]."""
         out_BD: Tensor = self.dropout(self.activation(self.linear(x_BD)))
         return out_BD
 

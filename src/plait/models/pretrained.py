@@ -34,9 +34,7 @@ class Pretrained:
         if not folder.is_dir():
             raise ValueError(f"model hf:{self.path}: no such folder; give one with config.json and safetensors files")
         if not (folder / "config.json").is_file():
-            raise ValueError(
-                f"model hf:{self.path}: no config.json in it, so it is not a Hugging Face model; check the path"
-            )
+            raise ValueError(f"model hf:{self.path}: no config.json in it, so no Hugging Face model; check the path")
 
     @contextmanager
     def _blamed(self, fault: str) -> Iterator[Any]:
@@ -49,10 +47,7 @@ class Pretrained:
             raise ValueError(f"model hf:{self.path}: transformers {fault}: {text}") from error
 
     def config(self) -> Any:
-        """The folder's config, as transformers reads it.
-
-        Raises ValueError where it cannot, the config is not of a causal language model, or its weights are quantised.
-        """
+        """The folder's config; raises ValueError if unreadable, quantised, or not of a causal language model."""
         with self._blamed("cannot read its config.json") as transformers:
             config = transformers.AutoConfig.from_pretrained(self.path, local_files_only=True, trust_remote_code=False)
         if type(config) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:

@@ -21,11 +21,7 @@ from plait.schedule.partition import even
 
 
 class ShardedMLP(nn.Sequential):
-    """The layers that ``stage`` of ``num_stages`` owns: [batch, fan_in] -> [batch, fan_out].
-
-    All slices run in sequence are the MLP.  Where layers do not divide evenly, earlier stages have one more.  Raises
-    ValueError for more stages than layers, or no such stage.
-    """
+    """The layers of one stage, [batch, fan_in] -> [batch, fan_out]; raises ValueError where there are none."""
 
     def __init__(self, config: MLPConfig, stage: int, num_stages: int) -> None:
         slices = even(config.num_layers, num_stages)

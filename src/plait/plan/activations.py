@@ -5,9 +5,8 @@
          x/rms                        softmax ...
 
 ``block`` lists what autograd saves in one block of the project's decoder (``models.gpt``) on the CPU, where a norm is
-several operators; parameters, buffers and what another operator has saved already (one storage) are not counted.  A
-dropout mask is kept as the factor that it multiplies by, in the activation's dtype.  The count is exact, and tested
-against ``saved_tensors_hooks``; a GPU's fused norm and attention keep less.
+several operators; parameters, buffers and storage that another operator has saved already are not counted.  The count
+is exact, and tested against ``saved_tensors_hooks``; a GPU's fused norm and attention keep less.
 
 ``per_layer`` is the textbook's count for another layer (LayerNorm, GELU, as many key and value heads as heads, softmax
 and dropout written out, masks of one byte, 16 bits):
@@ -32,11 +31,8 @@ INDEX_BYTES = 8
 
 @dataclass(frozen=True)
 class DecoderSizes:
-    """A microbatch in a decoder, on one rank of ``ways`` tensor ranks.
-
-    ``batch`` is in samples, ``length`` in tokens; ``itemsize`` is of the activations, in bytes (the tables of the
-    rotary embedding have 4); ``hidden`` is the width inside SwiGLU; ``dropout`` says whether any is drawn.
-    """
+    """A microbatch in a decoder, on one rank of ``ways`` tensor ranks: ``batch`` in samples, ``length`` in tokens,
+    ``itemsize`` of the activations in bytes (rotary tables have 4), ``hidden`` the width inside SwiGLU."""
 
     batch: int
     length: int
@@ -113,15 +109,15 @@ def _attention(s: DecoderSizes, *, again: bool) -> tuple[Kept, ...]:
     grouped = s.tokens * s.kv_heads * head // s.ways
     tables = 0 if e == 4 else s.length * head * 2
     scores = query * s.length // head
-    kept = [Kept("rotate: cos, sin in the dtype of query and key", tables, e)]
-    if again or not s.dropout:
-        kept += [Kept("attention: query", query, e), Kept("attention: key, value", 2 * grouped, e)]
+    rotated = Kept("rotate: cos, sin in the dtype of query and key", tables, e)
+    inputs = Kept("attention: query", query, e), Kept("attention: key, value", 2 * grouped, e)
     if again:
-        return tuple(kept)
+        return rotated, *inputs
     if not s.dropout:
-        return (*kept, Kept("attention: mixed", query, e), Kept("attention: log sum", query // head, s.wide))
+        results = Kept("attention: mixed", query, e), Kept("attention: log sum", query // head, s.wide)
+        return rotated, *inputs, *results
     return (
-        *kept,
+        rotated,
         Kept("scores: query", query, e),
         Kept("scores: key of each head", query, e),
         Kept("causal mask", s.length**2, 1),

@@ -26,9 +26,9 @@ class StageTraffic:
 
     units: tuple[UnitLayout, ...]
     handed_bytes: tuple[int, ...] = ()
-    """Bytes of the activation that the stage hands on, for each microbatch; the last stage hands on nothing."""
+    """Of the activation that the stage hands on, for each microbatch; none on the last stage."""
     received_bytes: tuple[int, ...] = ()
-    """The same of the stage before; the first stage gets nothing."""
+    """The same of the stage before; none on the first stage."""
 
 
 @dataclass(frozen=True)
@@ -45,12 +45,8 @@ class TiedTraffic:
 def predict_step(
     units: Sequence[UnitLayout], mesh: Mesh, strategy: Strategy, num_microbatches: int, rank: int
 ) -> tuple[Entry, ...]:
-    """Every message that a rank takes part in during one step of one stage with gradients for every unit.
-
-    Args:
-        units: the units with their flat layouts, as ``Engine.layouts`` gives them.
-        rank: whose messages; broadcasts and reduces cost the root and the others differently.
-    """
+    """Every message of a rank in one step of one stage; ``units`` as ``Engine.layouts`` gives them, with gradients for
+    each."""
     trainable = sum(len(f.slots) for u in units for f, t in zip(u.flats, u.trainable, strict=True) if t)
     line = one_stage(num_microbatches)[0]
     return predict_line(line, {0: StageTraffic(tuple(units))}, mesh, strategy, num_microbatches, trainable, rank)

@@ -28,12 +28,8 @@ class Held:
 
 
 def held(units: Sequence[UnitLayout], mesh: Mesh, strategy: Strategy, rank: int, states: int = 2) -> Held:
-    """What one rank holds, exactly.
-
-    Args:
-        states: numbers of a parameter's size that the optimizer keeps (Adam 2, SGD 0, with momentum 1), beside the
-            master weights of a row that has them.
-    """
+    """What one rank holds, exactly; ``states`` are numbers of a parameter's size that the optimizer keeps (Adam 2, SGD
+    0, with momentum 1), not counting the master weights of a row that has them."""
 
     def bounds(flat: FlatLayout, cell: Cell) -> tuple[int, int]:
         return flat.piece(mesh.count(cell.split), mesh.index(rank, cell.split))
@@ -67,7 +63,6 @@ def formula(
     In 16-bit training with fp32 Adam and master weights the bytes are 2, 2 and 12.
     Source: ZeRO (Rajbhandari et al. 2020), table 1.
     """
-
     sizes = ((strategy.params, param_bytes), (strategy.grads, grad_bytes), (strategy.optim, optimizer_bytes))
     return Held(*(round(num_parameters * size / mesh.count(cell.split)) for cell, size in sizes))
 

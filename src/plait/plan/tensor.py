@@ -35,7 +35,7 @@ def predict_tensor(
     sequence: bool,
     twice: Collection[str] = (),
 ) -> tuple[Entry, ...]:
-    """Every message over the tensor axis that a rank takes part in during one step.
+    """Every message of a rank over the tensor axis in one step.
 
     Args:
         sites: where the plan sends, as ``parallel_plan`` gives them.
@@ -62,11 +62,9 @@ def predict_tensor(
                 add(forward, ways * 3 * rows, max(itemsize, 4), Note(FORWARD, site.name))
                 continue
             for phase, kind in ((FORWARD, forward), (BACKWARD, backward if site.trains_input else "")):
-                size = padded * site.width
+                size = (rows if kind == "all_reduce" else padded) * site.width
                 if site.kind == "gather":
                     size = rows * -(-site.width // ways) * ways
-                elif kind == "all_reduce":
-                    size = rows * site.width
                 if kind:
                     add(kind, size, itemsize, Note(phase, site.name, microbatch))
     return tuple(entries)

@@ -38,7 +38,6 @@ def paler(colour: str, share: float) -> str:
 
 
 def svg_file(width: float, height: float, lines: Iterable[str], letters: int = 11) -> str:
-    """A picture of these lines, in letters of that size."""
     size = f'width="{width:g}" height="{height:g}" viewBox="0 0 {width:g} {height:g}"'
     head = f'<svg xmlns="http://www.w3.org/2000/svg" {size} font-family="sans-serif" font-size="{letters}">'
     return "\n".join([head, *lines, "</svg>", ""])
@@ -62,10 +61,7 @@ def text_in(x: float, y: float, width: float, height: float, *texts: str) -> Ite
 def box_of(
     action: Action, x: float, y: float, width: float, height: float, stages: Sequence[int], title: str = ""
 ) -> Iterator[str]:
-    """A pass, titled by its name if by nothing else; the later of its rank's ``stages`` are paler.
-
-    Where its name does not fit into the box, its microbatch may.
-    """
+    """A pass with its name, or its microbatch where that fits; the later of its rank's ``stages`` are paler."""
     colour = paler(COLOURS.get(action.kind, "#bbbbbb"), 0.5 * stages.index(action.stage) / len(stages))
     yield rect(x, y, width, height, colour, title or str(action), ' stroke="white" stroke-width="0.5"')
     microbatch = (str(action.microbatch),) if action.microbatch >= 0 else ()

@@ -25,10 +25,8 @@ MOST_CELLS = 40_000
 
 def time_grid(timeline: Timeline, width: int) -> str:
     """The timeline in characters, in blocks of at most ``width``; or a line that says why not."""
-    spans = [
-        [(action, _rational(a), _rational(b)) for action, a, b in zip(*line, strict=True) if action.kind in PASSES]
-        for line in zip(timeline.schedule, timeline.starts, timeline.ends, strict=True)
-    ]
+    lines = map(timeline.line, range(len(timeline.schedule)))
+    spans = [[(action, _rational(a), _rational(b)) for action, a, b in line if action.kind in PASSES] for line in lines]
     moments = {t for line in spans for _, start, end in line for t in (start, end)} - {Fraction(0)}
     denominator = math.lcm(*(t.denominator for t in moments))
     unit = Fraction(math.gcd(*(int(t * denominator) for t in moments)), denominator) if moments else Fraction(1)
@@ -82,10 +80,8 @@ def share_line(timeline: Timeline, formula: Bubbles) -> str:
     span = timeline.work(0) + timeline.waits(0)
     share = timeline.waits(0) / span if span else 0.0
     closed = "no closed form here" if formula.idle_share is None else f"formula {formula.idle_share:.4f}"
-    return (
-        f"time {timeline.makespan:g}; idle share of rank 0 from its first pass to its last {share:.4f} ({closed}); "
-        f"of all ranks over the whole time {timeline.idle_share():.4f}"
-    )
+    from_rank_0 = f"idle share of rank 0 from its first pass to its last {share:.4f} ({closed})"
+    return f"time {timeline.makespan:g}; {from_rank_0}; of all ranks over the whole time {timeline.idle_share():.4f}"
 
 
 LEFT, TOP, ROW, GAP, CURVE, PLOT = 64, 36, 26, 8, 18, 1100
@@ -99,16 +95,13 @@ def svg(timeline: Timeline, costs: Costs, title: str) -> str:
     height = TOP + ranks * (ROW + CURVE + GAP) + 48
     curves = [timeline.memory(rank, costs) if timeline.schedule[rank] else () for rank in range(ranks)]
     most = max((size for curve in curves for _, size in curve), default=0.0) or 1.0
-    out = [
-        f'<rect width="{WIDTH}" height="{height}" fill="white"/>',
-        f'<text x="{LEFT}" y="20" font-size="14">{escape(title)}</text>',
-    ]
+    out = [f'<rect width="{WIDTH}" height="{height}" fill="white"/>']
+    out.append(f'<text x="{LEFT}" y="20" font-size="14">{escape(title)}</text>')
     for rank, line in enumerate(timeline.schedule):
-        y = TOP + rank * (ROW + CURVE + GAP)
-        stages = sorted({a.stage for a in line})
+        y, stages = TOP + rank * (ROW + CURVE + GAP), sorted({a.stage for a in line})
         out.append(f'<text x="8" y="{y + 17}">rank {rank}</text>')
         out.append(f'<rect x="{LEFT}" y="{y}" width="{PLOT}" height="{ROW}" fill="#f2f2f2"/>')
-        for action, start, stop in zip(line, timeline.starts[rank], timeline.ends[rank], strict=True):
+        for action, start, stop in timeline.line(rank):
             if stop > start:
                 out += box_of(action, LEFT + start * scale, y, (stop - start) * scale, ROW, stages)
         base, points, before = y + ROW + CURVE, [], 0.0

@@ -6,10 +6,9 @@
       wait                what was waited for
     rank 0, simulated     the same for the prediction, if there is one, on the same clock
 
-The file is the JSON object form of the Trace Event Format: ``X`` (complete) events with ``ts`` and ``dur`` in
-microseconds, here to the nanosecond, and ``M`` events that name processes and threads.  On one thread events may not
-overlap unless one contains the other; on these tracks none does.  Processes and threads count from 1, because some
-readers take 0 for a system's idle task.
+``X`` events are complete ones, with ``ts`` and ``dur`` in microseconds, here to the nanosecond; ``M`` events name
+processes and threads, which count from 1, because some readers take 0 for a system's idle task.  Events of a thread may
+not overlap unless one contains the other; here none does.
 
 Source: Trace Event Format (Google), https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU
 """

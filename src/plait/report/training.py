@@ -27,8 +27,7 @@ from plait.plan.memory import Held
 class ProgressView:
     """Shows the steps of a run, from number ``first`` to ``steps``, as they are done; entered and left like a file.
 
-    There are ``log_every`` steps between two lines; the first and the last step have one too, and every evaluation.
-    ``unit`` is what is counted, as in "tokens".
+    Each ``log_every``-th step has a line, the first, the last, and every evaluation; ``unit`` is as in "tokens".
     """
 
     def __init__(self, console: Console, first: int, steps: int, log_every: int, unit: str) -> None:

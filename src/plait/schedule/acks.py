@@ -21,8 +21,7 @@ def acks(schedule: Schedule, rank: int) -> dict[Key, tuple[Key, ...]]:
     for other, line in enumerate(schedule):
         used: list[Key] = []
         for action in line if other != rank else ():
-            needed = awaits(action, num_stages)
-            if needed is not None and owner.get(needed.stage) == rank:
+            if (needed := awaits(action, num_stages)) and owner.get(needed.stage) == rank:
                 used.append((needed.way, needed.target, needed.microbatch))
             for message in action.parts if action.kind in MESSAGES else ():
                 sent = carries(message)

@@ -11,8 +11,8 @@ reads: stage 0, forward and backward of microbatches 0 and 1, reduce the gradien
     0F0 0SEND_F0 0RECV_B0 0B0              rank 0   SEND_F0 ──►  what stage 1 receives as RECV_F0
     1RECV_F0 1F0 1B0 1SEND_B0              rank 1   RECV_B0 ◄──  what stage 1 sends as SEND_B0
 
-A full backward (B) may be split into an input part (I), for which the stage before waits, and a weight part (W), for
-which nobody waits.  What passes make and need, and how long an activation lives:
+A full backward (B) may be split into an input part (I: the gradient of the stage's input, for which the stage before
+waits) and a weight part (W: the gradients of its weights).  What passes need and make, and an activation's life:
 
     pass   needs                                            makes                       activations of its stage
     F      the activation of the stage before               an activation               one more
@@ -21,7 +21,7 @@ which nobody waits.  What passes make and need, and how long an activation lives
     W      the gradient that I made                                                     one less
 
 Messages are *started* by their action and never waited for: a receive is posted, and the pass that needs it waits.
-Each direction between two ranks is a channel of its own, first in, first out.  Messages joined by ``+``
+Between two ranks each direction is a channel of its own, first in, first out.  Messages joined by ``+``
 (``0SEND_F1+0RECV_B0``) start together, as one exchange with one rank.
 """
 
@@ -43,9 +43,7 @@ class Kind(Enum):
     """Once per step: from the gradients' cell to the optimizer's."""
     UPDATE = "UPDATE"
     INPUT = "I"
-    """The part of a backward that makes the gradient of the stage's input."""
     WEIGHT = "W"
-    """The part of a backward that makes the gradients of the stage's weights."""
     SEND_F = "SEND_F"
     RECV_F = "RECV_F"
     SEND_B = "SEND_B"
@@ -84,9 +82,7 @@ class Action:
 
     def __post_init__(self) -> None:
         if self.stage < 0 or self.microbatch < -1:
-            raise ValueError(
-                f"action {self.kind.name} of stage {self.stage}, microbatch {self.microbatch}: count from 0"
-            )
+            raise ValueError(f"{self.kind.name} of stage {self.stage}, microbatch {self.microbatch}: count from 0")
         if (self.microbatch >= 0) != (self.kind in _NEEDS_MICROBATCH):
             raise ValueError(f"action {self.kind.name} of stage {self.stage} with microbatch {self.microbatch}")
         if self.also and any(part.kind not in MESSAGES or part.also for part in (*self.also, replace(self, also=()))):
@@ -180,9 +176,9 @@ def awaits(action: Action, num_stages: int) -> Value | None:
 
 def needs(action: Action, num_stages: int) -> tuple[Value, ...]:
     """All that a pass needs: what its own stage has made, then what comes from a neighbour."""
-    way, other = _NEEDED.get(action.kind), awaits(action, num_stages)
-    own = () if way is None else (Value(way, action.stage, action.microbatch),)
-    return own if other is None else (*own, other)
+    way = _NEEDED.get(action.kind)
+    own = None if way is None else Value(way, action.stage, action.microbatch)
+    return tuple(value for value in (own, awaits(action, num_stages)) if value is not None)
 
 
 def carries(message: Action) -> Value:
@@ -203,7 +199,7 @@ def activations(action: Action) -> int:
 
 
 def in_flight(action: Action) -> int:
-    """How many more microbatches are between their forward and their backward: from F until B or I."""
+    """How many more microbatches are between forward and backward: from F until B or I."""
     return _IN_FLIGHT.get(action.kind, 0)
 
 
@@ -227,12 +223,10 @@ def owners(schedule: Schedule) -> dict[int, int]:
 
 
 def count_stages(schedule: Schedule) -> int:
-    """How many stages a schedule speaks of."""
     return 1 + max((action.stage for action, _ in placed(schedule)), default=-1)
 
 
 def count_microbatches(schedule: Schedule) -> int:
-    """How many microbatches a schedule speaks of."""
     return 1 + max((action.microbatch for action, _ in placed(schedule)), default=-1)
 
 

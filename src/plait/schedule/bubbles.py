@@ -11,16 +11,15 @@ waits
     zbv              0                           from m = 2p, where F = I = W
     dualpipe_v       (p-1-r) (F + B - 2W)        from m = 2p, where W <= I <= F <= B
 
-Rank 0 starts first; its waits are what is called the bubble.  Peaks are activations in flight at once, counted in
-stages from F until B or W (an interleaved or V-shaped rank has stages of 1/v the size).  The last line is not
-published: the simulator found it.  Tests compare all of them with the simulator.
+Rank 0 starts first; its waits are what is called the bubble.  Peaks are activations at once, counted in stages from F
+until B or W.  The last line is not published: the simulator found it.  Tests compare all of them with the simulator.
 
 Sources: the tables of Huang et al. 2019, Narayanan et al. 2021, Qi et al. 2023 and 2024.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from plait.schedule.actions import check_sizes
@@ -28,14 +27,12 @@ from plait.schedule.actions import check_sizes
 
 @dataclass(frozen=True)
 class Bubbles:
-    """What the formulas say of one order; None where they say nothing."""
+    """What the formulas say of one order, waits and peaks per rank; None where they say nothing."""
 
     waits: tuple[float, ...] | None = None
-    """Per rank, in the unit of the times that were given."""
     idle_share: float | None = None
     """Rank 0's waits over its waits and work."""
     peaks: tuple[int, ...] | None = None
-    """Per rank, in stages."""
 
 
 @dataclass(frozen=True)
@@ -63,44 +60,44 @@ class EqualRanks:
         return [k * (self.F + self.B - weights * self.W) for k in self.behind]
 
 
-Formula = Callable[[EqualRanks], tuple[Sequence[float] | None, Sequence[int] | None]]
+Forms = tuple[list[float] | None, list[int] | None]
 """Waits and peaks of each rank; None where they have no closed form."""
+Formula = Callable[[EqualRanks], Forms]
 
 
-def naive(c: EqualRanks) -> tuple[list[float], list[int]]:
+def naive(c: EqualRanks) -> Forms:
     return [(c.m * c.p - c.m - r) * (c.F + c.B) for r in range(c.p)], [1] * c.p
 
 
-def gpipe(c: EqualRanks) -> tuple[list[float], list[int]]:
+def gpipe(c: EqualRanks) -> Forms:
     return c.waits(), [c.m] * c.p
 
 
-def one_f_one_b(c: EqualRanks) -> tuple[list[float], list[int]]:
+def one_f_one_b(c: EqualRanks) -> Forms:
     return c.waits(), [min(c.m, k + 1) for k in c.behind]
 
 
-def interleaved(c: EqualRanks) -> tuple[list[float] | None, list[int] | None]:
-    if c.m % c.p:
-        return None, None
-    return c.waits(), [min(c.v * c.m, 2 * k + (c.v - 1) * c.p + 1) for k in c.behind]
+def interleaved(c: EqualRanks) -> Forms:
+    peaks = [min(c.v * c.m, 2 * k + (c.v - 1) * c.p + 1) for k in c.behind]
+    return (None, None) if c.m % c.p else (c.waits(), peaks)
 
 
-def zb_h1(c: EqualRanks) -> tuple[list[float] | None, list[int]]:
+def zb_h1(c: EqualRanks) -> Forms:
     holds = c.m >= c.p and c.W <= c.F
     return c.waits(2) if holds else None, [min(c.m, c.p)] * c.p
 
 
-def zb_h2(c: EqualRanks) -> tuple[list[float] | None, list[int]]:
+def zb_h2(c: EqualRanks) -> Forms:
     holds = c.m >= 2 * c.p - 1 and c.W <= c.F and 3 * c.W <= c.F + c.B
     return c.waits(3) if holds else None, [min(c.m, 2 * c.p - 1)] * c.p
 
 
-def zbv(c: EqualRanks) -> tuple[list[float] | None, list[int] | None]:
+def zbv(c: EqualRanks) -> Forms:
     holds = c.m >= 2 * c.p and c.F == c.I == c.W
     return [0.0] * c.p if holds else None, [2 * c.p] * c.p if c.m >= 2 * c.p - 1 else None
 
 
-def dualpipe_v(c: EqualRanks) -> tuple[list[float] | None, list[int] | None]:
+def dualpipe_v(c: EqualRanks) -> Forms:
     full = c.m >= 2 * c.p
     return c.waits(2) if full and c.W <= c.I <= c.F <= c.B else None, [2 * c.p + 1] * c.p if full else None
 

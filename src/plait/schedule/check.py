@@ -56,7 +56,7 @@ class Proof:
     owner: tuple[int, ...]
     """The rank of each stage."""
     peaks: tuple[int, ...]
-    """Per rank, the most activations it holds at once: pairs of stage and microbatch, from F until B or W."""
+    """Per rank, the most activations it has at once: pairs of stage and microbatch, from F until B or W."""
     in_order: bool
     """Whether each stage adds its gradients in the order of microbatches."""
 
@@ -155,8 +155,6 @@ def _check_complete(
 def _check_messages(schedule: Schedule, places: Places, owner: dict[int, int]) -> None:
     """If there are messages, each has two sides, after what makes it and before what needs it, and none is too many;
     between two ranks the order of receives is the order of sends."""
-    sent: dict[Value, Place] = {}
-    received: dict[Value, Place] = {}
     channels: dict[tuple[int, int], tuple[list[Action], list[Action]]] = defaultdict(lambda: ([], []))
     for action, place in places.items():
         if action.kind in MESSAGES:
@@ -164,33 +162,29 @@ def _check_messages(schedule: Schedule, places: Places, owner: dict[int, int]) -
             source, target = owner.get(value.stage), owner.get(value.target)
             if source is None or target is None or source == target:
                 raise refusal(schedule, f"{action} has nobody on the other side: its stages are on one rank", place)
-            (sent if action.kind in SENDS else received)[value] = place
             channels[source, target][action.kind not in SENDS].append(action)
     for action, at in places.items() if channels else ():
-        for side, crossing in ((sent, makes(action)), (received, awaits(action, len(owner)))):
+        for is_sent, crossing in ((True, makes(action)), (False, awaits(action, len(owner)))):
             if crossing is None or owner.get(crossing.target, at[0]) == owner[crossing.stage]:
                 continue
-            if crossing not in side:
-                message = crossing.send if side is sent else crossing.receive
+            message = crossing.send if is_sent else crossing.receive
+            if message not in places:
                 raise refusal(schedule, f"{message} is missing beside {action} on rank {at[0]}", at)
-            if (at < side[crossing]) != (side is sent):
-                message, wrong = (crossing.send, "before") if side is sent else (crossing.receive, "after")
-                text = f"{message} is out of order: it stands {wrong} {action}"
-                raise refusal(schedule, text, side[crossing], at)
+            if (at < places[message]) != is_sent:
+                text = f"{message} is out of order: it stands {'before' if is_sent else 'after'} {action}"
+                raise refusal(schedule, text, places[message], at)
     for (a, b), (sends, receives) in channels.items():
         for send, receive in zip(sends, receives, strict=True):
             if carries(send) != carries(receive):
                 text = f"rank {a} sends {send} where rank {b} receives {receive}; transports match them by order"
-                raise refusal(
-                    schedule, f"messages from rank {a} to rank {b} are crossed: {text}", places[send], places[receive]
-                )
+                text = f"messages from rank {a} to rank {b} are crossed: {text}"
+                raise refusal(schedule, text, places[send], places[receive])
 
 
 # ---- sharded data parallelism -----------------------------------------------------------------------------
 
 _LATER = {
-    Kind.BACKWARD: (Kind.REDUCE_GRAD, Kind.REDUCE, Kind.UPDATE),
-    Kind.WEIGHT: (Kind.REDUCE_GRAD, Kind.REDUCE, Kind.UPDATE),
+    **dict.fromkeys(ADDS_GRADIENTS, (Kind.REDUCE_GRAD, Kind.REDUCE, Kind.UPDATE)),
     Kind.REDUCE_GRAD: (Kind.REDUCE, Kind.UPDATE),
     Kind.REDUCE: (Kind.UPDATE,),
 }
@@ -205,14 +199,11 @@ def _check_sharding(schedule: Schedule) -> None:
         seen: dict[tuple[Kind, int, int], int] = {}
         for index, action in enumerate(line):
             kind, stage, here = action.kind, action.stage, (rank, index)
-            if kind is Kind.UNSHARD:
-                if stage in unsharded:
-                    raise refusal(schedule, f"{action} is doubled: stage {stage} is unsharded already", here)
-                unsharded.add(stage)
-            elif kind is Kind.RESHARD:
-                if stage not in unsharded:
-                    raise refusal(schedule, f"{action} is doubled: stage {stage} is not unsharded", here)
-                unsharded.remove(stage)
+            if kind in (Kind.UNSHARD, Kind.RESHARD):
+                if (stage in unsharded) == (kind is Kind.UNSHARD):
+                    state = "unsharded already" if stage in unsharded else "not unsharded"
+                    raise refusal(schedule, f"{action} is doubled: stage {stage} is {state}", here)
+                unsharded ^= {stage}
             elif gathers and kind in READS_PARAMETERS and stage not in unsharded:
                 raise refusal(schedule, f"{action} is out of order: stage {stage} is not unsharded here", here)
             for later in _LATER.get(kind, ()):
@@ -231,8 +222,7 @@ def _check_sharding(schedule: Schedule) -> None:
 def _check_deadlock(schedule: Schedule, places: Places, owner: dict[int, int]) -> None:
     """Carries the lines out, in any order that works; who is left waiting is in a deadlock, or in the wrong order."""
     with_messages = any(action.kind in MESSAGES for action in places)
-    there: set[tuple[Value, bool]] = set()
-    """What was made; True where it was sent."""
+    there: set[tuple[Value, bool]] = set()  # what was made; True where it was sent
 
     def attempt(rank: int, action: Action) -> tuple[tuple[Value, bool] | None, list[tuple[Value, bool]]]:
         for value in needs(action, len(owner)):
@@ -271,11 +261,10 @@ def _late_gradient(schedule: Schedule) -> ValueError | None:
     latest: dict[int, int] = {}
     for action, place in placed(schedule):
         if action.kind in ADDS_GRADIENTS:
-            before = latest.setdefault(action.stage, action.microbatch)
+            before = latest.get(action.stage, -1)
             if action.microbatch < before:
                 order = "out of order (gradients are to be added in the order of microbatches)"
-                return refusal(
-                    schedule, f"{action} adds its gradient after that of microbatch {before}: {order}", place
-                )
+                text = f"{action} adds its gradient after that of microbatch {before}: {order}"
+                return refusal(schedule, text, place)
             latest[action.stage] = action.microbatch
     return None

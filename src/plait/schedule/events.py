@@ -1,8 +1,7 @@
 """What happened: the log of one step, action by action, on the clock that ``simulate`` predicts.
 
-Every rank writes one ``Event`` per action that it carries out, in order.  Times are seconds since all ranks agreed on
-the counts of the step, so the logs of several ranks (and hosts) fit together.  What a rank spends inside an action
-waiting for others, for a message or a collective, is recorded as spans:
+Every rank writes one ``Event`` per action, in order.  Times are seconds since all ranks agreed on the counts of the
+step, so the logs of several ranks (and hosts) fit together.  Waits for others (a message, a collective) are spans:
 
     rank 1   |  0F0 ............|####|      waits [0.00, 0.31) for the message, computes [0.31, 0.52)
 """

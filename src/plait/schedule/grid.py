@@ -3,7 +3,7 @@
     rank 0 |  0F0   0F1   0B0   0B1
     rank 1 |  1F0  >1F0<  1B0   1B1
 
-Of a schedule too large for a screen, the neighbourhood of the first mark is shown.
+Of a large schedule, the neighbourhood of the first mark is shown.
 """
 
 from __future__ import annotations
@@ -30,15 +30,13 @@ def grid(schedule: Schedule, marked: frozenset[Place] = frozenset()) -> str:
     shown = range(left, min(columns, left + MOST_COLUMNS))
     rows = [[_cell(schedule, (r, i), marked) for i in shown] for r in range(top, min(len(schedule), top + MOST_RANKS))]
     widths = [max(len(row[i]) for row in rows) for i in range(len(shown))]
-    lines = [
-        f"rank {top + r:<{len(str(len(schedule)))}} |"
-        + (" ..." if left else "")
-        + "".join(f" {cell:^{width}}" for cell, width in zip(row, widths, strict=True))
-        + (" ..." if shown.stop < columns else "")
-        for r, row in enumerate(rows)
-    ]
+    before, after = " ..." if left else "", " ..." if shown.stop < columns else ""
+    lines = []
+    for rank, row in enumerate(rows, start=top):
+        cells = "".join(f" {cell:^{width}}" for cell, width in zip(row, widths, strict=True))
+        lines.append(f"rank {rank:<{len(str(len(schedule)))}} |{before}{cells}{after}".rstrip())
     hidden = len(schedule) - len(rows)
-    return "\n".join([*(line.rstrip() for line in lines), *([f"({hidden} more ranks)"] if hidden else [])])
+    return "\n".join(lines + [f"({hidden} more ranks)"] * (hidden > 0))
 
 
 def _cell(schedule: Schedule, place: Place, marked: frozenset[Place]) -> str:

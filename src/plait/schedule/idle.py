@@ -15,9 +15,9 @@ time, tell them apart in each part of a rank's line (before its first pass, from
     as measured     every pass takes as long as it did         what it waits beyond that is imbalance
     what happened   messages, collectives, Python as well      what it waits beyond that is knock-on: passes came late
 
-No part is below zero, and they sum to the time in which the rank does not compute.  A pass waits for its neighbouring
-stage until that stage's pass has ended; after that, its message is on the way.  The first update waits for the last
-rank to reach its updates (the global norm).  At the end of its line a rank waits for the rank that ends the step.
+No part is below zero.  A pass waits for its neighbouring stage until that stage's pass has ended; after that, its
+message is on the way.  The first update waits for the last rank to reach its updates (the global norm).  At the end of
+its line a rank waits for the rank that ends the step.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from statistics import fmean
 
-from plait.schedule.actions import MESSAGES, PASSES, Action, Kind, awaits, makes, owners
+from plait.schedule.actions import MESSAGES, PASSES, Kind, awaits, makes, owners
 from plait.schedule.events import Event, Log
 from plait.schedule.measured import measured_timeline, schedule_of
 from plait.schedule.simulate import COLLECTIVES, Costs, Timeline, play
@@ -36,26 +36,22 @@ from plait.schedule.simulate import COLLECTIVES, Costs, Timeline, play
 
 @dataclass(frozen=True)
 class Idle:
-    """One rank's seconds of a step, by what they were spent on."""
+    """One rank's seconds of a step, by what it spent them on.
+
+    The order's own waiting is ``warm_up`` before the rank's first pass, ``bubble`` between its first and its last, and
+    ``cool_down`` after its last.  ``communication`` (messages and collectives), ``update`` and ``other`` (say, Python
+    between two actions) are this rank's, or those of a rank that it waits for.
+    """
 
     busy: float
-    """It computed."""
     warm_up: float
-    """The order's own waiting for others before this rank's first pass."""
     bubble: float
-    """The order's own waiting between this rank's first and last pass."""
     cool_down: float
-    """The order's own waiting after this rank's last pass."""
     imbalance: float
-    """Waiting for passes of others beyond that, because stages, or microbatches, are not equal."""
     knock_on: float
-    """Waiting for passes of others beyond that, because they came late: something below had held them up."""
     communication: float
-    """Messages and collectives, this rank's or that of a rank it waits for."""
     update: float
-    """The optimizer, this rank's or that of a rank it waits for."""
     other: float
-    """All else, such as Python between two actions, of this rank or one it waits for."""
 
     @property
     def parts(self) -> dict[str, float]:
@@ -75,9 +71,11 @@ class Idle:
     @property
     def shares(self) -> dict[str, float]:
         """Each part over the whole step."""
-        whole = self.seconds or 1.0
-        return {name: part / whole for name, part in self.parts.items()}
+        return {name: part / (self.seconds or 1.0) for name, part in self.parts.items()}
 
+
+ORDERS_OWN = ("warm_up", "bubble", "cool_down")
+"""The waiting of the order itself, in the three parts of a rank's line."""
 
 _Piece = tuple[float, float, str | int]
 """From, until, and what a rank does, as the part of ``Idle`` that it counts to; a number is the rank it waits for."""
@@ -91,9 +89,8 @@ def idle_times(log: Log) -> tuple[Idle, ...]:
     even, measured = map(_waits_of_passes, (even_passes(timeline), measured_passes(timeline)))
     ranks = []
     for rank, line in enumerate(lines):
-        passes = [event for event in log[rank] if event.action.kind in PASSES]
-        first, last = (passes[0].end, passes[-1].end) if passes else (0.0, 0.0)
-        seconds = dict.fromkeys(("busy", "communication", "update", "other"), 0.0)
+        ends = [event.end for event in log[rank] if event.action.kind in PASSES] or [0.0]
+        seconds = dict.fromkeys((field.name for field in fields(Idle)), 0.0)
         waited = [0.0, 0.0, 0.0]  # for passes of others: before the first pass, until the last, after it
         for start, end, does in line:
             if isinstance(does, str):
@@ -101,20 +98,16 @@ def idle_times(log: Log) -> tuple[Idle, ...]:
                 continue
             for a, b, cause in _causes(lines, does, start, end):
                 if cause == "busy":
-                    waited[0 if b <= first else 2 if a >= last else 1] += b - a
+                    waited[0 if b <= ends[0] else 2 if a >= ends[-1] else 1] += b - a
                 else:
                     seconds[cause] += b - a
-        order, imbalance, knock_on = [], 0.0, 0.0
-        for all_of_it, own, uneven in zip(waited, even[rank], measured[rank], strict=True):
-            order.append(min(all_of_it, own))
-            rest = all_of_it - order[-1]
+        for part, all_of_it, own, uneven in zip(ORDERS_OWN, waited, even[rank], measured[rank], strict=True):
+            seconds[part] = min(all_of_it, own)
+            rest = all_of_it - seconds[part]
             more = min(rest, max(0.0, uneven - own))
-            imbalance += more
-            knock_on += rest - more
-        warm_up, bubble, cool_down = order
-        ranks.append(
-            Idle(**seconds, warm_up=warm_up, bubble=bubble, cool_down=cool_down, imbalance=imbalance, knock_on=knock_on)
-        )
+            seconds["imbalance"] += more
+            seconds["knock_on"] += rest - more
+        ranks.append(Idle(**seconds))
     return tuple(ranks)
 
 
@@ -126,43 +119,34 @@ def mean_idle(ranks: Sequence[Idle]) -> Idle:
 # ---- steps of passes alone ---------------------------------------------------------------------------------
 
 
-def measured_passes(timeline: Timeline) -> Timeline:
+def measured_passes(timeline: Timeline, *, even: bool = False) -> Timeline:
     """A step's passes in their order, each as long as it was, as if nothing else took time; a ValueError if one waits
     for what the timeline lacks."""
-    return _passes_alone(timeline, _seconds(timeline))
-
-
-def even_passes(timeline: Timeline) -> Timeline:
-    """The same with equal passes: each takes the mean of its kind over the whole step, so all work stays the same."""
-    seconds = _seconds(timeline)
-    of_kinds: dict[Kind, list[float]] = defaultdict(list)
-    for action, took in seconds.items():
-        of_kinds[action.kind].append(took)
-    means = {kind: fmean(took) for kind, took in of_kinds.items()}
-    return _passes_alone(timeline, {action: means[action.kind] for action in seconds})
-
-
-def _seconds(timeline: Timeline) -> dict[Action, float]:
-    """How long each pass took."""
-    ranks = range(len(timeline.schedule))
-    return {a: end - start for rank in ranks for a, start, end in timeline.line(rank) if a.kind in PASSES}
-
-
-def _passes_alone(timeline: Timeline, seconds: dict[Action, float]) -> Timeline:
-    """Passes start when their rank is free and what they need is made."""
     passes = tuple(tuple(action for action in line if action.kind in PASSES) for line in timeline.schedule)
+    lines = map(timeline.line, range(len(passes)))
+    seconds = {action: end - start for line in lines for action, start, end in line if action.kind in PASSES}
+    if even:
+        of_kinds: dict[Kind, list[float]] = defaultdict(list)
+        for action, took in seconds.items():
+            of_kinds[action.kind].append(took)
+        means = {kind: fmean(took) for kind, took in of_kinds.items()}
+        seconds = {action: means[action.kind] for action in seconds}
     alone, stuck = play(passes, owners(timeline.schedule), seconds.__getitem__, Costs())
     if stuck:
         raise ValueError(f"the log is not of a whole step: {stuck} waits for what no rank has made")
     return alone
 
 
+def even_passes(timeline: Timeline) -> Timeline:
+    """The same with equal passes: each takes the mean of its kind over the whole step, so all work stays the same."""
+    return measured_passes(timeline, even=True)
+
+
 def _waits_of_passes(timeline: Timeline) -> list[tuple[float, float, float]]:
     """How long each rank waits before its first pass, between its first and last, and after its last."""
+    span = timeline.makespan
     return [
-        (starts[0], max(0.0, timeline.waits(rank)), timeline.makespan - ends[-1])
-        if starts
-        else (0.0, 0.0, timeline.makespan)
+        (starts[0], max(0.0, timeline.waits(rank)), span - ends[-1]) if starts else (0.0, 0.0, span)
         for rank, (starts, ends) in enumerate(zip(timeline.starts, timeline.ends, strict=True))
     ]
 

@@ -3,9 +3,9 @@
     log                                  measured_timeline            measured_costs
     rank 1  |.....0.3 s.....|#0.2 s#|    1F0 from 0.3 to 0.5          forward of stage 1: the median of such 0.2 s
 
-``simulate(schedule, measured_costs(logs))`` is then a prediction with nothing in it but the order and what its
-actions cost; what it lacks of the measured time is for ``idle.py`` to name.  ``as_log`` goes the other way, so that a
-simulated step can be read, attributed and drawn as if it had been measured.
+``simulate(schedule, measured_costs(logs))`` then predicts the step from the order and the costs of its actions alone;
+``idle.py`` names the rest of the measured time.  ``as_log`` goes the other way, so that a simulated step can be
+attributed and drawn as if it had been measured.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def measured_timeline(log: Log) -> Timeline:
 
 
 def busy_shares(log: Log) -> tuple[float, ...]:
-    """The share of the step in which each rank computed; the rest of it, over all ranks, is ``idle_share``."""
+    """The share of the step in which each rank computed."""
     timeline = measured_timeline(log)
     return tuple(1 - timeline.idle_share(rank) for rank in range(len(log)))
 
@@ -53,9 +53,9 @@ def measured_costs(logs: Sequence[Log]) -> Costs:
     """What the actions of each stage cost in these steps: medians over microbatches and steps, in seconds.
 
     Passes and updates count without their waits.  Gathers and reductions count whole, because waiting for the same
-    stage in other pipelines is their cost, and get what passes waited for collectives (``collectives_inside``).  Where
-    a stage has the parts of backwards, those are its costs; if not, each is half of a full one, which changes nothing
-    as long as they stay together.  What a log does not say (messages, activations, overlap) is as in ``Costs()``.
+    stage in other pipelines is their cost, plus what passes waited for collectives (``collectives_inside``).  Of a
+    stage that has only full backwards, each part costs half of one.  What a log does not say (messages, activations,
+    overlap) is as in ``Costs()``.
 
     Args:
         logs: steps of one schedule; leave out the first ones, in which caches fill.
@@ -88,9 +88,7 @@ def measured_costs(logs: Sequence[Log]) -> Costs:
             raise ValueError(f"the log has no {'backward' if forward in medians else 'forward'} of stage {stage}")
         if not whole:
             medians |= dict.fromkeys(parts, medians[full] / 2)
-    costs: dict[str, Any] = {
-        kind.name.lower(): tuple(medians.get((kind, stage), 0.0) for stage in stages) for kind in COSTED
-    }
+    costs: dict[str, Any] = {k.name.lower(): tuple(medians.get((k, s), 0.0) for s in stages) for k in COSTED}
     return Costs(**costs)
 
 
@@ -123,8 +121,8 @@ def collectives_inside(log: Log) -> dict[tuple[Kind, int], float]:
 def as_log(timeline: Timeline) -> Log:
     """A simulated step as the log that its ranks would have written.
 
-    A rank takes up an action when it is done with the one before, and waits in it until it starts.  What travels
-    beside the line (``Costs.overlap``) takes no more of the line than the time for which it delays it.
+    A rank begins an action when it is done with the one before, and waits in it until it starts.  What overlaps
+    computation (``Costs.overlap``) takes no more of the line than the time for which it delays it.
     """
     log = []
     for rank, starts in enumerate(timeline.starts):

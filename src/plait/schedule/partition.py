@@ -25,7 +25,7 @@ MOST_MICROBATCHES = 4
 
 
 def even(num_links: int, num_stages: int) -> tuple[range, ...]:
-    """Stages of equally many links, or one more in the first ones; a ValueError if there are more stages than links."""
+    """Stages of equally many links, or one more in the first ones; a ValueError for more stages than links."""
     _check(num_links, num_stages)
     each, more = divmod(num_links, num_stages)
     return by_sizes([each + (stage < more) for stage in range(num_stages)], num_links)
@@ -43,15 +43,11 @@ def by_sizes(sizes: Sequence[int], num_links: int) -> tuple[range, ...]:
 
 
 def balanced(costs: Sequence[float], num_stages: int) -> tuple[int, ...]:
-    """Sizes of contiguous stages such that the most expensive one costs as little as possible, and then the most even.
+    """Sizes of contiguous stages, from the cost of each link (in any unit), such that the most expensive stage costs as
+    little as possible, and then the most even.
 
-    Exact, by dynamic programming over (stages, links): the least maximum, then the least sum of squares.
-
-    Args:
-        costs: of each link, in any unit (forward and backward together).
-
-    Raises:
-        ValueError: more stages than links, or a cost below 0.
+    Exact, by dynamic programming over (stages, links): the least maximum, then the least sum of squares.  A ValueError
+    for more stages than links, or a cost below 0.
     """
     _check(len(costs), num_stages)
     if min(costs) < 0:
@@ -75,11 +71,9 @@ def balanced(costs: Sequence[float], num_stages: int) -> tuple[int, ...]:
 
 
 def shortest_step(schedule: Schedule, forward: Sequence[float], backward: Sequence[float]) -> tuple[int, ...]:
-    """How many links each stage should have; a ValueError if there are more stages than links.
+    """How many links each stage of a proved schedule should have; a ValueError for more stages than links.
 
-    Args:
-        schedule: with or without messages, proved.
-        forward, backward: seconds of each link; half of the backward is taken as its input part.
+    ``forward`` and ``backward`` are seconds of each link; half of the backward is taken as its input part.
     """
     num_stages = count_stages(schedule)
     shown = min(count_microbatches(schedule), MOST_MICROBATCHES * num_stages)

@@ -41,9 +41,8 @@ from plait.schedule.actions import (
 AHEAD = 4
 """How many passes ahead receives are posted in a completed schedule.
 
-A message that finds its receive posted is written by its sender at once; one that does not is fetched later, by threads
-that compete with the computation (on two ranks and two cores over gloo, zbv takes 4 % less time than with 1).  It costs
-the memory of so many activations at most.
+A message that finds its receive posted is written at once; another is fetched later, by threads that compete with the
+computation (with 1, zbv takes 4 % longer on two ranks and two cores over gloo).  It costs as many activations at most.
 """
 
 
@@ -65,15 +64,14 @@ def join_backward(schedule: Schedule) -> Schedule:
         for action in line:
             here = owner.get(action.stage - 1, rank) == rank
             if action.kind is Kind.WEIGHT and here and joined[-1:] == [replace(action, kind=Kind.INPUT)]:
-                joined[-1] = replace(action, kind=Kind.BACKWARD)
-            else:
-                joined.append(action)
+                action = replace(joined.pop(), kind=Kind.BACKWARD)
+            joined.append(action)
         lines.append(tuple(joined))
     return tuple(lines)
 
 
 def complete(schedule: Schedule, strategy: Strategy, *, hold: int | None = 1) -> Schedule:
-    """Everything that a schedule lacks to be carried out under a row; what it says already stays as it is."""
+    """Everything that a schedule lacks to be run under a row; what it says already stays as it is."""
     kinds = {action.kind for action, _ in placed(schedule)}
     if not kinds & {Kind.UNSHARD, Kind.RESHARD, Kind.REDUCE_GRAD}:
         schedule = add_sharding(schedule, strategy, hold=hold)
@@ -95,12 +93,8 @@ def add_sharding(schedule: Schedule, strategy: Strategy, *, hold: int | None = 1
 
     A stage is gathered before a pass that reads its parameters.  It is freed after the pass, unless it is among the
     next ``hold`` stages that the rank needs, or the row keeps full parameters and a microbatch of the stage is between
-    its forward and its backward.
-
-    Args:
-        hold: how many of the stages that it needs next a rank leaves unsharded after a pass; 0 frees after each pass.
-            None leaves gathers to the units of a stage, each around its own part of a pass: the least memory, and the
-            most bytes.
+    its forward and its backward.  With ``hold=None`` the units of a stage are gathered each around its own part of a
+    pass: the least memory, and the most bytes.
     """
     check_hold(hold)
     gathers, keeps = bool(strategy.params.split) and hold is not None, not strategy.kept.split
@@ -144,12 +138,11 @@ def _next_stages(coming: Iterable[int], number: int) -> set[int]:
 
 def add_step(schedule: Schedule) -> Schedule:
     """The end of a step, as far as the schedule lacks it: a stage is reduced as soon as its last gradient is there;
-    updates come at the end of the line, where the global norm is known.
-    """
+    updates come at the end of the line, where the global norm is known."""
     kinds = {action.kind for action, _ in placed(schedule)}
     lines = []
     for line in schedule:
-        last = {a.stage: i for i, a in enumerate(line) if a.kind in PASSES or a.kind is Kind.REDUCE_GRAD}
+        last = {a.stage: i for i, a in enumerate(line) if a.kind in PASSES | {Kind.REDUCE_GRAD}}
         added: list[Action] = []
         for index, action in enumerate(line):
             added.append(action)

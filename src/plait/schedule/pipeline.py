@@ -5,8 +5,7 @@
     Pipeline(None, pipe=1)                      no pipeline: one stage, the same runtime
     Pipeline(parse_schedule(text), pipe=4)      written by hand
 
-``completed`` gives every rank's line for a number of microbatches, with what the row adds (gathers, reductions) and
-the messages; it is proved before it is handed out.
+A schedule is proved before it is handed out.
 """
 
 from __future__ import annotations
@@ -51,10 +50,8 @@ class Pipeline:
         check_hold(self.hold)
         if isinstance(self.order, tuple):
             if () in self.order:
-                rank = self.order.index(())
-                raise ValueError(
-                    f"the schedule gives rank {rank} no stage: each rank of the pipe axis has at least one"
-                )
+                rank = f"rank {self.order.index(())}"
+                raise ValueError(f"the schedule gives {rank} no stage: each rank of the pipe axis has at least one")
             if len(self.order) != self.pipe:
                 raise ValueError(
                     f"the schedule has {len(self.order)} lines, one for each rank, but the mesh has pipe={self.pipe}: "
@@ -99,7 +96,8 @@ class Pipeline:
         return write_order(self.name, self.num_stages, num_microbatches, self.chunks)
 
     def completed(self, num_microbatches: int, strategy: Strategy) -> Schedule:
-        """Every rank's line, proved; a ValueError if an order written by hand is for another number of microbatches."""
+        """Every rank's line, with the gathers and reductions of the row, and the messages; proved.  A ValueError if an
+        order written by hand is for another number of microbatches."""
         schedule = self.written(num_microbatches)
         own = count_microbatches(schedule)
         if own != num_microbatches:
@@ -130,7 +128,6 @@ class RankProgram:
 
     schedule: Schedule
     line: Line
-    """The rank's own."""
     last: frozenset[tuple[Kind, int, int]]
     """The passes that make the last gradient of their stage."""
     split: frozenset[tuple[int, int]]
@@ -140,7 +137,6 @@ class RankProgram:
 
     @classmethod
     def of(cls, schedule: Schedule, rank: int) -> RankProgram:
-        """For a rank of the pipe axis."""
         split = frozenset((a.stage, a.microbatch) for a in schedule[rank] if a.kind is Kind.INPUT)
         return cls(schedule, schedule[rank], last_gradients(schedule), split, acks(schedule, rank))
 

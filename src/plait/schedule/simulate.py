@@ -14,8 +14,7 @@ time of their line; or, with ``overlap``, of a lane in parallel to it, in the or
     line   0F0 0F1 .   2F0 ...         stage 2 is gathered while stage 0 computes; the pass that reads it waits,
     lane   2UNSHARD------              and an update waits until the lane is free
 
-Each action is visited once, in an order that the dependencies allow.  Where that takes too long there are the closed
-forms of ``bubbles.py``.
+Each action is visited once, in an order that the dependencies allow; ``bubbles.py`` has closed forms.
 """
 
 from __future__ import annotations
@@ -57,8 +56,8 @@ class Costs:
 
     forward: PerStage = 1.0
     input: PerStage = 1.0
-    """The input part of a backward; a full backward takes this and ``weight``."""
     weight: PerStage = 1.0
+    """A full backward takes the time of its ``input`` and its ``weight`` part."""
     latency: float = 0.0
     message_bytes: float = 0.0
     """Of one activation between two stages, or its gradient."""
@@ -74,18 +73,14 @@ class Costs:
     """Whether gathers and reductions travel beside the computation, on one lane of their rank."""
 
     def seconds(self, num_stages: int) -> dict[Kind, tuple[float, ...]]:
-        """How long the actions of each stage take, by kind; messages and reshards take none of their rank's time.
-
-        Raises:
-            ValueError: costs of another number of stages; or one that is negative or no finite number.
-        """
+        """How long the actions of each stage take, by kind; messages and reshards take none of their rank's time.  A
+        ValueError for costs of another number of stages, or one that is negative or not finite."""
         if not (0 <= self.latency < inf and 0 <= self.message_bytes < inf and self.bandwidth > 0):
             raise ValueError(
                 f"latency {self.latency}, message_bytes {self.message_bytes}, bandwidth {self.bandwidth}: "
                 f"the first two are finite and at least 0, bandwidth is above 0"
             )
-        names = {kind: kind.name.lower() for kind in COSTED}
-        seconds = {kind: per_stage(name, getattr(self, name), num_stages) for kind, name in names.items()}
+        seconds = {k: per_stage(k.name.lower(), getattr(self, k.name.lower()), num_stages) for k in COSTED}
         return seconds | {Kind.BACKWARD: tuple(map(add, seconds[Kind.INPUT], seconds[Kind.WEIGHT]))}
 
 
@@ -128,10 +123,8 @@ class Timeline:
 
     def idle_share(self, rank: int | None = None) -> float:
         """The share of the makespan in which a rank does not compute; of all ranks together if none is given."""
-        if not self.makespan:
-            return 0.0
         ranks = range(len(self.schedule)) if rank is None else [rank]
-        return 1 - sum(map(self.work, ranks)) / (len(ranks) * self.makespan)
+        return 1 - sum(map(self.work, ranks)) / (len(ranks) * self.makespan) if self.makespan else 0.0
 
     def memory(self, rank: int, costs: Costs) -> tuple[tuple[float, float], ...]:
         """A rank's activation bytes as (time, bytes from then on); held from the start of F to the end of B or W."""
@@ -153,8 +146,7 @@ def simulate(schedule: Schedule, costs: Costs) -> Timeline:
     seconds = costs.seconds(1 + max(owner))
 
     def takes(action: Action) -> float:
-        of_stages = seconds.get(action.kind)
-        return 0.0 if of_stages is None else of_stages[action.stage]
+        return seconds[action.kind][action.stage] if action.kind in seconds else 0.0
 
     timeline, stuck = play(schedule, owner, takes, costs)
     if stuck:
@@ -173,8 +165,7 @@ def play(
     """
     starts: list[list[float]] = [[] for _ in schedule]
     ends: list[list[float]] = [[] for _ in schedule]
-    clock = [0.0] * len(schedule)
-    lanes = [0.0] * len(schedule)  # when what was issued beside the line has ended
+    clock, lanes = [0.0] * len(schedule), [0.0] * len(schedule)  # when the line, and its lane, are free
     gathered: dict[int, float] = {}  # when each stage is whole
     num_stages = 1 + max(owner)
     messages = _Messages(costs, owner, any(a.kind in MESSAGES for line in schedule for a in line))
@@ -213,29 +204,23 @@ class _Messages:
         self.owner, self.written = owner, written
         self.arrived: dict[Value, float] = {}
         self.latency, self.occupied = costs.latency, costs.message_bytes / costs.bandwidth
-        self.free: dict[tuple[int, int], float] = {}
-        """When the last message has left each link."""
-        self.half: dict[Value, float] = {}
-        """Messages of which one side has started."""
+        self.free: dict[tuple[int, int], float] = {}  # when the last message has left each link
+        self.half: dict[Value, float] = {}  # when the first side of a message has started
 
     def after(self, action: Action, now: float) -> Iterable[Value]:
         """What an action that ends now puts on its way: it gets its time of arrival."""
-        value = makes(action)
-        if value is not None:
+        if (value := makes(action)) is not None:
             rank = self.owner[action.stage]
             if self.owner.get(value.target, rank) == rank:
                 self.arrived[value] = now
                 return (value,)
             return () if self.written else (self._transfer(value, now),)
-        if action.kind not in MESSAGES:
-            return ()
         sent = []
-        for value in map(carries, action.parts):
-            started = self.half.pop(value, None)
-            if started is None:
-                self.half[value] = now
+        for value in map(carries, action.parts) if action.kind in MESSAGES else ():
+            if value in self.half:
+                sent.append(self._transfer(value, max(now, self.half.pop(value))))
             else:
-                sent.append(self._transfer(value, max(now, started)))
+                self.half[value] = now
         return sent
 
     def _transfer(self, value: Value, start: float) -> Value:

@@ -1,7 +1,7 @@
 """A walk through a schedule in an order that works: every rank in the order of its line, nothing before what it needs.
 
-Which of the orders that work it is does not matter: what an action finds there is the same in all of them.  The proof
-asks who is left waiting (``check``), the simulator when each action would start (``simulate``).
+Any order that works will do: an action meets the same in all of them.  The proof asks who is left waiting (``check``),
+the simulator when each action would start (``simulate``).
 """
 
 from __future__ import annotations
@@ -35,8 +35,7 @@ def walk(
                 waiting[lacks].append(rank)
                 break
             for thing in there:
-                if thing in waiting:
-                    ready.extend(waiting.pop(thing))
+                ready.extend(waiting.pop(thing, ()))
             index += 1
         at[rank] = index
     return {rank: (at[rank], thing) for thing, ranks in waiting.items() for rank in ranks}

@@ -26,13 +26,9 @@ if TYPE_CHECKING:
 
 
 def to_dtensor(x: ShardedTensor, device_mesh: DeviceMesh) -> DTensor:
-    """The DTensor of the same piece.
+    """The DTensor of the same piece, on a mesh whose dims are axes of ours: same names, sizes and order of ranks.
 
-    Args:
-        device_mesh: its ``mesh_dim_names`` are axes of our mesh, of the same sizes, in the same order of ranks.
-
-    Raises:
-        ValueError: the meshes differ, or a dim is nested in another order than the device mesh has.
+    Raises ValueError where the meshes differ, or a dim is nested in another order than the device mesh has.
     """
     from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
@@ -53,11 +49,7 @@ def to_dtensor(x: ShardedTensor, device_mesh: DeviceMesh) -> DTensor:
 
 
 def from_dtensor(x: DTensor, comm: Comm) -> ShardedTensor:
-    """The ShardedTensor of the same piece.
-
-    Raises:
-        ValueError: the meshes differ, or a placement that we have no word for (a partial mean, a strided shard).
-    """
+    """The ShardedTensor of the same piece; raises ValueError for another mesh, a partial mean, or a strided shard."""
     from torch.distributed.tensor import Partial, Shard
 
     names = _names(x.device_mesh, comm)
@@ -79,13 +71,8 @@ def _names(device_mesh: DeviceMesh, comm: Comm) -> tuple[str, ...]:
     same = len(names) == device_mesh.ndim and set(ours) <= set(names) <= set(AXES)
     if not same or any(device_mesh.size(k) != comm.mesh.axis(n) for k, n in enumerate(names)):
         sizes = " ".join(f"{n}={device_mesh.size(k)}" for k, n in enumerate(names))
-        raise ValueError(
-            f"the device mesh '{sizes or device_mesh}' is not the mesh '{comm.mesh}': name its dims as ours"
-        )
-    coordinate = device_mesh.get_coordinate()
-    here = comm.mesh.coordinates(comm.rank)
-    if coordinate is None or list(coordinate) != [here[n] for n in names]:
-        raise ValueError(
-            f"rank {comm.rank} is at {coordinate} in the device mesh, but at {here} in the mesh of its world"
-        )
+        raise ValueError(f"the device mesh '{sizes or device_mesh}' is not the mesh '{comm.mesh}': name its dims so")
+    there, here = device_mesh.get_coordinate(), comm.mesh.coordinates(comm.rank)
+    if there is None or list(there) != [here[n] for n in names]:
+        raise ValueError(f"rank {comm.rank} is at {there} in the device mesh, but at {here} in the mesh of its world")
     return names

@@ -24,7 +24,7 @@ from torch._decomp import decomposition_table
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from plait.core.layout import Layout
-from plait.sharded.dispatch import LayoutError, by_rule, fits, freeze, gradients, mapped, spec_of, tensors_in
+from plait.sharded.dispatch import LayoutError, by_rule, fits, freeze, gradients, mapped, spec_of, tensors_in, writes
 from plait.sharded.elementwise import any_elementwise
 from plait.sharded.rules import RULES, Rule, lossless, named, specs_in
 from plait.sharded.spec import OpPlan, Refusal, Spec, SpecCache
@@ -39,6 +39,7 @@ ALSO = {"view": "reshape", "_unsafe_view": "reshape", "alias": "view_as"}
 PUBLIC = (FunctionType, torch._ops.OpOverload, torch._ops.OpOverloadPacket)
 """Kinds of functions that may be taken apart though their names begin with an underscore, as ``F.threshold``'s does."""
 
+INDEXING = (Tensor.__getitem__, Tensor.__setitem__)
 META = torch.device("meta")
 
 
@@ -195,6 +196,8 @@ def decomposed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], refusal
         trace = None
     if trace is None:
         return as_it_stands(func, specs, refusal)
+    if not trace.calls and writes(func, args, kwargs):  # it changes its tensor by other means, as apply_ does
+        raise refusal
     try:
         return program(trace, specs, cache)
     except Refusal as part:
@@ -228,6 +231,8 @@ def traced(func: Any, args: Any, kwargs: Any, specs: list[Spec]) -> Trace | None
     ]
     left = iter(metas)
     args, kwargs = mapped(lambda _: next(left), (args, kwargs))
+    if func in INDEXING:  # torch would make a list a tensor on meta, which forgets the numbers
+        args = (args[0], mapped(torch.tensor, args[1] if type(args[1]) is tuple else (args[1],), list), *args[2:])
     with _Noted(metas) as noted:
         result = func(*args, **kwargs)
     if any(t.shape != s.shape for t, s in zip(metas, specs, strict=True)):
@@ -273,12 +278,12 @@ def program(trace: Trace, operands: list[Spec], cache: SpecCache) -> OpPlan:
     """The steps on local pieces, each as its rule decides."""
     specs = [*operands, *map(cache.replicated, trace.constants)]
     places = {id(t): Place(k) for k, t in enumerate((*trace.operands, *trace.constants))}
-    writes = any(op._schema.is_mutable for op, *_ in trace.calls)
+    in_place = any(op._schema.is_mutable for op, *_ in trace.calls)
     steps = []
     for op, args, kwargs, result in trace.calls:
         args, kwargs = mapped(lambda d: cache.comm.device if d == META else d, (args, kwargs), torch.device)
         frozen, options = freeze(mapped(lambda t: specs[places[id(t)].number], (args, kwargs)), cache)
-        plan = part(op, frozen, options, result, cache, writes)
+        plan = part(op, frozen, options, result, cache, in_place)
         views = any(a.alias_info is not None for a in op._schema.arguments)
         taken = mapped(partial(_place, places, views), (args, kwargs))
         made, told = list(tensors_in([result])), specs_in((plan.out,))
@@ -303,16 +308,16 @@ def _place(places: dict[int, Place], views: bool, tensor: Tensor) -> Place:
     return Place(places[id(tensor)].number, not views and tensor.is_contiguous())
 
 
-def part(op: Any, args: Any, kwargs: Any, result: Any, cache: SpecCache, writes: bool) -> OpPlan:
+def part(op: Any, args: Any, kwargs: Any, result: Any, cache: SpecCache, in_place: bool) -> OpPlan:
     """What the rule of one operator decides; without one it wants whole operands.
 
     Args:
-        writes: something is changed in place, so that a view may not be a copy.
+        in_place: something is changed in place, so that a view may not be a copy.
     """
     known, given = rule_of(op), specs_in((args, *kwargs.values()))
     if known is not None:
         try:
-            if writes and known[0] is torch.reshape:
+            if in_place and known[0] is torch.reshape:
                 known = Tensor.view, known[1]
             plan = by_rule(known[0], known[1], args, kwargs)
             return OpPlan(plan.out, plan.run or known[0])

@@ -218,13 +218,14 @@ def writes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 def no_copy_written(func: Any, run: Callable[..., Any]) -> Callable[..., Any]:
     """Computes what changes its first operand, unless that is a copy which stands where torch has a view."""
 
-    def guarded(x: Any, *args: Any, **kwargs: Any) -> Any:
+    def guarded(*args: Any, **kwargs: Any) -> Any:
+        x: Any = args[0] if args else next(tensors_in(kwargs))
         if hasattr(x, "_copied_by"):
             raise LayoutError(
                 f"{name_of(func)} would change a copy: {x._copied_by} gave it under auto_redistribute, where torch has "
                 f"a view. Change the tensor itself, or redistribute it first"
             )
-        return run(x, *args, **kwargs)
+        return run(*args, **kwargs)
 
     return guarded
 

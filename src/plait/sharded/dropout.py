@@ -26,10 +26,7 @@ _KEYS: ContextVar[Iterator[int] | None] = ContextVar("dropout_stream", default=N
 
 @contextmanager
 def dropout_stream(*seed: object) -> Iterator[None]:
-    """Inside, ``F.dropout`` on ShardedTensors draws, from the seed and the number of the call.
-
-    All ranks make the same calls in the same order.
-    """
+    """Inside, ``F.dropout`` on ShardedTensors draws by seed and number of the call; all ranks make the same calls."""
     token = _KEYS.set(stream_key(*(seed or ("",)), call) for call in count())
     try:
         yield

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from plait.core.layout import Layout
-from plait.sharded.rules import combine, counted_once, lossless, on_plain, on_slices, rule, specs_in, unsummed
+from plait.sharded.rules import combine, counted_once, finite, lossless, on_plain, on_slices, rule, specs_in, unsummed
 from plait.sharded.spec import OpPlan, Refusal, Spec
 
 LINEAR = (
@@ -98,6 +98,7 @@ def new(func: Any, x: Spec, *sizes: Any, **options: Any) -> Spec:
 def additive(func: Any, *args: Any, **options: Any) -> Spec | OpPlan:
     """Sums of tensors: all pending over the same axes, or none."""
     operands = _tensors(args, options)
+    finite(options.values(), operands)
     due = {a for s in operands for a in s.pending}
     given = (*args, options.get("other")) if not func.__name__.startswith("copy") else ()
     numbers = [a for a in given if isinstance(a, int | float | complex) and a != 0]
@@ -122,8 +123,7 @@ def product(func: Any, *args: Any, **options: Any) -> Spec | OpPlan:
     due = [a for s in operands for a in s.pending]
     if len(set(due)) < len(due):
         unsummed(*operands, why="the product of two sums is not the sum of products")
-    if not all(cmath.isfinite(a) for a in args if isinstance(a, int | float | complex)):
-        unsummed(*operands, why="of shares times infinity the sum is not a number")
+    finite(args, operands)
     return _combined(func, operands, due)
 
 

@@ -12,7 +12,6 @@ lines are those that the ledger of this rank would show.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,7 +22,7 @@ from torch.overrides import TorchFunctionMode
 from plait.comm.trace import TraceComm
 from plait.core.collectives import Entry, Note
 from plait.core.layout import Layout, entries, path
-from plait.sharded.dispatch import tensors_in
+from plait.sharded.dispatch import mapped, tensors_in
 from plait.sharded.redistribute import NOTE
 from plait.sharded.sharded_tensor import ShardedTensor
 
@@ -41,12 +40,9 @@ class Explanation:
         return sum(e.sent for e in self.entries)
 
     def __str__(self) -> str:
-        words = self.steps or tuple(f"{e.kind} over {', '.join(e.axes)}" for e in self.entries)
-        lines = []
-        left = iter(self.entries)
-        for step in words:
-            entry = next(left) if step.split()[0] in {e.kind for e in self.entries} else None
-            lines.append(f"{step}: sends nothing" if entry is None else _line(step, entry))
+        steps = self.steps or [f"{e.kind} over {', '.join(e.axes)}" for e in self.entries]
+        left, kinds = iter(self.entries), {e.kind for e in self.entries}
+        lines = [_line(step, next(left)) if step.split()[0] in kinds else f"{step}: sends nothing" for step in steps]
         return "\n".join(lines) or "sends nothing"
 
 
@@ -56,13 +52,9 @@ def _line(step: str, entry: Entry) -> str:
 
 
 def explain(what: Any, *args: Any, note: Note = NOTE, **kwargs: Any) -> Explanation:
-    """What ``x.redistribute(layout)`` or ``fn(*args, **kwargs)`` would send.
+    """What ``what.redistribute(*args)`` would send if it is a ShardedTensor, or else ``what(*args, **kwargs)``.
 
-    Args:
-        what: a ShardedTensor, and then a layout; or a function (a module), and then its arguments.
-
-    Raises:
-        LayoutError: the expression is refused, as it would be when it runs.
+    Raises LayoutError where the expression is refused, as it would be when it runs.
     """
     if isinstance(what, ShardedTensor):
         (end,) = args
@@ -71,19 +63,15 @@ def explain(what: Any, *args: Any, note: Note = NOTE, **kwargs: Any) -> Explanat
         steps = path(spec.layout, end, comm.mesh)
         lines = entries(steps, tuple(spec.shape), comm.mesh, comm.rank, what.dtype.itemsize, note)
         return Explanation(tuple(lines), tuple(map(str, steps)))
-    return _expression(what, args, kwargs)
-
-
-def _expression(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Explanation:
     given = [t for t in tensors_in([args, kwargs]) if isinstance(t, ShardedTensor)]
-    if not given and isinstance(fn, torch.nn.Module):
-        given = [p for p in fn.parameters() if isinstance(p, ShardedTensor)]
+    if not given and isinstance(what, torch.nn.Module):
+        given = [p for p in what.parameters() if isinstance(p, ShardedTensor)]
     if not given:
         raise ValueError("explain(fn, ...) needs a ShardedTensor among the arguments, to know the mesh")
     comm = given[0].comm
     paper = TraceComm(comm.mesh, comm.rank, device="meta")
     with torch.no_grad(), _OnPaper(paper):
-        fn(*args, **kwargs)
+        what(*args, **kwargs)
     return Explanation(paper.ledger.entries)
 
 
@@ -94,16 +82,15 @@ class _OnPaper(TorchFunctionMode):
         super().__init__()
         self.comm = comm
 
-    def _copy(self, value: Any) -> Any:
-        if isinstance(value, ShardedTensor) and value.comm is not self.comm:
-            return ShardedTensor(value.local.detach().to("meta"), value.sharding, self.comm, tuple(value.shape))
-        if isinstance(value, Tensor) and not isinstance(value, ShardedTensor):
-            return value.detach().to("meta")
-        if isinstance(value, list | tuple):
-            return type(value)(self._copy(v) for v in value) if type(value) in (list, tuple) else value
-        return value
+    def _copy(self, x: Tensor) -> Tensor:
+        if not isinstance(x, ShardedTensor):
+            return x.detach().to("meta")
+        if x.comm is self.comm:
+            return x
+        return ShardedTensor(x.local.detach().to("meta"), x.sharding, self.comm, tuple(x.shape))
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        return func(*map(self._copy, args), **{k: self._copy(v) for k, v in (kwargs or {}).items()})
+        args, kwargs = mapped(self._copy, (args, kwargs or {}))
+        return func(*args, **kwargs)

@@ -21,21 +21,15 @@ _grad: Any = Tensor.grad
 
 
 def seed(spec: Spec, like: Tensor, gradient: Tensor | None) -> Tensor:
-    """This rank's piece of the gradient of a value, to start a backward with; nothing is sent.
+    """This rank's piece of the gradient of a value like ``like``, to start a backward with; nothing is sent.
 
-    Args:
-        spec, like: of the value; ``like`` has its dtype and device.
-        gradient: in the dual layout or replicated (plain or not); None: 1, for a value of one element.
-
-    Raises:
-        LayoutError: a gradient in another layout.
+    ``gradient`` is in the dual layout or replicated (plain or not), else it is a LayoutError; None is 1, for a value of
+    one element.
     """
     with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
         if gradient is None:
             if spec.shape.numel() != 1:
-                raise RuntimeError(
-                    f"backward from {spec!r} needs a gradient: only a tensor of one element has one of its own"
-                )
+                raise RuntimeError(f"backward from {spec!r} needs a gradient: only a tensor of one element has its own")
             gradient = torch.ones(spec.shape, dtype=like.dtype, device=like.device)
         start = spec_of(gradient) or spec.cache.replicated(gradient)
         piece = gradient.as_subclass(Tensor)

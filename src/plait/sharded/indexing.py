@@ -20,11 +20,9 @@ def _taken(x: Spec, dim: int, length: int | None) -> Spec:
     if not x.shape:
         raise Refusal("it has no dims")
     whole(x, [dim], "a part of a dim can be taken where it is whole")
-    d = dim % len(x.shape)
-    here = [] if length is None else [length]
-    return x.new(
-        (*x.shape[:d], *here, *x.shape[d + 1 :]), (*x.dims[:d], *[()] * len(here), *x.dims[d + 1 :]), x.pending
-    )
+    d, here = dim % len(x.shape), [] if length is None else [length]
+    dims = (*x.dims[:d], *[()] * len(here), *x.dims[d + 1 :])
+    return x.new((*x.shape[:d], *here, *x.shape[d + 1 :]), dims, x.pending)
 
 
 @rule("narrow")

@@ -89,11 +89,7 @@ def stream_bits(
 
 
 def keep_mask(
-    keys: Sequence[int],
-    numel: int,
-    p: float,
-    device: torch.device,
-    place: Callable[[Tensor], Tensor] | None = None,
+    keys: Sequence[int], numel: int, p: float, device: torch.device, place: Callable[[Tensor], Tensor] | None = None
 ) -> Tensor:
     """Which elements survive dropout with probability ``p``: bool [len(keys), numel], one key a row.
 

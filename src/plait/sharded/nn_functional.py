@@ -18,11 +18,7 @@ from plait.sharded.spec import OpPlan, Refusal, Spec
 
 
 def rows_held(tokens: Tensor, table: Tensor, start: int, padding: int | None) -> Tensor:
-    """Rows of a table of which this rank holds those from ``start`` on; zeros for the tokens of others.
-
-    Args:
-        padding: the token whose row gets no gradient.
-    """
+    """Rows of a table of which this rank has those from ``start`` on, or zeros; row ``padding`` gets no gradient."""
     here, held = tokens - start, table.size(0)
     if not held:  # still a function of the table, so that every rank has a gradient
         return table.new_zeros(*tokens.shape, table.size(1)) + table.sum(0)

@@ -22,11 +22,10 @@ Finish = Callable[[], Tensor]
 
 def padded(piece: Tensor, dim: int, length: int) -> Tensor:
     """A piece with zeros behind it along ``dim``; the piece itself if it is as long already."""
-    if piece.size(dim) == length:
+    missing = length - piece.size(dim)
+    if not missing:
         return piece
-    return torch.cat(
-        (piece, piece.new_zeros((*piece.shape[:dim], length - piece.size(dim), *piece.shape[dim + 1 :]))), dim
-    )
+    return torch.cat((piece, piece.new_zeros((*piece.shape[:dim], missing, *piece.shape[dim + 1 :]))), dim)
 
 
 def start_gather(
@@ -69,12 +68,9 @@ def exchange(
     axes: tuple[str, ...], note: Note,
 ) -> Tensor:  # fmt: skip
     """A piece of dim ``source`` becomes a piece of dim ``target``, each a dim with its lengths: an all_to_all."""
-    (dim, lengths), (other, lengths_there) = source, target
-    messages = [
-        padded(padded(p, other, lengths_there[0]), dim, lengths[0]) for p in piece.split(list(lengths_there), other)
-    ]
-    whole = torch.stack(messages)
-    out = torch.empty_like(whole)
-    comm.all_to_all(out, whole, axes, note).wait()
-    mine = lengths_there[comm.mesh.index(comm.rank, axes)]
+    (dim, lengths), (other, ends) = source, target
+    messages = torch.stack([padded(padded(p, other, ends[0]), dim, lengths[0]) for p in piece.split(list(ends), other)])
+    out = torch.empty_like(messages)
+    comm.all_to_all(out, messages, axes, note).wait()
+    mine = ends[comm.mesh.index(comm.rank, axes)]
     return torch.cat([p.narrow(dim, 0, n).narrow(other, 0, mine) for p, n in zip(out, lengths, strict=True)], dim)

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from plait.sharded.rules import align, broadcast, on_plain, on_slices, rule, unsummed
+from plait.sharded.rules import align, broadcast, finite, on_plain, on_slices, rule, unsummed
 from plait.sharded.spec import OpPlan, Refusal, Spec
 
 Letters = Sequence[str | None]
@@ -42,15 +42,9 @@ def matmul(func: Any, a: Spec, b: Spec) -> OpPlan:
     if not a.shape or not b.shape:
         raise Refusal("a product of matrices needs at least one dim on each side")
     left, right = ["m", "k"][-len(a.shape) :], ["k", "n"][: len(b.shape)]
-    batch, ((_, a_outer), (_, b_outer)) = broadcast([_batch(a), _batch(b)])
+    batch, ((_, a_outer), (_, b_outer)) = broadcast([s.new(s.shape[:-2], [()] * len(s.shape[:-2])) for s in (a, b)])
     out = [*map(str, range(len(batch))), *left[:-1], *right[1:]]
     return _product(func, [(a, [*a_outer, *left]), (b, [*b_outer, *right])], out)
-
-
-def _batch(spec: Spec) -> Spec:
-    """The batch dims alone, for broadcasting; a matrix has none."""
-    n = max(0, len(spec.shape) - 2)
-    return spec.new(spec.shape[:n], [()] * n)
 
 
 @rule("linear")
@@ -85,6 +79,7 @@ def _summand(bias: Spec, out: Spec) -> Spec:
 @rule("addmm baddbmm")
 def addmm(func: Any, bias: Spec, a: Spec, b: Spec, *, beta: float = 1, alpha: float = 1) -> OpPlan:
     """``beta * bias + alpha * a @ b``."""
+    finite((beta, alpha), (bias, a, b))
     batch = ["b"] if len(a.shape) == 3 else []
     out, after = contract([(a, [*batch, "m", "k"]), (b, [*batch, "k", "n"])], [*batch, "m", "n"])
     return OpPlan(out, on_slices(func, [bias, a, b], [_summand(bias, out), *after]))

@@ -17,15 +17,6 @@ from plait.sharded.rules import dims_of_result, on_meta, on_plain, rearranged, r
 from plait.sharded.spec import OpPlan, Refusal, Spec
 
 
-def _dims(x: Spec, dim: Any) -> list[int]:
-    if dim is None or dim == ():
-        return list(range(len(x.shape)))
-    dims = dim if isinstance(dim, tuple) else (dim,)
-    if any(not -max(1, len(x.shape)) <= d < max(1, len(x.shape)) for d in dims):
-        raise Refusal(f"dim {dim} is not among its {len(x.shape)} dims")
-    return [d % len(x.shape) for d in dims] if x.shape else []
-
-
 def _reduced(func: Any, x: Spec, args: Any, options: dict[str, Any]) -> tuple[list[int], list[int]]:
     """The dims that a function reduces, and the dim of ``x`` that each dim of its result is, -1 for a reduced one."""
     if specs_in((args, tuple(options.values()))):
@@ -34,13 +25,15 @@ def _reduced(func: Any, x: Spec, args: Any, options: dict[str, Any]) -> tuple[li
     return [d for d in range(len(x.shape)) if d not in left], left
 
 
-def _whole_dims(func: Any, x: Spec, dim: Any, *, linear: bool = False) -> list[int]:
-    """The dims that a function works along, if they are whole and, unless it is linear, nothing is pending."""
-    dims = _dims(x, dim)
+def _whole_dims(func: Any, x: Spec, dim: Any, *, linear: bool = False) -> None:
+    """Refuses a cut dim (one, several, or () for all) that a function works along and, unless linear, a pending sum."""
+    n = len(x.shape)
+    dims = dim if isinstance(dim, tuple) else (dim,)
+    if any(not -max(1, n) <= d < max(1, n) for d in dims):
+        raise Refusal(f"dim {dim} is not among its {n} dims")
     if not linear:
         unsummed(x)
-    whole(x, dims, f"{func.__name__} needs the dims that it works along whole on each rank")
-    return dims
+    whole(x, (dims or range(n)) if n else (), f"{func.__name__} needs the dims that it works along whole on each rank")
 
 
 @rule("sum")
@@ -76,9 +69,8 @@ def reduction(func: Any, input: Spec, *args: Any, **options: Any) -> OpPlan:
         return OpPlan(out, on_plain(func))
     if func.__name__ in ("std", "var") and not input.local_shape.numel() and input.shape.numel():
         keepdim = len(left) == len(input.shape)
-        return OpPlan(
-            out, lambda input, *args, **options: input.sum(dims, keepdim)
-        )  # nothing here, and no warning about it
+        # nothing here, and no warning about it
+        return OpPlan(out, lambda input, *args, **options: input.sum(dims, keepdim))
     return OpPlan(out if isinstance(on_meta(func, input, *args, **options), Tensor) else (out, out))
 
 

@@ -19,12 +19,14 @@ slice, is again its share.
 
 from __future__ import annotations
 
+import cmath
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 from plait.core.layout import Layout
 from plait.sharded.spec import OpPlan, Refusal, Spec
@@ -79,6 +81,12 @@ def unsummed(*specs: Spec, why: str = "only a linear operator may act on a sum t
     due = [s for s in specs if s.pending]
     if due:
         raise Refusal(why, [(s, Layout(s.dims)) for s in due])
+
+
+def finite(numbers: Iterable[Any], operands: Iterable[Spec]) -> None:
+    """Refuses a pending sum that is to be multiplied by infinity, or by what is not a number."""
+    if not all(cmath.isfinite(n) for n in numbers if isinstance(n, int | float | complex)):
+        unsummed(*operands, why="of shares times infinity the sum is not a number")
 
 
 def lossless(operands: Iterable[Spec], out: Spec) -> None:
@@ -179,11 +187,7 @@ def combine(operands: Sequence[Spec], pending: Iterable[str] = ()) -> tuple[Spec
 
 
 def on_meta(func: Any, *args: Any, **options: Any) -> Any:
-    """What a function makes of whole tensors, without values, for the shapes of its results.
-
-    Raises:
-        Refusal: torch refuses the arguments.
-    """
+    """What a function makes of whole tensors, without values; raises Refusal where torch refuses the arguments."""
     try:
         return func(*map(_meta, args), **{k: _meta(v) for k, v in options.items()})
     except (RuntimeError, IndexError, TypeError, ValueError) as error:
@@ -221,10 +225,7 @@ def specs_in(args: Iterable[Any]) -> list[Spec]:
 
 
 def on_slices(function: Callable[..., Any], before: Sequence[Spec], after: Sequence[Spec]) -> Callable[..., Any]:
-    """The function on operands that are sliced first; the function itself where none has to be.
-
-    ``before`` are the operands in the order of the call, those by keyword last.
-    """
+    """The function on operands sliced from ``before`` to ``after``, in the order of the call, those by keyword last."""
     if all(a is b for a, b in zip(before, after, strict=True)):
         return function
     cuts = [cut_of(b, a) for b, a in zip(before, after, strict=True)]
@@ -240,9 +241,8 @@ def on_slices(function: Callable[..., Any], before: Sequence[Spec], after: Seque
 def on_plain(function: Callable[..., Any]) -> Callable[..., Any]:
     """The function on the pieces as plain tensors, for what is written in Python and reads sizes of its operands."""
 
-    def plain(value: Any) -> Any:
-        if isinstance(value, Tensor):
-            return value.as_subclass(Tensor)
-        return type(value)(map(plain, value)) if type(value) in (list, tuple) else value
+    def run(*args: Any, **kwargs: Any) -> Any:
+        args, kwargs = tree_map_only(Tensor, lambda t: t.as_subclass(Tensor), (args, kwargs))
+        return function(*args, **kwargs)
 
-    return lambda *args, **kwargs: function(*map(plain, args), **{k: plain(v) for k, v in kwargs.items()})
+    return run

@@ -300,17 +300,19 @@ def _again(
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The arguments, laid out as the refusal wants them; those that were moved come to the list."""
     note, cache = Note("auto", name_of(func)), next(iter(fix)).cache
+    copies: dict[int, ShardedTensor] = {}
+    given = {id(s.copy): s.given for s in stands}
 
     def fixed(value: Tensor) -> Tensor:
         spec = spec_of(value) or cache.replicated(value)
         if spec not in fix:
             return value
-        before = next((k for k, s in enumerate(stands) if s.copy is value or s.given is value), None)
-        ours = value if isinstance(value, ShardedTensor) else wrap(value, spec, own=False)
-        copy = redistribute(ours, fix[spec], note)
-        given = value if before is None else stands.pop(before).given
-        stands.append(_Stand(given, copy, copy._version))
-        return copy
+        if id(value) not in copies:  # an operand that is given twice stays one
+            ours = value if isinstance(value, ShardedTensor) else wrap(value, spec, own=False)
+            copy = copies[id(value)] = redistribute(ours, fix[spec], note)
+            stands[:] = [s for s in stands if s.copy is not value]
+            stands.append(_Stand(given.get(id(value), value), copy, copy._version))
+        return copies[id(value)]
 
     return cast(tuple[tuple[Any, ...], dict[str, Any]], mapped(fixed, (args, kwargs)))
 

@@ -52,17 +52,18 @@ class SpecTensor(Tensor):
         return self._spec.shape if dim is None else self._spec.shape[dim]
 
     def dim(self) -> int:
-        """The number of dims."""
         return len(self._spec.shape)
 
-    @property
-    def ndim(self) -> int:  # type: ignore[override]
-        """The number of dims."""
-        return len(self._spec.shape)
+    ndim = property(dim)
 
     def numel(self) -> int:
         """Elements of the whole tensor."""
         return self._spec.shape.numel()
+
+    @property
+    def nbytes(self) -> int:  # type: ignore[override]
+        """Bytes of the whole tensor."""
+        return self._spec.shape.numel() * self._spec.dtype.itemsize
 
     nelement = numel
     ndimension = dim
@@ -83,10 +84,8 @@ class SpecTensor(Tensor):
         words = " ".join(f"{axis}={how}" for axis, how in spec.layout.placements(spec.comm.mesh).items())
         with _local():
             grad = ", requires_grad=True" if self.requires_grad else ""
-            local = repr(self.detach().as_subclass(Tensor))
-        return (
-            f"ShardedTensor(shape={list(spec.shape)}, {words or 'one rank'}, dtype={self.dtype}{grad}, local={local})"
-        )
+            about = f"dtype={self.dtype}{grad}, local={self.detach().as_subclass(Tensor)!r}"
+        return f"ShardedTensor(shape={list(spec.shape)}, {words or 'one rank'}, {about})"
 
     def __format__(self, spec: str) -> str:
         """A tensor of one number as a number, where every rank has it."""

@@ -49,8 +49,7 @@ def _same_pieces(x: Spec, axes: Axes, n: int, inner: int, m: int, inner_m: int) 
     """Whether the axes cut [n, inner] and [m, inner_m] in the same runs of elements, on every rank."""
     ways = tuple(map(x.comm.mesh.axis, axes))
     for index in product(*map(range, ways)):
-        a, b = nested_part(n, ways, index)
-        c, d = nested_part(m, ways, index)
+        (a, b), (c, d) = nested_part(n, ways, index), nested_part(m, ways, index)
         if (b - a) * inner != (d - c) * inner_m or (b > a and a * inner != c * inner_m):
             return False
     return True

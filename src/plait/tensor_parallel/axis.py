@@ -29,10 +29,7 @@ first_order = no_double_backward("a tensor-parallel layer", "train such a model 
 
 
 class TensorAxis:
-    """This rank's place on the tensor axis.
-
-    ``sequence``: the stream between the products is cut in time.  ``gemm`` makes the products.
-    """
+    """This rank's place on the tensor axis; ``sequence``: the stream between the products is cut in time."""
 
     microbatch = -1  # for the ledger
     length = 0  # steps of time of the whole stream in this forward, set where it is first cut

@@ -123,10 +123,7 @@ def _bias_sum(gradient: Tensor, x: Tensor, gemm: Gemm) -> Tensor:
 
 
 class Column(torch.autograd.Function):
-    """y = x W^T + b for this rank's rows of W; the weight product waits for ``Enter``.
-
-    ``weight`` and ``bias`` come detached, since their gradients leave through ``Enter``.
-    """
+    """y = x W^T + b for this rank's rows of W, which come detached: their gradients leave through ``Enter``."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, queue: WeightGradQueue, index: int) -> Tensor:

@@ -20,8 +20,7 @@ def assemble(pieces: Sequence[Tensor], cut: TensorCut) -> Tensor:
     """The whole tensor from the pieces of all ranks, in order."""
     whole = pieces[0].new_empty(cut.shape)
     for index, piece in enumerate(pieces):
-        at = 0
-        for start, stop in cut.ranges(index):
-            whole.narrow(cut.dim, start, stop - start).copy_(piece.narrow(cut.dim, at, stop - start))
-            at += stop - start
+        ranges = cut.ranges(index)
+        for (start, stop), run in zip(ranges, piece.split([b - a for a, b in ranges], cut.dim), strict=True):
+            whole.narrow(cut.dim, start, stop - start).copy_(run)
     return whole

@@ -20,10 +20,7 @@ from plait.tensor_parallel.vocabulary import LOSS
 
 @dataclass(frozen=True)
 class Parallel:
-    """A plan resolved on a model.
-
-    ``cuts`` and ``summed`` go by ``id`` of the model's parameters at the time; ``styles`` by module name.
-    """
+    """A plan resolved on a model; ``cuts`` and ``summed`` go by its parameters' ``id``, ``styles`` by module name."""
 
     styles: Mapping[str, Style] = field(default_factory=dict)
     cuts: Mapping[int, TensorCut] = field(default_factory=dict)
@@ -59,15 +56,10 @@ def plan_of(model: nn.Module, *, sequence: bool = False) -> dict[str, str]:
 def parallel_plan(
     model: nn.Module, ways: int, plan: Mapping[str, str | Style] | None = None, *, sequence: bool = False
 ) -> Parallel:
-    """Resolve a plan on a model for an axis of ``ways`` ranks.
+    """Resolve a plan (None: the model's own) for an axis of ``ways`` ranks; ``sequence``: the stream is cut in time.
 
-    Args:
-        plan: patterns and styles; None takes the one that the model carries.
-        sequence: cut the stream in time between the products.
-
-    Raises:
-        ValueError: a pattern that matches nothing, a parameter cut twice, heads that the ranks cannot share, or a
-            module that a style does not fit.
+    Raises ValueError for a pattern that matches nothing, a parameter cut twice, heads that the ranks cannot share, or a
+    module that a style does not fit.
     """
     if ways == 1 and plan is None:
         return Parallel()
@@ -127,10 +119,10 @@ def _check_heads(styles: Mapping[str, Style], modules: Mapping[str, nn.Module], 
     heads: dict[str, tuple[int, int]] = {}
     for name, style in styles.items():
         weight = getattr(modules[name], "weight", None)
-        if style.cut_dim is not None and isinstance(weight, nn.Parameter):
-            size, grain = weight.shape[style.cut_dim], style.grain
-            if grain > 1 and size % grain == 0:
-                heads[name] = min(style.parts or (size // grain,)), grain
+        if style.cut_dim is not None and style.grain > 1 and isinstance(weight, nn.Parameter):
+            size, rest = divmod(weight.shape[style.cut_dim], style.grain)
+            if not rest:
+                heads[name] = min(style.parts or (size,)), style.grain
     if bad := next((name for name, (n, _) in heads.items() if n % ways), None):
         counts = [n for n, _ in heads.values()]
         fits = [n for n in range(2, max(counts) + 1) if not any(count % n for count in counts)]

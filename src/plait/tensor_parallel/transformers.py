@@ -30,10 +30,7 @@ WORDS = {
 
 
 def plan_from_transformers(model: Any, blocks: Mapping[str, str], *, sequence: bool) -> dict[str, str]:
-    """A plan for a whole ``PreTrainedModel`` from that of its ``blocks``; ``sequence``: the stream is cut in time.
-
-    Raises ValueError for a style that plait has no word for.
-    """
+    """The plan of a whole ``PreTrainedModel`` from that of its ``blocks``; raises ValueError for an unknown style."""
     if unknown := sorted({style for style in blocks.values() if style not in WORDS}):
         raise ValueError(
             f"{type(model).__name__}'s base_model_tp_plan has the style {unknown[0]!r}, which plait has no word for "

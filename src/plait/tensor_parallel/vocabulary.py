@@ -30,19 +30,13 @@ LOSS = Note(FORWARD, "loss")
 
 
 def cross_entropy_sum(logits: Tensor, targets: Tensor, ignored: int = -100) -> Tensor:
-    """Cross-entropy in nats, summed over the targets that are not ``ignored``: a scalar, never a mean.
+    """Cross-entropy in nats, summed over the ``targets`` that are not ``ignored``: a scalar, never a mean.
 
-    Args:
-        logits: [..., classes]; a plain tensor, or a ``ShardedTensor`` whose classes (and nothing else) are cut: then
-            three numbers per target are gathered, and the result is a plain tensor, the same on every rank, from which
-            every rank calls backward.
-        targets: [...] int64, whole.
+    ``logits`` [..., classes] are a plain tensor, or a ``ShardedTensor`` whose classes (and nothing else) are cut: then
+    three numbers per target are gathered, and the result is a plain tensor, the same on every rank, from which every
+    rank calls backward.  ``targets`` [...] are int64, whole.  Summed in fp32, in fp64 if the logits are.
 
-    Summed in fp32, in fp64 if the logits are.
-
-    Raises:
-        ValueError: logits cut in another dim, or with a sum pending.
-        IndexError: a target that is no class.
+    Raises ValueError for logits cut in another dim or with a sum pending, IndexError for a target that is no class.
     """
     if not isinstance(logits, ShardedTensor):
         wide = logits if logits.dtype == torch.float64 else logits.float()
@@ -73,16 +67,10 @@ def check_range(values: Tensor, size: int, what: str) -> None:
 def embedding(
     tokens: Tensor, weight: Tensor, size: int, padding: int | None, axis: TensorAxis, site: str, *, whole: bool = False
 ) -> Tensor:
-    """Rows of a table of ``size`` rows, of which this rank has its part.
+    """Rows of a table of ``size`` rows, of which this rank has its part; the row of ``padding`` gets no gradient.
 
-    The result [..., width] is whole, or cut in time under sequence parallelism unless ``whole``.
-
-    Args:
-        tokens: int64, any shape; [batch, time] under sequence parallelism.
-        padding: the token whose row gets no gradient.
-
-    Raises:
-        IndexError: a token that the table has no row for.
+    ``tokens`` are int64 of any shape, [batch, time] under sequence parallelism; the result [..., width] is whole, or
+    cut in time under sequence parallelism unless ``whole``.  Raises IndexError for a token that has no row.
     """
     check_range(tokens, size, "tokens")
     start, _ = axis.part(size)

@@ -11,7 +11,7 @@ import shlex
 import statistics
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import closing, nullcontext
+from contextlib import nullcontext
 from dataclasses import asdict, astuple, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -77,12 +77,12 @@ def run_train(config: TrainConfig, comm: Comm, argv: Sequence[str] = ()) -> int:
     watch = GpuUtilisation(comm.device.index or 0) if comm.device.type == "cuda" else nullcontext()
     view = ProgressView(console, engine.steps + 1, config.steps, config.log_every, config.family.unit)
     stream = job.stream(range(engine.steps, config.steps), *training.place, str(comm.device), config.workers)
-    sinks = Sinks([])
+    sinks = Sinks()
     if comm.rank == 0:
         sinks = open_sinks(config.out, tensorboard=config.tensorboard, wandb=config.wandb, settings=asdict(config))
         if config.out:
             (Path(config.out) / "config.toml").write_text(to_toml(config), encoding="utf-8")
-    with closing(sinks), watch as watched, view, stream:
+    with sinks, watch as watched, view, stream:
         try:
             for line in _steps(training, stream):
                 sinks.write(line)

@@ -73,9 +73,7 @@ RULES = (
     Rule(("model", "sequence_parallel"), lambda model, sequence: model == "gpt" or not sequence),
     Rule(("schedule", "hold"), lambda schedule, hold: schedule is not None or hold == 1),
     Rule(("strategy", "hold"), lambda row, hold: hold == 1 or bool(TABLE[row].params.split)),
-    Rule(
-        ("pipe", "schedule", "split"), lambda pipe, schedule, split: stages(pipe, schedule, None) > 1 or split == "even"
-    ),
+    Rule(("pipe", "schedule", "split"), lambda pipe, order, split: split == "even" or stages(pipe, order, None) > 1),
     Rule(("tensor", "dtype"), lambda tensor, dtype: tensor == 1 or dtype == "full"),
     Rule(("tensor", "gemm"), lambda tensor, gemm: tensor == 1 or gemm == "torch"),
     Rule(("dtype", "gemm"), lambda dtype, gemm: dtype == "full" or gemm == "torch"),
@@ -109,17 +107,14 @@ def cells_of_job(config: VerifyConfig, size: Size) -> tuple[VerifyConfig, ...]:
     dimensions["dtype"] = ("full", "bf16-mixed")
     if links > 1:
         dimensions |= {name: DIMENSIONS[name] for name in ("pipe", "schedule", "hold")}
-    rules: tuple[Rule, ...] = (
-        *(rule for rule in RULES if dimensions.keys() >= {*rule.over}),
+    rules = (
+        *RULES,
         Rule(("replica", "shard", "microbatches"), lambda *parts: math.prod(parts) <= samples),
         Rule(tuple(axis for axis in AXES if axis in dimensions), lambda *counts: math.prod(counts) <= most),
-        *(
-            [Rule(("pipe", "schedule"), lambda pipe, schedule: stages(pipe, schedule, None) <= links)]
-            if links > 1
-            else []
-        ),
+        Rule(("pipe", "schedule"), lambda pipe, schedule: stages(pipe, schedule, None) <= links),
     )
-    return tuple(config_of(point, config) for point in covering(dimensions, rules))
+    known = [rule for rule in rules if dimensions.keys() >= {*rule.over}]
+    return tuple(config_of(point, config) for point in covering(dimensions, known))
 
 
 def config_of(point: Mapping[str, Any], base: VerifyConfig | None = None) -> VerifyConfig:

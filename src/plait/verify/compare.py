@@ -49,12 +49,7 @@ class Measures:
 
     @classmethod
     def full_batch(cls, dtype: torch.dtype, lr: float, steps: int, *, amplifies: bool) -> Measures:
-        """Against plain full-batch steps.
-
-        Args:
-            lr: the largest learning rate.
-            amplifies: whether the optimizer normalises gradients (Adam), so that rounding noise becomes steps.
-        """
+        """Against plain full-batch steps; an optimizer ``amplifies`` rounding if it normalises gradients (Adam)."""
         rounding, drift, apart = TOLERANCES[dtype]
         return cls(rounding, drift, apart, lr * steps) if amplifies else cls(rounding, drift, rounding)
 
@@ -96,20 +91,13 @@ class Finding:
 
 
 def find(
-    kind: str,
-    name: str,
-    ours: Tensor,
-    theirs: Tensor,
-    tolerance: float = 0.0,
-    step_length: float | None = None,
+    kind: str, name: str, ours: Tensor, theirs: Tensor, tolerance: float = 0.0, step_length: float | None = None,
     whole: Tensor | None = None,
-) -> Finding:
+) -> Finding:  # fmt: skip
     """Compare two tensors of one shape.
 
-    Args:
-        tolerance: 0 requires equality; otherwise it bounds the measure.
-        step_length: lr * k, to measure the difference relative to the distance moved instead of the tensor.
-        whole: the tensor of which ``theirs`` is a piece: its scale, not the piece's, is what rounding is relative to.
+    The difference is relative to ``step_length``, which is lr * k; without one to the largest element of ``whole``, of
+    which ``theirs`` is a piece.
     """
     a, b = ours.detach().double().reshape(-1), theirs.detach().double().reshape(-1)
     if a.shape != b.shape:
@@ -120,9 +108,8 @@ def find(
     scaling = b if whole is None else whole.detach().double()
     scale = scaling.abs().max().item() if scaling.numel() else 0.0
     relative = gap / scale if scale else (0.0 if gap == 0 else math.inf)
-    if step_length is None:
-        return Finding(kind, name, gap, relative, same, tolerance, "relative", relative)
-    return Finding(kind, name, gap, relative, same, tolerance, "steps", gap / step_length)
+    measure, measured = ("relative", relative) if step_length is None else ("steps", gap / step_length)
+    return Finding(kind, name, gap, relative, same, tolerance, measure, measured)
 
 
 def number(kind: str, name: str, ours: float | None, theirs: float | None, tolerance: float = 0.0) -> Finding:
@@ -168,8 +155,7 @@ def _against_tree(record: RankRecord, reference: Record, asked: Measures) -> Ite
             if gradient is None:
                 yield incomparable("gradient", f"{label} (none expected)")
             elif step == 0 or asked == BITWISE:  # later gradients belong to parameters that differ
-                theirs = same_run(record, gradient, piece)
-                yield find("gradient", label, ours, theirs, asked.rounding, whole=gradient)
+                yield find("gradient", label, ours, same_run(record, gradient, piece), asked.rounding, whole=gradient)
     for name, value in record.parameters.items():
         whole = reference.parameters.get(name, reference.buffers.get(name))
         if whole is not None:
@@ -251,10 +237,8 @@ def against_plain(ranks: Sequence[RankRecord], plain: Record, within: Measures, 
         yield number("norm", f"step {step + 1}", norm, plain_norm, bound)
     for record in ranks:
         for piece, ours in record.gradients[0].items() if record.gradients else ():
-            whole = plain.gradients[0][piece[0]]
-            theirs = same_run(record, whole, piece)
-            label = f"{_label(piece)}, step 1, rank {record.rank}"
-            yield find("gradient", label, ours, theirs, within.rounding, whole=whole)
+            whole, label = plain.gradients[0][piece[0]], f"{_label(piece)}, step 1, rank {record.rank}"
+            yield find("gradient", label, ours, same_run(record, whole, piece), within.rounding, whole=whole)
     for name, value in first.parameters.items():
         if name in plain.parameters:
             yield find("parameter", name, value, plain.parameters[name], within.parameter, within.length)

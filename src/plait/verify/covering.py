@@ -38,10 +38,8 @@ class Rule:
 def covering(dimensions: Mapping[str, Sequence[Hashable]], rules: Sequence[Rule] = ()) -> list[Row]:
     """Rows that obey the rules and have every pair of values that a row can have; the same rows for the same input.
 
-    Where several values cover equally much, the one in fewest rows is taken, then the first.
-
-    Raises:
-        ValueError: a dimension without values, a rule over an unknown dimension, or rules that allow no row.
+    Where several values cover equally much, the one in fewest rows is taken, then the first.  Raises ValueError for a
+    dimension without values, a rule over an unknown dimension, or rules that allow no row.
     """
     for name, values in dimensions.items():
         if not values:

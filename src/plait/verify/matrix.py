@@ -96,10 +96,7 @@ class References:
 
 
 def run_matrix(config: VerifyConfig) -> int:
-    """Run the cells of the config's matrix, print the grid and return the exit code (0 all as due, 1 not).
-
-    Raises ValueError for a flag that the matrix decides itself.
-    """
+    """Run the config's matrix and print the grid: the exit code, 0 if all is as due; ValueError for other flags."""
     assert config.matrix is not None
     for field in fields(config):
         if field.name not in OF_THE_MATRIX and getattr(config, field.name) != field.default:

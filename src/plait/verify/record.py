@@ -59,11 +59,7 @@ class RankRecord:
 
 
 class Recorder:
-    """Listens to an engine and fills a ``RankRecord``.
-
-    Args:
-        gradients: whether every step's gradients are kept: the proof needs them, but a long run would fill the memory.
-    """
+    """Listens to an engine and fills a ``RankRecord``, without ``gradients`` where a long run would fill the memory."""
 
     def __init__(self, comm: Comm, *, gradients: bool = True) -> None:
         place = comm.mesh.data_rank(comm.rank)
@@ -144,18 +140,15 @@ def predict(engine: Engine, job: Job, batches: Sequence[Any]) -> tuple[Entry, ..
     entries: list[Entry] = []
     plans = {}
     for number, stage in engine.stages.items():
-        local = [(s[0], _part(stage, s[1])) if stage.axis.sequence else s for s in leading]
+        sites, sequence = stage.parallel.sites, stage.axis.sequence
         if job.width:
-            received, handed = (
-                tuple(math.prod(shape) * width * itemsize for shape in local) for width in _widths(stage, job.width)
-            )
+            rows = [math.prod((s[0], _part(stage, s[1])) if sequence else s) for s in leading]
+            received, handed = (tuple(n * width * itemsize for n in rows) for width in _widths(stage, job.width))
         else:
             size_of = engine.runtime.p2p.bytes_handed
             received, handed = (tuple(size_of(number + i, batch) for batch in batches) for i in (-1, 0))
         plans[number] = StageTraffic(stage.layouts(), handed, received)
-        entries += predict_tensor(
-            stage.parallel.sites, leading, comm.mesh, itemsize, sequence=stage.axis.sequence, twice=stage.blocks
-        )
+        entries += predict_tensor(sites, leading, comm.mesh, itemsize, sequence=sequence, twice=stage.blocks)
     tied = [
         TiedTraffic(edge.name, tuple(engine.pipeline.owner[s] for s in edge.stages), engine.ties.bytes_owned(edge))
         for edge in engine.ties.edges

@@ -19,8 +19,8 @@ from plait.engine.data_parallel.optim import clip_factor, square_sum
 from plait.engine.data_parallel.storage import dtype_in
 from plait.engine.forward.context import CurrentForward, RNGPosition
 from plait.engine.forward.dropout import DropoutRNG
-from plait.engine.forward.gemm import GemmHandler
 from plait.engine.forward.interceptor import Handler, Interceptor
+from plait.engine.forward.products import Products
 from plait.engine.state.init import materialise
 from plait.engine.step import num_samples
 from plait.job.job import Job
@@ -49,10 +49,8 @@ class SingleProcess:
     """A whole model in one process, which can play any data rank: it keeps one set of buffers for each.
 
     ``losses`` are those of the step under way, by global microbatch.  ``masters`` are what the optimizer updates: the
-    parameters themselves, or wider copies of them; ``dtypes`` are those in which the model came.
-
-    Args:
-        ties: the weights whose uses are summed separately: under which names, use by use.
+    parameters themselves, or wider copies of them; ``dtypes`` are those in which the model came.  ``ties`` are weights
+    whose uses are summed separately: under which names, use by use.
     """
 
     def __init__(self, job: Job, num_data_ranks: int, num_microbatches: int, ties: TiedWeights) -> None:
@@ -62,7 +60,7 @@ class SingleProcess:
         self.current = CurrentForward()
         handlers: list[Handler] = [DropoutRNG(job.seed, self.current)]
         if job.gemm != "torch":
-            handlers.insert(0, GemmHandler(find_gemm(job.gemm), self.current))
+            handlers.insert(0, Products(self.current, find_gemm(job.gemm)))
         Interceptor(self.current, handlers).follow(self.model)
         self.parameters = dict(self.model.named_parameters())
         self.dtypes = {name: p.dtype for name, p in self.parameters.items()}
@@ -83,7 +81,6 @@ class SingleProcess:
 
     @property
     def scale(self) -> float:
-        """The factor of the loss."""
         return 1.0 if self.loss_scale is None else self.loss_scale.scale
 
     def _use(self, name: str, keys: Sequence[str]) -> nn.Parameter:
@@ -121,10 +118,7 @@ class SingleProcess:
         return {key: g.to(dtype_in(self.job.precision.sums, g.dtype)) for key, g in gradients.items()}
 
     def summed(self, gradients: Gradients) -> Gradients:
-        """With the uses of each tied weight added up, in their order, and divided by the loss scale.
-
-        Empty where one of them is not finite: then the step is skipped.
-        """
+        """The uses of tied weights added up, in order, without the loss scale; none if not finite: a skipped step."""
         for name, uses in self.uses.items():
             for i in range(len(uses)):
                 if (use := gradients.pop(f"{name} {i}", None)) is not None:
@@ -150,26 +144,13 @@ class SingleProcess:
 
 
 def run_reference(
-    job: Job,
-    mesh: Mesh,
-    num_microbatches: int,
-    order: Sequence[str],
-    steps: int,
-    *,
-    clip: float | None,
-    norm_pieces: Sequence[Sequence[Piece]] | None = None,
-    keep_gradients: bool = True,
-    ties: TiedWeights | None = None,
-) -> Record:
+    job: Job, mesh: Mesh, num_microbatches: int, order: Sequence[str], steps: int, *, clip: float | None,
+    norm_pieces: Sequence[Sequence[Piece]] | None = None, keep_gradients: bool = True, ties: TiedWeights | None = None,
+) -> Record:  # fmt: skip
     """Train ``steps`` steps in this process, adding gradients in the given order.
 
-    Args:
-        mesh: only the sizes of its data axes matter.
-        order: the sums, innermost first, as ``core.additions`` derives them from a row.
-        clip: the largest global norm, as for the engine.
-        norm_pieces: the pieces whose squares each rank sums for the norm, by rank; None: whole parameters.
-        keep_gradients: whether the record has every step's gradients.
-        ties: weights that several stages use (see ``SingleProcess``).
+    ``order`` has the sums, innermost first, as ``core.additions`` derives them from a row; of ``mesh`` only the data
+    axes matter.  ``norm_pieces`` are those whose squares each rank sums for the norm, by rank; None: whole parameters.
     """
     one = SingleProcess(job, mesh.data_size, num_microbatches, ties or {})
     sizes = {"replica": mesh.replica, "shard": mesh.shard, MICROBATCH: num_microbatches}

@@ -142,6 +142,28 @@ def test_the_model_runs_inside_the_block(row: str) -> None:
         assert same(state, truth, row)
 
 
+@pytest.mark.parametrize("row", EVERY)
+def test_a_norm_that_no_backward_follows(row: str) -> None:
+    """It is made with a graph, as anything in grad mode; what is gathered for it is no longer so after the update."""
+    data = data_for(row, batches(3))
+
+    def program(model: nn.Module, optimizer: Any, engine: Any, part: Any, share: float) -> list[float]:
+        norms = []
+        for batch in map(part, data):
+            engine.backward(loss_sum(model, batch), count(batch))
+            with engine.gathered():
+                norms.append(sum(p.square().sum() for p in model.parameters()).item())
+            optimizer.step()
+            with engine.gathered():
+                norms.append(sum(p.square().sum() for p in model.parameters()).item())
+        return norms
+
+    wanted, truth = alone(program, model_for(row))
+    for norms, state in on_ranks(program, model_for(row), "shard=2", row):
+        assert same(state, truth, row)
+        assert norms == pytest.approx(wanted, rel=0.02 if row in COPIES else 1e-11)
+
+
 @pytest.mark.parametrize("row", ["ddp", "zero3", "hpz"])
 def test_what_gathered_refuses(row: str) -> None:
     def program(model: nn.Module, optimizer: Any, engine: Any, part: Any, share: float) -> None:

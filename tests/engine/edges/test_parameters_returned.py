@@ -77,7 +77,7 @@ def test_an_output_that_is_written_to_in_place(row: str) -> None:
             self.first, self.second = nn.Linear(5, 5).double(), nn.Linear(5, 5).double()
 
         def forward(self, x: Tensor) -> Tensor:
-            hidden = self.first(x[:, None].expand(-1, 3, -1))
+            hidden = self.first(x[:, None].repeat(1, 3, 1))
             hidden[:, 0] = 0
             return self.second(torch.tanh(hidden)).sum(1)
 

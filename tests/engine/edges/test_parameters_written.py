@@ -105,6 +105,22 @@ def test_values_of_another_dtype_are_refused(row: str) -> None:
         on_ranks(program, model_for(row), "shard=2", row)
 
 
+@pytest.mark.parametrize("row", COPIES)
+def test_what_nobody_wrote_keeps_its_bits(row: str) -> None:
+    """The optimizer's copy has more of them than the parameters, where these are in 16 bits."""
+
+    def program(model: nn.Module, optimizer: Any, engine: Any, part: Any, share: float) -> None:
+        step(model, optimizer, engine, part(data_for(row, batches(1))[0]))
+        before = engine.full_state_dict()
+        with engine.gathered(modify=True), torch.no_grad():
+            model.head.bias[0] = 2
+        after = engine.full_state_dict()
+        before["head.bias"][0] = 2
+        assert all(torch.equal(after[name], before[name]) for name in before)
+
+    on_ranks(program, model_for(row), "shard=2", row)
+
+
 @pytest.mark.parametrize("row", ["ddp", "zero3", "zero3@cpu"])
 def test_ranks_that_write_different_values_are_refused(row: str) -> None:
     def program(model: nn.Module, optimizer: Any, engine: Any, part: Any, share: float) -> None:

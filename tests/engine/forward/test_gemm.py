@@ -209,6 +209,10 @@ def data() -> dict[str, Tensor]:
     return {"x": draws(torch.empty(13, 5), 3), "mask": torch.ones(13)}
 
 
+MASTER = "mine: full | full | full, pending(shard, replica) | full @cpu"
+"""The optimizer updates a copy of parameters that are whole."""
+
+
 def engine_of(comm: Comm, row: str, name: str, **settings: Any) -> Engine:
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), Block(), Block(), nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 3))
     for seed, parameter in enumerate(model.parameters()):
@@ -234,6 +238,7 @@ def engine_of(comm: Comm, row: str, name: str, **settings: Any) -> Engine:
         ("zero3", "shard=2", None, "full"),
         ("zero3", "pipe=2", "1f1b", None),
         ("zero2", "pipe=2", "zb_h1", None),
+        (MASTER, "replica=2", None, None),
     ],
 )
 def test_an_engine_multiplies_by_it(

@@ -8,9 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from plait.engine.forward.context import CurrentForward
-from plait.engine.forward.gemm import GemmHandler
 from plait.engine.forward.interceptor import Interceptor
-from plait.engine.forward.weight_grads import WeightGrads
+from plait.engine.forward.products import Products
 from plait.tensor_parallel.gemm import TORCH, Gemm
 
 ORDER = "F0 F1 F2 I0 F3 I1 W0 I2 W2 W1 I3 W3"
@@ -21,7 +20,7 @@ class Deferring(Interceptor):
 
     def __init__(self, parameters: Iterable[Tensor], gemm: Gemm = TORCH) -> None:
         current = CurrentForward()
-        self.handler = WeightGrads(current, parameters, gemm)  # type: ignore[arg-type]
+        self.handler = Products(current, gemm, parameters)  # type: ignore[arg-type]
         super().__init__(current, [self.handler])
         self.stand_ins: dict[int, dict[int, Tensor]] = {}
 
@@ -46,7 +45,7 @@ class Deferring(Interceptor):
 def multiplying(gemm: Gemm) -> Interceptor:
     """A mode in which linear layers are multiplied by this one."""
     current = CurrentForward()
-    return Interceptor(current, [GemmHandler(gemm, current)])
+    return Interceptor(current, [Products(current, gemm)])
 
 
 def draws(x: Tensor, seed: int) -> Tensor:

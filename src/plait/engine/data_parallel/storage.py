@@ -23,7 +23,7 @@ from plait.core.collectives import Note
 from plait.core.flat import FlatLayout
 from plait.core.tensor_cut import TensorCut
 from plait.engine.data_parallel.transfers import send, transfers
-from plait.engine.forward.parameter import at_rest_class, has_master_class
+from plait.engine.forward.parameter import AtRest, HasMaster, as_class
 from plait.tensor_parallel.pieces import piece_of
 
 
@@ -98,8 +98,8 @@ class Flat:
         nothing = placeholder(self.dtype, device)
         self._placeholders = [nothing.expand(s.shape) for s in layout.slots]
         kinds = [type(p) for p in self.parameters]
-        self._here = kinds if self.split or self.master is None else [has_master_class(kind) for kind in kinds]
-        self._at_rest = [at_rest_class(kind) for kind in kinds]
+        self._here = kinds if self.split or self.master is None else [as_class(HasMaster, kind) for kind in kinds]
+        self._at_rest = [as_class(AtRest, kind) for kind in kinds]
         if self.split:
             for parameter, slot in zip(self.parameters, layout.slots, strict=True):
                 parameter.resting_name = slot.name  # type: ignore[attr-defined]
@@ -162,9 +162,8 @@ class Flat:
         Returns:
             The names of parameters that were written to since they were shown; what was written is gone.
         """
-        rows = zip(self.parameters, self._placeholders, self._at_rest, strict=True)
         with torch._C.DisableTorchFunction():
-            for parameter, nothing, at_rest in rows:
+            for parameter, nothing, at_rest in zip(self.parameters, self._placeholders, self._at_rest, strict=True):
                 parameter.data = nothing
                 parameter.__class__ = at_rest
         if not self.full.untyped_storage().resizable():  # it is shared with numpy

@@ -6,8 +6,7 @@ interceptor.py         one function mode, and the handlers that it hands functio
 recompute.py           handler: activations that are made a second time; blocks that run again
 at_rest.py             handler: a parameter at rest is never read
 tensor_parallel.py     handler: cut modules of an unchanged model
-weight_grads.py        handler: weight gradients that are made in a pass of their own
-gemm.py                handler: who multiplies for linear layers
+products.py            handler: who multiplies for linear layers, and when weight gradients are made
 dropout.py             handler: dropout that belongs to the model, not to the process
 random_streams.py      what else draws: noise, stochastic depth, jitter
 

@@ -9,37 +9,38 @@ parameter of a stage.  It changes nothing:
   example.
 """
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from plait.engine.forward.context import CurrentForward, in_backward
 from plait.engine.forward.interceptor import Function, Handler, read_among
-from plait.engine.forward.parameter import name_of, refuse_at_rest
+from plait.engine.forward.parameter import AtRest, name_of
 
 
 class AtRestCheck(Handler):
     """Watches who reads parameters, by ``id``: those of ``split`` units, and in ``loss_fn`` those that are ``staged``,
     for it runs on one stage of several."""
 
-    def __init__(self, current: CurrentForward, split: set[int], staged: set[int]) -> None:
+    def __init__(self, current: CurrentForward, split: Mapping[int, nn.Parameter], staged: set[int]) -> None:
         self.current, self.split, self.staged = current, split, staged
-        self.parameters = split | staged
+        self.parameters = split.keys() | staged
 
     def __call__(self, func: Function, call_next: Function, /, *args: Any, **kwargs: Any) -> Any:
         context, arguments = self.current.context, (*args, *kwargs.values())
         outside = self.staged and not context.module.in_model and not in_backward()
         if outside and read_among(arguments, self.staged):
             raise ValueError(
-                f"loss_fn reads a parameter by {getattr(func, '__name__', func)!r} outside of the model's call: under "
-                f"a pipeline each stage has only its own; let the model compute the term, or the optimizer (weight "
-                f"decay)"
+                f"loss_fn reads a parameter by {name_of(func)!r} outside of the model's call: under a pipeline each "
+                f"stage has only its own; let the model compute the term, or the optimizer (weight decay)"
             )
         read = read_among(arguments, self.split)
-        if read:
-            refuse_at_rest(func, arguments)
+        for parameter in map(self.split.__getitem__, read):
+            if isinstance(parameter, AtRest):
+                raise parameter.refusal(func, [parameter])
         if read and name_of(func) == "data":
             if func.__name__ == "__set__":
                 raise ValueError(

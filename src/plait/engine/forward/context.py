@@ -122,10 +122,6 @@ class CurrentForward:
         """A forward begins; ``fields`` are those of its context."""
         self.context = ForwardContext(position=position, counts=Counts(self.masks_before), **fields)
 
-    def resume(self, context: ForwardContext) -> None:
-        """The backward of an earlier forward begins."""
-        self.context = context
-
     def replace(self, **fields: Any) -> None:
         """The same forward, a step further."""
         self.context = self.context._replace(**fields)

@@ -1,12 +1,12 @@
 """One function mode that sees every torch function of a forward, and the handlers that it passes them to.
 
-    func ──► AttentionRecompute ─► AtRestCheck ─► TensorParallel ─► WeightGrads ─► GemmHandler ─► DropoutRNG ──► torch
+    func ──► AttentionRecompute ─► AtRestCheck ─► TensorParallel ─► Products ─► DropoutRNG ──► torch
 
 A handler gets ``(func, call_next, *args, **kwargs)`` and returns what the function returns: by ``call_next``, which is
 the function as the handlers after it see it, with these or other arguments, or in another way.  What a handler itself
 calls is not seen.
 
-The order matters: handlers on the left read parameters, those to the right of ``WeightGrads`` see their stand-ins; a
+The order matters: handlers on the left read parameters, those to the right of ``Products`` see their stand-ins; a
 cut parameter belongs to ``TensorParallel`` before anything multiplies by it; what is recomputed is recomputed with all
 that the others do to it; and dropout is drawn last.  A handler that has nothing to do in a run is not in the list.
 
@@ -135,11 +135,10 @@ class Interceptor(TorchFunctionMode, StaysHere):
     def follow(
         self, model: nn.Module, sites: Mapping[str, tuple[str, int]] | None = None, *, every: bool = False
     ) -> None:
-        """Keep track of which module runs, by hooks; the outermost call switches the mode on.
-
-        A model in which no handler has anything to do, such as one of torch's own layers that draw nothing, is left
-        alone: the mode is on outside of its call alone, for what ``loss_fn`` may draw.  That is read off its modules; a
-        hook that is added to one of them later may do anything, so then it is followed.
+        """Keep track of which module runs, by hooks; the outermost call switches the mode on.  A model in which no
+        handler has anything to do (torch's own layers that draw nothing) is left alone: the mode is on outside of its
+        call alone, for what ``loss_fn`` may draw.  A hook that is added to one of its modules later may do anything, so
+        then it is followed.
 
         Args:
             sites: modules that another part of the model calls first: under which name, and how often.
@@ -197,8 +196,7 @@ class Interceptor(TorchFunctionMode, StaysHere):
             self.__enter__()  # type: ignore[no-untyped-call]
 
 
-def _active_modes() -> list[Any]:
-    """The function modes of this thread, outermost first."""
+def _active_modes() -> list[Any]:  # of this thread, outermost first
     return [torch._C._get_function_stack_at(i) for i in range(torch._C._len_torch_function_stack())]
 
 

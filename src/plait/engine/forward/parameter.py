@@ -13,61 +13,55 @@ Shapes, dtypes and other metadata are answered as ever.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from plait.engine.forward.interceptor import Function, only_metadata
 
 
-def flat_values(values: Iterable[Any]) -> Iterator[Any]:
-    """The values, and those inside lists, tuples and dicts."""
-    for value in values:
-        if isinstance(value, list | tuple):
-            yield from flat_values(value)
-        elif isinstance(value, dict):
-            yield from flat_values(value.values())
-        else:
-            yield value
+class Elsewhere:
+    """A tensor whose values are not here: it answers for its metadata, and of all else raises the ``refusal``."""
 
-
-def refuse_at_rest(func: Function, arguments: Iterable[Any]) -> None:
-    """Raises ValueError where one of a function's arguments is a parameter at rest."""
-    for value in flat_values(arguments):
-        if isinstance(value, AtRest):
-            raise ValueError(
-                f"parameter {value.resting_name!r} is used by {name_of(func)!r} while its unit is at rest: its values "
-                f"are on other ranks. Outside of a forward read it inside `with engine.gathered(...)`, write it inside "
-                f"`with engine.gathered(..., modify=True)`, and take or load a whole state by engine.full_state_dict() "
-                f"or engine.load_full_state_dict(state). In a forward use it inside its own module, share it by "
-                f"assigning it to the other module (head.weight = embed.weight), or name a larger unit (units=...)"
-            )
-
-
-class AtRest(nn.Parameter):
-    """A parameter whose unit is at rest; ``resting_name`` says which one it is."""
-
-    resting_name: str
+    __slots__ = ()
 
     @classmethod
     def __torch_function__(
         cls, func: Function, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if only_metadata(func, args, kwargs):
-            with torch._C.DisableTorchFunctionSubclass():
-                return func(*args, **kwargs)
-        refuse_at_rest(func, (*args, *kwargs.values()))
+        if not only_metadata(func, args, kwargs):
+            raise cls.refusal(func, tree_leaves((args, kwargs)))
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **kwargs)
+
+    @classmethod
+    def refusal(cls, func: Function, values: Sequence[Any]) -> ValueError:
+        """Of a function that got these values."""
+        raise NotImplementedError
+
+
+class AtRest(Elsewhere, nn.Parameter):
+    """A parameter whose unit is at rest; ``resting_name`` says which one it is."""
+
+    resting_name: str
+
+    @classmethod
+    def refusal(cls, func: Function, values: Sequence[Any]) -> ValueError:
+        name = next(value.resting_name for value in values if isinstance(value, AtRest))
+        return ValueError(
+            f"parameter {name!r} is used by {name_of(func)!r} while its unit is at rest: its values "
+            f"are on other ranks. Outside of a forward read it inside `with engine.gathered(...)`, write it inside "
+            f"`with engine.gathered(..., modify=True)`, and take or load a whole state by engine.full_state_dict() or "
+            f"engine.load_full_state_dict(state). In a forward use it inside its own module, share it by assigning it "
+            f"to the other module (head.weight = embed.weight), or name a larger unit (units=...)"
+        )
 
     def __repr__(self) -> str:  # type: ignore[override]
         return f"Parameter {self.resting_name!r} of shape {tuple(self.shape)}, at rest: its values are on other ranks"
-
-
-def at_rest_class(kind: type[nn.Parameter]) -> type[nn.Parameter]:
-    """What a parameter of this class is at rest."""
-    return AtRest if kind is nn.Parameter else type("AtRest", (AtRest, kind), {})
 
 
 class HasMaster(nn.Parameter):
@@ -82,23 +76,17 @@ class HasMaster(nn.Parameter):
         torch.Tensor.data.__set__(self, value)  # type: ignore[attr-defined]
 
 
-def has_master_class(kind: type[nn.Parameter]) -> type[nn.Parameter]:
-    """What a parameter of this class is where the optimizer has a copy."""
-    return HasMaster if kind is nn.Parameter else type("HasMaster", (HasMaster, kind), {})
+def as_class(state: type[nn.Parameter], kind: type[nn.Parameter]) -> type[nn.Parameter]:
+    """What a parameter of the class ``kind`` is in a state: at rest, or with a master weight."""
+    return state if kind is nn.Parameter else type(state.__name__, (state, kind), {})
 
 
-class GradientElsewhere(Tensor):
+class GradientElsewhere(Elsewhere, Tensor):
     """What ``p.grad`` is where the engine has taken the gradient."""
 
     @classmethod
-    def __torch_function__(
-        cls, func: Function, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if only_metadata(func, args, kwargs):
-            with torch._C.DisableTorchFunctionSubclass():
-                return func(*args, **kwargs)
-        raise ValueError(
+    def refusal(cls, func: Function, values: Sequence[Any]) -> ValueError:
+        return ValueError(
             f"{name_of(func)!r} reads p.grad, but after engine.backward the gradients are in the engine's buffers, not "
             f"yet summed over the ranks: clip by engine.clip_grad_norm_(max_norm) or Engine(clip=...), discard by "
             f"optimizer.zero_grad(), and look at them with a listener"

@@ -95,11 +95,11 @@ def no_stream(operator: str, module: str) -> ValueError:
 
 
 class PrivateGenerator(TorchDispatchMode):
-    """Everything random inside draws from this generator, whatever the code passes."""
+    """Everything random inside draws from a stream that depends on ``key`` alone, whatever the code passes."""
 
-    def __init__(self, generator: torch.Generator) -> None:
+    def __init__(self, device: torch.device, *key: object) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.generator = generator
+        self.generator = torch.Generator(device=device).manual_seed(stream_key(*key) & (2**63 - 1))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
@@ -111,8 +111,3 @@ class PrivateGenerator(TorchDispatchMode):
                 func = overload
             kwargs["generator"] = self.generator
         return func(*args, **kwargs)
-
-
-def private_generator(device: torch.device, *key: object) -> PrivateGenerator:
-    """Random operators inside draw from a stream that depends on ``key`` alone."""
-    return PrivateGenerator(torch.Generator(device=device).manual_seed(stream_key(*key) & (2**63 - 1)))

@@ -101,11 +101,9 @@ def called_twice(
 
 
 def run_twice(model: nn.Module, name: str, interceptor: Interceptor, parallel: Parallel, *, sequence: bool) -> None:
-    """Make the forward of a block one that runs again in the backward.
-
-    Raises ValueError for a block whose input the tensor plan changes before its forward sees it, and at its first
-    forward for one that writes to a buffer, or at any to a parameter.
-    """
+    """Make the forward of a block one that runs again in the backward.  Raises ValueError for a block whose input the
+    tensor plan changes before its forward sees it; at its first forward for one that writes to a buffer; and at any
+    for one that writes to a parameter."""
     style = parallel.styles.get(name)
     if sequence and style and style.kind == "enter":
         raise ValueError(

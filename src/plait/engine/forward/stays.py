@@ -2,20 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any, NoReturn, SupportsIndex
+from typing import NoReturn, SupportsIndex
 
 
 class StaysHere:
     """Refuses ``copy.deepcopy`` and ``pickle``, of itself and so of a model that has hooks of it."""
 
-    def __deepcopy__(self, memo: Any) -> NoReturn:
-        self._refuse()
-
-    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
-        self._refuse()
-
-    @staticmethod
-    def _refuse() -> NoReturn:
+    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:  # deepcopy asks this too
         raise ValueError(
             "a model that plait drives cannot be copied or pickled (copy.deepcopy(model), torch.save(model)), nor can "
             "its engine: save engine.full_state_dict(), or load it into a model that was built anew, or copied before "

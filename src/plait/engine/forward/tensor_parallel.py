@@ -10,7 +10,7 @@ It also knows which activations are cut, so that dropout draws the right slice o
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -24,7 +24,7 @@ from plait.core.layout import Layout
 from plait.core.tensor_plan import Style
 from plait.engine.forward.context import CurrentForward, CutActivation
 from plait.engine.forward.interceptor import Function, Handler, read_among
-from plait.engine.forward.weight_grads import WeightGrads
+from plait.engine.forward.products import Products
 from plait.sharded.masks import Slice
 from plait.sharded.sharded_tensor import ShardedTensor
 from plait.tensor_parallel import Parallel, TensorAxis
@@ -69,7 +69,7 @@ class TensorParallel(Handler):
     Args:
         parallel: the plan, resolved on this model before its parameters were cut.
         parameters: the whole shape of every cut parameter, by ``id``.
-        deferred: has the stand-ins, where weight gradients are made in a pass of their own.
+        products: has the stand-ins, where weight gradients are made in a pass of their own.
     """
 
     def __init__(
@@ -78,11 +78,11 @@ class TensorParallel(Handler):
         parallel: Parallel,
         parameters: Mapping[int, tuple[int, ...]],
         axis: StageAxis,
-        deferred: WeightGrads | None = None,
+        products: Products | None = None,
     ) -> None:
         self.modules = dict(model.named_modules())
         self.parameters: Mapping[int, tuple[int, ...]] = parameters
-        self.parallel, self.axis, self.current, self.deferred = parallel, axis, axis.current, deferred
+        self.parallel, self.axis, self.current, self.products = parallel, axis, axis.current, products
         self._same_inputs = self._warned = False
         self._columns_in = {name.rpartition(".")[0] for name, s in parallel.styles.items() if s.enters}
         model.register_forward_pre_hook(self._before_model, with_kwargs=True)
@@ -170,8 +170,7 @@ class TensorParallel(Handler):
     def gathered(self, name: str, style: Style, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """A whole activation in, a whole one out."""
         y = self.column(name, style, input, weight, bias)
-        whole: Tensor = Gather.apply(y, self.axis, self.parameters[id(weight)][0], name)
-        return whole
+        return cast(Tensor, Gather.apply(y, self.axis, self.parameters[id(weight)][0], name))
 
     def head(self, name: str, style: Style, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """A whole activation in, logits out of which each rank has some classes."""
@@ -212,7 +211,7 @@ class TensorParallel(Handler):
 
     def weight(self, parameter: Any) -> Any:
         """The parameter, or what stands for it."""
-        return parameter if self.deferred is None else self.deferred.stand_in(parameter)
+        return parameter if self.products is None else self.products.stand_in(parameter)
 
     def _before_model(self, module: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
         whole_logits = kwargs.get("labels") is not None
@@ -241,8 +240,7 @@ class TensorParallel(Handler):
         def stream(x: Tensor) -> Tensor:
             if kind == "enter":
                 return self._enter(x, name, siblings).tensor
-            cut: Tensor = Split.apply(x, self.axis, name)
-            return cut
+            return cast(Tensor, Split.apply(x, self.axis, name))
 
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
             with torch._C.DisableTorchFunction():

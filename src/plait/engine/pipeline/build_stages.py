@@ -78,11 +78,8 @@ def build_stages(
     before_forward: BeforeForward,
     weights: Weights | None = None,
 ) -> Built:
-    """The stages that the pipeline gives this rank; the arguments are the engine's.
-
-    Raises:
-        ValueError: a model that does not declare its links, fewer links than stages, a split that does not fit.
-    """
+    """The stages that the pipeline gives this rank; the arguments are the engine's.  ValueError for a model that does
+    not declare its links, fewer links than stages, or a split that does not fit."""
     sizes, units = parallelism.split, parallelism.units
     parallel = parallel_plan(model, comm.mesh.tensor, parallelism.tensor_plan, sequence=parallelism.sequence_parallel)
     gemm = find_gemm(parallelism.gemm)
@@ -115,9 +112,8 @@ def lay_stages(
     """The stages of these parts, by number, with their units laid and their values drawn or read."""
     whole, comm = settings.whole, settings.comm
     plans = {s: parallel_of(parallel, part, last=s == settings.count - 1) for s, part in parts.items()}
-    laid = {}
-    for s, part in parts.items():
-        laid[s] = build_units(part.model, part.origin, whole, comm, settings.parallelism, plans[s])
+    cut = settings.parallelism
+    laid = {s: build_units(part.model, part.origin, whole, comm, cut, plans[s]) for s, part in parts.items()}
     give_values(whole, list(laid.values()), settings.seed, comm.device, weights)
     stages = {s: Stage(settings, s, part, plans[s], laid[s].units) for s, part in parts.items()}
     for stage in stages.values():

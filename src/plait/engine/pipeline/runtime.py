@@ -54,8 +54,7 @@ class EventLog:
         return tuple(tuple(_event(step[0][1], *recorded) for recorded in step) for step in self._steps if step)
 
     def run(self, line: Line, handlers: Handlers) -> None:
-        """One step of this rank.  ``seed`` is the gradient of every loss, 1 / the global count; ``update``, the end of
-        the step, is called with the losses known."""
+        """One step of this rank."""
         step: list[tuple[Action, float, float, list[Wait]]] = []
         waits: list[Wait] = []
         self.comm.on_wait = lambda operation, start, end: waits.append((start, end, operation))
@@ -109,12 +108,8 @@ class Runtime:
         seed: float,
         update: Callable[[], None],
     ) -> None:
-        """One step of this rank.
-
-        Args:
-            seed: the gradient of every loss, 1 / the global count.
-            update: the end of the step, called with the losses known (see ``losses``).
-        """
+        """One step of this rank; ``seed`` is the gradient of every loss, 1 / the global count; ``update`` is the end of
+        the step, called with the ``losses`` known."""
         stages, p2p = self.stages, self.p2p
         updates = sum(action.kind is Kind.UPDATE for action in program.line)
 

@@ -32,11 +32,10 @@ from plait.engine.data_parallel.unshard import Unsharding
 from plait.engine.forward.at_rest import AtRestCheck
 from plait.engine.forward.context import CurrentForward, ForwardContext, RNGPosition
 from plait.engine.forward.dropout import DropoutRNG
-from plait.engine.forward.gemm import GemmHandler
 from plait.engine.forward.interceptor import Handler, Interceptor
+from plait.engine.forward.products import Products
 from plait.engine.forward.recompute import AttentionRecompute, blocks_of, run_twice
 from plait.engine.forward.tensor_parallel import StageAxis, TensorParallel
-from plait.engine.forward.weight_grads import WeightGrads
 from plait.engine.pipeline.boundary import BoundaryState, NotHere, StageBoundary, StageDone
 from plait.engine.pipeline.p2p import Signature, signature_of
 from plait.engine.pipeline.stage_model import StageModel
@@ -78,19 +77,14 @@ class Stage:
     """A stage, built from its part of the model, whose parameters are laid in units already."""
 
     def __init__(
-        self,
-        settings: StageSettings,
-        number: int,
-        part: StageModel,
-        parallel: Parallel,
-        units: list[Unit],
+        self, settings: StageSettings, number: int, part: StageModel, parallel: Parallel, units: list[Unit]
     ) -> None:
         self.model, self.comm, self.units, self.parallel = part.model, settings.comm, units, parallel
         self.number, self.count, self.last = number, settings.count, number == settings.count - 1
         parallelism = settings.parallelism
         self.current = CurrentForward()
         self.axis = StageAxis(self.comm, self.current, sequence=parallelism.sequence_parallel, gemm=settings.gemm)
-        self.weight_grads: WeightGrads | None = None
+        self.products: Products | None = None
         self.interceptor = Interceptor(self.current, self._handlers(settings))
         self.interceptor.follow(self.model, part.sites, every=bool(parallel.styles))
         self.unsharding = Unsharding(self.model, self.units, parallelism.prefetch, self.current, settings.before_root)
@@ -119,22 +113,21 @@ class Stage:
             handlers.append(attention)
             if self.count == 1:
                 self.model.register_forward_hook(attention.after_model)
-        split = {id(p) for _, p, flat, _ in parameters if flat.split}
+        split = {id(p): p for _, p, flat, _ in parameters if flat.split}
         staged = {id(p) for _, p, _, _ in parameters} if self.last and self.count > 1 else set()
         if split or staged:
             handlers.append(AtRestCheck(current, split, staged))
-        if settings.split_backward:
-            self.weight_grads = WeightGrads(current, [p for _, p, flat, _ in parameters if flat.trainable], gemm)
+        if settings.split_backward or gemm is not TORCH:
+            deferred = [p for _, p, flat, _ in parameters if flat.trainable] if settings.split_backward else []
+            self.products = Products(current, gemm, deferred)
         slice_of = None
         if self.parallel.styles:
             sizes = {id(p): c.shape for _, p, f, i in parameters if (c := f.cuts[i]) is not None}
-            products = TensorParallel(self.model, self.parallel, sizes, self.axis, self.weight_grads)
-            slice_of = products.slice_of
-            handlers.append(products)
-        if self.weight_grads is not None:
-            handlers.append(self.weight_grads)
-        if gemm is not TORCH:
-            handlers.append(GemmHandler(gemm, current))
+            tensor_parallel = TensorParallel(self.model, self.parallel, sizes, self.axis, self.products)
+            slice_of = tensor_parallel.slice_of
+            handlers.append(tensor_parallel)
+        if self.products is not None:
+            handlers.append(self.products)
         handlers.append(DropoutRNG(settings.seed, current, slice_of=slice_of, recomputes=recompute is not None))
         return handlers
 
@@ -168,10 +161,8 @@ class Stage:
         *,
         split: bool = False,
     ) -> Tensor:
-        """What goes to the next stage, or from the last stage the loss; detached.
-
-        ``received`` comes from the stage before, if there is one; ``split``: the backward comes in two parts.
-        """
+        """What goes to the next stage, or from the last stage the loss; detached.  ``received`` comes from the stage
+        before, if there is one; ``split``: the backward comes in two parts."""
         boundary = BoundaryState(received)
         self.unsharding.begin_forward(microbatch, split=split)
         self.current.begin(position, microbatch=microbatch, stand_ins={} if split else None)
@@ -268,8 +259,8 @@ class Stage:
         flight = self._resume(microbatch)
         self.unsharding.begin_weights()
         self.gradients.begin_microbatch(last=last)
-        assert self.weight_grads is not None and flight.context.stand_ins is not None
-        self.weight_grads.weigh(flight.context.stand_ins)
+        assert self.products is not None and flight.context.stand_ins is not None
+        self.products.weigh(flight.context.stand_ins)
         self.gradients.end_microbatch()
 
     def _resume(self, microbatch: int, *, over: bool = True) -> Flight:
@@ -280,7 +271,7 @@ class Stage:
                 f"{sorted(self.flights)}): each has one forward and then one backward"
             )
         flight = self.flights.pop(microbatch) if over else self.flights[microbatch]
-        self.current.resume(flight.context)
+        self.current.context = flight.context
         return flight
 
     def _whole_length(self, signature: Signature, mine: int) -> int:

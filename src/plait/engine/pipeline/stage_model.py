@@ -34,8 +34,8 @@ class ForeignLayer(nn.Module):
     on another stage; so is what a walk over all modules or parameters is after.
     """
 
-    at_call: Callable[[nn.Module], Tensor] | None = None
-    at_look: Callable[[nn.Module, str], None] | None = None
+    at_call: Callable[[nn.Module], Tensor]
+    at_look: Callable[[nn.Module, str], None] = staticmethod(lambda link, what: None)
 
     def __init__(self, link: nn.Module) -> None:
         super().__init__()
@@ -43,19 +43,16 @@ class ForeignLayer(nn.Module):
         self._plain = {key: value for key, value in plain.items() if key not in vars(self)}
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
-        assert self.at_call is not None
         return self.at_call(self)
 
     def named_modules(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Module]]:
         """A walk over all modules, or parameters, of the model comes by."""
-        if self.at_look is not None:
-            self.at_look(self, "what is inside")
+        self.at_look(self, "what is inside")
         yield from super().named_modules(*args, **kwargs)
 
     def named_children(self) -> Iterator[tuple[str, nn.Module]]:
         """So does ``apply``."""
-        if self.at_look is not None:
-            self.at_look(self, "what is inside")
+        self.at_look(self, "what is inside")
         yield from super().named_children()
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -65,7 +62,7 @@ class ForeignLayer(nn.Module):
             self._plain[name] = value
 
     def __getattr__(self, name: str) -> Any:
-        if self.at_look is not None and not name.startswith("__"):
+        if not name.startswith("__"):
             self.at_look(self, repr(name))
         plain = vars(self).get("_plain", {})
         try:
@@ -76,11 +73,8 @@ class ForeignLayer(nn.Module):
 
 def chain_of(model: nn.Module) -> Chain:
     """The links that a model declares: its own ``pipeline_links()``, an ``nn.Sequential``'s children, or the
-    ``base_model_pp_plan`` of a Hugging Face model.
-
-    Raises:
-        ValueError: it declares none, or a parameter belongs to no link.
-    """
+    ``base_model_pp_plan`` of a Hugging Face model.  ValueError where it declares none, or a parameter belongs to no
+    link."""
     own = getattr(model, "pipeline_links", None)
     if callable(own):
         chain = tuple(own())

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from plait.engine.data_parallel.build import BuiltUnits, SourceModel, Unmaterialized
-from plait.engine.forward.random_ops import private_generator
+from plait.engine.forward.random_ops import PrivateGenerator
 from plait.engine.state.checks import check_buffers
 from plait.engine.state.weights import Weights, read_piece, whole_values
 
@@ -77,7 +77,7 @@ def initial_values(
         try:
             for k, p in own.items():
                 module._parameters[k] = nn.Parameter(fresh[k], requires_grad=p.requires_grad)
-            with torch.no_grad(), private_generator(device, "init", seed, name):
+            with torch.no_grad(), PrivateGenerator(device, "init", seed, name):
                 for initialise in initialisers(model, name):
                     initialise()
         finally:

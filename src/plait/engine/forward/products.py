@@ -1,4 +1,7 @@
-"""The backward of a stage in two parts, a handler: the gradient of its input now, those of its weights later.
+"""Who multiplies, and when, a handler: by another ``Gemm`` than torch's own, and a backward in two parts.
+
+``F.linear`` is carried out by ``deferred_products`` with the run's ``Gemm``.  Where the schedule says so, the gradient
+of a stage's input is made now, and those of its weights later:
 
     F    forward, on *stand-ins*: one leaf per microbatch and parameter, which shares the parameter's memory
     I    the caller's backward: the input's gradient; a weight's lands on its stand-in, the large products deferred
@@ -8,12 +11,11 @@ Between F, I and W of a microbatch those of others may run, in any order: F0 F1 
 
 Deferred are the products of ``deferred_products`` with a parameter as weight.  Every other gradient (norms,
 ``weight.t()``, recurrent kernels, the inside of a multi-head attention) is made by autograd in I and waits on its
-stand-in.  So is everything under autocast, which adds up the gradients of a weight's uses in the lower precision, and
-what is recomputed unseen (a checkpoint around a function that is no module's call), where torch would save other
-tensors than these products do.
+stand-in.  Left to torch, forward and all, is what autocast computes, which adds up the gradients of a weight's uses in
+the lower precision; subclasses of tensors; and what is recomputed unseen (a checkpoint around a function that is no
+module's call), where torch would save other tensors than these products do.
 
-It sees every function of the forward that reads a parameter which trains.  It does not see ``apply`` of an
-autograd.Function: whoever passes a parameter to one asks for its ``stand_in``.
+It does not see ``apply`` of an autograd.Function: whoever passes a parameter to one asks for its ``stand_in``.
 
 Source: zero bubble pipeline parallelism (Qi et al. 2023, arXiv:2401.10241).
 """
@@ -29,27 +31,34 @@ from torch import Tensor, nn
 from plait.engine.forward.context import CurrentForward
 from plait.engine.forward.deferred_products import DEFERRED, linear, value
 from plait.engine.forward.interceptor import Function, Handler
+from plait.engine.forward.parameter import HasMaster
 from plait.tensor_parallel.gemm import TORCH, Gemm
 
+Product = Callable[..., Tensor | None]
+DENSE = (Tensor, nn.Parameter, HasMaster)
 
-class WeightGrads(Handler):
-    """Forwards on stand-ins, and the weight part of their backwards.
 
-    A forward whose context has ``stand_ins`` (an empty dict when it begins) fills them, for the stage's parameters that
-    are not frozen; one that has None is left alone: its backward comes in one piece.
+class Products(Handler):
+    """Products by ``gemm``; forwards on stand-ins, and the weight part of their backwards.
+
+    A forward whose context has ``stand_ins`` (an empty dict when it begins) fills them, for those of the stage's
+    ``parameters`` that are not frozen; where it has None, the backward comes in one piece.
     """
 
-    def __init__(self, current: CurrentForward, parameters: Iterable[nn.Parameter], gemm: Gemm = TORCH) -> None:
+    def __init__(self, current: CurrentForward, gemm: Gemm, parameters: Iterable[nn.Parameter] = ()) -> None:
         self.current = current
-        self._deferred: Mapping[Any, Callable[..., Tensor | None]] = {**DEFERRED, F.linear: partial(linear, gemm=gemm)}
+        self._deferred: Mapping[Any, Product] = {**DEFERRED, F.linear: partial(linear, gemm=gemm)}
+        now = partial(linear, gemm=gemm, later=False)
+        self._now: Mapping[Any, Product] = {} if gemm is TORCH else {F.linear: now}
         self.parameters: Mapping[int, nn.Parameter] = {id(p): p for p in parameters if p.requires_grad}
 
-    def weigh(self, stand_ins: dict[int, Tensor]) -> None:
-        """The weight part: make the gradients and give them to the parameters, those used last first.
+    def sees(self, func: Function) -> bool:
+        return func in self._now
 
-        It empties ``stand_ins``, those of the microbatch's context, and reads no parameter's values.  A parameter that
-        got no gradient in the input part gets none.  ValueError where activations were written to since.
-        """
+    def weigh(self, stand_ins: dict[int, Tensor]) -> None:
+        """The weight part: make the gradients and give them to the parameters, those used last first.  It empties
+        ``stand_ins``, those of the microbatch's context, and reads no parameter's values.  A parameter that got no
+        gradient in the input part gets none.  ValueError where activations were written to since."""
         nodes = []
         with torch._C.DisableTorchFunction(), torch.enable_grad(), torch.autograd.set_multithreading_enabled(False):
             for key in list(stand_ins):
@@ -70,18 +79,19 @@ class WeightGrads(Handler):
         return stand_ins[key]
 
     def idle(self) -> bool:
-        return self.current.context.stand_ins is None
+        return not self._now and self.current.context.stand_ins is None
 
     def __call__(self, func: Function, call_next: Function, /, *args: Any, **kwargs: Any) -> Any:
-        if self.idle() or not torch.is_grad_enabled():
-            return call_next(*args, **kwargs)
-        ours = func in DEFERRED and self.current.comes_back
-        weight = kwargs.get("weight", args[1] if len(args) > 1 else None) if ours else None
-        args = self._replaced(args)
-        kwargs = {name: self._replaced(argument) for name, argument in kwargs.items()}
-        if id(weight) in self.parameters and plain(kwargs.get("input", args[0] if args else None)):
+        products = self._now
+        if self.current.context.stand_ins is not None and torch.is_grad_enabled():
+            weight = kwargs.get("weight", args[1] if len(args) > 1 else None)
+            if func in self._deferred and id(weight) in self.parameters:
+                products = self._deferred
+            args = self._replaced(args)
+            kwargs = {name: self._replaced(argument) for name, argument in kwargs.items()}
+        if func in products and self.current.comes_back and plain(*args, **kwargs):
             with torch._C.DisableTorchFunction():
-                if (result := self._deferred[func](*args, **kwargs)) is not None:
+                if (result := products[func](*args, **kwargs)) is not None:
                     return result
         return call_next(*args, **kwargs)
 
@@ -94,11 +104,14 @@ class WeightGrads(Handler):
         return argument
 
 
-def plain(x: Any) -> bool:
-    """Whether products of x are ours: a dense tensor of torch's own, no autocast, which has its own way to add, and no
-    ``torch.func`` (vmap, grad), which takes no function without rules for each of its transforms."""
-    dense = type(x) in (Tensor, nn.Parameter) and x.layout is torch.strided and not x.is_nested
-    return dense and not torch.is_autocast_enabled(x.device.type) and not torch._C._are_functorch_transforms_active()
+def plain(input: Any, *others: Any, **named: Any) -> bool:
+    """Whether a product of these is ours: of dense tensors of torch's own, no autocast, which has its own way to add,
+    and no ``torch.func`` (vmap, grad), which takes no function without rules for each of its transforms."""
+    for x in (input, *others, *named.values()):
+        if isinstance(x, Tensor) and (type(x) not in DENSE or x.layout is not torch.strided or x.is_nested):
+            return False
+    device = input.device.type if isinstance(input, Tensor) else "cpu"
+    return not torch.is_autocast_enabled(device) and not torch._C._are_functorch_transforms_active()
 
 
 class WeightGradNode(torch.autograd.Function):

@@ -114,8 +114,8 @@ class Update:
             stage.gradients.wipe()
         if self.nonfinite == "raise":
             raise FloatingPointError(
-                f"step {step} is not finite: {problem or 'the sum of the gradients over the ranks'}; no parameter was "
-                f"changed. Look at these samples, lower the learning rate, clip, or leave such steps out with "
-                f'nonfinite="skip"'
+                f"step {step} (counted from 0) is not finite: {problem or 'the sum of the gradients over the ranks'}; "
+                f"no parameter was changed. Look at these samples, lower the learning rate, clip, or leave such steps "
+                f'out with nonfinite="skip"'
             )
         return False

@@ -121,7 +121,7 @@ def test_code_that_differs_under_one_name_is_told() -> None:
                 p.fill_(1.0)
         Engine(model, comm, strategy="ddp")
 
-    with pytest.raises(ValueError, match=r"code of Shift is [0-9a-f]{8} on rank 0, [0-9a-f]{8} on rank 1"):
+    with pytest.raises(ValueError, match=r"code of user.Shift is [0-9a-f]{8} on rank 0, [0-9a-f]{8} on rank 1"):
         run(Mesh(shard=2), body, deadline=20)
 
 

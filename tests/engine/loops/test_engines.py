@@ -13,6 +13,7 @@ from loop_cases import ALONE, layout
 from torch import Tensor, nn
 
 from plait.comm import Comm, run
+from plait.core.mesh import Mesh
 from plait.engine import Engine
 
 
@@ -173,3 +174,17 @@ def test_an_engine_that_is_not_named_is_asked_for(where: str, step: int) -> None
 
     with pytest.raises(ValueError, match=r"came outside of its engine's backward: .*also=\[engine\]"):
         run(mesh, body, deadline=20)
+
+
+def test_hooks_on_what_is_gone_do_not_pile_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a frozen model no backward ends, so nothing says when a forward of it is over."""
+    monkeypatch.setattr("plait.engine.data_parallel.activation_hooks.MANY", 8)
+
+    def body(comm: Comm) -> int:
+        d = critic().requires_grad_(False)
+        engine = Engine(d, comm, strategy="zero3")
+        for _ in range(50):
+            d(torch.ones(2, 5, dtype=torch.float64, requires_grad=True)).sum().backward()
+        return sum(map(len, engine.stages[0].unsharding._hooks._handles.values()))
+
+    assert max(run(Mesh(shard=2), body, deadline=20)) <= 16

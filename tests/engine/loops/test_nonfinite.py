@@ -102,7 +102,7 @@ def test_every_rank_raises_and_names_whose_it_is_and_nothing_has_changed(where: 
     ranks = trained(where, kind, value, "raise")
     culprit = layout(where)[0].size - 1
     for raised, results, state, steps in ranks:
-        assert raised.startswith("step 1 is not finite: ")
+        assert raised.startswith("step 1 (counted from 0) is not finite: ")
         if kind == 1:
             assert f"the loss of microbatch 1 on rank {culprit} is {value}" in raised
         else:

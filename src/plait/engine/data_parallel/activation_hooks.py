@@ -22,6 +22,10 @@ def tensors_in(value: Any) -> list[Tensor]:
     return [value] if type(value) is Tensor else [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
 
 
+MANY = 1024
+"""Hooks of one microbatch among which those of tensors that are gone are looked for."""
+
+
 class ActivationHooks:
     """The hooks of every microbatch under way."""
 
@@ -29,12 +33,17 @@ class ActivationHooks:
         self.microbatch = 0
         """The one whose pass runs (a user's own loop has one)."""
         self._handles: defaultdict[int, list[RemovableHandle]] = defaultdict(list)
+        self._many = MANY
         self._missing: defaultdict[int, Counter[Unit]] = defaultdict(Counter)
         """Inputs of each unit whose gradients are still to come."""
 
     def when_gradient_comes(self, tensor: Tensor, call: Callable[[Tensor], None]) -> None:
         """Call when the tensor's gradient comes (a hook on a parameter would stay beyond the microbatch)."""
-        self._handles[self.microbatch].append(tensor.register_hook(call))
+        handles = self._handles[self.microbatch]
+        handles.append(tensor.register_hook(call))
+        if len(handles) >= self._many:  # of a frozen model no backward ends, and no microbatch is dropped
+            handles[:] = [handle for handle in handles if handle.hooks_dict_ref() is not None]
+            self._many = max(MANY, 2 * len(handles))
 
     def await_inputs(self, unit: Unit, inputs: Iterable[Any], call: Callable[[Unit], None]) -> None:
         """Call whenever the gradient of an input of the unit has come."""

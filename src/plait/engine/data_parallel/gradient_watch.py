@@ -23,7 +23,7 @@ class GradientWatch:
 
     def look(self, gradient: Tensor, microbatch: int, name: str) -> None:
         """A unit's flat gradient is whole; ``name`` is that of its first parameter."""
-        wide = gradient.dtype in _DOT
+        wide = gradient.dtype in _DOT and gradient.numel() < 2**31  # longer ones cuBLAS refuses
         self._squares.append(torch.dot(gradient, gradient) if wide else gradient.abs().sum(dtype=torch.float32))
         self._places.append((microbatch, name))
 

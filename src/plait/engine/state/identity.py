@@ -3,7 +3,7 @@
     field                      text
     blocks.3                   gpt.Block
     blocks.3.act               torch.nn.functional.gelu
-    code of Block              1f3a9c20                     of all its functions
+    code of gpt.Block          1f3a9c20                     of all its functions
     optimizer group 0 lr       0.001
 
 Only what is the same on all ranks of a right program is in a text: no addresses, no device indices, no file names.  Of
@@ -28,6 +28,8 @@ from torch.optim import Optimizer
 
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.Size, slice, enum.Enum)
 _FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, types.MethodType)
+LEFT_OUT = {"training", "name_or_path"}
+"""Attributes in which ranks may differ: the mode before the first step, the folder that a model was read from."""
 DEEPEST = 6
 """Containers in containers beyond this are compared by class."""
 
@@ -40,13 +42,13 @@ def model_fields(model: nn.Module) -> dict[str, str]:
         kind = type(module)
         fields[name or "the model"] = _name_of(kind)
         for key, value in vars(module).items():
-            if not key.startswith("_") and key != "training":
+            if not key.startswith("_") and key not in LEFT_OUT:
                 if id(value) not in known:
                     known[id(value)] = text_of(value)
                 fields[f"{name}.{key}" if name else key] = known[id(value)]
         for cls in kind.__mro__:
             if cls is not object and not cls.__module__.startswith("torch.") and id(cls) not in known:
-                known[id(cls)] = fields[f"code of {cls.__qualname__}"] = code_of_class(cls)
+                known[id(cls)] = fields[f"code of {_name_of(cls)}"] = code_of_class(cls)
     return fields
 
 

@@ -21,7 +21,7 @@ from plait.engine.data_parallel.unit import State, Unit
 from plait.engine.data_parallel.unshard import Unsharding
 from plait.engine.engine import Engine
 from plait.engine.exchange import Exchange
-from plait.engine.forward.context import CurrentForward, ForwardContext, RNGPosition
+from plait.engine.forward.context import RNGPosition
 from plait.engine.forward.products import WeightGradNode
 from plait.engine.norm import Norm
 from plait.engine.pipeline.p2p import PipelineP2P
@@ -40,11 +40,11 @@ def tied_uses_summed_before_the_data_axes(patch: Patch) -> None:
     """The same sum in another order: a few last bits, which only the replay of the tree can see."""
     add_uses, reduce, finish = TiedWeights.reduce, Gradients.reduce, Engine._before_update
 
-    def before_update(self: Engine) -> None:
+    def before_update(self: Engine, optimizer: Any) -> None:
         add_uses(self.ties)
         for stage in self.stages.values():
             reduce(stage.gradients)
-        finish(self)
+        finish(self, optimizer)
 
     patch.setattr(TiedWeights, "reduce", lambda self: None)
     patch.setattr(Gradients, "reduce", lambda self: None)
@@ -355,20 +355,24 @@ def draw_for_the_next_microbatch(patch: Patch) -> None:
 
 def recompute_with_the_latest_draw(patch: Patch) -> None:
     """What is recomputed in a backward draws what the last forward drew."""
-    original = CurrentForward.resume
+    original = Stage._resume
 
-    def resume(self: CurrentForward, context: ForwardContext) -> None:
-        original(self, context._replace(position=self.context.position))
+    def resume(self: Stage, microbatch: int, **rest: Any) -> Any:
+        latest, flight = self.current.context.position, original(self, microbatch, **rest)
+        self.current.replace(position=latest)
+        return flight
 
-    patch.setattr(CurrentForward, "resume", resume)
+    patch.setattr(Stage, "_resume", resume)
 
 
 def recompute_for_another_microbatch(patch: Patch) -> None:
-    original = CurrentForward.resume
+    original = Stage._resume
 
-    def resume(self: CurrentForward, context: ForwardContext) -> None:
-        assert context.position is not None
-        moved = replace(context.position, first_sample=context.position.first_sample + 1)
-        original(self, context._replace(position=moved))
+    def resume(self: Stage, microbatch: int, **rest: Any) -> Any:
+        flight = original(self, microbatch, **rest)
+        position = flight.context.position
+        assert position is not None
+        self.current.replace(position=replace(position, first_sample=position.first_sample + 1))
+        return flight
 
-    patch.setattr(CurrentForward, "resume", resume)
+    patch.setattr(Stage, "_resume", resume)

@@ -136,8 +136,7 @@ def norm_of_this_rank_only(patch: Patch) -> None:
     original = Exchange.report
 
     def report(self: Exchange, squares: float, *rest: Any) -> Any:
-        _, losses, have = original(self, squares, *rest)
-        return squares, losses, have
+        return original(self, squares, *rest)._replace(squares=squares)
 
     patch.setattr(Exchange, "report", report)
 

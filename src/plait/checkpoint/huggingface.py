@@ -7,8 +7,6 @@ Reading maps the file and copies blocks out of it.  Writing needs no tensor befo
 names and shapes, and each tensor goes to its place as it comes.
 """
 
-from __future__ import annotations
-
 import copy
 import json
 import math

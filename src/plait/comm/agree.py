@@ -6,8 +6,6 @@
 Every member of the group calls the same function, as with any collective.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import zlib

@@ -19,8 +19,6 @@ Rules of every world:
 - Nothing hangs: what does not come within ``deadline`` seconds is an error that names the operation.
 """
 
-from __future__ import annotations
-
 import os
 import time
 from abc import ABC, abstractmethod

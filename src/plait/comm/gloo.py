@@ -7,8 +7,6 @@ Messages with different tags never meet.  After its first failure a transport st
 promise nothing about what is still under way.  ``nccl.py`` adds what GPUs need.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager

@@ -6,8 +6,6 @@
 Pipelines send one the first time they see a shape; scripts send one with every tensor.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -11,8 +11,6 @@ Bytes are logical (``core/collectives.py``).  A group of one moves nothing and h
 only the newest lines are kept, some steps of a large run.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -6,8 +6,6 @@ nccl's own collectives are used where they give our bits; where ``deterministic`
 UNTESTED: nothing here has run on a GPU yet.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Sequence
 from datetime import timedelta

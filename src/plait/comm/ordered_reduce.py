@@ -12,8 +12,6 @@ Every world reduces by this function, and so does the reference run of ``verify`
 No fold starts from zero (``0 + -0.0`` is ``0.0``, which would lose a sign).
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 

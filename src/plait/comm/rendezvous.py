@@ -9,8 +9,6 @@ failing rank causes.  Whoever notices first writes the reason into the barrier f
 deadline it says what the ranks that did not come were doing: threads of one process can look at each other's stacks.
 """
 
-from __future__ import annotations
-
 import sys
 import threading
 import time

@@ -10,8 +10,6 @@ memory, so the planner's list can be compared with the engine's for any mesh.
 What a collective would have written is left as it was; do not read it.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

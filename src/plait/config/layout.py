@@ -1,7 +1,5 @@
 """How the model lies on the ranks, as flags; ``RunConfig`` makes a ``Parallelism`` of them."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path

@@ -7,8 +7,6 @@ LayoutConfig    the model on them          layout.py  ├─► RunConfig ──
 JobConfig       what is trained        job/config.py ─┘           └───► Job
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import Annotated, Any, Literal, TypeVar

@@ -12,8 +12,6 @@ Every sum is a left fold in coordinate order.  A single process that replays thi
 ``plait verify`` compares with those.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from typing import TypeVar
 

@@ -8,8 +8,6 @@ Both are all-gathers in rank order, and every rank folds the same numbers in the
 along pipe and tensor, bring the same batch.  Losses come from the ranks with the last stage; the others report zeros.
 """
 
-from __future__ import annotations
-
 DATA_ORDER = ("replica", "shard")
 """Data-rank order: replica outermost."""
 

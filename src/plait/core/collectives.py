@@ -18,8 +18,6 @@ whoever needs it; for equal pieces a ring sends the same.
 Source: the volume terms of Thakur, Rabenseifner & Gropp (2005) and the nccl-tests performance notes.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 CUT_EVENLY = ("all_gather", "reduce_scatter", "all_to_all", "scatter", "gather")

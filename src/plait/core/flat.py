@@ -14,8 +14,6 @@ vectorised kernels round their tails differently from their bodies, so a cut any
 becomes one broadcast per owner, a reduce-scatter one reduce (see ``lower``).
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass

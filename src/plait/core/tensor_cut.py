@@ -12,8 +12,6 @@ A *grain* is rows that stay together (those of an attention head); the number of
 Without one any size may be cut: 5 rows over 4 ranks are 2, 2, 1, 0.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from plait.core.layout import Region, part

@@ -12,8 +12,6 @@ A batch that does not divide is cut unevenly (``split_samples``); since losses a
 A step may be smaller than the others (``size``), and have fewer samples than parts (see ``corpus``).
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from typing import Any
 

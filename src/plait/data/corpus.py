@@ -12,8 +12,6 @@ every part, because the others wait for its messages, and many models cannot run
 gets a blank one, which has no loss.
 """
 
-from __future__ import annotations
-
 from abc import abstractmethod
 
 import torch

@@ -15,8 +15,6 @@ Sources: Black and Rogaway, "Ciphers with arbitrary finite domains" (2002); the 
 Lea, Flood 2014).
 """
 
-from __future__ import annotations
-
 NUM_ROUNDS = 8
 MASK_64 = (1 << 64) - 1
 GOLDEN = 0x9E3779B97F4A7C15  # 2^64 divided by the golden ratio: SplitMix64's step

@@ -15,8 +15,6 @@ arXiv:2404.10830).  Each epoch goes through the rows in its own order.  Document
 neighbours would gain nothing, and this way the number of steps is known beforehand.
 """
 
-from __future__ import annotations
-
 from bisect import bisect_left, insort
 from collections.abc import Iterable, Sequence
 

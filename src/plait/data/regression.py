@@ -5,8 +5,6 @@ the batch nor on vector widths, threads or the machine.  A generator would have 
 generator keeps only 32 bits of its seed.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

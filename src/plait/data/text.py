@@ -12,8 +12,6 @@ The same files are one text (``load_text``) or documents (``load_documents``):
     the standard library    every module is a document
 """
 
-from __future__ import annotations
-
 import json
 import re
 import sysconfig

@@ -7,8 +7,6 @@
 Windows know nothing of documents; ``PackedBatches`` does.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

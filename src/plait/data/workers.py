@@ -13,8 +13,6 @@ has imported this module and done nothing else ("forkserver").  They are closed 
 within seconds, when the rank that started them is gone.
 """
 
-from __future__ import annotations
-
 import multiprocessing
 import multiprocessing.connection
 import os

@@ -19,8 +19,6 @@ Gradients are sums: ``loss_fn`` returns a sum, the global count of targets is kn
 uneven ranks agree with a single process.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from functools import partial

@@ -11,8 +11,6 @@ Evaluations have their own runtime, so the shapes of their messages, their order
 from the step's.  In the ledger all their messages are of the phase ``evaluate``.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager

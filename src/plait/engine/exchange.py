@@ -1,7 +1,5 @@
 """What the ranks agree on before a step's first forward and after its last backward (see ``core.agreement``)."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import reduce
 from operator import or_

@@ -8,8 +8,6 @@ exit     compared over the ranks, if they may have been written to; back to rest
          where something that needs a gradient was made of them: back to rest after the backward that reads it
 """
 
-from __future__ import annotations
-
 import difflib
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence

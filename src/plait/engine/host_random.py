@@ -8,8 +8,6 @@ Another thread may have drawn in the meantime (a loader, another rank), or the l
 code of the model is asked: a function of its classes, or one that these call, that mentions the generator.
 """
 
-from __future__ import annotations
-
 import functools
 import inspect
 import random

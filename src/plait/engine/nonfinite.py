@@ -5,8 +5,6 @@ the report                        ──► each rank's first that is inf or NaN
 every rank                        ──► raises, or skips the step; both name who it was
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import Literal

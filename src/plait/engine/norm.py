@@ -7,8 +7,6 @@ one whole over tensor    every tensor rank                     the first
 one on several stages    each of them                          the first
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Collection, Sequence
 

@@ -7,8 +7,6 @@ model ── check ──► stages of this rank ──► units, flat storage, 
                         └── owned          what this rank's optimizer updates
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 

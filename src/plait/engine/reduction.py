@@ -8,8 +8,6 @@ A mean that is taken for a sum is divided twice, and nothing would look wrong.  
 operation is read, unless the caller says what the loss is.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, Literal
 

@@ -1,7 +1,5 @@
 """What a step is while it is under way, and what it did."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Any
 

@@ -4,8 +4,6 @@ muon.step()     sums, report, clip; then its own parameters         a loop's ord
 adamw.step()    its own parameters; then all values are published
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
 

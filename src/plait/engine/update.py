@@ -7,8 +7,6 @@ A step whose numbers are not finite raises on all ranks, or is skipped: the opti
 parameters nor its state change.  Where there is a loss scale it is always skipped, since there this may happen.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import replace

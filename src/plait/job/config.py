@@ -5,8 +5,6 @@ DataConfig              ├─► JobConfig ──► family, sizes, precision �
 OptimizerConfig         ┘
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Annotated, Any

@@ -14,8 +14,6 @@ A job says nothing of ranks: plait cuts each step's batch by samples, builds the
 under any layout.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import sys
 import threading

@@ -10,8 +10,6 @@
 A document is a run of equal numbers.  Each token sees itself, so no row of the mask is empty.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -16,8 +16,6 @@ Sources: RMSNorm arXiv:1910.07467, rotary embedding arXiv:2104.09864 (the half-s
 arXiv:2305.13245, SwiGLU arXiv:2002.05202, scaled residual init as in GPT-2, tying arXiv:1608.05859.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -8,8 +8,6 @@
 The loss is that of ``gpt``: a sum over tokens, with their count.
 """
 
-from __future__ import annotations
-
 import importlib
 import importlib.util
 import threading

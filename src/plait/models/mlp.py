@@ -13,8 +13,6 @@ the whole step.  A mean of the microbatches' means would weigh a row by the size
 would differ between layouts as soon as two counts differ.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import pairwise

@@ -8,8 +8,6 @@ Nothing is downloaded and no code in the folder is run.  Whatever transformers r
 kinds, is reported as a fault of the folder.
 """
 
-from __future__ import annotations
-
 import importlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

@@ -10,8 +10,6 @@ seed, device)`` draws what the monolith would draw, and nothing for other layers
 device and take no memory.
 """
 
-from __future__ import annotations
-
 from collections import OrderedDict
 
 from torch import nn

@@ -20,8 +20,6 @@ Source: Korthikanti et al. 2022 (arXiv:2205.05198), table 2.  There a column-cut
 and gathers it again in the backward; here it keeps the whole, so sequence parallelism does not divide ``y``.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

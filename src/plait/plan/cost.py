@@ -4,8 +4,6 @@
 the prediction (prefetch and overlap change it): compare them as multisets.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass

@@ -4,8 +4,6 @@
 of parameters: the memory side of ZeRO's table.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

@@ -14,8 +14,6 @@ A transformer layer has two of each of the first: two all-reduces forward and tw
 elements, or the same volume as reduce-scatters and all-gathers (Megatron-LM, Korthikanti et al. 2022).
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Collection, Sequence
 

@@ -6,8 +6,6 @@
 So a rank may free what it sent without asking, and without waiting for it.
 """
 
-from __future__ import annotations
-
 from plait.schedule.actions import MESSAGES, SENDS, Schedule, awaits, carries, count_stages, owners
 
 Key = tuple[str, int, int]

@@ -17,8 +17,6 @@ until B or W.  The last line is not published: the simulator found it.  Tests co
 Sources: the tables of Huang et al. 2019, Narayanan et al. 2021, Qi et al. 2023 and 2024.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 

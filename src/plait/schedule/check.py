@@ -16,8 +16,6 @@ A failure prints the schedule as a grid with the failing cells marked:
     rank 1 |  1F0  >1F1<  1B0   1B1
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from dataclasses import dataclass
 from itertools import accumulate

@@ -6,8 +6,6 @@ step, so the logs of several ranks (and hosts) fit together.  Waits for others (
     rank 1   |  0F0 ............|####|      waits [0.00, 0.31) for the message, computes [0.31, 0.52)
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from plait.schedule.actions import Action

@@ -6,8 +6,6 @@
 Of a large schedule, the neighbourhood of the first mark is shown.
 """
 
-from __future__ import annotations
-
 from plait.schedule.actions import Schedule
 
 Place = tuple[int, int]

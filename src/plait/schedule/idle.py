@@ -20,8 +20,6 @@ message is on the way.  The first update waits for the last rank to reach its up
 its line a rank waits for the rank that ends the step.
 """
 
-from __future__ import annotations
-
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterator, Sequence

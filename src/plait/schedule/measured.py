@@ -8,8 +8,6 @@
 attributed and drawn as if it had been measured.
 """
 
-from __future__ import annotations
-
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from itertools import accumulate

@@ -27,8 +27,6 @@ Sources: GPipe (Huang et al. 2019), PipeDream-flush / 1F1B and its interleaving 
 zero bubble (Qi et al. 2023).
 """
 
-from __future__ import annotations
-
 import difflib
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -15,8 +15,6 @@ The patterns need 2p microbatches; with fewer, the others are struck out (see ``
 Sources: zero bubble, controllable memory (Qi et al. 2023, 2024: ZB-V), DualPipe cut in half (DeepSeek 2025: DualPipeV).
 """
 
-from __future__ import annotations
-
 from collections import deque
 from itertools import count
 

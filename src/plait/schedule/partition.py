@@ -12,8 +12,6 @@ both, so it decides in ``shortest_step``: from stages of equal cost, boundaries 
 the step shorter.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from itertools import accumulate, permutations
 

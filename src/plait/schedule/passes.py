@@ -12,8 +12,6 @@
 deadlock: they are started and never waited for, so a rank only ever waits in a pass, for what that pass needs.
 """
 
-from __future__ import annotations
-
 from collections import Counter, defaultdict, deque
 from collections.abc import Iterable
 from dataclasses import replace

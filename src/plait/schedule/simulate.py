@@ -17,8 +17,6 @@ time of their line; or, with ``overlap``, of a lane in parallel to it, in the or
 Each action is visited once, in an order that the dependencies allow; ``bubbles.py`` has closed forms.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property

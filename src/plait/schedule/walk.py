@@ -4,8 +4,6 @@ Any order that works will do: an action meets the same in all of them.  The proo
 the simulator when each action would start (``simulate``).
 """
 
-from __future__ import annotations
-
 from collections import defaultdict, deque
 from collections.abc import Callable, Hashable, Iterable
 from typing import TypeVar

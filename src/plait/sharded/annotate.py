@@ -6,8 +6,6 @@ After it every parameter is a ShardedTensor, those without a line replicated, an
 shards: ``F.linear(x, weight, bias)`` meets the rule of ``linear``.  Inputs and buffers may stay plain tensors.
 """
 
-from __future__ import annotations
-
 import difflib
 from collections.abc import Mapping
 from typing import TypeVar

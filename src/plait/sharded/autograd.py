@@ -1,7 +1,5 @@
 """``torch.autograd.backward``, ``grad`` and hooks on ShardedTensors: as on plain tensors, seeded by the dual table."""
 
-from __future__ import annotations
-
 from typing import Any, cast
 
 import torch

@@ -9,8 +9,6 @@
 These are operators of torch's library, so one row serves every function, method and module that ends in it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

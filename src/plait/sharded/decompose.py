@@ -9,8 +9,6 @@ Their rules give the layouts from step to step; the steps then run on the local 
 values (how many elements a mask has, say) is computed as it stands, on operands that every rank has whole.
 """
 
-from __future__ import annotations
-
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

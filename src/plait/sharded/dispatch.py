@@ -6,8 +6,6 @@ args  --freeze-->  specs and values  --rule-->  OpPlan     kept with the first o
 A call whose operator has no rule, or whose rule does not know its arguments, is taken apart (``decompose.py``).
 """
 
-from __future__ import annotations
-
 import inspect
 import numbers
 from collections.abc import Callable, Iterator

@@ -7,8 +7,6 @@ draws its own piece of one and the same mask, whatever the cut (``masks.py``):
         loss = model(x)
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar

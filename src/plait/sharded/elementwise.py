@@ -9,8 +9,6 @@
 Operands are aligned like the letters of a product: a replicated one is sliced to the cut of the other.
 """
 
-from __future__ import annotations
-
 import cmath
 from collections.abc import Iterable
 from typing import Any

@@ -10,8 +10,6 @@ An expression runs on the ``meta`` device in a world that moves nothing, so it c
 lines are those that the ledger of this rank would show.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

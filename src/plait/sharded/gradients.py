@@ -6,8 +6,6 @@ replicated      1 at index 0 of the axis, 0 elsewhere: the ranks' gradients are 
 cut             1 on the rank that holds the element
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -7,8 +7,6 @@ ranks only.  The other dims keep their cuts.
     [4, 6/tensor].split(2, dim=1)    refused: dim 1 is cut
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from plait.sharded.rules import Axes, align, on_meta, on_slices, rule, unsummed, whole

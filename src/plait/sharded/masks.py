@@ -7,8 +7,6 @@
 Any slice of a mask can be made by itself, and every device makes the same one.
 """
 
-from __future__ import annotations
-
 import hashlib
 import math
 from collections.abc import Callable, Sequence

@@ -5,8 +5,6 @@ cross_entropy   classes whole; over cut samples the sum is pending; the mean div
 attention       batch and heads may be cut, alike in q, k and v; time may not
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch.nn.functional as F

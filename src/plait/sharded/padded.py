@@ -6,8 +6,6 @@
 as it is.  A message leaves when a function here is called; the ``Finish`` that it returns waits for it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 
 import torch

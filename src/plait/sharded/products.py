@@ -6,8 +6,6 @@
 A product is linear in each factor: one factor may be pending over an axis over which the other is replicated.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

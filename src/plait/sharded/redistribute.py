@@ -6,8 +6,6 @@
 Pieces of unequal length travel padded (``padded.py``).
 """
 
-from __future__ import annotations
-
 from typing import Any, cast
 
 import torch

@@ -5,8 +5,6 @@ max, softmax,  the dim must be whole, and nothing pending
 var, norm ...
 """
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -17,8 +17,6 @@ A replicated operand may meet a cut one: it is sliced, which sends nothing, and 
 slice, is again its share.
 """
 
-from __future__ import annotations
-
 import cmath
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar

@@ -1,7 +1,5 @@
 """What a ShardedTensor shows of itself: sharding, comm, its local piece, and the shape of the whole."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

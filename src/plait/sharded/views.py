@@ -9,8 +9,6 @@ elements:
     [5/tensor, 6]   -> [30]  on 2 ranks      refused: 3 rows are 18 elements, half of 30 is 15
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from itertools import product

@@ -9,8 +9,6 @@ scattered and a stream gathered, which is the same volume as one all_reduce.  Co
 so a dim other than the first costs one copy, and 5 steps of time over 4 ranks travel as 4 pieces of 2.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -13,8 +13,6 @@ oneDNN is reached through the operator with which ``torch.compile`` calls it.  T
 dtypes, GPUs, empty ones, any under autocast) go to torch.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 

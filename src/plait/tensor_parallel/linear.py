@@ -16,8 +16,6 @@ Under sequence parallelism Enter gathers the stream forward and scatters its gra
 scattered: reduce_scatter and all_gather in place of the all_reduce.
 """
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Sequence
 from typing import Any

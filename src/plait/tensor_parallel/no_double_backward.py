@@ -5,8 +5,6 @@ Under ``create_graph=True`` (a gradient penalty) such a gradient would be taken 
 an error at once.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import wraps
 from typing import Any

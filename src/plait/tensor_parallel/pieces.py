@@ -1,7 +1,5 @@
 """A rank's piece of a parameter that tensor parallelism cuts, and the whole from all pieces."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

@@ -4,8 +4,6 @@ A plan comes from the user, from the model (``tensor_plan``, a dict or a method 
 Face model's config (see ``transformers``).  It is resolved, or refused, on a model whose parameters may be on meta.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any

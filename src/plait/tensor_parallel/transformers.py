@@ -10,8 +10,6 @@ attention enters as a whole (its code shapes the heads by the length of its inpu
 parameters of their own, the norms, work on the cut stream.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -9,8 +9,6 @@ No rank ever holds the logits of all classes.  Source: Megatron-LM (Shoeybi et a
 maximum, sum and target apart.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

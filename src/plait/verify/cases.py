@@ -10,8 +10,6 @@ some of them without a loss, vectors of 5 elements (mlp).  Only the decoder's 12
 a head cannot be parted.
 """
 
-from __future__ import annotations
-
 import math
 import shlex
 from collections.abc import Iterator, Mapping

@@ -15,8 +15,6 @@ covers most, backtracking where a rule leaves no choice.
 Source: the greedy construction of AETG (Cohen et al. 1997), with rules instead of lists of forbidden tuples.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass

@@ -10,8 +10,6 @@ of the norm and uses of tied weights.  The reference knows nothing else of a lay
 the loss scale and the gemm belong to the job.
 """
 
-from __future__ import annotations
-
 import time
 import traceback
 from collections import Counter

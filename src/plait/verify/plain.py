@@ -17,8 +17,6 @@ Its dropout formula, of (seed, step, global sample, site, element), for decision
     keep    hash(hash(element ^ low half of the key) + high half) >= p * 2^32
 """
 
-from __future__ import annotations
-
 import hashlib
 import math
 from collections.abc import Iterator

@@ -4,8 +4,6 @@ A rank records the pieces that it owns, in the parameters' own coordinates.  The
 parameters, which every rank records whole.
 """
 
-from __future__ import annotations
-
 import io
 import math
 from collections.abc import Sequence

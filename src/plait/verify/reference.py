@@ -4,8 +4,6 @@ It knows nothing of units, flat storage or collectives.  All it takes from the l
 (``core.additions``): each global microbatch's gradient is a leaf, and the tree says which two are added first.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field

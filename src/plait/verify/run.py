@@ -6,8 +6,6 @@ one process, one plain full-batch step          ──► rounding ─┘
 the table's predicted messages and bytes        ──► the ledger
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Callable, Sequence

@@ -4,8 +4,6 @@ It begins when the gradient of the unit's output comes.  It is over when those o
 calls in the microbatch.
 """
 
-from __future__ import annotations
-
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
 from typing import Any

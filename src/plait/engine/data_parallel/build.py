@@ -7,8 +7,6 @@ Parameters on the meta device get their values afterwards (see ``engine.state.in
 than its pieces and one module.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise

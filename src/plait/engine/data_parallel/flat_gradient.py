@@ -4,8 +4,6 @@ Where the accumulator has every element, gradients go straight into it: the firs
 added.  Elsewhere they go to a transient buffer, which is reduced to this rank's piece.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

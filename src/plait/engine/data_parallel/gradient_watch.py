@@ -4,8 +4,6 @@ Each unit's gradient becomes one number, its square, while it is still in the ca
 step's report.  A gradient of more than 1e19 (fp32) counts as not finite, since its square is not.
 """
 
-from __future__ import annotations
-
 import math
 
 import torch

@@ -13,8 +13,6 @@ Cutting a parameter is right only for *element-wise* optimizers.  That is probed
 a small matrix, whole and as two flat runs, must agree to the bit.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass

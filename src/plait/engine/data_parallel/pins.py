@@ -8,8 +8,6 @@ A view that someone took of the parameters and keeps (a state dict) stays what i
 next gather gets its own.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 from plait.engine.data_parallel.unit import State, Unit

@@ -9,8 +9,6 @@ master   what the optimizer updates, where its cell has another dtype or device 
          rounded from it after each update.  Elsewhere the optimizer updates a part of ``rest``
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 

@@ -1,7 +1,5 @@
 """The moves of a row as this rank's messages on one flat buffer: made once, sent in every step."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

@@ -10,8 +10,6 @@ A user can name the units instead; they may nest, and a parameter belongs to the
 that several units use is laid in the first; the others *borrow* it.
 """
 
-from __future__ import annotations
-
 import difflib
 from collections.abc import Iterable
 from dataclasses import dataclass

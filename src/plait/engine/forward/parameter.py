@@ -11,8 +11,6 @@ A class of a tensor's own is asked by every torch function that takes it, in or 
 Shapes, dtypes and other metadata are answered as ever.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

@@ -14,8 +14,6 @@ belong to.
     exponential     -ln u
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol

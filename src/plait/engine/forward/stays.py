@@ -1,7 +1,5 @@
 """What belongs to one rank of one world, and so is neither copied nor pickled: the engine, and its hooks on a model."""
 
-from __future__ import annotations
-
 from typing import NoReturn, SupportsIndex
 
 

@@ -4,8 +4,6 @@ Ranks compare digests by their smallest and their largest: where the two differ,
 show all values to each other.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Mapping
 

@@ -1,7 +1,5 @@
 """A model must stay the one that was wrapped: parameters added, removed or replaced later would silently not train."""
 
-from __future__ import annotations
-
 import torch
 from torch import nn
 

@@ -11,8 +11,6 @@ objects other than numbers, strings, functions, containers and configs it is the
 begin with an underscore are left out.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import enum
 import functools

@@ -10,8 +10,6 @@ each module around it, the ``_init_weights(module)`` that Hugging Face's models 
 meanwhile, so that whatever is written to them is lost.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager

@@ -7,8 +7,6 @@ A tensor axis cuts before the data axes do, so rows of a rank's piece are one bl
 (see ``core.tensor_cut``).
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from typing import Protocol

@@ -93,8 +93,8 @@ def test_the_setting_reaches_both(ours: str, theirs: str) -> None:
 
 def test_a_fault_that_layout_and_replay_share_shows_beside_torchs_products(monkeypatch: pytest.MonkeyPatch) -> None:
     """Both run the same ``Linear``: the plain full-batch step, whose products are torch's, does not."""
-    original = deferred_products._by_rows
-    monkeypatch.setattr(deferred_products, "_by_rows", lambda *given: original(*given) * 1.001)
+    original = deferred_products._weight_gradient
+    monkeypatch.setattr(deferred_products, "_weight_gradient", lambda *given: original(*given) * 1.001)
     config = replace(WIDE, mesh="shard=2")
     job, ranks = job_of(config), record(config)
     verdict = judge(job, config, ranks, *references(job, config, ranks))

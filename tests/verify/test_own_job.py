@@ -208,5 +208,5 @@ def test_parameters_that_only_some_ranks_use(strategy: str) -> None:
 
 
 def test_units_that_only_some_ranks_gather_are_named() -> None:
-    with pytest.raises(MismatchError, match=r"unit 'experts.0' .*rank 1 in all_gather of unit 'experts.1'"):
+    with pytest.raises(MismatchError, match=r"in all_gather of unit 'experts.\d' .*in all_gather of unit 'experts.\d'"):
         plait.verify(EXPERTS, "replica=2 shard=2", "zero3", microbatches=2, steps=4, lr=0.01)

@@ -70,13 +70,13 @@ def drop_the_others(patch: Patch) -> None:
 
 
 def decay_what_must_not(patch: Patch) -> None:
-    original = optimizer.decay_groups
+    row = optimizer.OPTIMIZERS["adamw"]
 
-    def exchanged(parameters: Any, weight_decay: float) -> Any:
-        first, second = original(parameters, weight_decay)
-        return [{**first, "params": second["params"]}, {**second, "params": first["params"]}]
+    def exchanged(groups: Any, lr: float) -> Any:
+        decays, rest = groups
+        return row.make([{**decays, "params": rest["params"]}, {**rest, "params": decays["params"]}], lr=lr)
 
-    patch.setattr(optimizer, "decay_groups", exchanged)
+    patch.setitem(optimizer.OPTIMIZERS, "adamw", replace(row, make=exchanged))
 
 
 def rate_off_by(steps: int) -> Callable[[Patch], None]:

@@ -197,7 +197,7 @@ def test_what_belongs_to_a_rank_is_its_own() -> None:
     class Knows(nn.Linear):
         def __init__(self, rank: int) -> None:
             super().__init__(3, 3)
-            self._rank, self.device, self.noise = rank, torch.device("cpu"), object()
+            self._own, self.local_rank, self.device, self.noise = rank, rank, torch.device("cpu"), object()
 
     def body(comm: Comm) -> None:
         model = cases.distinct(Knows(comm.rank))

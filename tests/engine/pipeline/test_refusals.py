@@ -206,7 +206,7 @@ def recomputed(model: nn.Module, batch: Batch) -> Tensor:
 @pytest.mark.parametrize("row, mesh", [("ddp", "pipe=2"), ("zero3", "pipe=2 shard=2")])
 @pytest.mark.parametrize("loss", [twice, never, greedy, careful, link_by_link, regularised, by_name, recomputed])
 def test_losses_that_no_stage_can_run(loss: Any, row: str, mesh: str) -> None:
-    words = "calls the model once|did not call|loss_fn reads|another stage has|is used by|only some links|of two stages"
+    words = "calls the model once|did not call|loss_fn reads|another stage|is used by|only some links|of two stages"
     with pytest.raises((ValueError, AttributeError), match=words):
         cases.train(chain(), mesh, row, batches(1), loss=loss, microbatches=2)
 

@@ -82,7 +82,8 @@ def check_replicas(model: nn.Module, comm: Comm) -> None:
         comm,
         structure | model_fields(model),
         "the ranks brought different models",
-        "Build the same model everywhere; what belongs to a rank goes into an attribute with a leading underscore",
+        "Build the same model everywhere; what belongs to a rank goes into an attribute with a leading underscore, "
+        "or with rank in its name",
     )
     same = same_everywhere(comm, [_fingerprint(n, p) for n, p in parameters], AXES, Note("setup"))
     if differing := [(n, p) for (n, p), alike in zip(parameters, same, strict=True) if not alike]:

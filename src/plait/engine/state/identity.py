@@ -7,8 +7,8 @@
     optimizer group 0 lr       0.001
 
 Only what is the same on all ranks of a right program is in a text: no addresses, no device indices, no file names.  Of
-objects other than numbers, strings, functions, containers and configs it is the class alone, and attributes whose names
-begin with an underscore are left out.
+objects other than numbers, strings, functions, containers and configs it is the class alone, and attributes that are a
+rank's own by their name (``of_the_model``) are left out.
 """
 
 import dataclasses
@@ -40,7 +40,7 @@ def model_fields(model: nn.Module) -> dict[str, str]:
         kind = type(module)
         fields[name or "the model"] = _name_of(kind)
         for key, value in vars(module).items():
-            if not key.startswith("_") and key not in LEFT_OUT:
+            if of_the_model(key) and key not in LEFT_OUT:
                 if id(value) not in known:
                     known[id(value)] = text_of(value)
                 fields[f"{name}.{key}" if name else key] = known[id(value)]
@@ -93,9 +93,14 @@ def text_of(value: Any, depth: int = 0) -> str:
         return f"{{{', '.join(sorted(f'{key}: {text_of(one, depth + 1)}' for key, one in value.items()))}}}"
     config = dataclasses.is_dataclass(value) or callable(getattr(value, "to_dict", None))
     if depth < DEEPEST and config and not isinstance(value, type) and hasattr(value, "__dict__"):
-        public = {key: one for key, one in vars(value).items() if not key.startswith("_")}
+        public = {key: one for key, one in vars(value).items() if of_the_model(key)}
         return f"{_name_of(type(value))} {text_of(public, depth + 1)}"
     return _name_of(value if isinstance(value, type) else type(value))
+
+
+def of_the_model(attribute: str) -> bool:
+    """Whether all ranks have it alike, by its name: no leading underscore, and no rank in it."""
+    return not attribute.startswith("_") and "rank" not in attribute
 
 
 def _name_of(named: Any) -> str:

@@ -65,6 +65,17 @@ def test_a_schedule_and_decay_groups_are_the_one_process_run(train: Any, layout:
     assert 0.002 < metrics[4]["lr"] < metrics[3]["lr"] < 0.01
 
 
+def test_all_of_a_loop_at_once_is_the_one_process_run(train: Any) -> None:
+    """Epochs whose last step is smaller, workers, evaluation between steps, a schedule, microbatches."""
+    layout = "--mesh shard=3 --strategy zero2 --microbatches 2"
+    data = "--batch 19 --epochs 2 --workers 1 --eval-every 10 --eval-steps 2"
+    summary, metrics, shown = train(*layout.split(), *data.split(), "--lr", "0.01", *SCHEDULED, "--verify")
+    assert summary["equal_to_one_process"] is True and "verdict: bitwise" in shown
+    steps = len(metrics)
+    assert steps % 2 == 0 and metrics[steps // 2 - 1]["tokens"] < metrics[0]["tokens"]
+    assert [line["step"] for line in metrics if "eval_loss" in line] == [*range(10, steps, 10), steps]
+
+
 def test_the_schedule_and_the_decay_change_the_run(train: Any) -> None:
     plain = train("--mesh", "shard=2", "--steps", "4", "--lr", "0.01")[1]
     for more in (["--lr-schedule", "linear", "--min-lr", "0"], ["--weight-decay", "3"]):

@@ -50,6 +50,8 @@ def test_the_smallest_batch_that_fills_all_parts_is_valid() -> None:
         ({"mesh": "pipe=2", "hold": -1}, ["hold is -1"]),
         ({"sequence_parallel": True, "model": "mlp", "mesh": "tensor=2"}, ["mlp", "in time"]),
         ({"strategy": "zero4"}, ["unknown strategy 'zero4'", "zero3"]),
+        ({"strategy": "fsdp"}, ["unknown strategy 'fsdp': did you mean zero3?"]),
+        ({"strategy": "FULL_SHARD"}, ["did you mean zero3?"]),
         ({"strategy": "mine: full | full"}, ["cannot read the strategy"]),
         ({"batch": 7, "mesh": "replica=2 shard=2", "microbatches": 2}, ["7 samples", "4", "2", "8 parts"]),
         ({"microbatches": 0}, ["microbatches is 0", "from 1"]),

@@ -8,6 +8,7 @@ from typing import Any
 import engine_cases as cases
 import pytest
 from engine_cases import adamw, batches, count, deal, loss_sum, net
+from torch import nn
 
 from plait.comm import Comm, run
 from plait.core.cells import TABLE
@@ -111,3 +112,13 @@ def test_what_means_the_same_is_the_same(mesh: Mesh, mine: list[dict[str, Any]])
         check_settings(comm, Parallelism.of(**mine[comm.rank]).compared())
 
     run(mesh, body, deadline=20)
+
+
+def test_an_engine_and_its_units_say_what_they_are() -> None:
+    def shown(comm: Comm) -> str:
+        engine = Engine(nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2)), comm, strategy="zero3", units=["0", "1"])
+        return f"{engine}, {engine.units}"
+
+    text = run(Mesh(), shown)[0]
+    assert text.startswith("Engine(zero3 on shard=1, rank 0: ") and "units of 26 parameters)" in text
+    assert "Unit(1, 2 parameters, " in text and " object at " not in text

@@ -259,6 +259,16 @@ TABLE: dict[str, Strategy] = {
 }
 
 
+ELSEWHERE = {
+    **dict.fromkeys(("fsdp", "fsdp2", "full_shard", "stage3"), "zero3"),
+    **dict.fromkeys(("shard_grad_op", "stage2"), "zero2"),
+    **dict.fromkeys(("hybrid_shard", "hybrid"), "hsdp"),
+    **dict.fromkeys(("dp", "no_shard", "data_parallel"), "ddp"),
+    **dict.fromkeys(("zeroredundancyoptimizer", "stage1"), "zero1"),
+}
+"""What other engines call a row."""
+
+
 def find_strategy(which: str | Strategy) -> Strategy:
     """A row by name, by its text, or the row itself; ValueError for no such row (the nearest names are given)."""
     if isinstance(which, Strategy):
@@ -267,7 +277,8 @@ def find_strategy(which: str | Strategy) -> Strategy:
         return TABLE[which]
     if ":" in which:
         return parse_strategy(which)
-    near = difflib.get_close_matches(which, TABLE, n=2)
+    known = ELSEWHERE.get(which.lower())
+    near = [known] if known else difflib.get_close_matches(which, TABLE, n=2)
     hint = f"did you mean {' or '.join(near)}? " if near else ""
     raise ValueError(
         f"unknown strategy {which!r}: {hint}the rows are {', '.join(TABLE)}; or write your own as "

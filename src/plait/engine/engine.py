@@ -124,6 +124,10 @@ class Engine(OwnLoop):
         self.last = StepResult(-1, math.nan, 0, (), None)
         """What the last step did, in a loop of one's own too."""
 
+    def __repr__(self) -> str:
+        where = f"{self.strategy.name} on {self.comm.mesh}, rank {self.comm.rank}"
+        return f"Engine({where}: {len(self.units)} units of {self.num_parameters:,} parameters)"
+
     def use(self, optimizer: Optimizers) -> None:
         """Take optimizers that were built after the engine, on ``model.parameters()``; all ranks call it together.
 

@@ -63,6 +63,9 @@ class Unit:
         self.bytes_full = sum(flat.bytes_full for flat in self._split_flats)
         """Bytes of the gathered parameters."""
 
+    def __repr__(self) -> str:
+        return f"Unit({self.name}, {sum(len(flat.layout.slots) for flat in self.flats)} parameters, {self.state.value})"
+
     def relate(self, borrows: Sequence[Unit], ancestors: Sequence[Unit]) -> None:
         """Say whose parameters the module reads besides its own (tied ones), and which units it lies in."""
         self.needs = [self, *borrows]

@@ -42,7 +42,7 @@ from plait.engine.reduction import returning_sums
 from plait.engine.standing import Standing
 from plait.engine.state.identity import code_of
 from plait.engine.state.weights import Weights
-from plait.engine.step import OpenStep, StepResult, num_samples
+from plait.engine.step import OpenStep, StepResult, num_samples, whole_count
 from plait.engine.turns import Optimizers, StepTurns, several
 from plait.engine.update import Update
 
@@ -160,7 +160,7 @@ class Engine(OwnLoop):
         if not num:
             raise ValueError("no microbatch: a step needs at least one, an empty one included")
         program = self.program(num)
-        counts = [int(count_fn(batch)) for batch in microbatches]
+        counts = [whole_count(count_fn(batch)) for batch in microbatches]
         if min(counts) < 0:  # the sum goes to the others, and they refuse it too
             counts = [min(counts)]
         samples = [num_samples(batch) for batch in microbatches]

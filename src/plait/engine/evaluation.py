@@ -29,7 +29,7 @@ from plait.engine.pipeline.p2p import PipelineP2P
 from plait.engine.pipeline.runtime import EventLog, Runtime
 from plait.engine.pipeline.stage import LossFn
 from plait.engine.placed_model import PlacedModel
-from plait.engine.step import num_samples
+from plait.engine.step import num_samples, whole_count
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class Evaluator:
         with ExitStack() as stack, torch.no_grad():
             stack.enter_context(comm.ledger.phase(EVALUATE))
             samples = sum(num_samples(batch) for batch in microbatches)
-            _, total = self.exchange.counts(num, sum(map(count_fn, microbatches)), samples)
+            _, total = self.exchange.counts(num, sum(whole_count(count_fn(batch)) for batch in microbatches), samples)
             self.exchange.check_batches(microbatches)
             models = [stage.model for stage in stages]
             stack.enter_context(eval_mode(self.placed.model, *models))

@@ -27,7 +27,7 @@ from plait.engine.gathered import gathered, units_of
 from plait.engine.host_random import HostRandomness
 from plait.engine.placed_model import PlacedModel
 from plait.engine.reduction import Reduction, as_sum
-from plait.engine.step import OpenStep, StepResult
+from plait.engine.step import OpenStep, StepResult, whole_count
 from plait.engine.turns import StepTurns
 from plait.engine.update import Update
 
@@ -80,6 +80,7 @@ class OwnLoop(PlacedModel):
             raise ValueError(f"the loss has shape {tuple(loss.shape)}: return the sum over the microbatch, a scalar")
         if count < 0:
             raise ValueError(f"a count of {count}: it is the number of terms of the loss, 0 or more")
+        count = whole_count(count)
         loss = as_sum(loss, count, reduction)
         with ExitStack() as stack:
             for engine in engines:

@@ -37,6 +37,13 @@ class OpenStep:
     """The sums are finished and clipped."""
 
 
+def whole_count(count: Any) -> int:
+    """A number of terms, as an int; ValueError for a fraction of one."""
+    if (number := int(count)) != count:
+        raise ValueError(f"a count of {count}: it is how many terms the loss has, a whole number")
+    return number
+
+
 def num_samples(batch: Any) -> int:
     """The size of the first dim of the first tensor in a batch."""
     for leaf in tree_leaves(batch):

@@ -142,6 +142,8 @@ def build_model(config: JobConfig) -> nn.Module:
     """The model that a config describes, in its dtype, with its parameters on meta unless it is the user's."""
     with nullcontext() if config.family.valued else empty_parameters():
         model = config.family.build(config.sizes)
+    if config.family.valued and config.stored_dtype == torch.float64:
+        model = model.double()  # a user's buffers too, which lose nothing by it
     return _cast(model, config.stored_dtype).train()
 
 

@@ -91,6 +91,8 @@ class UserJob:
         Raises:
             ValueError: models that share a module or differ in their values, batches that differ.
         """
+        if not callable(self.batches) and not len(self.batches):
+            raise ValueError("batches is empty: give a batch for each step, or at least one, used again and again")
         one, other = self.model(0), self.model(0)
         names = {id(module): name or "the model itself" for name, module in one.named_modules()}
         for module in other.modules():
@@ -109,7 +111,8 @@ class UserJob:
 def _same(one: Any, other: Any) -> bool:
     """Whether two values are the same, NaN included."""
     if isinstance(one, Tensor) and isinstance(other, Tensor):
-        return one.shape == other.shape and torch.equal(one.nan_to_num(), other.nan_to_num())
+        alike = one.shape == other.shape and one.is_meta == other.is_meta
+        return alike and (one.is_meta or torch.equal(one.nan_to_num(), other.nan_to_num()))
     return isinstance(one, Tensor) == isinstance(other, Tensor)
 
 

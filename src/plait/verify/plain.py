@@ -8,7 +8,7 @@
     products         as the run multiplies                 torch's
 
 A fault that a layout and its replay have in common is bitwise there, and different here.  What is left in common: the
-model, its loss, its data and its initial values.
+model, its loss, its data, its initial values, and random operators other than dropout.
 
 Its dropout formula, of (seed, step, global sample, site, element), for decision 007:
 
@@ -19,20 +19,25 @@ Its dropout formula, of (seed, step, global sample, site, element), for decision
 
 import hashlib
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from plait.config import RunConfig
 from plait.core.cells import LONG
+from plait.engine.forward.context import RNGPosition
+from plait.engine.forward.random_streams import STREAMS
 from plait.engine.state.init import materialise
-from plait.engine.step import num_samples
+from plait.engine.step import num_samples, whole_count
 from plait.job.job import Job
+from plait.sharded.masks import stream_key
 from plait.verify.reference import Record
 
 
@@ -52,7 +57,7 @@ def run_plain(job: Job, config: RunConfig) -> Record:
         for group in optimizer.param_groups:
             group["lr"] = group.setdefault("initial_lr", group["lr"]) * rate(config, step)
         (batch,) = job.microbatches(step, 0, 1, 1)
-        count = job.count_fn(batch)
+        count = whole_count(job.count_fn(batch))
         model.zero_grad()
         with masks.of(step, samples := num_samples(batch)):
             loss = job.loss_fn(model, batch)
@@ -134,21 +139,51 @@ class Masks(TorchDispatchMode):
         """Inside, the forward of a step runs, or its backward."""
         self.step, self.num_samples = step, num_samples
         self.drawn: dict[str, int] = {}
-        with self:
+        with self, Noise(self):
             yield
+
+    def site(self) -> tuple[RNGPosition, str, str]:
+        """Where the running module's next draw is, as ``random_streams`` asks for it."""
+        module = self.calls[-1]
+        draw = self.drawn[module] = self.drawn.get(module, -1) + 1
+        return RNGPosition(self.step, 0, 0, self.num_samples), module, f"{module}#{draw}"
+
+    def sample_keys(self, kind: str, site: str) -> list[int]:
+        """One for each sample of the whole batch."""
+        return [stream_key(kind, self.seed, self.step, sample, site) for sample in range(self.num_samples)]
+
+    def place(self, module: str, shape: Sequence[int]) -> None:
+        """Activations are whole here."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten.bernoulli_.float:
-            return args[0].copy_(self.mask(args[0].shape, 1 - args[1]))
+            kept = args[1] if len(args) > 1 else 0.5  # torch leaves its default out
+            return args[0].copy_(self.mask(args[0].shape, 1 - kept))
         return func(*args, **(kwargs or {}))
 
     def mask(self, shape: torch.Size, p: float) -> Tensor:
         """True where an element survives."""
-        module = self.calls[-1]
-        draw = self.drawn[module] = self.drawn.get(module, -1) + 1
+        _, _, site = self.site()
         kind, rows = ("dropout", self.num_samples) if shape[0] == self.num_samples else ("microbatch dropout", 1)
-        words = [(kind, self.seed, self.step, row, f"{module}#{draw}") for row in range(rows)]
+        words = [(kind, self.seed, self.step, row, site) for row in range(rows)]
         return torch.stack([keep(words_, math.prod(shape) // rows, p) for words_ in words]).view(shape)
+
+
+class Noise(TorchFunctionMode):
+    """Random operators besides dropout, which layout and replay share with this run: their streams are the engine's."""
+
+    def __init__(self, masks: Masks) -> None:
+        super().__init__()
+        self.masks = masks
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is F.gumbel_softmax:
+            with self:
+                return func(*args, **kwargs)
+        if func in STREAMS and kwargs.get("generator") is None and torch.is_grad_enabled():
+            return STREAMS[func](self.masks, *args, **kwargs)
+        return func(*args, **kwargs)
 
 
 def keep(words: tuple[object, ...], numel: int, p: float) -> Tensor:

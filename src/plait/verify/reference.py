@@ -20,7 +20,7 @@ from plait.engine.forward.dropout import DropoutRNG
 from plait.engine.forward.interceptor import Handler, Interceptor
 from plait.engine.forward.products import Products
 from plait.engine.state.init import materialise
-from plait.engine.step import num_samples
+from plait.engine.step import num_samples, whole_count
 from plait.job.job import Job
 from plait.tensor_parallel.gemm import find_gemm
 
@@ -95,7 +95,7 @@ class SingleProcess:
         self.step, self.batches = step, [batch for batches in of_ranks for batch in batches]
         self.samples = [num_samples(batch) for batch in self.batches]
         self.losses = [math.nan] * len(self.batches)
-        self.count = sum(map(self.job.count_fn, self.batches))
+        self.count = sum(whole_count(self.job.count_fn(batch)) for batch in self.batches)
         return self.count
 
     def gradient(self, data_rank: int, microbatch: int) -> Gradients:

@@ -165,7 +165,7 @@ class _Bernoulli(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten.bernoulli_.float:
-            target, keep_probability = args[0], args[1]
+            target, keep_probability = args[0], args[1] if len(args) > 1 else 0.5  # torch leaves its default out
             return target.copy_(self.dropout.mask(target.shape, 1 - keep_probability, target.device))
         if func is torch.ops.aten.native_dropout.default and args[2] is not False:
             keep = self.dropout.mask(args[0].shape, args[1], args[0].device)

@@ -79,6 +79,13 @@ FILE = """
 import torch, plait
 from torch import nn
 
+def late():
+    from beside import layers
+    return nn.Sequential(*layers())
+
+def asks(something):
+    return something
+
 def batch(step):
     g = torch.Generator().manual_seed(step)
     return torch.randn(9, 4, generator=g), torch.randn(9, 2, generator=g)
@@ -91,6 +98,7 @@ def build():
 
 job = plait.UserJob(build, loss_sum, batch, count_fn=lambda batch: batch[1].numel())
 def made(): return job
+later = plait.UserJob(late, loss_sum, batch)
 number = 3
 broken = plait.UserJob(lambda: 3, loss_sum, batch)
 """
@@ -99,10 +107,11 @@ broken = plait.UserJob(lambda: 3, loss_sum, batch)
 @pytest.fixture
 def place(tmp_path: Path) -> str:
     (tmp_path / "mine.py").write_text(FILE)
+    (tmp_path / "beside.py").write_text("from torch import nn\ndef layers(): return [nn.Linear(4, 2)]\n")
     return str(tmp_path / "mine.py")
 
 
-@pytest.mark.parametrize("name", ["job", "made"])
+@pytest.mark.parametrize("name", ["job", "made", "later"])
 def test_from_a_file(name: str, place: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["verify", "--job", f"{place}:{name}", "--mesh", "shard=2", "--steps", "2", "--lr", "0.01"]) == 0
     assert "verdict: bitwise" in capsys.readouterr().out
@@ -129,9 +138,10 @@ def test_a_matrix(place: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        ("{}:jib", "has no 'jib'; the jobs in it: job, broken"),
+        ("{}:jib", "has no 'jib'; the jobs in it: job, later, broken"),
         ("{}:number", "is int: give a plait.UserJob"),
         ("{}:broken", "build returns int"),
+        ("{}:asks", "is function: give a plait.UserJob, or a function that returns one"),
         ("{}", "give a file and a name in it, as in my_job.py:job"),
         ("no{}:job", "there is no file"),
         ("{}:job --batch 3", "batch 3 beside job, which has the data"),
@@ -145,6 +155,11 @@ def test_mistakes(words: str, told: str, place: str, capsys: pytest.CaptureFixtu
     assert main(["verify", "--job", *words.format(place).split()]) == 2
     err = capsys.readouterr().err
     assert told in err and err.count("\n") == 1
+
+
+def test_workers_are_not_for_a_job(place: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", "--job", f"{place}:job", "--mesh", "shard=2", "--workers", "1"]) == 2
+    assert "made by the rank, so leave workers out" in capsys.readouterr().err
 
 
 def test_a_layout_that_is_impossible_is_refused_in_python_too() -> None:

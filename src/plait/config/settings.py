@@ -72,6 +72,8 @@ def with_job(config: Run) -> Run:
     decided = {"model": "model layers width heads kv_heads dropout", "data": "length data ragged batch"}
     if family.optimizer is not None:
         decided["optimizer"] = "optimizer lr weight_decay"
+    if getattr(config, "workers", 0):
+        raise ValueError("workers beside job: a job's own batches are made by the rank, so leave workers out")
     for what, name in ((what, name) for what, names in decided.items() for name in names.split()):
         if (given := getattr(config, name)) != getattr(defaults, name):
             raise ValueError(f"{name} {given} beside job, which has the {what}: leave one of them out")

@@ -15,6 +15,7 @@ under any layout.
 """
 
 import importlib.util
+import inspect
 import sys
 import threading
 from collections.abc import Callable, Iterable, Sequence
@@ -157,15 +158,12 @@ def load_job(place: str) -> UserJob:
     assert spec is not None and spec.loader is not None
     module = sys.modules[module_name] = importlib.util.module_from_spec(spec)
     sys.path.insert(0, str(Path(path).resolve().parent))  # as if it were run: it may import what lies beside it
-    try:
-        spec.loader.exec_module(module)
-    finally:
-        sys.path.pop(0)
+    spec.loader.exec_module(module)
     if not hasattr(module, name):
         names = ", ".join(n for n, value in vars(module).items() if isinstance(value, UserJob)) or "none"
         raise ValueError(f"job {place!r}: {path} has no {name!r}; the jobs in it: {names}")
     found = getattr(module, name)
-    job = found if isinstance(found, UserJob) else found() if callable(found) else found
+    job = found() if inspect.isfunction(found) and not inspect.signature(found).parameters else found
     if not isinstance(job, UserJob):
-        raise ValueError(f"job {place!r} is {type(job).__name__}: give a plait.UserJob, or a function of one")
+        raise ValueError(f"job {place!r} is {type(job).__name__}: give a plait.UserJob, or a function that returns one")
     return job

@@ -147,8 +147,10 @@ def alone(seed: int, model: Drawn, layout: Layout, parts: int) -> State:
 
 
 def on_ranks(seed: int, model: Drawn, layout: Layout, mesh: Mesh) -> list[State]:
+    nets = [model.build() for _ in range(mesh.size)]  # torch's generator is the process's, so not in threads
+
     def body(comm: plait.Comm) -> State:
-        net = model.build()
+        net = nets[comm.rank]
         optimizer, losses = optimizer_of(layout.optimizer, net), []
         functions = {"loss_fn": loss_sum, "count_fn": count} if layout.loop == "step" else {}
         engine = plait.Engine(net, comm, optimizer=optimizer, clip=layout.clip, **functions, **layout.settings)

@@ -1,7 +1,7 @@
 """Models that nobody would write on purpose, and everybody has written by accident: a seed draws one.
 
-Every part takes and returns ``(B, T, C)`` in fp64, and works sample by sample, so that the samples may be dealt to ranks and
-microbatches in any way.  ``PARTS`` lists them all; a part that holds other parts is in ``NESTING``.
+Every part takes and returns ``(B, T, C)`` in fp64, and works sample by sample, so that samples may be dealt to ranks
+and microbatches in any way.  ``PARTS`` lists them all; a part that holds other parts is in ``NESTING``.
 """
 
 from __future__ import annotations
@@ -687,7 +687,7 @@ NESTING: dict[str, Callable[[nn.Module, int], nn.Module]] = {
 
 
 class Model(nn.Module):
-    """Tokens or vectors in, parts in turn, a head; perhaps tied, perhaps with a skip from the first part to the head."""
+    """Tokens or vectors in, parts in turn, a head; perhaps tied, or with a skip to the head."""
 
     def __init__(self, parts: list[nn.Module], c: int, tokens: bool, tied: bool, skip: bool, chain: str) -> None:
         super().__init__()

@@ -25,6 +25,11 @@ def in_backward() -> bool:
     return bool(torch._C._current_graph_task_id() != -1)
 
 
+def graph_is_kept() -> bool:
+    """Whether the backward that runs in this thread leaves its graph for another one (``create_graph``, too)."""
+    return bool(torch._C._autograd._get_current_graph_task_keep_graph())
+
+
 def checkpoint_around() -> object:
     """What identifies the innermost ``torch.utils.checkpoint`` around this line; None outside of any."""
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)

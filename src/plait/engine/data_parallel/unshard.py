@@ -28,7 +28,7 @@ from torch.utils._pytree import tree_map_only
 from plait.engine.data_parallel.activation_hooks import ActivationHooks, tensors_in
 from plait.engine.data_parallel.pins import Pins
 from plait.engine.data_parallel.unit import OpenUnits, State, Unit
-from plait.engine.forward.context import CurrentForward, graph_is_kept, in_backward
+from plait.engine.forward.context import CurrentForward, goes_on, graph_is_kept, in_backward
 from plait.engine.forward.stays import StaysHere
 
 EVALUATE = "evaluate"
@@ -252,6 +252,12 @@ class Unsharding(StaysHere):
         if in_backward():
             self._begin_backward_of(unit)
             return
+        if torch._C._are_functorch_transforms_active() and not all(n.pinned or not n.split for n in unit.needs):
+            raise ValueError(
+                f"unit {unit.name!r}, whose parameters are split, runs inside a transform of torch.func (grad, vmap, "
+                f"jvp), which does not tell when they are read: call it inside `with engine.gathered():`, use "
+                f"torch.autograd.grad, or a row that keeps parameters whole (zero2)"
+            )
         with torch._C.DisableTorchFunction():  # the engine's own work belongs to no forward
             self.unshard(unit, self.phase)
             if torch.is_grad_enabled() and self._waits_for_inputs(unit):
@@ -287,7 +293,7 @@ class Unsharding(StaysHere):
                 tensors = tensors_in(output)
             tracked = [tensor for tensor in tensors if tensor.requires_grad]
             for tensor in tracked:
-                self._hooks.when_gradient_comes(tensor, lambda gradient: self._begin_backward_of(unit))
+                self._hooks.when_gradient_comes(tensor, lambda gradient: self._at_output(unit))
             self.reshard(unit, keep=bool(tracked), keep_borrowed=False)
         return output
 
@@ -308,16 +314,25 @@ class Unsharding(StaysHere):
         """Before the weight part of a microbatch's backward, which reads no parameter."""
         self.split_backward = True
 
+    def _at_output(self, unit: Unit) -> None:
+        """The gradient of a unit's output has come, which may be all that a program's own backward wants."""
+        if self.in_pass or goes_on():
+            self._begin_backward_of(unit)
+
     def _begin_backward_of(self, unit: Unit) -> None:
         if unit in self._backward_open or unit in self._ran_backward:
             return
         if not self.in_pass:
-            if unit in self._inside:  # its forward is under way: it is open now, and for the backward of what it returns
+            if (
+                unit in self._inside
+            ):  # its forward is under way: it is open now, and for the backward of what it returns
                 return
             self._begin_inner()
         self._backward_open[unit] = None
         self.unshard(unit, "backward" if self.in_pass else INNER)
-        if not self.in_pass and torch.is_grad_enabled():  # what is made now reads the parameters, and no hook tells when
+        if (
+            not self.in_pass and torch.is_grad_enabled()
+        ):  # what is made now reads the parameters, and no hook tells when
             self.pins.keep_for_backward(unit.needs)
 
     def _begin_inner(self) -> None:

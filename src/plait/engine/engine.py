@@ -299,7 +299,7 @@ class Engine(OwnLoop):
     def _publish(self) -> None:
         """Bring the new values to where the row keeps them."""
         for stage in self.stages.values():
-            stage.unsharding.pins.end_backward()
+            stage.unsharding.pins.end_step()
             stage.unsharding.forget()
         for work in [work for unit in self.units for work in unit.publish()]:
             work.wait()  # before anyone reads a parameter, or exits

@@ -27,6 +27,7 @@ from plait.engine.gathered import gathered, units_of
 from plait.engine.host_random import HostRandomness
 from plait.engine.placed_model import PlacedModel
 from plait.engine.reduction import Reduction, as_sum
+from plait.engine.state.optimizer_state import OptimizerState
 from plait.engine.step import OpenStep, StepResult, whole_count
 from plait.engine.turns import StepTurns
 from plait.engine.update import Update
@@ -101,6 +102,33 @@ class OwnLoop(PlacedModel):
             engine._begin_step().losses.append(loss.detach())
 
     # ---- what a run leaves and takes up -----------------------------------------------------------------------------
+
+    def optimizer_state_dict(self) -> dict[str, Any]:
+        """The state of all optimizers, whole and by the names of the parameters, on the CPU of every rank.
+
+        It has the form of torch's ``get_optimizer_state_dict``: ``{"state": {name: {key: value}}, "param_groups":
+        [{"params": [names], "lr": ...}]}``.  All ranks call it together.
+
+        Raises:
+            ValueError: no optimizer; a state that is no number, and has not the shape of what it belongs to.
+        """
+        return self._state_of_optimizer().by_name()
+
+    def load_optimizer_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over a state that was saved under any layout, or by plain torch, groups' options included.
+
+        Nothing is sent, and only this rank's part is read, so values may be read from a file: all that they need is a
+        ``shape`` and ``value[slices]``.  Of one optimizer it may be what ``optimizer.state_dict()`` is in plain torch.
+
+        Raises:
+            ValueError: no optimizer, groups of other parameters, a state that the row cannot cut.
+        """
+        self._state_of_optimizer().load(state)
+
+    def _state_of_optimizer(self) -> OptimizerState:
+        if self.optimizer_state is None:
+            raise ValueError("the engine has no optimizer: give Engine(optimizer=...) or call engine.use(optimizer)")
+        return self.optimizer_state
 
     def step_state(self) -> dict[str, Any]:
         """What a run that goes on needs beside the state of model and optimizer, the same on all ranks: the number of

@@ -32,6 +32,7 @@ from plait.engine.state.checks import check_model, check_settings
 from plait.engine.state.fingerprint import ModelFingerprint
 from plait.engine.state.full import Part, full_state_dict, load_full_state_dict
 from plait.engine.state.identity import optimizer_fields
+from plait.engine.state.optimizer_state import OptimizerState
 from plait.engine.state.weights import Weights
 from plait.schedule.pipeline import Pipeline, RankProgram
 
@@ -64,6 +65,7 @@ class PlacedModel(StaysHere):
         settings = {**parallelism.compared(), "seed": seed, **settings}
         check_settings(comm, settings, {**agreed, **optimizer_fields(optimizers, names)})
         check_model(model, comm)
+        shapes = {n: tuple(p.shape) for n, p in model.named_parameters()}
         self.num_parameters = sum(p.numel() for p in model.parameters())
         """Elements of the whole model."""
         trainable = [n for n, p in model.named_parameters() if p.requires_grad]
@@ -73,6 +75,7 @@ class PlacedModel(StaysHere):
         self.stages, self.directory = built.stages, built.directory
         self.links, self.split = built.links, built.split
         """The names of the model's links, and how many each stage has."""
+        self._shapes, self._cuts = shapes, {names[key]: cut for key, cut in built.parallel.cuts.items()}
         p2p = PipelineP2P(comm, self.pipeline.owner)
         self.log = EventLog(comm)
         """When each action of the last steps began and ended."""
@@ -84,6 +87,8 @@ class PlacedModel(StaysHere):
         self.norm = Norm(comm, self.strategy, wide=torch.float64 in dtypes, copies=self.ties.copies)
         self.parallel = built.parallel
         """How tensor parallelism cuts the whole model."""
+        self.optimizer_state = self._state_of_optimizers()
+        """What goes through the optimizers' state; None where there is none."""
         self._programs: dict[tuple[int, bool], RankProgram] = {}
         self._guard = ModelFingerprint(model)  # what a stage has was taken from it once
 
@@ -92,7 +97,7 @@ class PlacedModel(StaysHere):
 
     def _owner_of(self, optimizers: Sequence[Optimizer], names: Mapping[int, str]) -> OwnedOptimizer:
         cuts = self.parallelism.cut == "element" and self.comm.mesh.count(self.strategy.optim.split) > 1
-        return OwnedOptimizer(optimizers, names, self._flats(), cuts=cuts)
+        return OwnedOptimizer(optimizers, names, self._flats(), cuts=cuts, over_tensor=self._cuts)
 
     def take_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
         """Optimizers that were built after the model was placed."""
@@ -100,6 +105,15 @@ class PlacedModel(StaysHere):
         check_settings(self.comm, {}, optimizer_fields(optimizers, names))
         self.owned_optimizer = self._owner_of(optimizers, names)
         self.owned, self.optimizers = self.owned_optimizer.owned, tuple(optimizers)
+        self.optimizer_state = self._state_of_optimizers()
+
+    def _state_of_optimizers(self) -> OptimizerState | None:
+        if self.owned_optimizer is None:
+            return None
+        first = [piece for piece in self.owned if self.norm.counts(piece)]
+        mesh = self.comm.mesh
+        whole = mesh.count(self.strategy.optim.split) * mesh.pipe == 1 and not self._cuts
+        return OptimizerState(self.comm, self.owned_optimizer, self._shapes, self._cuts, first, whole=whole)
 
     @property
     def optimizer(self) -> Optimizer | None:

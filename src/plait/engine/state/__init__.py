@@ -5,5 +5,6 @@ identity.py      what decides a run, as texts that ranks can compare
 init.py          initial weights that no layout changes
 weights.py       values that are read from files, row by row
 full.py          whole tensors in and out, by the model's own names
+optimizer_state.py  the same of the optimizers' state
 fingerprint.py   a model must stay the one that was wrapped
 """

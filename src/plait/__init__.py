@@ -31,7 +31,7 @@ from plait.core.layout import Layout
 from plait.core.mesh import Mesh
 from plait.core.parallelism import Parallelism
 from plait.core.precision import LossScale
-from plait.engine import Engine, Evaluation, StepResult, empty_parameters
+from plait.engine import EMA, Engine, Evaluation, StepResult, empty_parameters
 from plait.job.own import UserJob
 from plait.sharded import (
     LayoutError,
@@ -58,7 +58,19 @@ def __getattr__(name: str) -> Any:
 
 __version__ = "0.1.0"
 
-__all__ = ["TABLE", "Cell", "Comm", "Engine", "Evaluation", "Layout", "LossScale", "Mesh", "Parallelism", "StepResult"]
+__all__ = [
+    "EMA",
+    "TABLE",
+    "Cell",
+    "Comm",
+    "Engine",
+    "Evaluation",
+    "Layout",
+    "LossScale",
+    "Mesh",
+    "Parallelism",
+    "StepResult",
+]
 __all__ += ["Strategy", "empty_parameters", "join", "parse_strategy", "run_threads", "sum_of_mean"]
 __all__ += ["LayoutError", "ShardedTensor", "annotate", "auto_redistribute", "cross_entropy_sum", "dropout_stream"]
 __all__ += ["UserJob", "explain", "from_dtensor", "to_dtensor", "verify"]

@@ -256,7 +256,7 @@ class Engine(OwnLoop):
 
     def _begin_update(self) -> None:
         if self._blocks:
-            raise ValueError("optimizer.step() inside of `with engine.gathered(...)`: leave the block first")
+            raise ValueError("optimizer.step() inside of `with engine.gathered()` or an average: leave the block first")
         if self._now is None or not self._now.prepared:
             self._prepare(self.update.clip)
         self._hide_gradients()
@@ -300,9 +300,7 @@ class Engine(OwnLoop):
         """Bring the new values to where the row keeps them."""
         for stage in self.stages.values():
             stage.unsharding.pins.end_backward()
-            stage.unsharding.forget()
-        for work in [work for unit in self.units for work in unit.publish()]:
-            work.wait()  # before anyone reads a parameter, or exits
+        self.publish()
         for piece in self.owned:
             piece.view.grad = None
         self._now = None

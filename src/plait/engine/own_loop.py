@@ -103,16 +103,20 @@ class OwnLoop(PlacedModel):
 
     # ---- what a run leaves and takes up -----------------------------------------------------------------------------
 
-    def optimizer_state_dict(self) -> dict[str, Any]:
+    def optimizer_state_dict(self, *, elements: bool = True) -> dict[str, Any]:
         """The state of all optimizers, whole and by the names of the parameters, on the CPU of every rank.
 
         It has the form of torch's ``get_optimizer_state_dict``: ``{"state": {name: {key: value}}, "param_groups":
         [{"params": [names], "lr": ...}]}``.  All ranks call it together.
 
+        Args:
+            elements: with False, values that come one per element of a parameter are left out: empty tensors on meta
+                say what they are, and ``pieces`` has them region by region.
+
         Raises:
             ValueError: no optimizer; a state that is no number, and has not the shape of what it belongs to.
         """
-        return self._state_of_optimizer().by_name()
+        return self._state_of_optimizer().by_name(elements=elements)
 
     def load_optimizer_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over a state that was saved under any layout, or by plain torch, groups' options included.
@@ -203,6 +207,35 @@ class OwnLoop(PlacedModel):
                 yield
         finally:
             self._blocks -= 1
+
+    @contextmanager
+    def swapped(self, others: Sequence[Tensor]) -> Iterator[None]:
+        """Every owned run has other values inside (``ema`` holds them), on all ranks, and its own again afterwards.
+
+        Raises:
+            ValueError: in the middle of a step, or of another such block.
+        """
+        if self._now is not None or self._blocks:
+            raise ValueError(
+                "other values in the middle of a step, or inside of another block: swap them in after "
+                "optimizer.step() or zero_grad(), outside of engine.gathered()"
+            )
+        self._blocks += 1
+        try:
+            self._exchange_values(others)
+            yield
+        finally:
+            self._exchange_values(others)
+            self._blocks -= 1
+
+    @torch.no_grad()
+    def _exchange_values(self, others: Sequence[Tensor]) -> None:
+        self.take_over()
+        for piece, other in zip(self.owned, others, strict=True):
+            before = piece.view.clone()
+            piece.view.copy_(other)
+            other.copy_(before)
+        self.publish()
 
     def _check_optimizer(self) -> None:
         """Raises ValueError where gradients would be made that nobody gets, or masks drawn for a second time."""

@@ -7,7 +7,7 @@ model ── check ──► stages of this rank ──► units, flat storage, 
                         └── owned          what this rank's optimizer updates
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 
 from plait.comm import Comm
 from plait.core.flat import UnitLayout
+from plait.core.mesh import DATA_AXES
 from plait.core.parallelism import Parallelism
 from plait.engine.data_parallel.flat_gradient import FlatGradient
 from plait.engine.data_parallel.optim import OwnedOptimizer, owned_runs
@@ -33,6 +34,7 @@ from plait.engine.state.fingerprint import ModelFingerprint
 from plait.engine.state.full import Part, full_state_dict, load_full_state_dict
 from plait.engine.state.identity import optimizer_fields
 from plait.engine.state.optimizer_state import OptimizerState
+from plait.engine.state.pieces import StatePiece, frozen_pieces
 from plait.engine.state.weights import Weights
 from plait.schedule.pipeline import Pipeline, RankProgram
 
@@ -179,6 +181,31 @@ class PlacedModel(StaysHere):
             ValueError: missing or surplus names, or shapes that differ.
         """
         load_full_state_dict(self.directory, self.parts(), state)
+
+    def pieces(self) -> Iterator[StatePiece]:
+        """What this rank has of parameters and optimizer state, region by region, in its own memory.
+
+        The regions that are ``first``, over all ranks, are every parameter and every state that has a value per
+        element.  Numbers (``step``) and groups are in ``optimizer_state_dict(elements=False)``.
+        """
+        self.take_over()
+        state, names = self.optimizer_state, set[str]()
+        for o in self.owned:
+            kept = {} if state is None else state.elements_of(o)
+            for key, values in {"": o.view.detach(), **kept}.items():
+                yield from StatePiece.of(o.name, key, o.place, values, first=self.norm.counts(o))
+        here = self.comm.mesh.coordinates(self.comm.rank)
+        alone = all(here[axis] == 0 for axis in DATA_AXES if axis not in self.strategy.params.split)
+        for flat in (flat for unit in self.units for flat in unit.flats if not flat.trainable):
+            home = self.directory.homes[flat.layout.slots[0].name] == here["pipe"]
+            yield from frozen_pieces(flat, first=alone and home, names=names)
+
+    def publish(self) -> None:
+        """Bring what the optimizers' pieces have to where the row keeps parameters; all ranks call it together."""
+        for stage in self.stages.values():
+            stage.unsharding.forget()
+        for work in [work for unit in self.units for work in unit.publish()]:
+            work.wait()  # before anyone reads a parameter, or exits
 
     def take_over(self) -> None:
         """Take over what a program has written to parameters that are whole on this rank.

@@ -30,7 +30,8 @@ def groups(model: nn.Module) -> torch.optim.Optimizer:
     parameters = list(model.named_parameters())
     decayed = [p for n, p in parameters if p.dim() > 1]
     others = [p for n, p in parameters if p.dim() < 2]
-    made = torch.optim.AdamW([{"params": decayed, "weight_decay": 0.2}, {"params": others, "lr": 0.02}], lr=0.01, eps=1e-4)
+    own = [{"params": decayed, "weight_decay": 0.2}, {"params": others, "lr": 0.02}]
+    made = torch.optim.AdamW(own, lr=0.01, eps=1e-4)
     torch.optim.lr_scheduler.LambdaLR(made, lambda step: 0.5)
     return made
 
@@ -365,6 +366,38 @@ def test_a_rank_reads_only_its_own_elements() -> None:
 
     read = run(Mesh(shard=3), body, deadline=20)
     assert sum(read) == sum(p.numel() for p in model.parameters()) and max(read) < sum(read) / 2
+
+
+@pytest.mark.parametrize("where", [*LAYOUTS, "tensor"])
+def test_pieces_have_every_element_once(where: str) -> None:
+    """Frozen parameters, and under the tensor axis parts of fused weights, too."""
+    mesh, settings = LAYOUTS.get(where, ("replica=2 tensor=2", {"strategy": "hsdp"}))
+
+    def body(comm: Comm) -> Any:
+        model = tensor_model() if where == "tensor" else chain()
+        for name, p in model.named_parameters():
+            p.requires_grad_("norm" not in name)
+        engine = Engine(model, comm, optimizer=adamw(model.parameters()), loss_fn=loss_sum, count_fn=count, **settings)
+        data = token_batches(1) if where == "tensor" else batches(1)
+        engine.step(deal(data[0], comm.mesh, comm.rank, 1))
+        state, bare = engine.optimizer_state_dict(), engine.optimizer_state_dict(elements=False)
+        for values in bare["state"].values():
+            assert values["exp_avg"].is_meta and float(values["step"]) == 1
+        assert bare["param_groups"] == state["param_groups"]
+        return list(engine.pieces()), engine.full_state_dict(), state
+
+    ranks = run(Mesh.parse(mesh), body, deadline=20)
+    weights, state = ranks[0][1:]
+    wanted = {(name, ""): value for name, value in weights.items()}
+    for name, values in state["state"].items():
+        wanted |= {(name, key): value for key, value in values.items() if value.dim() or not weights[name].dim()}
+    seen = {key: torch.zeros_like(value) for key, value in wanted.items()}
+    for pieces, *_ in ranks:
+        for piece in pieces:
+            region = tuple(slice(*ends) for ends in piece.region)
+            assert torch.equal(wanted[piece.name, piece.key][region], piece.tensor)
+            seen[piece.name, piece.key][region] += piece.first
+    assert all(bool((times == 1).all()) for times in seen.values())
 
 
 # ---- what does not fit -------------------------------------------------------------------------------------------

@@ -54,7 +54,7 @@ class Place:
             yield from zip(places, part.split(lengths, self.cut.dim) if self.cut else (part,), strict=True)
 
     def read(self, whole: Readable) -> Tensor:
-        """The run's elements, flat and in memory of their own, of what has a value for each element of the parameter."""
+        """The run's elements, flat and in memory of their own, of what has one value per element of the parameter."""
         parts = []
         for local in self.run.regions():
             found = [torch.as_tensor(whole[tuple(slice(*ends) for ends in place)]) for place in self._places(local)]

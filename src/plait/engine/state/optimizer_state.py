@@ -86,8 +86,11 @@ class OptimizerState:
         found = (optimizer.state.get(piece.view) for optimizer in self.owner.optimizers)
         return next((state for state in found if state), {})
 
-    def by_name(self) -> dict[str, Any]:
-        """The whole state, on the CPU of every rank; all ranks call it together."""
+    def by_name(self, *, elements: bool) -> dict[str, Any]:
+        """The whole state, on the CPU of every rank; all ranks call it together.
+
+        Without ``elements``, what has a value per element of the parameter is an empty tensor on meta.
+        """
         told, order = self._told(), {name: number for number, name in enumerate(self.shapes)}
         mine = {(o.name, o.run.start, o.flat.tensor_rank): o for o in self.first}
         state: dict[str, dict[str, Any]] = {}
@@ -100,6 +103,9 @@ class OptimizerState:
                     number = torch.tensor(given, dtype=getattr(torch, dtype)) if dtype else given
                     if values.setdefault(key, number) != number and number == number:
                         raise ValueError(f"the ranks have different {key!r} of {name!r}: {values[key]} and {number}")
+                    continue
+                if kind == ELEMENTS and not elements:
+                    values[key] = torch.empty(self.shapes[name], dtype=getattr(torch, dtype), device="meta")
                     continue
                 shape = (one.place.run.numel,) if kind == ELEMENTS else tuple(given)
                 sent = torch.empty(shape, dtype=getattr(torch, dtype), device=self.comm.device)
@@ -114,6 +120,10 @@ class OptimizerState:
                     whole[tuple(slice(*ends) for ends in region)] = part.cpu()
         groups = zip(self._own_groups(), self._names(), strict=True)
         return {"state": state, "param_groups": [{**_options(group), "params": list(own)} for group, own in groups]}
+
+    def elements_of(self, piece: Owned) -> dict[str, Tensor]:
+        """What an optimizer keeps for each element of a run, in its own memory."""
+        return {key: value for key, value in self.of(piece).items() if _per_element(piece, value)}
 
     def _told(self) -> list[Told]:
         """Every run of the model and what its state is, by rank."""
@@ -225,7 +235,7 @@ def _described(piece: Owned, state: State) -> list[Any]:
     """A run and its state, for the table; ValueError for what is neither number nor tensor, or cannot be cut."""
     values = {}
     for key, value in state.items():
-        if isinstance(value, Tensor) and is_elementwise(piece, value):
+        if _per_element(piece, value):
             values[key] = (ELEMENTS, str(value.dtype)[6:], None)
         elif isinstance(value, Tensor) and not value.dim() and not value.is_complex():
             values[key] = (NUMBER, str(value.dtype)[6:], value.item())
@@ -244,9 +254,8 @@ def _described(piece: Owned, state: State) -> list[Any]:
     return [piece.name, slot.shape, run.start, run.stop, piece.flat.tensor_rank, values]
 
 
-def is_elementwise(piece: Owned, value: Tensor) -> bool:
-    """Whether a state has a number for each element of the run."""
-    return value.shape == piece.view.shape
+def _per_element(piece: Owned, value: Any) -> bool:
+    return isinstance(value, Tensor) and value.shape == piece.view.shape
 
 
 def _read(piece: Owned, key: str, value: Any) -> Any:

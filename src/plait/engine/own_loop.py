@@ -130,6 +130,7 @@ class OwnLoop(PlacedModel):
         self._state_of_optimizer().load(state)
 
     def _state_of_optimizer(self) -> OptimizerState:
+        self.take_new_groups()
         if self.optimizer_state is None:
             raise ValueError("the engine has no optimizer: give Engine(optimizer=...) or call engine.use(optimizer)")
         return self.optimizer_state
@@ -240,6 +241,7 @@ class OwnLoop(PlacedModel):
     def _check_optimizer(self) -> None:
         """Raises ValueError where gradients would be made that nobody gets, or masks drawn for a second time."""
         self._turns.check_all(self.optimizers)
+        self.take_new_groups()
         if not self.steps and any(map(has_stepped, self.optimizers)):
             raise ValueError(
                 "the optimizer comes from an earlier run, and the engine begins at step 0, whose dropout masks that "

@@ -109,6 +109,11 @@ class PlacedModel(StaysHere):
         self.owned, self.optimizers = self.owned_optimizer.owned, tuple(optimizers)
         self.optimizer_state = self._state_of_optimizers()
 
+    def take_new_groups(self) -> None:
+        """Groups that a program has added to an optimizer since."""
+        if self.owned_optimizer is not None:
+            self.owned_optimizer.take_new_groups(self.model)
+
     def _state_of_optimizers(self) -> OptimizerState | None:
         if self.owned_optimizer is None:
             return None

@@ -10,7 +10,7 @@ import pytest
 import torch
 from engine_cases import adamw, batches, count, deal, loss_sum
 from loop_cases import ALONE, LAYOUTS, layout
-from torch import Tensor, nn
+from torch import nn
 
 from plait.comm import Comm, run
 from plait.core.cells import TABLE

@@ -165,50 +165,54 @@ class OwnedOptimizer:
                         f"{names.get(id(parameter), 'a parameter')!r} is in two optimizers, "
                         f"{type(seen[id(parameter)]).__name__} and {type(optimizer).__name__}: give it to one of them"
                     )
+        self._updated, self._cuts, self._over_tensor = updated, cuts, set(over_tensor)
         for optimizer in optimizers:
-            self._take(optimizer, names, updated, cuts=cuts, over_tensor=over_tensor)
+            self.groups[optimizer] = []
+            eager = has_state_at_once(optimizer)
+            if has_stepped(optimizer) or (optimizer.state and not eager):
+                raise ValueError(
+                    "the optimizer has made steps already: hand over a new one, and give it the state of this one by "
+                    "engine.load_optimizer_state_dict(old.state_dict())"
+                )
+            self._take(optimizer, names)
+            optimizer.state.clear()
+            here = [group for group in optimizer.param_groups if group["params"]]
+            if eager and here:
+                optimizer.state.update(rebuilt(optimizer, here).state)
 
-    def _take(
-        self,
-        optimizer: Optimizer,
-        names: Mapping[int, str],
-        updated: torch.dtype | None,
-        *,
-        cuts: bool,
-        over_tensor: Collection[str],
-    ) -> None:
-        """Check an optimizer, and point it at the pieces."""
-        if any(id(p) not in names for group in optimizer.param_groups for p in group["params"]):
+    def take_new_groups(self, model: nn.Module) -> None:
+        """Groups that a program has added to the optimizers (``add_param_group``) are pointed at the pieces too."""
+        for optimizer in self.optimizers:
+            if len(optimizer.param_groups) > len(self.groups[optimizer]):
+                self._take(optimizer, {id(p): name for name, p in model.named_parameters()})
+
+    def _take(self, optimizer: Optimizer, names: Mapping[int, str]) -> None:
+        """Check the groups of an optimizer that are new, and point them at the pieces."""
+        new = optimizer.param_groups[len(self.groups[optimizer]) :]
+        if any(id(p) not in names for group in new for p in group["params"]):
             raise ValueError(
                 "the optimizer holds parameters that are not the model's: build it on model.parameters() of this very "
                 "model, before plait cuts them"
             )
-        eager = has_state_at_once(optimizer)
-        if has_stepped(optimizer) or (optimizer.state and not eager):
-            raise ValueError(
-                "the optimizer has made steps already: hand over a new one, and give it the state of this one by "
-                "engine.load_optimizer_state_dict(old.state_dict())"
-            )
-        own = [[names[id(p)] for p in group["params"]] for group in optimizer.param_groups]
-        parted = sorted({name for group in own for name in group} & set(over_tensor))
-        if (cuts or parted) and (reason := probe_elementwise(optimizer, updated)):
-            raise ValueError(
-                f"{type(optimizer).__name__} is not element-wise, so parameters cannot be cut anywhere: {reason}. "
-                + (
+        own = [[names[id(p)] for p in group["params"]] for group in new]
+        given = {name for name_lists in self.groups.values() for group in name_lists for name in group}
+        if twice := sorted(given & {name for group in own for name in group}):
+            raise ValueError(f"{twice[0]!r} is in two groups of the optimizers: give it to one of them")
+        parted = sorted(self._over_tensor & {name for group in own for name in group})
+        if (self._cuts or parted) and (reason := probe_elementwise(optimizer, self._updated)):
+            way_out = 'Use cut="tensor" (whole tensors on one owner) or a row that keeps the optimizer state full (ddp)'
+            if parted:
+                way_out = (
                     f"The tensor axis cuts {len(parted)} of its parameters ({', '.join(parted[:3])}, ...): give these "
                     f"to another optimizer, or leave their modules out of the tensor plan"
-                    if parted
-                    else 'Use cut="tensor" (whole tensors on one owner) or a row that keeps the optimizer state full '
-                    "(ddp)"
                 )
+            raise ValueError(
+                f"{type(optimizer).__name__} is not element-wise, so parameters cannot be cut anywhere: {reason}. "
+                f"{way_out}"
             )
-        self.groups[optimizer] = own
-        for group, given in zip(optimizer.param_groups, own, strict=True):
-            group["params"] = self.views(given)  # the user's own: see docs/guide/your-own-loop.md
-        optimizer.state.clear()
-        here = [group for group in optimizer.param_groups if group["params"]]
-        if eager and here:
-            optimizer.state.update(rebuilt(optimizer, here).state)
+        self.groups[optimizer] += own
+        for group, names_of_group in zip(new, own, strict=True):
+            group["params"] = self.views(names_of_group)  # the user's own: see docs/guide/your-own-loop.md
 
     def views(self, names: Iterable[str]) -> list[nn.Parameter]:
         """What this rank updates of these parameters."""

@@ -24,7 +24,7 @@ api.py             the few calls that a script needs besides ``Engine``
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from plait.api import join, run_threads, sum_of_mean
+from plait.api import distributed_sampler, join, rank_batches, run_threads, sum_of_mean
 from plait.comm import Comm
 from plait.core.cells import TABLE, Cell, Strategy, parse_strategy
 from plait.core.layout import Layout
@@ -71,6 +71,7 @@ __all__ = [
     "Parallelism",
     "StepResult",
 ]
-__all__ += ["Strategy", "empty_parameters", "join", "parse_strategy", "run_threads", "sum_of_mean"]
+__all__ += ["Strategy", "distributed_sampler", "empty_parameters", "join", "parse_strategy", "rank_batches"]
+__all__ += ["run_threads", "sum_of_mean"]
 __all__ += ["LayoutError", "ShardedTensor", "annotate", "auto_redistribute", "cross_entropy_sum", "dropout_stream"]
 __all__ += ["UserJob", "explain", "from_dtensor", "to_dtensor", "verify"]

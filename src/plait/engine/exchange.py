@@ -59,7 +59,9 @@ class Exchange:
         if len({row.pop() for row in table}) > 1:
             fields = {"what was frozen since the Engine was built": told}
             reasons = "; ".join(differences(self.comm, fields, Note("count")))
-            raise ValueError(f"the ranks train different parameters: {reasons}. Freeze and thaw on all of them together")
+            raise ValueError(
+                f"the ranks train different parameters: {reasons}. Freeze and thaw on all of them together"
+            )
         if len({row[0] for row in table}) > 1:
             raise ValueError(
                 f"ranks bring different numbers of microbatches ({', '.join(str(row[0]) for row in table)}): "

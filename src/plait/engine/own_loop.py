@@ -25,6 +25,7 @@ from plait.core.precision import LossScale
 from plait.engine.data_parallel.optim import has_stepped
 from plait.engine.gathered import gathered, units_of
 from plait.engine.host_random import HostRandomness
+from plait.engine.metrics import gathered_rows, summed
 from plait.engine.placed_model import PlacedModel
 from plait.engine.reduction import Reduction, as_sum
 from plait.engine.state.optimizer_state import OptimizerState
@@ -237,6 +238,30 @@ class OwnLoop(PlacedModel):
             piece.view.copy_(other)
             other.copy_(before)
         self.publish()
+
+    # ---- beside the loss --------------------------------------------------------------------------------------------
+
+    def sum(self, value: Any) -> Any:
+        """The sum over all data ranks of a number, a tensor, or each entry of a dict of these, on every rank.
+
+        All ranks call it together, with the same names and shapes.  Under a pipeline only what ranks with the last
+        stage bring counts; the others may bring None.  Integers and booleans are summed as int64, numbers as fp64,
+        tensors in fp32 at least; the additions go by rank.
+
+        Raises:
+            ValueError: something else, or different things on different ranks.
+        """
+        return summed(self.comm, self.exchange.losses_at, value)
+
+    def gather(self, rows: Tensor | None) -> Tensor:
+        """The rows of all data ranks, of any number each, end to end by data rank, on every rank.
+
+        All ranks call it together; under a pipeline those without the last stage may bring None.
+
+        Raises:
+            ValueError: no rows, or other dtypes or shapes on other ranks.
+        """
+        return gathered_rows(self.comm, self.exchange.losses_at, rows)
 
     def _check_optimizer(self) -> None:
         """Raises ValueError where gradients would be made that nobody gets, or masks drawn for a second time."""

@@ -36,6 +36,7 @@ from plait.engine.state.identity import optimizer_fields
 from plait.engine.state.optimizer_state import OptimizerState
 from plait.engine.state.pieces import StatePiece, frozen_pieces
 from plait.engine.state.weights import Weights
+from plait.engine.sync_batchnorm import synchronise
 from plait.schedule.pipeline import Pipeline, RankProgram
 
 
@@ -75,6 +76,7 @@ class PlacedModel(StaysHere):
         self.pipeline = Pipeline.of(parallelism, comm.mesh.pipe)
         built = build_stages(model, comm, parallelism, self.pipeline, seed, before_forward, weights)
         self.stages, self.directory = built.stages, built.directory
+        synchronise((m for stage in self.stages.values() for m in stage.model.modules()), comm)
         self.links, self.split = built.links, built.split
         """The names of the model's links, and how many each stage has."""
         self._shapes, self._cuts = shapes, {names[key]: cut for key, cut in built.parallel.cuts.items()}

@@ -39,7 +39,6 @@ def remove_parameter(model: cases.Net) -> None:
     model.head.bias = None
 
 
-
 def add_module(model: cases.Net) -> None:
     model.more = nn.Linear(3, 3).double()
 

@@ -131,8 +131,8 @@ class OwnedOptimizer:
     """The user's optimizer, changed in place to have only what this rank owns of all flat gradients.
 
     Several optimizers may share the parameters, each of which is in one of them.  ``names`` are those of the model's
-    own parameters by ``id``; ``cuts`` says whether a run may be part of a parameter, and ``over_tensor`` names those that
-    the tensor axis cuts.
+    own parameters by ``id``; ``cuts`` says whether a run may be part of a parameter, and ``over_tensor`` names those
+    that the tensor axis cuts.
 
     Raises:
         ValueError: parameters that are not the model's, an optimizer that has made steps already, or one that is not

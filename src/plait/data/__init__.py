@@ -7,6 +7,7 @@ text.py         text as bytes, and the part that is held out
 windows.py      a text as windows of equal length
 packing.py      documents of different lengths in rows of one length
 regression.py   regression data out of a hash
+rank_batches.py a rank's part of each batch, for a stock DataLoader
 workers.py      the batches of the coming steps, made ahead in worker processes
 """
 
@@ -14,6 +15,7 @@ from plait.data.batches import Batch, Batches, on_device, split_samples
 from plait.data.corpus import Corpus, Epochs
 from plait.data.order import sample_at
 from plait.data.packing import PackedBatches
+from plait.data.rank_batches import RankBatches
 from plait.data.regression import SyntheticRegression
 from plait.data.text import load_documents, load_text, split_documents, split_text
 from plait.data.windows import TextBatches, as_tokens
@@ -25,6 +27,7 @@ __all__ = [
     "Corpus",
     "Epochs",
     "PackedBatches",
+    "RankBatches",
     "StepDataset",
     "StepStream",
     "SyntheticRegression",

@@ -257,7 +257,7 @@ def squares_of_16_bits(patch: Patch) -> None:
 
 RICH = replace(TINY, mesh="shard=3", microbatches=2, weight_decay=0.5, lr_schedule="cosine", warmup=2, steps=4)
 FAULTS: dict[str, tuple[Fault, dict[str, Any]]] = {
-    "sums lose their last element": (lose_the_last_element, {"strategy": "ddp", "width": 47}),
+    "sums lose their last element": (lose_the_last_element, {"strategy": "ddp", "width": 48}),
     "the last rank never updates": (last_rank_never_updates, {"strategy": "zero1"}),
     "moments are forgotten": (forget_the_moments, {"strategy": "zero3"}),
     "bias correction starts anew": (count_steps_from_the_start, {"strategy": "zero2"}),

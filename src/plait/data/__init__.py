@@ -1,14 +1,14 @@
 """Data in which a sample is a function of (seed, place in the run), so that any layout reads the same run.
 
-order.py        the order of the samples, as a function                  start here
-batches.py      a rank's microbatches of a step, from its place in the run
-corpus.py       finitely many samples, and where the steps of an epoch end
-text.py         text as bytes, and the part that is held out
-windows.py      a text as windows of equal length
-packing.py      documents of different lengths in rows of one length
-regression.py   regression data out of a hash
-rank_batches.py a rank's part of each batch, for a stock DataLoader
-workers.py      the batches of the coming steps, made ahead in worker processes
+order.py         the order of the samples, as a function                  start here
+batches.py       a rank's microbatches of a step, from its place in the run
+corpus.py        finitely many samples, and where the steps of an epoch end
+text.py          text as bytes, and the part that is held out
+windows.py       a text as windows of equal length
+packing.py       documents of different lengths in rows of one length
+regression.py    regression data out of a hash
+rank_batches.py  a rank's part of each batch, for a stock DataLoader
+workers.py       the batches of the coming steps, made ahead in worker processes
 """
 
 from plait.data.batches import Batch, Batches, on_device, split_samples

@@ -13,7 +13,7 @@ reduction.py     a mean and its count as a sum
 standing.py      where a rank stands in the run, which must be the same everywhere
 turns.py         several optimizers make one step
 metrics.py       sums and rows of all data ranks
-sync_batchnorm.py  batch norm over all data ranks
+batch_norm.py    ``nn.SyncBatchNorm`` over all data ranks
 evaluation.py    the loss without a step
 ema.py           an average of the weights
 gathered.py      whole parameters beside a step, read and written

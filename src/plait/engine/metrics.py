@@ -94,6 +94,6 @@ def _for_sums(key: str, value: Any) -> Tensor:
         return torch.tensor(value, dtype=_NUMBERS[type(value)])
     if not isinstance(value, Tensor):
         raise ValueError(f"engine.sum of {key or 'a value'} of type {type(value).__name__}: give numbers and tensors")
-    value = value.detach()
-    wide = torch.int64 if not (value.is_floating_point() or value.is_complex()) else torch.float32
-    return value.to(torch.promote_types(value.dtype, wide))
+    tensor = value.detach()
+    wide = torch.float32 if tensor.is_floating_point() or tensor.is_complex() else torch.int64
+    return tensor.to(torch.promote_types(tensor.dtype, wide))

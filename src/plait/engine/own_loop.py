@@ -219,8 +219,8 @@ class OwnLoop(PlacedModel):
         """
         if self._now is not None or self._blocks:
             raise ValueError(
-                "other values in the middle of a step, or inside of another block: swap them in after "
-                "optimizer.step() or zero_grad(), outside of engine.gathered()"
+                "an average read in the middle of a step, which a forward with gradients begins, or inside of another "
+                "block: do it after optimizer.step() or zero_grad(), and outside of engine.gathered()"
             )
         self._blocks += 1
         try:

@@ -18,6 +18,7 @@ from plait.comm import Comm
 from plait.core.flat import UnitLayout
 from plait.core.mesh import DATA_AXES
 from plait.core.parallelism import Parallelism
+from plait.engine.batch_norm import synchronise
 from plait.engine.data_parallel.flat_gradient import FlatGradient
 from plait.engine.data_parallel.optim import OwnedOptimizer, owned_runs
 from plait.engine.data_parallel.storage import dtype_in
@@ -36,7 +37,6 @@ from plait.engine.state.identity import optimizer_fields
 from plait.engine.state.optimizer_state import OptimizerState
 from plait.engine.state.pieces import StatePiece, frozen_pieces
 from plait.engine.state.weights import Weights
-from plait.engine.sync_batchnorm import synchronise
 from plait.schedule.pipeline import Pipeline, RankProgram
 
 

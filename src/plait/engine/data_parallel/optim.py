@@ -26,7 +26,7 @@ from torch.optim import Optimizer
 from plait.core.flat import BOUNDARY_BYTES, GRAIN, Run
 from plait.core.tensor_cut import TensorCut
 from plait.engine.data_parallel.flat_gradient import FlatGradient
-from plait.engine.data_parallel.place import Place
+from plait.engine.data_parallel.place import RunPlace
 from plait.engine.data_parallel.storage import Flat
 
 SQUARED = 1 << 16
@@ -53,9 +53,9 @@ class Owned:
     """The optimizer has another dtype or device than the sums."""
 
     @property
-    def place(self) -> Place:
+    def place(self) -> RunPlace:
         """Where the run lies in the whole parameter."""
-        return Place(self.run, self.cut, self.flat.tensor_rank)
+        return RunPlace(self.run, self.cut, self.flat.tensor_rank)
 
 
 def owned_runs(gradients: Iterable[FlatGradient]) -> list[Owned]:

@@ -30,7 +30,7 @@ class Readable(Protocol):
 
 
 @dataclass(frozen=True)
-class Place:
+class RunPlace:
     """A run, and how its parameter is cut over the tensor axis before."""
 
     run: Run

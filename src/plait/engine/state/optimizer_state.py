@@ -31,7 +31,7 @@ from plait.core.flat import Run, Slot
 from plait.core.mesh import AXES
 from plait.core.tensor_cut import TensorCut
 from plait.engine.data_parallel.optim import Owned, OwnedOptimizer
-from plait.engine.data_parallel.place import Place
+from plait.engine.data_parallel.place import RunPlace
 
 State: TypeAlias = Mapping[str, Any]
 ELEMENTS, NUMBER, OTHER = "elements", "number", "other"
@@ -44,7 +44,7 @@ class Told:
     """A run of another rank (or of this one), and what its optimizer keeps for it: kind, dtype, value or shape."""
 
     rank: int
-    place: Place
+    place: RunPlace
     values: dict[str, tuple[str, str, Any]]
 
     @property
@@ -136,7 +136,7 @@ class OptimizerState:
         for rank, row in enumerate(gather_texts(self.comm, text, Note("state"))):
             for name, shape, start, stop, tensor_rank, values in json.loads(row):
                 run = Run(Slot(name, tuple(shape), 0), start, stop, 0)
-                place = Place(run, self.cuts.get(name), tensor_rank)
+                place = RunPlace(run, self.cuts.get(name), tensor_rank)
                 found.append(Told(rank, place, {key: tuple(value) for key, value in values.items()}))
         return found
 
@@ -233,7 +233,7 @@ def _options(group: Mapping[str, Any]) -> dict[str, Any]:
 
 def _described(piece: Owned, state: State) -> list[Any]:
     """A run and its state, for the table; ValueError for what is neither number nor tensor, or cannot be cut."""
-    values = {}
+    values: dict[str, tuple[str, str, Any]] = {}
     for key, value in state.items():
         if _per_element(piece, value):
             values[key] = (ELEMENTS, str(value.dtype)[6:], None)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from plait.core.layout import Region
-from plait.engine.data_parallel.place import Place
+from plait.engine.data_parallel.place import RunPlace
 from plait.engine.data_parallel.storage import Flat
 
 
@@ -33,7 +33,7 @@ class StatePiece:
     """No rank before this one has it."""
 
     @classmethod
-    def of(cls, name: str, key: str, place: Place, values: Tensor, *, first: bool) -> Iterator["StatePiece"]:
+    def of(cls, name: str, key: str, place: RunPlace, values: Tensor, *, first: bool) -> Iterator["StatePiece"]:
         """The pieces of a run, given one value for each of its elements."""
         return (cls(name, key, region, tensor, first) for region, tensor in place.regions(values))
 
@@ -43,6 +43,6 @@ def frozen_pieces(flat: Flat, *, first: bool, names: set[str]) -> Iterator[State
     for run in flat.layout.runs(*flat.held):
         name, cut = run.slot.name, flat.cuts[flat.layout.slots.index(run.slot)]
         alone = first and name not in names and (cut is not None or flat.tensor_rank == 0)
-        place, values = Place(run, cut, flat.tensor_rank), flat.rest[run.offset : run.offset + run.numel]
+        place, values = RunPlace(run, cut, flat.tensor_rank), flat.rest[run.offset : run.offset + run.numel]
         yield from StatePiece.of(name, "", place, values, first=alone)
     names |= {slot.name for slot in flat.layout.slots}

@@ -44,7 +44,9 @@ def normalised(module: nn.SyncBatchNorm, comm: Comm, x: Tensor) -> Tensor:
         return F.batch_norm(
             x, module.running_mean, module.running_var, module.weight, module.bias, by_batch, 0.0, module.eps
         )
-    y, mean, variance, count = Normalise.apply(x, module.weight, module.bias, module.eps, comm)
+    given = x, module.weight, module.bias, module.eps, comm
+    made: tuple[Tensor, Tensor, Tensor, Tensor] = Normalise.apply(*given)  # type: ignore[no-untyped-call]
+    y, mean, variance, count = made
     if module.running_mean is not None and module.running_var is not None:
         with torch.no_grad():
             factor = module.momentum
@@ -62,7 +64,7 @@ class Normalise(torch.autograd.Function):
     """The output; mean and (biased) variance of each channel, and the number of values in it, of all ranks."""
 
     @staticmethod
-    def forward(  # type: ignore[override]
+    def forward(
         ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, comm: Comm
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         values = x.to(torch.promote_types(x.dtype, torch.float32))
@@ -91,7 +93,7 @@ class Normalise(torch.autograd.Function):
         return y.to(x.dtype), mean, variance, count
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, dy: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
         unit, weight, scale, count = ctx.saved_tensors
         comm: Comm = ctx.comm

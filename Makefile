@@ -48,7 +48,7 @@ $(READY): requirements.lock pyproject.toml
 	@touch $@
 
 demo: setup
-	@$(BIN)/plait train --mesh shard=4 --strategy zero3 --verify --out runs/demo $(ARGS)
+	@$(BIN)/plait train --mesh shard=4 --strategy zero3 --verify --out runs/demo --overwrite $(ARGS)
 
 # Tests of a file share what they have computed, so a file stays with one worker; long files come first.
 PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder

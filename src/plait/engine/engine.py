@@ -284,7 +284,7 @@ class Engine(OwnLoop):
             stage.gradients.hide()
 
     def _discard(self, optimizer: Optimizer, zero_grad: Callable[..., None], *args: Any, **kwargs: Any) -> None:
-        """``optimizer.zero_grad`` between backward and step throws the gradients away, as everywhere in torch."""
+        """``optimizer.zero_grad`` between backward and step throws away what the step has summed so far."""
         zero_grad(*args, **kwargs)
         if self._now is not None and self._turns.zeroed(optimizer, self.optimizers, summed=bool(self._now.losses)):
             self.discarded += bool(self._now.losses)

@@ -96,8 +96,8 @@ def sum_of_mean(
     """
     if not callable(mean_loss) or not callable(count):
         raise TypeError(
-            "plait.sum_of_mean takes two functions, (model, batch) -> mean loss and batch -> count, for Engine(loss_fn=); "
-            'in a loop of your own call engine.backward(loss, count, reduction="mean")'
+            "plait.sum_of_mean takes two functions, (model, batch) -> mean loss and batch -> count, for "
+            'Engine(loss_fn=...); in a loop of your own call engine.backward(loss, count, reduction="mean")'
         )
 
     def loss_sum(model: nn.Module, batch: Any) -> Tensor:

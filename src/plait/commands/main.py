@@ -81,13 +81,13 @@ def run(argv: list[str]) -> int:
 def parse(argv: Sequence[str]) -> TrainConfig | VerifyConfig | DoctorConfig | BenchCommand | ScheduleCommand:
     """The command line as one of the configs; usage errors leave with exit code 2, as argparse's do."""
     name, *words = argv or [""]
+    command: TrainConfig | VerifyConfig | DoctorConfig | BenchCommand | ScheduleCommand
     if name in COMMANDS:  # a parser of its own, so that its errors lead to its own help
         defaults = {"default": _defaults(COMMANDS[name], words)} if name in ("train", "verify") else {}
         command = tyro.cli(COMMANDS[name], prog=f"plait {name}", args=words, **defaults)
     else:
-        kinds = [Annotated[kind, tyro.conf.subcommand(name)] for name, kind in COMMANDS.items()]
-        description = "Train one model over many ranks."
-        command = tyro.cli(Union[*kinds], prog="plait", description=description, args=list(argv))
+        kinds: Any = Union[*(Annotated[kind, tyro.conf.subcommand(name)] for name, kind in COMMANDS.items())]
+        command = tyro.cli(kinds, prog="plait", description="Train one model over many ranks.", args=list(argv))
     flags = {word.partition("=")[0] for word in argv}
     if isinstance(command, TrainConfig | VerifyConfig) and command.epochs is not None and "--steps" in flags:
         where = f" of {command.config}" if command.config and "--epochs" not in flags else ""

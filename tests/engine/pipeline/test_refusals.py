@@ -331,7 +331,7 @@ class Decaying(nn.Module):
 
 
 def test_a_buffer_that_the_next_microbatch_writes_to_before_the_backward_reads_it() -> None:
-    refused(r"writes in place.* under way at once, here with \[1\]; let .*clone", chain(Decaying(), linear()))
+    refused(r"writes in place.* under way at once, here with \[1\]: let .*clone", chain(Decaying(), linear()))
 
 
 def test_a_schedule_that_is_still_text() -> None:

@@ -82,7 +82,7 @@ def writes_explained(flights: Mapping[int, Flight]) -> Iterator[None]:
         if not flights or "modified by an inplace operation" not in str(error):
             raise
         raise ValueError(
-            f"a forward writes in place to a tensor that an earlier microbatch's backward still reads (a buffer, a cache); "
+            f"a forward writes in place to a tensor that an earlier microbatch's backward still reads (a buffer?); "
             f"in a pipeline several are under way at once, here with {sorted(flights)}: let the forward read a copy, "
             f"as in x * self.scale.clone(). PyTorch says: {error}"
         ) from error

@@ -35,7 +35,7 @@ def check_model(model: nn.Module, comm: Comm) -> None:
     if scripted:
         raise ValueError(
             f"{scripted[0] or 'the model'!r} is a torch.jit.ScriptModule, which runs outside of Python, where the "
-            f"engine's hooks are: build the model of the modules themselves, and script functions inside of them instead"
+            f"engine's hooks are: build the model of plain modules, and script functions inside of them instead"
         )
     tables = [(name, m) for name, m in model.named_modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag)]
     bounded = [name for name, table in tables if table.max_norm]

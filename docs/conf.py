@@ -4,17 +4,23 @@ import os
 import re
 from pathlib import Path
 
+from sphinx.ext.napoleon import GoogleDocstring
+
+import plait
+import plait.verify.run
+
 HERE = Path(__file__).parent.resolve()
 
 project = "plait"
 html_title = "plait"
 html_theme = "furo"
 html_copy_source = False
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+extensions = ["myst_parser", "sphinx.ext.autodoc"]
 myst_heading_anchors = 3
 
 default_role = "code"
 autodoc_default_options = {"members": True}
+autodoc_preserve_defaults = True
 autodoc_member_order = "bysource"
 autodoc_typehints = "description"
 autodoc_typehints_description_target = "documented"
@@ -39,5 +45,13 @@ def write_links(app: object, docname: str, source: list[str]) -> None:
         source[0] = LINK.sub(lambda link: written(link, root), readme) + source[0]
 
 
+def read_google(app: object, what: str, name: str, thing: object, options: object, lines: list[str]) -> None:
+    """Sections as Google writes them; in an attribute's only line a colon is no end of a type, so it stays as it is."""
+    if what not in ("attribute", "property") or "Raises:" in lines:
+        lines[:] = GoogleDocstring(lines, what=what, name=name).lines()
+
+
 def setup(app) -> None:
+    plait.verify = plait.verify.run.verify  # the package can be called; its reference is that of the call
     app.connect("source-read", write_links)
+    app.connect("autodoc-process-docstring", read_google)

@@ -39,6 +39,7 @@ def join(
 
     Args:
         mesh: the axes and their sizes; None puts all ranks on ``shard``.
+        device: where this rank computes and holds its tensors.
         deadline: seconds after which a wait for another rank raises and says which one.
         deterministic: add in rank order, so that runs are reproducible to the bit.
 
@@ -64,9 +65,21 @@ def run_threads(
     deadline: float = 60.0,
     deterministic: bool = True,
 ) -> list[Result]:
-    """Run ``body(comm)`` on every rank of a mesh, each a thread of this process; the results by rank.
+    """Run ``body(comm)`` on every rank of a mesh, each a thread of this process.
 
     For notebooks, lessons and tests: the same engine and collectives, without starting processes.
+
+    Args:
+        mesh: the axes and their sizes, as in ``"replica=2 shard=2"``.
+        body: what a rank does.
+        deadline: seconds after which a wait for another rank raises and says which one.
+        deterministic: as for ``join``.
+
+    Returns:
+        What the bodies returned, by rank.
+
+    Raises:
+        Exception: the first that a body raised, with its own traceback; the other ranks are stopped.
     """
     shape = Mesh.parse(mesh) if isinstance(mesh, str) else mesh
     return run(shape, body, device=device, deadline=deadline, deterministic=deterministic)
@@ -77,10 +90,9 @@ def sum_of_mean(
 ) -> Callable[[nn.Module, Any], Tensor]:
     """The ``loss_fn`` that ``Engine`` takes, a sum, made of a function whose loss is a mean.
 
-        Engine(..., loss_fn=plait.sum_of_mean(mean_loss, count), count_fn=count)
-
-    A mean of microbatch means is wrong as soon as their counts differ; a sum divided once is not.  In a loop of one's
-    own there is no ``loss_fn``: say ``engine.backward(loss, count, reduction="mean")``.
+    ``Engine(..., loss_fn=plait.sum_of_mean(mean_loss, count), count_fn=count)``.  A mean of microbatch means is wrong as
+    soon as their counts differ; a sum divided once is not.  In a loop of one's own there is no ``loss_fn``: say
+    ``engine.backward(loss, count, reduction="mean")``.
 
     Args:
         mean_loss: ``(model, batch) -> scalar``, the mean of the losses of the batch's terms, as of ``F.cross_entropy``

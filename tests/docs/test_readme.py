@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+import plait
 from plait.commands.main import main
 from plait.core.cells import TABLE, Cell
 from plait.core.flat import UnitLayout, lay
@@ -157,6 +158,12 @@ def test_the_commands_of_the_readme_give_a_verdict(command: str, capsys: pytest.
 
 def test_there_are_commands_to_run() -> None:
     assert len(VERIFY) >= 4
+
+
+def test_the_reference_has_every_public_name_once() -> None:
+    page = (ROOT / "docs" / "api.md").read_text(encoding="utf-8")
+    named = re.findall(r"^\.\. \S+:: plait\.(?:verify\.run\.)?(\w+)", page, re.MULTILINE)
+    assert sorted(named) == sorted([*plait.__all__, "Verdict"])
 
 
 # ---- links --------------------------------------------------------------------------------------------------------

@@ -208,6 +208,9 @@ class Strategy:
     def __str__(self) -> str:
         return f"{self.name}: {self.row()}"
 
+    def __repr__(self) -> str:
+        return f"parse_strategy({str(self)!r})"
+
     def mixed(self, narrow: str, wide: str = "fp32") -> Strategy:
         """The row in mixed precision: parameters and computation in ``narrow``, sums and the optimizer in ``wide``.
 
@@ -232,7 +235,11 @@ class Strategy:
 
 
 def parse_strategy(text: str) -> Strategy:
-    """``"name: params | kept | grads | optim"`` as a row: ``"my: shard | full | shard, pending(replica) | shard"``."""
+    """``"name: params | kept | grads | optim"`` as a row: ``"my: shard | full | shard, pending(replica) | shard"``.
+
+    Raises:
+        ValueError: a text that is not of this form, or a row that is impossible or wasteful.
+    """
     name, colon, row = text.partition(":")
     cells = row.split("|")
     if not colon or not name.strip() or len(cells) != 4:

@@ -70,7 +70,7 @@ check: setup
 	$(BIN)/python -m pytest -q tests/test_house.py tests/test_maps.py tests/test_layers.py
 
 docs: setup
-	$(BIN)/sphinx-build --fail-on-warning --keep-going --quiet --builder html docs build/docs
+	$(BIN)/sphinx-build --fail-on-warning --keep-going --fresh-env --quiet --builder html docs build/docs
 	@echo "plait: build/docs/index.html"
 
 format: setup

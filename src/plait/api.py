@@ -90,8 +90,8 @@ def sum_of_mean(
 ) -> Callable[[nn.Module, Any], Tensor]:
     """The ``loss_fn`` that ``Engine`` takes, a sum, made of a function whose loss is a mean.
 
-    ``Engine(..., loss_fn=plait.sum_of_mean(mean_loss, count), count_fn=count)``.  A mean of microbatch means is wrong as
-    soon as their counts differ; a sum divided once is not.  In a loop of one's own there is no ``loss_fn``: say
+    ``Engine(..., loss_fn=plait.sum_of_mean(mean_loss, count), count_fn=count)``.  A mean of microbatch means is wrong
+    as soon as their counts differ; a sum divided once is not.  In a loop of one's own there is no ``loss_fn``: say
     ``engine.backward(loss, count, reduction="mean")``.
 
     Args:

@@ -27,7 +27,7 @@ ZeRO stage 1 splits the optimizer state, stage 2 the gradients as well, stage 3 
 hosts, say.
 
 Sources: ZeRO (Rajbhandari et al. 2020), PyTorch FSDP (Zhao et al. 2023), ZeRO++ (Wang et al. 2023, ``hpz``),
-MiCS (Zhang et al. 2022, ``psdp``).
+MiCS (Zhang et al. 2022, ``hsdp``).
 """
 
 from __future__ import annotations
@@ -268,8 +268,9 @@ TABLE: dict[str, Strategy] = {
 
 ELSEWHERE = {
     **dict.fromkeys(("fsdp", "fsdp2", "full_shard", "stage3"), "zero3"),
-    **dict.fromkeys(("shard_grad_op", "stage2"), "zero2"),
-    **dict.fromkeys(("hybrid_shard", "hybrid"), "hsdp"),
+    **dict.fromkeys(("stage2",), "zero2"),
+    **dict.fromkeys(("shard_grad_op",), "zero3_keep"),
+    **dict.fromkeys(("hybrid_shard", "hybrid", "mics"), "hsdp"),
     **dict.fromkeys(("dp", "no_shard", "data_parallel"), "ddp"),
     **dict.fromkeys(("zeroredundancyoptimizer", "stage1"), "zero1"),
 }

@@ -33,7 +33,6 @@ class OpenStep:
     """The global number of targets; None until it is known (a user's own loop counts at the end)."""
     local_count: int = 0
     losses: list[Tensor] = field(default_factory=list)
-    forwards: int = 0
     prepared: bool = False
     """The sums are finished and clipped."""
 

@@ -214,7 +214,7 @@ class Strategy:
     def mixed(self, narrow: str, wide: str = "fp32") -> Strategy:
         """The row in mixed precision: parameters and computation in ``narrow``, sums and the optimizer in ``wide``.
 
-        In fp16 give the engine a ``LossScale`` as well: without one a gradient that is not finite is taken as it is.
+        In fp16 give the engine a ``LossScale`` as well: without one small gradients become zero.
 
         Source: Mixed Precision Training (Micikevicius et al. 2018).
         """

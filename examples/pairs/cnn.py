@@ -1,4 +1,4 @@
-"""A convolutional network with BatchNorm, with plait: torchrun --nproc-per-node 2 examples/pairs/cnn.py OUT.pt zero3"""
+"""A convolutional network with BatchNorm, clipping and accumulation."""
 
 import sys
 

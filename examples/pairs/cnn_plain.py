@@ -1,4 +1,4 @@
-"""A convolutional network with BatchNorm, in plain PyTorch: python examples/pairs/cnn_plain.py OUT.pt"""
+"""A convolutional network with BatchNorm, clipping and accumulation."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""A small GPT with accumulation and a scheduler, with plait: torchrun --nproc-per-node 2 examples/pairs/gpt.py OUT.pt zero3"""
+"""A small GPT with ragged lines, accumulation, two groups of parameters and a scheduler."""
 
 import math
 import sys

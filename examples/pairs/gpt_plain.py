@@ -1,4 +1,4 @@
-"""A small GPT with accumulation and a scheduler, in plain PyTorch: python examples/pairs/gpt_plain.py OUT.pt"""
+"""A small GPT with ragged lines, accumulation, two groups of parameters and a scheduler."""
 
 import math
 import sys

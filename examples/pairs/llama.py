@@ -1,4 +1,4 @@
-"""A Llama of transformers, random and tiny, with plait: torchrun --nproc-per-node 2 examples/pairs/llama.py OUT.pt zero3"""
+"""A Llama of transformers, random and tiny: trained, and made to write."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""A Llama of transformers, random and tiny, in plain PyTorch: python examples/pairs/llama_plain.py OUT.pt"""
+"""A Llama of transformers, random and tiny: trained, and made to write."""
 
 import sys
 

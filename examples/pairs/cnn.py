@@ -23,7 +23,7 @@ labels = images.mean((1, 2, 3)).argsort().argsort() // 24
 losses = []
 for epoch in range(3):
     for batch in torch.randperm(96, generator=generator).split(24):
-        for part in batch.split(4)[comm.rank :: comm.mesh.size]:  # BatchNorm sees 4 images at a time
+        for part in batch.split(4)[comm.rank :: comm.world_size]:  # BatchNorm sees 4 images at a time
             loss = F.cross_entropy(model(images[part]), labels[part])
             engine.backward(loss, len(part), reduction="mean")
         engine.clip_grad_norm_(1.0)

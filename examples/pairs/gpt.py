@@ -62,7 +62,7 @@ scheduler = torch.optim.lr_scheduler.LambdaLR(
 losses, norms = [], []
 for step in range(STEPS):
     x, y = batch(step)
-    for xs, ys in list(zip(x.split(2), y.split(2)))[comm.rank :: comm.mesh.size]:  # of six microbatches
+    for xs, ys in list(zip(x.split(2), y.split(2)))[comm.rank :: comm.world_size]:  # of six microbatches
         loss = F.cross_entropy(model(xs).flatten(0, 1), ys.flatten(), ignore_index=IGNORED, reduction="sum")
         engine.backward(loss, (ys != IGNORED).sum())
     optimizer.step()

@@ -17,7 +17,7 @@ scheduler = get_cosine_schedule_with_warmup(optimizer, 2, 10)
 text = torch.tensor(list(b"to be, or not to be: that is the question. " * 30))
 losses = []
 for step in range(10):
-    windows = text.unfold(0, 16, 5)[6 * step : 6 * step + 6][comm.rank :: comm.mesh.size]
+    windows = text.unfold(0, 16, 5)[6 * step : 6 * step + 6][comm.rank :: comm.world_size]
     loss = model(input_ids=windows, labels=windows).loss
     engine.backward(loss, windows[:, 1:].numel(), reduction="mean")
     engine.clip_grad_norm_(1.0)

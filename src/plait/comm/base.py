@@ -77,6 +77,16 @@ class Comm(ABC):
         self._numbers: dict[tuple[object, ...], int] = {}
 
     @property
+    def world_size(self) -> int:
+        """The number of ranks, that of the mesh."""
+        return self.mesh.size
+
+    @property
+    def local_rank(self) -> int:
+        """Which of its host's ranks this is, as torchrun counts them; without torchrun, the rank."""
+        return int(os.environ.get("LOCAL_RANK", self.rank))
+
+    @property
     def overlaps(self) -> bool:
         """Whether messages travel beside computation: on GPUs, and where there are more cores than ranks use."""
         ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", self.mesh.size))

@@ -1,4 +1,4 @@
-"""What fewer users write: methods beside forward, hooks, transforms, complex numbers, parameters that a forward writes."""
+"""What fewer users write: methods beside forward, hooks, transforms, complex numbers, weights that a forward writes."""
 
 from __future__ import annotations
 

@@ -159,7 +159,9 @@ class PlacedModel(StaysHere):
         return tuple(layout for stage in self.stages.values() for layout in stage.layouts())
 
     def bytes_held(self) -> dict[str, int]:
-        """Bytes on this rank between steps, by kind of state, and the peak of gathered parameters."""
+        """Bytes on this rank: ``params``, ``grads`` and ``optimizer`` between steps, and at most so far
+        ``gathered_peak`` of whole parameters and ``gradient_buffers`` of whole gradients.
+        """
         stages = self.stages.values()
         return {
             "params": sum(flat.rest.nbytes for unit in self.units for flat in unit.flats),

@@ -11,7 +11,7 @@ stages.  Between forward and backward a stage keeps, for each microbatch, what i
 the graph; not the output itself, whose memory goes with the message.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -72,6 +72,21 @@ class Flight:
     boundary: BoundaryState
     output: GradientEdge | Tensor | None = None
     """What the backward starts from; None where nothing before it trains."""
+
+
+@contextmanager
+def writes_explained(flights: Mapping[int, Flight]) -> Iterator[None]:
+    """Says what autograd cannot know of a tensor that was written to: forwards of other microbatches came between."""
+    try:
+        yield
+    except RuntimeError as error:
+        if not flights or "modified by an inplace operation" not in str(error):
+            raise
+        raise ValueError(
+            f"a forward writes in place to a tensor that an earlier microbatch's backward still reads (a buffer?); "
+            f"in a pipeline several are under way at once, here with {sorted(flights)}: let the forward read a copy, "
+            f"as in x * self.scale.clone(). PyTorch says: {error}"
+        ) from error
 
 
 class Stage:
@@ -270,7 +285,7 @@ class Stage:
         if not split:
             self.gradients.begin_microbatch(last=last)
         if flight.output is not None:
-            with torch.autograd.set_multithreading_enabled(False):
+            with torch.autograd.set_multithreading_enabled(False), writes_explained(self.flights):
                 torch.autograd.backward(flight.output, gradient)
             flight.output = None
         if not split:

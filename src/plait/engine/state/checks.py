@@ -30,6 +30,12 @@ def check_model(model: nn.Module, comm: Comm) -> None:
             f"{compiled[0] or 'the model'!r} is compiled, and the compiler would trace into the engine's gathers and "
             f"dropout streams: compile functions inside of its modules (as of activations) instead"
         )
+    scripted = [name for name, m in model.named_modules() if isinstance(m, torch.jit.ScriptModule)]
+    if scripted:
+        raise ValueError(
+            f"{scripted[0] or 'the model'!r} is a torch.jit.ScriptModule, which runs outside of Python, where the "
+            f"engine's hooks are: build the model of plain modules, and script functions inside of them instead"
+        )
     tables = [(name, m) for name, m in model.named_modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag)]
     bounded = [name for name, table in tables if table.max_norm]
     if bounded and comm.mesh.size > 1:

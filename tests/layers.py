@@ -61,6 +61,7 @@ SHARES: dict[str, Share] = {
     "data/test_workers.py": PROCESSES,
     "docs": DOCUMENTATION,
     "engine": TRAINING,
+    "engine/loops/test_optimizer_state.py::test_it_enters_any_other_layout_to_the_bit": Share("few", "values"),
     "engine/pipeline/test_failures.py::test_a_process_fails_with_its_traceback_alone_and_the_others_end": PROCESSES,
     "engine/pipeline/test_failures.py::test_processes_keep_few_messages_and_train_as_one": PROCESSES,
     "launch/test_local.py": PROCESSES,

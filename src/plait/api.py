@@ -11,15 +11,17 @@ A loop of your own changes by a few lines (``torchrun --nproc-per-node 4 script.
 """
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sized
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.utils.data import DistributedSampler
 
 from plait.comm import Comm, ThreadWorld
 from plait.comm.thread import run
 from plait.core.mesh import Mesh
+from plait.data.rank_batches import RankBatches
 from plait.engine.reduction import as_sum
 
 Result = TypeVar("Result")
@@ -83,6 +85,44 @@ def run_threads(
     """
     shape = Mesh.parse(mesh) if isinstance(mesh, str) else mesh
     return run(shape, body, device=device, deadline=deadline, deterministic=deterministic)
+
+
+def distributed_sampler(
+    dataset: Sized, comm: Comm, *, shuffle: bool = True, seed: int = 0, drop_last: bool | None = None
+) -> DistributedSampler[Any]:
+    """torch's DistributedSampler over the data ranks; ranks of one pipeline or tensor group read the same samples.
+
+    Args:
+        drop_last: where the samples do not divide among the data ranks, leave out the last ones (True), or repeat the
+            first ones, which then count twice (False). ``RankBatches`` does neither.
+
+    Raises:
+        ValueError: they do not divide, and nothing is said.
+    """
+    size, ranks = len(dataset), comm.mesh.data_size
+    if drop_last is None and size % ranks:
+        raise ValueError(
+            f"{size} samples do not divide among {ranks} data ranks: drop_last=True leaves out {size % ranks} in each "
+            f"epoch, drop_last=False lets {-size % ranks} count twice, and plait.rank_batches has each of them once"
+        )
+    where = {"num_replicas": ranks, "rank": comm.mesh.data_rank(comm.rank)}
+    return DistributedSampler(dataset, **where, shuffle=shuffle, seed=seed, drop_last=bool(drop_last))  # type: ignore
+
+
+def rank_batches(
+    dataset: Sized, batch_size: int, comm: Comm, *, shuffle: bool = True, seed: int = 0, drop_last: bool = False
+) -> RankBatches:
+    """This data rank's part of each batch, with every sample once: ``DataLoader(dataset, batch_sampler=...)``.
+
+    Args:
+        batch_size: samples of a batch of all data ranks together.
+        drop_last: leave out the samples that do not fill a batch.
+
+    Raises:
+        ValueError: fewer samples in a batch, or in the data set, than data ranks.
+    """
+    mesh, rank = comm.mesh, comm.rank
+    return RankBatches(len(dataset), batch_size, mesh, rank, shuffle=shuffle, seed=seed, drop_last=drop_last)
 
 
 def sum_of_mean(

@@ -78,13 +78,13 @@ class Comm(ABC):
 
     @property
     def world_size(self) -> int:
-        """The number of ranks, that of the mesh."""
+        """The number of ranks."""
         return self.mesh.size
 
     @property
     def local_rank(self) -> int:
-        """Which of its host's ranks this is, as torchrun counts them; without torchrun, the rank."""
-        return int(os.environ.get("LOCAL_RANK", self.rank))
+        """The number of this rank on its machine, which launchers tell in ``LOCAL_RANK``."""
+        return self.rank
 
     @property
     def overlaps(self) -> bool:

@@ -166,7 +166,7 @@ class Engine(OwnLoop):
         if min(counts) < 0:  # the sum goes to the others, and they refuse it too
             counts = [min(counts)]
         samples = [num_samples(batch) for batch in microbatches]
-        first, total = self.exchange.counts(num, sum(counts), sum(samples))
+        first, total = self.exchange.counts(num, sum(counts), sum(samples), self._guard.frozen())
         self._now = OpenStep(count=total)  # whatever an earlier step left behind when it raised is gone
         if self.pipeline.num_stages > 1:
             self._guard.check()
@@ -236,9 +236,13 @@ class Engine(OwnLoop):
 
     def _before_forward(self, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
         """Hook of the whole model: where in the run this forward stands, for dropout."""
-        if not self.model.training or (self._now is not None and self._now.count is not None):
-            return  # nothing is drawn, or engine.step has said where this forward stands
+        if (self._now is not None and self._now.count is not None) or self.pipeline.num_stages > 1:
+            return  # engine.step has said where this forward stands
         stage = self.stages[0]
+        if torch.is_grad_enabled():
+            stage.look_at_model()
+        if not self.model.training:
+            return  # nothing is drawn
         size = num_samples((args, kwargs))
         place = self.comm.mesh.data_rank(self.comm.rank)
         if not torch.is_grad_enabled():
@@ -258,10 +262,11 @@ class Engine(OwnLoop):
 
     def _begin_update(self) -> None:
         if self._blocks:
-            raise ValueError("optimizer.step() inside of `with engine.gathered(...)`: leave the block first")
+            raise ValueError("optimizer.step() inside of `with engine.gathered()` or an average: leave the block first")
         if self._now is None or not self._now.prepared:
             self._prepare(self.update.clip)
         self._hide_gradients()
+        self.take_new_groups()
         self.take_over()
 
     def _prepare(self, clip: float | None) -> None:
@@ -274,7 +279,8 @@ class Engine(OwnLoop):
         now.prepared = True
         try:
             standing = Standing.of(self.steps, self.discarded, self.optimizers)
-            self.last = self.update.prepare(now, standing, clip, lambda: self._tell("reduced"))
+            frozen = self._guard.frozen()
+            self.last = self.update.prepare(now, frozen, standing, clip, lambda: self._tell("reduced"))
         except BaseException:
             self._hide_gradients()
             self._now, self._forwards = None, 0  # its sums are used up
@@ -303,9 +309,7 @@ class Engine(OwnLoop):
         """Bring the new values to where the row keeps them."""
         for stage in self.stages.values():
             stage.unsharding.pins.end_backward()
-            stage.unsharding.forget()
-        for work in [work for unit in self.units for work in unit.publish()]:
-            work.wait()  # before anyone reads a parameter, or exits
+        self.publish()
         for piece in self.owned:
             piece.view.grad = None
         self._now, self._forwards = None, 0

@@ -76,7 +76,7 @@ class Products(Handler):
             return parameter
         if key not in stand_ins:
             with torch._C.DisableTorchFunction(), temporarily_clear_interpreter_stack():  # under vmap too a whole one
-                stand_ins[key] = parameter.detach().requires_grad_()
+                stand_ins[key] = parameter.detach().requires_grad_(parameter.requires_grad)
         return stand_ins[key]
 
     def idle(self) -> bool:

@@ -116,6 +116,9 @@ class Stage:
         originals = dict(settings.whole.model.named_modules())
         self._twins = [(m, originals[n]) for n, m in self.model.named_modules() if originals.get(n, m) is not m]
         """Copied modules and those of the user's model, whose mode they follow."""
+        users = dict(settings.whole.model.named_parameters())
+        self._copies = [(p, users[name]) for name, p, _, _ in parameters_of(self.units) if users[name] is not p]
+        """The same of parameters, which are frozen together."""
         self.interceptor.remember()
 
     def _handlers(self, settings: StageSettings) -> list[Handler]:
@@ -153,12 +156,20 @@ class Stage:
         self.flights.clear()
         for module, original in self._twins:
             module.training = original.training
+        self.look_at_model()
         self.begin_sums()
 
     def begin_sums(self) -> None:
         """Before the first gradient of a step."""
-        self.guard.check()
         self.gradients.begin_step()
+
+    def look_at_model(self) -> None:
+        """Before a forward: notice what was frozen or thawed; ValueError for any other change."""
+        for copied, original in self._copies:
+            copied.requires_grad_(original.requires_grad)
+        if self.guard.check():
+            for unit in self.units:
+                unit.look_at_frozen()
 
     def layouts(self) -> tuple[UnitLayout, ...]:
         """The units as the planner sees them."""

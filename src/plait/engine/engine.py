@@ -308,7 +308,7 @@ class Engine(OwnLoop):
     def _publish(self) -> None:
         """Bring the new values to where the row keeps them."""
         for stage in self.stages.values():
-            stage.unsharding.pins.end_backward()
+            stage.unsharding.pins.end_step()
         self.publish()
         for piece in self.owned:
             piece.view.grad = None

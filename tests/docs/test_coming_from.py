@@ -19,6 +19,8 @@ from plait.core.cells import TABLE
 from plait.core.parallelism import Parallelism
 from plait.schedule.orders import ORDERS
 
+pytestmark = pytest.mark.timeout(520)  # programs of their own, which import more than ours do
+
 ROOT = Path(__file__).parents[2]
 PAIRS = ROOT / "examples" / "pairs"
 PAGE = (ROOT / "docs" / "guide" / "coming-from.md").read_text(encoding="utf-8")
@@ -31,7 +33,7 @@ def start(*words: str, ranks: int = 0) -> None:
     environment = {name: value for name, value in os.environ.items() if name not in launched}
     environment |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT / "src")}
     done = subprocess.run(
-        [sys.executable, *torchrun, *words], env=environment, capture_output=True, text=True, timeout=110
+        [sys.executable, *torchrun, *words], env=environment, capture_output=True, text=True, timeout=250
     )
     assert done.returncode == 0, done.stdout + done.stderr
 

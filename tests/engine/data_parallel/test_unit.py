@@ -8,7 +8,7 @@ from typing import Any
 import engine_cases as cases
 import pytest
 import torch
-from engine_cases import ROWS, SPLIT_ROWS, adamw, agree, batches, count, deal, loss_sum, net, plain, train
+from engine_cases import ROWS, adamw, batches, count, deal, loss_sum, net, plain, train
 from torch import nn
 
 from plait.comm import Comm, run

@@ -1,9 +1,9 @@
 """``torch.autograd.grad`` inside of a forward, a handler: what it makes can be differentiated again.
 
-    in loss_fn, or in the model     grad(y, x) goes through units at rest: what tells of any backward gathers them
-    in a unit's own forward         it reads the unit, which is open, as it is in the backward of what the unit returns;
-                                    what leaves it in another way opens it too: done here
-    in a pipeline                   y and x lie in one link; else x may be on another stage: refused here
+in loss_fn, or in the model     grad(y, x) goes through units at rest: what tells of any backward gathers them
+in a unit's own forward         it reads the unit, which is open, as it is in the backward of what the unit returns;
+                                what leaves it in another way opens it too: done here
+in a pipeline                   y and x lie in one link; else x may be on another stage: refused here
 """
 
 from collections.abc import Collection

@@ -11,7 +11,7 @@ stages.  Between forward and backward a stage keeps, for each microbatch, what i
 the graph; not the output itself, whose memory goes with the message.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -74,6 +74,21 @@ class Flight:
     """What the backward starts from; None where nothing before it trains."""
 
 
+@contextmanager
+def writes_explained(flights: Mapping[int, Flight]) -> Iterator[None]:
+    """Says what autograd cannot know of a tensor that was written to: forwards of other microbatches came between."""
+    try:
+        yield
+    except RuntimeError as error:
+        if not flights or "modified by an inplace operation" not in str(error):
+            raise
+        raise ValueError(
+            f"a forward writes in place to a tensor that an earlier microbatch's backward still reads (a buffer?); "
+            f"in a pipeline several are under way at once, here with {sorted(flights)}: let the forward read a copy, "
+            f"as in x * self.scale.clone(). PyTorch says: {error}"
+        ) from error
+
+
 class Stage:
     """A stage, built from its part of the model, whose parameters are laid in units already."""
 
@@ -102,6 +117,9 @@ class Stage:
         originals = dict(settings.whole.model.named_modules())
         self._twins = [(m, originals[n]) for n, m in self.model.named_modules() if originals.get(n, m) is not m]
         """Copied modules and those of the user's model, whose mode they follow."""
+        users = dict(settings.whole.model.named_parameters())
+        self._copies = [(p, users[name]) for name, p, _, _ in parameters_of(self.units) if users[name] is not p]
+        """The same of parameters, which are frozen together."""
         self.interceptor.remember()
 
     def _handlers(self, settings: StageSettings, links: Sequence[str]) -> list[Handler]:
@@ -140,12 +158,20 @@ class Stage:
         self.flights.clear()
         for module, original in self._twins:
             module.training = original.training
+        self.look_at_model()
         self.begin_sums()
 
     def begin_sums(self) -> None:
         """Before the first gradient of a step."""
-        self.guard.check()
         self.gradients.begin_step()
+
+    def look_at_model(self) -> None:
+        """Before a forward: notice what was frozen or thawed; ValueError for any other change."""
+        for copied, original in self._copies:
+            copied.requires_grad_(original.requires_grad)
+        if self.guard.check():
+            for unit in self.units:
+                unit.look_at_frozen()
 
     def layouts(self) -> tuple[UnitLayout, ...]:
         """The units as the planner sees them."""
@@ -259,7 +285,7 @@ class Stage:
         if not split:
             self.gradients.begin_microbatch(last=last)
         if flight.output is not None:
-            with torch.autograd.set_multithreading_enabled(False):
+            with torch.autograd.set_multithreading_enabled(False), writes_explained(self.flights):
                 torch.autograd.backward(flight.output, gradient)
             flight.output = None
         if not split:

@@ -209,3 +209,24 @@ def test_an_empty_microbatch_is_as_good_as_any(row: str) -> None:
     for batch in data:
         batch["mask"][:] = 1
     cases.agree(train(net(), "shard=2", row, data, microbatches=2), plain(net(), data))
+
+
+@pytest.mark.parametrize("row", ["ddp", "zero3"])
+@pytest.mark.parametrize("how", ["detached", "without a graph"])
+def test_a_loss_that_needs_no_gradient_is_refused(row: str, how: str) -> None:
+    def lost(model: nn.Module, batch: Any) -> Tensor:
+        if how == "detached":
+            return loss_sum(model, batch).detach()
+        with torch.no_grad():
+            return loss_sum(model, batch)
+
+    def loop(model: nn.Module, optimizer: torch.optim.Optimizer, engine: Engine, comm: Comm) -> None:
+        part = deal(batches(1)[0], comm.mesh, comm.rank, 1)[0]
+        with pytest.raises(ValueError, match="the loss needs no gradient"):
+            engine.backward(lost(model, part), count(part))
+
+    looped("shard=2", row, loop)
+    for mesh in ("shard=2", "pipe=2"):
+        with pytest.raises(ValueError, match="the loss needs no gradient"):
+            template = cases.distinct(nn.Sequential(nn.Linear(5, 5), nn.Linear(5, 5)))
+            train(template, mesh, row, batches(1), loss=lost)

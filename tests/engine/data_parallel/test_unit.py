@@ -8,7 +8,7 @@ from typing import Any
 import engine_cases as cases
 import pytest
 import torch
-from engine_cases import ROWS, SPLIT_ROWS, adamw, agree, batches, count, deal, loss_sum, net, plain, train
+from engine_cases import ROWS, adamw, batches, count, deal, loss_sum, net, plain, train
 from torch import nn
 
 from plait.comm import Comm, run
@@ -150,27 +150,6 @@ def test_open_units_in_backward() -> None:
         return most
 
     assert max(run(Mesh(shard=2), body)) <= 2
-
-
-@pytest.mark.parametrize("row", SPLIT_ROWS)
-def test_touching_parameters_at_rest_is_an_error_and_never_a_silent_number(row: str) -> None:
-    """The parent reads a child's weight, outside of the child's own forward."""
-
-    class Functional(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first = nn.Linear(cases.WIDTH, cases.WIDTH)
-            self.middle = nn.Linear(cases.WIDTH, cases.WIDTH)
-
-        def forward(self, x_BC: torch.Tensor) -> torch.Tensor:
-            return nn.functional.linear(self.middle(self.first(x_BC)), self.first.weight)
-
-    template = cases.distinct(Functional())
-    if row == "zero3_keep":  # what the row keeps after the first forward is there to be read
-        agree(train(template, "replica=2 shard=2", row, batches()), plain(template, batches()))
-    else:
-        with pytest.raises(ValueError, match=r"first\.weight.*at rest"):
-            train(template, "replica=2 shard=2", row, batches())
 
 
 def test_reading_values_goes_through_the_full_state() -> None:

@@ -8,7 +8,22 @@ from typing import Any
 import engine_cases as cases
 import pytest
 import torch
-from engine_cases import ROWS, adamw, agree, batches, count, deal, distinct, loss_sum, net, plain, train
+from engine_cases import (
+    ROWS,
+    SPLIT_ROWS,
+    adamw,
+    agree,
+    batches,
+    close,
+    count,
+    deal,
+    distinct,
+    loss_sum,
+    net,
+    plain,
+    sgd,
+    train,
+)
 from torch import Tensor, nn
 
 from plait.comm import Comm, run
@@ -129,5 +144,31 @@ def test_the_state_is_a_copy() -> None:
         for value in state.values():
             value.zero_()
         assert all(value.abs().sum() > 0 for name, value in engine.full_state_dict().items() if "scale" not in name)
+
+    run(Mesh(shard=2), body)
+
+
+@pytest.mark.parametrize("row", SPLIT_ROWS)
+def test_a_state_loaded_behind_a_forward_without_a_backward_counts(row: str) -> None:
+    """What the row keeps for that backward is older."""
+
+    def body(comm: Comm) -> Tensor:
+        model = net()
+        engine = Engine(model, comm, strategy=row, optimizer=sgd(model.parameters()))
+        model(x)
+        engine.load_full_state_dict(other.state_dict())
+        out: Tensor = model(x).detach()
+        return out
+
+    x, other = torch.ones(2, 5).double(), distinct(net(), seed=3)
+    assert all(close(out, other(x)) for out in run(Mesh.parse("replica=2 shard=2"), body))
+
+
+def test_a_state_is_not_loaded_while_parameters_are_gathered() -> None:
+    def body(comm: Comm) -> None:
+        model = net()
+        engine = Engine(model, comm, strategy="zero3", optimizer=sgd(model.parameters()))
+        with engine.gathered(), pytest.raises(ValueError, match="leave the block first"):
+            engine.load_full_state_dict(net().state_dict())
 
     run(Mesh(shard=2), body)

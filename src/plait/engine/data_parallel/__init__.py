@@ -6,6 +6,7 @@ unit.py               the states of a unit, and what is in memory in each       
 storage.py            one flat buffer of a unit, and the pieces of it that stay here
 transfers.py          the moves of a row as messages on a flat buffer
 unshard.py            when units are unsharded and resharded, and which is prefetched
+gather_order.py       which unit is expected next
 pins.py               units that stay whole, because someone reads them beside the passes
 activation_hooks.py   what tells that a unit's backward begins, or is over
 gradients.py          how gradients reach their owners

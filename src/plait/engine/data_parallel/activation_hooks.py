@@ -1,8 +1,8 @@
 """Hooks on activations tell that a unit's backward begins, or is over; they go with their microbatch.
 
 It begins when the gradient of the unit's output comes.  It is over when those of all its inputs have come, over all its
-calls in the microbatch.  A backward that keeps its graph (``torch.autograd.grad`` in a forward) is none of these: another
-will come.
+calls in the microbatch.  A backward that keeps its graph (``torch.autograd.grad`` in a forward) is none of these, since
+another will come.
 """
 
 from collections import Counter, defaultdict

@@ -82,6 +82,10 @@ class Unit:
         """Nothing reads the unit's parameters once they have their gradients: autograd makes a weight's gradient in the
         same node as that of its input.  Frozen and borrowed parameters may be read later."""
 
+    def borrow(self, owner: Unit) -> None:
+        """The module reads another unit's parameters too."""
+        self.relate([*self.needs[1:], owner], self.ancestors)
+
     def unshard(self, phase: str, microbatch: int) -> None:
         """Start to gather the parameters, from what is kept or lies at rest."""
         assert self.state is State.SHARDED, f"unit {self.name!r} is {self.state.value}"

@@ -26,9 +26,10 @@ from torch.autograd.variable import Variable
 from torch.utils._pytree import tree_map_only
 
 from plait.engine.data_parallel.activation_hooks import ActivationHooks, tensors_in
+from plait.engine.data_parallel.gather_order import GatherOrder
 from plait.engine.data_parallel.pins import Pins
 from plait.engine.data_parallel.unit import OpenUnits, State, Unit
-from plait.engine.forward.context import CurrentForward, goes_on, graph_is_kept, in_backward
+from plait.engine.forward.context import CurrentForward, RunningUnit, goes_on, graph_is_kept, in_backward
 from plait.engine.forward.stays import StaysHere
 
 EVALUATE = "evaluate"
@@ -36,29 +37,6 @@ EVALUATE = "evaluate"
 
 INNER = "inner backward"
 """The ledger's phase of a backward that a program runs itself, by ``torch.autograd.grad``; nothing is prefetched."""
-
-
-class GatherOrder:
-    """The order in which a kind of pass unshards units: the prefetch expects it to repeat the last one of its kind."""
-
-    def __init__(self) -> None:
-        self.expected: list[Unit] = []
-        self.seen: list[Unit] = []
-
-    def begin(self, guess: Sequence[Unit] = ()) -> None:
-        """A new pass: expected to repeat the last one, or to follow the guess when there was none."""
-        self.expected = self.seen or list(guess)
-        self.seen = []
-
-    def record(self, unit: Unit) -> None:
-        """What the pass unshards now; once it leaves the expected order, nothing is prefetched for the rest of it."""
-        if self.ahead()[:1] != [unit]:
-            self.expected = []
-        self.seen.append(unit)
-
-    def ahead(self) -> list[Unit]:
-        """The units that are expected next."""
-        return self.expected[len(self.seen) :]
 
 
 class Unsharding(StaysHere):
@@ -105,9 +83,13 @@ class Unsharding(StaysHere):
         self._has_gradients: set[Unit] = set()
         self._hooks = ActivationHooks()
         self._before_root = before_root
+        self._running: dict[Unit, RunningUnit] = {}
         for unit in units:
             unit.open_units = self.open_units
-            if unit.split_needs:  # hooks on the user's modules: docs/guide/your-own-loop.md
+            self._running[unit] = RunningUnit(partial(self._begin_backward_of, unit), partial(self._borrow, unit))
+            if unit.split_needs or (
+                unit.module is model and any(u.split for u in units)
+            ):  # hooks on the user's modules: docs/guide/your-own-loop.md
                 # before hooks of the user's, which may read parameters (weight_norm), as the one behind is after them
                 before = partial(self._before_forward, unit)
                 unit.module.register_forward_pre_hook(before, with_kwargs=True, prepend=True)
@@ -129,21 +111,31 @@ class Unsharding(StaysHere):
         """Make the parameters that a unit reads whole, and start to gather what comes next."""
         order = self.orders.get(phase)
         for needed in unit.needs:
-            needed.users += 1
-            if needed.split and (needed.users == 1 or needed.state is not State.UNSHARDED):
-                if order is not None:
-                    order.record(needed)
-                if needed.state is State.SHARDED:
-                    needed.unshard(phase, self.microbatch)
-                self._check_bound(unit, phase)
-                if needed.state is State.UNSHARDING:
-                    needed.wait()
+            self._unshard_for(unit, needed, phase, order)
         for coming in order.ahead() if order is not None else ():
             if sum(ahead.users == 0 for ahead in self.open_units.arriving) >= self.prefetch:
                 break
             if coming.state is State.SHARDED:
                 coming.unshard(phase, self.microbatch)
                 self._check_bound(unit, phase)
+
+    def _unshard_for(self, unit: Unit, needed: Unit, phase: str, order: GatherOrder | None) -> None:
+        needed.users += 1
+        if needed.split and (needed.users == 1 or needed.state is not State.UNSHARDED):
+            if order is not None:
+                order.record(needed)
+            if needed.state is State.SHARDED:
+                needed.unshard(phase, self.microbatch)
+            self._check_bound(unit, phase)
+            if needed.state is State.UNSHARDING:
+                needed.wait()
+
+    def _borrow(self, unit: Unit, parameter: Tensor) -> None:
+        """A unit reads, in its forward, a parameter that is laid in another one."""
+        owner = next(u for u in self.units for flat in u.flats if any(p is parameter for p in flat.parameters))
+        with torch._C.DisableTorchFunction():
+            unit.borrow(owner)
+            self._unshard_for(unit, owner, self.phase, self.orders[self.phase])
 
     def reshard(self, unit: Unit, *, keep: bool, keep_borrowed: bool) -> None:
         """The unit's parameters are not read any more for now.
@@ -262,7 +254,7 @@ class Unsharding(StaysHere):
             self.unshard(unit, self.phase)
             if torch.is_grad_enabled() and self._waits_for_inputs(unit):
                 self._hooks.await_inputs(unit, (*args, *kwargs.values()), self._end_if_done)
-        self.current.enter_unit(partial(self._begin_backward_of, unit))
+        self.current.enter_unit(self._running[unit])
         self._inside.append(unit)
 
     def _waits_for_inputs(self, unit: Unit) -> bool:
@@ -282,7 +274,7 @@ class Unsharding(StaysHere):
         """Returns the output, with copies of what would go with the unit's parameters."""
         self.current.leave_unit()
         tensors = tensors_in(output)
-        if torch.is_grad_enabled() and not tensors:
+        if torch.is_grad_enabled() and not tensors and unit.split_needs:
             raise ValueError(
                 f"unit {unit.name!r} returns {type(output).__name__}, in which no tensor is found: return "
                 f"tensors, or tuples, lists, dicts or registered pytrees of them, so that its backward can be seen"

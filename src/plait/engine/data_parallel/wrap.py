@@ -7,7 +7,8 @@ Automatic wrapping takes, in the order of ``named_modules``:
 - the rest (final norms, scalars) stays with the model itself, the root unit.
 
 A user can name the units instead; they may nest, and a parameter belongs to the innermost one around it.  A parameter
-that several units use is laid in the first; the others *borrow* it.
+that several units use is laid in the first; the others *borrow* it.  Which units read another's parameter without being
+tied to it (a head that is a product with the embedding) shows when they run: they borrow it from then on.
 """
 
 import difflib

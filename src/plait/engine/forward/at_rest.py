@@ -1,9 +1,10 @@
 """The at-rest check, a handler: a parameter at rest is never read, and one that backward reads is there in time.
 
 It sees every function that reads a parameter of a split unit, and outside of the model's call those that read a
-parameter of a stage.  It changes nothing:
+parameter of a stage:
 
-- reading a parameter *at rest* raises, with the names of the parameter and the function;
+- a unit that reads a parameter *at rest* borrows it: it is gathered now, and from then on whenever that unit is;
+- outside of a unit's forward this raises, with the names of the parameter and the function;
 - the node that the function leaves in the autograd graph will unshard the running unit before it runs.  A unit's
   outputs do so as well (see ``unshard``); this catches what leaves a module in other ways, an auxiliary loss for
   example.
@@ -40,7 +41,9 @@ class AtRestCheck(Handler):
         read = read_among(arguments, self.split)
         for parameter in map(self.split.__getitem__, read):
             if isinstance(parameter, AtRest):
-                raise parameter.refusal(func, [parameter])
+                if not context.units or in_backward():
+                    raise parameter.refusal(func, [parameter])
+                context.units[-1].borrow(parameter)
         if read and name_of(func) == "data":
             if func.__name__ == "__set__":
                 raise ValueError(
@@ -50,7 +53,7 @@ class AtRestCheck(Handler):
             func = call_next = Tensor.detach  # the same values, and of one version with the parameter: writes are seen
         result = call_next(*args, **kwargs)
         if read and context.units and torch.is_grad_enabled():
-            unshard = context.units[-1]
+            unshard = context.units[-1].open_again
             for tensor in (result,) if isinstance(result, Tensor) else tree_leaves(result):
                 if isinstance(tensor, Tensor) and tensor.grad_fn is not None:
                     tensor.grad_fn.register_prehook(lambda *gradients: unshard())

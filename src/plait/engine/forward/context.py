@@ -74,6 +74,13 @@ OUTSIDE = ModuleCall()
 """``loss_fn``, before and after it calls the model."""
 
 
+class RunningUnit(NamedTuple):
+    """A unit whose forward is under way."""
+
+    open_again: Callable[[], None]  # unshards it in a backward
+    borrow: Callable[[Tensor], None]  # gathers another unit's parameter for it, from now on whenever it runs
+
+
 class CutActivation(NamedTuple):
     """What the last column-cut module left on this rank: ``width`` features in all, 0 where activations are whole."""
 
@@ -99,7 +106,7 @@ class ForwardContext(NamedTuple):
     """Where a forward stands."""
 
     module: ModuleCall = OUTSIDE
-    units: tuple[Callable[[], None], ...] = ()  # what unshards those that run for their backward, innermost last
+    units: tuple[RunningUnit, ...] = ()  # innermost last
     cut: CutActivation = CutActivation()
     column_input: Any = None  # the ``ColumnInput`` that the next column-cut sibling may share
     whole_logits: bool = False  # the model computes its own loss, of the logits of the whole vocabulary
@@ -185,9 +192,9 @@ class CurrentForward:
         checkpoint around a function that is no module's call runs without them."""
         return checkpoint_around() is self.context.module.checkpoint
 
-    def enter_unit(self, unshard_for_backward: Callable[[], None]) -> None:
+    def enter_unit(self, unit: RunningUnit) -> None:
         module, units, *rest = self.context
-        self.context = ForwardContext(module, (*units, unshard_for_backward), *rest)
+        self.context = ForwardContext(module, (*units, unit), *rest)
 
     def leave_unit(self) -> None:
         module, units, *rest = self.context

@@ -1,9 +1,9 @@
 """``torch.autograd.grad`` inside of a forward, a handler: what it makes can be differentiated again.
 
-model or loss_fn      grad(y, x) goes through units at rest      they are gathered by the hooks that tell of any backward
-a unit's own forward  grad(y, x) reads the unit, which is open   and in the backward of its output; what leaves the unit
-                                                                 in another way opens it too, which is done here
-a pipeline            y and x lie in one link                    else x may be on another stage: refused
+in loss_fn, or in the model     grad(y, x) goes through units at rest: what tells of any backward gathers them
+in a unit's own forward         it reads the unit, which is open, as it is in the backward of what the unit returns;
+                                what leaves it in another way opens it too: done here
+in a pipeline                   y and x lie in one link; else x may be on another stage: refused here
 """
 
 from collections.abc import Collection
@@ -38,7 +38,7 @@ class Derivatives(Handler):
         units = self.current.context.units
         for tensor in tree_leaves(results) if units else ():
             if tensor is not None and tensor.grad_fn is not None:
-                tensor.grad_fn.register_prehook(lambda *gradients: [unshard() for unshard in units] and None)
+                tensor.grad_fn.register_prehook(lambda *gradients: [unit.open_again() for unit in units] and None)
         return results
 
     def _in_a_link(self) -> bool:

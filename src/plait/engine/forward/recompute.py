@@ -85,7 +85,7 @@ def called_twice(
         with ExitStack() as stack:
             if ran:
                 if units:
-                    units[-1]()
+                    units[-1].open_again()
                 stack.enter_context(current.swapped(again))
                 if seen_by is not None:
                     stack.enter_context(seen_by.on())

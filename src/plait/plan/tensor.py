@@ -6,6 +6,8 @@
     sum       forward   all_reduce [.., width]      the same
     split     -                                     backward all_gather
     gather    forward   all_gather [.., width]      the same
+    part      backward  all_gather [.., width]      the same
+    share     backward  all_reduce [.., width]      the same
     loss      forward   all_gather [ranks, 3, ..]   the same
 
 Inside a block that is recomputed (``engine.forward.recompute``) every forward message is sent twice.
@@ -61,7 +63,7 @@ def predict_tensor(
                 continue
             for phase, kind in ((FORWARD, forward), (BACKWARD, backward if site.trains_input else "")):
                 size = (rows if kind == "all_reduce" else padded) * site.width
-                if site.kind == "gather":
+                if site.kind in ("gather", "part"):
                     size = rows * -(-site.width // ways) * ways
                 if kind:
                     add(kind, size, itemsize, Note(phase, site.name, microbatch))

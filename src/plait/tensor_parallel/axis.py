@@ -114,6 +114,47 @@ class Split(torch.autograd.Function):
         return axis.start_gather(gradient, 1, ctx.length, axis.note(BACKWARD, ctx.site))(), None, None
 
 
+class Share(torch.autograd.Function):
+    """Whole tensors that cut computation reads, which makes a share of their gradients on each rank.
+
+    Backward: the sums; with ``last``, only of that many of the last dim, as the others are read by what sums itself.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, axis: TensorAxis, site: str, last: int | None, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.axis, ctx.site, ctx.last = axis, site, last
+        return tuple(x.view_as(x) for x in tensors)
+
+    @staticmethod
+    @first_order
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        note = ctx.axis.note(BACKWARD, ctx.site)
+        wanted = [i for i, needed in enumerate(ctx.needs_input_grad[3:]) if needed]
+        whole = {i: gradients[i].clone(memory_format=torch.contiguous_format) for i in wanted}
+        shares = {i: g if ctx.last is None else g[..., -ctx.last :] for i, g in whole.items()}
+        finish = {i: ctx.axis.start_sum(share, note) for i, share in shares.items()}
+        for i in wanted:
+            shares[i].copy_(finish[i]())
+        return (None, None, None, *map(whole.get, range(len(gradients))))
+
+
+class Part(torch.autograd.Function):
+    """A whole activation is cut in its last dim; backward gathers it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: TensorAxis, site: str) -> Tensor:
+        ctx.axis, ctx.site, ctx.size = axis, site, x.size(-1)
+        start, stop = axis.part(ctx.size)
+        return x[..., start:stop]
+
+    @staticmethod
+    @first_order
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        axis: TensorAxis = ctx.axis
+        note = axis.note(BACKWARD, ctx.site)
+        return axis.start_gather(gradient, gradient.dim() - 1, ctx.size, note)(), None, None
+
+
 class Gather(torch.autograd.Function):
     """Pieces of the last dim become the whole; backward keeps this rank's piece."""
 

@@ -42,13 +42,13 @@ def plan_of(model: nn.Module, *, sequence: bool = False) -> dict[str, str]:
     own = getattr(model, "tensor_plan", None)
     if own is not None:
         return dict(own() if callable(own) else own)
-    blocks = getattr(getattr(model, "config", None), "base_model_tp_plan", None)
-    if not blocks:
+    carried = getattr(model, "tp_plan", None) if hasattr(model, "get_input_embeddings") else None
+    if not carried:
         raise ValueError(
             f"{type(model).__name__} carries no tensor plan: give tensor_plan={{'blocks.*.up': 'column', "
             f"'blocks.*.down': 'row', ...}}, or leave the tensor axis out of the mesh"
         )
-    return plan_from_transformers(model, blocks, sequence=sequence)
+    return plan_from_transformers(model, carried, sequence=sequence)
 
 
 def parallel_plan(
@@ -68,11 +68,14 @@ def parallel_plan(
     if ways == 1:
         return Parallel()
     styles = {name: _with_heads(named[name], name, modules) for name in modules if name in named}  # in their order
+    own = {name: style for name, style in named.items() if name not in modules and style.cut_dim is not None}
     if sequence:
         _check_stream(styles, modules)
     cuts: dict[int, TensorCut] = {}
     summed = {id(p) for n, p in parameters.items() if n in named and (sequence or named[n].kind == "summed")}
     _check_heads(styles, modules, ways)
+    for name, style in own.items():
+        cuts[id(parameters[name])] = _own_cut(name, parameters[name], style, styles, ways)
     for name, style in styles.items():
         module = modules[name]
         if style.cut_dim is not None:
@@ -92,6 +95,14 @@ def parallel_plan(
             f"the tensor plan shards {both[0]!r} twice: it is cut, and it is 'summed' or 'sequence', which is for "
             f"parameters that every rank has whole; keep one"
         )
+    for name, style in styles.items():
+        if style.kind == "experts":
+            whole = [n for n, p in modules[name].named_parameters(name) if id(p) not in cuts and id(p) not in summed]
+            if whole or not own.keys() & {f"{name}.{n}" for n, _ in modules[name].named_parameters()}:
+                raise ValueError(
+                    f"the tensor plan says {str(style)!r} for {name!r}, whose code would add up {whole[0] if whole else 'it'!r} "
+                    f"once for each rank: say 'column' or 'row' for every parameter in it"
+                )
     parallel = Parallel(styles, cuts, frozenset(summed))
     return replace(parallel, sites=tuple(dict.fromkeys(_sites(parallel, modules))))
 
@@ -133,11 +144,35 @@ def _check_heads(styles: Mapping[str, Style], modules: Mapping[str, nn.Module], 
         )
 
 
+def _own_cut(name: str, parameter: nn.Parameter, style: Style, styles: Mapping[str, Style], ways: int) -> TensorCut:
+    """The cut of a parameter that its module's own code reads."""
+    owner = styles.get(name.rpartition(".")[0])
+    if owner is None or owner.kind not in ("experts", "local"):
+        raise ValueError(
+            f"the tensor plan says {str(style)!r} for the parameter {name!r}, but not what its module does with a piece: "
+            f"say 'experts' (its sums are added up) or 'local' for {name.rpartition('.')[0]!r}"
+        )
+    dim = parameter.dim() - 1 - (style.kind == "column" and parameter.dim() > 1)
+    each, rest = divmod(parameter.shape[dim], style.packed)
+    if style.kind not in ("column", "row") or style.parts or rest:
+        raise ValueError(
+            f"the tensor plan says {str(style)!r} for the parameter {name!r} of shape {list(parameter.shape)}: a module's "
+            f"own parameters are cut by 'column' or 'row', or in parts of one size, as in 'column in 2'"
+        )
+    return TensorCut(tuple(parameter.shape), dim, ways, (each,) * style.packed, style.grain)
+
+
 def _with_heads(style: Style, name: str, modules: Mapping[str, nn.Module]) -> Style:
-    """Projections of an attention module are cut in whole heads, where the module says how large they are."""
-    head = getattr(modules[name.rpartition(".")[0]], "head_dim", None)
-    cut = style.cut_dim is not None and style.kind != "vocabulary"
-    return replace(style, grain=head) if cut and style.grain == 1 and isinstance(head, int) else style
+    """Projections of an attention module are cut in whole heads, where the module says how large or how many they are."""
+    around: Any = modules[name.rpartition(".")[0]]
+    head, heads = getattr(around, "head_dim", None), getattr(around, "num_heads", None)
+    weight = getattr(modules[name], "weight", None)
+    if style.kind not in ("column", "row") or style.parts or style.grain > 1 or not isinstance(head, int):
+        return style
+    size = weight.shape[style.cut_dim] if isinstance(weight, nn.Parameter) else 0
+    if isinstance(heads, int) and size and size % heads == 0 and size // heads >= head:
+        head = size // heads  # two of its numbers for each, or of a latent attention
+    return replace(style, grain=head)
 
 
 def _cuts(name: str, module: nn.Module, style: Style, ways: int) -> dict[str, TensorCut]:
@@ -151,6 +186,8 @@ def _cuts(name: str, module: nn.Module, style: Style, ways: int) -> dict[str, Te
     if isinstance(module, nn.Embedding) and style.kind != "vocabulary":
         raise ValueError(f"the tensor plan says {str(style)!r} for the embedding {name!r}: say vocabulary")
     dim = style.cut_dim
+    if style.packed > 1 and weight.shape[dim] % style.packed == 0:  # type: ignore[operator]
+        style = replace(style, packed=1, parts=(weight.shape[dim] // style.packed,) * style.packed)  # type: ignore[operator]
     assert dim is not None
     size = weight.shape[dim]
     parts = tuple(p * style.grain for p in style.parts) or (size,)
@@ -183,6 +220,12 @@ def _sites(parallel: Parallel, modules: Mapping[str, nn.Module]) -> Iterator[Sit
             yield Site("sum" if parallel.splits else "leave", name, width)
         if head:
             yield Site("loss", LOSS.unit, 0)
+        if style.kind == "divided":
+            yield Site("part", name, module.weight.shape[1])
+        if style.kind == "experts":
+            yield Site("sum", name, style.parts[0])
+        for size in style.parts if style.kind in ("experts", "rope") else ():
+            yield Site("share", name, size)
         if kind.site:
             yield Site(kind.site, name, width if kind.cut_dim is None else module.weight.shape[0])
 

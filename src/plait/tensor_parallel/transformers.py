@@ -1,16 +1,19 @@
-"""The tensor plan that a Hugging Face model carries in its config, in our words.
+"""The tensor plan that a Hugging Face model carries (``model.tp_plan``), in our words.
 
-    base_model_tp_plan                              plait
-    layers.*.self_attn.q_proj   colwise             model.layers.*.self_attn.q_proj   column
-    layers.*.self_attn.o_proj   rowwise             model.layers.*.self_attn.o_proj   row
+    its plan                                        plait
+    model.layers.*.self_attn.q_proj   colwise       model.layers.*.self_attn.q_proj   column
+    model.layers.*.self_attn.o_proj   rowwise       model.layers.*.self_attn.o_proj   row
+    model.layers.*.mlp.experts        moe_tp_...    model.layers.*.mlp.experts        experts 32|2
                                                     model.embed_tokens, lm_head       vocabulary
 
-It covers the blocks and knows nothing of sequence parallelism, under which the first block cuts the stream in time,
+It knows nothing of sequence parallelism, under which the first block cuts the stream in time,
 attention enters as a whole (its code shapes the heads by the length of its input), and the other modules with
 parameters of their own, the norms, work on the cut stream.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from fnmatch import fnmatchcase
+from inspect import signature
 from typing import Any
 
 from torch import nn
@@ -20,25 +23,47 @@ from plait.core.tensor_plan import match_styles
 WORDS = {
     "colwise": "column",
     "rowwise": "row",
+    "packed_colwise": "column in 2",
+    "packed_rowwise": "row in 2",
     "colwise_gather_output": "gathered",
     "colwise_rep": "gathered",
+    "rowwise_split_input": "divided",
+    "rowwise_rep": "divided",
+    "embedding_rowwise": "vocabulary",
     "replicated_with_grad_allreduce": "summed",
+    "moe_tp_experts": "experts",
+    "all_reduce": "experts",
+    "moe_identity_expert": "once",
+    "mla_kv_a_proj": "rope",
+    "local_params": "local",
+    "replicate": "",
+    "embedding_colwise": "",
 }
-"""Styles of transformers' plans, in our words."""
+"""Styles of transformers' plans, in our words; an empty one leaves a module whole, which it may be."""
 
 
-def plan_from_transformers(model: Any, blocks: Mapping[str, str], *, sequence: bool) -> dict[str, str]:
-    """The plan of a whole ``PreTrainedModel`` from that of its ``blocks``; raises ValueError for an unknown style."""
-    if unknown := sorted({style for style in blocks.values() if style not in WORDS}):
+def plan_from_transformers(model: Any, carried: Mapping[str, str], *, sequence: bool) -> dict[str, str]:
+    """The plan of a whole ``PreTrainedModel`` from that which it ``carried``; raises ValueError for an unknown style.
+
+    What names nothing in this model is left out: one plan serves all variants of an architecture.
+    """
+    if unknown := sorted({style for style in carried.values() if style not in WORDS}):
         raise ValueError(
-            f"{type(model).__name__}'s base_model_tp_plan has the style {unknown[0]!r}, which plait has no word for "
+            f"{type(model).__name__}'s tensor plan has the style {unknown[0]!r}, which plait has no word for "
             f"(it knows {', '.join(WORDS)}): give tensor_plan=... of your own"
         )
-    prefix = f"{model.base_model_prefix}." if hasattr(model, model.base_model_prefix) else ""
     modules: dict[str, nn.Module] = dict(model.named_modules())
-    ends = (model.get_input_embeddings(), model.get_output_embeddings())
-    plan = {prefix + pattern: WORDS[style] for pattern, style in blocks.items()}
-    plan |= {name: "vocabulary" for name, module in modules.items() if any(module is end for end in ends)}
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    ends = [name for name, module in modules.items() if module in _ends(model)]
+    plan = {}
+    for pattern, style in carried.items():
+        names = [name for name in (*modules, *parameters) if fnmatchcase(name, pattern) and name not in ends]
+        word = WORDS[style]
+        if word in ("experts", "rope"):
+            plan |= {name: f"{word} {_sizes(model, modules[name], word)}" for name in names}
+        elif word and names:
+            plan[pattern] = word
+    plan |= dict.fromkeys(ends, "vocabulary")
     if not sequence:
         return plan
     named = match_styles(plan, modules, ())
@@ -48,3 +73,24 @@ def plan_from_transformers(model: Any, blocks: Mapping[str, str], *, sequence: b
     norms = {name for name in left if modules[name]._parameters}
     first = next(f"{name}.0" for name, module in modules.items() if isinstance(module, nn.ModuleList))
     return plan | dict.fromkeys(attention, "enter") | dict.fromkeys(norms, "sequence") | {first: "split"}
+
+
+def _ends(model: Any) -> Iterable[nn.Module]:
+    return [end for end in (model.get_input_embeddings(), model.get_output_embeddings()) if end is not None]
+
+
+def _sizes(model: Any, module: nn.Module, word: str) -> str:
+    """Of the activations of a module whose gradient is summed, as its style says them."""
+    config = model.config.get_text_config()
+    if word == "rope":
+        return str(config.qk_rope_head_dim)
+    weights = dict(module.named_parameters(recurse=False))
+    down: Any = weights["down_proj"]
+    width = down.shape[-2] if False else config.hidden_size
+    if len(signature(module.forward).parameters) == 1:  # every token comes to every expert
+        return str(width * down.shape[0])
+    return f"{width}|{_routed(config)}"
+
+
+def _routed(config: Any) -> int:
+    return config.num_experts_per_tok

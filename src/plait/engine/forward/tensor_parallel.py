@@ -15,7 +15,7 @@ from typing import Any, cast
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from plait.comm import Comm
 from plait.comm.agree import same_tensors
@@ -28,7 +28,7 @@ from plait.engine.forward.products import Products
 from plait.sharded.masks import Slice
 from plait.sharded.sharded_tensor import ShardedTensor
 from plait.tensor_parallel import Parallel, TensorAxis
-from plait.tensor_parallel.axis import AXES, Gather, Split
+from plait.tensor_parallel.axis import AXES, Gather, Leave, Part, Share, Split
 from plait.tensor_parallel.gemm import TORCH, Gemm
 from plait.tensor_parallel.linear import ColumnInput, Row
 from plait.tensor_parallel.plan import site_of
@@ -41,6 +41,9 @@ MIXES = {
     *("max", "min", "amax", "amin", "argmax", "argmin", "normalize", "cross_entropy", "mse_loss"),
 }
 """Functions that mix the last dim of their first argument."""
+
+AROUND = {"experts", "rope", "once"}
+"""Styles that change what comes into a module, or out of it."""
 
 
 class StageAxis(TensorAxis):
@@ -88,8 +91,10 @@ class TensorParallel(Handler):
         model.register_forward_pre_hook(self._before_model, with_kwargs=True)
         # the last input of a column would keep a whole activation and its graph
         model.register_forward_hook(lambda *call: self.current.replace(column_input=None), always_call=True)
-        for name, style in parallel.styles.items() if axis.sequence else ():
-            if style.kind in ("enter", "split"):
+        for name, style in parallel.styles.items():
+            if style.kind in AROUND and name in self.modules:
+                self._goes_around(name, style)
+            if style.kind in ("enter", "split") and axis.sequence:
                 self.modules[name].register_forward_pre_hook(self._changes_input(name, style.kind), with_kwargs=True)
 
     def sees(self, func: Function) -> bool:
@@ -103,6 +108,8 @@ class TensorParallel(Handler):
             return call_next(*args, **kwargs)
         name = context.module.name
         style = self.parallel.styles.get(name)
+        if style is not None and style.kind in ("experts", "local"):
+            return call_next(*args, **kwargs)
         if style is not None and style.cut_dim is not None:
             with torch._C.DisableTorchFunction():
                 if func is F.linear:
@@ -145,8 +152,8 @@ class TensorParallel(Handler):
     # ---- products -----------------------------------------------------------------------------------------------
 
     def _linear(self, name: str, style: Style, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        if input.size(-1) != weight.size(1):
-            wants = "a whole activation" if style.enters else "what a column left"
+        if input.size(-1) != (self.parameters[id(weight)] if style.kind == "divided" else weight.shape)[1]:
+            wants = "a whole activation" if style.enters or style.kind == "divided" else "what a column left"
             raise ValueError(
                 f"{name!r}, {str(style)!r} in the tensor plan, reads {input.size(-1)} features where its weight on "
                 f"this rank has {weight.size(1)}: it wants {wants}; see what the plan says of the module before it"
@@ -171,6 +178,10 @@ class TensorParallel(Handler):
         """A whole activation in, a whole one out."""
         y = self.column(name, style, input, weight, bias)
         return cast(Tensor, Gather.apply(y, self.axis, self.parameters[id(weight)][0], name))
+
+    def divided(self, name: str, style: Style, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """A whole activation in, a whole one out, of which each rank multiplies its part."""
+        return self.row(name, style, cast(Tensor, Part.apply(input, self.axis, name)), weight, bias)
 
     def head(self, name: str, style: Style, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """A whole activation in, logits out of which each rank has some classes."""
@@ -250,6 +261,35 @@ class TensorParallel(Handler):
 
         return hook
 
+    def _goes_around(self, name: str, style: Style) -> None:
+        """Hooks on a module whose own code, or whose reader's, works on pieces."""
+        module, axis = self.modules[name], self.axis
+
+        def shares(*tensors: Tensor, last: int | None = None) -> Any:
+            with torch._C.DisableTorchFunction():
+                return Share.apply(axis, name, last, *tensors)
+
+        def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+            leaves, spec = tree_flatten((args, kwargs))
+            floats = [i for i, x in enumerate(leaves) if isinstance(x, Tensor) and x.is_floating_point()]
+            for i, x in zip(floats, shares(*(leaves[i] for i in floats)), strict=True):
+                leaves[i] = x
+            return cast(tuple[Any, Any], tree_unflatten(leaves, spec))
+
+        def after(module: nn.Module, args: Any, y: Any) -> Tensor:
+            if not isinstance(y, Tensor):
+                raise ValueError(f"{name!r}, {str(style)!r} in the tensor plan, returns a {type(y).__name__}, no tensor")
+            with torch._C.DisableTorchFunction():
+                return cast(Tensor, Leave.apply(y, axis, name, False))
+
+        if style.kind == "experts":
+            module.register_forward_pre_hook(before, with_kwargs=True)
+            module.register_forward_hook(after)
+        elif style.kind == "rope":
+            module.register_forward_hook(lambda module, args, y: shares(y, last=style.parts[0])[0])
+        else:
+            module.register_forward_pre_hook(lambda module, args: (args[0] / axis.ways, *args[1:]))
+
     # ---- dropout ------------------------------------------------------------------------------------------------
 
     def slice_of(self, name: str, shape: Sequence[int]) -> Slice | None:
@@ -290,6 +330,7 @@ LINEARS: dict[str, Callable[[TensorParallel, str, Style, Tensor, Tensor, Tensor 
     "column": TensorParallel.column,
     "row": TensorParallel.row,
     "gathered": TensorParallel.gathered,
+    "divided": TensorParallel.divided,
     "vocabulary": TensorParallel.head,
 }
 """What ``F.linear`` is in a module of each style that cuts a weight: of (name, style, input, weight, bias)."""

@@ -13,7 +13,7 @@ and so what its activations are on each rank:
     sequence          whole, summed            cut in time under sequence parallelism, whole without it
     summed            whole, summed            cut          cut: a norm on each head, for example
     rope 64           whole                    whole        whole; its last 64 outputs are read by cut heads
-    experts 32|2      pieces                   whole        whole (a sum over the ranks): its own code, on pieces
+    experts 2         pieces                   whole        whole (a sum over the ranks): its own code, on pieces
     once              -                        whole        its input, a share, in such code that cuts nothing
     local             pieces                   cut          cut: its own code reads pieces of its parameters
     enter             -                        its input becomes whole before its own code sees it
@@ -33,12 +33,12 @@ every rank of the axis; under sequence parallelism the stream between a row's su
 
 ``experts`` and ``local`` are modules with parameters of their own, no products that a style could carry out.  Their
 parameters are cut by ``column`` (the last dim but one, the only one of a vector) or ``row`` (the last), *in 2* where
-two matrices lie in one, each cut by itself.  The numbers of ``experts`` are what comes in per token: activations, and
-routing weights; the sum is as wide as the first.
+two matrices lie in one, each cut by itself.  *experts 2*: a token comes once, with 2 routing weights; without a number
+it comes once for each expert, and nothing with it.
 
     "blocks.*.experts.gate_up": "column in 2"         [experts, 2 * hidden / tensor, width]
     "blocks.*.experts.down":    "row"                 [experts, width, hidden / tensor]
-    "blocks.*.experts":         "experts 32|2"
+    "blocks.*.experts":         "experts 2"
 
 Source: Megatron-LM (Shoeybi et al. 2019), sequence parallelism (Korthikanti et al. 2022).
 """
@@ -63,7 +63,7 @@ class StyleKind:
     site: str = ""
     """The kind of ``Site`` where its output travels (its input if no weight is cut)."""
     sizes: bool = False
-    """It says sizes of activations, where no weight is cut."""
+    """It may say the size of an activation, though it cuts no weight."""
 
 
 KINDS = {
@@ -118,8 +118,8 @@ class Style:
             raise ValueError(f"style {text!r}: only {cutting} cut a weight, so only they have sizes")
         if parts and kind != "column" and not KINDS[kind].sizes:
             raise ValueError(f"style {text!r}: only column has parts, the sizes of a fused output")
-        if KINDS[kind].sizes and not parts:
-            raise ValueError(f"style {text!r}: say the size of the activation, as in '{kind} 64'")
+        if kind == "rope" and not parts:
+            raise ValueError(f"style {text!r}: say how many of the last outputs cut heads read, as in 'rope 64'")
         if packed and (parts or grain or kind not in ("column", "row")):
             raise ValueError(f"style {text!r}: 'in' is for column and row, and goes with no other sizes")
         return cls(kind, tuple(int(p) for p in (parts or "").split("|") if p), int(grain or 1), int(packed or 1))

@@ -4,7 +4,7 @@ A plan comes from the user, from the model (``tensor_plan``, a dict or a method 
 Face model's config (see ``transformers``).  It is resolved, or refused, on a model whose parameters may be on meta.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -97,12 +97,7 @@ def parallel_plan(
         )
     for name, style in styles.items():
         if style.kind == "experts":
-            whole = [n for n, p in modules[name].named_parameters(name) if id(p) not in cuts and id(p) not in summed]
-            if whole or not own.keys() & {f"{name}.{n}" for n, _ in modules[name].named_parameters()}:
-                raise ValueError(
-                    f"the tensor plan says {str(style)!r} for {name!r}, whose code would add up {whole[0] if whole else 'it'!r} "
-                    f"once for each rank: say 'column' or 'row' for every parameter in it"
-                )
+            _check_experts(name, modules[name], cuts, summed)
     parallel = Parallel(styles, cuts, frozenset(summed))
     return replace(parallel, sites=tuple(dict.fromkeys(_sites(parallel, modules))))
 
@@ -160,6 +155,29 @@ def _own_cut(name: str, parameter: nn.Parameter, style: Style, styles: Mapping[s
             f"own parameters are cut by 'column' or 'row', or in parts of one size, as in 'column in 2'"
         )
     return TensorCut(tuple(parameter.shape), dim, ways, (each,) * style.packed, style.grain)
+
+
+def _check_experts(name: str, module: nn.Module, cuts: Mapping[int, TensorCut], summed: Collection[int]) -> None:
+    """Raises ValueError where the code of a module would not compute a share of its output from the pieces."""
+    for short, parameter in module.named_parameters():
+        if id(parameter) not in cuts and id(parameter) not in summed:
+            raise ValueError(
+                f"the tensor plan says 'experts' for {name!r}, whose outputs are added up, and nothing for "
+                f"'{name}.{short}', which would be added once for each rank: say 'column' or 'row' for it"
+            )
+    own = {n: cuts[id(p)] for n, p in module.named_parameters(recurse=False) if id(p) in cuts}
+    hidden = {n: cut.parts[0] if cut.grain == 1 else cut.shape[cut.dim] // cut.grain for n, cut in own.items()}
+    if len(set(hidden.values())) != 1:
+        raise ValueError(
+            f"the tensor plan cuts the matrices of the experts {name!r} in {hidden} features, which do not meet: where "
+            f"two matrices lie in one, end to end, say 'column in 2' (or 'row in 2'), where they alternate, 'column by 2'"
+        )
+
+
+def _width(module: nn.Module, parallel: Parallel) -> int:
+    """Of what comes to experts and leaves them: the dim of their matrices that is not cut."""
+    cuts = [parallel.cuts[id(p)] for p in module.parameters(recurse=False) if id(p) in parallel.cuts]
+    return next((cut.shape[-1 if cut.dim == len(cut.shape) - 2 else -2] for cut in cuts if len(cut.shape) > 1), 0)
 
 
 def _with_heads(style: Style, name: str, modules: Mapping[str, nn.Module]) -> Style:
@@ -223,7 +241,9 @@ def _sites(parallel: Parallel, modules: Mapping[str, nn.Module]) -> Iterator[Sit
         if style.kind == "divided":
             yield Site("part", name, module.weight.shape[1])
         if style.kind == "experts":
-            yield Site("sum", name, style.parts[0])
+            copies = 1 if style.parts else next(module.parameters(recurse=False)).shape[0]
+            yield Site("sum", name, _width(module, parallel) * copies)
+            yield Site("share", name, _width(module, parallel) * copies)
         for size in style.parts if style.kind in ("experts", "rope") else ():
             yield Site("share", name, size)
         if kind.site:

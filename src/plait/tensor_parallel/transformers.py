@@ -41,6 +41,9 @@ WORDS = {
 }
 """Styles of transformers' plans, in our words; an empty one leaves a module whole, which it may be."""
 
+ROUTED = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_top_k", "moe_k", "top_k_experts")
+"""How configs call the number of experts of a token."""
+
 
 def plan_from_transformers(model: Any, carried: Mapping[str, str], *, sequence: bool) -> dict[str, str]:
     """The plan of a whole ``PreTrainedModel`` from that which it ``carried``; raises ValueError for an unknown style.
@@ -60,7 +63,7 @@ def plan_from_transformers(model: Any, carried: Mapping[str, str], *, sequence: 
         names = [name for name in (*modules, *parameters) if fnmatchcase(name, pattern) and name not in ends]
         word = WORDS[style]
         if word in ("experts", "rope"):
-            plan |= {name: f"{word} {_sizes(model, modules[name], word)}" for name in names}
+            plan |= {name: _size(model, name, word) for name in names}
         elif word and names:
             plan[pattern] = word
     plan |= dict.fromkeys(ends, "vocabulary")
@@ -79,18 +82,18 @@ def _ends(model: Any) -> Iterable[nn.Module]:
     return [end for end in (model.get_input_embeddings(), model.get_output_embeddings()) if end is not None]
 
 
-def _sizes(model: Any, module: nn.Module, word: str) -> str:
-    """Of the activations of a module whose gradient is summed, as its style says them."""
-    config = model.config.get_text_config()
+def _size(model: Any, name: str, word: str) -> str:
+    """The number that goes with a style, where there is one."""
+    module = model.get_submodule(name)
     if word == "rope":
-        return str(config.qk_rope_head_dim)
-    weights = dict(module.named_parameters(recurse=False))
-    down: Any = weights["down_proj"]
-    width = down.shape[-2] if False else config.hidden_size
-    if len(signature(module.forward).parameters) == 1:  # every token comes to every expert
-        return str(width * down.shape[0])
-    return f"{width}|{_routed(config)}"
-
-
-def _routed(config: Any) -> int:
-    return config.num_experts_per_tok
+        return f"rope {model.get_submodule(name.rpartition('.')[0]).qk_rope_head_dim}"
+    if len(signature(module.forward).parameters) == 1:
+        return word
+    config = model.config.get_text_config()
+    known = [count for key in ROUTED if isinstance(count := vars(config).get(key), int)]
+    if not known:
+        raise ValueError(
+            f"{type(model).__name__}'s tensor plan has experts in {name!r}, and its config does not say how many each "
+            f"token goes to ({', '.join(ROUTED)}): give tensor_plan=... of your own"
+        )
+    return f"{word} {known[0]}"

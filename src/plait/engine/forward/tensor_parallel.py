@@ -132,7 +132,7 @@ class TensorParallel(Handler):
             if x.shape != context.cut.shape:
                 return
         where = context.module.name or "the model"
-        if (style := self.parallel.styles.get(where)) is not None and style.kind == "whole":
+        if (style := self.parallel.styles.get(where)) is not None and style.kind in ("whole", "rope"):
             return
         if name == "linear":
             if id(args[1] if len(args) > 1 else kwargs["weight"]) in self.parameters:

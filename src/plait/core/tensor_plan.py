@@ -18,11 +18,12 @@ and so what its activations are on each rank:
     local             pieces                   cut          cut: its own code reads pieces of its parameters
     enter             -                        its input becomes whole before its own code sees it
     split             -                        its input, whole until here, is cut in time
+    unsplit           -                        its input becomes whole, its output is cut in time; inside, nothing is
     hidden, heads     -                        draws dropout on activations cut in their last dim, or by heads
     whole             whole                    whole        whole: as if it were not named
 
-``enter`` and ``split`` are for sequence parallelism in code that reads lengths off its input: attention that shapes its
-heads by it, a model that makes positions from its embedding.
+``enter``, ``split`` and ``unsplit`` are for sequence parallelism in code that reads lengths off its input: attention that shapes its
+heads by it, a model that makes positions from its embedding, code that mixes time or routes tokens to experts.
 
 *summed*: every rank computes a share of the parameter's gradient, which is pending(tensor).  *Whole* means the same on
 every rank of the axis; under sequence parallelism the stream between a row's sum and the next column is cut in time.
@@ -80,6 +81,7 @@ KINDS = {
     "local": StyleKind(),
     "enter": StyleKind(),
     "split": StyleKind(site="split"),
+    "unsplit": StyleKind(site="split"),
     "hidden": StyleKind(),
     "heads": StyleKind(),
     "whole": StyleKind(),
@@ -193,6 +195,7 @@ MESSAGES = {
     "leave": (("reduce_scatter", "all_gather"), ("all_reduce", "")),
     "sum": (("all_reduce", ""), ("all_reduce", "")),
     "split": (("", "all_gather"), ("", "")),
+    "unsplit": (("all_gather", ""), ("", "")),
     "gather": (("all_gather", ""), ("all_gather", "")),
     "part": (("", "all_gather"), ("", "all_gather")),
     "share": (("", "all_reduce"), ("", "all_reduce")),
@@ -207,7 +210,8 @@ class Site:
     """A place of the model where tensor parallelism sends messages.
 
     ``enter`` a whole activation comes to column-cut siblings, ``leave`` a sum over the ranks becomes whole, ``sum`` the
-    same where it stays whole under sequence parallelism, ``split`` a whole stream is cut in time, ``gather`` a cut
+    same where it stays whole under sequence parallelism, ``split`` a whole stream is cut in time, ``unsplit`` it becomes
+    whole, and so does its gradient without a message, ``gather`` a cut
     output becomes whole, ``part`` a whole activation is cut in its last dim, ``share`` cut computation reads a whole
     activation, whose gradient is a sum, ``loss`` cross-entropy over cut classes.
     """
@@ -218,3 +222,5 @@ class Site:
     """The size of the activation's last dim, whole; 0 for a loss."""
     trains_input: bool = True
     """Whether something before it trains, so that its input wants a gradient."""
+    unsplit: bool = False
+    """Whether sequence parallelism leaves activations whole here."""

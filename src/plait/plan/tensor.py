@@ -5,6 +5,7 @@
     leave     forward   all_reduce [.., width]      forward reduce_scatter, backward all_gather
     sum       forward   all_reduce [.., width]      the same
     split     -                                     backward all_gather
+    unsplit   -                                     forward all_gather
     gather    forward   all_gather [.., width]      the same
     part      backward  all_gather [.., width]      the same
     share     backward  all_reduce [.., width]      the same
@@ -57,7 +58,7 @@ def predict_tensor(
         rows = math.prod(shape)
         padded = shape[0] * -(-shape[1] // ways) * ways * math.prod(shape[2:]) if sequence else rows
         for site in sites:
-            forward, backward = MESSAGES[site.kind][0 if sequence else 1]
+            forward, backward = MESSAGES[site.kind][0 if sequence and not site.unsplit else 1]
             if site.kind == "loss":
                 add(forward, ways * 3 * rows, max(itemsize, 4), Note(FORWARD, site.name))
                 continue

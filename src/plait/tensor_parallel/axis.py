@@ -155,6 +155,22 @@ class Part(torch.autograd.Function):
         return axis.start_gather(gradient, gradient.dim() - 1, ctx.size, note)(), None, None
 
 
+class Unsplit(torch.autograd.Function):
+    """A stream that is cut in time becomes whole; backward keeps this rank's part of a gradient that is whole."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: TensorAxis, site: str) -> Tensor:
+        axis.check_stream(x, site, whole=False)
+        ctx.part = axis.part(axis.length)
+        return axis.start_gather(x, 1, axis.length, axis.note(FORWARD, site))()
+
+    @staticmethod
+    @first_order
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        start, stop = ctx.part
+        return gradient[:, start:stop].contiguous(), None, None
+
+
 class Gather(torch.autograd.Function):
     """Pieces of the last dim become the whole; backward keeps this rank's piece."""
 

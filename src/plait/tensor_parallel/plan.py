@@ -6,6 +6,7 @@ Face model's config (see ``transformers``).  It is resolved, or refused, on a mo
 
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -14,6 +15,10 @@ from plait.core.tensor_cut import TensorCut
 from plait.core.tensor_plan import KINDS, Site, Style, match_styles
 from plait.tensor_parallel.transformers import plan_from_transformers
 from plait.tensor_parallel.vocabulary import LOSS
+
+
+OWN_CODE = ("experts", "local", "enter", "unsplit")
+"""The styles of modules whose own code may read pieces of their parameters."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +77,8 @@ def parallel_plan(
     if sequence:
         _check_stream(styles, modules)
     cuts: dict[int, TensorCut] = {}
-    summed = {id(p) for n, p in parameters.items() if n in named and (sequence or named[n].kind == "summed")}
+    streams = {"summed", "sequence"} if sequence else {"summed"}
+    summed = {id(p) for n, p in parameters.items() if n in named and named[n].kind in streams}
     _check_heads(styles, modules, ways)
     for name, style in own.items():
         cuts[id(parameters[name])] = _own_cut(name, parameters[name], style, styles, ways)
@@ -86,9 +92,10 @@ def parallel_plan(
                         f"the tensor plan shards {name}.{short} twice: it is shared with a module that cuts dim "
                         f"{other.dim}, and {str(style)!r} cuts dim {cut.dim}; cut a shared parameter in one way"
                     )
-            if style.kind == "row" and sequence and getattr(module, "bias", None) is not None:
+            scatters = KINDS[style.kind].site == "leave" and sequence and not is_unsplit(name, styles)
+            if scatters and getattr(module, "bias", None) is not None:
                 summed.add(id(module.bias))
-        elif style.kind == "summed" or (style.kind == "sequence" and sequence):
+        elif style.kind in streams:
             summed |= {id(p) for p in module.parameters(recurse=False)}
     if both := [n for n, p in parameters.items() if id(p) in summed & cuts.keys()]:
         raise ValueError(
@@ -100,6 +107,12 @@ def parallel_plan(
             _check_experts(name, modules[name], cuts, summed)
     parallel = Parallel(styles, cuts, frozenset(summed))
     return replace(parallel, sites=tuple(dict.fromkeys(_sites(parallel, modules))))
+
+
+def is_unsplit(name: str, styles: Mapping[str, Style]) -> bool:
+    """Whether a module is inside one that sequence parallelism leaves whole."""
+    around = name.rpartition(".")[0]
+    return bool(around) and (around in styles and styles[around].kind == "unsplit" or is_unsplit(around, styles))
 
 
 def _check_stream(styles: Mapping[str, Style], modules: Mapping[str, nn.Module]) -> None:
@@ -142,7 +155,7 @@ def _check_heads(styles: Mapping[str, Style], modules: Mapping[str, nn.Module], 
 def _own_cut(name: str, parameter: nn.Parameter, style: Style, styles: Mapping[str, Style], ways: int) -> TensorCut:
     """The cut of a parameter that its module's own code reads."""
     owner = styles.get(name.rpartition(".")[0])
-    if owner is None or owner.kind not in ("experts", "local"):
+    if owner is None or owner.kind not in OWN_CODE:
         raise ValueError(
             f"the tensor plan says {str(style)!r} for the parameter {name!r}, but not what its module does with a piece: "
             f"say 'experts' (its sums are added up) or 'local' for {name.rpartition('.')[0]!r}"
@@ -227,27 +240,29 @@ def _sites(parallel: Parallel, modules: Mapping[str, nn.Module]) -> Iterator[Sit
     first = next((n.rpartition(".")[0] for n, p in modules[""].named_parameters() if p.requires_grad), "")
     for name, style in parallel.styles.items():
         module: Any = modules[name]
-        kind = KINDS[style.kind]
+        kind, at = KINDS[style.kind], partial(Site, unsplit=is_unsplit(name, parallel.styles))
         embeds = style.kind == "vocabulary" and isinstance(module, nn.Embedding)
         head = style.kind == "vocabulary" and not embeds
         if kind.enters or head:
             trains = first not in parallel.siblings(name)  # else the input is the batch, as far as one can tell
-            yield Site("enter", site_of(name, parallel), module.weight.shape[1], trains)
+            yield at("enter", site_of(name, parallel), module.weight.shape[1], trains)
         if embeds:
             width = module.weight.shape[1]
-            yield Site("sum" if parallel.splits else "leave", name, width)
+            yield at("sum" if parallel.splits else "leave", name, width)
         if head:
-            yield Site("loss", LOSS.unit, 0)
+            yield at("loss", LOSS.unit, 0)
         if style.kind == "divided":
-            yield Site("part", name, module.weight.shape[1])
+            yield at("part", name, module.weight.shape[1])
+        if style.kind == "unsplit":
+            yield at("unsplit", name, width)
         if style.kind == "experts":
             copies = 1 if style.parts else next(module.parameters(recurse=False)).shape[0]
-            yield Site("sum", name, _width(module, parallel) * copies)
-            yield Site("share", name, _width(module, parallel) * copies)
+            yield at("sum", name, _width(module, parallel) * copies)
+            yield at("share", name, _width(module, parallel) * copies)
         for size in style.parts if style.kind in ("experts", "rope") else ():
-            yield Site("share", name, size)
+            yield at("share", name, size)
         if kind.site:
-            yield Site(kind.site, name, width if kind.cut_dim is None else module.weight.shape[0])
+            yield at(kind.site, name, width if kind.cut_dim is None else module.weight.shape[0])
 
 
 def site_of(name: str, parallel: Parallel) -> str:

@@ -6,9 +6,9 @@
     model.layers.*.mlp.experts        moe_tp_...    model.layers.*.mlp.experts        experts 32|2
                                                     model.embed_tokens, lm_head       vocabulary
 
-It knows nothing of sequence parallelism, under which the first block cuts the stream in time,
-attention enters as a whole (its code shapes the heads by the length of its input), and the other modules with
-parameters of their own, the norms, work on the cut stream.
+It knows nothing of sequence parallelism, under which the first block cuts the stream in time, attention enters as a
+whole (its code shapes the heads by the length of its input), norms work on the cut stream, and a child of a block that
+has anything else in it (a router, a convolution, a product that the plan leaves whole) gets the stream whole.
 """
 
 from collections.abc import Iterable, Mapping
@@ -18,7 +18,7 @@ from typing import Any
 
 from torch import nn
 
-from plait.core.tensor_plan import match_styles
+from plait.core.tensor_plan import Style, match_styles
 
 WORDS = {
     "colwise": "column",
@@ -41,6 +41,9 @@ WORDS = {
 }
 """Styles of transformers' plans, in our words; an empty one leaves a module whole, which it may be."""
 
+CLOSED = {"column", "row", "gathered", "divided", "summed", "local"}
+"""A module that has only these inside reads a stream that is cut in time, and leaves one."""
+
 ROUTED = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_top_k", "moe_k", "top_k_experts")
 """How configs call the number of experts of a token."""
 
@@ -62,20 +65,50 @@ def plan_from_transformers(model: Any, carried: Mapping[str, str], *, sequence: 
     for pattern, style in carried.items():
         names = [name for name in (*modules, *parameters) if fnmatchcase(name, pattern) and name not in ends]
         word = WORDS[style]
-        if word in ("experts", "rope"):
+        if word in ("experts", "rope", "local"):
             plan |= {name: _size(model, name, word) for name in names}
         elif word and names:
             plan[pattern] = word
     plan |= dict.fromkeys(ends, "vocabulary")
-    if not sequence:
-        return plan
-    named = match_styles(plan, modules, ())
-    parents = {name: name.rpartition(".")[0] for name in modules}
-    attention = {parents[name] for name in named if hasattr(modules[parents[name]], "head_dim")}
-    left = {name for name in modules.keys() - named.keys() if parents[name] not in attention}
-    norms = {name for name in left if modules[name]._parameters}
-    first = next(f"{name}.0" for name, module in modules.items() if isinstance(module, nn.ModuleList))
-    return plan | dict.fromkeys(attention, "enter") | dict.fromkeys(norms, "sequence") | {first: "split"}
+    return plan | _in_time(model, modules, match_styles(plan, modules, parameters)) if sequence else plan
+
+
+def _in_time(model: Any, modules: Mapping[str, nn.Module], named: Mapping[str, Style]) -> dict[str, str]:
+    """What sequence parallelism has to know: where the stream is cut in time, and of each child of a block whether it
+    works on the cut stream or gets it whole.  Raises ValueError for parameters whose place it cannot tell."""
+    lists = [name for name, module in modules.items() if isinstance(module, nn.ModuleList)]
+    lists = [name for name in lists if not any(name.startswith(f"{outer}.") for outer in lists)]
+    lists = [name for name in lists if any(n.startswith(f"{name}.") for n in named)]
+    children = {child: block for name in lists for block in _called(modules, name) for child in _called(modules, block)}
+    found: dict[str, str] = {}
+    for name, module in modules.items():
+        child = next((c for c in children if f"{name}.".startswith(f"{c}.")), "")
+        if child in ("", name) and "Norm" in type(module).__name__ and name not in named:
+            found[name] = "sequence"
+        elif not module._parameters or name in named:
+            continue
+        elif child:
+            found[child] = "unsplit"
+        else:
+            raise ValueError(
+                f"{type(model).__name__} under sequence parallelism: {name or 'the model'!r}, a {type(module).__name__} "
+                f"outside of what its blocks call, has parameters, and whether they work on all steps of time is not "
+                f"known: leave sequence parallelism out, or give tensor_plan=... of your own"
+            )
+    for name in named:
+        child = next((c for c in children if name.startswith(f"{c}.")), "")
+        if child and child not in found:
+            if any(f"{n}.".startswith(f"{child}.") and named[n].kind not in CLOSED for n in named):
+                found[child] = "unsplit"
+            elif "Attention" in type(modules[around := name.rpartition(".")[0]]).__name__:
+                found[around] = "enter"
+    return found | {next(iter(children.values())): "split"}
+
+
+def _called(modules: Mapping[str, nn.Module], name: str) -> list[str]:
+    """The children of a module that are called: those of a list in its place."""
+    own = [n for n in modules if n.rpartition(".")[0] == name and n]
+    return [c for n in own for c in (_called(modules, n) if isinstance(modules[n], nn.ModuleList) else [n])]
 
 
 def _ends(model: Any) -> Iterable[nn.Module]:
@@ -87,7 +120,7 @@ def _size(model: Any, name: str, word: str) -> str:
     module = model.get_submodule(name)
     if word == "rope":
         return f"rope {model.get_submodule(name.rpartition('.')[0]).qk_rope_head_dim}"
-    if len(signature(module.forward).parameters) == 1:
+    if word == "local" or len(signature(module.forward).parameters) == 1:
         return word
     config = model.config.get_text_config()
     known = [count for key in ROUTED if isinstance(count := vars(config).get(key), int)]

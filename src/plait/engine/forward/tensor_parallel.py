@@ -10,6 +10,7 @@ It also knows which activations are cut, so that dropout draws the right slice o
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -28,10 +29,10 @@ from plait.engine.forward.products import Products
 from plait.sharded.masks import Slice
 from plait.sharded.sharded_tensor import ShardedTensor
 from plait.tensor_parallel import Parallel, TensorAxis
-from plait.tensor_parallel.axis import AXES, Gather, Leave, Part, Share, Split
+from plait.tensor_parallel.axis import AXES, Gather, Leave, Part, Share, Split, Unsplit
 from plait.tensor_parallel.gemm import TORCH, Gemm
 from plait.tensor_parallel.linear import ColumnInput, Row
-from plait.tensor_parallel.plan import site_of
+from plait.tensor_parallel.plan import OWN_CODE, site_of
 from plait.tensor_parallel.vocabulary import embedding
 
 NORMS = {"layer_norm", "rms_norm"}
@@ -52,6 +53,14 @@ class StageAxis(TensorAxis):
     def __init__(self, comm: Comm, current: CurrentForward, *, sequence: bool, gemm: Gemm = TORCH) -> None:
         self.current = current
         super().__init__(comm, sequence=sequence, gemm=gemm)
+
+    @property
+    def sequence(self) -> bool:  # type: ignore[override]
+        return self._sequence and not self.current.context.unsplit
+
+    @sequence.setter
+    def sequence(self, sequence: bool) -> None:
+        self._sequence = sequence
 
     @property
     def microbatch(self) -> int:  # type: ignore[override]
@@ -94,8 +103,10 @@ class TensorParallel(Handler):
         for name, style in parallel.styles.items():
             if style.kind in AROUND and name in self.modules:
                 self._goes_around(name, style)
-            if style.kind in ("enter", "split") and axis.sequence:
+            if style.kind in ("enter", "split", "unsplit") and axis.sequence:
                 self.modules[name].register_forward_pre_hook(self._changes_input(name, style.kind), with_kwargs=True)
+            if style.kind == "unsplit" and axis.sequence:
+                self.modules[name].register_forward_hook(partial(self._cut_again, name))
 
     def sees(self, func: Function) -> bool:
         return func is F.linear or getattr(func, "__name__", "") in MIXES
@@ -108,7 +119,7 @@ class TensorParallel(Handler):
             return call_next(*args, **kwargs)
         name = context.module.name
         style = self.parallel.styles.get(name)
-        if style is not None and style.kind in ("experts", "local"):
+        if style is not None and style.kind in OWN_CODE:
             return call_next(*args, **kwargs)
         if style is not None and style.cut_dim is not None:
             with torch._C.DisableTorchFunction():
@@ -250,14 +261,23 @@ class TensorParallel(Handler):
 
         def stream(x: Tensor) -> Tensor:
             if kind == "enter":
-                return self._enter(x, name, siblings).tensor
+                return self._enter(x, site_of(siblings[0], self.parallel), siblings).tensor
+            if kind == "unsplit":
+                whole = cast(Tensor, Unsplit.apply(x, self.axis, name))
+                self.current.replace(unsplit=True)
+                return whole
             return cast(Tensor, Split.apply(x, self.axis, name))
 
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
             with torch._C.DisableTorchFunction():
                 if args:
                     return (stream(args[0]), *args[1:]), kwargs
-                return args, kwargs | {"hidden_states": stream(kwargs["hidden_states"])}
+                if "hidden_states" in kwargs:
+                    return args, kwargs | {"hidden_states": stream(kwargs["hidden_states"])}
+            raise ValueError(
+                f"{name!r}, {kind!r} in the tensor plan, is called with {', '.join(kwargs)}: which is the stream? Give it "
+                f"as the first argument, or as hidden_states"
+            )
 
         return hook
 
@@ -290,13 +310,27 @@ class TensorParallel(Handler):
         else:
             module.register_forward_pre_hook(lambda module, args: (args[0] / axis.ways, *args[1:]))
 
+    def _cut_again(self, name: str, module: nn.Module, args: Any, output: Any) -> Any:
+        """What an unsplit module returns, or the first of it, is the stream, which is cut in time."""
+        self.current.replace(unsplit=False, cut=CutActivation())
+        y, length = output[0] if isinstance(output, tuple) else output, self.axis.length
+        if not isinstance(y, Tensor) or y.dim() < 3 or y.size(1) != length:
+            shape = list(y.shape) if isinstance(y, Tensor) else type(y).__name__
+            raise ValueError(
+                f"{name!r}, 'unsplit' in the tensor plan, returns {shape}, where sequence parallelism has a stream of "
+                f"[batch, {length}, width] to cut in time: leave sequence parallelism out"
+            )
+        with torch._C.DisableTorchFunction():
+            y = cast(Tensor, Split.apply(y, self.axis, name))
+        return (y, *output[1:]) if isinstance(output, tuple) else y
+
     # ---- dropout ------------------------------------------------------------------------------------------------
 
     def slice_of(self, name: str, shape: Sequence[int]) -> Slice | None:
         """Which slice of its whole activation a module that draws dropout has; None: the whole.  ValueError where the
         plan does not say how it is cut."""
         style, cut = self.parallel.styles.get(name), self.current.context.cut
-        kind = style.kind if style and style.kind not in ("enter", "split") else ""
+        kind = style.kind if style and style.kind not in ("enter", "split", "unsplit", "local") else ""
         if not kind and cut.width:  # between a column and a row
             if name not in self._columns_in:
                 raise ValueError(

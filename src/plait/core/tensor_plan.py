@@ -12,7 +12,7 @@ and so what its activations are on each rank:
                                                whole        logits cut in classes (head)
     sequence          whole, summed            cut in time under sequence parallelism, whole without it
     summed            whole, summed            cut          cut: a norm on each head, for example
-    rope 64           whole                    whole        whole; its last 64 outputs are read by cut heads
+    shared, shared 64 whole                    whole        whole; its outputs (the last 64) are read by cut heads
     experts 2         pieces                   whole        whole (a sum over the ranks): its own code, on pieces
     once              -                        whole        its input, a share, in such code that cuts nothing
     local             pieces                   cut          cut: its own code reads pieces of its parameters
@@ -63,8 +63,8 @@ class StyleKind:
     """It reads a whole activation, which its siblings share."""
     site: str = ""
     """The kind of ``Site`` where its output travels (its input if no weight is cut)."""
-    sizes: bool = False
-    """It may say the size of an activation, though it cuts no weight."""
+    counts: bool = False
+    """It may say one number, of activations, though it cuts no weight."""
 
 
 KINDS = {
@@ -75,8 +75,8 @@ KINDS = {
     "vocabulary": StyleKind(0),
     "sequence": StyleKind(),
     "summed": StyleKind(),
-    "rope": StyleKind(sizes=True),
-    "experts": StyleKind(sizes=True),
+    "shared": StyleKind(counts=True),
+    "experts": StyleKind(counts=True),
     "once": StyleKind(),
     "local": StyleKind(),
     "enter": StyleKind(),
@@ -115,13 +115,12 @@ class Style:
             near = difflib.get_close_matches(kind, KINDS, n=2)
             hint = f"did you mean {' or '.join(near)}? " if near else ""
             raise ValueError(f"unknown style {kind!r}: {hint}the styles are {', '.join(KINDS)}")
-        if (parts or grain or packed) and KINDS[kind].cut_dim is None and not KINDS[kind].sizes:
+        counted = KINDS[kind].counts and (parts or "").isdecimal() and not grain and not packed
+        if (parts or grain or packed) and KINDS[kind].cut_dim is None and not counted:
             cutting = ", ".join(name for name, row in KINDS.items() if row.cut_dim is not None)
             raise ValueError(f"style {text!r}: only {cutting} cut a weight, so only they have sizes")
-        if parts and kind != "column" and not KINDS[kind].sizes:
+        if parts and kind != "column" and not counted:
             raise ValueError(f"style {text!r}: only column has parts, the sizes of a fused output")
-        if kind == "rope" and not parts:
-            raise ValueError(f"style {text!r}: say how many of the last outputs cut heads read, as in 'rope 64'")
         if packed and (parts or grain or kind not in ("column", "row")):
             raise ValueError(f"style {text!r}: 'in' is for column and row, and goes with no other sizes")
         return cls(kind, tuple(int(p) for p in (parts or "").split("|") if p), int(grain or 1), int(packed or 1))

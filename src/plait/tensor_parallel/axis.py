@@ -123,7 +123,9 @@ class Share(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, axis: TensorAxis, site: str, last: int | None, *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.axis, ctx.site, ctx.last = axis, site, last
-        return tuple(x.view_as(x) for x in tensors)
+        views = tuple(x.view_as(x) for x in tensors)
+        ctx.mark_non_differentiable(*(y for y, needs in zip(views, ctx.needs_input_grad[3:], strict=True) if not needs))
+        return views
 
     @staticmethod
     @first_order

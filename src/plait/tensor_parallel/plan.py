@@ -259,7 +259,7 @@ def _sites(parallel: Parallel, modules: Mapping[str, nn.Module]) -> Iterator[Sit
             copies = 1 if style.parts else next(module.parameters(recurse=False)).shape[0]
             yield at("sum", name, _width(module, parallel) * copies)
             yield at("share", name, _width(module, parallel) * copies)
-        for size in style.parts if style.kind in ("experts", "rope") else ():
+        for size in style.parts or (module.weight.shape[:1] if style.kind == "shared" else ()) if kind.counts else ():
             yield at("share", name, size)
         if kind.site:
             yield at(kind.site, name, width if kind.cut_dim is None else module.weight.shape[0])

@@ -34,7 +34,7 @@ WORDS = {
     "moe_tp_experts": "experts",
     "all_reduce": "experts",
     "moe_identity_expert": "once",
-    "mla_kv_a_proj": "rope",
+    "mla_kv_a_proj": "shared",
     "local_params": "local",
     "replicate": "",
     "embedding_colwise": "",
@@ -65,7 +65,7 @@ def plan_from_transformers(model: Any, carried: Mapping[str, str], *, sequence: 
     for pattern, style in carried.items():
         names = [name for name in (*modules, *parameters) if fnmatchcase(name, pattern) and name not in ends]
         word = WORDS[style]
-        if word in ("experts", "rope", "local"):
+        if word in ("experts", "shared", "local"):
             plan |= {name: _size(model, name, word) for name in names}
         elif word and names:
             plan[pattern] = word
@@ -118,8 +118,8 @@ def _ends(model: Any) -> Iterable[nn.Module]:
 def _size(model: Any, name: str, word: str) -> str:
     """The number that goes with a style, where there is one."""
     module = model.get_submodule(name)
-    if word == "rope":
-        return f"rope {model.get_submodule(name.rpartition('.')[0]).qk_rope_head_dim}"
+    if word == "shared":
+        return f"shared {model.get_submodule(name.rpartition('.')[0]).qk_rope_head_dim}"
     if word == "local" or len(signature(module.forward).parameters) == 1:
         return word
     config = model.config.get_text_config()

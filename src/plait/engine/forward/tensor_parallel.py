@@ -43,7 +43,7 @@ MIXES = {
 }
 """Functions that mix the last dim of their first argument."""
 
-AROUND = {"experts", "rope", "once"}
+AROUND = {"experts", "shared", "once"}
 """Styles that change what comes into a module, or out of it."""
 
 
@@ -96,6 +96,7 @@ class TensorParallel(Handler):
         self.parameters: Mapping[int, tuple[int, ...]] = parameters
         self.parallel, self.axis, self.current, self.products = parallel, axis, axis.current, products
         self._same_inputs = self._warned = False
+        self._experts = [name for name, s in parallel.styles.items() if s.kind == "experts"]
         self._columns_in = {name.rpartition(".")[0] for name, s in parallel.styles.items() if s.enters}
         model.register_forward_pre_hook(self._before_model, with_kwargs=True)
         # the last input of a column would keep a whole activation and its graph
@@ -143,7 +144,7 @@ class TensorParallel(Handler):
             if x.shape != context.cut.shape:
                 return
         where = context.module.name or "the model"
-        if (style := self.parallel.styles.get(where)) is not None and style.kind in ("whole", "rope"):
+        if (style := self.parallel.styles.get(where)) is not None and style.kind in ("whole", "shared"):
             return
         if name == "linear":
             if id(args[1] if len(args) > 1 else kwargs["weight"]) in self.parameters:
@@ -305,8 +306,9 @@ class TensorParallel(Handler):
         if style.kind == "experts":
             module.register_forward_pre_hook(before, with_kwargs=True)
             module.register_forward_hook(after)
-        elif style.kind == "rope":
-            module.register_forward_hook(lambda module, args, y: shares(y, last=style.parts[0])[0])
+        elif style.kind == "shared":
+            last = sum(style.parts) or None
+            module.register_forward_hook(lambda module, args, y: shares(y, last=last)[0])
         else:
             module.register_forward_pre_hook(lambda module, args: (args[0] / axis.ways, *args[1:]))
 
@@ -330,6 +332,11 @@ class TensorParallel(Handler):
         """Which slice of its whole activation a module that draws dropout has; None: the whole.  ValueError where the
         plan does not say how it is cut."""
         style, cut = self.parallel.styles.get(name), self.current.context.cut
+        if within := next((n for n in self._experts if f"{name}.".startswith(f"{n}.")), None):
+            raise ValueError(
+                f"module {name!r} draws dropout inside of {within!r}, 'experts' in the tensor plan, whose code works on "
+                f"pieces: which part of the whole mask is meant is not known; leave this dropout out"
+            )
         kind = style.kind if style and style.kind not in ("enter", "split", "unsplit", "local") else ""
         if not kind and cut.width:  # between a column and a row
             if name not in self._columns_in:

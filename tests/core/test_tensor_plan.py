@@ -37,7 +37,10 @@ def test_every_kind_is_read_and_written(kind: str) -> None:
     assert str(Style.parse(kind)) == kind
 
 
-@pytest.mark.parametrize("text", ["column", "column by 16", "column 8|2|2 by 16", "column 5|3", "row by 8", "column in 2", "experts 2", "shared 64"])
+@pytest.mark.parametrize(
+    "text",
+    ["column", "column by 16", "column 8|2|2 by 16", "column 5|3", "row by 8", "column in 2", "experts 2", "shared 64"],
+)
 def test_what_is_written_is_read_back(text: str) -> None:
     assert str(Style.parse(text)) == text
 

@@ -22,8 +22,8 @@ and so what its activations are on each rank:
     hidden, heads     -                        draws dropout on activations cut in their last dim, or by heads
     whole             whole                    whole        whole: as if it were not named
 
-``enter``, ``split`` and ``unsplit`` are for sequence parallelism in code that reads lengths off its input: attention that shapes its
-heads by it, a model that makes positions from its embedding, code that mixes time or routes tokens to experts.
+``enter``, ``split`` and ``unsplit`` are for sequence parallelism in code that reads lengths off its input: attention
+that shapes its heads by it, a model that makes positions from its embedding, code that mixes time or routes tokens.
 
 *summed*: every rank computes a share of the parameter's gradient, which is pending(tensor).  *Whole* means the same on
 every rank of the axis; under sequence parallelism the stream between a row's sum and the next column is cut in time.
@@ -106,7 +106,7 @@ class Style:
 
     @classmethod
     def parse(cls, text: str) -> Style:
-        """``"column"``, ``"column by 16"``, ``"column 8|2|2 by 16"``, ``"column in 2"``; ValueError for anything else."""
+        """``"column"``, ``"column by 16"``, ``"column 8|2|2 by 16"``, ``"column in 2"``; ValueError for others."""
         match = re.fullmatch(r"\s*([a-z_]+)(?:\s+([0-9|]+))?(?:\s+by\s+([0-9]+))?(?:\s+in\s+([0-9]+))?\s*", text)
         if match is None:
             raise ValueError(f"cannot read the style {text!r}: write column, 'column by 16' or 'column 8|2|2 by 16'")
@@ -200,8 +200,8 @@ MESSAGES = {
     "share": (("", "all_reduce"), ("", "all_reduce")),
     "loss": (("all_gather", ""), ("all_gather", "")),
 }
-"""The collectives of a kind of site.  An all_reduce carries the whole activation, ``gather`` and ``part`` its last dim in
-pieces, a loss three numbers per token; all others carry the activation in pieces of time."""
+"""The collectives of a kind of site.  An all_reduce carries the whole activation, ``gather`` and ``part`` its last dim
+in pieces, a loss three numbers per token; all others carry the activation in pieces of time."""
 
 
 @dataclass(frozen=True)
@@ -209,10 +209,10 @@ class Site:
     """A place of the model where tensor parallelism sends messages.
 
     ``enter`` a whole activation comes to column-cut siblings, ``leave`` a sum over the ranks becomes whole, ``sum`` the
-    same where it stays whole under sequence parallelism, ``split`` a whole stream is cut in time, ``unsplit`` it becomes
-    whole, and so does its gradient without a message, ``gather`` a cut
-    output becomes whole, ``part`` a whole activation is cut in its last dim, ``share`` cut computation reads a whole
-    activation, whose gradient is a sum, ``loss`` cross-entropy over cut classes.
+    same where it stays whole under sequence parallelism, ``split`` a whole stream is cut in time, ``unsplit`` it is
+    whole again, and so is its gradient, ``gather`` a cut output becomes whole, ``part`` a whole activation is cut in
+    its last dim, ``share`` cut computation reads a whole activation, whose gradient is a sum, ``loss`` cross-entropy
+    over cut classes.
     """
 
     kind: str

@@ -16,7 +16,6 @@ from plait.core.tensor_plan import KINDS, Site, Style, match_styles
 from plait.tensor_parallel.transformers import plan_from_transformers
 from plait.tensor_parallel.vocabulary import LOSS
 
-
 OWN_CODE = ("experts", "local", "enter", "unsplit")
 """The styles of modules whose own code may read pieces of their parameters."""
 
@@ -102,9 +101,8 @@ def parallel_plan(
             f"the tensor plan shards {both[0]!r} twice: it is cut, and it is 'summed' or 'sequence', which is for "
             f"parameters that every rank has whole; keep one"
         )
-    for name, style in styles.items():
-        if style.kind == "experts":
-            _check_experts(name, modules[name], cuts, summed)
+    for name in (name for name, style in styles.items() if style.kind == "experts"):
+        _check_experts(name, modules[name], cuts, summed)
     parallel = Parallel(styles, cuts, frozenset(summed))
     return replace(parallel, sites=tuple(dict.fromkeys(_sites(parallel, modules))))
 
@@ -112,7 +110,7 @@ def parallel_plan(
 def is_unsplit(name: str, styles: Mapping[str, Style]) -> bool:
     """Whether a module is inside one that sequence parallelism leaves whole."""
     around = name.rpartition(".")[0]
-    return bool(around) and (around in styles and styles[around].kind == "unsplit" or is_unsplit(around, styles))
+    return bool(around) and ((around in styles and styles[around].kind == "unsplit") or is_unsplit(around, styles))
 
 
 def _check_stream(styles: Mapping[str, Style], modules: Mapping[str, nn.Module]) -> None:
@@ -157,15 +155,15 @@ def _own_cut(name: str, parameter: nn.Parameter, style: Style, styles: Mapping[s
     owner = styles.get(name.rpartition(".")[0])
     if owner is None or owner.kind not in OWN_CODE:
         raise ValueError(
-            f"the tensor plan says {str(style)!r} for the parameter {name!r}, but not what its module does with a piece: "
-            f"say 'experts' (its sums are added up) or 'local' for {name.rpartition('.')[0]!r}"
+            f"the tensor plan says {str(style)!r} for the parameter {name!r}, but not what its module does with a "
+            f"piece: say 'experts' (what it returns is added up) or 'local' for {name.rpartition('.')[0]!r}"
         )
     dim = parameter.dim() - 1 - (style.kind == "column" and parameter.dim() > 1)
     each, rest = divmod(parameter.shape[dim], style.packed)
     if style.kind not in ("column", "row") or style.parts or rest:
         raise ValueError(
-            f"the tensor plan says {str(style)!r} for the parameter {name!r} of shape {list(parameter.shape)}: a module's "
-            f"own parameters are cut by 'column' or 'row', or in parts of one size, as in 'column in 2'"
+            f"the tensor plan says {str(style)!r} for the parameter {name!r} of shape {list(parameter.shape)}: a "
+            f"module's own parameters are cut by 'column' or 'row', or in parts of one size, as in 'column in 2'"
         )
     return TensorCut(tuple(parameter.shape), dim, ways, (each,) * style.packed, style.grain)
 
@@ -183,7 +181,7 @@ def _check_experts(name: str, module: nn.Module, cuts: Mapping[int, TensorCut], 
     if len(set(hidden.values())) != 1:
         raise ValueError(
             f"the tensor plan cuts the matrices of the experts {name!r} in {hidden} features, which do not meet: where "
-            f"two matrices lie in one, end to end, say 'column in 2' (or 'row in 2'), where they alternate, 'column by 2'"
+            f"two matrices lie in one, say 'column in 2' (or 'row in 2') for end to end, 'column by 2' for row by row"
         )
 
 
@@ -194,16 +192,18 @@ def _width(module: nn.Module, parallel: Parallel) -> int:
 
 
 def _with_heads(style: Style, name: str, modules: Mapping[str, nn.Module]) -> Style:
-    """Projections of an attention module are cut in whole heads, where the module says how large or how many they are."""
+    """Projections of an attention module are cut in whole heads, where it says how large or how many they are."""
     around: Any = modules[name.rpartition(".")[0]]
     head, heads = getattr(around, "head_dim", None), getattr(around, "num_heads", None)
-    weight = getattr(modules[name], "weight", None)
-    if style.kind not in ("column", "row") or style.parts or style.grain > 1 or not isinstance(head, int):
+    weight, dim = getattr(modules[name], "weight", None), style.cut_dim
+    if style.kind not in ("column", "row") or style.parts or style.grain > 1 or style.packed > 1:
         return style
-    size = weight.shape[style.cut_dim] if isinstance(weight, nn.Parameter) else 0
-    if isinstance(heads, int) and size and size % heads == 0 and size // heads >= head:
-        head = size // heads  # two of its numbers for each, or of a latent attention
-    return replace(style, grain=head)
+    if not isinstance(head, int) or not isinstance(weight, nn.Parameter) or dim is None:
+        return style
+    each, rest = divmod(weight.shape[dim], heads) if isinstance(heads, int) else (0, 0)
+    return replace(
+        style, grain=head if rest else max(head, each)
+    )  # more for each in a latent attention, or with a gate
 
 
 def _cuts(name: str, module: nn.Module, style: Style, ways: int) -> dict[str, TensorCut]:
@@ -217,11 +217,9 @@ def _cuts(name: str, module: nn.Module, style: Style, ways: int) -> dict[str, Te
     if isinstance(module, nn.Embedding) and style.kind != "vocabulary":
         raise ValueError(f"the tensor plan says {str(style)!r} for the embedding {name!r}: say vocabulary")
     dim = style.cut_dim
-    if style.packed > 1 and weight.shape[dim] % style.packed == 0:  # type: ignore[operator]
-        style = replace(style, packed=1, parts=(weight.shape[dim] // style.packed,) * style.packed)  # type: ignore[operator]
     assert dim is not None
     size = weight.shape[dim]
-    parts = tuple(p * style.grain for p in style.parts) or (size,)
+    parts = tuple(p * style.grain for p in style.parts) or (size // style.packed,) * style.packed
     if style.kind == "vocabulary" and (ways - 1) * -(-size // ways) >= size:
         raise ValueError(f"{name!r}: a vocabulary of {size} rows leaves a rank of tensor={ways} without any; use fewer")
     cuts = {}
@@ -259,7 +257,9 @@ def _sites(parallel: Parallel, modules: Mapping[str, nn.Module]) -> Iterator[Sit
             copies = 1 if style.parts else next(module.parameters(recurse=False)).shape[0]
             yield at("sum", name, _width(module, parallel) * copies)
             yield at("share", name, _width(module, parallel) * copies)
-        for size in style.parts or (module.weight.shape[:1] if style.kind == "shared" else ()) if kind.counts else ():
+        if style.kind == "shared" and not style.parts:
+            yield at("share", name, module.weight.shape[0])
+        for size in style.parts if kind.counts else ():
             yield at("share", name, size)
         if kind.site:
             yield at(kind.site, name, width if kind.cut_dim is None else module.weight.shape[0])

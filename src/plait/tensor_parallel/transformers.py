@@ -11,7 +11,7 @@ whole (its code shapes the heads by the length of its input), norms work on the 
 has anything else in it (a router, a convolution, a product that the plan leaves whole) gets the stream whole.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from fnmatch import fnmatchcase
 from inspect import signature
 from typing import Any
@@ -60,13 +60,14 @@ def plan_from_transformers(model: Any, carried: Mapping[str, str], *, sequence: 
         )
     modules: dict[str, nn.Module] = dict(model.named_modules())
     parameters = dict(model.named_parameters(remove_duplicate=False))
-    ends = [name for name, module in modules.items() if module in _ends(model)]
-    plan = {}
+    both = (model.get_input_embeddings(), model.get_output_embeddings())
+    ends = [name for name, module in modules.items() if any(module is end for end in both)]
+    plan: dict[str, str] = {}
     for pattern, style in carried.items():
         names = [name for name in (*modules, *parameters) if fnmatchcase(name, pattern) and name not in ends]
         word = WORDS[style]
         if word in ("experts", "shared", "local"):
-            plan |= {name: _size(model, name, word) for name in names}
+            plan |= {name: _counted(model, name, word) for name in names}
         elif word and names:
             plan[pattern] = word
     plan |= dict.fromkeys(ends, "vocabulary")
@@ -85,24 +86,31 @@ def _in_time(model: Any, modules: Mapping[str, nn.Module], named: Mapping[str, S
         child = next((c for c in children if f"{name}.".startswith(f"{c}.")), "")
         if child in ("", name) and "Norm" in type(module).__name__ and name not in named:
             found[name] = "sequence"
-        elif not module._parameters or name in named:
-            continue
-        elif child:
+        elif module._parameters and name not in named and child:
             found[child] = "unsplit"
-        else:
-            raise ValueError(
-                f"{type(model).__name__} under sequence parallelism: {name or 'the model'!r}, a {type(module).__name__} "
-                f"outside of what its blocks call, has parameters, and whether they work on all steps of time is not "
-                f"known: leave sequence parallelism out, or give tensor_plan=... of your own"
-            )
+        elif name == child and name in named and named[name].kind == "experts":
+            raise ValueError(_unknown(model, name, "is called by its block, which flattens the stream for it"))
+        elif module._parameters and name not in named:
+            raise ValueError(_unknown(model, name, "has parameters, and is not called by a block"))
     for name in named:
         child = next((c for c in children if name.startswith(f"{c}.")), "")
         if child and child not in found:
+            around = name.rpartition(".")[0]
             if any(f"{n}.".startswith(f"{child}.") and named[n].kind not in CLOSED for n in named):
                 found[child] = "unsplit"
-            elif "Attention" in type(modules[around := name.rpartition(".")[0]]).__name__:
+            elif "Attention" in type(modules[around]).__name__:
                 found[around] = "enter"
+    if not children:
+        raise ValueError(_unknown(model, "", "has no list of blocks in which the plan names anything"))
     return found | {next(iter(children.values())): "split"}
+
+
+def _unknown(model: nn.Module, name: str, why: str) -> str:
+    what = f"{name!r}, a {type(model.get_submodule(name)).__name__}," if name else "it"
+    return (
+        f"{type(model).__name__} under sequence parallelism: {what} {why}, so whether it works on all time is not "
+        f"known: leave sequence parallelism out, or give tensor_plan=... of your own"
+    )
 
 
 def _called(modules: Mapping[str, nn.Module], name: str) -> list[str]:
@@ -111,12 +119,8 @@ def _called(modules: Mapping[str, nn.Module], name: str) -> list[str]:
     return [c for n in own for c in (_called(modules, n) if isinstance(modules[n], nn.ModuleList) else [n])]
 
 
-def _ends(model: Any) -> Iterable[nn.Module]:
-    return [end for end in (model.get_input_embeddings(), model.get_output_embeddings()) if end is not None]
-
-
-def _size(model: Any, name: str, word: str) -> str:
-    """The number that goes with a style, where there is one."""
+def _counted(model: Any, name: str, word: str) -> str:
+    """A style with the number that goes with it in this module, where there is one."""
     module = model.get_submodule(name)
     if word == "shared":
         return f"shared {model.get_submodule(name.rpartition('.')[0]).qk_rope_head_dim}"

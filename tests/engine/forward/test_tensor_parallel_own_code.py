@@ -37,7 +37,9 @@ class Attention(nn.Module):
     def forward(self, x_BTD: Tensor) -> Tensor:
         latent, common = self.latent(x_BTD).split([5, 2], -1)
         query = self.query_norm(self.query(x_BTD).unflatten(-1, (-1, HEAD))).transpose(1, 2)
-        own, value = self.key_value(self.latent_norm(latent)).unflatten(-1, (-1, 2 + HEAD)).transpose(1, 2).split([2, HEAD], -1)
+        own, value = (
+            self.key_value(self.latent_norm(latent)).unflatten(-1, (-1, 2 + HEAD)).transpose(1, 2).split([2, HEAD], -1)
+        )
         key = torch.cat([own, common[:, None].expand(-1, own.size(1), -1, -1)], -1)
         scores = query @ key.transpose(-1, -2)
         sinks = self.sinks[:, None, None].expand(*scores.shape[:2], scores.size(2), 1)
@@ -59,15 +61,15 @@ class Experts(nn.Module):
         for expert in range(5):
             tokens, place = torch.where(chosen_NK == expert)
             made = self.same(x_ND[tokens])
-            if expert < 4:
-                gate, up = F.linear(x_ND[tokens], self.gate_up[expert]).chunk(2, -1)
-                made = F.linear(gate.tanh() * up, self.down[expert])
+            if expert:
+                gate, up = F.linear(x_ND[tokens], self.gate_up[expert - 1]).chunk(2, -1)
+                made = F.linear(gate.tanh() * up, self.down[expert - 1])
             y_ND = y_ND.index_add(0, tokens, made * weights_NK[tokens, place, None])
         return y_ND
 
 
 class Mixture(nn.Module):
-    """Two of five experts for each token, the last of which returns what it gets; one for all beside them."""
+    """Two of five experts for each token, the first of which returns what it gets; one for all beside them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -75,7 +77,7 @@ class Mixture(nn.Module):
         self.up, self.down, self.gate = nn.Linear(WIDTH, 7), nn.Linear(7, WIDTH), nn.Linear(WIDTH, 1)
 
     def forward(self, x_BTD: Tensor) -> Tensor:
-        weights, chosen = self.router(x_BTD).softmax(-1).flatten(0, 1).topk(2, -1)
+        weights, chosen = self.router(x_BTD).sin().softmax(-1).flatten(0, 1).topk(2, -1)
         routed = self.experts(x_BTD.flatten(0, 1), chosen, weights).view_as(x_BTD)
         return routed + self.gate(x_BTD).sigmoid() * self.down(self.up(x_BTD).tanh())
 
@@ -153,7 +155,8 @@ def model() -> nn.Module:
 
 @pytest.mark.parametrize("sequence", [False, True])
 @pytest.mark.parametrize(
-    ("mesh", "row"), [("tensor=2", "ddp"), ("tensor=3", "zero1"), ("shard=2 tensor=2", "zero3"), ("shard=2 tensor=3", "hpz")]
+    ("mesh", "row"),
+    [("tensor=2", "ddp"), ("tensor=3", "zero1"), ("shard=2 tensor=2", "zero3"), ("shard=2 tensor=3", "hpz")],
 )
 def test_the_run_is_that_of_one_rank(mesh: str, row: str, sequence: bool) -> None:
     template, data = model(), token_batches()

@@ -18,7 +18,13 @@ from plait.tensor_parallel import plan_of
 
 transformers: Any = pytest.importorskip("transformers")
 
-SIZES = {"vocab_size": 19, "hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 6, "num_key_value_heads": 3}
+SIZES = {
+    "vocab_size": 19,
+    "hidden_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 3,
+}
 REST = {"head_dim": 8, "intermediate_size": 13, "max_position_embeddings": 32, "pad_token_id": 0}
 EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 7}
 LATENT = {"q_lora_rank": 9, "kv_lora_rank": 5, "qk_rope_head_dim": 8, "qk_nope_head_dim": 4, "v_head_dim": 6}
@@ -31,9 +37,10 @@ MODELS: dict[str, dict[str, Any]] = {
     "Olmo2": {},
     "Phi3": {},
     "GraniteSWA": {"layer_types": ["sliding_attention", "full_attention"]},
-    "Llama4": {"num_local_experts": 4, "num_experts_per_tok": 1, "interleave_moe_layer_step": 1, "intermediate_size_mlp": 13},
+    "Llama4": {"num_local_experts": 4, "num_experts_per_tok": 1, "interleave_moe_layer_step": 1,
+               "intermediate_size_mlp": 13},
 }  # fmt: skip
-"""Experts; experts, latent attention, shared experts; norms on heads; gathered and divided; sinks; experts, transposed."""
+"""Experts; with latent attention and shared ones; norms on heads; gathered and divided; sinks; experts, transposed."""
 
 
 def build(name: str) -> Any:
@@ -98,7 +105,13 @@ def test_a_stock_model_trains_as_in_plain_pytorch(mesh: str, row: str, sequence:
 def test_the_plan_of_a_model_inside_another_is_found() -> None:
     """Gemma3's is that of its text model, under the name that it has there; nothing is said of the vision model."""
     text = transformers.Gemma3TextConfig(**(SIZES | REST))
-    vision = {"hidden_size": 12, "intermediate_size": 9, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 8}
+    vision = {
+        "hidden_size": 12,
+        "intermediate_size": 9,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "image_size": 8,
+    }
     config = transformers.Gemma3Config(text_config=text.to_dict(), vision_config=vision | {"patch_size": 4})
     with torch.device("meta"):
         plan = plan_of(transformers.Gemma3ForConditionalGeneration(config))

@@ -55,7 +55,7 @@ class StageAxis(TensorAxis):
         super().__init__(comm, sequence=sequence, gemm=gemm)
 
     @property
-    def sequence(self) -> bool:  # type: ignore[override]
+    def sequence(self) -> bool:
         return self._sequence and not self.current.context.unsplit
 
     @sequence.setter
@@ -183,7 +183,8 @@ class TensorParallel(Handler):
         siblings = self.parallel.siblings(name)
         y = self._enter(input, site_of(name, self.parallel), siblings).column(weight, bias, siblings.index(name))
         if style.kind == "column":
-            self.current.replace(cut=CutActivation(self.parameters[id(weight)][0], y.shape, len(style.parts) > 1))
+            fused = max(len(style.parts), style.packed) > 1
+            self.current.replace(cut=CutActivation(self.parameters[id(weight)][0], y.shape, fused))
         return y
 
     def gathered(self, name: str, style: Style, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -276,7 +277,7 @@ class TensorParallel(Handler):
                 if "hidden_states" in kwargs:
                     return args, kwargs | {"hidden_states": stream(kwargs["hidden_states"])}
             raise ValueError(
-                f"{name!r}, {kind!r} in the tensor plan, is called with {', '.join(kwargs)}: which is the stream? Give it "
+                f"{name!r}, {kind!r} in the tensor plan, is called with {', '.join(kwargs)}: give it the stream "
                 f"as the first argument, or as hidden_states"
             )
 
@@ -299,7 +300,9 @@ class TensorParallel(Handler):
 
         def after(module: nn.Module, args: Any, y: Any) -> Tensor:
             if not isinstance(y, Tensor):
-                raise ValueError(f"{name!r}, {str(style)!r} in the tensor plan, returns a {type(y).__name__}, no tensor")
+                raise ValueError(
+                    f"{name!r}, {str(style)!r} in the tensor plan, returns a {type(y).__name__}, no tensor"
+                )
             with torch._C.DisableTorchFunction():
                 return cast(Tensor, Leave.apply(y, axis, name, False))
 
@@ -332,10 +335,10 @@ class TensorParallel(Handler):
         """Which slice of its whole activation a module that draws dropout has; None: the whole.  ValueError where the
         plan does not say how it is cut."""
         style, cut = self.parallel.styles.get(name), self.current.context.cut
-        if within := next((n for n in self._experts if f"{name}.".startswith(f"{n}.")), None):
+        if any(f"{name}.".startswith(f"{experts}.") for experts in self._experts):
             raise ValueError(
-                f"module {name!r} draws dropout inside of {within!r}, 'experts' in the tensor plan, whose code works on "
-                f"pieces: which part of the whole mask is meant is not known; leave this dropout out"
+                f"module {name!r} draws dropout in experts, whose code works on pieces: which part of the whole mask "
+                f"is meant is not known; leave this dropout out"
             )
         kind = style.kind if style and style.kind not in ("enter", "split", "unsplit", "local") else ""
         if not kind and cut.width:  # between a column and a row

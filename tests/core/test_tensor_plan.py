@@ -37,7 +37,10 @@ def test_every_kind_is_read_and_written(kind: str) -> None:
     assert str(Style.parse(kind)) == kind
 
 
-@pytest.mark.parametrize("text", ["column", "column by 16", "column 8|2|2 by 16", "column 5|3", "row by 8"])
+@pytest.mark.parametrize(
+    "text",
+    ["column", "column by 16", "column 8|2|2 by 16", "column 5|3", "row by 8", "column in 2", "experts 2", "shared 64"],
+)
 def test_what_is_written_is_read_back(text: str) -> None:
     assert str(Style.parse(text)) == text
 
@@ -68,6 +71,17 @@ def test_sizes_for_a_style_that_cuts_nothing_are_refused(kind: str, sizes: str) 
 def test_parts_are_for_column_alone(kind: str) -> None:
     with pytest.raises(ValueError, match="only column has parts"):
         Style.parse(f"{kind} 8|2 by 4")
+
+
+@pytest.mark.parametrize("text", ["column by 4 in 2", "column 8|2 in 2", "gathered in 2"])
+def test_in_goes_with_no_other_sizes(text: str) -> None:
+    with pytest.raises(ValueError, match="'in' is for column and row"):
+        Style.parse(text)
+
+
+def test_a_parameter_that_is_no_weight_or_bias_stands_for_itself() -> None:
+    found = match_styles({"attention.sinks": "column"}, ["attention"], ["attention.sinks"])
+    assert found == {"attention.sinks": Style("column")}
 
 
 def test_a_pattern_names_modules_of_all_layers() -> None:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from plait.core.collectives import Note
 from plait.core.tensor_plan import BACKWARD, FORWARD
-from plait.tensor_parallel.axis import Gather, Leave, Split, TensorAxis
+from plait.tensor_parallel.axis import Gather, Leave, Part, Share, Split, TensorAxis, Unsplit
 
 WAYS = [1, 2, 3, 4]
 NOTE = Note(FORWARD, "here")
@@ -123,3 +123,60 @@ def test_a_split_stream_gathers_its_gradient(ways: int, length: int) -> None:
     for y, wanted, gradient in on_ranks(ways, body, sequence=True):
         assert torch.equal(y, wanted)
         assert torch.equal(gradient, probe)
+
+
+@pytest.mark.parametrize("ways", WAYS)
+def test_a_part_of_a_whole_activation_gathers_its_gradient(ways: int) -> None:
+    whole, probe = values(2, 3, 5), values(2, 3, 5, seed=9)
+
+    def body(axis: TensorAxis) -> tuple[Tensor, ...]:
+        x = whole.clone().requires_grad_()
+        y = Part.apply(x * 1, axis, "down")
+        (y * part_of(probe, 2, axis)).sum().backward()
+        assert lines(axis) == ([] if ways == 1 else [("all_gather", BACKWARD, "down")])
+        return y.detach(), part_of(whole, 2, axis), x.grad
+
+    for y, wanted, gradient in on_ranks(ways, body):
+        assert torch.equal(y, wanted)
+        assert torch.equal(gradient, probe)
+
+
+@pytest.mark.parametrize("last", [None, 2, 5])
+@pytest.mark.parametrize("ways", WAYS)
+def test_what_cut_computation_reads_sums_its_gradient(ways: int, last: int | None) -> None:
+    """Of ``last`` features alone; the others' gradient is whole on each rank already.  What trains nothing sends
+    nothing, and a gradient that others hold too is left alone."""
+    probes = [values(2, 3, 5, seed=rank) for rank in range(ways)]
+    total = sum(probes, torch.zeros(2, 3, 5, dtype=torch.float64))
+
+    def body(axis: TensorAxis) -> tuple[Tensor | None, ...]:
+        x, fixed = values(2, 3, 5, seed=7).requires_grad_(), values(4)
+        shared, other = Share.apply(axis, "experts", last, x * 1, fixed)
+        given = probes[axis.index].clone()
+        shared.backward(given)
+        assert not other.requires_grad and torch.equal(shared, x)
+        assert torch.equal(given, probes[axis.index])
+        assert lines(axis) == ([] if ways == 1 else [("all_reduce", BACKWARD, "experts")])
+        wanted = probes[axis.index].clone()
+        wanted[..., -(last or 5) :] = total[..., -(last or 5) :]
+        return x.grad, wanted
+
+    for gradient, wanted in on_ranks(ways, body):
+        is_close(gradient, wanted)
+
+
+@pytest.mark.parametrize("length", [1, 7, 8])
+@pytest.mark.parametrize("ways", WAYS)
+def test_an_unsplit_stream_keeps_its_part_of_a_whole_gradient(ways: int, length: int) -> None:
+    whole, probe = values(2, length, 3), values(2, length, 3, seed=9)
+
+    def body(axis: TensorAxis) -> tuple[Tensor, ...]:
+        x = part_of(whole, 1, axis).requires_grad_()
+        y = Unsplit.apply(x * 1, axis, "router")
+        (y * probe).sum().backward()
+        assert lines(axis) == ([] if ways == 1 else [("all_gather", FORWARD, "router")])
+        return y.detach(), part_of(probe, 1, axis), x.grad
+
+    for y, wanted, gradient in on_ranks(ways, body, sequence=True, length=length):
+        assert torch.equal(y, whole)
+        assert torch.equal(gradient, wanted)

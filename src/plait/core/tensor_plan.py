@@ -7,17 +7,23 @@ and so what its activations are on each rank:
     column            [out/tensor, in]         whole        cut in its last dim
     row               [out, in/tensor]         cut          whole (a sum over the ranks)
     gathered          [out/tensor, in]         whole        whole (its pieces are gathered)
+    divided           [out, in/tensor]         whole        whole (each rank takes its part of the input; a sum)
     vocabulary        [vocabulary/tensor, D]   tokens       whole (embedding, a sum over the ranks)
                                                whole        logits cut in classes (head)
     sequence          whole, summed            cut in time under sequence parallelism, whole without it
     summed            whole, summed            cut          cut: a norm on each head, for example
+    shared, shared 64 whole                    whole        whole; its outputs (the last 64) are read by cut heads
+    experts 2         pieces                   whole        whole (a sum over the ranks): its own code, on pieces
+    once              -                        whole        its input, a share, in such code that cuts nothing
+    local             pieces                   cut          cut: its own code reads pieces of its parameters
     enter             -                        its input becomes whole before its own code sees it
     split             -                        its input, whole until here, is cut in time
+    unsplit           -                        its input becomes whole, its output is cut in time; inside, nothing is
     hidden, heads     -                        draws dropout on activations cut in their last dim, or by heads
     whole             whole                    whole        whole: as if it were not named
 
-``enter`` and ``split`` are for sequence parallelism in code that reads lengths off its input: attention that shapes its
-heads by it, a model that makes positions from its embedding.
+``enter``, ``split`` and ``unsplit`` are for sequence parallelism in code that reads lengths off its input: attention
+that shapes its heads by it, a model that makes positions from its embedding, code that mixes time or routes tokens.
 
 *summed*: every rank computes a share of the parameter's gradient, which is pending(tensor).  *Whole* means the same on
 every rank of the axis; under sequence parallelism the stream between a row's sum and the next column is cut in time.
@@ -25,6 +31,15 @@ every rank of the axis; under sequence parallelism the stream between a row's su
     "blocks.*.attention.query": "column by 16"        whole heads of 16 rows
     "blocks.*.attention.qkv":   "column 8|2|2 by 16"  fused: 8 query, 2 key, 2 value heads, each cut by itself
     "blocks.*.mlp.down":        "row"
+
+``experts`` and ``local`` are modules with parameters of their own, no products that a style could carry out.  Their
+parameters are cut by ``column`` (the last dim but one, the only one of a vector) or ``row`` (the last), *in 2* where
+two matrices lie in one, each cut by itself.  *experts 2*: a token comes once, with 2 routing weights; without a number
+it comes once for each expert, and nothing with it.
+
+    "blocks.*.experts.gate_up": "column in 2"         [experts, 2 * hidden / tensor, width]
+    "blocks.*.experts.down":    "row"                 [experts, width, hidden / tensor]
+    "blocks.*.experts":         "experts 2"
 
 Source: Megatron-LM (Shoeybi et al. 2019), sequence parallelism (Korthikanti et al. 2022).
 """
@@ -48,17 +63,25 @@ class StyleKind:
     """It reads a whole activation, which its siblings share."""
     site: str = ""
     """The kind of ``Site`` where its output travels (its input if no weight is cut)."""
+    counts: bool = False
+    """It may say one number, of activations, though it cuts no weight."""
 
 
 KINDS = {
     "column": StyleKind(0, enters=True),
     "row": StyleKind(1, site="leave"),
     "gathered": StyleKind(0, enters=True, site="gather"),
+    "divided": StyleKind(1, site="leave"),
     "vocabulary": StyleKind(0),
     "sequence": StyleKind(),
     "summed": StyleKind(),
+    "shared": StyleKind(counts=True),
+    "experts": StyleKind(counts=True),
+    "once": StyleKind(),
+    "local": StyleKind(),
     "enter": StyleKind(),
     "split": StyleKind(site="split"),
+    "unsplit": StyleKind(site="split"),
     "hidden": StyleKind(),
     "heads": StyleKind(),
     "whole": StyleKind(),
@@ -75,27 +98,32 @@ class Style:
 
     kind: str
     parts: tuple[int, ...] = ()
-    """Sizes of a fused output, in grains; empty for a single part."""
+    """Sizes of a fused output, in grains, or of activations; empty for a single part."""
     grain: int = 1
     """Elements that stay together; 1 for any cut."""
+    packed: int = 1
+    """How many matrices of one size lie end to end along the dim that is cut."""
 
     @classmethod
     def parse(cls, text: str) -> Style:
-        """``"column"``, ``"column by 16"`` or ``"column 8|2|2 by 16"`` as a style; ValueError for anything else."""
-        match = re.fullmatch(r"\s*([a-z_]+)(?:\s+([0-9|]+))?(?:\s+by\s+([0-9]+))?\s*", text)
+        """``"column"``, ``"column by 16"``, ``"column 8|2|2 by 16"``, ``"column in 2"``; ValueError for others."""
+        match = re.fullmatch(r"\s*([a-z_]+)(?:\s+([0-9|]+))?(?:\s+by\s+([0-9]+))?(?:\s+in\s+([0-9]+))?\s*", text)
         if match is None:
             raise ValueError(f"cannot read the style {text!r}: write column, 'column by 16' or 'column 8|2|2 by 16'")
-        kind, parts, grain = match.groups()
+        kind, parts, grain, packed = match.groups()
         if kind not in KINDS:
             near = difflib.get_close_matches(kind, KINDS, n=2)
             hint = f"did you mean {' or '.join(near)}? " if near else ""
             raise ValueError(f"unknown style {kind!r}: {hint}the styles are {', '.join(KINDS)}")
-        if (parts or grain) and KINDS[kind].cut_dim is None:
+        counted = KINDS[kind].counts and (parts or "").isdecimal() and not grain and not packed
+        if (parts or grain or packed) and KINDS[kind].cut_dim is None and not counted:
             cutting = ", ".join(name for name, row in KINDS.items() if row.cut_dim is not None)
             raise ValueError(f"style {text!r}: only {cutting} cut a weight, so only they have sizes")
-        if parts and kind != "column":
+        if parts and kind != "column" and not counted:
             raise ValueError(f"style {text!r}: only column has parts, the sizes of a fused output")
-        return cls(kind, tuple(int(p) for p in (parts or "").split("|") if p), int(grain or 1))
+        if packed and (parts or grain or kind not in ("column", "row")):
+            raise ValueError(f"style {text!r}: 'in' is for column and row, and goes with no other sizes")
+        return cls(kind, tuple(int(p) for p in (parts or "").split("|") if p), int(grain or 1), int(packed or 1))
 
     @property
     def cut_dim(self) -> int | None:
@@ -109,7 +137,8 @@ class Style:
 
     def __str__(self) -> str:
         parts = f" {'|'.join(map(str, self.parts))}" if self.parts else ""
-        return f"{self.kind}{parts}{f' by {self.grain}' if self.grain > 1 else ''}"
+        packed = f" in {self.packed}" if self.packed > 1 else ""
+        return f"{self.kind}{parts}{f' by {self.grain}' if self.grain > 1 else ''}{packed}"
 
 
 def match_styles(
@@ -117,8 +146,9 @@ def match_styles(
 ) -> dict[str, Style]:
     """The style of every module that a plan names.
 
-    A pattern is the name of a module or parameter; ``*`` stands for anything.  A parameter stands for its module,
-    except under ``summed`` and ``sequence``, which are said of parameters: then its own name is in the result.
+    A pattern is the name of a module or parameter; ``*`` stands for anything.  A weight or bias stands for its module,
+    except under ``summed`` and ``sequence``, which are said of parameters: then, as for any other parameter, its own
+    name is in the result.
 
     Raises:
         ValueError: a pattern that matches nothing (the nearest names are given), or a module with two styles.
@@ -131,7 +161,9 @@ def match_styles(
         hits = [n for n in names if fnmatchcase(n, pattern)]
         if not hits:
             itself = style.kind in ("summed", "sequence")
-            hits = list(dict.fromkeys(p if itself else o for p, o in owners.items() if fnmatchcase(p, pattern)))
+            found = [p for p in owners if fnmatchcase(p, pattern)]
+            of_module = [not itself and p.rpartition(".")[2] in ("weight", "bias") for p in found]
+            hits = list(dict.fromkeys(owners[p] if of else p for p, of in zip(found, of_module, strict=True)))
         if not hits:
             near = _nearest(pattern, [*names, *owners])
             raise ValueError(
@@ -162,11 +194,14 @@ MESSAGES = {
     "leave": (("reduce_scatter", "all_gather"), ("all_reduce", "")),
     "sum": (("all_reduce", ""), ("all_reduce", "")),
     "split": (("", "all_gather"), ("", "")),
+    "unsplit": (("all_gather", ""), ("", "")),
     "gather": (("all_gather", ""), ("all_gather", "")),
+    "part": (("", "all_gather"), ("", "all_gather")),
+    "share": (("", "all_reduce"), ("", "all_reduce")),
     "loss": (("all_gather", ""), ("all_gather", "")),
 }
-"""The collectives of a kind of site.  An all_reduce carries the whole activation, a gathered output its last dim in
-pieces, a loss three numbers per token; all others carry the activation in pieces of time."""
+"""The collectives of a kind of site.  An all_reduce carries the whole activation, ``gather`` and ``part`` its last dim
+in pieces, a loss three numbers per token; all others carry the activation in pieces of time."""
 
 
 @dataclass(frozen=True)
@@ -174,8 +209,10 @@ class Site:
     """A place of the model where tensor parallelism sends messages.
 
     ``enter`` a whole activation comes to column-cut siblings, ``leave`` a sum over the ranks becomes whole, ``sum`` the
-    same where it stays whole under sequence parallelism, ``split`` a whole stream is cut in time, ``gather`` a cut
-    output becomes whole, ``loss`` cross-entropy over cut classes.
+    same where it stays whole under sequence parallelism, ``split`` a whole stream is cut in time, ``unsplit`` it is
+    whole again, and so is its gradient, ``gather`` a cut output becomes whole, ``part`` a whole activation is cut in
+    its last dim, ``share`` cut computation reads a whole activation, whose gradient is a sum, ``loss`` cross-entropy
+    over cut classes.
     """
 
     kind: str
@@ -184,3 +221,5 @@ class Site:
     """The size of the activation's last dim, whole; 0 for a loss."""
     trains_input: bool = True
     """Whether something before it trains, so that its input wants a gradient."""
+    unsplit: bool = False
+    """Whether sequence parallelism leaves activations whole here."""

@@ -5,7 +5,10 @@
     leave     forward   all_reduce [.., width]      forward reduce_scatter, backward all_gather
     sum       forward   all_reduce [.., width]      the same
     split     -                                     backward all_gather
+    unsplit   -                                     forward all_gather
     gather    forward   all_gather [.., width]      the same
+    part      backward  all_gather [.., width]      the same
+    share     backward  all_reduce [.., width]      the same
     loss      forward   all_gather [ranks, 3, ..]   the same
 
 Inside a block that is recomputed (``engine.forward.recompute``) every forward message is sent twice.
@@ -55,13 +58,13 @@ def predict_tensor(
         rows = math.prod(shape)
         padded = shape[0] * -(-shape[1] // ways) * ways * math.prod(shape[2:]) if sequence else rows
         for site in sites:
-            forward, backward = MESSAGES[site.kind][0 if sequence else 1]
+            forward, backward = MESSAGES[site.kind][0 if sequence and not site.unsplit else 1]
             if site.kind == "loss":
                 add(forward, ways * 3 * rows, max(itemsize, 4), Note(FORWARD, site.name))
                 continue
             for phase, kind in ((FORWARD, forward), (BACKWARD, backward if site.trains_input else "")):
                 size = (rows if kind == "all_reduce" else padded) * site.width
-                if site.kind == "gather":
+                if site.kind in ("gather", "part"):
                     size = rows * -(-site.width // ways) * ways
                 if kind:
                     add(kind, size, itemsize, Note(phase, site.name, microbatch))

@@ -114,6 +114,65 @@ class Split(torch.autograd.Function):
         return axis.start_gather(gradient, 1, ctx.length, axis.note(BACKWARD, ctx.site))(), None, None
 
 
+class Share(torch.autograd.Function):
+    """Whole tensors that cut computation reads, which makes a share of their gradients on each rank.
+
+    Backward: the sums; with ``last``, only of that many of the last dim, as the others are read by what sums itself.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, axis: TensorAxis, site: str, last: int | None, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.axis, ctx.site, ctx.last = axis, site, last
+        views = tuple(x.view_as(x) for x in tensors)
+        ctx.mark_non_differentiable(*(y for y, needs in zip(views, ctx.needs_input_grad[3:], strict=True) if not needs))
+        return views
+
+    @staticmethod
+    @first_order
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        note = ctx.axis.note(BACKWARD, ctx.site)
+        wanted = [i for i, needed in enumerate(ctx.needs_input_grad[3:]) if needed]
+        whole = {i: gradients[i].clone(memory_format=torch.contiguous_format) for i in wanted}
+        shares = {i: g if ctx.last is None else g[..., -ctx.last :] for i, g in whole.items()}
+        finish = {i: ctx.axis.start_sum(share, note) for i, share in shares.items()}
+        for i in wanted:
+            shares[i].copy_(finish[i]())
+        return (None, None, None, *map(whole.get, range(len(gradients))))
+
+
+class Part(torch.autograd.Function):
+    """A whole activation is cut in its last dim; backward gathers it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: TensorAxis, site: str) -> Tensor:
+        ctx.axis, ctx.site, ctx.size = axis, site, x.size(-1)
+        start, stop = axis.part(ctx.size)
+        return x[..., start:stop]
+
+    @staticmethod
+    @first_order
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        axis: TensorAxis = ctx.axis
+        note = axis.note(BACKWARD, ctx.site)
+        return axis.start_gather(gradient, gradient.dim() - 1, ctx.size, note)(), None, None
+
+
+class Unsplit(torch.autograd.Function):
+    """A stream that is cut in time becomes whole; backward keeps this rank's part of a gradient that is whole."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: TensorAxis, site: str) -> Tensor:
+        axis.check_stream(x, site, whole=False)
+        ctx.part = axis.part(axis.length)
+        return axis.start_gather(x, 1, axis.length, axis.note(FORWARD, site))()
+
+    @staticmethod
+    @first_order
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        start, stop = ctx.part
+        return gradient[:, start:stop].contiguous(), None, None
+
+
 class Gather(torch.autograd.Function):
     """Pieces of the last dim become the whole; backward keeps this rank's piece."""
 

@@ -48,6 +48,7 @@ class WeightGradQueue:
 
     def __init__(self, axis: TensorAxis, site: str, wants_input: bool) -> None:
         self.axis, self.site, self.wants_input = axis, site, wants_input
+        self.scatters = axis.sequence
         self.gradients: list[tuple[int, Tensor]] = []
 
 
@@ -104,7 +105,7 @@ class Enter(torch.autograd.Function):
         axis, note = queue.axis, queue.axis.note(BACKWARD, queue.site)
         finish = None
         if gradient is not None and ctx.needs_input_grad[0]:
-            finish = (axis.start_scatter if axis.sequence else axis.start_sum)(gradient, note)
+            finish = (axis.start_scatter if queue.scatters else axis.start_sum)(gradient, note)
         (x,) = ctx.saved_tensors
         products: list[Tensor | None] = [None] * (len(ctx.needs_input_grad) - 2)
         for index, g in queue.gradients:
@@ -145,7 +146,7 @@ class Row(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, axis: TensorAxis, site: str) -> Tensor:
         if axis.sequence:
             axis.check_stream(x, site, whole=True)
-        ctx.axis, ctx.site, ctx.length = axis, site, axis.length
+        ctx.axis, ctx.site, ctx.length = axis, site, axis.length if axis.sequence else 0
         ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight if ctx.needs_input_grad[0] else None)
         finish = axis.start_scatter if axis.sequence else axis.start_sum
         return finish(axis.gemm.linear(x, weight, None), axis.note(FORWARD, site))()
@@ -155,7 +156,7 @@ class Row(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
         axis: TensorAxis = ctx.axis
         x, weight = ctx.saved_tensors
-        if axis.sequence:
+        if ctx.length:
             gradient = axis.start_gather(gradient, 1, ctx.length, axis.note(BACKWARD, ctx.site))()
         return (
             input_product(gradient, weight, axis.gemm) if ctx.needs_input_grad[0] else None,

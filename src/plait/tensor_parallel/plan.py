@@ -4,8 +4,9 @@ A plan comes from the user, from the model (``tensor_plan``, a dict or a method 
 Face model's config (see ``transformers``).  It is resolved, or refused, on a model whose parameters may be on meta.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -14,6 +15,9 @@ from plait.core.tensor_cut import TensorCut
 from plait.core.tensor_plan import KINDS, Site, Style, match_styles
 from plait.tensor_parallel.transformers import plan_from_transformers
 from plait.tensor_parallel.vocabulary import LOSS
+
+OWN_CODE = ("experts", "local", "enter", "unsplit")
+"""The styles of modules whose own code may read pieces of their parameters."""
 
 
 @dataclass(frozen=True)
@@ -42,13 +46,13 @@ def plan_of(model: nn.Module, *, sequence: bool = False) -> dict[str, str]:
     own = getattr(model, "tensor_plan", None)
     if own is not None:
         return dict(own() if callable(own) else own)
-    blocks = getattr(getattr(model, "config", None), "base_model_tp_plan", None)
-    if not blocks:
+    carried = getattr(model, "tp_plan", None) if hasattr(model, "get_input_embeddings") else None
+    if not carried:
         raise ValueError(
             f"{type(model).__name__} carries no tensor plan: give tensor_plan={{'blocks.*.up': 'column', "
             f"'blocks.*.down': 'row', ...}}, or leave the tensor axis out of the mesh"
         )
-    return plan_from_transformers(model, blocks, sequence=sequence)
+    return plan_from_transformers(model, carried, sequence=sequence)
 
 
 def parallel_plan(
@@ -68,11 +72,15 @@ def parallel_plan(
     if ways == 1:
         return Parallel()
     styles = {name: _with_heads(named[name], name, modules) for name in modules if name in named}  # in their order
+    own = {name: style for name, style in named.items() if name not in modules and style.cut_dim is not None}
     if sequence:
         _check_stream(styles, modules)
     cuts: dict[int, TensorCut] = {}
-    summed = {id(p) for n, p in parameters.items() if n in named and (sequence or named[n].kind == "summed")}
+    streams = {"summed", "sequence"} if sequence else {"summed"}
+    summed = {id(p) for n, p in parameters.items() if n in named and named[n].kind in streams}
     _check_heads(styles, modules, ways)
+    for name, style in own.items():
+        cuts[id(parameters[name])] = _own_cut(name, parameters[name], style, styles, ways)
     for name, style in styles.items():
         module = modules[name]
         if style.cut_dim is not None:
@@ -83,17 +91,26 @@ def parallel_plan(
                         f"the tensor plan shards {name}.{short} twice: it is shared with a module that cuts dim "
                         f"{other.dim}, and {str(style)!r} cuts dim {cut.dim}; cut a shared parameter in one way"
                     )
-            if style.kind == "row" and sequence and getattr(module, "bias", None) is not None:
+            scatters = KINDS[style.kind].site == "leave" and sequence and not is_unsplit(name, styles)
+            if scatters and getattr(module, "bias", None) is not None:
                 summed.add(id(module.bias))
-        elif style.kind == "summed" or (style.kind == "sequence" and sequence):
+        elif style.kind in streams:
             summed |= {id(p) for p in module.parameters(recurse=False)}
     if both := [n for n, p in parameters.items() if id(p) in summed & cuts.keys()]:
         raise ValueError(
             f"the tensor plan shards {both[0]!r} twice: it is cut, and it is 'summed' or 'sequence', which is for "
             f"parameters that every rank has whole; keep one"
         )
+    for name in (name for name, style in styles.items() if style.kind == "experts"):
+        _check_experts(name, modules[name], cuts, summed)
     parallel = Parallel(styles, cuts, frozenset(summed))
     return replace(parallel, sites=tuple(dict.fromkeys(_sites(parallel, modules))))
+
+
+def is_unsplit(name: str, styles: Mapping[str, Style]) -> bool:
+    """Whether a module is inside one that sequence parallelism leaves whole."""
+    around = name.rpartition(".")[0]
+    return bool(around) and ((around in styles and styles[around].kind == "unsplit") or is_unsplit(around, styles))
 
 
 def _check_stream(styles: Mapping[str, Style], modules: Mapping[str, nn.Module]) -> None:
@@ -133,11 +150,60 @@ def _check_heads(styles: Mapping[str, Style], modules: Mapping[str, nn.Module], 
         )
 
 
+def _own_cut(name: str, parameter: nn.Parameter, style: Style, styles: Mapping[str, Style], ways: int) -> TensorCut:
+    """The cut of a parameter that its module's own code reads."""
+    owner = styles.get(name.rpartition(".")[0])
+    if owner is None or owner.kind not in OWN_CODE:
+        raise ValueError(
+            f"the tensor plan says {str(style)!r} for the parameter {name!r}, but not what its module does with a "
+            f"piece: say 'experts' (what it returns is added up) or 'local' for {name.rpartition('.')[0]!r}"
+        )
+    dim = parameter.dim() - 1 - (style.kind == "column" and parameter.dim() > 1)
+    each, rest = divmod(parameter.shape[dim], style.packed)
+    if style.kind not in ("column", "row") or style.parts or rest:
+        raise ValueError(
+            f"the tensor plan says {str(style)!r} for the parameter {name!r} of shape {list(parameter.shape)}: a "
+            f"module's own parameters are cut by 'column' or 'row', or in parts of one size, as in 'column in 2'"
+        )
+    return TensorCut(tuple(parameter.shape), dim, ways, (each,) * style.packed, style.grain)
+
+
+def _check_experts(name: str, module: nn.Module, cuts: Mapping[int, TensorCut], summed: Collection[int]) -> None:
+    """Raises ValueError where the code of a module would not compute a share of its output from the pieces."""
+    for short, parameter in module.named_parameters():
+        if id(parameter) not in cuts and id(parameter) not in summed:
+            raise ValueError(
+                f"the tensor plan says 'experts' for {name!r}, whose outputs are added up, and nothing for "
+                f"'{name}.{short}', which would be added once for each rank: say 'column' or 'row' for it"
+            )
+    own = {n: cuts[id(p)] for n, p in module.named_parameters(recurse=False) if id(p) in cuts}
+    hidden = {n: cut.parts[0] if cut.grain == 1 else cut.shape[cut.dim] // cut.grain for n, cut in own.items()}
+    if len(set(hidden.values())) != 1:
+        raise ValueError(
+            f"the tensor plan cuts the matrices of the experts {name!r} in {hidden} features, which do not meet: where "
+            f"two matrices lie in one, say 'column in 2' (or 'row in 2') for end to end, 'column by 2' for row by row"
+        )
+
+
+def _width(module: nn.Module, parallel: Parallel) -> int:
+    """Of what comes to experts and leaves them: the dim of their matrices that is not cut."""
+    cuts = [parallel.cuts[id(p)] for p in module.parameters(recurse=False) if id(p) in parallel.cuts]
+    return next((cut.shape[-1 if cut.dim == len(cut.shape) - 2 else -2] for cut in cuts if len(cut.shape) > 1), 0)
+
+
 def _with_heads(style: Style, name: str, modules: Mapping[str, nn.Module]) -> Style:
-    """Projections of an attention module are cut in whole heads, where the module says how large they are."""
-    head = getattr(modules[name.rpartition(".")[0]], "head_dim", None)
-    cut = style.cut_dim is not None and style.kind != "vocabulary"
-    return replace(style, grain=head) if cut and style.grain == 1 and isinstance(head, int) else style
+    """Projections of an attention module are cut in whole heads, where it says how large or how many they are."""
+    around: Any = modules[name.rpartition(".")[0]]
+    head, heads = getattr(around, "head_dim", None), getattr(around, "num_heads", None)
+    weight, dim = getattr(modules[name], "weight", None), style.cut_dim
+    if style.kind not in ("column", "row") or style.parts or style.grain > 1 or style.packed > 1:
+        return style
+    if not isinstance(head, int) or not isinstance(weight, nn.Parameter) or dim is None:
+        return style
+    each, rest = divmod(weight.shape[dim], heads) if isinstance(heads, int) else (0, 0)
+    return replace(
+        style, grain=head if rest else max(head, each)
+    )  # more for each in a latent attention, or with a gate
 
 
 def _cuts(name: str, module: nn.Module, style: Style, ways: int) -> dict[str, TensorCut]:
@@ -153,7 +219,7 @@ def _cuts(name: str, module: nn.Module, style: Style, ways: int) -> dict[str, Te
     dim = style.cut_dim
     assert dim is not None
     size = weight.shape[dim]
-    parts = tuple(p * style.grain for p in style.parts) or (size,)
+    parts = tuple(p * style.grain for p in style.parts) or (size // style.packed,) * style.packed
     if style.kind == "vocabulary" and (ways - 1) * -(-size // ways) >= size:
         raise ValueError(f"{name!r}: a vocabulary of {size} rows leaves a rank of tensor={ways} without any; use fewer")
     cuts = {}
@@ -172,19 +238,31 @@ def _sites(parallel: Parallel, modules: Mapping[str, nn.Module]) -> Iterator[Sit
     first = next((n.rpartition(".")[0] for n, p in modules[""].named_parameters() if p.requires_grad), "")
     for name, style in parallel.styles.items():
         module: Any = modules[name]
-        kind = KINDS[style.kind]
+        kind, at = KINDS[style.kind], partial(Site, unsplit=is_unsplit(name, parallel.styles))
         embeds = style.kind == "vocabulary" and isinstance(module, nn.Embedding)
         head = style.kind == "vocabulary" and not embeds
         if kind.enters or head:
             trains = first not in parallel.siblings(name)  # else the input is the batch, as far as one can tell
-            yield Site("enter", site_of(name, parallel), module.weight.shape[1], trains)
+            yield at("enter", site_of(name, parallel), module.weight.shape[1], trains)
         if embeds:
             width = module.weight.shape[1]
-            yield Site("sum" if parallel.splits else "leave", name, width)
+            yield at("sum" if parallel.splits else "leave", name, width)
         if head:
-            yield Site("loss", LOSS.unit, 0)
+            yield at("loss", LOSS.unit, 0)
+        if style.kind == "divided":
+            yield at("part", name, module.weight.shape[1])
+        if style.kind == "unsplit":
+            yield at("unsplit", name, width)
+        if style.kind == "experts":
+            copies = 1 if style.parts else next(module.parameters(recurse=False)).shape[0]
+            yield at("sum", name, _width(module, parallel) * copies)
+            yield at("share", name, _width(module, parallel) * copies)
+        if style.kind == "shared" and not style.parts:
+            yield at("share", name, module.weight.shape[0])
+        for size in style.parts if kind.counts else ():
+            yield at("share", name, size)
         if kind.site:
-            yield Site(kind.site, name, width if kind.cut_dim is None else module.weight.shape[0])
+            yield at(kind.site, name, width if kind.cut_dim is None else module.weight.shape[0])
 
 
 def site_of(name: str, parallel: Parallel) -> str:

@@ -10,12 +10,13 @@ It also knows which activations are cut, so that dropout draws the right slice o
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from plait.comm import Comm
 from plait.comm.agree import same_tensors
@@ -28,10 +29,10 @@ from plait.engine.forward.products import Products
 from plait.sharded.masks import Slice
 from plait.sharded.sharded_tensor import ShardedTensor
 from plait.tensor_parallel import Parallel, TensorAxis
-from plait.tensor_parallel.axis import AXES, Gather, Split
+from plait.tensor_parallel.axis import AXES, Gather, Leave, Part, Share, Split, Unsplit
 from plait.tensor_parallel.gemm import TORCH, Gemm
 from plait.tensor_parallel.linear import ColumnInput, Row
-from plait.tensor_parallel.plan import site_of
+from plait.tensor_parallel.plan import OWN_CODE, site_of
 from plait.tensor_parallel.vocabulary import embedding
 
 NORMS = {"layer_norm", "rms_norm"}
@@ -42,6 +43,9 @@ MIXES = {
 }
 """Functions that mix the last dim of their first argument."""
 
+AROUND = {"experts", "shared", "once"}
+"""Styles that change what comes into a module, or out of it."""
+
 
 class StageAxis(TensorAxis):
     """The tensor axis for the forwards of a stage: the context says which stream is meant."""
@@ -49,6 +53,14 @@ class StageAxis(TensorAxis):
     def __init__(self, comm: Comm, current: CurrentForward, *, sequence: bool, gemm: Gemm = TORCH) -> None:
         self.current = current
         super().__init__(comm, sequence=sequence, gemm=gemm)
+
+    @property
+    def sequence(self) -> bool:
+        return self._sequence and not self.current.context.unsplit
+
+    @sequence.setter
+    def sequence(self, sequence: bool) -> None:
+        self._sequence = sequence
 
     @property
     def microbatch(self) -> int:  # type: ignore[override]
@@ -84,13 +96,18 @@ class TensorParallel(Handler):
         self.parameters: Mapping[int, tuple[int, ...]] = parameters
         self.parallel, self.axis, self.current, self.products = parallel, axis, axis.current, products
         self._same_inputs = self._warned = False
+        self._experts = [name for name, s in parallel.styles.items() if s.kind == "experts"]
         self._columns_in = {name.rpartition(".")[0] for name, s in parallel.styles.items() if s.enters}
         model.register_forward_pre_hook(self._before_model, with_kwargs=True)
         # the last input of a column would keep a whole activation and its graph
         model.register_forward_hook(lambda *call: self.current.replace(column_input=None), always_call=True)
-        for name, style in parallel.styles.items() if axis.sequence else ():
-            if style.kind in ("enter", "split"):
+        for name, style in parallel.styles.items():
+            if style.kind in AROUND and name in self.modules:
+                self._goes_around(name, style)
+            if style.kind in ("enter", "split", "unsplit") and axis.sequence:
                 self.modules[name].register_forward_pre_hook(self._changes_input(name, style.kind), with_kwargs=True)
+            if style.kind == "unsplit" and axis.sequence:
+                self.modules[name].register_forward_hook(partial(self._cut_again, name))
 
     def sees(self, func: Function) -> bool:
         return func is F.linear or getattr(func, "__name__", "") in MIXES
@@ -103,6 +120,8 @@ class TensorParallel(Handler):
             return call_next(*args, **kwargs)
         name = context.module.name
         style = self.parallel.styles.get(name)
+        if style is not None and style.kind in OWN_CODE:
+            return call_next(*args, **kwargs)
         if style is not None and style.cut_dim is not None:
             with torch._C.DisableTorchFunction():
                 if func is F.linear:
@@ -125,7 +144,7 @@ class TensorParallel(Handler):
             if x.shape != context.cut.shape:
                 return
         where = context.module.name or "the model"
-        if (style := self.parallel.styles.get(where)) is not None and style.kind == "whole":
+        if (style := self.parallel.styles.get(where)) is not None and style.kind in ("whole", "shared"):
             return
         if name == "linear":
             if id(args[1] if len(args) > 1 else kwargs["weight"]) in self.parameters:
@@ -145,8 +164,8 @@ class TensorParallel(Handler):
     # ---- products -----------------------------------------------------------------------------------------------
 
     def _linear(self, name: str, style: Style, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        if input.size(-1) != weight.size(1):
-            wants = "a whole activation" if style.enters else "what a column left"
+        if input.size(-1) != (self.parameters[id(weight)] if style.kind == "divided" else weight.shape)[1]:
+            wants = "a whole activation" if style.enters or style.kind == "divided" else "what a column left"
             raise ValueError(
                 f"{name!r}, {str(style)!r} in the tensor plan, reads {input.size(-1)} features where its weight on "
                 f"this rank has {weight.size(1)}: it wants {wants}; see what the plan says of the module before it"
@@ -164,13 +183,18 @@ class TensorParallel(Handler):
         siblings = self.parallel.siblings(name)
         y = self._enter(input, site_of(name, self.parallel), siblings).column(weight, bias, siblings.index(name))
         if style.kind == "column":
-            self.current.replace(cut=CutActivation(self.parameters[id(weight)][0], y.shape, len(style.parts) > 1))
+            fused = max(len(style.parts), style.packed) > 1
+            self.current.replace(cut=CutActivation(self.parameters[id(weight)][0], y.shape, fused))
         return y
 
     def gathered(self, name: str, style: Style, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """A whole activation in, a whole one out."""
         y = self.column(name, style, input, weight, bias)
         return cast(Tensor, Gather.apply(y, self.axis, self.parameters[id(weight)][0], name))
+
+    def divided(self, name: str, style: Style, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """A whole activation in, a whole one out, of which each rank multiplies its part."""
+        return self.row(name, style, cast(Tensor, Part.apply(input, self.axis, name)), weight, bias)
 
     def head(self, name: str, style: Style, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """A whole activation in, logits out of which each rank has some classes."""
@@ -239,16 +263,71 @@ class TensorParallel(Handler):
 
         def stream(x: Tensor) -> Tensor:
             if kind == "enter":
-                return self._enter(x, name, siblings).tensor
+                return self._enter(x, site_of(siblings[0], self.parallel), siblings).tensor
+            if kind == "unsplit":
+                whole = cast(Tensor, Unsplit.apply(x, self.axis, name))
+                self.current.replace(unsplit=True)
+                return whole
             return cast(Tensor, Split.apply(x, self.axis, name))
 
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
             with torch._C.DisableTorchFunction():
                 if args:
                     return (stream(args[0]), *args[1:]), kwargs
-                return args, kwargs | {"hidden_states": stream(kwargs["hidden_states"])}
+                if "hidden_states" in kwargs:
+                    return args, kwargs | {"hidden_states": stream(kwargs["hidden_states"])}
+            raise ValueError(
+                f"{name!r}, {kind!r} in the tensor plan, is called with {', '.join(kwargs)}: give it the stream "
+                f"as the first argument, or as hidden_states"
+            )
 
         return hook
+
+    def _goes_around(self, name: str, style: Style) -> None:
+        """Hooks on a module whose own code, or whose reader's, works on pieces."""
+        module, axis = self.modules[name], self.axis
+
+        def shares(*tensors: Tensor, last: int | None = None) -> Any:
+            with torch._C.DisableTorchFunction():
+                return Share.apply(axis, name, last, *tensors)
+
+        def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+            leaves, spec = tree_flatten((args, kwargs))
+            floats = [i for i, x in enumerate(leaves) if isinstance(x, Tensor) and x.is_floating_point()]
+            for i, x in zip(floats, shares(*(leaves[i] for i in floats)), strict=True):
+                leaves[i] = x
+            return cast(tuple[Any, Any], tree_unflatten(leaves, spec))
+
+        def after(module: nn.Module, args: Any, y: Any) -> Tensor:
+            if not isinstance(y, Tensor):
+                raise ValueError(
+                    f"{name!r}, {str(style)!r} in the tensor plan, returns a {type(y).__name__}, no tensor"
+                )
+            with torch._C.DisableTorchFunction():
+                return cast(Tensor, Leave.apply(y, axis, name, False))
+
+        if style.kind == "experts":
+            module.register_forward_pre_hook(before, with_kwargs=True)
+            module.register_forward_hook(after)
+        elif style.kind == "shared":
+            last = sum(style.parts) or None
+            module.register_forward_hook(lambda module, args, y: shares(y, last=last)[0])
+        else:
+            module.register_forward_pre_hook(lambda module, args: (args[0] / axis.ways, *args[1:]))
+
+    def _cut_again(self, name: str, module: nn.Module, args: Any, output: Any) -> Any:
+        """What an unsplit module returns, or the first of it, is the stream, which is cut in time."""
+        self.current.replace(unsplit=False, cut=CutActivation())
+        y, length = output[0] if isinstance(output, tuple) else output, self.axis.length
+        if not isinstance(y, Tensor) or y.dim() < 3 or y.size(1) != length:
+            shape = list(y.shape) if isinstance(y, Tensor) else type(y).__name__
+            raise ValueError(
+                f"{name!r}, 'unsplit' in the tensor plan, returns {shape}, where sequence parallelism has a stream of "
+                f"[batch, {length}, width] to cut in time: leave sequence parallelism out"
+            )
+        with torch._C.DisableTorchFunction():
+            y = cast(Tensor, Split.apply(y, self.axis, name))
+        return (y, *output[1:]) if isinstance(output, tuple) else y
 
     # ---- dropout ------------------------------------------------------------------------------------------------
 
@@ -256,7 +335,12 @@ class TensorParallel(Handler):
         """Which slice of its whole activation a module that draws dropout has; None: the whole.  ValueError where the
         plan does not say how it is cut."""
         style, cut = self.parallel.styles.get(name), self.current.context.cut
-        kind = style.kind if style and style.kind not in ("enter", "split") else ""
+        if any(f"{name}.".startswith(f"{experts}.") for experts in self._experts):
+            raise ValueError(
+                f"module {name!r} draws dropout in experts, whose code works on pieces: which part of the whole mask "
+                f"is meant is not known; leave this dropout out"
+            )
+        kind = style.kind if style and style.kind not in ("enter", "split", "unsplit", "local") else ""
         if not kind and cut.width:  # between a column and a row
             if name not in self._columns_in:
                 raise ValueError(
@@ -290,6 +374,7 @@ LINEARS: dict[str, Callable[[TensorParallel, str, Style, Tensor, Tensor, Tensor 
     "column": TensorParallel.column,
     "row": TensorParallel.row,
     "gathered": TensorParallel.gathered,
+    "divided": TensorParallel.divided,
     "vocabulary": TensorParallel.head,
 }
 """What ``F.linear`` is in a module of each style that cuts a weight: of (name, style, input, weight, bias)."""

@@ -229,6 +229,13 @@ class Stage:
         except StageDone as done:
             self.unsharding.unwind(done.tensor)
             return done.tensor
+        except RuntimeError as error:
+            if type(error) is not RuntimeError or not self.parallel.cuts:
+                raise
+            raise ValueError(
+                f"the model's code fails where each of {self.axis.ways} tensor ranks has pieces, so the tensor plan "
+                f"leaves something out, or does not fit it (does it run on one rank?): {error}"
+            ) from error
         finally:
             self.current.replace(boundary=None)
         if not self.last:

@@ -41,6 +41,7 @@ def join(
 
     Args:
         mesh: the axes and their sizes; None puts all ranks on ``shard``.
+        device: where this rank computes and holds its tensors.
         deadline: seconds after which a wait for another rank raises and says which one.
         deterministic: add in rank order, so that runs are reproducible to the bit.
 
@@ -66,9 +67,21 @@ def run_threads(
     deadline: float = 60.0,
     deterministic: bool = True,
 ) -> list[Result]:
-    """Run ``body(comm)`` on every rank of a mesh, each a thread of this process; the results by rank.
+    """Run ``body(comm)`` on every rank of a mesh, each a thread of this process.
 
     For notebooks, lessons and tests: the same engine and collectives, without starting processes.
+
+    Args:
+        mesh: the axes and their sizes, as in ``"replica=2 shard=2"``.
+        body: what a rank does.
+        deadline: seconds after which a wait for another rank raises and says which one.
+        deterministic: as for ``join``.
+
+    Returns:
+        What the bodies returned, by rank.
+
+    Raises:
+        Exception: the first that a body raised, with its own traceback; the other ranks are stopped.
     """
     shape = Mesh.parse(mesh) if isinstance(mesh, str) else mesh
     return run(shape, body, device=device, deadline=deadline, deterministic=deterministic)
@@ -115,13 +128,29 @@ def rank_batches(
 def sum_of_mean(
     mean_loss: Callable[[nn.Module, Any], Tensor], count: Callable[[Any], int]
 ) -> Callable[[nn.Module, Any], Tensor]:
-    """A loss that is a mean over ``count(batch)`` terms, as the sum that ``Engine`` requires.
+    """The ``loss_fn`` that ``Engine`` takes, a sum, made of a function whose loss is a mean.
 
-    A mean of microbatch means is wrong as soon as their counts differ; a sum divided once is not.  A batch without
-    terms has a sum of 0 and gradients of 0, though its mean is NaN.  The mean is that of ``F.cross_entropy``, which
-    Hugging Face models use (``model(input_ids=x, labels=x).loss`` has a term for each label but the first of a sample:
-    ``count`` is ``int((x[:, 1:] != -100).sum())``).
+    ``Engine(..., loss_fn=plait.sum_of_mean(mean_loss, count), count_fn=count)``.  A mean of microbatch means is wrong
+    as soon as their counts differ; a sum divided once is not.  In a loop of one's own there is no ``loss_fn``: say
+    ``engine.backward(loss, count, reduction="mean")``.
+
+    Args:
+        mean_loss: ``(model, batch) -> scalar``, the mean of the losses of the batch's terms, as of ``F.cross_entropy``
+            or ``model(input_ids=x, labels=x).loss`` of Hugging Face, which has a term for each label but the first of a
+            sample: ``int((x[:, 1:] != -100).sum())``.
+        count: ``batch -> int``, how many terms that mean has. Without any, sum and gradients are 0, not NaN.
+
+    Returns:
+        ``(model, batch) -> scalar``, the sum.
+
+    Raises:
+        TypeError: a loss in place of the function that computes it.
     """
+    if not callable(mean_loss) or not callable(count):
+        raise TypeError(
+            "plait.sum_of_mean takes two functions, (model, batch) -> mean loss and batch -> count, for "
+            'Engine(loss_fn=...); in a loop of your own call engine.backward(loss, count, reduction="mean")'
+        )
 
     def loss_sum(model: nn.Module, batch: Any) -> Tensor:
         return as_sum(mean_loss(model, batch), count(batch), "mean")

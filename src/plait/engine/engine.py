@@ -121,6 +121,8 @@ class Engine(OwnLoop):
         self._evaluator = Evaluator(self)
         self._broken = False
         self._now: OpenStep | None = None
+        self._forwards = 0
+        """Of the step under way, in a loop of one's own: they number its dropout masks."""
         self.last = StepResult(-1, math.nan, 0, (), None)
         """What the last step did, in a loop of one's own too."""
 
@@ -246,12 +248,12 @@ class Engine(OwnLoop):
         if not torch.is_grad_enabled():
             stage.begin_alone(RNGPosition(self.steps, -1 - place, place * size, size))
             return
-        now = self._begin_step()
+        self._begin_step()
         self._host.begin(self.steps)
-        first = (now.forwards << 40) + place * size  # how many microbatches will come is not known: number them apart
-        microbatch = place + now.forwards * self.comm.mesh.data_size
-        stage.begin_alone(RNGPosition(self.steps, microbatch, first, size), now.forwards)
-        now.forwards += 1
+        first = (self._forwards << 40) + place * size  # how many microbatches will come is not known: number them apart
+        microbatch = place + self._forwards * self.comm.mesh.data_size
+        stage.begin_alone(RNGPosition(self.steps, microbatch, first, size), self._forwards)
+        self._forwards += 1
 
     def _before_update(self, optimizer: Optimizer) -> None:
         """Hook before ``optimizer.step``; the first optimizer of a step makes the gradients of all."""
@@ -281,7 +283,7 @@ class Engine(OwnLoop):
             self.last = self.update.prepare(now, frozen, standing, clip, lambda: self._tell("reduced"))
         except BaseException:
             self._hide_gradients()
-            self._now = None  # its sums are used up
+            self._now, self._forwards = None, 0  # its sums are used up
             self._turns.clear()
             raise
 
@@ -290,10 +292,11 @@ class Engine(OwnLoop):
             stage.gradients.hide()
 
     def _discard(self, optimizer: Optimizer, zero_grad: Callable[..., None], *args: Any, **kwargs: Any) -> None:
-        """``optimizer.zero_grad`` between backward and step throws the gradients away, as everywhere in torch."""
+        """``optimizer.zero_grad`` between backward and step throws away what the step has summed so far."""
         zero_grad(*args, **kwargs)
         if self._now is not None and self._turns.zeroed(optimizer, self.optimizers, summed=bool(self._now.losses)):
-            self.discarded += bool(self._now.losses)
+            if self._now.losses:  # else it stands between a forward, which has drawn its masks, and its backward
+                self.discarded, self._forwards = self.discarded + 1, 0
             self._hide_gradients()
             self._now = None
 
@@ -305,11 +308,11 @@ class Engine(OwnLoop):
     def _publish(self) -> None:
         """Bring the new values to where the row keeps them."""
         for stage in self.stages.values():
-            stage.unsharding.pins.end_backward()
+            stage.unsharding.pins.end_step()
         self.publish()
         for piece in self.owned:
             piece.view.grad = None
-        self._now = None
+        self._now, self._forwards = None, 0
         self.steps += 1
         self._tell("updated")
 

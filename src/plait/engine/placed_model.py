@@ -159,7 +159,9 @@ class PlacedModel(StaysHere):
         return tuple(layout for stage in self.stages.values() for layout in stage.layouts())
 
     def bytes_held(self) -> dict[str, int]:
-        """Bytes on this rank between steps, by kind of state, and the peak of gathered parameters."""
+        """Bytes on this rank: ``params``, ``grads`` and ``optimizer`` between steps, and at most so far
+        ``gathered_peak`` of whole parameters and ``gradient_buffers`` of whole gradients.
+        """
         stages = self.stages.values()
         return {
             "params": sum(flat.rest.nbytes for unit in self.units for flat in unit.flats),
@@ -185,8 +187,13 @@ class PlacedModel(StaysHere):
         """Take the values of whole tensors; each rank copies its pieces.
 
         Raises:
-            ValueError: missing or surplus names, or shapes that differ.
+            ValueError: missing or surplus names, or shapes that differ; inside of ``with engine.gathered():``.
         """
+        for stage in self.stages.values():
+            stage.unsharding.pins.end_step()
+            stage.unsharding.forget()  # what a forward without a backward has left gathered
+        if any(unit.pinned for unit in self.units):
+            raise ValueError("engine.load_full_state_dict inside of `with engine.gathered(...)`: leave the block first")
         load_full_state_dict(self.directory, self.parts(), state)
 
     def pieces(self) -> Iterator[StatePiece]:

@@ -14,6 +14,7 @@ a small matrix, whole and as two flat runs, must agree to the bit.
 """
 
 import inspect
+import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -27,6 +28,9 @@ from plait.core.tensor_cut import TensorCut
 from plait.engine.data_parallel.flat_gradient import FlatGradient
 from plait.engine.data_parallel.place import RunPlace
 from plait.engine.data_parallel.storage import Flat
+
+SQUARED = 1 << 16
+"""Elements squared at once: torch converts what it sums to fp64, and so many still lie in the cache then."""
 
 
 @dataclass(frozen=True)
@@ -234,11 +238,9 @@ class OwnedOptimizer:
 def square_sum(runs: Iterable[Tensor]) -> float:
     """The sum of squares in fp64, run by run; the device is waited for once."""
     reals = (torch.view_as_real(run) if run.is_complex() else run for run in runs)
-    norms = [torch.linalg.vector_norm(real, dtype=torch.float64) for real in reals]
-    total = 0.0
-    for norm in torch.stack(norms).tolist() if norms else ():
-        total += norm * norm
-    return total
+    blocks = [block for real in reals for block in real.reshape(-1).split(SQUARED)]
+    norms = torch.stack(torch._foreach_norm(blocks, 2, dtype=torch.float64)).tolist() if blocks else ()
+    return math.fsum(norm * norm for norm in norms)
 
 
 @torch.no_grad()

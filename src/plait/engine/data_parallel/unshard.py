@@ -241,6 +241,8 @@ class Unsharding(StaysHere):
         if in_backward():
             self._begin_backward_of(unit)
             return
+        if self._behind:
+            return
         with torch._C.DisableTorchFunction():  # the engine's own work belongs to no forward
             self.unshard(unit, self.phase)
             if torch.is_grad_enabled() and self._waits_for_inputs(unit):
@@ -252,9 +254,15 @@ class Unsharding(StaysHere):
         return self.split_backward or not unit.done_with_gradients
 
     def _after_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
-        if not in_backward():
-            return self._leave(self._inside.pop(), output)
-        return None
+        if in_backward() or self._behind:
+            return None
+        return self._leave(self._inside.pop(), output)
+
+    @property
+    def _behind(self) -> bool:
+        """The last link of a stage has run: nothing is gathered any more, and ``unwind`` leaves what is open."""
+        boundary = self.current.context.boundary
+        return boundary is not None and boundary.output is not None
 
     def unwind(self, output: Tensor) -> None:
         """The model's forward ended early, with ``output``: the units around it are left as well."""

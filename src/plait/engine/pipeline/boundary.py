@@ -27,7 +27,7 @@ what later links get that is made of parameters here.  Later calls go as far as 
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, MutableMapping, MutableSequence, MutableSet, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, cast
@@ -280,8 +280,11 @@ class Received(torch.autograd.Function):
         return None, None, None, None
 
 
+SHARED = MutableMapping, MutableSequence, MutableSet
+
+
 def _inside(container: Any) -> list[int]:
-    return [id(one) for one in (container.values() if isinstance(container, dict) else container)]
+    return [id(one) for one in (container.values() if isinstance(container, MutableMapping) else container)]
 
 
 class StageBoundary:
@@ -381,7 +384,7 @@ class StageBoundary:
             return None
         boundary = self._reached(module)
         name = self.names[boundary.next_link - 1]
-        boundary.shared = [(one, _inside(one)) for one in (*args, *kwargs.values()) if isinstance(one, list | dict | set)]
+        boundary.shared = [(one, _inside(one)) for one in (*args, *kwargs.values()) if isinstance(one, SHARED)]
         leaves, spec = tree_flatten((args, kwargs))
         if boundary.next_link == self.links.stop and not self.last:
             for place, leaf in enumerate(leaves):

@@ -94,17 +94,21 @@ def _planned(model: nn.Module) -> tuple[str, ...]:
 
 
 def _outermost_list(model: nn.Module) -> tuple[str, ...]:
-    """The entries of the list of modules that has the most parameters, of those that are in no other list."""
+    """The entries of the model's list of blocks: of the lists of modules that are in no other list, one of modules with
+    parts before one of single layers, an outer one before an inner one, one with more parameters before one with
+    fewer."""
 
-    def lists(module: nn.Module, name: str) -> Iterator[tuple[int, tuple[str, ...]]]:
+    def lists(module: nn.Module, name: str) -> Iterator[tuple[tuple[bool, int, int], tuple[str, ...]]]:
         trained = [child for child in module.children() if any(True for _ in child.parameters())]
         if isinstance(module, nn.ModuleList | nn.Sequential) and len(trained) > 1:
-            yield sum(p.numel() for p in module.parameters()), tuple(f"{name}.{short}" for short in module._modules)
+            blocks = all(any(True for _ in child.children()) for child in trained)
+            rank = blocks, -name.count("."), sum(p.numel() for p in module.parameters())
+            yield rank, tuple(f"{name}.{short}" for short in module._modules)
             return
         for short, child in module.named_children():
             yield from lists(child, f"{name}.{short}" if name else short)
 
-    return max(lists(model, ""), key=lambda found: found[0], default=(0, ()))[1]
+    return max(lists(model, ""), key=lambda found: found[0], default=((), ()))[1]
 
 
 def _check(model: nn.Module, links: Sequence[str]) -> None:
@@ -150,7 +154,7 @@ def _outside(model: nn.Module, links: Sequence[str]) -> dict[str, frozenset[int]
             before = [i for _, others, _ in uses[:place] for i in others]
             after = next((others for _, others, _ in uses[place:] if others), [behind])
             found[outermost(name)] |= {*range(min(together), max(together) + 2)} if together else {min(after)}
-            if before and not together:
+            if behind - 1 in before and not together:
                 found[outermost(name)].add(behind)
     for container in sorted(containers):
         module, behind = model.get_submodule(container), max(inside(container)) + 1

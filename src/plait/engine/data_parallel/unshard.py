@@ -264,8 +264,8 @@ class Unsharding(StaysHere):
         boundary = self.current.context.boundary
         return boundary is not None and boundary.output is not None
 
-    def unwind(self, output: Tensor) -> None:
-        """The model's forward ended early, with ``output``: the units around it are left as well."""
+    def unwind(self, output: Any) -> None:
+        """The model's forward ended early, with ``output``: units around it are left as well."""
         while self._inside:
             self._leave(self._inside.pop(), output)
 

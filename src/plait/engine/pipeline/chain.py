@@ -24,7 +24,6 @@ from typing import Any
 
 from torch import nn
 
-
 PARSING = threading.Lock()
 """Python's parser counts how deep it is for all threads together."""
 
@@ -49,8 +48,8 @@ class Chain:
 
 def chain_of(model: nn.Module) -> Chain:
     """The links of a model: its own ``pipeline_links()``, an ``nn.Sequential``'s children, the ``base_model_pp_plan``
-    of a Hugging Face model, or its outermost list of modules.  ValueError where there is none, or what it names does not
-    fit the model."""
+    of a Hugging Face model, or its list of blocks.  ValueError where there is none, or what it names does not fit the
+    model."""
     own = getattr(model, "pipeline_links", None)
     if callable(own):
         links = tuple(own())
@@ -65,12 +64,13 @@ def chain_of(model: nn.Module) -> Chain:
             f"in which they run"
         )
     _check(model, links)
-    outside, states, parameters = _outside(model, links), model.state_dict(), dict(model.named_parameters(remove_duplicate=False))
+    outside, states = _outside(model, links), model.state_dict()
+    parameters = dict(model.named_parameters(remove_duplicate=False))
     for name in (name for name, before in outside.items() if len(before) > 1 and name not in parameters):
         if changing := [key for key in states if key.startswith(f"{name}.") and key not in parameters]:
             raise ValueError(
-                f"{changing[0]!r} belongs to no link of the pipeline ({', '.join(links[:3])}, ...), and {name!r} runs in "
-                f"several places: each stage would change it for itself; put it into a module of the chain"
+                f"{changing[0]!r} belongs to no link of the pipeline ({', '.join(links[:3])}, ...), and {name!r} runs "
+                f"in several places: each stage would change it for itself; put it into a module of the chain"
             )
     return Chain(links, outside)
 
@@ -87,8 +87,8 @@ def _planned(model: nn.Module) -> tuple[str, ...]:
         module = getattr(inner, name, None)
         if not isinstance(module, nn.Module):
             return ()
-        many = isinstance(module, nn.ModuleList)
-        names += [f"{prefix}{name}.{i}" for i in range(len(module))] if many else [f"{prefix}{name}"]
+        many = module._modules if isinstance(module, nn.ModuleList) else ()
+        names += [f"{prefix}{name}.{short}" for short in many] or [f"{prefix}{name}"]
     head = getattr(model, "_pp_plan", None) or {} if names else {}
     return (*names, *(name for name in head if name.removeprefix(prefix) not in plan and hasattr(model, name)))
 
@@ -162,7 +162,7 @@ def _outside(model: nn.Module, links: Sequence[str]) -> dict[str, frozenset[int]
         for name in module._parameters:
             found.setdefault(f"{prefix}{name}", {*range(len(links) + 1)})
         for short in reversed(module._modules):  # where the source says nothing: as they were registered
-            if (indices := inside(f"{prefix}{short}")):
+            if indices := inside(f"{prefix}{short}"):
                 behind = min(indices)
             elif module._modules[short] is not None:
                 found.setdefault(f"{prefix}{short}", {behind})
@@ -233,4 +233,4 @@ class _Uses(ast.NodeVisitor):
         self.generic_visit(node)
         self._loops = before
 
-    visit_For = visit_While = visit_ListComp = visit_GeneratorExp = _loop
+    visit_For = visit_While = visit_ListComp = visit_GeneratorExp = _loop  # noqa: N815 (ast's names)

@@ -48,7 +48,7 @@ class Form:
     stream: Tree = field(default_factory=lambda: {"tensor": 0})
     values: Mapping[Key, int] = field(default_factory=dict)
     """The numbers of tensors that go besides the stream."""
-    returned: Mapping[str, Sequence[tuple[Tree, list[Shape]]]] = field(default_factory=dict, compare=False)
+    returned: Mapping[str, list[tuple[Tree, list[Shape]]]] = field(default_factory=dict, compare=False)
     """Of each module that an earlier stage has, what it returned, call by call."""
 
     @property
@@ -120,9 +120,8 @@ def unpack(packed: Tensor, form: Form) -> list[Tensor]:
     """The tensors again, each with memory of its own."""
     if len(form.shapes) == 1:
         return [packed]
-    parts = packed.split([_room(shape) for shape in form.shapes])
-    sized = [(part[: math.prod(s) * dtype.itemsize], s, dtype) for part, (s, dtype) in zip(parts, form.shapes, strict=True)]
-    return [part.view(dtype).view(shape).clone() for part, shape, dtype in sized]
+    parts = zip(packed.split([_room(shape) for shape in form.shapes]), form.shapes, strict=True)
+    return [part[: math.prod(sizes) * dtype.itemsize].view(dtype).view(sizes).clone() for part, (sizes, dtype) in parts]
 
 
 # ---- values as trees ------------------------------------------------------------------------------------------
@@ -149,7 +148,8 @@ def tree_of(value: Any, tensors: list[Tensor]) -> Tree:
         names = [f.name for f in dataclasses.fields(kind) if f.init]
         return {"class": _place_of(kind), "fields": {name: tree_of(getattr(value, name), tensors) for name in names}}
     raise ValueError(
-        f"{kind.__name__}: from stage to stage go tensors, numbers, text and None, in tuples, lists, dicts and dataclasses"
+        f"{kind.__name__}: from stage to stage go tensors, numbers, text and None, in tuples, lists, dicts and data "
+        f"classes"
     )
 
 

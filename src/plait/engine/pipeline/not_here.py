@@ -14,7 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-NUMBERS = {"item", "tolist", "numpy", "__bool__", "__float__", "__int__", "__index__", "__array__", "__complex__", "equal"}
+NUMBERS = {
+    *("item", "tolist", "numpy", "equal"),
+    *("__bool__", "__float__", "__int__", "__index__", "__array__", "__complex__"),
+}
 """Functions that make numbers, or a decision, of a tensor's values."""
 
 
@@ -28,13 +31,13 @@ class NotHere(Tensor):
         kwargs = kwargs or {}
         if getattr(func, "__name__", "") in NUMBERS:
             raise ValueError(
-                f"the model asks for numbers by {func.__name__!r}, in what another stage of the pipeline has: let the link "
-                f"that makes the tensor ask, or train without a pipe axis"
+                f"the model asks for numbers by {func.__name__!r}, in what another stage of the pipeline has: let the "
+                f"link that makes the tensor ask, or train without a pipe axis"
             )
         written = [t for t in (*args[:1], kwargs.get("out")) if isinstance(t, Tensor) and not isinstance(t, NotHere)]
         versions = [t._version for t in written]
         with torch.no_grad():
-            out = super().__torch_function__(func, types, args, kwargs)
+            out = super().__torch_function__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
         for tensor, version in zip(written, versions, strict=True):
             if tensor._version != version:
                 if type(tensor) is not Tensor or tensor._is_view():
@@ -49,4 +52,4 @@ class NotHere(Tensor):
 def not_here(shape: Sequence[int], dtype: torch.dtype, device: torch.device | None) -> Tensor:
     """A tensor with memory of its own, so that code may write to it."""
     value = float("nan") if dtype.is_floating_point or dtype.is_complex else 0
-    return torch.full(tuple(shape), value, dtype=dtype, device=device).as_subclass(NotHere)  # type: ignore[no-any-return]
+    return torch.full(tuple(shape), value, dtype=dtype, device=device).as_subclass(NotHere)

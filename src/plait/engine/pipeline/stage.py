@@ -36,7 +36,8 @@ from plait.engine.forward.interceptor import Handler, Interceptor
 from plait.engine.forward.products import Products
 from plait.engine.forward.recompute import AttentionRecompute, blocks_of, run_twice
 from plait.engine.forward.tensor_parallel import StageAxis, TensorParallel
-from plait.engine.pipeline.boundary import NOTHING, BoundaryState, StageBoundary, StageDone
+from plait.engine.pipeline.boundary import StageBoundary, StageDone
+from plait.engine.pipeline.crossing import NOTHING, BoundaryState
 from plait.engine.pipeline.handover import Form, HandOver
 from plait.engine.pipeline.not_here import NotHere
 from plait.engine.pipeline.p2p import Signature, signature_of

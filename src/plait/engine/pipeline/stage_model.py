@@ -33,7 +33,7 @@ class ForeignLayer(nn.Module):
 
     It has the module's plain attributes (its kind of attention, its number), and ``NotHere`` for its parameters: the
     model may ask for them until the links have run.  What somebody looks for in it afterwards, a link has left in the
-    forward (an auxiliary loss), and that is on another stage; so is what a walk over all modules or parameters is after.
+    forward (an auxiliary loss), and that is on another stage; so is what a walk over all modules is after.
     """
 
     at_call: Callable[[nn.Module, Any, Any], Any]

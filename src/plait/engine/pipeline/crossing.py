@@ -26,7 +26,7 @@ from torch.utils._pytree import tree_leaves
 
 from plait.comm.header import Shape
 from plait.engine.forward.interceptor import only_metadata
-from plait.engine.pipeline.handover import Form, HandOver, Key, number_of, shape_of, tree_of, value_of
+from plait.engine.pipeline.handover import Form, HandOver, Key, Tree, number_of, shape_of, tree_of, value_of
 from plait.engine.pipeline.not_here import NotHere, not_here
 
 NOTHING = Form(())
@@ -82,9 +82,8 @@ class BoundaryState:
         self.learned, self.search = learned, Search(self) if learned is None else None
         self.values: dict[Key, tuple[Tensor, int]] = {}
         """What goes on besides the stream, with the versions in which it shall go."""
-        self.returned: dict[str, list[tuple[Tree, list[Shape]]]] = defaultdict(
-            list, {**self.form.returned, **(learned or NOTHING).returned}
-        )
+        known = {**self.form.returned, **(learned or NOTHING).returned}
+        self.returned: dict[str, list[tuple[Tree, list[Shape]]]] = defaultdict(list, known)
         self.shared: list[tuple[Any, list[int]]] = []
         """Lists and dicts that the link which runs was given, and what was in them."""
         self.output: Any = None
@@ -162,6 +161,8 @@ class BoundaryState:
 
     def note(self, key: Key, tensor: Tensor) -> None:
         """A tensor that later stages may want."""
+        if isinstance(tensor, NotHere):
+            return
         if self.search is not None:
             self.search.known.setdefault(id(tensor), (key, tensor._version))
         elif self._wanted(key):
@@ -179,7 +180,8 @@ class BoundaryState:
             return
         if self.search is not None:
             self.search.add(output)
-            self.returned[name].append((tree, [shape_of(tensor) for tensor in tensors]))
+            if name not in self.form.returned:
+                self.returned[name].append((tree, [shape_of(tensor) for tensor in tensors]))
         for leaf, tensor in enumerate(tensors):
             self.note(Key(name, self.calls[name], leaf), tensor)
         self.calls[name] += 1

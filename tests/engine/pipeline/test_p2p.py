@@ -16,7 +16,7 @@ from torch import Tensor
 from plait.comm import Comm
 from plait.comm.thread import ThreadComm
 from plait.core.collectives import Note
-from plait.engine.pipeline.handover import Form, HandOver, Key, pack, shape_of, tree_of, unpack, value_of
+from plait.engine.pipeline.handover import HandOver, HandOverForm, Key, pack, shape_of, tree_of, unpack, value_of
 from plait.engine.pipeline.p2p import PipelineP2P
 from plait.schedule.actions import parse_action
 
@@ -87,7 +87,7 @@ def test_headers_stand_in_the_ledger_of_the_step_that_learns(monkeypatch: pytest
 
 
 def handed(*tensors: Tensor) -> HandOver:
-    return HandOver([*tensors], Form(tuple(map(shape_of, tensors))))
+    return HandOver([*tensors], HandOverForm(tuple(map(shape_of, tensors))))
 
 
 def both_ends(body: Any, num_microbatches: int, sizes: list[int]) -> list[Any]:
@@ -164,8 +164,10 @@ def test_another_shape_than_before_is_refused_by_the_sender(way: str, other: Ten
 
 def test_several_tensors_are_one_message_and_come_back_as_they_were() -> None:
     mine = [torch.arange(5.0).double(), torch.ones(3, 0), torch.tensor(True), torch.arange(7).view(1, 7).t()]
-    form = Form(tuple(map(shape_of, mine)), {"tuple": [{"tensor": i} for i in range(4)]}, {Key("a", 0, 1, True): 3})
-    assert Form.read(form.text) == form
+    form = HandOverForm(
+        tuple(map(shape_of, mine)), {"tuple": [{"tensor": i} for i in range(4)]}, {Key("a", 0, 1, True): 3}
+    )
+    assert HandOverForm.read(form.text) == form
     packed = pack(mine)
     assert (tuple(packed.shape), packed.dtype) == form.packed == ((48 + 0 + 16 + 64,), torch.uint8)
     for tensor, again in zip(mine, unpack(packed, form), strict=True):

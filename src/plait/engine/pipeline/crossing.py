@@ -26,10 +26,10 @@ from torch.utils._pytree import tree_leaves
 
 from plait.comm.header import Shape
 from plait.engine.forward.interceptor import only_metadata
-from plait.engine.pipeline.handover import Form, HandOver, Key, Tree, number_of, shape_of, tree_of, value_of
+from plait.engine.pipeline.handover import HandOver, HandOverForm, Key, Tree, number_of, shape_of, tree_of, value_of
 from plait.engine.pipeline.not_here import NotHere, not_here
 
-NOTHING = Form(())
+NOTHING = HandOverForm(())
 """What the first stage receives, and the last hands over."""
 
 
@@ -67,7 +67,7 @@ class BoundaryState:
     ``learned``: the form in which the stage hands over, None where that is to be found out.
     """
 
-    def __init__(self, received: HandOver | None = None, learned: Form | None = NOTHING) -> None:
+    def __init__(self, received: HandOver | None = None, learned: HandOverForm | None = NOTHING) -> None:
         self.tensors, self.form = ([], NOTHING) if received is None else (list(received.tensors), received.form)
         self.entered = received is None
         self.device = self.tensors[0].device if self.tensors else None
@@ -227,7 +227,7 @@ class BoundaryState:
             values[key] = len(stream) + number_of(tensor, more)
         tensors = [*stream, *more]
         returned = self.returned if self.learned is None else self.learned.returned
-        return HandOver(tensors, Form(tuple(map(shape_of, tensors)), tree, values, returned))
+        return HandOver(tensors, HandOverForm(tuple(map(shape_of, tensors)), tree, values, returned))
 
     def silence(self, modules: Mapping[str, nn.Module]) -> None:
         """Behind the stage's last link these run no more: there is nothing to compute with."""

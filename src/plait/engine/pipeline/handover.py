@@ -41,7 +41,7 @@ class Key(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Form:
+class HandOverForm:
     """What the tensors of a hand-over are."""
 
     shapes: tuple[Shape, ...]
@@ -65,7 +65,7 @@ class Form:
         return json.dumps([_coded(self.shapes), self.stream, values, returned])
 
     @classmethod
-    def read(cls, text: str) -> "Form":
+    def read(cls, text: str) -> "HandOverForm":
         shapes, stream, values, returned = json.loads(text)
         return cls(
             tuple(_decoded(shapes)),
@@ -82,7 +82,7 @@ class HandOver(NamedTuple):
     """What one stage hands to the next for a microbatch."""
 
     tensors: list[Tensor]
-    form: Form
+    form: HandOverForm
 
 
 def shape_of(tensor: Tensor) -> Shape:
@@ -116,7 +116,7 @@ def pack(tensors: Sequence[Tensor]) -> Tensor:
     return packed
 
 
-def unpack(packed: Tensor, form: Form) -> list[Tensor]:
+def unpack(packed: Tensor, form: HandOverForm) -> list[Tensor]:
     """The tensors again, each with memory of its own."""
     if len(form.shapes) == 1:
         return [packed]

@@ -32,7 +32,7 @@ from torch.utils._pytree import tree_leaves
 from plait.comm import Comm, Work
 from plait.comm.header import empty_header, header_of, shape_in
 from plait.core.collectives import Note
-from plait.engine.pipeline.handover import Form, HandOver, pack, unpack
+from plait.engine.pipeline.handover import HandOver, HandOverForm, pack, unpack
 from plait.schedule.acks import Key
 from plait.schedule.actions import ACTIVATION, GRADIENT, Action, Kind, ends
 
@@ -65,7 +65,7 @@ class PipelineP2P:
         self.rank_of = {stage: comm.mesh.rank(**{**here, "pipe": place}) for stage, place in owner.items()}
         self.signatures: list[Signature] = []
         """Of the microbatches of the step under way."""
-        self._forms: dict[Boundary, Form] = {}
+        self._forms: dict[Boundary, HandOverForm] = {}
         self._announced: set[Boundary] = set()  # this rank has sent the header
         self._acks: Mapping[Key, tuple[Key, ...]] = {}
         self._made: dict[Key, HandOver] = {}  # put by a pass of this rank, and not yet sent or got
@@ -159,7 +159,7 @@ class PipelineP2P:
                 (length,), dtype = shape_in(header)
                 text = torch.empty(length, dtype=dtype, device=self.comm.device)
                 self.comm.recv(text, peer, note).wait()
-                self._forms[first.boundary] = Form.read(bytes(text.tolist()).decode())
+                self._forms[first.boundary] = HandOverForm.read(bytes(text.tolist()).decode())
             self._post(peer)
         tensor, work = self._coming.pop(key)
         work.wait()

@@ -38,7 +38,7 @@ from plait.engine.forward.recompute import AttentionRecompute, blocks_of, run_tw
 from plait.engine.forward.tensor_parallel import StageAxis, TensorParallel
 from plait.engine.pipeline.boundary import StageBoundary, StageDone
 from plait.engine.pipeline.crossing import NOTHING, BoundaryState
-from plait.engine.pipeline.handover import Form, HandOver
+from plait.engine.pipeline.handover import HandOver, HandOverForm
 from plait.engine.pipeline.not_here import NotHere
 from plait.engine.pipeline.p2p import Signature, signature_of
 from plait.engine.pipeline.stage_model import StageModel
@@ -101,7 +101,7 @@ class Stage:
         self.guard = ModelFingerprint(self.model)
         self.flights: dict[int, Flight] = {}
         self._lengths: dict[Signature, int] = {}
-        self._forms: dict[Signature, Form] = {}
+        self._forms: dict[Signature, HandOverForm] = {}
         """Of what the stage hands over, for the shapes of a batch that it has seen."""
         originals = dict(settings.whole.model.named_modules())
         self._twins = [(m, originals[n]) for n, m in self.model.named_modules() if originals.get(n, m) is not m]

@@ -244,6 +244,8 @@ class Unsharding(StaysHere):
         if in_backward():
             self._begin_backward_of(unit)
             return
+        if self._behind:
+            return
         if torch._C._are_functorch_transforms_active() and not all(n.pinned or not n.split for n in unit.needs):
             raise ValueError(
                 f"unit {unit.name!r}, whose parameters are split, runs inside a transform of torch.func (grad, vmap, "
@@ -261,12 +263,18 @@ class Unsharding(StaysHere):
         return self.split_backward or not unit.done_with_gradients
 
     def _after_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
-        if not in_backward():
-            return self._leave(self._inside.pop(), output)
-        return None
+        if in_backward() or self._behind:
+            return None
+        return self._leave(self._inside.pop(), output)
 
-    def unwind(self, output: Tensor) -> None:
-        """The model's forward ended early, with ``output``: the units around it are left as well."""
+    @property
+    def _behind(self) -> bool:
+        """The last link of a stage has run: nothing is gathered any more, and ``unwind`` leaves what is open."""
+        boundary = self.current.context.boundary
+        return boundary is not None and boundary.output is not None
+
+    def unwind(self, output: Any) -> None:
+        """The model's forward ended early, with ``output``: units around it are left as well."""
         while self._inside:
             self._leave(self._inside.pop(), output)
 

@@ -104,7 +104,7 @@ class Stage:
         self.current = CurrentForward()
         self.axis = StageAxis(self.comm, self.current, sequence=parallelism.sequence_parallel, gemm=settings.gemm)
         self.products: Products | None = None
-        self.interceptor = Interceptor(self.current, self._handlers(settings, part.chain))
+        self.interceptor = Interceptor(self.current, self._handlers(settings, part.chain.links))
         self.interceptor.follow(self.model, part.sites, every=bool(parallel.styles))
         self.unsharding = Unsharding(self.model, self.units, parallelism.prefetch, self.current, settings.before_root)
         self.boundary = StageBoundary(part, number, self.current, last=self.last)
@@ -201,10 +201,9 @@ class Stage:
         self.unsharding.begin_forward(microbatch, split=split)
         self.current.begin(position, microbatch=microbatch, stand_ins={} if split else None)
         output = self._call(boundary, loss_fn, batch)
-        if self.last:
-            self._check_needs_gradient(output)
         flight = self.flights[microbatch] = Flight(self.current.context, boundary)
         if isinstance(output, Tensor):
+            self._check_needs_gradient(output)
             flight.outputs = [output if output.requires_grad else None]
             return output.detach()
         flight.outputs = [get_gradient_edge(t) if t.requires_grad else None for t in output.tensors]

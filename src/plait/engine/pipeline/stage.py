@@ -104,7 +104,7 @@ class Stage:
         self.current = CurrentForward()
         self.axis = StageAxis(self.comm, self.current, sequence=parallelism.sequence_parallel, gemm=settings.gemm)
         self.products: Products | None = None
-        self.interceptor = Interceptor(self.current, self._handlers(settings, part.chain))
+        self.interceptor = Interceptor(self.current, self._handlers(settings, part.chain.links))
         self.interceptor.follow(self.model, part.sites, every=bool(parallel.styles))
         self.unsharding = Unsharding(self.model, self.units, parallelism.prefetch, self.current, settings.before_root)
         self.boundary = StageBoundary(part, number, self.current, last=self.last)

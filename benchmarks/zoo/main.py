@@ -26,7 +26,7 @@ import torch
 import tyro
 from catalogue import KINDS, entries
 from trial import LAYOUTS
-from worker import Row, examined
+from worker import Row, examined, preload
 
 
 @dataclass(frozen=True)
@@ -58,6 +58,7 @@ def main(arguments: Arguments) -> int:
 
     transformers.logging.set_verbosity_error()
     torch.set_num_threads(1)
+    preload()
     rows: dict[str, Row] = {}
     if arguments.json and arguments.json.exists():
         rows = json.loads(arguments.json.read_text())

@@ -56,6 +56,7 @@ LARGEST: tuple[tuple[str, int], ...] = (
 """Patterns of names and the most that such a field may be; the first that fits holds."""
 RULES = [(re.compile(pattern), most) for pattern, most in LARGEST]
 
+EXPERTS = re.compile(r"experts_per_tok(en)?$|n_routed_experts$|n_shared_experts$")
 NOISE = re.compile(r"drop|jitter|_noise|mask_(time|feature)_prob")
 INDICES = re.compile(r"layer_ids$|_idxs$|_layers$|_indices$|_indexes$")
 WIDTHS = re.compile(r"hidden_sizes|embed_dims?$|channels$|base_attn_unit_dims")
@@ -67,7 +68,9 @@ def shrink(fields: Mapping[str, Any]) -> dict[str, Any]:
     kept = _layers_kept(fields)
     small = {}
     for name, value in fields.items():
-        if isinstance(value, Mapping):
+        if isinstance(value, Mapping) and value and all(str(key).isdigit() for key in value):
+            small[name] = _by_layer(value, kept)
+        elif isinstance(value, Mapping):
             small[name] = shrink(value) if any(isinstance(v, int) for v in value.values()) else dict(value)
         elif isinstance(value, list | tuple):
             small[name] = _list(name, list(value), kept)
@@ -92,6 +95,16 @@ def _layers_kept(fields: Mapping[str, Any]) -> dict[int, list[int]]:
                 chosen.append(index)
         kept[number] = sorted(chosen)
     return kept
+
+
+def _by_layer(fields: Mapping[str, Any], kept: Mapping[int, list[int]]) -> dict[str, Any]:
+    """What some layers have of their own, under their new numbers."""
+    chosen = next(iter(kept.values()), list(range(LAYERS)))
+    return {
+        str(chosen.index(int(key))): shrink(value) if isinstance(value, Mapping) else value
+        for key, value in fields.items()
+        if int(key) in chosen
+    }
 
 
 def _list(name: str, values: list[Any], kept: Mapping[int, list[int]]) -> Any:
@@ -125,6 +138,8 @@ def _shares(values: Sequence[int], whole: int) -> list[int]:
 def _scalar(name: str, value: Any, beside: Mapping[str, Any]) -> Any:
     if isinstance(value, float) and NOISE.search(name):
         return 0.0
+    if value is None and EXPERTS.search(name):  # left open, where the model cannot do without
+        return next(most for pattern, most in RULES if pattern.search(name))
     if isinstance(value, bool) or not isinstance(value, int):
         return value
     if TOKEN.search(name):

@@ -6,6 +6,7 @@ begun is a crash, and another child goes on behind it.
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import signal
@@ -38,6 +39,12 @@ def examine(entry: Entry, layouts: Sequence[str], write: Callable[[str, Any], No
     for name in layouts:
         write(name, None)
         write(name, asdict(trial.run(name)))
+
+
+def preload() -> None:
+    """Have in memory what nearly every model imports, before the first fork."""
+    for module in ("modeling_utils", "generation", "models.auto.modeling_auto", "models.llama.modeling_llama"):
+        importlib.import_module(f"transformers.{module}")
 
 
 @dataclass

@@ -51,12 +51,14 @@ LARGEST: tuple[tuple[str, int], ...] = (
     (r"hidden_size|d_model|n_embd|embed_dim|embedding_(size|dim)|emb_dim|emb_size|^dim$|lru_width|word_embed_proj_dim|"
      r"projection_dim|proj_size|feature_size|hidden_dim|bottleneck_size|d_latents|codevector_dim|_dim$|^input_size$|"
      r"_input_size$|output_size$|hidden_dimension$|conv_channels$|pw_out_channel$|_channel$", WIDTH),
-    (r"num_latents|num_landmarks|segment_means_seq_len|relative_attention_max_distance|num_global_tokens", 8),
+    (r"num_latents|num_landmarks|segment_means_seq_len|num_global_tokens", 8),
 )  # fmt: skip
 """Patterns of names and the most that such a field may be; the first that fits holds."""
 RULES = [(re.compile(pattern), most) for pattern, most in LARGEST]
 
 EXPERTS = re.compile(r"experts_per_tok(en)?$|n_routed_experts$|n_shared_experts$")
+FOLLOWS = ("out_features", "out_indices", "stage_names", "use_cache")
+"""Fields that the others decide; nothing is cached while a model trains."""
 NOISE = re.compile(r"drop|jitter|_noise|mask_(time|feature)_prob")
 INDICES = re.compile(r"layer_ids$|_idxs$|_layers$|_indices$|_indexes$")
 WIDTHS = re.compile(r"hidden_sizes|embed_dims?$|channels$|base_attn_unit_dims")
@@ -68,6 +70,8 @@ def shrink(fields: Mapping[str, Any]) -> dict[str, Any]:
     kept = _layers_kept(fields)
     small = {}
     for name, value in fields.items():
+        if name in FOLLOWS:
+            continue
         if isinstance(value, Mapping) and value and all(str(key).isdigit() for key in value):
             small[name] = _by_layer(value, kept)
         elif isinstance(value, Mapping):
@@ -76,9 +80,7 @@ def shrink(fields: Mapping[str, Any]) -> dict[str, Any]:
             small[name] = _list(name, list(value), kept)
         else:
             small[name] = _scalar(name, value, fields)
-    if "use_cache" in small:
-        small["use_cache"] = False
-    return small
+    return small | ({"use_cache": False} if "use_cache" in fields else {})
 
 
 def _layers_kept(fields: Mapping[str, Any]) -> dict[int, list[int]]:

@@ -5,6 +5,7 @@
     refused     plait raised an error of its own, in a line that says ``raise``
     wrong       anything else that came out
     crash       an error of torch's or of Python's: nobody has said it
+    unknown     plain PyTorch itself does not come to the same numbers twice
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import copy
 import linecache
 import time
 import traceback
+from functools import partial
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -28,7 +30,7 @@ from plait.comm import Comm
 from plait.plan.cost import differences
 from plait.verify.record import predict
 
-STEPS = 3
+STEPS = 2
 TOLERANCE = 1e-10
 """Of a difference, relative to the largest element of the tensor (or to 1, for what is small)."""
 OPTIMIZER = {"lr": 0.02, "momentum": 0.9, "weight_decay": 0.01}
@@ -70,6 +72,8 @@ class Result:
     difference: float = 0.0
     ledger: list[str] = field(default_factory=list)
     """Messages that were not as predicted; the first few."""
+    once: bool = True
+    """Whether each unit ran once in a forward, as the prediction assumes."""
     seconds: float = 0.0
     traceback: str = ""
 
@@ -81,6 +85,7 @@ class Run:
     losses: list[float]
     parameters: dict[str, Tensor]
     ledger: list[str] = field(default_factory=list)
+    once: bool = True
 
 
 def loss_sum(model: nn.Module, batch: dict[str, Any]) -> Tensor:
@@ -129,6 +134,9 @@ def ours(model: nn.Module, batches: Batches, layout: Layout) -> Run:
             **layout.settings,
         )  # fmt: skip
         losses, ledger = [], []
+        forwards = [0] * len(engine.units)
+        for index, unit in enumerate(engine.units):
+            unit.module.register_forward_pre_hook(partial(_counted, forwards, index))
         first = comm.mesh.data_rank(comm.rank) * num
         for step in range(STEPS):
             made = [batches.microbatch(step, first + m) for m in range(num)]
@@ -138,7 +146,7 @@ def ours(model: nn.Module, batches: Batches, layout: Layout) -> Run:
             job = SimpleNamespace(width=0, leading=leading, dtype=torch.float64)
             sent = [e for e in comm.ledger.since(mark) if e.note.phase != "setup" or not checks]
             ledger += differences(predict(engine, job, made), sent)
-        return Run(losses, engine.full_state_dict(), ledger)
+        return Run(losses, engine.full_state_dict(), ledger, set(forwards) == {STEPS * num})
 
     runs = plait.run_threads(layout.mesh, body, deadline=DEADLINE)
     for other in runs[1:]:
@@ -146,7 +154,11 @@ def ours(model: nn.Module, batches: Batches, layout: Layout) -> Run:
             not torch.equal(value, other.parameters[name]) for name, value in runs[0].parameters.items()
         ):
             raise AssertionError("ranks end with different losses or parameters")
-    return Run(runs[0].losses, runs[0].parameters, [line for run in runs for line in run.ledger])
+    return Run(runs[0].losses, runs[0].parameters, [line for run in runs for line in run.ledger], runs[0].once)
+
+
+def _counted(forwards: list[int], index: int, module: nn.Module, args: Any) -> None:
+    forwards[index] += 1
 
 
 def compare(run: Run, expected: Run) -> Result:
@@ -163,10 +175,10 @@ def compare(run: Run, expected: Run) -> Result:
         if not off <= worst:  # a NaN is worse than anything
             worst, where = off, name
     if bitwise:
-        return Result("bitwise", "", worst, run.ledger)
+        return Result("bitwise", "", worst, run.ledger, run.once)
     if worst <= TOLERANCE:
-        return Result("equal", "", worst, run.ledger)
-    return Result("wrong", f"{where} is off by {worst:.2g}", worst, run.ledger)
+        return Result("equal", "", worst, run.ledger, run.once)
+    return Result("wrong", f"{where} is off by {worst:.2g}", worst, run.ledger, run.once)
 
 
 def judged(error: BaseException) -> Result:
@@ -194,18 +206,15 @@ class Trial:
         return self._plain[order]
 
     def check(self) -> None:
-        """Raises ``NotBuilt`` where the model does not train, or not twice alike, on one process."""
+        """Raises ``NotBuilt`` where the model does not train on one process."""
         try:
             self.batches.learn(self.model)
-            order = LAYOUTS["ddp"].order
-            first, again = self.expected(order), plain(self.model, self.batches, order)
+            first = self.expected(LAYOUTS["ddp"].order)
         except Exception as error:
             raise NotBuilt(f"on one process, {type(error).__name__}: {first_line(error)}") from error
         values = [*first.parameters.values(), torch.tensor(first.losses)]
         if not all(bool(value.isfinite().all()) for value in values):
             raise NotBuilt("on one process, the loss or a parameter is not finite")
-        if compare(again, first).word != "bitwise":
-            raise NotBuilt("on one process, two runs differ: it draws random numbers")
 
     def run(self, name: str) -> Result:
         """The verdict on a layout of ``LAYOUTS``."""
@@ -213,7 +222,10 @@ class Trial:
         layout = LAYOUTS[name]
         try:
             run = ours(self.model, self.batches, layout)
-            result = compare(run, self.expected(layout.order))
+            expected = self.expected(layout.order)
+            result = compare(run, expected)
+            if result.word == "wrong" and compare(plain(self.model, self.batches, layout.order), expected).word == "wrong":
+                result = Result("unknown", "two runs on one process differ, for the model draws random numbers")
         except Exception as error:
             result = judged(error)
         result.ledger = result.ledger[:6]

@@ -61,25 +61,28 @@ FOLLOWS = ("out_features", "out_indices", "stage_names", "use_cache")
 """Fields that the others decide; nothing is cached while a model trains."""
 NOISE = re.compile(r"drop|jitter|_noise|mask_(time|feature)_prob")
 INDICES = re.compile(r"layer_ids$|_idxs$|_layers$|_indices$|_indexes$")
-WIDTHS = re.compile(r"hidden_sizes|embed_dims?$|channels$|base_attn_unit_dims")
+WIDTHS = re.compile(r"hidden_sizes|embed_dims?$|base_attn_unit_dims|^conv_dim$|^tdnn_dim$")
 TOKEN = re.compile(r"_token_ids?$|_token_index$|_index$|_id$|vocab_offset")
 
 
-def shrink(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """A config's fields, made small; those of the configs in it alike."""
+def shrink(fields: Mapping[str, Any], *, narrow: bool = True) -> dict[str, Any]:
+    """A config's fields, made small; those of the configs in it alike.
+
+    ``narrow``: features, heads and images too, not only layers, tokens and experts.
+    """
     kept = _layers_kept(fields)
     small = {}
     for name, value in fields.items():
         if name in FOLLOWS:
             continue
         if isinstance(value, Mapping) and value and all(str(key).isdigit() for key in value):
-            small[name] = _by_layer(value, kept)
+            small[name] = _by_layer(value, kept, narrow)
         elif isinstance(value, Mapping):
-            small[name] = shrink(value) if any(isinstance(v, int) for v in value.values()) else dict(value)
+            small[name] = shrink(value, narrow=narrow)
         elif isinstance(value, list | tuple):
-            small[name] = _list(name, list(value), kept)
+            small[name] = _list(name, list(value), kept, narrow)
         else:
-            small[name] = _scalar(name, value, fields)
+            small[name] = _scalar(name, value, fields, narrow)
     return small | ({"use_cache": False} if "use_cache" in fields else {})
 
 
@@ -99,34 +102,36 @@ def _layers_kept(fields: Mapping[str, Any]) -> dict[int, list[int]]:
     return kept
 
 
-def _by_layer(fields: Mapping[str, Any], kept: Mapping[int, list[int]]) -> dict[str, Any]:
+def _by_layer(fields: Mapping[str, Any], kept: Mapping[int, list[int]], narrow: bool) -> dict[str, Any]:
     """What some layers have of their own, under their new numbers."""
     chosen = next(iter(kept.values()), list(range(LAYERS)))
     return {
-        str(chosen.index(int(key))): shrink(value) if isinstance(value, Mapping) else value
+        str(chosen.index(int(key))): shrink(value, narrow=narrow) if isinstance(value, Mapping) else value
         for key, value in fields.items()
         if int(key) in chosen
     }
 
 
-def _list(name: str, values: list[Any], kept: Mapping[int, list[int]]) -> Any:
+def _list(name: str, values: list[Any], kept: Mapping[int, list[int]], narrow: bool) -> Any:
     if NOISE.search(name):
         return [0.0 for _ in values]
     if len(values) in kept:
-        return [_scalar(name, values[i], {}) for i in kept[len(values)]]
+        return [_scalar(name, values[i], {}, narrow) for i in kept[len(values)]]
     ints = bool(values) and all(isinstance(v, int) and not isinstance(v, bool) for v in values)
     if ints and INDICES.search(name):
         return [v for v in values if v < LAYERS] or [1]
-    if ints and name.endswith("section"):  # of rotary positions: shares of half a head
-        return _shares(values, HEAD_DIM // 2)
+    if ints and TOKEN.search(name):
+        return [_scalar(name, v, {}, narrow) for v in values]
     if ints and name == "depths":
         return [min(v, 2) for v in values]
+    if not narrow:
+        return values
+    if ints and name.endswith("section"):  # of rotary positions: shares of half a head
+        return _shares(values, HEAD_DIM // 2)
     if ints and NUM_HEADS.search(name):
         return [max(1, v // min(values)) for v in values]
     if ints and WIDTHS.search(name):
-        return [max(8, v * WIDTH // max(values) // 8 * 8) for v in values]
-    if ints and TOKEN.search(name):
-        return [_scalar(name, v, {}) for v in values]
+        return [v // _divisor(values) for v in values]
     return values
 
 
@@ -137,7 +142,15 @@ def _shares(values: Sequence[int], whole: int) -> list[int]:
     return shares
 
 
-def _scalar(name: str, value: Any, beside: Mapping[str, Any]) -> Any:
+def _divisor(values: Sequence[int]) -> int:
+    """The largest power of two that divides all and leaves at least 8."""
+    divisor = 1
+    while all(v % (2 * divisor) == 0 and v // (2 * divisor) >= 8 for v in values):
+        divisor *= 2
+    return divisor
+
+
+def _scalar(name: str, value: Any, beside: Mapping[str, Any], narrow: bool) -> Any:
     if isinstance(value, float) and NOISE.search(name):
         return 0.0
     if value is None and EXPERTS.search(name):  # left open, where the model cannot do without
@@ -150,7 +163,9 @@ def _scalar(name: str, value: Any, beside: Mapping[str, Any]) -> Any:
         return min(value, LAYERS)
     for pattern, most in RULES:
         if pattern.search(name):
-            return min(value, most)
+            return min(value, most) if narrow or most == VOCABULARY else value
+    if not narrow:
+        return value
     if NUM_HEADS.search(name):
         return _heads(name, value, beside)
     return value

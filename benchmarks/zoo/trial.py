@@ -208,7 +208,6 @@ class Trial:
     def check(self) -> None:
         """Raises ``NotBuilt`` where the model does not train on one process."""
         try:
-            self.batches.learn(self.model)
             first = self.expected(LAYOUTS["ddp"].order)
         except Exception as error:
             raise NotBuilt(f"on one process, {type(error).__name__}: {first_line(error)}") from error

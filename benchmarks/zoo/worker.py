@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from catalogue import Batches, Entry, NotBuilt, build
+from catalogue import Entry, NotBuilt, build
 from trial import Trial
 
 Row = dict[str, Any]
@@ -29,8 +29,8 @@ def examine(entry: Entry, layouts: Sequence[str], write: Callable[[str, Any], No
     """Every layout of one model; ``write`` is told of the beginning (None) and the end of each."""
     write("build", None)
     try:
-        model = build(entry)
-        trial = Trial(model, Batches(entry, model))
+        model, batches = build(entry)
+        trial = Trial(model, batches)
         trial.check()
     except NotBuilt as error:
         write("not built", str(error))

@@ -1,9 +1,9 @@
 """Other people's models, one after the other: is each layout the run of plain PyTorch on one process?
 
-    python benchmarks/zoo/main.py                                     # all, into docs/compatibility.md
-    python benchmarks/zoo/main.py --only causal/llama masked/bert     # these; without a slash: of every kind
-    python benchmarks/zoo/main.py --part 1/4 --layouts ddp zero3      # a part of them, some layouts
-    python benchmarks/zoo/main.py --keep results.json                 # those that are not in it yet
+    python benchmarks/zoo/main.py --json zoo.json --page docs/compatibility.md --fsdp2     # all of it
+    python benchmarks/zoo/main.py --only causal/llama bert                # these; without a slash: of every kind
+    python benchmarks/zoo/main.py --part 1/4 --layouts ddp zero3          # a quarter of them, two layouts
+    python benchmarks/zoo/main.py --json zoo.json --keep                  # what the file does not have yet
 
 Every architecture of transformers is built from its own default config, made small by one function (``shrink``), with
 random weights in fp64, and trained for three steps on ragged batches. Exit code 1 if any row is wrong or a crash.
@@ -25,7 +25,8 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 import torch
 import tyro
 from catalogue import KINDS, entries
-from trial import LAYOUTS
+from page import page
+from trial import LAYOUTS, PEER
 from worker import Row, examined, preload
 
 
@@ -48,7 +49,9 @@ class Arguments:
     deadline: float = 120.0
     """Seconds for one model."""
     page: Path | None = None
-    """Where the table goes."""
+    """Where the table goes: docs/compatibility.md."""
+    fsdp2: bool = False
+    """torch's FSDP2 beside them, on two processes."""
     traceback: bool = False
     """Print those of crashes and refusals."""
 
@@ -62,22 +65,27 @@ def main(arguments: Arguments) -> int:
     rows: dict[str, Row] = {}
     if arguments.json and arguments.json.exists():
         rows = json.loads(arguments.json.read_text())
+    layouts = (*arguments.layouts, *([PEER] if arguments.fsdp2 else []))
     number, parts = map(int, arguments.part.split("/"))
     every = [e for e in entries(arguments.kinds) if not arguments.only or {str(e), e.name} & set(arguments.only)]
     chosen = [e for e in every[number - 1 :: parts] if not (arguments.keep and str(e) in rows)]
     with tempfile.TemporaryDirectory() as folder:
-        found = examined(chosen, arguments.layouts, Path(folder), jobs=arguments.jobs, deadline=arguments.deadline)
+        found = examined(chosen, layouts, Path(folder), jobs=arguments.jobs, deadline=arguments.deadline)
         for done, (entry, row) in enumerate(found, start=1):
             rows[str(entry)] = rows.get(str(entry), {}) | row if "not built" not in row else row
-            print(f"{done}/{len(chosen)} {line_of(entry, row, arguments.layouts)}", flush=True)
+            print(f"{done}/{len(chosen)} {line_of(entry, row, layouts)}", flush=True)
             if arguments.traceback:
-                print("\n".join(row[name]["traceback"] for name in arguments.layouts if name in row))
+                print("\n".join(row[name]["traceback"] for name in layouts if name in row))
             if arguments.json:
                 arguments.json.write_text(json.dumps(dict(sorted(rows.items())), indent=1) + "\n")
-    words = {name: Counter(row[name]["word"] for row in rows.values() if name in row) for name in LAYOUTS}
+    if arguments.page:
+        versions = f"transformers {transformers.__version__}, torch {torch.__version__.split('+')[0]}"
+        arguments.page.write_text(page(list(rows.values()), versions))
+    words = {name: Counter(row[name]["word"] for row in rows.values() if name in row) for name in (*LAYOUTS, PEER)}
     for name, counted in words.items():
-        print(f"{name}: {', '.join(f'{number} {word}' for word, number in counted.most_common())}")
-    return int(any(counted["wrong"] or counted["crash"] for counted in words.values()))
+        if counted:
+            print(f"{name}: {', '.join(f'{number} {word}' for word, number in counted.most_common())}")
+    return int(any(words[name]["wrong"] or words[name]["crash"] for name in LAYOUTS))
 
 
 def line_of(entry: object, row: Row, layouts: tuple[str, ...]) -> str:

@@ -63,6 +63,10 @@ LAYOUTS = {
 }
 
 
+PEER = "fsdp2"
+"""torch's own FSDP2, beside our layouts."""
+
+
 @dataclass
 class Result:
     """What became of one layout."""
@@ -216,17 +220,21 @@ class Trial:
             raise NotBuilt("on one process, the loss or a parameter is not finite")
 
     def run(self, name: str) -> Result:
-        """The verdict on a layout of ``LAYOUTS``."""
+        """The verdict on a layout of ``LAYOUTS``, or on ``PEER``."""
         start = time.perf_counter()
-        layout = LAYOUTS[name]
         try:
-            run = ours(self.model, self.batches, layout)
-            expected = self.expected(layout.order)
+            if name == PEER:
+                from fsdp2 import ORDER, fsdp2
+
+                order, run = ORDER, fsdp2(self.model, self.batches)
+            else:
+                order, run = LAYOUTS[name].order, ours(self.model, self.batches, LAYOUTS[name])
+            expected = self.expected(order)
             result = compare(run, expected)
-            if result.word == "wrong" and compare(plain(self.model, self.batches, layout.order), expected).word == "wrong":
+            if result.word == "wrong" and compare(plain(self.model, self.batches, order), expected).word == "wrong":
                 result = Result("unknown", "two runs on one process differ, for the model draws random numbers")
         except Exception as error:
-            result = judged(error)
+            result = judged(error) if name != PEER else Result("fails", first_line(error))
         result.ledger = result.ledger[:6]
         result.seconds = round(time.perf_counter() - start, 2)
         return result

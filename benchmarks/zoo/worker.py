@@ -124,7 +124,7 @@ def examined(
             done = {what: value for what, value in lines if value is not None}
             if how and (open_ones := [w for w, v in lines if v is None and w in layouts and w not in done]):
                 with child.path.open("a", encoding="utf-8") as file:
-                    value = {"word": "crash", "why": how, "difference": 0, "ledger": [], "seconds": 0, "traceback": ""}
+                    value = {"word": "crash", "why": how, "difference": 0, "ledger": [], "once": True, "seconds": 0, "traceback": ""}
                     file.write(json.dumps([open_ones[-1], value]) + "\n")
                     done[open_ones[-1]] = value
                 if left := tuple(name for name in layouts if name not in done):

@@ -124,19 +124,19 @@ def _timm_names() -> list[str]:
     """timm's own small models of most of its architectures; none where it is not installed."""
     if importlib.util.find_spec("timm") is None or importlib.util.find_spec("torchvision") is None:
         return []
-    _declare_torchvision()
     import timm
 
     return list(timm.list_models("test_*"))
 
 
-def _declare_torchvision() -> None:
-    """torchvision's compiled operators may be of another build of torch, and without their names it is not imported.
+def declare_torchvision() -> None:
+    """Before anything imports torchvision, which timm needs: the names of its compiled operators.
 
-    No model of timm uses them.
+    They may be of another build of torch, and without their names it is not imported. No model here uses them.
     """
-    origin = importlib.util.find_spec("torchvision").origin
-    text = (Path(origin).parent / "_meta_registrations.py").read_text()
+    if (spec := importlib.util.find_spec("torchvision")) is None or spec.origin is None:
+        return
+    text = (Path(spec.origin).parent / "_meta_registrations.py").read_text()
     library = torch.library.Library("torchvision", "FRAGMENT")
     for name in sorted({"nms", *re.findall(r'register_meta\("(\w+)"\)', text)}):
         library.define(f"{name}(Tensor x) -> Tensor")

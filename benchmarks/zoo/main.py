@@ -46,7 +46,7 @@ class Arguments:
     """Leave out the models that the file already has."""
     jobs: int = 2
     """Models at a time."""
-    deadline: float = 120.0
+    deadline: float = 300.0
     """Seconds for one model."""
     page: Path | None = None
     """Where the table goes: docs/compatibility.md."""

@@ -56,7 +56,7 @@ LARGEST: tuple[tuple[str, int], ...] = (
 """Patterns of names and the most that such a field may be; the first that fits holds."""
 RULES = [(re.compile(pattern), most) for pattern, most in LARGEST]
 
-EXPERTS = re.compile(r"experts_per_tok(en)?$|n_routed_experts$|n_shared_experts$")
+LEFT_OPEN = re.compile(r"experts_per_tok(en)?$|n_routed_experts$|n_shared_experts$|^head_dim$")
 FOLLOWS = ("out_features", "out_indices", "stage_names", "use_cache")
 """Fields that the others decide; nothing is cached while a model trains."""
 NOISE = re.compile(r"drop|jitter|_noise|mask_(time|feature)_prob")
@@ -153,8 +153,10 @@ def _divisor(values: Sequence[int]) -> int:
 def _scalar(name: str, value: Any, beside: Mapping[str, Any], narrow: bool) -> Any:
     if isinstance(value, float) and NOISE.search(name):
         return 0.0
-    if value is None and EXPERTS.search(name):  # left open, where the model cannot do without
+    if value is None and LEFT_OPEN.search(name):  # left open, where the model cannot do without
         return next(most for pattern, most in RULES if pattern.search(name))
+    if value is None and name == "layer_types":
+        return ["full_attention"] * LAYERS
     if isinstance(value, bool) or not isinstance(value, int):
         return value
     if TOKEN.search(name):

@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from catalogue import Entry, NotBuilt, build
+from catalogue import Entry, NotBuilt, build, declare_torchvision
 from trial import Trial
 
 Row = dict[str, Any]
@@ -43,6 +43,7 @@ def examine(entry: Entry, layouts: Sequence[str], write: Callable[[str, Any], No
 
 def preload() -> None:
     """Have in memory what nearly every model imports, before the first fork."""
+    declare_torchvision()
     for module in ("modeling_utils", "generation", "models.auto.modeling_auto", "models.llama.modeling_llama"):
         importlib.import_module(f"transformers.{module}")
 

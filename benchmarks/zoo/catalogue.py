@@ -138,7 +138,7 @@ def declare_torchvision() -> None:
         return
     text = (Path(spec.origin).parent / "_meta_registrations.py").read_text()
     library = torch.library.Library("torchvision", "FRAGMENT")
-    for name in sorted({"nms", *re.findall(r'register_meta\("(\w+)"\)', text)}):
+    for name in sorted(set(re.findall(r'(?:register_meta\("|torchvision::)(\w+)', text))):
         library.define(f"{name}(Tensor x) -> Tensor")
     LIBRARIES.append(library)
 

@@ -277,6 +277,8 @@ class Unsharding(StaysHere):
             tracked = [tensor for tensor in tensors if tensor.requires_grad]
             for tensor in tracked:
                 self._hooks.when_gradient_comes(tensor, lambda gradient: self._begin_backward_of(unit))
+            if torch.is_grad_enabled():
+                unit.differentiated = bool(tracked)
             self.reshard(unit, keep=bool(tracked), keep_borrowed=False)
         return output
 
@@ -290,7 +292,8 @@ class Unsharding(StaysHere):
         if microbatch is not None:
             self._hooks.microbatch = microbatch
         self.split_backward = split
-        self.orders["backward"].begin(guess=list(reversed(self.orders["forward"].seen)))
+        ran = reversed(self.orders["forward"].seen)
+        self.orders["backward"].begin(guess=[unit for unit in ran if unit.differentiated])
         self._ran_backward.clear()
 
     def begin_weights(self) -> None:

@@ -146,7 +146,7 @@ class Stage:
         self.gradients.begin_step()
 
     def layouts(self) -> tuple[UnitLayout, ...]:
-        """The units as the planner sees them.
+        """The units as the planner sees them; before the first step a backward is expected of frozen layers too.
 
         One whose parameters a unit inside of it borrows is open then, and is not gathered for that.
         """

@@ -104,6 +104,8 @@ def _transformers(mapping: str, *makers: Maker) -> Kind:
         config = config_class.from_dict(shrink(config_class().to_dict(), narrow=narrow) | {"num_labels": CLASSES})
         found = getattr(modeling_auto, mapping)[type(config)]
         made = found[0] if isinstance(found, tuple) else found
+        if not isinstance(config, made.config_class):  # a decoder that is the text part of a larger model
+            config = config.get_text_config()
         with torch.device("meta"):
             _check_size(made(config))
         return made._from_config(config, attn_implementation="eager", experts_implementation="eager")

@@ -72,7 +72,8 @@ def main(arguments: Arguments) -> int:
     with tempfile.TemporaryDirectory() as folder:
         found = examined(chosen, layouts, Path(folder), jobs=arguments.jobs, deadline=arguments.deadline)
         for done, (entry, row) in enumerate(found, start=1):
-            rows[str(entry)] = rows.get(str(entry), {}) | row if "not built" not in row else row
+            earlier = {} if "not built" in {**row, **rows.get(str(entry), {})} else rows.get(str(entry), {})
+            rows[str(entry)] = earlier | row
             print(f"{done}/{len(chosen)} {line_of(entry, row, layouts)}", flush=True)
             if arguments.traceback:
                 print("\n".join(row[name]["traceback"] for name in layouts if name in row))

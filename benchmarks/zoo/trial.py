@@ -36,7 +36,7 @@ TOLERANCE = 1e-10
 OPTIMIZER = {"lr": 0.02, "momentum": 0.9, "weight_decay": 0.01}
 SAID = (ValueError, TypeError, NotImplementedError, FloatingPointError, LookupError)
 """Classes of plait's own refusals; an assertion that fails is a crash."""
-DEADLINE = 30.0
+DEADLINE = 120.0
 
 Order = tuple[tuple[int, ...], ...]
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import copy
 import linecache
+import math
 import time
 import traceback
 from functools import partial
@@ -167,22 +168,24 @@ def _counted(forwards: list[int], index: int, module: nn.Module, args: Any) -> N
 
 def compare(run: Run, expected: Run) -> Result:
     """How far a run is from the plain one."""
-    worst, where, bitwise = 0.0, "", True
-    pairs = {f"loss of step {i}": (torch.tensor(a), torch.tensor(b)) for i, (a, b) in enumerate(zip(run.losses, expected.losses, strict=True))}
-    pairs |= {name: (run.parameters[name], value) for name, value in expected.parameters.items()}
-    for name, (mine, theirs) in pairs.items():
-        bitwise &= torch.equal(mine, theirs) or name.startswith("loss")  # sums of losses are added in their own order
-        if mine.numel() == 0:
-            continue
-        scale = max(theirs.abs().max().item(), 1.0) if name.startswith("loss") else max(theirs.abs().max().item(), 1e-3)
-        off = ((mine - theirs).abs().max() / scale).item()
-        if not off <= worst:  # a NaN is worse than anything
-            worst, where = off, name
-    if bitwise:
-        return Result("bitwise", "", worst, run.ledger, run.once)
-    if worst <= TOLERANCE:
-        return Result("equal", "", worst, run.ledger, run.once)
-    return Result("wrong", f"{where} is off by {worst:.2g}", worst, run.ledger, run.once)
+    worst, where = 0.0, ""
+    for step, (mine, theirs) in enumerate(zip(run.losses, expected.losses, strict=True)):
+        worst, where = max((worst, where), (_off(torch.tensor(mine), torch.tensor(theirs), 1.0), f"loss of step {step}"))
+    for name, value in expected.parameters.items():
+        worst, where = max((worst, where), (_off(run.parameters[name], value, 1e-3), name))
+    if worst > TOLERANCE:
+        return Result("wrong", f"{where} is off by {worst:.2g}", worst, run.ledger, run.once)
+    # the losses' sums are added in an order of their own
+    same = all(torch.equal(run.parameters[name], value) for name, value in expected.parameters.items())
+    return Result("bitwise" if same else "equal", "", worst, run.ledger, run.once)
+
+
+def _off(mine: Tensor, theirs: Tensor, least: float) -> float:
+    """The largest difference, relative to the largest element or to ``least``."""
+    if not mine.numel():
+        return 0.0
+    off = ((mine - theirs).abs().max() / theirs.abs().max().clamp(min=least)).item()
+    return math.inf if math.isnan(off) else off
 
 
 def judged(error: BaseException) -> Result:

@@ -1,9 +1,10 @@
-# make setup | demo | test | test-full | test-nightly | check | format | bench | clean
+# make setup | demo | test | test-full | test-nightly | check | docs | format | bench | clean
 #
 # test          a few cases of everything: minutes
 # test-full     what test leaves out of all pairs of rows, meshes, ...; faults, processes, oracles, documentation, the
 #               small matrix: three times as long
 # test-nightly  every test there is, full products and the full matrix among them: hours
+# docs          README, guide and the reference of the calls as one site, in build/docs; a warning is an error
 #
 # PYTHON=...       the interpreter that .venv is made from (3.11 or newer; the first one found)
 # TORCH_INDEX=URL  a package index to look for torch in as well. On Linux, PyPI's torch brings several GB of
@@ -12,7 +13,7 @@
 # ARGS=...         further arguments for demo, bench and the tests: ARGS=tests/oracle runs one folder's of the layer
 
 .DEFAULT_GOAL := setup
-.PHONY: setup demo test test-full test-nightly check format bench clean
+.PHONY: setup demo test test-full test-nightly check docs format bench clean
 SHELL := /bin/bash
 
 CANDIDATES := $(or $(PYTHON),python3.11 python3.12 python3.13 python3.14 python3)
@@ -48,7 +49,7 @@ $(READY): requirements.lock pyproject.toml
 	@touch $@
 
 demo: setup
-	@$(BIN)/plait train --mesh shard=4 --strategy zero3 --verify --out runs/demo $(ARGS)
+	@$(BIN)/plait train --mesh shard=4 --strategy zero3 --verify --out runs/demo --overwrite $(ARGS)
 
 # Tests of a file share what they have computed, so a file stays with one worker; long files come first.
 PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
@@ -67,6 +68,10 @@ check: setup
 	$(BIN)/ruff format --check $(CODE)
 	$(BIN)/mypy
 	$(BIN)/python -m pytest -q tests/test_house.py tests/test_maps.py tests/test_layers.py
+
+docs: setup
+	$(BIN)/sphinx-build --fail-on-warning --keep-going --fresh-env --quiet --builder html docs build/docs
+	@echo "plait: build/docs/index.html"
 
 format: setup
 	$(BIN)/ruff check --fix $(CODE)

@@ -24,14 +24,14 @@ api.py             the few calls that a script needs besides ``Engine``
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from plait.api import join, run_threads, sum_of_mean
+from plait.api import distributed_sampler, join, rank_batches, run_threads, sum_of_mean
 from plait.comm import Comm
 from plait.core.cells import TABLE, Cell, Strategy, parse_strategy
 from plait.core.layout import Layout
 from plait.core.mesh import Mesh
 from plait.core.parallelism import Parallelism
 from plait.core.precision import LossScale
-from plait.engine import Engine, Evaluation, StepResult, empty_parameters
+from plait.engine import EMA, Engine, Evaluation, StepResult, empty_parameters
 from plait.job.own import UserJob
 from plait.sharded import (
     LayoutError,
@@ -58,7 +58,20 @@ def __getattr__(name: str) -> Any:
 
 __version__ = "0.1.0"
 
-__all__ = ["TABLE", "Cell", "Comm", "Engine", "Evaluation", "Layout", "LossScale", "Mesh", "Parallelism", "StepResult"]
-__all__ += ["Strategy", "empty_parameters", "join", "parse_strategy", "run_threads", "sum_of_mean"]
+__all__ = [
+    "EMA",
+    "TABLE",
+    "Cell",
+    "Comm",
+    "Engine",
+    "Evaluation",
+    "Layout",
+    "LossScale",
+    "Mesh",
+    "Parallelism",
+    "StepResult",
+]
+__all__ += ["Strategy", "distributed_sampler", "empty_parameters", "join", "parse_strategy", "rank_batches"]
+__all__ += ["run_threads", "sum_of_mean"]
 __all__ += ["LayoutError", "ShardedTensor", "annotate", "auto_redistribute", "cross_entropy_sum", "dropout_stream"]
 __all__ += ["UserJob", "explain", "from_dtensor", "to_dtensor", "verify"]

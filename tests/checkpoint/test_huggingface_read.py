@@ -172,5 +172,6 @@ def test_rows_of_a_piece_are_blocks_of_the_whole(cut: TensorCut) -> None:
         piece = piece_of(whole, cut, index)
         for first in range(len(piece)):
             for last in range(first + 1, len(piece) + 1):
-                blocks = [whole[tuple(slice(a, b) for a, b in r)] for r in cut.regions(index, (first, last))]
+                rows = ((first, last), *((0, size) for size in piece.shape[1:]))
+                blocks = [whole[tuple(slice(a, b) for a, b in r)] for r in cut.regions(index, rows)]
                 assert torch.equal(torch.cat(blocks, cut.dim), piece[first:last]) if piece.numel() else not blocks

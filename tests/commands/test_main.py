@@ -56,6 +56,13 @@ def test_a_usage_error_is_exit_code_2(words: list[str], capsys: pytest.CaptureFi
     assert shown.err + shown.out
 
 
+@pytest.mark.parametrize("words", ["train --bogus", "verify --bogus", "schedule chek", "doctor --x", "bench comm --y"])
+def test_a_usage_error_leads_to_the_help_of_its_command(words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(words.split())
+    assert f"plait {words.split()[0]} --help" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("command", ["train", "verify", "schedule", "doctor", "bench"])
 def test_every_command_explains_itself(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as left:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from itertools import combinations_with_replacement
+from itertools import combinations_with_replacement, product
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from plait.core.flat import Cut, FlatLayout, Run, Slot, lay
+from plait.core.flat import Cut, FlatLayout, Run, Slot, lay, regions
+from plait.core.layout import extent
 
 ITEMSIZES = (1, 2, 4, 8)
 SHAPES = st.lists(st.lists(st.integers(0, 40), max_size=3).map(tuple), max_size=6)
@@ -134,3 +135,29 @@ def test_a_scalar_is_one_element() -> None:
     slot = Slot("scale", (), 16)
     assert (slot.numel, slot.end) == (1, 17)
     assert FlatLayout((slot,), 4, (0, 32)).runs(0, 32) == (Run(slot, 0, 1, 16),)
+
+
+# ---- runs as regions -------------------------------------------------------------------------------------
+
+
+def test_a_run_in_the_middle_is_a_rest_of_a_row_rows_and_a_beginning() -> None:
+    assert regions((3, 4), 2, 9) == (((0, 1), (2, 4)), ((1, 2), (0, 4)), ((2, 3), (0, 1)))
+    assert regions((3, 4), 5, 7) == (((1, 2), (1, 3)),)
+    assert regions((3, 4), 0, 12) == (((0, 3), (0, 4)),)
+    assert regions((), 0, 1) == ((),) and regions((3,), 1, 2) == (((1, 2),),) and regions((3, 0), 0, 0) == ()
+
+
+@given(st.lists(st.integers(1, 4), max_size=4).map(tuple), st.data())
+def test_regions_have_the_elements_of_the_run_in_their_order(shape: tuple[int, ...], data: st.DataObject) -> None:
+    numel = math.prod(shape)
+    start = data.draw(st.integers(0, numel))
+    stop = data.draw(st.integers(start, numel))
+    found = regions(shape, start, stop)
+    strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
+    elements = [
+        sum(at * stride for at, stride in zip(place, strides, strict=True))
+        for region in found
+        for place in product(*(range(*bounds) for bounds in region))
+    ]
+    assert elements == list(range(start, stop)) and len(found) <= max(1, 2 * len(shape) - 1)
+    assert all(size > 0 for region in found for size in extent(region))

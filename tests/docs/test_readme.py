@@ -5,6 +5,7 @@ A command of the README that takes minutes (the demo, the whole grid, the benchm
 
 from __future__ import annotations
 
+import ast
 import os
 import re
 import shlex
@@ -14,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+import plait
 from plait.commands.main import main
 from plait.core.cells import TABLE, Cell
 from plait.core.flat import UnitLayout, lay
@@ -157,6 +159,27 @@ def test_the_commands_of_the_readme_give_a_verdict(command: str, capsys: pytest.
 
 def test_there_are_commands_to_run() -> None:
     assert len(VERIFY) >= 4
+
+
+def test_the_reference_has_every_public_name_once() -> None:
+    page = (ROOT / "docs" / "api.md").read_text(encoding="utf-8")
+    named = re.findall(r"^\.\. \S+:: plait\.(?:verify\.run\.)?(\w+)", page, re.MULTILINE)
+    assert sorted(named) == sorted([*plait.__all__, "Verdict"])
+
+
+def test_the_messages_of_the_guide_are_those_of_the_code() -> None:
+    page = (ROOT / "docs" / "guide" / "running.md").read_text(encoding="utf-8")
+    rows = page.split("| message | what to do |\n|---|---|\n")[1].split("\n\n")[0].splitlines()
+    texts = [
+        node.value
+        for file in (ROOT / "src" / "plait").rglob("*.py")
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and "\n" not in node.value
+    ]
+    assert len(rows) > 9
+    for message in (row.split("`")[1] for row in rows):
+        for part in filter(None, map(str.strip, re.split(r"\.\.\.|\d+", message))):
+            assert any(part in text for text in texts), f"{message}: {part}"
 
 
 # ---- links --------------------------------------------------------------------------------------------------------

@@ -48,6 +48,31 @@ def script(num_microbatches: int) -> Loop:
     return loop
 
 
+@pytest.mark.parametrize("row", ["ddp", "zero3"])
+def test_zero_grad_between_a_forward_and_its_backward_changes_nothing(row: str) -> None:
+    """Where most loops have it; the masks of the microbatches that follow are not those of the first."""
+
+    def loop(zero_grad: bool) -> Loop:
+        def body(model: nn.Module, optimizer: torch.optim.Optimizer, engine: Engine, comm: Comm) -> list[Tensor]:
+            outputs = []
+            for number in range(4):
+                outputs.append(model(torch.ones(2, 5, dtype=torch.float64)))
+                if zero_grad and number % 2 == 0:
+                    optimizer.zero_grad()
+                engine.backward(outputs[-1].square().sum(), 2)
+                if number % 2:
+                    optimizer.step()
+            return [output.detach() for output in outputs]
+
+        return body
+
+    model = nn.Sequential(nn.Linear(5, 7), nn.Dropout(0.5), nn.Linear(7, 3)).double()
+    without, zeroed = (looped("shard=2", row, loop(zero_grad), model) for zero_grad in (False, True))
+    for (outputs, state), (expected, expected_state) in zip(zeroed, without, strict=True):
+        assert all(map(torch.equal, outputs, expected)) and not torch.equal(outputs[0], outputs[1])
+        assert all(torch.equal(state[name], value) for name, value in expected_state.items())
+
+
 @pytest.mark.parametrize("row", ROWS)
 @pytest.mark.parametrize("mesh", ["shard=1", "shard=3", "replica=2 shard=2"])
 def test_equals_the_single_process(mesh: str, row: str) -> None:

@@ -134,6 +134,12 @@ def test_compiled_modules() -> None:
     refused("'the model' is compiled", torch.compile(net(), backend="eager"))  # type: ignore[arg-type]
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
+def test_scripted_modules() -> None:
+    model = nn.Sequential(nn.Linear(3, 3), torch.jit.script(nn.Linear(3, 3)))
+    refused("'1' is a torch.jit.ScriptModule, which runs outside of Python", model)
+
+
 @pytest.mark.filterwarnings("ignore")  # the compiler's own, which it hides for one thread only
 @pytest.mark.parametrize("row", ["ddp", "zero3"])
 def test_compiled_functions_inside_of_modules(row: str) -> None:

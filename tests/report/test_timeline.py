@@ -12,7 +12,7 @@ import pytest
 from rich.console import Console
 
 from plait.core.cells import TABLE
-from plait.report.drawing import COLOURS, TEXT, paler, seconds_text
+from plait.report.drawing import COLOURS, TEXT, box_of, paler, seconds_text, text_in
 from plait.report.timeline import CAUSES, LEFT, PLOT, STYLE, summary, timeline_rows, timeline_svg, timeline_table
 from plait.schedule.actions import parse_action
 from plait.schedule.events import Event, Log, Span
@@ -178,3 +178,11 @@ def contrast(one: str, other: str) -> float:
 )
 def test_seconds_as_text(seconds: float, text: str) -> None:
     assert seconds_text(seconds) == text
+
+
+def test_a_label_has_room_around_it_or_is_left_out() -> None:
+    """Boxes next to each other with texts that fill them read as one number."""
+    action = parse_action("1F13")
+    assert list(text_in(0, 0, 20, 10, "F13")) == [] and len(list(text_in(0, 0, 28, 10, "F13"))) == 1
+    one_stage, two_stages = ("".join(box_of(action, 0, 0, 21, 10, stages)) for stages in ([1], [1, 3]))
+    assert ">13</text>" in one_stage and "</text>" not in two_stages  # 13 alone could be of either stage

@@ -51,6 +51,16 @@ def test_a_terminal_sees_speed_memory_and_time_left() -> None:
     assert [int(step) for step in re.findall(r"step (\d)/8  loss", text)] == [1, 3, 6, 8]
 
 
+def test_the_bar_is_at_the_step_of_the_line_above_it() -> None:
+    file = io.StringIO()
+    console = Console(file=file, force_terminal=True, width=150, highlight=False, color_system=None)
+    with ProgressView(console, 1, 9, 1, "tokens") as view:
+        for step in (1, 2, 3):
+            view.show(line(step))
+            after = file.getvalue().rpartition(f"step {step}/9  loss")[2]
+            assert re.search(rf"\b{step}/9 ", after)
+
+
 def test_a_run_that_goes_on_begins_with_its_own_first_step() -> None:
     file = io.StringIO()
     with ProgressView(Console(file=file), 5, 7, 100, "tokens") as view:

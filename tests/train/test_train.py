@@ -39,7 +39,8 @@ def train(text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Any:
 
     def run(*words: str, code: int = 0) -> tuple[dict[str, Any], list[dict[str, Any]], str]:
         out = tmp_path / "out"
-        assert main(["train", "--world", "thread", *SIZES, "--data", text, "--out", str(out), *words]) == code
+        flags = ["--world", "thread", *SIZES, "--data", text, "--out", str(out), "--overwrite"]
+        assert main(["train", *flags, *words]) == code
         metrics = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
         return json.loads((out / "summary.json").read_text()), metrics, capsys.readouterr().out
 
@@ -140,6 +141,32 @@ def test_the_held_out_loss_is_that_of_the_whole_model_and_changes_nothing(train:
     assert [line["loss"] for line in train(*words)[1]] == [line["loss"] for line in metrics]
 
 
+def test_an_evaluation_is_of_twenty_batches_unless_more_are_asked_for(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "text").write_text("abcdefghij" * 2500)
+    words = [*SIZES, "--batch", "3", "--length", "8", "--mesh", "shard=1", "--world", "thread", "--steps", "1"]
+    tokens = []
+    for more in ([], ["--eval-steps", "None"]):
+        data = ["--data", str(tmp_path / "text"), "--eval-every", "0", "--json", "-"]
+        assert main(["train", *words, *data, *more]) == 0
+        tokens.append(json.loads(capsys.readouterr().out)["metrics"][0]["eval_tokens"])
+    assert tokens[0] == 20 * 3 * 8 < tokens[1]
+
+
+def test_a_second_run_does_not_replace_the_first_unless_told_to(
+    train: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["--mesh", "shard=1", "--steps", "1"]
+    train(*words)
+    before = (tmp_path / "out" / "metrics.jsonl").read_text()
+    assert main(["train", *words, "--out", str(tmp_path / "out")]) == 2
+    assert "has the metrics of an earlier run: give another folder, or --overwrite" in capsys.readouterr().err
+    assert (tmp_path / "out" / "metrics.jsonl").read_text() == before
+    assert len(train(*words, "--steps", "2")[1]) == 2  # with --overwrite
+    assert "overwrite" not in (tmp_path / "out" / "config.toml").read_text()
+
+
 def test_an_evaluation_at_the_end_only_none_or_of_a_part(train: Any) -> None:
     def steps(*words: str) -> list[tuple[int, int]]:
         metrics = train("--mesh", "shard=2", "--steps", "3", *words)[1]
@@ -159,8 +186,8 @@ def test_the_resolved_config_is_the_same_run_again(train: Any, tmp_path: Path) -
     again = parse(["train", "--config", str(file)])
     assert isinstance(again, TrainConfig)
     assert (again.clip, again.hold, again.lr, again.layers) == (None, None, 0.02, 1)
-    assert {**summary["config"], "config": str(file)} == json.loads(json.dumps(vars(again)))
-    assert main(["train", "--config", str(file)]) == 0
+    assert {**summary["config"], "config": str(file), "overwrite": False} == json.loads(json.dumps(vars(again)))
+    assert main(["train", "--config", str(file), "--overwrite"]) == 0
     second = [json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
     assert [line["loss"] for line in second] == [line["loss"] for line in metrics]
 

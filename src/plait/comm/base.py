@@ -77,6 +77,16 @@ class Comm(ABC):
         self._numbers: dict[tuple[object, ...], int] = {}
 
     @property
+    def world_size(self) -> int:
+        """The number of ranks."""
+        return self.mesh.size
+
+    @property
+    def local_rank(self) -> int:
+        """The number of this rank on its machine, which launchers tell in ``LOCAL_RANK``."""
+        return self.rank
+
+    @property
     def overlaps(self) -> bool:
         """Whether messages travel beside computation: on GPUs, and where there are more cores than ranks use."""
         ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", self.mesh.size))

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Annotated, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar, Union
 
 import tyro
 
@@ -34,6 +34,16 @@ class BenchCommand(bench.BenchConfig):
 
     what: tyro.conf.Positional[Literal["comm"]] = "comm"
     """What is timed."""
+
+
+COMMANDS: dict[str, Any] = {
+    "train": TrainConfig,
+    "verify": VerifyConfig,
+    "doctor": DoctorConfig,
+    "bench": BenchCommand,
+    "schedule": ScheduleCommand,
+}
+"""What each command is parsed into."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -70,15 +80,14 @@ def run(argv: list[str]) -> int:
 
 def parse(argv: Sequence[str]) -> TrainConfig | VerifyConfig | DoctorConfig | BenchCommand | ScheduleCommand:
     """The command line as one of the configs; usage errors leave with exit code 2, as argparse's do."""
-    named = tyro.conf.subcommand
-    kinds = (
-        Annotated[TrainConfig, named("train", default=_defaults(TrainConfig, "train", argv))]
-        | Annotated[VerifyConfig, named("verify", default=_defaults(VerifyConfig, "verify", argv))]
-        | Annotated[DoctorConfig, named("doctor")]
-        | Annotated[BenchCommand, named("bench")]
-        | Annotated[ScheduleCommand, named("schedule")]
-    )
-    command = tyro.cli(kinds, prog="plait", description="Train one model over many ranks.", args=list(argv))
+    name, *words = argv or [""]
+    command: TrainConfig | VerifyConfig | DoctorConfig | BenchCommand | ScheduleCommand
+    if name in COMMANDS:  # a parser of its own, so that its errors lead to its own help
+        defaults = {"default": _defaults(COMMANDS[name], words)} if name in ("train", "verify") else {}
+        command = tyro.cli(COMMANDS[name], prog=f"plait {name}", args=words, **defaults)
+    else:
+        kinds: Any = Union[*(Annotated[kind, tyro.conf.subcommand(name)] for name, kind in COMMANDS.items())]
+        command = tyro.cli(kinds, prog="plait", description="Train one model over many ranks.", args=list(argv))
     flags = {word.partition("=")[0] for word in argv}
     if isinstance(command, TrainConfig | VerifyConfig) and command.epochs is not None and "--steps" in flags:
         where = f" of {command.config}" if command.config and "--epochs" not in flags else ""
@@ -89,10 +98,10 @@ def parse(argv: Sequence[str]) -> TrainConfig | VerifyConfig | DoctorConfig | Be
     return command
 
 
-def _defaults(kind: type[Config], name: str, argv: Sequence[str]) -> Config:
+def _defaults(kind: type[Config], words: Sequence[str]) -> Config:
     """The defaults of a command: the file that its words name by ``--config``, if they do."""
-    for i, word in enumerate(argv if argv[:1] == [name] else ()):
+    for i, word in enumerate(words):
         flag, equals, path = word.partition("=")
-        if flag == "--config" and (equals or i + 1 < len(argv)):
-            return configs.from_toml(kind, path if equals else argv[i + 1])
+        if flag == "--config" and (equals or i + 1 < len(words)):
+            return configs.from_toml(kind, path if equals else words[i + 1])
     return kind()

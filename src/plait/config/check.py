@@ -8,7 +8,7 @@ import torch
 
 from plait.config.machine import MachineConfig, check_machine, resolve_device
 from plait.config.settings import RunConfig, TrainConfig, VerifyConfig
-from plait.config.sinks import check_sinks
+from plait.config.sinks import METRICS, check_sinks
 from plait.core.precision import LossScale
 from plait.engine.pipeline.build_stages import split_of
 from plait.engine.pipeline.stage_model import chain_of
@@ -111,6 +111,8 @@ def _check_training(config: TrainConfig) -> None:
     """Refuses places that a run could not write to, and a limit on evaluations where there are none."""
     if config.out is not None and Path(config.out).is_file():
         raise ValueError(f"out {config.out!r} is a file: give a folder for the metrics")
+    if config.out is not None and not config.overwrite and (Path(config.out) / METRICS).exists():
+        raise ValueError(f"out {config.out!r} has the metrics of an earlier run: give another folder, or --overwrite")
     _check_writable("out", config.out)
     _check_writable("export", config.export)
     if config.export is not None:
@@ -119,7 +121,7 @@ def _check_training(config: TrainConfig) -> None:
         if Path(config.export).exists():
             raise ValueError(f"there is something at export {config.export!r} already: give a new folder")
     check_sinks(config.out, tensorboard=config.tensorboard, wandb=config.wandb)
-    if config.eval_every is None and config.eval_steps is not None:
+    if config.eval_every is None and config.eval_steps != TrainConfig.eval_steps:
         raise ValueError(f"eval_steps {config.eval_steps} without eval_every: give that as well, 0 for once at the end")
 
 

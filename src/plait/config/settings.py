@@ -86,6 +86,8 @@ class TrainConfig(RunConfig):
 
     out: str | None = None
     """A folder for metrics.jsonl (one object a step), the summary, and the timeline of a step (SVG, Perfetto)."""
+    overwrite: bool = False
+    """Replace what an earlier run has left in the folder out."""
     verify: bool = False
     """At the end, train again as one process and compare."""
     export: Annotated[
@@ -100,7 +102,7 @@ class TrainConfig(RunConfig):
     """Steps between two lines on the screen."""
     eval_every: int | None = None
     """Steps between two losses on the held-out text; the last step has one too. 0: only that one. None: none."""
-    eval_steps: int | None = None
+    eval_steps: int | None = 20
     """Batches of one evaluation at most; None: all of the held-out text."""
     tensorboard: bool = False
     """Write TensorBoard's event files into the folder out as well."""

@@ -18,6 +18,9 @@ from typing import Any
 
 Line = Mapping[str, Any]
 
+METRICS = "metrics.jsonl"
+"""The file of a run's folder that has a line for each step."""
+
 
 class Sinks(ExitStack):
     """Where a run's lines go, until it is over or stopped; ``line["step"]`` counts from 1."""
@@ -32,7 +35,7 @@ class Sinks(ExitStack):
 
     def add_json_lines(self, folder: Path) -> None:
         """``metrics.jsonl`` in a folder: one object a line, flushed."""
-        file = self.enter_context((folder / "metrics.jsonl").open("w", encoding="utf-8"))
+        file = self.enter_context((folder / METRICS).open("w", encoding="utf-8"))
 
         def write(line: Line) -> None:
             file.write(json.dumps(finite(line), allow_nan=False) + "\n")

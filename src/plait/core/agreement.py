@@ -1,6 +1,6 @@
 """The two small messages by which all ranks agree in each step: their shapes, for sender and planner alike.
 
-    counts   [microbatches, targets, samples]                               int64, before the first forward
+    counts   [microbatches, targets, samples, what is frozen]               int64, before the first forward
     report   [sum of squares, losses of the microbatches, gradient bits,    fp64, before the update
               first gradient that is not finite, step, discarded passes, options of the optimizers]
 
@@ -21,7 +21,7 @@ NUMBER_BYTES = 8
 BITS = 32
 """Gradient bits per fp64 number; any integer below 2**53 is exact."""
 
-COUNTS = 3
+COUNTS = 4
 """Numbers that a rank brings to ``counts``."""
 
 MARKS = 4

@@ -27,7 +27,7 @@ ZeRO stage 1 splits the optimizer state, stage 2 the gradients as well, stage 3 
 hosts, say.
 
 Sources: ZeRO (Rajbhandari et al. 2020), PyTorch FSDP (Zhao et al. 2023), ZeRO++ (Wang et al. 2023, ``hpz``),
-MiCS (Zhang et al. 2022, ``psdp``).
+MiCS (Zhang et al. 2022, ``hsdp``).
 """
 
 from __future__ import annotations
@@ -208,10 +208,13 @@ class Strategy:
     def __str__(self) -> str:
         return f"{self.name}: {self.row()}"
 
+    def __repr__(self) -> str:
+        return f"parse_strategy({str(self)!r})"
+
     def mixed(self, narrow: str, wide: str = "fp32") -> Strategy:
         """The row in mixed precision: parameters and computation in ``narrow``, sums and the optimizer in ``wide``.
 
-        In fp16 give the engine a ``LossScale`` as well: without one a gradient that is not finite is taken as it is.
+        In fp16 give the engine a ``LossScale`` as well: without one small gradients become zero.
 
         Source: Mixed Precision Training (Micikevicius et al. 2018).
         """
@@ -232,7 +235,11 @@ class Strategy:
 
 
 def parse_strategy(text: str) -> Strategy:
-    """``"name: params | kept | grads | optim"`` as a row: ``"my: shard | full | shard, pending(replica) | shard"``."""
+    """``"name: params | kept | grads | optim"`` as a row: ``"my: shard | full | shard, pending(replica) | shard"``.
+
+    Raises:
+        ValueError: a text that is not of this form, or a row that is impossible or wasteful.
+    """
     name, colon, row = text.partition(":")
     cells = row.split("|")
     if not colon or not name.strip() or len(cells) != 4:
@@ -261,8 +268,9 @@ TABLE: dict[str, Strategy] = {
 
 ELSEWHERE = {
     **dict.fromkeys(("fsdp", "fsdp2", "full_shard", "stage3"), "zero3"),
-    **dict.fromkeys(("shard_grad_op", "stage2"), "zero2"),
-    **dict.fromkeys(("hybrid_shard", "hybrid"), "hsdp"),
+    **dict.fromkeys(("stage2",), "zero2"),
+    **dict.fromkeys(("shard_grad_op",), "zero3_keep"),
+    **dict.fromkeys(("hybrid_shard", "hybrid", "mics"), "hsdp"),
     **dict.fromkeys(("dp", "no_shard", "data_parallel"), "ddp"),
     **dict.fromkeys(("zeroredundancyoptimizer", "stage1"), "zero1"),
 }

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from plait.core.cells import Cell, Move, Strategy
+from plait.core.layout import Region
 from plait.core.mesh import Mesh
 
 GRAIN = 16
@@ -64,6 +65,34 @@ class Run:
     @property
     def whole(self) -> bool:
         return self.numel == self.slot.numel
+
+    def regions(self) -> tuple[Region, ...]:
+        """The run as regions of the parameter, in its order."""
+        return regions(self.slot.shape, self.start, self.stop)
+
+
+def regions(shape: tuple[int, ...], start: int, stop: int) -> tuple[Region, ...]:
+    """The elements ``start..stop`` of a tensor, row after row, as the fewest regions in this order.
+
+    2..9 of a 3 x 4:   . . 2 3  |  4 5 6 7  |  8 . . .
+    """
+    if start >= stop:
+        return ()
+    if len(shape) < 2:
+        return (((start, stop),),) if shape else ((),)
+    row = math.prod(shape[1:])
+    first, last = -(-start // row), stop // row
+
+    def inside(of_row: int) -> list[Region]:
+        low, high = max(start - of_row * row, 0), min(stop - of_row * row, row)
+        return [((of_row, of_row + 1), *rest) for rest in regions(shape[1:], low, high)]
+
+    if first > last:  # in the middle of a row
+        return tuple(inside(last))
+    found = inside(first - 1) if start < first * row else []
+    if first < last:
+        found.append(((first, last), *((0, size) for size in shape[1:])))
+    return (*found, *(inside(last) if last * row < stop else ()))
 
 
 @dataclass(frozen=True)

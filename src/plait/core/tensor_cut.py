@@ -62,16 +62,13 @@ class TensorCut:
         size = sum(stop - start for start, stop in self.ranges(index))
         return (*self.shape[: self.dim], size, *self.shape[self.dim + 1 :])
 
-    def regions(self, index: int, rows: tuple[int, int]) -> tuple[Region, ...]:
-        """Where rows of what rank ``index`` has lie in the whole parameter: blocks, end to end along ``dim``."""
-        blocks, base = [], 0
+    def regions(self, index: int, local: Region) -> tuple[Region, ...]:
+        """Where a region of what rank ``index`` has lies in the whole parameter: regions, end to end along ``dim``."""
+        low, high = local[self.dim]
+        found, base = [], 0
         for start, stop in self.ranges(index):
-            block = [rows, *((0, size) for size in self.shape[1:])]
-            if self.dim == 0:
-                low, high = (min(max(row - base, 0), stop - start) for row in rows)
-                base += stop - start
-                start, stop = start + low, start + high
-            block[self.dim] = (start, stop)
-            if start < stop:
-                blocks.append(tuple(block))
-        return tuple(blocks)
+            first, last = (start + min(max(at - base, 0), stop - start) for at in (low, high))
+            base += stop - start
+            if first < last:
+                found.append((*local[: self.dim], (first, last), *local[self.dim + 1 :]))
+        return tuple(found)

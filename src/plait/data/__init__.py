@@ -1,19 +1,21 @@
 """Data in which a sample is a function of (seed, place in the run), so that any layout reads the same run.
 
-order.py        the order of the samples, as a function                  start here
-batches.py      a rank's microbatches of a step, from its place in the run
-corpus.py       finitely many samples, and where the steps of an epoch end
-text.py         text as bytes, and the part that is held out
-windows.py      a text as windows of equal length
-packing.py      documents of different lengths in rows of one length
-regression.py   regression data out of a hash
-workers.py      the batches of the coming steps, made ahead in worker processes
+order.py         the order of the samples, as a function                  start here
+batches.py       a rank's microbatches of a step, from its place in the run
+corpus.py        finitely many samples, and where the steps of an epoch end
+text.py          text as bytes, and the part that is held out
+windows.py       a text as windows of equal length
+packing.py       documents of different lengths in rows of one length
+regression.py    regression data out of a hash
+rank_batches.py  a rank's part of each batch, for a stock DataLoader
+workers.py       the batches of the coming steps, made ahead in worker processes
 """
 
 from plait.data.batches import Batch, Batches, on_device, split_samples
 from plait.data.corpus import Corpus, Epochs
 from plait.data.order import sample_at
 from plait.data.packing import PackedBatches
+from plait.data.rank_batches import RankBatches
 from plait.data.regression import SyntheticRegression
 from plait.data.text import load_documents, load_text, split_documents, split_text
 from plait.data.windows import TextBatches, as_tokens
@@ -25,6 +27,7 @@ __all__ = [
     "Corpus",
     "Epochs",
     "PackedBatches",
+    "RankBatches",
     "StepDataset",
     "StepStream",
     "SyntheticRegression",

@@ -12,7 +12,10 @@ nonfinite.py     whose loss or gradient is not finite
 reduction.py     a mean and its count as a sum
 standing.py      where a rank stands in the run, which must be the same everywhere
 turns.py         several optimizers make one step
+metrics.py       sums and rows of all data ranks
+batch_norm.py    ``nn.SyncBatchNorm`` over all data ranks
 evaluation.py    the loss without a step
+ema.py           an average of the weights
 gathered.py      whole parameters beside a step, read and written
 
 data_parallel/   units: their storage, when they are unsharded, how gradients reach their owners
@@ -21,9 +24,10 @@ pipeline/        stages, what goes from one to the next, and the runtime that ob
 state/           initial values, weights read from files, whole tensors in and out
 """
 
+from plait.engine.ema import EMA
 from plait.engine.engine import Engine
 from plait.engine.evaluation import Evaluation
 from plait.engine.state.init import empty_parameters
 from plait.engine.step import StepResult
 
-__all__ = ["Engine", "Evaluation", "StepResult", "empty_parameters"]
+__all__ = ["EMA", "Engine", "Evaluation", "StepResult", "empty_parameters"]

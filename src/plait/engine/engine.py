@@ -121,6 +121,8 @@ class Engine(OwnLoop):
         self._evaluator = Evaluator(self)
         self._broken = False
         self._now: OpenStep | None = None
+        self._forwards = 0
+        """Of the step under way, in a loop of one's own: they number its dropout masks."""
         self.last = StepResult(-1, math.nan, 0, (), None)
         """What the last step did, in a loop of one's own too."""
 
@@ -164,7 +166,7 @@ class Engine(OwnLoop):
         if min(counts) < 0:  # the sum goes to the others, and they refuse it too
             counts = [min(counts)]
         samples = [num_samples(batch) for batch in microbatches]
-        first, total = self.exchange.counts(num, sum(counts), sum(samples))
+        first, total = self.exchange.counts(num, sum(counts), sum(samples), self._guard.frozen())
         self._now = OpenStep(count=total)  # whatever an earlier step left behind when it raised is gone
         if self.pipeline.num_stages > 1:
             self._guard.check()
@@ -234,20 +236,24 @@ class Engine(OwnLoop):
 
     def _before_forward(self, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
         """Hook of the whole model: where in the run this forward stands, for dropout."""
-        if not self.model.training or (self._now is not None and self._now.count is not None):
-            return  # nothing is drawn, or engine.step has said where this forward stands
+        if (self._now is not None and self._now.count is not None) or self.pipeline.num_stages > 1:
+            return  # engine.step has said where this forward stands
         stage = self.stages[0]
+        if torch.is_grad_enabled():
+            stage.look_at_model()
+        if not self.model.training:
+            return  # nothing is drawn
         size = num_samples((args, kwargs))
         place = self.comm.mesh.data_rank(self.comm.rank)
         if not torch.is_grad_enabled():
             stage.begin_alone(RNGPosition(self.steps, -1 - place, place * size, size))
             return
-        now = self._begin_step()
+        self._begin_step()
         self._host.begin(self.steps)
-        first = (now.forwards << 40) + place * size  # how many microbatches will come is not known: number them apart
-        microbatch = place + now.forwards * self.comm.mesh.data_size
-        stage.begin_alone(RNGPosition(self.steps, microbatch, first, size), now.forwards)
-        now.forwards += 1
+        first = (self._forwards << 40) + place * size  # how many microbatches will come is not known: number them apart
+        microbatch = place + self._forwards * self.comm.mesh.data_size
+        stage.begin_alone(RNGPosition(self.steps, microbatch, first, size), self._forwards)
+        self._forwards += 1
 
     def _before_update(self, optimizer: Optimizer) -> None:
         """Hook before ``optimizer.step``; the first optimizer of a step makes the gradients of all."""
@@ -256,10 +262,11 @@ class Engine(OwnLoop):
 
     def _begin_update(self) -> None:
         if self._blocks:
-            raise ValueError("optimizer.step() inside of `with engine.gathered(...)`: leave the block first")
+            raise ValueError("optimizer.step() inside of `with engine.gathered()` or an average: leave the block first")
         if self._now is None or not self._now.prepared:
             self._prepare(self.update.clip)
         self._hide_gradients()
+        self.take_new_groups()
         self.take_over()
 
     def _prepare(self, clip: float | None) -> None:
@@ -272,10 +279,11 @@ class Engine(OwnLoop):
         now.prepared = True
         try:
             standing = Standing.of(self.steps, self.discarded, self.optimizers)
-            self.last = self.update.prepare(now, standing, clip, lambda: self._tell("reduced"))
+            frozen = self._guard.frozen()
+            self.last = self.update.prepare(now, frozen, standing, clip, lambda: self._tell("reduced"))
         except BaseException:
             self._hide_gradients()
-            self._now = None  # its sums are used up
+            self._now, self._forwards = None, 0  # its sums are used up
             self._turns.clear()
             raise
 
@@ -284,10 +292,11 @@ class Engine(OwnLoop):
             stage.gradients.hide()
 
     def _discard(self, optimizer: Optimizer, zero_grad: Callable[..., None], *args: Any, **kwargs: Any) -> None:
-        """``optimizer.zero_grad`` between backward and step throws the gradients away, as everywhere in torch."""
+        """``optimizer.zero_grad`` between backward and step throws away what the step has summed so far."""
         zero_grad(*args, **kwargs)
         if self._now is not None and self._turns.zeroed(optimizer, self.optimizers, summed=bool(self._now.losses)):
-            self.discarded += bool(self._now.losses)
+            if self._now.losses:  # else it stands between a forward, which has drawn its masks, and its backward
+                self.discarded, self._forwards = self.discarded + 1, 0
             self._hide_gradients()
             self._now = None
 
@@ -299,13 +308,11 @@ class Engine(OwnLoop):
     def _publish(self) -> None:
         """Bring the new values to where the row keeps them."""
         for stage in self.stages.values():
-            stage.unsharding.pins.end_backward()
-            stage.unsharding.forget()
-        for work in [work for unit in self.units for work in unit.publish()]:
-            work.wait()  # before anyone reads a parameter, or exits
+            stage.unsharding.pins.end_step()
+        self.publish()
         for piece in self.owned:
             piece.view.grad = None
-        self._now = None
+        self._now, self._forwards = None, 0
         self.steps += 1
         self._tell("updated")
 

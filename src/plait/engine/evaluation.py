@@ -34,10 +34,12 @@ from plait.engine.step import num_samples, whole_count
 
 @dataclass(frozen=True)
 class Evaluation:
-    """The mean loss of all ranks' microbatches, and how many terms it has."""
+    """The outcome of ``Engine.evaluate``, the same on every rank."""
 
     loss: float
+    """The mean over all ranks' microbatches."""
     count: int
+    """How many terms it has."""
 
 
 class Evaluator:

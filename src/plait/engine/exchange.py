@@ -4,13 +4,14 @@ from collections.abc import Sequence
 from functools import reduce
 from operator import or_
 from typing import Any, NamedTuple
+from zlib import crc32
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from plait.comm import Comm
-from plait.comm.agree import gather_floats, gather_ints, named, same_tensors
+from plait.comm.agree import differences, gather_floats, gather_ints, named, same_tensors
 from plait.core.agreement import AGREEING, BITS, IN_STAGE
 from plait.core.collectives import Note
 
@@ -43,13 +44,24 @@ class Exchange:
         self.losses_at = losses_at
         self._same_batches = False
 
-    def counts(self, microbatches: int, targets: int, samples: int) -> tuple[int, int]:
+    def counts(self, microbatches: int, targets: int, samples: int, frozen: Sequence[str] = ()) -> tuple[int, int]:
         """The global index of this rank's first sample, and the global number of targets.
 
+        Args:
+            frozen: the parameters that were frozen since the model was placed.
+
         Raises:
-            ValueError: different numbers of microbatches, different batches in one data rank, or no target anywhere.
+            ValueError: different numbers of microbatches, different batches in one data rank, or no target anywhere;
+                ranks that have frozen different parameters.
         """
-        table = gather_ints(self.comm, [microbatches, targets, samples], AGREEING, Note("count"))
+        told = ", ".join(frozen) or "none"
+        table = gather_ints(self.comm, [microbatches, targets, samples, crc32(told.encode())], AGREEING, Note("count"))
+        if len({row.pop() for row in table}) > 1:
+            fields = {"what was frozen since the Engine was built": told}
+            reasons = "; ".join(differences(self.comm, fields, Note("count")))
+            raise ValueError(
+                f"the ranks train different parameters: {reasons}. Freeze and thaw on all of them together"
+            )
         if len({row[0] for row in table}) > 1:
             raise ValueError(
                 f"ranks bring different numbers of microbatches ({', '.join(str(row[0]) for row in table)}): "

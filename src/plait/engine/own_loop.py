@@ -25,8 +25,10 @@ from plait.core.precision import LossScale
 from plait.engine.data_parallel.optim import has_stepped
 from plait.engine.gathered import gathered, units_of
 from plait.engine.host_random import HostRandomness
+from plait.engine.metrics import gathered_rows, summed
 from plait.engine.placed_model import PlacedModel
 from plait.engine.reduction import Reduction, as_sum
+from plait.engine.state.optimizer_state import OptimizerState
 from plait.engine.step import OpenStep, StepResult, whole_count
 from plait.engine.turns import StepTurns
 from plait.engine.update import Update
@@ -102,6 +104,38 @@ class OwnLoop(PlacedModel):
 
     # ---- what a run leaves and takes up -----------------------------------------------------------------------------
 
+    def optimizer_state_dict(self, *, elements: bool = True) -> dict[str, Any]:
+        """The state of all optimizers, whole and by the names of the parameters, on the CPU of every rank.
+
+        It has the form of torch's ``get_optimizer_state_dict``: ``{"state": {name: {key: value}}, "param_groups":
+        [{"params": [names], "lr": ...}]}``.  All ranks call it together.
+
+        Args:
+            elements: with False, values that come one per element of a parameter are left out: empty tensors on meta
+                say what they are, and ``pieces`` has them region by region.
+
+        Raises:
+            ValueError: no optimizer; a state that is no number, and has not the shape of what it belongs to.
+        """
+        return self._state_of_optimizer().by_name(elements=elements)
+
+    def load_optimizer_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over a state that was saved under any layout, or by plain torch, groups' options included.
+
+        Nothing is sent, and only this rank's part is read, so values may be read from a file: all that they need is a
+        ``shape`` and ``value[slices]``.  Of one optimizer it may be what ``optimizer.state_dict()`` is in plain torch.
+
+        Raises:
+            ValueError: no optimizer, groups of other parameters, a state that the row cannot cut.
+        """
+        self._state_of_optimizer().load(state)
+
+    def _state_of_optimizer(self) -> OptimizerState:
+        self.take_new_groups()
+        if self.optimizer_state is None:
+            raise ValueError("the engine has no optimizer: give Engine(optimizer=...) or call engine.use(optimizer)")
+        return self.optimizer_state
+
     def step_state(self) -> dict[str, Any]:
         """What a run that goes on needs beside the state of model and optimizer, the same on all ranks: the number of
         steps made (on which dropout depends), the seed, and the loss scale.
@@ -176,9 +210,63 @@ class OwnLoop(PlacedModel):
         finally:
             self._blocks -= 1
 
+    @contextmanager
+    def swapped(self, others: Sequence[Tensor]) -> Iterator[None]:
+        """Every owned run has other values inside (``ema`` holds them), on all ranks, and its own again afterwards.
+
+        Raises:
+            ValueError: in the middle of a step, or of another such block.
+        """
+        if self._now is not None or self._blocks:
+            raise ValueError(
+                "an average read in the middle of a step, which a forward with gradients begins, or inside of another "
+                "block: do it after optimizer.step() or zero_grad(), and outside of engine.gathered()"
+            )
+        self._blocks += 1
+        try:
+            self._exchange_values(others)
+            yield
+        finally:
+            self._exchange_values(others)
+            self._blocks -= 1
+
+    @torch.no_grad()
+    def _exchange_values(self, others: Sequence[Tensor]) -> None:
+        self.take_over()
+        for piece, other in zip(self.owned, others, strict=True):
+            before = piece.view.clone()
+            piece.view.copy_(other)
+            other.copy_(before)
+        self.publish()
+
+    # ---- beside the loss --------------------------------------------------------------------------------------------
+
+    def sum(self, value: Any) -> Any:
+        """The sum over all data ranks of a number, a tensor, or each entry of a dict of these, on every rank.
+
+        All ranks call it together, with the same names and shapes.  Under a pipeline only what ranks with the last
+        stage bring counts; the others may bring None.  Integers and booleans are summed as int64, numbers as fp64,
+        tensors in fp32 at least; the additions go by rank.
+
+        Raises:
+            ValueError: something else, or different things on different ranks.
+        """
+        return summed(self.comm, self.exchange.losses_at, value)
+
+    def gather(self, rows: Tensor | None) -> Tensor:
+        """The rows of all data ranks, of any number each, end to end by data rank, on every rank.
+
+        All ranks call it together; under a pipeline those without the last stage may bring None.
+
+        Raises:
+            ValueError: no rows, or other dtypes or shapes on other ranks.
+        """
+        return gathered_rows(self.comm, self.exchange.losses_at, rows)
+
     def _check_optimizer(self) -> None:
         """Raises ValueError where gradients would be made that nobody gets, or masks drawn for a second time."""
         self._turns.check_all(self.optimizers)
+        self.take_new_groups()
         if not self.steps and any(map(has_stepped, self.optimizers)):
             raise ValueError(
                 "the optimizer comes from an earlier run, and the engine begins at step 0, whose dropout masks that "

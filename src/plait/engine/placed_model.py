@@ -7,7 +7,7 @@ model ── check ──► stages of this rank ──► units, flat storage, 
                         └── owned          what this rank's optimizer updates
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,7 +16,9 @@ from torch.optim import Optimizer
 
 from plait.comm import Comm
 from plait.core.flat import UnitLayout
+from plait.core.mesh import DATA_AXES
 from plait.core.parallelism import Parallelism
+from plait.engine.batch_norm import synchronise
 from plait.engine.data_parallel.flat_gradient import FlatGradient
 from plait.engine.data_parallel.optim import OwnedOptimizer, owned_runs
 from plait.engine.data_parallel.storage import dtype_in
@@ -32,6 +34,8 @@ from plait.engine.state.checks import check_model, check_settings
 from plait.engine.state.fingerprint import ModelFingerprint
 from plait.engine.state.full import Part, full_state_dict, load_full_state_dict
 from plait.engine.state.identity import optimizer_fields
+from plait.engine.state.optimizer_state import OptimizerState
+from plait.engine.state.pieces import StatePiece, frozen_pieces
 from plait.engine.state.weights import Weights
 from plait.schedule.pipeline import Pipeline, RankProgram
 
@@ -64,6 +68,7 @@ class PlacedModel(StaysHere):
         settings = {**parallelism.compared(), "seed": seed, **settings}
         check_settings(comm, settings, {**agreed, **optimizer_fields(optimizers, names)})
         check_model(model, comm)
+        shapes = {n: tuple(p.shape) for n, p in model.named_parameters()}
         self.num_parameters = sum(p.numel() for p in model.parameters())
         """Elements of the whole model."""
         trainable = [n for n, p in model.named_parameters() if p.requires_grad]
@@ -71,8 +76,10 @@ class PlacedModel(StaysHere):
         self.pipeline = Pipeline.of(parallelism, comm.mesh.pipe)
         built = build_stages(model, comm, parallelism, self.pipeline, seed, before_forward, weights)
         self.stages, self.directory = built.stages, built.directory
+        synchronise((m for stage in self.stages.values() for m in stage.model.modules()), comm)
         self.links, self.split = built.links, built.split
         """The names of the model's links, and how many each stage has."""
+        self._shapes, self._cuts = shapes, {names[key]: cut for key, cut in built.parallel.cuts.items()}
         p2p = PipelineP2P(comm, self.pipeline.owner)
         self.log = EventLog(comm)
         """When each action of the last steps began and ended."""
@@ -84,6 +91,8 @@ class PlacedModel(StaysHere):
         self.norm = Norm(comm, self.strategy, wide=torch.float64 in dtypes, copies=self.ties.copies)
         self.parallel = built.parallel
         """How tensor parallelism cuts the whole model."""
+        self.optimizer_state = self._state_of_optimizers()
+        """What goes through the optimizers' state; None where there is none."""
         self._programs: dict[tuple[int, bool], RankProgram] = {}
         self._guard = ModelFingerprint(model)  # what a stage has was taken from it once
 
@@ -92,7 +101,7 @@ class PlacedModel(StaysHere):
 
     def _owner_of(self, optimizers: Sequence[Optimizer], names: Mapping[int, str]) -> OwnedOptimizer:
         cuts = self.parallelism.cut == "element" and self.comm.mesh.count(self.strategy.optim.split) > 1
-        return OwnedOptimizer(optimizers, names, self._flats(), cuts=cuts)
+        return OwnedOptimizer(optimizers, names, self._flats(), cuts=cuts, over_tensor=self._cuts)
 
     def take_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
         """Optimizers that were built after the model was placed."""
@@ -100,6 +109,20 @@ class PlacedModel(StaysHere):
         check_settings(self.comm, {}, optimizer_fields(optimizers, names))
         self.owned_optimizer = self._owner_of(optimizers, names)
         self.owned, self.optimizers = self.owned_optimizer.owned, tuple(optimizers)
+        self.optimizer_state = self._state_of_optimizers()
+
+    def take_new_groups(self) -> None:
+        """Groups that a program has added to an optimizer since."""
+        if self.owned_optimizer is not None:
+            self.owned_optimizer.take_new_groups(self.model)
+
+    def _state_of_optimizers(self) -> OptimizerState | None:
+        if self.owned_optimizer is None:
+            return None
+        first = [piece for piece in self.owned if self.norm.counts(piece)]
+        mesh = self.comm.mesh
+        whole = mesh.count(self.strategy.optim.split) * mesh.pipe == 1 and not self._cuts
+        return OptimizerState(self.comm, self.owned_optimizer, self._shapes, self._cuts, first, whole=whole)
 
     @property
     def optimizer(self) -> Optimizer | None:
@@ -136,7 +159,9 @@ class PlacedModel(StaysHere):
         return tuple(layout for stage in self.stages.values() for layout in stage.layouts())
 
     def bytes_held(self) -> dict[str, int]:
-        """Bytes on this rank between steps, by kind of state, and the peak of gathered parameters."""
+        """Bytes on this rank: ``params``, ``grads`` and ``optimizer`` between steps, and at most so far
+        ``gathered_peak`` of whole parameters and ``gradient_buffers`` of whole gradients.
+        """
         stages = self.stages.values()
         return {
             "params": sum(flat.rest.nbytes for unit in self.units for flat in unit.flats),
@@ -162,9 +187,39 @@ class PlacedModel(StaysHere):
         """Take the values of whole tensors; each rank copies its pieces.
 
         Raises:
-            ValueError: missing or surplus names, or shapes that differ.
+            ValueError: missing or surplus names, or shapes that differ; inside of ``with engine.gathered():``.
         """
+        for stage in self.stages.values():
+            stage.unsharding.pins.end_step()
+            stage.unsharding.forget()  # what a forward without a backward has left gathered
+        if any(unit.pinned for unit in self.units):
+            raise ValueError("engine.load_full_state_dict inside of `with engine.gathered(...)`: leave the block first")
         load_full_state_dict(self.directory, self.parts(), state)
+
+    def pieces(self) -> Iterator[StatePiece]:
+        """What this rank has of parameters and optimizer state, region by region, in its own memory.
+
+        The regions that are ``first``, over all ranks, are every parameter and every state that has a value per
+        element.  Numbers (``step``) and groups are in ``optimizer_state_dict(elements=False)``.
+        """
+        self.take_over()
+        state, names = self.optimizer_state, set[str]()
+        for o in self.owned:
+            kept = {} if state is None else state.elements_of(o)
+            for key, values in {"": o.view.detach(), **kept}.items():
+                yield from StatePiece.of(o.name, key, o.place, values, first=self.norm.counts(o))
+        here = self.comm.mesh.coordinates(self.comm.rank)
+        alone = all(here[axis] == 0 for axis in DATA_AXES if axis not in self.strategy.params.split)
+        for flat in (flat for unit in self.units for flat in unit.flats if not flat.trainable):
+            home = self.directory.homes[flat.layout.slots[0].name] == here["pipe"]
+            yield from frozen_pieces(flat, first=alone and home, names=names)
+
+    def publish(self) -> None:
+        """Bring what the optimizers' pieces have to where the row keeps parameters; all ranks call it together."""
+        for stage in self.stages.values():
+            stage.unsharding.forget()
+        for work in [work for unit in self.units for work in unit.publish()]:
+            work.wait()  # before anyone reads a parameter, or exits
 
     def take_over(self) -> None:
         """Take over what a program has written to parameters that are whole on this rank.

@@ -9,19 +9,20 @@ from torch.utils._pytree import tree_leaves
 
 @dataclass(frozen=True)
 class StepResult:
-    """What one step did.
-
-    ``loss`` is the global sum over the global count; ``local_losses`` are the sums of this data rank's microbatches.
-    ``made`` is False for a step that was skipped, on all ranks, because a loss or gradient was not finite.
-    ``grad_norm`` is the global norm before clipping, None where no clipping was asked for or no step was made.
-    """
+    """What one step did; all but ``local_losses`` is the same on every rank."""
 
     step: int
+    """Its number, from 0."""
     loss: float
+    """The global sum over the global count."""
     count: int
+    """The terms of the loss, of all ranks."""
     local_losses: tuple[float, ...]
+    """The sums of this data rank's microbatches."""
     grad_norm: float | None
+    """The global norm before clipping; None where no clipping was asked for, or no step was made."""
     made: bool = True
+    """False: skipped, on all ranks, because a loss or gradient was not finite."""
 
 
 @dataclass
@@ -32,7 +33,6 @@ class OpenStep:
     """The global number of targets; None until it is known (a user's own loop counts at the end)."""
     local_count: int = 0
     losses: list[Tensor] = field(default_factory=list)
-    forwards: int = 0
     prepared: bool = False
     """The sums are finished and clipped."""
 

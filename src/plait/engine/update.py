@@ -8,7 +8,7 @@ parameters nor its state change.  Where there is a loss scale it is always skipp
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from plait.core.precision import LossScale
@@ -48,10 +48,18 @@ class Update:
         """The factor of the loss."""
         return 1.0 if self.loss_scale is None else self.loss_scale.scale
 
-    def prepare(self, now: OpenStep, standing: Standing, clip: float | None, reduced: Callable[[], None]) -> StepResult:
+    def prepare(
+        self,
+        now: OpenStep,
+        frozen: Sequence[str],
+        standing: Standing,
+        clip: float | None,
+        reduced: Callable[[], None],
+    ) -> StepResult:
         """Finish the sums, agree, clip, hand the gradients over.
 
         Args:
+            frozen: the parameters that were frozen since the model was placed.
             standing: this rank's place in the run, which must be everybody's.
             clip: the largest norm.
             reduced: called when gradients are whole, and not clipped yet.
@@ -67,7 +75,7 @@ class Update:
         gradients = [o.gradient for o in owned]  # run by run: vector tails then fall where a whole tensor's do
         factor = 1 / self.scale
         if now.count is None:
-            _, now.count = exchange.counts(len(now.losses), now.local_count, 0)
+            _, now.count = exchange.counts(len(now.losses), now.local_count, 0, frozen)
             factor /= now.count
         if factor != 1:
             scale(gradients, factor)

@@ -50,9 +50,9 @@ def rect(x: float, y: float, width: float, height: float, fill: str, title: str,
 
 
 def text_in(x: float, y: float, width: float, height: float, *texts: str) -> Iterator[str]:
-    """The first of the texts that fits into a box, if one does, in its middle."""
+    """The first of the texts that fits into a box with a margin, if one does, in its middle."""
     for text in texts:
-        if 7 * len(text) <= width:
+        if 7 * len(text) + 6 <= width:
             middle = f'x="{x + width / 2:.2f}" y="{y + height / 2 + 4:g}" text-anchor="middle"'
             yield f'<text {middle} fill="{TEXT}">{escape(text)}</text>'
             return
@@ -61,8 +61,9 @@ def text_in(x: float, y: float, width: float, height: float, *texts: str) -> Ite
 def box_of(
     action: Action, x: float, y: float, width: float, height: float, stages: Sequence[int], title: str = ""
 ) -> Iterator[str]:
-    """A pass with its name, or its microbatch where that fits; the later of its rank's ``stages`` are paler."""
+    """A pass with its name where that fits, or its microbatch alone if its rank has one of ``stages``; the later ones
+    are paler."""
     colour = paler(COLOURS.get(action.kind, "#bbbbbb"), 0.5 * stages.index(action.stage) / len(stages))
     yield rect(x, y, width, height, colour, title or str(action), ' stroke="white" stroke-width="0.5"')
-    microbatch = (str(action.microbatch),) if action.microbatch >= 0 else ()
+    microbatch = (str(action.microbatch),) if action.microbatch >= 0 and len(stages) == 1 else ()
     yield from text_in(x, y, width, height, label(action, len(stages) > 1), *microbatch)

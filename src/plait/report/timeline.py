@@ -72,6 +72,8 @@ def timeline_table(log: Log, simulated: Timeline | None = None) -> Table:
     return table
 
 
+NOTE = "a rank's later stages are paler; thin strips are messages, updates and the rest, in the colours below"
+
 LEFT, PLOT, RIGHT, TOP = 140, 1100, 84, 62
 ROW, BAR, SPACE, GAP, STRIP = 24, 16, 2, 10, 5
 WIDTH = LEFT + PLOT + RIGHT
@@ -109,7 +111,7 @@ def timeline_svg(log: Log, simulated: Timeline | None = None, title: str = "") -
     lanes_end = y - GAP
     kinds = {event.action.kind for line in log for event in line}
     passes = [(NAMES[kind], colour) for kind, colour in COLOURS.items() if kind in kinds]
-    out += _legend(y + 16, [*passes, ("waits", "url(#wait)")], "paler: later stages of a rank; strips: as below")
+    out += _legend(y + 16, [*passes, ("waits", "url(#wait)")], NOTE)
     y += 50
     out.append(f'<text class="ink" x="8" y="{y:g}" font-size="13">where the time goes, by rank</text>')
     y += 12

@@ -55,7 +55,12 @@ class ProgressView:
         step, steps, loss, norm = line["step"], self._steps, line["loss"], line["grad_norm"]
         typical = median(self._seconds)
         rate, left = line["tokens"] / typical, typical * (steps - step)
-        if step in (self._first, steps) or step % self._log_every == 0:
+        due = step in (self._first, steps) or step % self._log_every == 0
+        if self._bar is not None:  # before the lines, which show it anew below them
+            speed, memory = f"{rate:,.0f} {self._unit}/s", human(line["peak_memory"])
+            words = f"loss {loss:.4f}  {speed}  {memory}  {timedelta(seconds=round(left))} left"
+            self._bar.update(self._task, completed=step, words=words, refresh=due or "eval_loss" in line)
+        if due:
             clipped = "" if norm is None else f"  grad norm {norm:7.3f}"
             self._console.print(
                 f"step {step:{len(str(steps))}d}/{steps}  loss {loss:8.4f}{clipped}  {rate:9.0f} {self._unit}/s  "
@@ -66,10 +71,6 @@ class ProgressView:
             self._console.print(f"step {step}: skipped, loss or gradients not finite{scale}")
         if "eval_loss" in line:
             self._console.print(f"step {step}: held-out loss {line['eval_loss']:.4f} ({line['eval_tokens']:,} tokens)")
-        if self._bar is not None:
-            speed, memory = f"{rate:,.0f} {self._unit}/s", human(line["peak_memory"])
-            words = f"loss {loss:.4f}  {speed}  {memory}  {timedelta(seconds=round(left))} left"
-            self._bar.update(self._task, completed=step, words=words)
 
 
 def human(size: float) -> str:

@@ -23,9 +23,13 @@ Module = TypeVar("Module", bound=nn.Module)
 def annotate(module: Module, layouts: Mapping[str, Layout | str], comm: Comm) -> Module:
     """Cuts the module's parameters in place and returns it.  A parameter of several names stays one.
 
-    Every rank has equal, whole parameters before; ``layouts`` go by the names of ``module.named_parameters()``.
+    Args:
+        module: with equal, whole parameters on every rank.
+        layouts: by the names of ``module.named_parameters()``; parameters that are not named stay as they are.
+        comm: this rank's way to the others.
 
-    Raises ValueError for a name that no parameter has, a layout that does not fit, a parameter that is cut already.
+    Raises:
+        ValueError: a name that no parameter has, a layout that does not fit, a parameter that is cut already.
     """
     parameters = dict(module.named_parameters(remove_duplicate=False))
     wanted: dict[int, tuple[str, Layout]] = {}

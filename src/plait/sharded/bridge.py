@@ -28,7 +28,8 @@ if TYPE_CHECKING:
 def to_dtensor(x: ShardedTensor, device_mesh: DeviceMesh) -> DTensor:
     """The DTensor of the same piece, on a mesh whose dims are axes of ours: same names, sizes and order of ranks.
 
-    Raises ValueError where the meshes differ, or a dim is nested in another order than the device mesh has.
+    Raises:
+        ValueError: meshes that differ, or a dim that is nested in another order than the device mesh has.
     """
     from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
@@ -49,7 +50,11 @@ def to_dtensor(x: ShardedTensor, device_mesh: DeviceMesh) -> DTensor:
 
 
 def from_dtensor(x: DTensor, comm: Comm) -> ShardedTensor:
-    """The ShardedTensor of the same piece; raises ValueError for another mesh, a partial mean, or a strided shard."""
+    """The ShardedTensor of the same piece.
+
+    Raises:
+        ValueError: another mesh, a partial mean, or a strided shard.
+    """
     from torch.distributed.tensor import Partial, Shard
 
     names = _names(x.device_mesh, comm)

@@ -30,11 +30,18 @@ LOSS = Note(FORWARD, "loss")
 def cross_entropy_sum(logits: Tensor, targets: Tensor, ignored: int = -100) -> Tensor:
     """Cross-entropy in nats, summed over the ``targets`` that are not ``ignored``: a scalar, never a mean.
 
-    ``logits`` [..., classes] are a plain tensor, or a ``ShardedTensor`` whose classes (and nothing else) are cut: then
-    three numbers per target are gathered, and the result is a plain tensor, the same on every rank, from which every
-    rank calls backward.  ``targets`` [...] are int64, whole.  Summed in fp32, in fp64 if the logits are.
+    Args:
+        logits: [..., classes], a plain tensor, or a ``ShardedTensor`` whose classes (and nothing else) are cut: then
+            three numbers per target are gathered.
+        targets: int64 [...], whole.
+        ignored: the target that does not count.
 
-    Raises ValueError for logits cut in another dim or with a sum pending, IndexError for a target that is no class.
+    Returns:
+        A plain scalar, the same on every rank, from which every rank calls backward; fp32, or fp64 if the logits are.
+
+    Raises:
+        ValueError: logits that are cut in another dim, or with a sum pending.
+        IndexError: a target that is no class.
     """
     if not isinstance(logits, ShardedTensor):
         wide = logits if logits.dtype == torch.float64 else logits.float()

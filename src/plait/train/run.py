@@ -97,7 +97,7 @@ def run_train(config: TrainConfig, comm: Comm, argv: Sequence[str] = ()) -> int:
     console.print(f"{rate:,.0f} {config.family.unit}/s (median over steps, all ranks)")
     console.print(bytes_table(ranks))
     if recorded is not None and engine.pipeline.num_stages > 1:
-        show_timeline(recorded, console)
+        show_timeline(recorded, console, measured=config.split == "measured")
     same = _compare(training, console) if config.verify else None
     if config.export:
         write_folder(config.export, engine, getattr(config.sizes, "path", None))

@@ -78,11 +78,14 @@ def write_timeline(recorded: Recorded, folder: Path, title: str) -> None:
     (folder / "trace.json").write_text(trace_json(*step), encoding="utf-8")
 
 
-def show_timeline(recorded: Recorded, console: Console) -> None:
-    """Busy and idle shares, by cause; the simulated step has the same passes, and messages that take no time."""
+def show_timeline(recorded: Recorded, console: Console, *, measured: bool) -> None:
+    """Busy and idle shares, by cause; the simulated step has the same passes, and messages that take no time.
+
+    ``measured``: the split was measured already, so what is left of the imbalance is that of whole links.
+    """
     console.print(timeline_table(recorded.typical, recorded.simulated))
     uneven = mean_idle(idle_times(recorded.typical)).shares["imbalance"]
-    if uneven > WORTH_BALANCING:
+    if uneven > WORTH_BALANCING and not measured:
         console.print(
             f"{uneven:.0%} of the step is imbalance of stages: --split measured shares the links by their cost"
         )

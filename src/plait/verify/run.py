@@ -50,10 +50,12 @@ class Verdict:
 
     @property
     def bitwise(self) -> bool:
+        """Every number is that of the single process that adds in the layout's order, to the bit."""
         return all(f.bitwise for f in self.tree)
 
     @property
     def equal(self) -> bool:
+        """Everything is within its tolerance, and every message was predicted."""
         return all(f.equal for f in (*self.tree, *self.plain)) and not self.ledger and not self.none_made
 
     def __str__(self) -> str:
@@ -104,13 +106,19 @@ def _full_batch(config: RunConfig) -> Measures:
 
 
 def verify(job: UserJob, mesh: str = "shard=2", strategy: str = "zero3", **settings: Any) -> Verdict:
-    """Hold a layout of a user's job against a single process, on threads of this process.
+    """Hold a layout of a user's job against a single process, on threads of this process::
 
         verdict = plait.verify(job, mesh="replica=2 shard=2", strategy="hsdp", microbatches=3)
         assert verdict.equal, verdict
 
     Args:
+        job: model, loss, batches and optimizer.
+        mesh: the axes and their sizes.
+        strategy: a row of the table, or one of your own as text.
         settings: those of ``plait verify``, with _ for - (``VerifyConfig``).
+
+    Returns:
+        What was compared; ``equal`` and ``bitwise`` say how it came out.
 
     Raises:
         ValueError: a layout that is impossible, with the numbers and the fix.

@@ -137,3 +137,14 @@ def test_a_buffer_of_nan_that_nobody_writes_is_the_same_buffer() -> None:
     infinite = torch.tensor([float("inf")])
     assert same_bits(infinite, infinite.clone()) and not same_bits(infinite, infinite.nan_to_num())
     assert same_bits(torch.tensor([True]), torch.tensor([True])) and not same_bits(torch.zeros(2), torch.zeros(3))
+
+
+class Inner(cases.Block):
+    """Takes a gradient by torch.func."""
+
+    def forward(self, x_BC: Tensor) -> Tensor:
+        return x_BC + torch.func.grad(lambda x: super(Inner, self).forward(x).sum())(x_BC)
+
+
+def test_what_torch_cannot_run_again_is_said_so() -> None:
+    refused(model_of(Inner(), Inner()), "block 'blocks.0' calls torch.func.grad or its like")

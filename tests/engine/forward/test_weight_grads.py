@@ -73,6 +73,18 @@ class Frozen(nn.Module):
         return self.last(self.frozen(self.first(F.linear(x, self.constant))).relu())
 
 
+class Mapped(nn.Module):
+    """A linear under vmap, whose weight is first read there, and read again outside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.last = nn.Linear(5, 5), nn.Linear(5, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = torch.vmap(lambda row: self.inner(row).tanh() * self.inner.bias)(x)
+        return self.last(self.inner(y))
+
+
 def convolutional() -> nn.Module:
     return nn.Sequential(
         *(nn.Conv2d(3, 6, 3, padding=1), nn.BatchNorm2d(6), nn.ReLU(inplace=True), nn.MaxPool2d(2)),
@@ -93,6 +105,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "attention": (Mixing, (2, 5, 6)),
     "transposed": (Transposed, (3, 5)),
     "frozen": (Frozen, (4, 5)),
+    "mapped": (Mapped, (4, 5)),
 }
 
 

@@ -82,6 +82,11 @@ BUILDS: dict[str, tuple[Callable[[], nn.Module], Callable[[], nn.Module], str]] 
     "dropout": (lambda: dropping(0.1), lambda: dropping(0.2), r"drop\.p is 0\.1 on .*0\.2 on rank 1"),
     "class": (Acting, Other, r"the model is [a-z._]*test_agreement\.Acting on "),
     "module": (Acting, renamed, r"extra is not there on "),
+    "tensor": (
+        lambda: Acting(t=torch.ones(2)),
+        lambda: Acting(t=torch.zeros(2)),
+        r"settings is .*t: torch\.float32 \(2,\) ",
+    ),
     "frozen": (Acting, frozen, r"parameter 'first\.bias' is \(4,\) torch\.float64 on .*frozen on rank 1"),
 }
 
@@ -103,6 +108,17 @@ def test_different_models_are_refused_with_both_values(where: str, kind: str) ->
     told = run(mesh, body, deadline=20)
     assert len(set(told)) == 1, "every rank says the same"
     assert "on rank 1" in told[0] and ("on rank 0" in told[0] or "on ranks 0, " in told[0])
+
+
+def test_buffers_that_differ_are_refused() -> None:
+    def body(comm: Comm) -> None:
+        model = nn.BatchNorm1d(3)
+        model.running_mean.add_(comm.rank == 2)
+        model.register_buffer("_of_this_rank", torch.full((2,), comm.rank))
+        Engine(model, comm, strategy="zero3")
+
+    with pytest.raises(ValueError, match=r"1 buffers differ between ranks \(running_mean\)"):
+        run(Mesh(shard=3), body, deadline=20)
 
 
 def test_code_that_differs_under_one_name_is_told() -> None:

@@ -106,6 +106,11 @@ def test_another_reduction_is_refused() -> None:
         once(SUMS["sum"], 4, reduction="none")
 
 
+def test_sum_of_mean_takes_functions_and_says_so_of_a_loss() -> None:
+    with pytest.raises(TypeError, match=r'two functions.*reduction="mean"'):
+        plait.sum_of_mean(torch.ones(()), 4)  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("where", LAYOUTS)
 def test_a_loss_fn_that_returns_a_mean_is_refused_or_made_a_sum(where: str) -> None:
     mesh, row = layout(where)

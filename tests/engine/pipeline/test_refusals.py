@@ -313,6 +313,27 @@ def test_ranks_that_were_built_differently_are_told(name: str, values: tuple[Any
         on("pipe=2", body)
 
 
+class Decaying(nn.Module):
+    """Reads a buffer that it writes to in each forward."""
+
+    scale: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = linear()
+        self.register_buffer("scale", torch.ones(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.scale.mul_(0.99)
+        out: Tensor = self.linear(x) * self.scale
+        return out
+
+
+def test_a_buffer_that_the_next_microbatch_writes_to_before_the_backward_reads_it() -> None:
+    refused(r"writes in place.* under way at once, here with \[1\]: let .*clone", chain(Decaying(), linear()))
+
+
 def test_a_schedule_that_is_still_text() -> None:
     refused(r"parse_schedule\(text\)", chain(), schedule=GOOD)
 

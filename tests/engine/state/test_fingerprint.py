@@ -39,10 +39,6 @@ def remove_parameter(model: cases.Net) -> None:
     model.head.bias = None
 
 
-def freeze(model: cases.Net) -> None:
-    model.first.weight.requires_grad_(False)
-
-
 def add_module(model: cases.Net) -> None:
     model.more = nn.Linear(3, 3).double()
 
@@ -54,7 +50,6 @@ CHANGES: dict[Callable[[cases.Net], None], str] = {
     replace_parameter: "weight",
     add_parameter: "more",
     remove_parameter: "bias",
-    freeze: "requires_grad.*weight",
     add_module: "added",
 }
 

@@ -11,5 +11,6 @@ activation_hooks.py   what tells that a unit's backward begins, or is over
 gradients.py          how gradients reach their owners
 gradient_watch.py     gradients that are not finite, seen before they are reduced
 flat_gradient.py      where the gradient of a flat buffer lies
+place.py              where a run lies in the whole parameter, as regions
 optim.py              a stock optimizer, pointed at the pieces that this rank owns
 """

@@ -1,7 +1,8 @@
 """Hooks on activations tell that a unit's backward begins, or is over; they go with their microbatch.
 
 It begins when the gradient of the unit's output comes.  It is over when those of all its inputs have come, over all its
-calls in the microbatch.
+calls in the microbatch.  A backward that keeps its graph (``torch.autograd.grad`` in a forward) is none of these: another
+will come.
 """
 
 from collections import Counter, defaultdict
@@ -13,6 +14,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
 from plait.engine.data_parallel.unit import Unit
+from plait.engine.forward.context import graph_is_kept
 
 
 def tensors_in(value: Any) -> list[Tensor]:
@@ -48,8 +50,9 @@ class ActivationHooks:
         missing = self._missing[self.microbatch]
 
         def arrived(gradient: Tensor) -> None:
-            missing[unit] -= 1
-            call(unit)
+            if not graph_is_kept():
+                missing[unit] -= 1
+                call(unit)
 
         for tensor in tensors_in(list(inputs)):
             if tensor.requires_grad:

@@ -14,7 +14,8 @@ a small matrix, whole and as two flat runs, must agree to the bit.
 """
 
 import inspect
-from collections.abc import Iterable, Mapping, Sequence
+import math
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,7 +26,11 @@ from torch.optim import Optimizer
 from plait.core.flat import BOUNDARY_BYTES, GRAIN, Run
 from plait.core.tensor_cut import TensorCut
 from plait.engine.data_parallel.flat_gradient import FlatGradient
+from plait.engine.data_parallel.place import RunPlace
 from plait.engine.data_parallel.storage import Flat
+
+SQUARED = 1 << 16
+"""Elements squared at once: torch converts what it sums to fp64, and so many still lie in the cache then."""
 
 
 @dataclass(frozen=True)
@@ -46,6 +51,11 @@ class Owned:
     """In the accumulator."""
     converts: bool
     """The optimizer has another dtype or device than the sums."""
+
+    @property
+    def place(self) -> RunPlace:
+        """Where the run lies in the whole parameter."""
+        return RunPlace(self.run, self.cut, self.flat.tensor_rank)
 
 
 def owned_runs(gradients: Iterable[FlatGradient]) -> list[Owned]:
@@ -125,7 +135,8 @@ class OwnedOptimizer:
     """The user's optimizer, changed in place to have only what this rank owns of all flat gradients.
 
     Several optimizers may share the parameters, each of which is in one of them.  ``names`` are those of the model's
-    own parameters by ``id``; ``cuts`` says whether a run may be part of a parameter.
+    own parameters by ``id``; ``cuts`` says whether a run may be part of a parameter, and ``over_tensor`` names those
+    that the tensor axis cuts.
 
     Raises:
         ValueError: parameters that are not the model's, an optimizer that has made steps already, or one that is not
@@ -139,14 +150,17 @@ class OwnedOptimizer:
         gradients: Sequence[FlatGradient],
         *,
         cuts: bool,
+        over_tensor: Collection[str] = (),
     ) -> None:
         self.optimizers = tuple(optimizers)
         self.owned = owned_runs(gradients)
         updated = gradients[0].flat.updated.dtype if gradients else None  # the same on ranks that own nothing
         self.masters = [g.flat.master for g in gradients if g.flat.master is not None]
-        by_name: dict[str, list[Owned]] = {}
+        self.groups: dict[Optimizer, list[list[str]]] = {}
+        """By optimizer, the names of the parameters of each of its groups, in the order in which they were given."""
+        self.by_name: dict[str, list[Owned]] = {}
         for piece in self.owned:
-            by_name.setdefault(piece.name, []).append(piece)
+            self.by_name.setdefault(piece.name, []).append(piece)
         seen: dict[int, Optimizer] = {}
         for optimizer in optimizers:
             for parameter in (p for group in optimizer.param_groups for p in group["params"]):
@@ -155,38 +169,58 @@ class OwnedOptimizer:
                         f"{names.get(id(parameter), 'a parameter')!r} is in two optimizers, "
                         f"{type(seen[id(parameter)]).__name__} and {type(optimizer).__name__}: give it to one of them"
                     )
+        self._updated, self._cuts, self._over_tensor = updated, cuts, set(over_tensor)
         for optimizer in optimizers:
-            self._take(optimizer, names, by_name, updated, cuts=cuts)
+            self.groups[optimizer] = []
+            eager = has_state_at_once(optimizer)
+            if has_stepped(optimizer) or (optimizer.state and not eager):
+                raise ValueError(
+                    "the optimizer has made steps already: hand over a new one, and give it the state of this one by "
+                    "engine.load_optimizer_state_dict(old.state_dict())"
+                )
+            self._take(optimizer, names)
+            optimizer.state.clear()
+            here = [group for group in optimizer.param_groups if group["params"]]
+            if eager and here:
+                optimizer.state.update(rebuilt(optimizer, here).state)
 
-    @staticmethod
-    def _take(
-        optimizer: Optimizer,
-        names: Mapping[int, str],
-        by_name: Mapping[str, list[Owned]],
-        updated: torch.dtype | None,
-        *,
-        cuts: bool,
-    ) -> None:
-        """Check an optimizer, and point it at the pieces."""
-        if any(id(p) not in names for group in optimizer.param_groups for p in group["params"]):
+    def take_new_groups(self, model: nn.Module) -> None:
+        """Groups that a program has added to the optimizers (``add_param_group``) are pointed at the pieces too."""
+        for optimizer in self.optimizers:
+            if len(optimizer.param_groups) > len(self.groups[optimizer]):
+                self._take(optimizer, {id(p): name for name, p in model.named_parameters()})
+
+    def _take(self, optimizer: Optimizer, names: Mapping[int, str]) -> None:
+        """Check the groups of an optimizer that are new, and point them at the pieces."""
+        new = optimizer.param_groups[len(self.groups[optimizer]) :]
+        if any(id(p) not in names for group in new for p in group["params"]):
             raise ValueError(
                 "the optimizer holds parameters that are not the model's: build it on model.parameters() of this very "
                 "model, before plait cuts them"
             )
-        eager = has_state_at_once(optimizer)
-        if has_stepped(optimizer) or (optimizer.state and not eager):
-            raise ValueError("the optimizer has made steps already: hand it over before its first one")
-        if cuts and (reason := probe_elementwise(optimizer, updated)):
+        own = [[names[id(p)] for p in group["params"]] for group in new]
+        given = {name for name_lists in self.groups.values() for group in name_lists for name in group}
+        if twice := sorted(given & {name for group in own for name in group}):
+            raise ValueError(f"{twice[0]!r} is in two groups of the optimizers: give it to one of them")
+        parted = sorted(self._over_tensor & {name for group in own for name in group})
+        if (self._cuts or parted) and (reason := probe_elementwise(optimizer, self._updated)):
+            way_out = 'Use cut="tensor" (whole tensors on one owner) or a row that keeps the optimizer state full (ddp)'
+            if parted:
+                way_out = (
+                    f"The tensor axis cuts {len(parted)} of its parameters ({', '.join(parted[:3])}, ...): give these "
+                    f"to another optimizer, or leave their modules out of the tensor plan"
+                )
             raise ValueError(
                 f"{type(optimizer).__name__} is not element-wise, so parameters cannot be cut anywhere: {reason}. "
-                f'Use cut="tensor" (whole tensors on one owner) or a row that keeps the optimizer state full (ddp)'
+                f"{way_out}"
             )
-        for group in optimizer.param_groups:  # the user's own: see docs/guide/your-own-loop.md
-            group["params"] = [o.view for p in group["params"] for o in by_name.get(names[id(p)], ())]
-        optimizer.state.clear()
-        here = [group for group in optimizer.param_groups if group["params"]]
-        if eager and here:
-            optimizer.state.update(rebuilt(optimizer, here).state)
+        self.groups[optimizer] += own
+        for group, names_of_group in zip(new, own, strict=True):
+            group["params"] = self.views(names_of_group)  # the user's own: see docs/guide/your-own-loop.md
+
+    def views(self, names: Iterable[str]) -> list[nn.Parameter]:
+        """What this rank updates of these parameters."""
+        return [piece.view for name in names for piece in self.by_name.get(name, ())]
 
     def give_gradients(self, touched: Mapping[str, bool]) -> None:
         """Point each owned run at its gradient, or at None where no rank has one."""
@@ -204,11 +238,9 @@ class OwnedOptimizer:
 def square_sum(runs: Iterable[Tensor]) -> float:
     """The sum of squares in fp64, run by run; the device is waited for once."""
     reals = (torch.view_as_real(run) if run.is_complex() else run for run in runs)
-    norms = [torch.linalg.vector_norm(real, dtype=torch.float64) for real in reals]
-    total = 0.0
-    for norm in torch.stack(norms).tolist() if norms else ():
-        total += norm * norm
-    return total
+    blocks = [block for real in reals for block in real.reshape(-1).split(SQUARED)]
+    norms = torch.stack(torch._foreach_norm(blocks, 2, dtype=torch.float64)).tolist() if blocks else ()
+    return math.fsum(norm * norm for norm in norms)
 
 
 @torch.no_grad()

@@ -2,7 +2,8 @@
 
     pin      SHARDED ──► UNSHARDED         a forward, a backward or an evaluation meanwhile finds everything here
     unpin    UNSHARDED ──► SHARDED         unless a pass uses it, or it was open before
-    await    a penalty was made of the parameters: they stay until the backward that reads them is over
+    await    a backward to come reads the parameters outside of its units' own: they stay until the step is over
+             (a penalty was made of them, or a gradient that is differentiated again went through the unit)
 
 A view that someone took of the parameters and keeps (a state dict) stays what it was: the memory is left to it, and the
 next gather gets its own.
@@ -32,7 +33,8 @@ class Pins:
         fresh = [unit for unit in mine if not unit.pinned]
         self._held.update(mine)
         for unit in fresh:
-            self._closes[unit], unit.pinned = unit.state is not State.UNSHARDED, True
+            stays_open = unit.state is State.UNSHARDED and (unit.keeps_open or not unit.users)
+            self._closes[unit], unit.pinned = not stays_open, True
             if unit.state is State.SHARDED:
                 unit.unshard("state", -1)
         for unit in fresh:
@@ -47,10 +49,13 @@ class Pins:
             self._awaited.update(units)
         self._unpin(units)
 
-    def end_backward(self) -> None:
-        """It is over, or will not come: the parameters have changed."""
+    def keep_for_backward(self, units: Iterable[Unit]) -> None:
+        """A backward will read them; which one cannot be known, so they stay for all of the step."""
+        self.drop(self.add(units), read_in_backward=True)
+
+    def end_step(self) -> None:
+        """Every backward is over, or will not come."""
         awaited, self._awaited = self._awaited, set()
-        self.num_backwards += 1
         self._unpin(awaited)
 
     def _unpin(self, units: Iterable[Unit]) -> None:

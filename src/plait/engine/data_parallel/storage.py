@@ -61,6 +61,7 @@ class Flat:
     ) -> None:
         device, ways, own = comm.device, comm.mesh.count, parameters[0].dtype
         self.cuts, self.summed = list(cuts), summed
+        self.tensor_rank = comm.mesh.index(comm.rank, ("tensor",))
         self.layout, self.parameters, self.comm = layout, list(parameters), comm
         self.trainable = self.parameters[0].requires_grad
         self.dtype = dtype_in(strategy.params, own)
@@ -122,7 +123,7 @@ class Flat:
         slot, cut = self.layout.slots[slot_index], self.cuts[slot_index]
         skipped = (first_row or 0) * math.prod(slot.shape[1:])
         if cut is not None and first_row is None:
-            value = piece_of(value, cut, self.comm.mesh.index(self.comm.rank, ("tensor",)))
+            value = piece_of(value, cut, self.tensor_rank)
         elements = value.reshape(-1)
         masters = [] if self.master is None else [(self.master, self.optim_place)]
         for piece, place in [(self.rest, self.held), *masters]:

@@ -49,7 +49,6 @@ class Unit:
         self.module, self.flats, self.moves, self.comm = module, list(flats), moves, comm
         self.split = any(flat.split for flat in self.flats)
         self.state = State.SHARDED if self.split else State.WHOLE
-        self.trains = any(flat.trainable for flat in self.flats)
         self.keeps_open = not moves.backward
         """The row keeps parameters whole from forward to backward."""
         self.users = 0
@@ -74,7 +73,14 @@ class Unit:
         self.ancestors = list(ancestors)
         self.split_needs = any(unit.split for unit in self.needs)
         """Whether anything that this unit reads has to be gathered."""
-        self.done_with_gradients = not borrows and all(flat.trainable for flat in self.flats)
+        self.look_at_frozen()
+
+    def look_at_frozen(self) -> None:
+        """Notice which parameters are frozen now."""
+        with torch._C.DisableTorchFunctionSubclass():
+            train = [parameter.requires_grad for flat in self.flats for parameter in flat.parameters]
+        self.trains = any(train)
+        self.done_with_gradients = len(self.needs) == 1 and all(train)
         """Nothing reads the unit's parameters once they have their gradients: autograd makes a weight's gradient in the
         same node as that of its input.  Frozen and borrowed parameters may be read later."""
 

@@ -22,16 +22,20 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.variable import Variable
 from torch.utils._pytree import tree_map_only
 
 from plait.engine.data_parallel.activation_hooks import ActivationHooks, tensors_in
 from plait.engine.data_parallel.pins import Pins
 from plait.engine.data_parallel.unit import OpenUnits, State, Unit
-from plait.engine.forward.context import CurrentForward, in_backward
+from plait.engine.forward.context import CurrentForward, goes_on, graph_is_kept, in_backward
 from plait.engine.forward.stays import StaysHere
 
 EVALUATE = "evaluate"
 """The ledger's phase of an evaluation, which has its own order of gathers."""
+
+INNER = "inner backward"
+"""The ledger's phase of a backward that a program runs itself, by ``torch.autograd.grad``; nothing is prefetched."""
 
 
 class GatherOrder:
@@ -83,6 +87,8 @@ class Unsharding(StaysHere):
         """Microbatches between their forward and the end of their backward."""
         self.held = False
         """By the schedule."""
+        self.in_pass = False
+        """A backward of the engine's runs; another one is a program's own (``torch.autograd.grad``)."""
         self.split_backward = False
         """The pass that runs leaves weight gradients to one of their own, after the units have been resharded."""
         self.open_units, self.pins = OpenUnits(), Pins()
@@ -92,6 +98,8 @@ class Unsharding(StaysHere):
         """Those of all stages of the rank."""
         self._inside: list[Unit] = []
         """The units whose forward is under way, innermost last."""
+        self._in_inner = False
+        """A program's own backward has come to a unit, and is not over."""
         self._backward_open: dict[Unit, None] = {}
         self._ran_backward: set[Unit] = set()
         self._has_gradients: set[Unit] = set()
@@ -119,17 +127,18 @@ class Unsharding(StaysHere):
 
     def unshard(self, unit: Unit, phase: str) -> None:
         """Make the parameters that a unit reads whole, and start to gather what comes next."""
-        order = self.orders[phase]
+        order = self.orders.get(phase)
         for needed in unit.needs:
             needed.users += 1
             if needed.split and (needed.users == 1 or needed.state is not State.UNSHARDED):
-                order.record(needed)
+                if order is not None:
+                    order.record(needed)
                 if needed.state is State.SHARDED:
                     needed.unshard(phase, self.microbatch)
                 self._check_bound(unit, phase)
                 if needed.state is State.UNSHARDING:
                     needed.wait()
-        for coming in order.ahead():
+        for coming in order.ahead() if order is not None else ():
             if sum(ahead.users == 0 for ahead in self.open_units.arriving) >= self.prefetch:
                 break
             if coming.state is State.SHARDED:
@@ -157,7 +166,7 @@ class Unsharding(StaysHere):
         """Asserts the bound on open units, unless the schedule holds them all, and notes the peaks."""
         self._note_bytes()
         if not self.held:
-            self.open_units.check_bound(running, self.prefetch, backward=phase == "backward")
+            self.open_units.check_bound(running, self.prefetch, backward=phase in ("backward", INNER))
 
     def _note_bytes(self) -> None:
         self.peak_bytes = max(self.peak_bytes, sum(peer.open_units.bytes for peer in self.peers))
@@ -181,7 +190,8 @@ class Unsharding(StaysHere):
                     if unit.state is State.UNSHARDING:
                         unit.wait()
                     unit.keep()
-                unit.reshard()
+                if not unit.pinned:
+                    unit.reshard()
                 if not self.num_flying:
                     unit.forget()
 
@@ -204,7 +214,7 @@ class Unsharding(StaysHere):
         """Drops whatever an earlier step left behind when it raised."""
         self.held = False
         self.num_flying = 0
-        self.pins.end_backward()
+        self.pins.end_step()
         self._recover()
         self._hooks.drop()
 
@@ -220,6 +230,7 @@ class Unsharding(StaysHere):
 
     def _recover(self) -> None:
         """A forward or backward that raised may have left units open: back to rest."""
+        self.in_pass = self._in_inner = False
         self._backward_open.clear()
         self._ran_backward.clear()
         self.current.replace(units=())
@@ -241,6 +252,12 @@ class Unsharding(StaysHere):
         if in_backward():
             self._begin_backward_of(unit)
             return
+        if torch._C._are_functorch_transforms_active() and not all(n.pinned or not n.split for n in unit.needs):
+            raise ValueError(
+                f"unit {unit.name!r}, whose parameters are split, runs inside a transform of torch.func (grad, vmap, "
+                f"jvp), which does not tell when they are read: call it inside `with engine.gathered():`, use "
+                f"torch.autograd.grad, or a row that keeps parameters whole (zero2)"
+            )
         with torch._C.DisableTorchFunction():  # the engine's own work belongs to no forward
             self.unshard(unit, self.phase)
             if torch.is_grad_enabled() and self._waits_for_inputs(unit):
@@ -276,7 +293,7 @@ class Unsharding(StaysHere):
                 tensors = tensors_in(output)
             tracked = [tensor for tensor in tensors if tensor.requires_grad]
             for tensor in tracked:
-                self._hooks.when_gradient_comes(tensor, lambda gradient: self._begin_backward_of(unit))
+                self._hooks.when_gradient_comes(tensor, lambda gradient: self._at_output(unit))
             if torch.is_grad_enabled():
                 unit.differentiated = bool(tracked)
             self.reshard(unit, keep=bool(tracked), keep_borrowed=False)
@@ -291,7 +308,7 @@ class Unsharding(StaysHere):
         """
         if microbatch is not None:
             self._hooks.microbatch = microbatch
-        self.split_backward = split
+        self.split_backward, self.in_pass = split, True
         ran = reversed(self.orders["forward"].seen)
         self.orders["backward"].begin(guess=[unit for unit in ran if unit.differentiated])
         self._ran_backward.clear()
@@ -300,10 +317,40 @@ class Unsharding(StaysHere):
         """Before the weight part of a microbatch's backward, which reads no parameter."""
         self.split_backward = True
 
+    def _at_output(self, unit: Unit) -> None:
+        """The gradient of a unit's output has come, which may be all that a program's own backward wants."""
+        if self.in_pass or goes_on():
+            self._begin_backward_of(unit)
+
     def _begin_backward_of(self, unit: Unit) -> None:
-        if unit not in self._backward_open and unit not in self._ran_backward:
-            self._backward_open[unit] = None
-            self.unshard(unit, "backward")
+        if unit in self._backward_open or unit in self._ran_backward:
+            return
+        if not self.in_pass:
+            if (
+                unit in self._inside
+            ):  # its forward is under way: it is open now, and for the backward of what it returns
+                return
+            self._begin_inner()
+        self._backward_open[unit] = None
+        self.unshard(unit, "backward" if self.in_pass else INNER)
+        if (
+            not self.in_pass and torch.is_grad_enabled()
+        ):  # what is made now reads the parameters, and no hook tells when
+            self.pins.keep_for_backward(unit.needs)
+
+    def _begin_inner(self) -> None:
+        """A program's own backward comes to its first unit."""
+        if not self._in_inner:
+            self._in_inner = True
+            Variable._execution_engine.queue_callback(partial(self._end_inner, kept=graph_is_kept()))
+
+    def _end_inner(self, *, kept: bool) -> None:
+        """It is over; ``kept``: its graph is still there."""
+        self._in_inner = False
+        for unit in list(self._backward_open):
+            self._end_backward_of(unit, keep=kept)
+        self._ran_backward.clear()
+        self._has_gradients.clear()
 
     def has_gradients(self, unit: Unit) -> None:
         """All of the unit's own parameters that get a gradient have it."""
@@ -321,11 +368,11 @@ class Unsharding(StaysHere):
         if not self._waits_for_inputs(unit) or self._hooks.inputs_have_come(unit):
             self._end_backward_of(unit)
 
-    def _end_backward_of(self, unit: Unit) -> None:
+    def _end_backward_of(self, unit: Unit, *, keep: bool = False) -> None:
         if unit in self._backward_open:
             del self._backward_open[unit]
             self._ran_backward.add(unit)
-            self.reshard(unit, keep=self.num_flying > 1, keep_borrowed=True)
+            self.reshard(unit, keep=keep or self.num_flying > 1, keep_borrowed=True)
 
     def end_backward(self) -> None:
         """After the backward of a microbatch: back to rest with whatever is still gathered."""
@@ -338,6 +385,7 @@ class Unsharding(StaysHere):
         for unit in self.units:
             users = unit.users - self.held
             assert users == 0, f"unit {unit.name!r} still has {users} users after the backward pass"
-        self.pins.end_backward()
+        self.pins.num_backwards += 1
+        self.in_pass = False
         if not self.held and not self.num_flying:
             self.forget()

@@ -5,6 +5,7 @@ interceptor.py         one function mode, and the handlers that it hands functio
 
 recompute.py           handler: activations that are made a second time; blocks that run again
 at_rest.py             handler: a parameter at rest is never read
+derivatives.py         handler: gradients that the model takes itself
 tensor_parallel.py     handler: cut modules of an unchanged model
 products.py            handler: who multiplies for linear layers, and when weight gradients are made
 dropout.py             handler: dropout that belongs to the model, not to the process

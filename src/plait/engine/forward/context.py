@@ -25,6 +25,20 @@ def in_backward() -> bool:
     return bool(torch._C._current_graph_task_id() != -1)
 
 
+def graph_is_kept() -> bool:
+    """Whether the backward that runs in this thread leaves its graph for another one (``create_graph``, too)."""
+    return bool(torch._C._autograd._get_current_graph_task_keep_graph())
+
+
+def goes_on() -> bool:
+    """In a hook on a tensor: whether the backward that runs goes on behind it, and does not end with its gradient."""
+    following = [node for node, _ in torch._C._current_autograd_node().next_functions if node is not None]
+    try:
+        return any(map(torch._C._will_engine_execute_node, following))
+    except RuntimeError:  # one is a leaf whose gradient is wanted
+        return True
+
+
 def checkpoint_around() -> object:
     """What identifies the innermost ``torch.utils.checkpoint`` around this line; None outside of any."""
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)

@@ -1,6 +1,6 @@
 """One function mode that sees every torch function of a forward, and the handlers that it passes them to.
 
-    func ──► AttentionRecompute ─► AtRestCheck ─► TensorParallel ─► Products ─► DropoutRNG ──► torch
+    func ──► AttentionRecompute ─► AtRestCheck ─► Derivatives ─► TensorParallel ─► Products ─► DropoutRNG ──► torch
 
 A handler gets ``(func, call_next, *args, **kwargs)`` and returns what the function returns: by ``call_next``, which is
 the function as the handlers after it see it, with these or other arguments, or in another way.  What a handler itself

@@ -27,6 +27,7 @@ from typing import Any, cast
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
 from plait.engine.forward.context import CurrentForward
 from plait.engine.forward.deferred_products import DEFERRED, linear, value
@@ -74,8 +75,8 @@ class Products(Handler):
         if stand_ins is None or key not in self.parameters or not torch.is_grad_enabled():
             return parameter
         if key not in stand_ins:
-            with torch._C.DisableTorchFunction():
-                stand_ins[key] = parameter.detach().requires_grad_()
+            with torch._C.DisableTorchFunction(), temporarily_clear_interpreter_stack():  # under vmap too a whole one
+                stand_ins[key] = parameter.detach().requires_grad_(parameter.requires_grad)
         return stand_ins[key]
 
     def idle(self) -> bool:

@@ -122,7 +122,15 @@ def run_twice(model: nn.Module, name: str, interceptor: Interceptor, parallel: P
         with torch._C.DisableTorchFunction():
             versions = [parameter._version for parameter in parameters.values()]
             before = _values(module) if unseen else {}
-        output = call(args, kwargs)
+        try:
+            output = call(args, kwargs)
+        except RuntimeError as error:
+            if "saved tensor hooks" not in str(error):
+                raise
+            raise ValueError(
+                f"block {name!r} calls torch.func.grad or its like, which torch cannot run again in the backward "
+                f"(nor under torch.utils.checkpoint): call torch.autograd.grad, or leave recompute out"
+            ) from error
         with torch._C.DisableTorchFunction():
             after = _values(module) if unseen else {}
             now = [parameter._version for parameter in parameters.values()]

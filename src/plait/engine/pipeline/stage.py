@@ -11,7 +11,7 @@ stages.  Between forward and backward a stage keeps, for each microbatch, what i
 the graph; not the output itself, whose memory goes with the message.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -31,6 +31,7 @@ from plait.engine.data_parallel.unit import Unit, parameters_of
 from plait.engine.data_parallel.unshard import Unsharding
 from plait.engine.forward.at_rest import AtRestCheck
 from plait.engine.forward.context import CurrentForward, ForwardContext, RNGPosition
+from plait.engine.forward.derivatives import Derivatives
 from plait.engine.forward.dropout import DropoutRNG
 from plait.engine.forward.interceptor import Handler, Interceptor
 from plait.engine.forward.products import Products
@@ -73,6 +74,21 @@ class Flight:
     """What the backward starts from; None where nothing before it trains."""
 
 
+@contextmanager
+def writes_explained(flights: Mapping[int, Flight]) -> Iterator[None]:
+    """Says what autograd cannot know of a tensor that was written to: forwards of other microbatches came between."""
+    try:
+        yield
+    except RuntimeError as error:
+        if not flights or "modified by an inplace operation" not in str(error):
+            raise
+        raise ValueError(
+            f"a forward writes in place to a tensor that an earlier microbatch's backward still reads (a buffer?); "
+            f"in a pipeline several are under way at once, here with {sorted(flights)}: let the forward read a copy, "
+            f"as in x * self.scale.clone(). PyTorch says: {error}"
+        ) from error
+
+
 class Stage:
     """A stage, built from its part of the model, whose parameters are laid in units already."""
 
@@ -85,7 +101,7 @@ class Stage:
         self.current = CurrentForward()
         self.axis = StageAxis(self.comm, self.current, sequence=parallelism.sequence_parallel, gemm=settings.gemm)
         self.products: Products | None = None
-        self.interceptor = Interceptor(self.current, self._handlers(settings))
+        self.interceptor = Interceptor(self.current, self._handlers(settings, part.chain))
         self.interceptor.follow(self.model, part.sites, every=bool(parallel.styles))
         self.unsharding = Unsharding(self.model, self.units, parallelism.prefetch, self.current, settings.before_root)
         self.boundary = StageBoundary(part, number, self.current, last=self.last)
@@ -101,9 +117,12 @@ class Stage:
         originals = dict(settings.whole.model.named_modules())
         self._twins = [(m, originals[n]) for n, m in self.model.named_modules() if originals.get(n, m) is not m]
         """Copied modules and those of the user's model, whose mode they follow."""
+        users = dict(settings.whole.model.named_parameters())
+        self._copies = [(p, users[name]) for name, p, _, _ in parameters_of(self.units) if users[name] is not p]
+        """The same of parameters, which are frozen together."""
         self.interceptor.remember()
 
-    def _handlers(self, settings: StageSettings) -> list[Handler]:
+    def _handlers(self, settings: StageSettings, links: Sequence[str]) -> list[Handler]:
         """The handlers that this run needs, in the order of ``interceptor``."""
         current, parameters = self.current, list(parameters_of(self.units))
         gemm, recompute = settings.gemm, settings.parallelism.recompute
@@ -117,6 +136,7 @@ class Stage:
         staged = {id(p) for _, p, _, _ in parameters} if self.last and self.count > 1 else set()
         if split or staged:
             handlers.append(AtRestCheck(current, split, staged))
+            handlers.append(Derivatives(current, links if self.count > 1 else ()))
         if settings.split_backward or gemm is not TORCH:
             deferred = [p for _, p, flat, _ in parameters if flat.trainable] if settings.split_backward else []
             self.products = Products(current, gemm, deferred)
@@ -138,12 +158,20 @@ class Stage:
         self.flights.clear()
         for module, original in self._twins:
             module.training = original.training
+        self.look_at_model()
         self.begin_sums()
 
     def begin_sums(self) -> None:
         """Before the first gradient of a step."""
-        self.guard.check()
         self.gradients.begin_step()
+
+    def look_at_model(self) -> None:
+        """Before a forward: notice what was frozen or thawed; ValueError for any other change."""
+        for copied, original in self._copies:
+            copied.requires_grad_(original.requires_grad)
+        if self.guard.check():
+            for unit in self.units:
+                unit.look_at_frozen()
 
     def layouts(self) -> tuple[UnitLayout, ...]:
         """The units as the planner sees them; before the first step a backward is expected of frozen layers too.
@@ -171,6 +199,8 @@ class Stage:
         self.unsharding.begin_forward(microbatch, split=split)
         self.current.begin(position, microbatch=microbatch, stand_ins={} if split else None)
         output = self._call(boundary, loss_fn, batch)
+        if self.last:
+            self._check_needs_gradient(output)
         flight = self.flights[microbatch] = Flight(self.current.context, boundary)
         if output.requires_grad:
             flight.output = output if self.last else get_gradient_edge(output)
@@ -226,8 +256,16 @@ class Stage:
 
     def backward_from(self, loss: Tensor, seed: float) -> None:
         """The backward of a forward that a user's own loop made; ``seed`` is the gradient of the loss."""
+        self._check_needs_gradient(loss)
         flight = Flight(self.current.context, BoundaryState(None), loss)
         self._differentiate(None, flight, torch.full_like(loss, seed))
+
+    def _check_needs_gradient(self, loss: Tensor) -> None:
+        if self.gradients.order and not loss.requires_grad:
+            raise ValueError(
+                "the loss needs no gradient, so the step would change nothing: it was detached (loss.detach(), "
+                "loss.item(), torch.no_grad() around the forward), or nothing that trains went into it"
+            )
 
     @contextmanager
     def taking_part(self) -> Iterator[None]:
@@ -250,7 +288,7 @@ class Stage:
         if not split:
             self.gradients.begin_microbatch(last=last)
         if flight.output is not None:
-            with torch.autograd.set_multithreading_enabled(False):
+            with torch.autograd.set_multithreading_enabled(False), writes_explained(self.flights):
                 torch.autograd.backward(flight.output, gradient)
             flight.output = None
         if not split:

@@ -4,18 +4,17 @@ Ranks compare digests by their smallest and their largest: where the two differ,
 show all values to each other.
 """
 
-import hashlib
 from collections.abc import Mapping
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.parameter import is_lazy
 
 from plait.comm import Comm
 from plait.comm.agree import differences, same_everywhere
 from plait.core.collectives import Note
 from plait.core.mesh import AXES
-from plait.engine.state.identity import model_fields, text_of
+from plait.engine.state.identity import fingerprint, model_fields, of_the_model, text_of
 
 
 def check_model(model: nn.Module, comm: Comm) -> None:
@@ -30,6 +29,12 @@ def check_model(model: nn.Module, comm: Comm) -> None:
         raise ValueError(
             f"{compiled[0] or 'the model'!r} is compiled, and the compiler would trace into the engine's gathers and "
             f"dropout streams: compile functions inside of its modules (as of activations) instead"
+        )
+    scripted = [name for name, m in model.named_modules() if isinstance(m, torch.jit.ScriptModule)]
+    if scripted:
+        raise ValueError(
+            f"{scripted[0] or 'the model'!r} is a torch.jit.ScriptModule, which runs outside of Python, where the "
+            f"engine's hooks are: build the model of plain modules, and script functions inside of them instead"
         )
     tables = [(name, m) for name, m in model.named_modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag)]
     bounded = [name for name, table in tables if table.max_norm]
@@ -72,7 +77,7 @@ def check_settings(comm: Comm, settings: Mapping[str, object], texts: Mapping[st
 
 
 def check_replicas(model: nn.Module, comm: Comm) -> None:
-    """Raises ValueError, on every rank, when models, or parameters that came with values, differ between ranks."""
+    """Raises ValueError, on every rank, when models, or the values of parameters or buffers, differ between ranks."""
     parameters = list(model.named_parameters())
     structure = {
         f"parameter {name!r}": f"{tuple(p.shape)} {p.dtype}{'' if p.requires_grad else ' frozen'}"
@@ -85,21 +90,14 @@ def check_replicas(model: nn.Module, comm: Comm) -> None:
         "Build the same model everywhere; what belongs to a rank goes into an attribute with a leading underscore, "
         "or with rank in its name",
     )
-    same = same_everywhere(comm, [_fingerprint(n, p) for n, p in parameters], AXES, Note("setup"))
-    if differing := [(n, p) for (n, p), alike in zip(parameters, same, strict=True) if not alike]:
-        values = {n: f"{_fingerprint(n, p):016x}" for n, p in differing[:NAMED]}
-        digests = "; ".join(differences(comm, values, Note("setup")))
-        raise ValueError(
-            f"{len(differing)} parameters differ between ranks ({', '.join(n for n, _ in differing[:3])}): give every "
-            f"rank the same weights (one seed, or one file; threads share torch's generator, so draw before they "
-            f"start), or build the model inside plait.empty_parameters(). By digest of their values {digests}"
-        )
-
-
-def _fingerprint(name: str, parameter: Tensor) -> int:
-    """63 bits of a parameter's name, shape, dtype and values (on meta: without the values)."""
-    text = f"{name} {tuple(parameter.shape)} {parameter.dtype} {parameter.requires_grad}"
-    digest = hashlib.blake2b(text.encode(), digest_size=8)
-    if not parameter.is_meta:
-        digest.update(bytes(parameter.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data))
-    return int.from_bytes(digest.digest(), "little") >> 1
+    buffers = [(n, b) for n, b in model.named_buffers() if of_the_model(n.rpartition(".")[-1])]
+    for kind, tensors in (("parameters", parameters), ("buffers", buffers)):
+        digests = {name: fingerprint(tensor, name, tensor.requires_grad) for name, tensor in tensors}
+        same = same_everywhere(comm, list(digests.values()), AXES, Note("setup"))
+        if differing := [name for name, alike in zip(digests, same, strict=True) if not alike]:
+            shown = differences(comm, {name: f"{digests[name]:016x}" for name in differing[:NAMED]}, Note("setup"))
+            raise ValueError(
+                f"{len(differing)} {kind} differ between ranks ({', '.join(differing[:3])}): give every rank the same "
+                f"values (one seed, or one file; threads share torch's generator, so draw before they start), or "
+                f"build the model inside plait.empty_parameters(). By digest of their values {'; '.join(shown)}"
+            )

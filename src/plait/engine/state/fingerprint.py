@@ -1,4 +1,8 @@
-"""A model must stay the one that was wrapped: parameters added, removed or replaced later would silently not train."""
+"""A model must stay the one that was wrapped: parameters added, removed or replaced later would silently not train.
+
+What trained when it was wrapped may be frozen between steps, and thawed again: it has its place in the gradients and in
+the optimizer's state all the while.  What was frozen then has none.
+"""
 
 import torch
 from torch import nn
@@ -24,12 +28,28 @@ class ModelFingerprint:
         with torch._C.DisableTorchFunctionSubclass():  # parameters at rest answer slowly otherwise
             return [objects, [parameter.requires_grad for parameter in self._parameters]]
 
-    def check(self) -> None:
-        """Raises ValueError, naming the module or parameter, when the model was changed after it was wrapped."""
-        if self._look() != self._seen and (change := self._change()):
+    def check(self) -> bool:
+        """Whether parameters were frozen or thawed since this was last asked.
+
+        Raises:
+            ValueError: the model was changed after it was wrapped; the module or parameter is named.
+        """
+        now = self._look()
+        if now == self._seen:
+            return False
+        if change := self._change():
             raise ValueError(
                 f"the model was changed after it was wrapped: {change}. Make such changes first, then build the Engine"
             )
+        self._seen = now
+        return True
+
+    def frozen(self) -> list[str]:
+        """The names of the parameters that were frozen since the model was wrapped."""
+        with torch._C.DisableTorchFunctionSubclass():
+            if not any(self._trains[id(p)] and not p.requires_grad for p in self._parameters):
+                return []
+            return [n for n, p in self._model.named_parameters() if self._trains.get(id(p)) and not p.requires_grad]
 
     def _change(self) -> str:
         now = dict(self._model.named_modules())
@@ -44,6 +64,9 @@ class ModelFingerprint:
             for key, parameter in parameters.items():
                 if module._parameters[key] is not parameter:
                     return f"parameter {key!r} of {where} was replaced"
-                if parameter is not None and parameter.requires_grad != self._trains[id(parameter)]:
-                    return f"requires_grad of parameter {key!r} of {where} was changed"
+                if parameter is not None and parameter.requires_grad and not self._trains[id(parameter)]:
+                    return (
+                        f"parameter {key!r} of {where} was thawed, which was frozen then, so that no memory was given "
+                        f"to its gradient: build the Engine while it trains, and freeze it afterwards"
+                    )
         return ""

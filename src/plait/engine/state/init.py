@@ -41,7 +41,10 @@ register_module_parameter_registration_hook(_to_meta)  # for good: torch's dict 
 
 @contextmanager
 def empty_parameters() -> Iterator[None]:
-    """Modules that this thread builds inside have parameters on the meta device; buffers are computed as usual."""
+    """Modules that this thread builds inside have parameters on the meta device; buffers are computed as usual.
+
+    ``Engine`` gives each rank the values of its own pieces, drawn from the seed or read from ``weights``.
+    """
     token = _EMPTY.set(True)
     try:
         yield

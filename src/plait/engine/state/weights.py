@@ -34,11 +34,12 @@ def read_piece(weights: Weights, name: str, flat: Flat, index: int) -> None:
         return
     row = math.prod(slot.shape[1:])
     rows = (run.start // row, -(-run.stop // row))
+    here = (rows, *((0, size) for size in slot.shape[1:])) if slot.shape else ()
     if cut is not None:
-        blocks = cut.regions(flat.comm.mesh.index(flat.comm.rank, ("tensor",)), rows)
+        blocks = cut.regions(flat.tensor_rank, here)
         value = torch.cat([weights.read(name, block) for block in blocks], cut.dim)
     else:
-        value = weights.read(name, ((rows, *((0, size) for size in slot.shape[1:]))) if slot.shape else ())
+        value = weights.read(name, here)
     flat.write(index, value, rows[0])
 
 

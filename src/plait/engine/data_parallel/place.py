@@ -1,0 +1,65 @@
+"""Where a run lies in the whole parameter: the regions that whoever writes or reads whole tensors asks for.
+
+    run 2..9 of this rank's rows of w        .  .  2  3        three regions of the whole w: the rest of a row,
+                                             4  5  6  7        rows, the beginning of a row
+                                             8  .  .  .
+
+Where the tensor axis cuts the parameter first, a region of what this rank has is one region of the whole, or several.
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from plait.core.flat import Run
+from plait.core.layout import Region, extent
+from plait.core.tensor_cut import TensorCut
+
+
+class Readable(Protocol):
+    """A tensor, or what can be read like one, region by region: a slice of a file, an array that is mapped."""
+
+    @property
+    def shape(self) -> Any: ...
+
+    def __getitem__(self, region: Any) -> Any: ...
+
+
+@dataclass(frozen=True)
+class RunPlace:
+    """A run, and how its parameter is cut over the tensor axis before."""
+
+    run: Run
+    cut: TensorCut | None
+    tensor_rank: int
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The whole parameter's."""
+        return self.run.slot.shape if self.cut is None else self.cut.shape
+
+    def regions(self, values: Tensor) -> Iterator[tuple[Region, Tensor]]:
+        """One value per element of the run: regions of the whole parameter, and views of the values there."""
+        flat, done = values.view(-1), 0
+        for local in self.run.regions():
+            sizes = extent(local)
+            part = flat[done : done + math.prod(sizes)].view(sizes)
+            done += part.numel()
+            places = self._places(local)
+            lengths = [extent(place)[self.cut.dim] for place in places] if self.cut else []
+            yield from zip(places, part.split(lengths, self.cut.dim) if self.cut else (part,), strict=True)
+
+    def read(self, whole: Readable) -> Tensor:
+        """The run's elements, flat and in memory of their own, of what has one value per element of the parameter."""
+        parts = []
+        for local in self.run.regions():
+            found = [torch.as_tensor(whole[tuple(slice(*ends) for ends in place)]) for place in self._places(local)]
+            parts.append((torch.cat(found, self.cut.dim) if self.cut else found[0]).reshape(-1))
+        return torch.cat(parts)
+
+    def _places(self, local: Region) -> tuple[Region, ...]:
+        return (local,) if self.cut is None else self.cut.regions(self.tensor_rank, local)

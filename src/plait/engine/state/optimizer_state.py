@@ -1,0 +1,274 @@
+"""The optimizers' state, whole and by the names of the parameters: out of one layout, and into any other.
+
+    {"state":        {"blocks.0.weight": {"step": 3., "exp_avg": a whole tensor, ...}, ...},
+     "param_groups": [{"params": ["blocks.0.weight", ...], "lr": 0.001, "initial_lr": 0.001, ...}, ...]}
+
+    out   every rank tells which runs it has and what their state is; numbers are in this table    one exchange of texts
+          the first rank that has a run sends its values to all                                    a broadcast each
+    in    nothing is sent: a rank reads its runs out of whatever has the whole
+
+It is the format of torch's ``get_optimizer_state_dict``; the groups of several optimizers stand behind each other.
+``optimizer.load_state_dict`` takes it too, as it takes the state of a plain optimizer, whose parameters have numbers
+instead of names; ``optimizer.state_dict()`` is that of a plain one where a rank has everything, and refused elsewhere.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from plait.comm import Comm
+from plait.comm.agree import check_together, gather_texts
+from plait.core.collectives import Note
+from plait.core.flat import Run, Slot
+from plait.core.mesh import AXES
+from plait.core.tensor_cut import TensorCut
+from plait.engine.data_parallel.optim import Owned, OwnedOptimizer
+from plait.engine.data_parallel.place import RunPlace
+
+State: TypeAlias = Mapping[str, Any]
+ELEMENTS, NUMBER, OTHER = "elements", "number", "other"
+"""A value for each element of the parameter; one for all; a tensor of a shape of its own, or a plain value."""
+_PLAIN = (type(None), bool, int, float, str)
+
+
+@dataclass(frozen=True)
+class Told:
+    """A run of another rank (or of this one), and what its optimizer keeps for it: kind, dtype, value or shape."""
+
+    rank: int
+    place: RunPlace
+    values: dict[str, tuple[str, str, Any]]
+
+    @property
+    def key(self) -> tuple[str, int, int]:
+        return self.place.run.slot.name, self.place.run.start, self.place.tensor_rank
+
+
+class OptimizerState:
+    """What goes through the state of a placed model's optimizers.
+
+    Args:
+        shapes: of the model's parameters, whole, by name.
+        cuts: over the tensor axis, of those that have one.
+        first: the runs of this rank that no rank before it has.
+        whole: every rank has the whole state.
+    """
+
+    def __init__(
+        self,
+        comm: Comm,
+        owner: OwnedOptimizer,
+        shapes: Mapping[str, tuple[int, ...]],
+        cuts: Mapping[str, TensorCut],
+        first: Sequence[Owned],
+        *,
+        whole: bool,
+    ) -> None:
+        self.comm, self.owner, self.shapes, self.cuts, self.first, self.whole = comm, owner, shapes, cuts, first, whole
+        self._by_view = {id(piece.view): piece for piece in owner.owned}
+        for optimizer in owner.optimizers:  # the user's own: see docs/guide/your-own-loop.md
+            optimizer.register_state_dict_pre_hook(self._check_whole)
+            optimizer.register_state_dict_post_hook(self._numbered)
+            optimizer.register_load_state_dict_pre_hook(self.cut)
+
+    # ---- out --------------------------------------------------------------------------------------------------------
+
+    def of(self, piece: Owned) -> dict[str, Any]:
+        """What an optimizer keeps for a run; nothing before its first gradient."""
+        found = (optimizer.state.get(piece.view) for optimizer in self.owner.optimizers)
+        return next((state for state in found if state), {})
+
+    def by_name(self, *, elements: bool) -> dict[str, Any]:
+        """The whole state, on the CPU of every rank; all ranks call it together.
+
+        Without ``elements``, what has a value per element of the parameter is an empty tensor on meta.
+        """
+        told, order = self._told(), {name: number for number, name in enumerate(self.shapes)}
+        mine = {(o.name, o.run.start, o.flat.tensor_rank): o for o in self.first}
+        state: dict[str, dict[str, Any]] = {}
+        for one in sorted(told, key=lambda t: order[t.place.run.slot.name]):
+            name = one.place.run.slot.name
+            here = self.of(mine[one.key]) if one.rank == self.comm.rank else {}
+            values = state.setdefault(name, {})
+            for key, (kind, dtype, given) in one.values.items():
+                if kind == NUMBER:
+                    number = torch.tensor(given, dtype=getattr(torch, dtype)) if dtype else given
+                    if values.setdefault(key, number) != number and number == number:
+                        raise ValueError(f"the ranks have different {key!r} of {name!r}: {values[key]} and {number}")
+                    continue
+                if kind == ELEMENTS and not elements:
+                    values[key] = torch.empty(self.shapes[name], dtype=getattr(torch, dtype), device="meta")
+                    continue
+                shape = (one.place.run.numel,) if kind == ELEMENTS else tuple(given)
+                sent = torch.empty(shape, dtype=getattr(torch, dtype), device=self.comm.device)
+                if key in here:
+                    sent.copy_(here[key].reshape(shape))
+                self.comm.broadcast(sent.view(-1), AXES, one.rank, note=Note("state", name)).wait()
+                if kind == OTHER:
+                    values[key] = sent.cpu()
+                    continue
+                whole = values.setdefault(key, torch.empty(self.shapes[name], dtype=sent.dtype))
+                for region, part in one.place.regions(sent):
+                    whole[tuple(slice(*ends) for ends in region)] = part.cpu()
+        groups = zip(self._own_groups(), self._names(), strict=True)
+        return {"state": state, "param_groups": [{**_options(group), "params": list(own)} for group, own in groups]}
+
+    def elements_of(self, piece: Owned) -> dict[str, Tensor]:
+        """What an optimizer keeps for each element of a run, in its own memory."""
+        return {key: value for key, value in self.of(piece).items() if _per_element(piece, value)}
+
+    def _told(self) -> list[Told]:
+        """Every run of the model and what its state is, by rank."""
+        found, error, text = [], None, ""
+        try:
+            text = json.dumps([_described(piece, self.of(piece)) for piece in self.first])
+        except ValueError as problem:
+            error = problem
+        check_together(self.comm, error, AXES)
+        for rank, row in enumerate(gather_texts(self.comm, text, Note("state"))):
+            for name, shape, start, stop, tensor_rank, values in json.loads(row):
+                run = Run(Slot(name, tuple(shape), 0), start, stop, 0)
+                place = RunPlace(run, self.cuts.get(name), tensor_rank)
+                found.append(Told(rank, place, {key: tuple(value) for key, value in values.items()}))
+        return found
+
+    def _own_groups(self) -> Iterator[dict[str, Any]]:
+        return (group for optimizer in self.owner.optimizers for group in optimizer.param_groups)
+
+    def _names(self) -> Iterator[list[str]]:
+        return (names for optimizer in self.owner.optimizers for names in self.owner.groups[optimizer])
+
+    # ---- in ---------------------------------------------------------------------------------------------------------
+
+    def load(self, state: State) -> None:
+        """Take over a whole state, by names or, of one optimizer, by numbers.
+
+        Raises:
+            ValueError: groups or parameters that are not those of the optimizers; a state that cannot be cut.
+        """
+        for optimizer in self.owner.optimizers:  # all are right before any is loaded
+            groups, values = self._fitting(optimizer, state)
+        known = {name for names in self._names() for name in names}
+        if surplus := sorted({*values, *(name for group in groups for name in group["params"])} - known):
+            raise ValueError(
+                f"the state has {len(surplus)} parameters that no optimizer of the engine has: {', '.join(surplus[:3])}"
+            )
+        for optimizer in self.owner.optimizers:
+            optimizer.load_state_dict(dict(state))
+
+    def _fitting(self, optimizer: Optimizer, state: State) -> tuple[Sequence[State], Mapping[str, State]]:
+        """Groups and values by name; ValueError where a group of the optimizer is not there."""
+        groups, values, own = state["param_groups"], state["state"], self.owner.groups[optimizer]
+        given = [name for group in groups for name in group["params"]]
+        if given and not isinstance(given[0], str):
+            sizes, own_sizes = ([len(x) for x in names] for names in ([g["params"] for g in groups], own))
+            if sizes != own_sizes:
+                raise ValueError(
+                    f"the state has groups of {sizes} parameters, with numbers in the place of names, and the "
+                    f"optimizer {type(optimizer).__name__} groups of {own_sizes}: build it as the one that was saved"
+                )
+            known = dict(zip(given, [name for names in own for name in names], strict=True))
+            values = {known[number]: value for number, value in values.items()}
+            groups = [{**group, "params": [known[number] for number in group["params"]]} for group in groups]
+        there = {frozenset(group["params"]) for group in groups}
+        for number, names in enumerate(own):
+            if names and frozenset(names) not in there:
+                raise ValueError(
+                    f"no group of the state has the parameters of group {number} of {type(optimizer).__name__}, "
+                    f"{len(names)} of them ({', '.join(names[:3])}, ...): build its groups as they were when the state "
+                    f"was saved"
+                )
+        return groups, values
+
+    def cut(self, optimizer: Optimizer, state: State) -> dict[str, Any]:
+        """This rank's part of a state for one optimizer, in the form in which torch loads it."""
+        groups, values = self._fitting(optimizer, state)
+        saved = {frozenset(group["params"]): group for group in groups}
+        pieces: list[dict[str, Any]] = []
+        own_groups = []
+        for group, names in zip(optimizer.param_groups, self.owner.groups[optimizer], strict=True):
+            start = len(pieces)
+            for piece in (self._by_view[id(view)] for view in group["params"]):
+                pieces.append({k: _read(piece, k, value) for k, value in values.get(piece.name, {}).items()})
+            options = _options(saved[frozenset(names)] if names else group)
+            own_groups.append({**options, "params": list(range(start, len(pieces)))})
+        return {"state": {i: piece for i, piece in enumerate(pieces) if piece}, "param_groups": own_groups}
+
+    # ---- the optimizer's own calls ----------------------------------------------------------------------------------
+
+    def _check_whole(self, optimizer: Optimizer) -> None:
+        if not self.whole:
+            raise ValueError(
+                f"{type(optimizer).__name__}.state_dict() would have this rank's pieces only: call "
+                f"engine.optimizer_state_dict() on all ranks, which is whole and by name, and "
+                f"engine.load_optimizer_state_dict(state)"
+            )
+
+    def _numbered(self, optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
+        """The numbers that a plain optimizer on the same parameters gives them."""
+        names = self.owner.groups[optimizer]
+        numbers = {name: number for number, name in enumerate(name for own in names for name in own)}
+        views = [view for group in optimizer.param_groups for view in group["params"]]
+        groups = zip(state["param_groups"], names, strict=True)
+        return {
+            **state,
+            "state": {numbers[self._by_view[id(views[i])].name]: value for i, value in state["state"].items()},
+            "param_groups": [{**group, "params": [numbers[name] for name in own]} for group, own in groups],
+        }
+
+
+def _options(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Copies of all that a group has but its parameters."""
+    kept = {key: value for key, value in group.items() if key not in ("params", "param_names")}
+    return {k: v.detach().cpu().clone() if isinstance(v, Tensor) else copy.deepcopy(v) for k, v in kept.items()}
+
+
+def _described(piece: Owned, state: State) -> list[Any]:
+    """A run and its state, for the table; ValueError for what is neither number nor tensor, or cannot be cut."""
+    values: dict[str, tuple[str, str, Any]] = {}
+    for key, value in state.items():
+        if _per_element(piece, value):
+            values[key] = (ELEMENTS, str(value.dtype)[6:], None)
+        elif isinstance(value, Tensor) and not value.dim() and not value.is_complex():
+            values[key] = (NUMBER, str(value.dtype)[6:], value.item())
+        elif isinstance(value, Tensor) and piece.run.whole and piece.cut is None:
+            values[key] = (OTHER, str(value.dtype)[6:], list(value.shape))
+        elif isinstance(value, _PLAIN):
+            values[key] = (NUMBER, "", value)
+        else:
+            what = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+            raise ValueError(
+                f"the optimizer's {key!r} of {piece.name!r} is {what}, which cannot be put together from this rank's "
+                f"{piece.run.numel} of {piece.run.slot.numel} elements: give a number, or a tensor shaped like the "
+                f"parameter"
+            )
+    slot, run = piece.run.slot, piece.run
+    return [piece.name, slot.shape, run.start, run.stop, piece.flat.tensor_rank, values]
+
+
+def _per_element(piece: Owned, value: Any) -> bool:
+    return isinstance(value, Tensor) and value.shape == piece.view.shape
+
+
+def _read(piece: Owned, key: str, value: Any) -> Any:
+    """What this rank has of one value of a whole state."""
+    if not hasattr(value, "shape"):
+        return copy.deepcopy(value)
+    shape = tuple(value.shape)
+    if shape == piece.place.shape:
+        return piece.place.read(value).view(piece.view.shape)
+    if not shape or (piece.run.whole and piece.cut is None):
+        return torch.as_tensor(value[tuple(slice(0, size) for size in shape)]).clone()
+    raise ValueError(
+        f"{key!r} of {piece.name!r} has shape {shape}, the parameter {piece.place.shape}: the state is not one number "
+        f'per element, so a row that cuts parameters cannot take it; use cut="tensor", or a row that keeps the '
+        f"optimizer state full (ddp)"
+    )

@@ -1,0 +1,47 @@
+"""What four processes do for ``test_processes.py``: cells of the matrix over gloo, one world after the other."""
+
+from __future__ import annotations
+
+import math
+import os
+import warnings
+
+import torch
+
+from plait.comm.process import ProcessComm
+from plait.config import VerifyConfig, validate, with_job
+from plait.core.mesh import AXES
+from plait.job.job import make_job
+from plait.verify import judge
+from plait.verify.cases import DIMENSIONS, RULES, command, config_of, due
+from plait.verify.covering import Rule, covering
+from plait.verify.record import collect_records, record_run
+from plait.verify.run import references
+
+RANKS = 4
+
+
+def of_four() -> list[VerifyConfig]:
+    """A fourth of the cells in which every two values of the matrix's dimensions meet on four ranks."""
+    on_four = Rule(AXES, lambda *counts: math.prod(counts) == RANKS)
+    return [with_job(config) for config in map(config_of, covering(DIMENSIONS, (*RULES, on_four))[::4])]
+
+
+def rank_main(rank: int, port: int, path: str) -> None:
+    """Runs the cells; rank 0 saves what is not as due, by the command that shows it."""
+    warnings.simplefilter("ignore")
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), LOCAL_RANK=str(rank))
+    os.environ.update(WORLD_SIZE=str(RANKS), LOCAL_WORLD_SIZE=str(RANKS))
+    torch.set_num_threads(1)
+    found = {}
+    for config in of_four():
+        validate(config)
+        comm = ProcessComm.from_env(config.parsed_mesh)
+        job = make_job(config)
+        records = collect_records(comm, record_run(job, config, comm))
+        if records is not None:
+            verdict = judge(job, config, records, *references(job, config, records))
+            found[command(config)] = "" if verdict.word in ("bitwise", due(config)) else str(verdict)
+        comm.close()
+    if rank == 0:
+        torch.save(found, path)

@@ -1,0 +1,305 @@
+"""Faults like those that users of other engines met in training: each makes the verification say "different".
+
+Sums that lose their tail (sizes that are no multiple), a rank that never updates, moments or master weights that are
+forgotten, losses that are means of means, targets that are masked and counted, weights of the step before.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import verify_cases as cases
+from torch import Tensor
+from torch.optim.lr_scheduler import LambdaLR
+from verify_cases import GPT, TINY, judged, record
+
+from plait.comm.thread import ThreadComm
+from plait.engine import Engine, update
+from plait.engine.data_parallel import gradients
+from plait.engine.data_parallel.flat_gradient import FlatGradient
+from plait.engine.data_parallel.optim import OwnedOptimizer
+from plait.engine.data_parallel.storage import Flat
+from plait.engine.data_parallel.unit import Unit
+from plait.engine.exchange import Exchange
+from plait.engine.forward import dropout
+from plait.engine.update import Update
+from plait.job.job import Job
+
+Patch = pytest.MonkeyPatch
+Fault = Callable[[Patch], None]
+
+
+def before(patch: Patch, owner: Any, name: str, what: Callable[..., None]) -> None:
+    """``what(self, ...)`` runs before a method."""
+    original = getattr(owner, name)
+
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        what(self, *args)
+        return original(self, *args, **kwargs)
+
+    patch.setattr(owner, name, method)
+
+
+def behind(patch: Patch, owner: Any, name: str, what: Callable[..., None]) -> None:
+    """``what(self, ...)`` runs behind a method."""
+    original = getattr(owner, name)
+
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        result = original(self, *args, **kwargs)
+        what(self, *args)
+        return result
+
+    patch.setattr(owner, name, method)
+
+
+def lose_the_last_element(patch: Patch) -> None:
+    original = ThreadComm._all_reduce
+
+    def short(self: ThreadComm, call: Any, whole: Tensor, *rest: Tensor) -> Any:
+        own = whole[-1:].clone()
+        work = original(self, call, whole, *rest)
+        if whole.numel() > 8:
+            whole[-1:] = own
+        return work
+
+    patch.setattr(ThreadComm, "_all_reduce", short)
+
+
+def last_rank_never_updates(patch: Patch) -> None:
+    def leave_out(self: OwnedOptimizer, touched: Any) -> None:
+        for piece in self.owned:
+            if piece.flat.comm.rank == piece.flat.comm.mesh.size - 1:
+                piece.view.grad = None
+
+    behind(patch, OwnedOptimizer, "give_gradients", leave_out)
+
+
+def forget_the_moments(patch: Patch) -> None:
+    before(patch, Update, "prepare", lambda self, *_: [o.state.clear() for o in self.placed.optimizers])
+
+
+def count_steps_from_the_start(patch: Patch) -> None:
+    def reset(self: Update, *_: Any) -> None:
+        for state in self.placed.optimizers[0].state.values():
+            state["step"].zero_()
+
+    before(patch, Update, "prepare", reset)
+
+
+def never_unscale(patch: Patch) -> None:
+    patch.setattr(update, "scale", lambda runs, factor: None)
+
+
+def sum_in_16_bits(patch: Patch) -> None:
+    def rounded(self: FlatGradient, *_: Any) -> None:
+        whole = self.accumulated if self.direct else self.transient
+        assert whole is not None
+        whole.copy_(whole.bfloat16())
+
+    behind(patch, FlatGradient, "take", rounded)
+
+
+def forget_the_master_weights(patch: Patch) -> None:
+    def forget(self: Flat, *_: Any) -> None:
+        assert self.master is not None
+        self.master.copy_(self.updated_at_rest)
+
+    behind(patch, Flat, "publish", forget)
+
+
+def read_the_weights_of_the_step_before(patch: Patch) -> None:
+    patch.setattr(Unit, "forget", lambda self: None)
+
+
+def step_the_schedule_twice(patch: Patch) -> None:
+    original = LambdaLR.step
+
+    def twice(self: LambdaLR, *args: Any) -> None:
+        original(self, *args)
+        if self.last_epoch:  # not when it is made
+            original(self, *args)
+
+    patch.setattr(LambdaLR, "step", twice)
+
+
+def clip_twice(patch: Patch) -> None:
+    original = update.clip_factor
+    patch.setattr(update, "clip_factor", lambda norm, limit: original(norm, limit) ** 2)
+
+
+def mean_of_the_microbatches_means(patch: Patch) -> None:
+    original = Engine._functions
+
+    def functions(self: Engine) -> Any:
+        loss_fn, count_fn = original(self)
+        return (lambda model, batch: loss_fn(model, batch) * 3 / max(1, count_fn(batch))), count_fn
+
+    patch.setattr(Engine, "_functions", functions)
+
+
+def count_what_is_masked(patch: Patch) -> None:
+    original = Engine._functions
+    patch.setattr(Engine, "_functions", lambda self: (original(self)[0], lambda batch: batch["tokens"].numel()))
+
+
+def two_ranks_read_the_same_samples(patch: Patch) -> None:
+    original = Job.microbatches
+
+    def same(self: Job, step: int, rank: int, *rest: Any) -> Any:
+        return original(self, step, 0 if rank == 1 else rank, *rest)
+
+    patch.setattr(Job, "microbatches", same)
+
+
+def replicas_part_in_odd_steps(patch: Patch) -> None:
+    original, steps = gradients.send, threading.local()
+
+    def begun(*_: Any) -> None:
+        steps.number = getattr(steps, "number", 0) + 1
+
+    def send(comm: Any, message: Any, array: Tensor, base: int, note: Any, out: Tensor | None = None) -> Any:
+        if message.axes == ("replica",) and steps.number % 2 == 0:
+            group = message  # everybody sends, and keeps what was its own
+            own = array.clone()
+            work = original(comm, group, array, base, note, out)
+            work.wait()
+            array.copy_(own)
+            return work
+        return original(comm, message, array, base, note, out)
+
+    behind(patch, gradients.Gradients, "begin_step", begun)
+    patch.setattr(gradients, "send", send)
+
+
+def reduce_one_gradient_early(patch: Patch) -> None:
+    def early(self: FlatGradient) -> None:
+        slot = self.flat.layout.slots[-1]
+        assert self.transient is not None
+        self.transient[slot.offset : slot.end].zero_()
+
+    before(patch, FlatGradient, "hand_over", early)
+
+
+def a_units_update_stays_on_the_cpu(patch: Patch) -> None:
+    original = Flat.publish
+
+    def publish(self: Flat, note: Any) -> Any:
+        if note.unit == "1":
+            old = self.updated_at_rest.clone()
+            works = original(self, note)
+            for work in works:
+                work.wait()
+            self.updated_at_rest.copy_(old)
+            return []
+        return original(self, note)
+
+    patch.setattr(Flat, "publish", publish)
+
+
+def flat_pieces_do_not_decay(patch: Patch) -> None:
+    def undecayed(self: OwnedOptimizer, optimizers: Any, *_: Any) -> None:
+        for group in (group for one in optimizers for group in one.param_groups):
+            if all(view.ndim < 2 for view in group["params"]):
+                group["weight_decay"] = 0.0
+
+    behind(patch, OwnedOptimizer, "__init__", undecayed)
+
+
+def report_the_last_microbatchs_loss(patch: Patch) -> None:
+    original = Exchange.report
+
+    def report(self: Exchange, squares: float, losses: Any, *rest: Any) -> Any:
+        return original(self, squares, (*(0.0 for _ in losses[1:]), *losses[-1:]), *rest)
+
+    patch.setattr(Exchange, "report", report)
+
+
+def exchange_the_gradients_of_equal_layers(patch: Patch) -> None:
+    original = FlatGradient.take
+
+    def take(self: FlatGradient, index: int, gradient: Tensor) -> None:
+        other = self.__dict__.setdefault("last", {})
+        original(self, index, other.pop(gradient.shape, gradient))
+        other[gradient.shape] = gradient.clone()
+
+    patch.setattr(FlatGradient, "take", take)
+
+
+def scale_the_rate_with_the_ranks(patch: Patch) -> None:
+    def scaled(self: OwnedOptimizer, optimizers: Any, *_: Any) -> None:
+        for group in (group for one in optimizers for group in one.param_groups):
+            group["lr"] *= 2
+
+    behind(patch, OwnedOptimizer, "__init__", scaled)
+
+
+def seed_by_rank(patch: Patch) -> None:
+    original = dropout.stream_key
+
+    def key(kind: Any, seed: int, *rest: Any) -> Any:
+        return original(kind, seed + int(threading.current_thread().name.removeprefix("rank ")), *rest)
+
+    patch.setattr(dropout, "stream_key", key)
+
+
+def round_the_parameters(patch: Patch) -> None:
+    before(patch, Flat, "publish", lambda self, note: self.rest.copy_(self.rest.bfloat16()))
+
+
+def squares_of_16_bits(patch: Patch) -> None:
+    original = update.square_sum
+    patch.setattr(update, "square_sum", lambda runs: original(run.bfloat16().to(run.dtype) for run in runs))
+
+
+RICH = replace(TINY, mesh="shard=3", microbatches=2, weight_decay=0.5, lr_schedule="cosine", warmup=2, steps=4)
+FAULTS: dict[str, tuple[Fault, dict[str, Any]]] = {
+    "sums lose their last element": (lose_the_last_element, {"strategy": "ddp", "width": 48}),
+    "the last rank never updates": (last_rank_never_updates, {"strategy": "zero1"}),
+    "moments are forgotten": (forget_the_moments, {"strategy": "zero3"}),
+    "bias correction starts anew": (count_steps_from_the_start, {"strategy": "zero2"}),
+    "the loss scale stays in": (never_unscale, {"strategy": "zero3", "dtype": "fp16-mixed", "clip": None}),
+    "sums in 16 bits": (sum_in_16_bits, {"strategy": "ddp", "dtype": "bf16-mixed"}),
+    "master weights are forgotten": (forget_the_master_weights, {"strategy": "zero1", "dtype": "bf16-mixed"}),
+    "weights of the step before": (
+        read_the_weights_of_the_step_before,
+        {"strategy": "hpz", "mesh": "replica=2 shard=2"},
+    ),
+    "the schedule goes twice": (step_the_schedule_twice, {"strategy": "zero3"}),
+    "clipped twice": (clip_twice, {"strategy": "zero1"}),
+    "a mean of the microbatches' means": (mean_of_the_microbatches_means, {"strategy": "ddp", "microbatches": 3}),
+    "masked targets are counted": (count_what_is_masked, {"strategy": "zero3", "of": GPT}),
+    "two ranks read the same samples": (two_ranks_read_the_same_samples, {"strategy": "zero2"}),
+    "replicas part in odd steps": (replicas_part_in_odd_steps, {"strategy": "hsdp", "mesh": "replica=2 shard=2"}),
+    "reduced one gradient early": (reduce_one_gradient_early, {"strategy": "zero3"}),
+    "a unit's update stays on the CPU": (a_units_update_stays_on_the_cpu, {"strategy": "zero1", "offload": True}),
+    "flat pieces do not decay": (flat_pieces_do_not_decay, {"strategy": "zero3"}),
+    "the last microbatch's loss": (report_the_last_microbatchs_loss, {"strategy": "hsdp"}),
+    "equal layers exchange gradients": (exchange_the_gradients_of_equal_layers, {"strategy": "ddp"}),
+    "the rate grows with the ranks": (scale_the_rate_with_the_ranks, {"strategy": "zero3"}),
+    "each rank its own seed": (seed_by_rank, {"strategy": "zero1", "dropout": 0.2}),
+    "parameters are rounded": (round_the_parameters, {"strategy": "ddp"}),
+    "the norm of 16 bits": (squares_of_16_bits, {"strategy": "psdp", "mesh": "replica=2 shard=2"}),
+}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_fault_from_the_field_shows(name: str, monkeypatch: Patch) -> None:
+    fault, settings = FAULTS[name]
+    settings = dict(settings)
+    config = replace(settings.pop("of", RICH), mesh=settings.pop("mesh", "shard=3"), **settings)
+    with monkeypatch.context() as broken:
+        job = cases.job_of(config)
+        fault(broken)
+        ranks = record(config, job)
+    assert judged(config, ranks).verdict.word == "different"
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_without_it_the_layout_is_bitwise(name: str) -> None:
+    settings = dict(FAULTS[name][1])
+    config = replace(settings.pop("of", RICH), mesh=settings.pop("mesh", "shard=3"), **settings)
+    assert judged(config, record(config)).verdict.word == "bitwise"

@@ -24,7 +24,7 @@ LARGEST = 20_000_000
 """Parameters beyond which a model has not been made small."""
 
 
-class NotBuilt(Exception):
+class NotBuiltError(Exception):
     """The small model cannot be built or run on one process; plait has no part in it."""
 
 
@@ -147,7 +147,7 @@ def declare_torchvision() -> None:
 
 def _check_size(model: nn.Module) -> None:
     if (size := sum(p.numel() for p in model.parameters())) > LARGEST:
-        raise NotBuilt(f"it has {size:,} parameters, of at most {LARGEST:,}")
+        raise NotBuiltError(f"it has {size:,} parameters, of at most {LARGEST:,}")
 
 
 LIBRARIES: list[torch.library.Library] = []
@@ -180,7 +180,7 @@ def entries(kinds: Sequence[str]) -> list[Entry]:
 
 
 def build(entry: Entry) -> tuple[nn.Module, Batches]:
-    """The small model with random weights in fp64, and its batches; ``NotBuilt`` where it does not run at all.
+    """The small model with random weights in fp64, and its batches; ``NotBuiltError`` where it does not run at all.
 
     One that does not run narrow is tried with few layers, but its own widths.
     """
@@ -199,7 +199,7 @@ def build(entry: Entry) -> tuple[nn.Module, Batches]:
             except Exception as error:
                 errors.append(error)
     first = errors[0]
-    raise NotBuilt(f"{type(first).__name__}: {first_line(first)}") from first
+    raise NotBuiltError(f"{type(first).__name__}: {first_line(first)}") from first
 
 
 def _distinct(model: nn.Module) -> None:

@@ -97,7 +97,8 @@ def line_of(entry: object, row: Row, layouts: tuple[str, ...]) -> str:
     for name in layouts:
         result = row[name]
         why = f" ({result['why']})" if result["why"] else ""
-        said.append(f"{name} {result['word']}{why}{' LEDGER' if result['ledger'] and result['once'] else ''} {result['seconds']:.0f}s")
+        ledger = " LEDGER" if result["ledger"] and result["once"] else ""
+        said.append(f"{name} {result['word']}{why}{ledger} {result['seconds']:.0f}s")
     return f"{entry}: {'; '.join(said)}"
 
 

@@ -61,7 +61,11 @@ def page(rows: Sequence[Row], versions: str) -> str:
         text += ["", "## Why not\n"]
         text += [f"{number}. {_short(reason)}" for reason, number in numbers.items()]
     if left := [row for row in rows if "not built" in row]:
-        text += ["", "## Not built\n", "These do not build, or do not run in fp64, on one process and without plait, once made small.\n"]
+        text += [
+            "",
+            "## Not built\n",
+            "These do not build, or do not run in fp64, on one process and without plait, once made small.\n",
+        ]
         text += [f"- {row['kind']}/{row['name']}: {_short(row['not built'])}" for row in left]
     return "\n".join(text) + "\n"
 

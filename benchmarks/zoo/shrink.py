@@ -37,14 +37,17 @@ LARGEST: tuple[tuple[str, int], ...] = (
      r"sliding_window(_size)?$|attention_window(_size)?$|local_attention_window|keep_window_size", 64),
     (r"chunk_size$|chunk_length$", 8),
     (r"experts_per_tok|top_?k(_blocks|_prob)?$|moe_k$|intermediate_top_k", 2),
-    (r"n_group$|topk_group|shared_experts$|num_expert_group$|first_k_dense_replace|num_dense_layers|kv_shared_layers", 1),
-    (r"num_(local_|routed_)?experts$|n_routed_experts|moe_num_experts|zero_expert_num|num_codevectors_per_group", HEADS),
+    (r"n_group$|topk_group|shared_experts$|num_expert_group$", 1),
+    (r"first_k_dense_replace|num_dense_layers|kv_shared_layers", 1),
+    (r"num_(local_|routed_)?experts$|n_routed_experts|moe_num_experts|zero_expert_num", HEADS),
+    (r"num_codevectors_per_group", HEADS),
     (r"qk_head_dim$", 2 * HEAD_DIM),
     (r"rotary_dim$", HEAD_DIM // 2),
     (r"head_dim$|head_dim_|^d_kv$|^dim_head$|head_size$|kv_channels|d_head$|_headdim$|^dim_head$", HEAD_DIM),
     (r"lora_rank|_rank$|^d_rel$", HEAD_DIM),
     (r"n_groups$|ngroups$|num_query_groups|num_groups$", 2),
-    (r"layer_period$|sparse_step$|every_n_layers|layer_interval|sliding_window_pattern|layer_step$|layer_group_size", 2),
+    (r"layer_period$|sparse_step$|every_n_layers|layer_interval|layer_step$|layer_group_size", 2),
+    (r"sliding_window_pattern", 2),
     (r"layer_offset$|max_window_layers|moe_layer_start_index", 1),
     (r"state_size$|d_state$", HEAD_DIM),
     (r"intermediate_size|ffn_dim|^d_ff$|dff$|^d_inner|dim_ff|feed_forward_size|ffn_hidden_size|mlp_dim", 96),
@@ -184,4 +187,3 @@ def _heads(name: str, value: int, beside: Mapping[str, Any]) -> int:
     if sizes and width and not prefix.startswith("qk"):
         return min(value, HEADS * max(1, round(value * sizes[0] / width)))
     return min(value, HEADS)
-

@@ -1,11 +1,11 @@
 """One model under one layout against plain PyTorch on one process: a word, and why.
 
-    bitwise     every loss and every parameter after the last step is the same number
-    equal       within ``TOLERANCE`` of it (everything is fp64)
-    refused     plait raised an error of its own, in a line that says ``raise``
-    wrong       anything else that came out
-    crash       an error of torch's or of Python's: nobody has said it
-    unknown     plain PyTorch itself does not come to the same numbers twice
+bitwise     every loss and every parameter after the last step is the same number
+equal       within ``TOLERANCE`` of it (everything is fp64)
+refused     plait raised an error of its own, in a line that says ``raise``
+wrong       anything else that came out
+crash       an error of torch's or of Python's: nobody has said it
+unknown     plain PyTorch itself does not come to the same numbers twice
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ import linecache
 import math
 import time
 import traceback
-from functools import partial
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from catalogue import SIZES, Batches, NotBuilt, count, first_line, leading, logits_of
+from catalogue import SIZES, Batches, NotBuiltError, count, first_line, leading, logits_of
 from torch import Tensor, nn
 
 import plait
@@ -170,7 +170,9 @@ def compare(run: Run, expected: Run) -> Result:
     """How far a run is from the plain one."""
     worst, where = 0.0, ""
     for step, (mine, theirs) in enumerate(zip(run.losses, expected.losses, strict=True)):
-        worst, where = max((worst, where), (_off(torch.tensor(mine), torch.tensor(theirs), 1.0), f"loss of step {step}"))
+        worst, where = max(
+            (worst, where), (_off(torch.tensor(mine), torch.tensor(theirs), 1.0), f"loss of step {step}")
+        )
     for name, value in expected.parameters.items():
         worst, where = max((worst, where), (_off(run.parameters[name], value, 1e-3), name))
     if worst > TOLERANCE:
@@ -193,7 +195,11 @@ def judged(error: BaseException) -> Result:
     frames = traceback.extract_tb(error.__traceback__)
     last = frames[-1] if frames else None
     ours = last is not None and str(Path(plait.__file__).parent) in last.filename
-    said = ours and isinstance(error, SAID) and linecache.getline(last.filename, last.lineno or 0).strip().startswith("raise")
+    said = (
+        ours
+        and isinstance(error, SAID)
+        and linecache.getline(last.filename, last.lineno or 0).strip().startswith("raise")
+    )
     text = "".join(traceback.format_exception(error))[-4000:]
     if said:
         return Result("refused", first_line(error), traceback=text)
@@ -213,14 +219,14 @@ class Trial:
         return self._plain[order]
 
     def check(self) -> None:
-        """Raises ``NotBuilt`` where the model does not train on one process."""
+        """Raises ``NotBuiltError`` where the model does not train on one process."""
         try:
             first = self.expected(LAYOUTS["ddp"].order)
         except Exception as error:
-            raise NotBuilt(f"on one process, {type(error).__name__}: {first_line(error)}") from error
+            raise NotBuiltError(f"on one process, {type(error).__name__}: {first_line(error)}") from error
         values = [*first.parameters.values(), torch.tensor(first.losses)]
         if not all(bool(value.isfinite().all()) for value in values):
-            raise NotBuilt("on one process, the loss or a parameter is not finite")
+            raise NotBuiltError("on one process, the loss or a parameter is not finite")
 
     def run(self, name: str) -> Result:
         """The verdict on a layout of ``LAYOUTS``, or on ``PEER``."""

@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from catalogue import Entry, NotBuilt, build, declare_torchvision
+from catalogue import Entry, NotBuiltError, build, declare_torchvision
 from trial import Trial
 
 Row = dict[str, Any]
@@ -32,7 +32,7 @@ def examine(entry: Entry, layouts: Sequence[str], write: Callable[[str, Any], No
         model, batches = build(entry)
         trial = Trial(model, batches)
         trial.check()
-    except NotBuilt as error:
+    except NotBuiltError as error:
         write("not built", str(error))
         return
     write("about", {"class": type(model).__name__, "parameters": sum(p.numel() for p in model.parameters())})
@@ -125,7 +125,15 @@ def examined(
             done = {what: value for what, value in lines if value is not None}
             if how and (open_ones := [w for w, v in lines if v is None and w in layouts and w not in done]):
                 with child.path.open("a", encoding="utf-8") as file:
-                    value = {"word": "crash", "why": how, "difference": 0, "ledger": [], "once": True, "seconds": 0, "traceback": ""}
+                    value = {
+                        "word": "crash",
+                        "why": how,
+                        "difference": 0,
+                        "ledger": [],
+                        "once": True,
+                        "seconds": 0,
+                        "traceback": "",
+                    }
                     file.write(json.dumps([open_ones[-1], value]) + "\n")
                     done[open_ones[-1]] = value
                 if left := tuple(name for name in layouts if name not in done):

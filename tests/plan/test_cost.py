@@ -147,7 +147,9 @@ def test_frozen_units_are_gathered_and_nothing_else(row: str) -> None:
 
 def test_no_backward_goes_through_frozen_layers_before_which_nothing_trains() -> None:
     mesh = Mesh(shard=3)
-    entries = predict_step([replace(u, differentiated=False) for u in units_for(mesh, trains=False)], mesh, TABLE["zero3"], 2, 0)
+    entries = predict_step(
+        [replace(u, differentiated=False) for u in units_for(mesh, trains=False)], mesh, TABLE["zero3"], 2, 0
+    )
     assert {e.note.phase for e in entries} & set(STATE) == {"forward"}
 
 

@@ -15,17 +15,17 @@ import pytest
 
 import plait
 
-ZOO = Path(__file__).parents[2] / "benchmarks" / "zoo"
-sys.path.insert(0, str(ZOO))
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks" / "zoo"))
 
+import catalogue
+import torch
+import worker
 from page import page
 from shrink import HEAD_DIM, HEADS, LAYERS, SPECIAL, VOCABULARY, WIDTH, shrink
 from trial import Run, compare, judged
 from worker import examined
 
-import catalogue
-import torch
-import worker
+ZOO = Path(catalogue.__file__).parent
 
 
 def test_a_config_keeps_each_kind_of_layer() -> None:

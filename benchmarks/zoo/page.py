@@ -34,8 +34,8 @@ Other people's models, trained by plait with not a line of theirs changed, each 
 Each model is small (four layers, a few heads, random weights) and trains two steps of ragged batches in fp64.
 *bitwise*: every parameter is the same number. *equal*: within 1e-10. *refused*: plait says why, before anything is
 wrong. *crash*: an error that nobody has written. An asterisk: the messages that were sent are not those predicted.
-Where one is predicted, each unit runs once in a forward; models that run one more often, or never, are not counted
-for it (in brackets).
+The prediction takes it that each unit runs once in a forward and gets its gradients; models in which one runs more
+often, or never, or is not used by the loss, are not counted for it (in brackets).
 """
 
 

@@ -78,7 +78,7 @@ class Result:
     ledger: list[str] = field(default_factory=list)
     """Messages that were not as predicted; the first few."""
     once: bool = True
-    """Whether each unit ran once in a forward, as the prediction assumes."""
+    """Whether each unit ran once in a forward and all its parameters got gradients, as the prediction assumes."""
     seconds: float = 0.0
     traceback: str = ""
 
@@ -151,7 +151,8 @@ def ours(model: nn.Module, batches: Batches, layout: Layout) -> Run:
             job = SimpleNamespace(width=0, leading=leading, dtype=torch.float64)
             sent = [e for e in comm.ledger.since(mark) if e.note.phase != "setup" or not checks]
             ledger += differences(predict(engine, job, made), sent)
-        return Run(losses, engine.full_state_dict(), ledger, set(forwards) == {STEPS * num})
+        once = set(forwards) == {STEPS * num} and all(engine.update.have_gradient.values())
+        return Run(losses, engine.full_state_dict(), ledger, once)
 
     runs = plait.run_threads(layout.mesh, body, deadline=DEADLINE)
     for other in runs[1:]:

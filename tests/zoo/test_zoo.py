@@ -114,7 +114,7 @@ def test_a_process_that_dies_or_hangs_takes_one_layout_with_it(tmp_path: Path, m
 def test_a_few_architectures_are_the_run_of_plain_pytorch(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     file, made = tmp_path / "zoo.json", tmp_path / "page.md"
-    only = ["causal/gpt2", "causal/qwen3_moe", "masked/bert", "seq2seq/bart", "image/resnet"]
+    only = ["causal/gpt2", "causal/qwen3_moe", "masked/bert"]
     command = [sys.executable, str(ZOO / "main.py"), "--layouts", "ddp", "zero3", "--fsdp2", "--json", str(file)]
     done = subprocess.run([*command, "--page", str(made), "--only", *only], capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stdout + done.stderr

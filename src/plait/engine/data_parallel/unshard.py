@@ -294,6 +294,8 @@ class Unsharding(StaysHere):
             tracked = [tensor for tensor in tensors if tensor.requires_grad]
             for tensor in tracked:
                 self._hooks.when_gradient_comes(tensor, lambda gradient: self._at_output(unit))
+            if torch.is_grad_enabled():
+                unit.differentiated = bool(tracked)
             self.reshard(unit, keep=bool(tracked), keep_borrowed=False)
         return output
 
@@ -307,7 +309,8 @@ class Unsharding(StaysHere):
         if microbatch is not None:
             self._hooks.microbatch = microbatch
         self.split_backward, self.in_pass = split, True
-        self.orders["backward"].begin(guess=list(reversed(self.orders["forward"].seen)))
+        ran = reversed(self.orders["forward"].seen)
+        self.orders["backward"].begin(guess=[unit for unit in ran if unit.differentiated])
         self._ran_backward.clear()
 
     def begin_weights(self) -> None:

@@ -179,8 +179,11 @@ class Stage:
                 unit.look_at_frozen()
 
     def layouts(self) -> tuple[UnitLayout, ...]:
-        """The units as the planner sees them."""
-        borrowed = [u for unit in self.units for u in unit.needs if u is not unit]
+        """The units as the planner sees them; before the first step a backward is expected of frozen layers too.
+
+        One whose parameters a unit inside of it borrows is open then, and is not gathered for that.
+        """
+        borrowed = [u for unit in self.units for u in unit.needs if u is not unit and u not in unit.ancestors]
         return tuple(unit.layout(1 + sum(b is unit for b in borrowed)) for unit in self.units if unit.flats)
 
     # ---- passes -------------------------------------------------------------------------------------------------

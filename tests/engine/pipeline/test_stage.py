@@ -93,8 +93,8 @@ def test_evaluation_mode_before_and_after_the_engine_is_built() -> None:
 def test_a_model_that_is_changed_after_it_was_wrapped_is_refused() -> None:
     def body(comm: Comm) -> None:
         engine = build(chain(), comm)
-        for parameter in engine.model.parameters():
-            parameter.requires_grad_(False)
+        first = next(module for module in engine.model.modules() if isinstance(module, nn.Linear))
+        first.weight = nn.Parameter(torch.ones(first.weight.shape))
         with pytest.raises(ValueError, match="changed after it was wrapped"):
             step(engine, batches(1)[0])
 

@@ -166,12 +166,12 @@ def test_owning_tensors_whole_moves_the_same_bytes_in_all(row: str, mesh: Mesh) 
 @pytest.mark.parametrize("row", TABLE)
 @pytest.mark.parametrize(("m", "words"), [(1, 1 + 1 + 1 + 4), (5, 1 + 5 + 1 + 4)])
 def test_a_step_has_two_small_agreements(row: str, m: int, words: int) -> None:
-    """Counts: 3 numbers a rank.  Report: squares, a loss per microbatch, a bit per trainable parameter, four beside."""
+    """Counts: 4 numbers a rank.  Report: squares, a loss per microbatch, a bit per trainable parameter, four beside."""
     mesh = Mesh(replica=2, shard=2, tensor=2)
     entries = predict_step(units_for(mesh), mesh, TABLE[row], m, 0)
     order = ("pipe", "replica", "shard", "tensor")
     assert [e for e in entries if e.note.phase not in STATE] == [
-        Entry("all_gather", order, 8 * 3 * 8, 7 * 3 * 8, Note("count")),
+        Entry("all_gather", order, 8 * 4 * 8, 7 * 4 * 8, Note("count")),
         Entry("all_gather", order, 8 * words * 8, 7 * words * 8, Note("report")),
     ]
 
@@ -191,7 +191,7 @@ def test_by_phase_counts_messages_and_bytes() -> None:
         "forward": (6, 3 * half),
         "backward": (6, 3 * half),
         "microbatch": (6, 3 * half),
-        "count": (1, 24),
+        "count": (1, 32),
         "report": (1, 8 * (1 + 3 + 1 + 4)),
     }
     assert by_phase(()) == {}

@@ -25,7 +25,7 @@ AXES = ("shard", "replica")
 HANDED = (40, 32, 32)
 """Bytes of the activation of each microbatch: 5, 4 and 4 samples of two numbers."""
 UNIT_BYTES = {"a": 256, "b": 512, "c": 256, "d": 512}
-NUMBERS = {"count": 3, "report": num_reported(M, 6)}
+NUMBERS = {"count": 4, "report": num_reported(M, 6)}
 
 
 def unit(name: str) -> UnitLayout:
@@ -101,7 +101,7 @@ def test_the_same_in_bytes_sent() -> None:
         "microbatch": (2 * M, M * half),
         ACTIVATION: (M, sum(HANDED)),
         GRADIENT: (M, 0),
-        "count": (1, 8 * 3 * 3),
+        "count": (1, 8 * 4 * 3),
         "report": (1, 8 * (1 + M + 1 + 4) * 3),
     }
 

@@ -258,7 +258,7 @@ def add_a_rows_weight_gradient_twice(patch: Patch) -> None:
 def count_targets_on_every_tensor_rank(patch: Patch) -> None:
     original = Exchange.counts
 
-    def counts(self: Exchange, *numbers: int) -> tuple[int, int]:
+    def counts(self: Exchange, *numbers: Any) -> tuple[int, int]:
         first, total = original(self, *numbers)
         return first, total * self.tensor
 

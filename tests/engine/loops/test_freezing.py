@@ -28,7 +28,7 @@ Freeze = Callable[[str], bool]
 PATTERNS: dict[str, Freeze] = {
     "whole blocks": lambda name: name.startswith(("0.", "2.")),
     "weights of a block": lambda name: name.startswith("1.") and name.endswith("weight"),
-    "behind a norm that trains": lambda name: "up" in name or "down" in name,
+    "before a linear that trains": lambda name: "norm" in name or "up" in name,
     "all but the first": lambda name: not name.startswith("0."),
     "all but the last": lambda name: not name.startswith("3."),
 }

@@ -1,9 +1,9 @@
 """``plait.load``: a checkpoint of any layout goes into any other; each rank reads only its own regions.
 
-    rank 0      finds the checkpoint, reads the manifest                      its text goes to all
-    each rank   file i, where i = rank modulo ranks: size, SHA-256, header    all hear of one that is wrong
-                names, shapes, groups, seed against the engine                refused before anything is changed
-                its own regions of weights, buffers, optimizer state, average
+rank 0      finds the checkpoint, reads the manifest                      its text goes to all
+each rank   file i, where i = rank modulo ranks: size, SHA-256, header    all hear of one that is wrong
+            names, shapes, groups, seed against the engine                refused before anything is changed
+            its own regions of weights, buffers, optimizer state, average
 """
 
 from collections.abc import Iterator, Mapping
@@ -47,8 +47,8 @@ def load(path: str | Path, engine: Engine, *, ema: EMA | None = None) -> Loaded:
         path: a checkpoint, or a folder of them, of which the newest is loaded.
 
     Raises:
-        ValueError: there is none, a file is missing or damaged, or it is not of this model, these optimizers, this seed;
-            nothing has been changed.
+        ValueError: there is none, a file is missing or damaged, or it is not of this model, these optimizers, this
+            seed; nothing has been changed.
         OSError: a file that was verified could not be read; build the engine anew.
         RuntimeError: what another rank raises.
     """
@@ -127,8 +127,8 @@ def _state(manifest: Manifest, tensors: Mapping[str, SavedTensor]) -> Any:
     except TypeError as error:  # a key that cannot be one
         raise ValueError(f"a value in it was not written by plait: {error}") from error
     match state:
-        case {"optimizer": dict() | None as optimizer, "run": {"step": int(step), "seed": int(), "loss_scale": scale},
-              "ema": float() | int() | None, "extra": _} if step == manifest.step and isinstance(scale, dict | None):  # fmt: skip
+        case {"optimizer": optimizer, "run": {"step": int(step), "seed": int(), "loss_scale": dict() | None},
+              "ema": float() | int() | None, "extra": _} if step == manifest.step:  # fmt: skip
             pass
         case _:
             raise ValueError("its values are not those of a run")
@@ -153,11 +153,18 @@ def _check_fits(engine: Engine, ema: EMA | None, state: Any, tensors: Mapping[st
     _check_names("model", {name: engine.directory.shapes[name] for name in names}, _of("model", tensors))
     for what, mine, saved, fix in (
         ("an optimizer", bool(engine.optimizers), state["optimizer"] is not None, "Engine(optimizer=...)"),
-        ("an average of the weights", ema is not None, state["ema"] is not None, "plait.load(..., ema=plait.EMA(engine))"),
+        (
+            "an average of the weights",
+            ema is not None,
+            state["ema"] is not None,
+            "plait.load(..., ema=plait.EMA(engine))",
+        ),
     ):
         if mine != saved:
             here, there = ("was given", "has none") if mine else ("has none here", "was saved with one")
-            raise ValueError(f"{what}: the engine {here}, and the checkpoint {there}; {fix if saved else 'leave it out'}")
+            raise ValueError(
+                f"{what}: the engine {here}, and the checkpoint {there}; {fix if saved else 'leave it out'}"
+            )
     if engine.optimizer_state is not None:
         engine.take_new_groups()
         engine.optimizer_state.check(state["optimizer"])

@@ -107,7 +107,7 @@ class Manifest:
 def signed(text: str) -> str:
     """A manifest's text with the right SHA-256 in its beginning; ValueError where it begins otherwise."""
     _, begin, rest = text.partition(_BEGIN)
-    digest, quote, rest = rest.partition('"')
+    _, quote, rest = rest.partition('"')
     if not text.startswith(_BEGIN) or not quote:
         raise ValueError("it does not begin with its SHA-256")
     return f"{begin}{hashlib.sha256(rest.encode(errors='replace')).hexdigest()}{quote}{rest}"
@@ -145,7 +145,9 @@ def _tensor(name: str, given: Any, files: Mapping[str, StoredFile]) -> StoredTen
     raise ValueError(f"the entry of the tensor {name[:80]!r} is not a dtype, a shape and pieces")
 
 
-def _piece(name: str, given: Any, shape: tuple[int, ...], itemsize: int, files: Mapping[str, StoredFile]) -> StoredPiece:
+def _piece(
+    name: str, given: Any, shape: tuple[int, ...], itemsize: int, files: Mapping[str, StoredFile]
+) -> StoredPiece:
     match given:
         case {"file": str(file), "key": str(key), "region": list(region), **rest} if not rest and file in files:
             ends = tuple(tuple(pair) if isinstance(pair, list) else () for pair in region)

@@ -8,8 +8,8 @@
     ema/blocks.0.weight                  an average of the weights
     value/3                              any other tensor: rank 0's
 
-What one rank cannot do (a full disk, a weight that is not finite) no rank has done: all raise, and the checkpoint before
-stays the newest.
+What one rank cannot do (a full disk, a weight that is not finite) no rank has done: all raise, and the checkpoint
+before stays the newest.
 """
 
 import hashlib
@@ -63,19 +63,25 @@ def save(path: str | Path, engine: Engine, *, ema: EMA | None = None, extra: Any
         The checkpoint's folder.
 
     Raises:
-        ValueError: in the middle of a step; the checkpoint exists, a weight is not finite, ``extra`` is of another type.
+        ValueError: in a step; the checkpoint exists, a weight is not finite, ``extra`` is of another type.
         OSError: a file or folder that this rank could not write.
         RuntimeError: what another rank raises.
     """
     engine.check_between_steps("plait.save")
-    comm, parent, error = engine.comm, Path(path), None
+    comm, parent = engine.comm, Path(path)
+    error: OSError | ValueError | None = None
     values: dict[str, Tensor] = {}
     state: Any = None
     partial = parent
     numbers = _numbers(engine)
     try:
         if not comm.rank:
-            own = {"optimizer": numbers, "run": engine.step_state(), "ema": None if ema is None else ema.decay, "extra": extra}
+            own = {
+                "optimizer": numbers,
+                "run": engine.step_state(),
+                "ema": None if ema is None else ema.decay,
+                "extra": extra,
+            }
             state = encoded(own, values)
         written = list(_written(engine, ema, values))
         _check_savable(written)
@@ -136,7 +142,8 @@ def _check_savable(written: Sequence[Written]) -> None:
 
 def _write_together(engine: Engine, partial: Path, written: Sequence[Written], state: Any) -> None:
     """Write this rank's file; rank 0 adds the manifest of all."""
-    comm, error, stored = engine.comm, None, None
+    comm, stored = engine.comm, None
+    error: OSError | ValueError | None = None
     file = partial / f"rank-{comm.rank:05d}.safetensors"
     tensors = [one.tensor for one in written]
     try:

@@ -1,7 +1,7 @@
 """What lies in a checkpoint's files, read region by region: only the bytes that are asked for.
 
-    asked for      w[1:6]              two pieces overlap it: rows 1..3 of the one, rows 0..2 of the other
-    in files       w[0:4]  w[4:7]
+asked for      w[1:6]              two pieces overlap it: rows 1..3 of the one, rows 0..2 of the other
+in files       w[0:4]  w[4:7]
 """
 
 from collections.abc import Mapping
@@ -41,7 +41,9 @@ class SavedTensor:
             if any(start >= stop for start, stop in common):
                 continue
             with safe_open(self.folder / piece.file, "pt") as file:
-                read = file.get_slice(piece.key)[_slices(common, piece.region)] if common else file.get_tensor(piece.key)
+                read = (
+                    file.get_slice(piece.key)[_slices(common, piece.region)] if common else file.get_tensor(piece.key)
+                )
             block[_slices(common, region)] = read
         return block
 

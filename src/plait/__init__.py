@@ -25,7 +25,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from plait.api import distributed_sampler, join, rank_batches, run_threads, sum_of_mean
-from plait.checkpoint import Loaded, load, save
+from plait.checkpoint.load import Loaded, load
+from plait.checkpoint.save import save
 from plait.comm import Comm
 from plait.core.cells import TABLE, Cell, Strategy, parse_strategy
 from plait.core.layout import Layout

@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from plait.checkpoint import Loaded, load, save
+from plait.checkpoint.load import Loaded, load
+from plait.checkpoint.save import save
 from plait.comm import Comm
 from plait.core.cells import TABLE
 from plait.core.precision import LossScale

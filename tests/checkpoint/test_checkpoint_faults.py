@@ -24,11 +24,11 @@ from plait.engine import Engine
 FILES = ("rank-00000.safetensors", "rank-00001.safetensors", "rank-00002.safetensors", "manifest.json")
 
 
-def build(comm: Comm, width: int = 7, seed: int = 0, **settings: Any) -> Engine:
+def build(comm: Comm, width: int = 23, seed: int = 0, **settings: Any) -> Engine:
     model = nn.Sequential(nn.Linear(5, width), nn.Linear(width, 5))
     with torch.no_grad():
         for number, parameter in enumerate(model.parameters()):
-            parameter.copy_(torch.linspace(-1, number, parameter.numel()).view(parameter.shape))
+            parameter.copy_(torch.linspace(-1, number / 9, parameter.numel()).view(parameter.shape))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     return Engine(model, comm, strategy="zero3", optimizer=optimizer, seed=seed, **settings)
 

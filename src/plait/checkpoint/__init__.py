@@ -9,8 +9,3 @@ manifest.py      what a checkpoint says of itself, checked field by field
 values.py        numbers, strings, lists, dicts as JSON and back
 stored.py        tensors in a checkpoint's files, read region by region
 """
-
-from plait.checkpoint.load import Loaded, load
-from plait.checkpoint.save import save
-
-__all__ = ["Loaded", "load", "save"]

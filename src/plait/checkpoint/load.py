@@ -6,6 +6,7 @@ each rank   file i, where i = rank modulo ranks: size, SHA-256, header    all he
             its own regions of weights, buffers, optimizer state, average
 """
 
+import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -174,14 +175,15 @@ def _check_fits(engine: Engine, ema: EMA | None, state: Any, tensors: Mapping[st
 
 
 def _check_names(what: str, own: Mapping[str, Any], saved: Mapping[str, SavedTensor]) -> None:
-    missing, surplus = sorted(own.keys() - saved.keys()), sorted(saved.keys() - own.keys())
+    missing = sorted(name for name, (shape, _) in own.items() if name not in saved and math.prod(shape))
+    surplus = sorted(saved.keys() - own.keys())  # of what has no element nobody has a piece
     if missing or surplus:
         raise ValueError(
             f"the checkpoint is not of this {what}: {len(missing)} tensors are missing {missing[:3]}, {len(surplus)} "
             f"are surplus {surplus[:3]}"
         )
-    for name, (shape, dtype) in own.items():
-        there = saved[name].stored
+    for name in own.keys() & saved.keys():
+        (shape, dtype), there = own[name], saved[name].stored
         if there.shape != shape:
             raise ValueError(f"{name!r} of the {what} has shape {shape}, and {there.shape} in the checkpoint")
         if there.dtype != dtype and not (there.dtype.is_floating_point and dtype.is_floating_point):

@@ -84,7 +84,13 @@ class Training:
         )
         second = torch.optim.SGD(others, lr=0.1, momentum=0.9)
         engine = Engine(
-            model, comm, optimizer=[first, second], loss_fn=loss_sum, count_fn=token_count, clip=1.0, **LAYOUTS[where][1]
+            model,
+            comm,
+            optimizer=[first, second],
+            loss_fn=loss_sum,
+            count_fn=token_count,
+            clip=1.0,
+            **LAYOUTS[where][1],
         )
         schedule = torch.optim.lr_scheduler.MultiStepLR(first, [2, 3, 5], gamma=0.5)
         return cls(engine, EMA(engine, 0.9), schedule)

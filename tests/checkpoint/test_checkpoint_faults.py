@@ -1,4 +1,4 @@
-"""What is damaged, missing, not finite or not of this model is refused by all ranks, and the checkpoint before loads."""
+"""What is damaged, not finite or not of this model is refused by all ranks, and the checkpoint before loads."""
 
 from __future__ import annotations
 
@@ -247,7 +247,7 @@ def test_another_model_or_run_is_refused_before_anything_is_changed(copied: Path
             plait.load(copied, engine, ema=plait.EMA(engine))
         model = nn.Linear(5, 5)
         nn.init.ones_(model.weight), nn.init.ones_(model.bias)
-        with pytest.raises(ValueError, match="4 tensors are missing|2 tensors are missing"):
+        with pytest.raises(ValueError, match="2 tensors are missing"):
             plait.load(copied, Engine(model, comm, strategy="ddp"))
 
     ranks(another)

@@ -28,7 +28,7 @@ from torch import Tensor
 from plait.checkpoint.folder import begin, publish, step_name
 from plait.checkpoint.huggingface import NAMES, safetensors_header
 from plait.checkpoint.manifest import DTYPES, Manifest, StoredFile, StoredPiece, StoredTensor
-from plait.checkpoint.values import Elsewhere, encoded
+from plait.checkpoint.values import InFile, encoded
 from plait.comm.agree import broadcast_text, check_together, gather_bytes
 from plait.core.collectives import Note
 from plait.core.layout import Region
@@ -106,7 +106,7 @@ def _numbers(engine: Engine) -> Any:
     state = engine.optimizer_state_dict(elements=False)
     named = {
         name: {
-            key: Elsewhere(f"optimizer/{key}/{name}") if isinstance(value, Tensor) and value.is_meta else value
+            key: InFile(f"optimizer/{key}/{name}") if isinstance(value, Tensor) and value.is_meta else value
             for key, value in own.items()
         }
         for name, own in state["state"].items()

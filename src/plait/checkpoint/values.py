@@ -25,7 +25,7 @@ _PLAIN = (type(None), bool, int, float, str)
 
 
 @dataclass(frozen=True)
-class Elsewhere:
+class InFile:
     """Stands for a tensor that other ranks write too, under this name."""
 
     name: str
@@ -43,7 +43,7 @@ def encoded(value: Any, tensors: dict[str, Tensor], depth: int = 0) -> Any:
         return {"float": repr(value)}
     if type(value) in _PLAIN:
         return value
-    if isinstance(value, Elsewhere):
+    if isinstance(value, InFile):
         return {"tensor": value.name}
     if isinstance(value, Tensor):
         dtype = str(value.dtype).removeprefix("torch.")

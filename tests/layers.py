@@ -99,6 +99,7 @@ SHARES: dict[str, Share] = {
     "verify/test_tensor.py::test_every_row_is_the_single_process": TRAINING,
     "verify/test_tensor_mutations.py": TRAINING,
     "verify/test_written_pipelines.py::test_processes_make_the_same_run": Share("none", "few"),
+    "zoo/test_zoo.py::test_a_few_architectures_are_the_run_of_plain_pytorch": FULL,
 }
 
 

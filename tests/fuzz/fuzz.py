@@ -19,7 +19,7 @@ import random
 import sys
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -97,10 +97,20 @@ def optimizer_of(kind: str, model: nn.Module) -> torch.optim.Optimizer:
 def loss_sum(model: nn.Module, batch: Batch) -> Tensor:
     logits = model(batch[0])[:, : batch[1].shape[1]]
     loss = torch.nn.functional.cross_entropy(logits.transpose(1, 2), batch[1], reduction="sum", ignore_index=-100)
+    return loss
+
+
+def with_auxiliary(model: nn.Module, batch: Batch) -> Tensor:
+    """As mixtures of experts do it."""
+    loss = loss_sum(model, batch)
     for module in model.modules():
         if getattr(module, "auxiliary", None) is not None:
             loss = loss + module.auxiliary
     return loss
+
+
+def loss_of(model: Drawn) -> Callable[[nn.Module, Batch], Tensor]:
+    return with_auxiliary if "auxiliary" in model.parts[0] else loss_sum
 
 
 def count(batch: Batch) -> int:
@@ -127,12 +137,12 @@ State = tuple[list[float], dict[str, Tensor]]
 
 def alone(seed: int, model: Drawn, layout: Layout, parts: int) -> State:
     """One process, autograd and torch's optimizer."""
-    net = model.build()
+    net, loss_fn = model.build(), loss_of(model)
     optimizer, losses = optimizer_of(layout.optimizer, net), []
     for step in batches(seed, model.tokens, parts):
         number, total = sum(map(count, step)), 0.0
         for batch in step:
-            loss = loss_sum(net, batch)
+            loss = loss_fn(net, batch)
             loss.backward()  # type: ignore[no-untyped-call]
             total += loss.item()
         for parameter in net.parameters():
@@ -147,12 +157,13 @@ def alone(seed: int, model: Drawn, layout: Layout, parts: int) -> State:
 
 
 def on_ranks(seed: int, model: Drawn, layout: Layout, mesh: Mesh) -> list[State]:
+    loss_fn = loss_of(model)
     nets = [model.build() for _ in range(mesh.size)]  # torch's generator is the process's, so not in threads
 
     def body(comm: plait.Comm) -> State:
         net = nets[comm.rank]
         optimizer, losses = optimizer_of(layout.optimizer, net), []
-        functions = {"loss_fn": loss_sum, "count_fn": count} if layout.loop == "step" else {}
+        functions = {"loss_fn": loss_fn, "count_fn": count} if layout.loop == "step" else {}
         engine = plait.Engine(net, comm, optimizer=optimizer, clip=layout.clip, **functions, **layout.settings)
         first = mesh.data_rank(comm.rank) * layout.microbatches
         for step in batches(seed, model.tokens, mesh.data_size * layout.microbatches):
@@ -161,7 +172,7 @@ def on_ranks(seed: int, model: Drawn, layout: Layout, mesh: Mesh) -> list[State]
                 losses.append(engine.step(mine).loss)
                 continue
             for batch in mine:
-                engine.backward(loss_sum(net, batch), count(batch))
+                engine.backward(loss_fn(net, batch), count(batch))
             optimizer.step()
             optimizer.zero_grad()
             assert engine.last is not None
@@ -190,7 +201,8 @@ def difference(ours: State, theirs: State) -> str:
 
 def try_seed(seed: int, *, show: bool = False) -> Outcome:
     """What becomes of a seed."""
-    model, layout, start = drawn(seed), drawn_layout(seed), time.monotonic()
+    layout, start = drawn_layout(seed), time.monotonic()
+    model = drawn(seed, at_least=4 if "pipe" in layout.mesh else 1)
     mesh = Mesh.parse(layout.mesh)
 
     def outcome(verdict: Verdict, reason: str = "") -> Outcome:

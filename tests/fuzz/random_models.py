@@ -182,11 +182,11 @@ class Drawn:
     build: Callable[[], nn.Module]
 
 
-def drawn(seed: int) -> Drawn:
+def drawn(seed: int, at_least: int = 1) -> Drawn:
     """The seed's model; each build gives the same values, all of them distinct."""
     draw = random.Random(seed)
     c, tokens = draw.choice([4, 6, 7]), draw.random() < 0.6
-    plain = [[draw.choice(list(PARTS))] for _ in range(draw.randint(1, 4))]
+    plain = [[draw.choice(list(PARTS))] for _ in range(draw.randint(at_least, 4))]
     for names in plain:
         while draw.random() < 0.3:
             names.append(draw.choice(list(NESTING)))

@@ -145,6 +145,14 @@ def test_frozen_units_are_gathered_and_nothing_else(row: str) -> None:
     assert not {"microbatch", "step", "publish"} & frozen.keys()
 
 
+def test_no_backward_goes_through_frozen_layers_before_which_nothing_trains() -> None:
+    mesh = Mesh(shard=3)
+    entries = predict_step(
+        [replace(u, differentiated=False) for u in units_for(mesh, trains=False)], mesh, TABLE["zero3"], 2, 0
+    )
+    assert {e.note.phase for e in entries} & set(STATE) == {"forward"}
+
+
 @pytest.mark.parametrize("row", TABLE)
 @pytest.mark.parametrize("mesh", [Mesh(shard=3), Mesh(replica=3), Mesh(replica=2, shard=2)], ids=str)
 def test_owning_tensors_whole_moves_the_same_bytes_in_all(row: str, mesh: Mesh) -> None:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from plait.core.collectives import Note
 from plait.core.tensor_plan import BACKWARD, FORWARD
-from plait.tensor_parallel.axis import Gather, Leave, Part, Share, Split, TensorAxis, Unsplit
+from plait.tensor_parallel.axis import Divide, Gather, Leave, Share, Split, TensorAxis, Unsplit
 
 WAYS = [1, 2, 3, 4]
 NOTE = Note(FORWARD, "here")
@@ -131,7 +131,7 @@ def test_a_part_of_a_whole_activation_gathers_its_gradient(ways: int) -> None:
 
     def body(axis: TensorAxis) -> tuple[Tensor, ...]:
         x = whole.clone().requires_grad_()
-        y = Part.apply(x * 1, axis, "down")
+        y = Divide.apply(x * 1, axis, "down")
         (y * part_of(probe, 2, axis)).sum().backward()
         assert lines(axis) == ([] if ways == 1 else [("all_gather", BACKWARD, "down")])
         return y.detach(), part_of(whole, 2, axis), x.grad

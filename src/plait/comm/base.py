@@ -84,7 +84,7 @@ class Comm(ABC):
     @property
     def local_rank(self) -> int:
         """The number of this rank on its machine, which launchers tell in ``LOCAL_RANK``."""
-        return self.rank
+        return int(os.environ.get("LOCAL_RANK", self.rank))
 
     @property
     def overlaps(self) -> bool:

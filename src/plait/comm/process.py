@@ -18,7 +18,6 @@ inside the library.  A single message is moved by the transport: ``gloo.py``, or
 
 from __future__ import annotations
 
-import os
 import zlib
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -88,10 +87,6 @@ class ProcessComm(Comm):
             raise ValueError(f"torch.distributed is already initialised here: {fix}")
         store = init_process(rank, mesh.size, "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo", deadline)
         return cls(mesh, rank, store, device=device, deadline=deadline, deterministic=deterministic)
-
-    @property
-    def local_rank(self) -> int:
-        return int(os.environ.get("LOCAL_RANK", self.rank))
 
     def close(self) -> None:
         """Waits for the sends whose handles were dropped, then leaves."""

@@ -11,7 +11,7 @@ from plait.config.settings import RunConfig, TrainConfig, VerifyConfig
 from plait.config.sinks import METRICS, check_sinks
 from plait.core.precision import LossScale
 from plait.engine.pipeline.build_stages import split_of
-from plait.engine.pipeline.stage_model import chain_of
+from plait.engine.pipeline.chain import chain_of
 from plait.job.job import build_model, make_job
 from plait.schedule.check import check
 from plait.tensor_parallel import parallel_plan

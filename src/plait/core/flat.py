@@ -243,3 +243,5 @@ class UnitLayout:
     """Gathers of one forward pass: 1, and one more for every other unit that reads a parameter laid here (tied)."""
     summed: tuple[bool, ...] = ()
     """Which flats have gradients that are pending over the tensor axis; none where it is empty."""
+    differentiated: bool = True
+    """Whether a backward goes through it: not through frozen layers before which nothing trains."""

@@ -83,6 +83,8 @@ def predict_line(
         """The messages of a path, on every flat buffer of a stage; ``later`` is the path of a unit's further uses."""
         cell = strategy.grads if phase in ("microbatch", "step") else strategy.params
         for unit in stages[stage].units:
+            if phase == "backward" and not unit.differentiated:
+                continue
             for index, flat in enumerate(unit.flats):
                 if (trained and not unit.trainable[index]) or (summed and not (unit.summed and unit.summed[index])):
                     continue

@@ -140,7 +140,7 @@ class Share(torch.autograd.Function):
         return (None, None, None, *map(whole.get, range(len(gradients))))
 
 
-class Part(torch.autograd.Function):
+class Divide(torch.autograd.Function):
     """A whole activation is cut in its last dim; backward gathers it."""
 
     @staticmethod

@@ -20,7 +20,7 @@ from typing import Any, Literal
 from plait.config import VerifyConfig, with_job
 from plait.core.cells import TABLE
 from plait.core.mesh import AXES, Mesh
-from plait.engine.pipeline.stage_model import chain_of
+from plait.engine.pipeline.chain import chain_of
 from plait.job.job import build_model
 from plait.job.optimizer import OPTIMIZERS
 from plait.schedule.orders import ORDERS, stages_per_rank

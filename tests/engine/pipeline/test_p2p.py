@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter, defaultdict
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -14,6 +16,7 @@ from torch import Tensor
 from plait.comm import Comm
 from plait.comm.thread import ThreadComm
 from plait.core.collectives import Note
+from plait.engine.pipeline.handover import HandOver, HandOverForm, Key, pack, shape_of, tree_of, unpack, value_of
 from plait.engine.pipeline.p2p import PipelineP2P
 from plait.schedule.actions import parse_action
 
@@ -59,12 +62,15 @@ def test_both_sides_of_a_channel_mean_the_same_messages_in_one_order(
     boundaries = [0, 1, 2] if order != "1f1b" else [0]
     if order == "zbv":
         boundaries = [0, 2]  # stages 1 and 2 are on one rank
-    assert headers == {f"stage {s}": 3 for s in boundaries}, "one for 2 samples, for 3, and for 4 in evaluations"
-    assert all(note.phase != HEADER or shape == (16,) for line in sent.values() for note, shape, _ in line)
+    assert headers == {f"stage {s}": 2 * 3 for s in boundaries}, "one for 2 samples, for 3, and for 4 in evaluations"
+    for line in sent.values():
+        ahead = [(shape, dtype) for note, shape, dtype in line if note.phase == HEADER]
+        assert set(ahead[::2]) <= {((16,), torch.int64)}
+        assert {dtype for _, dtype in ahead[1::2]} <= {torch.uint8}
 
 
 def test_headers_stand_in_the_ledger_of_the_step_that_learns(monkeypatch: pytest.MonkeyPatch) -> None:
-    def body(comm: Comm) -> list[tuple[bool, int, int]]:
+    def body(comm: Comm) -> list[tuple[bool, list[int], int]]:
         engine, steps = build(chain(linear(), linear()), comm), []
         for samples in (8, 8, 12, 8):
             batch = batches(1, samples=samples)[0]
@@ -72,12 +78,16 @@ def test_headers_stand_in_the_ledger_of_the_step_that_learns(monkeypatch: pytest
             learns, mark = engine.runtime.p2p.learns_from(parts), len(comm.ledger)
             engine.step(parts)
             lines = [e for e in comm.ledger.since(mark) if e.note.phase == HEADER and e.kind in ("send", "recv")]
-            steps.append((learns, len(lines), sum(line.bytes for line in lines)))
+            steps.append((learns, [line.bytes for line in lines][:1], len(lines)))
         return steps
 
-    once, nothing = (True, 1, 128), (False, 0, 0)
+    once, nothing = (True, [128], 2), (False, [], 0)
     assert on("pipe=2", body) == [[once, nothing, once, nothing]] * 2
     assert on("pipe=1", body) == [[nothing] * 4]
+
+
+def handed(*tensors: Tensor) -> HandOver:
+    return HandOver([*tensors], HandOverForm(tuple(map(shape_of, tensors))))
 
 
 def both_ends(body: Any, num_microbatches: int, sizes: list[int]) -> list[Any]:
@@ -98,7 +108,7 @@ def test_receives_are_posted_in_order_as_far_as_shapes_are_known() -> None:
 
     def body(comm: Comm, p2p: PipelineP2P) -> Any:
         for m, size in enumerate(sizes if comm.rank == 0 else []):
-            p2p.put("F", 0, m, torch.full((size, 7), float(m), dtype=torch.float64))
+            p2p.put("F", 0, m, handed(torch.full((size, 7), float(m), dtype=torch.float64)))
             p2p.start(parse_action(f"0SEND_F{m}"))
         if comm.rank == 0:
             return None
@@ -107,7 +117,7 @@ def test_receives_are_posted_in_order_as_far_as_shapes_are_known() -> None:
             p2p.start(parse_action(f"1RECV_F{m}"))
         for m in range(4):
             posted.append(sorted(key[2] for key in p2p._coming))
-            got.append(p2p.get("F", 1, m))
+            got.extend(p2p.get("F", 1, m).tensors)
         return posted, got
 
     posted, got = both_ends(body, 4, sizes)[1]
@@ -120,7 +130,7 @@ def test_a_receive_of_a_known_shape_is_posted_at_once() -> None:
     def body(comm: Comm, p2p: PipelineP2P) -> int:
         for m in range(2):
             if comm.rank == 0:
-                p2p.put("F", 0, m, torch.ones(2, 7))
+                p2p.put("F", 0, m, handed(torch.ones(2, 7)))
                 p2p.start(parse_action(f"0SEND_F{m}"))
             else:
                 p2p.start(parse_action(f"1RECV_F{m}"))
@@ -137,26 +147,57 @@ def test_a_receive_of_a_known_shape_is_posted_at_once() -> None:
 def test_another_shape_than_before_is_refused_by_the_sender(way: str, other: Tensor) -> None:
     def body(comm: Comm, p2p: PipelineP2P) -> None:
         if way == "F" and comm.rank == 0:
-            p2p.put("F", 0, 0, torch.ones(2, 7))
-            p2p.put("F", 0, 1, other)
+            p2p.put("F", 0, 0, handed(torch.ones(2, 7)))
+            p2p.put("F", 0, 1, handed(other))
         if way == "B" and comm.rank == 0:
-            p2p.put("F", 0, 0, torch.ones(2, 7))
+            p2p.put("F", 0, 0, handed(torch.ones(2, 7)))
             p2p.start(parse_action("0SEND_F0"))
         if way == "B" and comm.rank == 1:
             p2p.start(parse_action("1RECV_F0"))
             p2p.get("F", 1, 0)
-            p2p.put("B", 1, 0, other)
+            p2p.put("B", 1, 0, handed(other))
 
     words = "stage 0 hands over" if way == "F" else "stage 1 gives back a gradient"
     with pytest.raises(ValueError, match=rf"{words} float.* microbatch {int(way == 'F')}, .* it was float32 \[2, 7\]"):
         both_ends(body, 2, [2, 2])
 
 
-def test_too_many_dims_are_refused_before_anything_is_sent() -> None:
-    def body(comm: Comm, p2p: PipelineP2P) -> None:
-        if comm.rank == 0:
-            p2p.put("F", 0, 0, torch.ones((1,) * 15))
-            p2p.start(parse_action("0SEND_F0"))
+def test_several_tensors_are_one_message_and_come_back_as_they_were() -> None:
+    mine = [torch.arange(5.0).double(), torch.ones(3, 0), torch.tensor(True), torch.arange(7).view(1, 7).t()]
+    form = HandOverForm(
+        tuple(map(shape_of, mine)), {"tuple": [{"tensor": i} for i in range(4)]}, {Key("a", 0, 1, True): 3}
+    )
+    assert HandOverForm.read(form.text) == form
+    packed = pack(mine)
+    assert (tuple(packed.shape), packed.dtype) == form.packed == ((48 + 0 + 16 + 64,), torch.uint8)
+    for tensor, again in zip(mine, unpack(packed, form), strict=True):
+        assert torch.equal(tensor, again) and tensor.dtype == again.dtype
 
-    with pytest.raises(ValueError, match="a tensor of 15 dims: messages have at most 14"):
-        both_ends(body, 1, [2])
+
+class Point(NamedTuple):
+    x: Any
+    y: Any
+
+
+@dataclass
+class Box:
+    inside: Any
+    name: str = ""
+
+
+def test_values_become_trees_and_values_again() -> None:
+    a, b = torch.ones(2), torch.zeros(3)
+    value = (a, [None, 2, 0.5, "text", True], {"k": b, 3: a}, Point(a, ()), Box(b, "box"))
+    tensors: list[Tensor] = []
+    tree = json.loads(json.dumps(tree_of(value, tensors)))
+    assert [id(tensor) for tensor in tensors] == [id(a), id(b)], "each once"
+    assert value_of(tree, [a, b]) == value and repr(value_of(tree, [a, b])) == repr(value)
+    assert value_of(tree, ["a", "b"])[2] == {"k": "b", 3: "a"}
+
+    @dataclass
+    class Local:
+        x: int = 1
+
+    for wrong in (object(), Local()):
+        with pytest.raises(ValueError, match=r"object: from stage to stage go tensors|no class that is defined in"):
+            tree_of([wrong], [])

@@ -124,30 +124,23 @@ class Unnamed(nn.Module):
         self.inner = linear()
 
 
-class Rootless(Chain):
-    def __init__(self, *links: nn.Module) -> None:
-        super().__init__(*links)
-        self.scale = nn.Parameter(torch.ones(()))
-
-
 class Nowhere(Chain):
     def pipeline_links(self) -> list[str]:
         return ["l0", "l9"]
 
 
 class Pairs(nn.Module):
-    def forward(self, x: Tensor) -> tuple[Tensor, None]:
-        return x, None
+    def forward(self, x: Tensor) -> tuple[Tensor, object]:
+        return x, object()
 
 
 @pytest.mark.parametrize(
     "words, model",
     [
         (r"pipeline_links\(\)", Unnamed()),
-        ("'scale' belongs to no link", Rootless(linear(), linear())),
         ("'l9', which is no module", Nowhere(linear(), linear())),
         ("2 stages, but the model has 1 links", chain(linear())),
-        ("one tensor", chain(Pairs(), linear())),
+        ("stage 0 ends with 'l0', which returns object", chain(Pairs(), linear())),
     ],
 )
 def test_models_that_cannot_be_cut(words: str, model: nn.Module) -> None:
@@ -204,11 +197,16 @@ def recomputed(model: nn.Module, batch: Batch) -> Tensor:
 
 
 @pytest.mark.parametrize("row, mesh", [("ddp", "pipe=2"), ("zero3", "pipe=2 shard=2")])
-@pytest.mark.parametrize("loss", [twice, never, greedy, careful, link_by_link, regularised, by_name, recomputed])
+@pytest.mark.parametrize("loss", [twice, never, link_by_link, regularised, by_name, recomputed])
 def test_losses_that_no_stage_can_run(loss: Any, row: str, mesh: str) -> None:
     words = "calls the model once|did not call|loss_fn reads|another stage|is used by|only some links|of two stages"
     with pytest.raises((ValueError, AttributeError), match=words):
         cases.train(chain(), mesh, row, batches(1), loss=loss, microbatches=2)
+
+
+@pytest.mark.parametrize("loss", [greedy, careful])
+def test_a_loss_that_catches_what_ends_its_call_is_the_loss_of_the_last_stage(loss: Any) -> None:
+    same(chain(), loss=loss)
 
 
 class Keeping(Chain):

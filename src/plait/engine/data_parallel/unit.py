@@ -55,6 +55,8 @@ class Unit:
         """Modules that read the parameters now, and the schedule, where it holds them."""
         self.pinned = False
         """Someone else reads them (see ``pins``): passes leave the unit open."""
+        self.differentiated = True
+        """Its output required a gradient in the last training forward, which is known from the first one on."""
         self.open_units = OpenUnits()
         self.relate([], [])
         self._works: list[Work] = []
@@ -156,7 +158,7 @@ class Unit:
     def layout(self, uses: int) -> UnitLayout:
         """The unit as the planner sees it."""
         layouts, trainable = tuple(f.layout for f in self.flats), tuple(f.trainable for f in self.flats)
-        return UnitLayout(self.name, layouts, trainable, uses, tuple(f.summed for f in self.flats))
+        return UnitLayout(self.name, layouts, trainable, uses, tuple(f.summed for f in self.flats), self.differentiated)
 
 
 class OpenUnits:

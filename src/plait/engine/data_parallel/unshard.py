@@ -244,6 +244,8 @@ class Unsharding(StaysHere):
         if in_backward():
             self._begin_backward_of(unit)
             return
+        if self._behind:
+            return
         if torch._C._are_functorch_transforms_active() and not all(n.pinned or not n.split for n in unit.needs):
             raise ValueError(
                 f"unit {unit.name!r}, whose parameters are split, runs inside a transform of torch.func (grad, vmap, "
@@ -261,12 +263,18 @@ class Unsharding(StaysHere):
         return self.split_backward or not unit.done_with_gradients
 
     def _after_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
-        if not in_backward():
-            return self._leave(self._inside.pop(), output)
-        return None
+        if in_backward() or self._behind:
+            return None
+        return self._leave(self._inside.pop(), output)
 
-    def unwind(self, output: Tensor) -> None:
-        """The model's forward ended early, with ``output``: the units around it are left as well."""
+    @property
+    def _behind(self) -> bool:
+        """The last link of a stage has run: nothing is gathered any more, and ``unwind`` leaves what is open."""
+        boundary = self.current.context.boundary
+        return boundary is not None and boundary.output is not None
+
+    def unwind(self, output: Any) -> None:
+        """The model's forward ended early, with ``output``: units around it are left as well."""
         while self._inside:
             self._leave(self._inside.pop(), output)
 
@@ -286,6 +294,8 @@ class Unsharding(StaysHere):
             tracked = [tensor for tensor in tensors if tensor.requires_grad]
             for tensor in tracked:
                 self._hooks.when_gradient_comes(tensor, lambda gradient: self._at_output(unit))
+            if torch.is_grad_enabled():
+                unit.differentiated = bool(tracked)
             self.reshard(unit, keep=bool(tracked), keep_borrowed=False)
         return output
 
@@ -299,7 +309,8 @@ class Unsharding(StaysHere):
         if microbatch is not None:
             self._hooks.microbatch = microbatch
         self.split_backward, self.in_pass = split, True
-        self.orders["backward"].begin(guess=list(reversed(self.orders["forward"].seen)))
+        ran = reversed(self.orders["forward"].seen)
+        self.orders["backward"].begin(guess=[unit for unit in ran if unit.differentiated])
         self._ran_backward.clear()
 
     def begin_weights(self) -> None:

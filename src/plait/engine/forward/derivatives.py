@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves
 
-from plait.engine.forward.context import CurrentForward, in_backward
+from plait.engine.forward.context import CurrentForward, ModuleCall, in_backward
 from plait.engine.forward.interceptor import Function, Handler
 
 
@@ -42,7 +42,7 @@ class Derivatives(Handler):
         return results
 
     def _in_a_link(self) -> bool:
-        call = self.current.context.module
+        call: ModuleCall | None = self.current.context.module
         while call is not None and call.name not in self.links:
             call = call.outer
         return call is not None

@@ -29,7 +29,7 @@ from plait.engine.forward.products import Products
 from plait.sharded.masks import Slice
 from plait.sharded.sharded_tensor import ShardedTensor
 from plait.tensor_parallel import Parallel, TensorAxis
-from plait.tensor_parallel.axis import AXES, Gather, Leave, Part, Share, Split, Unsplit
+from plait.tensor_parallel.axis import AXES, Divide, Gather, Leave, Share, Split, Unsplit
 from plait.tensor_parallel.gemm import TORCH, Gemm
 from plait.tensor_parallel.linear import ColumnInput, Row
 from plait.tensor_parallel.plan import OWN_CODE, site_of
@@ -194,7 +194,7 @@ class TensorParallel(Handler):
 
     def divided(self, name: str, style: Style, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """A whole activation in, a whole one out, of which each rank multiplies its part."""
-        return self.row(name, style, cast(Tensor, Part.apply(input, self.axis, name)), weight, bias)
+        return self.row(name, style, cast(Tensor, Divide.apply(input, self.axis, name)), weight, bias)
 
     def head(self, name: str, style: Style, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """A whole activation in, logits out of which each rank has some classes."""

@@ -6,104 +6,48 @@
            ├► embed       ForeignLayer     returns NotHere, a tensor that no link of this stage may read
            ├► drop(x)                      passes through: NotHere in, NotHere out
            ├► (embed was the last before ours: returns what stage 0 sent)    BoundaryState.enter
-           ├► blocks.0    ours             runs
-           ├► blocks.1    ours, the last   its hook raises StageDone(y) ─────────────┐
+           ├► blocks.0    ours             runs; what it is given besides the stream and is NotHere, stage 0 sent too
+           ├► blocks.1    ours, the last   its hook raises StageDone ────────────────┐
            ┆  norm, head                   never reached                             │
       ┆  cross_entropy                     never reached                             │
-    Stage._call   ◄──────────────────────────────────────────────── except StageDone ┘   y goes to stage 2
+    Stage._call   ◄──────────────────────────────────────────────── except StageDone ┘   goes to stage 2
 
     backward: y.grad comes from stage 2 ─► autograd ─► Received.backward leaves x.grad with the BoundaryState ─► stage 0
 
 A link that another stage has is a ``ForeignLayer`` and does not compute.  Those before the stage's first link return
 ``NotHere``, which passes through any code and turns everything made of it into ``NotHere`` too; a link that is given
-one would need what another stage has, and is refused.  The last of them returns what the stage before sent; the code
-between it and the first link runs here, once.  The model's own input (tokens, a mask) stays what it is.  On all but the
-last stage the call ends after the last link, so what follows the last link of all, and the loss, run on the last stage
-alone.  Every call checks that links run in the order in which they are named, each once.
+one would need what another stage has.  The last of them returns what the stage before sent; the code between it and the
+first link runs here, once.  The model's own input (tokens, a mask), and what is made of it alone, stays what it is.  On
+all but the last stage the call ends after the last link, so what follows the last link of all, and the loss, run on the
+last stage alone.  Every call checks that links run in the order in which they are named, each once.
+
+What later stages read besides the stream (a bias table, an encoder's output, a skip connection) goes along: see
+``crossing``.  To find it out, the first call for the shapes of a batch goes on behind the stage's last link.
 """
 
+from collections.abc import Mapping, MutableMapping, MutableSequence, MutableSet
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from plait.engine.forward.context import CurrentForward, in_backward
-from plait.engine.pipeline.stage_model import ForeignLayer, StageModel
+from plait.engine.pipeline.crossing import BoundaryState
+from plait.engine.pipeline.handover import Key, shape_of, tree_of, value_of
+from plait.engine.pipeline.not_here import NotHere
+from plait.engine.pipeline.stage_model import CHILDREN, ForeignLayer, StageModel
 
 
 class StageDone(Exception):  # noqa: N818 (it is no error)
     """Ends a call of ``loss_fn`` after the stage's last link; hooks that are always called still run."""
 
-    def __init__(self, tensor: Tensor) -> None:
-        super().__init__()
-        self.tensor = tensor
+
+SHARED = MutableMapping, MutableSequence, MutableSet
 
 
-class NotHere(Tensor):
-    """What any but the last foreign layer returns: of the right shape, and not to be computed with."""
-
-
-class BoundaryState:
-    """One microbatch's way over the boundary of a stage, from what the stage before sent, if there is one."""
-
-    def __init__(self, received: Tensor | None) -> None:
-        self._received = received
-        self._like = None if received is None else (received.shape, received.dtype, received.device)
-        self._version = 0 if received is None else received._version
-        self.length = None if received is None or received.dim() < 2 else received.size(1)
-        """Steps of time of a stream [batch, time, width] on this rank, and over all ranks where it is cut in time."""
-        self.whole_length = self.length
-        self.gradient: Tensor | None = None
-        """Of what was received, if the backward has made one."""
-        self.next_link = 0
-
-    def alias(self) -> Tensor:
-        """For a foreign layer that is not the last."""
-        assert self._received is not None
-        stream = self._received.detach()
-        if self.whole_length is not None and self.whole_length != self.length:  # code around the links may ask
-            stream = stream.new_empty(()).expand(stream.size(0), self.whole_length, *stream.shape[2:])
-        return stream.as_subclass(NotHere)
-
-    def enter(self) -> Tensor:
-        """For the last foreign layer; what was received is the model's from here on.  ValueError if code before wrote
-        to it."""
-        received, self._received = self._received, None
-        if received is None:
-            raise ValueError("a link of the pipeline ran twice, or loss_fn called the model twice: once is right")
-        if received._version != self._version:
-            raise ValueError(
-                "the model writes in place to the activation between two links of the pipeline, which other stages "
-                "have: move that into a link"
-            )
-        if not (received.is_floating_point() or received.is_complex()) or not torch.is_grad_enabled():
-            return received
-        dummy = torch.zeros((), requires_grad=True, device=received.device)
-        return cast(Tensor, cast(Any, Received).apply(dummy, self, [received]))
-
-    def take_gradient(self) -> Tensor | None:
-        """What the stage before gets, zeros where the backward made none; None on the first stage."""
-        if self._like is None:
-            return None
-        shape, dtype, device = self._like
-        gradient, self.gradient = self.gradient, None
-        return torch.zeros(shape, dtype=dtype, device=device) if gradient is None else gradient
-
-
-class Received(torch.autograd.Function):
-    """What came from the stage before, as a tensor of the graph, which the model may write to in place.  Its gradient
-    goes to the ``BoundaryState``; the dummy that is differentiated gets none."""
-
-    @staticmethod
-    def forward(ctx: Any, dummy: Tensor, boundary: BoundaryState, holder: list[Tensor]) -> Tensor:
-        ctx.boundary = boundary
-        return holder.pop()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[None, None, None]:
-        ctx.boundary.gradient = gradient
-        return None, None, None
+def _inside(container: Any) -> list[int]:
+    return [id(one) for one in (container.values() if isinstance(container, MutableMapping) else container)]
 
 
 class StageBoundary:
@@ -112,21 +56,35 @@ class StageBoundary:
 
     def __init__(self, part: StageModel, number: int, current: CurrentForward, *, last: bool) -> None:
         self.number, self.current, self.last = number, current, last
-        self.links, self.names = part.links, part.chain
+        self.links, self.names = part.links, part.chain.links
         self._indices: dict[int, list[int]] = {}
+        self._name_of: dict[int, str] = {}
+        self._own = {name: module for name, module in part.outside.items() if not isinstance(module, ForeignLayer)}
         for index, name in enumerate(self.names):
             link = part.model.get_submodule(name)
             self._indices.setdefault(id(link), []).append(index)
             if isinstance(link, ForeignLayer):
-                link.at_call = self._at_foreign_layer
-                link.at_look = self._at_look
+                link.at_call, link.at_look = self._at_foreign_link, self._at_look
         for link in dict.fromkeys(part.model.get_submodule(self.names[index]) for index in self.links):
             link.register_forward_pre_hook(self._before_link, with_kwargs=True)  # after other hooks of theirs
             link.register_forward_hook(self._after_link)
+        for name, module in part.outside.items():
+            self._name_of[id(module)] = name
+            if isinstance(module, ForeignLayer):
+                module.at_call, module.at_look = self._at_foreign_module, self._at_look
+            elif not last:
+                module.register_forward_hook(self._after_module)
+        if not last:
+            part.model.register_forward_hook(self._after_model, prepend=True)  # before its units are left
+
+    @property
+    def state(self) -> BoundaryState | None:
+        """Of the forward that runs."""
+        return cast(BoundaryState | None, self.current.context.boundary)
 
     def _reached(self, module: nn.Module) -> BoundaryState:
         """The boundary of the forward that has come to a link, which must be the next one (else ValueError)."""
-        boundary: BoundaryState | None = self.current.context.boundary
+        boundary = self.state
         if boundary is None:
             raise ValueError(f"stage {self.number} has only some links of the model: train it by engine.step")
         indices, index = self._indices[id(module)], boundary.next_link
@@ -139,49 +97,130 @@ class StageBoundary:
         boundary.next_link += 1
         return boundary
 
-    def _at_foreign_layer(self, module: nn.Module) -> Tensor:
+    # ---- what other stages have -----------------------------------------------------------------------------------
+
+    def _at_foreign_link(self, module: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> Any:
         if in_backward():
             raise ValueError(
                 "a checkpoint around several links of the pipeline holds links of two stages: checkpoint inside of a "
                 "link, or around one"
             )
-        boundary = self._reached(module)
-        return boundary.enter() if boundary.next_link == self.links.start else boundary.alias()
+        boundary, given = self._reached(module), tree_leaves((args, kwargs))
+        index, name = boundary.next_link - 1, self.names[boundary.next_link - 1]
+        if index + 1 == self.links.start:
+            return boundary.enter(name, given)
+        if index < self.links.start:
+            return boundary.stand_in(name)
+        boundary.offer(name, given)
+        if not self._goes_on(boundary):
+            raise StageDone
+        return self._behind(boundary)
+
+    def _at_foreign_module(self, module: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> Any:
+        name, boundary = self._name_of[id(module)], self.state
+        given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        passing = boundary is not None and (not boundary.entered or boundary.output is not None)
+        if boundary is None or in_backward() or not (passing or any(isinstance(leaf, NotHere) for leaf in given)):
+            raise ValueError(
+                f"{name!r} belongs to no link of the pipeline and was taken to run elsewhere, but stage {self.number} "
+                f"calls it: name it among the model's pipeline_links(), or put it into a link"
+            )
+        return boundary.stand_in(name)
 
     def _at_look(self, module: nn.Module, what: str) -> None:
-        """The model looks into a foreign layer: ValueError after the last link: another stage has what it wants."""
-        boundary: BoundaryState | None = self.current.context.boundary
-        if boundary is not None and boundary.next_link == len(self.names) and not in_backward():
+        """The model looks into a foreign layer: ValueError after the last link, when another stage has what it wants,
+        and at any time where it goes from child to child, which is how hooks are added that collect from all links."""
+        boundary = self.state
+        behind = boundary is not None and boundary.next_link == len(self.names) and self.last
+        if boundary is not None and (behind or what == CHILDREN) and not in_backward():
+            name = self._name_of.get(id(module)) or self.names[self._indices[id(module)][0]]
             raise ValueError(
-                f"the model's modules are searched, behind their forward, for what they have left there (an auxiliary "
-                f"loss, a penalty): {what} of {self.names[self._indices[id(module)][0]]!r} belongs to another "
-                f"stage. Let each link hand on what the loss needs in the tensor that it returns, and the last one "
-                f"make it; or train without a pipe axis"
+                f"the model's modules are searched, in or behind their forward, for what all of them leave (an "
+                f"auxiliary loss, a penalty, outputs of layers): {what} of {name!r} belongs to another stage. Let each "
+                f"link hand on what the loss needs in what it returns, and the last one make it; or train without a "
+                f"pipe axis"
             )
 
-    def _before_link(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+    # ---- what this stage has --------------------------------------------------------------------------------------
+
+    def _before_link(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
         if in_backward():
-            return
-        index = self._reached(module).next_link - 1
-        if self.links.start and any(isinstance(leaf, NotHere) for leaf in tree_leaves((args, kwargs))):
-            raise ValueError(
-                f"the pipeline's link {self.names[index]!r} is given something made of the stream before "
-                f"{self.names[self.links.start - 1]!r}, which another stage has (a skip connection, or code between "
-                f"links that reaches over one): let each link work on what the link before it returned"
-            )
+            return None
+        boundary = self._reached(module)
+        name = self.names[boundary.next_link - 1]
+        boundary.shared = [(one, _inside(one)) for one in (*args, *kwargs.values()) if isinstance(one, SHARED)]
+        leaves, spec = tree_flatten((args, kwargs))
+        if boundary.next_link == self.links.stop and not self.last:
+            for place, leaf in enumerate(leaves):
+                if isinstance(leaf, Tensor) and (boundary.search is None or leaf in boundary.search):
+                    boundary.note(Key(name, 0, place, True), leaf)
+        if not any(isinstance(leaf, NotHere) for leaf in leaves):
+            return None
+        for place, leaf in enumerate(leaves):
+            if isinstance(leaf, NotHere):
+                leaves[place] = boundary.received(Key(name, 0, place, True))
+                if leaves[place] is None:
+                    raise ValueError(
+                        f"the pipeline's link {name!r} is given something that is made of what another stage than "
+                        f"{self.number} has (a skip connection, or code between links that reaches over one): let each "
+                        f"link work on what the link before it returned"
+                    )
+        return tree_unflatten(leaves, spec)
 
-    def _after_link(self, module: nn.Module, args: Any, output: Any) -> None:
-        if in_backward() or self.last or self.current.context.boundary.next_link < self.links.stop:
-            return
-        name = self.names[self.links.stop - 1]
-        if not isinstance(output, Tensor):
+    def _after_link(self, module: nn.Module, args: Any, output: Any) -> Any:
+        if in_backward():
+            return None
+        boundary = cast(BoundaryState, self.state)
+        name = self.names[boundary.next_link - 1]
+        if any(_inside(one) != before for one, before in boundary.shared):
             raise ValueError(
-                f"stage {self.number} ends with {name!r}, which returns {type(output).__name__}: what goes from stage "
-                f"to stage is one tensor; let each link return one"
+                f"the pipeline's link {name!r} writes into a list or a dict that it is given: links on other stages "
+                f"would not see it; let it return what others need"
             )
+        if self.last:
+            return None
+        boundary.returns(name, output)
+        if boundary.next_link < self.links.stop:
+            return None
+        try:
+            tensors: list[Tensor] = []
+            tree_of(output, tensors)
+        except ValueError as error:
+            raise ValueError(f"stage {self.number} ends with {name!r}, which returns {error}") from None
+        if not tensors:
+            raise ValueError(f"stage {self.number} ends with {name!r}, which returns no tensor: return one")
+        if any(isinstance(tensor, NotHere) for tensor in tensors):
+            raise ValueError(f"the pipeline's link {name!r} returns something made of what another stage has")
         if not torch._C._is_fwd_grad_enabled():  # inside the forward of an autograd.Function
             raise ValueError(
                 f"{name!r}, the last link of stage {self.number}, runs inside an autograd.Function, where nothing is "
                 f"recorded (a checkpoint): use checkpoint(..., use_reentrant=False)"
             )
-        raise StageDone(output)
+        boundary.output = output
+        if not self._goes_on(boundary):
+            raise StageDone
+        return self._behind(boundary)
+
+    def _after_module(self, module: nn.Module, args: Any, output: Any) -> None:
+        boundary = self.state
+        if boundary is not None and boundary.output is None and not in_backward():
+            boundary.returns(self._name_of[id(module)], output)
+
+    # ---- behind the last link -------------------------------------------------------------------------------------
+
+    def _goes_on(self, boundary: BoundaryState) -> bool:
+        """Whether later links are given what this stage makes, or is it to be found out."""
+        if boundary.learned is None:
+            return True
+        given = (key.module for key in boundary.learned.values if key.given)
+        return any(self.names.index(name) >= boundary.next_link for name in given)
+
+    def _behind(self, boundary: BoundaryState) -> Any:
+        """What stands for the output of the stage's last link, and of later ones."""
+        boundary.silence(self._own)
+        tree = tree_of(boundary.output, tensors := list[Tensor]())
+        return value_of(tree, [boundary.not_here(shape_of(tensor)) for tensor in tensors])
+
+    def _after_model(self, *call: Any) -> None:
+        if self.state is not None and self.state.output is not None and not in_backward():
+            raise StageDone

@@ -17,8 +17,9 @@ from plait.engine.data_parallel.build import SourceModel, build_units
 from plait.engine.data_parallel.flat_gradient import FlatGradient
 from plait.engine.data_parallel.wrap import automatic, wrap
 from plait.engine.forward.recompute import check_recompute
+from plait.engine.pipeline.chain import Chain, chain_of
 from plait.engine.pipeline.stage import BeforeForward, Stage, StageSettings
-from plait.engine.pipeline.stage_model import Chain, StageModel, Uses, chain_of, cut_off, parallel_of, stages_using
+from plait.engine.pipeline.stage_model import StageModel, Uses, cut_off, parallel_of, stages_using
 from plait.engine.pipeline.tied_weights import TiedWeight
 from plait.engine.state.full import Directory
 from plait.engine.state.init import give_values
@@ -37,7 +38,7 @@ class Built:
     stages: dict[int, Stage]
     edges: tuple[TiedWeight, ...]
     directory: Directory
-    links: Chain
+    links: tuple[str, ...]
     split: tuple[int, ...]
     parallel: Parallel
 
@@ -61,7 +62,7 @@ def split_of(chain: Chain, num_stages: int, sizes: Sequence[int] | None) -> tupl
             raise ValueError(f"a split for {len(sizes)} stages, but the pipeline has {num_stages}: give as many sizes")
         return by_sizes(sizes, len(chain))
     except ValueError as error:
-        names = chain if len(chain) <= 12 else (*chain[:3], "...", *chain[-2:])
+        names = chain.links if len(chain) <= 12 else (*chain.links[:3], "...", *chain.links[-2:])
         raise ValueError(f"{error}; the links are {', '.join(names)}") from None
 
 
@@ -84,7 +85,7 @@ def build_stages(
     owner, count = pipeline.owner, pipeline.num_stages
     if count == 1 and sizes is not None:
         raise ValueError(f"a split {tuple(sizes)}, but there is one stage: give the mesh a pipe axis, or leave it out")
-    chain = chain_of(model) if count > 1 else ()
+    chain = chain_of(model) if count > 1 else Chain()
     split = split_of(chain, count, sizes) if count > 1 else (range(0),)
     using = stages_using(model, chain, split)
     homes = _homes(model, chain, split, using)
@@ -99,7 +100,7 @@ def build_stages(
     stages = lay_stages(settings, parts, parallel, weights)
     if count > 1:
         cut_off(model, list(parts.values()))
-    return Built(stages, edges, directory, chain, tuple(map(len, split)) if count > 1 else (1,), parallel)
+    return Built(stages, edges, directory, chain.links, tuple(map(len, split)) if count > 1 else (1,), parallel)
 
 
 def lay_stages(
@@ -125,17 +126,17 @@ def _edges(model: nn.Module, chain: Chain, split: Sequence[range], using: Uses) 
     for parameter, own in names.items():
         stages = using[id(parameter)]
         if len(stages) > 1:
-            links = [tuple(f"{chain[i]}." for i in split[stage]) for stage in stages]
-            keys = tuple(tuple(name for name in own if name.startswith(prefixes)) for prefixes in links)
+            parts = [tuple(f"{part}." for part in chain.on_stage(split[stage])) for stage in stages]
+            keys = tuple(tuple(name for name in own if f"{name}.".startswith(prefixes)) for prefixes in parts)
             edges.append(TiedWeight(own[0], stages, keys))
     return tuple(edges)
 
 
 def _homes(model: nn.Module, chain: Chain, split: Sequence[range], using: Uses) -> dict[str, int]:
     """The stage that has a parameter or a buffer; the first of several."""
-    stage_of = {f"{chain[i]}.": stage for stage, links in enumerate(split) for i in links}
+    parts = [tuple(f"{part}." for part in chain.on_stage(links)) for links in split]
     homes = {}
     for name, value in model.state_dict(keep_vars=True).items():
-        inside = [stage for link, stage in stage_of.items() if name.startswith(link)]
+        inside = [stage for stage, prefixes in enumerate(parts) if f"{name}.".startswith(prefixes)]
         homes[name] = min(using.get(id(value)) or inside, default=0)
     return homes

@@ -5,11 +5,11 @@
     stage 0        put F ────────────────────────────────► get F          stage 1, the same rank
 
 A pass puts what it made and gets what it needs; messages are started where the schedule says so, and waited for only in
-``get``.  The shape of an activation depends on the shapes of the batch alone (its signature), and a gradient has the
-shape of its activation.  So a header goes ahead of the first activation of a signature, on the same channel, and from
-then on both sides know:
+``get``.  The form of a hand-over depends on the shapes of the batch alone (its signature), and a gradient has the form
+of its activation.  So the form goes ahead of the first activation of a signature, as text behind a header that says how
+long it is, on the same channel; from then on both sides know:
 
-    sender     header  F0  F1  F2 ...        the first send of the signature is two messages
+    sender     header  form  F0  F1  F2 ...  the first send of the signature is three messages
     receiver   RECV_F0, RECV_F1              noted: no waiting here, and without a shape nothing can be posted
                get F0                        waits for the header, posts F0 and then F1, waits for F0
                RECV_F2                       posted at once
@@ -30,9 +30,9 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from plait.comm import Comm, Work
-from plait.comm.header import Shape, empty_header, header_of, shape_in
-from plait.comm.operation import name_of
+from plait.comm.header import empty_header, header_of, shape_in
 from plait.core.collectives import Note
+from plait.engine.pipeline.handover import HandOver, HandOverForm, pack, unpack
 from plait.schedule.acks import Key
 from plait.schedule.actions import ACTIVATION, GRADIENT, Action, Kind, ends
 
@@ -65,10 +65,10 @@ class PipelineP2P:
         self.rank_of = {stage: comm.mesh.rank(**{**here, "pipe": place}) for stage, place in owner.items()}
         self.signatures: list[Signature] = []
         """Of the microbatches of the step under way."""
-        self._shapes: dict[Boundary, Shape] = {}
+        self._forms: dict[Boundary, HandOverForm] = {}
         self._announced: set[Boundary] = set()  # this rank has sent the header
         self._acks: Mapping[Key, tuple[Key, ...]] = {}
-        self._made: dict[Key, Tensor] = {}  # put by a pass of this rank, and not yet sent or got
+        self._made: dict[Key, HandOver] = {}  # put by a pass of this rank, and not yet sent or got
         self._unposted: dict[int, deque[_Message]] = defaultdict(deque)
         """Receives that wait for a shape, or for one ahead of them, by the rank that sends."""
         self._coming: dict[Key, tuple[Tensor, Work]] = {}
@@ -85,29 +85,28 @@ class PipelineP2P:
         """Whether a step on these microbatches brings this rank's boundaries shapes that they have not had before."""
         ranks, here = self.rank_of, self.comm.rank
         mine = [s for s in ranks if s + 1 in ranks and ranks[s] != ranks[s + 1] and here in (ranks[s], ranks[s + 1])]
-        return any((s, signature_of(batch)) not in self._shapes for s in mine for batch in batches)
+        return any((s, signature_of(batch)) not in self._forms for s in mine for batch in batches)
 
     def bytes_handed(self, stage: int, batch: Any) -> int:
         """Size of what a stage hands to the next for a batch like one that has passed; 0 where none has."""
-        if (known := self._shapes.get((stage, signature_of(batch)))) is None:
+        if (known := self._forms.get((stage, signature_of(batch)))) is None:
             return 0
-        shape, dtype = known
+        shape, dtype = known.packed
         return math.prod(shape) * dtype.itemsize
 
-    def put(self, way: str, stage: int, microbatch: int, tensor: Tensor) -> None:
-        """What a stage made for its neighbour: an activation (F) for the next, a gradient (B) for the one before; its
-        shape is that of earlier batches of the same shapes (else ValueError)."""
+    def put(self, way: str, stage: int, microbatch: int, handed: HandOver) -> None:
+        """What a stage made for its neighbour: activations (F) for the next, gradients (B) for the one before; their
+        form is that of earlier batches of the same shapes (else ValueError)."""
         target = stage + (1 if way == "F" else -1)
         boundary = min(stage, target), self.signatures[microbatch]
-        (shape, dtype) = made = tuple(tensor.shape), tensor.dtype
-        if made != (known := self._shapes.setdefault(boundary, made)):
+        if handed.form != (known := self._forms.setdefault(boundary, handed.form)):
             what = "hands over" if way == "F" else "gives back a gradient"
             raise ValueError(
-                f"stage {stage} {what} {name_of(dtype)} {list(shape)} for microbatch {microbatch}, but for an earlier "
-                f"batch of the same shapes it was {name_of(known[1])} {list(known[0])}, for which stage {target} "
-                f"made room: let the output's shape depend on the shapes of the batch only, or pad it"
+                f"stage {stage} {what} {handed.form} for microbatch {microbatch}, but for an earlier batch of the same "
+                f"shapes it was {known}, for which stage {target} made room: let what a link returns depend on the "
+                f"shapes of the batch only, or pad it"
             )
-        self._made[way, target, microbatch] = tensor
+        self._made[way, target, microbatch] = handed
 
     def start(self, action: Action) -> None:
         """Start a message, and those joined with it."""
@@ -127,10 +126,12 @@ class PipelineP2P:
                 self._post(message.peer)
 
     def _send(self, message: _Message) -> None:
-        tensor, works = self._made.pop(message.key).contiguous(), []
+        tensor, works = pack(self._made.pop(message.key).tensors), []
         if message.key[0] == "F" and message.boundary not in self._announced:
             note = replace(message.note, phase="setup")  # which no step's prediction has
-            works.append(self.comm.send(header_of(tensor, self.comm.device), message.peer, note))
+            text = torch.tensor(list(self._forms[message.boundary].text.encode()), dtype=torch.uint8)
+            for ahead in (header_of(text, self.comm.device), text.to(self.comm.device)):
+                works.append(self.comm.send(ahead, message.peer, note))
             self._announced.add(message.boundary)
         works.append(self.comm.send(tensor, message.peer, message.note))
         self._going[message.key] = works
@@ -138,13 +139,13 @@ class PipelineP2P:
     def _post(self, peer: int) -> None:
         """Post the receives from a rank, in order, as far as shapes are known."""
         messages = self._unposted[peer]
-        while messages and messages[0].boundary in self._shapes:
+        while messages and messages[0].boundary in self._forms:
             message = messages.popleft()
-            shape, dtype = self._shapes[message.boundary]
+            shape, dtype = self._forms[message.boundary].packed
             tensor = torch.empty(shape, dtype=dtype, device=self.comm.device)
             self._coming[message.key] = tensor, self.comm.recv(tensor, peer, message.note)
 
-    def get(self, way: str, stage: int, microbatch: int) -> Tensor:
+    def get(self, way: str, stage: int, microbatch: int) -> HandOver:
         """Wait for what a stage needs from its neighbour."""
         key = (way, stage, microbatch)
         if key in self._made:
@@ -152,16 +153,20 @@ class PipelineP2P:
         peer = self.rank_of[stage - 1 if way == "F" else stage + 1]
         while key not in self._coming:
             first = self._unposted[peer][0]
-            if first.boundary not in self._shapes:  # and no pass of this rank has shown the shape meanwhile
-                header = empty_header(self.comm.device)
-                self.comm.recv(header, peer, replace(first.note, phase="setup")).wait()
-                self._shapes[first.boundary] = shape_in(header)
+            if first.boundary not in self._forms:  # and no pass of this rank has shown the shape meanwhile
+                note, header = replace(first.note, phase="setup"), empty_header(self.comm.device)
+                self.comm.recv(header, peer, note).wait()
+                (length,), dtype = shape_in(header)
+                text = torch.empty(length, dtype=dtype, device=self.comm.device)
+                self.comm.recv(text, peer, note).wait()
+                self._forms[first.boundary] = HandOverForm.read(bytes(text.tolist()).decode())
             self._post(peer)
         tensor, work = self._coming.pop(key)
         work.wait()
         for acknowledged in self._acks.get(key, ()):
             self._arrived(acknowledged)
-        return tensor
+        form = self._forms[stage - (way == "F"), self.signatures[microbatch]]
+        return HandOver(unpack(tensor, form), form)
 
     def wait_all(self) -> None:
         """After a step: all messages of this rank have arrived."""

@@ -21,8 +21,10 @@ from plait.core.parallelism import Parallelism, Recompute
 from plait.engine.data_parallel.build import SourceModel
 from plait.engine.forward.context import RNGPosition
 from plait.engine.pipeline.build_stages import lay_stages
+from plait.engine.pipeline.chain import chain_of
+from plait.engine.pipeline.handover import HandOver
 from plait.engine.pipeline.stage import LossFn, StageSettings
-from plait.engine.pipeline.stage_model import StageModel, chain_of
+from plait.engine.pipeline.stage_model import StageModel
 from plait.tensor_parallel import Parallel
 from plait.tensor_parallel.gemm import TORCH, Gemm
 
@@ -51,7 +53,7 @@ def link_costs(
     comm = ThreadWorld(Mesh(), device=device).comm(0)
     position = RNGPosition(0, 0, 0, num_samples)
     parallelism = Parallelism(TABLE["ddp"], recompute=recompute)
-    received: Tensor | None = None
+    received: HandOver | None = None
     for index in range(len(chain)):
         fresh = {id(p): nn.Parameter(p.detach(), p.requires_grad) for p in model.parameters()}
         copied: nn.Module = copy.deepcopy(model, fresh)  # values are shared, or on meta
@@ -61,14 +63,14 @@ def link_costs(
         stage = lay_stages(settings, parts, Parallel())[index]
         seconds: list[tuple[float, float]] = []
         for _ in range(repeats + 1):
-            given = None if received is None else received.detach()
             start = _now(comm.device)
             stage.begin_step()
-            out = stage.forward(0, loss_fn, batch, position, given)
+            out = stage.forward(0, loss_fn, batch, position, received)
+            made = [out] if isinstance(out, Tensor) else out.tensors
             middle = _now(comm.device)
-            stage.backward(0, torch.ones_like(out), last=True)
+            stage.backward(0, list(map(torch.ones_like, made)), last=True)
             seconds.append((middle - start, _now(comm.device) - middle))
-        received = out.detach()
+        received = out if isinstance(out, HandOver) else None
         yield statistics.median(f for f, _ in seconds[1:]), statistics.median(b for _, b in seconds[1:])
 
 
@@ -85,7 +87,7 @@ def agreed_link_costs(
     """What ``link_costs`` measures on rank 0, under the same settings, on every rank; all call it together."""
     measured = link_costs(model, loss_fn, batch, num_samples, device=comm.device, **settings)
     costs = []
-    for _ in chain_of(model):  # link by link, so that each wait has a deadline of its own
+    for _ in chain_of(model).links:  # link by link, so that each wait has a deadline of its own
         seconds = torch.zeros(2, dtype=torch.float64, device=comm.device)
         if comm.rank == 0:
             seconds.copy_(torch.tensor(next(measured), dtype=torch.float64))

@@ -26,6 +26,7 @@ from torch import Tensor
 from plait.comm import Comm
 from plait.comm.operation import Operation
 from plait.engine.forward.context import RNGPosition
+from plait.engine.pipeline.handover import HandOver
 from plait.engine.pipeline.p2p import PipelineP2P
 from plait.engine.pipeline.stage import LossFn, Stage
 from plait.schedule.actions import Action, Kind, Line
@@ -91,7 +92,7 @@ class Runtime:
     def evaluate(self, program: RankProgram, batches: Sequence[Any], loss_fn: LossFn) -> None:
         """The forwards of an evaluation, which are all that the program has; see ``losses``."""
 
-        def forward(s: int, m: int, received: Tensor | None) -> Tensor:
+        def forward(s: int, m: int, received: HandOver | None) -> HandOver | Tensor:
             return self.stages[s].evaluate(m, loss_fn, batches[m], received)
 
         self._carry_out(program, batches, forward, {})
@@ -110,7 +111,7 @@ class Runtime:
         stages, p2p = self.stages, self.p2p
         updates = sum(action.kind is Kind.UPDATE for action in program.line)
 
-        def forward(s: int, m: int, received: Tensor | None) -> Tensor:
+        def forward(s: int, m: int, received: HandOver | None) -> HandOver | Tensor:
             batch, draw = microbatches[m].batch, microbatches[m].draw
             return stages[s].forward(m, loss_fn, batch, draw, received, split=(s, m) in program.split)
 
@@ -121,8 +122,8 @@ class Runtime:
                 stage.weight(m, last=last)
                 return
             seeded = s == self.num_stages - 1
-            gradient = torch.full_like(self.losses[m], seed) if seeded else p2p.get("B", s, m)
-            received = stage.input(m, gradient) if kind is Kind.INPUT else stage.backward(m, gradient, last=last)
+            gradients = [torch.full_like(self.losses[m], seed)] if seeded else p2p.get("B", s, m).tensors
+            received = stage.input(m, gradients) if kind is Kind.INPUT else stage.backward(m, gradients, last=last)
             if received is not None:
                 p2p.put("B", s, m, received)
 
@@ -145,7 +146,7 @@ class Runtime:
         self,
         program: RankProgram,
         batches: Sequence[Any],
-        forward: Callable[[int, int, Tensor | None], Tensor],
+        forward: Callable[[int, int, HandOver | None], HandOver | Tensor],
         others: Handlers,
     ) -> None:
         """This rank's program; ``forward`` is called with a stage, a microbatch, and what the stage before sent."""
@@ -156,7 +157,7 @@ class Runtime:
         def run_forward(action: Action) -> None:
             s, m = action.stage, action.microbatch
             out = forward(s, m, p2p.get("F", s, m) if s else None)
-            if s == self.num_stages - 1:
+            if isinstance(out, Tensor):
                 self.losses[m] = out
             else:
                 p2p.put("F", s, m, out)

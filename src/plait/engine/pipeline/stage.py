@@ -12,7 +12,7 @@ the graph; not the output itself, whose memory goes with the message.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,7 +37,10 @@ from plait.engine.forward.interceptor import Handler, Interceptor
 from plait.engine.forward.products import Products
 from plait.engine.forward.recompute import AttentionRecompute, blocks_of, run_twice
 from plait.engine.forward.tensor_parallel import StageAxis, TensorParallel
-from plait.engine.pipeline.boundary import BoundaryState, NotHere, StageBoundary, StageDone
+from plait.engine.pipeline.boundary import StageBoundary, StageDone
+from plait.engine.pipeline.crossing import NOTHING, BoundaryState
+from plait.engine.pipeline.handover import HandOver, HandOverForm
+from plait.engine.pipeline.not_here import NotHere
 from plait.engine.pipeline.p2p import Signature, signature_of
 from plait.engine.pipeline.stage_model import StageModel
 from plait.engine.state.fingerprint import ModelFingerprint
@@ -70,8 +73,8 @@ class Flight:
 
     context: ForwardContext
     boundary: BoundaryState
-    output: GradientEdge | Tensor | None = None
-    """What the backward starts from; None where nothing before it trains."""
+    outputs: Sequence[GradientEdge | Tensor | None] = ()
+    """What the backward starts from: the loss, or what was handed over; None for what nothing before it trains."""
 
 
 @contextmanager
@@ -101,7 +104,7 @@ class Stage:
         self.current = CurrentForward()
         self.axis = StageAxis(self.comm, self.current, sequence=parallelism.sequence_parallel, gemm=settings.gemm)
         self.products: Products | None = None
-        self.interceptor = Interceptor(self.current, self._handlers(settings, part.chain))
+        self.interceptor = Interceptor(self.current, self._handlers(settings, part.chain.links))
         self.interceptor.follow(self.model, part.sites, every=bool(parallel.styles))
         self.unsharding = Unsharding(self.model, self.units, parallelism.prefetch, self.current, settings.before_root)
         self.boundary = StageBoundary(part, number, self.current, last=self.last)
@@ -114,6 +117,8 @@ class Stage:
         self.guard = ModelFingerprint(self.model)
         self.flights: dict[int, Flight] = {}
         self._lengths: dict[Signature, int] = {}
+        self._forms: dict[Signature, HandOverForm] = {}
+        """Of what the stage hands over, for the shapes of a batch that it has seen."""
         originals = dict(settings.whole.model.named_modules())
         self._twins = [(m, originals[n]) for n, m in self.model.named_modules() if originals.get(n, m) is not m]
         """Copied modules and those of the user's model, whose mode they follow."""
@@ -174,8 +179,11 @@ class Stage:
                 unit.look_at_frozen()
 
     def layouts(self) -> tuple[UnitLayout, ...]:
-        """The units as the planner sees them."""
-        borrowed = [u for unit in self.units for u in unit.needs if u is not unit]
+        """The units as the planner sees them; before the first step a backward is expected of frozen layers too.
+
+        One whose parameters a unit inside of it borrows is open then, and is not gathered for that.
+        """
+        borrowed = [u for unit in self.units for u in unit.needs if u is not unit and u not in unit.ancestors]
         return tuple(unit.layout(1 + sum(b is unit for b in borrowed)) for unit in self.units if unit.flats)
 
     # ---- passes -------------------------------------------------------------------------------------------------
@@ -186,27 +194,31 @@ class Stage:
         loss_fn: LossFn,
         batch: Any,
         position: RNGPosition,
-        received: Tensor | None,
+        received: HandOver | None,
         *,
         split: bool = False,
-    ) -> Tensor:
+    ) -> HandOver | Tensor:
         """What goes to the next stage, or from the last stage the loss; detached.  ``received`` comes from the stage
         before, if there is one; ``split``: the backward comes in two parts."""
-        boundary = BoundaryState(received)
+        boundary = self._boundary(batch, received)
         self.unsharding.begin_forward(microbatch, split=split)
         self.current.begin(position, microbatch=microbatch, stand_ins={} if split else None)
         output = self._call(boundary, loss_fn, batch)
-        if self.last:
-            self._check_needs_gradient(output)
         flight = self.flights[microbatch] = Flight(self.current.context, boundary)
-        if output.requires_grad:
-            flight.output = output if self.last else get_gradient_edge(output)
-        return output.detach()
+        if isinstance(output, Tensor):
+            self._check_needs_gradient(output)
+            flight.outputs = [output if output.requires_grad else None]
+            return output.detach()
+        flight.outputs = [get_gradient_edge(t) if t.requires_grad else None for t in output.tensors]
+        return output._replace(tensors=[t.detach() for t in output.tensors])
 
-    def evaluate(self, microbatch: int, loss_fn: LossFn, batch: Any, received: Tensor | None) -> Tensor:
+    def _boundary(self, batch: Any, received: HandOver | None) -> BoundaryState:
+        return BoundaryState(received, NOTHING if self.last else self._forms.get(signature_of(batch)))
+
+    def evaluate(self, microbatch: int, loss_fn: LossFn, batch: Any, received: HandOver | None) -> HandOver | Tensor:
         """What ``forward`` returns, with no backward to come: under ``no_grad``, with modules in eval mode."""
         self.current.begin(self.current.context.position, microbatch=microbatch)
-        output = self._call(BoundaryState(received), loss_fn, batch)
+        output = self._call(self._boundary(batch, received), loss_fn, batch)
         if not self.unsharding.held:
             self.unsharding.forget()
         return output
@@ -217,19 +229,23 @@ class Stage:
         number = self.current.context.microbatch if microbatch is None else microbatch
         self.current.begin(position, microbatch=number)
 
-    def _call(self, boundary: BoundaryState, loss_fn: LossFn, batch: Any) -> Tensor:
-        """The user's function on this stage: the loss, or what the stage's last link returned."""
+    def _call(self, boundary: BoundaryState, loss_fn: LossFn, batch: Any) -> HandOver | Tensor:
+        """The user's function on this stage: the loss, or what goes to the next stage."""
         if self.axis.sequence and boundary.length is not None:
             boundary.whole_length = self._whole_length(signature_of(batch), boundary.length)
             self.current.replace(length=boundary.whole_length)
+        boundary.open()
         self.current.replace(boundary=boundary, draws=self.model.training)
         try:
-            with self.interceptor.on():
+            with boundary.search or nullcontext(), self.interceptor.on():
                 loss: Any = loss_fn(self.model, batch)
-        except StageDone as done:
-            self.unsharding.unwind(done.tensor)
-            return done.tensor
-        except RuntimeError as error:
+            if boundary.output is not None:
+                return self._hand_over(boundary, batch)
+        except StageDone:
+            return self._hand_over(boundary, batch)
+        except Exception as error:
+            if boundary.output is not None and boundary.learned is None:
+                return self._hand_over(boundary, batch)  # what failed was the search behind the stage's last link
             if type(error) is not RuntimeError or not self.parallel.cuts:
                 raise
             raise ValueError(
@@ -238,6 +254,7 @@ class Stage:
             ) from error
         finally:
             self.current.replace(boundary=None)
+            boundary.leave()
         if not self.last:
             raise ValueError(
                 "loss_fn did not call the model, or caught what ends its call: under a pipeline every stage runs it, "
@@ -253,16 +270,23 @@ class Stage:
             )
         return loss
 
-    def backward(self, microbatch: int, gradient: Tensor, *, last: bool) -> Tensor | None:
-        """A full backward from the gradient of the output: the weights' gradients, and that of what was received.
+    def _hand_over(self, boundary: BoundaryState, batch: Any) -> HandOver:
+        """The stage's part of a forward is over."""
+        handed = boundary.hand_over()
+        self._forms.setdefault(signature_of(batch), handed.form)
+        self.unsharding.unwind(handed.tensors)
+        return handed
+
+    def backward(self, microbatch: int, gradients: Sequence[Tensor], *, last: bool) -> HandOver | None:
+        """A full backward from the gradients of the outputs: the weights' gradients, and those of what was received.
         ``last``: no other of the step comes on this stage."""
-        return self._differentiate(microbatch, self._resume(microbatch), gradient, last=last)
+        return self._differentiate(microbatch, self._resume(microbatch), gradients, last=last)
 
     def backward_from(self, loss: Tensor, seed: float) -> None:
         """The backward of a forward that a user's own loop made; ``seed`` is the gradient of the loss."""
         self._check_needs_gradient(loss)
-        flight = Flight(self.current.context, BoundaryState(None), loss)
-        self._differentiate(None, flight, torch.full_like(loss, seed))
+        flight = Flight(self.current.context, BoundaryState(), [loss])
+        self._differentiate(None, flight, [torch.full_like(loss, seed)])
 
     def _check_needs_gradient(self, loss: Tensor) -> None:
         if self.gradients.order and not loss.requires_grad:
@@ -280,25 +304,32 @@ class Stage:
         self.gradients.end_microbatch()
         self.unsharding.end_backward()
 
-    def input(self, microbatch: int, gradient: Tensor) -> Tensor | None:
-        """The input part of a backward: the gradient of what was received."""
-        return self._differentiate(microbatch, self._resume(microbatch, over=False), gradient, split=True)
+    def input(self, microbatch: int, gradients: Sequence[Tensor]) -> HandOver | None:
+        """The input part of a backward: the gradients of what was received."""
+        return self._differentiate(microbatch, self._resume(microbatch, over=False), gradients, split=True)
 
     def _differentiate(
-        self, microbatch: int | None, flight: Flight, gradient: Tensor, *, last: bool = False, split: bool = False
-    ) -> Tensor | None:
+        self,
+        microbatch: int | None,
+        flight: Flight,
+        gradients: Sequence[Tensor],
+        *,
+        last: bool = False,
+        split: bool = False,
+    ) -> HandOver | None:
         """Run the backward, or with ``split`` its input part, which sums nothing; and let the graph go."""
         self.unsharding.begin_backward(microbatch, split=split)
         if not split:
             self.gradients.begin_microbatch(last=last)
-        if flight.output is not None:
+        made = [(out, gradient) for out, gradient in zip(flight.outputs, gradients, strict=True) if out is not None]
+        if made:
+            flight.outputs, (outputs, seeds) = (), zip(*made, strict=True)
             with torch.autograd.set_multithreading_enabled(False), writes_explained(self.flights):
-                torch.autograd.backward(flight.output, gradient)
-            flight.output = None
+                torch.autograd.backward(outputs, seeds)
         if not split:
             self.gradients.end_microbatch()
         self.unsharding.end_backward()
-        return flight.boundary.take_gradient()
+        return flight.boundary.take_gradients()
 
     def weight(self, microbatch: int, *, last: bool) -> None:
         """The weight part: every gradient that the input part deferred or kept."""

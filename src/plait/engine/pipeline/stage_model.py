@@ -17,33 +17,37 @@ from typing import Any, Self
 from torch import Tensor, nn
 
 from plait.engine.data_parallel.storage import placeholder
+from plait.engine.pipeline.chain import Chain, around_links
+from plait.engine.pipeline.not_here import not_here
 from plait.tensor_parallel import Parallel
-
-Chain = tuple[str, ...]
-"""The links of a model, by module name, in the order in which they run."""
 
 Uses = Mapping[int, tuple[int, ...]]
 """Which stages use each parameter of the whole model, by its ``id``, in order."""
 
 
-class ForeignLayer(nn.Module):
-    """In the place of a link that another stage owns; the ``StageBoundary`` decides what it returns.
+CHILDREN = "the modules inside"
 
-    It has the link's plain attributes (its kind of attention, its number): the model may ask for them until the links
-    have run.  What somebody looks for in it afterwards, a link has left in the forward (an auxiliary loss), and that is
-    on another stage; so is what a walk over all modules or parameters is after.
+
+class ForeignLayer(nn.Module):
+    """In the place of a module that another stage has; the ``StageBoundary`` decides what it returns.
+
+    It has the module's plain attributes (its kind of attention, its number), and ``NotHere`` for its parameters: the
+    model may ask for them until the links have run.  What somebody looks for in it afterwards, a link has left in the
+    forward (an auxiliary loss), and that is on another stage; so is what a walk over all modules is after.
     """
 
-    at_call: Callable[[nn.Module], Tensor]
+    at_call: Callable[[nn.Module, Any, Any], Any]
     at_look: Callable[[nn.Module, str], None] = staticmethod(lambda link, what: None)
 
     def __init__(self, link: nn.Module) -> None:
         super().__init__()
         plain = {k: v for k, v in vars(link).items() if not k.startswith("_") and not callable(v)}
+        plain |= {k: placed_elsewhere(p) for k, p in link._parameters.items() if p is not None}
+        plain |= {k: None for k, v in (*link._parameters.items(), *link._modules.items()) if v is None}
         self._plain = {key: value for key, value in plain.items() if key not in vars(self)}
 
-    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
-        return self.at_call(self)
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.at_call(self, args, kwargs)
 
     def named_modules(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Module]]:
         """A walk over all modules, or parameters, of the model comes by."""
@@ -52,7 +56,7 @@ class ForeignLayer(nn.Module):
 
     def named_children(self) -> Iterator[tuple[str, nn.Module]]:
         """So does ``apply``."""
-        self.at_look(self, "what is inside")
+        self.at_look(self, CHILDREN)
         yield from super().named_children()
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -68,59 +72,12 @@ class ForeignLayer(nn.Module):
         try:
             return plain[name] if name in plain else super().__getattr__(name)
         except AttributeError:
-            raise AttributeError(f"{name!r} is asked of a link of the model that another stage has") from None
+            raise AttributeError(f"{name!r} is asked of a part of the model that another stage has") from None
 
 
-def chain_of(model: nn.Module) -> Chain:
-    """The links that a model declares: its own ``pipeline_links()``, an ``nn.Sequential``'s children, or the
-    ``base_model_pp_plan`` of a Hugging Face model.  ValueError where it declares none, or a parameter belongs to no
-    link."""
-    own = getattr(model, "pipeline_links", None)
-    if callable(own):
-        chain = tuple(own())
-    elif isinstance(model, nn.Sequential):
-        chain = tuple(model._modules)
-    elif plan := getattr(getattr(model, "config", None), "base_model_pp_plan", None):
-        chain = _chain_from_transformers(model, plan)
-    else:
-        raise ValueError(
-            f"{type(model).__name__} does not tell how a pipeline may cut it: give it a method pipeline_links() that "
-            f"returns the names of its modules in the order in which they run, each from one tensor to one tensor"
-        )
-    _check(model, chain)
-    return chain
-
-
-def _chain_from_transformers(model: nn.Module, plan: Mapping[str, Any]) -> Chain:
-    """The base model's plan names embedding, layers and norm; the head is outside the base model."""
-    base = getattr(model, "base_model_prefix", "")
-    inner: Any = getattr(model, base, model)
-    prefix = f"{base}." if inner is not model else ""
-    names: list[str] = []
-    for name in plan:
-        module = getattr(inner, name)
-        many = isinstance(module, nn.ModuleList)
-        names += [f"{prefix}{name}.{i}" for i in range(len(module))] if many else [f"{prefix}{name}"]
-    names += [name for name in getattr(model, "_pp_plan", None) or {} if name.removeprefix(prefix) not in plan]
-    return tuple(names)
-
-
-def _check(model: nn.Module, chain: Chain) -> None:
-    modules = dict(model.named_modules(remove_duplicate=False))
-    if unknown := [name for name in chain if name not in modules]:
-        raise ValueError(f"{type(model).__name__} names the pipeline link {unknown[0]!r}, which is no module of it")
-    for i, name in enumerate(chain):
-        if around := next((n for j, n in enumerate(chain) if i != j and f"{name}.".startswith(f"{n}.")), None):
-            raise ValueError(
-                f"the pipeline link {name!r} of {type(model).__name__} stands twice, as part of {around!r}"
-            )
-    inside = {id(p) for name in chain for p in modules[name].parameters()}
-    for name, parameter in model.named_parameters():
-        if id(parameter) not in inside:
-            raise ValueError(
-                f"parameter {name!r} belongs to no link of the pipeline ({', '.join(chain[:3])}, ...): every stage "
-                f"would need it; put it into a module of the chain"
-            )
+def placed_elsewhere(parameter: Tensor) -> Tensor:
+    """What stands for a parameter of another stage; it takes no memory."""
+    return not_here((), parameter.dtype, None).expand(parameter.shape)
 
 
 @dataclass(frozen=True)
@@ -136,6 +93,8 @@ class StageModel:
     chain: Chain
     links: range
     """Which links of the chain it has."""
+    outside: Mapping[str, nn.Module]
+    """Modules that belong to no link and have parameters, or what stands for them."""
     sites: Mapping[str, tuple[str, int]]
     """Of a module that is several links: the name of its first, and how many of them earlier stages have."""
 
@@ -148,8 +107,7 @@ class StageModel:
             taken: modules and parameters, by ``id``, that an earlier stage of this rank has; of these the part gets
                 copies (parameters share the values), and its own are added.
         """
-        own = {chain[i] for i in links}
-        around = {name[:end] for name in chain for end in (0, *(i for i, c in enumerate(name) if c == "."))}
+        own, around, outside = chain.on_stage(links), around_links(chain.links), dict[str, nn.Module]()
         origin: dict[int, nn.Parameter] = {}
         second: dict[int, nn.Parameter] = {}
         made: dict[int, nn.Module] = {}
@@ -169,16 +127,28 @@ class StageModel:
             return made[id(module)]
 
         def build(module: nn.Module, name: str) -> nn.Module:
-            if name in own:
-                return of_this_stage(module)
-            if name in chain:
-                return foreign.setdefault(id(module), ForeignLayer(module))
             if name not in around:
-                return of_this_stage(module)  # no link and no container of one: rotary tables, a loss
+                placed = name in chain.outside and any(True for _ in module.parameters())
+                if name in own or not (placed or name in chain.links):  # else rotary tables, a loss
+                    here = of_this_stage(module)
+                else:
+                    here = foreign.setdefault(id(module), ForeignLayer(module))
+                if placed:
+                    outside[name] = here
+                return here
             container = _shallow(module, buffers=shares_rank)
+            vars(container).pop("_output_capturing_hooks_installed", None)  # transformers: to be added where it is cut
+            prefix = f"{name}." if name else ""
             for short, child in module._modules.items():
                 if child is not None:
-                    container._modules[short] = build(child, f"{name}.{short}" if name else short)
+                    container._modules[short] = build(child, f"{prefix}{short}")
+            for short, parameter in module._parameters.items():
+                if parameter is not None and f"{prefix}{short}" not in own:
+                    del container._parameters[short]
+                    vars(container)[short] = placed_elsewhere(parameter)
+                elif parameter is not None and id(parameter) in taken:
+                    container._parameters[short] = again = second.setdefault(id(parameter), _again(parameter))
+                    origin[id(again)] = parameter
             for key, value in vars(module).items():
                 if isinstance(value, list | tuple | dict) and not key.startswith("_"):
                     vars(container)[key] = _translated(value, foreign | made)
@@ -190,7 +160,8 @@ class StageModel:
         for module in model.modules():
             if id(module) in made:
                 taken |= {id(x) for x in (*module.modules(), *module.parameters())}
-        return cls(part, origin, chain, links, _sites(model, chain, links))
+        taken |= {id(origin[id(parameter)]) for parameter in part.parameters()}
+        return cls(part, origin, chain, links, outside, _sites(model, chain.links, links))
 
 
 def _again(parameter: nn.Parameter) -> nn.Parameter:
@@ -225,7 +196,7 @@ def _translated(value: Any, known: Mapping[int, nn.Module]) -> Any:
     return value
 
 
-def _sites(model: nn.Module, chain: Chain, links: range) -> dict[str, tuple[str, int]]:
+def _sites(model: nn.Module, chain: Sequence[str], links: range) -> dict[str, tuple[str, int]]:
     """See ``StageModel.sites``; its submodules have as many earlier calls as it has."""
     modules = dict(model.named_modules(remove_duplicate=False))
     sites = {}
@@ -257,8 +228,13 @@ def cut_off(model: nn.Module, parts: Sequence[StageModel]) -> None:
 
 def stages_using(model: nn.Module, chain: Chain, split: Sequence[range]) -> Uses:
     modules = dict(model.named_modules(remove_duplicate=False))
-    inside = [{id(p) for i in links for p in modules[chain[i]].parameters()} for links in split]
-    return {id(p): tuple(s for s, ids in enumerate(inside) if id(p) in ids) for p in model.parameters()}
+    named = dict(model.named_parameters(remove_duplicate=False))
+
+    def inside(name: str) -> set[int]:
+        return {id(named[name])} if name in named else {id(p) for p in modules[name].parameters()}
+
+    stages = [{key for name in chain.on_stage(links) for key in inside(name)} for links in split]
+    return {id(p): tuple(s for s, ids in enumerate(stages) if id(p) in ids) for p in model.parameters()}
 
 
 def parallel_of(parallel: Parallel, part: StageModel, *, last: bool) -> Parallel:

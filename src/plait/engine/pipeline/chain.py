@@ -1,0 +1,236 @@
+"""Where a pipeline may cut a model: its links, and before which of them everything else runs.
+
+    class Decoder:                                   links      layers.0  layers.1  layers.2
+        forward(tokens):                             outside
+            x = self.embed(tokens)                     embed    before link 0           the first stage has it
+            for layer in self.layers:
+                x = layer(x, self.bias)                bias     before 0, 1, 2 and 3    every stage has a copy
+            return self.head(self.norm(x))             norm     behind link 2           the last stage has it
+
+Links are modules that run in turn.  A model names them, or they are the entries of its outermost list of modules.  What
+stands outside of them is read off the source of the containers' forwards, and where that is silent, off the order in
+which modules were registered.  That decides where parameters lie and nothing else: a stage that comes to one which it
+does not have refuses.
+"""
+
+import ast
+import inspect
+import textwrap
+import threading
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+
+PARSING = threading.Lock()
+"""Python's parser counts how deep it is for all threads together."""
+
+
+@dataclass(frozen=True)
+class Chain:
+    """The links of a model, by module name, in the order in which they run."""
+
+    links: tuple[str, ...] = ()
+    outside: Mapping[str, frozenset[int]] = field(default_factory=dict)
+    """Modules and parameters that belong to no link, outermost first: before which links they may run; the number of
+    links stands for what runs behind the last."""
+
+    def __len__(self) -> int:
+        return len(self.links)
+
+    def on_stage(self, links: range) -> frozenset[str]:
+        """The names of what a stage with these links has."""
+        runs = {*links, len(self)} if links.stop == len(self) else {*links}
+        return frozenset(self.links[i] for i in links) | {n for n, before in self.outside.items() if before & runs}
+
+
+def chain_of(model: nn.Module) -> Chain:
+    """The links of a model: its own ``pipeline_links()``, an ``nn.Sequential``'s children, the ``base_model_pp_plan``
+    of a Hugging Face model, or its list of blocks.  ValueError where there is none, or what it names does not fit the
+    model."""
+    own = getattr(model, "pipeline_links", None)
+    if callable(own):
+        links = tuple(own())
+    elif isinstance(model, nn.Sequential):
+        links = tuple(model._modules)
+    else:
+        links = _planned(model) or _outermost_list(model)
+    if not links:
+        raise ValueError(
+            f"{type(model).__name__} does not tell how a pipeline may cut it: it has no list of two or more modules "
+            f"with parameters, so give it a method pipeline_links() that returns the names of its modules in the order "
+            f"in which they run"
+        )
+    _check(model, links)
+    outside, states = _outside(model, links), model.state_dict()
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    for name in (name for name, before in outside.items() if len(before) > 1 and name not in parameters):
+        if changing := [key for key in states if key.startswith(f"{name}.") and key not in parameters]:
+            raise ValueError(
+                f"{changing[0]!r} belongs to no link of the pipeline ({', '.join(links[:3])}, ...), and {name!r} runs "
+                f"in several places: each stage would change it for itself; put it into a module of the chain"
+            )
+    return Chain(links, outside)
+
+
+def _planned(model: nn.Module) -> tuple[str, ...]:
+    """The links of a Hugging Face model that has a plan: embedding, layers and norm of the base model, and the head.
+    None where the plan names what is not there."""
+    plan: Mapping[str, Any] = getattr(getattr(model, "config", None), "base_model_pp_plan", None) or {}
+    base = getattr(model, "base_model_prefix", "")
+    inner: Any = getattr(model, base, model)
+    prefix = f"{base}." if inner is not model else ""
+    names: list[str] = []
+    for name in plan:
+        module = getattr(inner, name, None)
+        if not isinstance(module, nn.Module):
+            return ()
+        many = module._modules if isinstance(module, nn.ModuleList) else ()
+        names += [f"{prefix}{name}.{short}" for short in many] or [f"{prefix}{name}"]
+    head = getattr(model, "_pp_plan", None) or {} if names else {}
+    return (*names, *(name for name in head if name.removeprefix(prefix) not in plan and hasattr(model, name)))
+
+
+def _outermost_list(model: nn.Module) -> tuple[str, ...]:
+    """The entries of the model's list of blocks: of the lists of modules that are in no other list, one of modules with
+    parts before one of single layers, an outer one before an inner one, one with more parameters before one with
+    fewer."""
+
+    def lists(module: nn.Module, name: str) -> Iterator[tuple[tuple[bool, int, int], tuple[str, ...]]]:
+        trained = [child for child in module.children() if any(True for _ in child.parameters())]
+        if isinstance(module, nn.ModuleList | nn.Sequential) and len(trained) > 1:
+            blocks = all(any(True for _ in child.children()) for child in trained)
+            rank = blocks, -name.count("."), sum(p.numel() for p in module.parameters())
+            yield rank, tuple(f"{name}.{short}" for short in module._modules)
+            return
+        for short, child in module.named_children():
+            yield from lists(child, f"{name}.{short}" if name else short)
+
+    return max(lists(model, ""), key=lambda found: found[0], default=((), ()))[1]
+
+
+def _check(model: nn.Module, links: Sequence[str]) -> None:
+    modules = dict(model.named_modules(remove_duplicate=False))
+    if unknown := [name for name in links if name not in modules]:
+        raise ValueError(f"{type(model).__name__} names the pipeline link {unknown[0]!r}, which is no module of it")
+    for i, name in enumerate(links):
+        if around := next((n for j, n in enumerate(links) if i != j and f"{name}.".startswith(f"{n}.")), None):
+            raise ValueError(
+                f"the pipeline link {name!r} of {type(model).__name__} stands twice, as part of {around!r}"
+            )
+
+
+def around_links(links: Sequence[str]) -> frozenset[str]:
+    """The containers of links, by name; the model itself is ''."""
+    return frozenset(name[:end] for name in links for end in (0, *(i for i, c in enumerate(name) if c == ".")))
+
+
+# ---- outside of the links -----------------------------------------------------------------------------------------
+
+
+def _outside(model: nn.Module, links: Sequence[str]) -> dict[str, frozenset[int]]:
+    """What stands outside of the links, and before which links it may run."""
+    containers, found = around_links(links), defaultdict[str, set[int]](set)
+
+    def inside(name: str) -> list[int]:
+        within = f"{name}." if name else ""
+        return [i for i, link in enumerate(links) if f"{link}.".startswith(within) or within.startswith(f"{link}.")]
+
+    def outermost(name: str) -> str:
+        parts = name.split(".")
+        return next(n for n in (".".join(parts[: i + 1]) for i in range(len(parts))) if n not in containers)
+
+    for container in containers:
+        uses = [(name, inside(name), loops) for name, loops in _Uses.of(model, container)]
+        if not any(indices for _, indices, _ in uses):
+            continue
+        behind = max(inside(container)) + 1
+        for place, (name, indices, loops) in enumerate(uses):
+            if indices:
+                continue
+            together = {i for _, others, their in uses if their & loops for i in others}
+            before = [i for _, others, _ in uses[:place] for i in others]
+            after = next((others for _, others, _ in uses[place:] if others), [behind])
+            found[outermost(name)] |= {*range(min(together), max(together) + 2)} if together else {min(after)}
+            if behind - 1 in before and not together:
+                found[outermost(name)].add(behind)
+    for container in sorted(containers):
+        module, behind = model.get_submodule(container), max(inside(container)) + 1
+        prefix = f"{container}." if container else ""
+        for name in module._parameters:
+            found.setdefault(f"{prefix}{name}", {*range(len(links) + 1)})
+        for short in reversed(module._modules):  # where the source says nothing: as they were registered
+            if indices := inside(f"{prefix}{short}"):
+                behind = min(indices)
+            elif module._modules[short] is not None:
+                found.setdefault(f"{prefix}{short}", {behind})
+    return {name: frozenset(before) for name, before in found.items()}
+
+
+class _Uses(ast.NodeVisitor):
+    """What a forward uses of its module, in the order in which it is evaluated."""
+
+    def __init__(self, model: nn.Module, name: str) -> None:
+        self.model, self.module, self.name = model, model.get_submodule(name), name
+        self.found: list[tuple[str, frozenset[int]]] = []
+        """Names in the model, and the loops around them."""
+        self._loops: frozenset[int] = frozenset()
+        self._num_loops = 0
+        self._read: set[str] = set()
+
+    @classmethod
+    def of(cls, model: nn.Module, name: str) -> list[tuple[str, frozenset[int]]]:
+        uses = cls(model, name)
+        uses.read("forward")
+        return uses.found
+
+    def read(self, method: str) -> None:
+        """The source of a method, or of a property; nothing where there is none, or it has been read."""
+        function: Any = inspect.getattr_static(type(self.module), method, None)
+        function = function.fget if isinstance(function, property) else function
+        known = method in self._read or (method != "forward" and hasattr(nn.Module, method))
+        if known or not inspect.isfunction(function):
+            return
+        self._read.add(method)
+        try:
+            source = textwrap.dedent(inspect.getsource(inspect.unwrap(function)))
+            with PARSING:
+                tree = ast.parse(source)
+        except (OSError, TypeError, SyntaxError):
+            return
+        self.visit(tree)
+
+    def visit_Call(self, node: ast.Call) -> None:
+        for argument in (*node.args, *node.keywords, node.func):
+            self.visit(argument)
+
+    def visit_Attribute(self, node: ast.Attribute) -> None:
+        path, base = [node.attr], node.value
+        while isinstance(base, ast.Attribute):
+            path, base = [base.attr, *path], base.value
+        if not (isinstance(base, ast.Name) and base.id == "self"):
+            self.generic_visit(node)
+            return
+        module, names = self.module, [self.name] if self.name else []
+        for attribute in path:
+            if attribute in module._parameters:
+                self.found.append((".".join([*names, attribute]), self._loops))
+                return
+            child = module._modules.get(attribute)
+            if child is None:
+                break
+            module, names = child, [*names, attribute]
+        if module is not self.module:
+            self.found.append((".".join(names), self._loops))
+        else:
+            self.read(path[0])
+
+    def _loop(self, node: ast.AST) -> None:
+        self._num_loops += 1
+        before, self._loops = self._loops, self._loops | {self._num_loops}
+        self.generic_visit(node)
+        self._loops = before
+
+    visit_For = visit_While = visit_ListComp = visit_GeneratorExp = _loop  # noqa: N815 (ast's names)

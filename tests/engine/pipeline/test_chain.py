@@ -1,0 +1,114 @@
+"""Which links a model has that names none, and before which of them everything else runs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import engine_cases as cases
+import pytest
+import torch
+from torch import Tensor, nn
+
+from plait.engine.pipeline.chain import chain_of
+
+
+class Base(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.tail, self.start = nn.Linear(2, 2), nn.Linear(2, 2)
+        self.blocks = nn.ModuleList(nn.Linear(2, 2) for _ in range(3))
+        self.weight = nn.Parameter(torch.ones(2))
+
+
+class Plain(Base):
+    def forward(self, x: Tensor) -> Any:
+        for block in self.blocks:
+            x = block(self.start(x) if x is None else x)
+        return self.tail(x) * self.weight
+
+
+class Nested(Base):
+    def forward(self, x: Tensor) -> Any:
+        return self.tail(self.run(self.start(x) * self.weight))
+
+    def run(self, x: Tensor) -> Any:
+        return [x := block(x) for block in self.blocks][-1]
+
+
+class Indexed(Base):
+    @property
+    def first(self) -> nn.Module:
+        return self.start
+
+    def forward(self, x: Tensor) -> Any:
+        x = self.first(x)
+        for i in range(len(self.blocks)):
+            x = self.blocks[i](x) + self.weight
+        return self.tail(x)
+
+
+class Silent(Base):
+    forward = None  # type: ignore[assignment]
+
+
+class Wrapped(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.base, self.head = Nested(), nn.Linear(2, 2)
+
+    def forward(self, x: Tensor) -> Any:
+        return self.head(self.base(x)) + self.base.start.bias
+
+
+@pytest.mark.parametrize(
+    "model, outside",
+    [
+        (Plain(), {"start": {0, 1, 2, 3}, "tail": {3}, "weight": {3}}),
+        (Nested(), {"start": {0}, "tail": {3}, "weight": {0}}),
+        (Indexed(), {"start": {0}, "tail": {3}, "weight": {0, 1, 2, 3}}),
+        (Silent(), {"start": {0}, "tail": {0}, "weight": {0, 1, 2, 3}}),
+        (Wrapped(), {"base.start": {0, 3}, "base.tail": {3}, "base.weight": {0}, "head": {3}}),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_what_stands_outside_of_the_links(model: nn.Module, outside: dict[str, set[int]]) -> None:
+    chain = chain_of(model)
+    prefix = "base." if isinstance(model, Wrapped) else ""
+    assert chain.links == tuple(f"{prefix}blocks.{i}" for i in range(3))
+    assert {name: set(before) for name, before in chain.outside.items()} == outside
+
+
+def test_a_stage_has_its_links_and_what_runs_before_them() -> None:
+    chain = chain_of(Indexed())
+    assert [chain.on_stage(links) for links in (range(1), range(1, 2), range(2, 3))] == [
+        {"blocks.0", "start", "weight"},
+        {"blocks.1", "weight"},
+        {"blocks.2", "tail", "weight"},
+    ]
+
+
+def test_the_outermost_list_with_the_most_parameters_is_the_chain() -> None:
+    model = cases.Net()
+    model.heads = nn.ModuleList(nn.Linear(2, 1) for _ in range(9))
+    model.blocks[0].inside = nn.ModuleList(nn.Linear(50, 50) for _ in range(5))
+    assert chain_of(model).links == ("blocks.0", "blocks.1", "blocks.2")
+
+
+def test_a_plan_that_names_what_is_not_there_is_left() -> None:
+    class Config:
+        base_model_pp_plan = {"embed_tokens": (), "layers": ()}  # noqa: RUF012
+
+    model = Base()
+    model.config = Config()  # type: ignore[assignment]
+    assert chain_of(model).links == ("blocks.0", "blocks.1", "blocks.2")
+
+
+def test_a_buffer_that_several_stages_would_change_is_refused() -> None:
+    model = Indexed()
+    model.weight = None  # type: ignore[assignment]
+    model.start = nn.BatchNorm1d(2)
+    assert chain_of(model).outside["start"] == {0}
+    wrapped = Wrapped()
+    wrapped.base.start = nn.BatchNorm1d(2)  # type: ignore[assignment]
+    with pytest.raises(ValueError, match=r"'base.start.running_mean' belongs to no link .* runs in several places"):
+        chain_of(wrapped)

@@ -1,0 +1,310 @@
+"""What goes from link to link of a model that nobody wrote for a pipeline: one list of blocks, inside of anything."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import engine_cases as cases
+import pytest
+import torch
+from engine_cases import WIDTH, batches, distinct, loss_sum
+from pipeline_cases import build, linear, on, same, step
+from torch import Tensor, nn
+from torch.utils._pytree import register_dataclass
+
+from plait.comm import Comm
+
+BLOCKS = 6
+
+
+class Tower(nn.Module):
+    """An embedding, a list of blocks, a norm, a head; it says nothing of pipelines."""
+
+    block: Any = None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = linear()  # the last to run is registered first
+        self.embed = linear()
+        self.blocks = nn.ModuleList(self.made(index) for index in range(BLOCKS))
+        self.norm = nn.LayerNorm(WIDTH)
+
+    def made(self, index: int) -> nn.Module:
+        made: nn.Module = (self.block or cases.Block)()
+        return made
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embed(x)
+        for block in self.blocks:
+            x = block(x)
+        out: Tensor = self.head(self.norm(x))
+        return out
+
+
+class Biased(nn.Module):
+    """A block that is given another tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = linear()
+
+    def forward(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        return x + torch.tanh(self.inner(x) if bias is None else self.inner(x) * bias)
+
+
+class Masked(Tower):
+    """What is made of the input alone is made again on each stage."""
+
+    block = Biased
+
+    def forward(self, x: Tensor) -> Tensor:
+        mask = (x > 0).to(x.dtype)
+        x = self.embed(x)
+        for block in self.blocks:
+            x = block(x, bias=mask)
+        out: Tensor = self.head(self.norm(x))
+        return out
+
+
+class Tuples(Tower):
+    """Blocks return tuples, with None and a number."""
+
+    class Block(Biased):
+        def forward(self, x: Tensor, seen: Tensor) -> Any:  # type: ignore[override]
+            return super().forward(x), (None, 2), seen + 1
+
+    block = Block
+
+    def forward(self, x: Tensor) -> Tensor:
+        x, seen = self.embed(x), torch.zeros(len(x), dtype=torch.int64)
+        for block in self.blocks:
+            x, (nothing, two), seen = block(x, seen)
+            assert nothing is None
+            x = x * two + seen[:, None]
+        out: Tensor = self.head(self.norm(x))
+        return out
+
+
+@dataclass
+class Stream:
+    hidden: Tensor
+    residual: Tensor | None = None
+
+
+register_dataclass(Stream)
+
+
+class Named(NamedTuple):
+    hidden: Tensor
+    names: list[str]
+
+
+class Records(Tower):
+    """Blocks return dicts, data classes and named tuples in turn, with two tensors that train."""
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner, self.kind = linear(), 0
+
+        def forward(self, stream: Stream) -> Any:
+            hidden = torch.tanh(self.inner(stream.hidden))
+            residual = stream.hidden if stream.residual is None else stream.residual * 0.5 + hidden
+            if self.kind == 0:
+                return Stream(hidden, residual)
+            return {"named": Named(hidden, ["a"]), "residual": residual}
+
+    block = Block
+
+    def made(self, index: int) -> nn.Module:
+        made = super().made(index)
+        made.kind = index % 2  # type: ignore[assignment]
+        return made
+
+    def forward(self, x: Tensor) -> Tensor:
+        stream = Stream(self.embed(x))
+        for block in self.blocks:
+            made = block(stream)
+            stream = made if isinstance(made, Stream) else Stream(made["named"].hidden, made["residual"])
+        assert stream.residual is not None
+        out: Tensor = self.head(self.norm(stream.hidden + stream.residual))
+        return out
+
+
+class Remembered(Tower):
+    """Every block is given what the embedding and a table of the first stage made."""
+
+    block = Biased
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.ones(BLOCKS, WIDTH))
+        self.project = linear()
+
+    def forward(self, x: Tensor) -> Tensor:
+        first = x = self.embed(x)
+        biases = [self.project(first) + row for row in self.table]
+        for i in range(BLOCKS):
+            x = self.blocks[i](x, biases[i] if i % 2 else first)
+        out: Tensor = self.head(self.norm(x))
+        return out
+
+
+class Carried(Tower):
+    """What the second block returns is given to all later ones."""
+
+    block = Biased
+
+    def forward(self, x: Tensor) -> Tensor:
+        x, second = self.embed(x), None
+        for i, block in enumerate(self.blocks):
+            x = block(x, second)
+            second = x if i == 1 else second
+        out: Tensor = self.head(self.norm(x))
+        return out
+
+
+class Between(Tower):
+    """A weight and a module of the model's own between all blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Parameter(torch.ones(WIDTH))
+        self.between = nn.LayerNorm(WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embed(x) * self.gate
+        for block in self.blocks:
+            x = x + self.between(block(x)) * self.gate
+        out: Tensor = self.head(self.norm(x))
+        return out
+
+
+class Twice(Tower):
+    """One norm before the blocks and behind them; the head's weight is the embedding's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head.weight = self.embed.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.blocks_of(self.norm(self.embed(x)))
+        out: Tensor = self.head(self.norm(x)) + self.embed(x)
+        return out
+
+    def blocks_of(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+class Skipping(Tower):
+    """From the embedding to the head."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        first = x = self.embed(x)
+        for block in self.blocks:
+            x = block(x)
+        out: Tensor = self.head(self.norm(x + first))
+        return out
+
+
+class Nested(Tower):
+    """As in a U-Net: what early blocks made is added to what late ones get."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x, made = self.embed(x), []
+        for i, block in enumerate(self.blocks):
+            x = block(x + made[BLOCKS - 1 - i] if i >= BLOCKS // 2 else x)
+            made.append(x)
+        out: Tensor = self.head(self.norm(x))
+        return out
+
+
+class Changing(Tower):
+    """What all blocks are given is written to between them."""
+
+    class Block(Biased):
+        def forward(self, x: Tensor, bias: Tensor) -> Tensor:  # type: ignore[override]
+            return x + torch.tanh(self.inner(x)) + bias
+
+    block = Block
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embed(x)
+        bias = x + 0.0
+        for block in self.blocks:
+            x = block(x, bias)
+            bias.mul_(0.5)
+        out: Tensor = self.head(self.norm(x))
+        return out
+
+
+class InPlace(Tower):
+    """Code around the blocks writes to what they made, and to what is not here."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embed(x)
+        x *= 2
+        padded = torch.zeros(len(x), WIDTH, dtype=x.dtype)
+        padded[:] = x
+        x = padded
+        for block in self.blocks:
+            x = block(x)
+            x += 0.5
+        out: Tensor = self.head(self.norm(x))
+        return out
+
+
+class Deep(nn.Module):
+    """The list in a dict of modules, in a module; the head, of one Linear and nothing, is a Sequential."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.ModuleDict(
+            {"out": nn.LayerNorm(WIDTH), "in": linear(), "h": nn.Sequential(*(cases.Block() for _ in range(BLOCKS)))}
+        )
+        self.head = nn.Sequential(linear(), nn.Identity())
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.head(self.body.out(self.body.h(self.body["in"](x))))  # type: ignore[operator]
+        return out
+
+
+LAYOUTS = (
+    ("pipe=2", "ddp", {"schedule": "gpipe"}),
+    ("pipe=3", "zero3", {"schedule": "1f1b"}),
+    ("pipe=2 shard=2", "zero3", {"schedule": "interleaved"}),
+    ("pipe=2", "zero2", {"schedule": "zbv"}),
+    ("pipe=3", "zero1", {"schedule": "zb_h1", "split": (1, 2, 3)}),
+    ("pipe=3 shard=2", "hpz", {"schedule": "1f1b", "hold": None}),
+)
+SHAPES = (
+    *(Tower, Masked, Tuples, Records, Remembered, Carried, Between),
+    *(Twice, Skipping, Nested, Changing, InPlace, Deep),
+)
+
+
+@pytest.mark.parametrize("turn", range(3))
+@pytest.mark.parametrize("kind", SHAPES)
+def test_a_model_with_one_list_of_blocks_is_the_run_of_one_process(kind: type[nn.Module], turn: int) -> None:
+    """Each shape under three layouts, so that each layout has every second shape."""
+    mesh, row, settings = LAYOUTS[(SHAPES.index(kind) + 2 * turn) % len(LAYOUTS)]
+    same(distinct(kind()), mesh, row, **settings)
+
+
+@pytest.mark.parametrize("kind", [Remembered, Carried, Records])
+def test_what_crosses_does_so_under_no_grad_too(kind: type[nn.Module]) -> None:
+    """An evaluation before the first step learns what later links are given; so does a model that is half frozen."""
+    template, data = distinct(kind()), batches(1)
+    template.get_submodule("embed").requires_grad_(False)
+
+    def body(comm: Comm) -> tuple[float, float]:
+        engine = build(template, comm)
+        before = engine.evaluate([data[0]]).loss
+        return before, step(engine, data[0], 1).loss
+
+    wanted = (loss_sum(template, data[0]) / cases.count(data[0])).item()
+    for found in on("pipe=3", body):
+        assert found == pytest.approx((wanted, wanted), abs=1e-12)

@@ -109,8 +109,9 @@ def _offering_another(folder: Path) -> Iterator[None]:
     try:
         yield
     except ValueError as error:
-        folder = folder.resolve()
-        before = [other for other in checkpoints(folder.parent) if int(other.name[5:]) < int(folder.name[5:])]
+        others = checkpoints(folder.resolve().parent)
+        names = [other.name for other in others]
+        before = others[: names.index(folder.resolve().name)] if folder.resolve().name in names else []
         fix = f"the one before it is {str(before[-1])!r}" if before else "there is none before it"
         raise ValueError(f"{error}; the checkpoint cannot be loaded, and {fix}") from error
 

@@ -7,7 +7,7 @@ comm/              worlds: ranks as processes or threads, and the ledger of what
 sharded/           ``ShardedTensor``: tensors cut over named axes
 tensor_parallel/   linear layers, embeddings and losses cut over the tensor axis
 engine/            units, the forward, pipeline stages, the step
-checkpoint/        models on disk
+checkpoint/        models and runs on disk
 models/            what the command line trains
 data/              what it trains on
 job/               what is trained: a model, its loss, data, an optimizer, and their flags
@@ -25,6 +25,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from plait.api import distributed_sampler, join, rank_batches, run_threads, sum_of_mean
+from plait.checkpoint.load import Loaded, load
+from plait.checkpoint.save import save
 from plait.comm import Comm
 from plait.core.cells import TABLE, Cell, Strategy, parse_strategy
 from plait.core.layout import Layout
@@ -66,12 +68,13 @@ __all__ = [
     "Engine",
     "Evaluation",
     "Layout",
+    "Loaded",
     "LossScale",
     "Mesh",
     "Parallelism",
     "StepResult",
 ]
-__all__ += ["Strategy", "distributed_sampler", "empty_parameters", "join", "parse_strategy", "rank_batches"]
-__all__ += ["run_threads", "sum_of_mean"]
+__all__ += ["Strategy", "distributed_sampler", "empty_parameters", "join", "load", "parse_strategy", "rank_batches"]
+__all__ += ["run_threads", "save", "sum_of_mean"]
 __all__ += ["LayoutError", "ShardedTensor", "annotate", "auto_redistribute", "cross_entropy_sum", "dropout_stream"]
 __all__ += ["UserJob", "explain", "from_dtensor", "to_dtensor", "verify"]

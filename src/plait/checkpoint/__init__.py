@@ -1,4 +1,11 @@
-"""Models on disk.
+"""Models and runs on disk.
 
 huggingface.py   Hugging Face folders: each rank reads only the rows that it keeps; rank 0 writes, tensor by tensor
+
+save.py          ``plait.save``: a checkpoint, of which each rank writes its pieces      start here
+load.py          ``plait.load``: into any layout, each rank reads its regions
+folder.py        folders that are whole or not there
+manifest.py      what a checkpoint says of itself, checked field by field
+values.py        numbers, strings, lists, dicts as JSON and back
+stored.py        tensors in a checkpoint's files, read region by region
 """

@@ -219,7 +219,7 @@ def write_tensors(
     places: dict[str, tuple[Path, int]] = {}
     for number, names in enumerate(files, 1):
         file = folder / (SINGLE if count == 1 else f"model-{number:05d}-of-{count:05d}.safetensors")
-        header, starts, end = _header({name: shapes[name] for name in names}, sizes)
+        header, starts, end = safetensors_header({name: shapes[name] for name in names}, sizes)
         with file.open("wb") as new:
             new.write(header)
             new.truncate(end)
@@ -235,7 +235,7 @@ def write_tensors(
         (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
 
 
-def _header(
+def safetensors_header(
     shapes: Mapping[str, tuple[tuple[int, ...], torch.dtype]], sizes: Mapping[str, int]
 ) -> tuple[bytes, dict[str, int], int]:
     """A file's beginning, where in the file each tensor starts, and where the last one ends.

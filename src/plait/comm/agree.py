@@ -65,6 +65,15 @@ def gather_texts(comm: Comm, text: str, note: Note) -> list[str]:
     return [bytes(row[:size].tolist()).decode() for row, size in zip(rows.cpu(), sizes, strict=True)]
 
 
+def broadcast_text(comm: Comm, text: str, note: Note) -> str:
+    """Rank 0's text (of any length), on every rank; what the others bring is not looked at."""
+    data = text.encode() if not comm.rank else b""
+    size = gather_ints(comm, [len(data)], AXES, note)[0][0]
+    sent = _bytes(comm, data) if not comm.rank else torch.empty(size, dtype=torch.uint8, device=comm.device)
+    comm.broadcast(sent, AXES, 0, note).wait()
+    return sent.cpu().numpy().tobytes().decode()
+
+
 def _bytes(comm: Comm, data: bytes) -> Tensor:
     """As uint8, on the world's device."""
     return (torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0).byte()).to(comm.device)

@@ -43,6 +43,8 @@ class OwnLoop(PlacedModel):
     steps: int
     _blocks: int
     """``gathered`` blocks that are open."""
+    _broken: bool
+    """A step failed inside of a pipeline."""
     _now: OpenStep | None
     _host: HostRandomness
     _turns: StepTurns
@@ -157,6 +159,14 @@ class OwnLoop(PlacedModel):
         self.steps = state["step"]
         if state["loss_scale"] is not None:
             self.update.loss_scale = LossScale(**state["loss_scale"])
+
+    def check_between_steps(self, what: str) -> None:
+        """Raises ValueError in the middle of a step, or inside of a block that has other values in the model."""
+        if self._now is not None or self._blocks or self._broken:
+            raise ValueError(
+                f"{what} in the middle of a step, or of one that failed, or inside of engine.gathered() or an average: "
+                f"call it after optimizer.step() or zero_grad(), outside of such blocks"
+            )
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Finish the sums of ``backward``, and clip them by their global norm, before ``optimizer.step()``.

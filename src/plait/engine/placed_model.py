@@ -22,7 +22,7 @@ from plait.engine.batch_norm import synchronise
 from plait.engine.data_parallel.flat_gradient import FlatGradient
 from plait.engine.data_parallel.optim import OwnedOptimizer, owned_runs
 from plait.engine.data_parallel.storage import dtype_in
-from plait.engine.data_parallel.unit import Unit
+from plait.engine.data_parallel.unit import Unit, parameters_of
 from plait.engine.exchange import Exchange
 from plait.engine.forward.stays import StaysHere
 from plait.engine.norm import Norm
@@ -32,11 +32,11 @@ from plait.engine.pipeline.runtime import EventLog, Runtime
 from plait.engine.pipeline.tied_weights import TiedWeights
 from plait.engine.state.checks import check_model, check_settings
 from plait.engine.state.fingerprint import ModelFingerprint
-from plait.engine.state.full import Part, full_state_dict, load_full_state_dict
+from plait.engine.state.full import Part, buffers_of, full_state_dict, load_full_state_dict
 from plait.engine.state.identity import optimizer_fields
 from plait.engine.state.optimizer_state import OptimizerState
 from plait.engine.state.pieces import StatePiece, frozen_pieces
-from plait.engine.state.weights import Weights
+from plait.engine.state.weights import Weights, read_piece
 from plait.schedule.pipeline import Pipeline, RankProgram
 
 
@@ -189,12 +189,38 @@ class PlacedModel(StaysHere):
         Raises:
             ValueError: missing or surplus names, or shapes that differ; inside of ``with engine.gathered():``.
         """
+        self._put_away("engine.load_full_state_dict")
+        load_full_state_dict(self.directory, self.parts(), state)
+
+    def load_weights(self, weights: Weights) -> None:
+        """Take the values of parameters and buffers from a source that has all of them; nothing is sent.
+
+        Of a parameter this rank reads the rows that cover its pieces; of a tied one the first name is asked for.
+        """
+        self._put_away("engine.load_weights")
+        for part in self.parts():
+            for name, _, flat, index in parameters_of(part.units):
+                read_piece(weights, self.directory.aliases.get(name, name), flat, index)
+            for name, buffer in buffers_of(part.model).items():
+                buffer.copy_(weights.read(name, tuple((0, size) for size in buffer.shape)))
+
+    def _put_away(self, what: str) -> None:
+        """Before values are written at rest: what a forward without a backward has left gathered is given up."""
         for stage in self.stages.values():
             stage.unsharding.pins.end_step()
-            stage.unsharding.forget()  # what a forward without a backward has left gathered
+            stage.unsharding.forget()
         if any(unit.pinned for unit in self.units):
-            raise ValueError("engine.load_full_state_dict inside of `with engine.gathered(...)`: leave the block first")
-        load_full_state_dict(self.directory, self.parts(), state)
+            raise ValueError(f"{what} inside of `with engine.gathered(...)`: leave the block first")
+
+    def own_buffers(self) -> dict[str, Tensor]:
+        """The buffers of the model's state that this rank has before all others: data rank 0's, of its stages."""
+        here = self.comm.mesh.coordinates(self.comm.rank)
+        if any(place for axis, place in here.items() if axis != "pipe"):
+            return {}
+        buffers: dict[str, Tensor] = {}
+        for part in reversed(self.parts()):  # of several with one name, the first stays
+            buffers |= buffers_of(part.model)
+        return {name: value for name, value in buffers.items() if self.directory.homes[name] == here["pipe"]}
 
     def pieces(self) -> Iterator[StatePiece]:
         """What this rank has of parameters and optimizer state, region by region, in its own memory.

@@ -66,7 +66,7 @@ def whole_tensors(directory: Directory, parts: Sequence[Part], comm: Comm) -> It
     buffers: dict[str, Tensor] = {}
     for part in reversed(parts):  # of several with one name, the first stays
         units |= {slot.name: u for u in reversed(part.units) for flat in u.flats for slot in flat.layout.slots}
-        buffers |= _buffers(part.model)
+        buffers |= buffers_of(part.model)
     open_unit: Unit | None = None
     values: dict[str, tuple[Tensor, TensorCut | None]] = {}
     for name in dict.fromkeys(directory.aliases.values()):
@@ -116,7 +116,7 @@ def _masters(flat: Flat, unit: Unit, comm: Comm) -> list[Tensor]:
     return flat.views(full)
 
 
-def _buffers(model: nn.Module) -> dict[str, Tensor]:
+def buffers_of(model: nn.Module) -> dict[str, Tensor]:
     """The buffers of a state dict."""
     parameters = dict(model.named_parameters(remove_duplicate=False))
     return {n: v for n, v in model.state_dict(keep_vars=True).items() if n not in parameters}
@@ -145,5 +145,5 @@ def load_full_state_dict(directory: Directory, parts: Sequence[Part], state: Map
     for part in parts:
         for name, _, flat, index in parameters_of(part.units):
             flat.write(index, state[name])
-        for name, buffer in _buffers(part.model).items():
+        for name, buffer in buffers_of(part.model).items():
             buffer.copy_(state[name])

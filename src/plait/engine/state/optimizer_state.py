@@ -154,15 +154,19 @@ class OptimizerState:
         Raises:
             ValueError: groups or parameters that are not those of the optimizers; a state that cannot be cut.
         """
-        for optimizer in self.owner.optimizers:  # all are right before any is loaded
+        self.check(state)  # all are right before any is loaded
+        for optimizer in self.owner.optimizers:
+            optimizer.load_state_dict(dict(state))
+
+    def check(self, state: State) -> None:
+        """Raises ValueError where groups or parameters are not those of the optimizers."""
+        for optimizer in self.owner.optimizers:
             groups, values = self._fitting(optimizer, state)
         known = {name for names in self._names() for name in names}
         if surplus := sorted({*values, *(name for group in groups for name in group["params"])} - known):
             raise ValueError(
                 f"the state has {len(surplus)} parameters that no optimizer of the engine has: {', '.join(surplus[:3])}"
             )
-        for optimizer in self.owner.optimizers:
-            optimizer.load_state_dict(dict(state))
 
     def _fitting(self, optimizer: Optimizer, state: State) -> tuple[Sequence[State], Mapping[str, State]]:
         """Groups and values by name; ValueError where a group of the optimizer is not there."""

@@ -1,0 +1,191 @@
+"""``plait.load``: a checkpoint of any layout goes into any other; each rank reads only its own regions.
+
+rank 0      finds the checkpoint, reads the manifest                      its text goes to all
+each rank   file i, where i = rank modulo ranks: size, SHA-256, header    all hear of one that is wrong
+            names, shapes, groups, seed against the engine                refused before anything is changed
+            its own regions of weights, buffers, optimizer state, average
+"""
+
+import math
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+
+from plait.checkpoint.folder import checkpoints, find, read_manifest
+from plait.checkpoint.manifest import Manifest
+from plait.checkpoint.stored import SavedTensor, SavedWeights, check_contents
+from plait.checkpoint.values import decoded
+from plait.comm import Comm
+from plait.comm.agree import broadcast_text, check_together
+from plait.core.collectives import Note
+from plait.core.mesh import AXES
+from plait.engine import EMA, Engine
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """What was loaded."""
+
+    path: Path
+    """The checkpoint's folder."""
+    step: int
+    """Steps made when it was saved."""
+    extra: Any
+    """As it was given to ``plait.save``, on every rank."""
+
+
+def load(path: str | Path, engine: Engine, *, ema: EMA | None = None) -> Loaded:
+    """Go on with a run that ``plait.save`` saved, under any layout; all ranks call it together.
+
+    Every file is verified first.  The model has the names and shapes of the one that was saved; the engine has its
+    optimizers (their groups' options are those that were saved) and its seed; ``ema`` is given where one was saved.
+
+    Args:
+        path: a checkpoint, or a folder of them, of which the newest is loaded.
+
+    Raises:
+        ValueError: there is none, a file is missing or damaged, or it is not of this model, these optimizers, this
+            seed; nothing has been changed.
+        OSError: a file that was verified could not be read; build the engine anew.
+        RuntimeError: what another rank raises.
+    """
+    engine.check_between_steps("plait.load")
+    comm = engine.comm
+    folder, manifest = _manifest(Path(path), comm)
+    with _together(comm):
+        for number, name in enumerate(sorted(manifest.files)):
+            if number % comm.world_size == comm.rank:
+                with _offering_another(folder):
+                    check_contents(folder, name, manifest)
+    tensors = {name: SavedTensor(folder, stored) for name, stored in manifest.tensors.items()}
+    with _together(comm):
+        with _offering_another(folder):
+            state = _state(manifest, tensors)
+        _check_fits(engine, ema, state, tensors)
+        engine.load_step_state(state["run"])
+    with _together(comm):
+        engine.load_weights(SavedWeights(_of("model", tensors)))
+        if engine.optimizers:
+            engine.load_optimizer_state_dict(state["optimizer"])
+        if ema is not None:
+            ema.decay = state["ema"]
+            ema.load_full_state_dict(_of("ema", tensors))  # type: ignore[arg-type]
+        extra = decoded(manifest.values, lambda name: tensors[name].whole())["extra"]
+    return Loaded(folder, manifest.step, extra)
+
+
+def _manifest(path: Path, comm: Comm) -> tuple[Path, Manifest]:
+    """The checkpoint's folder and its manifest, as rank 0 sees them."""
+    folder, text = path, ""
+    with _together(comm):
+        if not comm.rank:
+            folder = find(path)
+            with _offering_another(folder):
+                text = read_manifest(folder)
+    own = broadcast_text(comm, "." if folder == path else folder.name, Note("state"))
+    return path / own, Manifest.parse(broadcast_text(comm, text, Note("state")))
+
+
+@contextmanager
+def _together(comm: Comm) -> Iterator[None]:
+    """What a rank cannot read, all ranks raise."""
+    error: Exception | None = None
+    try:
+        yield
+    except (OSError, ValueError) as problem:
+        error = problem
+    except SafetensorError as problem:
+        error = OSError(str(problem))
+    check_together(comm, error, AXES)
+
+
+@contextmanager
+def _offering_another(folder: Path) -> Iterator[None]:
+    """An error in a checkpoint names the one before it."""
+    try:
+        yield
+    except ValueError as error:
+        others = checkpoints(folder.resolve().parent)
+        names = [other.name for other in others]
+        before = others[: names.index(folder.resolve().name)] if folder.resolve().name in names else []
+        fix = f"the one before it is {str(before[-1])!r}" if before else "there is none before it"
+        raise ValueError(f"{error}; the checkpoint cannot be loaded, and {fix}") from error
+
+
+def _state(manifest: Manifest, tensors: Mapping[str, SavedTensor]) -> Any:
+    """The manifest's values, in the form in which the engine takes them; ValueError where they are of another form."""
+
+    def tensor(name: str) -> SavedTensor:
+        if name not in tensors:
+            raise ValueError(f"a value in it is the tensor {name[:80]!r}, which it has not")
+        return tensors[name]
+
+    try:
+        state = decoded(manifest.values, tensor)
+    except TypeError as error:  # a key that cannot be one
+        raise ValueError(f"a value in it was not written by plait: {error}") from error
+    match state:
+        case {"optimizer": optimizer, "run": {"step": int(step), "seed": int(), "loss_scale": dict() | None},
+              "ema": float() | int() | None, "extra": _} if step == manifest.step:  # fmt: skip
+            pass
+        case _:
+            raise ValueError("its values are not those of a run")
+    match optimizer:
+        case None:
+            return state
+        case {"state": dict(values), "param_groups": list(groups)} if all(
+            isinstance(own, dict) for own in values.values()
+        ) and all(isinstance(group, dict) and isinstance(group.get("params"), list) for group in groups):
+            return state
+    raise ValueError("its optimizer state has not the form of one")
+
+
+def _of(kind: str, tensors: Mapping[str, SavedTensor]) -> dict[str, SavedTensor]:
+    """Tensors of a kind, by the rest of their names."""
+    return {name.removeprefix(f"{kind}/"): saved for name, saved in tensors.items() if name.startswith(f"{kind}/")}
+
+
+def _check_fits(engine: Engine, ema: EMA | None, state: Any, tensors: Mapping[str, SavedTensor]) -> None:
+    """Raises ValueError where the checkpoint is not that of a run of this engine."""
+    names = dict.fromkeys(engine.directory.aliases.values())
+    _check_names("model", {name: engine.directory.shapes[name] for name in names}, _of("model", tensors))
+    for what, mine, saved, fix in (
+        ("an optimizer", bool(engine.optimizers), state["optimizer"] is not None, "Engine(optimizer=...)"),
+        (
+            "an average of the weights",
+            ema is not None,
+            state["ema"] is not None,
+            "plait.load(..., ema=plait.EMA(engine))",
+        ),
+    ):
+        if mine != saved:
+            here, there = ("was given", "has none") if mine else ("has none here", "was saved with one")
+            raise ValueError(
+                f"{what}: the engine {here}, and the checkpoint {there}; {fix if saved else 'leave it out'}"
+            )
+    if engine.optimizer_state is not None:
+        engine.take_new_groups()
+        engine.optimizer_state.check(state["optimizer"])
+    if ema is not None:
+        averaged = {engine.directory.aliases.get(name, name) for name in engine.exchange.names}
+        _check_names("average", {name: engine.directory.shapes[name] for name in averaged}, _of("ema", tensors))
+
+
+def _check_names(what: str, own: Mapping[str, Any], saved: Mapping[str, SavedTensor]) -> None:
+    missing = sorted(name for name, (shape, _) in own.items() if name not in saved and math.prod(shape))
+    surplus = sorted(saved.keys() - own.keys())  # of what has no element nobody has a piece
+    if missing or surplus:
+        raise ValueError(
+            f"the checkpoint is not of this {what}: {len(missing)} tensors are missing {missing[:3]}, {len(surplus)} "
+            f"are surplus {surplus[:3]}"
+        )
+    for name in own.keys() & saved.keys():
+        (shape, dtype), there = own[name], saved[name].stored
+        if there.shape != shape:
+            raise ValueError(f"{name!r} of the {what} has shape {shape}, and {there.shape} in the checkpoint")
+        if there.dtype != dtype and not (there.dtype.is_floating_point and dtype.is_floating_point):
+            raise ValueError(f"{name!r} of the {what} is of {dtype}, and of {there.dtype} in the checkpoint")

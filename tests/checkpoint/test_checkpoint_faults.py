@@ -1,0 +1,322 @@
+"""What is damaged, not finite or not of this model is refused by all ranks, and the checkpoint before loads."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import plait
+from plait.checkpoint.folder import read_manifest
+from plait.checkpoint.manifest import Manifest, signed
+from plait.checkpoint.save import write_tensors
+from plait.checkpoint.stored import check_contents
+from plait.comm import Comm, run
+from plait.core.mesh import Mesh
+from plait.engine import Engine
+
+FILES = ("rank-00000.safetensors", "rank-00001.safetensors", "rank-00002.safetensors", "manifest.json")
+
+
+def build(comm: Comm, width: int = 23, seed: int = 0, **settings: Any) -> Engine:
+    model = nn.Sequential(nn.Linear(5, width), nn.Linear(width, 5))
+    with torch.no_grad():
+        for number, parameter in enumerate(model.parameters()):
+            parameter.copy_(torch.linspace(-1, number / 9, parameter.numel()).view(parameter.shape))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    return Engine(model, comm, strategy="zero3", optimizer=optimizer, seed=seed, **settings)
+
+
+def go(engine: Engine) -> None:
+    engine.backward(engine.model(torch.ones(2, 5)).square().sum(), 2)
+    assert engine.optimizer is not None
+    engine.optimizer.step()
+
+
+def ranks(body: Callable[[Comm], Any]) -> list[Any]:
+    return run(Mesh(shard=3), body, deadline=20)
+
+
+def two(path: Path) -> None:
+    """Checkpoints of steps 1 and 2."""
+
+    def body(comm: Comm) -> None:
+        engine = build(comm)
+        for _ in range(2):
+            go(engine)
+            plait.save(path, engine, extra={"word": "here", "numbers": torch.arange(4)})
+
+    ranks(body)
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path: Path = tmp_path_factory.mktemp("saved")
+    two(path)
+    return path
+
+
+@pytest.fixture
+def copied(saved: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(saved, tmp_path / "run"))
+
+
+def refusals(path: Path, **settings: Any) -> list[str]:
+    """What each rank says; none has changed anything, and step 1 loads."""
+
+    def body(comm: Comm) -> str:
+        engine = build(comm, **settings)
+        before = engine.full_state_dict()
+        with pytest.raises((ValueError, RuntimeError)) as caught:
+            plait.load(path, engine)
+        after = engine.full_state_dict()
+        assert engine.steps == 0 and all(torch.equal(after[name], before[name]) for name in before)
+        return str(caught.value)
+
+    return ranks(body)
+
+
+def test_the_one_before_loads(copied: Path) -> None:
+    assert ranks(lambda comm: plait.load(copied / "step-000001", build(comm)).step) == [1, 1, 1]
+    assert ranks(lambda comm: plait.load(copied, build(comm)).step) == [2, 2, 2]
+    (copied / "latest").write_text("step-000001\n")  # a run may end between the rename and this line
+    assert ranks(lambda comm: plait.load(copied, build(comm)).step) == [2, 2, 2]
+
+
+def _flip(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 4
+    path.write_bytes(data)
+
+
+def _swap(path: Path) -> None:
+    other = path.with_name(FILES[(FILES.index(path.name) + 1) % 3])
+    data = other.read_bytes()
+    other.write_bytes(path.read_bytes())
+    path.write_bytes(data)
+
+
+def _link(path: Path) -> None:
+    path.rename(path.with_name("elsewhere"))
+    path.symlink_to(path.with_name("elsewhere"))
+
+
+def _pipe(path: Path) -> None:
+    path.unlink()
+    os.mkfifo(path)
+
+
+DAMAGES: dict[str, Callable[[Path], Any]] = {
+    "a bit": _flip,
+    "truncated": lambda path: os.truncate(path, path.stat().st_size - 1),
+    "emptied": lambda path: path.write_bytes(b""),
+    "longer": lambda path: path.write_bytes(path.read_bytes() + b"\0"),
+    "deleted": lambda path: path.unlink(),
+    "of another save": lambda path: shutil.copy(path.parent.with_name("step-000001") / path.name, path),
+    "swapped": _swap,
+    "a link": _link,
+    "a pipe": _pipe,
+    "a folder": lambda path: (path.unlink(), path.mkdir()),
+}
+
+
+DAMAGED = [(d, file) for d in DAMAGES for file in FILES if (d, file) != ("swapped", FILES[3])]
+
+
+@pytest.mark.parametrize(("damage", "file"), DAMAGED)
+def test_a_damaged_file_is_named_and_the_checkpoint_before_offered(damage: str, file: str, copied: Path) -> None:
+    DAMAGES[damage](copied / "step-000002" / file)
+    for said in refusals(copied):
+        assert str(copied / "step-000002") in said and f"the one before it is '{copied / 'step-000001'}'" in said
+        assert file in said or (damage, file) == ("of another save", FILES[3]) or damage == "swapped"
+
+
+def test_no_bit_of_any_file_can_flip_unseen(copied: Path) -> None:
+    """One engine after the other would take minutes; this is what each load asks first."""
+    folder, draw = copied / "step-000002", random.Random(3)
+    manifest = Manifest.parse(read_manifest(folder))
+    for _ in range(300):
+        path = folder / draw.choice(FILES)
+        data = path.read_bytes()
+        changed = bytearray(data)
+        changed[draw.randrange(len(data))] ^= 1 << draw.randrange(8)
+        path.write_bytes(changed)
+        with pytest.raises(ValueError, match=path.name):
+            check_contents(folder, path.name, manifest) if path.name in manifest.files else read_manifest(folder)
+        path.write_bytes(data)
+
+
+def _piece(data: Any) -> Any:
+    return data["tensors"]["model/0.weight"]["pieces"][0]
+
+
+def _entry(name: str) -> Callable[[Any], Any]:
+    def change(data: Any) -> None:
+        data["files"][name] = data["files"].pop(FILES[0])
+        for tensor in data["tensors"].values():
+            for piece in tensor["pieces"]:
+                piece["file"] = name if piece["file"] == FILES[0] else piece["file"]
+
+    return change
+
+
+def _set(key: str, value: Any, of: Callable[[Any], Any] = lambda data: data) -> Callable[[Any], Any]:
+    return lambda data: of(data).__setitem__(key, value)
+
+
+WRONG: dict[str, Callable[[Any], Any]] = {
+    "parent": _entry("../rank-00000.safetensors"),
+    "absolute": _entry("/etc/passwd"),
+    "another name": _entry("rank-00000.safetensors/../manifest.json"),
+    "negative": _set("region", [[-1, 1], [0, 5]], _piece),
+    "giant": _set("region", [[0, 1 << 60], [0, 5]], _piece),
+    "giant shape": _set("shape", [1 << 40, 1 << 40], lambda data: data["tensors"]["model/0.weight"]),
+    "overlapping": lambda data: data["tensors"]["model/0.weight"]["pieces"].append(dict(_piece(data))),
+    "a gap": lambda data: data["tensors"]["model/0.weight"]["pieces"].pop(),
+    "a region of numbers": _set("region", [0, 1], _piece),
+    "a region of words": _set("region", [["0", "2"], [0, 5]], _piece),
+    "a region of booleans": _set("region", [[False, True], [0, 5]], _piece),
+    "another key": _set("key", "99", _piece),
+    "an unknown file": _set("file", "rank-00009.safetensors", _piece),
+    "another dtype": _set("dtype", "float16", lambda data: data["tensors"]["model/0.weight"]),
+    "no dtype": _set("dtype", "nn", lambda data: data["tensors"]["model/0.weight"]),
+    "a list": lambda data: data.__setitem__("tensors", []),
+    "a step of -1": _set("step", -1),
+    "another step": _set("step", 7),
+    "another format": _set("format", 2),
+    "a surplus field": _set("more", 1),
+    "no values": _set("values", None),
+    "a wrong value": _set("values", {"dict": [[["a"], 1]]}),
+    "a tensor that is not there": _set("values", {"tensor": "x"}),
+    "a surplus tensor": lambda d: d["tensors"].__setitem__("model/more", {"dtype": "int8", "shape": [0], "pieces": []}),
+    "a missing tensor": lambda data: data["tensors"].pop("model/0.weight"),
+    "a state without its tensor": lambda data: data["tensors"].pop("optimizer/exp_avg/0.weight"),
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_a_manifest_that_says_something_else_is_refused(wrong: str, copied: Path) -> None:
+    """Its SHA-256 is right: it was not damaged, it was made."""
+    path = copied / "step-000002" / "manifest.json"
+    data = json.loads(path.read_text())
+    WRONG[wrong](data)
+    path.write_text(signed(json.dumps(data)))
+    for said in refusals(copied):
+        assert len(said) < 1000
+
+
+TEXTS = {
+    "twice": ('"step": 2', '"step": 2, "step": 2'),
+    "deep": ('"values": ', f'"values": {"[" * 100_000}{"]" * 100_000}, "more": '),
+    "deep but parsed": ('"values": ', f'"values": {"[" * 200}{"]" * 200}, "more": '),
+    "no number": ('"step": 2', '"step": NaN'),
+    "no end": ('"step": 2', '"step": "2'),
+}
+
+
+@pytest.mark.parametrize("wrong", TEXTS)
+def test_a_manifest_of_another_form_is_refused(wrong: str, copied: Path) -> None:
+    path = copied / "step-000002" / "manifest.json"
+    path.write_text(signed(path.read_text().replace(*TEXTS[wrong], 1)))
+    assert all(len(said) < 1000 for said in refusals(copied))
+
+
+def test_another_model_or_run_is_refused_before_anything_is_changed(copied: Path) -> None:
+    assert all("has shape" in said for said in refusals(copied, width=8))
+    assert all("seed" in said for said in refusals(copied, seed=3))
+    assert all("loss scale" in said for said in refusals(copied, loss_scale=plait.LossScale()))
+    assert all("there is no checkpoint in" in said for said in refusals(copied.parent / "nowhere"))
+
+    def another(comm: Comm) -> None:
+        engine = build(comm)
+        with pytest.raises(ValueError, match="average of the weights"):
+            plait.load(copied, engine, ema=plait.EMA(engine))
+        model = nn.Linear(5, 5)
+        nn.init.ones_(model.weight), nn.init.ones_(model.bias)
+        with pytest.raises(ValueError, match="2 tensors are missing"):
+            plait.load(copied, Engine(model, comm, strategy="ddp"))
+
+    ranks(another)
+
+
+def raises_together(body: Callable[[Comm], Any], words: str) -> None:
+    def safe(comm: Comm) -> str:
+        with pytest.raises((OSError, ValueError, RuntimeError)) as caught:
+            body(comm)
+        return str(caught.value)
+
+    assert all(words in said for said in ranks(safe))
+
+
+def whole(path: Path) -> list[str]:
+    return sorted(entry.name for entry in path.iterdir())
+
+
+def test_a_checkpoint_may_be_moved_and_renamed(copied: Path) -> None:
+    moved = (copied / "step-000002").rename(copied.parent / "best")
+    assert ranks(lambda comm: plait.load(moved, build(comm)).path) == [moved] * 3
+    _flip(moved / FILES[0])
+    assert all("there is none before it" in said for said in refusals(moved))
+
+
+def test_what_cannot_be_saved_leaves_what_was_there(copied: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def saver(change: Callable[[Engine], Any], extra: Any = None) -> Callable[[Comm], Any]:
+        def body(comm: Comm) -> None:
+            engine = build(comm)
+            plait.load(copied, engine)
+            change(engine)
+            plait.save(copied, engine, extra=extra)
+
+        return body
+
+    def spoil(engine: Engine) -> None:
+        go(engine)
+        if engine.comm.rank == 2:
+            next(engine.pieces()).tensor.fill_(torch.inf)
+
+    before = whole(copied)
+    raises_together(saver(lambda engine: None), "exists already")
+    raises_together(saver(spoil), "not finite")
+    raises_together(saver(go, extra={"a": {1, 2}}), "builtins.set cannot be saved")
+    raises_together(saver(lambda engine: engine.model(torch.ones(2, 5))), "in the middle of a step")
+    original = write_tensors
+    for broken in range(3):
+
+        def failing(path: Path, tensors: Any, broken: int = broken) -> Any:
+            if path.name == FILES[broken]:
+                path.write_bytes(b"half")
+                raise OSError(28, "No space left on device")
+            return original(path, tensors)
+
+        monkeypatch.setattr("plait.checkpoint.save.write_tensors", failing)
+        raises_together(saver(go), "No space left on device")
+        assert whole(copied) == before
+    monkeypatch.setattr("plait.checkpoint.save.write_tensors", original)
+
+    def no_manifest(partial: Path, manifest: Any) -> None:
+        raise OSError(5, "Input/output error", str(partial))
+
+    monkeypatch.setattr("plait.checkpoint.save.publish", no_manifest)
+    raises_together(saver(go), "Input/output error")
+    assert whole(copied) == before
+    monkeypatch.undo()
+    assert ranks(lambda comm: plait.load(copied, build(comm)).step) == [2, 2, 2]
+
+
+def test_a_folder_that_cannot_be_written_is_said_by_all(tmp_path: Path) -> None:
+    """A file in the place of the folder; root may write to a read-only one."""
+    (tmp_path / "file").touch()
+
+    def body(comm: Comm) -> None:
+        engine = build(comm)
+        plait.save(tmp_path / "file" / "run", engine)
+
+    raises_together(body, str(tmp_path / "file"))

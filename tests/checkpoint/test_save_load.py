@@ -1,0 +1,118 @@
+"""A run that is saved and loaded is the run that was never stopped; any layout loads what any other has saved."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from run_cases import LAYOUTS, Training, differences
+from torch import nn
+
+import plait
+from plait.comm import Comm, run
+from plait.core.mesh import Mesh
+from plait.engine import Engine
+
+
+def mesh(where: str) -> Mesh:
+    return Mesh.parse(LAYOUTS[where][0])
+
+
+@pytest.mark.parametrize("where", LAYOUTS)
+def test_in_the_same_layout_it_is_the_uninterrupted_run_to_the_bit(where: str, tmp_path: Path) -> None:
+    def straight(comm: Comm) -> Any:
+        training = Training.begin(comm, where)
+        training.go(0, 3)
+        assert training.save(tmp_path) == tmp_path / "step-000003"
+        at = training.state()
+        return at, training.go(3, 6), training.state()
+
+    def resumed(comm: Comm) -> Any:
+        training = Training.begin(comm, where, change=1)
+        loaded = training.load(tmp_path)
+        assert (loaded.path, loaded.step, loaded.extra["at"]) == (tmp_path / "step-000003", 3, (1, None))
+        at = training.state()
+        return at, training.go(3, 6), training.state()
+
+    first = run(mesh(where), straight, deadline=30)
+    second = run(mesh(where), resumed, deadline=30)
+    assert not differences(second, first)
+    assert (tmp_path / "latest").read_text() == "step-000003\n"
+
+
+PAIRS = ("ddp", "zero3", "zero3 on 4", "psdp", "tensors", "tensor", "pipe", "zbv", "bf16")
+
+
+@pytest.mark.parametrize("source", PAIRS)
+@pytest.mark.parametrize("target", PAIRS[1:] + PAIRS[:1])
+def test_any_layout_loads_it_to_the_bit(source: str, target: str, tmp_path: Path) -> None:
+    def leave(comm: Comm) -> Any:
+        training = Training.begin(comm, source)
+        training.go(0, 2)
+        training.save(tmp_path)
+        return training.state(), training.go(2, 3)
+
+    def enter(comm: Comm) -> Any:
+        training = Training.begin(comm, target, change=1)
+        training.load(tmp_path)
+        return training.state(), training.go(2, 3)
+
+    (saved, loss), *_ = run(mesh(source), leave, deadline=30)
+    for state, again in run(mesh(target), enter, deadline=30):
+        assert not differences(state, saved)
+        assert again == pytest.approx(loss, rel=5e-2 if "bf16" in (source, target) else 1e-5)
+
+
+class Odd(nn.Module):
+    """A scalar, a vector shorter than the ranks, an empty parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale, self.short = nn.Parameter(torch.tensor(2.0)), nn.Parameter(torch.tensor([1.0, 3.0]))
+        self.empty = nn.Parameter(torch.empty(0, 3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.scale * self.short + self.empty.sum()
+
+
+@pytest.mark.parametrize("meshes", list(itertools.permutations(["shard=1", "shard=2", "shard=3"], 2)))
+def test_small_parameters_and_whole_tensor_states(meshes: tuple[str, str], tmp_path: Path) -> None:
+    """Adafactor keeps rows and columns, which no rank can cut; ``torch.optim.Adagrad`` has a state at once."""
+
+    def build(comm: Comm, path: Path) -> list[Engine]:
+        odd, matrix = Odd(), nn.Linear(5, 7)
+        with torch.no_grad():
+            matrix.weight.copy_(torch.arange(35.0).view(7, 5) / 35)
+            matrix.bias.fill_(0.5)
+        return [
+            Engine(odd, comm, strategy="zero3", optimizer=torch.optim.Adagrad(odd.parameters(), lr=0.1)),
+            Engine(
+                matrix, comm, strategy="zero3", cut="tensor",
+                optimizer=torch.optim.Adafactor(matrix.parameters(), lr=torch.tensor(0.1)),
+            ),
+        ]  # fmt: skip
+
+    def both(engines: list[Engine]) -> Any:
+        return [(engine.full_state_dict(), engine.optimizer_state_dict(), engine.step_state()) for engine in engines]
+
+    def leave(comm: Comm) -> Any:
+        engines = build(comm, tmp_path)
+        for number, (engine, width) in enumerate(zip(engines, (2, 5), strict=True)):
+            for _ in range(2):
+                engine.backward(engine.model(torch.ones(1, width)).square().sum(), 1)
+                assert engine.optimizer is not None
+                engine.optimizer.step()
+            plait.save(tmp_path / str(number), engine)
+        return both(engines)
+
+    def enter(comm: Comm) -> Any:
+        engines = build(comm, tmp_path)
+        for number, engine in enumerate(engines):
+            assert plait.load(tmp_path / str(number), engine).extra is None
+        return both(engines)
+
+    saved, *_ = run(Mesh.parse(meshes[0]), leave, deadline=20)
+    assert not differences(run(Mesh.parse(meshes[1]), enter, deadline=20), [saved] * Mesh.parse(meshes[1]).size)

@@ -25,6 +25,7 @@ import torch
 import torch.nn.functional as F
 from catalogue import SIZES, Batches, NotBuiltError, count, first_line, leading, logits_of
 from torch import Tensor, nn
+from wide import wide
 
 import plait
 from plait.comm import Comm
@@ -50,6 +51,8 @@ class Layout:
     strategy: str
     order: Order
     settings: dict[str, Any] = field(default_factory=dict)
+    wide: bool = False
+    """It splits products, so fp32 inside of the model would hide what is wrong (see ``wide``)."""
 
     @property
     def shape(self) -> plait.Mesh:
@@ -60,7 +63,7 @@ LAYOUTS = {
     "ddp": Layout("shard=3", "ddp", ((0, 1), (2, 3), (4, 5))),
     "zero3": Layout("shard=3", "zero3", ((0, 2, 4), (1, 3, 5))),
     "pipe": Layout("pipe=2 shard=2", "zero3", ((0, 3), (1, 4), (2, 5))),
-    "tensor": Layout("tensor=2", "ddp", ((0, 1, 2, 3, 4, 5),)),
+    "tensor": Layout("tensor=2", "ddp", ((0, 1, 2, 3, 4, 5),), wide=True),
 }
 
 
@@ -212,12 +215,12 @@ class Trial:
 
     def __init__(self, model: nn.Module, batches: Batches) -> None:
         self.model, self.batches = model, batches
-        self._plain: dict[Order, Run] = {}
+        self._plain: dict[tuple[Order, bool], Run] = {}
 
-    def expected(self, order: Order) -> Run:
-        if order not in self._plain:
-            self._plain[order] = plain(self.model, self.batches, order)
-        return self._plain[order]
+    def expected(self, order: Order, *, wide: bool = False) -> Run:
+        if (order, wide) not in self._plain:
+            self._plain[order, wide] = plain(self.model, self.batches, order)
+        return self._plain[order, wide]
 
     def check(self) -> None:
         """Raises ``NotBuiltError`` where the model does not train on one process."""
@@ -231,6 +234,12 @@ class Trial:
 
     def run(self, name: str) -> Result:
         """The verdict on a layout of ``LAYOUTS``, or on ``PEER``."""
+        if name in LAYOUTS and LAYOUTS[name].wide:
+            with wide():
+                return self._run(name, wide=True)
+        return self._run(name, wide=False)
+
+    def _run(self, name: str, *, wide: bool) -> Result:
         start = time.perf_counter()
         try:
             if name == PEER:
@@ -239,7 +248,7 @@ class Trial:
                 order, run = ORDER, fsdp2(self.model, self.batches)
             else:
                 order, run = LAYOUTS[name].order, ours(self.model, self.batches, LAYOUTS[name])
-            expected = self.expected(order)
+            expected = self.expected(order, wide=wide)
             result = compare(run, expected)
             if result.word == "wrong" and compare(plain(self.model, self.batches, order), expected).word == "wrong":
                 result = Result("unknown", "two runs on one process differ, for the model draws random numbers")

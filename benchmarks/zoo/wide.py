@@ -1,0 +1,51 @@
+"""fp64 stays fp64: where a model's code asks for fp32 of an fp64 tensor, it keeps what it has.
+
+Routers, norms and softmaxes compute in fp32 whatever the model's dtype.  Where a layout splits a product, its sum has
+another order, and fp32 makes 1e-7 of that, in a layout that is right as in one that is wrong.  So both runs are made
+inside of this.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def _kept(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function, of an fp64 tensor without a word of fp32."""
+
+    def called(x: Any, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(x, Tensor) and x.dtype is torch.float64:
+            args = tuple(torch.float64 if a is torch.float32 else a for a in args)
+            kwargs = {key: torch.float64 if value is torch.float32 else value for key, value in kwargs.items()}
+        return function(x, *args, **kwargs)
+
+    return called
+
+
+def _kept_float(function: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda x, *args, **kwargs: x if x.dtype is torch.float64 else function(x, *args, **kwargs)
+
+
+NAMES = [
+    *((Tensor, name) for name in ("to", "type", "softmax", "sum", "float")),
+    *((torch, name) for name in ("softmax", "zeros_like", "empty_like", "ones_like")),
+    (torch.nn.functional, "softmax"),
+]
+
+
+@contextmanager
+def wide() -> Iterator[None]:
+    """For the whole process, as long as it lasts."""
+    before = [getattr(owner, name) for owner, name in NAMES]
+    for (owner, name), function in zip(NAMES, before, strict=True):
+        setattr(owner, name, _kept_float(function) if name == "float" else _kept(function))
+    try:
+        yield
+    finally:
+        for (owner, name), function in zip(NAMES, before, strict=True):
+            setattr(owner, name, function)

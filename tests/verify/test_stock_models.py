@@ -254,20 +254,17 @@ def test_pipelines(name: str, mesh: str, row: str, order: str) -> None:
 
 
 @pytest.mark.parametrize("split", [(1, 8), (2, 7), (8, 1)])
-def test_gpt2_cut_at_any_link_but_one(split: tuple[int, int]) -> None:
-    """Behind the second embedding the stream is not yet what the first dropout gets: GPT-2 adds the two in between."""
-    if split == (2, 7):
-        with pytest.raises(ValueError, match=r"link 'transformer.drop' is given something made of the stream before"):
-            hold(job("gpt2"), "pipe=2", split=split)
-    else:
-        bitwise(job("gpt2"), "pipe=2", split=split, foretold=split != (1, 8))
+def test_gpt2_cut_at_any_link(split: tuple[int, int]) -> None:
+    """Behind the second embedding the stream is not yet what the first dropout gets: GPT-2 adds the two in between, and
+    both travel, of which the job's width, for the prediction, does not tell."""
+    bitwise(job("gpt2"), "pipe=2", split=split, foretold=split == (8, 1))
 
 
-def test_a_resnet_whose_links_leave_out_a_module_that_writes_in_place() -> None:
+@pytest.mark.parametrize("split", [(2, 7), (3, 6)])
+def test_a_resnet_whose_links_leave_out_a_module_that_writes_in_place(split: tuple[int, int]) -> None:
     def build() -> nn.Module:
         model = job("resnet").build()
         model.pipeline_links = lambda: [n for n in resnet_links(model) if n != "relu"]  # type: ignore[assignment]
         return model
 
-    with pytest.raises(ValueError, match="writes in place to the activation between two links"):
-        hold(replace(job("resnet"), build=build), "pipe=2", split=(3, 6))
+    bitwise(replace(job("resnet"), build=build), "pipe=2", split=split)

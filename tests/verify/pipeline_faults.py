@@ -24,6 +24,7 @@ from plait.engine.exchange import Exchange
 from plait.engine.forward.context import RNGPosition
 from plait.engine.forward.products import WeightGradNode
 from plait.engine.norm import Norm
+from plait.engine.pipeline.handover import HandOver
 from plait.engine.pipeline.p2p import PipelineP2P
 from plait.engine.pipeline.runtime import Runtime
 from plait.engine.pipeline.stage import Stage
@@ -130,11 +131,17 @@ def drop_the_last_use_of_a_weight(patch: Patch) -> None:
     patch.setattr(deferred, "value", first)
 
 
+def like(handed: HandOver, tensors: list[Tensor]) -> HandOver:
+    """The same hand-over with other tensors."""
+    return handed._replace(tensors=tensors)
+
+
 def no_gradient_for_the_stage_before(patch: Patch) -> None:
     original = PipelineP2P.put
 
-    def put(self: PipelineP2P, way: str, stage: int, microbatch: int, tensor: Tensor) -> None:
-        original(self, way, stage, microbatch, torch.zeros_like(tensor) if way == "B" else tensor)
+    def put(self: PipelineP2P, way: str, stage: int, microbatch: int, handed: HandOver) -> None:
+        nothing = like(handed, [torch.zeros_like(tensor) for tensor in handed.tensors])
+        original(self, way, stage, microbatch, nothing if way == "B" else handed)
 
     patch.setattr(PipelineP2P, "put", put)
 
@@ -146,11 +153,11 @@ def one_late(patch: Patch, which: str) -> None:
     """A stage leaves what it made for the microbatch before."""
     original = PipelineP2P.put
 
-    def put(self: PipelineP2P, way: str, stage: int, microbatch: int, tensor: Tensor) -> None:
+    def put(self: PipelineP2P, way: str, stage: int, microbatch: int, handed: HandOver) -> None:
         held = self.__dict__.setdefault("held", {})
-        before = held.get((way, stage), tensor)
-        held[way, stage] = tensor.clone()
-        original(self, way, stage, microbatch, before if way == which else tensor)
+        before = held.get((way, stage), handed)
+        held[way, stage] = like(handed, [tensor.clone() for tensor in handed.tensors])
+        original(self, way, stage, microbatch, before if way == which else handed)
 
     patch.setattr(PipelineP2P, "put", put)
 
@@ -167,10 +174,12 @@ def use_the_first_activation_for_all(patch: Patch) -> None:
     """A stage goes on computing on memory that it got for microbatch 0."""
     original = PipelineP2P.get
 
-    def get(self: PipelineP2P, way: str, stage: int, microbatch: int) -> Tensor:
+    def get(self: PipelineP2P, way: str, stage: int, microbatch: int) -> HandOver:
         came = original(self, way, stage, microbatch)
         if way == "F":
-            came = self.__dict__.setdefault("first", {}).setdefault(stage, came.clone()).clone()
+            copy = like(came, [tensor.clone() for tensor in came.tensors])
+            came = self.__dict__.setdefault("first", {}).setdefault(stage, copy)
+            came = like(came, [tensor.clone() for tensor in came.tensors])
         return came
 
     patch.setattr(PipelineP2P, "get", get)

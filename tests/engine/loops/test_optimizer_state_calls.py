@@ -143,6 +143,12 @@ def other_groups(state: Any) -> None:
     state["param_groups"][0]["params"].append(state["param_groups"][1]["params"].pop())
 
 
+def of_sgd(state: Any) -> None:
+    group = state["param_groups"][0]
+    del group["betas"], group["eps"]
+    group["momentum"] = 0.9
+
+
 def surplus(state: Any) -> None:
     state["state"]["head.weight"] = {}
 
@@ -151,6 +157,7 @@ def surplus(state: Any) -> None:
     ("change", "text"),
     [
         (other_groups, r"no group of the state has the parameters of group 0 of AdamW, 8 of them \(0\.up\.weight"),
+        (of_sgd, r"another optimizer's: its group of .* has no betas, eps, which AdamW needs, but lr, .*momentum"),
         (surplus, r"1 parameters that no optimizer of the engine has: head\.weight"),
     ],
 )

@@ -87,9 +87,8 @@ class Unsharding(StaysHere):
         for unit in units:
             unit.open_units = self.open_units
             self._running[unit] = RunningUnit(partial(self._begin_backward_of, unit), partial(self._borrow, unit))
-            if unit.split_needs or (
-                unit.module is model and any(u.split for u in units)
-            ):  # hooks on the user's modules: docs/guide/your-own-loop.md
+            if unit.split_needs or (unit.module is model and any(other.split for other in units)):
+                # hooks on the user's modules: docs/guide/your-own-loop.md
                 # before hooks of the user's, which may read parameters (weight_norm), as the one behind is after them
                 before = partial(self._before_forward, unit)
                 unit.module.register_forward_pre_hook(before, with_kwargs=True, prepend=True)
@@ -326,16 +325,12 @@ class Unsharding(StaysHere):
         if unit in self._backward_open or unit in self._ran_backward:
             return
         if not self.in_pass:
-            if (
-                unit in self._inside
-            ):  # its forward is under way: it is open now, and for the backward of what it returns
+            if unit in self._inside:  # its forward is under way: it is open, and will be for the backward to come
                 return
             self._begin_inner()
         self._backward_open[unit] = None
         self.unshard(unit, "backward" if self.in_pass else INNER)
-        if (
-            not self.in_pass and torch.is_grad_enabled()
-        ):  # what is made now reads the parameters, and no hook tells when
+        if not self.in_pass and torch.is_grad_enabled():  # what is made now reads them, and no hook tells when
             self.pins.keep_for_backward(unit.needs)
 
     def _begin_inner(self) -> None:

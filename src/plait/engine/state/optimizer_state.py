@@ -182,13 +182,21 @@ class OptimizerState:
             known = dict(zip(given, [name for names in own for name in names], strict=True))
             values = {known[number]: value for number, value in values.items()}
             groups = [{**group, "params": [known[number] for number in group["params"]]} for group in groups]
-        there = {frozenset(group["params"]) for group in groups}
+        there = {frozenset(group["params"]): group for group in groups}
+        kind = type(optimizer).__name__
+        options = [key for key, value in optimizer.defaults.items() if value is not None and type(value) is not bool]
         for number, names in enumerate(own):
-            if names and frozenset(names) not in there:
+            saved = there.get(frozenset(names)) if names else None
+            if names and saved is None:
                 raise ValueError(
-                    f"no group of the state has the parameters of group {number} of {type(optimizer).__name__}, "
-                    f"{len(names)} of them ({', '.join(names[:3])}, ...): build its groups as they were when the state "
-                    f"was saved"
+                    f"no group of the state has the parameters of group {number} of {kind}, {len(names)} of them "
+                    f"({', '.join(names[:3])}, ...): build its groups as they were when the state was saved"
+                )
+            if lacking := [key for key in options if saved is not None and key not in saved]:
+                raise ValueError(
+                    f"the state is another optimizer's: its group of {names[0]!r} has no {', '.join(lacking)}, which "
+                    f"{kind} needs, but {', '.join(key for key in saved or () if key != 'params')}. Build that "
+                    f"optimizer, or begin with a new state by leaving this one out"
                 )
         return groups, values
 

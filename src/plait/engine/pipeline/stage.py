@@ -265,8 +265,10 @@ class Stage:
             raise ValueError(f"the loss has shape {shape}: return the sum over the microbatch, a scalar")
         if isinstance(loss, NotHere):
             raise ValueError(
-                "loss_fn uses something that the model made of an early link's output, which another stage has (an "
-                "auxiliary loss, hidden states): let the last link make what the loss needs"
+                f"loss_fn uses something that the model made of an early link's output, which another stage has (an "
+                f"auxiliary loss, hidden states): let the last link make what the loss needs. The links are "
+                f"{', '.join(self.boundary.names[:3])}, ... {self.boundary.names[-1]}; if other blocks run behind them, "
+                f"name all in pipeline_links()"
             )
         return loss
 

@@ -267,8 +267,8 @@ class Stage:
             raise ValueError(
                 f"loss_fn uses something that the model made of an early link's output, which another stage has (an "
                 f"auxiliary loss, hidden states): let the last link make what the loss needs. The links are "
-                f"{', '.join(self.boundary.names[:3])}, ... {self.boundary.names[-1]}; if other blocks run behind them, "
-                f"name all in pipeline_links()"
+                f"{self.boundary.names[0]} to {self.boundary.names[-1]}; if other blocks run behind them, name all of "
+                f"them in pipeline_links()"
             )
         return loss
 

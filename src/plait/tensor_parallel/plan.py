@@ -201,9 +201,8 @@ def _with_heads(style: Style, name: str, modules: Mapping[str, nn.Module]) -> St
     if not isinstance(head, int) or not isinstance(weight, nn.Parameter) or dim is None:
         return style
     each, rest = divmod(weight.shape[dim], heads) if isinstance(heads, int) else (0, 0)
-    return replace(
-        style, grain=head if rest else max(head, each)
-    )  # more for each in a latent attention, or with a gate
+    grain = head if rest else max(head, each)  # more for each in a latent attention, or with a gate
+    return replace(style, grain=grain)
 
 
 def _cuts(name: str, module: nn.Module, style: Style, ways: int) -> dict[str, TensorCut]:

@@ -92,8 +92,8 @@ def swap_two_shards(patch: Patch) -> None:
 def drop_the_last_microbatch(patch: Patch) -> None:
     original = Stage.backward
 
-    def backward(self: Stage, microbatch: int, gradient: Tensor, *, last: bool) -> Tensor | None:
-        return original(self, microbatch, 0 * gradient if last else gradient, last=last)
+    def backward(self: Stage, microbatch: int, gradients: list[Tensor], *, last: bool) -> Any:
+        return original(self, microbatch, [0 * g if last else g for g in gradients], last=last)
 
     patch.setattr(Stage, "backward", backward)
 

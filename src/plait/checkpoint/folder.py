@@ -136,7 +136,8 @@ def publish(partial: Path, manifest: Manifest) -> Path:
     flush_folder(partial)
     partial.rename(parent / name)
     flush_folder(parent)
-    pointer = parent / f".{LATEST}.{manifest.id}"
+    pointer = parent / f".{LATEST}"
+    pointer.unlink(missing_ok=True)  # of a run that ended here
     write_flushed(pointer, f"{name}\n".encode())
     pointer.replace(parent / LATEST)
     flush_folder(parent)

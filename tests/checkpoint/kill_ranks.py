@@ -4,7 +4,7 @@
              against what was noted when it was saved, and then step and save until they are killed
     kill     before a rank's n-th operation on a file in a save (n goes through all of them), or at a random moment;
              the other ranks at once, or a little later
-    after    the newest checkpoint is whole, and no older than the newest before
+    after    every checkpoint that is there is whole, and the newest no older than the newest before
 
 It prints a line of JSON for each trial; the exit status is 1 where something was lost.
 """
@@ -167,14 +167,14 @@ def play(folder: Path, notes: Path, trial: Trial) -> list[int]:
 
 
 def newest(folder: Path) -> int:
-    """The steps of the newest checkpoint, which is whole; 0 where there is none."""
-    there = checkpoints(folder)
-    if not there:
-        return 0
-    manifest = Manifest.parse(read_manifest(there[-1]))
-    for name in manifest.files:
-        check_contents(there[-1], name, manifest)
-    return manifest.step
+    """The steps of the newest checkpoint, 0 where there is none; every one that is there is whole."""
+    steps = [0]
+    for there in checkpoints(folder):
+        manifest = Manifest.parse(read_manifest(there))
+        for name in manifest.files:
+            check_contents(there, name, manifest)
+        steps.append(manifest.step)
+    return steps[-1]
 
 
 def main(folder: Path, kills: int, seed: int) -> None:

@@ -1,4 +1,4 @@
-"""Ranks that are killed in the middle of a save, synchronous or not, leave a newest checkpoint that loads to the bit."""
+"""Ranks that are killed in the middle of a save, synchronous or not, leave checkpoints that load to the bit."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ LAUNCHER = Path(__file__).with_name("kill_ranks.py")
 
 
 def play(path: Path, kills: int, seed: int, timeout: float) -> list[dict[str, Any]]:
-    """What was found after each kill; a checkpoint that is damaged, lost or another than was saved is an error there."""
+    """What was found after each kill; where a checkpoint is damaged, lost or not what was saved, it fails."""
     command = [sys.executable, "-W", "ignore", str(LAUNCHER), str(path / "run"), str(kills), str(seed)]
     env = os.environ | {"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=timeout)

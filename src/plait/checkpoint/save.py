@@ -10,6 +10,7 @@ What one rank cannot do (a full disk, a weight that is not finite) no rank has d
 before stays the newest.
 """
 
+import errno
 import secrets
 import time
 from contextlib import suppress
@@ -19,7 +20,7 @@ from typing import Any
 
 from plait.checkpoint.folder import begin, discard, step_name
 from plait.checkpoint.snapshot import HostMemory, numbers_of, taken
-from plait.checkpoint.writing import FAILED, RUNNING, Save, Writing
+from plait.checkpoint.writing import FAILED, RUNNING, Save, Writing, saying
 from plait.comm.agree import broadcast_text, check_together, gather_ints
 from plait.core.collectives import Note
 from plait.core.mesh import AXES
@@ -151,7 +152,10 @@ class Saver:
             if self.background:
                 pieces = self._memory.copies(pieces)
             if not comm.rank:
-                partial = begin(self.path, engine.steps, secrets.token_hex(8))
+                with saying(self.path, sum(piece.tensor.nbytes for piece in pieces)):
+                    if self._published is not None and not self.path.is_dir():
+                        raise FileNotFoundError(errno.ENOENT, "the folder has vanished since the last save")
+                    partial = begin(self.path, engine.steps, secrets.token_hex(8))
         except Exception as problem:
             error = problem
         self._check_together(error, partial)

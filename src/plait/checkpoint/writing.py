@@ -126,7 +126,12 @@ def write_part(partial: Path, rank: int, pieces: Sequence[Written]) -> None:
     file, note = file_of(partial, rank), note_of(partial, rank)
     tensors = [one.tensor for one in pieces]
     with saying(file, sum(tensor.nbytes for tensor in tensors)):
-        stored = write_tensors(file, tensors)
+        try:
+            stored = write_tensors(file, tensors)
+        except OSError:
+            with suppress(OSError):
+                file.unlink()  # a half makes room
+            raise
         rows = [[one.name, one.shape, str(one.tensor.dtype).removeprefix("torch."), one.region] for one in pieces]
         begun = note.with_suffix(".begun")  # a note that is there is whole
         begun.write_text(json.dumps({**asdict(stored), "pieces": rows}))
@@ -134,17 +139,15 @@ def write_part(partial: Path, rank: int, pieces: Sequence[Written]) -> None:
 
 
 @contextmanager
-def saying(file: Path, need: int) -> Iterator[None]:
-    """An OSError says where it was, how much was to be written and how much room there is; no half a file is left."""
+def saying(path: Path, need: int) -> Iterator[None]:
+    """An OSError says where it was, how much was to be written and how much room there is."""
     try:
         yield
     except OSError as error:
-        with suppress(OSError):
-            file.unlink()
-        there = next(folder for folder in file.parents if folder.exists())
+        there = next(folder for folder in path.absolute().parents if folder.exists())
         have = shutil.disk_usage(there).free
         error.strerror = f"{error.strerror}; need {need} bytes, have {have} bytes"
-        error.filename = str(file)
+        error.filename = str(path)
         raise
 
 

@@ -37,8 +37,9 @@ class ForeignLayer(nn.Module):
     """In the place of a module that another stage has; the ``StageBoundary`` decides what it returns.
 
     It has the module's plain attributes (its kind of attention, its number), ``NotHere`` for its parameters, and the
-    same for the modules inside: the model may ask for them until the links have run.  What somebody looks for in it afterwards, a link has left in the
-    forward (an auxiliary loss), and that is on another stage; so is what a walk over all modules is after.
+    same for the modules inside: the model may ask for them until the links have run.  What somebody looks for in it
+    afterwards, a link has left in the forward (an auxiliary loss), and that is on another stage; so is what a walk over
+    all modules is after.
     """
 
     at_call: Callable[[nn.Module, Any, Any], Any]
@@ -82,8 +83,8 @@ class ForeignLayer(nn.Module):
             return plain[name] if name in plain else super().__getattr__(name)
         except AttributeError:
             raise PlacedElsewhereError(
-                f"{name!r} is asked of a part of the model that another stage has: keep it in an attribute of the model "
-                f"or its config, or train without a pipe axis"
+                f"{name!r} is asked of a part of the model that another stage has: keep it in an attribute of the "
+                f"model or its config, or train without a pipe axis"
             ) from None
 
 

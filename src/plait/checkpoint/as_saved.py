@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from plait.checkpoint.load import read_together
-from plait.checkpoint.save import numbers_of
+from plait.checkpoint.snapshot import numbers_of
 from plait.checkpoint.stored import SavedTensor
 from plait.checkpoint.values import encoded
 from plait.comm.agree import check_together

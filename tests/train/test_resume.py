@@ -202,6 +202,11 @@ def test_auto_begins_where_there_is_nothing_and_ends_where_nothing_is_left(
     assert train("run", *words) == whole
 
 
+def test_the_newest_checkpoints_stay(train: Train, tmp_path: Path) -> None:
+    train("run", *SAME, "--save-every", "1", "--keep", "2")
+    assert [folder.name for folder in checkpoints(tmp_path / "run/checkpoints")] == ["step-000005", "step-000006"]
+
+
 def test_overwrite_takes_the_checkpoints_of_an_earlier_run_away(train: Train, tmp_path: Path) -> None:
     train("run", *SAME)
     (tmp_path / "run/checkpoints/step-000099").mkdir()
@@ -238,7 +243,7 @@ LAYOUTS = {
     "hsdp": "--mesh replica=2,shard=2 --strategy hsdp",
     "hpz": "--mesh replica=2,shard=2 --strategy hpz",
     "tensors": "--mesh shard=3 --strategy zero3 --cut tensor",
-    "tensor": "--mesh tensor=2,shard=2 --strategy zero3",
+    "tensor": "--mesh tensor=2,shard=2 --strategy zero3 --kv-heads 2",
     "pipe": "--mesh pipe=2,shard=2 --microbatches 2 --schedule interleaved --layers 4",
     "zbv": "--mesh pipe=2 --microbatches 4 --schedule zbv --strategy ddp --layers 4",
     "bf16": "--mesh shard=2 --dtype bf16-mixed",

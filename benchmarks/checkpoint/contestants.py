@@ -29,7 +29,7 @@ from plait.core.mesh import Mesh
 
 
 class Keeper(Protocol):
-    """What is compared; ``folder`` is a new one each time, and every rank has it."""
+    """What is compared; ``folder`` is the same each time, and empty where something is written."""
 
     def step(self) -> None:
         """One step of training, so that there is something new to save."""
@@ -75,7 +75,6 @@ class Ours:
     def begin(self, folder: Path) -> None:
         if self.saver is None:  # one for the whole run, as a training loop has it
             self.saver = plait.Saver(folder, self.engine)
-        self.saver.path = folder
         self.saver.save()
 
     def wait(self) -> None:

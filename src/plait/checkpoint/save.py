@@ -149,7 +149,7 @@ class Saver:
         partial = self.path
         try:
             pieces, state = taken(engine, self.ema, numbers, extra)
-            if self.background:
+            if self.background or comm.device.type != "cpu":  # what is hashed and written leaves a device once
                 pieces = self._memory.copies(pieces)
             if not comm.rank:
                 with saying(self.path, sum(piece.tensor.nbytes for piece in pieces)):

@@ -21,6 +21,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
+from plait.checkpoint.tensor_file import safetensors_header
 from plait.core.layout import Region
 from plait.engine import Engine
 from plait.engine.state.full import whole_tensors
@@ -37,21 +38,6 @@ COPIED = (
 
 IGNORED = (r"rotary_emb\.inv_freq$",)
 """Tensors of older files that models no longer read (transformers ignores them too)."""
-
-NAMES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.bfloat16: "BF16",
-    torch.float16: "F16",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-}
-"""What safetensors calls dtypes."""
-
 
 @dataclass(frozen=True)
 class Stored:
@@ -233,25 +219,6 @@ def write_tensors(
         weight_map = {name: file.name for name, (file, _) in places.items()}
         index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": weight_map}
         (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
-
-
-def safetensors_header(
-    shapes: Mapping[str, tuple[tuple[int, ...], torch.dtype]], sizes: Mapping[str, int]
-) -> tuple[bytes, dict[str, int], int]:
-    """A file's beginning, where in the file each tensor starts, and where the last one ends.
-
-    Wide dtypes come first, which keeps every tensor aligned; the header is padded to 8 bytes for the same reason.
-    """
-    entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    end = 0
-    for name, (shape, dtype) in sorted(shapes.items(), key=lambda item: -item[1][1].itemsize):
-        entries[name] = {"dtype": NAMES[dtype], "shape": shape, "data_offsets": [end, end + sizes[name]]}
-        end += sizes[name]
-    text = json.dumps(entries, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    begin = 8 + len(text)
-    starts = {name: begin + entries[name]["data_offsets"][0] for name in shapes}
-    return len(text).to_bytes(8, "little") + text, starts, begin + end
 
 
 def _write_config(folder: Path, model: Any, dtype: torch.dtype) -> None:

@@ -14,9 +14,7 @@ before stays the newest.
 
 import hashlib
 import json
-import os
 import secrets
-import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,9 +23,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from plait.checkpoint.folder import begin, publish, step_name
-from plait.checkpoint.huggingface import NAMES, safetensors_header
+from plait.checkpoint.folder import begin, place, publish, step_name
 from plait.checkpoint.manifest import DTYPES, Manifest, StoredFile, StoredPiece, StoredTensor
+from plait.checkpoint.storage import Place
+from plait.checkpoint.tensor_file import NAMES, safetensors_header
 from plait.checkpoint.values import InFile, encoded
 from plait.comm.agree import broadcast_text, check_together, gather_bytes
 from plait.core.collectives import Note
@@ -48,19 +47,19 @@ class Written:
     """It must be finite."""
 
 
-def save(path: str | Path, engine: Engine, *, ema: EMA | None = None, extra: Any = None) -> Path:
+def save(path: str | Path, engine: Engine, *, ema: EMA | None = None, extra: Any = None) -> Path | str:
     """Save a run between two steps, so that any layout can go on with it; all ranks call it together.
 
     It has parameters, buffers, the optimizers' state and groups, the number of steps made, the loss scale, and an
     average of the weights.  The checkpoint is ``path/step-000123``; one that is there is never overwritten.
 
     Args:
-        path: a folder for the checkpoints of one run, which all ranks see.
+        path: a folder for the checkpoints of one run, which all ranks see, or a URL, as ``s3://bucket/run``.
         extra: what else goes on, of rank 0: numbers, strings, tensors, and lists, tuples and dicts of them (a
             scheduler's ``state_dict()``, an epoch).
 
     Returns:
-        The checkpoint's folder.
+        The checkpoint's folder, or its URL.
 
     Raises:
         ValueError: in a step; the checkpoint exists, a weight is not finite, ``extra`` is of another type.
@@ -68,35 +67,35 @@ def save(path: str | Path, engine: Engine, *, ema: EMA | None = None, extra: Any
         RuntimeError: what another rank raises.
     """
     engine.check_between_steps("plait.save")
-    comm, parent = engine.comm, Path(path)
+    comm, parent, own = engine.comm, place(path), secrets.token_hex(8)
     error: OSError | ValueError | None = None
     values: dict[str, Tensor] = {}
     state: Any = None
-    partial = parent
     numbers = _numbers(engine)
     try:
         if not comm.rank:
-            own = {
+            about = {
                 "optimizer": numbers,
                 "run": engine.step_state(),
                 "ema": None if ema is None else ema.decay,
                 "extra": extra,
             }
-            state = encoded(own, values)
+            state = encoded(about, values)
         written = list(_written(engine, ema, values))
         _check_savable(written)
         if not comm.rank:
-            partial = begin(parent, engine.steps, secrets.token_hex(8))
+            begin(parent, engine.steps, own)
     except (OSError, ValueError) as problem:
         error = problem
     check_together(comm, error, AXES)
-    partial = parent / broadcast_text(comm, partial.name, Note("state"))
+    own = broadcast_text(comm, own, Note("state"))
+    partial = parent.partial(step_name(engine.steps), own)
     try:
-        _write_together(engine, partial, written, state)
+        _write_together(engine, partial, own, written, state)
     finally:
         if not comm.rank:
-            shutil.rmtree(partial, ignore_errors=True)  # it is there only where something has failed
-    return parent / step_name(engine.steps)
+            partial.discard()  # it is there only where something has failed
+    return (parent / step_name(engine.steps)).given()
 
 
 def _numbers(engine: Engine) -> Any:
@@ -140,11 +139,11 @@ def _check_savable(written: Sequence[Written]) -> None:
             )
 
 
-def _write_together(engine: Engine, partial: Path, written: Sequence[Written], state: Any) -> None:
+def _write_together(engine: Engine, partial: Place, own: str, written: Sequence[Written], state: Any) -> None:
     """Write this rank's file; rank 0 adds the manifest of all."""
     comm, stored = engine.comm, None
     error: OSError | ValueError | None = None
-    file = partial / f"rank-{comm.rank:05d}.safetensors"
+    file = partial.file(comm.rank)
     tensors = [one.tensor for one in written]
     try:
         stored = write_tensors(file, tensors)
@@ -158,35 +157,33 @@ def _write_together(engine: Engine, partial: Path, written: Sequence[Written], s
     told = gather_bytes(comm, json.dumps([stored.bytes, stored.sha256, mine]).encode())
     if told is not None:
         try:
-            publish(partial, _manifest(engine, partial, [json.loads(row) for row in told], state))
+            publish(partial, _manifest(engine, partial, own, [json.loads(row) for row in told], state))
         except (OSError, ValueError) as problem:
             error = problem
     check_together(comm, error, AXES)
 
 
-def write_tensors(path: Path, tensors: Sequence[Tensor]) -> StoredFile:
+def write_tensors(path: Place, tensors: Sequence[Tensor]) -> StoredFile:
     """A safetensors file of tensors that are called by their number; on the disk when it returns."""
     shapes = {str(i): (tuple(tensor.shape), tensor.dtype) for i, tensor in enumerate(tensors)}
     header, starts, end = safetensors_header(shapes, {str(i): tensor.nbytes for i, tensor in enumerate(tensors)})
     digest = hashlib.sha256(header)
-    with path.open("xb") as file:
+    with path.created() as file:
         file.write(header)
         for key in sorted(starts, key=lambda key: (starts[key], tensors[int(key)].nbytes)):
             data = tensors[int(key)].cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
             file.write(data)
             digest.update(data)
-        file.flush()
-        os.fsync(file.fileno())
     return StoredFile(end, digest.hexdigest())
 
 
-def _manifest(engine: Engine, partial: Path, told: Sequence[Any], state: Any) -> Manifest:
+def _manifest(engine: Engine, partial: Place, own: str, told: Sequence[Any], state: Any) -> Manifest:
     """Of all that the ranks have written."""
     files: dict[str, StoredFile] = {}
     kinds: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
     pieces: dict[str, list[StoredPiece]] = {}
     for rank, (size, digest, rows) in enumerate(told):
-        file = f"rank-{rank:05d}.safetensors"
+        file = partial.file(rank).name
         files[file] = StoredFile(size, digest)
         for number, (name, shape, dtype, region) in enumerate(rows):
             kind = DTYPES[dtype], tuple(shape)
@@ -195,4 +192,4 @@ def _manifest(engine: Engine, partial: Path, told: Sequence[Any], state: Any) ->
             place = tuple((start, stop) for start, stop in region)
             pieces.setdefault(name, []).append(StoredPiece(file, str(number), place))
     tensors = {name: StoredTensor(*kind, tuple(pieces[name])) for name, kind in kinds.items()}
-    return Manifest(partial.name.split(".")[2], engine.steps, files, tensors, state)
+    return Manifest(own, engine.steps, files, tensors, state)

@@ -15,7 +15,7 @@ import secrets
 import shutil
 import stat
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
@@ -48,6 +48,7 @@ class Folder(Place):
 
     gap = 1 << 16
     chunk = 1 << 20
+    pause = 0.02
 
     def __str__(self) -> str:
         return str(self.path)
@@ -86,11 +87,24 @@ class Folder(Place):
 
     @contextmanager
     def created(self) -> Iterator[BinaryIO]:
-        """When the block ends, the disk has it."""
+        """When the block ends, the disk has it; where it ends in an error, nothing is left of it."""
         with self.path.open("xb") as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
+            try:
+                yield file
+                file.flush()
+                os.fsync(file.fileno())
+            except BaseException:
+                self.path.unlink(missing_ok=True)
+                raise
+
+    def put(self, data: bytes) -> None:
+        begun = self.path.with_name(f".{self.name}.{secrets.token_hex(8)}")
+        with Folder(begun).created() as file:
+            file.write(data)
+        begun.replace(self.path)
+
+    def free(self) -> int | None:
+        return shutil.disk_usage(next(folder for folder in self.path.absolute().parents if folder.exists())).free
 
     def checkpoints(self) -> list[str]:
         """A damaged one is among them, without a manifest say."""
@@ -99,8 +113,8 @@ class Folder(Place):
     def partial(self, folder: str, own: str) -> "Folder":
         return self / f".{folder}.{own}.partial"
 
-    def file(self, rank: int) -> "Folder":
-        return self / f"rank-{rank:05d}.safetensors"
+    def file(self, rank: int, kind: str) -> "Folder":
+        return self / f"rank-{rank:05d}.{kind}"
 
     def begin(self) -> None:
         parent = self.path.parent
@@ -108,30 +122,35 @@ class Folder(Place):
             raise exists_already(Folder(folder))
         parent.mkdir(parents=True, exist_ok=True)
         for left in [name for name in os.listdir(parent) if PARTIAL.fullmatch(name)]:
-            shutil.rmtree(parent / left, ignore_errors=True)
+            with suppress(OSError):
+                Folder(parent / left).discard()
         self.path.mkdir()
 
     def _published(self) -> Path:
         """What a ``partial`` will be."""
         return self.path.with_name(self.name.split(".")[1])
 
-    def publish(self, manifest: str, files: Sequence[str]) -> None:
+    def publish(self, manifest: str, files: Sequence[str]) -> "Folder":
         parent, folder = self.path.parent, self._published()
-        write_flushed(self.path / NAME, manifest.encode())
+        for name in self.names():
+            if name not in files:
+                (self.path / name).unlink()
+        (self / NAME).put(manifest.encode())
         flush_folder(self.path)
         self.path.rename(folder)
         flush_folder(parent)
-        pointer = parent / f".{LATEST}.{secrets.token_hex(8)}"
-        write_flushed(pointer, f"{folder.name}\n".encode())
-        pointer.replace(parent / LATEST)
+        Folder(parent / LATEST).put(f"{folder.name}\n".encode())
         flush_folder(parent)
+        return Folder(folder)
 
     def discard(self) -> None:
-        shutil.rmtree(self.path, ignore_errors=True)
-
-    def remove(self) -> None:
-        hidden = self.partial(self.name, secrets.token_hex(8)).name
-        shutil.rmtree(self.path.rename(self.path.with_name(hidden)))
+        """Whoever still writes to it, or would rename it, finds nothing under its name."""
+        step = STEP.search(self.name)
+        assert step is not None
+        hidden = self.path.with_name(f".{step[0]}.{secrets.token_hex(8)}.partial")
+        self.path.rename(hidden)
+        flush_folder(hidden.parent)
+        shutil.rmtree(hidden, ignore_errors=True)
 
 
 @dataclass(frozen=True)
@@ -155,18 +174,22 @@ def step_name(step: int) -> str:
     return f"step-{step:06d}"
 
 
+def contents(path: Place, largest: int) -> bytes:
+    """All bytes of a small file; ValueError for more than ``largest``."""
+    with path.opened() as file:
+        if file.size > largest:
+            raise ValueError(f"{str(path)!r} has {file.size} bytes, and may have {largest}")
+        file.read(0, memoryview(data := bytearray(file.size)))
+    return bytes(data)
+
+
 def read_manifest(folder: Place) -> str:
     """The text of a checkpoint's manifest, which can be parsed; ValueError for anything else."""
-    path = folder / NAME
-    with path.opened() as file:
-        try:
-            if file.size > LARGEST:
-                raise ValueError(f"it has {file.size} bytes, and may have {LARGEST}")
-            data = bytearray(file.size)
-            file.read(0, memoryview(data))
-            Manifest.parse(text := data.decode())
-        except ValueError as error:
-            raise ValueError(f"{str(path)!r} is no manifest that plait wrote: {error}") from error
+    data = contents(path := folder / NAME, LARGEST)
+    try:
+        Manifest.parse(text := data.decode())
+    except ValueError as error:
+        raise ValueError(f"{str(path)!r} is no manifest that plait wrote: {error}") from error
     return text
 
 
@@ -216,17 +239,11 @@ def begin(parent: Place, step: int, own: str) -> Place:
     return partial
 
 
-def publish(partial: Place, manifest: Manifest) -> None:
-    """Everybody has written: add the manifest, and let the checkpoint be there."""
+def publish(partial: Place, manifest: Manifest) -> Place:
+    """Everybody has written: add the manifest, and let the checkpoint be there, in the place that is returned."""
     text = manifest.text()
     Manifest.parse(text)  # what could not be read again is not written
-    partial.publish(text, sorted(manifest.files))
-
-
-def write_flushed(path: Path, data: bytes) -> None:
-    """Write a new file, and wait until the disk has it."""
-    with Folder(path).created() as file:
-        file.write(data)
+    return partial.publish(text, sorted(manifest.files))
 
 
 def flush_folder(path: Path) -> None:

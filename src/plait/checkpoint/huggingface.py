@@ -39,6 +39,7 @@ COPIED = (
 IGNORED = (r"rotary_emb\.inv_freq$",)
 """Tensors of older files that models no longer read (transformers ignores them too)."""
 
+
 @dataclass(frozen=True)
 class Stored:
     """Where a tensor lies: the file, and its name there."""

@@ -8,16 +8,20 @@ The stores are those of fsspec; each wants a package of its own (s3fs, gcsfs, ad
 each time, since other ranks write there too.
 """
 
+import errno
+import re
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib import import_module
 from typing import Any, BinaryIO
 
-import fsspec
-
 from plait.checkpoint.folder import STEP
-from plait.checkpoint.manifest import FILE, NAME
+from plait.checkpoint.manifest import NAME
 from plait.checkpoint.storage import LATEST, Place, exists_already
+
+WRITTEN = re.compile(r"rank-[0-9]+\.([0-9a-f]+\.)?(safetensors|json)")
+"""What a save puts beside its manifest."""
 
 
 def place_of(url: str) -> "Objects":
@@ -25,10 +29,10 @@ def place_of(url: str) -> "Objects":
     if "::" in url:
         raise ValueError(f"{url!r} is a chain of URLs: give the one that the files lie under")
     try:
-        store, path = fsspec.core.url_to_fs(url)
+        store, path = import_module("fsspec.core").url_to_fs(url)
     except (ImportError, ValueError) as error:
         raise ValueError(
-            f"{url!r} cannot be opened by fsspec: {error}; install the package that it needs, or give a folder"
+            f"{url!r}: {error}; install plait[fsspec] and the package for these URLs, or give a folder"
         ) from error
     return Objects(store, path.rstrip("/"), url.rstrip("/"))
 
@@ -39,7 +43,7 @@ def _told(url: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        raise OSError(f"{url!r}: {type(error).__name__}: {error}") from error
+        raise OSError(errno.EIO, f"{type(error).__name__}: {error}", url) from error
 
 
 @dataclass(frozen=True)
@@ -54,6 +58,7 @@ class Objects(Place):
 
     gap = 1 << 20
     chunk = 1 << 24
+    pause = 1.0
 
     def __str__(self) -> str:
         return self.url
@@ -102,14 +107,21 @@ class Objects(Place):
             with _told(self.url):
                 file.close()
 
+    def put(self, data: bytes) -> None:
+        with _told(self.url):
+            self.store.pipe_file(self.path, data)
+
+    def free(self) -> None:
+        return None
+
     def checkpoints(self) -> list[str]:
         return [name for name in self.names() if STEP.fullmatch(name) and NAME in (self / name).names()]
 
     def partial(self, folder: str, own: str) -> "Objects":
         return Objects(self.store, f"{self.path}/{folder}", f"{self.url}/{folder}", own)
 
-    def file(self, rank: int) -> "Objects":
-        return self / f"rank-{rank:05d}.{self.own}.safetensors"
+    def file(self, rank: int, kind: str) -> "Objects":
+        return self / f"rank-{rank:05d}.{self.own}.{kind}"
 
     def begin(self) -> None:
         if NAME in self.names():
@@ -117,7 +129,7 @@ class Objects(Place):
         parent, _ = self.home()
         for name in parent.names():
             if STEP.fullmatch(name) and NAME not in (inside := (folder := parent / name).names()):
-                folder._remove([file for file in inside if FILE.fullmatch(file)])
+                folder._remove([file for file in inside if WRITTEN.fullmatch(file)])
         with _told(self.url):
             self.store.makedirs(self.path, exist_ok=True)
 
@@ -126,27 +138,26 @@ class Objects(Place):
             for name in names:
                 self.store.rm_file((self / name).path)
 
-    def publish(self, manifest: str, files: Sequence[str]) -> None:
+    def publish(self, manifest: str, files: Sequence[str]) -> "Objects":
         """Another save in the same place, of a run that was taken for dead, may have removed these files."""
         there = self.names()
         if lost := [name for name in files if name not in there]:
-            raise OSError(f"{str(self / lost[0])!r} is gone: another run saves in the same place")
+            raise OSError(errno.ENOENT, "it is gone: another run saves in the same place", str(self / lost[0]))
         if NAME in there:
             raise exists_already(self)
+        self._remove([name for name in there if WRITTEN.fullmatch(name) and name not in files])
+        (self / NAME).put(manifest.encode())
         parent, name = self.home()
-        for place, text in ((self / NAME, manifest), (parent / LATEST, f"{name}\n")):
-            with _told(place.url):
-                self.store.pipe_file(place.path, text.encode())
+        (parent / LATEST).put(f"{name}\n".encode())
+        return parent / name
 
     def discard(self) -> None:
-        with suppress(OSError):
-            if NAME not in (names := self.names()):
-                self._remove([name for name in names if f".{self.own}." in name])
-
-    def remove(self) -> None:
-        self._remove([NAME])
-        with _told(self.url):
-            self.store.rm(self.path, recursive=True)
+        names = self.names()
+        if not self.own:
+            self._remove([name for name in (NAME,) if name in names])
+            self._remove([name for name in names if name != NAME])
+        elif NAME not in names:
+            self._remove([name for name in names if f".{self.own}." in name])
 
 
 @dataclass(frozen=True)

@@ -37,6 +37,8 @@ class Place(ABC):
     """Bytes that cost less to read than to pass over."""
     chunk: ClassVar[int]
     """Bytes to read at a time."""
+    pause: ClassVar[float]
+    """Seconds, at most, between two looks for what other ranks write."""
 
     @property
     @abstractmethod
@@ -67,6 +69,14 @@ class Place(ABC):
         """A new file to write; when the block ends, it is kept."""
 
     @abstractmethod
+    def put(self, data: bytes) -> None:
+        """A small file, which is there as a whole or not at all, in the place of one that is."""
+
+    @abstractmethod
+    def free(self) -> int | None:
+        """Bytes that there is room for; None where nobody knows."""
+
+    @abstractmethod
     def checkpoints(self) -> list[str]:
         """The names in it of checkpoints that were published, in any order."""
 
@@ -75,8 +85,8 @@ class Place(ABC):
         """Where the files of the save with the id ``own`` go until they are published as ``folder``."""
 
     @abstractmethod
-    def file(self, rank: int) -> "Place":
-        """Of a ``partial``: the file of a rank."""
+    def file(self, rank: int, kind: str) -> "Place":
+        """Of a ``partial``: a file of a rank; ``kind`` is the end of its name."""
 
     @abstractmethod
     def begin(self) -> None:
@@ -86,19 +96,18 @@ class Place(ABC):
         """
 
     @abstractmethod
-    def publish(self, manifest: str, files: Sequence[str]) -> None:
-        """Of a ``partial`` with all of its files: add the manifest's text, and let the checkpoint be there.
+    def publish(self, manifest: str, files: Sequence[str]) -> "Place":
+        """Of a ``partial``: leave these files alone in it, add the manifest's text, and let the checkpoint be there.
 
         Raises OSError where it is not, or where only the line in ``latest`` could not be written.
         """
 
     @abstractmethod
     def discard(self) -> None:
-        """Of a ``partial``: remove what was not published, without an error."""
+        """Take a checkpoint, or a ``partial`` that was not published, away.
 
-    @abstractmethod
-    def remove(self) -> None:
-        """Of a checkpoint: it is not there any more from the first moment on, whatever ends this."""
+        From the first moment on it is not there any more; a rest of it goes at the next ``begin``.
+        """
 
 
 def exists_already(place: Place) -> ValueError:

@@ -1,10 +1,10 @@
 """A safetensors file, read by ranges of bytes; what its header says is held against its size before anything is read.
 
-    8 bytes: the header's length | header: name, dtype, shape, bytes a..b | bytes
+8 bytes: the header's length | header: name, dtype, shape, bytes a..b | bytes
 
-    whole  [6, 4], asked for [1:5, 1:3]     . . . .
-                                            . # # .     long rows: a range for each; short ones: one range
-                                            . # # .     for as many as fit into a chunk, with what lies between
+whole  [6, 4], asked for [1:5, 1:3]     . . . .
+                                        . # # .     long rows: a range for each; short ones: one range
+                                        . # # .     for as many as fit into a chunk, with what lies between
 """
 
 import json
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from plait.checkpoint.storage import Place, Source
-from plait.core.layout import Region, extent
+from plait.core.layout import Region
 
 NAMES = {
     torch.float64: "F64",
@@ -127,10 +127,10 @@ def _entries(file: Source) -> dict[str, Entry]:
             case {"dtype": str(kind), "shape": list(shape), "data_offsets": [start, end], **rest} if not rest:
                 if kind not in READ:
                     raise ValueError(f"{name[:80]!r} is of dtype {kind[:20]!r}, which plait does not read")
-                if is_shape(shape) and is_size(start) and is_size(end):
-                    if end - start == math.prod(shape) * READ[kind].itemsize:
-                        entries[name] = end, Entry(READ[kind], tuple(shape), begin + start)
-                        continue
+                bytes_there = math.prod(shape) * READ[kind].itemsize if is_shape(shape) else -1
+                if is_size(start) and is_size(end) and end - start == bytes_there:
+                    entries[name] = end, Entry(READ[kind], tuple(shape), begin + start)
+                    continue
         raise ValueError(f"the entry of {name[:80]!r} is not a dtype, a shape and as many bytes")
     at = begin
     for name, (end, entry) in sorted(entries.items(), key=lambda item: (item[1][1].start, item[1][0])):

@@ -1,0 +1,42 @@
+"""Which checkpoints go: those beyond the newest few, once the newest one has been read back and is what was written.
+
+    step-000100   step-000200   step-000300   step-000400      keep=2, step 400 has just been saved
+    goes          pinned        kept          verified         (step-000500 of another run, or `best`: not looked at)
+
+What goes is renamed to a hidden name first, so a run that is killed leaves a checkpoint whole or not there.
+"""
+
+from plait.checkpoint.folder import checkpoints, read_manifest
+from plait.checkpoint.manifest import NAME, Manifest
+from plait.checkpoint.storage import Place
+from plait.checkpoint.stored import check_contents
+
+PINNED = "pinned"
+"""A file of this name in a checkpoint's folder: it stays."""
+
+
+def remove_older(newest: Place, keep: int) -> None:
+    """Remove checkpoints of fewer steps than the newest one, until ``keep`` are left, itself included.
+
+    Raises:
+        ValueError: the newest one is not what was written; nothing has been removed.
+    """
+    home, name = newest.home()
+    folders = checkpoints(home)
+    older = [folder for folder in folders[: folders.index(home / name)] if _may_go(folder)]
+    going = older[: len(older) - (keep - 1)]
+    if not going:
+        return
+    try:
+        manifest = Manifest.parse(read_manifest(newest))
+        for name in manifest.files:
+            check_contents(newest, name, manifest)
+    except ValueError as error:
+        raise ValueError(f"{str(newest)!r} has been saved, but {error}; no older checkpoint was removed") from error
+    for folder in going:
+        folder.discard()
+
+
+def _may_go(folder: Place) -> bool:
+    names = folder.names()
+    return folder.home()[1] == folder.name and NAME in names and PINNED not in names

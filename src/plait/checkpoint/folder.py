@@ -98,7 +98,8 @@ class Folder(Place):
                 raise
 
     def put(self, data: bytes) -> None:
-        begun = self.path.with_name(f".{self.name}.{secrets.token_hex(8)}")
+        begun = self.path.with_name(f".{self.name}")
+        begun.unlink(missing_ok=True)  # of a run that ended here
         with Folder(begun).created() as file:
             file.write(data)
         begun.replace(self.path)

@@ -17,6 +17,7 @@ import shutil
 import sys
 import tempfile
 import time
+import traceback
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -125,7 +126,8 @@ def changed(data: Any, draw: random.Random) -> None:
                 other = other[step]
             holder[key] = copy.deepcopy(other)
         case "renamed" if isinstance(holder, dict):
-            holder[str(value)[:50] if draw.random() < 0.5 else draw.choice(list(holder))] = holder.pop(key)
+            name = str(value)[:50] if draw.random() < 0.5 else draw.choice(list(holder))
+            holder[name] = holder.pop(key)
         case _:
             holder[key] = value
 
@@ -170,7 +172,7 @@ def spoil(folder: Path, draw: random.Random) -> str:
     match kind:
         case "manifest":
             for _ in range(draw.choice([1, 1, 2, 4])):
-                changed(draw.choice([data, data, data["values"]]), draw)
+                changed(draw.choice([data, data, data.get("values", data)]), draw)
         case "header" | "header text" | "bytes":
             header, rest = header_of(content)
             if kind == "header":
@@ -217,7 +219,9 @@ def watch() -> None:
 
     def hook(event: str, arguments: tuple[Any, ...]) -> None:
         if WATCHED[0] and event in ("open", "os.listdir", "os.scandir") and isinstance(arguments[0], str | os.PathLike):
-            OPENED.append(os.path.realpath(arguments[0]))
+            path = os.fspath(arguments[0])
+            followed = event != "open" or not arguments[2] & os.O_NOFOLLOW
+            OPENED.append(os.path.realpath(path if followed else os.path.dirname(path)))
 
     sys.addaudithook(hook)
 
@@ -289,6 +293,7 @@ def main(seconds: float, first: int) -> int:
             if isinstance(error, KeyboardInterrupt):
                 raise
             wrong.append(f"{seed}: {type(error).__name__}: {str(error)[:300]}")
+            traceback.print_exc()
         slowest = max(slowest, time.monotonic() - start)
         seed += 1
     shutil.rmtree(work)

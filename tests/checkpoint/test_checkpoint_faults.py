@@ -137,14 +137,14 @@ def test_a_damaged_file_is_named_and_the_checkpoint_before_offered(damage: str, 
     for said in refusals(copied):
         assert str(copied / "step-000002") in said and f"the one before it is '{copied / 'step-000001'}'" in said
         assert file in said or (damage, file) == ("of another save", FILES[3]) or damage == "swapped"
+        assert "it has 12 tensors: 'model/0.weight', " in said or "manifest.json" in said or said_of_another(said, damage)
 
 
-def test_no_bit_of_any_file_can_flip_unseen(copied: Path) -> None:
+def flip(folder: Path, flips: int, seed: int) -> None:
     """One engine after the other would take minutes; this is what each load asks first."""
-    folder, draw = copied / "step-000002", random.Random(3)
-    here = Folder(folder)
+    here, draw = Folder(folder), random.Random(seed)
     manifest = Manifest.parse(read_manifest(here))
-    for _ in range(300):
+    for _ in range(flips):
         path = folder / draw.choice(FILES)
         data = path.read_bytes()
         changed = bytearray(data)
@@ -153,6 +153,14 @@ def test_no_bit_of_any_file_can_flip_unseen(copied: Path) -> None:
         with pytest.raises(ValueError, match=path.name):
             check_contents(here, path.name, manifest) if path.name in manifest.files else read_manifest(here)
         path.write_bytes(data)
+
+
+def test_no_bit_of_any_file_can_flip_unseen(copied: Path) -> None:
+    flip(copied / "step-000002", 200, 3)
+
+
+def test_no_bit_of_three_thousand(copied: Path) -> None:
+    flip(copied / "step-000002", 3000, 4)
 
 
 def _piece(data: Any) -> Any:

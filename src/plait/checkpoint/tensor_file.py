@@ -133,7 +133,7 @@ def _entries(file: Source) -> dict[str, Entry]:
                     continue
         raise ValueError(f"the entry of {name[:80]!r} is not a dtype, a shape and as many bytes")
     at = begin
-    for name, (end, entry) in sorted(entries.items(), key=lambda item: (item[1][1].start, item[1][0])):
+    for name, (end, entry) in sorted(entries.items(), key=lambda item: (item[1][1].start, begin + item[1][0])):
         if entry.start != at:
             raise ValueError(f"the bytes of {name[:80]!r} begin at {entry.start}, and those before it end at {at}")
         at = begin + end

@@ -137,7 +137,7 @@ def test_a_damaged_file_is_named_and_the_checkpoint_before_offered(damage: str, 
     for said in refusals(copied):
         assert str(copied / "step-000002") in said and f"the one before it is '{copied / 'step-000001'}'" in said
         assert file in said or (damage, file) == ("of another save", FILES[3]) or damage == "swapped"
-        assert "it has 12 tensors: 'model/0.weight', " in said or "manifest.json" in said or said_of_another(said, damage)
+        assert ("it has pieces of " in said and "1.weight'" in said) or file == FILES[3]
 
 
 def flip(folder: Path, flips: int, seed: int) -> None:

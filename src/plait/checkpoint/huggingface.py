@@ -126,11 +126,13 @@ def open_folder(path: str | Path, model: nn.Module) -> FolderWeights:
 
 
 def _some(names: Sequence[str]) -> str:
-    """``3 tensors (a, b, ...)``, or ``nothing``."""
+    """``3 tensors ('a', 'b', ...)``, or ``nothing``."""
     if not names:
         return "nothing"
     more = ", ..." if len(names) > 4 else ""
-    return f"{len(names)} tensor{'s' if len(names) > 1 else ''} ({', '.join(names[:4])}{more})"
+    return (
+        f"{len(names)} tensor{'s' if len(names) > 1 else ''} ({', '.join(repr(name[:80]) for name in names[:4])}{more})"
+    )
 
 
 def _stored(folder: Path) -> dict[str, Stored]:

@@ -79,8 +79,10 @@ def check_contents(folder: Place, name: str, manifest: Manifest) -> None:
     try:
         check_file(folder / name, manifest.files[name])
     except ValueError as error:
-        first = ", ".join(repr(tensor[:80]) for tensor, _ in pieces[:3])
-        raise ValueError(f"{error}; it has {len(pieces)} tensors: {first}{', ...' if pieces[3:] else ''}") from error
+        names = list(dict.fromkeys(tensor for tensor, _ in pieces))
+        first = ", ".join(repr(tensor[:80]) for tensor in names[:3])
+        more = ", ..." if names[3:] else ""
+        raise ValueError(f"{error}; it has pieces of {len(names)} tensors ({first}{more})") from error
     told = {piece.key: (manifest.tensors[tensor].dtype, extent(piece.region)) for tensor, piece in pieces}
     there = {key: (entry.dtype, entry.shape) for key, entry in TensorFile(folder / name).entries.items()}
     if there != told:

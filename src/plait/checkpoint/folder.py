@@ -209,12 +209,13 @@ def check_file(path: Place, stored: StoredFile) -> None:
         raise ValueError(f"{str(path)!r} is not what was written: its SHA-256 is another")
 
 
-def find(path: Place) -> Place:
+def find(path: str | Path | Place) -> Place:
     """The checkpoint that a path means: itself, or the newest of a folder of checkpoints.
 
     Raises:
         ValueError: there is none.
     """
+    path = place(path)
     if NAME in path.names():
         return path
     if others := checkpoints(path):
@@ -224,8 +225,9 @@ def find(path: Place) -> Place:
     raise ValueError(f"there is no checkpoint in {str(path)!r}: it has no folder {step_name(1)} or the like")
 
 
-def checkpoints(path: Place) -> list[Place]:
+def checkpoints(path: str | Path | Place) -> list[Place]:
     """The checkpoints in a place, the newest last; a damaged one is among them."""
+    path = place(path)
     return [path / name for name in sorted(path.checkpoints(), key=lambda name: int(name.removeprefix("step-")))]
 
 

@@ -54,7 +54,7 @@ def load(path: str | Path, engine: Engine, *, ema: EMA | None = None) -> Loaded:
     """
     engine.check_between_steps("plait.load")
     comm = engine.comm
-    folder, manifest = _manifest(place(path), comm)
+    folder, manifest = read_together(path, comm)
     with _together(comm):
         for number, name in enumerate(sorted(manifest.files)):
             if number % comm.world_size == comm.rank:
@@ -77,16 +77,26 @@ def load(path: str | Path, engine: Engine, *, ema: EMA | None = None) -> Loaded:
     return Loaded(folder.given(), manifest.step, extra)
 
 
-def _manifest(path: Place, comm: Comm) -> tuple[Place, Manifest]:
+def read_together(path: str | Path | Place, comm: Comm) -> tuple[Place, Manifest]:
     """The checkpoint's folder and its manifest, as rank 0 sees them."""
-    folder, text = path, ""
+    folder, text = (given := place(path)), ""
     with _together(comm):
         if not comm.rank:
-            folder = find(path)
+            folder = find(given)
             with _offering_another(folder):
                 text = read_manifest(folder)
-    own = broadcast_text(comm, "" if folder == path else folder.name, Note("state"))
-    return path / own if own else path, Manifest.parse(broadcast_text(comm, text, Note("state")))
+    own = broadcast_text(comm, "" if folder == given else folder.name, Note("state"))
+    return given / own if own else given, Manifest.parse(broadcast_text(comm, text, Note("state")))
+
+
+def read_values(folder: Place) -> Any:
+    """What a checkpoint has besides tensors, in whose places there is None; for one process alone.
+
+    Raises:
+        ValueError: it is damaged.
+    """
+    with _offering_another(folder):
+        return decoded(Manifest.parse(read_manifest(folder)).values, lambda name: None)
 
 
 @contextmanager

@@ -10,6 +10,7 @@ What one rank cannot do (a full disk, a weight that is not finite) no rank has d
 before stays the newest.
 """
 
+import errno
 import secrets
 import time
 from contextlib import suppress
@@ -20,7 +21,7 @@ from typing import Any
 from plait.checkpoint.folder import begin, place, step_name
 from plait.checkpoint.snapshot import HostMemory, numbers_of, taken
 from plait.checkpoint.storage import Place
-from plait.checkpoint.writing import FAILED, RUNNING, Save, Writing
+from plait.checkpoint.writing import FAILED, RUNNING, Save, Writing, saying
 from plait.comm.agree import broadcast_text, check_together, gather_ints
 from plait.core.collectives import Note
 from plait.core.mesh import AXES
@@ -152,7 +153,10 @@ class Saver:
             if self.background:
                 pieces = self._memory.copies(pieces)
             if not comm.rank:
-                begin(self.place, engine.steps, own)
+                with saying(self.place, sum(piece.tensor.nbytes for piece in pieces)):
+                    if self._published is not None and not self.place.names():
+                        raise FileNotFoundError(errno.ENOENT, "the folder has vanished since the last save")
+                    begin(self.place, engine.steps, own)
         except Exception as problem:
             error = problem
         name = step_name(engine.steps)

@@ -147,15 +147,18 @@ def write_tensors(path: Place, tensors: Sequence[Tensor]) -> StoredFile:
     shapes = {str(i): (tuple(tensor.shape), tensor.dtype) for i, tensor in enumerate(tensors)}
     header, starts, end = safetensors_header(shapes, {str(i): tensor.nbytes for i, tensor in enumerate(tensors)})
     ordered = sorted(starts, key=lambda key: (starts[key], tensors[int(key)].nbytes))
-    digest = hashlib.sha256(header)
+    digest, failed = hashlib.sha256(header), list[Exception]()
 
     def blocks() -> Iterator[memoryview]:
         for key in ordered:
             yield tensors[int(key)].cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
 
     def hash_all() -> None:
-        for block in blocks():
-            digest.update(block)
+        try:
+            for block in blocks():
+                digest.update(block)
+        except Exception as problem:  # no memory for a contiguous copy, say
+            failed.append(problem)
 
     hashing = threading.Thread(target=hash_all, name="plait.hash")
     hashing.start()
@@ -166,6 +169,8 @@ def write_tensors(path: Place, tensors: Sequence[Tensor]) -> StoredFile:
                 file.write(block)
     finally:
         hashing.join()
+    if failed:
+        raise failed[0]
     return StoredFile(end, digest.hexdigest())
 
 

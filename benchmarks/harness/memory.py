@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import gc
 import threading
 import time
 from collections.abc import Callable
@@ -20,8 +22,11 @@ def memory(*keys: str) -> int:
 def peak_of(act: Callable[[], Any]) -> dict[str, Any]:
     """By how much anonymous memory grew at most, seen every millisecond, and the resident set; what ``act`` returned.
 
-    Pages of a mapped file are the system's, which takes them back; the resident set counts them.
+    Pages of a mapped file are the system's, which takes them back; the resident set counts them.  Memory that was freed
+    before goes back to the system first, or it would be used again unseen.
     """
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
     over = threading.Event()
     seen = [memory("RssAnon")]
 

@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any
 from plait.api import distributed_sampler, join, rank_batches, run_threads, sum_of_mean
 from plait.checkpoint.load import Loaded, load
 from plait.checkpoint.save import save
+from plait.checkpoint.stateful import Checkpointed
 from plait.comm import Comm
 from plait.core.cells import TABLE, Cell, Strategy, parse_strategy
 from plait.core.layout import Layout
@@ -67,6 +68,7 @@ __all__ = [
     "EMA",
     "TABLE",
     "Cell",
+    "Checkpointed",
     "Comm",
     "Engine",
     "Evaluation",

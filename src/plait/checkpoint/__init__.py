@@ -8,4 +8,6 @@ folder.py        folders that are whole or not there
 manifest.py      what a checkpoint says of itself, checked field by field
 values.py        numbers, strings, lists, dicts as JSON and back
 stored.py        tensors in a checkpoint's files, read region by region
+
+stateful.py      ``plait.Checkpointed``: a run for torch.distributed.checkpoint
 """

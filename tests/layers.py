@@ -58,6 +58,8 @@ SHARES: dict[str, Share] = {
     "checkpoint/test_save_load.py::test_in_the_same_layout_it_is_the_uninterrupted_run_to_the_bit": Share("few", "all"),
     "checkpoint/test_save_processes.py": PROCESSES,
     "checkpoint/test_smollm2.py": NIGHTLY,
+    "checkpoint/test_stateful.py::test_any_layout_reads_any_other_to_the_bit_and_fsdp2_reads_all": Share("none", "few"),
+    "checkpoint/test_stateful.py::test_states_of_every_form_before_and_behind_the_first_step": Share("pairs", "all"),
     "comm/test_process_world.py": PROCESSES,
     "comm/test_thread_world.py::test_does_what_every_world_does": Share("values", "all"),
     "commands/test_main.py::test_the_installed_command_and_the_module_are_the_same": PROCESSES,

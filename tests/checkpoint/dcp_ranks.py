@@ -59,7 +59,10 @@ def main(folder: Path, layouts: list[str]) -> None:
         before, own = folder / str(number - 1), folder / str(number)
         if layout == "fsdp2":
             model, optimizer = fsdp2(before, number)
-            for what, ours, theirs in (("model", model, saved[0]), ("optimizer", optimizer["state"], saved[2]["state"])):
+            for what, ours, theirs in (
+                ("model", model, saved[0]),
+                ("optimizer", optimizer["state"], saved[2]["state"]),
+            ):
                 found += [f"fsdp2: {line}" for line in differences(ours, theirs, what)]
             continue
         store = dist.PrefixStore(str(number), dist.distributed_c10d._get_default_store())

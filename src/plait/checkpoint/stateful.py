@@ -6,9 +6,9 @@
     app.ema.blocks.0.weight                        an average
     app.plait                                      groups, numbers, step, seed, loss scale, exactly
 
-DCP asks a tensor which regions it has (``__create_write_items__``, ``__create_chunk_list__``) and where they lie in memory
+DCP asks a tensor which regions it has (``__create_write_items__``, ``__create_chunk_list__``) and where they lie
 (``__get_tensor_shard__``), so no planner of our own is needed, and a load reads into the engine's own memory.  It asks
-for no key that isn't in ``state_dict()``: what an optimizer has not made yet is asked for by a trial step elsewhere.
+for no key that isn't in ``state_dict()``: what an optimizer has not made yet, a trial step of another one tells.
 """
 
 import json
@@ -109,7 +109,7 @@ class Checkpointed:
 
         def tensor(name: str) -> Any:
             key, _, parameter = name.partition("/")
-            kept = state_dict["optimizer"]["state"].get(parameter, {})
+            kept = state_dict["optimizer"]["state"].get(parameter, {}) if engine.optimizers else {}
             return kept.get(key, torch.empty(shapes[parameter][0], device="meta"))
 
         about = decoded(json.loads(state_dict["plait"]), tensor)
@@ -228,7 +228,7 @@ class Pieces(Tensor):
         return f"Pieces({tuple(self.shape)}, {self.dtype}, {[piece.region for piece in self.pieces]})"
 
     @classmethod
-    def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore
         raise TypeError(f"{function} of a tensor of which a rank has pieces only: it is for DCP to save and to load")
 
 

@@ -76,18 +76,17 @@ class Checkpointed:
         }
         about: dict[str, Any] = {"run": engine.step_state(), "names": {n: list(s) for n, (s, _) in shapes.items()}}
         if engine.optimizers:
-            saved = engine.optimizer_state_dict(elements=False)
-            about["optimizer"] = {**saved, "state": _in_file(saved["state"])}
-            values: dict[str, dict[str, Any]] = {name: {} for name in saved["state"]}
-            for name, kept in saved["state"].items():
+            now = engine.optimizer_state_dict(elements=False)
+            about["optimizer"] = {**now, "state": _in_file(now["state"])}
+            values: dict[str, dict[str, Any]] = {name: {} for name in now["state"]}
+            for name, kept in now["state"].items():
                 for key, value in kept.items():
                     is_cut = isinstance(value, Tensor) and value.is_meta
                     at = pieces.get((key, name), ())
                     values[name][key] = Pieces.of(value.shape, value.dtype, at) if is_cut else value
             for name, key, value in self._to_come():
                 values.setdefault(name, {}).setdefault(key, value)
-            groups = [dict(group) for group in saved["param_groups"]]
-            state["optimizer"] = {"state": values, "param_groups": groups}
+            state["optimizer"] = {"state": values, "param_groups": now["param_groups"]}
         if self.ema is not None:
             averages: dict[str, list[StatePiece]] = {}
             for piece in self.ema.pieces():
@@ -109,10 +108,10 @@ class Checkpointed:
 
         def tensor(name: str) -> Any:
             key, _, parameter = name.partition("/")
-            kept = state_dict["optimizer"]["state"].get(parameter, {}) if engine.optimizers else {}
+            kept = state_dict["optimizer"]["state"].get(parameter, {})
             return kept.get(key, torch.empty(shapes[parameter][0], device="meta"))
 
-        about = decoded(json.loads(state_dict["plait"]), tensor)
+        about = decoded(saved := json.loads(state_dict["plait"]), lambda name: name)
         names = {name: list(shape) for name, (shape, _) in shapes.items()}
         if about["names"] != names:
             other = sorted(n for n in {*names, *about["names"]} if names.get(n) != about["names"].get(n))
@@ -129,7 +128,7 @@ class Checkpointed:
         engine.load_step_state(about["run"])
         engine.publish()
         if engine.optimizers:
-            engine.load_optimizer_state_dict(about["optimizer"])
+            engine.load_optimizer_state_dict(decoded(saved, tensor)["optimizer"])
         if self.ema is not None:
             self.ema.decay = about["ema"]
 
@@ -224,7 +223,7 @@ class Pieces(Tensor):
         region = tuple((one.start, one.stop) for one in slices)
         return next(piece.tensor for piece in self.pieces if piece.region == region)
 
-    def __repr__(self, **_: Any) -> str:
+    def __repr__(self) -> str:  # type: ignore[override]
         return f"Pieces({tuple(self.shape)}, {self.dtype}, {[piece.region for piece in self.pieces]})"
 
     @classmethod

@@ -9,7 +9,7 @@
     numbers, strings, tensors, lists,     program.position
     dicts, objects of your own classes
 
-What it cannot look into (Python's generators, iterators, files) shows in the samples of the next step.
+What it cannot look into (Python's generators, iterators, samplers of libraries) shows in the samples of the next step.
 """
 
 import random
@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils.data import DataLoader, Sampler
+from torch.utils.data import DataLoader
 
 from plait.engine import EMA, Engine
 from plait.engine.state.identity import fingerprint
@@ -154,7 +154,7 @@ def _parts(value: Any, path: str, seen: set[int]) -> Iterator[tuple[str, Any]]:
     elif isinstance(value, DataLoader):
         for key in WITHIN_LOADER:
             yield from _parts(getattr(value, key), f"{path}.{key}", seen)
-    elif isinstance(value, Sampler) or type(value).__module__.partition(".")[0] not in LIBRARIES:
+    elif type(value).__module__.partition(".")[0] not in LIBRARIES:
         for key, one in getattr(value, "__dict__", {}).items():
             yield from _parts(one, f"{path}.{key}", seen)
 

@@ -244,11 +244,10 @@ class _Runs(Generic[Program]):
     def _judge(self, faults: list[str], *, resumed: bool) -> None:
         """Raises AssertionError, on all ranks, where any has found something; ValueError before the first stop."""
         told = gather_texts(self.comm, "\n".join(faults), Note("check"))
-        found = [
-            f"rank {rank}: {line}" if len(told) > 1 else line
-            for rank, text in enumerate(told)
-            for line in text.splitlines()
-        ]
+        if len({*told}) == 1:  # all say the same
+            found = faults
+        else:
+            found = [f"rank {rank}: {line}" for rank, text in enumerate(told) for line in text.splitlines()]
         if found and not resumed:
             raise ValueError(
                 f"the program is not the same run twice, though it was not stopped: {found[0]}; let begin seed all "

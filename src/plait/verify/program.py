@@ -26,6 +26,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from plait.engine import EMA, Engine
+from plait.engine.state.full import buffers_of
 from plait.engine.state.identity import fingerprint
 
 PLAIN = (bool, int, float, complex, str, bytes, type(None))
@@ -83,6 +84,7 @@ def spoil(program: Any) -> None:
         tensors: list[Tensor] = []
         if isinstance(part, Engine | EMA):
             tensors = [piece.tensor for piece in part.pieces()]
+            tensors += _own_buffers(part).values() if isinstance(part, Engine) else ()
         elif isinstance(part, nn.Module):
             kept = part.state_dict(keep_vars=True).values()
             frozen = {id(p) for p in part.parameters() if not p.requires_grad}
@@ -195,14 +197,19 @@ def _fields(path: str, part: Any, names: Mapping[int, str]) -> Iterator[tuple[Fi
 
 
 def _fields_of_engine(path: str, engine: Engine) -> Iterator[tuple[Field, Any]]:
-    buffers = {name for name, _ in engine.model.named_buffers(remove_duplicate=False)}
+    buffers = _own_buffers(engine)
     for name, value in engine.full_state_dict().items():
         kind = "buffer" if name in buffers else "parameter"
-        yield Field(kind, f"the {kind} {name!r} of {path}"), value
+        yield Field(kind, f"the {kind} {name!r} of {path}"), buffers.get(name, value)
     if engine.optimizers:
         yield from _fields_of_optimizer(f"{path}.optimizer", engine.optimizer_state_dict())
     for key, value in engine.step_state().items():
         yield from _leaves("state", f"the {key} of {path}", value)
+
+
+def _own_buffers(engine: Engine) -> dict[str, Tensor]:
+    """Those of this rank."""
+    return {name: buffer for part in engine.parts() for name, buffer in buffers_of(part.model).items()}
 
 
 def _fields_of_optimizer(path: str, state: Mapping[str, Any]) -> Iterator[tuple[Field, Any]]:

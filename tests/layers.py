@@ -53,6 +53,7 @@ HELD_BY_THE_MATRIX = Share("none", "values")
 
 SHARES: dict[str, Share] = {
     "": FAST,
+    "checkpoint/test_dropped_keys.py": FULL,
     "checkpoint/test_huggingface_read.py::test_every_layout_has_the_values_of_the_folder": Share("few", "all"),
     "checkpoint/test_save_load.py::test_any_layout_loads_it_to_the_bit": Share("few", "values"),
     "checkpoint/test_save_load.py::test_in_the_same_layout_it_is_the_uninterrupted_run_to_the_bit": Share("few", "all"),
@@ -96,6 +97,8 @@ SHARES: dict[str, Share] = {
     "verify/test_pipeline_mutations.py": TRAINING,
     "verify/test_pipelines.py::test_a_decoder_with_tied_embeddings": TRAINING,
     "verify/test_recompute.py::test_every_row": Share("few", "values"),
+    "verify/test_resume_engine.py": Share("few", "all"),
+    "verify/test_resume_processes.py": PROCESSES,
     "verify/test_stock_models.py::test_every_row_on_every_mesh": TRAINING,
     "verify/test_stock_models.py::test_modules_of_torch": HELD_BY_THE_MATRIX,
     "verify/test_tensor.py::test_every_row_is_the_single_process": TRAINING,

@@ -7,6 +7,7 @@ load.py          ``plait.load``: into any layout, each rank reads its regions
 folder.py        folders that are whole or not there
 manifest.py      what a checkpoint says of itself, checked field by field
 values.py        numbers, strings, lists, dicts as JSON and back
+complete.py      what is lost between a save and a load is refused
 stored.py        tensors in a checkpoint's files, read region by region
 
 stateful.py      ``plait.Checkpointed``: a run for torch.distributed.checkpoint

@@ -60,7 +60,7 @@ def _check_alike(optimizer: Mapping[str, Any]) -> None:
                 other, keys = known.setdefault((frozenset(group), large), (name, set(kept)))
                 if keys != set(kept):
                     raise ValueError(
-                        f"the optimizer's state of {name!r} in the checkpoint has {sorted(kept)}, and that of {other!r} "
+                        f"the optimizer's state of {name!r} in the checkpoint has {sorted(kept)}, that of {other!r} "
                         f"has {sorted(keys)}: a key is lost"
                     )
 
@@ -75,6 +75,6 @@ def _check_groups(own: Iterator[tuple[list[str], Mapping[str, Any]]], saved: lis
             if key not in given or (isinstance(value, tuple) and len(value) != len(other or ())):
                 raise ValueError(
                     f"the group of {names[0]!r} has {key} = {value!r} here, and in the checkpoint "
-                    f"{other if key in given else 'nothing of this name'}: a key is lost (or the run had no schedule yet: "
-                    f"then build it behind the load)"
+                    f"{other if key in given else 'nothing of this name'}: a key is lost (or the run had no schedule "
+                    f"yet: then build it behind the load)"
                 )

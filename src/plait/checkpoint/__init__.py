@@ -7,6 +7,7 @@ snapshot.py      what a rank has of it, and copies, so that weights may change a
 writing.py       a rank's thread: its file, a note of it; the manifest of all notes
 retention.py     which old checkpoints go, and when
 load.py          ``plait.load``: into any layout, each rank reads its regions
+as_saved.py      after a load: every piece compared with what lies in the files
 folder.py        folders that are whole or not there
 manifest.py      what a checkpoint says of itself, checked field by field
 values.py        numbers, strings, lists, dicts as JSON and back

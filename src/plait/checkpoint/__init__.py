@@ -11,5 +11,8 @@ as_saved.py      after a load: every piece compared with what lies in the files
 folder.py        folders that are whole or not there
 manifest.py      what a checkpoint says of itself, checked field by field
 values.py        numbers, strings, lists, dicts as JSON and back
+complete.py      what is lost between a save and a load is refused
 stored.py        tensors in a checkpoint's files, read region by region
+
+stateful.py      ``plait.Checkpointed``: a run for torch.distributed.checkpoint
 """

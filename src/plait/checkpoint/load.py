@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from plait.checkpoint.complete import check_complete
 from plait.checkpoint.folder import checkpoints, find, place, read_manifest
 from plait.checkpoint.manifest import Manifest
 from plait.checkpoint.storage import Place
@@ -127,9 +128,13 @@ def _offering_another(folder: Place) -> Iterator[None]:
 def _state(manifest: Manifest, tensors: Mapping[str, SavedTensor]) -> Any:
     """The manifest's values, in the form in which the engine takes them; ValueError where they are of another form."""
 
+    left = set(tensors)
+
     def tensor(name: str) -> SavedTensor:
-        if name not in tensors:
-            raise ValueError(f"a value in it is the tensor {name[:80]!r}, which it has not")
+        if name not in left:
+            what = "two values in it are" if name in tensors else "a value in it is"
+            raise ValueError(f"{what} the tensor {name[:80]!r}, which it has {'once' if name in tensors else 'not'}")
+        left.remove(name)
         return tensors[name]
 
     try:
@@ -178,6 +183,7 @@ def _check_fits(engine: Engine, ema: EMA | None, state: Any, tensors: Mapping[st
     if engine.optimizer_state is not None:
         engine.take_new_groups()
         engine.optimizer_state.check(state["optimizer"])
+    check_complete(engine, state, tensors)
     if ema is not None:
         averaged = {engine.directory.aliases.get(name, name) for name in engine.exchange.names}
         _check_names("average", {name: engine.directory.shapes[name] for name in averaged}, _of("ema", tensors))

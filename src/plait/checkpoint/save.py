@@ -20,7 +20,7 @@ from typing import Any
 
 from plait.checkpoint.folder import begin, place, step_name
 from plait.checkpoint.snapshot import HostMemory, numbers_of, taken
-from plait.checkpoint.storage import Place
+from plait.checkpoint.storage import Storage
 from plait.checkpoint.writing import FAILED, RUNNING, Save, Writing, saying
 from plait.comm.agree import broadcast_text, check_together, gather_ints
 from plait.core.collectives import Note
@@ -166,7 +166,7 @@ class Saver:
         about = Save(partial, own, engine.steps, self.keep, self.deadline, comm.deadline)
         return Writing(about, comm.rank, comm.world_size, pieces, state)
 
-    def _check_together(self, error: Exception | None, partial: Place) -> None:
+    def _check_together(self, error: Exception | None, partial: Storage) -> None:
         """Raise what any rank raises; nothing is left of what was begun."""
         try:
             check_together(self.engine.comm, error, AXES)

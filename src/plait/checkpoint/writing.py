@@ -25,7 +25,7 @@ from plait.checkpoint.folder import contents, publish
 from plait.checkpoint.manifest import DTYPES, LARGEST, NAME, Manifest, StoredFile, StoredPiece, StoredTensor
 from plait.checkpoint.retention import remove_older
 from plait.checkpoint.snapshot import Written
-from plait.checkpoint.storage import Place
+from plait.checkpoint.storage import Storage
 from plait.checkpoint.tensor_file import safetensors_header
 from plait.comm.agree import named
 
@@ -37,7 +37,7 @@ RUNNING, DONE, FAILED = range(3)
 class Save:
     """One save, as all ranks know it."""
 
-    partial: Place
+    partial: Storage
     """Where it is written."""
     id: str
     step: int
@@ -113,7 +113,7 @@ class Writing:
         return [json.loads(contents(partial.file(rank, NOTE), LARGEST)) for rank in range(self.ranks)]
 
 
-def write_part(partial: Place, rank: int, pieces: Sequence[Written]) -> None:
+def write_part(partial: Storage, rank: int, pieces: Sequence[Written]) -> None:
     """Write a rank's file, and the note of it.
 
     Raises:
@@ -128,7 +128,7 @@ def write_part(partial: Place, rank: int, pieces: Sequence[Written]) -> None:
 
 
 @contextmanager
-def saying(file: Place, need: int) -> Iterator[None]:
+def saying(file: Storage, need: int) -> Iterator[None]:
     """An OSError says where it was, how much was to be written and how much room there is."""
     try:
         yield
@@ -139,7 +139,7 @@ def saying(file: Place, need: int) -> Iterator[None]:
         raise
 
 
-def write_tensors(path: Place, tensors: Sequence[Tensor]) -> StoredFile:
+def write_tensors(path: Storage, tensors: Sequence[Tensor]) -> StoredFile:
     """A safetensors file of tensors that are called by their number; on the disk when it returns.
 
     A thread hashes them meanwhile: neither hashing nor the disk waits for the other.
@@ -174,7 +174,7 @@ def write_tensors(path: Place, tensors: Sequence[Tensor]) -> StoredFile:
     return StoredFile(end, digest.hexdigest())
 
 
-def publish_notes(save: Save, notes: Sequence[Any], state: Any) -> Place:
+def publish_notes(save: Save, notes: Sequence[Any], state: Any) -> Storage:
     """Everybody has written: the checkpoint is there, in the place that is returned."""
     manifest = manifest_of(save, notes, state)
     with saying(save.partial / NAME, len(manifest.text())):

@@ -119,7 +119,7 @@ def changed(data: Any, draw: random.Random) -> None:
         case "gone":
             del holder[key]
         case "twice" if isinstance(holder, list):
-            holder += [copy.deepcopy(holder[key])] * draw.choice([1, 1000 if len(str(holder)) < 2000 else 1])
+            holder += [copy.deepcopy(holder[key])] * draw.choice([1, 50 if len(str(holder)) < 2000 else 1])
         case "moved":
             other = data
             for step in draw.choice(places or [()]):

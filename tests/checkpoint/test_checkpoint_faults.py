@@ -204,6 +204,8 @@ WRONG: dict[str, Callable[[Any], Any]] = {
     "a surplus field": _set("more", 1),
     "no values": _set("values", None),
     "a wrong value": _set("values", {"dict": [[["a"], 1]]}),
+    "a number beyond its dtype": _set("values", {"number": 1 << 70, "dtype": "int64"}),
+    "nan as an integer": _set("values", {"number": {"float": "nan"}, "dtype": "int64"}),
     "a tensor that is not there": _set("values", {"tensor": "x"}),
     "a surplus tensor": lambda d: d["tensors"].__setitem__("model/more", {"dtype": "int8", "shape": [0], "pieces": []}),
     "a missing tensor": lambda data: data["tensors"].pop("model/0.weight"),

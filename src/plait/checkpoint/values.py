@@ -88,7 +88,10 @@ def decoded(value: Any, tensor: Callable[[str], Any], depth: int = 0) -> Any:
             return float(number)
         case {"number": number, "dtype": str(dtype), **rest} if not rest and dtype in DTYPES:
             if isinstance(number := inside(number), bool | int | float):
-                return torch.tensor(number, dtype=DTYPES[dtype])
+                try:
+                    return torch.tensor(number, dtype=DTYPES[dtype])
+                except (RuntimeError, OverflowError) as error:
+                    raise ValueError(f"a number in it is no {dtype}: {error}") from error
         case {"tensor": str(name), **rest} if not rest:
             return tensor(name)
         case {"tuple": list(items), **rest} if not rest:

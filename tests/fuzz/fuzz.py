@@ -3,7 +3,7 @@
 python tests/fuzz/fuzz.py 0 200          seeds 0 to 199, one JSON line each
 python tests/fuzz/fuzz.py 17 --show      seed 17, with its traceback
 
-right      every loss, parameter and buffer of three steps, within 1e-9
+right      every loss, parameter and buffer of three steps, within 1e-9 (1e-7 beside an fp32 parameter)
 refused    an error that plait raises itself, of a type that is meant for users
 invalid    plain PyTorch fails as well
 wrong      another number
@@ -184,14 +184,16 @@ def on_ranks(seed: int, model: Drawn, layout: Layout, mesh: Mesh) -> list[State]
 
 def difference(ours: State, theirs: State) -> str:
     """The first that differs; "" if nothing does."""
+    # the sum of an fp32 parameter's gradient is rounded, in an order of its own, and later steps build on it
+    wide = 1e-7 if any(value.dtype == torch.float32 for value in theirs[1].values()) else 1e-9
     for step, (a, b) in enumerate(zip(ours[0], theirs[0], strict=True)):
-        if not abs(a - b) <= 1e-9 * max(1, abs(b)):
+        if not abs(a - b) <= wide * max(1, abs(b)):
             return f"the loss of step {step} is {a!r}, not {b!r}"
     if ours[1].keys() != theirs[1].keys():
         return f"names {sorted(ours[1].keys() ^ theirs[1].keys())}"
     for name, b in theirs[1].items():
         a = ours[1][name]
-        close = 1e-9 if b.dtype == torch.float64 else 1e-5
+        close = wide if b.dtype == torch.float64 else 1e-5
         if a.shape != b.shape or a.dtype != b.dtype:
             return f"{name} is {a.dtype} {tuple(a.shape)}, not {b.dtype} {tuple(b.shape)}"
         if b.numel() and not (a - b).abs().max() <= close * max(1.0, b.abs().max().item()):

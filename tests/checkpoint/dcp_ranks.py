@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import sys
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -74,7 +75,14 @@ def main(folder: Path, layouts: list[str]) -> None:
         else:
             training.go(0, 2)
         saved = training.state()
-        dcp.save({"app": plait.Checkpointed(training.engine, ema=training.ema)}, checkpoint_id=own)
+        app = {"app": plait.Checkpointed(training.engine, ema=training.ema)}
+        if number % 2:  # while it goes on, over a group of its own
+            future = dcp.async_save(app, checkpoint_id=own, process_group=dist.new_group(backend="gloo"))
+            losses += training.go(2, 3)
+            assert isinstance(future, Future)
+            future.result()
+            continue
+        dcp.save(app, checkpoint_id=own)
         found += [f"{layout}, saving: {line}" for line in differences(training.state(), saved)]
         losses += training.go(2, 3)
     (folder / f"found-{first.rank}.json").write_text(json.dumps({"found": found, "losses": losses}))

@@ -92,6 +92,18 @@ def test_states_of_every_form_before_and_behind_the_first_step(
     assert go(engine) == go(other) and not differences(state(other), state(engine))
 
 
+def test_an_average_and_its_decay_go_on(tmp_path: Path) -> None:
+    engine, other = alone(), alone(1.0)
+    ema, average = plait.EMA(engine, 0.75), plait.EMA(other)
+    go(engine)
+    ema.update()
+    dcp.save({"app": plait.Checkpointed(engine, ema=ema)}, checkpoint_id=tmp_path)
+    dcp.load({"app": plait.Checkpointed(other, ema=average)}, checkpoint_id=tmp_path)
+    assert average.decay == 0.75 and not differences(average.full_state_dict(), ema.full_state_dict())
+    with pytest.raises(ValueError, match="an average was saved, and is not here"):
+        dcp.load({"app": plait.Checkpointed(other)}, checkpoint_id=tmp_path)
+
+
 def test_what_was_saved_of_another_run_is_refused(tmp_path: Path) -> None:
     engine = alone()
     go(engine)

@@ -257,6 +257,45 @@ def test_what_is_not_in_the_state_shows_in_the_loss() -> None:
         )
 
 
+class Adapted:
+    """A frozen base and a table, which every start makes anew; what trains is saved, but for what nothing has moved."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(2)
+        self.model = nn.ModuleDict({"base": nn.Linear(2, 2), "adapter": nn.Linear(2, 2), "unused": nn.Linear(1, 1)})
+        self.model["base"].requires_grad_(False)
+        self.model.register_buffer("table", torch.arange(2.0), persistent=False)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
+
+    def step(self) -> Tensor:
+        loss: Tensor = self.model["adapter"](self.model["base"](self.model.table)).square().sum()
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return loss
+
+
+def test_what_no_load_overwrites_is_not_asked_for() -> None:
+    def save(program: Adapted, path: Path) -> None:
+        torch.save(program.model["adapter"].state_dict(), path / "adapter.pt")
+
+    def load(program: Adapted, path: Path) -> None:
+        program.model["adapter"].load_state_dict(torch.load(path / "adapter.pt"))
+
+    with pytest.raises(AssertionError, match=r"the parameter 'unused.weight' of program.model differs by up to 1 \(as"):
+        plait.verify_resume(Adapted, Adapted.step, save, load)
+    assert plait.verify_resume(Adapted, Adapted.step, save, load, spoiled=False).equal
+
+    def with_unused(program: Adapted, path: Path) -> None:
+        load(program, path)
+        with torch.no_grad():
+            for parameter in program.model["unused"].parameters():
+                parameter.sub_(1)  # from elsewhere
+
+    report = plait.verify_resume(Adapted, Adapted.step, save, with_unused, at=(3,), state=lambda p: {"m": p.model})
+    assert report.equal
+
+
 def test_what_is_wrong_with_the_question_is_said() -> None:
     with pytest.raises(ValueError, match=r"stops after \[3, 2\] of 6 steps: give rising numbers from 1 to 5"):
         verify(at=(3, 2))

@@ -8,4 +8,11 @@ folder.py        folders that are whole or not there
 manifest.py      what a checkpoint says of itself, checked field by field
 values.py        numbers, strings, lists, dicts as JSON and back
 stored.py        tensors in a checkpoint's files, read region by region
+
+saved.py         a checkpoint without an engine: read by blocks, verified, written anew in other files
+examine.py       where two checkpoints differ
+export.py        a checkpoint as a Hugging Face folder
+dcp.py           folders of torch.distributed.checkpoint, to plait and back
+distcp.py        what such a folder has, read without running anything
+pickled.py       a pickle read as data
 """

@@ -15,7 +15,7 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -140,7 +140,7 @@ def _tensor(name: str, given: Any, files: Mapping[str, StoredFile]) -> StoredTen
             whole = tuple(shape)
             if dtype in DTYPES and all(map(_is_size, whole)):
                 found = tuple(_piece(name, piece, whole, DTYPES[dtype].itemsize, files) for piece in pieces)
-                _check_tiling(name, whole, found)
+                check_tiling(name, whole, [piece.region for piece in found])
                 return StoredTensor(DTYPES[dtype], whole, found)
     raise ValueError(f"the entry of the tensor {name[:80]!r} is not a dtype, a shape and pieces")
 
@@ -160,9 +160,9 @@ def _piece(
     raise ValueError(f"a piece of {name[:80]!r} is not a region of its shape in one of the files")
 
 
-def _check_tiling(name: str, shape: tuple[int, ...], pieces: tuple[StoredPiece, ...]) -> None:
+def check_tiling(name: str, shape: tuple[int, ...], regions: Iterable[Region]) -> None:
     """Raises ValueError where regions leave a gap, or overlap."""
-    boxes = [piece.region for piece in pieces if math.prod(extent(piece.region))]
+    boxes = [region for region in regions if math.prod(extent(region))]
     if sum(math.prod(extent(box)) for box in boxes) != math.prod(shape):
         raise ValueError(f"the pieces of {name[:80]!r} are not as many elements as its shape has")
     reached: list[Region] = []  # those that another one may overlap, by their first dim

@@ -2,6 +2,7 @@
 
 main.py       ``plait WORD ...``: parses, validates, launches                 start here
 schedule.py   ``plait schedule``: schedules on the screen, proved, and as a picture
+checkpoint.py ``plait checkpoint``: checkpoints shown, verified, compared, and in other forms
 doctor.py     ``plait doctor``: this machine, its torch and its links
 bench.py      ``plait bench comm``: what was measured, as a table, JSON and a plot
 """

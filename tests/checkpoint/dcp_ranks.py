@@ -1,14 +1,12 @@
 """One process of the tests against torch's own checkpoints: FSDP2 on gloo, ``python dcp_ranks.py save|load ...``.
 
-    save FOLDER WHOLE [flat]    two updates of the decoder, saved by torch; the same whole, of rank 0, in a file
-    load FOLDER WHOLE           another decoder takes the folder by torch's own load, and is what the file says
+save FOLDER WHOLE [flat]    two updates of the decoder, saved by torch; the same whole, of rank 0, in a file
+load FOLDER WHOLE           another decoder takes the folder by torch's own load, and is what the file says
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -61,6 +59,7 @@ def main(what: str, folder: str, whole: str, *flags: str) -> None:
         state = state_of(model, optimizers, flatten_optimizer_state_dict="flat" in flags)
         dcp.save({**({"app": state} if "app" in flags else state), **extra}, checkpoint_id=folder)
     else:
+        torch.optim.lr_scheduler.StepLR(optimizers[0], 3)  # groups get the keys that a schedule gives them
         update(model, optimizers, 1)
         state = state_of(model, optimizers)
         dcp.load(state, checkpoint_id=folder)

@@ -34,7 +34,7 @@ VERSION = "1.0.0"
 """Of the metadata that torch 2.13 writes."""
 
 
-# ---- in -----------------------------------------------------------------------------------------------------------------
+# ---- in -------------------------------------------------------------------------------------------------------------
 
 
 def import_dcp(
@@ -112,7 +112,9 @@ def _parts(tree: Mapping[str | int, Any], folder: str) -> tuple[dict[str, Whole]
         )
     model = _flat(home["model"])
     if strange := [name for name, value in model.items() if not isinstance(value, Whole)]:
-        raise ValueError(f"{len(strange)} entries of the model in {folder!r} are no tensors: {strange[:3]}; leave them out")
+        raise ValueError(
+            f"{len(strange)} entries of the model in {folder!r} are no tensors: {strange[:3]}; leave them out"
+        )
     which = next((key for key in ("optim", "optimizer") if isinstance(home.get(key), dict)), None)
     used = ("model", which)
     extra = {key: value for key, value in home.items() if key not in used}
@@ -121,10 +123,13 @@ def _parts(tree: Mapping[str | int, Any], folder: str) -> tuple[dict[str, Whole]
     return model, None if which is None else home[which], extra
 
 
-def _flat(tree: Any, path: Keys = ()) -> dict[str, Any]:
-    if isinstance(tree, dict):
-        return {name: value for key, below in tree.items() for name, value in _flat(below, (*path, key)).items()}
-    return {_key(path): tree}
+def _flat(tree: Any) -> dict[str, Any]:
+    """Values by their keys; ValueError where two paths make one key."""
+    leaves = list(_leaves(tree))
+    found = {_key(path): value for path, value in leaves}
+    if len(found) < len(leaves):
+        raise ValueError("two of its paths make one key")
+    return found
 
 
 def _optimizer(given: Mapping[Any, Any], shapes: Mapping[str, tuple[int, ...]], tensors: dict[str, Whole]) -> Any:
@@ -135,7 +140,9 @@ def _optimizer(given: Mapping[Any, Any], shapes: Mapping[str, tuple[int, ...]], 
         case _:
             state, groups, rest = _unflattened(given, shapes)
     if rest or not isinstance(state, dict) or not all(isinstance(own, dict) for own in state.values()):
-        raise ValueError(f"the optimizer's state has not the form of torch's get_optimizer_state_dict: {list(given)[:5]}")
+        raise ValueError(
+            f"the optimizer's state has not the form of torch's get_optimizer_state_dict: {list(given)[:5]}"
+        )
     named: dict[str, dict[str, Any]] = {}
     for name, own in state.items():
         if name not in shapes:
@@ -194,7 +201,7 @@ def _steps(state: Any) -> int:
     return int(max((number for number in numbers if math.isfinite(number)), default=0))
 
 
-# ---- out ----------------------------------------------------------------------------------------------------------------
+# ---- out ------------------------------------------------------------------------------------------------------------
 
 
 def export_dcp(saved: Saved, out: str | Path, *, ties: Mapping[str, str] | None = None) -> None:

@@ -6,7 +6,7 @@
     ("model", "blocks.0.weight")                      a tensor, put together from its chunks
     ("optim", "param_groups", 0, "lr")                a value
 
-Pickles are read by ``pickled``.  Nothing is allocated by what they say: a tensor is a view of a file that has its bytes.
+Pickles are read by ``pickled``.  Nothing is allocated by what they say: a tensor is a view of a file with its bytes.
 """
 
 import io
@@ -36,7 +36,10 @@ FILE = re.compile(r"\w[\w.-]*\.distcp")
 _OWN = "torch.distributed.checkpoint.metadata."
 _STORAGE_INFO = "torch.distributed.checkpoint.filesystem._StorageInfo"
 METADATA_NAMES = {
-    *(_OWN + name for name in ("Metadata", "MetadataIndex", "StorageMeta", "TensorProperties", "TensorStorageMetadata")),
+    *(
+        _OWN + name
+        for name in ("Metadata", "MetadataIndex", "StorageMeta", "TensorProperties", "TensorStorageMetadata")
+    ),
     *(_OWN + name for name in ("BytesStorageMetadata", "ChunkStorageMetadata", "_MEM_FORMAT_ENCODING")),
     *(f"torch.{name}" for name in DTYPES),
     *("torch.Size", "torch.serialization._get_layout", "collections.OrderedDict", _STORAGE_INFO),
@@ -106,7 +109,12 @@ def read_folder(path: Path) -> dict[tuple[str | int, ...], Any]:
         keys, chunks = _keys_and_places(unpickled(data, METADATA_NAMES))
         entries: dict[tuple[str | int, ...], Any] = {}
         for (name, place), kind in keys.items():
+            if place in entries:
+                raise ValueError(f"two keys have the path {place}")
             entries[place] = _entry(path, name, kind, chunks.get(name, {}))
+        size = sum(file.lstat().st_size for file in path.glob("*.distcp"))
+        if sum(one.nbytes for one in entries.values() if isinstance(one, Whole)) > 2 * size:  # tied weights lie once
+            raise ValueError(f"it speaks of far more bytes than its files have, {size}")
     except ValueError as error:
         raise ValueError(f"{str(path)!r} cannot be read: {error}") from error
     return entries
@@ -167,7 +175,12 @@ def _entry(folder: Path, name: str, kind: Any, places: Mapping[Any, Made]) -> An
 
 
 def _tensor(
-    folder: Path, name: str, dtype: torch.dtype, shape: tuple[int, ...], chunks: Sequence[Any], places: Mapping[Any, Made]
+    folder: Path,
+    name: str,
+    dtype: torch.dtype,
+    shape: tuple[int, ...],
+    chunks: Sequence[Any],
+    places: Mapping[Any, Made],
 ) -> Whole:
     parts: dict[Region, Whole] = {}
     for chunk in chunks:
@@ -200,7 +213,7 @@ def _tensor(
     return Whole(dtype, shape, read)
 
 
-# ---- records ------------------------------------------------------------------------------------------------------------
+# ---- records --------------------------------------------------------------------------------------------------------
 
 
 class _Window(io.RawIOBase):
@@ -293,7 +306,7 @@ def _value(archive: _Archive, made: Any) -> Any:
 
     def plain(one: Any) -> Any:
         match one:
-            case dict():
+            case dict() if not any(isinstance(key, Made | bytes) for key in one):
                 return {key: plain(inside) for key, inside in one.items()}
             case list() | tuple():
                 return type(one)(map(plain, one))
@@ -302,22 +315,30 @@ def _value(archive: _Archive, made: Any) -> Any:
             case Made(name, (Made("", (("storage", Made(kind), str(key), _, int(count)),)), int(first), tuple(shape),
                              tuple(strides), *_)) if name == _TENSOR and kind in STORAGES:  # fmt: skip
                 return _strided(archive, STORAGES[kind], key, count, first, shape, strides)
-            case Made() | bytes():
-                raise ValueError(f"it has a {one.name if isinstance(one, Made) else 'bytes'}, which is not read")
+            case Made() | bytes() | dict():
+                raise ValueError(f"it has {one.name if isinstance(one, Made) else 'bytes'}, which is not read")
         return one
 
     return plain(made)
 
 
 def _strided(
-    archive: _Archive, dtype: torch.dtype, key: str, count: int, first: int, shape: tuple[Any, ...], strides: tuple[Any, ...]
+    archive: _Archive,
+    dtype: torch.dtype,
+    key: str,
+    count: int,
+    first: int,
+    shape: tuple[Any, ...],
+    strides: tuple[Any, ...],
 ) -> Whole:
     begin, size = archive.places.get(f"data/{key}", (0, -1))
     numbers = (count, first, *shape, *strides)
     if len(shape) != len(strides) or len(shape) > 64 or not all(type(n) is int and n >= 0 for n in numbers):
         raise ValueError("a tensor in it has no right shape")
     last = first + sum((n - 1) * stride for n, stride in zip(shape, strides, strict=True))
-    if count * dtype.itemsize > size or (math.prod(shape) and last >= count):
+    if count * dtype.itemsize > size or math.prod(shape) > count or (math.prod(shape) and last >= count):
         raise ValueError(f"a tensor of shape {shape} in it does not lie in its {size} bytes")
-    own = Strided(archive.file, dtype, begin + first * dtype.itemsize, shape, tuple(n * dtype.itemsize for n in strides))
+    own = Strided(
+        archive.file, dtype, begin + first * dtype.itemsize, shape, tuple(n * dtype.itemsize for n in strides)
+    )
     return Whole(dtype, shape, own.read)

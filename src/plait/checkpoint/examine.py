@@ -1,7 +1,7 @@
 """Where two checkpoints differ, tensor by tensor and value by value; a block of each is in memory at a time.
 
-    model/blocks.0.weight    values    3 of 2048 elements, by at most 0.0015
-    optimizer.param_groups[0].lr    value    0.001 and 0.0005
+model/blocks.0.weight    values    3 of 2048 elements, by at most 0.0015
+optimizer.param_groups[0].lr    value    0.001 and 0.0005
 """
 
 import math
@@ -97,7 +97,9 @@ def _values(path: str, one: Any, other: Any) -> Iterator[Difference]:
             if key in one and key in other:
                 yield from _values(where, one[key], other[key])
             else:
-                yield Difference(where, "missing", *(_text(own[key]) if key in own else "missing" for own in (one, other)))
+                yield Difference(
+                    where, "missing", *(_text(own[key]) if key in own else "missing" for own in (one, other))
+                )
     elif isinstance(one, list | tuple) and type(one) is type(other) and len(one) == len(other):
         for number, pair in enumerate(zip(one, other, strict=True)):
             yield from _values(f"{path}[{number}]", *pair)

@@ -9,13 +9,13 @@ program would call stays a note of the name and the arguments, and only of names
 """
 
 import pickletools
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 MOST_STEPS = 1 << 24
 """Opcodes of one pickle, which bound the objects that are made."""
-MOST_VALUES = 1 << 22
+MOST_VALUES = 1 << 20
 """Values in one of a user's objects, where a shared one counts each time: a short pickle can mean endlessly many."""
 DEEPEST = 64
 
@@ -49,6 +49,15 @@ def unpickled(data: bytes, names: Collection[str]) -> Any:
         raise ValueError(f"a pickle is damaged ({type(error).__name__})") from error
 
 
+def _steps(data: bytes) -> Iterator[tuple[str, Any]]:
+    """Opcodes and their arguments, of which none is longer than the data."""
+    try:
+        for opcode, argument, _ in pickletools.genops(data):
+            yield opcode.name, argument
+    except ValueError as error:
+        raise ValueError(f"a pickle is damaged: {error}") from error
+
+
 class _Machine:
     def __init__(self, names: Collection[str]) -> None:
         self.names = names
@@ -57,13 +66,14 @@ class _Machine:
         self.memo: dict[int, Any] = {}
 
     def run(self, data: bytes) -> Any:
-        for step, (opcode, argument, _) in enumerate(pickletools.genops(data)):
-            if step > MOST_STEPS:
+        for count, (name, argument) in enumerate(_steps(data)):
+            if count > MOST_STEPS:
                 raise ValueError(f"a pickle has more than {MOST_STEPS} steps")
-            if opcode.name == "STOP":
-                (answer,) = self.stack or [None]
-                return answer
-            self.step(opcode.name, argument)
+            if name == "STOP":
+                if len(self.stack) != 1:
+                    raise ValueError(f"a pickle leaves {len(self.stack)} values")
+                return self.stack[0]
+            self.step(name, argument)
         raise ValueError("a pickle has no end")
 
     def step(self, name: str, argument: Any) -> None:

@@ -1,10 +1,10 @@
 """A checkpoint without an engine: opened, read block by block, and written anew in other files.
 
-    opened     Saved: folder, manifest, its tensors, its values
-    written    from any tensors that can be read by regions; never more than a block of one is in memory
+opened     Saved: folder, manifest, its tensors, its values
+written    from any tensors that can be read by regions; never more than a block of one is in memory
 
-    tensors, end to end    |  w (rows 0..6)  |  b  | v (rows 0..2)  |
-    two files              |  w[0:5]         || w[5:7]  b  v        |     cut between rows, at half of the bytes
+tensors, end to end    |  w (rows 0..6)  |  b  | v (rows 0..2)  |
+two files              |  w[0:5]         || w[5:7]  b  v        |     cut between rows, at half of the bytes
 """
 
 import hashlib

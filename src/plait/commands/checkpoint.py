@@ -12,8 +12,7 @@ A name in a checkpoint is text from somebody else's file: it is shown with its c
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -175,7 +174,10 @@ def shape_of(value: Any, depth: int = 3) -> str:
         return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
     if isinstance(value, dict | list | tuple):
         items = list(value.items()) if isinstance(value, dict) else [(None, one) for one in value]
-        told = [f"{'' if key is None else f'{key!r}: '}{shape_of(one, depth - 1)}" for key, one in items[: 6 if depth else 0]]
+        told = [
+            f"{'' if key is None else f'{key!r}: '}{shape_of(one, depth - 1)}"
+            for key, one in items[: 6 if depth else 0]
+        ]
         begin, end = "{}" if isinstance(value, dict) else "()" if isinstance(value, tuple) else "[]"
         return f"{begin}{', '.join(told)}{f', ... {len(items)}' if len(items) > len(told) else ''}{end}"
     return "None" if value is None else type(value).__name__

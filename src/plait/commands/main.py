@@ -2,7 +2,8 @@
 
     plait train | verify | doctor | bench comm | schedule | checkpoint
 
-Exit codes: 0 done (verify: equal), 1 failed (verify: not equal; checkpoint: damaged, different), 2 bad input; 128 + n for signal n.
+Exit codes: 0 done (verify: equal), 1 failed (verify: not equal; checkpoint: damaged, different), 2 bad input; 128 + n
+for signal n.
 """
 
 import sys

@@ -97,6 +97,6 @@ def test_several_sinks_get_the_same(tmp_path: Path) -> None:
         folder.mkdir()
     with Sinks() as sinks:
         for folder in folders:
-            sinks.add_json_lines(folder)
+            sinks.add_json_lines(folder, 0)
         sinks.write(LINES[1])
     assert len({(folder / "metrics.jsonl").read_text() for folder in folders}) == 1

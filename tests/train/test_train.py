@@ -234,7 +234,7 @@ def test_the_standard_output_is_only_json_when_it_is_asked_for(text: str, capsys
 def test_sinks_are_closed_when_a_step_raises(text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     closed: list[int] = []
     add = Sinks.add_json_lines
-    monkeypatch.setattr(Sinks, "add_json_lines", lambda self, to: (add(self, to), self.callback(closed.append, 1)))
+    monkeypatch.setattr(Sinks, "add_json_lines", lambda self, *to: (add(self, *to), self.callback(closed.append, 1)))
 
     def broken(config: TrainConfig, comm: Comm, argv: Any) -> int:
         monkeypatch.setattr(comm.ledger, "clear", lambda: 1 / 0, raising=False)

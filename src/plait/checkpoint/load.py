@@ -55,7 +55,7 @@ def load(path: str | Path, engine: Engine, *, ema: EMA | None = None) -> Loaded:
     """
     engine.check_between_steps("plait.load")
     comm = engine.comm
-    folder, manifest = _manifest(Path(path), comm)
+    folder, manifest = read_together(Path(path), comm)
     with _together(comm):
         for number, name in enumerate(sorted(manifest.files)):
             if number % comm.world_size == comm.rank:
@@ -78,7 +78,7 @@ def load(path: str | Path, engine: Engine, *, ema: EMA | None = None) -> Loaded:
     return Loaded(folder, manifest.step, extra)
 
 
-def _manifest(path: Path, comm: Comm) -> tuple[Path, Manifest]:
+def read_together(path: Path, comm: Comm) -> tuple[Path, Manifest]:
     """The checkpoint's folder and its manifest, as rank 0 sees them."""
     folder, text = path, ""
     with _together(comm):
@@ -88,6 +88,16 @@ def _manifest(path: Path, comm: Comm) -> tuple[Path, Manifest]:
                 text = read_manifest(folder)
     own = broadcast_text(comm, "." if folder == path else folder.name, Note("state"))
     return path / own, Manifest.parse(broadcast_text(comm, text, Note("state")))
+
+
+def read_values(folder: Path) -> Any:
+    """What a checkpoint has besides tensors, in whose places there is None; for one process alone.
+
+    Raises:
+        ValueError: it is damaged.
+    """
+    with _offering_another(folder):
+        return decoded(Manifest.parse(read_manifest(folder)).values, lambda name: None)
 
 
 @contextmanager

@@ -73,7 +73,7 @@ def save(path: str | Path, engine: Engine, *, ema: EMA | None = None, extra: Any
     values: dict[str, Tensor] = {}
     state: Any = None
     partial = parent
-    numbers = _numbers(engine)
+    numbers = numbers_of(engine)
     try:
         if not comm.rank:
             own = {
@@ -99,7 +99,7 @@ def save(path: str | Path, engine: Engine, *, ema: EMA | None = None, extra: Any
     return parent / step_name(engine.steps)
 
 
-def _numbers(engine: Engine) -> Any:
+def numbers_of(engine: Engine) -> Any:
     """The optimizers' state, with names in the place of what is saved piece by piece; None without optimizers."""
     if not engine.optimizers:
         return None

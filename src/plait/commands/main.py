@@ -23,6 +23,7 @@ from plait.commands.schedule import ScheduleCommand
 from plait.config import TrainConfig, VerifyConfig
 from plait.launch import guarded, launch
 from plait.measure import comm as bench
+from plait.train.resume import check_places
 from plait.train.run import run_train
 from plait.verify import run_verify
 from plait.verify.matrix import run_matrix
@@ -75,6 +76,9 @@ def run(argv: list[str]) -> int:
         case TrainConfig():
             command = configs.with_job(command)
             configs.validate(command)
+            if done := check_places(command):
+                print(done)
+                return 0
             body = partial(run_train, command, argv=argv)
         case VerifyConfig(matrix=None):
             command = configs.with_job(command)

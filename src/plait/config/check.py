@@ -19,6 +19,7 @@ from plait.tensor_parallel.gemm import find_gemm
 
 AT_LEAST = {
     **dict.fromkeys(("microbatches", "steps", "epochs", "batch", "length", "threads", "log_every", "eval_steps"), 1),
+    **dict.fromkeys(("save_every", "keep"), 1),
     **dict.fromkeys(("prefetch", "warmup", "workers", "eval_every"), 0),
     "repeat": 1,
 }
@@ -111,8 +112,11 @@ def _check_training(config: TrainConfig) -> None:
     """Refuses places that a run could not write to, and a limit on evaluations where there are none."""
     if config.out is not None and Path(config.out).is_file():
         raise ValueError(f"out {config.out!r} is a file: give a folder for the metrics")
-    if config.out is not None and not config.overwrite and (Path(config.out) / METRICS).exists():
-        raise ValueError(f"out {config.out!r} has the metrics of an earlier run: give another folder, or --overwrite")
+    if config.out is not None and not (config.overwrite or config.resume) and (Path(config.out) / METRICS).exists():
+        raise ValueError(
+            f"out {config.out!r} has the metrics of an earlier run: give another folder, --resume auto to go on with "
+            f"that run, or --overwrite"
+        )
     _check_writable("out", config.out)
     _check_writable("export", config.export)
     if config.export is not None:

@@ -29,7 +29,7 @@ def to_toml(config: Any) -> str:
     """A config as TOML that ``from_toml`` reads back to the same, without a None that is the field's default, without
     the steps that epochs have become, and without the leave to overwrite, which is given once."""
     values = {}
-    left_out = ["config", "overwrite"] + ["steps"] * (getattr(config, "epochs", None) is not None)
+    left_out = ["config", "overwrite", "resume", "change"] + ["steps"] * (getattr(config, "epochs", None) is not None)
     for field in fields(config):
         value = getattr(config, field.name)
         if field.name not in left_out and (value is not None or field.default is not None):

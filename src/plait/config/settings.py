@@ -88,6 +88,14 @@ class TrainConfig(RunConfig):
     """A folder for metrics.jsonl (one object a step), the summary, and the timeline of a step (SVG, Perfetto)."""
     overwrite: bool = False
     """Replace what an earlier run has left in the folder out."""
+    save_every: int | None = None
+    """Steps between two checkpoints in the folder out; the last step has one too."""
+    keep: int | None = None
+    """How many checkpoints stay, the newest ones; None: all."""
+    resume: str | None = None
+    """Go on from a checkpoint, or the newest of a folder of them; auto: from the newest in out, if there is one."""
+    change: tuple[str, ...] = ()
+    """Settings that may differ from those of the run that is resumed, by name, as in: --change lr steps"""
     verify: bool = False
     """At the end, train again as one process and compare."""
     export: Annotated[

@@ -33,9 +33,10 @@ class Sinks(ExitStack):
         for write in self.writers:
             write(line)
 
-    def add_json_lines(self, folder: Path) -> None:
-        """``metrics.jsonl`` in a folder: one object a line, flushed."""
-        file = self.enter_context((folder / METRICS).open("w", encoding="utf-8"))
+    def add_json_lines(self, folder: Path, after: int) -> None:
+        """``metrics.jsonl`` in a folder: one object a line, flushed; lines of steps up to ``after`` stay."""
+        keep_lines(folder / METRICS, after)
+        file = self.enter_context((folder / METRICS).open("a", encoding="utf-8"))
 
         def write(line: Line) -> None:
             file.write(json.dumps(finite(line), allow_nan=False) + "\n")
@@ -43,11 +44,11 @@ class Sinks(ExitStack):
 
         self.writers.append(write)
 
-    def add_tensorboard(self, folder: Path) -> None:
+    def add_tensorboard(self, folder: Path, after: int) -> None:
         """TensorBoard's event files in a folder: a scalar for every number of a line."""
         from torch.utils.tensorboard import SummaryWriter
 
-        writer = self.enter_context(SummaryWriter(str(folder)))
+        writer = self.enter_context(SummaryWriter(str(folder), purge_step=after + 1 if after else None))
 
         def write(line: Line) -> None:
             for name, value in _numbers(line).items():
@@ -61,6 +62,20 @@ class Sinks(ExitStack):
         run = importlib.import_module("wandb").init(project=project, config=dict(settings), dir=folder)
         self.callback(run.finish)
         self.writers.append(lambda line: run.log(_numbers(line), step=line["step"]))
+
+
+def keep_lines(path: Path, last: int) -> None:
+    """Of a file of lines only those of steps up to ``last``, each whole; what comes after is made again."""
+    kept = []
+    for line in path.read_text(encoding="utf-8").splitlines(keepends=True) if last and path.exists() else ():
+        try:
+            step = json.loads(line)["step"]
+        except (ValueError, KeyError, TypeError):
+            continue  # cut off by the end of its run
+        kept += [line] * (line.endswith("\n") and step <= last)
+    partial = path.with_name(f".{path.name}.partial")
+    partial.write_text("".join(kept), encoding="utf-8")
+    partial.replace(path)
 
 
 def finite(value: Any) -> Any:
@@ -89,14 +104,16 @@ def check_sinks(out: str | None, *, tensorboard: bool, wandb: str | None) -> Non
             raise ValueError(f"{name} is not installed: pip install 'plait[{name}]', or leave --{name} out")
 
 
-def open_sinks(out: str | None, *, tensorboard: bool, wandb: str | None, settings: Mapping[str, Any]) -> Sinks:
-    """The sinks of a run, opened; ``out`` is made where it is missing."""
+def open_sinks(
+    out: str | None, *, tensorboard: bool, wandb: str | None, settings: Mapping[str, Any], after: int = 0
+) -> Sinks:
+    """The sinks of a run that has made ``after`` steps, opened; ``out`` is made where it is missing."""
     sinks, folder = Sinks(), None if out is None else Path(out)
     if folder is not None:
         folder.mkdir(parents=True, exist_ok=True)
-        sinks.add_json_lines(folder)
+        sinks.add_json_lines(folder, after)
         if tensorboard:
-            sinks.add_tensorboard(folder)
+            sinks.add_tensorboard(folder, after)
     if wandb is not None:
         sinks.add_wandb(wandb, settings, folder)
     return sinks

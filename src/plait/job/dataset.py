@@ -5,7 +5,14 @@ windows of a text    (TextBatches)      or its documents, packed (--pack, Packed
 --epochs             steps end with the epoch: the last has the samples that are left
 """
 
+import hashlib
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from plait.data import Batches, Corpus, Epochs, PackedBatches, TextBatches
 from plait.data.text import load_documents, load_text, split_documents, split_text
@@ -19,6 +26,18 @@ class JobData:
     batches: Batches
     held_out: Epochs | None
     steps: int
+    digest: Callable[[], str | None] = lambda: None
+    """By which another text, or other batches of a user's job, are told; None: the settings decide the data."""
+
+
+def digest_of(values: Iterable[bytes | Tensor]) -> str:
+    """Of all bytes, in order, and where each value ends."""
+    digest = hashlib.sha256()
+    for value in values:
+        tensor = torch.frombuffer(bytearray(value), dtype=torch.uint8) if isinstance(value, bytes) else value
+        digest.update(f"{tensor.dtype} {list(tensor.shape)}".encode())
+        digest.update(tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()[:16]
 
 
 def make_data(config: JobConfig) -> JobData:
@@ -30,16 +49,23 @@ def make_data(config: JobConfig) -> JobData:
     """
     if config.family.batches is not None:
         batches = config.family.batches(config.sizes, config.seed, config.ragged, config.torch_dtype)
-        return JobData(batches, None, config.steps)
+
+        def first_batch() -> str:
+            whole = batches.samples(0, 0, size := batches.size(0, config.batch), size)
+            return digest_of(leaf for leaf in tree_leaves(whole) if isinstance(leaf, Tensor))
+
+        return JobData(batches, None, config.steps, first_batch if config.job is not None else lambda: None)
     encode, length, seed = config.family.encoder(config.sizes), config.length, config.seed
     corpus: Corpus
     rest: Corpus
     if config.pack:
-        documents, last = split_documents([encode(document) for document in load_documents(config.data)])
+        documents, last = parts = split_documents([encode(document) for document in load_documents(config.data)])
         corpus, rest = PackedBatches(documents, length, seed, ragged=config.ragged), PackedBatches(last, length, seed)
+        digest = partial(digest_of, [document for part in parts for document in part])
     else:
         text, end = split_text(encode(load_text(config.data)), length)
         corpus, rest = TextBatches(text, length, seed, ragged=config.ragged), TextBatches(end, length, seed)
+        digest = partial(digest_of, (text, end))
     held_out = Epochs(rest, shuffled=False)
     if config.epochs is not None:
         epochs = Epochs(corpus)
@@ -49,10 +75,10 @@ def make_data(config: JobConfig) -> JobData:
                 f"a warmup of {config.warmup} steps, but {config.epochs} epochs of {corpus.num_samples} samples are "
                 f"{steps} steps of {config.batch}: give a warmup of at most {steps}, or more epochs"
             )
-        return JobData(epochs, held_out, steps)
+        return JobData(epochs, held_out, steps, digest)
     if config.batch > corpus.num_samples:
         raise ValueError(
             f"a batch of {config.batch} samples, but the data has {corpus.num_samples} of length {config.length}: "
             f"give batch <= {corpus.num_samples}, a shorter length, more data, or epochs instead of steps"
         )
-    return JobData(corpus, held_out, config.steps)
+    return JobData(corpus, held_out, config.steps, digest)

@@ -62,6 +62,8 @@ class Job:
     """Where the model's initial values are read; None: they are drawn from the seed."""
     gemm: str = "torch"
     """Who multiplies the matrices of linear layers."""
+    digest: Callable[[], str | None] = lambda: None
+    """Of the data; None: the settings decide it."""
 
     def engine(
         self,
@@ -179,4 +181,5 @@ def make_job(config: JobConfig) -> Job:
         steps=data.steps,
         weights=None if family.weights is None else family.weights(config.sizes, build_model(config)),
         gemm=config.gemm,
+        digest=data.digest,
     )

@@ -12,7 +12,7 @@ import statistics
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import asdict, astuple, dataclass, replace
+from dataclasses import asdict, astuple, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +36,7 @@ from plait.measure.machine import peak_memory
 from plait.plan.activations import DecoderSizes, decoder
 from plait.plan.memory import Held, held
 from plait.report.training import ProgressView, RankBytes, bytes_table, human, spark
+from plait.train.resume import keep, layout_of, remove_later, resume
 from plait.train.timeline import record_timeline, show_timeline, write_timeline
 from plait.verify.compare import BITWISE, against_tree
 from plait.verify.record import Recorder, collect_records, predict
@@ -55,6 +56,10 @@ class Training:
     engine: Engine
     scheduler: LRScheduler | None
     recorder: Recorder
+    layouts: list[str] = field(default_factory=list)
+    """In which the run was made so far, this one last."""
+    first: int = 0
+    """The step, from 0, at which this part of the run begins."""
     sent: int | None = None
     """Bytes that this rank sent in the first step, which is the one that is predicted."""
 
@@ -73,13 +78,24 @@ def run_train(config: TrainConfig, comm: Comm, argv: Sequence[str] = ()) -> int:
     engine, scheduler = job.engine(comm, config.measured(job, comm), clip=config.clip, nonfinite=config.nonfinite)
     training = Training(config, job, comm, engine, scheduler, Recorder(comm, gradients=False))
     _show_header(training, console)
+    layouts = resume(config, job, comm, engine, scheduler, console)
+    training.first, now = engine.steps, layout_of(config)
+    training.layouts = layouts if layouts[-1:] == [now] else [*layouts, now]
     lines = []
     watch = GpuUtilisation(comm.device.index or 0) if comm.device.type == "cuda" else nullcontext()
     view = ProgressView(console, engine.steps + 1, config.steps, config.log_every, config.family.unit)
     stream = job.stream(range(engine.steps, config.steps), *training.place, str(comm.device), config.workers)
     sinks = Sinks()
     if comm.rank == 0:
-        sinks = open_sinks(config.out, tensorboard=config.tensorboard, wandb=config.wandb, settings=asdict(config))
+        if config.out:
+            remove_later(config, engine.steps)
+        sinks = open_sinks(
+            config.out,
+            tensorboard=config.tensorboard,
+            wandb=config.wandb,
+            settings=asdict(config),
+            after=engine.steps,
+        )
         if config.out:
             (Path(config.out) / "config.toml").write_text(to_toml(config), encoding="utf-8")
     with sinks, watch as watched, view, stream:
@@ -110,6 +126,7 @@ def run_train(config: TrainConfig, comm: Comm, argv: Sequence[str] = ()) -> int:
         "config": asdict(config),
         "parameters": engine.num_parameters,
         "steps": len(lines),
+        "resumed_at": training.first or None,
         "first_loss": lines[0]["loss"],
         "last_loss": last["loss"],
         "eval_loss": last.get("eval_loss"),
@@ -207,6 +224,8 @@ def _steps(training: Training, stream: StepStream) -> Iterator[dict[str, Any]]:
         if held_out and (step + 1 == config.steps or (config.eval_every and (step + 1) % config.eval_every == 0)):
             line |= _evaluate(engine, held_out)
         yield line
+        if config.save_every is not None and ((step + 1) % config.save_every == 0 or step + 1 == config.steps):
+            keep(config, training.job, engine, training.scheduler, training.layouts)
 
 
 def _evaluate(engine: Engine, steps: Sequence[Sequence[Any]]) -> dict[str, Any]:
@@ -242,10 +261,13 @@ def _compare(training: Training, console: Console) -> bool | None:
     if records is None:
         return None
     console.print("training again as one process ...")
-    findings = against_tree(records, replay(training.job, config, records, keep_gradients=False), asked(config))
-    title = f"{config.steps} steps on {training.comm.mesh.size} ranks against one process"
-    console.print(findings_table(title, findings))
-    same, bitwise = all(f.equal for f in findings), asked(config) == BITWISE
+    within = asked(config, one_layout=len(training.layouts) == 1)
+    whole = replay(training.job, config, records, keep_gradients=False)
+    findings = against_tree(records, whole.since(training.first), within)
+    steps = f"steps {training.first + 1} to {config.steps}" if training.first else f"{config.steps} steps"
+    title = f"{steps} on {training.comm.mesh.size} ranks against one process, which was not interrupted"
+    console.print(findings_table(title if training.first else title.partition(",")[0], findings))
+    same, bitwise = all(f.equal for f in findings), within == BITWISE
     equal = "bitwise: the same run as one process" if bitwise else "equal: one process's run, within the tolerances"
     console.print(f"verdict: {equal if same else 'DIFFERENT from the one-process run'}")
     return same

@@ -142,7 +142,7 @@ def against_tree(ranks: Sequence[RankRecord], reference: Record, asked: Measures
 def _against_tree(record: RankRecord, reference: Record, asked: Measures) -> Iterator[Finding]:
     at = f"rank {record.rank}"
     for step, (loss, single) in enumerate(zip(record.losses, reference.losses, strict=False)):
-        now, bound = f"step {step + 1}", asked.drift if step else asked.rounding
+        now, bound = f"step {reference.first + step + 1}", asked.drift if step else asked.rounding
         yield number("loss", f"{now}, {at}", loss, single, bound)
         first = record.data_rank * len(record.local_losses[step])
         for m, local in enumerate(record.local_losses[step], first):

@@ -41,6 +41,14 @@ class Record:
     parameters: dict[str, Tensor] = field(default_factory=dict)
     buffers: dict[str, Tensor] = field(default_factory=dict)
     state: dict[str, dict[str, Tensor]] = field(default_factory=dict)
+    first: int = 0
+    """The step, from 0, with which the lists begin."""
+
+    def since(self, step: int) -> "Record":
+        """The same run from a step on: what a run that is resumed there records."""
+        lists = self.losses, self.microbatch_losses, self.gradients, self.norms
+        losses, microbatch_losses, gradients, norms = (one[step:] for one in lists)
+        return Record(losses, microbatch_losses, gradients, norms, self.parameters, self.buffers, self.state, step)  # type: ignore[arg-type]
 
 
 class SingleProcess:

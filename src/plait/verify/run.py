@@ -95,9 +95,10 @@ def judge(job: Job, config: RunConfig, ranks: Sequence[RankRecord], tree: Record
     )
 
 
-def asked(config: RunConfig) -> Measures:
-    """What the replay is held to: the same bits, unless the mesh has a tensor axis."""
-    return BITWISE if config.parsed_mesh.tensor == 1 else _full_batch(config).of_split_products()
+def asked(config: RunConfig, *, one_layout: bool = True) -> Measures:
+    """What the replay is held to: the same bits, unless the mesh has a tensor axis, or the run began in another layout
+    and was resumed in this one."""
+    return BITWISE if config.parsed_mesh.tensor == 1 and one_layout else _full_batch(config).of_split_products()
 
 
 def _full_batch(config: RunConfig) -> Measures:

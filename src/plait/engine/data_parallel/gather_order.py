@@ -23,7 +23,8 @@ class GatherOrder:
 
     def record(self, unit: Unit) -> None:
         """What the pass unshards now; once it leaves the expected order, nothing is prefetched for the rest of it."""
-        if self.ahead()[:1] != [unit]:
+        place = len(self.seen)
+        if place >= len(self.expected) or self.expected[place] is not unit:
             self.expected = []
         self.seen.append(unit)
 

@@ -26,7 +26,7 @@ What later stages read besides the stream (a bias table, an encoder's output, a 
 """
 
 from collections.abc import Mapping, MutableMapping, MutableSequence, MutableSet
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -80,11 +80,12 @@ class StageBoundary:
     @property
     def state(self) -> BoundaryState | None:
         """Of the forward that runs."""
-        return cast(BoundaryState | None, self.current.context.boundary)
+        state: BoundaryState | None = self.current.context.boundary
+        return state
 
     def _reached(self, module: nn.Module) -> BoundaryState:
         """The boundary of the forward that has come to a link, which must be the next one (else ValueError)."""
-        boundary = self.state
+        boundary: BoundaryState | None = self.current.context.boundary
         if boundary is None:
             raise ValueError(f"stage {self.number} has only some links of the model: train it by engine.step")
         indices, index = self._indices[id(module)], boundary.next_link
@@ -147,10 +148,14 @@ class StageBoundary:
         if in_backward():
             return None
         boundary = self._reached(module)
+        ends_here = boundary.next_link == self.links.stop and not self.last
+        boundary.shared = []
+        if not (ends_here or kwargs) and {*map(type, args)} == {Tensor}:
+            return None  # nothing to look into: most links are given their stream alone
         name = self.names[boundary.next_link - 1]
         boundary.shared = [(one, _inside(one)) for one in (*args, *kwargs.values()) if isinstance(one, SHARED)]
         leaves, spec = tree_flatten((args, kwargs))
-        if boundary.next_link == self.links.stop and not self.last:
+        if ends_here:
             for place, leaf in enumerate(leaves):
                 if isinstance(leaf, Tensor) and (boundary.search is None or leaf in boundary.search):
                     boundary.note(Key(name, 0, place, True), leaf)
@@ -170,9 +175,10 @@ class StageBoundary:
     def _after_link(self, module: nn.Module, args: Any, output: Any) -> Any:
         if in_backward():
             return None
-        boundary = cast(BoundaryState, self.state)
+        boundary: BoundaryState | None = self.current.context.boundary
+        assert boundary is not None
         name = self.names[boundary.next_link - 1]
-        if any(_inside(one) != before for one, before in boundary.shared):
+        if boundary.shared and any(_inside(one) != before for one, before in boundary.shared):
             raise ValueError(
                 f"the pipeline's link {name!r} writes into a list or a dict that it is given: links on other stages "
                 f"would not see it; let it return what others need"

@@ -173,6 +173,8 @@ class BoundaryState:
 
     def returns(self, name: str, output: Any) -> None:
         """A module here returned this."""
+        if self.learned is not None and name not in self.learned.modules:
+            return
         try:
             tensors: list[Tensor] = []
             tree = tree_of(output, tensors)

@@ -16,6 +16,7 @@ import operator
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -50,6 +51,11 @@ class HandOverForm:
     """The numbers of tensors that go besides the stream."""
     returned: Mapping[str, list[tuple[Tree, list[Shape]]]] = field(default_factory=dict, compare=False)
     """Of each module that an earlier stage has, what it returned, call by call."""
+
+    @cached_property
+    def modules(self) -> frozenset[str]:
+        """Those of which something that they returned goes besides the stream."""
+        return frozenset(key.module for key in self.values if not key.given)
 
     @property
     def packed(self) -> Shape:

@@ -15,7 +15,8 @@ class ModelFingerprint:
         self._model = model
         self._known = [(name, module, dict(module._parameters)) for name, module in model.named_modules()]
         self._parameters = list(model.parameters())
-        self._trains = {id(p): p.requires_grad for p in self._parameters}
+        self._flags = [p.requires_grad for p in self._parameters]
+        self._trains = dict(zip(map(id, self._parameters), self._flags, strict=True))
         self._seen = self._look()
 
     def _look(self) -> list[object]:
@@ -47,7 +48,7 @@ class ModelFingerprint:
     def frozen(self) -> list[str]:
         """The names of the parameters that were frozen since the model was wrapped."""
         with torch._C.DisableTorchFunctionSubclass():
-            if not any(self._trains[id(p)] and not p.requires_grad for p in self._parameters):
+            if [p.requires_grad for p in self._parameters] == self._flags:
                 return []
             return [n for n, p in self._model.named_parameters() if self._trains.get(id(p)) and not p.requires_grad]
 

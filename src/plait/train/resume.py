@@ -1,0 +1,248 @@
+"""A run that goes on: what ``plait train`` adds to a checkpoint, and what must be the same when it is taken up again.
+
+    OUT/checkpoints/step-000120      the engine's state (``plait.save``), and as extra:
+        config      every setting                 those that decide the run are compared, field by field
+        data        a digest of the text          another text is another run
+        schedule    of the learning rate
+        layouts     in which the run was made     others are free: every layout loads every checkpoint
+
+A batch is a function of its step, so the step is the whole data cursor, whatever workers have read ahead.
+"""
+
+import os
+import shutil
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler
+
+from plait.checkpoint.as_saved import check_as_saved
+from plait.checkpoint.folder import checkpoints, find
+from plait.checkpoint.load import load, read_values
+from plait.checkpoint.save import save
+from plait.comm import Comm
+from plait.comm.agree import broadcast_text
+from plait.config import TrainConfig, from_toml
+from plait.config.sinks import METRICS
+from plait.core.collectives import Note
+from plait.engine import Engine
+from plait.job.config import JobConfig
+from plait.job.job import Job
+from plait.job.optimizer import OptimizerConfig
+
+AUTO = "auto"
+CHECKPOINTS = "checkpoints"
+"""The folder of them, in a run's folder."""
+DECIDING = [field.name for field in fields(JobConfig) if field.name != "data"]
+"""Settings that decide the run; of the data it is the text itself that is compared."""
+RATES = [field.name for field in fields(OptimizerConfig) if field.name not in ("optimizer", "clip", "loss_scale")]
+FIXED = ("optimizer", "seed", "loss_scale")
+"""Settings that cannot change within a run, since its state belongs to them."""
+MISSING = "nothing"
+
+
+@dataclass(frozen=True)
+class Difference:
+    """A setting that is not what it was."""
+
+    name: str
+    was: Any
+    now: Any
+
+    def __str__(self) -> str:
+        return f"{self.name} was {self.was!r} and is {self.now!r}"
+
+
+def folder_of(config: TrainConfig) -> Path:
+    """Where a run's checkpoints are."""
+    assert config.out is not None
+    return Path(config.out) / CHECKPOINTS
+
+
+def find_resumed(config: TrainConfig) -> Path | None:
+    """The checkpoint that the run goes on from; None: it begins anew.
+
+    Raises:
+        ValueError: there is none where one was named.
+    """
+    if config.resume is None:
+        return None
+    if config.resume != AUTO:
+        path = Path(config.resume)
+        return find(path / CHECKPOINTS if (path / CHECKPOINTS).is_dir() else path)
+    return next(reversed(checkpoints(folder_of(config))), None)
+
+
+def check_places(config: TrainConfig) -> str | None:
+    """Before any rank starts: whether there is nothing left to do, and why.
+
+    It refuses settings of checkpoints that do not fit together, a run that is another than the one it goes on from,
+    and a folder in which it would come upon checkpoints that it did not write.
+
+    Raises:
+        ValueError: with the settings, each with both values, and the fix.
+    """
+    for name in ("save_every", "keep", "resume"):
+        if getattr(config, name) is not None and config.out is None and (name != "resume" or config.resume == AUTO):
+            raise ValueError(f"{name} without out: checkpoints are kept in a run's own folder; give --out DIR")
+    if config.keep is not None and config.save_every is None:
+        raise ValueError(f"keep {config.keep} without save_every: give --save-every as well")
+    if config.change and config.resume is None:
+        raise ValueError(f"change {' '.join(config.change)} without resume: leave it out, and give the settings alone")
+    resumed, step = find_resumed(config), 0
+    if resumed is not None:
+        values = read_values(resumed)
+        step = values["run"]["step"]
+        differences(config, kept_of(values, resumed))
+        if step >= config.steps and config.epochs is None:
+            done = f"{str(resumed)!r} has made {step} steps, and the run ends at {config.steps}"
+            if config.resume == AUTO and step == config.steps:
+                return f"{done}: nothing is left to do"
+            raise ValueError(f"{done}: there is nothing to go on with; give more --steps")
+    if config.verify and config.change:
+        raise ValueError("verify beside change: no single process makes such a run; leave one of them out")
+    if config.out is not None and config.resume is not None and not config.overwrite:
+        _check_metrics(config, resumed)
+    if config.out is not None and config.save_every is not None and not config.overwrite:
+        later = [folder for folder in checkpoints(folder_of(config)) if int(folder.name.removeprefix("step-")) > step]
+        if later:
+            where = f"step {step}" if step else "the beginning"
+            raise ValueError(
+                f"the run goes on from {where}, and {str(later[-1])!r} is there already: --resume auto goes on from "
+                f"it; give another folder, move it away, or --overwrite"
+            )
+    return None
+
+
+def _check_metrics(config: TrainConfig, resumed: Path | None) -> None:
+    """Refuses a folder whose metrics are not those of the run that goes on, or that begins again."""
+    out = Path(config.out or "")
+    if not (out / METRICS).exists() or (resumed and resumed.resolve().parent == folder_of(config).resolve()):
+        return
+    own, settings = False, out / "config.toml"
+    if resumed is None and settings.exists() and not (out / "summary.json").exists():  # it was ended before it saved
+        before = from_toml(TrainConfig, str(settings))
+        own = all(getattr(before, name) == getattr(config, name) for name in (*DECIDING, "data"))
+    if not own:
+        raise ValueError(
+            f"out {config.out!r} has the metrics of another run than the one to go on with: give another folder, or "
+            f"--overwrite"
+        )
+
+
+def kept_of(values: Mapping[str, Any], path: Path) -> Mapping[str, Any]:
+    """What this module added to a checkpoint; ValueError where another program has written it."""
+    match values:
+        case {"extra": {"config": dict(), "data": str() | None, "schedule": _, "layouts": list()} as extra}:
+            return extra  # type: ignore[no-any-return]
+    raise ValueError(f"{str(path)!r} was not written by plait train: load it in a loop of your own, with plait.load")
+
+
+def differences(config: TrainConfig, kept: Mapping[str, Any], data: str | None = None) -> list[Difference]:
+    """What decides the run and is not as it was, as far as ``change`` names it.
+
+    Args:
+        data: a digest of the text, once it has been read.
+
+    Raises:
+        ValueError: a difference that ``change`` does not name, or one that cannot be; a name that differs in nothing.
+    """
+    was = kept["config"]
+    pairs = [(name, was.get(name, MISSING), _plain(getattr(config, name))) for name in DECIDING]
+    if config.lr_schedule == "constant":  # then the length of a run decides nothing in it
+        pairs = [pair for pair in pairs if pair[0] not in ("steps", "epochs")]
+    elif config.epochs is not None:  # steps follow from them, and are known when the text has been read
+        pairs = [pair for pair in pairs if pair[0] != "steps"]
+    found = [Difference(*pair) for pair in pairs if pair[1] != pair[2]]
+    if data is not None and data != kept["data"]:
+        found.append(Difference("data", f"{was.get('data')} ({kept['data']})", f"{config.data} ({data})"))
+    names = [one.name for one in found]
+    if fixed := [one for one in found if one.name in FIXED]:
+        raise ValueError(f"{fixed[0]}, which cannot change within a run: begin a new one")
+    if refused := [one for one in found if one.name not in config.change]:
+        raise ValueError(
+            f"this is another run than the one to go on with: {'; '.join(map(str, refused))}. Give the settings of "
+            f"that run, or --change {' '.join(one.name for one in refused)}"
+        )
+    known = [*DECIDING, "data"]
+    if surplus := [name for name in config.change if name not in names and (name not in known or data is not None)]:
+        raise ValueError(f"change {' '.join(surplus)}: no such difference to the run that is resumed; leave it out")
+    return found
+
+
+def _plain(value: Any) -> Any:
+    """As it comes back from a checkpoint."""
+    return value if isinstance(value, str | int | float | type(None)) else str(value)
+
+
+def resume(
+    config: TrainConfig, job: Job, comm: Comm, engine: Engine, scheduler: LRScheduler | None, console: Console
+) -> list[str]:
+    """Load what the config says; returns the layouts in which the run was made so far.  All ranks call it together."""
+    place = str(find_resumed(config) or "") if not comm.rank else ""
+    if not (place := broadcast_text(comm, place, Note("state"))):
+        return []
+    options = [
+        {key: value for key, value in group.items() if key != "params"}
+        for one in engine.optimizers
+        for group in one.param_groups
+    ]
+    loaded = load(place, engine)
+    compared = check_as_saved(loaded.path, engine)
+    kept = kept_of({"extra": loaded.extra}, loaded.path)
+    changed = differences(config, kept, job.digest())
+    if any(one.name in ("steps", "epochs", *RATES) for one in changed):
+        _set_rates(engine, scheduler, options)
+    elif scheduler is not None:
+        scheduler.load_state_dict(kept["schedule"])
+    console.print(
+        f"resumed at step {engine.steps} from {loaded.path}: read again and compared, {compared} pieces on rank 0, "
+        f"groups, counters and schedule are exactly those that were saved"
+    )
+    for one in changed:
+        console.print(f"  changed: {one}")
+    layouts = [str(layout) for layout in kept["layouts"]]
+    if layouts[-1] != (now := layout_of(config)):
+        console.print(f"  another layout: was {layouts[-1]}, is {now}")
+    return layouts
+
+
+def _set_rates(engine: Engine, scheduler: LRScheduler | None, options: list[dict[str, Any]]) -> None:
+    """The groups' options are those of the new settings, and the schedule has come to this step."""
+    groups = [group for one in engine.optimizers for group in one.param_groups]
+    for group, own in zip(groups, options, strict=True):
+        group.update(own)
+    if scheduler is not None:
+        assert isinstance(scheduler, LambdaLR)
+        scheduler.last_epoch = engine.steps
+        for group, rate, factor in zip(groups, scheduler.base_lrs, scheduler.lr_lambdas, strict=True):
+            group["lr"] = rate * factor(engine.steps)
+
+
+def layout_of(config: TrainConfig) -> str:
+    """What decides the bits of a run besides its settings."""
+    more = f", cut by {config.cut}" if config.cut != "element" else ""
+    return f"{config.row} on {config.parsed_mesh}, {config.microbatches} microbatches{more}, {torch.__version__}"
+
+
+def keep(config: TrainConfig, job: Job, engine: Engine, scheduler: LRScheduler | None, layouts: list[str]) -> Path:
+    """Save the run as it is now; all ranks call it together."""
+    extra = {
+        "config": {name: _plain(value) for name, value in asdict(config).items()},
+        "data": job.digest(),
+        "schedule": None if scheduler is None else scheduler.state_dict(),
+        "layouts": layouts,
+    }
+    return save(folder_of(config), engine, extra=extra)
+
+
+def remove_later(config: TrainConfig, step: int) -> None:
+    """With ``overwrite``: of an earlier run's checkpoints those that this one would come upon go."""
+    for folder in checkpoints(folder_of(config)):
+        if config.overwrite and int(folder.name.removeprefix("step-")) > step:
+            os.rename(folder, hidden := folder.with_name(f".{folder.name}.0.partial"))
+            shutil.rmtree(hidden)

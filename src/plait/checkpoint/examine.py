@@ -18,7 +18,7 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @dataclass(frozen=True)
-class Difference:
+class SavedDifference:
     """One place in which two checkpoints are not the same."""
 
     name: str
@@ -41,10 +41,16 @@ class _Named:
     tensor: Whole
 
 
-def differences(one: Saved, other: Saved) -> Iterator[Difference]:
-    """Where two checkpoints differ, to the bit; the ids, files and regions are not looked at."""
+def differences(one: Saved, other: Saved) -> Iterator[SavedDifference]:
+    """Where two checkpoints differ, to the bit; the ids, files and regions are not looked at.
+
+    Raises:
+        ValueError: one is damaged.
+    """
+    one.check()
+    other.check()
     if one.manifest.step != other.manifest.step:
-        yield Difference("step", "value", str(one.manifest.step), str(other.manifest.step))
+        yield SavedDifference("step", "value", str(one.manifest.step), str(other.manifest.step))
     mine, theirs = one.tensors, other.tensors
     for name in [*mine, *(name for name in theirs if name not in mine)]:
         if not name.startswith("value/"):  # those are compared where they stand among the values
@@ -56,13 +62,13 @@ def differences(one: Saved, other: Saved) -> Iterator[Difference]:
     yield from _values("", *values)
 
 
-def _tensors(name: str, one: Whole | None, other: Whole | None) -> Iterator[Difference]:
+def _tensors(name: str, one: Whole | None, other: Whole | None) -> Iterator[SavedDifference]:
     if one is None or other is None:
-        yield Difference(name, "missing", _kind(one), _kind(other))
+        yield SavedDifference(name, "missing", _kind(one), _kind(other))
     elif one.shape != other.shape:
-        yield Difference(name, "shape", _kind(one), _kind(other))
+        yield SavedDifference(name, "shape", _kind(one), _kind(other))
     elif one.dtype != other.dtype:
-        yield Difference(name, "dtype", _kind(one), _kind(other))
+        yield SavedDifference(name, "dtype", _kind(one), _kind(other))
     else:
         elements, largest = 0, 0.0
         for region, block in one.blocks(one.region):
@@ -70,7 +76,7 @@ def _tensors(name: str, one: Whole | None, other: Whole | None) -> Iterator[Diff
             elements += count
             largest = difference if math.isnan(difference) else max(largest, difference)
         if elements:
-            yield Difference(name, "values", _kind(one), _kind(other), elements, largest)
+            yield SavedDifference(name, "values", _kind(one), _kind(other), elements, largest)
 
 
 def _compared(one: Tensor, other: Tensor) -> tuple[int, float]:
@@ -87,7 +93,7 @@ def _kind(one: Whole | None) -> str:
     return "missing" if one is None else f"{str(one.dtype).removeprefix('torch.')} {list(one.shape)}"
 
 
-def _values(path: str, one: Any, other: Any) -> Iterator[Difference]:
+def _values(path: str, one: Any, other: Any) -> Iterator[SavedDifference]:
     if isinstance(one, _Named) and isinstance(other, _Named):
         if one.name != other.name or one.name.startswith("value/"):
             yield from _tensors(path, one.tensor, other.tensor)
@@ -97,14 +103,14 @@ def _values(path: str, one: Any, other: Any) -> Iterator[Difference]:
             if key in one and key in other:
                 yield from _values(where, one[key], other[key])
             else:
-                yield Difference(
+                yield SavedDifference(
                     where, "missing", *(_text(own[key]) if key in own else "missing" for own in (one, other))
                 )
     elif isinstance(one, list | tuple) and type(one) is type(other) and len(one) == len(other):
         for number, pair in enumerate(zip(one, other, strict=True)):
             yield from _values(f"{path}[{number}]", *pair)
     elif type(one) is not type(other) or _text(one) != _text(other):
-        yield Difference(path, "value", _text(one), _text(other))
+        yield SavedDifference(path, "value", _text(one), _text(other))
 
 
 def _text(value: Any) -> str:

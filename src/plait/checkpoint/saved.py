@@ -96,9 +96,9 @@ class Saved:
         return found
 
     def check(self) -> None:
-        """Raises ValueError where a file is damaged: what is written of it would look whole."""
+        """Raises ValueError where a file is damaged: what would be made of it would look whole."""
         for text in self.damages().values():
-            raise ValueError(f"{text}; nothing is made of a damaged checkpoint")
+            raise ValueError(f"{text}; a damaged checkpoint is neither compared nor written anew")
 
     def tensors_in(self, file: str) -> list[str]:
         """Names of those of which a part lies in a file."""

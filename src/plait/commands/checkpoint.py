@@ -32,6 +32,7 @@ from plait.checkpoint.folder import checkpoints, find
 from plait.checkpoint.saved import Saved, Whole, reshard
 from plait.commands.bench import size_text
 from plait.engine import empty_parameters
+from plait.job.families import FOLDER
 from plait.models.hf import check_installed
 from plait.models.pretrained import Pretrained
 from plait.verify.run import write_json
@@ -160,7 +161,9 @@ def _kinds(tensors: dict[str, Whole]) -> dict[str, dict[str, int]]:
 def _plain(value: Any) -> Any:
     """A value as JSON has it."""
     if isinstance(value, torch.Tensor):
-        return value.item()
+        return _plain(value.item())
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
     if isinstance(value, Whole):
         return shape_of(value)
     if isinstance(value, dict):
@@ -239,7 +242,7 @@ class DiffCheckpoints:
         how = f"{len(found)} differences" if found else f"the same, {len(pair[0].tensors)} tensors"
         console.print(safe(f"{how}: {pair[0].folder} and {pair[1].folder}"))
         if self.json is not None:
-            write_json(self.json, [vars(one) for one in found])
+            write_json(self.json, _plain([vars(one) for one in found]))
         return 1 if found else 0
 
 
@@ -267,7 +270,7 @@ class ExportCheckpoint:
     out: tyro.conf.Positional[str]
     """The folder to write, which is not there."""
     source: str | None = None
-    """A Hugging Face folder with the config of this model, and its tokenizer."""
+    """A Hugging Face folder with the config of this model, and its tokenizer; that of the run unless given."""
     ema: bool = False
     """Export the average of the weights."""
     dtype: Literal["fp64", "fp32", "bf16", "fp16"] | None = None
@@ -276,13 +279,19 @@ class ExportCheckpoint:
     def run(self) -> int:
         check_installed()
         saved = Saved.find(self.path)
-        source = self.source
-        if source is None:
-            raise ValueError("the config of the model is in no checkpoint: give --source, a Hugging Face folder of it")
+        source = source_of(saved) if self.source is None else self.source
         with empty_parameters():
             model = Pretrained(source).build()
         export(saved, self.out, model, source, ema=self.ema, dtype=DTYPES[self.dtype] if self.dtype else None)
         return written(Path(self.out))
+
+
+def source_of(saved: Saved) -> str:
+    """The Hugging Face folder from which a run of ``plait train`` began; ValueError where there was none."""
+    match saved.values(lambda name: None):
+        case {"extra": {"config": {"model": str(model)}}} if model.startswith(FOLDER):
+            return model.removeprefix(FOLDER)
+    raise ValueError(f"{str(saved.folder)!r} names no Hugging Face folder as its model: give one of it with --source")
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ import pickle
 import secrets
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -27,7 +28,7 @@ from plait.checkpoint.distcp import METADATA, Misread, read_folder
 from plait.checkpoint.manifest import Manifest
 from plait.checkpoint.saved import Saved, Whole, write_checkpoint
 from plait.checkpoint.values import InFile, encoded
-from plait.core.layout import extent
+from plait.core.layout import Region, extent
 
 Keys: TypeAlias = tuple[str | int, ...]
 VERSION = "1.0.0"
@@ -134,11 +135,10 @@ def _flat(tree: Any) -> dict[str, Any]:
 
 def _optimizer(given: Mapping[Any, Any], shapes: Mapping[str, tuple[int, ...]], tensors: dict[str, Whole]) -> Any:
     """An optimizer's state as the manifest has it; its tensors are added to ``tensors``."""
-    match given:
-        case {"param_groups": list(groups), **rest} if all(isinstance(group, dict) for group in groups):
-            state = rest.pop("state", {})
-        case _:
-            state, groups, rest = _unflattened(given, shapes)
+    rest = {key: value for key, value in given.items() if key not in ("state", "param_groups")}
+    state, groups = given.get("state", {}), given.get("param_groups")
+    if not isinstance(groups, list) or not all(isinstance(group, dict) for group in groups):
+        state, groups, rest = _unflattened(given, shapes)
     if rest or not isinstance(state, dict) or not all(isinstance(own, dict) for own in state.values()):
         raise ValueError(
             f"the optimizer's state has not the form of torch's get_optimizer_state_dict: {list(given)[:5]}"
@@ -228,13 +228,13 @@ def export_dcp(saved: Saved, out: str | Path, *, ties: Mapping[str, str] | None 
     folder = Path(out)
     if os.path.lexists(folder):
         raise ValueError(f"{str(folder)!r} exists already: export to a new folder")
-    partial = folder.with_name(f".{folder.name}.{secrets.token_hex(8)}.partial")
-    partial.mkdir(parents=True)
+    hidden = folder.with_name(f".{folder.name}.{secrets.token_hex(8)}.partial")
+    hidden.mkdir(parents=True)
     try:
-        _write_dcp(partial, dict(_leaves(tree)))
-        partial.rename(folder)
+        _write_dcp(hidden, dict(_leaves(tree)))
+        hidden.rename(folder)
     finally:
-        shutil.rmtree(partial, ignore_errors=True)
+        shutil.rmtree(hidden, ignore_errors=True)
 
 
 def _leaves(tree: Any, path: Keys = ()) -> Iterator[tuple[Keys, Any]]:
@@ -255,6 +255,10 @@ def _is_opened(value: Any) -> bool:
     return isinstance(value, dict)
 
 
+def _itself(tensor: Tensor, region: Region) -> Tensor:
+    return tensor
+
+
 def _write_dcp(folder: Path, leaves: Mapping[Keys, Any]) -> None:
     """The records of all leaves in one file, and the metadata."""
     file = "__0_0.distcp"
@@ -271,7 +275,7 @@ def _write_dcp(folder: Path, leaves: Mapping[Keys, Any]) -> None:
         for path, value in leaves.items():
             key = _key(path)
             if isinstance(value, Tensor):
-                value = Whole(value.dtype, (), lambda _, own=value: own)
+                value = Whole(value.dtype, (), partial(_itself, value))
             if not isinstance(value, Whole):
                 kinds[key] = form.BytesStorageMetadata()
                 places[form.MetadataIndex(key)] = put(value)

@@ -103,9 +103,8 @@ def _values(path: str, one: Any, other: Any) -> Iterator[SavedDifference]:
             if key in one and key in other:
                 yield from _values(where, one[key], other[key])
             else:
-                yield SavedDifference(
-                    where, "missing", *(_text(own[key]) if key in own else "missing" for own in (one, other))
-                )
+                mine, theirs = (_text(own[key]) if key in own else "missing" for own in (one, other))
+                yield SavedDifference(where, "missing", mine, theirs)
     elif isinstance(one, list | tuple) and type(one) is type(other) and len(one) == len(other):
         for number, pair in enumerate(zip(one, other, strict=True)):
             yield from _values(f"{path}[{number}]", *pair)

@@ -12,6 +12,7 @@ A name in a checkpoint is text from somebody else's file: it is shown with its c
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass

@@ -95,7 +95,7 @@ def test_nothing_that_a_terminal_obeys_is_printed(
 ) -> None:
     whole = Saved.find(saved)
     named = replace(whole.manifest, values=whole.manifest.values)
-    tensors = {f"{NASTY}/{name}": tensor for name, tensor in whole.tensors.items()} | whole.tensors
+    tensors = whole.tensors | {f"{NASTY}/{name}": tensor for name, tensor in whole.tensors.items()}
     write_checkpoint(tmp_path / "nasty", named, tensors, 2)
     nasty = tmp_path / "nasty"
     for words in (("show", nasty), ("diff", nasty, saved), ("show", tmp_path / NASTY), ("verify", nasty)):

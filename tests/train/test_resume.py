@@ -238,7 +238,7 @@ LAYOUTS = {
     "hsdp": "--mesh replica=2,shard=2 --strategy hsdp",
     "hpz": "--mesh replica=2,shard=2 --strategy hpz",
     "tensors": "--mesh shard=3 --strategy zero3 --cut tensor",
-    "tensor": "--mesh tensor=2,shard=2 --strategy zero3",
+    "tensor": "--mesh tensor=2,shard=2 --strategy zero3 --kv-heads 2",
     "pipe": "--mesh pipe=2,shard=2 --microbatches 2 --schedule interleaved --layers 4",
     "zbv": "--mesh pipe=2 --microbatches 4 --schedule zbv --strategy ddp --layers 4",
     "bf16": "--mesh shard=2 --dtype bf16-mixed",

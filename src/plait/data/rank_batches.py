@@ -51,7 +51,7 @@ class RankBatches(Sampler[list[int]]):
                 f"rank needs a sample of each batch"
             )
         self.size, self.batch_size, self.shuffle, self.seed = size, batch_size, shuffle, seed
-        self.epoch = 0
+        self.epoch = self.start = 0
         full, rest = divmod(size, batch_size)
         self.ends = [batch_size * (number + 1) for number in range(full)]
         """Where each global batch ends."""
@@ -60,19 +60,29 @@ class RankBatches(Sampler[list[int]]):
                 self.ends.pop()
             self.ends.append(size)
 
-    def set_epoch(self, epoch: int) -> None:
-        """Before each epoch: the order of this one."""
-        self.epoch = epoch
+    def set_epoch(self, epoch: int, start: int = 0) -> None:
+        """Before each epoch: the order of this one, of which the first ``start`` batches were trained on already.
+
+        That number is the whole cursor of a run that is resumed: it is the same on every rank and under every mesh, and
+        batches that workers had read ahead are read again.  Save it with the epoch; torch's own iterators would count
+        what was read.
+
+        Raises:
+            ValueError: an epoch has no such batch.
+        """
+        if not 0 <= start <= len(self.ends):
+            raise ValueError(f"start={start}: an epoch has {len(self.ends)} batches")
+        self.epoch, self.start = epoch, start
 
     def __len__(self) -> int:
-        return len(self.ends)
+        return len(self.ends) - self.start
 
     def __iter__(self) -> Iterator[list[int]]:
         order = list(range(self.size))
         if self.shuffle:
             generator = torch.Generator().manual_seed(self.seed + self.epoch)
             order = torch.randperm(self.size, generator=generator).tolist()
-        for start, end in zip([0, *self.ends], self.ends, strict=False):
+        for start, end in list(zip([0, *self.ends], self.ends, strict=False))[self.start :]:
             here, more = divmod(end - start, self.ranks)
             first = start + self.index * here + min(self.index, more)
             yield order[first : first + here + (self.index < more)]

@@ -112,3 +112,10 @@ def test_a_buffer_that_several_stages_would_change_is_refused() -> None:
     wrapped.base.start = nn.BatchNorm1d(2)  # type: ignore[assignment]
     with pytest.raises(ValueError, match=r"'base.start.running_mean' belongs to no link .* runs in several places"):
         chain_of(wrapped)
+
+
+def test_lists_of_lists_are_no_links() -> None:
+    """Nothing calls a list, so its entries are looked into."""
+    model = nn.Module()
+    model.stages = nn.ModuleList(nn.ModuleList(nn.Sequential(nn.Linear(2, 2)) for _ in range(2 + i)) for i in range(2))
+    assert chain_of(model).links == ("stages.1.0", "stages.1.1", "stages.1.2")

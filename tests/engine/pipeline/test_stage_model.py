@@ -191,6 +191,19 @@ def test_a_foreign_layer_has_the_attributes_of_its_link_and_no_parameter() -> No
         _ = passage.missing
 
 
+def test_a_foreign_layer_has_what_its_modules_have_inside() -> None:
+    """Vision models ask their embedding for a dtype; what is inside runs on the other stage alone."""
+    inner = nn.Sequential(nn.Conv2d(3, 5, 2), nn.Identity()).to(torch.bfloat16)
+    model = nn.Sequential(inner, nn.Linear(5, 5))
+    passage = part_of(model, range(1, 2)).model[0]
+    conv = getattr(passage, "0")
+    assert conv.weight.dtype is torch.bfloat16 and conv.kernel_size == (2, 2)
+    assert not [*passage.parameters()] and not [*passage.children()]
+    assert not hasattr(passage, "missing") and not hasattr(conv, "device")
+    with pytest.raises(ValueError, match="a Conv2d is called, which is inside of a link"):
+        conv(torch.zeros(1, 3, 4, 4))
+
+
 def test_frozen_parameters_marks_and_meta_come_along() -> None:
     model = nn.Sequential(nn.Linear(5, 5), nn.Linear(5, 5), nn.Linear(5, 5, device="meta"))
     model[1].weight.requires_grad_(False)

@@ -100,7 +100,8 @@ def _outermost_list(model: nn.Module) -> tuple[str, ...]:
 
     def lists(module: nn.Module, name: str) -> Iterator[tuple[tuple[bool, int, int], tuple[str, ...]]]:
         trained = [child for child in module.children() if any(True for _ in child.parameters())]
-        if isinstance(module, nn.ModuleList | nn.Sequential) and len(trained) > 1:
+        called = not any(isinstance(child, nn.ModuleList | nn.ModuleDict) for child in trained)
+        if isinstance(module, nn.ModuleList | nn.Sequential) and len(trained) > 1 and called:
             blocks = all(any(True for _ in child.children()) for child in trained)
             rank = blocks, -name.count("."), sum(p.numel() for p in module.parameters())
             yield rank, tuple(f"{name}.{short}" for short in module._modules)

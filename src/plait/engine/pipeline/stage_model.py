@@ -12,6 +12,7 @@ know that there are stages.  A weight that two stages use is two parameters, who
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Self
 
 from torch import Tensor, nn
@@ -28,22 +29,31 @@ Uses = Mapping[int, tuple[int, ...]]
 CHILDREN = "the modules inside"
 
 
+class PlacedElsewhereError(AttributeError, ValueError):
+    """Something is asked of a module that another stage has; ``hasattr`` and ``getattr`` with a default go on."""
+
+
 class ForeignLayer(nn.Module):
     """In the place of a module that another stage has; the ``StageBoundary`` decides what it returns.
 
-    It has the module's plain attributes (its kind of attention, its number), and ``NotHere`` for its parameters: the
-    model may ask for them until the links have run.  What somebody looks for in it afterwards, a link has left in the
-    forward (an auxiliary loss), and that is on another stage; so is what a walk over all modules is after.
+    It has the module's plain attributes (its kind of attention, its number), ``NotHere`` for its parameters, and the
+    same for the modules inside: the model may ask for them until the links have run.  What somebody looks for in it
+    afterwards, a link has left in the forward (an auxiliary loss), and that is on another stage; so is what a walk over
+    all modules is after.
     """
 
     at_call: Callable[[nn.Module, Any, Any], Any]
     at_look: Callable[[nn.Module, str], None] = staticmethod(lambda link, what: None)
 
-    def __init__(self, link: nn.Module) -> None:
+    def __init__(self, link: nn.Module, around: "ForeignLayer | None" = None) -> None:
         super().__init__()
+        if around is not None:
+            self.at_call = partial(_refuse_call, type(link).__name__)
+            self.at_look = lambda _, what: around.at_look(around, what)
         plain = {k: v for k, v in vars(link).items() if not k.startswith("_") and not callable(v)}
         plain |= {k: placed_elsewhere(p) for k, p in link._parameters.items() if p is not None}
         plain |= {k: None for k, v in (*link._parameters.items(), *link._modules.items()) if v is None}
+        plain |= {k: ForeignLayer(child, around or self) for k, child in link._modules.items() if child is not None}
         self._plain = {key: value for key, value in plain.items() if key not in vars(self)}
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -72,7 +82,17 @@ class ForeignLayer(nn.Module):
         try:
             return plain[name] if name in plain else super().__getattr__(name)
         except AttributeError:
-            raise AttributeError(f"{name!r} is asked of a part of the model that another stage has") from None
+            raise PlacedElsewhereError(
+                f"{name!r} is asked of a part of the model that another stage has: keep it in an attribute of the "
+                f"model or its config, or train without a pipe axis"
+            ) from None
+
+
+def _refuse_call(kind: str, *call: Any) -> Any:
+    raise ValueError(
+        f"a {kind} is called, which is inside of a link of the pipeline that another stage has: the model goes through "
+        f"the link's own modules, so give it a method pipeline_links() that names those, or train without a pipe axis"
+    )
 
 
 def placed_elsewhere(parameter: Tensor) -> Tensor:

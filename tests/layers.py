@@ -53,6 +53,7 @@ HELD_BY_THE_MATRIX = Share("none", "values")
 
 SHARES: dict[str, Share] = {
     "": FAST,
+    "checkpoint/test_dcp_oracle.py": ORACLES,
     "checkpoint/test_huggingface_read.py::test_every_layout_has_the_values_of_the_folder": Share("few", "all"),
     "checkpoint/test_save_load.py::test_any_layout_loads_it_to_the_bit": Share("few", "values"),
     "checkpoint/test_save_load.py::test_in_the_same_layout_it_is_the_uninterrupted_run_to_the_bit": Share("few", "all"),

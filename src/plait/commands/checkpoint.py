@@ -1,11 +1,11 @@
 """``plait checkpoint``: what was saved, on the screen, verified, compared, and in other forms.  Nothing is trained.
 
-plait checkpoint show run/                                  the newest: step, files, tensors, groups
-plait checkpoint verify run/ --all                          each file's size, SHA-256 and header
-plait checkpoint diff run/step-000100 other/step-000100     tensor by tensor, value by value
-plait checkpoint reshard run/ elsewhere/ --ranks 8          the same in other files
-plait checkpoint export run/ folder --source hf-folder      for transformers
-plait checkpoint import-dcp theirs/ run/                    from torch.distributed.checkpoint, and back: export-dcp
+plait checkpoint show RUN                           the newest: step, files, tensors, groups
+plait checkpoint verify RUN --all                   each file's size, SHA-256 and header
+plait checkpoint diff RUN OTHER                     tensor by tensor, value by value
+plait checkpoint reshard RUN NEW --ranks 8          the same in other files
+plait checkpoint export RUN NEW --source FOLDER     for transformers
+plait checkpoint import-dcp FOLDER RUN              from torch.distributed.checkpoint; export-dcp leads back
 
 A name in a checkpoint is text from somebody else's file: it is shown with its control characters escaped.
 """

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 
 from plait.api import distributed_sampler, join, rank_batches, run_threads, sum_of_mean
 from plait.checkpoint.load import Loaded, load
-from plait.checkpoint.save import save
+from plait.checkpoint.save import Saver, save
 from plait.comm import Comm
 from plait.core.cells import TABLE, Cell, Strategy, parse_strategy
 from plait.core.layout import Layout
@@ -72,6 +72,7 @@ __all__ = [
     "LossScale",
     "Mesh",
     "Parallelism",
+    "Saver",
     "StepResult",
 ]
 __all__ += ["Strategy", "distributed_sampler", "empty_parameters", "join", "load", "parse_strategy", "rank_batches"]

@@ -17,8 +17,8 @@ from torch import nn
 import plait
 from plait.checkpoint.folder import read_manifest
 from plait.checkpoint.manifest import Manifest, signed
-from plait.checkpoint.save import write_tensors
 from plait.checkpoint.stored import check_contents
+from plait.checkpoint.writing import write_tensors
 from plait.comm import Comm, run
 from plait.core.mesh import Mesh
 from plait.engine import Engine
@@ -296,15 +296,15 @@ def test_what_cannot_be_saved_leaves_what_was_there(copied: Path, monkeypatch: p
                 raise OSError(28, "No space left on device")
             return original(path, tensors)
 
-        monkeypatch.setattr("plait.checkpoint.save.write_tensors", failing)
+        monkeypatch.setattr("plait.checkpoint.writing.write_tensors", failing)
         raises_together(saver(go), "No space left on device")
         assert whole(copied) == before
-    monkeypatch.setattr("plait.checkpoint.save.write_tensors", original)
+    monkeypatch.setattr("plait.checkpoint.writing.write_tensors", original)
 
     def no_manifest(partial: Path, manifest: Any) -> None:
         raise OSError(5, "Input/output error", str(partial))
 
-    monkeypatch.setattr("plait.checkpoint.save.publish", no_manifest)
+    monkeypatch.setattr("plait.checkpoint.writing.publish", no_manifest)
     raises_together(saver(go), "Input/output error")
     assert whole(copied) == before
     monkeypatch.undo()

@@ -202,6 +202,11 @@ def test_auto_begins_where_there_is_nothing_and_ends_where_nothing_is_left(
     assert train("run", *words) == whole
 
 
+def test_the_newest_checkpoints_stay(train: Train, tmp_path: Path) -> None:
+    train("run", *SAME, "--save-every", "1", "--keep", "2")
+    assert [folder.name for folder in checkpoints(tmp_path / "run/checkpoints")] == ["step-000005", "step-000006"]
+
+
 def test_overwrite_takes_the_checkpoints_of_an_earlier_run_away(train: Train, tmp_path: Path) -> None:
     train("run", *SAME)
     (tmp_path / "run/checkpoints/step-000099").mkdir()

@@ -2,7 +2,10 @@
 
 huggingface.py   Hugging Face folders: each rank reads only the rows that it keeps; rank 0 writes, tensor by tensor
 
-save.py          ``plait.save``: a checkpoint, of which each rank writes its pieces      start here
+save.py          ``plait.save``, ``plait.Saver``: a checkpoint, of which each rank writes its pieces     start here
+snapshot.py      what a rank has of it, and copies, so that weights may change at once
+writing.py       a rank's thread: its file, a note of it; the manifest of all notes
+retention.py     which old checkpoints go, and when
 load.py          ``plait.load``: into any layout, each rank reads its regions
 folder.py        folders that are whole or not there
 manifest.py      what a checkpoint says of itself, checked field by field

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from plait.checkpoint.load import read_together
-from plait.checkpoint.save import numbers_of
+from plait.checkpoint.snapshot import numbers_of
 from plait.checkpoint.stored import SavedTensor
 from plait.checkpoint.values import encoded
 from plait.comm.agree import check_together
@@ -40,7 +40,7 @@ def check_as_saved(path: str | Path, engine: Engine, *, ema: EMA | None = None) 
     try:
         for name, mine, saved in _pairs(engine, ema, tensors):
             compared += 1
-            if not torch.equal(mine.cpu(), saved.to(mine.dtype)):
+            if not _same(mine.cpu(), saved.to(mine.dtype)):
                 raise RuntimeError(f"{name!r} is not what was saved in {str(folder)!r}")
         then = {key: item for key, item in _items(manifest.values) if key in now}
         for key, value in now.items():
@@ -65,6 +65,11 @@ def _pairs(engine: Engine, ema: EMA | None, tensors: dict[str, SavedTensor]) -> 
         yield f"model/{key}", buffer, _saved(f"model/{key}", tensors).whole()
 
 
+def _same(mine: Tensor, saved: Tensor) -> bool:
+    """To the bit, but for the bits of a NaN."""
+    return torch.equal(mine, saved) or bool(((mine == saved) | ((mine != mine) & (saved != saved))).all())
+
+
 def _saved(name: str, tensors: dict[str, SavedTensor]) -> SavedTensor:
     if name not in tensors:
         raise RuntimeError(f"{name!r} is here, and was not saved")
@@ -83,7 +88,7 @@ def _first_difference(
     if isinstance(now, dict) and isinstance(then, dict) and now.keys() == then.keys() == {"tensor"}:
         if now["tensor"] not in values:
             return "" if now == then else where or "/"
-        same = torch.equal(values[now["tensor"]].cpu(), _saved(then["tensor"], tensors).whole())
+        same = _same(values[now["tensor"]].cpu(), _saved(then["tensor"], tensors).whole())
         return "" if same else where or "/"
     if isinstance(now, dict) and isinstance(then, dict) and now.keys() == then.keys():
         pairs = [(f"{where}/{key}", now[key], then[key]) for key in now]

@@ -11,10 +11,11 @@ The newest is the one with the most steps: a run may end between the rename and 
 import hashlib
 import os
 import re
+import secrets
 import shutil
 import stat
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
@@ -107,24 +108,40 @@ def begin(parent: Path, step: int, own: str) -> Path:
         )
     parent.mkdir(parents=True, exist_ok=True)
     for left in [entry for entry in parent.iterdir() if PARTIAL.fullmatch(entry.name)]:
-        shutil.rmtree(left, ignore_errors=True)
+        with suppress(OSError):
+            discard(left)
     partial = parent / f".{step_name(step)}.{own}.partial"
     partial.mkdir()
     return partial
 
 
-def publish(partial: Path, manifest: Manifest) -> None:
-    """Everybody has written: add the manifest, and let the checkpoint be there."""
+def discard(folder: Path) -> None:
+    """Take a checkpoint, or what was left unfinished, away at once; if it is not all gone the next ``begin`` goes on.
+
+    Whoever still writes to it, or would rename it, finds nothing under its name.
+    """
+    step = STEP.search(folder.name)
+    assert step is not None
+    hidden = folder.with_name(f".{step[0]}.{secrets.token_hex(8)}.partial")
+    folder.rename(hidden)
+    flush_folder(folder.parent)
+    shutil.rmtree(hidden, ignore_errors=True)
+
+
+def publish(partial: Path, manifest: Manifest) -> Path:
+    """Everybody has written: add the manifest, and let the checkpoint be there, in the folder that is returned."""
     parent, name, text = partial.parent, step_name(manifest.step), manifest.text()
     Manifest.parse(text)  # what could not be read again is not written
     write_flushed(partial / NAME, text.encode())
     flush_folder(partial)
     partial.rename(parent / name)
     flush_folder(parent)
-    pointer = parent / f".{LATEST}.{manifest.id}"
+    pointer = parent / f".{LATEST}"
+    pointer.unlink(missing_ok=True)  # of a run that ended here
     write_flushed(pointer, f"{name}\n".encode())
     pointer.replace(parent / LATEST)
     flush_folder(parent)
+    return parent / name
 
 
 def write_flushed(path: Path, data: bytes) -> None:

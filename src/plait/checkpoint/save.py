@@ -1,51 +1,34 @@
-"""``plait.save``: every rank writes the pieces that no rank before it has; nothing is gathered.
+"""``plait.save`` and ``plait.Saver``: every rank writes the pieces that no rank before it has; nothing is gathered.
 
-    each rank   pieces ──► rank-00002.safetensors, hashed as it is written, flushed      regions, sizes, digests
-    rank 0                                                                    ──► manifest ──► renamed ──► latest
-
-    model/blocks.0.weight                regions in the optimizer's precision; buffers from the first rank that has them
-    optimizer/exp_avg/blocks.0.weight    what an optimizer keeps for each element
-    ema/blocks.0.weight                  an average of the weights
-    value/3                              any other tensor: rank 0's
+    save        all ranks    what is to be written, checked; copied, where the program goes on    agreed
+                rank 0       a hidden folder                                                      its name to all
+    meanwhile   each rank    its file ──► a note of it                          a thread, which sends nothing
+                rank 0       all notes ──► manifest ──► renamed ──► latest      its thread
+    wait        all ranks    have all written, and rank 0 renamed?                                agreed
 
 What one rank cannot do (a full disk, a weight that is not finite) no rank has done: all raise, and the checkpoint
 before stays the newest.
 """
 
-import hashlib
-import json
-import os
+import errno
 import secrets
-import shutil
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+import time
+from contextlib import suppress
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
-import torch
-from torch import Tensor
-
-from plait.checkpoint.folder import begin, publish, step_name
-from plait.checkpoint.huggingface import NAMES, safetensors_header
-from plait.checkpoint.manifest import DTYPES, Manifest, StoredFile, StoredPiece, StoredTensor
-from plait.checkpoint.values import InFile, encoded
-from plait.comm.agree import broadcast_text, check_together, gather_bytes
+from plait.checkpoint.folder import begin, discard, step_name
+from plait.checkpoint.snapshot import HostMemory, numbers_of, taken
+from plait.checkpoint.writing import FAILED, RUNNING, Save, Writing, saying
+from plait.comm.agree import broadcast_text, check_together, gather_ints
 from plait.core.collectives import Note
-from plait.core.layout import Region
 from plait.core.mesh import AXES
 from plait.engine import EMA, Engine
 
-
-@dataclass(frozen=True)
-class Written:
-    """A tensor in a rank's file: a region of a whole one."""
-
-    name: str
-    shape: tuple[int, ...]
-    region: Region
-    tensor: Tensor
-    weight: bool = False
-    """It must be finite."""
+DEADLINE = 600.0
+ASKED = 0.25
+"""Seconds after which waiting ranks ask each other again, well within the deadline of a collective."""
 
 
 def save(path: str | Path, engine: Engine, *, ema: EMA | None = None, extra: Any = None) -> Path:
@@ -64,135 +47,139 @@ def save(path: str | Path, engine: Engine, *, ema: EMA | None = None, extra: Any
 
     Raises:
         ValueError: in a step; the checkpoint exists, a weight is not finite, ``extra`` is of another type.
-        OSError: a file or folder that this rank could not write.
+        OSError: a file or folder that this rank could not write, with the bytes that it needs and those that are free.
         RuntimeError: what another rank raises.
     """
-    engine.check_between_steps("plait.save")
-    comm, parent = engine.comm, Path(path)
-    error: OSError | ValueError | None = None
-    values: dict[str, Tensor] = {}
-    state: Any = None
-    partial = parent
-    numbers = numbers_of(engine)
-    try:
-        if not comm.rank:
-            own = {
-                "optimizer": numbers,
-                "run": engine.step_state(),
-                "ema": None if ema is None else ema.decay,
-                "extra": extra,
-            }
-            state = encoded(own, values)
-        written = list(_written(engine, ema, values))
-        _check_savable(written)
-        if not comm.rank:
-            partial = begin(parent, engine.steps, secrets.token_hex(8))
-    except (OSError, ValueError) as problem:
-        error = problem
-    check_together(comm, error, AXES)
-    partial = parent / broadcast_text(comm, partial.name, Note("state"))
-    try:
-        _write_together(engine, partial, written, state)
-    finally:
-        if not comm.rank:
-            shutil.rmtree(partial, ignore_errors=True)  # it is there only where something has failed
-    return parent / step_name(engine.steps)
+    saver = Saver(path, engine, ema=ema, background=False)
+    saver.save(extra)
+    published = saver.wait()
+    assert published is not None
+    return published
 
 
-def numbers_of(engine: Engine) -> Any:
-    """The optimizers' state, with names in the place of what is saved piece by piece; None without optimizers."""
-    if not engine.optimizers:
-        return None
-    state = engine.optimizer_state_dict(elements=False)
-    named = {
-        name: {
-            key: InFile(f"optimizer/{key}/{name}") if isinstance(value, Tensor) and value.is_meta else value
-            for key, value in own.items()
-        }
-        for name, own in state["state"].items()
-    }
-    return {**state, "state": named}
+class Saver:
+    """Saves one run again and again, while it goes on; old checkpoints go.
 
+    Args:
+        path: a folder for the checkpoints of one run, which all ranks see.
+        ema: an average of the weights, which is saved too.
+        keep: so many checkpoints are left, the newest ones; None removes none.  Before any goes, the newest is read
+            back and its hashes are checked.  What has a file ``pinned`` in its folder stays.
+        background: ``save`` copies what it saves into memory of the host and returns; a thread writes.  With False
+            it returns when the checkpoint is there, and copies nothing.
+        deadline: seconds that a save may take until every rank has written.
 
-def _written(engine: Engine, ema: EMA | None, values: Mapping[str, Tensor]) -> Iterator[Written]:
-    """What this rank writes."""
-    shapes, aliases = engine.directory.shapes, engine.directory.aliases
-    for kind, pieces in (("model", engine.pieces()), ("ema", () if ema is None else ema.pieces())):
-        for piece in pieces:
-            name = aliases.get(piece.name, piece.name)
-            if piece.first:
-                prefix = f"optimizer/{piece.key}" if piece.key else kind
-                yield Written(f"{prefix}/{name}", shapes[name][0], piece.region, piece.tensor, not piece.key)
-    whole = {**{f"model/{name}": buffer for name, buffer in engine.own_buffers().items()}, **values}
-    for name, tensor in whole.items():
-        shape = tuple(tensor.shape)
-        yield Written(name, shape, tuple((0, size) for size in shape), tensor.detach())
+    Raises:
+        ValueError: ``keep`` is below 1.
+    """
 
+    def __init__(
+        self,
+        path: str | Path,
+        engine: Engine,
+        *,
+        ema: EMA | None = None,
+        keep: int | None = None,
+        background: bool = True,
+        deadline: float = DEADLINE,
+    ) -> None:
+        if keep is not None and keep < 1:
+            raise ValueError(f"keep={keep}: at least the newest checkpoint stays; None removes none")
+        self.path, self.engine, self.ema, self.keep = Path(path), engine, ema, keep
+        self.background, self.deadline = background, deadline
+        self.waited = 0.0
+        """Seconds that the last ``save`` waited for the one before it."""
+        self._memory = HostMemory()
+        self._writing: Writing | None = None
+        self._published: Path | None = None
 
-def _check_savable(written: Sequence[Written]) -> None:
-    for one in written:
-        if one.tensor.dtype not in NAMES:
-            raise ValueError(f"{one.name!r} is of {one.tensor.dtype}, which cannot be saved")
-        if one.weight and not one.tensor.isfinite().all():
-            raise ValueError(
-                f"{one.name!r} has values that are not finite in its region {one.region}: nothing is saved, and the "
-                f"checkpoint before stays the newest"
-            )
+    def save(self, extra: Any = None) -> None:
+        """Save the run as it is now; all ranks call it together, between two steps.
 
+        The weights may change as soon as it returns.  One save is under way at a time: a second one waits for it first
+        (``waited`` seconds).
 
-def _write_together(engine: Engine, partial: Path, written: Sequence[Written], state: Any) -> None:
-    """Write this rank's file; rank 0 adds the manifest of all."""
-    comm, stored = engine.comm, None
-    error: OSError | ValueError | None = None
-    file = partial / f"rank-{comm.rank:05d}.safetensors"
-    tensors = [one.tensor for one in written]
-    try:
-        stored = write_tensors(file, tensors)
-    except OSError as problem:
-        error = problem
-        problem.strerror = f"{problem.strerror} ({sum(t.nbytes for t in tensors)} bytes to write)"
-        problem.filename = str(file)
-    check_together(comm, error, AXES)
-    assert stored is not None
-    mine = [[one.name, one.shape, str(one.tensor.dtype).removeprefix("torch."), one.region] for one in written]
-    told = gather_bytes(comm, json.dumps([stored.bytes, stored.sha256, mine]).encode())
-    if told is not None:
+        Args:
+            extra: as for ``plait.save``.
+
+        Raises:
+            ValueError: as ``plait.save`` does.
+            OSError: what became of the save before, as ``wait`` raises it; this one has not begun.
+            RuntimeError: what another rank raises.
+        """
+        self.engine.check_between_steps("a save")
+        start = time.monotonic()
+        self.wait()
+        self.waited = time.monotonic() - start
+        self._writing = self._begin(extra)
+        if not self.background:
+            self.wait()
+
+    def wait(self) -> Path | None:
+        """Wait until the last save is there; all ranks call it together.
+
+        Returns:
+            The folder of the last checkpoint that was saved here; None before the first.
+
+        Raises:
+            OSError: a file or folder that this rank could not write, with the bytes that it needs and those that are
+                free; TimeoutError names the ranks that have not written within the deadline.
+            ValueError: what was saved is not what is read back.
+            RuntimeError: what another rank raises.
+        """
+        writing, comm = self._writing, self.engine.comm
+        if writing is None:
+            return self._published
+        states = [RUNNING]
+        while RUNNING in states:
+            writing.done.wait(min(ASKED, comm.deadline / 4))
+            states = [state for (state,) in gather_ints(comm, [writing.has()], AXES, Note("check"))]
+            if FAILED in states:
+                writing.stop.set()
+        self._writing = None
+        self._check_together(writing.error, writing.save.partial)
+        self._published = self.path / step_name(writing.save.step)
+        return self._published
+
+    def _begin(self, extra: Any) -> Writing:
+        """Everything that needs the program's own thread; from here on the weights may change."""
+        engine, comm = self.engine, self.engine.comm
+        numbers = numbers_of(engine)
+        error: Exception | None = None
+        partial = self.path
         try:
-            publish(partial, _manifest(engine, partial, [json.loads(row) for row in told], state))
-        except (OSError, ValueError) as problem:
+            pieces, state = taken(engine, self.ema, numbers, extra)
+            if self.background:
+                pieces = self._memory.copies(pieces)
+            if not comm.rank:
+                with saying(self.path, sum(piece.tensor.nbytes for piece in pieces)):
+                    if self._published is not None and not self.path.is_dir():
+                        raise FileNotFoundError(errno.ENOENT, "the folder has vanished since the last save")
+                    partial = begin(self.path, engine.steps, secrets.token_hex(8))
+        except Exception as problem:
             error = problem
-    check_together(comm, error, AXES)
+        self._check_together(error, partial)
+        partial = self.path / broadcast_text(comm, partial.name, Note("state"))
+        about = Save(partial, engine.steps, self.keep, self.deadline, comm.deadline)
+        return Writing(about, comm.rank, comm.world_size, pieces, state)
 
+    def _check_together(self, error: Exception | None, partial: Path) -> None:
+        """Raise what any rank raises; nothing is left of what was begun."""
+        try:
+            check_together(self.engine.comm, error, AXES)
+        except Exception:
+            self._memory = HostMemory()  # a thread that is late may still read the other
+            if partial != self.path and not self.engine.comm.rank:
+                with suppress(OSError):  # it may be gone, or be a checkpoint by now
+                    discard(partial)
+            raise
 
-def write_tensors(path: Path, tensors: Sequence[Tensor]) -> StoredFile:
-    """A safetensors file of tensors that are called by their number; on the disk when it returns."""
-    shapes = {str(i): (tuple(tensor.shape), tensor.dtype) for i, tensor in enumerate(tensors)}
-    header, starts, end = safetensors_header(shapes, {str(i): tensor.nbytes for i, tensor in enumerate(tensors)})
-    digest = hashlib.sha256(header)
-    with path.open("xb") as file:
-        file.write(header)
-        for key in sorted(starts, key=lambda key: (starts[key], tensors[int(key)].nbytes)):
-            data = tensors[int(key)].cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
-            file.write(data)
-            digest.update(data)
-        file.flush()
-        os.fsync(file.fileno())
-    return StoredFile(end, digest.hexdigest())
+    def __enter__(self) -> "Saver":
+        return self
 
-
-def _manifest(engine: Engine, partial: Path, told: Sequence[Any], state: Any) -> Manifest:
-    """Of all that the ranks have written."""
-    files: dict[str, StoredFile] = {}
-    kinds: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
-    pieces: dict[str, list[StoredPiece]] = {}
-    for rank, (size, digest, rows) in enumerate(told):
-        file = f"rank-{rank:05d}.safetensors"
-        files[file] = StoredFile(size, digest)
-        for number, (name, shape, dtype, region) in enumerate(rows):
-            kind = DTYPES[dtype], tuple(shape)
-            if kinds.setdefault(name, kind) != kind:
-                raise ValueError(f"the ranks have different dtypes or shapes of {name!r}: {kinds[name]} and {kind}")
-            place = tuple((start, stop) for start, stop in region)
-            pieces.setdefault(name, []).append(StoredPiece(file, str(number), place))
-    tensors = {name: StoredTensor(*kind, tuple(pieces[name])) for name, kind in kinds.items()}
-    return Manifest(partial.name.split(".")[2], engine.steps, files, tensors, state)
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Wait for the last save; where an error ends the block, others may not come, and the threads finish alone."""
+        if kind is None:
+            self.wait()

@@ -8,7 +8,7 @@ windows of a text    (TextBatches)      or its documents, packed (--pack, Packed
 import hashlib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 
 import torch
 from torch import Tensor
@@ -61,11 +61,11 @@ def make_data(config: JobConfig) -> JobData:
     if config.pack:
         documents, last = parts = split_documents([encode(document) for document in load_documents(config.data)])
         corpus, rest = PackedBatches(documents, length, seed, ragged=config.ragged), PackedBatches(last, length, seed)
-        digest = partial(digest_of, [document for part in parts for document in part])
+        digest = cache(partial(digest_of, [document for part in parts for document in part]))
     else:
         text, end = split_text(encode(load_text(config.data)), length)
         corpus, rest = TextBatches(text, length, seed, ragged=config.ragged), TextBatches(end, length, seed)
-        digest = partial(digest_of, (text, end))
+        digest = cache(partial(digest_of, (text, end)))
     held_out = Epochs(rest, shuffled=False)
     if config.epochs is not None:
         epochs = Epochs(corpus)

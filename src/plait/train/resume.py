@@ -23,7 +23,7 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 from plait.checkpoint.as_saved import check_as_saved
 from plait.checkpoint.folder import checkpoints, find
 from plait.checkpoint.load import load, read_values
-from plait.checkpoint.save import save
+from plait.checkpoint.save import Saver
 from plait.comm import Comm
 from plait.comm.agree import broadcast_text
 from plait.config import TrainConfig, from_toml
@@ -229,15 +229,19 @@ def layout_of(config: TrainConfig) -> str:
     return f"{config.row} on {config.parsed_mesh}, {config.microbatches} microbatches{more}, {torch.__version__}"
 
 
-def keep(config: TrainConfig, job: Job, engine: Engine, scheduler: LRScheduler | None, layouts: list[str]) -> Path:
-    """Save the run as it is now; all ranks call it together."""
-    extra = {
+def saver_of(config: TrainConfig, engine: Engine) -> Saver | None:
+    """What saves the run while it goes on; None where nothing is to be saved."""
+    return None if config.save_every is None else Saver(folder_of(config), engine, keep=config.keep)
+
+
+def extra_of(config: TrainConfig, job: Job, scheduler: LRScheduler | None, layouts: list[str]) -> dict[str, Any]:
+    """What this module adds to a checkpoint."""
+    return {
         "config": {name: _plain(value) for name, value in asdict(config).items()},
         "data": job.digest(),
         "schedule": None if scheduler is None else scheduler.state_dict(),
         "layouts": layouts,
     }
-    return save(folder_of(config), engine, extra=extra)
 
 
 def remove_later(config: TrainConfig, step: int) -> None:

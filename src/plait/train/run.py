@@ -22,6 +22,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from plait import __version__
 from plait.checkpoint.huggingface import write_folder
+from plait.checkpoint.save import Saver
 from plait.comm import Comm
 from plait.comm.agree import gather_ints
 from plait.config import TrainConfig, to_toml
@@ -36,7 +37,7 @@ from plait.measure.machine import peak_memory
 from plait.plan.activations import DecoderSizes, decoder
 from plait.plan.memory import Held, held
 from plait.report.training import ProgressView, RankBytes, bytes_table, human, spark
-from plait.train.resume import keep, layout_of, remove_later, resume
+from plait.train.resume import extra_of, layout_of, remove_later, resume, saver_of
 from plait.train.timeline import record_timeline, show_timeline, write_timeline
 from plait.verify.compare import BITWISE, against_tree
 from plait.verify.record import Recorder, collect_records, predict
@@ -60,6 +61,7 @@ class Training:
     """In which the run was made so far, this one last."""
     first: int = 0
     """The step, from 0, at which this part of the run begins."""
+    saver: Saver | None = None
     sent: int | None = None
     """Bytes that this rank sent in the first step, which is the one that is predicted."""
 
@@ -98,7 +100,8 @@ def run_train(config: TrainConfig, comm: Comm, argv: Sequence[str] = ()) -> int:
         )
         if config.out:
             (Path(config.out) / "config.toml").write_text(to_toml(config), encoding="utf-8")
-    with sinks, watch as watched, view, stream:
+    training.saver = saver_of(config, engine)
+    with sinks, watch as watched, view, stream, training.saver or nullcontext():
         try:
             for line in _steps(training, stream):
                 sinks.write(line)
@@ -225,7 +228,8 @@ def _steps(training: Training, stream: StepStream) -> Iterator[dict[str, Any]]:
             line |= _evaluate(engine, held_out)
         yield line
         if config.save_every is not None and ((step + 1) % config.save_every == 0 or step + 1 == config.steps):
-            keep(config, training.job, engine, training.scheduler, training.layouts)
+            assert training.saver is not None
+            training.saver.save(extra_of(config, training.job, training.scheduler, training.layouts))
 
 
 def _evaluate(engine: Engine, steps: Sequence[Sequence[Any]]) -> dict[str, Any]:

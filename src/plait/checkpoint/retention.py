@@ -1,0 +1,41 @@
+"""Which checkpoints go: those beyond the newest few, once the newest one has been read back and is what was written.
+
+    step-000100   step-000200   step-000300   step-000400      keep=2, step 400 has just been saved
+    goes          pinned        kept          verified         (step-000500 of another run, or `best`: not looked at)
+
+What goes is renamed to a hidden name first, so a run that is killed leaves a checkpoint whole or not there.
+"""
+
+from pathlib import Path
+
+from plait.checkpoint.folder import checkpoints, discard, read_manifest
+from plait.checkpoint.manifest import NAME, Manifest
+from plait.checkpoint.stored import check_contents
+
+PINNED = "pinned"
+"""A file of this name in a checkpoint's folder: it stays."""
+
+
+def remove_older(newest: Path, keep: int) -> None:
+    """Remove checkpoints of fewer steps than the newest one, until ``keep`` are left, itself included.
+
+    Raises:
+        ValueError: the newest one is not what was written; nothing has been removed.
+    """
+    folders = checkpoints(newest.parent)
+    older = [folder for folder in folders[: folders.index(newest)] if _may_go(folder)]
+    going = older[: len(older) - (keep - 1)]
+    if not going:
+        return
+    try:
+        manifest = Manifest.parse(read_manifest(newest))
+        for name in manifest.files:
+            check_contents(newest, name, manifest)
+    except ValueError as error:
+        raise ValueError(f"{str(newest)!r} has been saved, but {error}; no older checkpoint was removed") from error
+    for folder in going:
+        discard(folder)
+
+
+def _may_go(folder: Path) -> bool:
+    return not folder.is_symlink() and (folder / NAME).is_file() and not (folder / PINNED).exists()

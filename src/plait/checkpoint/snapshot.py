@@ -1,0 +1,122 @@
+"""What a checkpoint has of this rank, taken between two steps: the pieces that no rank before it has, rank 0's values.
+
+    model/blocks.0.weight                regions in the optimizer's precision; buffers from the first rank that has them
+    optimizer/exp_avg/blocks.0.weight    what an optimizer keeps for each element
+    ema/blocks.0.weight                  an average of the weights
+    value/3                              any other tensor: rank 0's
+
+The tensors are the engine's own memory until they are copied.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from plait.checkpoint.huggingface import NAMES
+from plait.checkpoint.values import InFile, encoded
+from plait.core.layout import Region
+from plait.engine import EMA, Engine
+
+ALIGNED = 64
+"""Bytes to which a copy's place in memory is rounded."""
+
+
+@dataclass(frozen=True)
+class Written:
+    """A tensor in a rank's file: a region of a whole one."""
+
+    name: str
+    shape: tuple[int, ...]
+    region: Region
+    tensor: Tensor
+    weight: bool = False
+    """It must be finite."""
+
+
+@dataclass
+class HostMemory:
+    """Memory for copies on the host, which the next copies use again."""
+
+    buffer: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.uint8))
+
+    def copies(self, pieces: Sequence[Written]) -> list[Written]:
+        """The same pieces, in this memory; those that were copied before are overwritten."""
+        sizes = [piece.tensor.nbytes for piece in pieces]
+        starts = list(accumulate((-(-size // ALIGNED) * ALIGNED for size in sizes), initial=0))
+        if len(self.buffer) < starts[-1]:
+            self.buffer = self.buffer.new_empty(0)  # the smaller one goes first
+            self.buffer = self.buffer.new_empty(starts[-1])
+        copied = []
+        for piece, start, size in zip(pieces, starts, sizes, strict=False):
+            place = self.buffer[start : start + size].view(piece.tensor.dtype).view(piece.tensor.shape)
+            copied.append(replace(piece, tensor=place.copy_(piece.tensor)))
+        return copied
+
+
+def numbers_of(engine: Engine) -> Any:
+    """The optimizers' state, with names in the place of what is saved piece by piece; None without optimizers.
+
+    All ranks call it together.
+    """
+    if not engine.optimizers:
+        return None
+    state = engine.optimizer_state_dict(elements=False)
+    named = {
+        name: {
+            key: InFile(f"optimizer/{key}/{name}") if isinstance(value, Tensor) and value.is_meta else value
+            for key, value in own.items()
+        }
+        for name, own in state["state"].items()
+    }
+    return {**state, "state": named}
+
+
+def taken(engine: Engine, ema: EMA | None, numbers: Any, extra: Any) -> tuple[list[Written], Any]:
+    """What this rank writes, and the manifest's values on rank 0.
+
+    Raises:
+        ValueError: a weight that is not finite, a value that cannot be saved.
+    """
+    values: dict[str, Tensor] = {}
+    state = None
+    if not engine.comm.rank:
+        decay = None if ema is None else ema.decay
+        own = {"optimizer": numbers, "run": engine.step_state(), "ema": decay, "extra": extra}
+        state = encoded(own, values)
+    pieces = list(_pieces(engine, ema, values))
+    _check_savable(pieces)
+    return pieces, state
+
+
+def _pieces(engine: Engine, ema: EMA | None, values: Mapping[str, Tensor]) -> Iterator[Written]:
+    shapes, aliases = engine.directory.shapes, engine.directory.aliases
+    for kind, pieces in (("model", engine.pieces()), ("ema", () if ema is None else ema.pieces())):
+        for piece in pieces:
+            name = aliases.get(piece.name, piece.name)
+            if piece.first:
+                prefix = f"optimizer/{piece.key}" if piece.key else kind
+                yield Written(f"{prefix}/{name}", shapes[name][0], piece.region, piece.tensor.detach(), not piece.key)
+    whole = {**{f"model/{name}": buffer for name, buffer in engine.own_buffers().items()}, **values}
+    for name, tensor in whole.items():
+        shape = tuple(tensor.shape)
+        yield Written(name, shape, tuple((0, size) for size in shape), tensor.detach())
+
+
+def _check_savable(pieces: Sequence[Written]) -> None:
+    for one in pieces:
+        if one.tensor.dtype not in NAMES:
+            raise ValueError(f"{one.name!r} is of {one.tensor.dtype}, which cannot be saved")
+        if one.weight and not _is_finite(one.tensor):
+            raise ValueError(
+                f"{one.name!r} has values that are not finite in its region {one.region}: nothing is saved, and the "
+                f"checkpoint before stays the newest"
+            )
+
+
+def _is_finite(tensor: Tensor) -> bool:
+    """A finite sum has finite terms, and is far cheaper than a look at each; one that overflows says nothing."""
+    return bool(tensor.sum().isfinite()) or bool(tensor.isfinite().all())

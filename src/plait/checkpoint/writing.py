@@ -1,0 +1,210 @@
+"""A rank's part of a save, written by a thread of its own: its file, then a note of it; rank 0 publishes them all.
+
+    .step-000123.9f3c.partial/rank-00002.safetensors    hashed while it is written, flushed
+    .step-000123.9f3c.partial/rank-00002.json           its size, SHA-256, names and regions
+    .step-000123.9f3c.partial/manifest.json             when all notes are there, in their place; then the rename
+
+The threads send nothing, since their messages would meet those of the training: what has become of the save, the ranks
+tell each other when their own threads of control wait for it (``save.py``).
+"""
+
+import errno
+import hashlib
+import json
+import os
+import shutil
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from plait.checkpoint.folder import publish
+from plait.checkpoint.huggingface import safetensors_header
+from plait.checkpoint.manifest import DTYPES, Manifest, StoredFile, StoredPiece, StoredTensor
+from plait.checkpoint.retention import remove_older
+from plait.checkpoint.snapshot import Written
+from plait.comm.agree import named
+
+PAUSE = 0.02
+"""Seconds between two looks for notes."""
+RUNNING, DONE, FAILED = range(3)
+
+
+@dataclass(frozen=True)
+class Save:
+    """One save, as all ranks know it."""
+
+    partial: Path
+    """The folder in which it is written."""
+    step: int
+    keep: int | None
+    deadline: float
+    """Seconds for all of it."""
+    patience: float
+    """Seconds that rank 0 waits for the others where its own program has ended."""
+
+
+class Writing:
+    """This rank's part of a save, under way.
+
+    Args:
+        state: the manifest's values; of rank 0.
+    """
+
+    def __init__(self, save: Save, rank: int, ranks: int, pieces: Sequence[Written], state: Any) -> None:
+        self.save, self.rank, self.ranks, self.pieces, self.state = save, rank, ranks, pieces, state
+        self.error: Exception | None = None
+        self.done, self.stop = threading.Event(), threading.Event()
+        self._end = time.monotonic() + save.deadline
+        self._program = threading.current_thread()
+        threading.Thread(target=self._write, name="plait.save").start()
+
+    def has(self) -> int:
+        """What has become of it: RUNNING, DONE (nothing is wrong with it) or FAILED."""
+        if not self.done.is_set() and self.error is None and time.monotonic() > self._end:
+            self.error = TimeoutError(
+                f"rank {self.rank} has not written {str(file_of(self.save.partial, self.rank))!r} within "
+                f"{self.save.deadline:g} s: look at its disk, or give Saver(deadline=...) more"
+            )
+        if self.error is not None:
+            return FAILED
+        return DONE if self.done.is_set() else RUNNING
+
+    def _write(self) -> None:
+        try:
+            write_part(self.save.partial, self.rank, self.pieces)
+            if not self.rank and (notes := self._notes()) is not None:
+                published = publish_notes(self.save, notes, self.state)
+                if self.save.keep is not None:
+                    remove_older(published, self.save.keep)
+        except Exception as problem:
+            self.error = self.error or problem
+        finally:
+            self.done.set()
+
+    def _notes(self) -> list[Any] | None:
+        """What every rank has written; None where that is no longer asked."""
+        partial, missing = self.save.partial, list(range(self.ranks))
+        while missing := [rank for rank in missing if not note_of(partial, rank).exists()]:
+            if self.stop.wait(PAUSE):
+                return None
+            if not partial.is_dir():
+                raise FileNotFoundError(errno.ENOENT, "the folder of a save has vanished", str(partial))
+            if not self._program.is_alive():
+                self._end = min(self._end, time.monotonic() + self.save.patience)
+                self._program = threading.current_thread()
+            if time.monotonic() > self._end:
+                raise TimeoutError(
+                    f"rank 0 has waited {self.save.deadline:g} s for what {named(missing)} should have written to "
+                    f"{str(partial)!r}: nothing is saved; look at their disks, or give Saver(deadline=...) more"
+                )
+        return [json.loads(note_of(partial, rank).read_text()) for rank in range(self.ranks)]
+
+
+def file_of(partial: Path, rank: int) -> Path:
+    """A rank's file."""
+    return partial / f"rank-{rank:05d}.safetensors"
+
+
+def note_of(partial: Path, rank: int) -> Path:
+    """What says that a rank's file is on the disk."""
+    return partial / f"rank-{rank:05d}.json"
+
+
+def write_part(partial: Path, rank: int, pieces: Sequence[Written]) -> None:
+    """Write a rank's file, and the note of it.
+
+    Raises:
+        OSError: with the path, the bytes to write, and the bytes that the disk has left.
+    """
+    file, note = file_of(partial, rank), note_of(partial, rank)
+    tensors = [one.tensor for one in pieces]
+    with saying(file, sum(tensor.nbytes for tensor in tensors)):
+        try:
+            stored = write_tensors(file, tensors)
+        except OSError:
+            with suppress(OSError):
+                file.unlink()  # a half makes room
+            raise
+        rows = [[one.name, one.shape, str(one.tensor.dtype).removeprefix("torch."), one.region] for one in pieces]
+        begun = note.with_suffix(".begun")  # a note that is there is whole
+        begun.write_text(json.dumps({**asdict(stored), "pieces": rows}))
+        begun.rename(note)
+
+
+@contextmanager
+def saying(path: Path, need: int) -> Iterator[None]:
+    """An OSError says where it was, how much was to be written and how much room there is."""
+    try:
+        yield
+    except OSError as error:
+        there = next(folder for folder in path.absolute().parents if folder.exists())
+        have = shutil.disk_usage(there).free
+        error.strerror = f"{error.strerror}; need {need} bytes, have {have} bytes"
+        error.filename = str(path)
+        raise
+
+
+def write_tensors(path: Path, tensors: Sequence[Tensor]) -> StoredFile:
+    """A safetensors file of tensors that are called by their number; on the disk when it returns.
+
+    A thread hashes them meanwhile: neither hashing nor the disk waits for the other.
+    """
+    shapes = {str(i): (tuple(tensor.shape), tensor.dtype) for i, tensor in enumerate(tensors)}
+    header, starts, end = safetensors_header(shapes, {str(i): tensor.nbytes for i, tensor in enumerate(tensors)})
+    ordered = sorted(starts, key=lambda key: (starts[key], tensors[int(key)].nbytes))
+    digest = hashlib.sha256(header)
+
+    def blocks() -> Iterator[memoryview]:
+        for key in ordered:
+            yield tensors[int(key)].cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
+
+    def hash_all() -> None:
+        for block in blocks():
+            digest.update(block)
+
+    hashing = threading.Thread(target=hash_all, name="plait.hash")
+    hashing.start()
+    try:
+        with path.open("xb") as file:
+            file.write(header)
+            for block in blocks():
+                file.write(block)
+            file.flush()
+            os.fsync(file.fileno())
+    finally:
+        hashing.join()
+    return StoredFile(end, digest.hexdigest())
+
+
+def publish_notes(save: Save, notes: Sequence[Any], state: Any) -> Path:
+    """Everybody has written: the checkpoint is there, and this is its folder."""
+    manifest = manifest_of(save, notes, state)
+    for rank in range(len(notes)):
+        note_of(save.partial, rank).unlink()
+    with saying(save.partial / "manifest.json", len(manifest.text())):
+        return publish(save.partial, manifest)
+
+
+def manifest_of(save: Save, notes: Sequence[Any], state: Any) -> Manifest:
+    """Of all that the ranks have written."""
+    files: dict[str, StoredFile] = {}
+    kinds: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
+    pieces: dict[str, list[StoredPiece]] = {}
+    for rank, note in enumerate(notes):
+        file = file_of(save.partial, rank).name
+        files[file] = StoredFile(note["bytes"], note["sha256"])
+        for number, (name, shape, dtype, region) in enumerate(note["pieces"]):
+            kind = DTYPES[dtype], tuple(shape)
+            if kinds.setdefault(name, kind) != kind:
+                raise ValueError(f"the ranks have different dtypes or shapes of {name!r}: {kinds[name]} and {kind}")
+            place = tuple((start, stop) for start, stop in region)
+            pieces.setdefault(name, []).append(StoredPiece(file, str(number), place))
+    tensors = {name: StoredTensor(*kind, tuple(pieces[name])) for name, kind in kinds.items()}
+    return Manifest(save.partial.name.split(".")[2], save.step, files, tensors, state)

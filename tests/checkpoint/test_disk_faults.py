@@ -1,0 +1,164 @@
+"""A disk that is full, read-only or gone: all ranks raise together, with path, need and have, and the old one loads."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import plait
+from plait.checkpoint import writing
+from plait.comm import Comm, run
+from plait.core.mesh import AXES, Mesh
+from plait.engine import Engine
+
+MODES = pytest.mark.parametrize("background", [False, True])
+SAYS = re.compile(
+    r"(No space left|Read-only file system|vanished|No such file).*; need \d+ bytes, have \d+ bytes: '(.*)'"
+)
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[Path]:
+    """Of two MiB: one checkpoint fits on it."""
+    place = tmp_path / "disk"
+    place.mkdir()
+    if mount("-t", "tmpfs", "-o", "size=2m", "tmpfs", str(place)):
+        pytest.skip("a small disk cannot be mounted here")
+    yield place
+    subprocess.run(["umount", str(place)], check=True)
+
+
+def mount(*arguments: str) -> int:
+    return subprocess.run(["mount", *arguments], capture_output=True).returncode if shutil.which("mount") else 1
+
+
+def build(comm: Comm, seed: int = 0) -> Engine:
+    model = nn.Sequential(nn.Linear(64, 1001), nn.Linear(1001, 64))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.linspace(-0.1, 0.1 + seed, parameter.numel()).view(parameter.shape))
+    return Engine(model, comm, strategy="zero3", optimizer=torch.optim.AdamW(model.parameters(), lr=0.01))
+
+
+def go(engine: Engine) -> None:
+    engine.backward(engine.model(torch.ones(2, 64)).square().sum(), 2)
+    assert engine.optimizer is not None
+    engine.optimizer.step()
+
+
+def saved(saver: plait.Saver) -> Path | None:
+    go(saver.engine)
+    saver.save()
+    return saver.wait()
+
+
+def failing(saver: plait.Saver, folder: Path) -> None:
+    """All ranks raise, and say where; rank 0 says no less than what another rank tells."""
+    with pytest.raises((OSError, RuntimeError)) as caught:
+        saved(saver)
+    found = SAYS.search(str(caught.value))
+    assert found and found[2].startswith(str(folder)), caught.value
+    saver.engine.comm.barrier(AXES)
+
+
+def ranks(body: Callable[[Comm], Any]) -> list[Any]:
+    return run(Mesh(shard=3), body, deadline=20)
+
+
+def check_loads(folder: Path, before: list[Any]) -> None:
+    """The checkpoint of step 1 has what every rank had then."""
+
+    def body(comm: Comm) -> Any:
+        engine = build(comm, seed=1)
+        assert plait.load(folder, engine).step == 1
+        return engine.full_state_dict()
+
+    for ours, theirs in zip(ranks(body), before, strict=True):
+        assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+@MODES
+def test_a_full_disk(disk: Path, background: bool) -> None:
+    folder = disk / "run"
+
+    def body(comm: Comm) -> Any:
+        saver = plait.Saver(folder, build(comm), background=background)
+        saved(saver)
+        state = saver.engine.full_state_dict()
+        for _ in range(2):
+            failing(saver, folder)
+        assert sorted(entry.name for entry in folder.iterdir()) == ["latest", "step-000001"]
+        comm.barrier(AXES)
+        if not comm.rank:
+            assert not mount("-o", "remount,size=8m", str(disk))
+        comm.barrier(AXES)
+        assert saved(saver) == folder / "step-000004"  # there is room, and it goes on
+        return state
+
+    check_loads(folder / "step-000001", ranks(body))
+
+
+@MODES
+def test_a_disk_that_becomes_read_only(disk: Path, background: bool) -> None:
+    folder = disk / "run"
+
+    def body(comm: Comm) -> Any:
+        saver = plait.Saver(folder, build(comm), background=background)
+        saved(saver)
+        state = saver.engine.full_state_dict()
+        if not comm.rank:
+            assert not mount("-o", "remount,ro", str(disk))
+        comm.barrier(AXES)
+        failing(saver, folder)
+        return state
+
+    check_loads(folder, ranks(body))
+
+
+@MODES
+def test_a_folder_that_has_vanished(tmp_path: Path, background: bool) -> None:
+    folder = tmp_path / "run"
+
+    def body(comm: Comm) -> Any:
+        saver = plait.Saver(folder, build(comm), background=background)
+        saved(saver)
+        state = saver.engine.full_state_dict()
+        if not comm.rank:
+            folder.rename(tmp_path / "moved")
+        comm.barrier(AXES)
+        failing(saver, folder)
+        return state
+
+    check_loads(tmp_path / "moved", ranks(body))
+
+
+@pytest.mark.parametrize("rank", range(3))
+def test_a_folder_that_vanishes_while_it_is_written(rank: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    original, gone = writing.write_tensors, threading.Event()
+
+    def late(path: Path, tensors: Any) -> Any:
+        if path.name == f"rank-{rank:05d}.safetensors" and "step-000002" in path.parent.name:
+            shutil.rmtree(path.parent)
+            gone.set()
+        return original(path, tensors)
+
+    monkeypatch.setattr("plait.checkpoint.writing.write_tensors", late)
+
+    def body(comm: Comm) -> Any:
+        saver = plait.Saver(tmp_path, build(comm))
+        saved(saver)
+        state = saver.engine.full_state_dict()
+        failing(saver, tmp_path)
+        return state
+
+    check_loads(tmp_path, ranks(body))
+    assert gone.is_set()

@@ -1,0 +1,295 @@
+"""Saving while a run goes on: what is saved is the run at that moment, and what fails all ranks hear of."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from run_cases import LAYOUTS, Training, differences
+from torch import nn
+
+import plait
+from plait.checkpoint import writing
+from plait.comm import Comm, run
+from plait.core.mesh import AXES, Mesh
+from plait.engine import Engine
+
+
+def build(comm: Comm, fill: float = 0.5) -> Engine:
+    model = nn.Sequential(nn.Linear(5, 23), nn.Linear(23, 5))
+    with torch.no_grad():
+        for number, parameter in enumerate(model.parameters()):
+            parameter.copy_(torch.linspace(-fill, number / 9, parameter.numel()).view(parameter.shape))
+    return Engine(model, comm, strategy="zero3", optimizer=torch.optim.AdamW(model.parameters(), lr=0.01))
+
+
+def go(engine: Engine) -> None:
+    engine.backward(engine.model(torch.ones(2, 5)).square().sum(), 2)
+    assert engine.optimizer is not None
+    engine.optimizer.step()
+
+
+def ranks(body: Callable[[Comm], Any], size: int = 3, deadline: float = 20) -> list[Any]:
+    return run(Mesh(shard=size), body, deadline=deadline)
+
+
+def names(path: Path) -> list[str]:
+    return sorted(entry.name for entry in path.iterdir())
+
+
+def raised_together(body: Callable[[Comm], Any], words: str) -> list[str]:
+    """What each rank raises; all do, with these words."""
+
+    def safe(comm: Comm) -> str:
+        with pytest.raises((OSError, ValueError, RuntimeError)) as caught:
+            body(comm)
+        return f"{type(caught.value).__name__}: {caught.value}"
+
+    said = ranks(safe)
+    assert all(words in one for one in said), said
+    return said
+
+
+class Gate:
+    """The file of one rank is written when the gate opens."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, rank: int = 1) -> None:
+        self.open, self.reached, original = threading.Event(), threading.Event(), writing.write_tensors
+
+        def gated(path: Path, tensors: Any) -> Any:
+            if f"rank-{rank:05d}" in path.name:
+                self.reached.set()
+                assert self.open.wait(20)
+            return original(path, tensors)
+
+        monkeypatch.setattr("plait.checkpoint.writing.write_tensors", gated)
+
+
+@pytest.mark.parametrize("where", LAYOUTS)
+def test_what_is_saved_is_the_run_at_that_moment(where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is written before the run has gone on for two more steps."""
+    gate = Gate(monkeypatch, rank=0)
+
+    def straight(comm: Comm) -> Any:
+        training = Training.begin(comm, where)
+        training.go(0, 2)
+        note = torch.arange(3.0)
+        with plait.Saver(tmp_path, training.engine, ema=training.ema) as saver:
+            saver.save(extra={"schedule": training.schedule.state_dict(), "note": note})
+            at = training.state()
+            losses = training.go(2, 4)
+            note += 1
+            gate.open.set()
+        return at, losses, training.state()
+
+    def resumed(comm: Comm) -> Any:
+        training = Training.begin(comm, where, change=1)
+        assert torch.equal(training.load(tmp_path).extra["note"], torch.arange(3.0))
+        at = training.state()
+        return at, training.go(2, 4), training.state()
+
+    mesh = Mesh.parse(LAYOUTS[where][0])
+    first = run(mesh, straight, deadline=30)
+    assert not differences(run(mesh, resumed, deadline=30), first)
+
+
+def test_a_second_save_waits_for_the_first_and_uses_its_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gate = Gate(monkeypatch)
+
+    def body(comm: Comm) -> Any:
+        engine = build(comm)
+        saver = plait.Saver(tmp_path, engine)
+        assert saver.wait() is None
+        go(engine)
+        saver.save()
+        assert saver.waited < 0.1 and names(tmp_path) != ["latest", "step-000001"]
+        memory = saver._memory.buffer.data_ptr()
+        if not comm.rank:
+            threading.Timer(0.3, gate.open.set).start()
+        go(engine)
+        saver.save()
+        assert saver.waited > 0.2 and (tmp_path / "step-000001").is_dir()
+        assert saver.wait() == saver.wait() == tmp_path / "step-000002"
+        assert saver._memory.buffer.data_ptr() == memory
+        return engine.full_state_dict()
+
+    saved = ranks(body)
+
+    def load(comm: Comm) -> Any:
+        engine = build(comm, fill=2)
+        plait.load(tmp_path, engine)
+        return engine.full_state_dict()
+
+    assert not differences(ranks(load), saved)
+
+
+@pytest.mark.parametrize("broken", range(3))
+def test_what_a_thread_could_not_write_all_ranks_raise_later(
+    broken: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original = writing.write_tensors
+
+    def failing(path: Path, tensors: Any) -> Any:
+        if path.name == f"rank-{broken:05d}.safetensors" and "step-000001" in path.parent.name:
+            path.write_bytes(b"half")
+            raise OSError(28, "No space left on device")
+        return original(path, tensors)
+
+    monkeypatch.setattr("plait.checkpoint.writing.write_tensors", failing)
+
+    def body(comm: Comm) -> None:
+        engine = build(comm)
+        saver = plait.Saver(tmp_path, engine)
+        saver.save()
+        go(engine)
+        saver.save()
+        go(engine)
+        with pytest.raises((OSError, RuntimeError), match=r"No space left.*; need \d+ bytes, have \d+"):
+            saver.save() if broken else saver.wait()
+        comm.barrier(AXES)
+        assert names(tmp_path) == ["latest", "step-000000"]
+        comm.barrier(AXES)
+        saver.save()  # it goes on
+        assert saver.wait() == tmp_path / "step-000002"
+
+    ranks(body)
+    assert names(tmp_path) == ["latest", "step-000000", "step-000002"]
+
+
+def test_a_weight_that_is_not_finite_is_never_saved(tmp_path: Path) -> None:
+    def body(comm: Comm) -> None:
+        engine = build(comm)
+        if comm.rank == 2:
+            next(engine.pieces()).tensor.view(-1)[-1] = torch.nan
+        plait.Saver(tmp_path, engine).save()
+
+    raised_together(body, "not finite")
+    assert names(tmp_path) == []
+
+    def large(comm: Comm) -> Path | None:  # whose sum is not
+        engine = build(comm)
+        for piece in engine.pieces():
+            piece.tensor.fill_(3e38)
+        with plait.Saver(tmp_path, engine) as saver:
+            saver.save()
+        return saver.wait()
+
+    assert ranks(large) == [tmp_path / "step-000000"] * 3
+
+
+def test_a_rank_that_does_not_write_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gate = Gate(monkeypatch)
+
+    def body(comm: Comm) -> None:
+        saver = plait.Saver(tmp_path, build(comm), deadline=0.5)
+        saver.save()
+        try:
+            saver.wait()
+        finally:
+            gate.open.set()
+
+    start = time.monotonic()
+    said = raised_together(body, "rank")
+    assert time.monotonic() - start < 10
+    assert any("rank 0 has waited 0.5 s for what rank 1 should have written" in one for one in said) or any(
+        "rank 1 has not written" in one for one in said
+    )
+
+
+def test_an_error_in_the_block_is_not_held_up_and_the_save_is_finished(tmp_path: Path) -> None:
+    def body(comm: Comm) -> None:
+        with plait.Saver(tmp_path, build(comm)) as saver:
+            saver.save()
+            if comm.rank == 1:
+                raise ArithmeticError("a rank's own error")
+
+    with pytest.raises(ArithmeticError):
+        ranks(body)
+    join_threads()
+    assert names(tmp_path) == ["latest", "step-000000"]
+
+
+def test_a_program_that_has_ended_waits_for_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 1 never writes, and rank 0 waits no longer than for a collective."""
+    gate = Gate(monkeypatch)
+    ranks(lambda comm: plait.Saver(tmp_path, build(comm)).save(), deadline=1)
+    start = time.monotonic()
+    join_threads(but=1)
+    assert 0.5 < time.monotonic() - start < 5
+    gate.open.set()
+    join_threads()
+    assert len(names(tmp_path)) == 1 and names(tmp_path)[0].endswith(".partial")
+
+
+def join_threads(but: int = 0) -> None:
+    """Wait until no more than so many threads write."""
+    end = time.monotonic() + 20
+    while sum(thread.name == "plait.save" for thread in threading.enumerate()) > but:
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+def keep(path: Path, steps: int, count: int, then: Callable[[int], Any] = lambda step: None) -> None:
+    def body(comm: Comm) -> None:
+        engine = build(comm)
+        saver = plait.Saver(path, engine, keep=count)
+        for step in range(1, steps + 1):
+            go(engine)
+            saver.save()
+            saver.wait()
+            if not comm.rank:
+                then(step)
+            comm.barrier(AXES)
+
+    ranks(body)
+
+
+def test_the_newest_few_are_kept_and_what_is_not_ours_stays(tmp_path: Path) -> None:
+    def then(step: int) -> None:
+        if step == 1:
+            (tmp_path / "step-000001" / "pinned").touch()
+            (tmp_path / "step-000000").mkdir()  # no checkpoint
+            (tmp_path / "step-000009").mkdir()
+            (tmp_path / "notes").write_text("mine")
+        if step == 2:
+            (tmp_path / "step-000002").rename(tmp_path / "best")
+        if step == 3:
+            (tmp_path / "step-000002").symlink_to(tmp_path / "best")
+
+    keep(tmp_path, 6, 2, then)
+    others = ["best", "latest", "notes", "step-000000", "step-000001", "step-000002", "step-000009"]
+    assert names(tmp_path) == sorted([*others, "step-000005", "step-000006"])
+    with pytest.raises(ValueError, match="keep=0"):
+        keep(tmp_path, 1, 0)
+
+
+def test_nothing_is_removed_before_the_newest_has_been_read_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keep(tmp_path, 2, 3)
+    original = writing.publish
+
+    def damaging(partial: Path, manifest: Any) -> Path:
+        published = original(partial, manifest)
+        file = published / "rank-00002.safetensors"
+        data = bytearray(file.read_bytes())
+        data[-1] ^= 1
+        file.write_bytes(data)
+        return published
+
+    monkeypatch.setattr("plait.checkpoint.writing.publish", damaging)
+
+    def body(comm: Comm) -> None:
+        engine = build(comm)
+        plait.load(tmp_path, engine)
+        go(engine)
+        with plait.Saver(tmp_path, engine, keep=1) as saver:
+            saver.save()
+
+    raised_together(body, "rank-00002.safetensors' is not what was written")
+    assert names(tmp_path) == ["latest", "step-000001", "step-000002", "step-000003"]

@@ -220,6 +220,12 @@ def _link(path: Path) -> None:
     (path / "__0_0.distcp").symlink_to(path / "elsewhere")
 
 
+def _flip(path: Path) -> None:
+    data = bytearray((path / "__0_0.distcp").read_bytes())
+    data[data.index(torch.tensor([9.0, 10.0]).numpy().tobytes()) + 2] ^= 1
+    (path / "__0_0.distcp").write_bytes(data)
+
+
 def _fifo(path: Path) -> None:
     (path / ".metadata").unlink()
     os.mkfifo(path / ".metadata")
@@ -231,6 +237,7 @@ FOLDERS: dict[str, Any] = {
     "another name": (lambda path: _info(path, relative_path=".metadata"), "not the name of a file"),
     "a link": (_link, "no file that can be read"),
     "a pipe": (_fifo, "no plain file"),
+    "a bit": (_flip, "CRC-32"),
     "gone": (lambda path: (path / "__0_0.distcp").unlink(), "no file that can be read"),
     "far": (lambda path: _info(path, offset=1 << 40), "a record lies at"),
     "negative": (lambda path: _info(path, offset=-5), "a record lies at"),

@@ -15,6 +15,7 @@ import mmap
 import re
 import struct
 import zipfile
+import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -57,6 +58,7 @@ STORAGES = {
 _TENSOR = "torch._utils._rebuild_tensor_v2"
 RECORD_NAMES = {_TENSOR, "collections.OrderedDict", "torch.Size", *STORAGES}
 """What torch.save writes for a tensor, and for lists and dicts of them."""
+CHUNK = 1 << 20
 MOST_ENTRIES = 1 << 12
 """Files in the zip of one record: a tensor has seven."""
 
@@ -284,6 +286,8 @@ def _record(folder: Path, info: Any) -> tuple[_Archive, Any]:
             start = begin + one.header_offset + 30 + sum(struct.unpack("<HH", header[26:30]))
             if header[:4] != b"PK\3\4" or start + one.file_size > begin + length:
                 raise ValueError("a record's files do not lie in it")
+            if one.CRC not in (0, _checksum(file, start, one.file_size)):  # 0: torch was told to write none
+                raise ValueError(f"{own!r} is damaged: the CRC-32 of {one.filename[:80]!r} at byte {start} is another")
             places[one.filename.partition("/")[2]] = start, one.file_size
         if "data.pkl" not in places:
             raise ValueError("a record has no data.pkl")
@@ -291,6 +295,14 @@ def _record(folder: Path, info: Any) -> tuple[_Archive, Any]:
     if "byteorder" in places and order != b"little":
         raise ValueError("a record was written on a machine of another byte order")
     return _Archive(folder / own, places), unpickled(program, RECORD_NAMES)
+
+
+def _checksum(file: BinaryIO, begin: int, size: int) -> int:
+    file.seek(begin)
+    checksum = 0
+    for start in range(0, size, CHUNK):
+        checksum = zlib.crc32(file.read(min(CHUNK, size - start)), checksum)
+    return checksum
 
 
 def _bytes(file: BinaryIO, place: tuple[int, int], most: int) -> bytes:

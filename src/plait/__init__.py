@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any
 from plait.api import distributed_sampler, join, rank_batches, run_threads, sum_of_mean
 from plait.checkpoint.load import Loaded, load
 from plait.checkpoint.save import Saver, save
+from plait.checkpoint.stateful import Checkpointed
 from plait.comm import Comm
 from plait.core.cells import TABLE, Cell, Strategy, parse_strategy
 from plait.core.layout import Layout
@@ -48,13 +49,16 @@ from plait.sharded import (
 from plait.tensor_parallel import cross_entropy_sum
 
 if TYPE_CHECKING:
+    from plait.verify.resume import verify_resume as verify_resume
     from plait.verify.run import verify as verify
 
 
 def __getattr__(name: str) -> Any:
-    """``plait.verify`` is imported when it is asked for, with all that it needs."""
+    """``plait.verify`` and ``verify_resume`` are imported when they are asked for, with all that they need."""
     if name == "verify":
         return import_module("plait.verify")
+    if name == "verify_resume":
+        return import_module("plait.verify.resume").verify_resume
     raise AttributeError(f"module 'plait' has no attribute {name!r}")
 
 
@@ -64,6 +68,7 @@ __all__ = [
     "EMA",
     "TABLE",
     "Cell",
+    "Checkpointed",
     "Comm",
     "Engine",
     "Evaluation",
@@ -78,4 +83,4 @@ __all__ = [
 __all__ += ["Strategy", "distributed_sampler", "empty_parameters", "join", "load", "parse_strategy", "rank_batches"]
 __all__ += ["run_threads", "save", "sum_of_mean"]
 __all__ += ["LayoutError", "ShardedTensor", "annotate", "auto_redistribute", "cross_entropy_sum", "dropout_stream"]
-__all__ += ["UserJob", "explain", "from_dtensor", "to_dtensor", "verify"]
+__all__ += ["UserJob", "explain", "from_dtensor", "to_dtensor", "verify", "verify_resume"]

@@ -1,77 +1,86 @@
-"""One process of the tests against torch's own checkpoints: FSDP2 on gloo, ``python dcp_ranks.py save|load ...``.
+"""One process of the tests of ``plait.Checkpointed``: ``python dcp_ranks.py <folder> <layout> ...``.
 
-save FOLDER WHOLE [flat]    two updates of the decoder, saved by torch; the same whole, of rank 0, in a file
-load FOLDER WHOLE           another decoder takes the folder by torch's own load, and is what the file says
+The first layout trains and saves.  Each other one loads what the one before it has saved, compares, saves its own, and
+makes the next step; in the place of a layout, ``fsdp2`` is a program of torch that reads it.  Every rank writes what it
+has found.
 """
 
 from __future__ import annotations
 
+import json
 import sys
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from run_cases import decoder, differences
-from torch import nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+from run_cases import LAYOUTS, Training, decoder, differences, optimizers_of
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
+import plait
+from plait.comm.process import ProcessComm
+from plait.core.mesh import Mesh
 
-def build(change: int = 0) -> tuple[nn.Module, list[torch.optim.Optimizer]]:
-    """As ``run_cases.Training`` builds them."""
+
+def fsdp2(folder: Path, change: int) -> Any:
+    """Parameters and optimizer state, whole, as an FSDP2 program of the same names has read them."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     model = decoder()
     with torch.no_grad():
-        for value in model.state_dict().values():
+        for value in model.parameters():
             value.add_(change)
-    for block in model.blocks:
-        fully_shard(block)
-    fully_shard(model)
-    own = [p for p in model.parameters() if p.requires_grad]
-    matrices, others = [p for p in own if p.dim() > 1], [p for p in own if p.dim() < 2]
-    first = torch.optim.AdamW(
-        [{"params": matrices[:3], "weight_decay": 0.2}, {"params": matrices[3:], "betas": (0.8, 0.9)}], lr=0.01
-    )
-    return model, [first, torch.optim.SGD(others, lr=0.1, momentum=0.9)]
+    for module in (*model.blocks, model):
+        fully_shard(module, mesh=mesh)
+    first, second = optimizers_of(model)
+    app = {"model": get_model_state_dict(model), "optimizer": get_optimizer_state_dict(model, (first, second))}
+    dcp.load({"app": app}, checkpoint_id=folder)
+    set_model_state_dict(model, app["model"])
+    set_optimizer_state_dict(model, (first, second), app["optimizer"])
+    whole = StateDictOptions(full_state_dict=True)
+    read = get_model_state_dict(model, options=whole), get_optimizer_state_dict(model, (first, second), options=whole)
+    return read
 
 
-def update(model: nn.Module, optimizers: list[torch.optim.Optimizer], times: int) -> None:
-    for step in range(times):
-        for number, parameter in enumerate(p for p in model.parameters() if p.requires_grad):
-            whole = torch.linspace(-1, number + step, parameter.numel()).view(parameter.shape)
-            local = torch.distributed.tensor.distribute_tensor(whole, parameter.device_mesh, parameter.placements)
-            parameter.grad = local.to(parameter.dtype)
-        for optimizer in optimizers:
-            optimizer.step()
-
-
-def state_of(model: nn.Module, optimizers: list[torch.optim.Optimizer], **options: bool) -> dict[str, Any]:
-    own, state = get_state_dict(model, optimizers, options=StateDictOptions(**options))
-    return {"model": own, "optim": state}
-
-
-def main(what: str, folder: str, whole: str, *flags: str) -> None:
-    dist.init_process_group("gloo")
-    model, optimizers = build(change=int(what == "load"))
-    if what == "save":
-        update(model, optimizers, 2)
-        extra = {"epoch": 7, "rng": torch.arange(9, dtype=torch.uint8), "words": ["a", ("b", None)]}
-        state = state_of(model, optimizers, flatten_optimizer_state_dict="flat" in flags)
-        dcp.save({**({"app": state} if "app" in flags else state), **extra}, checkpoint_id=folder)
-    else:
-        torch.optim.lr_scheduler.StepLR(optimizers[0], 3)  # groups get the keys that a schedule gives them
-        update(model, optimizers, 1)
-        state = state_of(model, optimizers)
-        dcp.load(state, checkpoint_id=folder)
-        set_state_dict(model, optimizers, model_state_dict=state["model"], optim_state_dict=state["optim"])
-    gathered = state_of(model, optimizers, full_state_dict=True, cpu_offload=True)
-    if not dist.get_rank():
-        if what == "save":
-            torch.save(gathered, whole)
+def main(folder: Path, layouts: list[str]) -> None:
+    first = plait.join(LAYOUTS[layouts[0]][0], deadline=30)
+    found: list[str] = []
+    saved: Any = None
+    losses: list[float] = []
+    for number, layout in enumerate(layouts):
+        before, own = folder / str(number - 1), folder / str(number)
+        if layout == "fsdp2":
+            model, optimizer = fsdp2(before, number)
+            for what, ours, theirs in (
+                ("model", model, saved[0]),
+                ("optimizer", optimizer["state"], saved[2]["state"]),
+            ):
+                found += [f"fsdp2: {line}" for line in differences(ours, theirs, what)]
+            continue
+        store = dist.PrefixStore(str(number), dist.distributed_c10d._get_default_store())
+        comm = ProcessComm(Mesh.parse(LAYOUTS[layout][0]), first.rank, store, deadline=30)
+        training = Training.begin(comm, layout, change=number)
+        if number:
+            dcp.load({"app": plait.Checkpointed(training.engine, ema=training.ema)}, checkpoint_id=before)
+            found += [f"{layout}: {line}" for line in differences(training.state()[:4], saved[:4])]
         else:
-            print("differences:", differences(gathered, torch.load(whole)))
-    dist.destroy_process_group()
+            training.go(0, 2)
+        saved = training.state()
+        dcp.save({"app": plait.Checkpointed(training.engine, ema=training.ema)}, checkpoint_id=own)
+        found += [f"{layout}, saving: {line}" for line in differences(training.state(), saved)]
+        losses += training.go(2, 3)
+    (folder / f"found-{first.rank}.json").write_text(json.dumps({"found": found, "losses": losses}))
+    first.close()
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    sys.path.insert(0, str(Path(__file__).parent))
+    main(Path(sys.argv[1]), sys.argv[2:])

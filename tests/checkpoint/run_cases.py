@@ -52,6 +52,13 @@ def decoder() -> nn.Module:
     return model
 
 
+def optimizers_of(model: nn.Module) -> tuple[torch.optim.Optimizer, torch.optim.Optimizer]:
+    matrices = [p for p in model.parameters() if p.requires_grad and p.dim() > 1]
+    others = [p for p in model.parameters() if p.requires_grad and p.dim() < 2]
+    groups = [{"params": matrices[:3], "weight_decay": 0.2}, {"params": matrices[3:], "betas": (0.8, 0.9)}]
+    return torch.optim.AdamW(groups, lr=0.01), torch.optim.SGD(others, lr=0.1, momentum=0.9)
+
+
 def batches(steps: int) -> list[dict[str, Tensor]]:
     generator = torch.Generator().manual_seed(2)
     made = []
@@ -76,13 +83,7 @@ class Training:
         with torch.no_grad():
             for value in model.state_dict().values():
                 value.add_(change)  # a load that leaves anything out is seen
-        names = {id(p): n for n, p in model.named_parameters() if p.requires_grad}
-        matrices = [p for p in model.parameters() if id(p) in names and p.dim() > 1]
-        others = [p for p in model.parameters() if id(p) in names and p.dim() < 2]
-        first = torch.optim.AdamW(
-            [{"params": matrices[:3], "weight_decay": 0.2}, {"params": matrices[3:], "betas": (0.8, 0.9)}], lr=0.01
-        )
-        second = torch.optim.SGD(others, lr=0.1, momentum=0.9)
+        first, second = optimizers_of(model)
         engine = Engine(
             model,
             comm,

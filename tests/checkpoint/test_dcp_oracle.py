@@ -19,7 +19,7 @@ from plait.checkpoint.saved import Saved
 from plait.comm import Comm, run
 from plait.core.mesh import Mesh
 
-RANKS = Path(__file__).with_name("dcp_ranks.py")
+RANKS = Path(__file__).with_name("fsdp2_ranks.py")
 
 
 def fsdp2(ranks: int, *words: str | Path) -> str:

@@ -161,7 +161,7 @@ def test_a_second_run_does_not_replace_the_first_unless_told_to(
     train(*words)
     before = (tmp_path / "out" / "metrics.jsonl").read_text()
     assert main(["train", *words, "--out", str(tmp_path / "out")]) == 2
-    assert "has the metrics of an earlier run: give another folder, or --overwrite" in capsys.readouterr().err
+    assert "has the metrics of an earlier run: give another folder, --resume auto" in capsys.readouterr().err
     assert (tmp_path / "out" / "metrics.jsonl").read_text() == before
     assert len(train(*words, "--steps", "2")[1]) == 2  # with --overwrite
     assert "overwrite" not in (tmp_path / "out" / "config.toml").read_text()

@@ -7,9 +7,11 @@ snapshot.py      what a rank has of it, and copies, so that weights may change a
 writing.py       a rank's thread: its file, a note of it; the manifest of all notes
 retention.py     which old checkpoints go, and when
 load.py          ``plait.load``: into any layout, each rank reads its regions
+as_saved.py      after a load: every piece compared with what lies in the files
 folder.py        folders that are whole or not there
 manifest.py      what a checkpoint says of itself, checked field by field
 values.py        numbers, strings, lists, dicts as JSON and back
+complete.py      what is lost between a save and a load is refused
 stored.py        tensors in a checkpoint's files, read region by region
 
 saved.py         a checkpoint without an engine: read by blocks, verified, written anew in other files
@@ -18,4 +20,5 @@ export.py        a checkpoint as a Hugging Face folder
 dcp.py           folders of torch.distributed.checkpoint, to plait and back
 distcp.py        what such a folder has, read without running anything
 pickled.py       a pickle read as data
+stateful.py      ``plait.Checkpointed``: a run for torch.distributed.checkpoint
 """

@@ -15,6 +15,7 @@ from typing import Any
 
 from safetensors import SafetensorError
 
+from plait.checkpoint.complete import check_complete
 from plait.checkpoint.folder import checkpoints, find, read_manifest
 from plait.checkpoint.manifest import Manifest
 from plait.checkpoint.stored import SavedTensor, SavedWeights, check_contents, is_same
@@ -191,6 +192,7 @@ def _check_fits(engine: Engine, ema: EMA | None, state: Any, tensors: Mapping[st
     if engine.optimizer_state is not None:
         engine.take_new_groups()
         engine.optimizer_state.check(state["optimizer"])
+    check_complete(engine, state, tensors)
     if ema is not None:
         averaged = {engine.directory.aliases.get(name, name) for name in engine.exchange.names}
         _check_names("average", {name: engine.directory.shapes[name] for name in averaged}, _of("ema", tensors))

@@ -8,6 +8,9 @@ run.py         the command: both comparisons, the ledger, a table, an exit code
 covering.py    a small set of cases in which every two values meet
 cases.py       the layouts of a matrix
 matrix.py      the command with --matrix: many layouts, a grid of verdicts
+
+resume.py      a program that is stopped and goes on against one that is not, by anybody's save and load
+program.py     what such a program goes on with, found among its attributes
 """
 
 import sys

@@ -118,8 +118,7 @@ class OptimizerState:
                 whole = values.setdefault(key, torch.empty(self.shapes[name], dtype=sent.dtype))
                 for region, part in one.place.regions(sent):
                     whole[tuple(slice(*ends) for ends in region)] = part.cpu()
-        groups = zip(self._own_groups(), self._names(), strict=True)
-        return {"state": state, "param_groups": [{**_options(group), "params": list(own)} for group, own in groups]}
+        return {"state": state, "param_groups": [{**options, "params": list(own)} for own, options in self.groups()]}
 
     def elements_of(self, piece: Owned) -> dict[str, Tensor]:
         """What an optimizer keeps for each element of a run, in its own memory."""
@@ -139,6 +138,10 @@ class OptimizerState:
                 place = RunPlace(run, self.cuts.get(name), tensor_rank)
                 found.append(Told(rank, place, {key: tuple(value) for key, value in values.items()}))
         return found
+
+    def groups(self) -> Iterator[tuple[list[str], dict[str, Any]]]:
+        """Every group of the optimizers: the names of its parameters, and its options."""
+        return ((own, _options(group)) for group, own in zip(self._own_groups(), self._names(), strict=True))
 
     def _own_groups(self) -> Iterator[dict[str, Any]]:
         return (group for optimizer in self.owner.optimizers for group in optimizer.param_groups)

@@ -1,0 +1,278 @@
+"""``plait.verify_resume`` on a plain loop that saves with ``torch.save``: right as it is, and every fault named."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+import plait
+
+
+class Sampler:
+    """Samples 0..10 in a new order for each epoch, three at a time."""
+
+    def __init__(self) -> None:
+        self.generator = torch.Generator().manual_seed(4)
+        self.order, self.position = self.draw(), 0
+
+    def draw(self) -> list[int]:
+        return torch.randperm(11, generator=self.generator).tolist()
+
+    def next(self) -> list[int]:
+        if self.position + 3 > len(self.order):
+            self.order, self.position = self.draw(), 0
+        self.position += 3
+        return self.order[self.position - 3 : self.position]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"order": self.order, "position": self.position, "generator": self.generator.get_state()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.order, self.position = state["order"], state["position"]
+        self.generator.set_state(state["generator"])
+
+
+class Program:
+    """A loop as people write it."""
+
+    def __init__(self) -> None:
+        self.model = nn.Sequential(nn.Linear(3, 5), nn.BatchNorm1d(5), nn.Dropout(0.4), nn.Linear(5, 2))
+        self.model.register_buffer("scale", torch.tensor(2.0))
+        self.ema = AveragedModel(self.model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
+        matrices = [p for p in self.model.parameters() if p.dim() > 1]
+        vectors = [p for p in self.model.parameters() if p.dim() < 2]
+        self.optimizer = torch.optim.AdamW([{"params": matrices}, {"params": vectors, "weight_decay": 0.0}], lr=0.1)
+        self.schedule = torch.optim.lr_scheduler.StepLR(self.optimizer, 2, gamma=0.5)
+        self.scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=2)
+        self.sampler = Sampler()
+        self.data = [torch.full((3,), float(n)).sin() for n in range(11)]
+        self.steps_made = 0
+
+    def step(self) -> Tensor:
+        samples = self.sampler.next()
+        random.random()
+        x = torch.stack([self.data[n] for n in samples])
+        loss: Tensor = (self.model(x) * self.model.scale).square().mean()
+        self.scaler.scale(loss).backward()
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        self.optimizer.zero_grad()
+        self.schedule.step()
+        self.ema.update_parameters(self.model)
+        self.steps_made += 1
+        return loss
+
+    PARTS = ("model", "ema", "optimizer", "schedule", "scaler", "sampler")
+
+    def save(self, path: Path) -> None:
+        state = {name: getattr(self, name).state_dict() for name in self.PARTS}
+        numbers = {"torch": torch.get_rng_state(), "python": random.getstate(), "made": self.steps_made}
+        torch.save({**state, **numbers}, path / "all.pt")
+
+    def load(self, path: Path, fault: Callable[[Program, dict[str, Any]], None] | None = None) -> None:
+        saved = torch.load(path / "all.pt", weights_only=False)
+        strict = fault is None
+        if fault is not None:
+            fault(self, saved)
+        self.model.load_state_dict(saved["model"], strict=strict)
+        for name in self.PARTS[1:]:
+            if name in saved:
+                getattr(self, name).load_state_dict(saved[name])
+        if "torch" in saved:
+            torch.set_rng_state(saved["torch"])
+        if "python" in saved:
+            random.setstate(saved["python"])
+        self.steps_made = saved["made"]
+
+
+def verify(load: Callable[[Program, Path], Any] = Program.load, **settings: Any) -> Any:
+    return plait.verify_resume(Program, Program.step, Program.save, load, **settings)
+
+
+def test_the_right_one_is_right() -> None:
+    before = torch.get_rng_state(), random.getstate()
+    report = verify()
+    assert report.equal and "to the bit" in str(report)
+    kinds = {finding.kind for finding in report.findings}
+    assert kinds == {"parameter", "buffer", "optimizer", "group", "state", "random", "samples", "loss"}
+    assert torch.equal(torch.get_rng_state(), before[0]) and random.getstate() == before[1], "left as they were"
+    assert verify(at=(1, 4, 5), state=lambda program: {"all": [program.model, program.sampler.position]}).equal
+
+
+def without(*keys: str) -> Callable[[Program, dict[str, Any]], None]:
+    return lambda program, saved: [saved.pop(key) for key in keys] and None
+
+
+def renamed(program: Program, saved: dict[str, Any]) -> None:
+    saved["model"]["0.wieght"] = saved["model"].pop("0.weight")
+
+
+def stepped_once_more(program: Program, saved: dict[str, Any]) -> None:
+    saved["schedule"]["last_epoch"] += 1
+
+
+def moved(by: int) -> Callable[[Program, dict[str, Any]], None]:
+    return lambda program, saved: saved["sampler"].__setitem__("position", saved["sampler"]["position"] + by)
+
+
+def fresh_momentum(program: Program, saved: dict[str, Any]) -> None:
+    for own in saved["optimizer"]["state"].values():
+        own["exp_avg"].zero_()
+
+
+def option_lost(program: Program, saved: dict[str, Any]) -> None:
+    saved["optimizer"]["param_groups"][1].pop("initial_lr")
+
+
+def option_of_the_other(program: Program, saved: dict[str, Any]) -> None:
+    saved["optimizer"]["param_groups"][1]["weight_decay"] = 0.01
+
+
+def rate_overwritten(program: Program, saved: dict[str, Any]) -> None:
+    for group in saved["optimizer"]["param_groups"]:
+        group["lr"] = 0.1
+
+
+FAULTS: dict[str, tuple[Callable[[Program, dict[str, Any]], None], str]] = {
+    "fresh optimizer": (without("optimizer"), "the step of '0.weight' in program.optimizer is not there: it is fresh"),
+    "fresh momentum": (fresh_momentum, "the exp_avg of '0.weight' in program.optimizer is fresh: all zeros"),
+    "lost schedule": (without("schedule"), "the last_epoch of program.schedule is 0 and was 2 (as it was before"),
+    "schedule stepped once more": (stepped_once_more, "the last_epoch of program.schedule is 3 and was 2 (as it is af"),
+    "learning rate overwritten": (rate_overwritten, "the learning rate of group 0 of program.optimizer is 0.1 and was"),
+    "an option lost": (option_lost, "the initial_lr of group 1 of program.optimizer is not there, and was"),
+    "another option": (option_of_the_other, "the weight_decay of group 1 of program.optimizer is 0.01 and was 0.0"),
+    "a sample again": (moved(-3), "the position of program.sampler is 3 and was 6"),
+    "a sample skipped": (moved(3), "the position of program.sampler is 9 and was 6"),
+    "lost random numbers": (without("torch"), "the state of torch's random numbers (CPU) is another"),
+    "lost Python's": (without("python"), "the state of Python's random is another"),
+    "a buffer left out": (
+        lambda program, saved: saved["model"].pop("1.running_mean"),
+        "the buffer '1.running_mean' of program.model differs by up to",
+    ),
+    "a buffer that never changes left out": (
+        lambda program, saved: saved["model"].pop("scale"),
+        "the buffer 'scale' of program.model is 3.0 and was 2.0 (as it was before the load)",
+    ),
+    "lost average": (without("ema"), "the parameter 'module.0.weight' of program.ema differs by up to"),
+    "lost loss scale": (without("scaler"), "the scale of program.scaler is 8.0 and was 16.0 (as it was before the"),
+    "one parameter left out": (
+        lambda program, saved: saved["model"].pop("3.bias"),
+        "the parameter '3.bias' of program.model differs by up to",
+    ),
+    "a renamed key": (renamed, "the parameter '0.weight' of program.model differs by up to"),
+    "a counter": (
+        lambda program, saved: saved.__setitem__("made", 0),
+        "program.steps_made is 0 and was 2 (as it was before the load)",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_every_fault_is_named_first(fault: str) -> None:
+    change, words = FAULTS[fault]
+    with pytest.raises(AssertionError) as caught:
+        verify(lambda program, path: program.load(path, change))
+    assert str(caught.value).startswith(f"after the load of step 2, {words}"), str(caught.value)
+    assert "DIFFERENT" in str(caught.value), "and a table"
+
+
+class Hidden:
+    """Its position is where nobody can look: in an iterator."""
+
+    def __init__(self, skipped: int = 0) -> None:
+        self.model = nn.Linear(2, 2)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
+        self.batches = iter([torch.full((1, 2), float(n)) for n in range(20)])
+        self.skip(skipped)
+        self.shift = [0.0]
+
+    def skip(self, number: int) -> None:
+        for _ in range(number):
+            next(self.batches)
+
+    def step(self) -> Tensor:
+        loss: Tensor = (self.model(next(self.batches)) + self.shift.pop()).square().sum()
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.shift.append(0.0)
+        return loss
+
+
+@pytest.mark.parametrize(
+    ("skipped", "words"),
+    [
+        (2, ""),
+        (0, "step 3 trained on the samples of step 1 again"),
+        (3, "step 3 trained on the samples of step 4: its own were skipped"),
+        (15, "step 3 trained on other samples than any step of the run that was not stopped"),
+    ],
+)
+@pytest.mark.parametrize("told", [False, True])
+def test_samples_that_only_the_step_shows(skipped: int, words: str, told: bool) -> None:
+    def step(program: Hidden) -> Any:
+        if not told:
+            return program.step()
+        batch = next(program.batches)
+        return torch.ones(()), batch.view(-1).tolist()
+
+    def load(program: Hidden, path: Path) -> None:
+        program.model.load_state_dict(torch.load(path / "model.pt"))
+        program.skip(skipped)
+
+    def check() -> None:
+        plait.verify_resume(
+            Hidden, step, lambda program, path: torch.save(program.model.state_dict(), path / "model.pt"), load, at=(2,)
+        )
+
+    if not words:
+        return check()
+    with pytest.raises(AssertionError, match=words):
+        check()
+
+
+def test_what_is_not_in_the_state_shows_in_the_loss() -> None:
+    """Weights that become active a step later: what is computed with is not what was loaded."""
+
+    def load(program: Hidden, path: Path) -> None:
+        program.model.load_state_dict(torch.load(path / "model.pt"))
+        program.skip(2)
+        program.shift[0] = 1.0
+
+    with pytest.raises(AssertionError, match=r"the loss of step 3 differs|the loss of step 3 is .* become active"):
+        plait.verify_resume(
+            Hidden,
+            Hidden.step,
+            lambda program, path: torch.save(program.model.state_dict(), path / "model.pt"),
+            load,
+            state=lambda program: {"model": program.model, "optimizer": program.optimizer},
+            at=(2,),
+        )
+
+
+def test_what_is_wrong_with_the_question_is_said() -> None:
+    with pytest.raises(ValueError, match=r"stops after \[3, 2\] of 6 steps: give rising numbers from 1 to 5"):
+        verify(at=(3, 2))
+    torn = iter(range(100))
+
+    def other() -> Program:
+        program = Program()
+        program.steps_made = next(torn)
+        return program
+
+    with pytest.raises(ValueError, match="not the same run twice"):
+        plait.verify_resume(other, Program.step, Program.save, Program.load)
+
+    def spoils(program: Program, path: Path) -> None:
+        program.save(path)
+        program.schedule.step()
+
+    with pytest.raises(AssertionError, match=r"saving after step 2 has changed the program: the last_epoch of"):
+        plait.verify_resume(Program, Program.step, spoils, Program.load)

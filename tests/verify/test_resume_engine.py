@@ -1,0 +1,184 @@
+"""``plait.verify_resume`` on plait's own save and load: an average, a schedule, dropout; and faults."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import plait
+from plait.comm import Comm
+
+
+class Program:
+    """A loop of one's own on one rank of several."""
+
+    def __init__(self, comm: Comm, strategy: str = "zero3") -> None:
+        self.comm = comm
+        self.model = nn.Sequential(nn.Linear(3, 5), nn.Dropout(0.4), nn.Linear(5, 3), nn.Linear(3, 2))
+        self.model.register_buffer("scale", torch.tensor(2.0))
+        with torch.no_grad():
+            for number, parameter in enumerate(self.model.parameters()):
+                parameter.copy_(torch.linspace(-1, number / 9, parameter.numel()).view(parameter.shape))
+        groups = [{"params": self.model[0].parameters()}, {"params": self.model[2:].parameters(), "weight_decay": 0.2}]
+        self.optimizer = torch.optim.AdamW(groups, lr=0.1)
+        self.engine = plait.Engine(self.model, comm, strategy=strategy, optimizer=self.optimizer)
+        self.ema = plait.EMA(self.engine, 0.9)
+        self.schedule = torch.optim.lr_scheduler.StepLR(self.optimizer, 2, gamma=0.5)
+        self.data = plait.rank_batches(range(17), 4, comm, shuffle=True)  # type: ignore[arg-type]
+        self.position = 0
+
+    def step(self) -> tuple[Tensor, list[int]]:
+        epoch, place = divmod(self.position, len(self.data))
+        self.data.set_epoch(epoch)
+        samples = list(self.data)[place]
+        self.position += 1
+        x = torch.tensor([[n, n / 2, 1.0] for n in samples]).sin()
+        loss = F.mse_loss(self.model(x), torch.ones(len(samples), 2), reduction="sum") * self.model.scale
+        self.engine.backward(loss, 2 * len(samples))
+        self.optimizer.step()
+        self.schedule.step()
+        self.ema.update()
+        return torch.tensor(self.engine.last.loss), samples
+
+    def save(self, folder: Path) -> None:
+        extra = {"schedule": self.schedule.state_dict(), "position": self.position}
+        plait.save(folder, self.engine, ema=self.ema, extra=extra)
+
+    def load(self, folder: Path) -> None:
+        extra = plait.load(folder, self.engine, ema=self.ema).extra
+        self.schedule.load_state_dict(extra["schedule"])
+        self.position = extra["position"]
+
+
+def verify(
+    load: Callable[[Program, Path], Any] = Program.load,
+    save: Callable[[Program, Path], Any] = Program.save,
+    mesh: str = "shard=2",
+    strategy: str = "zero3",
+) -> list[Any]:
+    def body(comm: Comm) -> Any:
+        return plait.verify_resume(lambda: Program(comm, strategy), Program.step, save, load, at=(2, 3, 5), comm=comm)
+
+    return plait.run_threads(mesh, body, deadline=30)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "strategy"),
+    [("shard=1", "ddp"), ("shard=3", "zero3"), ("replica=2 shard=2", "psdp"), ("shard=2", "zero1")],
+)
+def test_plait_is_right(mesh: str, strategy: str) -> None:
+    for report in verify(mesh=mesh, strategy=strategy):
+        assert report.equal
+        assert {finding.kind for finding in report.findings} == {
+            *("parameter", "buffer", "average", "optimizer", "group", "state", "samples", "loss")
+        }
+
+
+def whole(program: Program, folder: Path) -> None:
+    """A save of one's own, made of what an engine gives."""
+    engine = program.engine
+    state = {
+        "model": engine.full_state_dict(),
+        "optimizer": engine.optimizer_state_dict(),
+        "run": engine.step_state(),
+        "ema": program.ema.full_state_dict(),
+        "schedule": program.schedule.state_dict(),
+        "position": program.position,
+    }
+    torch.save(state, folder / f"{program.comm.rank}.pt")
+
+
+def taken(program: Program, folder: Path, change: Callable[[dict[str, Any]], Any]) -> None:
+    state = torch.load(folder / f"{program.comm.rank}.pt")
+    change(state)
+    engine = program.engine
+    if "model" in state:
+        engine.load_full_state_dict({**engine.full_state_dict(), **state["model"]})
+    if "optimizer" in state:
+        engine.load_optimizer_state_dict(state["optimizer"])
+    if "run" in state:
+        engine.load_step_state(state["run"])
+    if "ema" in state:
+        program.ema.load_full_state_dict(state["ema"])
+    if "schedule" in state:
+        program.schedule.load_state_dict(state["schedule"])
+    program.position = state["position"]
+
+
+def dropped(*path: str) -> Callable[[dict[str, Any]], Any]:
+    def change(state: dict[str, Any]) -> None:
+        for key in path[:-1]:
+            state = state[key]
+        del state[path[-1]]
+
+    return change
+
+
+def renamed(state: dict[str, Any]) -> None:
+    state["optimizer"]["state"]["0.weight"]["average"] = state["optimizer"]["state"]["0.weight"].pop("exp_avg")
+
+
+def fresh(state: dict[str, Any]) -> None:
+    for kept in state["optimizer"]["state"].values():
+        kept["exp_avg_sq"].zero_()
+
+
+def moved(by: int) -> Callable[[dict[str, Any]], Any]:
+    return lambda state: state.__setitem__("position", state["position"] + by)
+
+
+FAULTS: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
+    "a fresh optimizer": (
+        dropped("optimizer"),
+        "the step of '0.weight' in program.engine.optimizer is not there: it i",
+    ),
+    "fresh second moments": (fresh, "the exp_avg_sq of '0.weight' in program.engine.optimizer is fresh: all zeros"),
+    "a renamed key": (renamed, "the exp_avg of '0.weight' in program.engine.optimizer is not there: it is fresh"),
+    "weights": (dropped("model"), "the parameter '0.weight' of program.engine differs by up to"),
+    "a parameter": (dropped("model", "3.bias"), "the parameter '3.bias' of program.engine differs by up to"),
+    "a buffer": (dropped("model", "scale"), "the buffer 'scale' of program.engine is 3.0 and was 2.0 (as it was befor"),
+    "the average": (dropped("ema"), "the average of '0.weight' in program.ema differs by up to"),
+    "the position of dropout": (
+        dropped("run"),
+        "the step of program.engine is 0 and was 2 (as it was before the load)",
+    ),
+    "the schedule": (dropped("schedule"), "the last_epoch of program.schedule is 0 and was 2 (as it was before the lo"),
+    "a schedule ahead": (
+        lambda state: state["schedule"].__setitem__("last_epoch", 3),
+        "the last_epoch of program.schedule is 3 and was 2 (as it is after step 3)",
+    ),
+    "a step again": (moved(-1), "program.position is 1 and was 2 (as it is after step 1)"),
+    "a step skipped": (moved(1), "program.position is 3 and was 2 (as it is after step 3)"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_every_fault_is_named_first(fault: str) -> None:
+    change, words = FAULTS[fault]
+    with pytest.raises(AssertionError) as caught:
+        verify(lambda program, folder: taken(program, folder, change), whole)
+    assert str(caught.value).startswith(f"after the load of step 2, {words}"), str(caught.value)
+
+
+def test_whole_states_without_a_fault_are_right() -> None:
+    assert all(report.equal for report in verify(lambda p, folder: taken(p, folder, lambda state: None), whole))
+
+
+def test_a_rank_that_is_wrong_is_named_on_all() -> None:
+    def load(program: Program, folder: Path) -> None:
+        program.load(folder)
+        program.position += program.comm.rank == 1
+
+    def body(comm: Comm) -> str:
+        with pytest.raises(AssertionError) as caught:
+            plait.verify_resume(lambda: Program(comm), Program.step, Program.save, load, comm=comm)
+        return str(caught.value)
+
+    for said in plait.run_threads("shard=3", body, deadline=30):
+        assert said.startswith("rank 1: after the load of step 2, program.position is 3 and was 2 (as it is after st")

@@ -123,11 +123,11 @@ def without_file(folder: Path) -> None:
         (damaged, "cannot read the weights in"),
         (
             tensors_changed(lambda t: t.pop("model.layers.1.mlp.up_proj.weight")),
-            "missing 1 tensor (model.layers.1.mlp.up_proj.weight); surplus nothing",
+            "missing 1 tensor ('model.layers.1.mlp.up_proj.weight'); surplus nothing",
         ),
         (
             tensors_changed(lambda t: t.update({"model.layers.3.extra": torch.zeros(2), "other": torch.zeros(1)})),
-            "missing nothing; surplus 2 tensors (model.layers.3.extra, other)",
+            "missing nothing; surplus 2 tensors ('model.layers.3.extra', 'other')",
         ),
         (
             lambda f: folders.change_config(f, intermediate_size=36),

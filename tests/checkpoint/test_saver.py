@@ -61,7 +61,7 @@ class Gate:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, rank: int = 1) -> None:
         self.open, self.reached, original = threading.Event(), threading.Event(), writing.write_tensors
 
-        def gated(path: Path, tensors: Any) -> Any:
+        def gated(path: Any, tensors: Any) -> Any:
             if f"rank-{rank:05d}" in path.name:
                 self.reached.set()
                 assert self.open.wait(20)
@@ -134,9 +134,9 @@ def test_what_a_thread_could_not_write_all_ranks_raise_later(
 ) -> None:
     original = writing.write_tensors
 
-    def failing(path: Path, tensors: Any) -> Any:
-        if path.name == f"rank-{broken:05d}.safetensors" and "step-000001" in path.parent.name:
-            path.write_bytes(b"half")
+    def failing(path: Any, tensors: Any) -> Any:
+        if path.name == f"rank-{broken:05d}.safetensors" and "step-000001" in path.path.parent.name:
+            path.path.write_bytes(b"half")
             raise OSError(28, "No space left on device")
         return original(path, tensors)
 
@@ -274,9 +274,9 @@ def test_nothing_is_removed_before_the_newest_has_been_read_back(
     keep(tmp_path, 2, 3)
     original = writing.publish
 
-    def damaging(partial: Path, manifest: Any) -> Path:
+    def damaging(partial: Any, manifest: Any) -> Any:
         published = original(partial, manifest)
-        file = published / "rank-00002.safetensors"
+        file = published.path / "rank-00002.safetensors"
         data = bytearray(file.read_bytes())
         data[-1] ^= 1
         file.write_bytes(data)

@@ -14,8 +14,6 @@ from torch import Tensor, nn
 
 import plait
 from plait.checkpoint import saved as storing
-from plait.checkpoint.folder import read_manifest
-from plait.checkpoint.manifest import Manifest
 from plait.checkpoint.saved import Saved, Whole, write_checkpoint
 from plait.comm import Comm, run
 from plait.commands.main import main
@@ -185,7 +183,7 @@ def test_reshard_is_the_same_in_other_files(
     folder = tmp_path / "out" / "step-000002"
     files = sorted(folder.glob("*.safetensors"))
     assert len(files) == ranks and call("verify", tmp_path / "out") == call("diff", saved, folder) == 0
-    sizes = Manifest.parse(read_manifest(folder)).files.values()
+    sizes = Saved.find(folder).manifest.files.values()
     assert len({size.sha256 for size in sizes}) == ranks or ranks == 40, "some have nothing"
     assert call("reshard", saved, tmp_path / "out") == 2, "never overwritten"
     (tmp_path / "out" / "step-000002" / files[0].name).write_bytes(b"")

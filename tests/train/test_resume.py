@@ -50,7 +50,7 @@ def cut_off(whole: Path, part: Path, step: int) -> None:
     shutil.copytree(whole, part)
     for folder in checkpoints(part / "checkpoints"):
         if int(folder.name.removeprefix("step-")) > step:
-            shutil.rmtree(folder)
+            folder.discard()
     (part / "summary.json").unlink()
     lines = (part / "metrics.jsonl").read_text().splitlines(keepends=True)
     (part / "metrics.jsonl").write_text("".join(lines[: step + 2]) + lines[step + 2][:20])

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from plait.checkpoint.load import read_together
 from plait.checkpoint.snapshot import numbers_of
-from plait.checkpoint.stored import SavedTensor
+from plait.checkpoint.stored import SavedTensor, saved_tensors
 from plait.checkpoint.values import encoded
 from plait.comm.agree import check_together
 from plait.core.mesh import AXES
@@ -31,8 +31,8 @@ def check_as_saved(path: str | Path, engine: Engine, *, ema: EMA | None = None) 
     Raises:
         RuntimeError: something is not as it was saved: what, and on which rank.
     """
-    folder, manifest = read_together(Path(path), engine.comm)
-    tensors = {name: SavedTensor(folder, stored) for name, stored in manifest.tensors.items()}
+    folder, manifest = read_together(path, engine.comm)
+    tensors = saved_tensors(folder, manifest)
     error: Exception | None = None
     compared = 0
     values: dict[str, Tensor] = {}

@@ -12,6 +12,7 @@ Pickles are read by ``pickled``.  Nothing is allocated by what they say: a tenso
 import io
 import math
 import mmap
+import os
 import re
 import struct
 import zipfile
@@ -26,7 +27,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from plait.checkpoint.folder import opened
+from plait.checkpoint.folder import Folder
 from plait.checkpoint.manifest import DTYPES, LARGEST, check_tiling
 from plait.checkpoint.pickled import Made, check_size, unpickled
 from plait.checkpoint.saved import Whole
@@ -87,7 +88,7 @@ class Strided:
         if not math.prod(extent(region)):
             return torch.empty(extent(region), dtype=self.dtype)
         kind = np.dtype(f"u{self.dtype.itemsize}")
-        with opened(self.file) as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as whole:
+        with _opened(self.file) as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as whole:
             view = np.ndarray(self.shape, kind, whole, self.begin, self.strides)
             block = np.array(view[tuple(slice(*ends) for ends in region)])
             del view
@@ -103,7 +104,7 @@ def read_folder(path: Path) -> dict[tuple[str | int, ...], Any]:
     file = path / METADATA
     if not file.exists() and not file.is_symlink():
         raise ValueError(f"{str(path)!r} is no folder of torch.distributed.checkpoint: it has no {METADATA}")
-    with opened(file) as stream:
+    with _opened(file) as stream:
         data = stream.read(LARGEST + 1)
     if len(data) > LARGEST:
         raise ValueError(f"{str(file)!r} has more than {LARGEST} bytes")
@@ -120,6 +121,13 @@ def read_folder(path: Path) -> dict[tuple[str | int, ...], Any]:
     except ValueError as error:
         raise ValueError(f"{str(path)!r} cannot be read: {error}") from error
     return entries
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[BinaryIO]:
+    """A plain file to read; ValueError for anything else."""
+    with Folder(path).opened() as file, os.fdopen(os.dup(file.number), "rb") as stream:
+        yield stream
 
 
 def _keys_and_places(made: Any) -> tuple[dict[tuple[str, tuple[Any, ...]], Any], dict[str, dict[Any, Made]]]:
@@ -271,7 +279,7 @@ def _record(folder: Path, info: Any) -> tuple[_Archive, Any]:
         raise ValueError(f"{own[:80]!r} is not the name of a file beside {METADATA}")
     if rest.get("transform_descriptors"):
         raise ValueError("its records are compressed: save it without extensions")
-    with opened(folder / own) as file, _as_value_error():
+    with _opened(folder / own) as file, _as_value_error():
         size = file.seek(0, io.SEEK_END)
         if not 0 <= begin <= begin + length <= size:
             raise ValueError(f"{own!r} has {size} bytes, and a record lies at {begin} to {begin + length}")

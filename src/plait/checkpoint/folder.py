@@ -14,17 +14,160 @@ import re
 import secrets
 import shutil
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
 from plait.checkpoint.manifest import LARGEST, NAME, Manifest, StoredFile
+from plait.checkpoint.storage import LATEST, Place, exists_already
 
-LATEST = "latest"
 STEP = re.compile(r"step-[0-9]{6,18}")
 PARTIAL = re.compile(rf"\.{STEP.pattern}\.[0-9a-f]+\.partial")
-CHUNK = 1 << 20
+
+
+def place(path: str | Path | Place) -> Place:
+    """What a path means: a URL, as ``s3://bucket/run``, is a place of fsspec; anything else is a folder.
+
+    Raises:
+        ValueError: what a URL needs is not installed, or the URL is not understood.
+    """
+    if isinstance(path, str) and "://" in path:
+        from plait.checkpoint.objects import place_of
+
+        return place_of(path)
+    return path if isinstance(path, Place) else Folder(Path(path))
+
+
+@dataclass(frozen=True)
+class Folder(Place):
+    """A file or folder of a file system."""
+
+    path: Path
+
+    gap = 1 << 16
+    chunk = 1 << 20
+    pause = 0.02
+
+    def __str__(self) -> str:
+        return str(self.path)
+
+    def given(self) -> Path:
+        return self.path
+
+    @property
+    def name(self) -> str:
+        return self.path.name
+
+    def home(self) -> tuple["Folder", str]:
+        real = self.path.resolve()
+        return Folder(real.parent), real.name
+
+    def __truediv__(self, name: str) -> "Folder":
+        return Folder(self.path / name)
+
+    def names(self) -> list[str]:
+        return os.listdir(self.path) if self.path.is_dir() else []
+
+    @contextmanager
+    def opened(self) -> Iterator["OpenFile"]:
+        """Nothing is waited for and no link is followed."""
+        try:
+            number = os.open(self.path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+        except OSError as error:
+            raise ValueError(f"{str(self)!r} is no file that can be read: {error.strerror}") from error
+        try:
+            status = os.fstat(number)
+            if not stat.S_ISREG(status.st_mode):
+                raise ValueError(f"{str(self)!r} is no plain file")
+            yield OpenFile(str(self), number, status.st_size)
+        finally:
+            os.close(number)
+
+    @contextmanager
+    def created(self) -> Iterator[BinaryIO]:
+        """When the block ends, the disk has it; where it ends in an error, nothing is left of it."""
+        with self.path.open("xb") as file:
+            try:
+                yield file
+                file.flush()
+                os.fsync(file.fileno())
+            except BaseException:
+                self.path.unlink(missing_ok=True)
+                raise
+
+    def put(self, data: bytes) -> None:
+        begun = self.path.with_name(f".{self.name}")
+        begun.unlink(missing_ok=True)  # of a run that ended here
+        with Folder(begun).created() as file:
+            file.write(data)
+        begun.replace(self.path)
+
+    def free(self) -> int | None:
+        return shutil.disk_usage(next(folder for folder in self.path.absolute().parents if folder.exists())).free
+
+    def checkpoints(self) -> list[str]:
+        """A damaged one is among them, without a manifest say."""
+        return [name for name in self.names() if STEP.fullmatch(name) and (self.path / name).is_dir()]
+
+    def partial(self, folder: str, own: str) -> "Folder":
+        return self / f".{folder}.{own}.partial"
+
+    def file(self, rank: int, kind: str) -> "Folder":
+        return self / f"rank-{rank:05d}.{kind}"
+
+    def begin(self) -> None:
+        parent = self.path.parent
+        if os.path.lexists(folder := self._published()):
+            raise exists_already(Folder(folder))
+        parent.mkdir(parents=True, exist_ok=True)
+        for left in [name for name in os.listdir(parent) if PARTIAL.fullmatch(name)]:
+            with suppress(OSError):
+                Folder(parent / left).discard()
+        self.path.mkdir()
+
+    def _published(self) -> Path:
+        """What a ``partial`` will be."""
+        return self.path.with_name(self.name.split(".")[1])
+
+    def publish(self, manifest: str, files: Sequence[str]) -> "Folder":
+        parent, folder = self.path.parent, self._published()
+        for name in self.names():
+            if name not in files:
+                (self.path / name).unlink()
+        (self / NAME).put(manifest.encode())
+        flush_folder(self.path)
+        self.path.rename(folder)
+        flush_folder(parent)
+        Folder(parent / LATEST).put(f"{folder.name}\n".encode())
+        flush_folder(parent)
+        return Folder(folder)
+
+    def discard(self) -> None:
+        """Whoever still writes to it, or would rename it, finds nothing under its name."""
+        step = STEP.search(self.name)
+        assert step is not None
+        hidden = self.path.with_name(f".{step[0]}.{secrets.token_hex(8)}.partial")
+        self.path.rename(hidden)
+        flush_folder(hidden.parent)
+        shutil.rmtree(hidden, ignore_errors=True)
+
+
+@dataclass(frozen=True)
+class OpenFile:
+    """A file by its number; a ``storage.Source``."""
+
+    path: str
+    number: int
+    size: int
+
+    def read(self, start: int, into: memoryview) -> None:
+        while into:
+            count = os.preadv(self.number, [into], start)
+            if not count:
+                raise OSError(f"{self.path!r} ends at byte {start}, and was longer when it was opened")
+            start, into = start + count, into[count:]
 
 
 def step_name(step: int) -> str:
@@ -32,54 +175,48 @@ def step_name(step: int) -> str:
     return f"step-{step:06d}"
 
 
-@contextmanager
-def opened(path: Path) -> Iterator[BinaryIO]:
-    """A file to read; ValueError for a link, a pipe, a device or a folder, none of which is waited for."""
-    try:
-        number = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
-    except OSError as error:
-        raise ValueError(f"{str(path)!r} is no file that can be read: {error.strerror}") from error
-    if not stat.S_ISREG(os.fstat(number).st_mode):
-        os.close(number)
-        raise ValueError(f"{str(path)!r} is no plain file")
-    with os.fdopen(number, "rb") as file:
-        yield file
+def contents(path: Place, largest: int) -> bytes:
+    """All bytes of a small file; ValueError for more than ``largest``."""
+    with path.opened() as file:
+        if file.size > largest:
+            raise ValueError(f"{str(path)!r} has {file.size} bytes, and may have {largest}")
+        file.read(0, memoryview(data := bytearray(file.size)))
+    return bytes(data)
 
 
-def read_manifest(folder: Path) -> str:
+def read_manifest(folder: Place) -> str:
     """The text of a checkpoint's manifest, which can be parsed; ValueError for anything else."""
-    path = folder / NAME
-    with opened(path) as file:
-        data = file.read(LARGEST + 1)
+    data = contents(path := folder / NAME, LARGEST)
     try:
-        if len(data) > LARGEST:
-            raise ValueError(f"it has more than {LARGEST} bytes")
         Manifest.parse(text := data.decode())
     except ValueError as error:
         raise ValueError(f"{str(path)!r} is no manifest that plait wrote: {error}") from error
     return text
 
 
-def check_file(path: Path, stored: StoredFile) -> None:
+def check_file(path: Place, stored: StoredFile) -> None:
     """Raises ValueError where a file is not, byte for byte, the one that was written."""
     digest = hashlib.sha256()
-    with opened(path) as file:
-        size = os.fstat(file.fileno()).st_size
-        if size != stored.bytes:
-            raise ValueError(f"{str(path)!r} has {size} bytes, and {stored.bytes} were written")
-        for _ in range(-(-size // CHUNK)):
-            digest.update(file.read(CHUNK))
+    with path.opened() as file:
+        if file.size != stored.bytes:
+            raise ValueError(f"{str(path)!r} has {file.size} bytes, and {stored.bytes} were written")
+        buffer = memoryview(bytearray(min(file.size, path.chunk)))
+        for start in range(0, file.size, path.chunk):
+            part = buffer[: file.size - start]
+            file.read(start, part)
+            digest.update(part)
     if digest.hexdigest() != stored.sha256:
         raise ValueError(f"{str(path)!r} is not what was written: its SHA-256 is another")
 
 
-def find(path: Path) -> Path:
+def find(path: str | Path | Place) -> Place:
     """The checkpoint that a path means: itself, or the newest of a folder of checkpoints.
 
     Raises:
         ValueError: there is none.
     """
-    if os.path.lexists(path / NAME):
+    path = place(path)
+    if NAME in path.names():
         return path
     if others := checkpoints(path):
         return others[-1]
@@ -88,68 +225,28 @@ def find(path: Path) -> Path:
     raise ValueError(f"there is no checkpoint in {str(path)!r}: it has no folder {step_name(1)} or the like")
 
 
-def checkpoints(path: Path) -> list[Path]:
-    """The checkpoints in a folder, the newest last; a damaged one is among them."""
-    folders = path.iterdir() if path.is_dir() else ()
-    found = [folder for folder in folders if STEP.fullmatch(folder.name) and folder.is_dir()]
-    return sorted(found, key=lambda folder: int(folder.name.removeprefix("step-")))
+def checkpoints(path: str | Path | Place) -> list[Place]:
+    """The checkpoints in a place, the newest last; a damaged one is among them."""
+    path = place(path)
+    return [path / name for name in sorted(path.checkpoints(), key=lambda name: int(name.removeprefix("step-")))]
 
 
-def begin(parent: Path, step: int, own: str) -> Path:
-    """A new folder to write in, and what an earlier run has left unfinished is gone.
+def begin(parent: Place, step: int, own: str) -> Place:
+    """Where a new checkpoint's files go, and what an earlier run has left unfinished is gone.
 
     Raises:
         ValueError: the checkpoint is there already.
     """
-    if os.path.lexists(folder := parent / step_name(step)):
-        raise ValueError(
-            f"{str(folder)!r} exists already, and a checkpoint is never overwritten: save to another folder, or move "
-            f"this one away"
-        )
-    parent.mkdir(parents=True, exist_ok=True)
-    for left in [entry for entry in parent.iterdir() if PARTIAL.fullmatch(entry.name)]:
-        with suppress(OSError):
-            discard(left)
-    partial = parent / f".{step_name(step)}.{own}.partial"
-    partial.mkdir()
+    partial = parent.partial(step_name(step), own)
+    partial.begin()
     return partial
 
 
-def discard(folder: Path) -> None:
-    """Take a checkpoint, or what was left unfinished, away at once; if it is not all gone the next ``begin`` goes on.
-
-    Whoever still writes to it, or would rename it, finds nothing under its name.
-    """
-    step = STEP.search(folder.name)
-    assert step is not None
-    hidden = folder.with_name(f".{step[0]}.{secrets.token_hex(8)}.partial")
-    folder.rename(hidden)
-    flush_folder(folder.parent)
-    shutil.rmtree(hidden, ignore_errors=True)
-
-
-def publish(partial: Path, manifest: Manifest) -> Path:
-    """Everybody has written: add the manifest, and let the checkpoint be there, in the folder that is returned."""
-    parent, name, text = partial.parent, step_name(manifest.step), manifest.text()
+def publish(partial: Place, manifest: Manifest) -> Place:
+    """Everybody has written: add the manifest, and let the checkpoint be there, in the place that is returned."""
+    text = manifest.text()
     Manifest.parse(text)  # what could not be read again is not written
-    write_flushed(partial / NAME, text.encode())
-    flush_folder(partial)
-    partial.rename(parent / name)
-    flush_folder(parent)
-    pointer = parent / f".{LATEST}"
-    pointer.unlink(missing_ok=True)  # of a run that ended here
-    write_flushed(pointer, f"{name}\n".encode())
-    pointer.replace(parent / LATEST)
-    flush_folder(parent)
-    return parent / name
-
-
-def write_flushed(path: Path, data: bytes) -> None:
-    """Write a new file, and wait until the disk has it."""
-    with path.open("xb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
+    return partial.publish(text, sorted(manifest.files))
 
 
 def flush_folder(path: Path) -> None:

@@ -3,8 +3,8 @@
     model.safetensors.index.json        which file has which tensor, where there are several
     model-00001-of-00002.safetensors    8 bytes: the header's length | header: name, dtype, shape, bytes a..b | bytes
 
-Reading maps the file and copies blocks out of it.  Writing needs no tensor before its turn: the header follows from
-names and shapes, and each tensor goes to its place as it comes.
+Reading takes blocks out of the file (see ``tensor_file``).  Writing needs no tensor before its turn: the header follows
+from names and shapes, and each tensor goes to its place as it comes.
 """
 
 import copy
@@ -19,10 +19,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from plait.core.layout import Region
+from plait.checkpoint.folder import Folder, contents
+from plait.checkpoint.tensor_file import Entry, TensorFile, parsed, safetensors_header
+from plait.core.layout import Region, extent
 from plait.engine import Engine
 from plait.engine.state.full import whole_tensors
 
@@ -36,42 +37,31 @@ COPIED = (
 )
 """Files of the source that an exported folder gets unchanged."""
 
+FILE = re.compile(r"[^/\0]+\.safetensors(\.index\.json)?")
+LARGEST_INDEX = 1 << 26
+"""Bytes of an index."""
+
 IGNORED = (r"rotary_emb\.inv_freq$",)
 """Tensors of older files that models no longer read (transformers ignores them too)."""
-
-NAMES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.bfloat16: "BF16",
-    torch.float16: "F16",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-}
-"""What safetensors calls dtypes."""
 
 
 @dataclass(frozen=True)
 class Stored:
     """Where a tensor lies: the file, and its name there."""
 
-    file: Path
+    file: TensorFile
     key: str
-    shape: tuple[int, ...]
+
+    @property
+    def entry(self) -> Entry:
+        return self.file.entries[self.key]
 
     def read(self, region: Region | None = None) -> Tensor:
-        """The tensor or a block of it: a view of the mapped file, or a copy where a block is not contiguous there.
-
-        The file is mapped for this call and as long as the result lives, so what was read before takes no memory.
-        """
-        with safe_open(self.file, "pt") as file:
-            if region is None:
-                whole: Tensor = file.get_tensor(self.key)
-                return whole
-            block: Tensor = file.get_slice(self.key)[tuple(slice(start, stop) for start, stop in region)]
+        """The tensor or a block of it, in memory of its own."""
+        region = tuple((0, size) for size in self.entry.shape) if region is None else region
+        block = torch.empty(extent(region), dtype=self.entry.dtype)
+        with self.file.opened() as file:
+            file.read(self.key, region, block)
         return block
 
 
@@ -121,10 +111,11 @@ def open_folder(path: str | Path, model: nn.Module) -> FolderWeights:
         )
     for name, copies in places.items():
         for at in copies:
-            if at.shape != (shape := tuple(state[name].shape)):
+            entry, shape = at.entry, tuple(state[name].shape)
+            if entry.shape != shape or (state[name].is_floating_point() and not entry.dtype.is_floating_point):
                 raise ValueError(
-                    f"{at.key!r} has the shape {at.shape} in {str(at.file)!r}, but {shape} by config.json: take the "
-                    f"config and the weights from one model"
+                    f"{at.key!r} has the shape {entry.shape} and {entry.dtype} in {str(at.file.place)!r}, but {shape} "
+                    f"and {state[name].dtype} by config.json: take the config and the weights from one model"
                 )
         if differing := [at.key for at in copies[1:] if not torch.equal(at.read(), copies[0].read())]:
             raise ValueError(
@@ -135,35 +126,70 @@ def open_folder(path: str | Path, model: nn.Module) -> FolderWeights:
 
 
 def _some(names: Sequence[str]) -> str:
-    """``3 tensors (a, b, ...)``, or ``nothing``."""
+    """``3 tensors ('a', 'b', ...)``, or ``nothing``."""
     if not names:
         return "nothing"
     more = ", ..." if len(names) > 4 else ""
-    return f"{len(names)} tensor{'s' if len(names) > 1 else ''} ({', '.join(names[:4])}{more})"
+    return (
+        f"{len(names)} tensor{'s' if len(names) > 1 else ''} ({', '.join(repr(name[:80]) for name in names[:4])}{more})"
+    )
 
 
 def _stored(folder: Path) -> dict[str, Stored]:
     """The tensors in a folder's files, by name."""
-    files, index = [folder / SINGLE], folder / INDEX
-    if not files[0].is_file():
-        if not index.is_file():
+    if os.path.lexists(folder / SINGLE):
+        return _tensors([_file(folder, SINGLE)])
+    if not os.path.lexists(folder / INDEX):
+        raise ValueError(
+            f"neither {SINGLE} nor {INDEX} in {str(folder)!r}: convert other formats first, as "
+            f"AutoModelForCausalLM.from_pretrained(...).save_pretrained(...) of transformers does"
+        )
+    index = _file(folder, INDEX)
+    try:
+        match parsed(contents(index, LARGEST_INDEX).decode()):
+            case {"weight_map": dict(places)} if all(isinstance(name, str) for name in places.values()):
+                names = sorted(set(places.values()))
+            case _:
+                raise ValueError("it has no weight_map from tensors to files")
+        files = {name: _file(folder, name) for name in names}
+    except ValueError as error:
+        raise ValueError(f"cannot read {str(index)!r}: {error}") from error
+    stored = _tensors(list(files.values()))
+    for key, name in places.items():
+        if key not in stored or stored[key].file.place != files[name]:
             raise ValueError(
-                f"neither {SINGLE} nor {INDEX} in {str(folder)!r}: convert other formats first, as "
-                f"AutoModelForCausalLM.from_pretrained(...).save_pretrained(...) of transformers does"
+                f"{str(index)!r} says that {key[:80]!r} is in {name[:80]!r}, and it is not: copy both again"
             )
-        try:
-            files = sorted({folder / file for file in json.loads(index.read_text())["weight_map"].values()})
-        except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
-            raise ValueError(f"cannot read {str(index)!r}: {type(error).__name__}: {error}") from error
-    stored: dict[str, Stored] = {}
-    for file in files:
-        try:
-            with safe_open(file, "pt") as opened:
-                shapes = {key: opened.get_slice(key).get_shape() for key in opened.keys()}  # noqa: SIM118
-            stored |= {key: Stored(file, key, tuple(shape)) for key, shape in shapes.items()}
-        except (OSError, SafetensorError) as error:
-            raise ValueError(f"cannot read the weights in {str(file)!r}: {error}; copy the file again") from error
     return stored
+
+
+def _tensors(files: Sequence[Folder]) -> dict[str, Stored]:
+    stored: dict[str, Stored] = {}
+    for place in files:
+        file = TensorFile(place)
+        try:
+            keys = list(file.entries)
+        except (OSError, ValueError) as error:
+            raise ValueError(f"cannot read the weights in {str(place)!r}: {error}; copy the file again") from error
+        for key in keys:
+            if key in stored:
+                raise ValueError(f"{key[:80]!r} is in {str(stored[key].file.place)!r} and in {str(place)!r}: drop one")
+            stored[key] = Stored(file, key)
+    return stored
+
+
+def _file(folder: Path, name: str) -> Folder:
+    """A file of a folder, past links; ValueError for a name that leads, or a link that leads, somewhere else.
+
+    In the cache of Hugging Face, ``snapshots/9f3c/model.safetensors`` is a link into ``blobs``.
+    """
+    if not FILE.fullmatch(name):
+        raise ValueError(f"{name[:80]!r} is no name of a file in the folder")
+    home, real = folder.resolve(), Path(os.path.realpath(folder / name))
+    blobs = home.parent.with_name("blobs") if home.parent.name == "snapshots" else home
+    if real.parent not in (home, blobs):
+        raise ValueError(f"{str(folder / name)!r} is a link out of its folder, to {str(real)!r}: copy the file instead")
+    return Folder(real)
 
 
 def write_folder(path: str | Path, engine: Engine, source: str | Path | None = None) -> None:
@@ -245,25 +271,6 @@ def write_tensors(
         weight_map = {name: file.name for name, (file, _) in places.items()}
         index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": weight_map}
         (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
-
-
-def safetensors_header(
-    shapes: Mapping[str, tuple[tuple[int, ...], torch.dtype]], sizes: Mapping[str, int]
-) -> tuple[bytes, dict[str, int], int]:
-    """A file's beginning, where in the file each tensor starts, and where the last one ends.
-
-    Wide dtypes come first, which keeps every tensor aligned; the header is padded to 8 bytes for the same reason.
-    """
-    entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    end = 0
-    for name, (shape, dtype) in sorted(shapes.items(), key=lambda item: -item[1][1].itemsize):
-        entries[name] = {"dtype": NAMES[dtype], "shape": shape, "data_offsets": [end, end + sizes[name]]}
-        end += sizes[name]
-    text = json.dumps(entries, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    begin = 8 + len(text)
-    starts = {name: begin + entries[name]["data_offsets"][0] for name in shapes}
-    return len(text).to_bytes(8, "little") + text, starts, begin + end
 
 
 def _write_config(folder: Path, model: Any, dtype: torch.dtype) -> None:

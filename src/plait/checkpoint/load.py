@@ -13,12 +13,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError
-
 from plait.checkpoint.complete import check_complete
-from plait.checkpoint.folder import checkpoints, find, read_manifest
+from plait.checkpoint.folder import checkpoints, find, place, read_manifest
 from plait.checkpoint.manifest import Manifest
-from plait.checkpoint.stored import SavedTensor, SavedWeights, check_contents, is_same
+from plait.checkpoint.storage import Place
+from plait.checkpoint.stored import SavedTensor, SavedWeights, check_contents, is_same, saved_tensors
 from plait.checkpoint.values import decoded
 from plait.comm import Comm
 from plait.comm.agree import broadcast_text, check_together
@@ -31,8 +30,8 @@ from plait.engine import EMA, Engine
 class Loaded:
     """What was loaded."""
 
-    path: Path
-    """The checkpoint's folder."""
+    path: Path | str
+    """The checkpoint's folder, or its URL."""
     step: int
     """Steps made when it was saved."""
     extra: Any
@@ -46,7 +45,7 @@ def load(path: str | Path, engine: Engine, *, ema: EMA | None = None) -> Loaded:
     optimizers (their groups' options are those that were saved) and its seed; ``ema`` is given where one was saved.
 
     Args:
-        path: a checkpoint, or a folder of them, of which the newest is loaded.
+        path: a checkpoint, or a folder of them, of which the newest is loaded; a folder, or a URL as for ``save``.
 
     Raises:
         ValueError: there is none, a file is missing or damaged, or it is not of this model, these optimizers, this
@@ -56,13 +55,13 @@ def load(path: str | Path, engine: Engine, *, ema: EMA | None = None) -> Loaded:
     """
     engine.check_between_steps("plait.load")
     comm = engine.comm
-    folder, manifest = read_together(Path(path), comm)
+    folder, manifest = read_together(path, comm)
     with _together(comm):
         for number, name in enumerate(sorted(manifest.files)):
             if number % comm.world_size == comm.rank:
                 with _offering_another(folder):
                     check_contents(folder, name, manifest)
-    tensors = {name: SavedTensor(folder, stored) for name, stored in manifest.tensors.items()}
+    tensors = saved_tensors(folder, manifest)
     with _together(comm):
         with _offering_another(folder):
             state = _state(manifest, tensors)
@@ -76,22 +75,22 @@ def load(path: str | Path, engine: Engine, *, ema: EMA | None = None) -> Loaded:
             ema.decay = state["ema"]
             ema.load_full_state_dict(_of("ema", tensors))  # type: ignore[arg-type]
         extra = decoded(manifest.values, lambda name: tensors[name].whole())["extra"]
-    return Loaded(folder, manifest.step, extra)
+    return Loaded(folder.given(), manifest.step, extra)
 
 
-def read_together(path: Path, comm: Comm) -> tuple[Path, Manifest]:
+def read_together(path: str | Path | Place, comm: Comm) -> tuple[Place, Manifest]:
     """The checkpoint's folder and its manifest, as rank 0 sees them."""
-    folder, text = path, ""
+    folder, text = (given := place(path)), ""
     with _together(comm):
         if not comm.rank:
-            folder = find(path)
+            folder = find(given)
             with _offering_another(folder):
                 text = read_manifest(folder)
-    own = broadcast_text(comm, "." if folder == path else folder.name, Note("state"))
-    return path / own, Manifest.parse(broadcast_text(comm, text, Note("state")))
+    own = broadcast_text(comm, "" if folder == given else folder.name, Note("state"))
+    return given / own if own else given, Manifest.parse(broadcast_text(comm, text, Note("state")))
 
 
-def read_values(folder: Path) -> Any:
+def read_values(folder: Place) -> Any:
     """What a checkpoint has besides tensors, in whose places there is None; for one process alone.
 
     Raises:
@@ -109,20 +108,19 @@ def _together(comm: Comm) -> Iterator[None]:
         yield
     except (OSError, ValueError) as problem:
         error = problem
-    except SafetensorError as problem:
-        error = OSError(str(problem))
     check_together(comm, error, AXES)
 
 
 @contextmanager
-def _offering_another(folder: Path) -> Iterator[None]:
+def _offering_another(folder: Place) -> Iterator[None]:
     """An error in a checkpoint names the one before it."""
     try:
         yield
     except ValueError as error:
-        others = checkpoints(folder.resolve().parent)
+        home, name = folder.home()
+        others = checkpoints(home)
         names = [other.name for other in others]
-        before = others[: names.index(folder.resolve().name)] if folder.resolve().name in names else []
+        before = others[: names.index(name)] if name in names else []
         fix = f"the one before it is {str(before[-1])!r}" if before else "there is none before it"
         raise ValueError(f"{error}; the checkpoint cannot be loaded, and {fix}") from error
 

@@ -6,24 +6,24 @@
 What goes is renamed to a hidden name first, so a run that is killed leaves a checkpoint whole or not there.
 """
 
-from pathlib import Path
-
-from plait.checkpoint.folder import checkpoints, discard, read_manifest
+from plait.checkpoint.folder import checkpoints, read_manifest
 from plait.checkpoint.manifest import NAME, Manifest
+from plait.checkpoint.storage import Place
 from plait.checkpoint.stored import check_contents
 
 PINNED = "pinned"
 """A file of this name in a checkpoint's folder: it stays."""
 
 
-def remove_older(newest: Path, keep: int) -> None:
+def remove_older(newest: Place, keep: int) -> None:
     """Remove checkpoints of fewer steps than the newest one, until ``keep`` are left, itself included.
 
     Raises:
         ValueError: the newest one is not what was written; nothing has been removed.
     """
-    folders = checkpoints(newest.parent)
-    older = [folder for folder in folders[: folders.index(newest)] if _may_go(folder)]
+    home, name = newest.home()
+    folders = checkpoints(home)
+    older = [folder for folder in folders[: folders.index(home / name)] if _may_go(folder)]
     going = older[: len(older) - (keep - 1)]
     if not going:
         return
@@ -34,8 +34,9 @@ def remove_older(newest: Path, keep: int) -> None:
     except ValueError as error:
         raise ValueError(f"{str(newest)!r} has been saved, but {error}; no older checkpoint was removed") from error
     for folder in going:
-        discard(folder)
+        folder.discard()
 
 
-def _may_go(folder: Path) -> bool:
-    return not folder.is_symlink() and (folder / NAME).is_file() and not (folder / PINNED).exists()
+def _may_go(folder: Place) -> bool:
+    names = folder.names()
+    return folder.home()[1] == folder.name and NAME in names and PINNED not in names

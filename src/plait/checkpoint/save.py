@@ -18,8 +18,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from plait.checkpoint.folder import begin, discard, step_name
+from plait.checkpoint.folder import begin, place, step_name
 from plait.checkpoint.snapshot import HostMemory, numbers_of, taken
+from plait.checkpoint.storage import Place
 from plait.checkpoint.writing import FAILED, RUNNING, Save, Writing, saying
 from plait.comm.agree import broadcast_text, check_together, gather_ints
 from plait.core.collectives import Note
@@ -31,19 +32,19 @@ ASKED = 0.25
 """Seconds after which waiting ranks ask each other again, well within the deadline of a collective."""
 
 
-def save(path: str | Path, engine: Engine, *, ema: EMA | None = None, extra: Any = None) -> Path:
+def save(path: str | Path, engine: Engine, *, ema: EMA | None = None, extra: Any = None) -> Path | str:
     """Save a run between two steps, so that any layout can go on with it; all ranks call it together.
 
     It has parameters, buffers, the optimizers' state and groups, the number of steps made, the loss scale, and an
     average of the weights.  The checkpoint is ``path/step-000123``; one that is there is never overwritten.
 
     Args:
-        path: a folder for the checkpoints of one run, which all ranks see.
+        path: a folder for the checkpoints of one run, which all ranks see, or a URL, as ``s3://bucket/run``.
         extra: what else goes on, of rank 0: numbers, strings, tensors, and lists, tuples and dicts of them (a
             scheduler's ``state_dict()``, an epoch).
 
     Returns:
-        The checkpoint's folder.
+        The checkpoint's folder, or its URL.
 
     Raises:
         ValueError: in a step; the checkpoint exists, a weight is not finite, ``extra`` is of another type.
@@ -61,7 +62,7 @@ class Saver:
     """Saves one run again and again, while it goes on; old checkpoints go.
 
     Args:
-        path: a folder for the checkpoints of one run, which all ranks see.
+        path: a folder for the checkpoints of one run, which all ranks see, or a URL, as ``s3://bucket/run``.
         ema: an average of the weights, which is saved too.
         keep: so many checkpoints are left, the newest ones; None removes none.  Before any goes, the newest is read
             back and its hashes are checked.  What has a file ``pinned`` in its folder stays.
@@ -85,13 +86,13 @@ class Saver:
     ) -> None:
         if keep is not None and keep < 1:
             raise ValueError(f"keep={keep}: at least the newest checkpoint stays; None removes none")
-        self.path, self.engine, self.ema, self.keep = Path(path), engine, ema, keep
+        self.place, self.engine, self.ema, self.keep = place(path), engine, ema, keep
         self.background, self.deadline = background, deadline
         self.waited = 0.0
         """Seconds that the last ``save`` waited for the one before it."""
         self._memory = HostMemory()
         self._writing: Writing | None = None
-        self._published: Path | None = None
+        self._published: Path | str | None = None
 
     def save(self, extra: Any = None) -> None:
         """Save the run as it is now; all ranks call it together, between two steps.
@@ -115,11 +116,11 @@ class Saver:
         if not self.background:
             self.wait()
 
-    def wait(self) -> Path | None:
+    def wait(self) -> Path | str | None:
         """Wait until the last save is there; all ranks call it together.
 
         Returns:
-            The folder of the last checkpoint that was saved here; None before the first.
+            The folder, or the URL, of the last checkpoint that was saved here; None before the first.
 
         Raises:
             OSError: a file or folder that this rank could not write, with the bytes that it needs and those that are
@@ -138,7 +139,7 @@ class Saver:
                 writing.stop.set()
         self._writing = None
         self._check_together(writing.error, writing.save.partial)
-        self._published = self.path / step_name(writing.save.step)
+        self._published = (self.place / step_name(writing.save.step)).given()
         return self._published
 
     def _begin(self, extra: Any) -> Writing:
@@ -146,32 +147,34 @@ class Saver:
         engine, comm = self.engine, self.engine.comm
         numbers = numbers_of(engine)
         error: Exception | None = None
-        partial = self.path
+        own = secrets.token_hex(8)
         try:
             pieces, state = taken(engine, self.ema, numbers, extra)
             if self.background:
                 pieces = self._memory.copies(pieces)
             if not comm.rank:
-                with saying(self.path, sum(piece.tensor.nbytes for piece in pieces)):
-                    if self._published is not None and not self.path.is_dir():
+                with saying(self.place, sum(piece.tensor.nbytes for piece in pieces)):
+                    if self._published is not None and not self.place.names():
                         raise FileNotFoundError(errno.ENOENT, "the folder has vanished since the last save")
-                    partial = begin(self.path, engine.steps, secrets.token_hex(8))
+                    begin(self.place, engine.steps, own)
         except Exception as problem:
             error = problem
-        self._check_together(error, partial)
-        partial = self.path / broadcast_text(comm, partial.name, Note("state"))
-        about = Save(partial, engine.steps, self.keep, self.deadline, comm.deadline)
+        name = step_name(engine.steps)
+        self._check_together(error, self.place.partial(name, own))
+        own = broadcast_text(comm, own, Note("state"))
+        partial = self.place.partial(name, own)
+        about = Save(partial, own, engine.steps, self.keep, self.deadline, comm.deadline)
         return Writing(about, comm.rank, comm.world_size, pieces, state)
 
-    def _check_together(self, error: Exception | None, partial: Path) -> None:
+    def _check_together(self, error: Exception | None, partial: Place) -> None:
         """Raise what any rank raises; nothing is left of what was begun."""
         try:
             check_together(self.engine.comm, error, AXES)
         except Exception:
             self._memory = HostMemory()  # a thread that is late may still read the other
-            if partial != self.path and not self.engine.comm.rank:
+            if not self.engine.comm.rank:
                 with suppress(OSError):  # it may be gone, or be a checkpoint by now
-                    discard(partial)
+                    partial.discard()
             raise
 
     def __enter__(self) -> "Saver":

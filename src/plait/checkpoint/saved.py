@@ -9,10 +9,9 @@ two files              |  w[0:5]         || w[5:7]  b  v        |     cut betwee
 
 import hashlib
 import math
-import os
 import secrets
-import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -20,10 +19,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from plait.checkpoint.folder import begin, find, publish, read_manifest, step_name
-from plait.checkpoint.huggingface import safetensors_header
+from plait.checkpoint.folder import begin, find, place, publish, read_manifest
 from plait.checkpoint.manifest import Manifest, StoredFile, StoredPiece, StoredTensor
-from plait.checkpoint.stored import BLOCK, SavedTensor, check_contents
+from plait.checkpoint.storage import Place
+from plait.checkpoint.stored import BLOCK, check_contents, saved_tensors
+from plait.checkpoint.tensor_file import safetensors_header
 from plait.checkpoint.values import decoded
 from plait.core.layout import Region, blocks, extent
 
@@ -55,19 +55,19 @@ class Whole:
 class Saved:
     """A checkpoint."""
 
-    folder: Path
+    folder: Place
     manifest: Manifest
 
     @classmethod
-    def find(cls, path: str | Path) -> "Saved":
+    def find(cls, path: str | Path | Place) -> "Saved":
         """The checkpoint that a path means; ValueError where there is none, or no manifest that can be read."""
-        folder = find(Path(path))
+        folder = find(path)
         return cls(folder, Manifest.parse(read_manifest(folder)))
 
     @property
     def tensors(self) -> dict[str, Whole]:
         """By their names in the manifest."""
-        found = {name: SavedTensor(self.folder, stored) for name, stored in self.manifest.tensors.items()}
+        found = saved_tensors(self.folder, self.manifest)
         return {name: Whole(saved.stored.dtype, saved.shape, saved.read) for name, saved in found.items()}
 
     def kind(self, kind: str) -> dict[str, Whole]:
@@ -102,12 +102,11 @@ class Saved:
 
     def tensors_in(self, file: str) -> list[str]:
         """Names of those of which a part lies in a file."""
-        stored = self.manifest.tensors.items()
-        return [name for name, tensor in stored if any(piece.file == file for piece in tensor.pieces)]
+        return list(dict.fromkeys(name for name, _ in self.manifest.contents[file]))
 
 
-def reshard(saved: Saved, out: str | Path, ranks: int) -> Path:
-    """Write a checkpoint in as many files as so many ranks would; the new one's folder in ``out``.
+def reshard(saved: Saved, out: str | Path, ranks: int) -> Place:
+    """Write a checkpoint in as many files as so many ranks would; the new one in ``out`` is returned.
 
     Raises:
         ValueError: it is damaged, or there is one of its step in ``out``.
@@ -116,8 +115,8 @@ def reshard(saved: Saved, out: str | Path, ranks: int) -> Path:
     return write_checkpoint(out, saved.manifest, saved.tensors, ranks)
 
 
-def write_checkpoint(out: str | Path, like: Manifest, tensors: Mapping[str, Whole], ranks: int) -> Path:
-    """Write a checkpoint that has these tensors, and all else as in ``like``; its folder in ``out``.
+def write_checkpoint(out: str | Path, like: Manifest, tensors: Mapping[str, Whole], ranks: int) -> Place:
+    """Write a checkpoint that has these tensors, and all else as in ``like``; the one in ``out`` is returned.
 
     Raises:
         ValueError: there is one of its step already.
@@ -125,20 +124,22 @@ def write_checkpoint(out: str | Path, like: Manifest, tensors: Mapping[str, Whol
     if ranks < 1:
         raise ValueError(f"{ranks} ranks write no file: give 1 or more")
     own = secrets.token_hex(8)
-    partial = begin(Path(out), like.step, own)
+    partial = begin(place(out), like.step, own)
     try:
         files: dict[str, StoredFile] = {}
         pieces: dict[str, list[StoredPiece]] = {name: [] for name in tensors}
         for rank, share in enumerate(_shares(tensors, ranks)):
-            file = f"rank-{rank:05d}.safetensors"
-            files[file] = _write(partial / file, [(tensors[name], region) for name, region in share])
+            target = partial.file(rank, "safetensors")
+            file = target.name
+            files[file] = _write(target, [(tensors[name], region) for name, region in share])
             for number, (name, region) in enumerate(share):
                 pieces[name].append(StoredPiece(file, str(number), region))
         stored = {name: StoredTensor(one.dtype, one.shape, tuple(pieces[name])) for name, one in tensors.items()}
-        publish(partial, replace(like, id=own, files=files, tensors=stored))
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)  # it is there only where something has failed
-    return Path(out) / step_name(like.step)
+        return publish(partial, replace(like, id=own, files=files, tensors=stored))
+    except BaseException:
+        with suppress(OSError):
+            partial.discard()
+        raise
 
 
 def _shares(tensors: Mapping[str, Whole], ranks: int) -> list[list[tuple[str, Region]]]:
@@ -161,13 +162,13 @@ def _shares(tensors: Mapping[str, Whole], ranks: int) -> list[list[tuple[str, Re
     return shares
 
 
-def _write(path: Path, regions: Sequence[tuple[Whole, Region]]) -> StoredFile:
+def _write(path: Place, regions: Sequence[tuple[Whole, Region]]) -> StoredFile:
     """A safetensors file of regions, which are called by their number; on the disk when it returns."""
     shapes = {str(i): (extent(region), one.dtype) for i, (one, region) in enumerate(regions)}
     sizes = {key: math.prod(shape) * dtype.itemsize for key, (shape, dtype) in shapes.items()}
     header, starts, end = safetensors_header(shapes, sizes)
     digest = hashlib.sha256(header)
-    with path.open("xb") as file:
+    with path.created() as file:
         file.write(header)
         for key in sorted(starts, key=starts.__getitem__):
             one, region = regions[int(key)]
@@ -175,6 +176,4 @@ def _write(path: Path, regions: Sequence[tuple[Whole, Region]]) -> StoredFile:
                 data = block.contiguous().reshape(-1).view(torch.uint8).numpy().data
                 file.write(data)
                 digest.update(data)
-        file.flush()
-        os.fsync(file.fileno())
     return StoredFile(end, digest.hexdigest())

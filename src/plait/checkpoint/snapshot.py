@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from plait.checkpoint.huggingface import NAMES
+from plait.checkpoint.tensor_file import NAMES
 from plait.checkpoint.values import InFile, encoded
 from plait.core.layout import Region
 from plait.engine import EMA, Engine

@@ -6,16 +6,14 @@ in files       w[0:4]  w[4:7]
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from plait.checkpoint.folder import check_file
-from plait.checkpoint.huggingface import NAMES
 from plait.checkpoint.manifest import Manifest, StoredTensor
+from plait.checkpoint.storage import Place
+from plait.checkpoint.tensor_file import TensorFile
 from plait.core.layout import Region, blocks, extent
 
 BLOCK = 1 << 24
@@ -26,7 +24,7 @@ BLOCK = 1 << 24
 class SavedTensor:
     """A whole tensor, read by ``saved[slices]``, each slice with a start and a stop."""
 
-    folder: Path
+    files: Mapping[str, TensorFile]
     stored: StoredTensor
 
     @property
@@ -43,11 +41,8 @@ class SavedTensor:
             common = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(region, piece.region, strict=True))
             if any(start >= stop for start, stop in common):
                 continue
-            with safe_open(self.folder / piece.file, "pt") as file:
-                read = (
-                    file.get_slice(piece.key)[_slices(common, piece.region)] if common else file.get_tensor(piece.key)
-                )
-            block[_slices(common, region)] = read
+            with self.files[piece.file].opened() as file:
+                file.read(piece.key, _inside(common, piece.region), block[_slices(_inside(common, region))])
         return block
 
     def whole(self) -> Tensor:
@@ -55,9 +50,19 @@ class SavedTensor:
         return self.read(tuple((0, size) for size in self.shape))
 
 
-def _slices(region: Region, inside: Region) -> tuple[slice, ...]:
-    """A region as slices of another one that has it."""
-    return tuple(slice(a - origin, b - origin) for (a, b), (origin, _) in zip(region, inside, strict=True))
+def _inside(region: Region, outer: Region) -> Region:
+    """A region, counted from the start of another one that has it."""
+    return tuple((a - origin, b - origin) for (a, b), (origin, _) in zip(region, outer, strict=True))
+
+
+def _slices(region: Region) -> tuple[slice, ...]:
+    return tuple(slice(start, stop) for start, stop in region)
+
+
+def saved_tensors(folder: Place, manifest: Manifest) -> dict[str, SavedTensor]:
+    """The tensors of a checkpoint, by name; nothing is opened yet."""
+    files = {name: TensorFile(folder / name) for name in manifest.files}
+    return {name: SavedTensor(files, stored) for name, stored in manifest.tensors.items()}
 
 
 @dataclass(frozen=True)
@@ -79,20 +84,18 @@ def is_same(one: SavedTensor, other: SavedTensor) -> bool:
     return all(torch.equal(one.read(part), other.read(part)) for part in parts)
 
 
-def check_contents(folder: Path, name: str, manifest: Manifest) -> None:
+def check_contents(folder: Place, name: str, manifest: Manifest) -> None:
     """Raises ValueError where a file is not the one that was written, or has not the tensors that its manifest says."""
-    check_file(folder / name, manifest.files[name])
-    told: dict[str, Any] = {}
-    for stored in manifest.tensors.values():
-        for piece in stored.pieces:
-            if piece.file == name:
-                told[piece.key] = NAMES[stored.dtype], extent(piece.region)
+    pieces = manifest.contents[name]
     try:
-        with safe_open(folder / name, "pt") as file:
-            slices = {key: file.get_slice(key) for key in file.keys()}  # noqa: SIM118
-            there = {key: (block.get_dtype(), tuple(block.get_shape())) for key, block in slices.items()}
-    except (OSError, SafetensorError) as error:
-        raise ValueError(f"{str(folder / name)!r} is no safetensors file: {error}") from error
+        check_file(folder / name, manifest.files[name])
+    except ValueError as error:
+        names = list(dict.fromkeys(tensor for tensor, _ in pieces))
+        first = ", ".join(repr(tensor[:80]) for tensor in names[:3])
+        more = ", ..." if names[3:] else ""
+        raise ValueError(f"{error}; it has pieces of {len(names)} tensors ({first}{more})") from error
+    told = {piece.key: (manifest.tensors[tensor].dtype, extent(piece.region)) for tensor, piece in pieces}
+    there = {key: (entry.dtype, entry.shape) for key, entry in TensorFile(folder / name).entries.items()}
     if there != told:
         wrong = sorted(key for key in there.keys() | told.keys() if there.get(key) != told.get(key))
         raise ValueError(

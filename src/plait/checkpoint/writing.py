@@ -11,28 +11,25 @@ tell each other when their own threads of control wait for it (``save.py``).
 import errno
 import hashlib
 import json
-import os
-import shutil
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from plait.checkpoint.folder import publish
-from plait.checkpoint.huggingface import safetensors_header
-from plait.checkpoint.manifest import DTYPES, Manifest, StoredFile, StoredPiece, StoredTensor
+from plait.checkpoint.folder import contents, publish
+from plait.checkpoint.manifest import DTYPES, LARGEST, NAME, Manifest, StoredFile, StoredPiece, StoredTensor
 from plait.checkpoint.retention import remove_older
 from plait.checkpoint.snapshot import Written
+from plait.checkpoint.storage import Place
+from plait.checkpoint.tensor_file import safetensors_header
 from plait.comm.agree import named
 
-PAUSE = 0.02
-"""Seconds between two looks for notes."""
+FILE, NOTE = "safetensors", "json"
 RUNNING, DONE, FAILED = range(3)
 
 
@@ -40,8 +37,9 @@ RUNNING, DONE, FAILED = range(3)
 class Save:
     """One save, as all ranks know it."""
 
-    partial: Path
-    """The folder in which it is written."""
+    partial: Place
+    """Where it is written."""
+    id: str
     step: int
     keep: int | None
     deadline: float
@@ -69,7 +67,7 @@ class Writing:
         """What has become of it: RUNNING, DONE (nothing is wrong with it) or FAILED."""
         if not self.done.is_set() and self.error is None and time.monotonic() > self._end:
             self.error = TimeoutError(
-                f"rank {self.rank} has not written {str(file_of(self.save.partial, self.rank))!r} within "
+                f"rank {self.rank} has not written {str(self.save.partial.file(self.rank, FILE))!r} within "
                 f"{self.save.deadline:g} s: look at its disk, or give Saver(deadline=...) more"
             )
         if self.error is not None:
@@ -90,11 +88,14 @@ class Writing:
 
     def _notes(self) -> list[Any] | None:
         """What every rank has written; None where that is no longer asked."""
-        partial, missing = self.save.partial, list(range(self.ranks))
-        while missing := [rank for rank in missing if not note_of(partial, rank).exists()]:
-            if self.stop.wait(PAUSE):
+        partial, missing, pause = self.save.partial, list(range(self.ranks)), 0.01
+        while True:
+            there = set(partial.names())
+            if not (missing := [rank for rank in missing if partial.file(rank, NOTE).name not in there]):
+                break
+            if self.stop.wait(pause := min(2 * pause, partial.pause)):
                 return None
-            if not partial.is_dir():
+            if partial.file(0, NOTE).name not in there:
                 raise FileNotFoundError(errno.ENOENT, "the folder of a save has vanished", str(partial))
             if not self._program.is_alive():
                 self._end = min(self._end, time.monotonic() + self.save.patience)
@@ -104,54 +105,36 @@ class Writing:
                     f"rank 0 has waited {self.save.deadline:g} s for what {named(missing)} should have written to "
                     f"{str(partial)!r}: nothing is saved; look at their disks, or give Saver(deadline=...) more"
                 )
-        return [json.loads(note_of(partial, rank).read_text()) for rank in range(self.ranks)]
+        return [json.loads(contents(partial.file(rank, NOTE), LARGEST)) for rank in range(self.ranks)]
 
 
-def file_of(partial: Path, rank: int) -> Path:
-    """A rank's file."""
-    return partial / f"rank-{rank:05d}.safetensors"
-
-
-def note_of(partial: Path, rank: int) -> Path:
-    """What says that a rank's file is on the disk."""
-    return partial / f"rank-{rank:05d}.json"
-
-
-def write_part(partial: Path, rank: int, pieces: Sequence[Written]) -> None:
+def write_part(partial: Place, rank: int, pieces: Sequence[Written]) -> None:
     """Write a rank's file, and the note of it.
 
     Raises:
         OSError: with the path, the bytes to write, and the bytes that the disk has left.
     """
-    file, note = file_of(partial, rank), note_of(partial, rank)
+    file = partial.file(rank, FILE)
     tensors = [one.tensor for one in pieces]
     with saying(file, sum(tensor.nbytes for tensor in tensors)):
-        try:
-            stored = write_tensors(file, tensors)
-        except OSError:
-            with suppress(OSError):
-                file.unlink()  # a half makes room
-            raise
+        stored = write_tensors(file, tensors)
         rows = [[one.name, one.shape, str(one.tensor.dtype).removeprefix("torch."), one.region] for one in pieces]
-        begun = note.with_suffix(".begun")  # a note that is there is whole
-        begun.write_text(json.dumps({**asdict(stored), "pieces": rows}))
-        begun.rename(note)
+        partial.file(rank, NOTE).put(json.dumps({**asdict(stored), "pieces": rows}).encode())
 
 
 @contextmanager
-def saying(path: Path, need: int) -> Iterator[None]:
+def saying(file: Place, need: int) -> Iterator[None]:
     """An OSError says where it was, how much was to be written and how much room there is."""
     try:
         yield
     except OSError as error:
-        there = next(folder for folder in path.absolute().parents if folder.exists())
-        have = shutil.disk_usage(there).free
-        error.strerror = f"{error.strerror}; need {need} bytes, have {have} bytes"
-        error.filename = str(path)
+        have = file.free()
+        error.strerror = f"{error.strerror}; need {need} bytes" + ("" if have is None else f", have {have} bytes")
+        error.filename = str(file)
         raise
 
 
-def write_tensors(path: Path, tensors: Sequence[Tensor]) -> StoredFile:
+def write_tensors(path: Place, tensors: Sequence[Tensor]) -> StoredFile:
     """A safetensors file of tensors that are called by their number; on the disk when it returns.
 
     A thread hashes them meanwhile: neither hashing nor the disk waits for the other.
@@ -172,23 +155,19 @@ def write_tensors(path: Path, tensors: Sequence[Tensor]) -> StoredFile:
     hashing = threading.Thread(target=hash_all, name="plait.hash")
     hashing.start()
     try:
-        with path.open("xb") as file:
+        with path.created() as file:
             file.write(header)
             for block in blocks():
                 file.write(block)
-            file.flush()
-            os.fsync(file.fileno())
     finally:
         hashing.join()
     return StoredFile(end, digest.hexdigest())
 
 
-def publish_notes(save: Save, notes: Sequence[Any], state: Any) -> Path:
-    """Everybody has written: the checkpoint is there, and this is its folder."""
+def publish_notes(save: Save, notes: Sequence[Any], state: Any) -> Place:
+    """Everybody has written: the checkpoint is there, in the place that is returned."""
     manifest = manifest_of(save, notes, state)
-    for rank in range(len(notes)):
-        note_of(save.partial, rank).unlink()
-    with saying(save.partial / "manifest.json", len(manifest.text())):
+    with saying(save.partial / NAME, len(manifest.text())):
         return publish(save.partial, manifest)
 
 
@@ -198,7 +177,7 @@ def manifest_of(save: Save, notes: Sequence[Any], state: Any) -> Manifest:
     kinds: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
     pieces: dict[str, list[StoredPiece]] = {}
     for rank, note in enumerate(notes):
-        file = file_of(save.partial, rank).name
+        file = save.partial.file(rank, FILE).name
         files[file] = StoredFile(note["bytes"], note["sha256"])
         for number, (name, shape, dtype, region) in enumerate(note["pieces"]):
             kind = DTYPES[dtype], tuple(shape)
@@ -207,4 +186,4 @@ def manifest_of(save: Save, notes: Sequence[Any], state: Any) -> Manifest:
             place = tuple((start, stop) for start, stop in region)
             pieces.setdefault(name, []).append(StoredPiece(file, str(number), place))
     tensors = {name: StoredTensor(*kind, tuple(pieces[name])) for name, kind in kinds.items()}
-    return Manifest(save.partial.name.split(".")[2], save.step, files, tensors, state)
+    return Manifest(save.id, save.step, files, tensors, state)

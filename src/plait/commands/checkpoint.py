@@ -29,8 +29,9 @@ from safetensors import SafetensorError
 from plait.checkpoint.dcp import export_dcp, import_dcp
 from plait.checkpoint.examine import differences
 from plait.checkpoint.export import export
-from plait.checkpoint.folder import checkpoints, find
+from plait.checkpoint.folder import checkpoints, find, place
 from plait.checkpoint.saved import Saved, Whole, reshard
+from plait.checkpoint.storage import Place
 from plait.commands.bench import size_text
 from plait.engine import empty_parameters
 from plait.job.families import FOLDER
@@ -92,7 +93,7 @@ class ShowCheckpoint:
         saved = Saved.find(self.path)
         manifest, tensors = saved.manifest, saved.tensors
         values = saved.values(lambda name: tensors[name])
-        others = [other.name for other in checkpoints(saved.folder.parent) if other.name != saved.folder.name]
+        others = [other.name for other in checkpoints(saved.folder.home()[0]) if other.name != saved.folder.name]
         optimizer, run = values.get("optimizer") or {}, values.get("run") or {}
         groups = [
             {"parameters": len(group["params"]), **{key: _plain(one) for key, one in group.items() if key != "params"}}
@@ -198,8 +199,8 @@ class VerifyCheckpoint:
 
     def run(self) -> int:
         console = console_of(None)
-        newest = find(Path(self.path))
-        folders = checkpoints(Path(self.path)) if self.all and newest != Path(self.path) else [newest]
+        newest = find(self.path)
+        folders = checkpoints(self.path) if self.all and newest != place(self.path) else [newest]
         damaged = 0
         for folder in folders:
             problems = []
@@ -334,7 +335,7 @@ class ExportDCP:
         return written(Path(self.out))
 
 
-def written(path: Path) -> int:
+def written(path: Place | Path) -> int:
     console_of(None).print(safe(f"written: {path}"))
     return 0
 

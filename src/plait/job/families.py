@@ -227,6 +227,7 @@ def _folder(config: ModelConfig) -> Pretrained:
 
 
 def _load(folder: Pretrained) -> nn.Module:
+    open_folder(folder.path, folder.outline())  # sizes that the files do not have are refused before they take memory
     model = folder.build()
     open_folder(folder.path, model).fill_buffers(model)
     return model

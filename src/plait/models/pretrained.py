@@ -9,6 +9,8 @@ kinds, is reported as a fault of the folder.
 """
 
 import importlib
+import json
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,6 +21,12 @@ import torch
 from torch import Tensor, nn
 
 from plait.models.hf import BUILDING
+
+LARGEST = 1 << 24
+"""Bytes of a config.json."""
+LARGEST_NUMBER = (1 << 31) - 1
+COUNTED, MOST = re.compile("layer|depth|expert|block"), 10_000
+"""What a model may have as modules of their own, and how many."""
 
 
 @dataclass(frozen=True)
@@ -47,6 +55,7 @@ class Pretrained:
     def config(self) -> Any:
         """The folder's config; raises ValueError if unreadable, quantised, or not of a causal language model."""
         with self._blamed("cannot read its config.json") as transformers:
+            _check_sizes(Path(self.path) / "config.json")
             config = transformers.AutoConfig.from_pretrained(self.path, local_files_only=True, trust_remote_code=False)
         if type(config) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
             raise ValueError(
@@ -71,6 +80,11 @@ class Pretrained:
     def max_length(self) -> int | None:
         """The most tokens of one sample; None: the model's positions have no end."""
         return getattr(self.config(), "max_position_embeddings", None)
+
+    def outline(self) -> nn.Module:
+        """What ``build`` gives, with nothing allocated: parameters and buffers are on meta."""
+        with torch.device("meta"):
+            return self.build()
 
     def build(self) -> nn.Module:
         """The stock class of the folder's config, with whatever values it gives itself, in fp32."""
@@ -103,3 +117,23 @@ class Pretrained:
             return torch.tensor(encoded["input_ids"], dtype=torch.int64)
 
         return encode
+
+
+def _check_sizes(file: Path) -> None:
+    """Raises ValueError for numbers that no model has, which transformers would count to."""
+    with file.open("rb") as opened:
+        text = opened.read(LARGEST + 1)
+    if len(text) > LARGEST:
+        raise ValueError(f"it has more than {LARGEST} bytes")
+    try:
+        found = [("", json.loads(text))]
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+    while found:
+        name, value = found.pop()
+        if isinstance(value, dict):
+            found += value.items()
+        elif isinstance(value, list):
+            found += [(name, one) for one in value]
+        elif isinstance(value, int) and abs(value) > (most := MOST if COUNTED.search(name) else LARGEST_NUMBER):
+            raise ValueError(f"{name[:80]} is {value}, and no model has more than {most}")

@@ -9,8 +9,6 @@
 A batch is a function of its step, so the step is the whole data cursor, whatever workers have read ahead.
 """
 
-import os
-import shutil
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -21,9 +19,10 @@ from rich.console import Console
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
 from plait.checkpoint.as_saved import check_as_saved
-from plait.checkpoint.folder import checkpoints, find
+from plait.checkpoint.folder import checkpoints, find, place
 from plait.checkpoint.load import load, read_values
 from plait.checkpoint.save import Saver
+from plait.checkpoint.storage import Place
 from plait.comm import Comm
 from plait.comm.agree import broadcast_text
 from plait.config import TrainConfig, from_toml
@@ -63,7 +62,7 @@ def folder_of(config: TrainConfig) -> Path:
     return Path(config.out) / CHECKPOINTS
 
 
-def find_resumed(config: TrainConfig) -> Path | None:
+def find_resumed(config: TrainConfig) -> Place | None:
     """The checkpoint that the run goes on from; None: it begins anew.
 
     Raises:
@@ -72,8 +71,8 @@ def find_resumed(config: TrainConfig) -> Path | None:
     if config.resume is None:
         return None
     if config.resume != AUTO:
-        path = Path(config.resume)
-        return find(path / CHECKPOINTS if (path / CHECKPOINTS).is_dir() else path)
+        given = place(config.resume)
+        return find(given / CHECKPOINTS if CHECKPOINTS in given.names() else given)
     return next(reversed(checkpoints(folder_of(config))), None)
 
 
@@ -118,10 +117,10 @@ def check_places(config: TrainConfig) -> str | None:
     return None
 
 
-def _check_metrics(config: TrainConfig, resumed: Path | None) -> None:
+def _check_metrics(config: TrainConfig, resumed: Place | None) -> None:
     """Refuses a folder whose metrics are not those of the run that goes on, or that begins again."""
     out = Path(config.out or "")
-    if not (out / METRICS).exists() or (resumed and resumed.resolve().parent == folder_of(config).resolve()):
+    if not (out / METRICS).exists() or (resumed and resumed.home()[0] == place(folder_of(config).resolve())):
         return
     own, settings = False, out / "config.toml"
     if resumed is None and settings.exists() and not (out / "summary.json").exists():  # it was ended before it saved
@@ -134,7 +133,7 @@ def _check_metrics(config: TrainConfig, resumed: Path | None) -> None:
         )
 
 
-def kept_of(values: Mapping[str, Any], path: Path) -> Mapping[str, Any]:
+def kept_of(values: Mapping[str, Any], path: Path | str | Place) -> Mapping[str, Any]:
     """What this module added to a checkpoint; ValueError where another program has written it."""
     match values:
         case {"extra": {"config": dict(), "data": str() | None, "schedule": _, "layouts": list()} as extra}:
@@ -183,15 +182,15 @@ def resume(
     config: TrainConfig, job: Job, comm: Comm, engine: Engine, scheduler: LRScheduler | None, console: Console
 ) -> list[str]:
     """Load what the config says; returns the layouts in which the run was made so far.  All ranks call it together."""
-    place = str(find_resumed(config) or "") if not comm.rank else ""
-    if not (place := broadcast_text(comm, place, Note("state"))):
+    found = str(find_resumed(config) or "") if not comm.rank else ""
+    if not (found := broadcast_text(comm, found, Note("state"))):
         return []
     options = [
         {key: value for key, value in group.items() if key != "params"}
         for one in engine.optimizers
         for group in one.param_groups
     ]
-    loaded = load(place, engine)
+    loaded = load(found, engine)
     compared = check_as_saved(loaded.path, engine)
     kept = kept_of({"extra": loaded.extra}, loaded.path)
     changed = differences(config, kept, job.digest())
@@ -248,5 +247,4 @@ def remove_later(config: TrainConfig, step: int) -> None:
     """With ``overwrite``: of an earlier run's checkpoints those that this one would come upon go."""
     for folder in checkpoints(folder_of(config)):
         if config.overwrite and int(folder.name.removeprefix("step-")) > step:
-            os.rename(folder, hidden := folder.with_name(f".{folder.name}.0.partial"))
-            shutil.rmtree(hidden)
+            folder.discard()

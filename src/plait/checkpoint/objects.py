@@ -1,0 +1,178 @@
+"""Objects under a URL, which nothing can rename: a checkpoint is there when its manifest is.
+
+    s3://bucket/run/step-000123/rank-00000.9f3c.safetensors    the save's id is in the name: no two saves share a file
+    s3://bucket/run/step-000123/manifest.json                  put last, as a whole
+    s3://bucket/run/latest                                     a line with its name, for scripts and people
+
+The stores are those of fsspec; each wants a package of its own (s3fs, gcsfs, adlfs).  What they list is asked anew
+each time, since other ranks write there too.
+"""
+
+import errno
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any, BinaryIO
+
+from plait.checkpoint.folder import STEP
+from plait.checkpoint.manifest import NAME
+from plait.checkpoint.storage import LATEST, Place, exists_already
+
+WRITTEN = re.compile(r"rank-[0-9]+\.([0-9a-f]+\.)?(safetensors|json)")
+"""What a save puts beside its manifest."""
+
+
+def place_of(url: str) -> "Objects":
+    """See ``folder.place``."""
+    if "::" in url:
+        raise ValueError(f"{url!r} is a chain of URLs: give the one that the files lie under")
+    try:
+        store, path = import_module("fsspec.core").url_to_fs(url)
+    except (ImportError, ValueError) as error:
+        raise ValueError(
+            f"{url!r}: {error}; install plait[fsspec] and the package for these URLs, or give a folder"
+        ) from error
+    return Objects(store, path.rstrip("/"), url.rstrip("/"))
+
+
+@contextmanager
+def _told(url: str) -> Iterator[None]:
+    """Stores raise errors of many kinds."""
+    try:
+        yield
+    except Exception as error:
+        raise OSError(errno.EIO, f"{type(error).__name__}: {error}", url) from error
+
+
+@dataclass(frozen=True)
+class Objects(Place):
+    """An object, or all that begin with a path."""
+
+    store: Any
+    path: str
+    url: str
+    own: str = ""
+    """The id of a save; of a ``partial`` only."""
+
+    gap = 1 << 20
+    chunk = 1 << 24
+    pause = 1.0
+
+    def __str__(self) -> str:
+        return self.url
+
+    def given(self) -> str:
+        return self.url
+
+    @property
+    def name(self) -> str:
+        return self.path.rpartition("/")[2]
+
+    def home(self) -> tuple["Objects", str]:
+        path, url = self.path.rpartition("/")[0], self.url.rpartition("/")[0]
+        return Objects(self.store, path, url), self.name
+
+    def __truediv__(self, name: str) -> "Objects":
+        return Objects(self.store, f"{self.path}/{name}", f"{self.url}/{name}")
+
+    def names(self) -> list[str]:
+        with _told(self.url):
+            self.store.invalidate_cache()
+            try:
+                return [path.rstrip("/").rpartition("/")[2] for path in self.store.ls(self.path, detail=False)]
+            except (FileNotFoundError, NotADirectoryError):
+                return []
+
+    @contextmanager
+    def opened(self) -> Iterator["OpenObject"]:
+        with _told(self.url):
+            self.store.invalidate_cache()
+            try:
+                about = self.store.info(self.path)
+            except FileNotFoundError:
+                about = {}
+        if about.get("type") != "file":
+            raise ValueError(f"{self.url!r} is no file that can be read: {about.get('type', 'it is not there')}")
+        yield OpenObject(self, about["size"])
+
+    @contextmanager
+    def created(self) -> Iterator[BinaryIO]:
+        with _told(self.url):
+            file = self.store.open(self.path, "wb")
+        try:
+            yield file
+        finally:
+            with _told(self.url):
+                file.close()
+
+    def put(self, data: bytes) -> None:
+        with _told(self.url):
+            self.store.pipe_file(self.path, data)
+
+    def free(self) -> None:
+        return None
+
+    def checkpoints(self) -> list[str]:
+        return [name for name in self.names() if STEP.fullmatch(name) and NAME in (self / name).names()]
+
+    def partial(self, folder: str, own: str) -> "Objects":
+        return Objects(self.store, f"{self.path}/{folder}", f"{self.url}/{folder}", own)
+
+    def file(self, rank: int, kind: str) -> "Objects":
+        return self / f"rank-{rank:05d}.{self.own}.{kind}"
+
+    def begin(self) -> None:
+        if NAME in self.names():
+            raise exists_already(self)
+        parent, _ = self.home()
+        for name in parent.names():
+            if STEP.fullmatch(name) and NAME not in (inside := (folder := parent / name).names()):
+                folder._remove([file for file in inside if WRITTEN.fullmatch(file)])
+        with _told(self.url):
+            self.store.makedirs(self.path, exist_ok=True)
+
+    def _remove(self, names: Sequence[str]) -> None:
+        with _told(self.url):
+            for name in names:
+                self.store.rm_file((self / name).path)
+
+    def publish(self, manifest: str, files: Sequence[str]) -> "Objects":
+        """Another save in the same place, of a run that was taken for dead, may have removed these files."""
+        there = self.names()
+        if lost := [name for name in files if name not in there]:
+            raise OSError(errno.ENOENT, "it is gone: another run saves in the same place", str(self / lost[0]))
+        if NAME in there:
+            raise exists_already(self)
+        self._remove([name for name in there if WRITTEN.fullmatch(name) and name not in files])
+        (self / NAME).put(manifest.encode())
+        parent, name = self.home()
+        (parent / LATEST).put(f"{name}\n".encode())
+        return parent / name
+
+    def discard(self) -> None:
+        names = self.names()
+        if not self.own:
+            self._remove([name for name in (NAME,) if name in names])
+            self._remove([name for name in names if name != NAME])
+        elif NAME not in names:
+            self._remove([name for name in names if f".{self.own}." in name])
+
+
+@dataclass(frozen=True)
+class OpenObject:
+    """An object of a known size; a ``storage.Source``."""
+
+    place: Objects
+    size: int
+
+    def read(self, start: int, into: memoryview) -> None:
+        step = self.place.chunk
+        for at in range(0, len(into), step):
+            part = into[at : at + step]
+            with _told(self.place.url):
+                data = self.place.store.cat_file(self.place.path, start=start + at, end=start + at + len(part))
+            if len(data) != len(part):
+                raise OSError(f"{self.place.url!r} ends before byte {start + at + len(part)}")
+            part[:] = data

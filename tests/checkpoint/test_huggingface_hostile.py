@@ -1,0 +1,203 @@
+"""Hugging Face folders that are damaged, or that somebody has made to do harm: one ValueError each."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import hf_folders as folders
+import pytest
+import torch
+from hostile import changed, changed_text, header_of, with_header
+from torch import Tensor, nn
+
+from plait.checkpoint.huggingface import open_folder, write_tensors
+from plait.engine import empty_parameters
+from plait.engine.state.init import materialise
+from plait.models.pretrained import Pretrained
+
+FILES = tuple(f"model-0000{number}-of-00002.safetensors" for number in (1, 2))
+INDEX = "model.safetensors.index.json"
+
+
+def build() -> nn.Module:
+    with empty_parameters():
+        return nn.Sequential(nn.Linear(5, 3), nn.Linear(3, 5))
+
+
+def values() -> dict[str, Tensor]:
+    shapes = {name: tuple(p.shape) for name, p in build().named_parameters()}
+    return {name: torch.arange(float(torch.Size(s).numel())).view(s) + len(name) for name, s in shapes.items()}
+
+
+def write(folder: Path) -> Path:
+    folder.mkdir(parents=True)
+    write_tensors(folder, {n: (tuple(t.shape), t.dtype) for n, t in values().items()}, values().items(), limit=80)
+    assert sorted(file.name for file in folder.iterdir()) == [*FILES, INDEX]
+    return folder
+
+
+def read(folder: Path) -> None:
+    """All of it, and it is what was written."""
+    model = build()
+    materialise(model, 0, torch.device("cpu"), open_folder(folder, model))
+    assert all(torch.equal(parameter, values()[name]) for name, parameter in model.named_parameters())
+
+
+def index(change: Callable[[Any], Any]) -> Callable[[Path], None]:
+    def apply(folder: Path) -> None:
+        data = json.loads((folder / INDEX).read_text())
+        change(data)
+        (folder / INDEX).write_text(json.dumps(data))
+
+    return apply
+
+
+def placed(place: Any) -> Callable[[Path], None]:
+    return index(lambda data: data["weight_map"].update({"0.weight": place}))
+
+
+def header(change: Callable[[Any], Any]) -> Callable[[Path], None]:
+    def apply(folder: Path) -> None:
+        told, rest = header_of((folder / FILES[0]).read_bytes())
+        change(told)
+        (folder / FILES[0]).write_bytes(with_header(json.dumps(told), rest))
+
+    return apply
+
+
+def entry(**fields: Any) -> Callable[[Path], None]:
+    return header(lambda told: told["0.weight"].update(fields))
+
+
+def elsewhere(folder: Path, name: str = FILES[0]) -> Path:
+    return (folder / name).rename(folder.parent / "elsewhere")
+
+
+def twice(folder: Path) -> None:
+    told, rest = header_of((folder / FILES[0]).read_bytes())
+    text = json.dumps(told)[:-1] + ', "0.weight": ' + json.dumps(told["0.weight"]) + "}"
+    (folder / FILES[0]).write_bytes(with_header(text, rest))
+
+
+def swapped(folder: Path) -> None:
+    (folder / FILES[0]).rename(folder / "x")
+    (folder / FILES[1]).rename(folder / FILES[0])
+    (folder / "x").rename(folder / FILES[1])
+
+
+HARM: dict[str, tuple[Callable[[Path], Any], str]] = {
+    "parent": (placed("../elsewhere.safetensors"), "no name of a file in the folder"),
+    "absolute": (placed("/etc/passwd.safetensors"), "no name of a file in the folder"),
+    "another kind": (placed("config.json"), "no name of a file in the folder"),
+    "a number": (placed(7), "no weight_map"),
+    "a list": (index(lambda data: data.update(weight_map=[])), "no weight_map"),
+    "no map": (index(lambda data: data.clear()), "no weight_map"),
+    "deep": (lambda f: (f / INDEX).write_text('{"weight_map":' * 100_000), "nested too deeply"),
+    "giant index": (lambda f: os.truncate(f / INDEX, 1 << 40), "bytes, and may have"),
+    "a link out": (lambda f: (f / FILES[0]).symlink_to(elsewhere(f)), "a link out of its folder"),
+    "an index out": (lambda f: (f / INDEX).symlink_to(elsewhere(f, INDEX)), "a link out of its folder"),
+    "a loop": (lambda f: (elsewhere(f), (f / FILES[0]).symlink_to(f / FILES[0])), "no file that can be read"),
+    "a pipe": (lambda f: (elsewhere(f), os.mkfifo(f / FILES[0])), "no plain file"),
+    "a pipe for an index": (lambda f: (elsewhere(f, INDEX), os.mkfifo(f / INDEX)), "no plain file"),
+    "a folder": (lambda f: (elsewhere(f), (f / FILES[0]).mkdir()), "no plain file"),
+    "a device": (lambda f: (elsewhere(f), (f / FILES[0]).symlink_to("/dev/zero")), "a link out of its folder"),
+    "missing": (elsewhere, "No such file"),
+    "emptied": (lambda f: os.truncate(f / FILES[0], 0), "it has 0 bytes"),
+    "truncated": (lambda f: os.truncate(f / FILES[0], 300), "copy the file again"),
+    "longer": (lambda f: os.truncate(f / FILES[0], 1 << 40), "its tensors end at byte"),
+    "swapped": (swapped, "and it is not"),
+    "in two files": (lambda f: (f / FILES[1]).write_bytes((f / FILES[0]).read_bytes()), "drop one"),
+    "twice in a header": (twice, "stands twice"),
+    "negative": (entry(shape=[-3, -5]), "not a dtype, a shape and as many bytes"),
+    "giant": (entry(shape=[1 << 40, 1 << 40]), "not a dtype, a shape and as many bytes"),
+    "giant offsets": (entry(data_offsets=[0, 1 << 62]), "not a dtype, a shape and as many bytes"),
+    "another shape": (entry(shape=[5, 3]), "has the shape (5, 3)"),
+    "another dtype": (entry(dtype="I32"), "torch.int32"),
+    "an unknown dtype": (entry(dtype="F128"), "which plait does not read"),
+    "a header of lists": (header(lambda told: told.update({"0.weight": [1, 2]})), "not a dtype, a shape"),
+    "a surplus tensor": (
+        header(lambda told: told.update({"\x1b[31m": {"dtype": "U8", "shape": [0], "data_offsets": [0, 0]}})),
+        "surplus 1 tensor",
+    ),
+}
+
+
+@pytest.mark.parametrize("harm", HARM)
+def test_it_is_refused_in_words(harm: str, tmp_path: Path) -> None:
+    folder = write(tmp_path / "model")
+    change, words = HARM[harm]
+    change(folder)
+    with pytest.raises(ValueError) as caught:
+        read(folder)
+    assert words in str(caught.value) and len(str(caught.value)) < 1000 and str(caught.value).isprintable()
+
+
+def test_links_within_the_folder_and_those_of_the_cache_are_followed(tmp_path: Path) -> None:
+    snapshot = write(tmp_path / "models--a--b" / "snapshots" / "9f3c")
+    blobs = tmp_path / "models--a--b" / "blobs"
+    blobs.mkdir()
+    for number, name in enumerate([*FILES, INDEX]):
+        (snapshot / name).rename(blobs / f"{number:064x}")
+        (snapshot / name).symlink_to(Path("../../blobs") / f"{number:064x}")
+    read(snapshot)
+    (tmp_path / "mine").symlink_to(snapshot)
+    read(tmp_path / "mine")
+    inside = write(tmp_path / "inside")
+    (inside / FILES[0]).rename(inside / "one.safetensors")
+    (inside / FILES[0]).symlink_to("one.safetensors")
+    read(inside)
+
+
+def test_random_harm_is_refused_or_what_was_written(tmp_path: Path) -> None:
+    """Indices and headers changed at random: never another value, never another error."""
+    folder, refused = write(tmp_path / "model"), 0
+    whole = {name: (folder / name).read_bytes() for name in (*FILES, INDEX)}
+    for seed in range(300):
+        draw = random.Random(seed)
+        for name, data in whole.items():
+            (folder / name).write_bytes(data)
+        name = draw.choice([*FILES, INDEX])
+        told, rest = (json.loads(whole[INDEX]), b"") if name == INDEX else header_of(whole[name])
+        before = copy.deepcopy(told)
+        changed(told, draw)
+        text = json.dumps(told) if draw.random() < 0.7 else changed_text(json.dumps(before), draw)
+        encoded = text.encode(errors="surrogatepass")
+        (folder / name).write_bytes(encoded if name == INDEX else with_header(text, rest, draw))
+        try:
+            open_folder(folder, build())
+        except ValueError as error:
+            refused += 1
+            assert len(str(error)) < 2000 and str(error).isprintable(), (seed, str(error))
+    assert refused > 200
+
+
+SIZES = {
+    "layers": {"num_hidden_layers": 10**9},
+    "a vocabulary": {"vocab_size": 10**12},
+    "a width": {"hidden_size": 2**31 - 8},
+    "positions": {"max_position_embeddings": 10**18},
+    "heads": {"num_attention_heads": 2**31 - 1},
+    "another vocabulary": {"vocab_size": 2**31 - 1},
+}
+
+
+@pytest.mark.parametrize("sizes", SIZES)
+def test_a_config_of_giant_sizes_is_refused_before_anything_is_built(sizes: str, tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    folder = folders.write(tmp_path)
+    folders.change_config(folder, **SIZES[sizes])
+    with pytest.raises(ValueError, match=r"config\.json"):
+        open_folder(folder, Pretrained(str(folder)).outline())
+
+
+def test_a_config_that_is_nested_deeply_is_refused(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    (tmp_path / "config.json").write_text('{"a":' * 100_000)
+    with pytest.raises(ValueError, match="nested too deeply"):
+        Pretrained(str(tmp_path)).config()

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from run_cases import decoder, differences
+from run_cases import decoder, differences, optimizers_of
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.distributed.fsdp import fully_shard
@@ -27,12 +27,9 @@ def build(change: int = 0) -> tuple[nn.Module, list[torch.optim.Optimizer]]:
     for block in model.blocks:
         fully_shard(block)
     fully_shard(model)
-    own = [p for p in model.parameters() if p.requires_grad]
-    matrices, others = [p for p in own if p.dim() > 1], [p for p in own if p.dim() < 2]
-    first = torch.optim.AdamW(
-        [{"params": matrices[:3], "weight_decay": 0.2}, {"params": matrices[3:], "betas": (0.8, 0.9)}], lr=0.01
-    )
-    return model, [first, torch.optim.SGD(others, lr=0.1, momentum=0.9)]
+    optimizers = list(optimizers_of(model))
+    torch.optim.lr_scheduler.StepLR(optimizers[0], 3)  # groups get the keys that a schedule gives them
+    return model, optimizers
 
 
 def update(model: nn.Module, optimizers: list[torch.optim.Optimizer], times: int) -> None:
@@ -59,7 +56,6 @@ def main(what: str, folder: str, whole: str, *flags: str) -> None:
         state = state_of(model, optimizers, flatten_optimizer_state_dict="flat" in flags)
         dcp.save({**({"app": state} if "app" in flags else state), **extra}, checkpoint_id=folder)
     else:
-        torch.optim.lr_scheduler.StepLR(optimizers[0], 3)  # groups get the keys that a schedule gives them
         update(model, optimizers, 1)
         state = state_of(model, optimizers)
         dcp.load(state, checkpoint_id=folder)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from run_cases import LAYOUTS, Training, decoder, differences
+from run_cases import LAYOUTS, Training, decoder, differences, optimizers_of
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
 
@@ -35,9 +35,8 @@ class Plain:
     def __init__(self) -> None:
         self.model: Any = decoder()
         own = [p for p in self.model.parameters() if p.requires_grad]
-        matrices, others = [p for p in own if p.dim() > 1], [p for p in own if p.dim() < 2]
-        groups = [{"params": matrices[:3], "weight_decay": 0.2}, {"params": matrices[3:], "betas": (0.8, 0.9)}]
-        self.optimizers = [torch.optim.AdamW(groups, lr=0.01), torch.optim.SGD(others, lr=0.1, momentum=0.9)]
+        self.optimizers = optimizers_of(self.model)
+        torch.optim.lr_scheduler.StepLR(self.optimizers[0], 3)  # groups get the keys that a schedule gives them
         for step in range(2):
             for number, parameter in enumerate(own):
                 parameter.grad = torch.linspace(-1, number + step, parameter.numel()).view(parameter.shape)

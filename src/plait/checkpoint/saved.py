@@ -100,10 +100,6 @@ class Saved:
         for text in self.damages().values():
             raise ValueError(f"{text}; a damaged checkpoint is neither compared nor written anew")
 
-    def tensors_in(self, file: str) -> list[str]:
-        """Names of those of which a part lies in a file."""
-        return list(dict.fromkeys(name for name, _ in self.manifest.contents[file]))
-
 
 def reshard(saved: Saved, out: str | Path, ranks: int) -> Place:
     """Write a checkpoint in as many files as so many ranks would; the new one in ``out`` is returned.

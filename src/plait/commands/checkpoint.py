@@ -209,10 +209,7 @@ class VerifyCheckpoint:
             except ValueError as error:
                 problems = [str(error)]
             else:
-                for file, text in saved.damages().items():
-                    names = saved.tensors_in(file)
-                    more = f" and {len(names) - 8} more" if len(names) > 8 else ""
-                    problems.append(f"{text}; it has {len(names)} tensors: {', '.join(names[:8])}{more}")
+                problems = list(saved.damages().values())
             size = "" if problems else f": whole, {sum(file.bytes for file in saved.manifest.files.values()):,} bytes"
             console.print(safe(f"{folder}{size}{f': damaged, {len(problems)} files' if problems else ''}"))
             for text in problems:

@@ -247,3 +247,19 @@ def test_a_transform_of_torch_func_with_parameters_at_rest_is_refused() -> None:
 
     with pytest.raises(ValueError, match=r"unit 'root'.*torch\.func.*engine\.gathered"):
         train(distinct(Energy()), "shard=2", "zero3", batches(1), loss=transformed)
+
+
+class Borrowing(nn.Module):
+    """Reads a parameter of another unit inside of a transform."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.first(x) + torch.func.grad(lambda z: (z * self.first.bias).sin().sum())(x))  # type: ignore[no-any-return]
+
+
+def test_a_transform_that_borrows_from_another_unit_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"unit 'root'.*torch\.func.*engine\.gathered"):
+        train(distinct(Borrowing().double()), "shard=2", "zero3", batches(1))

@@ -111,7 +111,9 @@ class Unsharding(StaysHere):
         order = self.orders.get(phase)
         for needed in unit.needs:
             self._unshard_for(unit, needed, phase, order)
-        for coming in order.ahead() if order is not None else ():
+        if order is None or torch._C._are_functorch_transforms_active():  # which would see what arrives
+            return
+        for coming in order.ahead():
             if sum(ahead.users == 0 for ahead in self.open_units.arriving) >= self.prefetch:
                 break
             if coming.state is State.SHARDED:
@@ -132,6 +134,7 @@ class Unsharding(StaysHere):
     def _borrow(self, unit: Unit, parameter: Tensor) -> None:
         """A unit reads, in its forward, a parameter that is laid in another one."""
         owner = next(u for u in self.units for flat in u.flats if any(p is parameter for p in flat.parameters))
+        self._check_seen(unit, [owner])
         with torch._C.DisableTorchFunction():
             unit.borrow(owner)
             self._unshard_for(unit, owner, self.phase, self.orders[self.phase])
@@ -245,18 +248,21 @@ class Unsharding(StaysHere):
             return
         if self._behind:
             return
-        if torch._C._are_functorch_transforms_active() and not all(n.pinned or not n.split for n in unit.needs):
-            raise ValueError(
-                f"unit {unit.name!r}, whose parameters are split, runs inside a transform of torch.func (grad, vmap, "
-                f"jvp), which does not tell when they are read: call it inside `with engine.gathered():`, use "
-                f"torch.autograd.grad, or a row that keeps parameters whole (zero2)"
-            )
+        self._check_seen(unit, unit.needs)
         with torch._C.DisableTorchFunction():  # the engine's own work belongs to no forward
             self.unshard(unit, self.phase)
             if torch.is_grad_enabled() and self._waits_for_inputs(unit):
                 self._hooks.await_inputs(unit, (*args, *kwargs.values()), self._end_if_done)
         self.current.enter_unit(self._running[unit])
         self._inside.append(unit)
+
+    def _check_seen(self, unit: Unit, needs: Sequence[Unit]) -> None:
+        if torch._C._are_functorch_transforms_active() and not all(need.pinned or not need.split for need in needs):
+            raise ValueError(
+                f"unit {unit.name!r}, whose parameters are split, runs inside a transform of torch.func (grad, vmap, "
+                f"jvp), which does not tell when they are read: call it inside `with engine.gathered():`, use "
+                f"torch.autograd.grad, or a row that keeps parameters whole (zero2)"
+            )
 
     def _waits_for_inputs(self, unit: Unit) -> bool:
         return self.split_backward or not unit.done_with_gradients

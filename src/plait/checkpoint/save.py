@@ -150,7 +150,7 @@ class Saver:
         own = secrets.token_hex(8)
         try:
             pieces, state = taken(engine, self.ema, numbers, extra)
-            if self.background:
+            if self.background or comm.device.type != "cpu":  # what is hashed and written leaves a device once
                 pieces = self._memory.copies(pieces)
             if not comm.rank:
                 with saying(self.place, sum(piece.tensor.nbytes for piece in pieces)):

@@ -12,9 +12,7 @@ from __future__ import annotations
 import json
 import sys
 import tempfile
-import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,6 +26,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from harness.contestants import comm_beside
 from harness.groups import launch
+from harness.memory import KINDS, peak_of
 
 import plait
 from plait.checkpoint.huggingface import open_folder, write_tensors
@@ -35,7 +34,6 @@ from plait.core.mesh import Mesh
 from plait.models.pretrained import Pretrained
 
 MIB = 2**20
-KINDS = ("anonymous", "resident")
 CONSTANT = 32 * MIB
 """What loading may take besides: rows of the mapped file in passing, Python's objects."""
 
@@ -71,39 +69,6 @@ def write_random(folder: Path) -> Path:
     return folder
 
 
-def memory(*keys: str) -> int:
-    """Bytes of this process under the given keys of /proc/self/status."""
-    lines = (line.split() for line in Path("/proc/self/status").read_text().splitlines())
-    return sum(int(words[1]) * 1024 for words in lines if words[0].rstrip(":") in keys)
-
-
-def peak_of(load: Callable[[], Any]) -> dict[str, Any]:
-    """By how much anonymous memory grew at most, seen every millisecond, and the resident set.
-
-    Pages of the mapped file are the system's, which takes them back; the resident set counts them.
-    """
-    over = threading.Event()
-    seen = [memory("RssAnon")]
-
-    def watch() -> None:
-        while not over.wait(0.001):
-            seen.append(memory("RssAnon"))
-
-    Path("/proc/self/clear_refs").write_text("5")
-    resident, watcher, start = memory("VmRSS"), threading.Thread(target=watch), time.perf_counter()
-    watcher.start()
-    loaded = load()
-    seconds = time.perf_counter() - start
-    over.set()
-    watcher.join()
-    return {
-        "anonymous_peak": max(*seen, memory("RssAnon")) - seen[0],
-        "resident_peak": memory("VmHWM") - resident,
-        "seconds": seconds,
-        "loaded": loaded,
-    }
-
-
 def task(folder: str, streamed: bool) -> list[dict[str, Any]]:
     """On every rank: load under zero3; what all ranks saw."""
     import transformers
@@ -121,7 +86,7 @@ def task(folder: str, streamed: bool) -> list[dict[str, Any]]:
         return plait.Engine(theirs, comm, strategy="zero3")
 
     found = peak_of(load)
-    kept = found.pop("loaded").bytes_held()
+    kept = found.pop("returned").bytes_held()
     found |= {"whole": whole, "params": kept["params"], "grads": kept["grads"]}
     every: list[Any] = [None] * comm.mesh.size
     dist.all_gather_object(every, found)

@@ -271,10 +271,10 @@ def play(good: Path, work: Path, seed: int) -> tuple[str, str]:
     shutil.rmtree(work, ignore_errors=True)
     shutil.copytree(good, work / "run")
     kind = spoil(work / "run" / "step-000001", random.Random(seed))
-    start = time.monotonic()
+    start = time.process_time()  # other work on the machine is not its own
     with watched(work / "run"):
         found = attempt(work / "run")
-    assert (seconds := time.monotonic() - start) < SECONDS, f"{seconds:.1f} s"
+    assert (seconds := time.process_time() - start) < SECONDS, f"{seconds:.1f} s"
     return kind, found
 
 

@@ -8,11 +8,14 @@ writing.py       a rank's thread: its file, a note of it; the manifest of all no
 retention.py     which old checkpoints go, and when
 load.py          ``plait.load``: into any layout, each rank reads its regions
 as_saved.py      after a load: every piece compared with what lies in the files
-folder.py        folders that are whole or not there
+storage.py       what saving and loading ask of a place
+folder.py        a place on a file system: folders that are whole or not there
+objects.py       a place under a URL, where nothing can be renamed
 manifest.py      what a checkpoint says of itself, checked field by field
 values.py        numbers, strings, lists, dicts as JSON and back
 complete.py      what is lost between a save and a load is refused
 stored.py        tensors in a checkpoint's files, read region by region
+tensor_file.py   a safetensors file, read by ranges of bytes
 
 saved.py         a checkpoint without an engine: read by blocks, verified, written anew in other files
 examine.py       where two checkpoints differ

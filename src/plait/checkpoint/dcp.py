@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 from plait.checkpoint.distcp import METADATA, Misread, read_folder
 from plait.checkpoint.manifest import Manifest
 from plait.checkpoint.saved import Saved, Whole, write_checkpoint
-from plait.checkpoint.storage import Place
+from plait.checkpoint.storage import Storage
 from plait.checkpoint.values import InFile, encoded
 from plait.core.layout import Region, extent
 
@@ -47,7 +47,7 @@ def import_dcp(
     seed: int = 0,
     without: Sequence[str] = (),
     ranks: int = 1,
-) -> Place:
+) -> Storage:
     """Write what a folder of torch.distributed.checkpoint has as a checkpoint; the one in ``out`` is returned.
 
     Args:

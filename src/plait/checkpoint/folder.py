@@ -21,13 +21,13 @@ from pathlib import Path
 from typing import BinaryIO
 
 from plait.checkpoint.manifest import LARGEST, NAME, Manifest, StoredFile
-from plait.checkpoint.storage import LATEST, Place, exists_already
+from plait.checkpoint.storage import LATEST, Storage, exists_already
 
 STEP = re.compile(r"step-[0-9]{6,18}")
 PARTIAL = re.compile(rf"\.{STEP.pattern}\.[0-9a-f]+\.partial")
 
 
-def place(path: str | Path | Place) -> Place:
+def place(path: str | Path | Storage) -> Storage:
     """What a path means: a URL, as ``s3://bucket/run``, is a place of fsspec; anything else is a folder.
 
     Raises:
@@ -37,11 +37,11 @@ def place(path: str | Path | Place) -> Place:
         from plait.checkpoint.objects import place_of
 
         return place_of(path)
-    return path if isinstance(path, Place) else Folder(Path(path))
+    return path if isinstance(path, Storage) else Folder(Path(path))
 
 
 @dataclass(frozen=True)
-class Folder(Place):
+class Folder(Storage):
     """A file or folder of a file system."""
 
     path: Path
@@ -156,7 +156,7 @@ class Folder(Place):
 
 @dataclass(frozen=True)
 class OpenFile:
-    """A file by its number; a ``storage.Source``."""
+    """A file by its number; a ``storage.ByteSource``."""
 
     path: str
     number: int
@@ -175,7 +175,7 @@ def step_name(step: int) -> str:
     return f"step-{step:06d}"
 
 
-def contents(path: Place, largest: int) -> bytes:
+def contents(path: Storage, largest: int) -> bytes:
     """All bytes of a small file; ValueError for more than ``largest``."""
     with path.opened() as file:
         if file.size > largest:
@@ -184,7 +184,7 @@ def contents(path: Place, largest: int) -> bytes:
     return bytes(data)
 
 
-def read_manifest(folder: Place) -> str:
+def read_manifest(folder: Storage) -> str:
     """The text of a checkpoint's manifest, which can be parsed; ValueError for anything else."""
     data = contents(path := folder / NAME, LARGEST)
     try:
@@ -194,7 +194,7 @@ def read_manifest(folder: Place) -> str:
     return text
 
 
-def check_file(path: Place, stored: StoredFile) -> None:
+def check_file(path: Storage, stored: StoredFile) -> None:
     """Raises ValueError where a file is not, byte for byte, the one that was written."""
     digest = hashlib.sha256()
     with path.opened() as file:
@@ -209,7 +209,7 @@ def check_file(path: Place, stored: StoredFile) -> None:
         raise ValueError(f"{str(path)!r} is not what was written: its SHA-256 is another")
 
 
-def find(path: str | Path | Place) -> Place:
+def find(path: str | Path | Storage) -> Storage:
     """The checkpoint that a path means: itself, or the newest of a folder of checkpoints.
 
     Raises:
@@ -225,13 +225,13 @@ def find(path: str | Path | Place) -> Place:
     raise ValueError(f"there is no checkpoint in {str(path)!r}: it has no folder {step_name(1)} or the like")
 
 
-def checkpoints(path: str | Path | Place) -> list[Place]:
+def checkpoints(path: str | Path | Storage) -> list[Storage]:
     """The checkpoints in a place, the newest last; a damaged one is among them."""
     path = place(path)
     return [path / name for name in sorted(path.checkpoints(), key=lambda name: int(name.removeprefix("step-")))]
 
 
-def begin(parent: Place, step: int, own: str) -> Place:
+def begin(parent: Storage, step: int, own: str) -> Storage:
     """Where a new checkpoint's files go, and what an earlier run has left unfinished is gone.
 
     Raises:
@@ -242,7 +242,7 @@ def begin(parent: Place, step: int, own: str) -> Place:
     return partial
 
 
-def publish(partial: Place, manifest: Manifest) -> Place:
+def publish(partial: Storage, manifest: Manifest) -> Storage:
     """Everybody has written: add the manifest, and let the checkpoint be there, in the place that is returned."""
     text = manifest.text()
     Manifest.parse(text)  # what could not be read again is not written

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from plait.checkpoint.folder import Folder, contents
-from plait.checkpoint.tensor_file import Entry, TensorFile, parsed, safetensors_header
+from plait.checkpoint.tensor_file import TensorEntry, TensorFile, parsed, safetensors_header
 from plait.core.layout import Region, extent
 from plait.engine import Engine
 from plait.engine.state.full import whole_tensors
@@ -53,7 +53,7 @@ class Stored:
     key: str
 
     @property
-    def entry(self) -> Entry:
+    def entry(self) -> TensorEntry:
         return self.file.entries[self.key]
 
     def read(self, region: Region | None = None) -> Tensor:

@@ -16,7 +16,7 @@ from typing import Any
 from plait.checkpoint.complete import check_complete
 from plait.checkpoint.folder import checkpoints, find, place, read_manifest
 from plait.checkpoint.manifest import Manifest
-from plait.checkpoint.storage import Place
+from plait.checkpoint.storage import Storage
 from plait.checkpoint.stored import SavedTensor, SavedWeights, check_contents, is_same, saved_tensors
 from plait.checkpoint.values import decoded
 from plait.comm import Comm
@@ -78,7 +78,7 @@ def load(path: str | Path, engine: Engine, *, ema: EMA | None = None) -> Loaded:
     return Loaded(folder.given(), manifest.step, extra)
 
 
-def read_together(path: str | Path | Place, comm: Comm) -> tuple[Place, Manifest]:
+def read_together(path: str | Path | Storage, comm: Comm) -> tuple[Storage, Manifest]:
     """The checkpoint's folder and its manifest, as rank 0 sees them."""
     folder, text = (given := place(path)), ""
     with _together(comm):
@@ -90,7 +90,7 @@ def read_together(path: str | Path | Place, comm: Comm) -> tuple[Place, Manifest
     return given / own if own else given, Manifest.parse(broadcast_text(comm, text, Note("state")))
 
 
-def read_values(folder: Place) -> Any:
+def read_values(folder: Storage) -> Any:
     """What a checkpoint has besides tensors, in whose places there is None; for one process alone.
 
     Raises:
@@ -112,7 +112,7 @@ def _together(comm: Comm) -> Iterator[None]:
 
 
 @contextmanager
-def _offering_another(folder: Place) -> Iterator[None]:
+def _offering_another(folder: Storage) -> Iterator[None]:
     """An error in a checkpoint names the one before it."""
     try:
         yield
@@ -128,9 +128,13 @@ def _offering_another(folder: Place) -> Iterator[None]:
 def _state(manifest: Manifest, tensors: Mapping[str, SavedTensor]) -> Any:
     """The manifest's values, in the form in which the engine takes them; ValueError where they are of another form."""
 
+    left = set(tensors)
+
     def tensor(name: str) -> SavedTensor:
-        if name not in tensors:
-            raise ValueError(f"a value in it is the tensor {name[:80]!r}, which it has not")
+        if name not in left:
+            what = "two values in it are" if name in tensors else "a value in it is"
+            raise ValueError(f"{what} the tensor {name[:80]!r}, which it has {'once' if name in tensors else 'not'}")
+        left.remove(name)
         return tensors[name]
 
     try:

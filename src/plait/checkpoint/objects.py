@@ -18,7 +18,7 @@ from typing import Any, BinaryIO
 
 from plait.checkpoint.folder import STEP
 from plait.checkpoint.manifest import NAME
-from plait.checkpoint.storage import LATEST, Place, exists_already
+from plait.checkpoint.storage import LATEST, Storage, exists_already
 
 WRITTEN = re.compile(r"rank-[0-9]+\.([0-9a-f]+\.)?(safetensors|json)")
 """What a save puts beside its manifest."""
@@ -47,7 +47,7 @@ def _told(url: str) -> Iterator[None]:
 
 
 @dataclass(frozen=True)
-class Objects(Place):
+class Objects(Storage):
     """An object, or all that begin with a path."""
 
     store: Any
@@ -162,7 +162,7 @@ class Objects(Place):
 
 @dataclass(frozen=True)
 class OpenObject:
-    """An object of a known size; a ``storage.Source``."""
+    """An object of a known size; a ``storage.ByteSource``."""
 
     place: Objects
     size: int

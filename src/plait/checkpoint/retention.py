@@ -8,14 +8,14 @@ What goes is renamed to a hidden name first, so a run that is killed leaves a ch
 
 from plait.checkpoint.folder import checkpoints, read_manifest
 from plait.checkpoint.manifest import NAME, Manifest
-from plait.checkpoint.storage import Place
+from plait.checkpoint.storage import Storage
 from plait.checkpoint.stored import check_contents
 
 PINNED = "pinned"
 """A file of this name in a checkpoint's folder: it stays."""
 
 
-def remove_older(newest: Place, keep: int) -> None:
+def remove_older(newest: Storage, keep: int) -> None:
     """Remove checkpoints of fewer steps than the newest one, until ``keep`` are left, itself included.
 
     Raises:
@@ -37,6 +37,6 @@ def remove_older(newest: Place, keep: int) -> None:
         folder.discard()
 
 
-def _may_go(folder: Place) -> bool:
+def _may_go(folder: Storage) -> bool:
     names = folder.names()
     return folder.home()[1] == folder.name and NAME in names and PINNED not in names

@@ -20,7 +20,7 @@ from typing import Any
 
 from plait.checkpoint.folder import begin, place, step_name
 from plait.checkpoint.snapshot import HostMemory, numbers_of, taken
-from plait.checkpoint.storage import Place
+from plait.checkpoint.storage import Storage
 from plait.checkpoint.writing import FAILED, RUNNING, Save, Writing, saying
 from plait.comm.agree import broadcast_text, check_together, gather_ints
 from plait.core.collectives import Note
@@ -150,7 +150,7 @@ class Saver:
         own = secrets.token_hex(8)
         try:
             pieces, state = taken(engine, self.ema, numbers, extra)
-            if self.background:
+            if self.background or comm.device.type != "cpu":  # what is hashed and written leaves a device once
                 pieces = self._memory.copies(pieces)
             if not comm.rank:
                 with saying(self.place, sum(piece.tensor.nbytes for piece in pieces)):
@@ -166,7 +166,7 @@ class Saver:
         about = Save(partial, own, engine.steps, self.keep, self.deadline, comm.deadline)
         return Writing(about, comm.rank, comm.world_size, pieces, state)
 
-    def _check_together(self, error: Exception | None, partial: Place) -> None:
+    def _check_together(self, error: Exception | None, partial: Storage) -> None:
         """Raise what any rank raises; nothing is left of what was begun."""
         try:
             check_together(self.engine.comm, error, AXES)

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from plait.checkpoint.folder import begin, find, place, publish, read_manifest
 from plait.checkpoint.manifest import Manifest, StoredFile, StoredPiece, StoredTensor
-from plait.checkpoint.storage import Place
+from plait.checkpoint.storage import Storage
 from plait.checkpoint.stored import BLOCK, check_contents, saved_tensors
 from plait.checkpoint.tensor_file import safetensors_header
 from plait.checkpoint.values import decoded
@@ -55,11 +55,11 @@ class Whole:
 class Saved:
     """A checkpoint."""
 
-    folder: Place
+    folder: Storage
     manifest: Manifest
 
     @classmethod
-    def find(cls, path: str | Path | Place) -> "Saved":
+    def find(cls, path: str | Path | Storage) -> "Saved":
         """The checkpoint that a path means; ValueError where there is none, or no manifest that can be read."""
         folder = find(path)
         return cls(folder, Manifest.parse(read_manifest(folder)))
@@ -101,7 +101,7 @@ class Saved:
             raise ValueError(f"{text}; a damaged checkpoint is neither compared nor written anew")
 
 
-def reshard(saved: Saved, out: str | Path, ranks: int) -> Place:
+def reshard(saved: Saved, out: str | Path, ranks: int) -> Storage:
     """Write a checkpoint in as many files as so many ranks would; the new one in ``out`` is returned.
 
     Raises:
@@ -111,7 +111,7 @@ def reshard(saved: Saved, out: str | Path, ranks: int) -> Place:
     return write_checkpoint(out, saved.manifest, saved.tensors, ranks)
 
 
-def write_checkpoint(out: str | Path, like: Manifest, tensors: Mapping[str, Whole], ranks: int) -> Place:
+def write_checkpoint(out: str | Path, like: Manifest, tensors: Mapping[str, Whole], ranks: int) -> Storage:
     """Write a checkpoint that has these tensors, and all else as in ``like``; the one in ``out`` is returned.
 
     Raises:
@@ -158,7 +158,7 @@ def _shares(tensors: Mapping[str, Whole], ranks: int) -> list[list[tuple[str, Re
     return shares
 
 
-def _write(path: Place, regions: Sequence[tuple[Whole, Region]]) -> StoredFile:
+def _write(path: Storage, regions: Sequence[tuple[Whole, Region]]) -> StoredFile:
     """A safetensors file of regions, which are called by their number; on the disk when it returns."""
     shapes = {str(i): (extent(region), one.dtype) for i, (one, region) in enumerate(regions)}
     sizes = {key: math.prod(shape) * dtype.itemsize for key, (shape, dtype) in shapes.items()}

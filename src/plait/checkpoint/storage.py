@@ -19,7 +19,7 @@ LATEST = "latest"
 """The name of a line with the newest checkpoint's name, for scripts and people."""
 
 
-class Source(Protocol):
+class ByteSource(Protocol):
     """A file that is open to be read."""
 
     @property
@@ -30,7 +30,7 @@ class Source(Protocol):
         """Fill a buffer with the bytes from ``start`` on; OSError where the file ends before."""
 
 
-class Place(ABC):
+class Storage(ABC):
     """A file, or a folder of files: ``place / name``; ``str(place)`` leads back to it."""
 
     gap: ClassVar[int]
@@ -46,11 +46,11 @@ class Place(ABC):
         """The last part of its path."""
 
     @abstractmethod
-    def home(self) -> tuple["Place", str]:
+    def home(self) -> tuple["Storage", str]:
         """The folder that it is in, past any links, and its name there."""
 
     @abstractmethod
-    def __truediv__(self, name: str) -> "Place": ...
+    def __truediv__(self, name: str) -> "Storage": ...
 
     @abstractmethod
     def given(self) -> Path | str:
@@ -61,7 +61,7 @@ class Place(ABC):
         """What is in a folder; nothing where there is none."""
 
     @abstractmethod
-    def opened(self) -> AbstractContextManager[Source]:
+    def opened(self) -> AbstractContextManager[ByteSource]:
         """To read; ValueError for what is no plain file: missing, a link, a pipe, a device, a folder."""
 
     @abstractmethod
@@ -81,11 +81,11 @@ class Place(ABC):
         """The names in it of checkpoints that were published, in any order."""
 
     @abstractmethod
-    def partial(self, folder: str, own: str) -> "Place":
+    def partial(self, folder: str, own: str) -> "Storage":
         """Where the files of the save with the id ``own`` go until they are published as ``folder``."""
 
     @abstractmethod
-    def file(self, rank: int, kind: str) -> "Place":
+    def file(self, rank: int, kind: str) -> "Storage":
         """Of a ``partial``: a file of a rank; ``kind`` is the end of its name."""
 
     @abstractmethod
@@ -96,7 +96,7 @@ class Place(ABC):
         """
 
     @abstractmethod
-    def publish(self, manifest: str, files: Sequence[str]) -> "Place":
+    def publish(self, manifest: str, files: Sequence[str]) -> "Storage":
         """Of a ``partial``: leave these files alone in it, add the manifest's text, and let the checkpoint be there.
 
         Raises OSError where it is not, or where only the line in ``latest`` could not be written.
@@ -110,7 +110,7 @@ class Place(ABC):
         """
 
 
-def exists_already(place: Place) -> ValueError:
+def exists_already(place: Storage) -> ValueError:
     """A checkpoint that is there already."""
     return ValueError(
         f"{str(place)!r} exists already, and a checkpoint is never overwritten: save to another folder, or move this "

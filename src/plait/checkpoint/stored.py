@@ -12,7 +12,7 @@ from torch import Tensor
 
 from plait.checkpoint.folder import check_file
 from plait.checkpoint.manifest import Manifest, StoredTensor
-from plait.checkpoint.storage import Place
+from plait.checkpoint.storage import Storage
 from plait.checkpoint.tensor_file import TensorFile
 from plait.core.layout import Region, blocks, extent
 
@@ -59,7 +59,7 @@ def _slices(region: Region) -> tuple[slice, ...]:
     return tuple(slice(start, stop) for start, stop in region)
 
 
-def saved_tensors(folder: Place, manifest: Manifest) -> dict[str, SavedTensor]:
+def saved_tensors(folder: Storage, manifest: Manifest) -> dict[str, SavedTensor]:
     """The tensors of a checkpoint, by name; nothing is opened yet."""
     files = {name: TensorFile(folder / name) for name in manifest.files}
     return {name: SavedTensor(files, stored) for name, stored in manifest.tensors.items()}
@@ -84,7 +84,7 @@ def is_same(one: SavedTensor, other: SavedTensor) -> bool:
     return all(torch.equal(one.read(part), other.read(part)) for part in parts)
 
 
-def check_contents(folder: Place, name: str, manifest: Manifest) -> None:
+def check_contents(folder: Storage, name: str, manifest: Manifest) -> None:
     """Raises ValueError where a file is not the one that was written, or has not the tensors that its manifest says."""
     pieces = manifest.contents[name]
     try:

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from plait.checkpoint.storage import Place, Source
+from plait.checkpoint.storage import ByteSource, Storage
 from plait.core.layout import Region
 
 NAMES = {
@@ -46,7 +46,7 @@ LARGEST = 1 << 63
 
 
 @dataclass(frozen=True)
-class Entry:
+class TensorEntry:
     """A tensor in a file, and where its bytes begin."""
 
     dtype: torch.dtype
@@ -58,10 +58,10 @@ class Entry:
 class TensorFile:
     """A file, whose header is read once."""
 
-    place: Place
+    place: Storage
 
     @cached_property
-    def entries(self) -> dict[str, Entry]:
+    def entries(self) -> dict[str, TensorEntry]:
         """Its tensors, by name; ValueError where it is no safetensors file."""
         with self.place.opened() as file:
             try:
@@ -81,7 +81,7 @@ class OpenTensors:
     """A file that is open."""
 
     file: TensorFile
-    source: Source
+    source: ByteSource
 
     def read(self, key: str, region: Region, into: Tensor) -> None:
         """Fill a tensor of the entry's dtype with a block."""
@@ -89,7 +89,7 @@ class OpenTensors:
         _read(self.source, self.file.place, entry.start, entry.shape, region, into)
 
 
-def _read(source: Source, place: Place, start: int, shape: tuple[int, ...], region: Region, into: Tensor) -> None:
+def _read(source: ByteSource, place: Storage, start: int, shape: tuple[int, ...], region: Region, into: Tensor) -> None:
     """From a tensor whose bytes begin at ``start``."""
     if not into.numel():
         return
@@ -110,7 +110,7 @@ def _read(source: Source, place: Place, start: int, shape: tuple[int, ...], regi
             into[index - first : index - first + len(part)] = part[(slice(None), *inner)]
 
 
-def _entries(file: Source) -> dict[str, Entry]:
+def _entries(file: ByteSource) -> dict[str, TensorEntry]:
     if file.size < 8:
         raise ValueError(f"it has {file.size} bytes")
     file.read(0, memoryview(length := bytearray(8)))
@@ -121,7 +121,7 @@ def _entries(file: Source) -> dict[str, Entry]:
     given = parsed(text.decode())
     if not isinstance(given, dict) or not isinstance(given.pop("__metadata__", {}), dict):
         raise ValueError("its header is no table of tensors")
-    entries: dict[str, tuple[int, Entry]] = {}
+    entries: dict[str, tuple[int, TensorEntry]] = {}
     for name, told in given.items():
         match told:
             case {"dtype": str(kind), "shape": list(shape), "data_offsets": [start, end], **rest} if not rest:
@@ -129,7 +129,7 @@ def _entries(file: Source) -> dict[str, Entry]:
                     raise ValueError(f"{name[:80]!r} is of dtype {kind[:20]!r}, which plait does not read")
                 bytes_there = math.prod(shape) * READ[kind].itemsize if is_shape(shape) else -1
                 if is_size(start) and is_size(end) and end - start == bytes_there:
-                    entries[name] = end, Entry(READ[kind], tuple(shape), begin + start)
+                    entries[name] = end, TensorEntry(READ[kind], tuple(shape), begin + start)
                     continue
         raise ValueError(f"the entry of {name[:80]!r} is not a dtype, a shape and as many bytes")
     at = begin

@@ -25,7 +25,7 @@ from plait.checkpoint.folder import contents, publish
 from plait.checkpoint.manifest import DTYPES, LARGEST, NAME, Manifest, StoredFile, StoredPiece, StoredTensor
 from plait.checkpoint.retention import remove_older
 from plait.checkpoint.snapshot import Written
-from plait.checkpoint.storage import Place
+from plait.checkpoint.storage import Storage
 from plait.checkpoint.tensor_file import safetensors_header
 from plait.comm.agree import named
 
@@ -37,7 +37,7 @@ RUNNING, DONE, FAILED = range(3)
 class Save:
     """One save, as all ranks know it."""
 
-    partial: Place
+    partial: Storage
     """Where it is written."""
     id: str
     step: int
@@ -59,7 +59,8 @@ class Writing:
         self.save, self.rank, self.ranks, self.pieces, self.state = save, rank, ranks, pieces, state
         self.error: Exception | None = None
         self.done, self.stop = threading.Event(), threading.Event()
-        self._end = time.monotonic() + save.deadline
+        self._begun = time.monotonic()
+        self._end = self._begun + save.deadline
         self._program = threading.current_thread()
         threading.Thread(target=self._write, name="plait.save").start()
 
@@ -82,7 +83,10 @@ class Writing:
                 if self.save.keep is not None:
                     remove_older(published, self.save.keep)
         except Exception as problem:
-            self.error = self.error or problem
+            if self.error is None:
+                self.error = problem
+                if not self._program.is_alive():
+                    raise  # nobody will ask: it is printed
         finally:
             self.done.set()
 
@@ -96,19 +100,20 @@ class Writing:
             if self.stop.wait(pause := min(2 * pause, partial.pause)):
                 return None
             if partial.file(0, NOTE).name not in there:
-                raise FileNotFoundError(errno.ENOENT, "the folder of a save has vanished", str(partial))
+                with saying(partial, sum(one.tensor.nbytes for one in self.pieces)):
+                    raise FileNotFoundError(errno.ENOENT, "the folder of a save has vanished")
             if not self._program.is_alive():
                 self._end = min(self._end, time.monotonic() + self.save.patience)
-                self._program = threading.current_thread()
             if time.monotonic() > self._end:
                 raise TimeoutError(
-                    f"rank 0 has waited {self.save.deadline:g} s for what {named(missing)} should have written to "
-                    f"{str(partial)!r}: nothing is saved; look at their disks, or give Saver(deadline=...) more"
+                    f"rank 0 has waited {time.monotonic() - self._begun:.1f} s for what {named(missing)} should have "
+                    f"written to {str(partial)!r}: nothing is saved; look at their disks, or give Saver(deadline=...) "
+                    f"more"
                 )
         return [json.loads(contents(partial.file(rank, NOTE), LARGEST)) for rank in range(self.ranks)]
 
 
-def write_part(partial: Place, rank: int, pieces: Sequence[Written]) -> None:
+def write_part(partial: Storage, rank: int, pieces: Sequence[Written]) -> None:
     """Write a rank's file, and the note of it.
 
     Raises:
@@ -123,7 +128,7 @@ def write_part(partial: Place, rank: int, pieces: Sequence[Written]) -> None:
 
 
 @contextmanager
-def saying(file: Place, need: int) -> Iterator[None]:
+def saying(file: Storage, need: int) -> Iterator[None]:
     """An OSError says where it was, how much was to be written and how much room there is."""
     try:
         yield
@@ -134,7 +139,7 @@ def saying(file: Place, need: int) -> Iterator[None]:
         raise
 
 
-def write_tensors(path: Place, tensors: Sequence[Tensor]) -> StoredFile:
+def write_tensors(path: Storage, tensors: Sequence[Tensor]) -> StoredFile:
     """A safetensors file of tensors that are called by their number; on the disk when it returns.
 
     A thread hashes them meanwhile: neither hashing nor the disk waits for the other.
@@ -142,15 +147,18 @@ def write_tensors(path: Place, tensors: Sequence[Tensor]) -> StoredFile:
     shapes = {str(i): (tuple(tensor.shape), tensor.dtype) for i, tensor in enumerate(tensors)}
     header, starts, end = safetensors_header(shapes, {str(i): tensor.nbytes for i, tensor in enumerate(tensors)})
     ordered = sorted(starts, key=lambda key: (starts[key], tensors[int(key)].nbytes))
-    digest = hashlib.sha256(header)
+    digest, failed = hashlib.sha256(header), list[Exception]()
 
     def blocks() -> Iterator[memoryview]:
         for key in ordered:
             yield tensors[int(key)].cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
 
     def hash_all() -> None:
-        for block in blocks():
-            digest.update(block)
+        try:
+            for block in blocks():
+                digest.update(block)
+        except Exception as problem:  # no memory for a contiguous copy, say
+            failed.append(problem)
 
     hashing = threading.Thread(target=hash_all, name="plait.hash")
     hashing.start()
@@ -161,10 +169,12 @@ def write_tensors(path: Place, tensors: Sequence[Tensor]) -> StoredFile:
                 file.write(block)
     finally:
         hashing.join()
+    if failed:
+        raise failed[0]
     return StoredFile(end, digest.hexdigest())
 
 
-def publish_notes(save: Save, notes: Sequence[Any], state: Any) -> Place:
+def publish_notes(save: Save, notes: Sequence[Any], state: Any) -> Storage:
     """Everybody has written: the checkpoint is there, in the place that is returned."""
     manifest = manifest_of(save, notes, state)
     with saying(save.partial / NAME, len(manifest.text())):

@@ -31,7 +31,7 @@ from plait.checkpoint.examine import differences
 from plait.checkpoint.export import export
 from plait.checkpoint.folder import checkpoints, find, place
 from plait.checkpoint.saved import Saved, Whole, reshard
-from plait.checkpoint.storage import Place
+from plait.checkpoint.storage import Storage
 from plait.commands.bench import size_text
 from plait.engine import empty_parameters
 from plait.job.families import FOLDER
@@ -332,7 +332,7 @@ class ExportDCP:
         return written(Path(self.out))
 
 
-def written(path: Place | Path) -> int:
+def written(path: Storage | Path) -> int:
     console_of(None).print(safe(f"written: {path}"))
     return 0
 

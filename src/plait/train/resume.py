@@ -22,7 +22,7 @@ from plait.checkpoint.as_saved import check_as_saved
 from plait.checkpoint.folder import checkpoints, find, place
 from plait.checkpoint.load import load, read_values
 from plait.checkpoint.save import Saver
-from plait.checkpoint.storage import Place
+from plait.checkpoint.storage import Storage
 from plait.comm import Comm
 from plait.comm.agree import broadcast_text
 from plait.config import TrainConfig, from_toml
@@ -62,7 +62,7 @@ def folder_of(config: TrainConfig) -> Path:
     return Path(config.out) / CHECKPOINTS
 
 
-def find_resumed(config: TrainConfig) -> Place | None:
+def find_resumed(config: TrainConfig) -> Storage | None:
     """The checkpoint that the run goes on from; None: it begins anew.
 
     Raises:
@@ -117,7 +117,7 @@ def check_places(config: TrainConfig) -> str | None:
     return None
 
 
-def _check_metrics(config: TrainConfig, resumed: Place | None) -> None:
+def _check_metrics(config: TrainConfig, resumed: Storage | None) -> None:
     """Refuses a folder whose metrics are not those of the run that goes on, or that begins again."""
     out = Path(config.out or "")
     if not (out / METRICS).exists() or (resumed and resumed.home()[0] == place(folder_of(config).resolve())):
@@ -133,7 +133,7 @@ def _check_metrics(config: TrainConfig, resumed: Place | None) -> None:
         )
 
 
-def kept_of(values: Mapping[str, Any], path: Path | str | Place) -> Mapping[str, Any]:
+def kept_of(values: Mapping[str, Any], path: Path | str | Storage) -> Mapping[str, Any]:
     """What this module added to a checkpoint; ValueError where another program has written it."""
     match values:
         case {"extra": {"config": dict(), "data": str() | None, "schedule": _, "layouts": list()} as extra}:

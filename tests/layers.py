@@ -53,8 +53,9 @@ HELD_BY_THE_MATRIX = Share("none", "values")
 
 SHARES: dict[str, Share] = {
     "": FAST,
-    "checkpoint/test_checkpoint_faults.py::test_no_bit_of_three_thousand": FULL,
+    "checkpoint/test_dcp_oracle.py": ORACLES,
     "checkpoint/test_dropped_keys.py": FULL,
+    "checkpoint/test_checkpoint_faults.py::test_no_bit_of_three_thousand": FULL,
     "checkpoint/test_hostile.py::test_long_harm": NIGHTLY,
     "checkpoint/test_huggingface_read.py::test_every_layout_has_the_values_of_the_folder": Share("few", "all"),
     "checkpoint/test_save_load.py::test_any_layout_loads_it_to_the_bit": Share("few", "values"),

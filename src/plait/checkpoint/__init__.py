@@ -17,5 +17,11 @@ complete.py      what is lost between a save and a load is refused
 stored.py        tensors in a checkpoint's files, read region by region
 tensor_file.py   a safetensors file, read by ranges of bytes
 
+saved.py         a checkpoint without an engine: read by blocks, verified, written anew in other files
+examine.py       where two checkpoints differ
+export.py        a checkpoint as a Hugging Face folder
+dcp.py           folders of torch.distributed.checkpoint, to plait and back
+distcp.py        what such a folder has, read without running anything
+pickled.py       a pickle read as data
 stateful.py      ``plait.Checkpointed``: a run for torch.distributed.checkpoint
 """

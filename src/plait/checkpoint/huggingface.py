@@ -212,15 +212,26 @@ def write_folder(path: str | Path, engine: Engine, source: str | Path | None = N
         for _ in tensors:
             pass
         return
-    if folder.exists():
+    shapes = {name: engine.directory.shapes[name] for name in dict.fromkeys(engine.directory.aliases.values())}
+    write_model(folder, engine.model, shapes, tensors, source)
+
+
+def write_model(
+    folder: Path,
+    model: nn.Module,
+    shapes: Mapping[str, tuple[tuple[int, ...], torch.dtype]],
+    tensors: Iterable[tuple[str, Tensor]],
+    source: str | Path | None,
+) -> None:
+    """Write a folder of a model of transformers; its values are ``tensors``, which arrive one by one."""
+    if os.path.lexists(folder):
         raise ValueError(f"{str(folder)!r} exists already: export to a new folder")
     partial = folder.with_name(f"{folder.name}.partial")
     if partial.exists():
         shutil.rmtree(partial)
     partial.mkdir(parents=True)
-    shapes = {name: engine.directory.shapes[name] for name in dict.fromkeys(engine.directory.aliases.values())}
     write_tensors(partial, shapes, tensors)
-    _write_config(partial, engine.model, next(dtype for _, dtype in shapes.values() if dtype.is_floating_point))
+    _write_config(partial, model, next(dtype for _, dtype in shapes.values() if dtype.is_floating_point))
     for file in sorted({f for pattern in COPIED for f in Path(source).glob(pattern)} if source is not None else ()):
         (shutil.copytree if file.is_dir() else shutil.copyfile)(file, partial / file.name)
     partial.rename(folder)

@@ -17,7 +17,7 @@ from plait.checkpoint.complete import check_complete
 from plait.checkpoint.folder import checkpoints, find, place, read_manifest
 from plait.checkpoint.manifest import Manifest
 from plait.checkpoint.storage import Storage
-from plait.checkpoint.stored import SavedTensor, SavedWeights, check_contents, saved_tensors
+from plait.checkpoint.stored import SavedTensor, SavedWeights, check_contents, is_same, saved_tensors
 from plait.checkpoint.values import decoded
 from plait.comm import Comm
 from plait.comm.agree import broadcast_text, check_together
@@ -68,7 +68,7 @@ def load(path: str | Path, engine: Engine, *, ema: EMA | None = None) -> Loaded:
         _check_fits(engine, ema, state, tensors)
         engine.load_step_state(state["run"])
     with _together(comm):
-        engine.load_weights(SavedWeights(_of("model", tensors)))
+        engine.load_weights(SavedWeights(_weights(engine, tensors)))
         if engine.optimizers:
             engine.load_optimizer_state_dict(state["optimizer"])
         if ema is not None:
@@ -162,10 +162,21 @@ def _of(kind: str, tensors: Mapping[str, SavedTensor]) -> dict[str, SavedTensor]
     return {name.removeprefix(f"{kind}/"): saved for name, saved in tensors.items() if name.startswith(f"{kind}/")}
 
 
+def _weights(engine: Engine, tensors: Mapping[str, SavedTensor]) -> dict[str, SavedTensor]:
+    """Parameters and buffers by the engine's names; other programs save a tied weight under all of its names."""
+    found: dict[str, SavedTensor] = {}
+    for name, saved in _of("model", tensors).items():
+        own = engine.directory.aliases.get(name, name)
+        first = found.setdefault(own, saved)
+        if first is not saved and not is_same(first, saved):
+            raise ValueError(f"{name!r} is {own!r} in the model, and another value in the checkpoint")
+    return found
+
+
 def _check_fits(engine: Engine, ema: EMA | None, state: Any, tensors: Mapping[str, SavedTensor]) -> None:
     """Raises ValueError where the checkpoint is not that of a run of this engine."""
     names = dict.fromkeys(engine.directory.aliases.values())
-    _check_names("model", {name: engine.directory.shapes[name] for name in names}, _of("model", tensors))
+    _check_names("model", {name: engine.directory.shapes[name] for name in names}, _weights(engine, tensors))
     for what, mine, saved, fix in (
         ("an optimizer", bool(engine.optimizers), state["optimizer"] is not None, "Engine(optimizer=...)"),
         (

@@ -16,7 +16,7 @@ import json
 import math
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from itertools import product
@@ -141,7 +141,7 @@ def _tensor(name: str, given: Any, files: Mapping[str, StoredFile]) -> StoredTen
             if dtype in DTYPES and is_shape(shape):
                 whole = tuple(shape)
                 found = tuple(_piece(name, piece, whole, DTYPES[dtype].itemsize, files) for piece in pieces)
-                _check_tiling(name, whole, found)
+                check_tiling(name, whole, [piece.region for piece in found])
                 return StoredTensor(DTYPES[dtype], whole, found)
     raise ValueError(f"the entry of the tensor {name[:80]!r} is not a dtype, a shape and pieces")
 
@@ -161,14 +161,14 @@ def _piece(
     raise ValueError(f"a piece of {name[:80]!r} is not a region of its shape in one of the files")
 
 
-def _check_tiling(name: str, shape: tuple[int, ...], pieces: tuple[StoredPiece, ...]) -> None:
+def check_tiling(name: str, shape: tuple[int, ...], regions: Iterable[Region]) -> None:
     """Raises ValueError where regions leave a gap, or overlap.
 
     They do neither where their corners cancel, each counted +1 or -1 by how many of its ends are upper ones, but for
     those of the whole: the sum of all boxes less the whole is then constant, so zero.  It takes the time of one look at
     each corner, whatever a manifest says.
     """
-    boxes = [piece.region for piece in pieces if math.prod(extent(piece.region))]
+    boxes = [region for region in regions if math.prod(extent(region))]
     whole = tuple((0, size) for size in shape)
     cut = [dim for dim, all_of_it in enumerate(whole) if any(box[dim] != all_of_it for box in boxes)]
     if len(boxes) << len(cut) > MOST_CORNERS:

@@ -14,7 +14,10 @@ from plait.checkpoint.folder import check_file
 from plait.checkpoint.manifest import Manifest, StoredTensor
 from plait.checkpoint.storage import Storage
 from plait.checkpoint.tensor_file import TensorFile
-from plait.core.layout import Region, extent
+from plait.core.layout import Region, blocks, extent
+
+BLOCK = 1 << 24
+"""Bytes of a tensor in memory at once, where no rank needs more of it."""
 
 
 @dataclass(frozen=True)
@@ -71,6 +74,14 @@ class SavedWeights:
     def read(self, name: str, region: Region) -> Tensor:
         """See ``SavedTensor.read``."""
         return self.tensors[name].read(region)
+
+
+def is_same(one: SavedTensor, other: SavedTensor) -> bool:
+    """Whether two tensors have the same shape and numbers; a part of each is in memory at a time."""
+    if one.shape != other.shape:
+        return False
+    parts = blocks(tuple((0, size) for size in one.shape), BLOCK // one.stored.dtype.itemsize)
+    return all(torch.equal(one.read(part), other.read(part)) for part in parts)
 
 
 def check_contents(folder: Storage, name: str, manifest: Manifest) -> None:

@@ -1,7 +1,8 @@
 """The ``plait`` command: words and flags in, an exit code out; the work is done in the other packages.
 
-main.py       ``plait WORD ...``: parses, validates, launches                 start here
-schedule.py   ``plait schedule``: schedules on the screen, proved, and as a picture
-doctor.py     ``plait doctor``: this machine, its torch and its links
-bench.py      ``plait bench comm``: what was measured, as a table, JSON and a plot
+main.py        ``plait WORD ...``: parses, validates, launches                 start here
+schedule.py    ``plait schedule``: schedules on the screen, proved, and as a picture
+checkpoint.py  ``plait checkpoint``: checkpoints shown, verified, compared, and in other forms
+doctor.py      ``plait doctor``: this machine, its torch and its links
+bench.py       ``plait bench comm``: what was measured, as a table, JSON and a plot
 """

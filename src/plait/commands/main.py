@@ -1,21 +1,23 @@
 """The ``plait`` command: words and flags in, an exit code out; the work is elsewhere.
 
-    plait train | verify | doctor | bench comm | schedule
+    plait train | verify | doctor | bench comm | schedule | checkpoint
 
-Exit codes: 0 done (verify: equal), 1 failed (verify: not equal), 2 bad input; 128 + n for signal n.
+Exit codes: 0 done (verify: equal), 1 failed (verify: not equal; checkpoint: damaged, different), 2 bad input; 128 + n
+for signal n.
 """
 
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Annotated, Any, Literal, TypeVar, Union
+from typing import Annotated, Any, Literal, TypeAlias, TypeVar, Union
 
 import tyro
 
 from plait import config as configs
 from plait.comm.base import Comm
 from plait.commands.bench import run_bench
+from plait.commands.checkpoint import CheckpointCommand
 from plait.commands.doctor import DoctorConfig, run_doctor
 from plait.commands.schedule import ScheduleCommand
 from plait.config import TrainConfig, VerifyConfig
@@ -37,12 +39,15 @@ class BenchCommand(bench.BenchConfig):
     """What is timed."""
 
 
+Command: TypeAlias = TrainConfig | VerifyConfig | DoctorConfig | BenchCommand | ScheduleCommand | CheckpointCommand
+
 COMMANDS: dict[str, Any] = {
     "train": TrainConfig,
     "verify": VerifyConfig,
     "doctor": DoctorConfig,
     "bench": BenchCommand,
     "schedule": ScheduleCommand,
+    "checkpoint": CheckpointCommand,
 }
 """What each command is parsed into."""
 
@@ -63,6 +68,8 @@ def run(argv: list[str]) -> int:
         case ScheduleCommand():
             command.what.run()
             return 0
+        case CheckpointCommand():
+            return command.run()
         case BenchCommand():
             bench.validate(command)
             body = partial(run_bench, command)
@@ -82,10 +89,10 @@ def run(argv: list[str]) -> int:
     return launch(command, body, [sys.executable, "-m", "plait", *argv])
 
 
-def parse(argv: Sequence[str]) -> TrainConfig | VerifyConfig | DoctorConfig | BenchCommand | ScheduleCommand:
+def parse(argv: Sequence[str]) -> Command:
     """The command line as one of the configs; usage errors leave with exit code 2, as argparse's do."""
     name, *words = argv or [""]
-    command: TrainConfig | VerifyConfig | DoctorConfig | BenchCommand | ScheduleCommand
+    command: Command
     if name in COMMANDS:  # a parser of its own, so that its errors lead to its own help
         defaults = {"default": _defaults(COMMANDS[name], words)} if name in ("train", "verify") else {}
         command = tyro.cli(COMMANDS[name], prog=f"plait {name}", args=words, **defaults)

@@ -123,6 +123,30 @@ def extent(region: Region) -> tuple[int, ...]:
     return tuple(stop - start for start, stop in region)
 
 
+def overlap(one: Region, other: Region) -> Region | None:
+    """The box that two boxes share; None where they share no element."""
+    common = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(one, other, strict=True))
+    return None if any(start >= stop for start, stop in common) else common
+
+
+def inside(region: Region, whole: Region) -> Region:
+    """A box in the coordinates of another one, which contains it."""
+    return tuple((a - origin, b - origin) for (a, b), (origin, _) in zip(region, whole, strict=True))
+
+
+def blocks(region: Region, most: int) -> Iterator[Region]:
+    """A box in boxes of at most this many elements; end to end, their elements are in its order."""
+    sizes = extent(region)
+    dim = next((dim for dim, size in enumerate(sizes) if size > 1), None)
+    if dim is None or math.prod(sizes) <= most:
+        yield region
+        return
+    start, stop = region[dim]
+    rows = max(1, most // math.prod(sizes[dim + 1 :]))
+    for first in range(start, stop, rows):
+        yield from blocks((*region[:dim], (first, min(stop, first + rows)), *region[dim + 1 :]), most)
+
+
 def region(layout: Layout, shape: tuple[int, ...], mesh: Mesh, rank: int) -> Region:
     """The box of a tensor of this shape that a rank has; ValueError for a layout of another number of dims."""
     if len(layout.dims) != len(shape):

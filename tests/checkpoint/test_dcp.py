@@ -1,0 +1,187 @@
+"""Folders of torch.distributed.checkpoint, to plait and back, by one process; with FSDP2 in ``test_dcp_oracle``."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from run_cases import LAYOUTS, Training, decoder, differences, optimizers_of
+from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
+
+import plait
+from plait.checkpoint.dcp import export_dcp, import_dcp
+from plait.checkpoint.saved import Saved
+from plait.comm import Comm, run
+from plait.commands.main import main
+from plait.core.mesh import Mesh
+
+
+@pytest.fixture(autouse=True)
+def quiet() -> Iterator[None]:
+    with warnings.catch_warnings(action="ignore"):  # torch warns that it is alone
+        yield
+
+
+class Plain:
+    """The decoder and the optimizers of ``run_cases``, in plain torch, after two updates."""
+
+    def __init__(self) -> None:
+        self.model: Any = decoder()
+        own = [p for p in self.model.parameters() if p.requires_grad]
+        self.optimizers = optimizers_of(self.model)
+        torch.optim.lr_scheduler.StepLR(self.optimizers[0], 3)  # groups get the keys that a schedule gives them
+        for step in range(2):
+            for number, parameter in enumerate(own):
+                parameter.grad = torch.linspace(-1, number + step, parameter.numel()).view(parameter.shape)
+            for optimizer in self.optimizers:
+                optimizer.step()
+
+    def optimizer_state(self, *, flat: bool = False) -> Any:
+        options = StateDictOptions(flatten_optimizer_state_dict=flat)
+        return copy.deepcopy(get_optimizer_state_dict(self.model, self.optimizers, options=options))
+
+
+def save(path: Path, state: Any) -> Path:
+    dcp.save(state, checkpoint_id=path, no_dist=True)
+    return path
+
+
+def loaded(path: Path, where: str = "zero3") -> Any:
+    """What each rank has after ``plait.load``."""
+
+    def body(comm: Comm) -> Any:
+        engine = Training.begin(comm, where, change=1).engine
+        found = plait.load(path, engine)
+        return found.extra, found.step, engine.full_state_dict(), engine.optimizer_state_dict()
+
+    return run(Mesh.parse(LAYOUTS[where][0]), body, deadline=60)
+
+
+FORMS: dict[str, Callable[[Plain], Any]] = {
+    "top": lambda p: {"model": p.model.state_dict(), "optim": p.optimizer_state(), "epoch": 7, "t": torch.ones(2, 3)},
+    "below": lambda p: {
+        "app": {"model": p.model.state_dict(), "optimizer": p.optimizer_state()},
+        "epoch": 7,
+        "t": torch.ones(2, 3),
+    },
+    "flat": lambda p: {
+        "model": p.model.state_dict(),
+        "optim": p.optimizer_state(flat=True),
+        "epoch": 7,
+        "t": torch.ones(2, 3),
+    },
+}
+
+
+@pytest.mark.parametrize(("form", "ranks"), [("top", 1), ("below", 2), ("flat", 3)])
+def test_every_form_is_the_same_run(form: str, ranks: int, tmp_path: Path) -> None:
+    plain = Plain()
+    theirs = save(tmp_path / "theirs", FORMS[form](plain))
+    folder = import_dcp(theirs, tmp_path / "run", ranks=ranks)
+    assert not Saved.find(folder).damages() and len(list(Path(str(folder)).glob("*.safetensors"))) == ranks
+    for extra, step, model, optimizer in loaded(tmp_path / "run"):
+        assert step == 2 and not differences(extra, {"epoch": 7, "t": torch.ones(2, 3)})
+        assert not differences(model, dict(plain.model.state_dict()))
+        assert not differences(optimizer, plain.optimizer_state())
+
+
+def test_another_value_under_a_second_name_is_refused(tmp_path: Path) -> None:
+    plain = Plain()
+    state = plain.model.state_dict()
+    state["head.weight"] = state["head.weight"].clone()
+    state["head.weight"][3, 5] += 1
+    save(tmp_path / "theirs", {"model": state, "optim": plain.optimizer_state()})
+    import_dcp(tmp_path / "theirs", tmp_path / "run")
+    with pytest.raises(ValueError, match=r"'head.weight' is 'embed.weight' in the model, and another value"):
+        loaded(tmp_path / "run")
+
+
+def test_what_is_not_understood_is_named_and_can_be_left_out(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plain = Plain()
+    state = {**FORMS["top"](plain), "own": {"clock": complex(1, 2), "kept": 3}, "lr": slice(1)}
+    theirs, words = save(tmp_path / "theirs", state), ["checkpoint", "import-dcp", str(tmp_path / "theirs")]
+    assert main([*words, str(tmp_path / "run")]) == 2
+    text = capsys.readouterr().err
+    assert text.count("\n") == 1 and "2 entries" in text and "'own.clock'" in text and "--without" in text
+    assert (
+        main([*words, str(tmp_path / "run"), "--without", "own.clock", "lr", "t", "--step", "41", "--seed", "5"]) == 0
+    )
+    saved = Saved.find(tmp_path / "run")
+    assert saved.manifest.step == 41 and theirs.exists()
+    values = saved.values(lambda name: name)
+    assert values["extra"] == {"epoch": 7, "own": {"kept": 3}} and values["run"]["seed"] == 5
+
+
+@pytest.mark.parametrize(
+    ("state", "says"),
+    [
+        ({"weights": {"a": torch.ones(2)}, "n": 1}, "has the keys 'weights', 'n'"),
+        ({"model": {"a": torch.ones(2), "b": 3}}, "are no tensors"),
+        ({"model": {"a": torch.ones(2)}, "optim": {"lr": 3}}, "has not the form"),
+        ({"model": {"a": torch.ones(2)}, "optim": {"state": {"b": {"m": 1}}, "param_groups": [{"params": []}]}}, "'b'"),
+        ({"model": {"a": torch.ones(2)}, "optim": {"state": {}, "param_groups": [{"params": ["b"]}]}}, "other param"),
+        ({"model": {"a": torch.ones(2, dtype=torch.complex64)}}, "not among what is read"),
+    ],
+)
+def test_other_folders_are_refused(state: Any, says: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=says):
+        import_dcp(save(tmp_path / "theirs", state), tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_model_alone_is_a_model(tmp_path: Path) -> None:
+    model = nn.Linear(3, 5)
+    import_dcp(save(tmp_path / "theirs", model.state_dict()), tmp_path / "run")
+    other = nn.Linear(3, 5)
+    plait.run_threads("shard=2", lambda comm: plait.load(tmp_path / "run", plait.Engine(copy.deepcopy(other), comm)))
+    saved = Saved.find(tmp_path / "run")
+    assert saved.manifest.step == 0 and saved.values(str) == {
+        "optimizer": None,
+        "run": {"step": 0, "seed": 0, "loss_scale": None},
+        "ema": None,
+        "extra": None,
+    }
+    assert all(torch.equal(saved.kind("model")[name].read(tuple((0, n) for n in value.shape)), value)
+               for name, value in model.state_dict().items())  # fmt: skip
+
+
+def test_torch_reads_what_is_exported(tmp_path: Path) -> None:
+    def body(comm: Comm) -> Any:
+        training = Training.begin(comm, "pipe")
+        training.go(0, 2)
+        training.save(tmp_path / "run")
+        return training.state()
+
+    (model, ema, optimizer, step, schedule, decay), *_ = run(Mesh.parse(LAYOUTS["pipe"][0]), body, deadline=60)
+    saved = Saved.find(tmp_path / "run")
+    export_dcp(saved, tmp_path / "theirs", ties={"head.weight": "embed.weight"})
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["run", "theirs"]
+    schedule["milestones"] = {
+        str(key): count for key, count in schedule["milestones"].items()
+    }  # torch's keys are texts
+    extra = {"schedule": schedule, "at": (1, None)}
+    ema = {name: ema[name] for name in saved.kind("ema")}  # what trains
+    wanted = {"model": model, "optim": optimizer, "ema": ema, "run": step, "extra": extra}
+
+    def emptied(value: Any) -> Any:
+        if isinstance(value, dict):
+            return type(value)({key: emptied(one) for key, one in value.items()})
+        if isinstance(value, list):
+            return [emptied(one) for one in value]
+        return torch.zeros_like(value) if isinstance(value, torch.Tensor) else None
+
+    read = emptied(wanted)
+    dcp.load(read, checkpoint_id=tmp_path / "theirs", no_dist=True)
+    assert not differences(read, wanted) and decay == 0.9
+    import_dcp(tmp_path / "theirs", tmp_path / "again", without=["run", "ema", "extra"])
+    for _, _, model_again, optimizer_again in loaded(tmp_path / "again", "psdp"):
+        assert not differences((model_again, optimizer_again), (model, optimizer))

@@ -1,0 +1,78 @@
+"""Torch's own checkpoints, made by FSDP2 on processes, are read exactly; ours are read by FSDP2 exactly."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from ports import free_port
+from run_cases import LAYOUTS, Training, differences
+
+import plait
+from plait.checkpoint.dcp import export_dcp, import_dcp
+from plait.checkpoint.saved import Saved
+from plait.comm import Comm, run
+from plait.core.mesh import Mesh
+
+RANKS = Path(__file__).with_name("fsdp2_ranks.py")
+
+
+def fsdp2(ranks: int, *words: str | Path) -> str:
+    """What rank 0 of so many says."""
+    port = free_port()
+    path = os.pathsep.join(filter(None, [str(RANKS.parent), os.environ.get("PYTHONPATH", "")]))
+    launched = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "PYTHONPATH": path}
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-W", "ignore", str(RANKS), *map(str, words)],
+            env=os.environ | launched | {"RANK": str(rank), "OMP_NUM_THREADS": "1"},
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+        )
+        for rank in range(ranks)
+    ]
+    outputs = [process.communicate(timeout=200)[0] for process in processes]
+    assert not any(process.returncode for process in processes), outputs
+    return outputs[0]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "where", "form"), [(2, "zero3", ""), (3, "pipe", "app"), (3, "tensor", "flat"), (2, "bf16", "")]
+)
+def test_what_fsdp2_saves_goes_on_in_any_layout(ranks: int, where: str, form: str, tmp_path: Path) -> None:
+    fsdp2(ranks, "save", tmp_path / "theirs", tmp_path / "whole", form)
+    wanted: dict[str, Any] = torch.load(tmp_path / "whole")
+    folder = import_dcp(tmp_path / "theirs", tmp_path / "run", ranks=2)
+
+    def body(comm: Comm) -> Any:
+        engine = Training.begin(comm, where, change=1).engine
+        loaded = plait.load(tmp_path / "run", engine)
+        return loaded, engine.full_state_dict(), engine.optimizer_state_dict()
+
+    for loaded, model, optimizer in run(Mesh.parse(LAYOUTS[where][0]), body, deadline=60):
+        assert (str(loaded.path), loaded.step, loaded.extra["epoch"]) == (str(folder), 2, 7)
+        assert not differences(loaded.extra["rng"], torch.arange(9, dtype=torch.uint8))
+        assert loaded.extra["words"] == ["a", ("b", None)]
+        assert not differences(model, {name: wanted["model"][name].to(model[name].dtype) for name in model})
+        assert model.keys() == wanted["model"].keys(), "the tied head too"
+        assert not differences(optimizer, wanted["optim"])
+
+
+@pytest.mark.parametrize(("where", "ranks"), [("zero3", 2), ("pipe", 3)])
+def test_what_plait_saves_is_read_by_fsdp2(where: str, ranks: int, tmp_path: Path) -> None:
+    def body(comm: Comm) -> Any:
+        training = Training.begin(comm, where)
+        training.go(0, 2)
+        training.save(tmp_path / "run")
+        return {"model": training.engine.full_state_dict(), "optim": training.engine.optimizer_state_dict()}
+
+    whole, *_ = run(Mesh.parse(LAYOUTS[where][0]), body, deadline=60)
+    torch.save(whole, tmp_path / "whole")
+    export_dcp(Saved.find(tmp_path / "run"), tmp_path / "theirs", ties={"head.weight": "embed.weight"})
+    assert "differences: []" in fsdp2(ranks, "load", tmp_path / "theirs", tmp_path / "whole")

@@ -1,0 +1,303 @@
+"""A pickle is read as data: whatever it names is not run, and whatever it says allocates nothing."""
+
+from __future__ import annotations
+
+import builtins
+import io
+import os
+import pickle
+import shutil
+import struct
+import time
+import tracemalloc
+import warnings
+import zipfile
+from collections import OrderedDict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from plait.checkpoint.dcp import import_dcp
+from plait.checkpoint.distcp import METADATA_NAMES, RECORD_NAMES, read_folder
+from plait.checkpoint.pickled import Made, unpickled
+
+
+class Calls:
+    """Pickles as a call."""
+
+    def __init__(self, function: Any, *arguments: Any) -> None:
+        self.call = function, arguments
+
+    def __reduce__(self) -> Any:
+        return self.call
+
+
+MARK = "plait_was_here"
+SHELL = f"touch {MARK}"
+PYTHON = f"open({MARK!r}, 'w')"
+
+PROGRAMS: dict[str, bytes] = {
+    "system": pickle.dumps(Calls(os.system, SHELL)),
+    "eval": pickle.dumps(Calls(builtins.eval, PYTHON)),
+    "exec, protocol 0": pickle.dumps(Calls(builtins.exec, PYTHON), 0),
+    "getattr": b"cbuiltins\ngetattr\n(cos\nsystem\nX\x08\x00\x00\x00__call__tR.",
+    "nested": pickle.dumps({"a": [(1, OrderedDict(b=Calls(os.system, SHELL)))]}),
+    "in the state": b"ctorch\nSize\n)\x81" + pickle.dumps(Calls(os.system, SHELL), 2)[2:-1] + b"b.",
+    "as an argument": b"ctorch\nSize\n" + pickle.dumps(Calls(os.system, SHELL), 2)[2:-1] + b"\x85R.",
+    "a method of what is allowed": b"\x80\x04\x8c\x05torch\x8c\x0cSize.__new__\x93)R.",
+    "globals of what is allowed": b"\x80\x04\x8c\x05torch\x8c\x11Size.mro.__self__\x93)R.",
+    "a name by a stack": b"\x80\x04\x8c\x02os\x8c\x06system\x93\x8c\x13" + SHELL.encode()[:19].ljust(19) + b"\x85R.",
+    "INST": b"(S'" + SHELL.encode() + b"'\nios\nsystem\n.",
+    "OBJ": b"(cos\nsystem\nS'" + SHELL.encode() + b"'\no.",
+    "EXT": b"\x82\x01.",
+    "a call of what was called": b"ctorch\nSize\n)R)R.",
+    "a call of a value": b"K\x01)R.",
+    "a state for a dict": b"}}b.",
+    "items of a number": b"K\x01K\x02K\x03s.",
+}
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+@pytest.mark.parametrize("names", [METADATA_NAMES, RECORD_NAMES], ids=["metadata", "record"])
+def test_nothing_that_a_pickle_names_is_run(
+    name: str, names: set[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match=r"pickle|names"):
+        unpickled(PROGRAMS[name], names)
+    assert not list(tmp_path.iterdir())
+
+
+TOWER = b"K\x01" + b"\x85" * 100_000
+LAUGHS = b"(](K\x01K\x02e" + b"q\x00](h\x00h\x00e" * 60 + b"t."
+
+SIZES: dict[str, bytes] = {
+    "a long text": b"\x80\x04\x8d" + struct.pack("<Q", 1 << 62) + b"a.",
+    "long bytes": b"\x80\x04\x8e" + struct.pack("<Q", 1 << 62) + b"a.",
+    "a long frame": b"\x80\x04\x95" + struct.pack("<Q", 1 << 62) + b"j.",
+    "a long number": b"\x80\x02\x8b" + struct.pack("<i", 1 << 30) + b"\1.",
+    "70 bits": b"\x80\x02\x8a\x09" + b"\x01" * 9 + b".",
+    "an array": b"\x80\x05\x96" + struct.pack("<Q", 1 << 62) + b"a.",
+    "a tower as a key": b"}" + TOWER + b"K\x01s.",
+    "cut short": pickle.dumps({"a": [1.5, "b"]})[:-3],
+    "no end": b"N",
+    "nothing": b"",
+    "nothing left": b".",
+    "an unknown memo": b"h\x07.",
+    "below a mark": b"(\x86.",
+    "no mark": b"t.",
+    "no text": b"\x80\x04X\x01\x00\x00\x00\xff.",
+    "two are left": b"K\x01K\x02.",
+}
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_what_a_pickle_says_allocates_nothing(name: str) -> None:
+    tracemalloc.start()
+    begin = time.monotonic()
+    try:
+        with pytest.raises(ValueError, match="pickle"):
+            unpickled(SIZES[name], RECORD_NAMES)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak < (1 << 25 if "tower" in name else 1 << 20)
+    assert time.monotonic() - begin < 60
+
+
+def test_a_far_memo_is_no_array() -> None:
+    tracemalloc.start()
+    assert unpickled(b"Nr" + struct.pack("<I", (1 << 32) - 1) + b".", ()) is None
+    assert tracemalloc.get_traced_memory()[1] < 1 << 20
+    tracemalloc.stop()
+
+
+def test_plain_values_are_what_they_were() -> None:
+    value = {"a": [1, -2, 1 << 40, 2.5, True, None], "b": ("x", ("ü", b"z"), {}), 3: [[], ()], "n": float("inf")}
+    for protocol in (3, 4, 5):
+        assert unpickled(pickle.dumps(value, protocol), ()) == value
+    made = unpickled(pickle.dumps(torch.Size((3, 4))), {"torch.Size"})
+    assert isinstance(made, Made) and (made.name, made.arguments) == ("torch.Size", ((3, 4),))
+
+
+# ---- folders --------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path: Path = tmp_path_factory.mktemp("torch") / "saved"
+    state = {"model": {"w": torch.arange(12.0).view(3, 4)}, "epoch": 3}
+    with warnings.catch_warnings(action="ignore"):
+        dcp.save(state, checkpoint_id=path, no_dist=True)
+    return path
+
+
+def metadata(path: Path) -> Any:
+    return pickle.loads((path / ".metadata").read_bytes())
+
+
+def change(path: Path, meta: Any) -> None:
+    (path / ".metadata").write_bytes(pickle.dumps(meta))
+
+
+def record(value: Any, *, program: bytes = b"", compress: bool = False, size: int = 0) -> bytes:
+    """As torch.save writes it, with another program or other bytes."""
+    saved, made = io.BytesIO(), io.BytesIO()
+    torch.save(value, saved)
+    with zipfile.ZipFile(saved) as old, zipfile.ZipFile(made, "w", 8 if compress else 0) as new:
+        for name in old.namelist():
+            data = old.read(name)
+            new.writestr(
+                name,
+                program
+                if program and name.endswith("data.pkl")
+                else data[: -size or None]
+                if "data/" in name
+                else data,
+            )
+    return made.getvalue()
+
+
+def with_record(path: Path, key: str, data: bytes) -> None:
+    """Put a record in the place of another one, in a file of its own."""
+    meta = metadata(path)
+    (path / "__9_0.distcp").write_bytes(data)
+    for index, info in meta.storage_data.items():
+        if index.fqn == key:
+            info.relative_path, info.offset, info.length = "__9_0.distcp", 0, len(data)
+    change(path, meta)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("key", ["model.w", "epoch"])
+@pytest.mark.parametrize("name", ["system", "eval", "nested", "INST"])
+def test_no_record_of_a_folder_runs_anything(
+    key: str, name: str, saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = shutil.copytree(saved, tmp_path / "theirs")
+    with_record(path, key, record(torch.ones(3, 4), program=PROGRAMS[name]))
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match=r"pickle|names"):
+        import_dcp(path, tmp_path / "out")
+    (path / ".metadata").write_bytes(PROGRAMS[name])
+    with pytest.raises(ValueError, match=r"pickle|names"):
+        import_dcp(path, tmp_path / "out")
+    assert [entry.name for entry in tmp_path.iterdir()] == ["theirs"]
+
+
+def _info(path: Path, **changes: Any) -> None:
+    meta = metadata(path)
+    for index, info in meta.storage_data.items():
+        if index.fqn == "model.w":
+            vars(info).update(changes)
+    change(path, meta)
+
+
+def _chunks(path: Path, size: tuple[int, ...], *chunks: tuple[tuple[int, ...], tuple[int, ...]]) -> None:
+    meta = metadata(path)
+    found = [ChunkStorageMetadata(torch.Size(offset), torch.Size(own)) for offset, own in chunks]
+    meta.state_dict_metadata["model.w"] = TensorStorageMetadata(
+        TensorProperties(torch.float32), torch.Size(size), found
+    )
+    (info,) = (info for index, info in meta.storage_data.items() if index.fqn == "model.w")
+    for offset, _ in chunks:
+        meta.storage_data[MetadataIndex("model.w", offset)] = info
+    change(path, meta)
+
+
+def _link(path: Path) -> None:
+    (path / "__0_0.distcp").rename(path / "elsewhere")
+    (path / "__0_0.distcp").symlink_to(path / "elsewhere")
+
+
+def _flip(path: Path) -> None:
+    data = bytearray((path / "__0_0.distcp").read_bytes())
+    data[data.index(torch.tensor([9.0, 10.0]).numpy().tobytes()) + 2] ^= 1
+    (path / "__0_0.distcp").write_bytes(data)
+
+
+def _fifo(path: Path) -> None:
+    (path / ".metadata").unlink()
+    os.mkfifo(path / ".metadata")
+
+
+FOLDERS: dict[str, Any] = {
+    "above": (lambda path: _info(path, relative_path="../__0_0.distcp"), "not the name of a file"),
+    "absolute": (lambda path: _info(path, relative_path="/etc/passwd"), "not the name of a file"),
+    "another name": (lambda path: _info(path, relative_path=".metadata"), "not the name of a file"),
+    "a link": (_link, "no file that can be read"),
+    "a pipe": (_fifo, "no plain file"),
+    "a bit": (_flip, "CRC-32"),
+    "gone": (lambda path: (path / "__0_0.distcp").unlink(), "no file that can be read"),
+    "far": (lambda path: _info(path, offset=1 << 40), "a record lies at"),
+    "negative": (lambda path: _info(path, offset=-5), "a record lies at"),
+    "long": (lambda path: _info(path, length=1 << 50), "a record lies at"),
+    "short": (lambda path: _info(path, length=100), "no zip of torch.save"),
+    "transformed": (lambda path: _info(path, transform_descriptors=["zstd"]), "compressed"),
+    "giant": (lambda path: _chunks(path, (1 << 40, 1 << 20), ((0, 0), (1 << 40, 1 << 20))), "not the tensor"),
+    "a gap": (lambda path: _chunks(path, (4, 4), ((0, 0), (3, 4))), "overlap, or leave a gap"),
+    "twice": (lambda path: _chunks(path, (6, 4), ((0, 0), (3, 4)), ((1, 0), (3, 4))), "overlap"),
+    "outside": (lambda path: _chunks(path, (2, 4), ((0, 0), (3, 4))), "no region of its shape"),
+    "dims": (lambda path: _chunks(path, (12,), ((0, 0), (3, 4))), "no region of its shape"),
+    "no chunk": (lambda path: _chunks(path, (3, 4)), "overlap, or leave a gap"),
+    "a bomb": (lambda path: with_record(path, "model.w", record(torch.ones(3, 4), compress=True)), "compressed ones"),
+    "cut": (lambda path: with_record(path, "model.w", record(torch.ones(3, 4), size=4)), "does not lie in its"),
+    "another dtype": (lambda path: with_record(path, "model.w", record(torch.ones(3, 4).int())), "not the tensor"),
+    "another shape": (lambda path: with_record(path, "model.w", record(torch.ones(4, 3))), "not the tensor"),
+    "expanded": (lambda path: with_record(path, "model.w", record(torch.ones(1, 1).expand(3, 4))), "does not lie in"),
+    "other metadata": (lambda path: change(path, Metadata({}, None, None)), "has not the fields"),
+    "a text": (lambda path: change(path, "metadata"), "has not the fields"),
+    "endless": (lambda path: with_record(path, "epoch", record(1, program=LAUGHS)), "more than"),
+    "a function": (lambda path: with_record(path, "epoch", record(int)), "names"),
+    "a path": (lambda path: change(path, _with_paths(metadata(path))), "two keys have the path"),
+}
+
+
+def _with_paths(meta: Any) -> Any:
+    meta.planner_data["epoch"] = meta.planner_data["model.w"]
+    return meta
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", FOLDERS)
+def test_a_damaged_folder_is_refused_in_a_line(name: str, saved: Path, tmp_path: Path) -> None:
+    path = shutil.copytree(saved, tmp_path / "theirs")
+    damage, says = FOLDERS[name]
+    damage(path)
+    with pytest.raises(ValueError, match=says):
+        import_dcp(path, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_odd_tensors_are_read_to_the_bit(tmp_path: Path) -> None:
+    tensors = {
+        "turned": torch.arange(12.0).view(3, 4).t(),
+        "scalar": torch.tensor(2.5, dtype=torch.bfloat16),
+        "empty": torch.empty(0, 3),
+        "bools": torch.tensor([True, False, True]),
+        "nan": torch.tensor([float("nan"), -0.0], dtype=torch.float64),
+    }
+    dcp.save(tensors, checkpoint_id=tmp_path / "theirs", no_dist=True)
+    found = read_folder(tmp_path / "theirs")
+    for name, tensor in tensors.items():
+        whole = found[(name,)]
+        assert (whole.dtype, whole.shape) == (tensor.dtype, tuple(tensor.shape))
+        read = whole.read(whole.region)
+        assert (
+            torch.equal(read.view(torch.uint8), tensor.contiguous().view(torch.uint8))
+            if tensor.dim()
+            else read == tensor
+        )
+    part = found[("turned",)].read(((1, 3), (0, 2)))
+    assert torch.equal(part, tensors["turned"][1:3, 0:2])

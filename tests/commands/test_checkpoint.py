@@ -1,0 +1,275 @@
+"""``plait checkpoint`` as its user sees it: what is shown, exit codes, one line for each mistake."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import plait
+from plait.checkpoint import saved as storing
+from plait.checkpoint.saved import Saved, Whole, write_checkpoint
+from plait.comm import Comm, run
+from plait.commands.main import main
+from plait.core.layout import Region
+from plait.core.mesh import Mesh
+from plait.engine import Engine
+
+NASTY = "[red]\x1b[2J\x07a\u202eb\n:smile:"
+
+
+class Small(nn.Sequential):
+    """Two linears, a scalar, a parameter of no element."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(5, 23), nn.Linear(23, 5))
+        self.scale, self.none = nn.Parameter(torch.tensor(1.5)), nn.Parameter(torch.empty(0, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self[1](self[0](x)) * self.scale + self.none.sum()
+
+
+def save_two(path: Path, lr: float = 0.03) -> Path:
+    """Checkpoints of steps 1 and 2, of three ranks, with an average and a name that is not nice."""
+
+    def body(comm: Comm) -> None:
+        model = Small()
+        with torch.no_grad():
+            for number, parameter in enumerate(model.parameters()):
+                parameter.copy_(torch.linspace(-1, number / 9, parameter.numel()).view(parameter.shape))
+        engine = Engine(model, comm, strategy="zero3", optimizer=torch.optim.AdamW(model.parameters(), lr=lr))
+        ema = plait.EMA(engine, 0.5)
+        for _ in range(2):
+            engine.backward(engine.model(torch.ones(2, 5)).square().sum(), 2)
+            assert engine.optimizer is not None
+            engine.optimizer.step()
+            ema.update()
+            extra = {NASTY: [1, 2.5, ("x", None)], "order": torch.arange(4), "rate": torch.tensor(0.1)}
+            plait.save(path, engine, ema=ema, extra=extra)
+
+    run(Mesh(shard=3), body, deadline=30)
+    return path
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_two(tmp_path_factory.mktemp("saved") / "run")
+
+
+def call(*words: str | Path) -> int:
+    return main(["checkpoint", *map(str, words)])
+
+
+def test_show_says_what_there_is(saved: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert call("show", saved, "--json", tmp_path / "shown") == 0
+    text = capsys.readouterr().out
+    for word in (
+        "step 2, 3 files",
+        "optimizer/exp_avg_sq",
+        "23 x 5",
+        "6 parameters, lr 0.03",
+        "seed: 0",
+        "average: 0.5",
+    ):
+        assert word in text, word
+    assert "beside it: step-000001" in text
+    assert "[red]\\x1b[2J" in text and "order': int64 [4]" in text
+    facts = json.loads((tmp_path / "shown").read_text())
+    assert facts["kinds"]["model"] == {"tensors": 5, "elements": 259, "bytes": 1036}
+    assert facts["tensors"]["model/0.weight"] == {"dtype": "float32", "shape": [23, 5], "pieces": 4}
+    assert call("show", saved / "step-000001", "--json", "-") == 0
+    shown = capsys.readouterr()
+    assert json.loads(shown.out)["step"] == 1 and "step 1, 3 files" in shown.err
+
+
+def test_nothing_that_a_terminal_obeys_is_printed(
+    saved: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    whole = Saved.find(saved)
+    named = replace(whole.manifest, values=whole.manifest.values)
+    tensors = whole.tensors | {f"{NASTY}/{name}": tensor for name, tensor in whole.tensors.items()}
+    write_checkpoint(tmp_path / "nasty", named, tensors, 2)
+    nasty = tmp_path / "nasty"
+    for words in (("show", nasty), ("diff", nasty, saved), ("show", tmp_path / NASTY), ("verify", nasty)):
+        if words[0] == "verify":
+            (nasty / "step-000002" / "rank-00001.safetensors").write_bytes(b"")
+        call(*words)
+        shown = capsys.readouterr()
+        both = shown.out + shown.err
+        assert all(one.isprintable() or one == "\n" for one in both), words
+        assert "red]" in both and "smile:" in both, "no markup and no emoji either"
+
+
+def test_verify_names_each_damaged_file_and_its_tensors(
+    saved: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    copy = shutil.copytree(saved, tmp_path / "run")
+    assert call("verify", copy, "--all") == 0
+    assert capsys.readouterr().out.count(": whole, ") == 2
+    newest = copy / "step-000002"
+    data = bytearray((newest / "rank-00001.safetensors").read_bytes())
+    data[-1] ^= 1
+    (newest / "rank-00001.safetensors").write_bytes(data)
+    os.truncate(newest / "rank-00002.safetensors", 9)
+    assert call("verify", copy) == 1
+    text = capsys.readouterr().out
+    assert "damaged, 2 files" in text and "SHA-256 is another" in text and "has 9 bytes" in text
+    assert "pieces of 12 tensors" in text and "model/" in text and "rank-00000" not in text
+    assert call("verify", copy / "step-000001") == 0
+    (newest / "manifest.json").write_text("{}")
+    assert call("verify", copy, "--all") == 1
+    text = capsys.readouterr().out
+    assert "step-000001: whole" in text and "is no manifest that plait wrote" in text
+    assert call("verify", tmp_path) == 2
+
+
+def test_diff_finds_every_element_and_value(saved: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert call("diff", saved, saved / "step-000002") == 0
+    assert "the same, " in capsys.readouterr().out
+    whole = Saved.find(saved)
+    weight = whole.tensors["model/0.weight"].read(((0, 23), (0, 5)))
+    weight[3, 2] += 0.25
+    weight[22, 4] = float("nan")
+    weight[0, 0] = -weight[0, 0]
+    tensors = {name: tensor for name, tensor in whole.tensors.items() if name != "model/1.bias"}
+    tensors["model/0.weight"] = of(weight)
+    tensors["ema/scale"] = of(torch.tensor(1.0, dtype=torch.float64))
+    tensors["ema/0.bias"] = of(torch.ones(22))
+    tensors["value/0"] = of(torch.tensor([0, 1, 5, 3]))
+    text = json.dumps(whole.manifest.values).replace("0.03", "0.02").replace("2.5", "-0.0")
+    write_checkpoint(tmp_path, replace(whole.manifest, values=json.loads(text)), tensors, 1)
+    assert call("diff", saved, tmp_path, "--json", tmp_path / "found") == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[-1].startswith(f"{len(lines) - 1} differences: ")
+    found = {one["name"]: one for one in json.loads((tmp_path / "found").read_text())}
+    assert found.keys() == {
+        *("model/1.bias", "model/0.weight", "ema/scale", "ema/0.bias", "extra.order"),
+        *("optimizer.param_groups[0].lr", f"extra.{NASTY}[1]"),
+    }
+    assert (found["model/0.weight"]["elements"], found["model/0.weight"]["largest"]) == (3, "nan")
+    assert (found["extra.order"]["elements"], found["extra.order"]["largest"]) == (1, 3.0)
+    assert [found[name]["what"] for name in ("model/1.bias", "ema/scale", "ema/0.bias")] == [
+        "missing",
+        "dtype",
+        "shape",
+    ]
+    assert (found["optimizer.param_groups[0].lr"]["one"], found["optimizer.param_groups[0].lr"]["other"]) == (
+        "0.03",
+        "0.02",
+    )
+    assert "optimizer.param_groups[0].lr: value: 0.03 and 0.02" in lines
+
+
+def of(tensor: Tensor) -> Whole:
+    def read(region: Region) -> Tensor:
+        return tensor[tuple(slice(*ends) for ends in region)].clone()
+
+    return Whole(tensor.dtype, tuple(tensor.shape), read)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 5, 40])
+def test_reshard_is_the_same_in_other_files(
+    saved: Path, ranks: int, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    before = {file: file.read_bytes() for file in saved.rglob("*") if file.is_file()}
+    assert call("reshard", saved, tmp_path / "out", "--ranks", ranks) == 0
+    assert {file: file.read_bytes() for file in saved.rglob("*") if file.is_file()} == before
+    folder = tmp_path / "out" / "step-000002"
+    files = sorted(folder.glob("*.safetensors"))
+    assert len(files) == ranks and call("verify", tmp_path / "out") == call("diff", saved, folder) == 0
+    sizes = Saved.find(folder).manifest.files.values()
+    assert len({size.sha256 for size in sizes}) == ranks or ranks == 40, "some have nothing"
+    assert call("reshard", saved, tmp_path / "out") == 2, "never overwritten"
+    (tmp_path / "out" / "step-000002" / files[0].name).write_bytes(b"")
+    assert call("reshard", folder, tmp_path / "again") == 2 and not (tmp_path / "again").exists(), (
+        "damage is not washed"
+    )
+
+
+def test_a_block_is_in_memory_at_a_time(saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes: list[int] = []
+    whole = Saved.find(saved)
+
+    def counted(tensor: Whole) -> Whole:
+        def read(region: Region) -> Tensor:
+            block = tensor.read(region)
+            sizes.append(block.nbytes)
+            return block
+
+        return replace(tensor, read=read)
+
+    blocks = Whole.blocks
+    monkeypatch.setattr(Whole, "blocks", lambda self, region, most=100: blocks(self, region, most))
+    write_checkpoint(tmp_path, whole.manifest, {name: counted(one) for name, one in whole.tensors.items()}, 2)
+    assert max(sizes) == 100 and len(sizes) > 30
+    assert call("diff", saved, tmp_path) == 0
+    assert storing.BLOCK == 1 << 24
+
+
+WRONG: dict[str, tuple[tuple[str, ...], str]] = {
+    "missing": (("show", "HERE/no"), "there is no checkpoint in"),
+    "empty folder": (("verify", "HERE/empty"), "there is no checkpoint in"),
+    "a file": (("show", "HERE/file"), "there is no checkpoint in"),
+    "a pipe": (("show", "HERE/pipe"), "there is no checkpoint in"),
+    "a Hugging Face folder": (("show", "HERE/hf"), "there is no checkpoint in"),
+    "half a checkpoint": (("verify", "HERE/step-000009"), "is no whole checkpoint"),
+    "a manifest that is a link": (("show", "HERE/linked"), "no file that can be read"),
+    "a manifest that is a pipe": (("verify", "HERE/piped/step-000001", "--all"), ""),
+    "a manifest that is a folder": (("show", "HERE/foldered"), "no plain file"),
+    "a long name": (("show", "x" * 300), "File name too long"),
+    "the other is missing": (("diff", "RUN", "HERE/no"), "there is no checkpoint in"),
+    "ranks": (("reshard", "RUN", "HERE/new", "--ranks", "0"), "0 ranks write no file"),
+    "into itself": (("reshard", "RUN", "RUN"), "exists already"),
+    "into a file": (("reshard", "RUN", "HERE/file"), "File exists"),
+    "no room": (("reshard", "RUN", "/proc/nowhere"), "/proc/nowhere"),
+    "export without a source": (("export", "RUN", "HERE/new"), "--source"),
+    "export from nowhere": (("export", "RUN", "HERE/new", "--source", "HERE/no"), "no such folder"),
+    "no DCP folder": (("import-dcp", "RUN", "HERE/new"), "is no folder of torch.distributed.checkpoint"),
+    "no DCP at all": (("import-dcp", "HERE/no", "HERE/new"), "is no folder of torch.distributed.checkpoint"),
+    "a link for metadata": (("import-dcp", "HERE/dcp", "HERE/new"), "no file that can be read"),
+    "an output that is there": (("export-dcp", "RUN", "HERE/empty"), "exists already"),
+    "a tie of nothing": (
+        ("export-dcp", "RUN", "HERE/new", "--tie", "head.weight=no.weight"),
+        "has to have 'no.weight'",
+    ),
+    "half a tie": (("export-dcp", "RUN", "HERE/new", "--tie", "head.weight"), "has to have ''"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_wrong_call_is_one_line_and_exit_code_2(
+    name: str, saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for folder in ("empty", "hf", "step-000009", "linked", "piped/step-000001", "foldered/manifest.json", "dcp"):
+        (tmp_path / folder).mkdir(parents=True)
+    (tmp_path / "file").write_text("text")
+    os.mkfifo(tmp_path / "pipe")
+    os.mkfifo(tmp_path / "piped" / "step-000001" / "manifest.json")
+    (tmp_path / "hf" / "config.json").write_text("{}")
+    shutil.copy(saved / "step-000001" / "rank-00000.safetensors", tmp_path / "step-000009")
+    (tmp_path / "linked" / "manifest.json").symlink_to(saved / "step-000001" / "manifest.json")
+    (tmp_path / "dcp" / ".metadata").symlink_to(saved / "step-000001" / "manifest.json")
+    before = sorted(tmp_path.rglob("*"))
+    words, says = WRONG[name]
+    code = call(*(word.replace("HERE", str(tmp_path)).replace("RUN", str(saved)) for word in words))
+    shown = capsys.readouterr()
+    if not says:  # a damaged checkpoint is found to be one
+        assert code == 1 and "is no plain file" in shown.out
+        return
+    assert code == 2 and shown.out == "" and says in shown.err
+    assert shown.err.startswith("plait: error: ") and shown.err.count("\n") == 1
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+@pytest.mark.skipif(not os.getuid(), reason="root may read everything")
+def test_no_permission_is_one_line(saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    closed = shutil.copytree(saved, tmp_path / "run")
+    closed.chmod(0)
+    assert call("show", closed) == 2
+    assert "Permission denied" in capsys.readouterr().err

@@ -16,7 +16,7 @@ from torch import nn
 
 import plait
 from plait.checkpoint import writing
-from plait.checkpoint.storage import Place
+from plait.checkpoint.storage import Storage
 from plait.comm import Comm, run
 from plait.core.mesh import AXES, Mesh
 from plait.engine import Engine
@@ -146,7 +146,7 @@ def test_a_folder_that_has_vanished(tmp_path: Path, background: bool) -> None:
 def test_a_folder_that_vanishes_while_it_is_written(rank: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     original, gone = writing.write_tensors, threading.Event()
 
-    def late(place: Place, tensors: Any) -> Any:
+    def late(place: Storage, tensors: Any) -> Any:
         path = Path(str(place))
         if path.name == f"rank-{rank:05d}.safetensors" and "step-000002" in path.parent.name:
             shutil.rmtree(path.parent)

@@ -38,7 +38,7 @@ from plait.checkpoint.stored import check_contents
 from plait.engine import Engine
 
 OPERATIONS = {"open", "os.rename", "os.remove", "os.mkdir", "os.rmdir", "shutil.rmtree", "os.listdir", "os.scandir"}
-MOST = {0: 46, 1: 4, 2: 4}
+MOST = {0: 52, 1: 4, 2: 4}
 """Operations of a rank from the begin of a save to the begin of the next."""
 PATIENCE = 60.0
 

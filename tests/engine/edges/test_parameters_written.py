@@ -176,3 +176,38 @@ def test_a_parameter_that_a_recomputed_block_writes_is_refused(row: str, how: st
 
     with pytest.raises(ValueError, match=r"block 'blocks\.0' writes to its|written to|p\.data is replaced"):
         on_ranks(program, clamped(row, how), mesh, row, recompute="full")
+
+
+class Router(nn.Linear):
+    """Casts a module to the dtype that it has, in every forward, as the routers of Switch and NLLB do."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.to(x.dtype)
+        return super().forward(x)
+
+
+class Routed(nn.Module):
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.inner = self.inner.to(x.dtype)
+        return self.inner(x)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("row", EVERY)
+def test_a_module_that_is_cast_to_its_own_dtype_in_a_forward_stays_what_it_is(row: str) -> None:
+    data = data_for(row, batches(3))
+
+    def program(model: nn.Module, optimizer: Any, engine: Any, part: Any, share: float) -> None:
+        for batch in map(part, data):
+            step(model, optimizer, engine, batch)
+
+    template = model_for(row)
+    for block in template.blocks:
+        block.up.__class__ = Router
+        block.down = Routed(block.down)
+    _, truth = alone(program, template)
+    for _, state in on_ranks(program, template, "shard=3", row):
+        assert same(state, truth, row)

@@ -22,6 +22,13 @@ from plait.engine.forward.interceptor import Function, Handler, read_among
 from plait.engine.forward.parameter import AtRest, name_of
 
 
+def _is_itself(parameter: Tensor, value: Tensor) -> bool:
+    """Whether ``p.data = value`` changes nothing."""
+    with torch._C.DisableTorchFunction():
+        layouts = [(t.data_ptr(), t.dtype, t.shape, t.stride()) for t in (parameter, value)]
+    return layouts[0] == layouts[1]
+
+
 class AtRestCheck(Handler):
     """Watches who reads parameters, by ``id``: those of ``split`` units, and in ``loss_fn`` those that are ``staged``,
     for it runs on one stage of several."""
@@ -46,6 +53,8 @@ class AtRestCheck(Handler):
                 context.units[-1].borrow(parameter)
         if read and name_of(func) == "data":
             if func.__name__ == "__set__":
+                if _is_itself(*args):  # as module.to() does with the dtype that it has
+                    return None
                 raise ValueError(
                     "p.data is replaced in a forward: the unit is resharded behind it, and the values would be lost. "
                     "Write between steps inside `with engine.gathered(..., modify=True)`"

@@ -133,7 +133,7 @@ def without_file(folder: Path) -> None:
             lambda f: folders.change_config(f, intermediate_size=36),
             "'model.layers.0.mlp.gate_proj.weight' has the shape (37, 24)",
         ),
-        (lambda f: folders.change_config(f, num_hidden_layers=4), "missing 9 tensors (model.layers.3.self_attn.q_proj"),
+        (lambda f: folders.change_config(f, num_hidden_layers=4), "missing 9 tensors ('model.layers.3.self_attn"),
         (lambda f: folders.write_tokenizer(f, 300), "tokens up to 299, but the model's vocabulary ends at 258"),
         (lambda f: [(f / name).unlink() for name in ("tokenizer.json", "tokenizer_config.json")], "no tokenizer in it"),
     ],

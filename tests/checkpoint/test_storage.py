@@ -263,3 +263,26 @@ def test_a_rank_reads_the_bytes_that_it_needs(monkeypatch: pytest.MonkeyPatch) -
     headers = 3 * 2 * 4096
     assert 2 * size <= sum(asked) + headers and sum(asked) <= 2 * size + headers
     store.store.clear()
+
+
+@pytest.mark.parametrize("name", ["manifest.json", ".json"])
+def test_an_object_that_is_put_in_part_is_not_there(url: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A manifest or a note of which half is written when the store fails, or when somebody looks."""
+    saved(url)
+    store, root = objects(url)
+    whole = type(store).pipe_file
+
+    def half(self: Any, path: str, value: bytes, **options: Any) -> None:
+        if name in path.rpartition("/")[2] and "step-000002" in path:
+            whole(self, path, value[: len(value) // 2], **options)
+            raise OSError("no answer")
+        whole(self, path, value, **options)
+
+    monkeypatch.setattr(type(store), "pipe_file", half)
+    with pytest.raises((OSError, RuntimeError), match="no answer"):
+        saved(url)
+    monkeypatch.undo()
+    assert [folder.name for folder in checkpoints(place(url))] == ["step-000001"]
+    saved(url)
+    left = [path.rpartition("/")[2] for path in store.ls(f"{root}/step-000002", detail=False)]
+    assert sorted(left)[0] == "manifest.json" and not [one for one in left if one.endswith(".part")]

@@ -20,7 +20,9 @@ from plait.checkpoint.folder import STEP
 from plait.checkpoint.manifest import NAME
 from plait.checkpoint.storage import LATEST, Storage, exists_already
 
-WRITTEN = re.compile(r"rank-[0-9]+\.([0-9a-f]+\.)?(safetensors|json)")
+PART = ".part"
+"""The end of a name until all of an object is there."""
+WRITTEN = re.compile(rf"rank-[0-9]+\.([0-9a-f]+\.)?(safetensors|json)({PART})?|{NAME}{PART}")
 """What a save puts beside its manifest."""
 
 
@@ -108,8 +110,9 @@ class Objects(Storage):
                 file.close()
 
     def put(self, data: bytes) -> None:
-        with _told(self.url):
-            self.store.pipe_file(self.path, data)
+        with _told(self.url):  # not all stores put an object at once: fsspec's own of files does not
+            self.store.pipe_file(f"{self.path}{PART}", data)
+            self.store.mv(f"{self.path}{PART}", self.path)
 
     def free(self) -> None:
         return None

@@ -204,15 +204,22 @@ class OptimizerState:
         return groups, values
 
     def cut(self, optimizer: Optimizer, state: State) -> dict[str, Any]:
-        """This rank's part of a state for one optimizer, in the form in which torch loads it."""
+        """This rank's part of a state for one optimizer, in the form in which torch loads it.
+
+        What the optimizer has for each element of a run is written over: a rank has one run twice at a time.
+        """
         groups, values = self._fitting(optimizer, state)
+        for view in (view for group in optimizer.param_groups for view in group["params"]):
+            for key, value in values.get((piece := self._by_view[id(view)]).name, {}).items():
+                _check_cut(piece, key, value)  # all of them, before any is written
         saved = {frozenset(group["params"]): group for group in groups}
         pieces: list[dict[str, Any]] = []
         own_groups = []
         for group, names in zip(optimizer.param_groups, self.owner.groups[optimizer], strict=True):
             start = len(pieces)
             for piece in (self._by_view[id(view)] for view in group["params"]):
-                pieces.append({k: _read(piece, k, value) for k, value in values.get(piece.name, {}).items()})
+                here = optimizer.state.get(piece.view, {})
+                pieces.append({k: _read(piece, v, here.get(k)) for k, v in values.get(piece.name, {}).items()})
             options = _options(saved[frozenset(names)] if names else group)
             own_groups.append({**options, "params": list(range(start, len(pieces)))})
         return {"state": {i: piece for i, piece in enumerate(pieces) if piece}, "param_groups": own_groups}
@@ -273,17 +280,24 @@ def _per_element(piece: Owned, value: Any) -> bool:
     return isinstance(value, Tensor) and value.shape == piece.view.shape
 
 
-def _read(piece: Owned, key: str, value: Any) -> Any:
-    """What this rank has of one value of a whole state."""
+def _check_cut(piece: Owned, key: str, value: Any) -> None:
+    """Raises ValueError where a rank cannot have its part of a value."""
+    shape = tuple(value.shape) if hasattr(value, "shape") else ()
+    if shape and shape != piece.place.shape and not (piece.run.whole and piece.cut is None):
+        raise ValueError(
+            f"{key!r} of {piece.name!r} has shape {shape}, the parameter {piece.place.shape}: the state is not one "
+            f'number per element, so a row that cuts parameters cannot take it; use cut="tensor", or a row that keeps '
+            f"the optimizer state full (ddp)"
+        )
+
+
+def _read(piece: Owned, value: Any, here: Any) -> Any:
+    """What this rank has of one value of a whole state, in the memory that is ``here`` if it fits."""
     if not hasattr(value, "shape"):
         return copy.deepcopy(value)
     shape = tuple(value.shape)
-    if shape == piece.place.shape:
-        return piece.place.read(value).view(piece.view.shape)
-    if not shape or (piece.run.whole and piece.cut is None):
+    if shape != piece.place.shape:
         return torch.as_tensor(value[tuple(slice(0, size) for size in shape)]).clone()
-    raise ValueError(
-        f"{key!r} of {piece.name!r} has shape {shape}, the parameter {piece.place.shape}: the state is not one number "
-        f'per element, so a row that cuts parameters cannot take it; use cut="tensor", or a row that keeps the '
-        f"optimizer state full (ddp)"
-    )
+    found = piece.place.read(value).view(piece.view.shape)
+    fits = _per_element(piece, here) and here.dtype == found.dtype
+    return here.copy_(found) if fits else found

@@ -1,8 +1,8 @@
 """fp64 stays fp64: where a model's code asks for fp32 of an fp64 tensor, it keeps what it has.
 
-Routers, norms and softmaxes compute in fp32 whatever the model's dtype.  Where a layout splits a product, its sum has
-another order, and fp32 makes 1e-7 of that, in a layout that is right as in one that is wrong.  So both runs are made
-inside of this.
+Routers, norms and softmaxes compute in fp32 whatever the model's dtype.  Where a layout splits a product, or a pipeline
+adds the gradients of what several stages read, sums have another order, and fp32 makes 1e-7 of that, in a layout that
+is right as in one that is wrong.  So both runs are made inside of this.
 """
 
 from __future__ import annotations
@@ -12,14 +12,15 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 
 def _kept(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function, of an fp64 tensor without a word of fp32."""
+    """The function, of an fp64 tensor, or a module that has one, without a word of fp32."""
 
     def called(x: Any, *args: Any, **kwargs: Any) -> Any:
-        if isinstance(x, Tensor) and x.dtype is torch.float64:
+        own = next(iter(x.parameters()), x) if isinstance(x, nn.Module) else x
+        if isinstance(own, Tensor) and own.dtype is torch.float64:
             args = tuple(torch.float64 if a is torch.float32 else a for a in args)
             kwargs = {key: torch.float64 if value is torch.float32 else value for key, value in kwargs.items()}
         return function(x, *args, **kwargs)
@@ -35,6 +36,7 @@ NAMES = [
     *((Tensor, name) for name in ("to", "type", "softmax", "sum", "float")),
     *((torch, name) for name in ("softmax", "zeros_like", "empty_like", "ones_like")),
     (torch.nn.functional, "softmax"),
+    (nn.Module, "to"),
 ]
 
 

@@ -286,3 +286,8 @@ def test_an_object_that_is_put_in_part_is_not_there(url: str, name: str, monkeyp
     saved(url)
     left = [path.rpartition("/")[2] for path in store.ls(f"{root}/step-000002", detail=False)]
     assert sorted(left)[0] == "manifest.json" and not [one for one in left if one.endswith(".part")]
+
+
+def test_a_run_s_folder_leads_to_its_checkpoints(url: str) -> None:
+    saved(f"{url}/checkpoints")
+    assert loads(url)[0] == f"{url}/checkpoints/step-000001"

@@ -23,6 +23,8 @@ from typing import BinaryIO
 from plait.checkpoint.manifest import LARGEST, NAME, Manifest, StoredFile
 from plait.checkpoint.storage import LATEST, Storage, exists_already
 
+CHECKPOINTS = "checkpoints"
+"""Where ``plait train`` keeps them, in a run's folder."""
 STEP = re.compile(r"step-[0-9]{6,18}")
 PARTIAL = re.compile(rf"\.{STEP.pattern}\.[0-9a-f]+\.partial")
 
@@ -210,7 +212,7 @@ def check_file(path: Storage, stored: StoredFile) -> None:
 
 
 def find(path: str | Path | Storage) -> Storage:
-    """The checkpoint that a path means: itself, or the newest of a folder of checkpoints.
+    """The checkpoint that a path means: itself, or the newest of a folder of checkpoints, which may be a run's.
 
     Raises:
         ValueError: there is none.
@@ -218,8 +220,9 @@ def find(path: str | Path | Storage) -> Storage:
     path = place(path)
     if NAME in path.names():
         return path
-    if others := checkpoints(path):
-        return others[-1]
+    for folder in (path, path / CHECKPOINTS):
+        if others := checkpoints(folder):
+            return others[-1]
     if STEP.fullmatch(path.name):
         raise ValueError(f"{str(path / NAME)!r} is not there: {str(path)!r} is no whole checkpoint")
     raise ValueError(f"there is no checkpoint in {str(path)!r}: it has no folder {step_name(1)} or the like")

@@ -80,14 +80,14 @@ def load(path: str | Path, engine: Engine, *, ema: EMA | None = None) -> Loaded:
 
 def read_together(path: str | Path | Storage, comm: Comm) -> tuple[Storage, Manifest]:
     """The checkpoint's folder and its manifest, as rank 0 sees them."""
-    folder, text = (given := place(path)), ""
+    folder, text = place(path), ""
     with _together(comm):
         if not comm.rank:
-            folder = find(given)
+            folder = find(folder)
             with _offering_another(folder):
                 text = read_manifest(folder)
-    own = broadcast_text(comm, "" if folder == given else folder.name, Note("state"))
-    return given / own if own else given, Manifest.parse(broadcast_text(comm, text, Note("state")))
+    folder = place(broadcast_text(comm, str(folder), Note("state")))
+    return folder, Manifest.parse(broadcast_text(comm, text, Note("state")))
 
 
 def read_values(folder: Storage) -> Any:

@@ -19,7 +19,7 @@ from rich.console import Console
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
 from plait.checkpoint.as_saved import check_as_saved
-from plait.checkpoint.folder import checkpoints, find, place
+from plait.checkpoint.folder import CHECKPOINTS, checkpoints, find, place
 from plait.checkpoint.load import load, read_values
 from plait.checkpoint.save import Saver
 from plait.checkpoint.storage import Storage
@@ -34,8 +34,6 @@ from plait.job.job import Job
 from plait.job.optimizer import OptimizerConfig
 
 AUTO = "auto"
-CHECKPOINTS = "checkpoints"
-"""The folder of them, in a run's folder."""
 DECIDING = [field.name for field in fields(JobConfig) if field.name != "data"]
 """Settings that decide the run; of the data it is the text itself that is compared."""
 RATES = [field.name for field in fields(OptimizerConfig) if field.name not in ("optimizer", "clip", "loss_scale")]
@@ -71,8 +69,7 @@ def find_resumed(config: TrainConfig) -> Storage | None:
     if config.resume is None:
         return None
     if config.resume != AUTO:
-        given = place(config.resume)
-        return find(given / CHECKPOINTS if CHECKPOINTS in given.names() else given)
+        return find(config.resume)
     return next(reversed(checkpoints(folder_of(config))), None)
 
 

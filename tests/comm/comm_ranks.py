@@ -55,7 +55,7 @@ def disagree(comm: ProcessComm) -> None:
 
 def line(comm: None) -> None:
     """The script face on three ranks; the last handle is dropped, and close() still delivers the message."""
-    world = init(deadline=10)
+    world = init(deadline=30)
     before, after = world.get_prev_rank(), world.get_next_rank()
     assert before == (world.rank - 1 if world.rank else None)
     assert after == (world.rank + 1 if world.rank + 1 < world.world_size else None)

@@ -17,6 +17,7 @@ from plait.checkpoint import as_saved
 from plait.checkpoint.folder import checkpoints
 from plait.commands.main import main
 from plait.engine import Engine
+from plait.job.own import load_job
 
 SIZES = ["--layers", "2", "--width", "16", "--heads", "2", "--kv-heads", "1", "--length", "12", "--batch", "7"]
 RATES = ["--lr-schedule", "cosine", "--warmup", "3", "--weight-decay", "0.3", "--lr", "0.01"]
@@ -200,6 +201,53 @@ def test_auto_begins_where_there_is_nothing_and_ends_where_nothing_is_left(
     assert main(["train", "--world", "thread", *SIZES, *words, "--out", str(tmp_path / "run")]) == 2, "it was finished"
     (tmp_path / "run/summary.json").unlink()
     assert train("run", *words) == whole
+
+
+def test_epochs_that_are_finished_are_known_before_the_text_is_read(
+    train: Train, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["--mesh", "shard=2", "--epochs", "1", "--batch", "40", "--save-every", "2"]
+    whole = train("run", *words)
+    assert train("run", *words, "--resume", "auto") == whole
+    assert "nothing is left to do" in capsys.readouterr().out
+    train("run", *words, "--resume", "auto", "--epochs", "2", code=2)
+    assert "epochs was 1 and is 2" in capsys.readouterr().err
+    longer = train("run", *words, "--resume", "auto", "--epochs", "2", "--change", "epochs")
+    assert longer[: len(whole)] == whole and len(longer) == 2 * len(whole)
+
+
+JOB = """
+import torch
+import plait
+
+job = plait.UserJob(
+    build=lambda: torch.nn.Sequential(torch.nn.Linear(3, 5), torch.nn.Linear(5, 1)),
+    loss_fn=lambda model, batch: (model(batch["x"]) - batch["y"]).square().sum(),
+    batches=lambda step: {"x": torch.full((4, 3), step + SHIFT), "y": torch.ones(4, 1)},
+    optimizer=lambda params: torch.optim.AdamW(params, lr=0.1, weight_decay=DECAY),
+)
+"""
+
+
+@pytest.mark.parametrize(
+    ("shift", "decay", "says"),
+    [("0.5", "0.0", None), ("0.5", "0.2", "weight_decay of group 0 of the optimizer was 0.0 and is 0.2"),
+     ("0.75", "0.0", "data was 'digest ")],
+)  # fmt: skip
+def test_a_job_that_was_edited_is_another_run(
+    shift: str, decay: str, says: str | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    codes = []
+    for number, (own_shift, own_decay) in enumerate([("0.5", "0.0"), (shift, decay)]):
+        file = tmp_path / "job.py"
+        file.write_text(JOB.replace("SHIFT", own_shift).replace("DECAY", own_decay))
+        load_job.cache_clear()  # another process would read it anew
+        words = ["--job", f"{file}:job", "--mesh", "shard=2", "--world", "thread", "--save-every", "2"]
+        steps = ["--steps", str(4 + 2 * number), "--resume", "auto", "--out", str(tmp_path / "out")]
+        codes.append(main(["train", *words, *steps]))
+    assert codes == [0, 2 if says else 0]
+    shown = capsys.readouterr()
+    assert says is None or says in shown.err
 
 
 def test_the_newest_checkpoints_stay(train: Train, tmp_path: Path) -> None:

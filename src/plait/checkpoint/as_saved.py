@@ -46,7 +46,7 @@ def check_as_saved(path: str | Path, engine: Engine, *, ema: EMA | None = None) 
         for key, value in now.items():
             if differ := _first_difference(value, then.get(key), values, tensors):
                 raise RuntimeError(f"{key}{differ} is not what was saved in {str(folder)!r}")
-    except (OSError, RuntimeError) as problem:
+    except Exception as problem:  # whatever it is, the others hear of it
         error = problem
     check_together(engine.comm, error, AXES)
     return compared

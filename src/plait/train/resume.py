@@ -11,6 +11,7 @@ A batch is a function of its step, so the step is the whole data cursor, whateve
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,8 @@ DECIDING = [field.name for field in fields(JobConfig) if field.name != "data"]
 RATES = [field.name for field in fields(OptimizerConfig) if field.name not in ("optimizer", "clip", "loss_scale")]
 FIXED = ("optimizer", "seed", "loss_scale")
 """Settings that cannot change within a run, since its state belongs to them."""
+FREE = ("lr", "foreach", "fused", "capturable")
+"""Options of an optimizer that its schedule sets, or that say how it computes."""
 MISSING = "nothing"
 
 
@@ -92,13 +95,14 @@ def check_places(config: TrainConfig) -> str | None:
     resumed, step = find_resumed(config), 0
     if resumed is not None:
         values = read_values(resumed)
-        step = values["run"]["step"]
-        differences(config, kept_of(values, resumed))
-        if step >= config.steps and config.epochs is None:
-            done = f"{str(resumed)!r} has made {step} steps, and the run ends at {config.steps}"
-            if config.resume == AUTO and step == config.steps:
-                return f"{done}: nothing is left to do"
-            raise ValueError(f"{done}: there is nothing to go on with; give more --steps")
+        step, kept = values["run"]["step"], kept_of(values, resumed)
+        differences(config, kept)
+        same_epochs = config.epochs is not None and kept["config"].get("epochs") == config.epochs
+        end = kept["config"]["steps"] if same_epochs else config.steps  # what epochs became when the text was read
+        if step == end and config.resume == AUTO:
+            return f"{str(resumed)!r} has made {step} steps, and the run ends at {end}: nothing is left to do"
+        if same_epochs or config.epochs is None:
+            check_left(resumed, step, end)
     if config.verify and config.change:
         raise ValueError("verify beside change: no single process makes such a run; leave one of them out")
     if config.out is not None and config.resume is not None and not config.overwrite:
@@ -112,6 +116,15 @@ def check_places(config: TrainConfig) -> str | None:
                 f"it; give another folder, move it away, or --overwrite"
             )
     return None
+
+
+def check_left(path: object, step: int, end: int) -> None:
+    """Raises ValueError where no step is left of a run that is resumed."""
+    if step >= end:
+        raise ValueError(
+            f"{str(path)!r} has made {step} steps, and the run ends at {end}: there is nothing to go on with; give "
+            f"more --steps, or --epochs"
+        )
 
 
 def _check_metrics(config: TrainConfig, resumed: Storage | None) -> None:
@@ -133,7 +146,14 @@ def _check_metrics(config: TrainConfig, resumed: Storage | None) -> None:
 def kept_of(values: Mapping[str, Any], path: Path | str | Storage) -> Mapping[str, Any]:
     """What this module added to a checkpoint; ValueError where another program has written it."""
     match values:
-        case {"extra": {"config": dict(), "data": str() | None, "schedule": _, "layouts": list()} as extra}:
+        case {
+            "extra": {
+                "config": {"steps": int(), **_others},
+                "data": str() | None,
+                "schedule": _,
+                "layouts": [*_, str()],
+            } as extra
+        }:
             return extra  # type: ignore[no-any-return]
     raise ValueError(f"{str(path)!r} was not written by plait train: load it in a loop of your own, with plait.load")
 
@@ -155,7 +175,8 @@ def differences(config: TrainConfig, kept: Mapping[str, Any], data: str | None =
         pairs = [pair for pair in pairs if pair[0] != "steps"]
     found = [Difference(*pair) for pair in pairs if pair[1] != pair[2]]
     if data is not None and data != kept["data"]:
-        found.append(Difference("data", f"{was.get('data')} ({kept['data']})", f"{config.data} ({data})"))
+        both = ((was.get("data"), kept["data"]), (config.data, data))
+        found.append(Difference("data", *(" ".join(filter(None, (path, f"digest {own}"))) for path, own in both)))
     names = [one.name for one in found]
     if fixed := [one for one in found if one.name in FIXED]:
         raise ValueError(f"{fixed[0]}, which cannot change within a run: begin a new one")
@@ -191,20 +212,37 @@ def resume(
     compared = check_as_saved(loaded.path, engine)
     kept = kept_of({"extra": loaded.extra}, loaded.path)
     changed = differences(config, kept, job.digest())
+    check_left(loaded.path, engine.steps, config.steps)
     if any(one.name in ("steps", "epochs", *RATES) for one in changed):
         _set_rates(engine, scheduler, options)
-    elif scheduler is not None:
-        scheduler.load_state_dict(kept["schedule"])
-    console.print(
+    else:
+        _check_options(engine, options)
+        if scheduler is not None:
+            scheduler.load_state_dict(kept["schedule"])
+    say = partial(console.print, markup=False)
+    say(
         f"resumed at step {engine.steps} from {loaded.path}: read again and compared, {compared} pieces on rank 0, "
         f"groups, counters and schedule are exactly those that were saved"
     )
     for one in changed:
-        console.print(f"  changed: {one}")
+        say(f"  changed: {one}")
     layouts = [str(layout) for layout in kept["layouts"]]
     if layouts[-1] != (now := layout_of(config)):
-        console.print(f"  another layout: was {layouts[-1]}, is {now}")
+        say(f"  another layout: was {layouts[-1]}, is {now}")
     return layouts
+
+
+def _check_options(engine: Engine, options: list[dict[str, Any]]) -> None:
+    """Refuses options of an optimizer that are other ones in the program (a job's own optimizer) than were saved: those
+    that were saved would be taken, without a word."""
+    groups = [group for one in engine.optimizers for group in one.param_groups]
+    for number, (group, own) in enumerate(zip(groups, options, strict=True)):
+        for name in (name for name in own if name not in FREE):
+            if (was := group.get(name, MISSING)) != own[name]:
+                raise ValueError(
+                    f"{name} of group {number} of the optimizer was {was!r} and is {own[name]!r}, and the saved one "
+                    f"would be taken: put it back, or begin a new run"
+                )
 
 
 def _set_rates(engine: Engine, scheduler: LRScheduler | None, options: list[dict[str, Any]]) -> None:
@@ -222,7 +260,8 @@ def _set_rates(engine: Engine, scheduler: LRScheduler | None, options: list[dict
 def layout_of(config: TrainConfig) -> str:
     """What decides the bits of a run besides its settings."""
     more = f", cut by {config.cut}" if config.cut != "element" else ""
-    return f"{config.row} on {config.parsed_mesh}, {config.microbatches} microbatches{more}, {torch.__version__}"
+    ranks = f"{config.parsed_mesh}, {config.microbatches} microbatches{more}"
+    return f"{config.row} on {ranks}, threads {config.threads}, torch {torch.__version__}"
 
 
 def saver_of(config: TrainConfig, engine: Engine) -> Saver | None:

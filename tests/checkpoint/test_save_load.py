@@ -116,3 +116,18 @@ def test_small_parameters_and_whole_tensor_states(meshes: tuple[str, str], tmp_p
 
     saved, *_ = run(Mesh.parse(meshes[0]), leave, deadline=20)
     assert not differences(run(Mesh.parse(meshes[1]), enter, deadline=20), [saved] * Mesh.parse(meshes[1]).size)
+
+
+def test_the_average_of_another_engine_is_refused(tmp_path: Path) -> None:
+    """A loop of two models has two averages, which have the same form."""
+
+    def body(comm: Comm) -> None:
+        one, other = (Training.begin(comm, "zero3") for _ in range(2))
+        one.go(0, 1)
+        with pytest.raises(ValueError, match="average of the weights of another engine"):
+            plait.save(tmp_path, one.engine, ema=other.ema)
+        one.save(tmp_path)
+        with pytest.raises(ValueError, match="average of the weights of another engine"):
+            plait.load(tmp_path, one.engine, ema=other.ema)
+
+    run(mesh("zero3"), body, deadline=30)

@@ -54,6 +54,8 @@ def load(path: str | Path, engine: Engine, *, ema: EMA | None = None) -> Loaded:
         RuntimeError: what another rank raises.
     """
     engine.check_between_steps("plait.load")
+    if ema is not None:
+        ema.check_of(engine)
     comm = engine.comm
     folder, manifest = read_together(path, comm)
     with _together(comm):

@@ -71,7 +71,7 @@ class Saver:
         deadline: seconds that a save may take until every rank has written.
 
     Raises:
-        ValueError: ``keep`` is below 1.
+        ValueError: ``keep`` is below 1, ``ema`` is another engine's.
     """
 
     def __init__(
@@ -86,6 +86,8 @@ class Saver:
     ) -> None:
         if keep is not None and keep < 1:
             raise ValueError(f"keep={keep}: at least the newest checkpoint stays; None removes none")
+        if ema is not None:
+            ema.check_of(engine)
         self.place, self.engine, self.ema, self.keep = place(path), engine, ema, keep
         self.background, self.deadline = background, deadline
         self.waited = 0.0

@@ -54,6 +54,8 @@ class Checkpointed:
                 f"torch.distributed.checkpoint knows ranks that are processes of torch.distributed, and these {size} "
                 f"are threads of one: use plait.save and plait.load, or start processes (torchrun)"
             )
+        if ema is not None:
+            ema.check_of(engine)
         self.engine, self.ema = engine, ema
 
     def state_dict(self) -> dict[str, Any]:

@@ -40,6 +40,13 @@ class EMA:
         self.values = [owned.view.detach().clone() for owned in engine.owned]
         """Of each of ``engine.owned``."""
 
+    def check_of(self, engine: Engine) -> None:
+        """Raises ValueError where it is the average of another engine's weights."""
+        if self.engine is not engine:
+            raise ValueError(
+                f"ema is the average of the weights of another engine ({self.engine!r}): give plait.EMA of this one"
+            )
+
     @torch.no_grad()
     def update(self) -> None:
         """Behind each ``optimizer.step()`` or ``engine.step``; nothing is sent."""

@@ -59,7 +59,7 @@ class RunPlace:
         for local in self.run.regions():
             found = [torch.as_tensor(whole[tuple(slice(*ends) for ends in place)]) for place in self._places(local)]
             parts.append((torch.cat(found, self.cut.dim) if self.cut else found[0]).reshape(-1))
-        return parts[0] if len(parts) == 1 and not isinstance(whole, Tensor) else torch.cat(parts)
+        return torch.cat(parts)
 
     def _places(self, local: Region) -> tuple[Region, ...]:
         return (local,) if self.cut is None else self.cut.regions(self.tensor_rank, local)

@@ -200,7 +200,7 @@ class VerifyCheckpoint:
     def run(self) -> int:
         console = console_of(None)
         newest = find(self.path)
-        folders = checkpoints(self.path) if self.all and newest != place(self.path) else [newest]
+        folders = checkpoints(newest.home()[0]) if self.all and newest != place(self.path) else [newest]
         damaged = 0
         for folder in folders:
             problems = []

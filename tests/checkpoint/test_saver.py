@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import threading
 import time
 from collections.abc import Callable
@@ -295,3 +296,22 @@ def test_nothing_is_removed_before_the_newest_has_been_read_back(
 
     raised_together(body, "rank-00002.safetensors' is not what was written")
     assert names(tmp_path) == ["latest", "step-000001", "step-000002", "step-000003"]
+
+
+def test_a_folder_that_was_emptied_is_saved_to_again(tmp_path: Path) -> None:
+    """Somebody removes old checkpoints by hand while the run goes on."""
+
+    def body(comm: Comm) -> None:
+        saver = plait.Saver(tmp_path / "run", build(comm), background=False)
+        for _ in range(2):
+            go(saver.engine)
+            saver.save()
+            if not comm.rank:
+                shutil.rmtree(tmp_path / "run")
+                (tmp_path / "run").mkdir()
+            comm.barrier(AXES)
+        go(saver.engine)
+        saver.save()
+
+    ranks(body)
+    assert names(tmp_path / "run") == ["latest", "step-000003"]

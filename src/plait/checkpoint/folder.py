@@ -119,11 +119,12 @@ class Folder(Storage):
     def file(self, rank: int, kind: str) -> "Folder":
         return self / f"rank-{rank:05d}.{kind}"
 
-    def begin(self) -> None:
+    def begin(self, *, first: bool = True) -> None:
         parent = self.path.parent
         if os.path.lexists(folder := self._published()):
             raise exists_already(Folder(folder))
-        parent.mkdir(parents=True, exist_ok=True)
+        if first:
+            parent.mkdir(parents=True, exist_ok=True)
         for left in [name for name in os.listdir(parent) if PARTIAL.fullmatch(name)]:
             with suppress(OSError):
                 Folder(parent / left).discard()
@@ -234,14 +235,15 @@ def checkpoints(path: str | Path | Storage) -> list[Storage]:
     return [path / name for name in sorted(path.checkpoints(), key=lambda name: int(name.removeprefix("step-")))]
 
 
-def begin(parent: Storage, step: int, own: str) -> Storage:
+def begin(parent: Storage, step: int, own: str, *, first: bool = True) -> Storage:
     """Where a new checkpoint's files go, and what an earlier run has left unfinished is gone.
 
     Raises:
         ValueError: the checkpoint is there already.
+        OSError: the place cannot be written, or is not there though this is not the ``first`` save in it.
     """
     partial = parent.partial(step_name(step), own)
-    partial.begin()
+    partial.begin(first=first)
     return partial
 
 

@@ -126,7 +126,7 @@ class Objects(Storage):
     def file(self, rank: int, kind: str) -> "Objects":
         return self / f"rank-{rank:05d}.{self.own}.{kind}"
 
-    def begin(self) -> None:
+    def begin(self, *, first: bool = True) -> None:
         if NAME in self.names():
             raise exists_already(self)
         parent, _ = self.home()

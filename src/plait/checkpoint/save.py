@@ -10,7 +10,6 @@ What one rank cannot do (a full disk, a weight that is not finite) no rank has d
 before stays the newest.
 """
 
-import errno
 import secrets
 import time
 from contextlib import suppress
@@ -156,9 +155,7 @@ class Saver:
                 pieces = self._memory.copies(pieces)
             if not comm.rank:
                 with saying(self.place, sum(piece.tensor.nbytes for piece in pieces)):
-                    if self._published is not None and not self.place.names():
-                        raise FileNotFoundError(errno.ENOENT, "the folder has vanished since the last save")
-                    begin(self.place, engine.steps, own)
+                    begin(self.place, engine.steps, own, first=self._published is None)
         except Exception as problem:
             error = problem
         name = step_name(engine.steps)

@@ -89,8 +89,11 @@ class Storage(ABC):
         """Of a ``partial``: a file of a rank; ``kind`` is the end of its name."""
 
     @abstractmethod
-    def begin(self) -> None:
+    def begin(self, *, first: bool = True) -> None:
         """Of a ``partial``: make it; what other saves have left unfinished is gone.
+
+        With the ``first`` save of a run the folder around it is made; one that is gone later (a disk that is no longer
+        mounted) is an OSError.
 
         Raises ValueError where the checkpoint is there already.
         """

@@ -20,7 +20,7 @@ from plait.comm.agree import (
     same_everywhere,
     same_tensors,
 )
-from plait.comm.base import Comm, MismatchError
+from plait.comm.base import Comm, MismatchError, Observer, Operation
 from plait.comm.header import empty_header, header_of, shape_in
 from plait.core.collectives import Entry, Note, bytes_sent
 
@@ -286,12 +286,21 @@ def check_waits_are_told(comm: Comm) -> None:
     if comm.mesh.size == 1:
         return
     heard: list[tuple[str, float]] = []
-    comm.on_wait = lambda call, start, end: heard.append((str(call), end - start))
+
+    class Ear(Observer):
+        def asked(self, operation: Operation) -> None:
+            asked.append(str(operation))
+
+        def waited(self, operation: Operation, start: float, end: float) -> None:
+            heard.append((str(operation), end - start))
+
+    before, asked = comm.observers, list[str]()
+    comm.observers = (*before, Ear())
     axes = next(axes for axes in axes_of(comm) if comm.mesh.count(axes) > 1)
     comm.all_reduce(torch.ones(8), axes, note=Note("heard")).wait()
-    comm.on_wait = None
+    comm.observers = before
     comm.all_reduce(torch.ones(8), axes).wait()
-    assert heard and all("heard" in call and seconds >= 0 for call, seconds in heard)
+    assert len(asked) == 1 and heard and all("heard" in call and seconds >= 0 for call, seconds in heard)
 
 
 def check_refused_messages(comm: Comm) -> None:

@@ -8,6 +8,7 @@
     ledger.py          one line per message
     agree.py           small agreements: rows of numbers, checksums, bytes, errors
     header.py          the shape of a message, as a small message ahead of it
+    observer.py        who is told of steps, operations and waits
 
     thread.py          ranks are threads         tests, notebooks, lessons
     rendezvous.py      where the threads meet
@@ -24,6 +25,7 @@
 
 from plait.comm.base import DONE, Comm, MismatchError, Work
 from plait.comm.ledger import Ledger
+from plait.comm.observer import Observer
 from plait.comm.ordered_reduce import ordered_sum
 from plait.comm.process import ProcessComm
 from plait.comm.thread import AbortedError, ThreadWorld, run
@@ -35,6 +37,7 @@ __all__ = [
     "Comm",
     "Ledger",
     "MismatchError",
+    "Observer",
     "ProcessComm",
     "ThreadWorld",
     "TraceComm",

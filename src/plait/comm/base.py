@@ -29,6 +29,7 @@ import torch
 from torch import Tensor
 
 from plait.comm.ledger import Ledger
+from plait.comm.observer import Observer
 from plait.comm.operation import (
     DONE,
     NO_NOTE,
@@ -50,7 +51,7 @@ from plait.comm.operation import (
 from plait.core.collectives import Entry, Note, bytes_sent
 from plait.core.mesh import Mesh
 
-__all__ = ["DONE", "NO_NOTE", "Comm", "MismatchError", "Operation", "Work"]
+__all__ = ["DONE", "NO_NOTE", "Comm", "MismatchError", "Observer", "Operation", "Work"]
 
 
 class Comm(ABC):
@@ -71,8 +72,10 @@ class Comm(ABC):
             raise ValueError(f"a deadline of {deadline} s leaves no time: give seconds above 0")
         self.mesh, self.rank, self.device = mesh, rank, torch.device(device)
         self.ledger, self.deterministic, self.deadline = Ledger(), deterministic, deadline
-        self.on_wait: Callable[[Operation, float, float], None] | None = None
-        """Told what was waited for, and from when to when (``time.perf_counter``)."""
+        self.observers: tuple[Observer, ...] = ()
+        """Told of every step, operation and wait of this rank."""
+        self.stop_signal = 0
+        """The number of a signal that asks this rank to end; the ranks agree on it at the end of a step."""
         self._groups: dict[tuple[str, ...], Group] = {}
         self._numbers: dict[tuple[object, ...], int] = {}
 
@@ -167,15 +170,24 @@ class Comm(ABC):
 
     @contextmanager
     def waiting(self, operation: Operation) -> Iterator[None]:
-        """Around every place where this rank may stand still for others; tells ``on_wait`` how long it did."""
-        if self.on_wait is None:
+        """Around every place where this rank may stand still for others; tells the observers."""
+        if not self.observers:
             yield
             return
+        for observer in self.observers:
+            observer.waits(operation)
         start = time.perf_counter()
         try:
             yield
         finally:
-            self.on_wait(operation, start, time.perf_counter())
+            end = time.perf_counter()
+            for observer in self.observers:
+                observer.waited(operation, start, end)
+
+    def begin_step(self, number: int) -> None:
+        """Tells the observers that step ``number`` (from 0) begins."""
+        for observer in self.observers:
+            observer.begin_step(number)
 
     # ---- what a world supplies -----------------------------------------------------------------
     # Tensors are 1-D here, and the group has at least two members.
@@ -251,6 +263,8 @@ class Comm(ABC):
         sent = bytes_sent(kind, size, len(group.ranks), root=root == group.index)
         self.ledger.add(Entry(kind, group.axes, size, sent, note))
         operation = Operation(kind, group, note, numel, dtype, op or "", -1 if root is None else root)
+        for observer in self.observers:
+            observer.asked(operation)
         method: Callable[..., Work] = getattr(self, f"_{kind}")
         with torch.no_grad():
             return method(operation, *what)

@@ -162,6 +162,7 @@ class Engine(OwnLoop):
         if not num:
             raise ValueError("no microbatch: a step needs at least one, an empty one included")
         program = self.program(num)
+        self.comm.begin_step(self.steps)
         counts = [whole_count(count_fn(batch)) for batch in microbatches]
         if min(counts) < 0:  # the sum goes to the others, and they refuse it too
             counts = [min(counts)]
@@ -231,6 +232,7 @@ class Engine(OwnLoop):
         if self._now is None:
             for stage in self.stages.values():
                 stage.begin_sums()
+            self.comm.begin_step(self.steps)
             self._now = OpenStep()
         return self._now
 

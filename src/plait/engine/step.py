@@ -23,6 +23,8 @@ class StepResult:
     """The global norm before clipping; None where no clipping was asked for, or no step was made."""
     made: bool = True
     """False: skipped, on all ranks, because a loss or gradient was not finite."""
+    stop: tuple[int, int] | None = None
+    """(rank, signal): a rank was asked to end by that signal, so all of them save and end behind this step."""
 
 
 @dataclass

@@ -83,9 +83,10 @@ class Update:
         measured = clip is not None or self.loss_scale is not None
         squares = square_sum(o.gradient for o in owned if norm.counts(o)) if measured else 0.0
         touched = {name for stage in placed.stages.values() for name in stage.gradients.touched()}
-        marks = [float(encoded(self.watch.first(), exchange.names)), *standing.numbers()]
+        signal = float(placed.comm.stop_signal)
+        marks = [float(encoded(self.watch.first(), exchange.names)), signal, *standing.numbers()]
         report = exchange.report(squares, losses, touched, marks)
-        standing.check(placed.comm, [row[1:] for row in report.marks])
+        standing.check(placed.comm, [row[2:] for row in report.marks])
         total, losses_by_rank, self.have_gradient = report.squares, report.losses, report.have_gradient
         self.made = self._finite(report, standing.step)
         losses = tuple(losses_by_rank[placed.comm.mesh.data_rank(placed.comm.rank)])
@@ -103,7 +104,8 @@ class Update:
             given = self.have_gradient if self.made else dict.fromkeys(self.have_gradient, False)
             placed.owned_optimizer.give_gradients(given)
         summed = math.fsum(loss for of_rank in losses_by_rank for loss in of_rank)
-        return StepResult(standing.step, summed / now.count, now.count, losses, grad_norm, self.made)
+        stop = next(((rank, int(row[1])) for rank, row in enumerate(report.marks) if row[1]), None)
+        return StepResult(standing.step, summed / now.count, now.count, losses, grad_norm, self.made, stop)
 
     def _finite(self, report: Report, step: int) -> bool:
         """Whether the step may be made; where there is a loss scale it is told."""

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from plait.comm import Comm
+from plait.comm.observer import Observer
 from plait.comm.operation import Operation
 from plait.engine.forward.context import RNGPosition
 from plait.engine.pipeline.handover import HandOver
@@ -37,6 +38,16 @@ Handlers = Mapping[Kind, Callable[[Action], None]]
 
 Wait = tuple[float, float, Operation]
 """From when to when (``time.perf_counter``) a rank waited for others, and in which operation."""
+
+
+class Waits(Observer):
+    """The waits of the action that is under way."""
+
+    def __init__(self) -> None:
+        self.seen: list[Wait] = []
+
+    def waited(self, operation: Operation, start: float, end: float) -> None:
+        self.seen.append((start, end, operation))
 
 
 class EventLog:
@@ -54,16 +65,16 @@ class EventLog:
     def run(self, line: Line, handlers: Handlers) -> None:
         """One step of this rank."""
         step: list[tuple[Action, float, float, list[Wait]]] = []
-        waits: list[Wait] = []
-        self.comm.on_wait = lambda operation, start, end: waits.append((start, end, operation))
+        before, waits = self.comm.observers, Waits()
+        self.comm.observers = (*before, waits)
         try:
             for action in line:
-                waits = []
+                waits.seen = []
                 start = time.perf_counter()
                 handlers[action.kind](action)
-                step.append((action, start, time.perf_counter(), waits))
+                step.append((action, start, time.perf_counter(), waits.seen))
         finally:
-            self.comm.on_wait = None
+            self.comm.observers = before
         self._steps.append(step)
 
 

@@ -4,7 +4,7 @@ core <- schedule <- plan <- report
 core <- comm <- sharded <- tensor_parallel <- engine <- checkpoint <- job <- config
 config <- verify <- train <- launch <- commands
 inside the engine: forward <- data_parallel <- state <- pipeline <- the step (engine.py and its neighbours)
-models and data stand beside engine, below job; measure lies between config and train
+models and data stand beside engine, below job; measure lies between config and train; watch stands upon comm
 """
 
 import ast
@@ -41,11 +41,12 @@ MAY_IMPORT: dict[str, set[str]] = {
     "data": {"core"},
     "job": UP_TO_ENGINE | {"checkpoint", "models", "data"},
     "config": UP_TO_ENGINE | {"checkpoint", "models", "data", "job"},
+    "watch": {"core", "comm"},
     "measure": {"core", "comm", "report", "config", "tensor_parallel"},
     "train": TRAINING | {"job", "verify", "measure"},
     "verify": TRAINING | {"job"},
-    "api": UP_TO_ENGINE | {"checkpoint", "models", "data"},
-    "launch": {"core", "comm", "config", "checkpoint", "train", "verify"},
+    "api": UP_TO_ENGINE | {"checkpoint", "models", "data", "watch"},
+    "launch": {"core", "comm", "config", "checkpoint", "train", "verify", "watch"},
     "commands": TRAINING | {"job", "measure", "train", "verify", "launch"},
     "__main__": {"commands"},
     "__init__": UP_TO_ENGINE | {"checkpoint", "api", "models", "data", "job", "verify"},

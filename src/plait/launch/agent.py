@@ -1,16 +1,15 @@
 """torch's elastic agent on one host, without a network: it starts ranks, looks after them, and starts them again.
 
-    OneHost      the rendezvous: a folder for each attempt, with the file in which ranks meet     nothing listens
-    RankAgent    start, look, end                                                                  torch's loop around it
+    OneHost      the rendezvous: a folder for each attempt, with the file in which ranks meet; nothing listens
+    RankAgent    start, look, end: torch's loop calls them
                    look: a rank has ended, or stands still  ──►  said  ──►  all ended
-                                                                             └──►  again, as far as ``Limits`` allow
+                                                                              └──►  again, as far as ``Limits`` allow
 """
 
 import os
 import signal
 import sys
 import time
-from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -27,10 +26,16 @@ from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousIn
 
 from plait.comm.init_process import STORE
 from plait.core.mesh import Mesh
-from plait.launch.failure import Failure, explain, recorded
+from plait.launch.failure import Failure, explain, first_of, recorded
 from plait.launch.fork_server import ForkServer
 from plait.launch.limits import Limits, Restarts
-from plait.launch.signals import Asked
+from plait.launch.signals import Asked, announced
+from plait.watch.page import Page
+
+WATCH = "PLAIT_WATCH"
+"""The folder in which the ranks say what they do."""
+
+PAGE = "page"
 
 LOOK_SECONDS = 0.05
 """Between two looks at the ranks."""
@@ -88,6 +93,7 @@ class RankAgent(SimpleElasticAgent):
         self._host, self._restarts = OneHost(folder), Restarts(limits)
         self.asked = Asked(self._tell, grace=limits.grace)
         """The handler of signals to the launcher."""
+        self._page: Page | None = None
         self._ranks: dict[int, int] = {}
         """Process ids by rank."""
         self.code = 0
@@ -109,9 +115,9 @@ class RankAgent(SimpleElasticAgent):
         end = time.monotonic() + self._restarts.pause
         while time.monotonic() < end and not self.asked.number:
             time.sleep(LOOK_SECONDS)
-        self._page = Page.create(self._host.attempt / PAGE, self._mesh.size)
+        self._page = page = Page.create(self._host.attempt / PAGE, self._mesh.size)
         if self.asked.number:  # in between
-            self._page.ask_to_stop(self.asked.number)
+            page.ask_to_stop(self.asked.number)
         self._ranks = {}
         for rank in range(self._mesh.size):
             self._ranks[rank] = self._server.fork(self._variables(rank, attempt))
@@ -156,6 +162,7 @@ class RankAgent(SimpleElasticAgent):
             "TORCHELASTIC_RESTART_COUNT": str(attempt),
             "TORCHELASTIC_ERROR_FILE": str(note_of(here, rank)),
             STORE: str(here / "store"),
+            WATCH: str(here),
         }
 
     def _ended(self) -> dict[int, int]:
@@ -173,16 +180,25 @@ class RankAgent(SimpleElasticAgent):
             self._page.ask_to_stop(number)
 
     def _fail(self, failure: Failure) -> None:
-        """Says what has ended the attempt; allows no other where that would be of no use."""
+        """Says what has ended the attempt, and ends what is left of it; whether there will be another one."""
+        assert self._page is not None
         reached = max(status.step for status in self._page.read_all())
         text, self.code = explain(failure, str(self._mesh))
         sys.stdout.flush()
         sys.stderr.write(text)
         self._stop_workers(self._worker_group)
-        again = self._again(failure, reached)
-        sys.stderr.write(again)
-        if not again.endswith("...\n"):
+        if failure.final or self.asked.number or not self._limits.restarts:
             self._remaining_restarts = 0
+            return
+        kept = self._limits.kept()
+        refusal = self._restarts.refusal(reached, kept)
+        if refusal:
+            self._remaining_restarts = 0
+            sys.stderr.write(f"plait: {refusal}\n")
+        else:
+            number, most, start = len(self._restarts.faults), self._limits.restarts, kept or "the beginning"
+            sys.stderr.write(f"plait: restart {number} of {most}, from {start}\n")
+
 
 def note_of(attempt: Path, rank: int) -> Path:
     """Where a rank writes what it failed of."""

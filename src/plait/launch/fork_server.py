@@ -6,7 +6,8 @@
 When the launcher dies the kernel kills the server, and when the server dies the ranks: also those that are stopped,
 and without any of their own code.  The launcher and its server speak by messages of JSON over a pair of sockets.
 
-The launcher itself cannot be copied: it may have threads and devices, and glibc reads its variables as a process starts.
+The launcher itself cannot be copied: it may have threads and devices, and glibc reads its variables when a process
+starts.
 """
 
 import ctypes
@@ -98,7 +99,7 @@ def die_with(parent: int) -> None:
 def serve(line_number: int, launcher: int, command: Sequence[str]) -> None:
     """The server: a rank for each message, and a message for each rank that has ended."""
     die_with(launcher)
-    before = {number: signal.signal(number, signal.SIG_IGN) for number in ASKING}  # a whole group of processes gets them
+    before = {number: signal.signal(number, signal.SIG_IGN) for number in ASKING}  # whole groups of processes get them
     _preload(command)
     line = socket.socket(fileno=line_number)
     reader, writer = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
@@ -128,7 +129,7 @@ def serve(line_number: int, launcher: int, command: Sequence[str]) -> None:
 def _preload(command: Sequence[str]) -> None:
     """Imports what every rank will need."""
     if command[0] == "-m":
-        importlib.import_module(f"{command[1]}.__main__")
+        sys.modules.pop(importlib.import_module(f"{command[1]}.__main__").__name__)  # each rank runs it anew
     else:
         sys.path[0] = str(Path(command[0]).resolve().parent)
         importlib.import_module("plait")

@@ -36,8 +36,6 @@ class Restarts:
     def refusal(self, step: int, kept: str) -> str | None:
         """Notes a fault in ``step``; why the run is not started again, None where it is."""
         self.faults.append((step, kept))
-        if not self.limits.restarts:
-            return ""
         if len(self.faults) > self.limits.restarts:
             return f"not started again: {self.limits.restarts} restarts were allowed, and made"
         if self.faults.count((step, kept)) >= LOOPS:

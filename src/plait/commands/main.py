@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Annotated, Any, Literal, TypeAlias, TypeVar, Union
+from typing import Annotated, Any, Literal, NoReturn, TypeAlias, TypeVar, Union
 
 import tyro
 
@@ -22,7 +22,7 @@ from plait.commands.checkpoint import CheckpointCommand
 from plait.commands.doctor import DoctorConfig, run_doctor
 from plait.commands.schedule import ScheduleCommand
 from plait.config import TrainConfig, VerifyConfig
-from plait.launch import Limits, guarded, launch
+from plait.launch import Limits, guarded, launch, leave
 from plait.measure import comm as bench
 from plait.train.resume import check_places, newest_sound, restarted
 from plait.train.run import run_train
@@ -57,6 +57,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit code; an error is a line (a mistake of the user) or its traceback."""
     words = list(sys.argv[1:] if argv is None else argv)
     return guarded(lambda: run(words))
+
+
+def program() -> NoReturn:
+    """The program ``plait``."""
+    leave(main())
 
 
 def run(argv: list[str]) -> int:

@@ -9,8 +9,8 @@ signals.py       signals that ask for the end
 failure.py       what is printed, and the exit code, when a rank fails
 """
 
-from plait.launch.failure import guarded
+from plait.launch.failure import guarded, leave
 from plait.launch.limits import Limits
 from plait.launch.local import launch
 
-__all__ = ["Limits", "guarded", "launch"]
+__all__ = ["Limits", "guarded", "launch", "leave"]

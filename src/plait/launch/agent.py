@@ -130,6 +130,7 @@ class RankAgent(SimpleElasticAgent):
             self._fail(first_of(failures))
             return RunResult(WorkerState.FAILED)
         if len(ended) == self._mesh.size:
+            self.code = 0
             return RunResult(WorkerState.SUCCEEDED, return_values=ended)
         if self.asked.late:
             left = ", ".join(str(rank) for rank in self._ranks if rank not in ended)

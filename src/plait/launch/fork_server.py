@@ -22,8 +22,11 @@ import subprocess
 import sys
 import traceback
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
+from typing import NoReturn
 
+from plait.launch.failure import leave
 from plait.launch.signals import ASKING
 
 LARGEST = 1 << 20
@@ -31,6 +34,9 @@ LARGEST = 1 << 20
 
 PR_SET_PDEATHSIG = 1
 """Of <sys/prctl.h>: the signal that a process gets when its parent dies."""
+
+LATE = ("torch._dynamo", "tyro._backends._tyro_backend", "plait.comm.process", "plait.watch.rank")
+"""What ranks would otherwise import one by one when they first need it: seconds on a slow machine."""
 
 SERVER = "import sys; from plait.launch.fork_server import serve; serve(*map(int, sys.argv[1:3]), sys.argv[3:])"
 
@@ -128,6 +134,9 @@ def serve(line_number: int, launcher: int, command: Sequence[str]) -> None:
 
 def _preload(command: Sequence[str]) -> None:
     """Imports what every rank will need."""
+    for name in LATE:
+        with suppress(ImportError):
+            importlib.import_module(name)
     if command[0] == "-m":
         sys.modules.pop(importlib.import_module(f"{command[1]}.__main__").__name__)  # each rank runs it anew
     else:
@@ -148,7 +157,7 @@ def _ended() -> list[tuple[int, int]]:
         found.append((process, os.waitstatus_to_exitcode(status)))
 
 
-def _be_a_rank(command: Sequence[str], variables: Mapping[str, str], server: int) -> None:
+def _be_a_rank(command: Sequence[str], variables: Mapping[str, str], server: int) -> NoReturn:
     """Runs the command, as ``python`` would, and ends this process: without an interpreter's slow end."""
     code: object = 1
     try:
@@ -167,13 +176,3 @@ def _be_a_rank(command: Sequence[str], variables: Mapping[str, str], server: int
         traceback.print_exc()
     finally:
         leave(code if isinstance(code, int) else 1)
-
-
-def leave(code: int) -> None:
-    """Ends this process now: what is said is written, and nothing else is waited for."""
-    for stream in (sys.stdout, sys.stderr):
-        try:
-            stream.flush()
-        except (OSError, ValueError):  # who read it is gone
-            code = code or 1
-    os._exit(code)

@@ -75,7 +75,7 @@ class Status:
     born: int = 0
     """When the process was started, in ticks of the kernel: with ``pid``, which process it is."""
     signal: int = 0
-    """The last signal that came to it and asks it to end."""
+    """The last signal that came to it and asks it to end; its negative once it ends of it."""
     error: str = ""
     """With what it failed, in one line."""
     whole: bool = True
@@ -228,7 +228,7 @@ class Record:
         self._times[HEARTBEAT] = time.monotonic()
 
     def heard(self, signal_number: int) -> None:
-        """A signal came that asks it to end; as ``beats``."""
+        """A signal came that asks it to end, or ends it (negative); as ``beats``."""
         self._words[SIGNAL] = signal_number
 
 

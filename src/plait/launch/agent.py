@@ -26,16 +26,11 @@ from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousIn
 
 from plait.comm.init_process import STORE
 from plait.core.mesh import Mesh
-from plait.launch.failure import Failure, explain, first_of, recorded
+from plait.launch.failure import explain, first_of, recorded
 from plait.launch.fork_server import ForkServer
 from plait.launch.limits import Limits, Restarts
+from plait.launch.look import WATCH, Look
 from plait.launch.signals import Asked, announced
-from plait.watch.page import Page
-
-WATCH = "PLAIT_WATCH"
-"""The folder in which the ranks say what they do."""
-
-PAGE = "page"
 
 LOOK_SECONDS = 0.05
 """Between two looks at the ranks."""
@@ -86,14 +81,15 @@ class RankAgent(SimpleElasticAgent):
 
     Args:
         folder: a private one.
+        deadline: seconds for which ranks may stand still.
     """
 
-    def __init__(self, mesh: Mesh, folder: Path, server: ForkServer, limits: Limits) -> None:
-        self._mesh, self._server, self._limits = mesh, server, limits
+    def __init__(self, mesh: Mesh, folder: Path, server: ForkServer, limits: Limits, deadline: float) -> None:
+        self._mesh, self._server, self._limits, self._deadline = mesh, server, limits, deadline
         self._host, self._restarts = OneHost(folder), Restarts(limits)
         self.asked = Asked(self._tell, grace=limits.grace)
         """The handler of signals to the launcher."""
-        self._page: Page | None = None
+        self._look: Look | None = None
         self._ranks: dict[int, int] = {}
         """Process ids by rank."""
         self.code = 0
@@ -115,23 +111,29 @@ class RankAgent(SimpleElasticAgent):
         end = time.monotonic() + self._restarts.pause
         while time.monotonic() < end and not self.asked.number:
             time.sleep(LOOK_SECONDS)
-        self._page = page = Page.create(self._host.attempt / PAGE, self._mesh.size)
+        self._look = look = Look(self._mesh, self._host.attempt, self._deadline)
         if self.asked.number:  # in between
-            page.ask_to_stop(self.asked.number)
+            look.page.ask_to_stop(self.asked.number)
         self._ranks = {}
         for rank in range(self._mesh.size):
             self._ranks[rank] = self._server.fork(self._variables(rank, attempt))
         return dict(self._ranks)
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        assert self._look is not None
         ended = self._ended()
-        failures = [self._failure(rank, code) for rank, code in ended.items() if code]
+        failures = [recorded(rank, code, note_of(self._host.attempt, rank)) for rank, code in ended.items() if code]
         if failures:
-            self._fail(first_of(failures))
-            return RunResult(WorkerState.FAILED)
+            first = first_of(failures)
+            found = "" if first.final else self._look.of_the_end(self._ended())
+            text, self.code = explain(first, str(self._mesh), found)
+            return self._end(text, final=first.final)
         if len(ended) == self._mesh.size:
             self.code = 0
             return RunResult(WorkerState.SUCCEEDED, return_values=ended)
+        if still := self._look.tell(ended, self._ranks):
+            self.code = 1
+            return self._end(f"plait: rank {still.rank} {still.what}: all end after {self._deadline:g} s\n")
         if self.asked.late:
             left = ", ".join(str(rank) for rank in self._ranks if rank not in ended)
             sys.stderr.write(f"plait: rank {left} did not end within {self._limits.grace:g} s (--grace)\n")
@@ -171,26 +173,23 @@ class RankAgent(SimpleElasticAgent):
         codes = self._server.ended()
         return {rank: codes[process] for rank, process in self._ranks.items() if process in codes}
 
-    def _failure(self, rank: int, code: int) -> Failure:
-        return recorded(rank, code, note_of(self._host.attempt, rank))
-
     def _tell(self, number: signal.Signals) -> None:
         """All ranks are to end behind their step."""
         sys.stderr.write(announced(number, self._limits.grace))
-        if self._page is not None:
-            self._page.ask_to_stop(number)
+        if self._look is not None:
+            self._look.page.ask_to_stop(number)
 
-    def _fail(self, failure: Failure) -> None:
-        """Says what has ended the attempt, and ends what is left of it; whether there will be another one."""
-        assert self._page is not None
-        reached = max(status.step for status in self._page.read_all())
-        text, self.code = explain(failure, str(self._mesh))
+    def _end(self, text: str, *, final: bool = False) -> RunResult:
+        """Says what has ended the attempt, and ends what is left of it; torch's loop starts another where that may be
+        of use."""
+        assert self._look is not None
         sys.stdout.flush()
         sys.stderr.write(text)
+        reached = self._look.reached
         self._stop_workers(self._worker_group)
-        if failure.final or self.asked.number or not self._limits.restarts:
+        if final or self.asked.number or not self._limits.restarts:
             self._remaining_restarts = 0
-            return
+            return RunResult(WorkerState.FAILED)
         kept = self._limits.kept()
         refusal = self._restarts.refusal(reached, kept)
         if refusal:
@@ -199,6 +198,7 @@ class RankAgent(SimpleElasticAgent):
         else:
             number, most, start = len(self._restarts.faults), self._limits.restarts, kept or "the beginning"
             sys.stderr.write(f"plait: restart {number} of {most}, from {start}\n")
+        return RunResult(WorkerState.FAILED)
 
 
 def note_of(attempt: Path, rank: int) -> Path:

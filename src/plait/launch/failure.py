@@ -103,18 +103,22 @@ def first_of(failures: list[Failure]) -> Failure:
     return min(failures, key=lambda f: (f.exit_code >= 0, f.text is None, f.nanoseconds))
 
 
-def explain(failure: Failure, mesh: str) -> tuple[str, int]:
-    """(what the launcher prints, its exit code) for a run that ended with this failure."""
+def explain(failure: Failure, mesh: str, found: str = "") -> tuple[str, int]:
+    """(what the launcher prints, its exit code) for an attempt that ended with this failure.
+
+    Args:
+        found: what the status page told of it: it says more than the launcher alone knows.
+    """
     who = f"plait: rank {failure.rank} of mesh {mesh}"
-    if failure.exit_code < 0:
-        number = -failure.exit_code
-        name = signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
-        return f"{who} was killed by {name}; the others were stopped\n", 128 + number
+    code = failure.exit_code
+    if code < 0:
+        name = signal.Signals(-code).name if -code in set(signal.Signals) else f"signal {-code}"
+        return found or f"{who} was killed by {name}; the others were stopped\n", 128 - code
     if failure.text is None:
-        return f"{who} ended with exit code {failure.exit_code} and left no word; the others were stopped\n", 1
-    if failure.text and not failure.final:
-        return f"{failure.text}{who} failed as above; the others were stopped\n", failure.exit_code
-    return failure.text, failure.exit_code
+        return found or f"{who} ended with exit code {code} and left no word; the others were stopped\n", code
+    if failure.final:
+        return failure.text, code
+    return failure.text + (found or f"{who} failed as above; the others were stopped\n"), code
 
 
 def leave(code: int) -> NoReturn:

@@ -16,6 +16,7 @@ import socket
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 
 import torch
 
@@ -27,7 +28,9 @@ from plait.launch.failure import LAUNCHER, leave_note
 from plait.launch.folder import private_folder
 from plait.launch.fork_server import ForkServer
 from plait.launch.limits import Limits
+from plait.launch.look import PAGE, WATCH
 from plait.launch.signals import Asked, announced, heard
+from plait.watch.page import Page
 
 Body = Callable[[Comm], int]
 
@@ -54,6 +57,7 @@ def launch(config: MachineConfig, body: Body, command: Sequence[str], limits: Li
 
 def _be_a_rank(config: MachineConfig, body: Body, limits: Limits) -> int:
     from plait.comm.process import ProcessComm
+    from plait.watch.rank import watch
 
     torch.set_num_threads(config.threads)
     device = resolve_device(config.device)
@@ -68,6 +72,8 @@ def _be_a_rank(config: MachineConfig, body: Body, limits: Limits) -> int:
             stack.enter_context(contextlib.redirect_stdout(nowhere))
         if limits.grace:
             stack.enter_context(heard(Asked(lambda number: _ask([comm], number), grace=limits.grace)))
+        if folder := os.environ.get(WATCH):
+            stack.enter_context(watch(comm, Page.open(Path(folder) / PAGE), Path(folder)))
         code = body(comm)
     comm.close()
     # Rank 0 speaks for all, perhaps long after the others are done (a reference run).  They leave with 0, because the
@@ -127,7 +133,7 @@ def _start_ranks(config: MachineConfig, command: Sequence[str], limits: Limits) 
         folder = stack.enter_context(private_folder())
         server = ForkServer(command, environment)
         stack.callback(server.close)
-        agent = RankAgent(config.parsed_mesh, folder, server, limits)
+        agent = RankAgent(config.parsed_mesh, folder, server, limits, config.deadline)
         stack.enter_context(heard(agent.asked))
         try:
             agent.run()

@@ -1,7 +1,7 @@
 """How often a run is started again after a fault, and how long it may take to end: pure decisions.
 
-    fault 1   ──►  again at once        fault 2   ──►  after 1 s        then 2 s, 4 s ... 30 s
-    the same step for the third time, and no new checkpoint     ──►  it would be the same again: no more
+fault 1   ──►  again at once        fault 2   ──►  after 1 s        then 2 s, 4 s ... 30 s
+the same step for the third time, and no new checkpoint     ──►  it would be the same again: no more
 """
 
 from collections.abc import Callable

@@ -42,7 +42,8 @@ def test_the_kernel_takes_the_lock_from_one_that_is_killed(own_place: Path) -> N
     script = (
         "import sys, tempfile; tempfile.tempdir = sys.argv[1]\n"
         "import importlib.util as u\n"
-        "spec = u.spec_from_file_location('folder', sys.argv[2]); m = u.module_from_spec(spec); spec.loader.exec_module(m)\n"
+        "spec = u.spec_from_file_location('folder', sys.argv[2])\n"
+        "m = u.module_from_spec(spec); spec.loader.exec_module(m)\n"
         "with m.private_folder() as f: print(f, flush=True); sys.stdin.read()"
     )
     source = str(Path(sys.modules["plait.launch.folder"].__file__ or ""))

@@ -32,3 +32,5 @@ def test_the_first_restart_is_at_once_and_later_ones_take_their_time() -> None:
         restarts.refusal(step, "")
         pauses.append(restarts.pause)
     assert pauses == [0, 1, 2, 4, 8, 16, LONGEST_PAUSE, LONGEST_PAUSE]
+    restarts.refusal(8, "step-8")
+    assert restarts.pause == 0

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from ports import free_port
+from sockets import children, listening
 
 from plait.comm.base import Comm
 from plait.commands.main import main
@@ -24,8 +25,12 @@ LINUX = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /
 @pytest.fixture
 def ranks(start: Any) -> Any:
     """Starts ``ranks.py`` with these words."""
-    environment = {k: v for k, v in os.environ.items() if k not in ("OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME")}
-    return lambda *words: start(sys.executable, SCRIPT, *words, env=environment)
+
+    def run(*words: str) -> Any:
+        left_out = ("OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME")
+        return start(sys.executable, SCRIPT, *words, env={k: v for k, v in os.environ.items() if k not in left_out})
+
+    return run
 
 
 @pytest.fixture
@@ -75,6 +80,15 @@ def test_a_killed_rank_is_named(finish: Any) -> None:
     assert "rank 0: waits for rank 1 before its first step, in barrier over " in err
 
 
+def test_a_stopped_rank_is_named_and_ended_at_the_deadline(finish: Any) -> None:
+    code, out, err = finish("stop")
+    assert (code, out) == (1, "")
+    assert "plait: rank 1 is stopped (SIGSTOP)" in err
+    assert "rank 0: waits for rank 1 before its first step, in barrier over " in err
+    assert err.endswith("plait: rank 1 kept the others for 5 s: all are ended\n")
+    assert "SIGKILL" not in err
+
+
 def alive(process_id: int) -> bool:
     try:
         return ") Z" not in Path(f"/proc/{process_id}/stat").read_text()
@@ -91,18 +105,30 @@ def wait_for(what, seconds: float) -> None:  # type: ignore[no-untyped-def]
 
 @LINUX
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
-def test_no_rank_outlives_the_launcher(number: signal.Signals, tmp_path: Path, ranks: Any) -> None:
+def test_nothing_listens_and_no_rank_outlives_the_launcher(
+    number: signal.Signals, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ranks: Any
+) -> None:
+    (tmp_path / "tmp").mkdir()
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))
     process = ranks("sleep", str(tmp_path))
     files = [tmp_path / f"rank{rank}.pid" for rank in (0, 1)]
     wait_for(lambda: all(file.exists() and file.read_text() for file in files), 100)
     ids = [int(file.read_text()) for file in files]
-    assert all(alive(process_id) for process_id in ids)
+    (server,) = children(process.pid)
+    assert sorted(children(server)) == sorted(ids)
+    assert listening([process.pid, server]) == set()
+    assert listening(ids) == {"0100007F"}, "ranks connect on 127.0.0.1 alone"
+    (folder,) = Path(tmp_path / "tmp").iterdir()
+    assert folder.stat().st_mode & 0o777 == 0o700
+    if number == signal.SIGKILL:
+        os.kill(ids[1], signal.SIGSTOP)
     process.send_signal(number)
     _, err = process.communicate(timeout=110)
-    wait_for(lambda: not any(alive(process_id) for process_id in ids), 10)
+    wait_for(lambda: not any(alive(process_id) for process_id in (server, *ids)), 10)
     if number == signal.SIGINT:
         assert process.returncode == 130
         assert err == "plait: stopped by SIGINT, with all ranks\n"
+        assert not folder.exists()
 
 
 def test_the_same_command_runs_under_torchrun(tmp_path: Path) -> None:

@@ -22,8 +22,9 @@ MESH = Mesh(shard=3)
     [
         ("kill@rank=2,step=20", Fault("kill", 2, 20)),
         (" stop@rank=0,step=1,at=backward ", Fault("stop", 0, 1, at="backward")),
-        ("slow=2.5x@rank=1,step=3", Fault("slow", 1, 3, factor=2.5)),
-        ("slow=3@rank=1,step=3", Fault("slow", 1, 3, factor=3.0)),
+        ("slow=2.5x@rank=1,step=3", Fault("slow", 1, 3, value=2.5)),
+        ("signal=usr1@rank=1,step=3", Fault("signal", 1, 3, value=10)),
+        ("slow=3@rank=1,step=3", Fault("slow", 1, 3, value=3.0)),
         ("exception@step=4,rank=1,operation=7,always", Fault("exception", 1, 4, operation=7, always=True)),
     ],
 )
@@ -47,6 +48,8 @@ def test_a_fault_is_read(text: str, fault: Fault) -> None:
         ("kill=2@rank=1,step=1", "only slow has a value"),
         ("slow=0.5@rank=1,step=1", "a factor from 1"),
         ("slow=@rank=1,step=1", "a factor from 1"),
+        ("signal@rank=1,step=1", "None .* is no signal"),
+        ("signal=9@rank=1,step=1", "'9' .* is no signal"),
     ],
 )
 def test_what_is_no_fault_is_one_message(text: str, says: str) -> None:
@@ -55,7 +58,7 @@ def test_what_is_no_fault_is_one_message(text: str, says: str) -> None:
     assert "\n" not in str(raised.value)
 
 
-@pytest.mark.parametrize("kind", ["kill", "stop", "exit", "disk-full"])
+@pytest.mark.parametrize("kind", ["kill", "stop", "signal=SIGTERM", "exit", "disk-full"])
 def test_threads_have_no_fault_of_a_process(kind: str) -> None:
     with pytest.raises(ValueError, match="give --world process"):
         parse_fault(f"{kind}@rank=0,step=1", 3, threads=True)
@@ -95,9 +98,9 @@ def test_an_exception_is_that_ranks_in_that_step(capfd: pytest.CaptureFixture[st
     with pytest.raises(RuntimeError, match="injected: exception on rank 2 in step 3") as raised:
         run(MESH, lambda comm: trained(comm, "exception@rank=2,step=3"))
     assert any("raised on rank 2" in note for note in raised.value.__notes__)
-    assert re.fullmatch(r"plait: injected exception on rank 2 in step 3, in .*\(.*\)\n", capfd.readouterr().err), (
-        "it says what it does, once"
-    )
+    assert re.fullmatch(
+        r"plait: injected exception on rank 2 in step 3 \(process \d+\), in .*\(.*\)\n", capfd.readouterr().err
+    ), "it says what it does, once"
 
 
 def test_nan_is_one_loss_in_one_step() -> None:
@@ -140,4 +143,6 @@ def test_a_restarted_run_is_not_hit_again_unless_always(monkeypatch: pytest.Monk
 
 
 def test_the_table_is_what_can_be_read() -> None:
-    assert [parse_fault(f"{kind}@rank=0,step=1", 1).kind for kind in FAULTS] == list(FAULTS)
+    assert [parse_fault(f"{kind}{'=SIGHUP' * (kind == 'signal')}@rank=0,step=1", 1).kind for kind in FAULTS] == list(
+        FAULTS
+    )

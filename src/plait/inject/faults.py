@@ -9,6 +9,7 @@ Steps are counted from 1, as in ``metrics.jsonl``.  A restarted run is not hit a
 """
 
 import re
+import signal
 from dataclasses import dataclass
 from types import MappingProxyType
 
@@ -16,6 +17,7 @@ FAULTS = MappingProxyType(
     {
         "kill": "SIGKILL, as of the kernel when memory is out",
         "stop": "SIGSTOP: the process stands still until somebody continues it",
+        "signal": "a signal, as from a scheduler (signal=SIGUSR1)",
         "slow": "everything takes the rank so many times as long from this step on (slow=2x)",
         "nan": "the loss of a microbatch becomes NaN",
         "exception": "the rank raises RuntimeError",
@@ -27,7 +29,7 @@ FAULTS = MappingProxyType(
 )
 """What may be injected, and what it means."""
 
-ENDS_THE_PROCESS = ("kill", "stop", "exit", "disk-full")
+OF_A_PROCESS = ("kill", "stop", "signal", "exit", "disk-full")
 """Faults of a whole process: among threads they would be everybody's."""
 
 FORM = re.compile(r"(?P<kind>[a-z-]+)(=(?P<value>[^@]*))?@(?P<place>.+)")
@@ -41,8 +43,8 @@ class Fault:
     rank: int
     step: int
     """From 1."""
-    factor: float = 2.0
-    """Of ``slow``."""
+    value: float = 2.0
+    """The factor of ``slow``, the number of a ``signal``."""
     operation: int = 2
     """At which operation of the step, from 1; later than a step's last one: at its end, when the next begins."""
     at: str = ""
@@ -50,8 +52,8 @@ class Fault:
     always: bool = False
 
     def __str__(self) -> str:
-        factor = f"={self.factor:g}x" if self.kind == "slow" else ""
-        return f"{self.kind}{factor} on rank {self.rank} in step {self.step}"
+        value = {"slow": f"={self.value:g}x", "signal": f"={signal.Signals(int(self.value)).name}"}.get(self.kind, "")
+        return f"{self.kind}{value} on rank {self.rank} in step {self.step}"
 
 
 def parse_fault(text: str, ranks: int, *, threads: bool = False) -> Fault:
@@ -88,12 +90,17 @@ def parse_fault(text: str, ranks: int, *, threads: bool = False) -> Fault:
         raise ValueError(f"the fault {text!r} has no {sorted(missing)[0]}: {form}")
     if numbers["rank"] >= ranks:
         raise ValueError(f"rank {numbers['rank']} in the fault {text!r}: the run has ranks 0 to {ranks - 1}")
-    if threads and kind in ENDS_THE_PROCESS:
+    if threads and kind in OF_A_PROCESS:
         raise ValueError(f"the fault {kind!r} is one of a process, and these ranks are threads: give --world process")
-    return Fault(kind, **numbers, factor=_factor(value, kind, text), at=given.get("at", ""), always=always)
+    return Fault(kind, **numbers, value=_value(value, kind, text), at=given.get("at", ""), always=always)
 
 
-def _factor(value: str | None, kind: str, text: str) -> float:
+def _value(value: str | None, kind: str, text: str) -> float:
+    if kind == "signal":
+        name = f"SIG{(value or '').upper().removeprefix('SIG')}"
+        if name not in signal.Signals.__members__:
+            raise ValueError(f"{value!r} in the fault {text!r} is no signal: give its name, as in signal=SIGUSR1")
+        return signal.Signals[name].value
     if value is None:
         return 2.0
     if kind != "slow" or not re.fullmatch(r"[0-9]{1,3}(\.[0-9]{1,3})?x?", value) or float(value.rstrip("x")) < 1:

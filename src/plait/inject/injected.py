@@ -85,7 +85,7 @@ class Injected(Observer):
         """Tells that it happens now, and once."""
         self._now, self._over = False, True
         where = f", in {operation}" if operation else ""
-        sys.stderr.write(f"plait: injected {self.fault}{where}\n")
+        sys.stderr.write(f"plait: injected {self.fault} (process {os.getpid()}){where}\n")
         sys.stderr.flush()
 
     def _act(self, operation: Operation | None) -> None:
@@ -95,6 +95,8 @@ class Injected(Observer):
                 os.kill(os.getpid(), signal.SIGKILL)
             case "stop":
                 os.kill(os.getpid(), signal.SIGSTOP)
+            case "signal":
+                os.kill(os.getpid(), int(self.fault.value))
             case "exit":
                 os._exit(0)
             case "exception":
@@ -131,7 +133,7 @@ class Slowed(Observer):
 
     def _take_longer(self) -> None:
         if self._last:
-            time.sleep((self.fault.factor - 1) * (time.perf_counter() - self._last))
+            time.sleep((self.fault.value - 1) * (time.perf_counter() - self._last))
             self._last = time.perf_counter()
 
 

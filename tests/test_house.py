@@ -47,8 +47,9 @@ MAY_IMPORT: dict[str, set[str]] = {
     "train": TRAINING | {"job", "verify", "measure", "inject"},
     "verify": TRAINING | {"job"},
     "api": UP_TO_ENGINE | {"checkpoint", "models", "data"},
+    "chaos": TRAINING,
     "launch": {"core", "comm", "config", "checkpoint", "train", "verify"},
-    "commands": TRAINING | {"job", "measure", "train", "verify", "launch"},
+    "commands": TRAINING | {"job", "measure", "train", "verify", "launch", "chaos"},
     "__main__": {"commands"},
     "__init__": UP_TO_ENGINE | {"checkpoint", "api", "models", "data", "job", "verify", "inject"},
 }

@@ -112,8 +112,10 @@ class Observed:
             if process.start < 0 or alive(process):
                 _kill(process.pid)
         self.process.wait()
-        for reader in self._readers:
+        for reader, pipe in zip(self._readers, (self.process.stdout, self.process.stderr), strict=True):
             reader.join(2)
+            if pipe is not None and not reader.is_alive():
+                pipe.close()
 
 
 LAUNCHERS = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "LOCAL_RANK", "TORCHELASTIC_RUN_ID", "PLAIT_LAUNCHER")

@@ -5,7 +5,7 @@ core <- comm <- sharded <- tensor_parallel <- engine <- checkpoint <- job <- con
 engine <- inject <- train
 config <- verify <- train <- launch <- commands
 inside the engine: forward <- data_parallel <- state <- pipeline <- the step (engine.py and its neighbours)
-models and data stand beside engine, below job; measure lies between config and train
+models and data stand beside engine, below job; measure lies between config and train; watch stands upon comm
 """
 
 import ast
@@ -42,13 +42,14 @@ MAY_IMPORT: dict[str, set[str]] = {
     "data": {"core"},
     "job": UP_TO_ENGINE | {"checkpoint", "models", "data"},
     "config": UP_TO_ENGINE | {"checkpoint", "models", "data", "job", "inject"},
+    "watch": {"core", "comm"},
     "measure": {"core", "comm", "report", "config", "tensor_parallel"},
     "inject": UP_TO_ENGINE,
     "train": TRAINING | {"job", "verify", "measure", "inject"},
     "verify": TRAINING | {"job"},
-    "api": UP_TO_ENGINE | {"checkpoint", "models", "data"},
+    "api": UP_TO_ENGINE | {"checkpoint", "models", "data", "watch"},
     "chaos": TRAINING,
-    "launch": {"core", "comm", "config", "checkpoint", "train", "verify"},
+    "launch": {"core", "comm", "config", "checkpoint", "train", "verify", "watch"},
     "commands": TRAINING | {"job", "measure", "train", "verify", "launch", "chaos"},
     "__main__": {"commands"},
     "__init__": UP_TO_ENGINE | {"checkpoint", "api", "models", "data", "job", "verify", "inject"},

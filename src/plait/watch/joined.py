@@ -48,10 +48,10 @@ def watch_joined(comm: Comm) -> None:
     """Starts the rank's side until ``comm.close()`` or the end of the program; where it cannot, a line says so."""
     given = os.environ.get(WATCH)
     try:
-        base = Path(tempfile.gettempdir())
+        base, name = Path(tempfile.gettempdir()), _name()
         if not given:
-            sweep(base)
-        folder = Path(given) if given else private_folder(_name(), base)
+            sweep(base, name)
+        folder = Path(given) if given else private_folder(name, base)
         page = _page(folder / "page", comm.world_size)
         RankSide(comm, page, folder, None if given else Neighbours(comm, page, folder))
     except (OSError, ValueError) as error:
@@ -84,13 +84,13 @@ def private_folder(name: str, base: Path) -> Path:
     return folder
 
 
-def sweep(base: Path) -> None:
-    """Removes what runs of this user left here whose ranks are all gone, because all were killed at once."""
+def sweep(base: Path, mine: str) -> None:
+    """Removes what other runs of this user left here whose ranks are all gone, because all were killed at once."""
     for folder in base.glob(f"{PREFIX}-{os.getuid()}-*"):
+        name = folder.name.rpartition("-")[2]
         with contextlib.suppress(OSError, ValueError):
-            statuses = [
-                s for s in Page.open(private_folder(folder.name.rpartition("-")[2], base) / "page").read_all() if s.pid
-            ]
+            page = Page.open(private_folder(name, base) / "page")
+            statuses = [s for s in page.read_all() if s.pid and name != mine]
             if statuses and all(processes.look(s.pid, s.born).state == "gone" for s in statuses):
                 shutil.rmtree(folder, ignore_errors=True)
 
@@ -123,14 +123,15 @@ class Neighbours:
 
     def look(self) -> None:
         now = time.monotonic()
-        statuses = self._meet() if now > self._looked + LOOK or self._anybody_ended() else []
-        if not statuses:
+        if now < self._looked + LOOK and not self._news():
             return
-        self._looked = now
+        self._looked, statuses = now, self._meet()
         mine = self._place(statuses, now)
-        if fresh := self._buried(statuses):
-            time.sleep(SETTLE + min(mine, 4) * BEAT)
-            if any(state.exit_code != 0 for state in fresh):
+        fresh = self._buried(statuses)
+        failed = [s.rank for s in statuses if s.state == "failed" and s.rank != self.comm.rank]
+        if failed or any(state.exit_code != 0 for state in fresh):
+            if "ended" not in self._told:
+                time.sleep(SETTLE + min(mine, 4) * BEAT)
                 self._tell(ENDED)
         elif not mine:
             self._tell(frozenset({"stopped", "stands still", "crossed", "straggler"}))
@@ -155,7 +156,10 @@ class Neighbours:
                     self._open[s.rank] = os.pidfd_open(s.pid)
         return statuses
 
-    def _anybody_ended(self) -> bool:
+    def _news(self) -> bool:
+        """Whether a rank has ended or said that it failed."""
+        if any(self.page.failed(rank) for rank in self._open):
+            return True
         return bool(self._open) and bool(select.select(list(self._open.values()), [], [], 0)[0])
 
     def _buried(self, statuses: Sequence[Status]) -> list[ProcessState]:
@@ -186,7 +190,8 @@ class Neighbours:
         found = [f for f in found if f.kind in kinds and f.rank != but]
         ended = [f for f in found if f.kind in ENDED]
         fresh = ended if ended and self._claim("ended") else []
-        fresh += [f for f in found if f not in ended and self._claim(f"{f.kind}-{f.rank}-{f.step}")]
+        steps = {f.rank: "" if f.kind == "straggler" else f"-{f.step}" for f in found}  # a straggler is told once
+        fresh += [f for f in found if f not in ended and self._claim(f"{f.kind}-{f.rank}{steps[f.rank]}")]
         if not fresh:
             return
         ids = {s.rank: s.pid for s in statuses}

@@ -24,7 +24,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
-from plait.core.escape import printable
+from plait.core.escape import one_line
 from plait.core.mesh import Mesh
 from plait.watch.page import Status
 from plait.watch.processes import ProcessState
@@ -117,7 +117,7 @@ def block(findings: Sequence[Finding]) -> str:
             lines += [f"  {text}" for text in finding.others]
         if finding.stack:
             lines += [f"  stack of rank {finding.rank}:", *(f"    {line}" for line in finding.stack.splitlines())]
-    return "".join(f"{printable(line, 400)}\n" for line in lines)
+    return "".join(f"{one_line(line, 400)}\n" for line in lines)
 
 
 _SIGNAL, _ERROR, _GONE, _LEFT, _ECHO = range(5)

@@ -189,11 +189,12 @@ class Record:
         self._times[SINCE] = time.monotonic()
         words[NUMBER] += 1
 
-    def waits(self, about: bytes) -> None:
-        """It waits for an operation."""
+    def waits(self, about: bytes | None = None) -> None:
+        """It waits for an operation: the one that it asked for last, or ``about``."""
         words = self._words
         words[NUMBER] += 1
-        self._bytes[ABOUT] = about
+        if about is not None:
+            self._bytes[ABOUT] = about
         words[STATE] = 2
         self._times[SINCE] = time.monotonic()
         words[NUMBER] += 1

@@ -75,6 +75,7 @@ class RankObserver(Observer):
         self._record, self._side = record, side
         self._texts: dict[tuple[str, Note, int, tuple[int, ...]], bytes] = {}
         self._began, self._waited = 0.0, 0.0
+        self._last: Operation | None = None
         self.step = -1
 
     def begin_step(self, number: int) -> None:
@@ -85,10 +86,15 @@ class RankObserver(Observer):
         self._side.goes_on(number)
 
     def asked(self, operation: Operation) -> None:
+        self._last = operation
         self._record.asks(self._about(operation))
 
     def waits(self, operation: Operation) -> None:
-        self._record.waits(self._about(operation))
+        if operation is self._last:  # as it mostly is: the record has it
+            self._record.waits()
+        else:
+            self._last = operation
+            self._record.waits(self._about(operation))
 
     def waited(self, operation: Operation, start: float, end: float) -> None:
         self._waited += end - start

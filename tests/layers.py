@@ -113,6 +113,12 @@ SHARES: dict[str, Share] = {
     "verify/test_tensor.py::test_every_row_is_the_single_process": TRAINING,
     "verify/test_tensor_mutations.py": TRAINING,
     "verify/test_written_pipelines.py::test_processes_make_the_same_run": Share("none", "few"),
+    "watch/test_joined.py": NIGHTLY,
+    "watch/test_joined.py::test_a_killed_rank_is_named_before_the_agent_ends_the_others": PROCESSES,
+    "watch/test_joined.py::test_a_rank_that_leaves_early_is_named_though_others_fail": PROCESSES,
+    "watch/test_joined.py::test_a_rank_that_stands_still_shows_its_stack_and_a_stopped_one_is_called_so": PROCESSES,
+    "watch/test_joined.py::test_nobody_outlives_the_agent_a_stopped_rank_neither": PROCESSES,
+    "watch/test_straggler.py::test_false_alarms_in_two_thousand_long_runs": NIGHTLY,
     "zoo/test_zoo.py::test_a_few_architectures_are_the_run_of_plain_pytorch": FULL,
 }
 

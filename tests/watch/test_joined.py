@@ -119,7 +119,7 @@ def test_an_exception_is_told_with_its_words_escaped(torchrun: Callable[..., Tor
     assert run.headlines == ["plait: rank 1 failed: RuntimeError: the matter is here\\x1b[2J"], run.shown
 
 
-def test_a_stopped_rank_is_called_stopped_and_one_that_computes_for_long_shows_its_stack(
+def test_a_rank_that_stands_still_shows_its_stack_and_a_stopped_one_is_called_so(
     torchrun: Callable[..., Torchrun],
 ) -> None:
     run = torchrun("still")

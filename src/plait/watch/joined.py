@@ -27,11 +27,11 @@ from pathlib import Path
 
 from plait.comm.base import Comm
 from plait.core.escape import one_line
-from plait.watch import processes
+from plait.watch import processes, stacks
 from plait.watch.diagnose import ENDED, block, diagnose
 from plait.watch.page import Page, Status
 from plait.watch.processes import ProcessState
-from plait.watch.rank import BEAT, STACKS, RankSide
+from plait.watch.rank import BEAT, RankSide
 
 LOOK = 1.0
 """Seconds between two looks at the others while nothing happens."""
@@ -194,9 +194,13 @@ class Neighbours:
         fresh += [f for f in found if f not in ended and self._claim(f"{f.kind}-{f.rank}{steps[f.rank]}")]
         if not fresh:
             return
-        ids = {s.rank: s.pid for s in statuses}
-        asked = ("stands still", "crossed")
-        told = [replace(f, stack=self._stack(f.rank, ids[f.rank])) if f.kind in asked else f for f in fresh]
+        ids = {s.rank: s.pid for s in statuses if s.rank != self.comm.rank}
+        told = [
+            replace(f, stack=stacks.ask(self.folder, f.rank, ids[f.rank]))
+            if f.kind in ("stands still", "crossed") and f.rank in ids
+            else f
+            for f in fresh
+        ]
         sys.stderr.write(block(told))
         sys.stderr.flush()
 
@@ -209,20 +213,3 @@ class Neighbours:
             os.close(os.open(self.folder / f"told-{what.replace(' ', '-')}", os.O_CREAT | os.O_EXCL, 0o600))
             return True
         return False
-
-    def _stack(self, rank: int, pid: int) -> str:
-        """The stacks of a rank that stands still, asked for now; a stopped process cannot answer."""
-        file = self.folder / f"stack-{rank}.txt"
-        if rank == self.comm.rank or processes.look(pid).state != "running" or not file.exists():
-            return ""
-        size = file.stat().st_size
-        with contextlib.suppress(OSError):
-            os.kill(pid, STACKS)
-            end = time.monotonic() + 1
-            while file.stat().st_size == size and time.monotonic() < end:
-                time.sleep(0.02)
-            time.sleep(0.05)
-            with open(file, errors="replace") as text:
-                text.seek(size)
-                return text.read(20_000)
-        return ""

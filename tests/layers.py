@@ -88,6 +88,7 @@ SHARES: dict[str, Share] = {
     "train/test_resume.py::test_it_is_the_run_that_was_never_stopped_to_the_bit": Share("few", "all"),
     "train/test_resume.py::test_killed_at_any_step_it_is_the_uninterrupted_run_over_fifty_steps": Share("none", "few"),
     "train/test_resume.py::test_three_resumes_in_an_epoch_each_in_another_layout": FULL,
+    "train/test_stop_and_restart.py::test_a_killed_rank_is_named_and_the_run_goes_on_to_the_same_end": PROCESSES,
     "train/test_train.py::test_a_run_that_is_stopped_keeps_its_metrics": PROCESSES,
     "train/test_train.py::test_all_of_a_loop_at_once_is_the_one_process_run": PROCESSES,
     "verify": Share("none", "pairs"),

@@ -1,7 +1,7 @@
 """What the launcher sees of its ranks without asking them: what they last said, and what the kernel says of them.
 
-    page, /proc, exit codes  ──►  diagnose  ──►  told once, with the stacks of those that stand still
-                                            └──►  too long: the attempt is over
+page, /proc, exit codes  ──►  diagnose  ──►  told once, with the stacks of those that stand still
+                                        └──►  too long: the attempt is over
 """
 
 import os

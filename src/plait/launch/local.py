@@ -25,7 +25,7 @@ import torch
 
 from plait.comm import thread
 from plait.comm.base import Comm
-from plait.comm.init_process import VARIABLES
+from plait.comm.environment import VARIABLES
 from plait.config import MachineConfig, resolve_device
 from plait.launch.failure import LAUNCHER, explain, recorded
 

@@ -15,9 +15,15 @@ from typing import Self
 from plait.core.escape import one_line
 from plait.core.mesh import Mesh
 
+STORE = "PLAIT_STORE"
 VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 LOCAL_NAMES = ("localhost", "::1", "0.0.0.0", "::")
 MOST_RANKS = 2**20
+
+
+def variables(given: Mapping[str, str] = os.environ) -> tuple[str, ...]:
+    """What a process must have to be a rank."""
+    return ("RANK", "WORLD_SIZE") if given.get(STORE) else VARIABLES
 
 
 @dataclass(frozen=True)
@@ -30,6 +36,8 @@ class WorldVariables:
     port: int
     agents_store: bool
     """torchrun hosts the store itself; started by hand, rank 0 does."""
+    file: str
+    """The store, where it is a file."""
     restarts: int
     """How often torchrun has started these ranks again: they meet in another place of the store."""
 
@@ -40,22 +48,24 @@ class WorldVariables:
         Raises:
             ValueError: a variable is missing, or is no number, or is one that cannot be.
         """
-        if missing := [name for name in VARIABLES if not environment.get(name, "").strip()]:
+        if missing := [name for name in variables(environment) if not environment.get(name, "").strip()]:
             nproc = "N" if ranks is None else ranks
             raise ValueError(f"{', '.join(missing)} not set: start this program with torchrun --nproc-per-node {nproc}")
         size = _number(environment, "WORLD_SIZE", 1, MOST_RANKS)
         rank = _number(environment, "RANK", 0, size - 1, f"ranks of WORLD_SIZE={size} are 0 to {size - 1}")
-        port = _number(environment, "MASTER_PORT", 1, 65535)
+        file = environment.get(STORE, "")
+        port = 0 if file else _number(environment, "MASTER_PORT", 1, 65535)
         local_size = _number(environment, "LOCAL_WORLD_SIZE", 1, size, default=size)
         _number(environment, "LOCAL_RANK", 0, local_size - 1, default=0)
-        address = environment["MASTER_ADDR"].strip()
+        address = "" if file else environment["MASTER_ADDR"].strip()
         if local_size < size and (address in LOCAL_NAMES or address.startswith("127.")):
             raise ValueError(
                 f"MASTER_ADDR={one_line(address)} means each host itself, but {size} ranks are on several hosts "
                 f"({local_size} on this one): set it to the name or address of the host of rank 0"
             )
         restarts = _number(environment, "TORCHELASTIC_RESTART_COUNT", 0, 2**31, default=0)
-        return cls(rank, size, address, port, environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True", restarts)
+        agents_store = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        return cls(rank, size, address, port, agents_store, file, restarts)
 
     def check(self, mesh: Mesh) -> None:
         """Refuses another number of processes than the mesh has ranks."""
@@ -67,8 +77,8 @@ class WorldVariables:
 
     @property
     def where(self) -> str:
-        """``host:port`` of the store."""
-        return one_line(f"{self.address}:{self.port}", 200)
+        """``host:port`` of the store, or its file."""
+        return one_line(self.file or f"{self.address}:{self.port}", 200)
 
 
 def _number(

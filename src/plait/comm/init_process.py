@@ -1,7 +1,7 @@
 """How the ranks of a process world find each other: a store, a meeting in it, torch's process group.
 
     environment.py      who am I, and where is the store
-    open_store          torchrun's store, or that of rank 0
+    open_store          a file on one host; else torchrun's store, or that of rank 0
     meeting.py          are we all here, each once, and alike
     process group       torch's own rendezvous, which reads addresses in the same store
 
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import secrets
 import socket
 import sys
 import time
@@ -32,10 +33,12 @@ from plait.core.escape import one_line
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
-_tcp_store: Any = dist.TCPStore  # type: ignore[attr-defined]  # torch's stubs do not export it
+_tcp_store: Any = dist.TCPStore  # type: ignore[attr-defined]  # torch's stubs do not export them
+_file_store: Any = dist.FileStore  # type: ignore[attr-defined]
 
 RESOLVE_SECONDS = 2.0
 """How long the name of this host may take to be looked up; after it, it is taken for a good one."""
+POLL_SECONDS = 0.05
 LATE_SECONDS = 1.0
 """What a call that has a deadline of its own is given beyond it, before it is left behind."""
 
@@ -71,43 +74,101 @@ def init_process(
 
 def open_store(place: WorldVariables, deadline: float) -> Store:
     """The store in which the ranks meet."""
-    where, rank = place.where, place.rank
+    if place.file:
+        return file_store(place.file)
+    end, start = time.monotonic() + deadline, f"rank {place.rank}"
 
     def opened(host: bool) -> Store:
-        patience = timedelta(seconds=0.9 * deadline)
+        patience = timedelta(seconds=max(1.0, end - time.monotonic()))
         options: dict[str, Any] = {"wait_for_workers": False, "multi_tenant": host}
         store: Store = _tcp_store(place.address, place.port, place.size, host, patience, **options)
         return store
 
     def reached() -> Store:
-        address = f"MASTER_ADDR={one_line(place.address, 100)}"
+        if place.rank or place.agents_store:
+            probe(place.address, place.port, end)
+            return opened(False)
         try:
-            socket.getaddrinfo(place.address, place.port)
-        except (OSError, UnicodeError) as error:
-            fix = "set it to the name or address of the host of rank 0"
-            raise ConnectionError(f"rank {rank} cannot look up {address} ({_first(error)}): {fix}") from error
-        try:
-            return opened(rank == 0 and not place.agents_store)
+            return opened(True)
         except RuntimeError as error:
-            text = str(error)
-            if "EADDRINUSE" not in text and "address already in use" not in text.lower():
-                ask = f"is rank 0 running, and is this its address? ({_first(error)})"
-                if loopback_only(place.address):
-                    ask += f"; {address} is this host itself"
-                raise ConnectionError(f"rank {rank} found no store at {where} within {deadline:g} s: {ask}") from error
-        return opened(False)  # another rank 0, whom the meeting names, or another program
+            if "EADDRINUSE" not in str(error) and "address already in use" not in str(error).lower():
+                raise
+            probe(place.address, place.port, time.monotonic() + 1)
+            return opened(False)  # another rank 0, whom the meeting names
 
-    silent = (
-        f"rank {rank} waited {deadline:g} s for the store at {where}, whose holder accepts connections and does not "
-        f"answer as a store: is rank 0 stopped, or is the port another program's?"
-    )
-    fix = "the port is in use. Set MASTER_PORT (torchrun --master-port) to a free one, or end the program that holds it"
     try:
-        return within(deadline, reached)
-    except TimeoutError as error:
-        raise TimeoutError(silent) from error
-    except RuntimeError as error:
-        raise ConnectionError(f"rank {rank} cannot listen on {where}: {fix} ({_first(error)})") from error
+        return within(deadline + LATE_SECONDS, reached)
+    except socket.gaierror as error:
+        name, fix = one_line(place.address, 100), "set it to the name or address of the host of rank 0"
+        raise ConnectionError(f"{start} cannot look up MASTER_ADDR={name} ({_first(error)}): {fix}") from error
+    except ConnectionRefusedError as error:
+        here = f", and is {one_line(place.address, 100)}, which is this host, its address" if _is_here(place) else ""
+        text = f"{start} found no store at {place.where} within {deadline:g} s: is rank 0 running{here}?"
+        raise ConnectionError(f"{text} ({_first(error)})") from error
+    except (RuntimeError, OSError) as error:
+        if place.rank or place.agents_store:
+            kind = TimeoutError if isinstance(error, TimeoutError) else ConnectionError
+            text = f"{start} found no store at {place.where} within {deadline:g} s: {_first(error)}"
+            raise kind(f"{text}. Is rank 0 stopped, or is the port another program's?") from error
+        fix = "Set MASTER_PORT (torchrun --master-port) to a free one, or end the program that holds it"
+        text = f"{start} cannot listen on {place.where}: the port is in use. {fix} ({_first(error)})"
+        raise ConnectionError(text) from error
+
+
+def file_store(path: str) -> Store:
+    """A store in a file, for the processes of one host that may open it; who made its folder removes it."""
+    store: Store = _file_store(path, -1)
+    return store
+
+
+VALIDATE, PING = b"\x00" + (0x3C85F7CE).to_bytes(4, "little"), b"\x0d"
+"""How a client of torch's TCPStore begins: a known number, and a number to be given back (TCPStore.cpp)."""
+
+
+def probe(address: str, port: int, end: float) -> None:
+    """Greets a port as torch's own client does, which would wait without a limit for a holder that is silent, and print
+    its own stack for one that answers otherwise.
+
+    Raises:
+        ConnectionRefusedError: nobody had come to listen there by ``end``, as of ``time.monotonic``.
+        ConnectionError: it answers as no store does.
+        TimeoutError: it does not answer.
+    """
+    number = secrets.token_bytes(4)
+    while True:
+        try:
+            peer = socket.create_connection((address, port), timeout=max(0.01, end - time.monotonic()))
+            break
+        except TimeoutError as error:
+            raise TimeoutError("nothing answers there") from error
+        except ConnectionRefusedError:
+            if time.monotonic() + POLL_SECONDS >= end:
+                raise
+            time.sleep(POLL_SECONDS)
+    answer = b""
+    with peer:
+        try:
+            peer.sendall(VALIDATE + PING + number)
+            while len(answer) < 4:
+                peer.settimeout(max(0.01, end - time.monotonic()))
+                part = peer.recv(64)
+                if not part:
+                    break
+                answer += part
+        except TimeoutError as error:
+            raise TimeoutError("the holder of the port accepts connections and is silent") from error
+        except (ConnectionResetError, BrokenPipeError):
+            pass  # as one that says nothing and closes
+    if answer != number:
+        said = f"answers '{_shown(answer)}'" if answer else "says nothing and closes the connection"
+        raise ConnectionError(f"the holder of the port {said}, as no store of torch does")
+
+
+def _is_here(place: WorldVariables) -> bool:
+    try:
+        return within(RESOLVE_SECONDS, lambda: loopback_only(place.address))
+    except (OSError, UnicodeError):
+        return False
 
 
 @contextmanager
@@ -121,6 +182,10 @@ def _told(what: str, deadline: float) -> Iterator[None]:
         raise TimeoutError(f"{what} within {deadline:g} s") from error
     except RuntimeError as error:
         raise ConnectionError(f"{what} ({_first(error)})") from error
+
+
+def _shown(data: bytes) -> str:
+    return one_line(data.decode("ascii", "backslashreplace"), 60)
 
 
 def _first(error: BaseException) -> str:

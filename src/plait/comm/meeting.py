@@ -114,7 +114,7 @@ def meet(store: Store, mine: Peer, size: int, end: float, attempt: int = 0) -> t
         here.set(f"read/{mine.rank}", "")
     else:
         verdict = Verdict("", [r for r in range(size) if not here.check([f"here/{r}"])] or [0], [])
-    peers = [Peer(rank, host, pid) for rank, host, pid in verdict.peers]
+    peers = [Peer(rank, host, pid, token="") for rank, host, pid in verdict.peers]
     if not verdict.problem and peers and len(peers) + len(verdict.absent) != size:
         problem = f"{mine} has WORLD_SIZE={size}, {peers[0]} has {len(peers) + len(verdict.absent)}"
         verdict = replace(verdict, problem=f"ranks differ: {problem}. Start all of them alike")

@@ -25,7 +25,7 @@ import torch
 
 from plait.comm import thread
 from plait.comm.base import Comm
-from plait.comm.environment import VARIABLES
+from plait.comm.environment import variables
 from plait.config import MachineConfig, resolve_device
 from plait.launch.failure import LAUNCHER, explain, recorded
 
@@ -41,7 +41,7 @@ def launch(config: MachineConfig, body: Body, command: Sequence[str]) -> int:
     Raises:
         ValueError: the port is taken, or torchrun started another number of ranks than the mesh has.
     """
-    if all(name in os.environ for name in VARIABLES):
+    if all(name in os.environ for name in variables()):
         return _be_a_rank(config, body)
     if config.world == "thread":
         with _stopped_cleanly(), contextlib.ExitStack() as stack:

@@ -1,6 +1,6 @@
 """The ``plait`` command: words and flags in, an exit code out; the work is elsewhere.
 
-    plait train | verify | doctor | bench comm | schedule | checkpoint
+    plait train | verify | doctor | bench comm | schedule | checkpoint | chaos
 
 Exit codes: 0 done (verify: equal), 1 failed (verify: not equal; checkpoint: damaged, different), 2 bad input; 128 + n
 for signal n.
@@ -17,6 +17,7 @@ import tyro
 from plait import config as configs
 from plait.comm.base import Comm
 from plait.commands.bench import run_bench
+from plait.commands.chaos import ChaosConfig, run_chaos
 from plait.commands.checkpoint import CheckpointCommand
 from plait.commands.doctor import DoctorConfig, run_doctor
 from plait.commands.schedule import ScheduleCommand
@@ -39,7 +40,9 @@ class BenchCommand(bench.BenchConfig):
     """What is timed."""
 
 
-Command: TypeAlias = TrainConfig | VerifyConfig | DoctorConfig | BenchCommand | ScheduleCommand | CheckpointCommand
+Command: TypeAlias = (
+    TrainConfig | VerifyConfig | DoctorConfig | BenchCommand | ScheduleCommand | CheckpointCommand | ChaosConfig
+)
 
 COMMANDS: dict[str, Any] = {
     "train": TrainConfig,
@@ -48,6 +51,7 @@ COMMANDS: dict[str, Any] = {
     "bench": BenchCommand,
     "schedule": ScheduleCommand,
     "checkpoint": CheckpointCommand,
+    "chaos": ChaosConfig,
 }
 """What each command is parsed into."""
 
@@ -65,6 +69,8 @@ def run(argv: list[str]) -> int:
     match command:
         case DoctorConfig():
             return run_doctor(command)
+        case ChaosConfig():
+            return run_chaos(command)
         case ScheduleCommand():
             command.what.run()
             return 0

@@ -12,6 +12,7 @@ from plait.config.sinks import METRICS, check_sinks
 from plait.core.precision import LossScale
 from plait.engine.pipeline.build_stages import split_of
 from plait.engine.pipeline.chain import chain_of
+from plait.inject.faults import parse_fault
 from plait.job.job import build_model, make_job
 from plait.schedule.check import check
 from plait.tensor_parallel import parallel_plan
@@ -117,6 +118,8 @@ def _check_training(config: TrainConfig) -> None:
             f"out {config.out!r} has the metrics of an earlier run: give another folder, --resume auto to go on with "
             f"that run, or --overwrite"
         )
+    for fault in config.inject:
+        parse_fault(fault, config.parsed_mesh.size, threads=config.world == "thread")
     _check_writable("out", config.out)
     _check_writable("export", config.export)
     if config.export is not None:

@@ -31,6 +31,7 @@ from plait.core.collectives import Note
 from plait.core.mesh import AXES
 from plait.data import StepStream
 from plait.engine import Engine
+from plait.inject import inject
 from plait.job.job import Job, make_job
 from plait.measure.gpu import GpuUtilisation
 from plait.measure.machine import peak_memory
@@ -101,6 +102,7 @@ def run_train(config: TrainConfig, comm: Comm, argv: Sequence[str] = ()) -> int:
         if config.out:
             (Path(config.out) / "config.toml").write_text(to_toml(config), encoding="utf-8")
     training.saver = saver_of(config, engine)
+    inject(engine, config.inject, threads=config.world == "thread")
     with sinks, watch as watched, view, stream, training.saver or nullcontext():
         try:
             for line in _steps(training, stream):

@@ -7,8 +7,8 @@
       │◄──────────── MAC(key, "listener" L S) ─┤   the sender says nothing before it has seen this
       ├── length, MAC(session, n, body), body ►│   body n = 0, 1, ... is JSON, of at most 64 KiB
 
-MAC is HMAC-SHA256, and the session's key is MAC(key, "session" L S).  Until a peer has proved itself it is 64 bytes of a
-fixed form, which are compared and never parsed; afterwards a frame whose MAC is wrong ends the connection.  JSON is the
+MAC is HMAC-SHA256, and the session's key is MAC(key, "session" L S).  Until a peer has proved itself it is 64 bytes
+of a fixed form, which are compared and never parsed; afterwards a frame whose MAC is wrong ends the connection.  JSON is the
 only form, and nothing in it is ever called.
 
 One thread serves all peers without waiting for any.  Strangers are bounded in number, bytes and seconds: where too many

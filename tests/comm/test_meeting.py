@@ -18,7 +18,8 @@ import torch.distributed as dist
 from plait.comm.deadline import within
 from plait.comm.environment import WorldVariables
 from plait.comm.init_process import open_store, probe
-from plait.comm.meeting import Peer, loopback_only, meet
+from plait.comm.meeting import loopback_only, meet
+from plait.comm.peer import Peer
 
 TORCHRUN = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
 

@@ -27,7 +27,8 @@ import torch.distributed as dist
 
 from plait.comm.deadline import within
 from plait.comm.environment import WorldVariables
-from plait.comm.meeting import Peer, loopback_only, meet
+from plait.comm.meeting import loopback_only, meet
+from plait.comm.peer import Peer, shown
 from plait.core.escape import one_line
 
 if TYPE_CHECKING:
@@ -160,7 +161,7 @@ def probe(address: str, port: int, end: float) -> None:
         except (ConnectionResetError, BrokenPipeError):
             pass  # as one that says nothing and closes
     if answer != number:
-        said = f"answers '{_shown(answer)}'" if answer else "says nothing and closes the connection"
+        said = f"answers '{shown(answer)}'" if answer else "says nothing and closes the connection"
         raise ConnectionError(f"the holder of the port {said}, as no store of torch does")
 
 
@@ -184,10 +185,6 @@ def _told(what: str, deadline: float) -> Iterator[None]:
         raise ConnectionError(f"{what} ({_first(error)})") from error
 
 
-def _shown(data: bytes) -> str:
-    return one_line(data.decode("ascii", "backslashreplace"), 60)
-
-
 def _first(error: BaseException) -> str:
     return one_line(str(error).splitlines()[0] if str(error) else repr(error), 300)
 
@@ -207,7 +204,7 @@ def code_facts(read: Callable[[Path], bytes] = Path.read_bytes) -> dict[str, str
     package = Path(__file__).parents[1]
     main = getattr(sys.modules.get("__main__"), "__file__", None)
     files = {"plait": sorted(package.rglob("*.py")), "the program": [Path(main)] if main else []}
-    facts = {"torch": torch.__version__}
+    facts = {"torch": str(torch.__version__)}
     for name, paths in files.items():
         digest = hashlib.blake2b(digest_size=6)
         for path in paths:

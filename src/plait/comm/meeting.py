@@ -14,18 +14,17 @@ JSON of a fixed form, and its text is escaped before it is shown.
 from __future__ import annotations
 
 import json
-import os
-import secrets
 import socket
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
 from itertools import count
 from typing import TYPE_CHECKING, Any, Self
 
 import torch.distributed as dist
 
 from plait.comm.agree import differing, named
+from plait.comm.peer import Peer, shown
 from plait.core.escape import one_line, printable
 
 if TYPE_CHECKING:
@@ -36,57 +35,6 @@ _prefix_store: Any = dist.PrefixStore  # type: ignore[attr-defined]  # torch's s
 POLL_SECONDS = 0.02
 OTHERS_SECONDS = 0.5
 """How long rank 0, when two ranks differ, waits for the others, so that it can say who is alone with what."""
-MOST_BYTES = 2**16
-"""Of what a rank says of itself."""
-
-
-@dataclass(frozen=True)
-class Peer:
-    """A rank as it says who it is."""
-
-    rank: int
-    host: str
-    pid: int
-    facts: Mapping[str, str] = field(default_factory=dict)
-    """What must be the same on all ranks, by name."""
-    loopback: bool = False
-    """Its gloo would listen where no other host reaches it."""
-    token: str = field(default_factory=lambda: secrets.token_hex(8))
-    """Of this one meeting."""
-
-    def __str__(self) -> str:
-        return f"rank {self.rank} (host {one_line(self.host, 80)}, process {self.pid})"
-
-    @property
-    def text(self) -> str:
-        return json.dumps(asdict(self), sort_keys=True)
-
-    @classmethod
-    def parse(cls, text: str | bytes) -> Self:
-        """What ``text`` says; a ConnectionError if it was not written by a rank."""
-        try:
-            said = json.loads(text[:MOST_BYTES])
-            peer = cls(**said)
-            kinds = {"rank": int, "host": str, "pid": int, "facts": dict, "loopback": bool, "token": str}
-            wrong = [name for name, kind in kinds.items() if not isinstance(getattr(peer, name), kind)]
-            wrong += [name for pair in peer.facts.items() for name in pair if not isinstance(name, str)]
-        except (ValueError, TypeError, RecursionError, AttributeError):
-            wrong = ["all of it"]
-        if wrong:
-            raise ConnectionError(f"what the store has for a rank was not written by plait: '{_shown(text)}'")
-        return peer
-
-    def may_live(self) -> bool:
-        """Whether this process is still there, as far as this host can know."""
-        if self.host != socket.gethostname():
-            return True
-        try:
-            os.kill(self.pid, 0)
-        except ProcessLookupError:
-            return False
-        except OSError:
-            pass
-        return True
 
 
 def meet(store: Store, mine: Peer, size: int, end: float, attempt: int = 0) -> tuple[Store, tuple[Peer, ...]]:
@@ -105,15 +53,15 @@ def meet(store: Store, mine: Peer, size: int, end: float, attempt: int = 0) -> t
     if mine.rank == 0:
         problem, peers = _gather(here, mine, size, end)
         absent = sorted(set(range(size)) - {peer.rank for peer in peers})
-        verdict = Verdict(problem, absent, [(peer.rank, peer.host, peer.pid) for peer in peers])
+        verdict = WorldVerdict(problem, absent, [(peer.rank, peer.host, peer.pid) for peer in peers])
         here.set("verdict", json.dumps(asdict(verdict)))
         if problem or absent:  # they read it in a store that may end with this rank
             _wait(here, [f"read/{peer.rank}" for peer in peers[1:]], time.monotonic() + OTHERS_SECONDS)
     elif _wait(here, ["verdict"], end + POLL_SECONDS * 5):
-        verdict = Verdict.parse(here.get("verdict"))
+        verdict = WorldVerdict.parse(here.get("verdict"))
         here.set(f"read/{mine.rank}", "")
     else:
-        verdict = Verdict("", [r for r in range(size) if not here.check([f"here/{r}"])] or [0], [])
+        verdict = WorldVerdict("", [r for r in range(size) if not here.check([f"here/{r}"])] or [0], [])
     peers = [Peer(rank, host, pid, token="") for rank, host, pid in verdict.peers]
     if not verdict.problem and peers and len(peers) + len(verdict.absent) != size:
         problem = f"{mine} has WORLD_SIZE={size}, {peers[0]} has {len(peers) + len(verdict.absent)}"
@@ -127,7 +75,7 @@ def meet(store: Store, mine: Peer, size: int, end: float, attempt: int = 0) -> t
 
 
 @dataclass(frozen=True)
-class Verdict:
+class WorldVerdict:
     """What rank 0 found of the ranks of a world."""
 
     problem: str
@@ -143,7 +91,7 @@ class Verdict:
             return cls(printable(str(said["problem"]), 5000), [int(rank) for rank in said["absent"]], peers)
         except (ValueError, TypeError, KeyError, RecursionError) as error:
             text = "the verdict in the store was not written by rank 0"
-            raise ConnectionError(f"{text}: '{_shown(data)}'") from error
+            raise ConnectionError(f"{text}: '{shown(data)}'") from error
 
 
 def _claim(store: Store, mine: Peer, attempt: int) -> Store:
@@ -213,10 +161,6 @@ def _wait(here: Store, keys: list[str], end: float) -> bool:
             return False
         time.sleep(POLL_SECONDS)
     return True
-
-
-def _shown(data: str | bytes) -> str:
-    return one_line(data if isinstance(data, str) else data.decode(errors="replace"), 80)
 
 
 def loopback_only(name: str, resolve: Callable[..., Any] = socket.getaddrinfo) -> bool:

@@ -32,11 +32,11 @@ from plait.comm.environment import WorldVariables
 from plait.comm.failures import FailureReports
 from plait.comm.gloo import GlooTransport, Started
 from plait.comm.init_process import code_facts, init_process
-from plait.comm.meeting import Peer
 from plait.comm.nccl import NcclTransport
 from plait.comm.operation import copied, label
 from plait.comm.ordered_reduce import ordered_sum
 from plait.comm.p2p_work import P2PWork, Sent, TwoPhase
+from plait.comm.peer import Peer
 from plait.core.mesh import Mesh
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ class ProcessComm(Comm):
         deterministic: bool = True,
     ) -> None:
         super().__init__(mesh, rank, device=device, deadline=deadline, deterministic=deterministic)
-        self.store, self.peers = store, tuple(peers)
+        self.peers = tuple(peers)
         wires = rank, deadline, FailureReports(store, rank, self.peers), self.waiting
         on_gpu = self.device.type == "cuda"
         self.transport = NcclTransport(mesh, self.device, deterministic, *wires) if on_gpu else GlooTransport(*wires)

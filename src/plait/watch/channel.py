@@ -8,8 +8,8 @@
       ├── length, MAC(session, n, body), body ►│   body n = 0, 1, ... is JSON, of at most 64 KiB
 
 MAC is HMAC-SHA256, and the session's key is MAC(key, "session" L S).  Until a peer has proved itself it is 64 bytes
-of a fixed form, which are compared and never parsed; afterwards a frame whose MAC is wrong ends the connection.  JSON is the
-only form, and nothing in it is ever called.
+of a fixed form, which are compared and never parsed; afterwards a frame whose MAC is wrong ends the connection.  JSON
+is the only form, and nothing in it is ever called.
 
 One thread serves all peers without waiting for any.  Strangers are bounded in number, bytes and seconds: where too many
 wait, the oldest of them is dropped, so they cannot keep out a known peer, whose proof is there in milliseconds.
@@ -33,6 +33,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Self, TypeAlias
 
+from plait.comm.peer import shown
 from plait.core.escape import one_line
 from plait.watch.key import ChannelKey
 
@@ -114,9 +115,10 @@ class Listener:
 
     def close(self) -> None:
         """Ends the thread and all connections."""
-        self._closing = True
-        self._wake.send(b"x")
-        self._thread.join(10)
+        if not self._closing:
+            self._closing = True
+            self._wake.send(b"x")
+            self._thread.join(10)
 
     def __enter__(self) -> Self:
         return self
@@ -179,7 +181,7 @@ class Listener:
     def _prove(self, peer: Peering) -> None:
         theirs, proof = bytes(peer.data[:NONCE]), bytes(peer.data[NONCE:PROOF])
         if not hmac.compare_digest(proof, _mac(self._key, b"sender", peer.nonce, theirs)):
-            self._drop(peer, f"has another key: '{_shown(bytes(peer.data))}'")
+            self._drop(peer, f"has another key: '{shown(bytes(peer.data))}'")
         elif len(self._known) >= MOST_KNOWN:
             self._drop(peer, f"is one more than {MOST_KNOWN}")
         else:
@@ -279,7 +281,7 @@ class Sender:
         try:
             hello = _exactly(connection, len(HELLO) + NONCE, end)
             if not hello.startswith(HELLO):
-                raise ConnectionError(f"it answers '{_shown(hello)}', as no listener of plait does")
+                raise ConnectionError(f"it answers '{shown(hello)}', as no listener of plait does")
             theirs, mine = hello[len(HELLO) :], secrets.token_bytes(NONCE)
             connection.sendall(mine + _mac(self._key, b"sender", theirs, mine))
             answer = _exactly(connection, MAC, end)
@@ -328,7 +330,3 @@ def _parsed(body: bytes) -> Message | None:
     except (ValueError, RecursionError):
         return None
     return message if isinstance(message, dict) else None
-
-
-def _shown(data: bytes) -> str:
-    return one_line(data.decode("ascii", "backslashreplace"), 60)

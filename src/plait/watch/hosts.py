@@ -22,8 +22,8 @@ from typing import Any
 
 from plait.comm.agree import named
 from plait.comm.base import Comm
-from plait.comm.meeting import Peer
 from plait.comm.observer import Observer
+from plait.comm.peer import Peer
 from plait.core.escape import one_line
 from plait.watch.channel import Address, Listener, Message, Sender
 from plait.watch.key import read_key
@@ -74,7 +74,9 @@ class HostBoard:
             ValueError: a host or a rank that is not of this run, or no report at all.
         """
         try:
-            host = message["host"]
+            host = str(message["host"])
+            if host not in self.ranks:
+                raise ValueError(f"this run has no other host '{one_line(host, 80)}'")
             statuses = [_status(host, row, self._clock()) for row in message["ranks"]]
             if strange := [s.rank for s in statuses if s.rank not in self.ranks[host]]:
                 raise ValueError(f"host {one_line(host, 80)} has no {named(strange)}")
@@ -125,12 +127,22 @@ def report_of(host: str, statuses: Sequence[Status], now: float) -> list[Message
 
 def _status(host: str, row: Mapping[str, Any], now: float) -> Status:
     """A row of a report; a KeyError, TypeError or ValueError if it is none."""
-    numbers = {name: int(row[name]) for name in ("rank", "pid", "step", "count")}
-    texts = {name: one_line(str(row[name]), LONGEST) for name in ("phase", "operation", "error")}
-    times = {name: now - float(row[name]) for name in ("since", "heartbeat")}
     if row["state"] not in STATES:
         raise ValueError(f"a rank is never '{one_line(str(row['state']), 40)}'")
-    return Status(host=host, state=row["state"], waited=float(row["waited"]), **numbers, **texts, **times)
+    return Status(
+        rank=int(row["rank"]),
+        host=host,
+        pid=int(row["pid"]),
+        state=row["state"],
+        step=int(row["step"]),
+        phase=one_line(str(row["phase"]), LONGEST),
+        operation=one_line(str(row["operation"]), LONGEST),
+        error=one_line(str(row["error"]), LONGEST),
+        count=int(row["count"]),
+        waited=float(row["waited"]),
+        since=now - float(row["since"]),
+        heartbeat=now - float(row["heartbeat"]),
+    )
 
 
 def hosts_of(peers: Sequence[Peer]) -> list[str]:
@@ -195,14 +207,15 @@ class HostSide(Observer):
         return {}
 
 
-def watch_hosts(comm: Comm, peers: Sequence[Peer], page: Page, environment: Mapping[str, str] = os.environ) -> None:
+def watch_hosts(comm: Comm, page: Page, environment: Mapping[str, str] = os.environ) -> None:
     """Starts this rank's part where there are several hosts, a channel and a key, and it is the lowest of its host.
 
     Raises:
         ValueError: an address or a key that cannot be.
         OSError: the address cannot be listened on.
     """
-    hosts, given = hosts_of(peers), environment.get(CHANNEL)
+    peers, given = comm.peers, environment.get(CHANNEL)
+    hosts = hosts_of(peers)
     if len(hosts) < 2 or not given:
         return
     mine = next(peer.host for peer in peers if peer.rank == comm.rank)

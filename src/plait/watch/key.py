@@ -51,11 +51,13 @@ def _file(path: str) -> bytes:
         fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # a FIFO must not hold us
     except (OSError, ValueError) as error:
         raise ValueError(f"{name} cannot be read: {getattr(error, 'strerror', None) or error}") from error
-    with open(fd, "rb") as file:
+    try:
         found = os.fstat(fd)
         if not stat.S_ISREG(found.st_mode):
             raise ValueError(f"{name} is no plain file")
         if found.st_mode & 0o077 or found.st_uid not in (os.geteuid(), 0):
             mode = stat.S_IMODE(found.st_mode)
             raise ValueError(f"{name} has mode {mode:04o} and owner {found.st_uid}: others can read it; chmod 600 it")
-        return file.read(LONGEST + 2)
+        return os.read(fd, LONGEST + 2)
+    finally:
+        os.close(fd)

@@ -6,11 +6,12 @@ Exit codes: 0 done (verify: equal), 1 failed (verify: not equal; checkpoint: dam
 for signal n.
 """
 
+import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Annotated, Any, Literal, TypeAlias, TypeVar, Union
+from typing import Annotated, Any, Literal, NoReturn, TypeAlias, TypeVar, Union
 
 import tyro
 
@@ -22,9 +23,9 @@ from plait.commands.checkpoint import CheckpointCommand
 from plait.commands.doctor import DoctorConfig, run_doctor
 from plait.commands.schedule import ScheduleCommand
 from plait.config import TrainConfig, VerifyConfig
-from plait.launch import guarded, launch
+from plait.launch import Limits, guarded, launch, leave
 from plait.measure import comm as bench
-from plait.train.resume import check_places
+from plait.train.resume import check_places, newest_sound, restarted
 from plait.train.run import run_train
 from plait.verify import run_verify
 from plait.verify.matrix import run_matrix
@@ -62,10 +63,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     return guarded(lambda: run(words))
 
 
+def program() -> NoReturn:
+    """The program ``plait``."""
+    leave(main())
+
+
 def run(argv: list[str]) -> int:
     """The command in ``argv``; mistakes are raised."""
     command = parse(argv)
     body: Callable[[Comm], int]
+    limits = Limits()
     match command:
         case DoctorConfig():
             return run_doctor(command)
@@ -80,19 +87,20 @@ def run(argv: list[str]) -> int:
             bench.validate(command)
             body = partial(run_bench, command)
         case TrainConfig():
-            command = configs.with_job(command)
+            command = restarted(configs.with_job(command), int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")))
             configs.validate(command)
             if done := check_places(command):
                 print(done)
                 return 0
             body = partial(run_train, command, argv=argv)
+            limits = Limits(command.restarts, command.grace, partial(newest_sound, command))
         case VerifyConfig(matrix=None):
             command = configs.with_job(command)
             configs.validate(command)
             body = partial(run_verify, command)
         case VerifyConfig():
             return run_matrix(command)
-    return launch(command, body, [sys.executable, "-m", "plait", *argv])
+    return launch(command, body, ["-m", "plait", *argv], limits)
 
 
 def parse(argv: Sequence[str]) -> Command:

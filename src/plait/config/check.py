@@ -21,7 +21,7 @@ from plait.tensor_parallel.gemm import find_gemm
 AT_LEAST = {
     **dict.fromkeys(("microbatches", "steps", "epochs", "batch", "length", "threads", "log_every", "eval_steps"), 1),
     **dict.fromkeys(("save_every", "keep"), 1),
-    **dict.fromkeys(("prefetch", "warmup", "workers", "eval_every"), 0),
+    **dict.fromkeys(("prefetch", "warmup", "workers", "eval_every", "restarts", "grace"), 0),
     "repeat": 1,
 }
 """The least that a setting may be, where it is given."""

@@ -26,8 +26,6 @@ class MachineConfig:
     """Compute threads of each rank."""
     deadline: float = 60.0
     """Seconds after which a rank that waits for another gives up."""
-    port: int = 0
-    """The port at which own processes meet; 0 takes a free one."""
 
     @cached_property
     def parsed_mesh(self) -> Mesh:
@@ -35,9 +33,7 @@ class MachineConfig:
 
 
 def check_machine(config: MachineConfig) -> None:
-    """Refuses ports and devices that this machine does not have."""
-    if not 0 <= config.port <= 65535:
-        raise ValueError(f"port {config.port} is no port: give 0 (any free one) or 1 to 65535")
+    """Refuses devices that this machine does not have."""
     if config.device == "cuda" and not torch.cuda.is_available():
         raise ValueError("device cuda: torch sees no CUDA device here; use --device cpu, or see plait doctor")
     ranks, gpus = config.parsed_mesh.size, torch.cuda.device_count()

@@ -284,8 +284,9 @@ def _stacks_into(path: Path) -> Any:
 
 
 def _wake_when_parent_dies(launcher: tuple[int, int] | None) -> None:
-    """A rank that was stopped goes on when its parent dies, so that its heartbeat thread can end it."""
-    if launcher is not None and sys.platform.startswith("linux"):
+    """A rank that was stopped goes on when its parent dies, so that its heartbeat thread can end it.  The kernel ends
+    those of plait's own launcher by itself."""
+    if "PLAIT_LAUNCHER" not in os.environ and launcher is not None and sys.platform.startswith("linux"):
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGCONT), 0, 0, 0)
 
 

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.utils.data import DistributedSampler
 
 from plait.comm import Comm, ThreadWorld
+from plait.comm.check import check_collectives as checked
 from plait.comm.thread import run
 from plait.core.mesh import Mesh
 from plait.data.rank_batches import RankBatches
@@ -33,6 +34,7 @@ def join(
     device: str | torch.device = "cpu",
     deadline: float = 60.0,
     deterministic: bool = True,
+    check_collectives: bool = False,
 ) -> Comm:
     """This process's place on the mesh.
 
@@ -44,6 +46,8 @@ def join(
         device: where this rank computes and holds its tensors.
         deadline: seconds after which a wait for another rank raises and says which one.
         deterministic: add in rank order, so that runs are reproducible to the bit.
+        check_collectives: compare every collective and message across its ranks before it runs, for a search; all
+            ranks say the same.
 
     Raises:
         ValueError: a mesh that does not multiply to the number of ranks.
@@ -55,7 +59,8 @@ def join(
     if launched or shape.size > 1:  # a larger mesh alone: the error says how to start its ranks
         from plait.comm.process import ProcessComm
 
-        return ProcessComm.from_env(shape, device=device, deadline=deadline, deterministic=deterministic)
+        comm = ProcessComm.from_env(shape, device=device, deadline=deadline, deterministic=deterministic)
+        return checked(comm) if check_collectives else comm
     return ThreadWorld(shape, deadline, deterministic, device).comm(0)
 
 
@@ -66,6 +71,7 @@ def run_threads(
     device: str | torch.device = "cpu",
     deadline: float = 60.0,
     deterministic: bool = True,
+    check_collectives: bool = False,
 ) -> list[Result]:
     """Run ``body(comm)`` on every rank of a mesh, each a thread of this process.
 
@@ -76,6 +82,7 @@ def run_threads(
         body: what a rank does.
         deadline: seconds after which a wait for another rank raises and says which one.
         deterministic: as for ``join``.
+        check_collectives: as for ``join``.
 
     Returns:
         What the bodies returned, by rank.
@@ -84,7 +91,8 @@ def run_threads(
         Exception: the first that a body raised, with its own traceback; the other ranks are stopped.
     """
     shape = Mesh.parse(mesh) if isinstance(mesh, str) else mesh
-    return run(shape, body, device=device, deadline=deadline, deterministic=deterministic)
+    ranks = (lambda comm: body(checked(comm))) if check_collectives else body
+    return run(shape, ranks, device=device, deadline=deadline, deterministic=deterministic)
 
 
 def distributed_sampler(

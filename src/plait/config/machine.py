@@ -28,6 +28,8 @@ class MachineConfig:
     """Seconds after which a rank that waits for another gives up."""
     port: int = 0
     """The port at which own processes meet; 0 takes a free one."""
+    check_collectives: bool = False
+    """Compare every collective and message across its ranks before it runs: what it is, its size, the calling line."""
 
     @cached_property
     def parsed_mesh(self) -> Mesh:

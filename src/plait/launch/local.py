@@ -25,6 +25,7 @@ import torch
 
 from plait.comm import thread
 from plait.comm.base import Comm
+from plait.comm.check import check_collectives
 from plait.comm.init_process import VARIABLES
 from plait.config import MachineConfig, resolve_device
 from plait.launch.failure import LAUNCHER, explain, recorded
@@ -41,6 +42,8 @@ def launch(config: MachineConfig, body: Body, command: Sequence[str]) -> int:
     Raises:
         ValueError: the port is taken, or torchrun started another number of ranks than the mesh has.
     """
+    if config.check_collectives:
+        body = _checked(body)
     if all(name in os.environ for name in VARIABLES):
         return _be_a_rank(config, body)
     if config.world == "thread":
@@ -50,6 +53,10 @@ def launch(config: MachineConfig, body: Body, command: Sequence[str]) -> int:
             device, deadline = resolve_device(config.device), config.deadline
             return max(thread.run(config.parsed_mesh, body, device=device, deadline=deadline))
     return _start_ranks(config, command)
+
+
+def _checked(body: Body) -> Body:
+    return lambda comm: body(check_collectives(comm))
 
 
 def _be_a_rank(config: MachineConfig, body: Body) -> int:

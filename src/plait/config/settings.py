@@ -104,6 +104,8 @@ class TrainConfig(RunConfig):
     ] = None
     nonfinite: Literal["raise", "skip"] = "raise"
     """A step whose loss or gradient is inf or NaN on any rank ends the run, or is left out (as always in fp16)."""
+    check_drift: int = 100
+    """Steps between two checks that ranks which hold the same state have the same bits; 0: none."""
     workers: int = 0
     """Processes of each rank that make the batches of the coming steps; 0: the rank makes them itself."""
     log_every: int = 10

@@ -1,7 +1,11 @@
 """The ranks: how many there are, where they live, and whether this machine has room for them."""
 
+import os
+import resource
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import Literal
 
 import torch
@@ -10,6 +14,10 @@ from plait.core.mesh import Mesh
 
 World = Literal["process", "thread"]
 Device = Literal["auto", "cpu", "cuda"]
+
+
+MOST_RANKS = 1024
+"""Of one host, as threads or processes."""
 
 
 @dataclass(frozen=True)
@@ -35,12 +43,14 @@ class MachineConfig:
 
 
 def check_machine(config: MachineConfig) -> None:
-    """Refuses ports and devices that this machine does not have."""
-    if not 0 <= config.port <= 65535:
-        raise ValueError(f"port {config.port} is no port: give 0 (any free one) or 1 to 65535")
+    """Refuses devices that this machine does not have, and more ranks than it could start."""
+    ranks, gpus = config.parsed_mesh.size, torch.cuda.device_count()
+    if ranks > MOST_RANKS and "WORLD_SIZE" not in os.environ:
+        raise ValueError(
+            f"{ranks:,} ranks on one host: give a mesh of at most {MOST_RANKS:,}, or start it with torchrun"
+        )
     if config.device == "cuda" and not torch.cuda.is_available():
         raise ValueError("device cuda: torch sees no CUDA device here; use --device cpu, or see plait doctor")
-    ranks, gpus = config.parsed_mesh.size, torch.cuda.device_count()
     if resolve_device(config.device) == "cuda" and config.world == "process" and ranks > gpus:
         raise ValueError(
             f"{ranks} ranks on {gpus} CUDA devices: NCCL needs one each; "
@@ -53,3 +63,12 @@ def resolve_device(device: Device) -> Literal["cpu", "cuda"]:
     if device == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
     return device
+
+
+def memory() -> int:
+    """Bytes that this process could ever have: the machine's, its cgroup's, or those of its limit."""
+    found = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
+    with suppress(OSError, ValueError):
+        found.append(int(Path("/sys/fs/cgroup/memory.max").read_text()))
+    limit = resource.getrlimit(resource.RLIMIT_AS)[0]
+    return min(found + [limit] * (limit != resource.RLIM_INFINITY))

@@ -3,6 +3,7 @@
     raised on a rank                      printed                         exit code
     ValueError by plait                   plait: error: <message>         2
     FloatingPointError by plait           plait: error: <message>         1
+    a disk that is full or gone           plait: error: <message>         1
     any other exception                   its traceback                   1
     (killed by a signal)                  plait: rank 3 was killed ...    128 + signal
 
@@ -21,6 +22,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from plait.comm.agree import OtherRankError
+from plait.files.writing import DiskError
 
 MISTAKE = 2
 """The exit code of bad input, the same as argparse's."""
@@ -65,7 +69,7 @@ def report(error: BaseException, environment: Mapping[str, str] = os.environ) ->
     """Prints what went wrong, or records it for the launcher to print; returns the exit code.  What plait refuses is a
     line, with a grid below it where there is one; anything else is its traceback."""
     text = "".join(traceback.format_exception(error))
-    if is_mistake(error, (ValueError, FloatingPointError)):
+    if is_mistake(error, (ValueError, FloatingPointError)) or isinstance(error, DiskError | OtherRankError):
         reason, *grid = str(error).split("\n")
         line = " ".join(["plait: error:", *reason.split(), *getattr(error, "__notes__", ())])
         text = "\n".join([line, *grid, ""])

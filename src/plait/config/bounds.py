@@ -48,9 +48,9 @@ BOUNDS: dict[str, Bounds] = {
     **dict.fromkeys(("warmup", "eval_every"), Bounds(0, MANY)),
     "step": Bounds(0, SEEDS),
     "seed": Bounds(-SEEDS, SEEDS),
-    "lr": Bounds(0, 1e6, above=True),
+    "lr": Bounds(0, 1e30, above=True),
     "min_lr": Bounds(0, 1),
-    "weight_decay": Bounds(0, 1e6),
+    "weight_decay": Bounds(0, 1e30),
     "clip": Bounds(0, math.inf, above=True),
     "loss_scale": Bounds(0, 2.0**126, above=True),
     "threads": Bounds(1, 1 << 10),
@@ -89,10 +89,11 @@ def _check_number(name: str, value: float) -> None:
     least, most, above = bounds = BOUNDS[name]
     if not bounds.refuses(value):
         return
-    shown = f"{value}" if not isinstance(value, int) or abs(value) < 10**30 else f"of {value.bit_length()} bits"
-    kind = "a whole number" if isinstance(value, int) else "a number"
-    begin = f"above {least:,}" if above else f"from {least:,}"
-    raise ValueError(f"{name} is {shown}: give {kind} {begin}{f' to {most:,}' if most < math.inf else ''}")
+    whole = isinstance(value, int)
+    shown = f"of {value.bit_length()} bits" if isinstance(value, int) and abs(value) > 10**30 else f"{value}"
+    begin = f"above {least:g}" if above else f"from {least:,}" if whole else f"from {least:g}"
+    end = f" to {most:,}" if isinstance(most, int) else f" to {most:g}" if most < math.inf else ""
+    raise ValueError(f"{name} is {shown}: give a {'whole ' * whole}number {begin}{end}")
 
 
 def _check_text(name: str, text: str) -> None:

@@ -5,11 +5,12 @@ import os
 import torch
 
 from plait.config.bounds import check_values
-from plait.config.machine import check_machine, memory, resolve_device
+from plait.config.machine import check_machine, resolve_device
 from plait.config.room import check_room, checkpoint_bytes
 from plait.config.settings import RunConfig, TrainConfig, VerifyConfig
 from plait.config.sinks import METRICS, check_sinks
 from plait.core.precision import LossScale
+from plait.data.text import size_of
 from plait.engine.pipeline.build_stages import split_of
 from plait.engine.pipeline.chain import chain_of
 from plait.files.writing import check_file, check_folder
@@ -90,15 +91,8 @@ def _check_pipeline(config: RunConfig) -> None:
 
 def _check_data(config: RunConfig) -> None:
     """Refuses a text that is none, or too little for a step; a large one is read by the ranks alone."""
-    if config.data is not None:
-        if not os.path.isfile(config.data) and not os.path.isdir(config.data):
-            what = "no plain file, and no folder" if os.path.lexists(config.data) else "no file or folder"
-            raise ValueError(f"{what} at data {config.data!r}: check the path, or leave it out for Python's own source")
-        size = os.path.getsize(config.data)
-        if size > (have := memory()):
-            raise ValueError(f"data {config.data!r} has {size:,} bytes, and this machine {have:,} of memory for them")
-        if size > LOOKED_INTO or os.path.isdir(config.data):
-            return
+    if config.data is not None and config.family.reads_text and size_of(config.data) > LOOKED_INTO:
+        return
     if config.family.weights is None and config.job is None:
         make_data(config)
 

@@ -1,11 +1,8 @@
 """The ranks: how many there are, where they live, and whether this machine has room for them."""
 
 import os
-import resource
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 from typing import Literal
 
 import torch
@@ -63,12 +60,3 @@ def resolve_device(device: Device) -> Literal["cpu", "cuda"]:
     if device == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
     return device
-
-
-def memory() -> int:
-    """Bytes that this process could ever have: the machine's, its cgroup's, or those of its limit."""
-    found = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
-    with suppress(OSError, ValueError):
-        found.append(int(Path("/sys/fs/cgroup/memory.max").read_text()))
-    limit = resource.getrlimit(resource.RLIMIT_AS)[0]
-    return min(found + [limit] * (limit != resource.RLIM_INFINITY))

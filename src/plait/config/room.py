@@ -9,8 +9,9 @@ A run that needs less than this may still be too large; one that needs more is r
 
 import os
 
-from plait.config.machine import memory, resolve_device
+from plait.config.machine import resolve_device
 from plait.config.settings import RunConfig, TrainConfig
+from plait.files.reading import memory
 from plait.plan.activations import DecoderSizes, decoder
 from plait.plan.memory import formula
 from plait.report.training import human
@@ -77,6 +78,7 @@ def _activations(config: RunConfig) -> int:
     if not (config.family.predicted and not config.pack):
         tokens = config.length if config.family.reads_text else 1
         samples = config.batch // (config.parsed_mesh.data_size * config.microbatches)
-        return samples * tokens * config.sizes.width * config.torch_dtype.itemsize // config.parsed_mesh.tensor
+        return samples * tokens * int(config.sizes.width) * config.torch_dtype.itemsize // config.parsed_mesh.tensor
     links = ("embed", *(f"blocks.{i}" for i in range(config.sizes.num_layers)), "norm", "head")
-    return decoder(decoder_sizes(config), links, config.recompute) // config.parsed_mesh.pipe
+    kept = decoder(decoder_sizes(config), links, config.recompute)
+    return kept // int(config.parsed_mesh.pipe)

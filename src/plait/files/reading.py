@@ -6,7 +6,9 @@ missing, a loop of links            refused, in the words of the system
 """
 
 import os
+import resource
 import stat
+from contextlib import suppress
 from pathlib import Path
 
 LARGEST_TEXT = 1 << 24
@@ -61,3 +63,12 @@ def read_text(path: str | Path, what: str, most: int = LARGEST_TEXT) -> str:
         return read_file(path, what, most).decode()
     except UnicodeDecodeError as error:
         raise ValueError(f"cannot read {what} {str(path)!r}: it is no UTF-8 text ({error})") from error
+
+
+def memory() -> int:
+    """Bytes that this process could ever have: the machine's, its cgroup's, or those of its limit."""
+    found = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
+    with suppress(OSError, ValueError):
+        found.append(int(Path("/sys/fs/cgroup/memory.max").read_text()))
+    limit = resource.getrlimit(resource.RLIMIT_AS)[0]
+    return min(found + [limit] * (limit != resource.RLIM_INFINITY))

@@ -29,6 +29,9 @@ from plait.files.writing import DiskError
 MISTAKE = 2
 """The exit code of bad input, the same as argparse's."""
 
+ERROR = "plait: error:"
+"""How a line begins that says all there is to say."""
+
 LAUNCHER = "PLAIT_LAUNCHER"
 """Set for ranks that plait started: the launcher's process id."""
 
@@ -71,7 +74,7 @@ def report(error: BaseException, environment: Mapping[str, str] = os.environ) ->
     text = "".join(traceback.format_exception(error))
     if is_mistake(error, (ValueError, FloatingPointError)) or isinstance(error, DiskError | OtherRankError):
         reason, *grid = str(error).split("\n")
-        line = " ".join(["plait: error:", *reason.split(), *getattr(error, "__notes__", ())])
+        line = " ".join([ERROR, *reason.split(), *getattr(error, "__notes__", ())])
         text = "\n".join([line, *grid, ""])
     path = environment.get("TORCHELASTIC_ERROR_FILE")
     if path:
@@ -108,6 +111,8 @@ def explain(failures: list[Failure], mesh: str) -> tuple[str, int]:
         name = signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
         hint = " (out of memory?)" if number == signal.SIGKILL else ""
         return f"{who} was killed by {name}{hint}; the others were stopped\n", 128 + number
+    if first.text.startswith(ERROR) and first.exit_code != MISTAKE:
+        return f"{first.text.rstrip()} (raised on rank {first.rank}, mesh {mesh})\n", first.exit_code
     if first.text and first.exit_code != MISTAKE:
         return f"{first.text}{who} failed as above; the others were stopped\n", first.exit_code
     return first.text, first.exit_code

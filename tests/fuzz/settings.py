@@ -329,7 +329,7 @@ def outcome(one: Input, place: Path) -> tuple[str, str]:
         return "a message that is long, or obeyed by a terminal", said
     if contents(place / "outside") != outside or list((place / "tmp").iterdir()):
         return "something outside", f"{contents(place / 'tmp')} {said}"
-    return f"{code}{' late' if seconds > 10 else ''}", said
+    return f"{code}{' late' if code == 2 and seconds > 15 else ''}", said
 
 
 def contents(folder: Path) -> list[tuple[str, int, int]]:

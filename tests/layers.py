@@ -53,6 +53,7 @@ HELD_BY_THE_MATRIX = Share("none", "values")
 
 SHARES: dict[str, Share] = {
     "": FAST,
+    "chaos/test_chaos.py::test_a_short_campaign": PROCESSES,
     "checkpoint/test_dcp_oracle.py": ORACLES,
     "checkpoint/test_dropped_keys.py": FULL,
     "checkpoint/test_checkpoint_faults.py::test_no_bit_of_three_thousand": FULL,

@@ -2,9 +2,11 @@
 
 core <- schedule <- plan <- report
 core <- comm <- sharded <- tensor_parallel <- engine <- checkpoint <- job <- config
+engine <- inject <- train
 config <- verify <- train <- launch <- commands
 inside the engine: forward <- data_parallel <- state <- pipeline <- the step (engine.py and its neighbours)
-models and data stand beside engine, below job; measure lies between config and train; files imports nothing
+models and data stand beside engine, below job; measure lies between config and train; watch stands upon comm; files
+imports nothing
 """
 
 import ast
@@ -41,15 +43,18 @@ MAY_IMPORT: dict[str, set[str]] = {
     "models": TENSORS | {"schedule", "files"},
     "data": {"core", "files"},
     "job": UP_TO_ENGINE | {"files", "checkpoint", "models", "data"},
-    "config": UP_TO_ENGINE | {"files", "plan", "report", "checkpoint", "models", "data", "job"},
+    "config": UP_TO_ENGINE | {"files", "plan", "report", "checkpoint", "models", "data", "job", "inject"},
+    "watch": {"core", "comm"},
     "measure": {"core", "files", "comm", "report", "config", "tensor_parallel"},
-    "train": TRAINING | {"job", "verify", "measure"},
+    "inject": UP_TO_ENGINE,
+    "train": TRAINING | {"job", "verify", "measure", "inject"},
     "verify": TRAINING | {"job"},
-    "api": UP_TO_ENGINE | {"checkpoint", "models", "data"},
-    "launch": {"core", "files", "comm", "config", "checkpoint", "train", "verify"},
-    "commands": TRAINING | {"job", "measure", "train", "verify", "launch"},
+    "api": UP_TO_ENGINE | {"checkpoint", "models", "data", "watch"},
+    "chaos": TRAINING,
+    "launch": {"core", "files", "comm", "config", "checkpoint", "train", "verify", "watch"},
+    "commands": TRAINING | {"job", "measure", "train", "verify", "launch", "chaos"},
     "__main__": {"commands"},
-    "__init__": UP_TO_ENGINE | {"checkpoint", "api", "models", "data", "job", "verify"},
+    "__init__": UP_TO_ENGINE | {"checkpoint", "api", "models", "data", "job", "verify", "inject"},
 }
 """Which parts of plait each part may import. A part that is not here is refused: give it a line."""
 

@@ -23,6 +23,7 @@ from plait.comm.thread import run
 from plait.core.mesh import Mesh
 from plait.data.rank_batches import RankBatches
 from plait.engine.reduction import as_sum
+from plait.watch.joined import watch_joined
 
 Result = TypeVar("Result")
 
@@ -55,7 +56,9 @@ def join(
     if launched or shape.size > 1:  # a larger mesh alone: the error says how to start its ranks
         from plait.comm.process import ProcessComm
 
-        return ProcessComm.from_env(shape, device=device, deadline=deadline, deterministic=deterministic)
+        comm = ProcessComm.from_env(shape, device=device, deadline=deadline, deterministic=deterministic)
+        watch_joined(comm)
+        return comm
     return ThreadWorld(shape, deadline, deterministic, device).comm(0)
 
 

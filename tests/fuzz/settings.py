@@ -62,6 +62,8 @@ MEANT: dict[str, list[str]] = {
     "kinds": ["all_reduce", "all_gather", "allreduce"],
     "config": ["run.toml", "deep.toml"],
     "resume": ["auto", "run", "run/checkpoints/step-000001"],
+    "inject": ["kill@rank=1,step=0", "nan@rank=9", "slow=2x@rank=0", "@", "=", "kill@step=9" * 9],
+    "rows": ["kill", "none"],
     "change": ["lr", "steps", "nothing"],
     "path": ["run", "run/checkpoints"],
     "one": ["run"],
@@ -262,7 +264,7 @@ job = plait.UserJob(
 """
 
 
-def launched(config: Any, body: Any, argv: Any) -> int:
+def launched(config: Any, *rest: Any) -> int:
     """Ranks are started where the run is a tiny one."""
     big = [n for n, most in SMALL.items() if (getattr(config, n, None) or 0) > most]
     if (
@@ -272,7 +274,7 @@ def launched(config: Any, body: Any, argv: Any) -> int:
         or getattr(config, "eval_every", None) is not None
     ):
         return 0
-    return int(LAUNCH(config, body, argv))
+    return int(LAUNCH(config, *rest))
 
 
 LAUNCH = command.launch
@@ -292,7 +294,8 @@ def child(one: Input, place: Path) -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (64 << 20, 64 << 20))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     try:
-        with mock.patch.object(command, "launch", launched), mock.patch.object(command, "run_matrix", lambda config: 0):
+        changed = {"launch": launched, "run_matrix": lambda config: 0, "run_chaos": lambda config: 0}
+        with mock.patch.multiple(command, **changed):
             code = command.main(list(one.argv))
     except SystemExit as left:
         code = left.code if isinstance(left.code, int) else 2

@@ -39,4 +39,4 @@ def body(comm: Comm) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(guarded(lambda: launch(BenchConfig(deadline=20), body, [sys.executable, *sys.argv])))
+    sys.exit(guarded(lambda: launch(BenchConfig(deadline=20), body, sys.argv)))

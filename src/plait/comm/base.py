@@ -165,8 +165,9 @@ class Comm(ABC):
             self._ask("barrier", group, note, 0, torch.uint8, ())
 
     def close(self) -> None:
-        """Frees what the world has.  No operation may follow."""
-        return None
+        """Frees what the world has, and tells the observers.  No operation may follow."""
+        for observer in self.observers:
+            observer.closed()
 
     @contextmanager
     def waiting(self, operation: Operation) -> Iterator[None]:

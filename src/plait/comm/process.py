@@ -98,6 +98,7 @@ class ProcessComm(Comm):
                 next(iter(self.sends.values())).wait()
         finally:
             self.transport.broken = self.transport.broken or "this world was closed"
+            super().close()
             if dist.is_initialized():
                 dist.destroy_process_group()
 

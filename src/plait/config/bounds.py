@@ -57,7 +57,9 @@ BOUNDS: dict[str, Bounds] = {
     "workers": Bounds(0, 1 << 8),
     "ranks": Bounds(1, 1 << 12),
     "deadline": Bounds(0, 1e6, above=True),
-    "port": Bounds(0, 65_535),
+    "grace": Bounds(0, 1e6),
+    "restarts": Bounds(0, 1_000),
+    "times": Bounds(1, 10_000),
     "repeat": Bounds(1, 1_000_000),
     **dict.fromkeys(("forward", "input", "weight", "latency"), _TIME),
 }

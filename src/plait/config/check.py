@@ -14,6 +14,7 @@ from plait.data.text import size_of
 from plait.engine.pipeline.build_stages import split_of
 from plait.engine.pipeline.chain import chain_of
 from plait.files.writing import check_file, check_folder
+from plait.inject.faults import parse_fault
 from plait.job.dataset import make_data
 from plait.job.job import build_model, make_job
 from plait.schedule.check import check
@@ -107,6 +108,8 @@ def _check_training(config: TrainConfig) -> None:
                 f"auto to go on with that run, or --overwrite"
             )
         check_folder("out", config.out, WRITTEN, checkpoint_bytes(config) if config.save_every else 0)
+    for fault in config.inject:
+        parse_fault(fault, config.parsed_mesh.size, threads=config.world == "thread")
     if config.export is not None:
         if not config.family.transformers:
             raise ValueError(f"export writes models of transformers, which {config.title} is not: leave it out")

@@ -31,8 +31,6 @@ class MachineConfig:
     """Compute threads of each rank."""
     deadline: float = 60.0
     """Seconds after which a rank that waits for another gives up."""
-    port: int = 0
-    """The port at which own processes meet; 0 takes a free one."""
 
     @cached_property
     def parsed_mesh(self) -> Mesh:

@@ -8,7 +8,9 @@ Every rank runs ``run_train``; rank 0 speaks.  Bytes held and sent are predicted
 import math
 import platform
 import shlex
+import signal
 import statistics
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
@@ -33,6 +35,7 @@ from plait.core.mesh import AXES
 from plait.data import StepStream
 from plait.engine import Engine
 from plait.files.writing import write_text
+from plait.inject import inject
 from plait.job.job import Job, make_job
 from plait.measure.gpu import GpuUtilisation
 from plait.measure.machine import peak_memory
@@ -64,6 +67,8 @@ class Training:
     first: int = 0
     """The step, from 0, at which this part of the run begins."""
     saver: Saver | None = None
+    stopped: tuple[int, int] | None = None
+    """(rank, signal): it was asked to end, and all ranks did."""
     sent: int | None = None
     """Bytes that this rank sent in the first step, which is the one that is predicted."""
 
@@ -103,6 +108,7 @@ def run_train(config: TrainConfig, comm: Comm, argv: Sequence[str] = ()) -> int:
         if config.out:
             write_text(Path(config.out) / "config.toml", to_toml(config))
     training.saver = saver_of(config, engine)
+    inject(engine, config.inject, threads=config.world == "thread")
     with sinks, watch as watched, view, stream, training.saver or nullcontext():
         try:
             for line in _steps(training, stream):
@@ -112,6 +118,8 @@ def run_train(config: TrainConfig, comm: Comm, argv: Sequence[str] = ()) -> int:
         except FloatingPointError as error:
             sinks.write({"step": engine.steps + 1, "stopped": str(error)})
             raise
+    if training.stopped:
+        return _tell_stop(training)
     ranks, recorded, last = _bytes_per_rank(training), record_timeline(engine), lines[-1]
     rate = statistics.median(line["tokens"] / line["seconds"] for line in lines)
     console.print(f"loss {lines[0]['loss']:.4f} -> {last['loss']:.4f}  {spark([line['loss'] for line in lines])}")
@@ -215,9 +223,25 @@ def _steps(training: Training, stream: StepStream) -> Iterator[dict[str, Any]]:
         if held_out and (step + 1 == config.steps or (config.eval_every and (step + 1) % config.eval_every == 0)):
             line |= _evaluate(engine, held_out)
         yield line
-        if config.save_every is not None and ((step + 1) % config.save_every == 0 or step + 1 == config.steps):
-            assert training.saver is not None
+        last = step + 1 == config.steps
+        training.stopped = None if last else result.stop
+        if training.saver is not None and (last or training.stopped or (step + 1) % (config.save_every or 1) == 0):
             training.saver.save(extra_of(config, training.job, training.scheduler, training.layouts))
+        if training.stopped:
+            return
+
+
+def _tell_stop(training: Training) -> int:
+    """Says where a run stopped that was asked to, and how it goes on; the exit code."""
+    config, step = training.config, training.engine.steps
+    rank, number = training.stopped or (0, 0)
+    saved = "nothing was saved, for there is no --save-every"
+    if training.saver is not None:
+        saved = f"saved in {training.saver.wait()}; the same command with --resume auto goes on from there"
+    if not training.comm.rank:
+        name = signal.Signals(number).name
+        sys.stderr.write(f"plait: {name} (on rank {rank}): stopped behind step {step} of {config.steps}; {saved}\n")
+    return 128 + number
 
 
 def _evaluate(engine: Engine, steps: Sequence[Sequence[Any]]) -> dict[str, Any]:

@@ -1,0 +1,55 @@
+"""Who is slow: a rank whose steps take longer to compute than those of its peers, step by step.
+
+Waiting hides who is slow: all ranks of a run need the same time for a step, and the fast ones wait in it.  What differs
+is the time that a rank did *not* wait.  A rank is compared with the ranks of the same pipe coordinate, since stages may
+differ in size, in each of the last steps that all of them finished:
+
+    ratio of a step  =  seconds computed / median of the others' seconds
+
+It is a straggler where the median of its ratios is at least ``SLOW`` and nearly every one of them is above
+``ABOVE``: machines are noisy, and one long step (a checkpoint, an evaluation) says nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from statistics import median
+
+from plait.core.mesh import Mesh
+from plait.watch.page import Status
+
+WINDOW = 16
+"""Steps that are looked at."""
+SLOW, ABOVE, MOST_BELOW = 1.5, 1.2, 2
+"""The median ratio of a straggler; what all but so many of its ratios exceed."""
+
+
+def stragglers(statuses: Sequence[Status], mesh: Mesh) -> list[tuple[int, float]]:
+    """(rank, how many times as long it computes), the slowest first."""
+    found = []
+    for peers in mesh.groups(("replica", "shard", "tensor")):
+        group = [s for s in statuses if s.rank in peers and s.finished]
+        if len(group) < 2:
+            continue
+        computed = _aligned(group)
+        for mine, status in enumerate(group):
+            ratios = [step[mine] / max(1e-9, median(step[:mine] + step[mine + 1 :])) for step in computed]
+            if len(ratios) == WINDOW and is_slow(ratios):
+                found.append((status.rank, median(ratios)))
+    return sorted(found, key=lambda one: -one[1])
+
+
+def is_slow(ratios: Sequence[float]) -> bool:
+    """Whether these ratios are a straggler's."""
+    return median(ratios) >= SLOW and sum(ratio <= ABOVE for ratio in ratios) <= MOST_BELOW
+
+
+def _aligned(group: Sequence[Status]) -> list[list[float]]:
+    """For each of the last steps that all have finished: the seconds that each of them computed."""
+    last = min(s.finished for s in group)
+    rows = []
+    for number in range(last - WINDOW + 1, last + 1):
+        places = [len(s.steps) - 1 - (s.finished - number) for s in group]
+        if min(places) >= 0:
+            rows.append([s.steps[at][0] for s, at in zip(group, places, strict=True)])
+    return rows

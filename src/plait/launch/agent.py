@@ -23,7 +23,7 @@ from torch.distributed.elastic.agent.server.api import (
 )
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
 
-from plait.comm.init_process import STORE
+from plait.comm.environment import STORE
 from plait.comm.init_process import file_store
 from plait.core.mesh import Mesh
 from plait.launch.failure import explain, first_of, recorded

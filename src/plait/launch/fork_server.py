@@ -36,8 +36,8 @@ PR_SET_PDEATHSIG = 1
 """Of <sys/prctl.h>: the signal that a process gets when its parent dies."""
 
 LATE = ("torch._dynamo", "tyro._backends._tyro_backend")
-"""What torch and tyro import only when they first need it, in a second or more: parameters are drawn by the first, words
-parsed by the other."""
+"""What torch and tyro import only when they first need it, in a second or more: parameters are drawn by the first,
+words parsed by the other."""
 
 SERVER = "import sys; from plait.launch.fork_server import serve; serve(*map(int, sys.argv[1:3]), sys.argv[3:])"
 

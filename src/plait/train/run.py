@@ -28,16 +28,18 @@ from plait.checkpoint.save import Saver
 from plait.comm import Comm
 from plait.comm.agree import gather_ints
 from plait.config import TrainConfig, to_toml
+from plait.config.room import decoder_sizes
 from plait.config.sinks import Sinks, open_sinks
 from plait.core.collectives import Note
 from plait.core.mesh import AXES
 from plait.data import StepStream
 from plait.engine import Engine
+from plait.files.writing import write_text
 from plait.inject import inject
 from plait.job.job import Job, make_job
 from plait.measure.gpu import GpuUtilisation
 from plait.measure.machine import peak_memory
-from plait.plan.activations import DecoderSizes, decoder
+from plait.plan.activations import decoder
 from plait.plan.memory import Held, held
 from plait.report.training import ProgressView, RankBytes, bytes_table, human, spark
 from plait.train.resume import extra_of, layout_of, remove_later, resume, saver_of
@@ -82,7 +84,8 @@ def run_train(config: TrainConfig, comm: Comm, argv: Sequence[str] = ()) -> int:
     console = Console(quiet=comm.rank > 0, stderr=config.json == "-", highlight=False, soft_wrap=True)
     job = make_job(config)
     config = replace(config, steps=job.steps)  # epochs have become steps
-    engine, scheduler = job.engine(comm, config.measured(job, comm), clip=config.clip, nonfinite=config.nonfinite)
+    of_step: dict[str, Any] = {name: getattr(config, name) for name in ("clip", "nonfinite", "check_drift")}
+    engine, scheduler = job.engine(comm, config.measured(job, comm), **of_step)
     training = Training(config, job, comm, engine, scheduler, Recorder(comm, gradients=False))
     _show_header(training, console)
     layouts = resume(config, job, comm, engine, scheduler, console)
@@ -104,7 +107,7 @@ def run_train(config: TrainConfig, comm: Comm, argv: Sequence[str] = ()) -> int:
             after=engine.steps,
         )
         if config.out:
-            (Path(config.out) / "config.toml").write_text(to_toml(config), encoding="utf-8")
+            write_text(Path(config.out) / "config.toml", to_toml(config))
     training.saver = saver_of(config, engine)
     inject(engine, config.inject, threads=config.world == "thread")
     with sinks, watch as watched, view, stream, training.saver or nullcontext():
@@ -179,24 +182,10 @@ def _show_header(training: Training, console: Console) -> None:
 
 def _activation_bytes(training: Training) -> int:
     """What this rank's stages of the project's decoder keep of one microbatch, from its forward to its backward."""
-    config, engine, mesh = training.config, training.engine, training.comm.mesh
-    model = config.sizes
-    sizes = DecoderSizes(
-        batch=-(-config.batch // (mesh.data_size * config.microbatches)),
-        length=config.length,
-        width=model.width,
-        heads=model.num_heads,
-        kv_heads=model.num_kv_heads,
-        hidden=model.hidden_width,
-        vocabulary=model.vocabulary,
-        itemsize=training.job.dtype.itemsize,
-        dropout=model.dropout > 0,
-        ways=mesh.tensor,
-        sequence=config.sequence_parallel and mesh.tensor > 1,
-    )
-    whole = ("embed", *(f"blocks.{i}" for i in range(model.num_layers)), "norm", "head")
+    config, engine = training.config, training.engine
+    whole = ("embed", *(f"blocks.{i}" for i in range(config.sizes.num_layers)), "norm", "head")
     links = [name for stage in engine.stages for name in engine.links_of(stage)] or whole
-    return decoder(sizes, links, config.recompute)
+    return decoder(decoder_sizes(config), links, config.recompute)
 
 
 def _steps(training: Training, stream: StepStream) -> Iterator[dict[str, Any]]:

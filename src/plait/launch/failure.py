@@ -125,7 +125,7 @@ def explain(failure: Failure, mesh: str, found: str = "") -> tuple[str, int]:
         return found or f"{who} ended with exit code {code} and left no word; the others were stopped\n", code
     if failure.final:
         where = "" if code == MISTAKE else f" (raised on rank {failure.rank}, mesh {mesh})"
-        return f"{failure.text.rstrip()}{where}\n", code
+        return f"{failure.text.rstrip()}{where}\n" if failure.text else "", code
     return failure.text + (found or f"{who} failed as above; the others were stopped\n"), code
 
 

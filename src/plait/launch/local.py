@@ -64,6 +64,7 @@ def _checked(body: Body) -> Body:
 
 def _be_a_rank(config: MachineConfig, body: Body, limits: Limits) -> int:
     from plait.comm.process import ProcessComm
+    from plait.watch.joined import watch_joined
     from plait.watch.rank import watch
 
     torch.set_num_threads(config.threads)
@@ -81,6 +82,9 @@ def _be_a_rank(config: MachineConfig, body: Body, limits: Limits) -> int:
             stack.enter_context(heard(Asked(lambda number: _ask([comm], number), grace=limits.grace)))
         if folder := os.environ.get(WATCH):
             stack.enter_context(watch(comm, Page.open(Path(folder) / PAGE), Path(folder)))
+        else:
+            stack.callback(lambda: [observer.closed() for observer in comm.observers])
+            watch_joined(comm)
         code = body(comm)
     comm.close()
     # Rank 0 speaks for all, perhaps long after the others are done (a reference run).  They leave with 0, because the

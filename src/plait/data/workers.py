@@ -16,6 +16,7 @@ within seconds, when the rank that started them is gone.
 import multiprocessing
 import multiprocessing.connection
 import os
+import signal
 import threading
 import warnings
 from collections.abc import Iterator
@@ -110,11 +111,13 @@ class StepStream(Iterator[list[Batch]], AbstractContextManager["StepStream"]):
 
 def _watch_the_rank(worker: int) -> None:
     """In a worker: leave when the rank is gone, for whatever reason."""
-    rank = multiprocessing.parent_process()
+    rank, server = multiprocessing.parent_process(), os.getppid()
     assert rank is not None
 
     def leave() -> None:
         multiprocessing.connection.wait([rank.sentinel])
+        if os.getppid() == server:  # what it was copied from is the rank's own, and would end more slowly
+            os.kill(server, signal.SIGKILL)
         os._exit(1)
 
     threading.Thread(target=leave, daemon=True).start()

@@ -3,7 +3,7 @@
     plait.join ──► a private folder of this user, host and run
                      page             made by the first rank that comes, opened by the others
                      stack-<rank>.txt
-                     told-...         one file per finding: what was told once is told by nobody else
+                     told-...         one file per diagnosis: what was told once is told by nobody else
 
 The lowest rank that lives looks at the others once in a second, and at once when one of them ends, which the kernel
 tells (a pidfd).  What it finds it writes to stderr, before torchrun's agent can end it: SIGTERM waits for the report.
@@ -183,7 +183,7 @@ class Neighbours:
         return sum(s.state not in ("done", "failed") and now - s.heartbeat < 4 * BEAT for s in lower)
 
     def _tell(self, kinds: frozenset[str], but: int = -1) -> None:
-        """Writes the findings of these kinds that nobody has told."""
+        """Writes the diagnoses of these kinds that nobody has told."""
         statuses = [s for s in self.page.read_all() if s.pid]
         states = [self._ended.get(s.rank) or processes.look(s.pid, s.born) for s in statuses]
         found = diagnose(statuses, states, time.monotonic(), self.comm.mesh)

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.utils.data import DistributedSampler
 
 from plait.comm import Comm, ThreadWorld
+from plait.comm.environment import WorldVariables
 from plait.comm.thread import run
 from plait.core.mesh import Mesh
 from plait.data.rank_batches import RankBatches
@@ -47,11 +48,12 @@ def join(
         deterministic: add in rank order, so that runs are reproducible to the bit.
 
     Raises:
-        ValueError: a mesh that does not multiply to the number of ranks.
+        ValueError: a mesh that does not multiply to the number of ranks, variables that cannot be, ranks that differ.
+        ConnectionError, TimeoutError: the others were not found within the deadline; the message says who and where.
     """
     launched = "RANK" in os.environ
     if mesh is None:
-        mesh = Mesh(shard=int(os.environ.get("WORLD_SIZE", "1")) if launched else 1)
+        mesh = Mesh(shard=WorldVariables.read().size if launched else 1)
     shape = Mesh.parse(mesh) if isinstance(mesh, str) else mesh
     if launched or shape.size > 1:  # a larger mesh alone: the error says how to start its ranks
         from plait.comm.process import ProcessComm

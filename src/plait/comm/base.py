@@ -48,6 +48,7 @@ from plait.comm.operation import (
     pair_of,
     same_dtype,
 )
+from plait.comm.peer import Peer
 from plait.core.collectives import Entry, Note, bytes_sent
 from plait.core.mesh import Mesh
 
@@ -73,6 +74,8 @@ class Comm(ABC):
         self.mesh, self.rank, self.device = mesh, rank, torch.device(device)
         self.ledger, self.deterministic, self.deadline = Ledger(), deterministic, deadline
         self.observers: tuple[Observer, ...] = ()
+        self.peers: tuple[Peer, ...] = ()
+        """The ranks as processes, by rank; empty where they are not."""
         """Told of every step, operation and wait of this rank."""
         self.stop_signal = 0
         """The number of a signal that asks this rank to end; the ranks agree on it at the end of a step."""

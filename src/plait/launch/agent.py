@@ -1,9 +1,9 @@
 """torch's elastic agent on one host, without a network: it starts ranks, looks after them, and starts them again.
 
-    OneHost      the rendezvous: a folder for each attempt, with the file in which ranks meet; nothing listens
-    RankAgent    start, look, end: torch's loop calls them
-                   look: a rank has ended, or stands still  ──►  said  ──►  all ended
-                                                                              └──►  again, as far as ``Limits`` allow
+OneHost      the rendezvous: a folder for each attempt, with the file in which ranks meet; nothing listens
+RankAgent    start, look, end: torch's loop calls them
+               look: a rank has ended, or stands still  ──►  said  ──►  all ended
+                                                                          └──►  again, as far as ``Limits`` allow
 """
 
 import os
@@ -24,7 +24,7 @@ from torch.distributed.elastic.agent.server.api import (
 )
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
 
-from plait.comm.init_process import STORE
+from plait.comm.environment import STORE
 from plait.core.mesh import Mesh
 from plait.launch.failure import explain, first_of, recorded
 from plait.launch.fork_server import ForkServer
@@ -133,7 +133,7 @@ class RankAgent(SimpleElasticAgent):
             return RunResult(WorkerState.SUCCEEDED, return_values=ended)
         if still := self._look.tell(ended, self._ranks):
             self.code = 1
-            return self._end(f"plait: rank {still.rank} {still.what}: all end after {self._deadline:g} s\n")
+            return self._end(f"plait: rank {still.rank} kept the others for {self._deadline:g} s: all are ended\n")
         if self.asked.late:
             left = ", ".join(str(rank) for rank in self._ranks if rank not in ended)
             sys.stderr.write(f"plait: rank {left} did not end within {self._limits.grace:g} s (--grace)\n")

@@ -22,7 +22,7 @@ import torch
 
 from plait.comm import thread
 from plait.comm.base import Comm
-from plait.comm.init_process import variables
+from plait.comm.environment import variables
 from plait.config import MachineConfig, resolve_device
 from plait.launch.failure import LAUNCHER, leave_note
 from plait.launch.folder import private_folder

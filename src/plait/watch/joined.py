@@ -29,6 +29,7 @@ from plait.comm.base import Comm
 from plait.core.escape import one_line
 from plait.watch import processes, stacks
 from plait.watch.diagnose import ENDED, block, diagnose
+from plait.watch.hosts import watch_hosts
 from plait.watch.page import Page, Status
 from plait.watch.processes import ProcessState
 from plait.watch.rank import BEAT, RankSide
@@ -54,6 +55,7 @@ def watch_joined(comm: Comm) -> None:
         folder = Path(given) if given else private_folder(name, base)
         page = _page(folder / "page", comm.world_size)
         RankSide(comm, page, folder, None if given else Neighbours(comm, page, folder))
+        watch_hosts(comm, page)
     except (OSError, ValueError) as error:
         sys.stderr.write(f"plait: rank {comm.rank} runs without a status page: {one_line(str(error))}\n")
 

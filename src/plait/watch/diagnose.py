@@ -4,7 +4,7 @@
     processes (/proc)   ──┼──►  diagnose  ──►  diagnoses, the cause first  ──►  block: text for the screen
     now, mesh           ──┘
 
-    diagnosis         seen by
+    diagnosis       seen by
     killed          its process is gone by a signal, or without a word
     failed          it said with which error, or ended with an exit code above 0
     left            it ended with exit code 0 while another still waited for it

@@ -15,7 +15,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
-import select
 import shutil
 import stat
 import sys
@@ -31,7 +30,7 @@ from plait.watch import processes, stacks
 from plait.watch.diagnose import ENDED, block, diagnose
 from plait.watch.hosts import watch_hosts
 from plait.watch.page import Page, Status
-from plait.watch.processes import ProcessState
+from plait.watch.processes import ProcessState, ran_out_of_memory, readable
 from plait.watch.rank import BEAT, RankSide
 
 LOOK = 1.0
@@ -162,7 +161,7 @@ class Neighbours:
         """Whether a rank has ended or said that it failed."""
         if any(self.page.failed(rank) for rank in self._open):
             return True
-        return bool(self._open) and bool(select.select(list(self._open.values()), [], [], 0)[0])
+        return readable(list(self._open.values()), 0)
 
     def _buried(self, statuses: Sequence[Status]) -> list[ProcessState]:
         """Those that have ended since the last look, how as far as the kernel still says."""
@@ -172,7 +171,7 @@ class Neighbours:
                 continue
             state = processes.look(s.pid, s.born)
             if state.state == "gone":
-                memory = state.exit_code == -9 and processes.out_of_memory_kills() > self._memory
+                memory = state.exit_code == -9 and ran_out_of_memory(s.pid, self._memory, s.since)
                 self._ended[s.rank] = replace(state, out_of_memory=memory)
                 fresh.append(state)
                 if s.rank in self._open:

@@ -20,7 +20,6 @@ import atexit
 import contextlib
 import ctypes
 import os
-import select
 import shutil
 import signal
 import socket
@@ -38,6 +37,7 @@ from plait.core.collectives import Note
 from plait.core.escape import one_line
 from plait.watch import processes, stacks
 from plait.watch.page import Page, StatusRecord, about
+from plait.watch.processes import readable
 
 BEAT = 0.25
 """Seconds between two heartbeats."""
@@ -155,9 +155,7 @@ class RankSide:
 
     def _beat(self) -> None:
         while not self._closing:
-            others = self.reporter.descriptors() if self.reporter is not None else []
-            with contextlib.suppress(OSError, ValueError):  # a descriptor that was closed meanwhile
-                select.select([self._signals.descriptor, *others], [], [], BEAT)
+            readable([self._signals.descriptor, *(self.reporter.descriptors() if self.reporter else [])], BEAT)
             self.record.beats()
             if self._launcher is not None and processes.look(*self._launcher).state == "gone":
                 self._end_all()
@@ -182,7 +180,8 @@ class RankSide:
         """Ends as the signal does by default."""
         self.record.heard(-number)
         if self.reporter is not None:
-            self.reporter.last_look(failed=False)
+            with contextlib.suppress(OSError):  # the other thread may be looking
+                self.reporter.last_look(failed=False)
         self._signals.obey(number)
 
     def _end_all(self) -> None:

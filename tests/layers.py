@@ -123,7 +123,7 @@ SHARES: dict[str, Share] = {
     "watch/test_joined.py::test_a_rank_that_leaves_early_is_named_though_others_fail": PROCESSES,
     "watch/test_joined.py::test_a_rank_that_stands_still_shows_its_stack_and_a_stopped_one_is_called_so": PROCESSES,
     "watch/test_joined.py::test_nobody_outlives_the_agent_a_stopped_rank_neither": PROCESSES,
-    "watch/test_straggler.py::test_false_alarms_in_two_thousand_long_runs": NIGHTLY,
+    "watch/test_straggler.py::test_false_alarms_in_a_thousand_runs": NIGHTLY,
     "zoo/test_zoo.py::test_a_few_architectures_are_the_run_of_plain_pytorch": FULL,
 }
 

@@ -1,4 +1,4 @@
-"""A long run of ``plait train`` that looks at its own memory: ``soak_ranks.py STEPS FLAG...``; a JSON line for each rank.
+"""A long run of ``plait train`` that looks at its own memory: ``soak_ranks.py STEPS FLAG...``, one JSON line a rank.
 
 blocks   that Python has allocated: objects, whatever holds them
 heap     bytes that malloc has given out, of all arenas: torch, gloo, glibc itself

@@ -28,6 +28,7 @@ from plait.core.layout import Region, extent
 from plait.engine import Engine
 from plait.engine.state.full import whole_tensors
 from plait.files.reading import read_file
+from plait.files.writing import told
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 SHARD_BYTES = 5_000_000_000
@@ -241,17 +242,18 @@ def write_model(
     """Write a folder of a model of transformers; its values are ``tensors``, which arrive one by one."""
     if os.path.lexists(folder):
         raise ValueError(f"{str(folder)!r} exists already: export to a new folder")
-    partial = folder.with_name(f"{folder.name}.partial")
-    if partial.exists():
-        shutil.rmtree(partial)
-    partial.mkdir(parents=True)
-    write_tensors(partial, shapes, tensors)
-    _write_config(partial, model, next(dtype for _, dtype in shapes.values() if dtype.is_floating_point))
-    for file in sorted({f for pattern in COPIED for f in Path(source).glob(pattern)} if source is not None else ()):
-        copied = partial / file.relative_to(str(source))
-        copied.parent.mkdir(exist_ok=True)
-        copied.write_bytes(read_file(_inside(file.parent, file.name), "what is copied,", LARGEST_COPIED))
-    partial.rename(folder)
+    partial, origin = folder.with_name(f"{folder.name}.partial"), (Path(source) if source is not None else None)
+    with told(folder, sum(math.prod(shape) * dtype.itemsize for shape, dtype in shapes.values())):
+        if partial.exists():
+            shutil.rmtree(partial)
+        partial.mkdir(parents=True)
+        write_tensors(partial, shapes, tensors)
+        _write_config(partial, model, next(dtype for _, dtype in shapes.values() if dtype.is_floating_point))
+        for file in sorted({f for pattern in COPIED for f in origin.glob(pattern)} if origin is not None else ()):
+            copied = partial / file.relative_to(origin)
+            copied.parent.mkdir(exist_ok=True)
+            copied.write_bytes(read_file(_inside(file.parent, file.name), "what is copied,", LARGEST_COPIED))
+        partial.rename(folder)
 
 
 def write_tensors(

@@ -92,16 +92,20 @@ def differences(comm: Comm, fields: Mapping[str, str], note: Note) -> list[str]:
     digest = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
     if all(same_everywhere(comm, [digest], AXES, note)):
         return []
-    rows: list[dict[str, str]] = [dict(json.loads(row)) for row in gather_texts(comm, text, note)]
-    differing = []
-    for field in dict.fromkeys(name for row in rows for name in row):
+    return differing({rank: dict(json.loads(row)) for rank, row in enumerate(gather_texts(comm, text, note))})
+
+
+def differing(rows: Mapping[int, Mapping[str, str]]) -> list[str]:
+    """The sentences of ``differences`` for what ranks bring, by rank."""
+    lines = []
+    for field in dict.fromkeys(name for row in rows.values() for name in row):
         ranks: dict[str, list[int]] = {}
-        for rank, row in enumerate(rows):
+        for rank, row in rows.items():
             ranks.setdefault(row.get(field, "not there"), []).append(rank)
         if len(ranks) > 1:
             values = (f"{shortened(value)} on {named(of_value)}" for value, of_value in ranks.items())
-            differing.append(f"{field} is {', '.join(values)}")
-    return differing
+            lines.append(f"{field} is {', '.join(values)}")
+    return lines
 
 
 def named(ranks: Sequence[int]) -> str:

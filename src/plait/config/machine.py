@@ -31,6 +31,8 @@ class MachineConfig:
     """Compute threads of each rank."""
     deadline: float = 60.0
     """Seconds after which a rank that waits for another gives up."""
+    check_collectives: bool = False
+    """Compare every collective and message across its ranks before it runs: what it is, its size, the calling line."""
 
     @cached_property
     def parsed_mesh(self) -> Mesh:

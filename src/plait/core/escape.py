@@ -1,9 +1,9 @@
 """Text from outside, made harmless where it leaves the program.
 
-Names of tensors, paths, settings, what other ranks and strangers say: any of it can hold control sequences of a
-terminal (``\\x1b[2J`` clears the screen, ``\\x1b]0;`` renames the window), a carriage return that hides what stands before
-it, or marks that turn the direction of writing.  Inside the program such text is kept as it is, so that names stay
-equal; what prints, logs or reports it says it by ``printable``:
+Names of tensors, paths, settings, what other ranks and strangers say: it can hold control sequences of a terminal
+(``\\x1b[2J`` clears the screen, ``\\x1b]0;`` renames the window), a carriage return that hides what stands before it,
+or marks that turn the direction of writing.  Inside the program such text is kept as it is, so that names stay equal;
+what prints, logs or reports it says it by ``printable``:
 
     printable("w\\x1b[31m")   'w\\\\x1b[31m'
 """

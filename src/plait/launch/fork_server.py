@@ -35,8 +35,9 @@ LARGEST = 1 << 20
 PR_SET_PDEATHSIG = 1
 """Of <sys/prctl.h>: the signal that a process gets when its parent dies."""
 
-LATE = ("torch._dynamo", "tyro._backends._tyro_backend", "plait.comm.process", "plait.watch.rank")
-"""What ranks would otherwise import one by one when they first need it: seconds on a slow machine."""
+LATE = ("torch._dynamo", "tyro._backends._tyro_backend")
+"""What torch and tyro import only when they first need it, in a second or more: parameters are drawn by the first,
+words parsed by the other."""
 
 SERVER = "import sys; from plait.launch.fork_server import serve; serve(*map(int, sys.argv[1:3]), sys.argv[3:])"
 
@@ -113,12 +114,12 @@ def serve(line_number: int, launcher: int, command: Sequence[str]) -> None:
     before[signal.SIGCHLD] = signal.signal(signal.SIGCHLD, lambda *_: None)
     own = os.getpid()
     while True:
-        ready, _, _ = select.select([line, reader], [], [])
+        ready, _, _ = select.select([line.fileno(), reader], [], [])
         if reader in ready:
             os.read(reader, 4096)
             for process, code in _ended():
                 line.send(json.dumps({"ended": process, "code": code}).encode())
-        if line in ready:
+        if line.fileno() in ready:
             request = line.recv(LARGEST)
             if not request:
                 os._exit(0)
@@ -134,19 +135,20 @@ def serve(line_number: int, launcher: int, command: Sequence[str]) -> None:
 
 def _preload(command: Sequence[str]) -> None:
     """Imports what every rank will need."""
+    for name in ("plait.comm.process", "plait.watch.rank"):
+        importlib.import_module(name)
+    if command[0] != "-m":
+        sys.path[0] = str(Path(command[0]).resolve().parent)
+        return
+    sys.modules.pop(importlib.import_module(f"{command[1]}.__main__").__name__)  # each rank runs it anew
     for name in LATE:
         with suppress(ImportError):
             importlib.import_module(name)
-    if command[0] == "-m":
-        sys.modules.pop(importlib.import_module(f"{command[1]}.__main__").__name__)  # each rank runs it anew
-    else:
-        sys.path[0] = str(Path(command[0]).resolve().parent)
-        importlib.import_module("plait")
 
 
 def _ended() -> list[tuple[int, int]]:
     """(process id, exit code) of those that have ended since."""
-    found = []
+    found: list[tuple[int, int]] = []
     while True:
         try:
             process, status = os.waitpid(-1, os.WNOHANG)

@@ -84,7 +84,8 @@ def run_train(config: TrainConfig, comm: Comm, argv: Sequence[str] = ()) -> int:
     console = Console(quiet=comm.rank > 0, stderr=config.json == "-", highlight=False, soft_wrap=True)
     job = make_job(config)
     config = replace(config, steps=job.steps)  # epochs have become steps
-    engine, scheduler = job.engine(comm, config.measured(job, comm), clip=config.clip, nonfinite=config.nonfinite)
+    of_step: dict[str, Any] = {name: getattr(config, name) for name in ("clip", "nonfinite", "check_drift")}
+    engine, scheduler = job.engine(comm, config.measured(job, comm), **of_step)
     training = Training(config, job, comm, engine, scheduler, Recorder(comm, gradients=False))
     _show_header(training, console)
     layouts = resume(config, job, comm, engine, scheduler, console)

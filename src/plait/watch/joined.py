@@ -3,7 +3,7 @@
     plait.join ──► a private folder of this user, host and run
                      page             made by the first rank that comes, opened by the others
                      stack-<rank>.txt
-                     told-...         one file per finding: what was told once is told by nobody else
+                     told-...         one file per diagnosis: what was told once is told by nobody else
 
 The lowest rank that lives looks at the others once in a second, and at once when one of them ends, which the kernel
 tells (a pidfd).  What it finds it writes to stderr, before torchrun's agent can end it: SIGTERM waits for the report.
@@ -15,7 +15,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
-import select
 import shutil
 import stat
 import sys
@@ -27,11 +26,12 @@ from pathlib import Path
 
 from plait.comm.base import Comm
 from plait.core.escape import one_line
-from plait.watch import processes
+from plait.watch import processes, stacks
 from plait.watch.diagnose import ENDED, block, diagnose
+from plait.watch.hosts import watch_hosts
 from plait.watch.page import Page, Status
-from plait.watch.processes import ProcessState
-from plait.watch.rank import BEAT, STACKS, RankSide
+from plait.watch.processes import ProcessState, ran_out_of_memory, readable
+from plait.watch.rank import BEAT, RankSide
 
 LOOK = 1.0
 """Seconds between two looks at the others while nothing happens."""
@@ -48,12 +48,13 @@ def watch_joined(comm: Comm) -> None:
     """Starts the rank's side until ``comm.close()`` or the end of the program; where it cannot, a line says so."""
     given = os.environ.get(WATCH)
     try:
-        base = Path(tempfile.gettempdir())
+        base, name = Path(tempfile.gettempdir()), _name()
         if not given:
-            sweep(base)
-        folder = Path(given) if given else private_folder(_name(), base)
+            sweep(base, name)
+        folder = Path(given) if given else private_folder(name, base)
         page = _page(folder / "page", comm.world_size)
         RankSide(comm, page, folder, None if given else Neighbours(comm, page, folder))
+        watch_hosts(comm, page)
     except (OSError, ValueError) as error:
         sys.stderr.write(f"plait: rank {comm.rank} runs without a status page: {one_line(str(error))}\n")
 
@@ -84,13 +85,13 @@ def private_folder(name: str, base: Path) -> Path:
     return folder
 
 
-def sweep(base: Path) -> None:
-    """Removes what runs of this user left here whose ranks are all gone, because all were killed at once."""
+def sweep(base: Path, mine: str) -> None:
+    """Removes what other runs of this user left here whose ranks are all gone, because all were killed at once."""
     for folder in base.glob(f"{PREFIX}-{os.getuid()}-*"):
+        name = folder.name.rpartition("-")[2]
         with contextlib.suppress(OSError, ValueError):
-            statuses = [
-                s for s in Page.open(private_folder(folder.name.rpartition("-")[2], base) / "page").read_all() if s.pid
-            ]
+            page = Page.open(private_folder(name, base) / "page")
+            statuses = [s for s in page.read_all() if s.pid and name != mine]
             if statuses and all(processes.look(s.pid, s.born).state == "gone" for s in statuses):
                 shutil.rmtree(folder, ignore_errors=True)
 
@@ -123,14 +124,15 @@ class Neighbours:
 
     def look(self) -> None:
         now = time.monotonic()
-        statuses = self._meet() if now > self._looked + LOOK or self._anybody_ended() else []
-        if not statuses:
+        if now < self._looked + LOOK and not self._news():
             return
-        self._looked = now
+        self._looked, statuses = now, self._meet()
         mine = self._place(statuses, now)
-        if fresh := self._buried(statuses):
-            time.sleep(SETTLE + min(mine, 4) * BEAT)
-            if any(state.exit_code != 0 for state in fresh):
+        fresh = self._buried(statuses)
+        failed = [s.rank for s in statuses if s.state == "failed" and s.rank != self.comm.rank]
+        if failed or any(state.exit_code != 0 for state in fresh):
+            if "ended" not in self._told:
+                time.sleep(SETTLE + min(mine, 4) * BEAT)
                 self._tell(ENDED)
         elif not mine:
             self._tell(frozenset({"stopped", "stands still", "crossed", "straggler"}))
@@ -155,8 +157,11 @@ class Neighbours:
                     self._open[s.rank] = os.pidfd_open(s.pid)
         return statuses
 
-    def _anybody_ended(self) -> bool:
-        return bool(self._open) and bool(select.select(list(self._open.values()), [], [], 0)[0])
+    def _news(self) -> bool:
+        """Whether a rank has ended or said that it failed."""
+        if any(self.page.failed(rank) for rank in self._open):
+            return True
+        return readable(list(self._open.values()), 0)
 
     def _buried(self, statuses: Sequence[Status]) -> list[ProcessState]:
         """Those that have ended since the last look, how as far as the kernel still says."""
@@ -166,7 +171,7 @@ class Neighbours:
                 continue
             state = processes.look(s.pid, s.born)
             if state.state == "gone":
-                memory = state.exit_code == -9 and processes.out_of_memory_kills() > self._memory
+                memory = state.exit_code == -9 and ran_out_of_memory(s.pid, self._memory, s.since)
                 self._ended[s.rank] = replace(state, out_of_memory=memory)
                 fresh.append(state)
                 if s.rank in self._open:
@@ -179,19 +184,24 @@ class Neighbours:
         return sum(s.state not in ("done", "failed") and now - s.heartbeat < 4 * BEAT for s in lower)
 
     def _tell(self, kinds: frozenset[str], but: int = -1) -> None:
-        """Writes the findings of these kinds that nobody has told."""
+        """Writes the diagnoses of these kinds that nobody has told."""
         statuses = [s for s in self.page.read_all() if s.pid]
         states = [self._ended.get(s.rank) or processes.look(s.pid, s.born) for s in statuses]
         found = diagnose(statuses, states, time.monotonic(), self.comm.mesh)
         found = [f for f in found if f.kind in kinds and f.rank != but]
         ended = [f for f in found if f.kind in ENDED]
         fresh = ended if ended and self._claim("ended") else []
-        fresh += [f for f in found if f not in ended and self._claim(f"{f.kind}-{f.rank}-{f.step}")]
+        steps = {f.rank: "" if f.kind == "straggler" else f"-{f.step}" for f in found}  # a straggler is told once
+        fresh += [f for f in found if f not in ended and self._claim(f"{f.kind}-{f.rank}{steps[f.rank]}")]
         if not fresh:
             return
-        ids = {s.rank: s.pid for s in statuses}
-        asked = ("stands still", "crossed")
-        told = [replace(f, stack=self._stack(f.rank, ids[f.rank])) if f.kind in asked else f for f in fresh]
+        ids = {s.rank: s.pid for s in statuses if s.rank != self.comm.rank}
+        told = [
+            replace(f, stack=stacks.ask(self.folder, f.rank, ids[f.rank]))
+            if f.kind in ("stands still", "crossed") and f.rank in ids
+            else f
+            for f in fresh
+        ]
         sys.stderr.write(block(told))
         sys.stderr.flush()
 
@@ -204,20 +214,3 @@ class Neighbours:
             os.close(os.open(self.folder / f"told-{what.replace(' ', '-')}", os.O_CREAT | os.O_EXCL, 0o600))
             return True
         return False
-
-    def _stack(self, rank: int, pid: int) -> str:
-        """The stacks of a rank that stands still, asked for now; a stopped process cannot answer."""
-        file = self.folder / f"stack-{rank}.txt"
-        if rank == self.comm.rank or processes.look(pid).state != "running" or not file.exists():
-            return ""
-        size = file.stat().st_size
-        with contextlib.suppress(OSError):
-            os.kill(pid, STACKS)
-            end = time.monotonic() + 1
-            while file.stat().st_size == size and time.monotonic() < end:
-                time.sleep(0.02)
-            time.sleep(0.05)
-            with open(file, errors="replace") as text:
-                text.seek(size)
-                return text.read(20_000)
-        return ""

@@ -19,9 +19,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import ctypes
-import faulthandler
 import os
-import select
 import shutil
 import signal
 import socket
@@ -37,14 +35,15 @@ from plait.comm.observer import Observer
 from plait.comm.operation import Operation
 from plait.core.collectives import Note
 from plait.core.escape import one_line
-from plait.watch import processes
-from plait.watch.page import Page, Record, about
+from plait.watch import processes, stacks
+from plait.watch.page import Page, StatusRecord, about
+from plait.watch.processes import readable
 
 BEAT = 0.25
 """Seconds between two heartbeats."""
 
 ASK_TO_END = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
-STACKS = signal.SIGUSR2
+STACKS = stacks.STACKS
 
 MOST_TEXTS = 4096
 """Texts of operations that are kept ready."""
@@ -71,10 +70,11 @@ class Reporter(Protocol):
 class RankObserver(Observer):
     """Writes each step, operation and wait of this rank into its record."""
 
-    def __init__(self, record: Record, side: RankSide) -> None:
+    def __init__(self, record: StatusRecord, side: RankSide) -> None:
         self._record, self._side = record, side
         self._texts: dict[tuple[str, Note, int, tuple[int, ...]], bytes] = {}
         self._began, self._waited = 0.0, 0.0
+        self._last: Operation | None = None
         self.step = -1
 
     def begin_step(self, number: int) -> None:
@@ -85,10 +85,15 @@ class RankObserver(Observer):
         self._side.goes_on(number)
 
     def asked(self, operation: Operation) -> None:
+        self._last = operation
         self._record.asks(self._about(operation))
 
     def waits(self, operation: Operation) -> None:
-        self._record.waits(self._about(operation))
+        if operation is self._last:  # as it mostly is: the record has it
+            self._record.waits()
+        else:
+            self._last = operation
+            self._record.waits(self._about(operation))
 
     def waited(self, operation: Operation, start: float, end: float) -> None:
         self._waited += end - start
@@ -114,11 +119,11 @@ class RankSide:
     def __init__(self, comm: Comm, page: Page, folder: Path, reporter: Reporter | None = None) -> None:
         self.comm, self.page, self.folder, self.reporter = comm, page, folder, reporter
         self._pid, self._launcher = os.getpid(), processes.launcher()
-        self.record = Record(page, comm.rank, socket.gethostname(), self._pid, processes.born(self._pid))
+        self.record = StatusRecord(page, comm.rank, socket.gethostname(), self._pid, processes.born(self._pid))
         self.observer = RankObserver(self.record, self)
         self._signals = _Signals()
         self._stop_at: tuple[int, int] | None = None  # a signal that would have ended us, and the step it came in
-        self._stacks = _stacks_into(folder / f"stack-{comm.rank}.txt")
+        self._stacks = stacks.listen(folder, comm.rank)
         _wake_when_parent_dies(self._launcher)
         self._closing = False
         comm.observers += (self.observer,)
@@ -141,9 +146,7 @@ class RankSide:
         atexit.unregister(self.close)
         self.comm.observers = tuple(o for o in self.comm.observers if o is not self.observer)
         self._signals.close()
-        if self._stacks is not None:
-            faulthandler.unregister(STACKS)
-            self._stacks.close()
+        stacks.hush(self._stacks, self.folder, self.comm.rank)
 
     def goes_on(self, step: int) -> None:
         """The program begins a step.  Where it was to stop before, it does not look: then a signal does as always."""
@@ -152,9 +155,7 @@ class RankSide:
 
     def _beat(self) -> None:
         while not self._closing:
-            others = self.reporter.descriptors() if self.reporter is not None else []
-            with contextlib.suppress(OSError, ValueError):  # a descriptor that was closed meanwhile
-                select.select([self._signals.descriptor, *others], [], [], BEAT)
+            readable([self._signals.descriptor, *(self.reporter.descriptors() if self.reporter else [])], BEAT)
             self.record.beats()
             if self._launcher is not None and processes.look(*self._launcher).state == "gone":
                 self._end_all()
@@ -179,7 +180,8 @@ class RankSide:
         """Ends as the signal does by default."""
         self.record.heard(-number)
         if self.reporter is not None:
-            self.reporter.last_look(failed=False)
+            with contextlib.suppress(OSError):  # the other thread may be looking
+                self.reporter.last_look(failed=False)
         self._signals.obey(number)
 
     def _end_all(self) -> None:
@@ -272,15 +274,6 @@ class _Signals:
     def _forked(self) -> None:
         """In a worker of a data loader, say: its signals are its own."""
         self.close()
-
-
-def _stacks_into(path: Path) -> Any:
-    """Lets SIGUSR2 write the stacks of all threads there; nothing where the user has a handler of their own."""
-    if signal.getsignal(STACKS) != signal.SIG_DFL:
-        return None
-    file = open(path, "w")  # noqa: SIM115 - faulthandler writes into it for as long as the rank lives
-    faulthandler.register(STACKS, file=file, all_threads=True)
-    return file
 
 
 def _wake_when_parent_dies(launcher: tuple[int, int] | None) -> None:

@@ -48,9 +48,10 @@ class Sinks(ExitStack):
         writer = self.enter_context(SummaryWriter(str(folder), purge_step=after + 1 if after else None))
 
         def write(line: Line) -> None:
-            for name, value in _numbers(line).items():
-                writer.add_scalar(name, value, line["step"])
-            writer.flush()
+            with told(folder, 0):
+                for name, value in _numbers(line).items():
+                    writer.add_scalar(name, value, line["step"])
+                writer.flush()
 
         self.writers.append(write)
 

@@ -2,6 +2,7 @@
 
 import os
 import random
+import sys
 import threading
 import time
 from pathlib import Path
@@ -68,6 +69,8 @@ def test_a_reader_never_sees_two_records_in_one(page: Page) -> None:
 
     writer = threading.Thread(target=write)
     record.waits(texts[0])
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)  # threads take turns within writes
     writer.start()
     while writer.is_alive():
         read = page.read(0)
@@ -75,6 +78,7 @@ def test_a_reader_never_sees_two_records_in_one(page: Page) -> None:
             assert read.operation == read.phase * 150
             assert read.peers == ("abcdefgh".index(read.phase),) * len(read.peers)
     writer.join()
+    sys.setswitchinterval(before)
 
 
 def test_a_rank_killed_within_a_write_is_read_and_said_to_be(page: Page) -> None:

@@ -2,7 +2,6 @@
 
 import os
 import random
-import threading
 import time
 from pathlib import Path
 
@@ -58,23 +57,41 @@ def test_a_wish_to_stop_is_seen_by_all(page: Page) -> None:
 
 
 def test_a_reader_never_sees_two_records_in_one(page: Page) -> None:
-    record, end = StatusRecord(page, 0, "", 1, 0), time.monotonic() + 0.5
-    texts = [about(c, c * 150, [n] * n) for n, c in enumerate("abcdefgh")]
-
-    def write() -> None:
+    record, letters = StatusRecord(page, 0, "", 1, 0), "abcdefgh"
+    texts = [about(c, c * 200, [n] * 60) for n, c in enumerate(letters)]
+    end, seen = time.monotonic() + 1, set[str]()
+    writer = os.fork()
+    if not writer:
         while time.monotonic() < end:
-            for text in texts:
-                record.waits(text)
-
-    writer = threading.Thread(target=write)
-    record.waits(texts[0])
-    writer.start()
-    while writer.is_alive():
+            for text in texts[1:] + texts[:1]:  # the letter follows from the count
+                record.asks(text)
+        os._exit(0)
+    while time.monotonic() < end:
         read = page.read(0)
-        if read.whole:
-            assert read.operation == read.phase * 150
-            assert read.peers == ("abcdefgh".index(read.phase),) * len(read.peers)
-    writer.join()
+        if read.count and read.whole:  # the writer may lose its core within a write
+            letter = letters[read.count % len(letters)]
+            assert (read.phase, read.operation) == (letter, letter * 200)
+            assert read.peers == (letters.index(letter),) * 60
+            seen.add(letter)
+    os.waitpid(writer, 0)
+    assert len(seen) > 1
+
+
+def test_a_write_in_the_middle_of_a_copy_is_noticed(page: Page, monkeypatch: pytest.MonkeyPatch) -> None:
+    record, copies = StatusRecord(page, 0, "", 1, 0), list[bytes]()
+    record.asks(about("old", "old", [0]))
+
+    def copy(view: memoryview) -> bytes:
+        before = bytes(view)
+        if not copies:
+            record.asks(about("new", "new", [0, 1]))
+        copies.append(before[:160] + bytes(view)[160:])
+        return copies[-1]
+
+    monkeypatch.setattr("plait.watch.page.bytes", copy, raising=False)
+    read = page.read(0)
+    assert (read.phase, read.operation, read.peers, read.count, read.whole) == ("new", "new", (0, 1), 2, True)
+    assert len(copies) == 2
 
 
 def test_a_rank_killed_within_a_write_is_read_and_said_to_be(page: Page) -> None:

@@ -14,14 +14,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from statistics import median, median_low
+from statistics import median
 
 from plait.core.mesh import Mesh
 from plait.watch.page import Status
 
 WINDOW = 16
 """Steps that are looked at."""
-SLOW, ABOVE, MOST_BELOW = 1.5, 1.2, 2
+SLOW, ABOVE, MOST_BELOW = 1.5, 1.35, 2
 """The median ratio of a straggler; what all but so many of its ratios exceed."""
 
 
@@ -49,7 +49,7 @@ def stragglers(statuses: Sequence[Status], mesh: Mesh) -> list[Straggler]:
         group = [s for s in statuses if s.rank in peers and s.finished]
         computed = _aligned(group) if len(group) > 1 else []
         for mine, status in enumerate(group):
-            others = [median_low(step[:mine] + step[mine + 1 :]) for step in computed]
+            others = [median(step[:mine] + step[mine + 1 :]) for step in computed]
             own = [step[mine] for step in computed]
             if len(own) == WINDOW and is_slow([a / max(1e-9, b) for a, b in zip(own, others, strict=True)]):
                 found.append(Straggler(status.rank, median(own), median(others)))

@@ -87,6 +87,16 @@ def message_skipped(comm: Comm, odd: bool) -> None:
     comm.barrier(AXES)
 
 
+def message_last_skipped(comm: Comm, odd: bool) -> None:
+    """Rank 1 answers what it gets."""
+    if comm.rank == 0:
+        comm.recv(torch.ones(3), 1).wait()
+    if comm.rank == 1:
+        comm.recv(torch.ones(2), 0).wait()
+        comm.send(torch.ones(3), 0)
+    comm.barrier(AXES)
+
+
 def message_of_another_unit(comm: Comm, odd: bool) -> None:
     if comm.rank == 0:
         comm.send(torch.ones(3), 1, Note("forward", "stage 0", 1))
@@ -108,8 +118,13 @@ FAULTS: dict[Fault, str] = {
     other_kind: "other operation",
     message_of_another_shape: r"other tensor",
     message_skipped: "rank 1 waits for a message of rank 0, which is in a collective with it instead",
+    message_last_skipped: "ranks 0 and 1 wait for a message of each other",
     message_of_another_unit: "other microbatch",
 }
+
+
+IN_PROCESSES = (skip, reorder, other_dtype, other_root, message_of_another_shape, message_skipped, message_last_skipped)
+"""Some of them, for worlds that take seconds to begin."""
 
 
 def told(comm: Comm, fault: Fault, odd: int) -> str:

@@ -10,8 +10,8 @@ From each rank to each other goes one stream of descriptions, in the order in wh
     message      told ahead of it by the sender, heard and compared where the receiver waits
 
 So a collective waits where it is asked for, as among threads, and a message no sooner than without the check.  Whoever
-waits for a message and hears of a collective instead has found a difference too: the sender stands still in it.  Who
-has found one tells all other ranks, so that nobody waits for it any more.
+waits for a message says so; if the sender hears that while it waits for this very rank, in a collective or for another
+message, then nothing will ever come.  Who has found a difference tells all other ranks, so that nobody waits for it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Final
+from typing import Final, Literal
 
 import torch
 from torch import Tensor
@@ -48,6 +48,8 @@ TORCH: Final = str(Path(torch.__file__).parent) + "/"
 STANDARD: Final = sysconfig.get_paths()["stdlib"] + "/"
 
 Fields = Mapping[str, str | int]
+Role = Literal["collective", "message", "waits", "end"]
+"""What a description is of: the last two are a receive that is waited for, and a difference that was found."""
 
 
 @dataclass(frozen=True)
@@ -57,16 +59,16 @@ class Description:
     text: str
     """For people."""
     fields: Fields
-    """What members must agree on, by what it is called; none: the rank has found a difference, told in ``text``."""
-    collective: bool = True
+    """What members must agree on, by what it is called."""
+    role: Role = "collective"
 
     @classmethod
     def of(cls, operation: Operation, number: int, what: str) -> Description:
         """The ``number``-th operation of some ranks; ``what`` is the form of a message's tensor."""
-        collective, note, group = operation.kind not in ("send", "recv"), operation.note, operation.group
+        note, group = operation.note, operation.group
         about: dict[str, str | int] = {"phase": note.phase, "unit": note.unit, "microbatch": note.microbatch}
-        if not collective:
-            return cls(str(operation), {"tensor": what, **about}, collective=False)
+        if operation.kind in ("send", "recv"):
+            return cls(str(operation), {"tensor": what, **about}, "message")
         meant: dict[str, str | int] = {
             "operation": operation.kind,
             "axes": ", ".join(group.axes),
@@ -85,15 +87,14 @@ class Description:
         """As a message of fixed size."""
         fields = {name: _short(value) if isinstance(value, str) else value for name, value in self.fields.items()}
         text = self.text if len(self.text) <= 4 * LONGEST else self.text[: 4 * LONGEST] + "..."
-        data = json.dumps([text, fields, self.collective]).encode()
+        data = json.dumps([text, fields, self.role]).encode()
         if len(data) > ROW_BYTES:  # of letters that take many bytes
-            data = json.dumps([text[:LONGEST], {"all": zlib.crc32(data)}, self.collective]).encode()
+            data = json.dumps([text[:LONGEST], {"all": zlib.crc32(data)}, self.role]).encode()
         return torch.frombuffer(bytearray(data.ljust(ROW_BYTES)), dtype=torch.uint8)
 
     @classmethod
     def read(cls, row: Tensor) -> Description:
-        text, fields, collective = json.loads(row.numpy().tobytes())
-        return cls(text, fields, collective)
+        return cls(*json.loads(row.numpy().tobytes()))
 
 
 class CollectiveCheck:
@@ -102,6 +103,8 @@ class CollectiveCheck:
     def __init__(self, comm: Comm) -> None:
         self.comm, self.failure = comm, ""
         self._asked: Counter[tuple[int, ...]] = Counter()
+        self._sent: Counter[int] = Counter()
+        """Messages to each rank."""
         self._received: Counter[int] = Counter()
         """Messages that were asked for, by sender."""
         self._heard: Counter[int] = Counter()
@@ -121,6 +124,7 @@ class CollectiveCheck:
         operation = replace(operation, site=call_site())
         ranks, rank = operation.group.ranks, self.comm.rank
         if operation.kind == "send":
+            self._sent[ranks[1]] += 1
             self._tell(operation, Description.of(operation, 0, _form(what)), ranks[1])
         elif operation.kind != "recv":
             members = tuple(sorted(ranks))
@@ -138,19 +142,18 @@ class CollectiveCheck:
         self._received[src] += 1
         return CheckedReceive(self, operation, Description.of(operation, 0, _form(what)), work, self._received[src])
 
-    def hear_message(self, operation: Operation, number: int) -> Description:
-        """The description of a message, or of the collective that its sender is in instead."""
-        src = operation.group.ranks[0]
+    def compare_message(self, operation: Operation, number: int, mine: Description) -> None:
+        """Raises MismatchError where the ``number``-th message of a rank is not what this rank receives."""
+        src, dst = operation.group.ranks
+        if self._heard[src] < number and len(self._unread.get(src, ())) < MOST_UNREAD:
+            self._tell(operation, Description(mine.text, {"number": number}, "waits"), src)
         while self._heard[src] < number:
-            if (heard := self._hear(operation, src)).collective:
-                return heard
-            self._keep(src, heard)
-        return self._untaken.pop((src, number))
-
-    def fail(self, operation: Operation, found: Mapping[int, Description], problem: str) -> MismatchError:
-        """The error of this rank, which all others are told of."""
-        lines = [f"  rank {rank}: {found[rank].text}" for rank in sorted(found)]
-        return self._told("\n".join([problem, *lines]), operation)
+            if (theirs := self._hear(operation, src, mine)).role == "collective":
+                raise self._waits_for_nothing(operation, dst, {src: theirs, dst: mine})
+            self._keep(src, theirs)
+        found = {src: self._untaken.pop((src, number)), dst: mine}
+        if problem := difference(found):
+            raise self._fail(operation, found, problem)
 
     # ---- one stream to each rank, and one from it -------------------------------------------------------------------
 
@@ -160,7 +163,7 @@ class CollectiveCheck:
             if other == self.comm.rank:
                 continue
             try:
-                while not (theirs := self._hear(operation, other)).collective:
+                while (theirs := self._hear(operation, other, mine)).role == "message":
                     self._keep(other, theirs)
             except (OSError, MismatchError):
                 if all(one.fields == mine.fields for one in found.values()):
@@ -170,7 +173,7 @@ class CollectiveCheck:
             if set(str(theirs.fields.get("axes")).split(", ")) != set(operation.group.axes):
                 break  # a member may be in it, and come no more
         if problem := difference(found):
-            raise self.fail(operation, found, problem)
+            raise self._fail(operation, found, problem)
         for other in operation.group.ranks:  # who has told us its own reads ours
             for work in self._unread.pop(other, ()):
                 work.wait()
@@ -185,16 +188,33 @@ class CollectiveCheck:
         if len(unread) > MOST_UNREAD:
             unread.popleft().wait()
 
-    def _hear(self, operation: Operation, src: int) -> Description:
-        row = torch.empty(ROW_BYTES, dtype=torch.uint8)
-        self.comm._hear(operation, row, src)
-        heard = Description.read(row)
-        if not heard.fields:
-            raise self._told(heard.text, operation)
-        return heard
+    def _hear(self, operation: Operation, src: int, mine: Description) -> Description:
+        """The next collective or message of a rank, for which this one waits in ``mine``."""
+        while True:
+            row = torch.empty(ROW_BYTES, dtype=torch.uint8)
+            self.comm._hear(operation, row, src)
+            heard = Description.read(row)
+            if heard.role == "end":
+                raise self._told(heard.text, operation)
+            if heard.role != "waits":
+                return heard
+            if int(heard.fields["number"]) > self._sent[src]:
+                raise self._waits_for_nothing(operation, src, {self.comm.rank: mine, src: heard})
+
+    def _waits_for_nothing(self, operation: Operation, waiting: int, found: Mapping[int, Description]) -> MismatchError:
+        [other] = found.keys() - {waiting}
+        problem = f"rank {waiting} waits for a message of rank {other}, which is in a collective with it instead"
+        if found[other].role != "collective":
+            problem = f"ranks {min(found)} and {max(found)} wait for a message of each other"
+        return self._fail(operation, found, problem)
+
+    def _fail(self, operation: Operation, found: Mapping[int, Description], problem: str) -> MismatchError:
+        """The error of this rank, which all others are told of."""
+        lines = [f"  rank {rank}: {found[rank].text}" for rank in sorted(found)]
+        return self._told("\n".join([problem, *lines]), operation)
 
     def _told(self, text: str, operation: Operation) -> MismatchError:
-        self.failure, row = text, Description(text, {}).as_row()
+        self.failure, row = text, Description(text, {}, "end").as_row()
         with contextlib.suppress(RuntimeError, OSError):  # a world that is broken already
             for other in range(self.comm.world_size):
                 if other != self.comm.rank:
@@ -215,14 +235,7 @@ class CheckedReceive:
     def wait(self) -> None:
         if not self._compared:
             self._compared = True
-            src, dst = self._operation.group.ranks
-            theirs = self._check.hear_message(self._operation, self._number)
-            found = {src: theirs, dst: self._mine}
-            problem = difference(found)
-            if theirs.collective:
-                problem = f"rank {dst} waits for a message of rank {src}, which is in a collective with it instead"
-            if problem:
-                raise self._check.fail(self._operation, found, problem)
+            self._check.compare_message(self._operation, self._number, self._mine)
         self._work.wait()
 
 
@@ -238,7 +251,7 @@ def difference(found: Mapping[int, Description]) -> str:
     differing = [name for name in names if len({one.fields.get(name) for one in found.values()}) > 1]
     if not differing:
         return ""
-    what = "collective" if next(iter(found.values())).collective else "message"
+    what = next(iter(found.values())).role
     return f"ranks {', '.join(map(str, sorted(found)))} mean different {what}s (other {', '.join(differing)})"
 
 

@@ -9,7 +9,6 @@ import math
 import platform
 import shlex
 import signal
-import statistics
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -42,6 +41,7 @@ from plait.measure.machine import peak_memory
 from plait.plan.activations import decoder
 from plait.plan.memory import Held, held
 from plait.report.training import ProgressView, RankBytes, bytes_table, human, spark
+from plait.train.course import Course
 from plait.train.resume import extra_of, layout_of, remove_later, resume, saver_of
 from plait.train.timeline import record_timeline, show_timeline, write_timeline
 from plait.verify.compare import BITWISE, against_tree
@@ -91,7 +91,7 @@ def run_train(config: TrainConfig, comm: Comm, argv: Sequence[str] = ()) -> int:
     layouts = resume(config, job, comm, engine, scheduler, console)
     training.first, now = engine.steps, layout_of(config)
     training.layouts = layouts if layouts[-1:] == [now] else [*layouts, now]
-    lines = []
+    course = Course(all_lines=bool(config.json) and comm.rank == 0)
     watch = GpuUtilisation(comm.device.index or 0) if comm.device.type == "cuda" else nullcontext()
     view = ProgressView(console, engine.steps + 1, config.steps, config.log_every, config.family.unit)
     stream = job.stream(range(engine.steps, config.steps), *training.place, str(comm.device), config.workers)
@@ -114,17 +114,16 @@ def run_train(config: TrainConfig, comm: Comm, argv: Sequence[str] = ()) -> int:
         try:
             for line in _steps(training, stream):
                 sinks.write(line)
-                lines.append(line)
+                course.add(line)
                 view.show(line)
         except FloatingPointError as error:
             sinks.write({"step": engine.steps + 1, "stopped": str(error)})
             raise
     if training.stopped:
         return _tell_stop(training)
-    ranks, recorded, last = _bytes_per_rank(training), record_timeline(engine), lines[-1]
-    rate = statistics.median(line["tokens"] / line["seconds"] for line in lines)
-    console.print(f"loss {lines[0]['loss']:.4f} -> {last['loss']:.4f}  {spark([line['loss'] for line in lines])}")
-    console.print(f"{rate:,.0f} {config.family.unit}/s (median over steps, all ranks)")
+    ranks, recorded, first, last = _bytes_per_rank(training), record_timeline(engine), course.first, course.last
+    console.print(f"loss {first['loss']:.4f} -> {last['loss']:.4f}  {spark(course.losses.values)}")
+    console.print(f"{course.rate:,.0f} {config.family.unit}/s (median over steps, all ranks)")
     console.print(bytes_table(ranks))
     if recorded is not None and engine.pipeline.num_stages > 1:
         show_timeline(recorded, console, measured=config.split == "measured")
@@ -139,12 +138,12 @@ def run_train(config: TrainConfig, comm: Comm, argv: Sequence[str] = ()) -> int:
         "versions": {"plait": __version__, "torch": torch.__version__, "python": platform.python_version()},
         "config": asdict(config),
         "parameters": engine.num_parameters,
-        "steps": len(lines),
+        "steps": course.steps,
         "resumed_at": training.first or None,
-        "first_loss": lines[0]["loss"],
+        "first_loss": first["loss"],
         "last_loss": last["loss"],
         "eval_loss": last.get("eval_loss"),
-        f"{config.family.unit}_per_second": rate,
+        f"{config.family.unit}_per_second": course.rate,
         "peak_memory": last["peak_memory"],
         "bytes_per_rank": [asdict(r) for r in ranks],
         "stages": engine.split,
@@ -158,7 +157,7 @@ def run_train(config: TrainConfig, comm: Comm, argv: Sequence[str] = ()) -> int:
         write_json(str(Path(config.out) / "summary.json"), summary)
         console.print(f"metrics, config, summary, timeline.svg and trace.json (for Perfetto) in {config.out}")
     if config.json:
-        write_json(config.json, summary | {"metrics": lines})
+        write_json(config.json, summary | {"metrics": course.lines})
     return 1 if same is False else 0
 
 
@@ -206,7 +205,8 @@ def _steps(training: Training, stream: StepStream) -> Iterator[dict[str, Any]]:
         if training.sent is None:
             phases = comm.ledger.sent_by_phase()  # the prediction of a step leaves two of them out
             training.sent = sum(size for phase, size in phases.items() if phase not in ("setup", "state"))
-        training.recorder.step(result)
+        if config.verify:  # it keeps the losses of all steps
+            training.recorder.step(result)
         bytes_held = engine.bytes_held()
         line = {
             "step": step + 1,

@@ -2,6 +2,7 @@
 
 core/              the table, the flat layout, the order of additions: pure; start with ``core/cells.py``
 schedule/          pipelines as data: actions, orders, passes, the proof, the simulator; pure
+files/             what is read from outside, and how results are written
 plan/              what a layout will send and hold, before it runs; pure
 comm/              worlds: ranks as processes or threads, and the ledger of what they send
 sharded/           ``ShardedTensor``: tensors cut over named axes
@@ -15,7 +16,6 @@ config/            a run as a frozen value, checked before it starts
 inject/            faults on purpose
 verify/            the proof
 train/             the run
-watch/             what the ranks are doing, and who is the cause
 measure/           what links and machines can do
 report/            what a person sees
 watch/             what ranks do, told outside of the collectives; who is the cause

@@ -49,8 +49,9 @@ def test_it_is_refused_at_once(reader: str, odd: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["n" * 300, "a\0b", "n/" * 5000])
 @pytest.mark.parametrize("reader", READERS)
 def test_names_that_cannot_be_are_refused(reader: str, name: str) -> None:
-    with pytest.raises(ValueError):
+    with pytest.raises(ValueError) as caught:
         READERS[reader](name)
+    assert reader not in ("bytes", "a config", "a schedule") or len(str(caught.value)) < 600
 
 
 def test_what_is_plain_is_read_past_a_link_to_its_end(tmp_path: Path) -> None:

@@ -249,8 +249,8 @@ def write_model(
         partial.mkdir(parents=True)
         write_tensors(partial, shapes, tensors)
         _write_config(partial, model, next(dtype for _, dtype in shapes.values() if dtype.is_floating_point))
-        for file in sorted({f for pattern in COPIED for f in origin.glob(pattern)} if origin is not None else ()):
-            copied = partial / file.relative_to(origin)
+        for name in sorted({str(f.relative_to(origin)) for p in COPIED for f in origin.glob(p)} if origin else ()):
+            copied, file = partial / name, Path(str(source), name)
             copied.parent.mkdir(exist_ok=True)
             copied.write_bytes(read_file(_inside(file.parent, file.name), "what is copied,", LARGEST_COPIED))
         partial.rename(folder)

@@ -10,7 +10,7 @@ from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 import tomli_w
 
-from plait.files.reading import read_text
+from plait.files.reading import read_text, shown
 
 Config = TypeVar("Config")
 
@@ -50,19 +50,19 @@ def from_toml(kind: type[Config], path: str) -> Config:
         values = tomllib.loads(text)
     except (ValueError, RecursionError) as error:
         reason = error if isinstance(error, ValueError) else "it is nested too deeply"
-        raise ValueError(f"the config {path!r} is no TOML: {reason}") from error
+        raise ValueError(f"the config {shown(path)} is no TOML: {reason}") from error
     hints = get_type_hints(kind)
     names = [field.name for field in fields(kind) if field.name != "config"]  # type: ignore[arg-type]
     for name, value in values.items():
         if name not in names:
             near = difflib.get_close_matches(name, names, n=3)
             hint = f"did you mean {' or '.join(near)}?" if near else f"the keys are {', '.join(names)}"
-            raise ValueError(f"unknown key {name!r} in the config {path!r}: {hint}")
-        values[name] = _typed(value, hints[name], f"{name} in the config {path!r}")
+            raise ValueError(f"unknown key {name!r} in the config {shown(path)}: {hint}")
+        values[name] = _typed(value, hints[name], f"{name} in the config {shown(path)}")
     if "steps" in values and values.get("epochs") is not None:
         raise ValueError(
-            f"the config {path!r} says steps = {values['steps']} and epochs = {values['epochs']}, which is a number of "
-            f"steps too: leave one of them out"
+            f"the config {shown(path)} says steps = {values['steps']} and epochs = {values['epochs']}, which is a "
+            f"number of steps too: leave one of them out"
         )
     return kind(**values)
 

@@ -15,6 +15,15 @@ LARGEST_TEXT = 1 << 24
 """Bytes of a file that a person writes: settings, a schedule, a job."""
 
 
+LONGEST_SHOWN = 400
+
+
+def shown(path: str | Path) -> str:
+    """A path for a message: as Python writes it, without its middle where it is long."""
+    text = repr(str(path))
+    return text if len(text) <= LONGEST_SHOWN else f"{text[:100]}...{text[-100:]}"
+
+
 def open_plain(path: str | Path, *, links: bool = True) -> tuple[int, int]:
     """(file number, size in bytes) of a plain file, open to be read; nothing is waited for.
 
@@ -51,9 +60,9 @@ def read_file(path: str | Path, what: str, most: int = LARGEST_TEXT) -> bytes:
             data = b"" if size > most else file.read(most + 1)  # files of the kernel say that they have 0
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
-        raise ValueError(f"cannot read {what} {str(path)!r}: {reason}") from error
+        raise ValueError(f"cannot read {what} {shown(path)}: {reason}") from error
     if max(size, len(data)) > most:
-        raise ValueError(f"cannot read {what} {str(path)!r}: it has more than {most:,} bytes")
+        raise ValueError(f"cannot read {what} {shown(path)}: it has more than {most:,} bytes")
     return data
 
 
@@ -62,7 +71,7 @@ def read_text(path: str | Path, what: str, most: int = LARGEST_TEXT) -> str:
     try:
         return read_file(path, what, most).decode()
     except UnicodeDecodeError as error:
-        raise ValueError(f"cannot read {what} {str(path)!r}: it is no UTF-8 text ({error})") from error
+        raise ValueError(f"cannot read {what} {shown(path)}: it is no UTF-8 text ({error})") from error
 
 
 def memory() -> int:

@@ -17,6 +17,8 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from plait.files.reading import shown
+
 
 class DiskError(OSError):
     """A file that could not be written: the reason, the bytes that it needs and those that are free, and its path."""
@@ -113,7 +115,7 @@ def check_file(name: str, path: str) -> None:
     """
     place = os.path.abspath(path)
     if not os.path.isdir(os.path.dirname(place)):
-        raise ValueError(f"{name} {path!r}: there is no such folder; make it, or give another")
+        raise ValueError(f"{name} {shown(path)}: there is no such folder; make it, or give another")
     _check_plain(name, path, place)
     _try(name, path, os.path.dirname(place))
 
@@ -135,15 +137,17 @@ def check_folder(name: str, path: str, files: Iterable[str] = (), need: int = 0)
     if not stat.S_ISDIR(status.st_mode):
         what = "a file" if stat.S_ISREG(status.st_mode) else "no folder"
         raise ValueError(
-            f"{name} {path!r} is {what}: give a folder"
+            f"{name} {shown(path)} is {what}: give a folder"
             if place == os.path.abspath(path)
-            else f"{name} {path!r}: {place!r} is {what}; give another place"
+            else f"{name} {shown(path)}: {shown(place)} is {what}; give another place"
         )
     for file in files:
         _check_plain(name, os.path.join(path, file), os.path.join(os.path.abspath(path), file))
     _try(name, path, place)
     if need > (have := free(place)):
-        raise ValueError(f"{name} {path!r}: need {need:,} bytes, have {have:,} bytes; give another place, or make room")
+        raise ValueError(
+            f"{name} {shown(path)}: need {need:,} bytes, have {have:,} bytes; give another place, or make room"
+        )
 
 
 def _status(name: str, path: str, place: str) -> os.stat_result | None:
@@ -153,19 +157,19 @@ def _status(name: str, path: str, place: str) -> os.stat_result | None:
     except FileNotFoundError:
         if not os.path.islink(place):
             return None
-        raise ValueError(f"{name} {path!r}: {place!r} is a link to nothing; give another place") from None
+        raise ValueError(f"{name} {shown(path)}: {shown(place)} is a link to nothing; give another place") from None
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
-        raise ValueError(f"{name} {path!r}: {reason}; give another place") from error
+        raise ValueError(f"{name} {shown(path)}: {reason}; give another place") from error
 
 
 def _check_plain(name: str, path: str, place: str) -> None:
     status = _status(name, path, place)
     if status and not stat.S_ISREG(status.st_mode):
         what = "a folder" if stat.S_ISDIR(status.st_mode) else "no plain file"
-        raise ValueError(f"{name} {path!r} is {what}: give a file")
+        raise ValueError(f"{name} {shown(path)} is {what}: give a file")
     if status and not os.access(place, os.W_OK):
-        raise ValueError(f"{name} {path!r}: nothing can be written in {place!r}; give another place")
+        raise ValueError(f"{name} {shown(path)}: nothing can be written in {shown(place)}; give another place")
 
 
 def _try(name: str, path: str, folder: str) -> None:
@@ -176,4 +180,4 @@ def _try(name: str, path: str, folder: str) -> None:
             file.flush()
     except OSError as error:
         reason = f"nothing can be written in {folder!r} ({error.strerror}, {free(folder)} bytes are free)"
-        raise ValueError(f"{name} {path!r}: {reason}; give another place") from error
+        raise ValueError(f"{name} {shown(path)}: {reason}; give another place") from error

@@ -53,6 +53,7 @@ HELD_BY_THE_MATRIX = Share("none", "values")
 
 SHARES: dict[str, Share] = {
     "": FAST,
+    "chaos/test_chaos.py::test_a_short_campaign": PROCESSES,
     "checkpoint/test_dcp_oracle.py": ORACLES,
     "checkpoint/test_dropped_keys.py": FULL,
     "checkpoint/test_checkpoint_faults.py::test_no_bit_of_three_thousand": FULL,
@@ -70,6 +71,7 @@ SHARES: dict[str, Share] = {
     "comm/test_process_world.py": PROCESSES,
     "comm/test_thread_world.py::test_does_what_every_world_does": Share("values", "all"),
     "commands/test_main.py::test_the_installed_command_and_the_module_are_the_same": PROCESSES,
+    "config/test_sizes.py::test_it_is_padded_and_equal": Share("few", "all"),
     "data/test_workers.py": PROCESSES,
     "docs": DOCUMENTATION,
     "engine": TRAINING,
@@ -87,9 +89,13 @@ SHARES: dict[str, Share] = {
     "oracle": ORACLES,
     "sharded/test_dtensor_oracle.py": ORACLES,
     "sharded/test_op_database.py::test_every_operator": NIGHTLY,
+    "strangers/test_hosts.py::test_two_hosts_over_the_channel": PROCESSES,
+    "train/test_places.py::test_a_disk_that_fills_up": FULL,
+    "train/test_places.py::test_processes_say_it_once_and_leave_together": PROCESSES,
     "train/test_resume.py::test_it_is_the_run_that_was_never_stopped_to_the_bit": Share("few", "all"),
     "train/test_resume.py::test_killed_at_any_step_it_is_the_uninterrupted_run_over_fifty_steps": Share("none", "few"),
     "train/test_resume.py::test_three_resumes_in_an_epoch_each_in_another_layout": FULL,
+    "train/test_stop_and_restart.py::test_a_killed_rank_is_named_and_the_run_goes_on_to_the_same_end": PROCESSES,
     "train/test_soak.py": FULL,
     "train/test_soak.py::test_five_thousand_steps": NIGHTLY,
     "train/test_train.py::test_a_run_that_is_stopped_keeps_its_metrics": PROCESSES,
@@ -117,6 +123,12 @@ SHARES: dict[str, Share] = {
     "verify/test_tensor.py::test_every_row_is_the_single_process": TRAINING,
     "verify/test_tensor_mutations.py": TRAINING,
     "verify/test_written_pipelines.py::test_processes_make_the_same_run": Share("none", "few"),
+    "watch/test_joined.py": NIGHTLY,
+    "watch/test_joined.py::test_a_killed_rank_is_named_before_the_agent_ends_the_others": PROCESSES,
+    "watch/test_joined.py::test_a_rank_that_leaves_early_is_named_though_others_fail": PROCESSES,
+    "watch/test_joined.py::test_a_rank_that_stands_still_shows_its_stack_and_a_stopped_one_is_called_so": PROCESSES,
+    "watch/test_joined.py::test_nobody_outlives_the_agent_a_stopped_rank_neither": PROCESSES,
+    "watch/test_straggler.py::test_false_alarms_in_a_thousand_runs": NIGHTLY,
     "zoo/test_zoo.py::test_a_few_architectures_are_the_run_of_plain_pytorch": FULL,
 }
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import plait
-from plait.comm.init_process import VARIABLES
+from plait.comm.environment import VARIABLES
 
 
 @pytest.fixture(autouse=True)

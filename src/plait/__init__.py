@@ -12,10 +12,14 @@ models/            what the command line trains
 data/              what it trains on
 job/               what is trained: a model, its loss, data, an optimizer, and their flags
 config/            a run as a frozen value, checked before it starts
+inject/            faults on purpose
 verify/            the proof
 train/             the run
+watch/             what the ranks are doing, and who is the cause
 measure/           what links and machines can do
 report/            what a person sees
+watch/             what ranks do, told outside of the collectives; who is the cause
+chaos/             real runs, real faults, and the goals
 launch/            from one command to many ranks
 commands/          the ``plait`` command
 api.py             the few calls that a script needs besides ``Engine``
@@ -35,6 +39,7 @@ from plait.core.mesh import Mesh
 from plait.core.parallelism import Parallelism
 from plait.core.precision import LossScale
 from plait.engine import EMA, Engine, Evaluation, StepResult, empty_parameters
+from plait.inject import inject
 from plait.job.own import UserJob
 from plait.sharded import (
     LayoutError,
@@ -83,4 +88,4 @@ __all__ = [
 __all__ += ["Strategy", "distributed_sampler", "empty_parameters", "join", "load", "parse_strategy", "rank_batches"]
 __all__ += ["run_threads", "save", "sum_of_mean"]
 __all__ += ["LayoutError", "ShardedTensor", "annotate", "auto_redistribute", "cross_entropy_sum", "dropout_stream"]
-__all__ += ["UserJob", "explain", "from_dtensor", "to_dtensor", "verify", "verify_resume"]
+__all__ += ["UserJob", "explain", "from_dtensor", "inject", "to_dtensor", "verify", "verify_resume"]

@@ -1,8 +1,6 @@
 """``python -m plait`` is the ``plait`` command."""
 
-import sys
-
-from plait.commands.main import main
+from plait.commands.main import program
 
 if __name__ == "__main__":
-    sys.exit(main())
+    program()

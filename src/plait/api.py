@@ -20,10 +20,12 @@ from torch.utils.data import DistributedSampler
 
 from plait.comm import Comm, ThreadWorld
 from plait.comm.check import check_collectives as checked
+from plait.comm.environment import WorldVariables
 from plait.comm.thread import run
 from plait.core.mesh import Mesh
 from plait.data.rank_batches import RankBatches
 from plait.engine.reduction import as_sum
+from plait.watch.joined import watch_joined
 
 Result = TypeVar("Result")
 
@@ -50,16 +52,18 @@ def join(
             ranks say the same.
 
     Raises:
-        ValueError: a mesh that does not multiply to the number of ranks.
+        ValueError: a mesh that does not multiply to the number of ranks, variables that cannot be, ranks that differ.
+        ConnectionError, TimeoutError: the others were not found within the deadline; the message says who and where.
     """
     launched = "RANK" in os.environ
     if mesh is None:
-        mesh = Mesh(shard=int(os.environ.get("WORLD_SIZE", "1")) if launched else 1)
+        mesh = Mesh(shard=WorldVariables.read().size if launched else 1)
     shape = Mesh.parse(mesh) if isinstance(mesh, str) else mesh
     if launched or shape.size > 1:  # a larger mesh alone: the error says how to start its ranks
         from plait.comm.process import ProcessComm
 
         comm = ProcessComm.from_env(shape, device=device, deadline=deadline, deterministic=deterministic)
+        watch_joined(comm)
         return checked(comm) if check_collectives else comm
     return ThreadWorld(shape, deadline, deterministic, device).comm(0)
 

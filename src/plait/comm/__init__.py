@@ -16,6 +16,10 @@
 
     process.py         ranks are processes       torch.distributed
     init_process.py    how processes find each other
+    environment.py     the variables that say who a process is
+    peer.py            who a rank is
+    meeting.py         the ranks of a world, met in a store and compared
+    deadline.py        a call that may never return, given a deadline
     gloo.py            single messages: started, waited for, failing
     nccl.py            the same for GPUs
     p2p_work.py        what is held of messages under way

@@ -23,6 +23,10 @@ LONGEST_ERROR = 1024
 """Bytes of an error's text that reach the other ranks."""
 
 
+class OtherRankError(RuntimeError):
+    """What another rank has raised, as its text."""
+
+
 def gather_ints(comm: Comm, row: Sequence[int], axes: Sequence[str], note: Note) -> list[list[int]]:
     """Every member's row of (int64) numbers; all rows are equally long."""
     return _gather_rows(comm, torch.tensor(row, dtype=torch.int64, device=comm.device), axes, note)
@@ -88,16 +92,20 @@ def differences(comm: Comm, fields: Mapping[str, str], note: Note) -> list[str]:
     digest = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
     if all(same_everywhere(comm, [digest], AXES, note)):
         return []
-    rows: list[dict[str, str]] = [dict(json.loads(row)) for row in gather_texts(comm, text, note)]
-    differing = []
-    for field in dict.fromkeys(name for row in rows for name in row):
+    return differing({rank: dict(json.loads(row)) for rank, row in enumerate(gather_texts(comm, text, note))})
+
+
+def differing(rows: Mapping[int, Mapping[str, str]]) -> list[str]:
+    """The sentences of ``differences`` for what ranks bring, by rank."""
+    lines = []
+    for field in dict.fromkeys(name for row in rows.values() for name in row):
         ranks: dict[str, list[int]] = {}
-        for rank, row in enumerate(rows):
+        for rank, row in rows.items():
             ranks.setdefault(row.get(field, "not there"), []).append(rank)
         if len(ranks) > 1:
             values = (f"{shortened(value)} on {named(of_value)}" for value, of_value in ranks.items())
-            differing.append(f"{field} is {', '.join(values)}")
-    return differing
+            lines.append(f"{field} is {', '.join(values)}")
+    return lines
 
 
 def named(ranks: Sequence[int]) -> str:
@@ -129,7 +137,7 @@ def gather_bytes(comm: Comm, data: bytes) -> list[bytes] | None:
 
 
 def check_together(comm: Comm, error: BaseException | None, axes: Sequence[str]) -> None:
-    """Raises on every member if any brings an error (a file, a NaN, ...): its own there, a RuntimeError elsewhere."""
+    """Raises on every member if any brings an error (a file, a NaN, ...): its own there, a OtherRankError elsewhere."""
     note, ranks = Note("check"), comm.mesh.group(comm.rank, tuple(axes))
     failed = [index for index, (bad,) in enumerate(gather_ints(comm, [error is not None], axes, note)) if bad]
     if not failed:
@@ -140,4 +148,4 @@ def check_together(comm: Comm, error: BaseException | None, axes: Sequence[str])
     if error is not None:
         raise error
     told = bytes(text.tolist()).rstrip(b"\0").decode(errors="replace")
-    raise RuntimeError(f"rank {ranks[failed[0]]} failed: {told}")
+    raise OtherRankError(f"rank {ranks[failed[0]]} failed: {told}")

@@ -51,6 +51,7 @@ from plait.comm.operation import (
     pair_of,
     same_dtype,
 )
+from plait.comm.peer import Peer
 from plait.core.collectives import Entry, Note, bytes_sent
 from plait.core.mesh import Mesh
 
@@ -79,6 +80,8 @@ class Comm(ABC):
         self.mesh, self.rank, self.device = mesh, rank, torch.device(device)
         self.ledger, self.deterministic, self.deadline = Ledger(), deterministic, deadline
         self.observers: tuple[Observer, ...] = ()
+        self.peers: tuple[Peer, ...] = ()
+        """The ranks as processes, by rank; empty where they are not."""
         """Told of every step, operation and wait of this rank."""
         self.stop_signal = 0
         """The number of a signal that asks this rank to end; the ranks agree on it at the end of a step."""
@@ -173,8 +176,9 @@ class Comm(ABC):
             self._ask("barrier", group, note, 0, torch.uint8, ())
 
     def close(self) -> None:
-        """Frees what the world has.  No operation may follow."""
-        return None
+        """Frees what the world has, and tells the observers.  No operation may follow."""
+        for observer in self.observers:
+            observer.closed()
 
     @contextmanager
     def waiting(self, operation: Operation) -> Iterator[None]:

@@ -18,18 +18,24 @@ from collections.abc import Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
+from plait.comm.deadline import within
+from plait.comm.peer import Peer
+from plait.core.escape import one_line
+
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
 PATIENCE_SECONDS = 2.0
 """How long a failed rank waits for the others' reports."""
+LONGEST_REPORT = 1000
 
 
 class FailureReports:
     """One line per failed rank, in a store that all ranks reach."""
 
-    def __init__(self, store: Store, rank: int) -> None:
+    def __init__(self, store: Store, rank: int, peers: Sequence[Peer] = ()) -> None:
         self._store, self._rank = store, rank
+        self._names = {peer.rank: str(peer) for peer in peers}
 
     def error(self, operation: str, cause: BaseException, deadline: float, others: Sequence[int]) -> OSError:
         """The error of this rank, whose ``operation`` ended with ``cause``, with the reports of the others: a
@@ -37,8 +43,11 @@ class FailureReports:
         late = isinstance(cause, TimeoutError) or "timed out" in str(cause).lower()
         report = f"waited {deadline:g} s in {operation}" if late else f"lost its connections in {operation}"
         reports = dict.fromkeys(others, "reported nothing: it is gone, or still computing")
-        reports |= self._exchange(report, others)
-        lines = [f"rank {self._rank} {report}", *(f"  rank {r}: {text}" for r, text in reports.items())]
+        # The store's own rank may be the one that is gone or stopped: then there is nothing to read.
+        with contextlib.suppress(RuntimeError, TimeoutError):
+            reports |= within(PATIENCE_SECONDS + 1, lambda: self._exchange(report, others))
+        lines = [f"rank {self._rank} {report}"]
+        lines += [f"  {self._names.get(r, f'rank {r}')}: {text}" for r, text in reports.items()]
         if not late:
             lines.append(f"  (the transport says: {str(cause).splitlines()[0] if str(cause) else cause!r})")
         return (TimeoutError if late else ConnectionError)("\n".join(lines))
@@ -52,17 +61,15 @@ class FailureReports:
         """Posts a report; what the other ranks have posted within ``PATIENCE_SECONDS``."""
         reports: dict[int, str] = {}
         end = time.monotonic() + PATIENCE_SECONDS
-        # The store's own rank may be the one that is gone: then there is nothing to read.
-        with contextlib.suppress(RuntimeError):
-            self._store.set_timeout(timedelta(seconds=PATIENCE_SECONDS))
-            self._store.set(_key(self._rank), report)
-            while True:
-                for rank in others:
-                    if rank not in reports and self._store.check([_key(rank)]):
-                        reports[rank] = self._store.get(_key(rank)).decode()
-                if len(reports) == len(others) or time.monotonic() > end:
-                    break
-                time.sleep(0.02)
+        self._store.set_timeout(timedelta(seconds=PATIENCE_SECONDS))
+        self._store.set(_key(self._rank), report)
+        while True:
+            for rank in others:
+                if rank not in reports and self._store.check([_key(rank)]):
+                    reports[rank] = one_line(self._store.get(_key(rank)).decode(errors="replace"), LONGEST_REPORT)
+            if len(reports) == len(others) or time.monotonic() > end:
+                break
+            time.sleep(0.02)
         return reports
 
 

@@ -1,79 +1,216 @@
-"""How the ranks of a process world find each other: torchrun's variables and a store.
+"""How the ranks of a process world find each other: a store, a meeting in it, torch's process group.
 
-    RANK, WORLD_SIZE           who am I, of how many
-    MASTER_ADDR, MASTER_PORT   where the store listens; rank 0 (or torchrun itself) hosts it
+    environment.py      who am I, and where is the store
+    open_store          a file on one host; else torchrun's store, or that of rank 0
+    meeting.py          are we all here, each once, and alike
+    process group       torch's own rendezvous, which reads addresses in the same store
 
-Whatever is wrong here is reported before the first operation.
+All of it stands under one deadline.  Whatever is wrong is reported before the first operation.
 """
 
 from __future__ import annotations
 
+import hashlib
 import os
+import secrets
+import socket
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 import torch.distributed as dist
 
-from plait.core.mesh import Mesh
+from plait.comm.deadline import within
+from plait.comm.environment import WorldVariables
+from plait.comm.meeting import loopback_only, meet
+from plait.comm.peer import Peer, shown
+from plait.core.escape import one_line
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
 _tcp_store: Any = dist.TCPStore  # type: ignore[attr-defined]  # torch's stubs do not export them
-_prefix_store: Any = dist.PrefixStore  # type: ignore[attr-defined]
+_file_store: Any = dist.FileStore  # type: ignore[attr-defined]
 
-VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-
-
-def rank_from_env(mesh: Mesh) -> int:
-    """This process's rank; a ValueError if torchrun did not start it, or too few or too many of them."""
-    missing = [v for v in VARIABLES if not os.environ.get(v)]
-    if missing:
-        raise ValueError(f"{', '.join(missing)} not set: start this program with torchrun --nproc-per-node {mesh.size}")
-    started = int(os.environ["WORLD_SIZE"])
-    if started != mesh.size:
-        raise ValueError(
-            f"the mesh '{mesh}' has {mesh.size} ranks, but {started} processes were started: start "
-            f"{mesh.size} (torchrun --nproc-per-node {mesh.size}), or give a mesh of {started}, as in shard={started}"
-        )
-    return int(os.environ["RANK"])
+RESOLVE_SECONDS = 2.0
+"""How long the name of this host may take to be looked up; after it, it is taken for a good one."""
+POLL_SECONDS = 0.05
+LATE_SECONDS = 1.0
+"""What a call that has a deadline of its own is given beyond it, before it is left behind."""
 
 
-def init_process(rank: int, size: int, backend: str, deadline: float) -> Store:
-    """Meets the other ranks and makes torch's default process group; returns the store.
+def init_process(
+    place: WorldVariables, backend: str, deadline: float, facts: dict[str, str]
+) -> tuple[Store, tuple[Peer, ...]]:
+    """Meets the other ranks and makes torch's default process group; returns the store and who the ranks are.
+
+    Args:
+        facts: what must be the same on all ranks, by name, besides the code that they run.
 
     Raises:
-        ConnectionError: the port is taken, or nobody answers there.
+        ConnectionError: the port is taken, or what answers there is no store.
         TimeoutError: some ranks did not come within the deadline; the message names them.
+        ValueError: two processes have one rank, or ranks differ in a fact; the message names them.
     """
-    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    where, patience = f"{host}:{port}", timedelta(seconds=deadline)
-    # torchrun hosts the store itself; started by hand, rank 0 does.
-    hosts = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-    try:
-        store = _tcp_store(host, port, size, hosts, patience, wait_for_workers=False, multi_tenant=hosts)
-        # A program may close one world and join another: every world has names of its own in the store.
-        worlds_before = (store.add("plait/joined", 1) - 1) // size
-    except RuntimeError as error:
-        text = str(error)
-        if "EADDRINUSE" in text or "address already in use" in text.lower():
-            fix = "Set MASTER_PORT (torchrun --master-port) to a free one, or end the program that holds it"
-            raise ConnectionError(f"rank {rank} cannot listen on {where}: the port is in use. {fix}") from error
-        ask = f"is rank 0 running, and is this its address? ({text.splitlines()[0]})"
-        raise ConnectionError(f"rank {rank} found no store at {where} within {deadline:g} s: {ask}") from error
-    here: Store = _prefix_store(f"plait/world {worlds_before}", store)
-    try:
-        here.set(f"here/{rank}", "yes")
-        dist.init_process_group(backend, store=here, rank=rank, world_size=size, timeout=patience)
-    except RuntimeError as error:
-        absent = _absent(here, size)
-        why = f"ranks {', '.join(map(str, absent))} did not come" if absent else str(error).splitlines()[0]
-        raise TimeoutError(f"rank {rank} waited {deadline:g} s at {where} for {size} ranks: {why}") from error
-    return here
+    end, rank = time.monotonic() + deadline, place.rank
+    mine = Peer(rank, socket.gethostname(), os.getpid(), {"WORLD_SIZE": str(place.size), **facts}, _on_loopback())
+    store = open_store(place, deadline)
+    lost = f"rank {rank} lost the store at {place.where}"
+    with _told(f"{lost}: its host is gone, stopped, or no store of torch", deadline):
+        left = max(0.0, end - time.monotonic())
+        here, peers = within(left + LATE_SECONDS, lambda: meet(store, mine, place.size, end, place.restarts))
+    left = max(1.0, end - time.monotonic())
+    with _told(f"rank {rank} met all {place.size} ranks but could not connect to them", deadline):
+        options: dict[str, Any] = {"store": here, "rank": rank, "world_size": place.size}
+        within(
+            left + LATE_SECONDS, lambda: dist.init_process_group(backend, timeout=timedelta(seconds=left), **options)
+        )
+    return here, peers
 
 
-def _absent(store: Store, size: int) -> list[int]:
+def open_store(place: WorldVariables, deadline: float) -> Store:
+    """The store in which the ranks meet."""
+    if place.file:
+        return file_store(place.file)
+    end, start = time.monotonic() + deadline, f"rank {place.rank}"
+
+    def opened(host: bool) -> Store:
+        patience = timedelta(seconds=max(1.0, end - time.monotonic()))
+        options: dict[str, Any] = {"wait_for_workers": False, "multi_tenant": host}
+        store: Store = _tcp_store(place.address, place.port, place.size, host, patience, **options)
+        return store
+
+    def reached() -> Store:
+        if place.rank or place.agents_store:
+            probe(place.address, place.port, end)
+            return opened(False)
+        try:
+            return opened(True)
+        except RuntimeError as error:
+            if "EADDRINUSE" not in str(error) and "address already in use" not in str(error).lower():
+                raise
+            probe(place.address, place.port, time.monotonic() + 1)
+            return opened(False)  # another rank 0, whom the meeting names
+
     try:
-        return [r for r in range(size) if not store.check([f"here/{r}"])]
-    except RuntimeError:  # the store is gone with rank 0
-        return []
+        return within(deadline + LATE_SECONDS, reached)
+    except socket.gaierror as error:
+        name, fix = one_line(place.address, 100), "set it to the name or address of the host of rank 0"
+        raise ConnectionError(f"{start} cannot look up MASTER_ADDR={name} ({_first(error)}): {fix}") from error
+    except ConnectionRefusedError as error:
+        here = f", and is {one_line(place.address, 100)}, which is this host, its address" if _is_here(place) else ""
+        text = f"{start} found no store at {place.where} within {deadline:g} s: is rank 0 running{here}?"
+        raise ConnectionError(f"{text} ({_first(error)})") from error
+    except (RuntimeError, OSError) as error:
+        if place.rank or place.agents_store:
+            kind = TimeoutError if isinstance(error, TimeoutError) else ConnectionError
+            text = f"{start} found no store at {place.where} within {deadline:g} s: {_first(error)}"
+            raise kind(f"{text}. Is rank 0 stopped, or is the port another program's?") from error
+        fix = "Set MASTER_PORT (torchrun --master-port) to a free one, or end the program that holds it"
+        text = f"{start} cannot listen on {place.where}: the port is in use. {fix} ({_first(error)})"
+        raise ConnectionError(text) from error
+
+
+def file_store(path: str) -> Store:
+    """A store in a file, for the processes of one host that may open it; who made its folder removes it."""
+    store: Store = _file_store(path, -1)
+    return store
+
+
+VALIDATE, PING = b"\x00" + (0x3C85F7CE).to_bytes(4, "little"), b"\x0d"
+"""How a client of torch's TCPStore begins: a known number, and a number to be given back (TCPStore.cpp)."""
+
+
+def probe(address: str, port: int, end: float) -> None:
+    """Greets a port as torch's own client does, which would wait without a limit for a holder that is silent, and print
+    its own stack for one that answers otherwise.
+
+    Raises:
+        ConnectionRefusedError: nobody had come to listen there by ``end``, as of ``time.monotonic``.
+        ConnectionError: it answers as no store does.
+        TimeoutError: it does not answer.
+    """
+    number = secrets.token_bytes(4)
+    while True:
+        try:
+            peer = socket.create_connection((address, port), timeout=max(0.01, end - time.monotonic()))
+            break
+        except TimeoutError as error:
+            raise TimeoutError("nothing answers there") from error
+        except ConnectionRefusedError:
+            if time.monotonic() + POLL_SECONDS >= end:
+                raise
+            time.sleep(POLL_SECONDS)
+    answer = b""
+    with peer:
+        try:
+            peer.sendall(VALIDATE + PING + number)
+            while len(answer) < 4:
+                peer.settimeout(max(0.01, end - time.monotonic()))
+                part = peer.recv(64)
+                if not part:
+                    break
+                answer += part
+        except TimeoutError as error:
+            raise TimeoutError("the holder of the port accepts connections and is silent") from error
+        except (ConnectionResetError, BrokenPipeError):
+            pass  # as one that says nothing and closes
+    if answer != number:
+        said = f"answers '{shown(answer)}'" if answer else "says nothing and closes the connection"
+        raise ConnectionError(f"the holder of the port {said}, as no store of torch does")
+
+
+def _is_here(place: WorldVariables) -> bool:
+    try:
+        return within(RESOLVE_SECONDS, lambda: loopback_only(place.address))
+    except (OSError, UnicodeError):
+        return False
+
+
+@contextmanager
+def _told(what: str, deadline: float) -> Iterator[None]:
+    """Errors of torch, and a call that did not return, as errors that say ``what``."""
+    try:
+        yield
+    except TimeoutError as error:
+        if str(error):  # of the meeting
+            raise
+        raise TimeoutError(f"{what} within {deadline:g} s") from error
+    except RuntimeError as error:
+        raise ConnectionError(f"{what} ({_first(error)})") from error
+
+
+def _first(error: BaseException) -> str:
+    return one_line(str(error).splitlines()[0] if str(error) else repr(error), 300)
+
+
+def _on_loopback() -> bool:
+    """Whether gloo would listen on loopback, because this host's name leads there."""
+    if os.environ.get("GLOO_SOCKET_IFNAME"):
+        return False
+    try:
+        return within(RESOLVE_SECONDS, lambda: loopback_only(socket.gethostname()))
+    except (OSError, UnicodeError):
+        return False
+
+
+def code_facts(read: Callable[[Path], bytes] = Path.read_bytes) -> dict[str, str]:
+    """What this process runs, as facts that must be the same on all ranks: torch, plait, and the program itself."""
+    package = Path(__file__).parents[1]
+    main = getattr(sys.modules.get("__main__"), "__file__", None)
+    files = {"plait": sorted(package.rglob("*.py")), "the program": [Path(main)] if main else []}
+    facts = {"torch": str(torch.__version__)}
+    for name, paths in files.items():
+        digest = hashlib.blake2b(digest_size=6)
+        for path in paths:
+            try:
+                digest.update(read(path))
+            except OSError:  # in an archive, or gone since it was started
+                continue
+        facts[f"the code of {name}"] = digest.hexdigest()
+    return facts

@@ -25,3 +25,6 @@ class Observer:
 
     def waited(self, operation: Operation, start: float, end: float) -> None:
         """It waited for ``operation``, or gave up, between these times of ``time.perf_counter``."""
+
+    def closed(self) -> None:
+        """The world is left; nothing follows."""

@@ -28,13 +28,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from plait.comm.base import Comm, Operation, Work
+from plait.comm.environment import WorldVariables
 from plait.comm.failures import FailureReports
 from plait.comm.gloo import GlooTransport, Started
-from plait.comm.init_process import init_process, rank_from_env
+from plait.comm.init_process import code_facts, init_process
 from plait.comm.nccl import NcclTransport
 from plait.comm.operation import copied, label
 from plait.comm.ordered_reduce import ordered_sum
 from plait.comm.p2p_work import P2PWork, Sent, TwoPhase
+from plait.comm.peer import Peer
 from plait.core.mesh import Mesh
 
 if TYPE_CHECKING:
@@ -58,13 +60,15 @@ class ProcessComm(Comm):
         mesh: Mesh,
         rank: int,
         store: Store,
+        peers: Sequence[Peer] = (),
         *,
         device: torch.device | str = "cpu",
         deadline: float = 30.0,
         deterministic: bool = True,
     ) -> None:
         super().__init__(mesh, rank, device=device, deadline=deadline, deterministic=deterministic)
-        wires = rank, deadline, FailureReports(store, rank), self.waiting
+        self.peers = tuple(peers)
+        wires = rank, deadline, FailureReports(store, rank, self.peers), self.waiting
         on_gpu = self.device.type == "cuda"
         self.transport = NcclTransport(mesh, self.device, deterministic, *wires) if on_gpu else GlooTransport(*wires)
         self._spare: dict[torch.dtype, list[Tensor]] = {}
@@ -81,15 +85,19 @@ class ProcessComm(Comm):
         """Joins the world that torchrun's variables describe.
 
         Raises:
-            ValueError: variables missing, another number of processes than the mesh has ranks, or a world joined here.
+            ValueError: variables missing or wrong, another number of processes than the mesh has ranks, ranks that
+                differ, or a world joined here.
             ConnectionError, TimeoutError: as in ``init_process``.
         """
-        rank, device = rank_from_env(mesh), torch.device(device)
+        place, device = WorldVariables.read(ranks=mesh.size), torch.device(device)
+        place.check(mesh)
         if dist.is_initialized():
             fix = "close() that world first, or make ProcessComm(mesh, rank, store) on top of it"
             raise ValueError(f"torch.distributed is already initialised here: {fix}")
-        store = init_process(rank, mesh.size, "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo", deadline)
-        return cls(mesh, rank, store, device=device, deadline=deadline, deterministic=deterministic)
+        facts = {"mesh": str(mesh), "device": device.type, "deterministic": str(deterministic), **code_facts()}
+        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+        store, peers = init_process(place, backend, deadline, facts)
+        return cls(mesh, place.rank, store, peers, device=device, deadline=deadline, deterministic=deterministic)
 
     def close(self) -> None:
         """Waits for the sends whose handles were dropped, then leaves."""
@@ -101,6 +109,7 @@ class ProcessComm(Comm):
                 next(iter(self.sends.values())).wait()
         finally:
             self.transport.broken = self.transport.broken or "this world was closed"
+            super().close()
             if dist.is_initialized():
                 dist.destroy_process_group()
 

@@ -1,29 +1,33 @@
 """The ``plait`` command: words and flags in, an exit code out; the work is elsewhere.
 
-    plait train | verify | doctor | bench comm | schedule | checkpoint
+    plait train | verify | doctor | bench comm | schedule | checkpoint | chaos
 
 Exit codes: 0 done (verify: equal), 1 failed (verify: not equal; checkpoint: damaged, different), 2 bad input; 128 + n
 for signal n.
 """
 
+import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Annotated, Any, Literal, TypeAlias, TypeVar, Union
+from typing import Annotated, Any, Literal, NoReturn, TypeAlias, TypeVar, Union
 
 import tyro
 
 from plait import config as configs
 from plait.comm.base import Comm
 from plait.commands.bench import run_bench
+from plait.commands.chaos import ChaosConfig, run_chaos
 from plait.commands.checkpoint import CheckpointCommand
 from plait.commands.doctor import DoctorConfig, run_doctor
 from plait.commands.schedule import ScheduleCommand
 from plait.config import TrainConfig, VerifyConfig
-from plait.launch import guarded, launch
+from plait.config.bounds import check_values
+from plait.files.writing import check_file
+from plait.launch import Limits, guarded, launch, leave
 from plait.measure import comm as bench
-from plait.train.resume import check_places
+from plait.train.resume import check_places, newest_sound, restarted
 from plait.train.run import run_train
 from plait.verify import run_verify
 from plait.verify.matrix import run_matrix
@@ -39,7 +43,9 @@ class BenchCommand(bench.BenchConfig):
     """What is timed."""
 
 
-Command: TypeAlias = TrainConfig | VerifyConfig | DoctorConfig | BenchCommand | ScheduleCommand | CheckpointCommand
+Command: TypeAlias = (
+    TrainConfig | VerifyConfig | DoctorConfig | BenchCommand | ScheduleCommand | CheckpointCommand | ChaosConfig
+)
 
 COMMANDS: dict[str, Any] = {
     "train": TrainConfig,
@@ -48,6 +54,7 @@ COMMANDS: dict[str, Any] = {
     "bench": BenchCommand,
     "schedule": ScheduleCommand,
     "checkpoint": CheckpointCommand,
+    "chaos": ChaosConfig,
 }
 """What each command is parsed into."""
 
@@ -58,13 +65,24 @@ def main(argv: Sequence[str] | None = None) -> int:
     return guarded(lambda: run(words))
 
 
+def program() -> NoReturn:
+    """The program ``plait``."""
+    leave(main())
+
+
 def run(argv: list[str]) -> int:
     """The command in ``argv``; mistakes are raised."""
     command = parse(argv)
+    check_values(command)
+    if (place := getattr(getattr(command, "what", command), "json", None)) not in (None, "-"):
+        check_file("json", place)
     body: Callable[[Comm], int]
+    limits = Limits()
     match command:
         case DoctorConfig():
             return run_doctor(command)
+        case ChaosConfig():
+            return run_chaos(command)
         case ScheduleCommand():
             command.what.run()
             return 0
@@ -74,19 +92,20 @@ def run(argv: list[str]) -> int:
             bench.validate(command)
             body = partial(run_bench, command)
         case TrainConfig():
-            command = configs.with_job(command)
+            command = restarted(configs.with_job(command), int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")))
             configs.validate(command)
             if done := check_places(command):
                 print(done)
                 return 0
             body = partial(run_train, command, argv=argv)
+            limits = Limits(command.restarts, command.grace, partial(newest_sound, command))
         case VerifyConfig(matrix=None):
             command = configs.with_job(command)
             configs.validate(command)
             body = partial(run_verify, command)
         case VerifyConfig():
             return run_matrix(command)
-    return launch(command, body, [sys.executable, "-m", "plait", *argv])
+    return launch(command, body, ["-m", "plait", *argv], limits)
 
 
 def parse(argv: Sequence[str]) -> Command:

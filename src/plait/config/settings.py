@@ -94,6 +94,10 @@ class TrainConfig(RunConfig):
     """How many checkpoints stay, the newest ones; None: all."""
     resume: str | None = None
     """Go on from a checkpoint, or the newest of a folder of them; auto: from the newest in out, if there is one."""
+    restarts: int = 0
+    """How often ranks that died, failed or stood still are started again, from the newest checkpoint."""
+    grace: float = 60.0
+    """Seconds to end behind the step, with a checkpoint, after SIGTERM, SIGINT, SIGHUP or SIGUSR1; 0: at once."""
     change: tuple[str, ...] = ()
     """Settings that may differ from those of the run that is resumed, by name, as in: --change lr steps"""
     verify: bool = False
@@ -104,6 +108,8 @@ class TrainConfig(RunConfig):
     ] = None
     nonfinite: Literal["raise", "skip"] = "raise"
     """A step whose loss or gradient is inf or NaN on any rank ends the run, or is left out (as always in fp16)."""
+    inject: tuple[str, ...] = ()
+    """Faults that are to happen, as in: --inject kill@rank=2,step=20 (see plait chaos)."""
     check_drift: int = 100
     """Steps between two checks that ranks which hold the same state have the same bits; 0: none."""
     workers: int = 0

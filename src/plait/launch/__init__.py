@@ -1,10 +1,17 @@
 """From one command to many ranks: processes that plait starts, threads of this one, or one rank under torchrun.
 
-local.py      launch(config, body, command): the choice, and the start of processes    start here
-failure.py    what is printed, and the exit code, when a rank fails
+local.py         launch(config, body, command): the choice                  start here
+agent.py         ranks are started, looked after, and started again: torch's elastic agent on one host
+look.py          what the launcher sees of its ranks without asking them
+limits.py        how often, and how long they may take to end
+fork_server.py   ranks are copies of a process that has imported everything
+folder.py        where the ranks of a launch meet, which goes with it
+signals.py       signals that ask for the end
+failure.py       what is printed, and the exit code, when a rank fails
 """
 
-from plait.launch.failure import guarded
+from plait.launch.failure import guarded, leave
+from plait.launch.limits import Limits
 from plait.launch.local import launch
 
-__all__ = ["guarded", "launch"]
+__all__ = ["Limits", "guarded", "launch", "leave"]

@@ -3,12 +3,13 @@
     raised on a rank                      printed                         exit code
     ValueError by plait                   plait: error: <message>         2
     FloatingPointError by plait           plait: error: <message>         1
+    a disk that is full or gone           plait: error: <message>         1
     any other exception                   its traceback                   1
     (killed by a signal)                  plait: rank 3 was killed ...    128 + signal
 
-A rank that plait started prints nothing itself.  It writes the file that torch's elastic agent hands out
-(``TORCHELASTIC_ERROR_FILE``), and the launcher prints the *first* failure: the others are only its echo.  The agent
-stamps failures to the second; the nanoseconds here tell cause from echo.
+A rank that plait started prints nothing itself.  It leaves a note in the file that ``TORCHELASTIC_ERROR_FILE`` names,
+in the form that torch's own agent reads, and the launcher prints the *first* failure: the others are only its echo.
+Torch stamps failures to the second; the nanoseconds here tell cause from echo.
 """
 
 import json
@@ -20,10 +21,16 @@ import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import NoReturn
+
+from plait.comm.agree import OtherRankError
+from plait.files.writing import DiskError
 
 MISTAKE = 2
 """The exit code of bad input, the same as argparse's."""
+
+ERROR = "plait: error:"
+"""How a line begins that says all there is to say."""
 
 LAUNCHER = "PLAIT_LAUNCHER"
 """Set for ranks that plait started: the launcher's process id."""
@@ -36,9 +43,11 @@ class Failure:
     rank: int
     exit_code: int
     """Negative: the signal that killed it."""
-    text: str = ""
-    """What is to be printed; empty where the rank has printed it itself, or could not."""
+    text: str | None = None
+    """What is to be printed; None where it left no note."""
     nanoseconds: int = 0
+    final: bool = False
+    """Another attempt would come to the same end: an input that plait refuses, or the program's own exit code."""
 
 
 def is_mistake(error: BaseException, kinds: tuple[type[Exception], ...] = (ValueError,)) -> bool:
@@ -65,45 +74,67 @@ def report(error: BaseException, environment: Mapping[str, str] = os.environ) ->
     """Prints what went wrong, or records it for the launcher to print; returns the exit code.  What plait refuses is a
     line, with a grid below it where there is one; anything else is its traceback."""
     text = "".join(traceback.format_exception(error))
-    if is_mistake(error, (ValueError, FloatingPointError)):
+    if is_mistake(error, (ValueError, FloatingPointError)) or isinstance(error, DiskError | OtherRankError):
         reason, *grid = str(error).split("\n")
-        line = " ".join(["plait: error:", *reason.split(), *getattr(error, "__notes__", ())])
+        line = " ".join([ERROR, *reason.split(), *getattr(error, "__notes__", ())])
         text = "\n".join([line, *grid, ""])
-    path = environment.get("TORCHELASTIC_ERROR_FILE")
-    if path:
-        now = time.time_ns()
-        extra = {"py_callstack": text, "timestamp": str(now // 10**9), "nanoseconds": now}
-        Path(path).write_text(json.dumps({"message": {"message": text, "extraInfo": extra}}))
-    if not path or LAUNCHER not in environment:
+    refused = text.startswith(ERROR)
+    leave_note(text, final=refused, environment=environment)
+    if "TORCHELASTIC_ERROR_FILE" not in environment or LAUNCHER not in environment:
         sys.stdout.flush()
         sys.stderr.write(text)
     return MISTAKE if is_mistake(error) else 1
 
 
-def recorded(rank: int, exit_code: int, data: Mapping[str, Any]) -> Failure:
-    """What ``report`` wrote, read back from the elastic agent's copy of the file."""
-    message = data.get("message")
-    if not isinstance(message, dict):
+def leave_note(text: str, *, final: bool, environment: Mapping[str, str] = os.environ) -> None:
+    """Tells whoever started this rank why it ends with another code than 0."""
+    path = environment.get("TORCHELASTIC_ERROR_FILE")
+    if path:
+        now = time.time_ns()
+        extra = {"py_callstack": text, "timestamp": str(now // 10**9), "nanoseconds": now, "final": final}
+        Path(path).write_text(json.dumps({"message": {"message": text, "extraInfo": extra}}), encoding="utf-8")
+
+
+def recorded(rank: int, exit_code: int, note: Path) -> Failure:
+    """A rank's end, with the note that it may have left."""
+    try:
+        message = json.loads(note.read_text(encoding="utf-8"))["message"]
+        extra = message["extraInfo"]
+        return Failure(rank, exit_code, str(message["message"]), int(extra["nanoseconds"]), bool(extra["final"]))
+    except (OSError, ValueError, KeyError, TypeError):  # none, or it was killed while it wrote
         return Failure(rank, exit_code, nanoseconds=time.time_ns())
-    extra = message["extraInfo"]
-    return Failure(rank, exit_code, message["message"], extra.get("nanoseconds", int(extra["timestamp"]) * 10**9))
 
 
-def explain(failures: list[Failure], mesh: str) -> tuple[str, int]:
-    """(what the launcher prints, its exit code) for the failures of a run.  A rank that a signal killed comes first: it
-    left no note, and the tracebacks of the others are echoes.  SIGTERM, with which the agent stops the rest, is last.
+def first_of(failures: list[Failure]) -> Failure:
+    """The one of which the others are echoes: a rank that a signal killed, else the first that left a note."""
+    return min(failures, key=lambda f: (f.exit_code >= 0, f.text is None, f.nanoseconds))
+
+
+def explain(failure: Failure, mesh: str, found: str = "") -> tuple[str, int]:
+    """(what the launcher prints, its exit code) for an attempt that ended with this failure.
+
+    Args:
+        found: what the status page told of it: it says more than the launcher alone knows.
     """
+    who = f"plait: rank {failure.rank} of mesh {mesh}"
+    code = failure.exit_code
+    if code < 0:
+        name = signal.Signals(-code).name if -code in set(signal.Signals) else f"signal {-code}"
+        return found or f"{who} was killed by {name}; the others were stopped\n", 128 - code
+    if failure.text is None:
+        return found or f"{who} ended with exit code {code} and left no word; the others were stopped\n", code
+    if failure.final:
+        where = "" if code == MISTAKE else f" (raised on rank {failure.rank}, mesh {mesh})"
+        return f"{failure.text.rstrip()}{where}\n", code
+    return failure.text + (found or f"{who} failed as above; the others were stopped\n"), code
 
-    def order(f: Failure) -> tuple[bool, bool, bool, int]:
-        return f.exit_code == -signal.SIGTERM, f.exit_code >= 0, not f.text, f.nanoseconds
 
-    first = min(failures, key=order)
-    who = f"plait: rank {first.rank} of mesh {mesh}"
-    if first.exit_code < 0:
-        number = -first.exit_code
-        name = signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
-        hint = " (out of memory?)" if number == signal.SIGKILL else ""
-        return f"{who} was killed by {name}{hint}; the others were stopped\n", 128 + number
-    if first.text and first.exit_code != MISTAKE:
-        return f"{first.text}{who} failed as above; the others were stopped\n", first.exit_code
-    return first.text, first.exit_code
+def leave(code: int) -> NoReturn:
+    """Ends this process now: what is said is written, and the interpreter's own end, a second or two with torch, is
+    left out."""
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except (OSError, ValueError):  # who read it is gone
+            code = code or 1
+    os._exit(code)

@@ -9,8 +9,10 @@
 A batch is a function of its step, so the step is the whole data cursor, whatever workers have read ahead.
 """
 
+import secrets
+import sys
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,6 +25,7 @@ from plait.checkpoint.as_saved import check_as_saved
 from plait.checkpoint.folder import CHECKPOINTS, checkpoints, find, place
 from plait.checkpoint.load import load, read_values
 from plait.checkpoint.save import Saver
+from plait.checkpoint.saved import Saved
 from plait.checkpoint.storage import Storage
 from plait.comm import Comm
 from plait.comm.agree import broadcast_text
@@ -88,6 +91,12 @@ def check_places(config: TrainConfig) -> str | None:
     for name in ("save_every", "keep", "resume"):
         if getattr(config, name) is not None and config.out is None and (name != "resume" or config.resume == AUTO):
             raise ValueError(f"{name} without out: checkpoints are kept in a run's own folder; give --out DIR")
+    if config.restarts and config.save_every is None:
+        raise ValueError(
+            f"restarts {config.restarts} without save_every: there would be nothing to go on from; give --save-every"
+        )
+    if config.restarts and config.world == "thread":
+        raise ValueError(f"restarts {config.restarts} with world thread, which ends with its process: leave it out")
     if config.keep is not None and config.save_every is None:
         raise ValueError(f"keep {config.keep} without save_every: give --save-every as well")
     if config.change and config.resume is None:
@@ -107,15 +116,43 @@ def check_places(config: TrainConfig) -> str | None:
         raise ValueError("verify beside change: no single process makes such a run; leave one of them out")
     if config.out is not None and config.resume is not None and not config.overwrite:
         _check_metrics(config, resumed)
-    if config.out is not None and config.save_every is not None and not config.overwrite:
+    if config.out is not None and config.save_every is not None and (config.restarts or not config.overwrite):
         later = [folder for folder in checkpoints(folder_of(config)) if int(folder.name.removeprefix("step-")) > step]
         if later:
             where = f"step {step}" if step else "the beginning"
+            fix = "" if config.restarts else ", or --overwrite"  # a restart would take it for its own
             raise ValueError(
                 f"the run goes on from {where}, and {str(later[-1])!r} is there already: --resume auto goes on from "
-                f"it; give another folder, move it away, or --overwrite"
+                f"it; give another folder, or move it away{fix}"
             )
     return None
+
+
+def restarted(config: TrainConfig, attempt: int) -> TrainConfig:
+    """The settings of an attempt that follows others: it goes on where they came to.  One before the first checkpoint
+    begins as the first did, in the same folder."""
+    if not attempt or config.out is None:
+        return config
+    newest = next(reversed(checkpoints(folder_of(config))), None)
+    if newest is None:
+        return replace(config, overwrite=True)
+    was = kept_of(read_values(newest), newest)["config"]
+    changed = [name for name in config.change if was.get(name, MISSING) != _plain(getattr(config, name, None))]
+    return replace(config, resume=AUTO, overwrite=False, change=tuple(changed))
+
+
+def newest_sound(config: TrainConfig) -> str:
+    """The newest checkpoint of a run whose files are as they were written, or ""; later ones get another name.  For
+    one process alone, while no rank runs."""
+    for folder in reversed(checkpoints(folder_of(config))) if config.out is not None else ():
+        try:
+            Saved.find(folder).check()
+            return str(folder)
+        except ValueError as error:
+            damaged = Path(str(folder)).with_name(f"damaged-{folder.name}-{secrets.token_hex(4)}")
+            Path(str(folder)).rename(damaged)
+            sys.stderr.write(f"plait: {error}\nplait: it is put aside as {str(damaged)!r}\n")
+    return ""
 
 
 def check_left(path: object, step: int, end: int) -> None:

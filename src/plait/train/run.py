@@ -8,6 +8,8 @@ Every rank runs ``run_train``; rank 0 speaks.  Bytes held and sent are predicted
 import math
 import platform
 import shlex
+import signal
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
@@ -25,15 +27,18 @@ from plait.checkpoint.save import Saver
 from plait.comm import Comm
 from plait.comm.agree import gather_ints
 from plait.config import TrainConfig, to_toml
+from plait.config.room import decoder_sizes
 from plait.config.sinks import Sinks, open_sinks
 from plait.core.collectives import Note
 from plait.core.mesh import AXES
 from plait.data import StepStream
 from plait.engine import Engine
+from plait.files.writing import write_text
+from plait.inject import inject
 from plait.job.job import Job, make_job
 from plait.measure.gpu import GpuUtilisation
 from plait.measure.machine import peak_memory
-from plait.plan.activations import DecoderSizes, decoder
+from plait.plan.activations import decoder
 from plait.plan.memory import Held, held
 from plait.report.training import ProgressView, RankBytes, bytes_table, human, spark
 from plait.train.course import Course
@@ -62,6 +67,8 @@ class Training:
     first: int = 0
     """The step, from 0, at which this part of the run begins."""
     saver: Saver | None = None
+    stopped: tuple[int, int] | None = None
+    """(rank, signal): it was asked to end, and all ranks did."""
     sent: int | None = None
     """Bytes that this rank sent in the first step, which is the one that is predicted."""
 
@@ -100,8 +107,9 @@ def run_train(config: TrainConfig, comm: Comm, argv: Sequence[str] = ()) -> int:
             after=engine.steps,
         )
         if config.out:
-            (Path(config.out) / "config.toml").write_text(to_toml(config), encoding="utf-8")
+            write_text(Path(config.out) / "config.toml", to_toml(config))
     training.saver = saver_of(config, engine)
+    inject(engine, config.inject, threads=config.world == "thread")
     with sinks, watch as watched, view, stream, training.saver or nullcontext():
         try:
             for line in _steps(training, stream):
@@ -111,6 +119,8 @@ def run_train(config: TrainConfig, comm: Comm, argv: Sequence[str] = ()) -> int:
         except FloatingPointError as error:
             sinks.write({"step": engine.steps + 1, "stopped": str(error)})
             raise
+    if training.stopped:
+        return _tell_stop(training)
     ranks, recorded, first, last = _bytes_per_rank(training), record_timeline(engine), course.first, course.last
     console.print(f"loss {first['loss']:.4f} -> {last['loss']:.4f}  {spark(course.losses.values)}")
     console.print(f"{course.rate:,.0f} {config.family.unit}/s (median over steps, all ranks)")
@@ -171,24 +181,10 @@ def _show_header(training: Training, console: Console) -> None:
 
 def _activation_bytes(training: Training) -> int:
     """What this rank's stages of the project's decoder keep of one microbatch, from its forward to its backward."""
-    config, engine, mesh = training.config, training.engine, training.comm.mesh
-    model = config.sizes
-    sizes = DecoderSizes(
-        batch=-(-config.batch // (mesh.data_size * config.microbatches)),
-        length=config.length,
-        width=model.width,
-        heads=model.num_heads,
-        kv_heads=model.num_kv_heads,
-        hidden=model.hidden_width,
-        vocabulary=model.vocabulary,
-        itemsize=training.job.dtype.itemsize,
-        dropout=model.dropout > 0,
-        ways=mesh.tensor,
-        sequence=config.sequence_parallel and mesh.tensor > 1,
-    )
-    whole = ("embed", *(f"blocks.{i}" for i in range(model.num_layers)), "norm", "head")
+    config, engine = training.config, training.engine
+    whole = ("embed", *(f"blocks.{i}" for i in range(config.sizes.num_layers)), "norm", "head")
     links = [name for stage in engine.stages for name in engine.links_of(stage)] or whole
-    return decoder(sizes, links, config.recompute)
+    return decoder(decoder_sizes(config), links, config.recompute)
 
 
 def _steps(training: Training, stream: StepStream) -> Iterator[dict[str, Any]]:
@@ -228,9 +224,25 @@ def _steps(training: Training, stream: StepStream) -> Iterator[dict[str, Any]]:
         if held_out and (step + 1 == config.steps or (config.eval_every and (step + 1) % config.eval_every == 0)):
             line |= _evaluate(engine, held_out)
         yield line
-        if config.save_every is not None and ((step + 1) % config.save_every == 0 or step + 1 == config.steps):
-            assert training.saver is not None
+        last = step + 1 == config.steps
+        training.stopped = None if last else result.stop
+        if training.saver is not None and (last or training.stopped or (step + 1) % (config.save_every or 1) == 0):
             training.saver.save(extra_of(config, training.job, training.scheduler, training.layouts))
+        if training.stopped:
+            return
+
+
+def _tell_stop(training: Training) -> int:
+    """Says where a run stopped that was asked to, and how it goes on; the exit code."""
+    config, step = training.config, training.engine.steps
+    rank, number = training.stopped or (0, 0)
+    saved = "nothing was saved, for there is no --save-every"
+    if training.saver is not None:
+        saved = f"saved in {training.saver.wait()}; the same command with --resume auto goes on from there"
+    if not training.comm.rank:
+        name = signal.Signals(number).name
+        sys.stderr.write(f"plait: {name} (on rank {rank}): stopped behind step {step} of {config.steps}; {saved}\n")
+    return 128 + number
 
 
 def _evaluate(engine: Engine, steps: Sequence[Sequence[Any]]) -> dict[str, Any]:

@@ -72,4 +72,4 @@ def body(comm: Comm) -> int:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    sys.exit(guarded(lambda: launch(BenchConfig(mesh="pipe=3", deadline=120), body, [sys.executable, *sys.argv])))
+    sys.exit(guarded(lambda: launch(BenchConfig(mesh="pipe=3", deadline=120), body, sys.argv)))

@@ -1,0 +1,208 @@
+"""What ends, stops and slows ranks.  A trial is right or wrong, and has measured what its goal names."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from plait.chaos.ground import EVERY, PATIENCE, RANKS, Ground, lines_of, wait_for_step
+from plait.chaos.observed import Observed, SaidLine, alive, descendants
+from plait.checkpoint.folder import CHECKPOINTS
+
+SOON = 30.0
+"""Seconds within which what has a goal of a second is still waited for."""
+
+
+@dataclass(frozen=True)
+class Result:
+    """What one trial showed."""
+
+    wrong: str = ""
+    """Empty: all was as expected."""
+    seen: Mapping[str, float] = field(default_factory=dict)
+    """What the goal names, by its name in the row's limits."""
+
+
+def injected(child: Observed) -> SaidLine:
+    """The moment of the fault; ValueError if it never came."""
+    line = child.wait_for("plait: injected", PATIENCE)
+    if line is None:
+        child.end()
+        raise ValueError(f"the fault was never injected: {child.text()[-500:]}")
+    return line
+
+
+def outcome(
+    child: Observed, wrong: str, seen: Mapping[str, float], *, code: int = 0, seconds: float = PATIENCE
+) -> Result:
+    """The result of a run that is to end with this code."""
+    ended = child.finish(seconds)
+    if not wrong and ended != code:
+        wrong = f"exit code {ended} where {code} was due: {child.text()[-500:]}"
+    return Result(wrong, seen)
+
+
+def killed(ground: Ground, number: int) -> Result:
+    """SIGKILL for a rank, at any operation of any step."""
+    rank, step = number % RANKS, ground.random.randrange(EVERY + 2, ground.steps - 1)
+    out = ground.new()
+    fault = f"kill@rank={rank},step={step},operation={ground.random.randrange(1, 9)}"
+    child = Observed(ground.words(out, "--restarts", "1", "--inject", fault))
+    moment = injected(child)
+    told = child.wait_for(f"rank {rank}\\b.*killed by SIGKILL", SOON, moment.at)
+    again = _first_new_step(out, step, moment.at, child)
+    wrong = "" if told else f"rank {rank} was not named: {child.text()[-500:]}"
+    if told and not re.search(rf"step {step}\b", child.text()):
+        wrong = f"step {step} was not named: {child.text()[-500:]}"
+    seen = {} if told is None else {"told": told.at - moment.at}
+    seen |= {} if again is None else {"restarted": again - moment.at}
+    result = outcome(child, wrong, seen)
+    return Result(result.wrong or ground.same_run(out), result.seen)
+
+
+def _first_new_step(out: Path, step: int, since: float, child: Observed) -> float | None:
+    """When the first step behind the newest checkpoint was made again: the metrics are then another file."""
+    metrics, saved = out / "metrics.jsonl", (step - 1) // EVERY * EVERY
+    before = metrics.stat().st_ino
+    while time.monotonic() < since + PATIENCE and child.process.poll() is None:
+        if metrics.stat().st_ino != before and int(str((lines_of(metrics) or [{"step": 0}])[-1]["step"])) > saved:
+            return time.monotonic()
+        time.sleep(0.01)
+    return None
+
+
+def stopped(ground: Ground, number: int) -> Result:
+    """SIGSTOP for a rank, and SIGCONT once it was told; every fifth is left as it is."""
+    rank, step = number % RANKS, ground.random.randrange(3, ground.steps - 5)
+    out = ground.new()
+    fault = f"stop@rank={rank},step={step},operation={ground.random.randrange(1, 9)}"
+    child = Observed(ground.words(out, "--restarts", "1", "--inject", fault))
+    moment = injected(child)
+    told = child.wait_for(f"rank {rank}\\b.*stopped", SOON, moment.at)
+    if number % 5 != 4 and (process := re.search(r"process (\d+)", moment.text)):
+        os.kill(int(process[1]), signal.SIGCONT)
+    wrong = "" if told else f"rank {rank} was not named: {child.text()[-500:]}"
+    result = outcome(child, wrong, {} if told is None else {"told": told.at - moment.at})
+    return Result(result.wrong or ground.same_run(out), result.seen)
+
+
+def launcher_killed(ground: Ground, number: int) -> Result:
+    """SIGKILL for the launcher; at every other trial one of its ranks stands still."""
+    out = ground.new()
+    child = Observed(ground.words(out))
+    if wait_for_step(out / "metrics.jsonl", 3, PATIENCE, child) is None:
+        child.end()
+        return Result(f"the run never began: {child.text()[-500:]}")
+    below = descendants(child.pid)
+    if number % 2:
+        os.kill(below[-1].pid, signal.SIGSTOP)
+    os.kill(child.pid, signal.SIGKILL)
+    moment = time.monotonic()
+    while (left := [p for p in below if alive(p)]) and time.monotonic() < moment + SOON:
+        time.sleep(0.01)
+    seconds = time.monotonic() - moment
+    for process in left:
+        os.kill(process.pid, signal.SIGKILL)
+    child.end()
+    return Result(f"{len(left)} of {len(below)} processes are left" if left else "", {"gone": seconds})
+
+
+ASKED = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
+
+
+def asked_to_end(ground: Ground, number: int) -> Result:
+    """A signal to the launcher, or to one rank: a last checkpoint, then the same run goes on."""
+    name, out = ASKED[number % len(ASKED)], ground.new()
+    step = ground.random.randrange(3, ground.steps - 5)
+    to_rank = number // len(ASKED) % 2
+    fault = ("--inject", f"signal={name.name}@rank={number % RANKS},step={step}") if to_rank else ()
+    child = Observed(ground.words(out, *fault))
+    if to_rank:
+        moment = injected(child).at
+    else:
+        wait_for_step(out / "metrics.jsonl", step, PATIENCE, child)
+        moment = time.monotonic()
+        os.kill(child.pid, name)
+    result = outcome(child, "", {}, code=128 + name)
+    seen = {"ended": time.monotonic() - moment}
+    if result.wrong:
+        return Result(result.wrong, seen)
+    made = int(str(lines_of(out / "metrics.jsonl")[-1]["step"]))
+    if not (out / CHECKPOINTS / f"step-{made:06}").is_dir():
+        return Result(f"{made} steps were made, and no checkpoint has them", seen)
+    if to_rank and not re.search(rf"rank {number % RANKS}\b.*{name.name}", child.text()):
+        return Result(f"that rank {number % RANKS} got {name.name} was not told: {child.text()[-500:]}", seen)
+    again = Observed(ground.words(out, "--resume", "auto"))
+    result = outcome(again, "", seen)
+    return Result(result.wrong or ground.same_run(out), seen)
+
+
+SLOWER = r"computes [0-9.]+ times as long"
+
+
+def slow(ground: Ground, number: int) -> Result:
+    """A rank that takes twice as long: told, and not ended."""
+    rank, out = number % RANKS, ground.new()
+    child = Observed(ground.words(out, "--inject", f"slow=2x@rank={rank},step=5"))
+    injected(child)
+    told = child.wait_for(rf"rank {rank} {SLOWER}", PATIENCE)
+    metrics = lines_of(out / "metrics.jsonl")
+    seen = {} if told is None else {"steps": float(len(metrics) - 4)}
+    wrong = "" if told else f"rank {rank} was not named: {child.text()[-500:]}"
+    return outcome(child, wrong or _false_alarms(child, but=rank), seen)
+
+
+def even(ground: Ground, number: int) -> Result:
+    """Nobody is slow: nobody is told to be."""
+    child = Observed(ground.words(ground.new()))
+    result = outcome(child, "", {})
+    alarms = len(re.findall(SLOWER, child.text()))
+    return Result(result.wrong, {"share": alarms / ground.steps})
+
+
+def _false_alarms(child: Observed, but: int) -> str:
+    others = [rank for rank in range(RANKS) if rank != but]
+    found = [rank for rank in others if re.search(rf"rank {rank} {SLOWER}", child.text())]
+    return f"ranks {found} were told to be slow as well" if found else ""
+
+
+def raised(ground: Ground, number: int) -> Result:
+    """An exception in one stage of a pipeline: its traceback first, the others end."""
+    rank, out = number % RANKS, ground.new()
+    fault = f"exception@rank={rank},step={ground.random.randrange(2, 9)}"
+    layout = {"mesh": f"pipe={RANKS}", "strategy": "ddp"}
+    child = Observed(ground.words(out, "--microbatches", "3", "--inject", fault, **layout))
+    moment = injected(child)
+    code = child.finish(PATIENCE)
+    seen = {"ended": time.monotonic() - moment.at}
+    said = [line.text for line in child.lines if line.stream == "err" and line.at > moment.at]
+    if code != 1 or not said or not said[0].startswith("Traceback"):
+        return Result(f"exit code {code}, and it says first: {said[:3]}", seen)
+    tracebacks = sum(line.startswith("Traceback") for line in said)
+    named = any(re.search(rf"rank {rank}\b", line) for line in said)
+    return Result("" if tracebacks == 1 and named else f"{tracebacks} tracebacks: {child.text()[-800:]}", seen)
+
+
+def not_a_number(ground: Ground, number: int) -> Result:
+    """NaN on one rank: all stop, or all leave the step out, and no checkpoint has it."""
+    rank, skip, out = number % RANKS, number % 2, ground.new()
+    step = ground.random.randrange(EVERY + 1, ground.steps - 5)
+    how = ("--nonfinite", "skip") if skip else ()
+    child = Observed(ground.words(out, *how, "--inject", f"nan@rank={rank},step={step}"))
+    moment = injected(child)
+    result = outcome(child, "", {}, code=0 if skip else 1)
+    lines = lines_of(out / "metrics.jsonl")
+    if result.wrong:
+        return result
+    if skip:
+        left = [line["step"] for line in lines if line["loss"] is None]
+        return Result("" if left == [step] else f"the steps {left} are not finite, where {step} was due")
+    told = child.first(rf"rank {rank}\b", moment.at)
+    later = [f for f in (out / CHECKPOINTS).glob("step-*") if int(f.name[5:]) >= step]
+    wrong = "" if told and "Traceback" not in child.text() else f"rank {rank} was not named: {child.text()[-500:]}"
+    return Result(wrong or (f"{later[0].name} was saved behind it" if later else ""))

@@ -1,0 +1,95 @@
+"""torchrun's variables, read once and checked: what a rank knows of its world before it meets anybody.
+
+RANK, WORLD_SIZE              who am I, of how many
+MASTER_ADDR, MASTER_PORT      where the store listens; rank 0 (or torchrun itself) hosts it
+LOCAL_RANK, LOCAL_WORLD_SIZE  the same within this host, where the launcher says so
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Self
+
+from plait.core.escape import one_line
+from plait.core.mesh import Mesh
+
+STORE = "PLAIT_STORE"
+VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+LOCAL_NAMES = ("localhost", "::1", "0.0.0.0", "::")
+MOST_RANKS = 2**20
+
+
+def variables(given: Mapping[str, str] = os.environ) -> tuple[str, ...]:
+    """What a process must have to be a rank."""
+    return ("RANK", "WORLD_SIZE") if given.get(STORE) else VARIABLES
+
+
+@dataclass(frozen=True)
+class WorldVariables:
+    """A process's place, as its environment says it."""
+
+    rank: int
+    size: int
+    address: str
+    port: int
+    agents_store: bool
+    """torchrun hosts the store itself; started by hand, rank 0 does."""
+    file: str
+    """The store, where it is a file."""
+    restarts: int
+    """How often torchrun has started these ranks again: they meet in another place of the store."""
+
+    @classmethod
+    def read(cls, environment: Mapping[str, str] = os.environ, ranks: int | None = None) -> Self:
+        """What the environment says; ``ranks``, where they are known, are told to a user who forgot torchrun.
+
+        Raises:
+            ValueError: a variable is missing, or is no number, or is one that cannot be.
+        """
+        if missing := [name for name in variables(environment) if not environment.get(name, "").strip()]:
+            nproc = "N" if ranks is None else ranks
+            raise ValueError(f"{', '.join(missing)} not set: start this program with torchrun --nproc-per-node {nproc}")
+        size = _number(environment, "WORLD_SIZE", 1, MOST_RANKS)
+        rank = _number(environment, "RANK", 0, size - 1, f"ranks of WORLD_SIZE={size} are 0 to {size - 1}")
+        file = environment.get(STORE, "")
+        port = 0 if file else _number(environment, "MASTER_PORT", 1, 65535)
+        local_size = _number(environment, "LOCAL_WORLD_SIZE", 1, size, default=size)
+        _number(environment, "LOCAL_RANK", 0, local_size - 1, default=0)
+        address = "" if file else environment["MASTER_ADDR"].strip()
+        if local_size < size and (address in LOCAL_NAMES or address.startswith("127.")):
+            raise ValueError(
+                f"MASTER_ADDR={one_line(address)} means each host itself, but {size} ranks are on several hosts "
+                f"({local_size} on this one): set it to the name or address of the host of rank 0"
+            )
+        restarts = _number(environment, "TORCHELASTIC_RESTART_COUNT", 0, 2**31, default=0)
+        agents_store = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        return cls(rank, size, address, port, agents_store, file, restarts)
+
+    def check(self, mesh: Mesh) -> None:
+        """Refuses another number of processes than the mesh has ranks."""
+        if self.size != mesh.size:
+            raise ValueError(
+                f"the mesh '{mesh}' has {mesh.size} ranks, but {self.size} processes were started: start {mesh.size} "
+                f"(torchrun --nproc-per-node {mesh.size}), or give a mesh of {self.size}, as in shard={self.size}"
+            )
+
+    @property
+    def where(self) -> str:
+        """``host:port`` of the store, or its file."""
+        return one_line(self.file or f"{self.address}:{self.port}", 200)
+
+
+def _number(
+    environment: Mapping[str, str], name: str, low: int, high: int, why: str = "", default: int | None = None
+) -> int:
+    text = environment.get(name)
+    if text is None and default is not None:
+        return default
+    digits = (text or "").strip()
+    if not (digits.removeprefix("-").isdecimal() and digits.isascii() and len(digits) < 20):
+        raise ValueError(f"{name}='{one_line(digits, 60)}' is no whole number: torchrun sets it, or set it yourself")
+    if not low <= int(digits) <= high:
+        raise ValueError(f"{name}={digits} cannot be: {why or f'it is a number from {low} to {high}'}")
+    return int(digits)

@@ -1,0 +1,39 @@
+"""Text from outside, made harmless where it leaves the program.
+
+Names of tensors, paths, settings, what other ranks and strangers say: it can hold control sequences of a terminal
+(``\\x1b[2J`` clears the screen, ``\\x1b]0;`` renames the window), a carriage return that hides what stands before it,
+or marks that turn the direction of writing.  Inside the program such text is kept as it is, so that names stay equal;
+what prints, logs or reports it says it by ``printable``:
+
+    printable("w\\x1b[31m")   'w\\\\x1b[31m'
+"""
+
+TURNING = (
+    frozenset("\u061c\u200e\u200f\u2028\u2029\ufeff")
+    | {*map(chr, range(0x202A, 0x202F))}
+    | {*map(chr, range(0x2066, 0x206A))}
+)
+"""They are no control characters, but hide text or turn its direction."""
+
+
+def printable(text: str, longest: int | None = None) -> str:
+    """``text`` with every character that a terminal would obey written as its escape; line ends and tabs stay.
+
+    Args:
+        longest: characters after which the rest is left out.
+    """
+    if longest is not None and len(text) > longest:
+        text = f"{text[:longest]}..."
+    if text.isascii() and text.isprintable():
+        return text
+    return "".join(c if _harmless(c) else c.encode("unicode_escape").decode() for c in text)
+
+
+def one_line(text: str, longest: int | None = None) -> str:
+    """``printable``, with line ends and tabs escaped too: a name is one line."""
+    return printable(text, longest).replace("\n", "\\n").replace("\t", "\\t")
+
+
+def _harmless(c: str) -> bool:
+    control = ord(c) < 0x20 or 0x7F <= ord(c) < 0xA0 or 0xD800 <= ord(c) < 0xE000
+    return c in "\n\t" or not (control or c in TURNING)

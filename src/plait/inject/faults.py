@@ -1,0 +1,108 @@
+"""Faults as text and as values: ``KIND[=VALUE]@rank=R,step=N[,operation=K][,at=PHASE][,always]``.
+
+    kill@rank=2,step=20                  kill -9 of rank 2 at its second operation in step 20
+    stop@rank=1,step=7,at=backward       SIGSTOP at the first operation of the phase "backward"
+    slow=2x@rank=0,step=5                from step 5 on, everything takes rank 0 twice as long
+    exception@rank=2,step=4,always       also in the attempts that follow a restart
+
+Steps are counted from 1, as in ``metrics.jsonl``.  A restarted run is not hit again, unless the fault says ``always``.
+"""
+
+import re
+import signal
+from dataclasses import dataclass
+from types import MappingProxyType
+
+FAULTS = MappingProxyType(
+    {
+        "kill": "SIGKILL, as of the kernel when memory is out",
+        "stop": "SIGSTOP: the process stands still until somebody continues it",
+        "signal": "a signal, as from a scheduler (signal=SIGUSR1)",
+        "slow": "everything takes the rank so many times as long from this step on (slow=2x)",
+        "nan": "the loss of a microbatch becomes NaN",
+        "exception": "the rank raises RuntimeError",
+        "skip-collective": "the rank leaves out a collective, with no other sign",
+        "flip": "one bit of a parameter that the rank keeps is turned over",
+        "disk-full": "no file of the rank may grow beyond 4 kB (RLIMIT_FSIZE)",
+        "exit": "the rank's process ends, with exit code 0",
+    }
+)
+"""What may be injected, and what it means."""
+
+OF_A_PROCESS = ("kill", "stop", "signal", "exit", "disk-full")
+"""Faults of a whole process: among threads they would be everybody's."""
+
+FORM = re.compile(r"(?P<kind>[a-z-]+)(=(?P<value>[^@]*))?@(?P<place>.+)")
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One fault, as all ranks read it; only the one that it names acts."""
+
+    kind: str
+    rank: int
+    step: int
+    """From 1."""
+    value: float = 2.0
+    """The factor of ``slow``, the number of a ``signal``."""
+    operation: int = 2
+    """At which operation of the step, from 1; later than a step's last one: at its end, when the next begins."""
+    at: str = ""
+    """The phase at whose first operation it happens, instead."""
+    always: bool = False
+
+    def __str__(self) -> str:
+        value = {"slow": f"={self.value:g}x", "signal": f"={signal.Signals(int(self.value)).name}"}.get(self.kind, "")
+        return f"{self.kind}{value} on rank {self.rank} in step {self.step}"
+
+
+def parse_fault(text: str, ranks: int, *, threads: bool = False) -> Fault:
+    """The fault that a text describes.
+
+    Args:
+        ranks: of the run.
+        threads: the ranks are threads of one process.
+
+    Raises:
+        ValueError: another form, an unknown kind or key, a rank or step that cannot be.
+    """
+    form = "give KIND@rank=R,step=N, as in kill@rank=2,step=20"
+    match = FORM.fullmatch(text.strip())
+    if match is None:
+        raise ValueError(f"cannot read the fault {text!r}: {form}")
+    kind, value = match["kind"], match["value"]
+    if kind not in FAULTS:
+        raise ValueError(f"unknown fault {kind!r} in {text!r}: there are {', '.join(FAULTS)}")
+    words = [word.partition("=") for word in match["place"].split(",")]
+    given = {name.strip(): what.strip() for name, _, what in words}
+    always = given.pop("always", None) is not None
+    if unknown := given.keys() - {"rank", "step", "operation", "at"}:
+        raise ValueError(
+            f"unknown {sorted(unknown)[0]!r} in the fault {text!r}: {form}[,operation=K][,at=PHASE][,always]"
+        )
+    numbers = {}
+    for name, least in (("rank", 0), ("step", 1), ("operation", 1)):
+        if name in given:
+            if not re.fullmatch("[0-9]{1,9}", given[name]) or int(given[name]) < least:
+                raise ValueError(f"{name} {given[name]!r} in the fault {text!r}: it is a number from {least} on")
+            numbers[name] = int(given[name])
+    if missing := {"rank", "step"} - numbers.keys():
+        raise ValueError(f"the fault {text!r} has no {sorted(missing)[0]}: {form}")
+    if numbers["rank"] >= ranks:
+        raise ValueError(f"rank {numbers['rank']} in the fault {text!r}: the run has ranks 0 to {ranks - 1}")
+    if threads and kind in OF_A_PROCESS:
+        raise ValueError(f"the fault {kind!r} is one of a process, and these ranks are threads: give --world process")
+    return Fault(kind, **numbers, value=_value(value, kind, text), at=given.get("at", ""), always=always)
+
+
+def _value(value: str | None, kind: str, text: str) -> float:
+    if kind == "signal":
+        name = f"SIG{(value or '').upper().removeprefix('SIG')}"
+        if name not in signal.Signals.__members__:
+            raise ValueError(f"{value!r} in the fault {text!r} is no signal: give its name, as in signal=SIGUSR1")
+        return signal.Signals[name].value
+    if value is None:
+        return 2.0
+    if kind != "slow" or not re.fullmatch(r"[0-9]{1,3}(\.[0-9]{1,3})?x?", value) or float(value.rstrip("x")) < 1:
+        raise ValueError(f"{value!r} in the fault {text!r}: only slow has a value, a factor from 1 on, as in slow=2x")
+    return float(value.rstrip("x"))

@@ -1,0 +1,180 @@
+"""Ranks are copies of a process that has imported everything: each starts in milliseconds, the first time and again.
+
+    launcher   ──►   fork server                     ──►   ranks
+                     imports plait, computes nothing       run the command again
+
+When the launcher dies the kernel kills the server, and when the server dies the ranks: also those that are stopped,
+and without any of their own code.  The launcher and its server speak by messages of JSON over a pair of sockets.
+
+The launcher itself cannot be copied: it may have threads and devices, and glibc reads its variables when a process
+starts.
+"""
+
+import ctypes
+import importlib
+import json
+import os
+import runpy
+import select
+import signal
+import socket
+import subprocess
+import sys
+import traceback
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import NoReturn
+
+from plait.launch.failure import leave
+from plait.launch.signals import ASKING
+
+LARGEST = 1 << 20
+"""Bytes of a message."""
+
+PR_SET_PDEATHSIG = 1
+"""Of <sys/prctl.h>: the signal that a process gets when its parent dies."""
+
+LATE = ("torch._dynamo", "tyro._backends._tyro_backend")
+"""What torch and tyro import only when they first need it, in a second or more: parameters are drawn by the first,
+words parsed by the other."""
+
+SERVER = "import sys; from plait.launch.fork_server import serve; serve(*map(int, sys.argv[1:3]), sys.argv[3:])"
+
+
+class ForkServer:
+    """The launcher's side.
+
+    Args:
+        command: what follows ``python`` on the command line of a rank: ``-m module words...`` or ``script words...``
+        environment: all variables of the ranks, but those that differ between them.
+    """
+
+    def __init__(self, command: Sequence[str], environment: Mapping[str, str]) -> None:
+        self._line, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            words = [sys.executable, "-c", SERVER, str(theirs.fileno()), str(os.getpid()), *command]
+            self._process = subprocess.Popen(
+                words, env=environment, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()]
+            )
+        self._ended: dict[int, int] = {}
+
+    def fork(self, variables: Mapping[str, str]) -> int:
+        """Starts a rank with these variables as well; its process id.
+
+        Raises:
+            ConnectionError: the server is gone.
+        """
+        self._line.send(json.dumps(variables).encode())
+        while "started" not in (message := self._receive(socket.MSG_WAITALL)):
+            self._ended |= {message["ended"]: message["code"]}
+        return int(message["started"])
+
+    def ended(self) -> Mapping[int, int]:
+        """The exit codes of the ranks that have ended, by process id; below 0, the signal that killed one.
+
+        Raises:
+            ConnectionError: the server is gone.
+        """
+        while select.select([self._line], [], [], 0)[0]:
+            message = self._receive()
+            self._ended[message["ended"]] = message["code"]
+        return self._ended
+
+    def close(self) -> None:
+        """Ends the server, and with it every rank that is left."""
+        self._line.close()
+        self._process.kill()
+        self._process.wait()
+
+    def _receive(self, flags: int = 0) -> dict[str, int]:
+        data = self._line.recv(LARGEST, flags)
+        if not data:
+            code = self._process.wait()
+            raise ConnectionError(f"the process of which ranks are copies ended with code {code}, and its ranks too")
+        message: dict[str, int] = json.loads(data)
+        return message
+
+
+def die_with(parent: int) -> None:
+    """From now on the kernel kills this process as soon as ``parent`` is gone."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal.SIGKILL))
+    if os.getppid() != parent:  # it was gone before
+        os._exit(1)
+
+
+def serve(line_number: int, launcher: int, command: Sequence[str]) -> None:
+    """The server: a rank for each message, and a message for each rank that has ended."""
+    die_with(launcher)
+    before = {number: signal.signal(number, signal.SIG_IGN) for number in ASKING}  # whole groups of processes get them
+    _preload(command)
+    line = socket.socket(fileno=line_number)
+    reader, writer = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+    signal.set_wakeup_fd(writer)
+    before[signal.SIGCHLD] = signal.signal(signal.SIGCHLD, lambda *_: None)
+    own = os.getpid()
+    while True:
+        ready, _, _ = select.select([line.fileno(), reader], [], [])
+        if reader in ready:
+            os.read(reader, 4096)
+            for process, code in _ended():
+                line.send(json.dumps({"ended": process, "code": code}).encode())
+        if line.fileno() in ready:
+            request = line.recv(LARGEST)
+            if not request:
+                os._exit(0)
+            process = os.fork()
+            if not process:
+                signal.set_wakeup_fd(-1)
+                for number, handler in before.items():
+                    signal.signal(number, handler)
+                line.close()
+                _be_a_rank(command, json.loads(request), own)
+            line.send(json.dumps({"started": process}).encode())
+
+
+def _preload(command: Sequence[str]) -> None:
+    """Imports what every rank will need."""
+    for name in ("plait.comm.process", "plait.watch.rank"):
+        importlib.import_module(name)
+    if command[0] != "-m":
+        sys.path[0] = str(Path(command[0]).resolve().parent)
+        return
+    sys.modules.pop(importlib.import_module(f"{command[1]}.__main__").__name__)  # each rank runs it anew
+    for name in LATE:
+        with suppress(ImportError):
+            importlib.import_module(name)
+
+
+def _ended() -> list[tuple[int, int]]:
+    """(process id, exit code) of those that have ended since."""
+    found: list[tuple[int, int]] = []
+    while True:
+        try:
+            process, status = os.waitpid(-1, os.WNOHANG)
+        except ChildProcessError:
+            return found
+        if not process:
+            return found
+        found.append((process, os.waitstatus_to_exitcode(status)))
+
+
+def _be_a_rank(command: Sequence[str], variables: Mapping[str, str], server: int) -> NoReturn:
+    """Runs the command, as ``python`` would, and ends this process: without an interpreter's slow end."""
+    code: object = 1
+    try:
+        die_with(server)
+        os.environ.update(variables)
+        is_module = command[0] == "-m"
+        sys.argv = list(command[is_module:])
+        if is_module:
+            runpy.run_module(command[1], run_name="__main__", alter_sys=True)
+        else:
+            runpy.run_path(command[0], run_name="__main__")
+        code = 0
+    except SystemExit as left:
+        code = left.code or 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        leave(code if isinstance(code, int) else 1)

@@ -1,0 +1,51 @@
+"""How often a run is started again after a fault, and how long it may take to end: pure decisions.
+
+fault 1   ──►  again at once        fault 2   ──►  after 1 s        then 2 s, 4 s ... 30 s
+the same step for the third time, and no new checkpoint     ──►  it would be the same again: no more
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+LOOPS = 3
+"""So many faults in one step, without a new checkpoint, are a loop."""
+
+LONGEST_PAUSE = 30.0
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a launch may do for a run."""
+
+    restarts: int = 0
+    """How often all ranks are started again after a fault; they must be able to go on by themselves."""
+    grace: float = 0.0
+    """Seconds that ranks get to end behind their step after a signal; 0: they are ended at once."""
+    kept: Callable[[], str] = str
+    """Called before a restart: the newest state that the ranks can go on from, "" without any."""
+
+
+@dataclass
+class Restarts:
+    """The faults of a run so far."""
+
+    limits: Limits
+    faults: list[tuple[int, str]] = field(default_factory=list)
+    """(step that was reached, state that had been kept) of each."""
+
+    def refusal(self, step: int, kept: str) -> str | None:
+        """Notes a fault in ``step``; why the run is not started again, None where it is."""
+        self.faults.append((step, kept))
+        if len(self.faults) > self.limits.restarts:
+            return f"not started again: {self.limits.restarts} restarts were allowed, and made"
+        if self.faults.count((step, kept)) >= LOOPS:
+            where = f"step {step} was reached" if step >= 0 else "the first step was not reached"
+            return f"not started again: {where} {LOOPS} times without a new checkpoint"
+        return None
+
+    @property
+    def pause(self) -> float:
+        """Seconds to wait before the next attempt: more with each fault since the last new checkpoint."""
+        kept = [kept for _, kept in self.faults]
+        again = next((n for n, one in enumerate(reversed(kept)) if one != kept[-1]), len(kept)) - 1
+        return min(LONGEST_PAUSE, 2.0 ** (again - 1)) if again > 0 else 0.0

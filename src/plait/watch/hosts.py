@@ -1,0 +1,237 @@
+"""What the ranks of other hosts say, on the host of rank 0, and which host is not heard any more.
+
+    host a (rank 0)                                      host b
+    HostBoard ◄── Listener ◄──── the channel ◄── Sender ◄── the page of b, once in a second
+        └── host b (ranks 4 to 7) was last heard 6 s ago     └── host a of rank 0 has not taken a word for 6 s
+
+The lowest rank of each host speaks for it.  Times are sent as ages, because clocks differ.  Who wants it says where the
+host of rank 0 listens, and gives all hosts one key:
+
+    PLAIT_CHANNEL=10.0.0.5:29600  PLAIT_KEY_FILE=~/.plait-key
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from plait.comm.agree import named
+from plait.comm.base import Comm
+from plait.comm.observer import Observer
+from plait.comm.peer import Peer
+from plait.core.escape import one_line
+from plait.watch.channel import Address, Listener, Message, Sender
+from plait.watch.key import read_key
+from plait.watch.page import STATES, Page, Status
+
+EVERY = 1.0
+"""Seconds between two reports of a host."""
+SILENT = 5.0
+"""Seconds after which a host that says nothing is told."""
+AT_ONCE = 16
+"""Ranks in one message."""
+LONGEST = 300
+CHANNEL = "PLAIT_CHANNEL"
+
+
+@dataclass(frozen=True)
+class Lost:
+    """A host that is not heard."""
+
+    host: str
+    seconds: float
+    last: tuple[Status, ...]
+    """What its ranks said last."""
+    ranks: tuple[int, ...]
+
+    def __str__(self) -> str:
+        lines = [f"host {one_line(self.host, 80)} ({named(self.ranks)}) was last heard {self.seconds:.1f} s ago"]
+        lines += [
+            f"  rank {s.rank}: was {s.state} in step {s.step}, {s.operation or 'no operation'}" for s in self.last
+        ]
+        return "\n".join(lines)
+
+
+class HostBoard:
+    """What was last heard of each of the other hosts."""
+
+    def __init__(self, peers: Sequence[Peer], clock: Callable[[], float] = time.monotonic) -> None:
+        home = next(peer.host for peer in peers if peer.rank == 0)
+        self._clock, self._lock, start = clock, threading.Lock(), clock()
+        self.ranks = {host: tuple(p.rank for p in peers if p.host == host) for host in hosts_of(peers) if host != home}
+        self._heard = dict.fromkeys(self.ranks, start)
+        self._statuses: dict[int, Status] = {}
+
+    def take(self, message: Message) -> None:
+        """A host's report.
+
+        Raises:
+            ValueError: a host or a rank that is not of this run, or no report at all.
+        """
+        try:
+            host = str(message["host"])
+            if host not in self.ranks:
+                raise ValueError(f"this run has no other host '{one_line(host, 80)}'")
+            statuses = [_status(host, row, self._clock()) for row in message["ranks"]]
+            if strange := [s.rank for s in statuses if s.rank not in self.ranks[host]]:
+                raise ValueError(f"host {one_line(host, 80)} has no {named(strange)}")
+        except (KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"no report of a host: {one_line(repr(error), 200)}") from error
+        with self._lock:
+            self._heard[host] = self._clock()
+            self._statuses |= {s.rank: s for s in statuses}
+
+    def statuses(self) -> list[Status]:
+        """Of all ranks on other hosts that have said something, with times of this host's clock."""
+        with self._lock:
+            return [self._statuses[rank] for rank in sorted(self._statuses)]
+
+    def lost(self) -> list[Lost]:
+        """The hosts that are not heard, the longest silent first.  One whose ranks are all done may be."""
+        now = self._clock()
+        with self._lock:
+            silent = []
+            for host, heard in self._heard.items():
+                last = tuple(self._statuses[rank] for rank in self.ranks[host] if rank in self._statuses)
+                done = len(last) == len(self.ranks[host]) and all(s.state in ("done", "failed") for s in last)
+                if now - heard > SILENT and not done:
+                    silent.append(Lost(host, now - heard, last, self.ranks[host]))
+        return sorted(silent, key=lambda lost: -lost.seconds)
+
+
+def report_of(host: str, statuses: Sequence[Status], now: float) -> list[Message]:
+    """What a host says of its ranks, in messages of a few each."""
+    rows: list[dict[str, Any]] = [
+        {
+            "rank": s.rank,
+            "pid": s.pid,
+            "state": s.state,
+            "step": s.step,
+            "phase": s.phase,
+            "operation": s.operation,
+            "error": s.error,
+            "count": s.count,
+            "waited": s.waited,
+            "since": now - s.since,
+            "heartbeat": now - s.heartbeat,
+        }
+        for s in statuses
+    ]
+    return [{"host": host, "ranks": rows[i : i + AT_ONCE]} for i in range(0, max(1, len(rows)), AT_ONCE)]
+
+
+def _status(host: str, row: Mapping[str, Any], now: float) -> Status:
+    """A row of a report; a KeyError, TypeError or ValueError if it is none."""
+    if row["state"] not in STATES:
+        raise ValueError(f"a rank is never '{one_line(str(row['state']), 40)}'")
+    return Status(
+        rank=int(row["rank"]),
+        host=host,
+        pid=int(row["pid"]),
+        state=row["state"],
+        step=int(row["step"]),
+        phase=one_line(str(row["phase"]), LONGEST),
+        operation=one_line(str(row["operation"]), LONGEST),
+        error=one_line(str(row["error"]), LONGEST),
+        count=int(row["count"]),
+        waited=float(row["waited"]),
+        since=now - float(row["since"]),
+        heartbeat=now - float(row["heartbeat"]),
+    )
+
+
+def hosts_of(peers: Sequence[Peer]) -> list[str]:
+    """The hosts of a run, that of rank 0 first."""
+    return list(dict.fromkeys(peer.host for peer in sorted(peers, key=lambda peer: peer.rank)))
+
+
+class HostSide(Observer):
+    """The leader's part: a thread that listens on the host of rank 0, and speaks on the others, until the world ends.
+
+    ``tell`` is given one text when a host is lost, and one when it is heard again.
+    """
+
+    def __init__(
+        self,
+        peers: Sequence[Peer],
+        rank: int,
+        page: Page,
+        end: Listener | Sender,
+        board: HostBoard | None,
+        tell: Callable[[str], object],
+    ) -> None:
+        self._host = next(peer.host for peer in peers if peer.rank == rank)
+        self._ranks = [peer.rank for peer in peers if peer.host == self._host]
+        self._page, self._end, self._board, self._tell = page, end, board, tell
+        self._stop, self._told = threading.Event(), set[str]()
+        self._sent = time.monotonic()
+        self._thread = threading.Thread(target=self._run, name="plait-hosts", daemon=True)
+        self._thread.start()
+
+    def closed(self) -> None:
+        """Ends the thread, after a last report."""
+        self._stop.set()
+        self._thread.join(10)
+        self._end.close()
+
+    def _run(self) -> None:
+        while True:
+            last = self._stop.wait(EVERY)
+            lost = self._speak() if self._board is None else {one.host: str(one) for one in self._board.lost()}
+            for host in [] if last else sorted(lost.keys() - self._told):
+                self._tell(f"plait: {lost[host]}\n")
+            for host in [] if last else sorted(self._told - lost.keys()):
+                self._tell(f"plait: host {one_line(host, 80)} is heard again\n")
+            self._told = set(lost)
+            if last:
+                return
+
+    def _speak(self) -> dict[str, str]:
+        """Sends the page; what there is to tell, by host, if it has not got through for long."""
+        assert isinstance(self._end, Sender)
+        now = time.monotonic()
+        try:
+            statuses = [status for rank in self._ranks if (status := self._page.read(rank)).pid]
+            for message in report_of(self._host, statuses, now):
+                self._end.send(message)
+        except OSError as error:
+            silent = time.monotonic() - self._sent
+            text = f"the host of rank 0 has not been reached from host {one_line(self._host, 80)} for {silent:.1f} s"
+            return {"of rank 0": f"{text}: {error}"} if silent > SILENT else {}
+        self._sent = time.monotonic()
+        return {}
+
+
+def watch_hosts(comm: Comm, page: Page, environment: Mapping[str, str] = os.environ) -> None:
+    """Starts this rank's part where there are several hosts, a channel and a key, and it is the lowest of its host.
+
+    Raises:
+        ValueError: an address or a key that cannot be.
+        OSError: the address cannot be listened on.
+    """
+    peers, given = comm.peers, environment.get(CHANNEL)
+    hosts = hosts_of(peers)
+    if len(hosts) < 2 or not given:
+        return
+    mine = next(peer.host for peer in peers if peer.rank == comm.rank)
+    if comm.rank != min(peer.rank for peer in peers if peer.host == mine):
+        return
+    address, key = parse_address(given), read_key(environment)
+    if key is None:
+        raise ValueError(f"{CHANNEL} is set, but no key: give all hosts the same PLAIT_KEY_FILE")
+    board = HostBoard(peers) if mine == hosts[0] else None
+    end = Sender(address, key) if board is None else Listener(address, key, board.take)
+    comm.observers += (HostSide(peers, comm.rank, page, end, board, sys.stderr.write),)
+
+
+def parse_address(text: str) -> Address:
+    """``10.0.0.5:29600`` or ``[fd00::1]:29600``."""
+    host, _, port = text.strip().rpartition(":")
+    if not host or not port.isdecimal() or not 0 < int(port) < 65536:
+        raise ValueError(f"{CHANNEL}='{one_line(text, 100)}' is no address: it is host:port of the host of rank 0")
+    return host.removeprefix("[").removesuffix("]"), int(port)

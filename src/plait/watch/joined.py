@@ -1,0 +1,216 @@
+"""The watch where nobody supervises: under a user's torchrun the ranks of a host look after each other.
+
+    plait.join ──► a private folder of this user, host and run
+                     page             made by the first rank that comes, opened by the others
+                     stack-<rank>.txt
+                     told-...         one file per diagnosis: what was told once is told by nobody else
+
+The lowest rank that lives looks at the others once in a second, and at once when one of them ends, which the kernel
+tells (a pidfd).  What it finds it writes to stderr, before torchrun's agent can end it: SIGTERM waits for the report.
+The last rank that leaves removes the folder.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import shutil
+import stat
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from plait.comm.base import Comm
+from plait.core.escape import one_line
+from plait.watch import processes, stacks
+from plait.watch.diagnose import ENDED, block, diagnose
+from plait.watch.hosts import watch_hosts
+from plait.watch.page import Page, Status
+from plait.watch.processes import ProcessState, ran_out_of_memory, readable
+from plait.watch.rank import BEAT, RankSide
+
+LOOK = 1.0
+"""Seconds between two looks at the others while nothing happens."""
+
+SETTLE = 0.15
+"""Seconds between the end of a rank and the report, in which the others come to their waits."""
+
+PREFIX = "plait-watch"
+WATCH = "PLAIT_WATCH"
+"""The folder of a page that a launcher made, which then reports."""
+
+
+def watch_joined(comm: Comm) -> None:
+    """Starts the rank's side until ``comm.close()`` or the end of the program; where it cannot, a line says so."""
+    given = os.environ.get(WATCH)
+    try:
+        base, name = Path(tempfile.gettempdir()), _name()
+        if not given:
+            sweep(base, name)
+        folder = Path(given) if given else private_folder(name, base)
+        page = _page(folder / "page", comm.world_size)
+        RankSide(comm, page, folder, None if given else Neighbours(comm, page, folder))
+        watch_hosts(comm, page)
+    except (OSError, ValueError) as error:
+        sys.stderr.write(f"plait: rank {comm.rank} runs without a status page: {one_line(str(error))}\n")
+
+
+def _name() -> str:
+    """The same for all ranks that one agent started in one round, and for nobody else."""
+    agent = processes.launcher() or (os.getppid(), processes.born(os.getppid()))
+    given = [os.environ.get(name, "") for name in ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RESTART_COUNT")]
+    return hashlib.sha256(repr((agent, given)).encode()).hexdigest()[:16]
+
+
+def private_folder(name: str, base: Path) -> Path:
+    """A folder that only this user may enter, made where it is not there.
+
+    Raises:
+        ValueError: something else has its name, or somebody else owns or may enter it.
+    """
+    user = os.getuid()
+    folder = base / f"{PREFIX}-{user}-{name}"
+    with contextlib.suppress(FileExistsError):
+        folder.mkdir(mode=0o700)
+    found = folder.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != user or stat.S_IMODE(found.st_mode) != 0o700:
+        raise ValueError(
+            f"{one_line(str(folder))} is not a folder of user {user} with mode 700: "
+            f"somebody else made it; set TMPDIR to a folder of your own"
+        )
+    return folder
+
+
+def sweep(base: Path, mine: str) -> None:
+    """Removes what other runs of this user left here whose ranks are all gone, because all were killed at once."""
+    for folder in base.glob(f"{PREFIX}-{os.getuid()}-*"):
+        name = folder.name.rpartition("-")[2]
+        with contextlib.suppress(OSError, ValueError):
+            page = Page.open(private_folder(name, base) / "page")
+            statuses = [s for s in page.read_all() if s.pid and name != mine]
+            if statuses and all(processes.look(s.pid, s.born).state == "gone" for s in statuses):
+                shutil.rmtree(folder, ignore_errors=True)
+
+
+def _left(s: Status) -> bool:
+    return s.state in ("done", "failed") or s.signal < 0 or processes.look(s.pid, s.born).state == "gone"
+
+
+def _page(path: Path, ranks: int) -> Page:
+    with contextlib.suppress(FileExistsError):
+        return Page.create(path, ranks)
+    return Page.open(path)
+
+
+class Neighbours:
+    """One rank's look at the others of its host."""
+
+    def __init__(self, comm: Comm, page: Page, folder: Path) -> None:
+        self.comm, self.page, self.folder = comm, page, folder
+        self._open: dict[int, int] = {}  # by rank: a descriptor that is readable once its process has ended
+        self._ended: dict[int, ProcessState] = {}
+        self._told: set[str] = set()
+        self._looked, self._memory = time.monotonic(), processes.out_of_memory_kills()
+
+    def descriptors(self) -> list[int]:
+        return list(self._open.values())
+
+    def somebody_died(self) -> bool:
+        return bool(self._ended)
+
+    def look(self) -> None:
+        now = time.monotonic()
+        if now < self._looked + LOOK and not self._news():
+            return
+        self._looked, statuses = now, self._meet()
+        mine = self._place(statuses, now)
+        fresh = self._buried(statuses)
+        failed = [s.rank for s in statuses if s.state == "failed" and s.rank != self.comm.rank]
+        if failed or any(state.exit_code != 0 for state in fresh):
+            if "ended" not in self._told:
+                time.sleep(SETTLE + min(mine, 4) * BEAT)
+                self._tell(ENDED)
+        elif not mine:
+            self._tell(frozenset({"stopped", "stands still", "crossed", "straggler"}))
+
+    def last_look(self, *, failed: bool) -> None:
+        statuses = self._meet()
+        self._buried(statuses)
+        if failed:
+            self._tell(ENDED | {"stopped", "crossed"}, but=self.comm.rank)
+        for descriptor in self._open.values():
+            os.close(descriptor)
+        self._open = {}
+        if all(s.rank == self.comm.rank or _left(s) for s in statuses):
+            shutil.rmtree(self.folder, ignore_errors=True)
+
+    def _meet(self) -> list[Status]:
+        """Who has written on the page; of those that are new the kernel is asked to tell their end."""
+        statuses = [s for s in self.page.read_all() if s.pid]
+        for s in statuses:
+            if s.rank not in self._open and s.rank not in self._ended and s.rank != self.comm.rank:
+                with contextlib.suppress(OSError, AttributeError):  # gone, or a kernel or system that has no such thing
+                    self._open[s.rank] = os.pidfd_open(s.pid)
+        return statuses
+
+    def _news(self) -> bool:
+        """Whether a rank has ended or said that it failed."""
+        if any(self.page.failed(rank) for rank in self._open):
+            return True
+        return readable(list(self._open.values()), 0)
+
+    def _buried(self, statuses: Sequence[Status]) -> list[ProcessState]:
+        """Those that have ended since the last look, how as far as the kernel still says."""
+        fresh = []
+        for s in statuses:
+            if s.rank == self.comm.rank or s.rank in self._ended:
+                continue
+            state = processes.look(s.pid, s.born)
+            if state.state == "gone":
+                memory = state.exit_code == -9 and ran_out_of_memory(s.pid, self._memory, s.since)
+                self._ended[s.rank] = replace(state, out_of_memory=memory)
+                fresh.append(state)
+                if s.rank in self._open:
+                    os.close(self._open.pop(s.rank))
+        return fresh
+
+    def _place(self, statuses: Sequence[Status], now: float) -> int:
+        """How many lower ranks live and could tell what this one finds."""
+        lower = [s for s in statuses if s.rank < self.comm.rank and s.rank not in self._ended]
+        return sum(s.state not in ("done", "failed") and now - s.heartbeat < 4 * BEAT for s in lower)
+
+    def _tell(self, kinds: frozenset[str], but: int = -1) -> None:
+        """Writes the diagnoses of these kinds that nobody has told."""
+        statuses = [s for s in self.page.read_all() if s.pid]
+        states = [self._ended.get(s.rank) or processes.look(s.pid, s.born) for s in statuses]
+        found = diagnose(statuses, states, time.monotonic(), self.comm.mesh)
+        found = [f for f in found if f.kind in kinds and f.rank != but]
+        ended = [f for f in found if f.kind in ENDED]
+        fresh = ended if ended and self._claim("ended") else []
+        steps = {f.rank: "" if f.kind == "straggler" else f"-{f.step}" for f in found}  # a straggler is told once
+        fresh += [f for f in found if f not in ended and self._claim(f"{f.kind}-{f.rank}{steps[f.rank]}")]
+        if not fresh:
+            return
+        ids = {s.rank: s.pid for s in statuses if s.rank != self.comm.rank}
+        told = [
+            replace(f, stack=stacks.ask(self.folder, f.rank, ids[f.rank]))
+            if f.kind in ("stands still", "crossed") and f.rank in ids
+            else f
+            for f in fresh
+        ]
+        sys.stderr.write(block(told))
+        sys.stderr.flush()
+
+    def _claim(self, what: str) -> bool:
+        """Whether this rank is the first to tell it."""
+        if what in self._told:
+            return False
+        self._told.add(what)
+        with contextlib.suppress(OSError):
+            os.close(os.open(self.folder / f"told-{what.replace(' ', '-')}", os.O_CREAT | os.O_EXCL, 0o600))
+            return True
+        return False

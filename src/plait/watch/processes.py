@@ -1,0 +1,146 @@
+"""What the kernel says of a process: whether it runs, is stopped, or ended and how; and whether memory ran out.
+
+    /proc/<pid>/stat                4711 (python) T 4242 ...  ... the exit code of one that nobody has buried yet
+    <cgroup>/memory.events          oom_kill 1                 /dev/kmsg    Killed process 4711
+
+A process is its id and when it was started, because ids are given away again.  Where there is no ``/proc``, all that is
+known is whether a process of that id exists.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import select
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, TypeAlias
+
+Condition: TypeAlias = Literal["running", "stopped", "gone"]
+
+
+@dataclass(frozen=True)
+class ProcessState:
+    """One process, seen from outside."""
+
+    pid: int
+    state: Condition
+    exit_code: int | None = None
+    """Of one that is gone; minus the signal that killed it; None where nobody knows."""
+    out_of_memory: bool = False
+    """Whether the kernel says that it killed this process for its memory."""
+
+
+RUNNING = ProcessState(0, "running")
+"""A process of which nothing is known."""
+
+
+def look(pid: int, born: int = 0, root: Path = Path("/proc")) -> ProcessState:
+    """What the kernel says of the process ``pid`` that was started at ``born`` (0: whenever)."""
+    if not (root / "self").exists():
+        return ProcessState(pid, "running" if _exists(pid) else "gone")
+    fields = _stat(pid, root)
+    if not fields or (born and int(fields[19]) != born):
+        return ProcessState(pid, "gone")
+    letter = fields[0]
+    if letter in "ZX":
+        code = int(fields[49]) if len(fields) > 49 else 0
+        return ProcessState(pid, "gone", -(code & 0x7F) or code >> 8)
+    return ProcessState(pid, "stopped" if letter in "Tt" else "running")
+
+
+def born(pid: int, root: Path = Path("/proc")) -> int:
+    """When a process was started, in ticks of the kernel; 0 where that is not known."""
+    fields = _stat(pid, root)
+    return int(fields[19]) if fields else 0
+
+
+def _stat(pid: int, root: Path) -> list[str]:
+    """The fields behind the name, which may itself hold spaces and parentheses; none where it is gone."""
+    try:
+        return (root / str(pid) / "stat").read_text(errors="replace").rpartition(")")[2].split()
+    except OSError:
+        return []
+
+
+def _exists(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        pass
+    return True
+
+
+def launcher() -> tuple[int, int] | None:
+    """The process that this rank must not outlive, as (pid, born): plait's launcher, or torchrun's agent, which is the
+    nearest ancestor without the variables that it gives its ranks.  None where neither started it."""
+    for name in ("PLAIT_LAUNCHER", "TORCHELASTIC_RUN_ID"):
+        if name in os.environ:
+            pid = os.getppid()
+            while pid > 1 and _has(pid, name):  # a shell or another wrapper around the rank
+                fields = _stat(pid, Path("/proc"))
+                pid = int(fields[1]) if fields else 0
+            return (pid, born(pid)) if pid > 1 else (os.getppid(), born(os.getppid()))
+    return None
+
+
+def _has(pid: int, name: str) -> bool:
+    try:
+        return f"\0{name}=".encode() in b"\0" + Path(f"/proc/{pid}/environ").read_bytes()
+    except OSError:
+        return False
+
+
+def out_of_memory_kills(root: Path = Path("/")) -> int:
+    """How many processes of this control group the kernel has killed for their memory; 0 where it does not say."""
+    with contextlib.suppress(OSError, ValueError):
+        for line in (root / "proc/self/cgroup").read_text().splitlines():
+            number, kinds, path = line.split(":", 2)
+            inside = path.lstrip("/")
+            files = []
+            if number == "0" and not kinds:
+                files = [root / "sys/fs/cgroup" / inside / "memory.events", root / "sys/fs/cgroup/memory.events"]
+            elif "memory" in kinds.split(","):
+                base = root / "sys/fs/cgroup/memory"
+                files = [base / inside / "memory.oom_control", base / "memory.oom_control"]
+            for file in filter(Path.exists, files):
+                words = file.read_text().split()
+                if "oom_kill" in words:
+                    return int(words[words.index("oom_kill") + 1])
+    return 0
+
+
+def ran_out_of_memory(pid: int, kills: int, since: float, root: Path = Path("/")) -> bool:
+    """Whether the kernel says that it killed ``pid`` for its memory: more kills in this control group than before, or a
+    line in its log later than ``since`` (of ``time.monotonic``), where this user may read it."""
+    return out_of_memory_kills(root) > kills or pid in _in_the_log(since, root)
+
+
+def _in_the_log(since: float, root: Path) -> set[int]:
+    """The victims that ``/dev/kmsg`` names: ``6,339,5140900,-;Out of memory: Killed process 4711 (python)``, with
+    microseconds since the start."""
+    found: set[int] = set()
+    with contextlib.suppress(OSError):
+        log = os.open(root / "dev/kmsg", os.O_RDONLY | os.O_NONBLOCK)
+        try:
+            while lines := os.read(log, 8192):  # one line each; BlockingIOError behind the last
+                for line in lines.decode(errors="replace").splitlines():
+                    head, _, text = line.partition(";")
+                    what = re.search(r"Killed process (\d+)", text)
+                    if what and float(head.split(",")[2]) / 1e6 >= since:
+                        found.add(int(what[1]))
+        finally:
+            os.close(log)
+    return found
+
+
+def readable(descriptors: Sequence[int], seconds: float) -> bool:
+    """Waits until one of them is, for so many seconds at most; their numbers may be of any size."""
+    poll = select.poll()
+    for descriptor in descriptors:
+        poll.register(descriptor, select.POLLIN)
+    return bool(poll.poll(seconds * 1000))

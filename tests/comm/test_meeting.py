@@ -1,0 +1,210 @@
+"""The ranks of a world, met in one store: each here is a thread, the store a dict of torch's."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from plait.comm.deadline import within
+from plait.comm.environment import WorldVariables
+from plait.comm.init_process import open_store, probe
+from plait.comm.meeting import loopback_only, meet
+from plait.comm.peer import Peer
+
+TORCHRUN = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+
+
+def met(
+    peers: list[Peer], sizes: list[int] | int, seconds: float = 30, store: Any = None
+) -> list[tuple[Peer, ...] | Exception]:
+    """What each peer's meeting returns or raises."""
+    store = store or dist.HashStore()  # type: ignore[attr-defined]
+    sizes = sizes if isinstance(sizes, list) else [sizes] * len(peers)
+
+    def one(peer: Peer, size: int) -> tuple[Peer, ...] | Exception:
+        try:
+            return meet(store, peer, size, time.monotonic() + seconds)[1]
+        except (ValueError, OSError) as error:
+            return error
+
+    with ThreadPoolExecutor(len(peers)) as pool:
+        return list(pool.map(one, peers, sizes))
+
+
+def peer(rank: int, host: str = "a", pid: int = 0, loopback: bool = False, **facts: str) -> Peer:
+    return Peer(rank, host, pid or 100 + rank, facts, loopback)
+
+
+def test_all_come_and_know_each_other() -> None:
+    outcomes = met([peer(2, "b"), peer(0), peer(1, "b")], 3)
+    assert [[(p.rank, p.host, p.pid) for p in outcome] for outcome in outcomes] == [  # type: ignore[union-attr]
+        [(0, "a", 100), (1, "b", 101), (2, "b", 102)]
+    ] * 3
+
+
+def test_a_second_world_of_the_same_processes_has_names_of_its_own() -> None:
+    store = dist.HashStore()  # type: ignore[attr-defined]
+    for _ in range(2):
+        first, second = met([peer(0), peer(1)], 2, store=store)
+        assert first == second and not isinstance(first, Exception)
+
+
+def test_who_differs_and_in_what_is_known_to_all() -> None:
+    outcomes = met([peer(0, mesh="shard=3"), peer(1, mesh="shard=3"), peer(2, mesh="pipe=3", torch="1")], 3)
+    for outcome in outcomes:
+        assert isinstance(outcome, ValueError)
+        assert "mesh is shard=3 on ranks 0, 1, pipe=3 on rank 2; torch is not there on ranks 0, 1, 1 on rank 2" in str(
+            outcome
+        )
+        assert "rank 2 (host a, process 102)" in str(outcome)
+
+
+def test_another_number_of_ranks_is_told_to_all_or_to_the_one_beyond() -> None:
+    for outcome in met([peer(0, size="3"), peer(1, size="3"), peer(2, size="4")], [3, 3, 4]):
+        assert isinstance(outcome, ValueError) and "size is 3 on ranks 0, 1, 4 on rank 2" in str(outcome)
+    *good, beyond = met([peer(0, size="2"), peer(1, size="2"), peer(2, size="3")], [2, 2, 3])
+    assert not any(isinstance(outcome, Exception) for outcome in good)
+    assert "rank 2 (host a, process 102) has WORLD_SIZE=3, rank 0 (host a, process 100) has 2" in str(beyond)
+
+
+def test_two_processes_with_one_rank_are_both_named_to_all() -> None:
+    for outcome in met([peer(0, "a"), peer(1, "b", 7), peer(1, "c", 8)], 3):
+        assert isinstance(outcome, ValueError)
+        assert "rank 1 (host b, process 7)" in str(outcome) and "rank 1 (host c, process 8)" in str(outcome)
+
+
+def test_a_process_that_is_gone_leaves_its_place() -> None:
+    store = dist.HashStore()  # type: ignore[attr-defined]
+    gone = 2**22 + 1  # beyond the kernel's largest process id
+    met([peer(0, socket.gethostname(), gone)], 1, store=store)
+    [outcome] = met([peer(0, socket.gethostname(), os.getpid())], 1, store=store)
+    assert not isinstance(outcome, Exception)
+
+
+def test_who_does_not_come_is_named_and_nobody_waits_longer() -> None:
+    started = time.monotonic()
+    for outcome in met([peer(0), peer(3)], 4, seconds=0.3):
+        assert isinstance(outcome, TimeoutError) and "for 4 ranks: ranks 1, 2 did not come" in str(outcome)
+    assert time.monotonic() - started < 15
+    [alone] = met([peer(1)], 3, seconds=0.1)
+    assert isinstance(alone, TimeoutError) and "ranks 0, 2 did not come" in str(alone)
+
+
+def test_a_host_whose_name_leads_to_itself_is_refused_where_there_are_others() -> None:
+    for outcome in met([peer(0, "a"), peer(1, "b", loopback=True)], 2):
+        assert "the host of rank 1 (host b, process 101) resolves to loopback" in str(outcome)
+    assert not isinstance(met([peer(0, loopback=True), peer(1, loopback=True)], 2)[0], Exception)
+    assert loopback_only("localhost") and loopback_only("127.0.1.1")
+    assert not loopback_only("x", lambda *_: [(2, 1, 6, "", ("127.0.1.1", 0)), (2, 1, 6, "", ("10.0.0.1", 0))])
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        b"\x80\x04cos\nsystem\n.",
+        b"[" * 60_000,
+        b"{}",
+        b'{"rank": "0", "host": 3, "pid": null}',
+        b"\x1b[2J",
+        b"null",
+        json.dumps({"rank": 0, "host": "h", "pid": 1, "facts": {"a": 3}, "loopback": False, "token": ""}).encode(),
+    ],
+)
+def test_what_a_stranger_wrote_in_the_store_is_refused_and_shown_escaped(said: bytes) -> None:
+    store = dist.HashStore()  # type: ignore[attr-defined]
+    store.set("plait/world 0.0/here/1", said)
+    for outcome in met([peer(0), peer(1)], 2, seconds=1, store=store):
+        assert isinstance(outcome, (ConnectionError, TimeoutError)) and "\x1b" not in str(outcome)
+    other = dist.HashStore()  # type: ignore[attr-defined]
+    other.set("plait/world 0.0/verdict", said)
+    [outcome] = met([peer(1)], 2, seconds=1, store=other)
+    assert isinstance(outcome, ConnectionError) and "\x1b" not in str(outcome)
+
+
+@pytest.mark.parametrize(
+    ("changed", "told"),
+    [
+        ({"RANK": "abc"}, "RANK='abc' is no whole number"),
+        ({"RANK": "-1"}, "RANK=-1 cannot be: ranks of WORLD_SIZE=2 are 0 to 1"),
+        ({"RANK": "2"}, "RANK=2 cannot be"),
+        ({"RANK": " "}, "RANK not set"),
+        ({"WORLD_SIZE": "0"}, "WORLD_SIZE=0 cannot be"),
+        ({"WORLD_SIZE": "9" * 40}, "is no whole number"),
+        ({"WORLD_SIZE": "\x1b[2J"}, r"WORLD_SIZE='\\x1b\[2J' is no"),
+        ({"MASTER_PORT": "abc"}, "MASTER_PORT='abc' is no"),
+        ({"MASTER_PORT": "99999"}, "MASTER_PORT=99999 cannot be: it is a number from 1 to 65535"),
+        ({"MASTER_ADDR": ""}, "MASTER_ADDR not set"),
+        ({"LOCAL_RANK": "x"}, "LOCAL_RANK='x' is no"),
+        ({"LOCAL_RANK": "2"}, "LOCAL_RANK=2 cannot be"),
+        ({"LOCAL_WORLD_SIZE": "1"}, "MASTER_ADDR=127.0.0.1 means each host itself"),
+        ({"TORCHELASTIC_RESTART_COUNT": "?"}, "TORCHELASTIC_RESTART_COUNT='\\?' is no"),
+    ],
+)
+def test_variables_that_cannot_be_are_named(changed: dict[str, str], told: str) -> None:
+    with pytest.raises(ValueError, match=told):
+        WorldVariables.read(TORCHRUN | changed)
+
+
+def test_a_file_needs_no_address() -> None:
+    place = WorldVariables.read({"RANK": "0", "WORLD_SIZE": "1", "PLAIT_STORE": "/a/b"})
+    assert (place.file, place.where) == ("/a/b", "/a/b")
+
+
+HOLDERS: dict[str, tuple[Callable[[socket.socket], object], str]] = {
+    "silent": (lambda c: time.sleep(5), "accepts connections and is silent"),
+    "half": (lambda c: (c.sendall(b"\1\2"), time.sleep(5)), "accepts connections and is silent"),
+    "garbage": (lambda c: c.sendall(b"\xff\x1b[2J" * 1000), r"answers '\\xff\\x1b\[2J"),
+    "http": (lambda c: c.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n"), r"answers 'HTTP/1.1 400 Bad Request\\r\\n"),
+    "tls": (lambda c: c.sendall(bytes.fromhex("15030300020228")), "as no store of torch does"),
+    "echo": (lambda c: c.sendall(c.recv(100)), "as no store of torch does"),
+    "closes": (lambda c: None, "says nothing and closes the connection"),
+}
+
+
+@pytest.mark.parametrize("kind", HOLDERS)
+def test_a_port_that_another_program_holds_is_told_from_a_store_within_the_deadline(kind: str) -> None:
+    behave, told = HOLDERS[kind]
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+
+        def hold() -> None:
+            connection, _ = listening.accept()
+            with connection:
+                behave(connection)
+
+        threading.Thread(target=hold, daemon=True).start()
+        place = WorldVariables.read(TORCHRUN | {"MASTER_PORT": str(listening.getsockname()[1])})
+        started = time.monotonic()
+        with pytest.raises((ConnectionError, TimeoutError), match=told):
+            open_store(place, 0.5)
+        assert time.monotonic() - started < 15
+
+
+def test_a_name_that_leads_nowhere() -> None:
+    place = WorldVariables.read(TORCHRUN | {"MASTER_ADDR": "no.such.host.invalid"})
+    with pytest.raises(ConnectionError, match=r"cannot look up MASTER_ADDR=no\.such\.host\.invalid"):
+        open_store(place, 5)
+
+
+def test_torchs_store_still_greets_as_the_probe_expects() -> None:
+    store = dist.TCPStore("127.0.0.1", 0, 1, True, timedelta(seconds=30), wait_for_workers=False)  # type: ignore[attr-defined]
+    probe("127.0.0.1", store.port, time.monotonic() + 30)
+
+
+def test_a_call_that_never_returns_is_left_behind() -> None:
+    held = threading.Event()
+    with pytest.raises(TimeoutError):
+        within(0.05, held.wait)
+    held.set()
+    assert within(30, lambda: 3) == 3
+    with pytest.raises(KeyError):
+        within(30, lambda: {}["x"])

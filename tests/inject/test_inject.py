@@ -1,0 +1,148 @@
+"""Faults on purpose: read from text, happening once, where they are meant to, and on no other rank."""
+
+from __future__ import annotations
+
+import math
+import re
+
+import pytest
+import torch
+from torch import nn
+
+from plait.comm import Comm, run
+from plait.core.mesh import Mesh
+from plait.engine import Engine
+from plait.inject import FAULTS, Fault, inject, parse_fault
+
+MESH = Mesh(shard=3)
+
+
+@pytest.mark.parametrize(
+    ("text", "fault"),
+    [
+        ("kill@rank=2,step=20", Fault("kill", 2, 20)),
+        (" stop@rank=0,step=1,at=backward ", Fault("stop", 0, 1, at="backward")),
+        ("slow=2.5x@rank=1,step=3", Fault("slow", 1, 3, value=2.5)),
+        ("signal=usr1@rank=1,step=3", Fault("signal", 1, 3, value=10)),
+        ("slow=3@rank=1,step=3", Fault("slow", 1, 3, value=3.0)),
+        ("exception@step=4,rank=1,operation=7,always", Fault("exception", 1, 4, operation=7, always=True)),
+    ],
+)
+def test_a_fault_is_read(text: str, fault: Fault) -> None:
+    assert parse_fault(text, 3) == fault
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("", "cannot read the fault"),
+        ("kill", "cannot read"),
+        ("burn@rank=1,step=2", "unknown fault 'burn'.*there are kill, stop"),
+        ("kill@rank=1", "has no step"),
+        ("kill@step=1", "has no rank"),
+        ("kill@rank=3,step=1", "ranks 0 to 2"),
+        ("kill@rank=-1,step=1", "rank '-1'.*from 0"),
+        ("kill@rank=1,step=0", "step '0'.*from 1"),
+        ("kill@rank=1,step=99999999999999999999", "step '99999999999999999999'"),
+        ("kill@rank=1,step=1,colour=red", "unknown 'colour'"),
+        ("kill=2@rank=1,step=1", "only slow has a value"),
+        ("slow=0.5@rank=1,step=1", "a factor from 1"),
+        ("slow=@rank=1,step=1", "a factor from 1"),
+        ("signal@rank=1,step=1", "None .* is no signal"),
+        ("signal=9@rank=1,step=1", "'9' .* is no signal"),
+    ],
+)
+def test_what_is_no_fault_is_one_message(text: str, says: str) -> None:
+    with pytest.raises(ValueError, match=says) as raised:
+        parse_fault(text, 3)
+    assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize("kind", ["kill", "stop", "signal=SIGTERM", "exit", "disk-full"])
+def test_threads_have_no_fault_of_a_process(kind: str) -> None:
+    with pytest.raises(ValueError, match="give --world process"):
+        parse_fault(f"{kind}@rank=0,step=1", 3, threads=True)
+
+
+def filled(model: nn.Module) -> nn.Module:
+    """Threads share torch's generator, so nothing is drawn."""
+    with torch.no_grad():
+        for i, parameter in enumerate(model.parameters(), 1):
+            parameter.copy_(torch.linspace(-0.5, 0.1 * i, parameter.numel()).view(parameter.shape))
+    return model
+
+
+def trained(comm: Comm, *faults: str, steps: int = 4, strategy: str = "zero2") -> list[float]:
+    model = filled(nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3)))
+    engine = Engine(
+        model,
+        comm,
+        strategy=strategy,
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+        loss_fn=lambda model, x: model(x).square().sum(),
+        count_fn=len,
+        nonfinite="skip",
+    )
+    inject(engine, faults, threads=True)
+    x = torch.linspace(-1, 1, 10).view(2, 5) + comm.rank
+    results = [engine.step([x]) for _ in range(steps)]
+    weights = torch.cat([p.detach().view(-1).double() for p in engine.full_state_dict().values()])
+    return [*(float(r.made) for r in results), *(r.loss for r in results), float(weights.sum())]
+
+
+def test_without_its_moment_nothing_happens() -> None:
+    assert run(MESH, trained) == run(MESH, lambda comm: trained(comm, "nan@rank=1,step=9", "slow=3x@rank=2,step=9"))
+
+
+def test_an_exception_is_that_ranks_in_that_step(capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(RuntimeError, match="injected: exception on rank 2 in step 3") as raised:
+        run(MESH, lambda comm: trained(comm, "exception@rank=2,step=3"))
+    assert any("raised on rank 2" in note for note in raised.value.__notes__)
+    assert re.fullmatch(
+        r"plait: injected exception on rank 2 in step 3 \(process \d+\), in .*\(.*\)\n", capfd.readouterr().err
+    ), "it says what it does, once"
+
+
+def test_nan_is_one_loss_in_one_step() -> None:
+    for made in run(MESH, lambda comm: trained(comm, "nan@rank=0,step=2")):
+        assert made[:4] == [1, 0, 1, 1]
+        assert [math.isnan(loss) for loss in made[4:8]] == [False, True, False, False]
+
+
+def test_a_loss_of_a_loop_of_ones_own_is_nan_too() -> None:
+    def body(comm: Comm) -> list[bool]:
+        model = filled(nn.Linear(5, 3))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        engine = Engine(model, comm, strategy="zero3", optimizer=optimizer, nonfinite="skip")
+        inject(engine, ["nan@rank=1,step=2"], threads=True)
+        made = []
+        for _ in range(3):
+            engine.backward(engine.model(torch.ones(2, 5)).square().sum(), 2)
+            optimizer.step()
+            made.append(engine.last.made)
+        return made
+
+    assert run(MESH, body) == [[True, False, True]] * 3
+
+
+def test_a_collective_that_is_left_out_is_noticed() -> None:
+    with pytest.raises(Exception, match=r"(?s)all_gather|reduce_scatter|all_reduce"):
+        run(MESH, lambda comm: trained(comm, "skip-collective@rank=1,step=2"), deadline=3)
+
+
+def test_a_bit_is_turned_over_on_one_rank() -> None:
+    plain, flipped = run(MESH, trained), run(MESH, lambda comm: trained(comm, "flip@rank=1,step=2"))
+    assert plain[0][4] == flipped[0][4] and plain[0][7:] != flipped[0][7:]
+
+
+def test_a_restarted_run_is_not_hit_again_unless_always(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    assert run(MESH, trained) == run(MESH, lambda comm: trained(comm, "exception@rank=2,step=3"))
+    with pytest.raises(RuntimeError, match="injected"):
+        run(MESH, lambda comm: trained(comm, "exception@rank=2,step=3,always"))
+
+
+def test_the_table_is_what_can_be_read() -> None:
+    assert [parse_fault(f"{kind}{'=SIGHUP' * (kind == 'signal')}@rank=0,step=1", 1).kind for kind in FAULTS] == list(
+        FAULTS
+    )

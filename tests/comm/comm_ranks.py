@@ -151,7 +151,7 @@ def checked(comm: ProcessComm) -> None:
     for check in comm_checks.EVERYTHING:
         check(comm)
     comm.close()
-    for fault in collective_faults.IN_PROCESSES:
+    for fault in collective_faults.IN_PROCESSES[:: 1 if comm.world_size == 3 else 3]:
         comm = ProcessComm.from_env(comm.mesh, deadline=comm.deadline)
         text = collective_faults.told(comm, fault, 1)
         assert re.search(collective_faults.FAULTS[fault], text, re.S), (fault, text)

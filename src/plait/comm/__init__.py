@@ -7,6 +7,7 @@
     ordered_reduce.py  the order in which a group's values are added
     ledger.py          one line per message
     agree.py           small agreements: rows of numbers, checksums, bytes, errors
+    check.py           what each rank means, compared before it runs
     header.py          the shape of a message, as a small message ahead of it
     observer.py        who is told of steps, operations and waits
 

@@ -11,6 +11,7 @@ host_random.py   the generators of Python and numpy, which a forward may not dra
 nonfinite.py     whose loss or gradient is not finite
 reduction.py     a mean and its count as a sum
 standing.py      where a rank stands in the run, which must be the same everywhere
+drift.py         whether what ranks hold alike still is alike
 turns.py         several optimizers make one step
 metrics.py       sums and rows of all data ranks
 batch_norm.py    ``nn.SyncBatchNorm`` over all data ranks

@@ -1,0 +1,74 @@
+"""What the checks cost: steps with and without them in turns, in one run.
+
+    plain  collectives  drift | plain  collectives  drift | ...    a turn is some steps; ratios of medians are printed
+
+``python benchmarks/overhead/checks.py [--steps STEPS-OF-A-TURN] [--rounds N] FLAG-OF-PLAIT-TRAIN...``; in the turn
+"drift" every step is checked, so that a run with --check-drift N pays one N-th of what it is slower.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+import time
+
+import tyro
+
+from plait.comm import Comm
+from plait.comm.agree import gather_floats
+from plait.comm.check import CollectiveCheck
+from plait.config import TrainConfig
+from plait.core.collectives import Note
+from plait.core.mesh import AXES
+from plait.engine.drift import DriftCheck
+from plait.job.job import make_job
+from plait.launch import launch
+
+TURNS = ("plain", "collectives", "drift")
+
+
+def measure(comm: Comm, config: TrainConfig, steps: int, rounds: int) -> int:
+    """Prints milliseconds of a step, the slowest rank's, and what each check adds."""
+    job = make_job(config)
+    engine, _ = job.engine(comm, config.parallelism)
+    batches = job.microbatches(0, comm.mesh.data_rank(comm.rank), comm.mesh.data_size, config.microbatches)
+    check = CollectiveCheck(comm)
+    seconds: dict[str, list[float]] = {turn: [] for turn in TURNS}
+    for number in range(rounds + 1):
+        for turn in TURNS[number % 3 :] + TURNS[: number % 3]:
+            comm.barrier(AXES)
+            comm.check = check if turn == "collectives" else None
+            engine._drift = DriftCheck(engine, 1 if turn == "drift" else 0)
+            for _ in range(steps):
+                comm.ledger.clear()
+                start = time.perf_counter()
+                engine.step(batches)
+                seconds[turn] += [time.perf_counter() - start] if number else []  # the first round warms up
+            comm.check = None
+    mine = [statistics.median(seconds[turn]) for turn in TURNS]
+    slowest = dict(zip(TURNS, map(max, zip(*gather_floats(comm, mine, AXES, Note("bench")), strict=True)), strict=True))
+    if not comm.rank:
+        plain, checked, drift = (slowest[turn] for turn in TURNS)
+        print(f"{comm.mesh}, {config.row.name}, {engine.num_parameters:,} parameters: {plain * 1e3:.2f} ms a step")
+        print(f"  --check-collectives {checked * 1e3:.2f} ms: {checked / plain:.2f} times")
+        print(
+            f"  a check of drift {(drift - plain) * 1e3:.2f} ms: every 100 steps {(drift / plain - 1):.2f} %",
+            flush=True,
+        )
+    return 0
+
+
+def main(words: list[str]) -> int:
+    numbers = {"--steps": 10, "--rounds": 12}
+    for name in numbers:
+        if name in words:
+            place = words.index(name)
+            numbers[name] = int(words.pop(place + 1))
+            words.pop(place)
+    config = tyro.cli(TrainConfig, args=words)
+    command = [sys.executable, __file__, *sys.argv[1:]]
+    return launch(config, lambda comm: measure(comm, config, *numbers.values()), command)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -288,7 +288,7 @@ def main(seconds: float, first: int) -> int:
     with open("/proc/self/statm") as file:
         now = int(file.read().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (now + MEMORY, now + MEMORY))
-    while time.monotonic() < begin + seconds:
+    while seed == first or time.monotonic() < begin + seconds:
         start = time.monotonic()
         try:
             counts[play(work / "good", work / "case", seed)] += 1

@@ -177,6 +177,10 @@ class Comm(ABC):
 
     def close(self) -> None:
         """Frees what the world has, and tells the observers.  No operation may follow."""
+        self.end_observers()
+
+    def end_observers(self) -> None:
+        """Tells the observers that nothing more will come."""
         for observer in self.observers:
             observer.closed()
 

@@ -1,6 +1,6 @@
 """What each rank means by an operation, compared before it runs: ``--check-collectives``.
 
-    rank 0   all_reduce of 8 x float32, at train.py:10 ──┐        ┌── rank 1   all_reduce of 4 x float32, at train.py:12
+    rank 0   all_reduce of 8 x float32, at line 10 ──────┐        ┌── rank 1   all_reduce of 4 x float32, at line 12
                                                          └─ tell ─┘
              both raise MismatchError, with both descriptions and both lines; no tensor was touched
 

@@ -83,7 +83,7 @@ def _be_a_rank(config: MachineConfig, body: Body, limits: Limits) -> int:
         if folder := os.environ.get(WATCH):
             stack.enter_context(watch(comm, Page.open(Path(folder) / PAGE), Path(folder)))
         else:
-            stack.callback(lambda: [observer.closed() for observer in comm.observers])
+            stack.callback(comm.end_observers)
             watch_joined(comm)
         code = body(comm)
     comm.close()

@@ -83,8 +83,9 @@ def _be_a_rank(config: MachineConfig, body: Body, limits: Limits) -> int:
         if folder := os.environ.get(WATCH):
             stack.enter_context(watch(comm, Page.open(Path(folder) / PAGE), Path(folder)))
         else:
-            stack.callback(lambda: [observer.closed() for observer in comm.observers])
             watch_joined(comm)
+            for observer in comm.observers:
+                stack.callback(observer.closed)
         code = body(comm)
     comm.close()
     # Rank 0 speaks for all, perhaps long after the others are done (a reference run).  They leave with 0, because the

@@ -182,8 +182,8 @@ class RankAgent(SimpleElasticAgent):
             self._look.page.ask_to_stop(number)
 
     def _end(self, rank: int, text: str, *, final: bool = False) -> RunResult:
-        """Says what has ended the attempt, of which ``rank`` is the cause, and ends what is left of it; torch's loop starts another where that may be
-        of use."""
+        """Says what has ended the attempt, by ``rank``, and ends what is left of it; torch's loop starts another where
+        that may be of use."""
         assert self._look is not None
         sys.stdout.flush()
         sys.stderr.write(text)

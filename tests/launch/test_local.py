@@ -59,7 +59,7 @@ def test_the_original_traceback_comes_first_and_once(finish: Any) -> None:
     assert err.startswith("Traceback (most recent call last):\n")
     assert err.count("Traceback") == 1
     assert err.count("\nRuntimeError: the matter is here") == 1
-    assert "\nplait: rank 1 failed: RuntimeError: the matter is here\n  it was on host " in err
+    assert "\nplait: rank 1 failed: RuntimeError: the matter is here\n  on host " in err
 
 
 def test_a_mistake_found_by_one_rank_is_one_line_and_exit_code_2(finish: Any) -> None:
@@ -76,7 +76,7 @@ def test_the_ranks_own_exit_code_is_passed_on_after_rank_0_has_spoken(finish: An
 def test_a_killed_rank_is_named(finish: Any) -> None:
     code, out, err = finish("kill")
     assert (code, out) == (128 + signal.SIGKILL, "")
-    assert err.startswith("plait: rank 1 was killed by SIGKILL\n  it was on host ")
+    assert err.startswith("plait: rank 1 was killed by SIGKILL\n  on host ")
     assert "rank 0: waits for rank 1 before its first step, in barrier over " in err
 
 

@@ -127,13 +127,15 @@ class RankAgent(SimpleElasticAgent):
             first = first_of(failures)
             found = "" if first.final else self._look.of_the_end(self._ended())
             text, self.code = explain(first, str(self._mesh), found)
-            return self._end(text, final=first.final)
+            return self._end(first.rank, text, final=first.final)
         if len(ended) == self._mesh.size:
             self.code = 0
             return RunResult(WorkerState.SUCCEEDED, return_values=ended)
         if still := self._look.tell(ended, self._ranks):
             self.code = 1
-            return self._end(f"plait: rank {still.rank} kept the others for {self._deadline:g} s: all are ended\n")
+            return self._end(
+                still.rank, f"plait: rank {still.rank} kept the others for {self._deadline:g} s: all are ended\n"
+            )
         if self.asked.late:
             left = ", ".join(str(rank) for rank in self._ranks if rank not in ended)
             sys.stderr.write(f"plait: rank {left} did not end within {self._limits.grace:g} s (--grace)\n")
@@ -179,9 +181,9 @@ class RankAgent(SimpleElasticAgent):
         if self._look is not None:
             self._look.page.ask_to_stop(number)
 
-    def _end(self, text: str, *, final: bool = False) -> RunResult:
-        """Says what has ended the attempt, and ends what is left of it; torch's loop starts another where that may be
-        of use."""
+    def _end(self, rank: int, text: str, *, final: bool = False) -> RunResult:
+        """Says what has ended the attempt, by ``rank``, and ends what is left of it; torch's loop starts another where
+        that may be of use."""
         assert self._look is not None
         sys.stdout.flush()
         sys.stderr.write(text)
@@ -191,7 +193,7 @@ class RankAgent(SimpleElasticAgent):
             self._remaining_restarts = 0
             return RunResult(WorkerState.FAILED)
         kept = self._limits.kept()
-        refusal = self._restarts.refusal(reached, kept)
+        refusal = self._restarts.refusal(rank, reached, kept)
         if refusal:
             self._remaining_restarts = 0
             sys.stderr.write(f"plait: {refusal}\n")

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 LOOPS = 3
-"""So many faults in one step, without a new checkpoint, are a loop."""
+"""So many faults of one rank in one step, without a new checkpoint, are a loop."""
 
 LONGEST_PAUSE = 30.0
 
@@ -30,22 +30,22 @@ class Restarts:
     """The faults of a run so far."""
 
     limits: Limits
-    faults: list[tuple[int, str]] = field(default_factory=list)
-    """(step that was reached, state that had been kept) of each."""
+    faults: list[tuple[int, int, str]] = field(default_factory=list)
+    """(rank, step that was reached, state that had been kept) of each."""
 
-    def refusal(self, step: int, kept: str) -> str | None:
-        """Notes a fault in ``step``; why the run is not started again, None where it is."""
-        self.faults.append((step, kept))
+    def refusal(self, rank: int, step: int, kept: str) -> str | None:
+        """Notes a fault of ``rank`` in ``step``; why the run is not started again, None where it is."""
+        self.faults.append((rank, step, kept))
         if len(self.faults) > self.limits.restarts:
             return f"not started again: {self.limits.restarts} restarts were allowed, and made"
-        if self.faults.count((step, kept)) >= LOOPS:
-            where = f"step {step} was reached" if step >= 0 else "the first step was not reached"
-            return f"not started again: {where} {LOOPS} times without a new checkpoint"
+        if self.faults.count((rank, step, kept)) >= LOOPS:
+            where = f"step {step}" if step >= 0 else "front of the first step"
+            return f"not started again: rank {rank} failed in {where} {LOOPS} times, without a new checkpoint"
         return None
 
     @property
     def pause(self) -> float:
         """Seconds to wait before the next attempt: more with each fault since the last new checkpoint."""
-        kept = [kept for _, kept in self.faults]
+        kept = [kept for _, _, kept in self.faults]
         again = next((n for n, one in enumerate(reversed(kept)) if one != kept[-1]), len(kept)) - 1
         return min(LONGEST_PAUSE, 2.0 ** (again - 1)) if again > 0 else 0.0

@@ -257,8 +257,8 @@ def difference(found: Mapping[int, Description]) -> str:
 
 
 def call_site() -> str:
-    """The line that asks: the innermost outside of ``plait.comm`` (and of injected faults, which wrap it), and, where that is plait's, the line outside of it
-    that led there."""
+    """The line that asks: the innermost outside of ``plait.comm`` (and of injected faults, which wrap it), and, where
+    that is plait's, the line outside of it that led there."""
     inner, frame = "", sys._getframe(1)
     while frame.f_back is not None:
         frame = frame.f_back

@@ -66,7 +66,7 @@ def main(words: list[str]) -> int:
             numbers[name] = int(words.pop(place + 1))
             words.pop(place)
     config = tyro.cli(TrainConfig, args=words)
-    command = [sys.executable, __file__, *sys.argv[1:]]
+    command = [__file__, *sys.argv[1:]]
     return launch(config, lambda comm: measure(comm, config, *numbers.values()), command)
 
 

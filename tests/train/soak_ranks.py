@@ -60,7 +60,7 @@ def main(steps: int, words: list[str]) -> int:
             print(json.dumps(meter.seen), file=sys.stderr, flush=True)
         return code
 
-    return launch(config, body, [sys.executable, __file__, *sys.argv[1:]])
+    return launch(config, body, [__file__, *sys.argv[1:]])
 
 
 if __name__ == "__main__":

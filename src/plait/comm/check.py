@@ -1,7 +1,7 @@
 """What each rank means by an operation, compared before it runs: ``--check-collectives``.
 
-    rank 0   all_reduce of 8 x float32, at line 10 ──────┐        ┌── rank 1   all_reduce of 4 x float32, at line 12
-                                                         └─ tell ─┘
+    rank 0   all_reduce of 8 x float32, at line 10 ──┐        ┌── rank 1   all_reduce of 4 x float32, at line 12
+                                                     └─ tell ─┘
              both raise MismatchError, with both descriptions and both lines; no tensor was touched
 
 From each rank to each other goes one stream of descriptions, in the order in which the sender asks:
@@ -43,6 +43,7 @@ MOST_UNREAD = 256
 """Descriptions to one rank that it may not have read yet; one more waits for the oldest."""
 
 COMM: Final = str(Path(__file__).parent) + "/"
+INJECT: Final = str(Path(__file__).parents[1] / "inject") + "/"
 PLAIT: Final = str(Path(__file__).parents[1]) + "/"
 TORCH: Final = str(Path(torch.__file__).parent) + "/"
 STANDARD: Final = sysconfig.get_paths()["stdlib"] + "/"
@@ -256,13 +257,13 @@ def difference(found: Mapping[int, Description]) -> str:
 
 
 def call_site() -> str:
-    """The line that asks: the innermost outside of ``plait.comm``, and, where that is plait's, the line outside of it
-    that led there."""
+    """The line that asks: the innermost outside of ``plait.comm`` (and of injected faults, which wrap it), and, where
+    that is plait's, the line outside of it that led there."""
     inner, frame = "", sys._getframe(1)
     while frame.f_back is not None:
         frame = frame.f_back
         file = frame.f_code.co_filename
-        if file.startswith(COMM) or (inner and _is_library(file)):
+        if file.startswith((COMM, INJECT)) or (inner and _is_library(file)):
             continue
         line = f"{'/'.join(file.split('/')[-2:])}:{frame.f_lineno}"
         if not file.startswith(PLAIT):

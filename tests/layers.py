@@ -89,6 +89,7 @@ SHARES: dict[str, Share] = {
     "train/test_resume.py::test_it_is_the_run_that_was_never_stopped_to_the_bit": Share("few", "all"),
     "train/test_resume.py::test_killed_at_any_step_it_is_the_uninterrupted_run_over_fifty_steps": Share("none", "few"),
     "train/test_resume.py::test_three_resumes_in_an_epoch_each_in_another_layout": FULL,
+    "train/test_stop_and_restart.py::test_a_killed_rank_is_named_and_the_run_goes_on_to_the_same_end": PROCESSES,
     "train/test_train.py::test_a_run_that_is_stopped_keeps_its_metrics": PROCESSES,
     "train/test_train.py::test_all_of_a_loop_at_once_is_the_one_process_run": PROCESSES,
     "verify": Share("none", "pairs"),
@@ -114,6 +115,12 @@ SHARES: dict[str, Share] = {
     "verify/test_tensor.py::test_every_row_is_the_single_process": TRAINING,
     "verify/test_tensor_mutations.py": TRAINING,
     "verify/test_written_pipelines.py::test_processes_make_the_same_run": Share("none", "few"),
+    "watch/test_joined.py": NIGHTLY,
+    "watch/test_joined.py::test_a_killed_rank_is_named_before_the_agent_ends_the_others": PROCESSES,
+    "watch/test_joined.py::test_a_rank_that_leaves_early_is_named_though_others_fail": PROCESSES,
+    "watch/test_joined.py::test_a_rank_that_stands_still_shows_its_stack_and_a_stopped_one_is_called_so": PROCESSES,
+    "watch/test_joined.py::test_nobody_outlives_the_agent_a_stopped_rank_neither": PROCESSES,
+    "watch/test_straggler.py::test_false_alarms_in_two_thousand_long_runs": NIGHTLY,
     "zoo/test_zoo.py::test_a_few_architectures_are_the_run_of_plain_pytorch": FULL,
 }
 

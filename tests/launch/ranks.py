@@ -34,9 +34,11 @@ def body(comm: Comm) -> int:
             Mesh.parse("depth=2")
         if HOW == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
+        if HOW == "stop":
+            os.kill(os.getpid(), signal.SIGSTOP)
     comm.barrier(AXES)
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(guarded(lambda: launch(BenchConfig(deadline=20), body, sys.argv)))
+    sys.exit(guarded(lambda: launch(BenchConfig(deadline=5 if HOW == "stop" else 20), body, sys.argv)))

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from plait.core.mesh import Mesh
-from plait.launch.failure import Failure, explain, is_mistake, recorded, report
+from plait.launch.failure import Failure, explain, first_of, is_mistake, recorded, report
 
 
 def raised(make) -> BaseException:  # type: ignore[no-untyped-def]
@@ -41,9 +41,9 @@ def test_under_the_launcher_it_leaves_a_note(tmp_path: Path, capsys: pytest.Capt
     assert capsys.readouterr().err == ""
     data = json.loads(file.read_text())
     assert int(data["message"]["extraInfo"]["timestamp"]) > 0  # as torch's agent reads it
-    found = recorded(3, 2, data)
-    assert (found.rank, found.exit_code) == (3, 2)
-    assert found.text.startswith("plait: error: unknown mesh axis")
+    found = recorded(3, 2, file)
+    assert (found.rank, found.exit_code, found.final) == (3, 2, True)
+    assert found.text is not None and found.text.startswith("plait: error: unknown mesh axis")
     assert found.nanoseconds > 0
     del environment["PLAIT_LAUNCHER"]
     report(raised(lambda: Mesh.parse("x=1")), environment)
@@ -51,17 +51,21 @@ def test_under_the_launcher_it_leaves_a_note(tmp_path: Path, capsys: pytest.Capt
 
 
 def test_the_first_failure_is_told_and_a_killed_rank_before_all() -> None:
-    cause = Failure(2, 1, "Traceback: cause\n", 10)
-    echo = Failure(0, 1, "Traceback: echo\n", 20)
-    silent = Failure(1, 1, "", 5)
-    killed = Failure(3, -signal.SIGSEGV, "", 30)
-    stopped = Failure(3, -signal.SIGTERM, "", 1)  # by the agent, when it saw another fail
-    text, code = explain([stopped, echo, silent, cause], "shard=4")
+    cause, echo = Failure(2, 1, "Traceback: cause\n", 10), Failure(0, 1, "Traceback: echo\n", 20)
+    silent, killed = Failure(1, 1, None, 5), Failure(3, -signal.SIGSEGV, None, 30)
+    assert first_of([echo, silent, cause]) is cause
+    assert first_of([echo, killed, cause]) is killed
+    text, code = explain(cause, "shard=4")
     assert text.startswith("Traceback: cause\nplait: rank 2 of mesh shard=4 failed")
     assert code == 1
-    assert explain([echo, killed, cause], "shard=4") == (
-        "plait: rank 3 of mesh shard=4 was killed by SIGSEGV; the others were stopped\n",
-        128 + signal.SIGSEGV,
-    )
-    assert explain([Failure(0, 2, "plait: error: no\n", 1)], "shard=4") == ("plait: error: no\n", 2)
-    assert explain([Failure(0, 7)], "shard=4") == ("", 7)
+    text, code = explain(killed, "shard=4")
+    assert text == "plait: rank 3 of mesh shard=4 was killed by SIGSEGV; the others were stopped\n"
+    assert code == 128 + signal.SIGSEGV
+    assert "rank 1 of mesh shard=4 ended with exit code 3 and left no word" in explain(Failure(1, 3), "shard=4")[0]
+    assert explain(Failure(0, 2, "plait: error: no\n", 1, final=True), "shard=4") == ("plait: error: no\n", 2)
+    assert explain(Failure(0, 7, "", final=True), "shard=4") == ("", 7)
+
+
+def test_what_the_page_tells_takes_the_place_of_what_the_launcher_knows() -> None:
+    assert explain(Failure(3, -9), "shard=4", "found\n") == ("found\n", 137)
+    assert explain(Failure(2, 1, "Traceback: cause\n", 10), "shard=4", "found\n") == ("Traceback: cause\nfound\n", 1)

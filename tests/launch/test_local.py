@@ -2,7 +2,6 @@
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -11,11 +10,12 @@ from typing import Any
 
 import pytest
 from ports import free_port
+from sockets import children, listening
 
 from plait.comm.base import Comm
 from plait.commands.main import main
 from plait.launch import launch
-from plait.launch.local import check_port, rank_environment
+from plait.launch.local import rank_environment
 from plait.measure.comm import BenchConfig
 
 SCRIPT = str(Path(__file__).with_name("ranks.py"))
@@ -25,8 +25,12 @@ LINUX = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /
 @pytest.fixture
 def ranks(start: Any) -> Any:
     """Starts ``ranks.py`` with these words."""
-    environment = {k: v for k, v in os.environ.items() if k not in ("OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME")}
-    return lambda *words: start(sys.executable, SCRIPT, *words, env=environment)
+
+    def run(*words: str) -> Any:
+        left_out = ("OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME")
+        return start(sys.executable, SCRIPT, *words, env={k: v for k, v in os.environ.items() if k not in left_out})
+
+    return run
 
 
 @pytest.fixture
@@ -54,8 +58,8 @@ def test_the_original_traceback_comes_first_and_once(finish: Any) -> None:
     assert (code, out) == (1, "")
     assert err.startswith("Traceback (most recent call last):\n")
     assert err.count("Traceback") == 1
-    assert err.count("RuntimeError: the matter is here") == 1
-    assert err.splitlines()[-1] == "plait: rank 1 of mesh shard=2 failed as above; the others were stopped"
+    assert err.count("\nRuntimeError: the matter is here") == 1
+    assert "\nplait: rank 1 failed: RuntimeError: the matter is here\n  it was on host " in err
 
 
 def test_a_mistake_found_by_one_rank_is_one_line_and_exit_code_2(finish: Any) -> None:
@@ -72,7 +76,17 @@ def test_the_ranks_own_exit_code_is_passed_on_after_rank_0_has_spoken(finish: An
 def test_a_killed_rank_is_named(finish: Any) -> None:
     code, out, err = finish("kill")
     assert (code, out) == (128 + signal.SIGKILL, "")
-    assert err == ("plait: rank 1 of mesh shard=2 was killed by SIGKILL (out of memory?); the others were stopped\n")
+    assert err.startswith("plait: rank 1 was killed by SIGKILL\n  it was on host ")
+    assert "rank 0: waits for rank 1 before its first step, in barrier over " in err
+
+
+def test_a_stopped_rank_is_named_and_ended_at_the_deadline(finish: Any) -> None:
+    code, out, err = finish("stop")
+    assert (code, out) == (1, "")
+    assert "plait: rank 1 is stopped (SIGSTOP)" in err
+    assert "rank 0: waits for rank 1 before its first step, in barrier over " in err
+    assert err.endswith("plait: rank 1 kept the others for 5 s: all are ended\n")
+    assert "SIGKILL" not in err
 
 
 def alive(process_id: int) -> bool:
@@ -91,18 +105,30 @@ def wait_for(what, seconds: float) -> None:  # type: ignore[no-untyped-def]
 
 @LINUX
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
-def test_no_rank_outlives_the_launcher(number: signal.Signals, tmp_path: Path, ranks: Any) -> None:
+def test_nothing_listens_and_no_rank_outlives_the_launcher(
+    number: signal.Signals, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ranks: Any
+) -> None:
+    (tmp_path / "tmp").mkdir()
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))
     process = ranks("sleep", str(tmp_path))
     files = [tmp_path / f"rank{rank}.pid" for rank in (0, 1)]
     wait_for(lambda: all(file.exists() and file.read_text() for file in files), 100)
     ids = [int(file.read_text()) for file in files]
-    assert all(alive(process_id) for process_id in ids)
+    (server,) = children(process.pid)
+    assert sorted(children(server)) == sorted(ids)
+    assert listening([process.pid, server]) == set()
+    assert listening(ids) == {"0100007F"}, "ranks connect on 127.0.0.1 alone"
+    (folder,) = Path(tmp_path / "tmp").iterdir()
+    assert folder.stat().st_mode & 0o777 == 0o700
+    if number == signal.SIGKILL:
+        os.kill(ids[1], signal.SIGSTOP)
     process.send_signal(number)
     _, err = process.communicate(timeout=110)
-    wait_for(lambda: not any(alive(process_id) for process_id in ids), 10)
+    wait_for(lambda: not any(alive(process_id) for process_id in (server, *ids)), 10)
     if number == signal.SIGINT:
         assert process.returncode == 130
         assert err == "plait: stopped by SIGINT, with all ranks\n"
+        assert not folder.exists()
 
 
 def test_the_same_command_runs_under_torchrun(tmp_path: Path) -> None:
@@ -153,21 +179,6 @@ def test_ranks_that_never_come_are_one_line_too(
     shown = [line for line in capsys.readouterr().err.splitlines() if line.startswith("plait")]
     assert len(shown) == 1
     assert f"127.0.0.1:{port}" in shown[0]
-
-
-@pytest.mark.parametrize("host", ["127.0.0.1", ""])
-def test_a_port_in_use_is_refused(host: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with socket.socket() as listener:
-        listener.bind((host, 0))
-        listener.listen()
-        port = listener.getsockname()[1]
-        assert main(["bench", "comm", "--port", str(port)]) == 2
-        shown = capsys.readouterr().err
-        assert shown == (
-            f"plait: error: port {port} cannot be opened (address already in use): "
-            "give another --port, or 0 for a free one\n"
-        )
-    check_port(port)
 
 
 def test_threads_return_the_worst_code_and_raise_the_first_error() -> None:

@@ -33,7 +33,7 @@ for step in range(STEPS):
             os.kill(os.getpid(), signal.SIGKILL)
     if HOW == "slow" and comm.rank == 1:
         time.sleep(0.03)
-    if HOW in ("slow", "wait"):
+    if HOW in ("slow", "wait", "deaf"):
         time.sleep(0.02)
     x = torch.ones(4, 16)
     loss = model(x).square().sum()
@@ -41,7 +41,7 @@ for step in range(STEPS):
     optimizer.step()
     if step == 3 and comm.rank == 0:
         (FOLDER / "trains").touch()
-    if engine.last is not None and engine.last.stop is not None:
+    if HOW != "deaf" and engine.last is not None and engine.last.stop is not None:
         print(f"rank {comm.rank} stops behind step {engine.last.step}: {engine.last.stop}", flush=True)
         break
 if HOW != "careless":

@@ -142,12 +142,15 @@ def asked_to_end(ground: Ground, number: int) -> Result:
     return Result(result.wrong or ground.same_run(out), seen)
 
 
+SLOWER = r"computes [0-9.]+ times as long"
+
+
 def slow(ground: Ground, number: int) -> Result:
     """A rank that takes twice as long: told, and not ended."""
     rank, out = number % RANKS, ground.new()
     child = Observed(ground.words(out, "--inject", f"slow=2x@rank={rank},step=5"))
     injected(child)
-    told = child.wait_for(rf"rank {rank}\b.*straggler|straggler.*rank {rank}\b", PATIENCE)
+    told = child.wait_for(rf"rank {rank} {SLOWER}", PATIENCE)
     metrics = lines_of(out / "metrics.jsonl")
     seen = {} if told is None else {"steps": float(len(metrics) - 4)}
     wrong = "" if told else f"rank {rank} was not named: {child.text()[-500:]}"
@@ -158,13 +161,13 @@ def even(ground: Ground, number: int) -> Result:
     """Nobody is slow: nobody is told to be."""
     child = Observed(ground.words(ground.new()))
     result = outcome(child, "", {})
-    alarms = len(re.findall("straggler", child.text()))
+    alarms = len(re.findall(SLOWER, child.text()))
     return Result(result.wrong, {"share": alarms / ground.steps})
 
 
 def _false_alarms(child: Observed, but: int) -> str:
     others = [rank for rank in range(RANKS) if rank != but]
-    found = [rank for rank in others if re.search(rf"rank {rank}\b[^\n]*straggler", child.text())]
+    found = [rank for rank in others if re.search(rf"rank {rank} {SLOWER}", child.text())]
     return f"ranks {found} were told to be slow as well" if found else ""
 
 

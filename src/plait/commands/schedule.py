@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import Annotated
 
 import tyro
-from rich.console import Console
 
 from plait.config import names_a_file, read_schedule
 from plait.core.cells import find_strategy
 from plait.report.schedule import bubble_table, share_line, svg, time_grid
+from plait.report.screen import screen
 from plait.schedule.actions import Schedule, format_schedule
 from plait.schedule.bubbles import Bubbles, bubbles
 from plait.schedule.check import Proof, check
@@ -81,14 +81,16 @@ class Show(Timed):
         formula, (stages, microbatches) = self.formula(), self.sizes()
         if not names_a_file(self.order) and stages * microbatches > 1 << 18:  # which takes seconds to simulate
             share = "none here" if formula.idle_share is None else f"{formula.idle_share:.6f}"
-            print(f"{stages} stages x {microbatches} microbatches: the closed forms alone")
-            print(f"idle share of rank 0: {share}; peak activations: {max(formula.peaks or (), default='none here')}")
+            screen(soft_wrap=True).print(f"{stages} stages x {microbatches} microbatches: the closed forms alone")
+            screen(soft_wrap=True).print(
+                f"idle share of rank 0: {share}; peak activations: {max(formula.peaks or (), default='none here')}"
+            )
             return
         schedule, proof = self.schedule()
         timeline = simulate(schedule, self.costs())
-        print(time_grid(timeline, shutil.get_terminal_size((120, 24)).columns))
-        Console().print(bubble_table(timeline, proof, formula))
-        print(share_line(timeline, formula))
+        screen(soft_wrap=True).print(time_grid(timeline, shutil.get_terminal_size((120, 24)).columns))
+        screen().print(bubble_table(timeline, proof, formula))
+        screen(soft_wrap=True).print(share_line(timeline, formula))
 
     def formula(self) -> Bubbles:
         """What the closed forms say; nothing of a file, and nothing of waits where messages take time."""
@@ -115,7 +117,7 @@ class Draw(Timed):
             Path(self.out).write_text(picture, encoding="utf-8")
         except OSError as error:
             raise ValueError(f"cannot write {self.out!r}: {error.strerror}") from error
-        print(f"written: {self.out}")
+        screen(soft_wrap=True).print(f"written: {self.out}")
 
 
 @dataclass(frozen=True)
@@ -134,7 +136,7 @@ class Text(Source):
         if self.messages:
             schedule = merge_messages(add_messages(schedule))
         check(schedule)
-        print(format_schedule(schedule))
+        screen(soft_wrap=True).print(format_schedule(schedule))
 
 
 @dataclass(frozen=True)
@@ -149,8 +151,12 @@ class Check:
     def run(self) -> None:
         proof = check(read_schedule(self.file), in_order=self.in_order)
         order = "in the order of microbatches" if proof.in_order else "NOT in the order of microbatches"
-        print(f"proved: {proof.num_stages} stages on {len(proof.peaks)} ranks, {proof.num_microbatches} microbatches")
-        print(f"gradients are added {order}; peak activations per rank: {', '.join(map(str, proof.peaks))}")
+        screen(soft_wrap=True).print(
+            f"proved: {proof.num_stages} stages on {len(proof.peaks)} ranks, {proof.num_microbatches} microbatches"
+        )
+        screen(soft_wrap=True).print(
+            f"gradients are added {order}; peak activations per rank: {', '.join(map(str, proof.peaks))}"
+        )
 
 
 @dataclass(frozen=True)

@@ -81,8 +81,8 @@ def check_numbers(config: MachineConfig) -> None:
     """Refuses numbers out of range, of those settings that a config has."""
     for name, least in AT_LEAST.items():
         value = getattr(config, name, None)
-        if value is not None and value < least:
-            raise ValueError(f"{name} is {value}: give a whole number from {least}")
+        if value is not None and not value >= least:
+            raise ValueError(f"{name} is {value}: give a {'' if name == 'grace' else 'whole '}number from {least}")
     for name in ("lr", "deadline", "clip"):
         value = getattr(config, name, None)
         if value is not None and not value > 0:

@@ -25,6 +25,7 @@ from torch.distributed.elastic.agent.server.api import (
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
 
 from plait.comm.environment import STORE
+from plait.core.escape import say
 from plait.core.mesh import Mesh
 from plait.launch.failure import explain, first_of, recorded
 from plait.launch.fork_server import ForkServer
@@ -133,10 +134,10 @@ class RankAgent(SimpleElasticAgent):
             return RunResult(WorkerState.SUCCEEDED, return_values=ended)
         if still := self._look.tell(ended, self._ranks):
             self.code = 1
-            return self._end(f"plait: rank {still.rank} {still.what}: all end after {self._deadline:g} s\n")
+            return self._end(f"plait: rank {still.rank} kept the others for {self._deadline:g} s: all are ended\n")
         if self.asked.late:
             left = ", ".join(str(rank) for rank in self._ranks if rank not in ended)
-            sys.stderr.write(f"plait: rank {left} did not end within {self._limits.grace:g} s (--grace)\n")
+            say(f"plait: rank {left} did not end within {self._limits.grace:g} s (--grace)\n")
             raise SystemExit(128 + (self.asked.number or 0))
         return RunResult(WorkerState.HEALTHY)
 
@@ -175,7 +176,7 @@ class RankAgent(SimpleElasticAgent):
 
     def _tell(self, number: signal.Signals) -> None:
         """All ranks are to end behind their step."""
-        sys.stderr.write(announced(number, self._limits.grace))
+        say(announced(number, self._limits.grace))
         if self._look is not None:
             self._look.page.ask_to_stop(number)
 
@@ -184,7 +185,7 @@ class RankAgent(SimpleElasticAgent):
         of use."""
         assert self._look is not None
         sys.stdout.flush()
-        sys.stderr.write(text)
+        say(text)
         reached = self._look.reached
         self._stop_workers(self._worker_group)
         if final or self.asked.number or not self._limits.restarts:
@@ -194,10 +195,10 @@ class RankAgent(SimpleElasticAgent):
         refusal = self._restarts.refusal(reached, kept)
         if refusal:
             self._remaining_restarts = 0
-            sys.stderr.write(f"plait: {refusal}\n")
+            say(f"plait: {refusal}\n")
         else:
             number, most, start = len(self._restarts.faults), self._limits.restarts, kept or "the beginning"
-            sys.stderr.write(f"plait: restart {number} of {most}, from {start}\n")
+            say(f"plait: restart {number} of {most}, from {start}\n")
         return RunResult(WorkerState.FAILED)
 
 

@@ -22,6 +22,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
+from plait.core.escape import printable, say
+
 MISTAKE = 2
 """The exit code of bad input, the same as argparse's."""
 
@@ -57,7 +59,7 @@ def guarded(work: Callable[[], int]) -> int:
         return work()
     except KeyboardInterrupt:
         if LAUNCHER not in os.environ:
-            sys.stderr.write("plait: stopped by SIGINT\n")
+            say("plait: stopped by SIGINT\n")
         return 128 + signal.SIGINT
     except Exception as error:
         return report(error)
@@ -72,10 +74,11 @@ def report(error: BaseException, environment: Mapping[str, str] = os.environ) ->
         line = " ".join(["plait: error:", *reason.split(), *getattr(error, "__notes__", ())])
         text = "\n".join([line, *grid, ""])
     refused = text.startswith("plait: error:")
+    text = printable(text)
     leave_note(text, final=refused, environment=environment)
     if "TORCHELASTIC_ERROR_FILE" not in environment or LAUNCHER not in environment:
         sys.stdout.flush()
-        sys.stderr.write(text)
+        say(text)
     return MISTAKE if is_mistake(error) else 1
 
 

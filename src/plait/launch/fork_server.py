@@ -35,8 +35,9 @@ LARGEST = 1 << 20
 PR_SET_PDEATHSIG = 1
 """Of <sys/prctl.h>: the signal that a process gets when its parent dies."""
 
-LATE = ("torch._dynamo", "tyro._backends._tyro_backend", "plait.comm.process", "plait.watch.rank")
-"""What ranks would otherwise import one by one when they first need it: seconds on a slow machine."""
+LATE = ("torch._dynamo", "tyro._backends._tyro_backend")
+"""What torch and tyro import only when they first need it, in a second or more: parameters are drawn by the first, words
+parsed by the other."""
 
 SERVER = "import sys; from plait.launch.fork_server import serve; serve(*map(int, sys.argv[1:3]), sys.argv[3:])"
 
@@ -134,14 +135,15 @@ def serve(line_number: int, launcher: int, command: Sequence[str]) -> None:
 
 def _preload(command: Sequence[str]) -> None:
     """Imports what every rank will need."""
+    for name in ("plait.comm.process", "plait.watch.rank"):
+        importlib.import_module(name)
+    if command[0] != "-m":
+        sys.path[0] = str(Path(command[0]).resolve().parent)
+        return
+    sys.modules.pop(importlib.import_module(f"{command[1]}.__main__").__name__)  # each rank runs it anew
     for name in LATE:
         with suppress(ImportError):
             importlib.import_module(name)
-    if command[0] == "-m":
-        sys.modules.pop(importlib.import_module(f"{command[1]}.__main__").__name__)  # each rank runs it anew
-    else:
-        sys.path[0] = str(Path(command[0]).resolve().parent)
-        importlib.import_module("plait")
 
 
 def _ended() -> list[tuple[int, int]]:

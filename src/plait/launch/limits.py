@@ -45,6 +45,7 @@ class Restarts:
 
     @property
     def pause(self) -> float:
-        """Seconds to wait before the next attempt."""
-        again = len(self.faults) - 1
+        """Seconds to wait before the next attempt: more with each fault since the last new checkpoint."""
+        kept = [kept for _, kept in self.faults]
+        again = next((n for n, one in enumerate(reversed(kept)) if one != kept[-1]), len(kept)) - 1
         return min(LONGEST_PAUSE, 2.0 ** (again - 1)) if again > 0 else 0.0

@@ -24,6 +24,7 @@ from plait.comm import thread
 from plait.comm.base import Comm
 from plait.comm.environment import variables
 from plait.config import MachineConfig, resolve_device
+from plait.core.escape import say
 from plait.launch.failure import LAUNCHER, leave_note
 from plait.launch.folder import private_folder
 from plait.launch.fork_server import ForkServer
@@ -98,7 +99,7 @@ def _be_all_ranks(config: MachineConfig, body: Body, limits: Limits) -> int:
         return body(comm)
 
     def ask(number: signal.Signals) -> None:
-        sys.stderr.write(announced(number, limits.grace))
+        say(announced(number, limits.grace))
         _ask(comms, number)
 
     with _left_at_once(Asked(ask, grace=limits.grace)), contextlib.ExitStack() as stack:
@@ -118,7 +119,7 @@ def _left_at_once(asked: Asked) -> Iterator[None]:
         except SystemExit as left:
             if threading.current_thread() is not threading.main_thread() or asked.number is None:
                 raise
-            sys.stderr.write(f"plait: stopped by {signal.Signals(asked.number).name}\n")
+            say(f"plait: stopped by {signal.Signals(asked.number).name}\n")
             sys.stdout.flush()
             sys.stderr.flush()
             os._exit(int(str(left.code)))
@@ -138,7 +139,7 @@ def _start_ranks(config: MachineConfig, command: Sequence[str], limits: Limits) 
         try:
             agent.run()
         except SystemExit as left:
-            sys.stderr.write(f"plait: stopped by {signal.Signals(int(str(left.code)) - 128).name}, with all ranks\n")
+            say(f"plait: stopped by {signal.Signals(int(str(left.code)) - 128).name}, with all ranks\n")
             return int(str(left.code))
         return agent.code
 

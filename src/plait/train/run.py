@@ -10,7 +10,6 @@ import platform
 import shlex
 import signal
 import statistics
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
@@ -30,6 +29,7 @@ from plait.comm.agree import gather_ints
 from plait.config import TrainConfig, to_toml
 from plait.config.sinks import Sinks, open_sinks
 from plait.core.collectives import Note
+from plait.core.escape import say
 from plait.core.mesh import AXES
 from plait.data import StepStream
 from plait.engine import Engine
@@ -39,6 +39,7 @@ from plait.measure.gpu import GpuUtilisation
 from plait.measure.machine import peak_memory
 from plait.plan.activations import DecoderSizes, decoder
 from plait.plan.memory import Held, held
+from plait.report.screen import screen
 from plait.report.training import ProgressView, RankBytes, bytes_table, human, spark
 from plait.train.resume import extra_of, layout_of, remove_later, resume, saver_of
 from plait.train.timeline import record_timeline, show_timeline, write_timeline
@@ -79,7 +80,7 @@ class Training:
 
 def run_train(config: TrainConfig, comm: Comm, argv: Sequence[str] = ()) -> int:
     """This rank's part of a run that was started by ``argv``; the exit code is 1 if the comparison asked for fails."""
-    console = Console(quiet=comm.rank > 0, stderr=config.json == "-", highlight=False, soft_wrap=True)
+    console = screen(quiet=comm.rank > 0, stderr=config.json == "-", soft_wrap=True)
     job = make_job(config)
     config = replace(config, steps=job.steps)  # epochs have become steps
     engine, scheduler = job.engine(comm, config.measured(job, comm), clip=config.clip, nonfinite=config.nonfinite)
@@ -252,7 +253,7 @@ def _tell_stop(training: Training) -> int:
         saved = f"saved in {training.saver.wait()}; the same command with --resume auto goes on from there"
     if not training.comm.rank:
         name = signal.Signals(number).name
-        sys.stderr.write(f"plait: {name} (on rank {rank}): stopped behind step {step} of {config.steps}; {saved}\n")
+        say(f"plait: {name} (on rank {rank}): stopped behind step {step} of {config.steps}; {saved}\n")
     return 128 + number
 
 

@@ -1,6 +1,12 @@
 """What the ranks of a run are doing, told outside of the collectives, and what is wrong when they stand still.
 
 page.py        the status page: one record per rank, in a mapped file          start here
+rank.py        the rank's side: its record, its heartbeat, signals to it
+stacks.py      where a rank's threads stand, asked from outside
+processes.py   what the kernel says of a process
+diagnose.py    from both, who is the cause; as text for the screen
+straggler.py   who computes longer than its peers
+joined.py      under torchrun: a private folder, and ranks that look after each other
 channel.py     messages between hosts, for those who have the key
 key.py         the key
 hosts.py       what the ranks of other hosts say, and which host is not heard

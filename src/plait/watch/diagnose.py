@@ -24,7 +24,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
-from plait.core.escape import printable
+from plait.core.escape import one_line
 from plait.core.mesh import Mesh
 from plait.watch.page import Status
 from plait.watch.processes import ProcessState
@@ -37,6 +37,9 @@ ENDED: frozenset[Kind] = frozenset({"killed", "failed", "left"})
 
 LONG = 10.0
 """Seconds of waiting after which those waited for are looked at."""
+
+MOMENT = 1.0
+"""Seconds of waiting for a rank that has left, after which it is known that it left too early."""
 
 ECHOES = ("ConnectionError", "TimeoutError", "AbortedError")
 """Errors that a rank has because of another one."""
@@ -76,27 +79,29 @@ def diagnose(
         long: seconds of waiting after which those waited for are looked at.
     """
     ranks = {s.rank: (s, p) for s, p in zip(statuses, processes, strict=True) if s.pid}
-    wanted = {r for s, _ in ranks.values() if s.state in ("waiting", "failed") for r in s.peers if r != s.rank}
-    ends = [end for s, p in ranks.values() if (end := _end(s, p, s.rank in wanted))]
-    causes = [end for end in ends if end[0] != _ECHO] or ends
-    causes = [end for end in causes if end[0] == min(causes)[0]]
-    found: list[tuple[Kind, int, str]] = [(kind, rank, what) for _, _, kind, rank, what in sorted(causes)]
+    lost = [s for s, _ in ranks.values() if s.state == "failed" or (s.state == "waiting" and now > s.since + MOMENT)]
+    wanted = {rank for s in lost for rank in s.peers if rank != s.rank}
+    ends = sorted(end for s, p in ranks.values() if (end := _end(s, p, s.rank in wanted)))
+    first = [end[2:] for end in ends if end[0] == ends[0][0]]
+    echo = bool(ends) and ends[0][0] == _ECHO
     alive = {rank: s for rank, (s, p) in ranks.items() if p.state != "gone" and s.state not in ("failed", "done")}
-    stopped = {rank for rank in alive if ranks[rank][1].state == "stopped"}
-    fix = "`kill -CONT {}` lets it go on"
-    found += [("stopped", rank, f"is stopped (SIGSTOP): {fix.format(alive[rank].pid)}") for rank in sorted(stopped)]
-    if not found:
-        found += _standing(alive, now, long)
+    found: list[tuple[Kind, int, str]] = [] if echo else first
+    found += [
+        ("stopped", rank, f"is stopped (SIGSTOP): `kill -CONT {s.pid}` on its host lets it go on")
+        for rank, s in sorted(alive.items())
+        if ranks[rank][1].state == "stopped"
+    ]
+    found = found or _standing(alive, now, long) or first
     if mesh is not None and not found:
-        found += [
-            ("straggler", rank, f"computes {ratio:.1f} times as long per step as its peers")
-            for rank, ratio in stragglers(list(alive.values()), mesh)
+        return [
+            Finding("straggler", slow.rank, slow.text, _in(ranks[slow.rank][0]), step=ranks[slow.rank][0].step)
+            for slow in stragglers(list(alive.values()), mesh)
         ]
-    others = [(rank, f"rank {rank}: {_does(*ranks[rank], now)}") for rank in sorted(ranks)]
+    others = {rank: f"rank {rank}: {_does(*ranks[rank], now)}" for rank in sorted(ranks)}
     return [
         Finding(
-            *(kind, rank, what, _where(ranks[rank][0], now)),
-            others=tuple(text for other, text in others if other != rank),
+            *(kind, rank, what, _where(*ranks[rank], now)),
+            others=tuple(text for other, text in others.items() if other != rank),
             step=ranks[rank][0].step,
         )
         for kind, rank, what in found
@@ -107,12 +112,12 @@ def block(findings: Sequence[Finding]) -> str:
     """The findings as text for a screen; empty without any."""
     lines = []
     for finding in findings:
-        lines += [f"plait: rank {finding.rank} {finding.what}", f"  it was {finding.where}"]
+        lines += [f"plait: rank {finding.rank} {finding.what}", f"  {finding.where}"]
         if finding is findings[0]:
             lines += [f"  {text}" for text in finding.others]
         if finding.stack:
             lines += [f"  stack of rank {finding.rank}:", *(f"    {line}" for line in finding.stack.splitlines())]
-    return "".join(f"{printable(line, 400)}\n" for line in lines)
+    return "".join(f"{one_line(line, 400)}\n" for line in lines)
 
 
 _SIGNAL, _ERROR, _GONE, _LEFT, _ECHO = range(5)
@@ -159,20 +164,22 @@ def _standing(alive: dict[int, Status], now: float, long: float) -> list[tuple[K
     return [("crossed", odd, "waits in another operation than the others: the program took different paths")]
 
 
-def _where(s: Status, now: float) -> str:
-    return f"on host {s.host} (pid {s.pid}), {_in(s)}{_since(s, now)}" + ("" if s.whole else " (half written)")
+def _where(s: Status, p: ProcessState, now: float) -> str:
+    half = "" if s.whole else " (its record is half written)"
+    ended = p.state == "gone" or s.state in ("failed", "done")
+    when = f"{max(0.0, now - s.since):.1f} s ago" if ended else _since(s, now)
+    return f"on host {s.host} (pid {s.pid}), {_in(s)}, {when}{half}"
 
 
 def _in(s: Status) -> str:
     step = f"in step {s.step}" if s.step >= 0 else "before its first step"
-    phase = f", phase {s.phase}" if s.phase else ""
     if not s.operation:
         return step
-    return f"{step}{phase}, {'waiting for' if s.state == 'waiting' else 'computing behind its'} {s.operation}"
+    return f"{step}, {'waiting for' if s.state == 'waiting' else 'computing after'} {s.operation}"
 
 
 def _since(s: Status, now: float) -> str:
-    return f", since {max(0.0, now - s.since):.1f} s"
+    return f"since {max(0.0, now - s.since):.1f} s"
 
 
 def _does(s: Status, p: ProcessState, now: float) -> str:
@@ -186,8 +193,8 @@ def _does(s: Status, p: ProcessState, now: float) -> str:
     stopped = "stopped, " if p.state == "stopped" else ""
     whom = ", ".join(f"{rank}" for rank in s.peers if rank != s.rank)
     if s.state == "waiting" and whom:
-        return f"{stopped}waits for rank {whom} {_in(s).replace('waiting for', 'in')}{_since(s, now)}"
-    return f"{stopped}{_in(s)}{_since(s, now)}"
+        return f"{stopped}waits for rank {whom} {_in(s).replace('waiting for', 'in')}, {_since(s, now)}"
+    return f"{stopped}{_in(s)}, {_since(s, now)}"
 
 
 def _code(code: int) -> str:

@@ -26,13 +26,13 @@ from dataclasses import replace
 from pathlib import Path
 
 from plait.comm.base import Comm
-from plait.core.escape import one_line
-from plait.watch import processes
+from plait.core.escape import one_line, say
+from plait.watch import processes, stacks
 from plait.watch.diagnose import ENDED, block, diagnose
 from plait.watch.hosts import watch_hosts
 from plait.watch.page import Page, Status
 from plait.watch.processes import ProcessState
-from plait.watch.rank import BEAT, STACKS, RankSide
+from plait.watch.rank import BEAT, RankSide
 
 LOOK = 1.0
 """Seconds between two looks at the others while nothing happens."""
@@ -49,15 +49,15 @@ def watch_joined(comm: Comm) -> None:
     """Starts the rank's side until ``comm.close()`` or the end of the program; where it cannot, a line says so."""
     given = os.environ.get(WATCH)
     try:
-        base = Path(tempfile.gettempdir())
+        base, name = Path(tempfile.gettempdir()), _name()
         if not given:
-            sweep(base)
-        folder = Path(given) if given else private_folder(_name(), base)
+            sweep(base, name)
+        folder = Path(given) if given else private_folder(name, base)
         page = _page(folder / "page", comm.world_size)
         RankSide(comm, page, folder, None if given else Neighbours(comm, page, folder))
         watch_hosts(comm, page)
     except (OSError, ValueError) as error:
-        sys.stderr.write(f"plait: rank {comm.rank} runs without a status page: {one_line(str(error))}\n")
+        say(f"plait: rank {comm.rank} runs without a status page: {one_line(str(error))}\n")
 
 
 def _name() -> str:
@@ -86,13 +86,13 @@ def private_folder(name: str, base: Path) -> Path:
     return folder
 
 
-def sweep(base: Path) -> None:
-    """Removes what runs of this user left here whose ranks are all gone, because all were killed at once."""
+def sweep(base: Path, mine: str) -> None:
+    """Removes what other runs of this user left here whose ranks are all gone, because all were killed at once."""
     for folder in base.glob(f"{PREFIX}-{os.getuid()}-*"):
+        name = folder.name.rpartition("-")[2]
         with contextlib.suppress(OSError, ValueError):
-            statuses = [
-                s for s in Page.open(private_folder(folder.name.rpartition("-")[2], base) / "page").read_all() if s.pid
-            ]
+            page = Page.open(private_folder(name, base) / "page")
+            statuses = [s for s in page.read_all() if s.pid and name != mine]
             if statuses and all(processes.look(s.pid, s.born).state == "gone" for s in statuses):
                 shutil.rmtree(folder, ignore_errors=True)
 
@@ -125,14 +125,15 @@ class Neighbours:
 
     def look(self) -> None:
         now = time.monotonic()
-        statuses = self._meet() if now > self._looked + LOOK or self._anybody_ended() else []
-        if not statuses:
+        if now < self._looked + LOOK and not self._news():
             return
-        self._looked = now
+        self._looked, statuses = now, self._meet()
         mine = self._place(statuses, now)
-        if fresh := self._buried(statuses):
-            time.sleep(SETTLE + min(mine, 4) * BEAT)
-            if any(state.exit_code != 0 for state in fresh):
+        fresh = self._buried(statuses)
+        failed = [s.rank for s in statuses if s.state == "failed" and s.rank != self.comm.rank]
+        if failed or any(state.exit_code != 0 for state in fresh):
+            if "ended" not in self._told:
+                time.sleep(SETTLE + min(mine, 4) * BEAT)
                 self._tell(ENDED)
         elif not mine:
             self._tell(frozenset({"stopped", "stands still", "crossed", "straggler"}))
@@ -157,7 +158,10 @@ class Neighbours:
                     self._open[s.rank] = os.pidfd_open(s.pid)
         return statuses
 
-    def _anybody_ended(self) -> bool:
+    def _news(self) -> bool:
+        """Whether a rank has ended or said that it failed."""
+        if any(self.page.failed(rank) for rank in self._open):
+            return True
         return bool(self._open) and bool(select.select(list(self._open.values()), [], [], 0)[0])
 
     def _buried(self, statuses: Sequence[Status]) -> list[ProcessState]:
@@ -188,13 +192,18 @@ class Neighbours:
         found = [f for f in found if f.kind in kinds and f.rank != but]
         ended = [f for f in found if f.kind in ENDED]
         fresh = ended if ended and self._claim("ended") else []
-        fresh += [f for f in found if f not in ended and self._claim(f"{f.kind}-{f.rank}-{f.step}")]
+        steps = {f.rank: "" if f.kind == "straggler" else f"-{f.step}" for f in found}  # a straggler is told once
+        fresh += [f for f in found if f not in ended and self._claim(f"{f.kind}-{f.rank}{steps[f.rank]}")]
         if not fresh:
             return
-        ids = {s.rank: s.pid for s in statuses}
-        asked = ("stands still", "crossed")
-        told = [replace(f, stack=self._stack(f.rank, ids[f.rank])) if f.kind in asked else f for f in fresh]
-        sys.stderr.write(block(told))
+        ids = {s.rank: s.pid for s in statuses if s.rank != self.comm.rank}
+        told = [
+            replace(f, stack=stacks.ask(self.folder, f.rank, ids[f.rank]))
+            if f.kind in ("stands still", "crossed") and f.rank in ids
+            else f
+            for f in fresh
+        ]
+        say(block(told))
         sys.stderr.flush()
 
     def _claim(self, what: str) -> bool:
@@ -206,20 +215,3 @@ class Neighbours:
             os.close(os.open(self.folder / f"told-{what.replace(' ', '-')}", os.O_CREAT | os.O_EXCL, 0o600))
             return True
         return False
-
-    def _stack(self, rank: int, pid: int) -> str:
-        """The stacks of a rank that stands still, asked for now; a stopped process cannot answer."""
-        file = self.folder / f"stack-{rank}.txt"
-        if rank == self.comm.rank or processes.look(pid).state != "running" or not file.exists():
-            return ""
-        size = file.stat().st_size
-        with contextlib.suppress(OSError):
-            os.kill(pid, STACKS)
-            end = time.monotonic() + 1
-            while file.stat().st_size == size and time.monotonic() < end:
-                time.sleep(0.02)
-            time.sleep(0.05)
-            with open(file, errors="replace") as text:
-                text.seek(size)
-                return text.read(20_000)
-        return ""

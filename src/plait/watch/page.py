@@ -149,6 +149,10 @@ class Page:
         """Every rank's, also of those that have not written here (``pid`` 0)."""
         return [self.read(rank) for rank in range(self.ranks)]
 
+    def failed(self, rank: int) -> bool:
+        """Whether a rank has said that it failed: one word, cheap to look at often."""
+        return bool(self.record(rank)[8 * STATE : 8 * STATE + 8].cast("q")[0] == STATES.index("failed"))
+
     def ask_to_stop(self, signal_number: int) -> None:
         """Wishes that all ranks end as after this signal; they see it at their next heartbeat."""
         self._stop[0] = signal_number
@@ -185,11 +189,12 @@ class Record:
         self._times[SINCE] = time.monotonic()
         words[NUMBER] += 1
 
-    def waits(self, about: bytes) -> None:
-        """It waits for an operation."""
+    def waits(self, about: bytes | None = None) -> None:
+        """It waits for an operation: the one that it asked for last, or ``about``."""
         words = self._words
         words[NUMBER] += 1
-        self._bytes[ABOUT] = about
+        if about is not None:
+            self._bytes[ABOUT] = about
         words[STATE] = 2
         self._times[SINCE] = time.monotonic()
         words[NUMBER] += 1

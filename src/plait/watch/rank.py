@@ -19,7 +19,6 @@ from __future__ import annotations
 import atexit
 import contextlib
 import ctypes
-import faulthandler
 import os
 import select
 import shutil
@@ -36,15 +35,15 @@ from plait.comm.base import Comm
 from plait.comm.observer import Observer
 from plait.comm.operation import Operation
 from plait.core.collectives import Note
-from plait.core.escape import one_line
-from plait.watch import processes
+from plait.core.escape import one_line, say
+from plait.watch import processes, stacks
 from plait.watch.page import Page, Record, about
 
 BEAT = 0.25
 """Seconds between two heartbeats."""
 
 ASK_TO_END = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
-STACKS = signal.SIGUSR2
+STACKS = stacks.STACKS
 
 MOST_TEXTS = 4096
 """Texts of operations that are kept ready."""
@@ -75,6 +74,7 @@ class RankObserver(Observer):
         self._record, self._side = record, side
         self._texts: dict[tuple[str, Note, int, tuple[int, ...]], bytes] = {}
         self._began, self._waited = 0.0, 0.0
+        self._last: Operation | None = None
         self.step = -1
 
     def begin_step(self, number: int) -> None:
@@ -85,10 +85,15 @@ class RankObserver(Observer):
         self._side.goes_on(number)
 
     def asked(self, operation: Operation) -> None:
+        self._last = operation
         self._record.asks(self._about(operation))
 
     def waits(self, operation: Operation) -> None:
-        self._record.waits(self._about(operation))
+        if operation is self._last:  # as it mostly is: the record has it
+            self._record.waits()
+        else:
+            self._last = operation
+            self._record.waits(self._about(operation))
 
     def waited(self, operation: Operation, start: float, end: float) -> None:
         self._waited += end - start
@@ -118,7 +123,7 @@ class RankSide:
         self.observer = RankObserver(self.record, self)
         self._signals = _Signals()
         self._stop_at: tuple[int, int] | None = None  # a signal that would have ended us, and the step it came in
-        self._stacks = _stacks_into(folder / f"stack-{comm.rank}.txt")
+        self._stacks = stacks.listen(folder, comm.rank)
         _wake_when_parent_dies(self._launcher)
         self._closing = False
         comm.observers += (self.observer,)
@@ -141,9 +146,7 @@ class RankSide:
         atexit.unregister(self.close)
         self.comm.observers = tuple(o for o in self.comm.observers if o is not self.observer)
         self._signals.close()
-        if self._stacks is not None:
-            faulthandler.unregister(STACKS)
-            self._stacks.close()
+        stacks.hush(self._stacks, self.folder, self.comm.rank)
 
     def goes_on(self, step: int) -> None:
         """The program begins a step.  Where it was to stop before, it does not look: then a signal does as always."""
@@ -190,7 +193,7 @@ class RankSide:
                 with contextlib.suppress(OSError):
                     os.kill(other.pid, signal.SIGKILL)
         shutil.rmtree(self.folder, ignore_errors=True)
-        sys.stderr.write(f"plait: the launcher (pid {self._launcher[0]}) is gone: rank {self.comm.rank} ends\n")
+        say(f"plait: the launcher (pid {self._launcher[0]}) is gone: rank {self.comm.rank} ends\n")
         os._exit(1)
 
 
@@ -272,15 +275,6 @@ class _Signals:
     def _forked(self) -> None:
         """In a worker of a data loader, say: its signals are its own."""
         self.close()
-
-
-def _stacks_into(path: Path) -> Any:
-    """Lets SIGUSR2 write the stacks of all threads there; nothing where the user has a handler of their own."""
-    if signal.getsignal(STACKS) != signal.SIG_DFL:
-        return None
-    file = open(path, "w")  # noqa: SIM115 - faulthandler writes into it for as long as the rank lives
-    faulthandler.register(STACKS, file=file, all_threads=True)
-    return file
 
 
 def _wake_when_parent_dies(launcher: tuple[int, int] | None) -> None:

@@ -13,7 +13,8 @@ It is a straggler where the median of its ratios is at least ``SLOW`` and nearly
 from __future__ import annotations
 
 from collections.abc import Sequence
-from statistics import median
+from dataclasses import dataclass
+from statistics import median, median_low
 
 from plait.core.mesh import Mesh
 from plait.watch.page import Status
@@ -24,19 +25,35 @@ SLOW, ABOVE, MOST_BELOW = 1.5, 1.2, 2
 """The median ratio of a straggler; what all but so many of its ratios exceed."""
 
 
-def stragglers(statuses: Sequence[Status], mesh: Mesh) -> list[tuple[int, float]]:
-    """(rank, how many times as long it computes), the slowest first."""
+@dataclass(frozen=True)
+class Straggler:
+    """A slow rank, with seconds per step: its own, and the median of its peers."""
+
+    rank: int
+    seconds: float
+    peers: float
+
+    @property
+    def text(self) -> str:
+        """``computes 2.0 times as long ...``"""
+        return (
+            f"computes {self.seconds / max(1e-9, self.peers):.1f} times as long as its peers: {self.seconds:.3g} s "
+            f"a step against {self.peers:.3g} s, over {WINDOW} steps"
+        )
+
+
+def stragglers(statuses: Sequence[Status], mesh: Mesh) -> list[Straggler]:
+    """The slow ranks; a rank is looked at once it and its peers have finished ``WINDOW`` steps."""
     found = []
     for peers in mesh.groups(("replica", "shard", "tensor")):
         group = [s for s in statuses if s.rank in peers and s.finished]
-        if len(group) < 2:
-            continue
-        computed = _aligned(group)
+        computed = _aligned(group) if len(group) > 1 else []
         for mine, status in enumerate(group):
-            ratios = [step[mine] / max(1e-9, median(step[:mine] + step[mine + 1 :])) for step in computed]
-            if len(ratios) == WINDOW and is_slow(ratios):
-                found.append((status.rank, median(ratios)))
-    return sorted(found, key=lambda one: -one[1])
+            others = [median_low(step[:mine] + step[mine + 1 :]) for step in computed]
+            own = [step[mine] for step in computed]
+            if len(own) == WINDOW and is_slow([a / max(1e-9, b) for a, b in zip(own, others, strict=True)]):
+                found.append(Straggler(status.rank, median(own), median(others)))
+    return found
 
 
 def is_slow(ratios: Sequence[float]) -> bool:

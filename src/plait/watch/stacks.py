@@ -1,0 +1,63 @@
+"""Where a rank's threads stand: it is asked by a signal, and writes its stacks from within C, whatever it is doing.
+
+asker    SIGUSR2 ──► the rank    faulthandler ──► folder/stack-<rank>.txt ──► the asker reads what is new
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import os
+import signal
+import time
+from pathlib import Path
+from typing import TextIO
+
+from plait.watch import processes
+
+STACKS = signal.SIGUSR2
+"""Ends a process that does not listen: only one that has its file is asked."""
+
+MOST = 20_000
+"""Characters that are read."""
+
+
+def file_of(folder: Path, rank: int) -> Path:
+    return folder / f"stack-{rank}.txt"
+
+
+def listen(folder: Path, rank: int) -> TextIO | None:
+    """From now on this process writes its stacks when it is asked; None where the user has a handler of their own."""
+    if signal.getsignal(STACKS) != signal.SIG_DFL:
+        return None
+    draft = folder / f".stack-{rank}"
+    file = open(draft, "w")  # noqa: SIM115 - faulthandler writes into it for as long as the rank lives
+    faulthandler.register(STACKS, file=file, all_threads=True)
+    draft.rename(file_of(folder, rank))
+    return file
+
+
+def hush(file: TextIO | None, folder: Path, rank: int) -> None:
+    """The end of ``listen``."""
+    if file is not None:
+        with contextlib.suppress(OSError):
+            file_of(folder, rank).unlink()
+        faulthandler.unregister(STACKS)
+        file.close()
+
+
+def ask(folder: Path, rank: int, pid: int) -> str:
+    """The stacks of a rank, now; "" of one that is stopped, gone, or does not listen."""
+    file = file_of(folder, rank)
+    with contextlib.suppress(OSError):
+        size, end = file.stat().st_size, time.monotonic() + 1
+        if processes.look(pid).state != "running":
+            return ""
+        os.kill(pid, STACKS)
+        while file.stat().st_size == size and time.monotonic() < end:
+            time.sleep(0.02)
+        time.sleep(0.05)  # it writes line by line
+        with open(file, errors="replace") as text:
+            text.seek(size)
+            return text.read(MOST)
+    return ""

@@ -1,0 +1,105 @@
+"""torch's loop over ranks that are nothing but small processes: restarts, refusals, exit codes; and what of torch it
+needs."""
+
+import inspect
+import json
+import signal
+import subprocess
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch.distributed.elastic.agent.server.api import SimpleElasticAgent
+
+from plait.core.mesh import Mesh
+from plait.launch.agent import OneHost, RankAgent
+from plait.launch.limits import Limits
+
+
+class Shells:
+    """In place of the fork server: a rank is a line of shell."""
+
+    def __init__(self, *attempts: str) -> None:
+        self.attempts = list(attempts)
+        self.started: list[subprocess.Popen[bytes]] = []
+        self.variables: list[Mapping[str, str]] = []
+
+    def fork(self, variables: Mapping[str, str]) -> int:
+        line = self.attempts[int(variables["TORCHELASTIC_RESTART_COUNT"])]
+        self.started.append(subprocess.Popen(["sh", "-c", line], env={"PATH": "/usr/bin:/bin", **variables}))
+        self.variables.append(variables)
+        return self.started[-1].pid
+
+    def ended(self) -> Mapping[int, int]:
+        return {p.pid: p.returncode for p in self.started if p.poll() is not None}
+
+
+def run(folder: Path, shells: Any, limits: Limits) -> RankAgent:
+    agent = RankAgent(Mesh(shard=2), folder, shells, limits, deadline=60)
+    agent.run()
+    assert all(p.poll() is not None for p in shells.started)
+    return agent
+
+
+KILLED = "[ $RANK = 1 ] && kill -9 $$; exec sleep 100"
+
+
+def test_ranks_that_end_well_are_not_started_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    shells = Shells("exit 0")
+    assert run(tmp_path, shells, Limits(restarts=3)).code == 0
+    assert [v["RANK"] for v in shells.variables] == ["0", "1"]
+    assert "MASTER_ADDR" not in shells.variables[0]
+    assert capsys.readouterr().err == ""
+
+
+def test_a_killed_rank_ends_all_and_they_are_started_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    shells = Shells(KILLED, "exit 0")
+    agent = run(tmp_path, shells, Limits(restarts=1, kept=lambda: "step-5"))
+    assert agent.code == 0
+    shown = capsys.readouterr().err
+    assert "rank 1 of mesh shard=2 was killed by SIGKILL" in shown
+    assert "plait: restart 1 of 1, from step-5\n" in shown
+    stores = [v["PLAIT_STORE"] for v in shells.variables]
+    assert len(set(stores)) == 2, "each attempt meets in a place of its own"
+
+
+def test_the_last_attempt_is_the_exit_code(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    agent = run(tmp_path, Shells(KILLED, "exit 3"), Limits(restarts=1))
+    assert agent.code == 3
+    assert "not started again: 1 restarts were allowed, and made" in capsys.readouterr().err
+
+
+def test_what_is_refused_is_not_tried_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    extra = {"nanoseconds": 1, "final": True}
+    note = json.dumps({"message": {"message": "plait: error: no\n", "extraInfo": extra}}).replace("\\n", "\\\\n")
+    agent = run(tmp_path, Shells(f"printf '{note}' > $TORCHELASTIC_ERROR_FILE; exit 2"), Limits(restarts=3))
+    assert agent.code == 2
+    assert capsys.readouterr().err == "plait: error: no\n"
+
+
+def test_a_signal_in_between_starts_nothing_more(tmp_path: Path) -> None:
+    shells = Shells(KILLED)
+    agent = RankAgent(Mesh(shard=2), tmp_path, shells, Limits(restarts=3, grace=100), 60)  # type: ignore[arg-type]
+    agent.asked(signal.SIGTERM)
+    agent.run()
+    assert len(shells.started) == 2
+
+
+def test_ranks_that_do_not_end_in_time_are_ended(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    shells = Shells("exec sleep 100")
+    agent = RankAgent(Mesh(shard=2), tmp_path, shells, Limits(grace=0.3), 60)  # type: ignore[arg-type]
+    agent.asked(signal.SIGTERM)
+    with pytest.raises(SystemExit) as left:
+        agent.run()
+    assert left.value.code == 143
+    assert all(p.poll() is not None for p in shells.started)
+    assert "rank 0, 1 did not end within 0.3 s" in capsys.readouterr().err
+
+
+def test_what_is_used_of_torch_is_there() -> None:
+    """torch may change it: then this is where to look."""
+    abstract = {"_start_workers", "_stop_workers", "_monitor_workers", "_shutdown"}
+    assert abstract <= SimpleElasticAgent.__abstractmethods__
+    assert "_remaining_restarts" in inspect.getsource(SimpleElasticAgent._invoke_run)
+    assert not inspect.isabstract(OneHost)

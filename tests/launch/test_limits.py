@@ -1,0 +1,36 @@
+"""When a run is started again, and when not any more."""
+
+import pytest
+
+from plait.launch.limits import LONGEST_PAUSE, Limits, Restarts
+
+
+def test_so_many_restarts_as_were_allowed() -> None:
+    restarts = Restarts(Limits(restarts=2))
+    assert restarts.refusal(7, "step-5") is None
+    assert restarts.refusal(12, "step-10") is None
+    assert restarts.refusal(17, "step-15") == "not started again: 2 restarts were allowed, and made"
+
+
+@pytest.mark.parametrize(("step", "said"), [(7, "step 7 was reached 3 times"), (-1, "the first step was not reached")])
+def test_three_faults_in_one_step_without_a_new_checkpoint_are_a_loop(step: int, said: str) -> None:
+    restarts = Restarts(Limits(restarts=100))
+    assert [restarts.refusal(step, "step-5") for _ in range(2)] == [None, None]
+    refusal = restarts.refusal(step, "step-5")
+    assert refusal is not None and said in refusal
+
+
+def test_with_a_new_checkpoint_it_is_no_loop() -> None:
+    restarts = Restarts(Limits(restarts=100))
+    assert all(restarts.refusal(7, f"step-{kept}") is None for kept in range(5))
+
+
+def test_the_first_restart_is_at_once_and_later_ones_take_their_time() -> None:
+    restarts = Restarts(Limits(restarts=100))
+    pauses = []
+    for step in range(8):
+        restarts.refusal(step, "")
+        pauses.append(restarts.pause)
+    assert pauses == [0, 1, 2, 4, 8, 16, LONGEST_PAUSE, LONGEST_PAUSE]
+    restarts.refusal(8, "step-8")
+    assert restarts.pause == 0

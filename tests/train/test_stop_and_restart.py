@@ -1,0 +1,150 @@
+"""``plait train`` that is told to stop, or loses a rank: it is the run that was never stopped, to the bit."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from sockets import children
+
+from plait.checkpoint.folder import checkpoints
+from plait.commands.main import main, parse
+from plait.config import TrainConfig
+from plait.train.resume import newest_sound, restarted
+
+SIZES = ["--layers", "2", "--width", "16", "--heads", "2", "--kv-heads", "1", "--length", "12", "--batch", "6"]
+MADE = ("step", "loss", "lr", "tokens", "grad_norm")
+
+
+@pytest.fixture(scope="module")
+def flags(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    path = tmp_path_factory.mktemp("text") / "text"
+    path.write_text("".join(f"{n} squared is {n * n}, and ten times {n} is {10 * n}.\n" for n in range(90)))
+    return ["train", *SIZES, "--mesh", "shard=3", "--data", str(path), "--save-every", "3"]
+
+
+@pytest.fixture(scope="module")
+def whole(flags: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run that nothing befell."""
+    out = tmp_path_factory.mktemp("whole") / "run"
+    assert main([*flags, "--world", "thread", "--steps", "24", "--out", str(out)]) == 0
+    return out
+
+
+def made(out: Path) -> list[dict[str, Any]]:
+    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    return [{name: line[name] for name in MADE} for line in lines]
+
+
+def lines_in(out: Path) -> int:
+    metrics = out / "metrics.jsonl"
+    return metrics.read_text().count("\n") if metrics.exists() else 0
+
+
+def wait_until(what: Callable[[], bool]) -> None:
+    end = time.monotonic() + 100
+    while not what():
+        assert time.monotonic() < end, "it never came"
+        time.sleep(0.005)
+
+
+def check_same_end(out: Path, whole: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Every number of every step, and all of the last checkpoint but the command's own words."""
+    assert made(out) == made(whole)
+    capsys.readouterr()
+    main(["checkpoint", "diff", *(str(checkpoints(folder / "checkpoints")[-1]) for folder in (out, whole))])
+    *differences, _ = capsys.readouterr().out.splitlines()
+    names = {line.partition(":")[0] for line in differences}
+    assert names <= {f"extra.config.{name}" for name in ("out", "resume", "restarts", "world", "log_every")}
+
+
+def test_a_signal_saves_the_step_that_all_made_and_none_is_lost(
+    flags: list[str], whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "run"
+    words = [*flags, "--world", "thread", "--steps", "24", "--out", str(out)]
+
+    def send() -> None:
+        wait_until(lambda: lines_in(out) >= 4)
+        os.kill(os.getpid(), signal.SIGUSR1)
+
+    sender = threading.Thread(target=send)
+    sender.start()
+    assert main(words) == 128 + signal.SIGUSR1
+    sender.join()
+    steps = lines_in(out)
+    assert str(checkpoints(out / "checkpoints")[-1]).endswith(f"step-{steps:06d}")
+    told = capsys.readouterr().err
+    assert "plait: SIGUSR1: all ranks end behind their step, within 60 s" in told
+    assert re.search(rf"stopped behind step {steps} of 24; saved in .*step-{steps:06d}", told)
+    assert main([*words, "--resume", "auto"]) == 0
+    check_same_end(out, whole, capsys)
+
+
+def test_a_damaged_checkpoint_is_put_aside_and_the_one_before_is_taken(
+    flags: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [*flags, "--world", "thread", "--steps", "6", "--out", str(tmp_path)]
+    assert main(words) == 0
+    config = replace(parse(words), restarts=1)  # type: ignore[arg-type, type-var]
+    assert isinstance(config, TrainConfig)
+    first, second = checkpoints(tmp_path / "checkpoints")
+    assert newest_sound(config) == str(second)
+    file = next(Path(str(second)).glob("rank-*"))
+    file.write_bytes(file.read_bytes()[:-1])
+    capsys.readouterr()
+    assert newest_sound(config) == str(first)
+    assert file.name in (told := capsys.readouterr().err) and "put aside as" in told
+    assert [str(folder) for folder in checkpoints(tmp_path / "checkpoints")] == [str(first)]
+    assert restarted(config, 1).resume == "auto"
+
+
+def test_another_attempt_goes_on_or_begins_as_the_first_did(flags: list[str], tmp_path: Path) -> None:
+    words = [*flags, "--steps", "6", "--out", str(tmp_path / "run"), "--resume", "other", "--restarts", "2"]
+    config = parse(words)
+    assert isinstance(config, TrainConfig)
+    assert restarted(config, 0) == config
+    again = restarted(config, 1)
+    assert (again.resume, again.overwrite) == ("other", True), "nothing was saved yet"
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["--restarts", "2"], "restarts 2 without save_every"),
+        (["--restarts", "2", "--save-every", "2", "--world", "thread", "--out", "x"], "with world thread"),
+        (["--restarts", "-1"], "restarts is -1"),
+        (["--grace", "-1"], "grace is -1"),
+        (["--grace", "nan"], "grace is nan"),
+    ],
+)
+def test_limits_that_cannot_be_are_refused(words: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", *words]) == 2
+    assert says in capsys.readouterr().err
+
+
+def test_a_killed_rank_is_named_and_the_run_goes_on_to_the_same_end(
+    flags: list[str], whole: Path, tmp_path: Path, start: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "run"
+    words = [*flags, "--steps", "24", "--out", str(out), "--restarts", "1", "--log-every", "1000"]
+    process = start(sys.executable, "-m", "plait", *words)
+    wait_until(lambda: lines_in(out) >= 7)
+    (server,) = children(process.pid)
+    os.kill(sorted(children(server))[1], signal.SIGKILL)
+    _, err = process.communicate(timeout=110)
+    assert process.returncode == 0, err
+    assert re.match(r"plait: rank 1 was killed by SIGKILL\n  it was on host .*in step \d+, phase ", err)
+    assert "\n  rank 0: " in err and "\n  rank 2: " in err
+    assert re.search(r"plait: restart 1 of 1, from .*step-0000\d\d\n", err)
+    check_same_end(out, whole, capsys)

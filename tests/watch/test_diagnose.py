@@ -1,0 +1,138 @@
+"""What is wrong, from what ranks last said and what the kernel says: the cause, not its echoes."""
+
+import signal
+from typing import Any
+
+import pytest
+
+from plait.core.mesh import Mesh
+from plait.watch.diagnose import ENDED, block, diagnose
+from plait.watch.page import Status
+from plait.watch.processes import ProcessState
+
+NOW = 1000.0
+GATHER, REDUCE = "all_gather of unit 'b' over shard", "sum all_reduce over shard"
+
+
+def rank(number: int, state: str = "waiting", since: float = 0.5, **said: Any) -> Status:
+    given = {"operation": GATHER, "step": 7, "host": "h", "pid": 100 + number, "peers": (0, 1, 2), **said}
+    return Status(number, state=state, since=NOW - since, heartbeat=NOW, **given)
+
+
+def is_(state: str = "running", code: int | None = None, **more: Any) -> ProcessState:
+    return ProcessState(0, state, code, **more)  # type: ignore[arg-type]
+
+
+def found(statuses: list[Status], processes: list[ProcessState], **how: Any) -> list[tuple[str, int, str]]:
+    return [(f.kind, f.rank, f.what) for f in diagnose(statuses, processes, NOW, **how)]
+
+
+RUNS = is_()
+THREE = [rank(0), rank(1, "running"), rank(2)]
+
+
+def test_nothing_is_wrong_with_a_run_that_goes_on() -> None:
+    assert found(THREE, [RUNS] * 3, mesh=Mesh(shard=3)) == []
+    assert found([rank(0, "done"), rank(1, "running"), rank(2, "done")], [is_("gone", 0), RUNS, is_("gone")]) == []
+    assert found([rank(0, "done"), rank(1, since=0.1), rank(2, "done")], [is_("gone", 0), RUNS, RUNS]) == []
+    assert found([Status(0), Status(1), rank(2)], [is_("gone"), is_("gone"), RUNS]) == []  # of other hosts
+    assert block([]) == ""
+
+
+def test_a_killed_rank_is_the_cause_whatever_the_others_say() -> None:
+    lost = rank(0, "failed", error="ConnectionError: rank 0 lost its connections")
+    ended = rank(2, "failed", error="ValueError: because of that")
+    processes = [is_("gone", 1), is_("gone", -signal.SIGKILL), RUNS]
+    assert found([lost, rank(1), ended], processes) == [("killed", 1, "was killed by SIGKILL")]
+    stopped_by_agent = [is_("gone", -signal.SIGTERM), is_("gone", -signal.SIGSEGV), is_("gone", -signal.SIGTERM)]
+    assert found(THREE, stopped_by_agent) == [("killed", 1, "was killed by SIGSEGV")]
+
+
+def test_memory_ran_out_only_where_the_kernel_says_so() -> None:
+    killed = is_("gone", -signal.SIGKILL, out_of_memory=True)
+    assert found(THREE, [RUNS, killed, RUNS]) == [
+        ("killed", 1, "was killed by SIGKILL: the kernel says that memory ran out")
+    ]
+
+
+def test_a_rank_that_nobody_saw_die_is_gone_without_a_word() -> None:
+    assert found(THREE, [RUNS, is_("gone"), RUNS])[0][2] == "is gone without a word: killed, or ended by os._exit"
+    heeded = [rank(0), rank(1), rank(2, signal=-signal.SIGTERM)]
+    assert [f[1] for f in found(heeded, [RUNS, is_("gone"), is_("gone")])] == [1]
+    assert found(heeded, [RUNS, RUNS, is_("gone")]) == [("killed", 2, "was ended by SIGTERM")]
+
+
+def test_an_exception_comes_before_what_follows_from_it() -> None:
+    cause, echo = rank(2, "failed", 3.0, error="KeyError: 'x'"), rank(0, "failed", 1.0, error="TimeoutError: late")
+    assert found([echo, rank(1), cause], [is_("gone", 1), RUNS, RUNS]) == [("failed", 2, "failed: KeyError: 'x'")]
+    assert found([echo, rank(1), rank(2)], [RUNS, RUNS, RUNS]) == [("failed", 0, "failed: TimeoutError: late")]
+    assert found(THREE, [RUNS, is_("gone", 3), RUNS]) == [("failed", 1, "ended with exit code 3")]
+
+
+def test_an_early_exit_is_the_one_that_left() -> None:
+    lost = rank(2, "failed", error="ConnectionError: rank 2 lost its connections")
+    assert found([rank(0), rank(1, "done"), lost], [RUNS, is_("gone", 0), is_("gone", 1)]) == [
+        ("left", 1, "left before the others, with exit code 0")
+    ]
+    assert found([rank(0, since=2), rank(1, "done"), rank(2)], [RUNS] * 3) == [("left", 1, "left before the others")]
+
+
+def test_a_stopped_rank_is_stopped_and_nothing_else() -> None:
+    late = [rank(0, since=60), rank(1, "running", 60), rank(2, "failed", error="TimeoutError: rank 2 waited 60 s")]
+    (what,) = found(late, [RUNS, is_("stopped"), RUNS])
+    assert what == ("stopped", 1, "is stopped (SIGSTOP): `kill -CONT 101` on its host lets it go on")
+
+
+def test_who_is_waited_for_and_does_not_move_stands_still() -> None:
+    still = [rank(0, since=30), rank(1, "running", 31), rank(2, since=30)]
+    assert found(still, [RUNS] * 3) == [("stands still", 1, "has stood still for 31 s")]
+    assert found(still, [RUNS] * 3, long=60) == []
+    busy = [rank(0, since=30), rank(1, "running", 0.2), rank(2, since=30)]  # late, but it gets on
+    assert found(busy, [RUNS] * 3) == []
+
+
+def test_a_chain_of_waits_ends_at_the_one_that_does_not_wait() -> None:
+    chain = [
+        rank(0, since=30, peers=(1, 0), operation="recv"),
+        rank(1, since=30, peers=(2, 1), operation="recv"),
+        rank(2, "running", 32),
+    ]
+    assert [f[:2] for f in found(chain, [RUNS] * 3)] == [("stands still", 2)]
+
+
+def test_ranks_in_different_operations_are_crossed() -> None:
+    crossed = [rank(0, since=20), rank(1, since=19, operation=REDUCE), rank(2, since=20)]
+    assert found(crossed, [RUNS] * 3) == [
+        ("crossed", 1, "waits in another operation than the others: the program took different paths")
+    ]
+    assert found([rank(0, since=20), rank(1, since=20), rank(2, since=20)], [RUNS] * 3) == []  # a slow link
+
+
+def test_a_straggler_is_told_where_nothing_else_is_wrong() -> None:
+    slow = [rank(r, steps=((1.0 + (r == 2), 0.0),) * 20, finished=20) for r in range(3)]
+    assert found(slow, [RUNS] * 3) == []
+    (told,) = diagnose(slow, [RUNS] * 3, NOW, Mesh(shard=3))
+    assert (told.kind, told.rank, told.others) == ("straggler", 2, ())
+    assert "straggler" not in ENDED
+    assert found(slow, [RUNS, is_("stopped"), RUNS], mesh=Mesh(shard=3))[0][0] == "stopped"
+
+
+def test_the_block_says_who_where_and_what_the_others_wait_for() -> None:
+    statuses = [rank(0), rank(1, "running", 0.6, host="node-a"), rank(2, "running", 0.25, step=-1, operation="")]
+    text = block(diagnose(statuses, [RUNS, is_("gone", -9), RUNS], NOW))
+    assert text.splitlines() == [
+        "plait: rank 1 was killed by SIGKILL",
+        "  on host node-a (pid 101), in step 7, computing after all_gather of unit 'b' over shard, 0.6 s ago",
+        "  rank 0: waits for rank 1, 2 in step 7, in all_gather of unit 'b' over shard, since 0.5 s",
+        "  rank 2: before its first step, since 0.2 s",
+    ]
+
+
+@pytest.mark.parametrize("text", ["\x1b[2J", "a\r\nplait: all is well", "\x9b31m", "\u202e"])
+def test_no_text_reaches_the_screen_as_it_came(text: str) -> None:
+    failed = rank(1, "failed", error=text, host=text, operation=text, whole=False)
+    (finding,) = diagnose([failed], [RUNS], NOW)
+    shown = block([finding])
+    assert text not in shown
+    assert [line[:5] for line in shown.splitlines()] == ["plait", "  on "]
+    assert "its record is half written" in shown

@@ -1,0 +1,182 @@
+"""The rank's side, in this process: what it writes, hears and leaves behind."""
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from plait.comm import Comm, ThreadWorld
+from plait.comm.operation import Operation, group_of
+from plait.core.collectives import Note
+from plait.core.mesh import Mesh
+from plait.watch.page import Page, Record
+from plait.watch.processes import born, look
+from plait.watch.rank import ASK_TO_END, MOST_TEXTS, RankSide, watch
+
+OPERATION = Operation(
+    "all_gather", group_of(Mesh(shard=3), 0, ("shard",)), Note("forward", "blocks.3", 1), 12, torch.float32
+)
+
+
+@pytest.fixture
+def page(tmp_path: Path) -> Page:
+    return Page.create(tmp_path / "page", 3)
+
+
+@pytest.fixture
+def comm() -> Comm:
+    return ThreadWorld(Mesh(shard=3)).comm(0)
+
+
+@pytest.fixture(autouse=True)
+def no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("PLAIT_LAUNCHER", "TORCHELASTIC_RUN_ID"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def wait_for(what: Callable[[], object]) -> None:
+    end = time.monotonic() + 30
+    while not what():
+        assert time.monotonic() < end, "it never came"
+        time.sleep(0.01)
+
+
+def test_every_step_operation_and_wait_is_on_the_page(comm: Comm, page: Page, tmp_path: Path) -> None:
+    with watch(comm, page, tmp_path):
+        read = page.read(0)
+        assert (read.pid, read.state, read.step, read.count) == (os.getpid(), "starting", -1, 0)
+        comm.begin_step(4)
+        comm.observers[0].asked(OPERATION)
+        asked = page.read(0)
+        assert (asked.state, asked.step, asked.phase, asked.count) == ("running", 4, "forward", 1)
+        assert (asked.operation, asked.peers) == (str(OPERATION), (0, 1, 2))
+        with comm.waiting(OPERATION):
+            assert page.read(0).state == "waiting"
+            time.sleep(0.02)
+        comm.begin_step(5)
+        ((computed, waited),) = page.read(0).steps
+        assert waited >= 0.02
+        assert 0 < computed < waited
+        assert page.read(0).waited == pytest.approx(waited)
+    assert (page.read(0).state, comm.observers) == ("done", ())
+
+
+def test_texts_that_are_kept_ready_stay_few(comm: Comm, page: Page, tmp_path: Path) -> None:
+    with watch(comm, page, tmp_path):
+        (observer,) = comm.observers
+        for numel in range(2 * MOST_TEXTS):
+            observer.asked(Operation("send", OPERATION.group, Note(), numel, torch.float32))
+        assert len(observer._texts) <= MOST_TEXTS  # type: ignore[attr-defined]
+        assert f"({numel} x" in page.read(0).operation
+
+
+def test_it_lives_hears_the_launchers_wish_and_says_how_it_failed(comm: Comm, page: Page, tmp_path: Path) -> None:
+    def fails() -> None:
+        with watch(comm, page, tmp_path):
+            before = page.read(0).heartbeat
+            wait_for(lambda: page.read(0).heartbeat > before)
+            page.ask_to_stop(signal.SIGTERM)
+            wait_for(lambda: comm.stop_signal == signal.SIGTERM)
+            raise KeyError("a\nb")
+
+    with pytest.raises(KeyError):
+        fails()
+    assert (page.read(0).state, page.read(0).error) == ("failed", "KeyError: 'a\\nb'")
+
+
+def test_it_is_asked_for_its_stacks_and_writes_them_itself(comm: Comm, page: Page, tmp_path: Path) -> None:
+    before = signal.getsignal(signal.SIGUSR2)
+    with watch(comm, page, tmp_path):
+        os.kill(os.getpid(), signal.SIGUSR2)
+        file = tmp_path / "stack-0.txt"
+        wait_for(lambda: "test_it_is_asked_for_its_stacks" in file.read_text())
+        assert "_beat" in file.read_text()
+    assert signal.getsignal(signal.SIGUSR2) == before
+
+
+@pytest.mark.parametrize("number", ASK_TO_END)
+def test_a_signal_asks_to_stop_and_the_users_handler_runs_too(
+    number: signal.Signals, comm: Comm, page: Page, tmp_path: Path
+) -> None:
+    heard: list[int] = []
+    users = signal.signal(number, lambda n, frame: heard.append(n))
+    mine = signal.getsignal(number)
+    try:
+        with watch(comm, page, tmp_path):
+            os.kill(os.getpid(), number)  # before the first step: the user's handler decides what becomes of it
+            wait_for(lambda: comm.stop_signal == number)
+            wait_for(lambda: heard == [number])
+            assert page.read(0).signal == number
+        assert signal.getsignal(number) is mine
+        assert signal.set_wakeup_fd(-1) == -1
+    finally:
+        signal.signal(number, users)
+
+
+def run_in_fork(body: Callable[[], None]) -> int:
+    """The exit code of a fork that runs ``body`` and then leaves with 0."""
+    child = os.fork()
+    if not child:
+        try:
+            body()
+            os._exit(0)
+        finally:
+            os._exit(77)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+@pytest.mark.parametrize(("step", "times", "goes_on"), [(-1, 1, 0), (3, 2, 0), (3, 1, 2)])
+def test_a_signal_that_nobody_heeds_ends_the_process_as_always(
+    step: int, times: int, goes_on: int, comm: Comm, page: Page, tmp_path: Path
+) -> None:
+    def body() -> None:
+        RankSide(comm, page, tmp_path)
+        if step >= 0:
+            comm.begin_step(step)
+        for _ in range(times):
+            comm.stop_signal = comm.stop_signal and int(signal.SIGTERM)
+            os.kill(os.getpid(), signal.SIGTERM)
+            if times > 1 or goes_on:
+                wait_for(lambda: comm.stop_signal == signal.SIGTERM)
+        for number in range(goes_on):
+            comm.begin_step(step + 1 + number)
+        time.sleep(30)
+
+    assert run_in_fork(body) == -signal.SIGTERM
+    assert page.read(0).signal == -signal.SIGTERM
+
+
+def test_a_forked_worker_has_its_own_signals(comm: Comm, page: Page, tmp_path: Path) -> None:
+    with watch(comm, page, tmp_path):
+        comm.begin_step(0)
+        assert run_in_fork(lambda: os.kill(os.getpid(), signal.SIGTERM)) == -signal.SIGTERM
+        time.sleep(0.1)
+        assert comm.stop_signal == 0
+        assert page.read(0).state == "running"
+        os.kill(os.getpid(), signal.SIGTERM)  # this process still hears its own
+        wait_for(lambda: comm.stop_signal == signal.SIGTERM)
+
+
+def test_without_a_launcher_it_is_gone_with_every_rank_and_the_folder(
+    comm: Comm, page: Page, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, start: Any
+) -> None:
+    launcher, other = start("sleep", "60"), start("sleep", "60")
+    monkeypatch.setenv("PLAIT_LAUNCHER", str(launcher.pid))
+    monkeypatch.setattr(os, "getppid", lambda: launcher.pid)
+    Record(page, 1, "h", other.pid, born(other.pid))
+    os.kill(other.pid, signal.SIGSTOP)
+
+    def body() -> None:
+        RankSide(comm, page, tmp_path)
+        os.kill(launcher.pid, signal.SIGKILL)
+        time.sleep(30)
+
+    assert run_in_fork(body) == 1
+    wait_for(lambda: look(other.pid).state == "gone")
+    assert not tmp_path.exists()
+    tmp_path.mkdir()

@@ -9,6 +9,7 @@ plait schedule draw 1f1b --out 1f1b.svg                       the timeline and t
 from __future__ import annotations  # help texts are made of the orders when they are asked for
 
 import shutil
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -17,6 +18,7 @@ import tyro
 
 from plait.config import names_a_file, read_schedule
 from plait.core.cells import find_strategy
+from plait.core.escape import say
 from plait.report.schedule import bubble_table, share_line, svg, time_grid
 from plait.report.screen import screen
 from plait.schedule.actions import Schedule, format_schedule
@@ -25,6 +27,10 @@ from plait.schedule.check import Proof, check
 from plait.schedule.orders import describe_chunks, describe_orders, find_order, stages_per_rank, write_order
 from plait.schedule.passes import add_messages, add_sharding, add_step, merge_messages
 from plait.schedule.simulate import Costs, simulate
+
+
+def _tell(line: str) -> None:
+    say(f"{line}\n", sys.stdout)
 
 
 @dataclass(frozen=True)
@@ -81,16 +87,14 @@ class Show(Timed):
         formula, (stages, microbatches) = self.formula(), self.sizes()
         if not names_a_file(self.order) and stages * microbatches > 1 << 18:  # which takes seconds to simulate
             share = "none here" if formula.idle_share is None else f"{formula.idle_share:.6f}"
-            screen(soft_wrap=True).print(f"{stages} stages x {microbatches} microbatches: the closed forms alone")
-            screen(soft_wrap=True).print(
-                f"idle share of rank 0: {share}; peak activations: {max(formula.peaks or (), default='none here')}"
-            )
+            _tell(f"{stages} stages x {microbatches} microbatches: the closed forms alone")
+            _tell(f"idle share of rank 0: {share}; peak activations: {max(formula.peaks or (), default='none here')}")
             return
         schedule, proof = self.schedule()
         timeline = simulate(schedule, self.costs())
-        screen(soft_wrap=True).print(time_grid(timeline, shutil.get_terminal_size((120, 24)).columns))
+        _tell(time_grid(timeline, shutil.get_terminal_size((120, 24)).columns))
         screen().print(bubble_table(timeline, proof, formula))
-        screen(soft_wrap=True).print(share_line(timeline, formula))
+        _tell(share_line(timeline, formula))
 
     def formula(self) -> Bubbles:
         """What the closed forms say; nothing of a file, and nothing of waits where messages take time."""
@@ -117,7 +121,7 @@ class Draw(Timed):
             Path(self.out).write_text(picture, encoding="utf-8")
         except OSError as error:
             raise ValueError(f"cannot write {self.out!r}: {error.strerror}") from error
-        screen(soft_wrap=True).print(f"written: {self.out}")
+        _tell(f"written: {self.out}")
 
 
 @dataclass(frozen=True)
@@ -136,7 +140,7 @@ class Text(Source):
         if self.messages:
             schedule = merge_messages(add_messages(schedule))
         check(schedule)
-        screen(soft_wrap=True).print(format_schedule(schedule))
+        _tell(format_schedule(schedule))
 
 
 @dataclass(frozen=True)
@@ -151,12 +155,8 @@ class Check:
     def run(self) -> None:
         proof = check(read_schedule(self.file), in_order=self.in_order)
         order = "in the order of microbatches" if proof.in_order else "NOT in the order of microbatches"
-        screen(soft_wrap=True).print(
-            f"proved: {proof.num_stages} stages on {len(proof.peaks)} ranks, {proof.num_microbatches} microbatches"
-        )
-        screen(soft_wrap=True).print(
-            f"gradients are added {order}; peak activations per rank: {', '.join(map(str, proof.peaks))}"
-        )
+        _tell(f"proved: {proof.num_stages} stages on {len(proof.peaks)} ranks, {proof.num_microbatches} microbatches")
+        _tell(f"gradients are added {order}; peak activations per rank: {', '.join(map(str, proof.peaks))}")
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ import sys
 from typing import TextIO
 
 TURNING = (
-    frozenset("\u061c\u200e\u200f\u2028\u2029\ufeff")
+    frozenset("\u061c\u200e\u200f\u2028\u2029\ufeff\ufffe\uffff")
     | {*map(chr, range(0x202A, 0x202F))}
     | {*map(chr, range(0x2066, 0x206A))}
 )

@@ -9,6 +9,7 @@ listens on a port but the ranks' own connections on loopback.  Ranks never outli
 """
 
 import contextlib
+import hashlib
 import logging
 import os
 import signal
@@ -16,6 +17,7 @@ import socket
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import fields
 from pathlib import Path
 
 import torch
@@ -65,7 +67,8 @@ def _be_a_rank(config: MachineConfig, body: Body, limits: Limits) -> int:
     if device == "cuda":
         device = f"cuda:{os.environ.get('LOCAL_RANK', '0')}"  # type: ignore[assignment]
     try:
-        comm = ProcessComm.from_env(config.parsed_mesh, device=device, deadline=config.deadline)
+        mesh, alike = config.parsed_mesh, shared_settings(config)
+        comm = ProcessComm.from_env(mesh, device=device, deadline=config.deadline, facts=alike)
     except (ConnectionError, TimeoutError) as error:  # a port that is taken, ranks that never came
         raise ValueError(str(error)) from error
     with open(os.devnull, "w") as nowhere, contextlib.ExitStack() as stack:
@@ -83,6 +86,20 @@ def _be_a_rank(config: MachineConfig, body: Body, limits: Limits) -> int:
         return 0
     leave_note("", final=True)
     return code
+
+
+PLACES = {"config", "data", "out", "json", "export", "tensorboard", "wandb", "workers", "world"}
+"""Settings in which hosts may differ: where things lie, and what only one rank does."""
+
+
+def shared_settings(config: MachineConfig) -> dict[str, str]:
+    """What all ranks must be told alike, by flag, and the text of a job's file."""
+    given = {field.name: getattr(config, field.name) for field in fields(config) if field.name not in PLACES}
+    facts = {f"--{name.replace('_', '-')}": str(value) for name, value in given.items()}
+    job = str(given.get("job") or "").rpartition(":")[0]
+    if job and Path(job).is_file():
+        facts["--job"] = f"{Path(job).name} {hashlib.sha256(Path(job).read_bytes()).hexdigest()[:12]}"
+    return facts
 
 
 def _ask(comms: Sequence[Comm], number: signal.Signals) -> None:

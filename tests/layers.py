@@ -85,6 +85,7 @@ SHARES: dict[str, Share] = {
     "oracle": ORACLES,
     "sharded/test_dtensor_oracle.py": ORACLES,
     "sharded/test_op_database.py::test_every_operator": NIGHTLY,
+    "strangers/test_fuzz_channel.py": FULL,
     "strangers/test_hosts.py::test_two_hosts_over_the_channel": PROCESSES,
     "train/test_resume.py::test_it_is_the_run_that_was_never_stopped_to_the_bit": Share("few", "all"),
     "train/test_resume.py::test_killed_at_any_step_it_is_the_uninterrupted_run_over_fifty_steps": Share("none", "few"),

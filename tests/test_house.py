@@ -5,7 +5,8 @@ core <- comm <- sharded <- tensor_parallel <- engine <- checkpoint <- job <- con
 engine <- inject <- train
 config <- verify <- train <- launch <- commands
 inside the engine: forward <- data_parallel <- state <- pipeline <- the step (engine.py and its neighbours)
-models and data stand beside engine, below job; measure lies between config and train; watch stands upon comm
+models and data stand beside engine, below job; measure lies between config and train; watch stands upon comm; files
+imports nothing
 """
 
 import ast
@@ -22,10 +23,11 @@ DATA_PARALLEL = FORWARD | {"engine/data_parallel"}
 STATE = DATA_PARALLEL | {"engine/state"}
 PIPELINE = STATE | {"engine/pipeline"}
 UP_TO_ENGINE = PIPELINE | {"engine"}
-TRAINING = UP_TO_ENGINE | {"plan", "report", "checkpoint", "models", "data", "config"}
+TRAINING = UP_TO_ENGINE | {"files", "plan", "report", "checkpoint", "models", "data", "config"}
 
 MAY_IMPORT: dict[str, set[str]] = {
     "core": set(),
+    "files": set(),
     "schedule": {"core"},
     "plan": {"core", "schedule"},
     "report": {"core", "schedule", "plan"},
@@ -37,26 +39,26 @@ MAY_IMPORT: dict[str, set[str]] = {
     "engine/state": STATE - {"engine/state"},
     "engine/pipeline": PIPELINE - {"engine/pipeline"},
     "engine": UP_TO_ENGINE - {"engine"},
-    "checkpoint": UP_TO_ENGINE,
-    "models": TENSORS | {"schedule"},
-    "data": {"core"},
-    "job": UP_TO_ENGINE | {"checkpoint", "models", "data"},
-    "config": UP_TO_ENGINE | {"checkpoint", "models", "data", "job", "inject"},
+    "checkpoint": UP_TO_ENGINE | {"files"},
+    "models": TENSORS | {"schedule", "files"},
+    "data": {"core", "files"},
+    "job": UP_TO_ENGINE | {"files", "checkpoint", "models", "data"},
+    "config": UP_TO_ENGINE | {"files", "plan", "report", "checkpoint", "models", "data", "job", "inject"},
     "watch": {"core", "comm"},
-    "measure": {"core", "comm", "report", "config", "tensor_parallel"},
+    "measure": {"core", "files", "comm", "report", "config", "tensor_parallel"},
     "inject": UP_TO_ENGINE,
     "train": TRAINING | {"job", "verify", "measure", "inject"},
     "verify": TRAINING | {"job"},
     "api": UP_TO_ENGINE | {"checkpoint", "models", "data", "watch"},
     "chaos": TRAINING,
-    "launch": {"core", "comm", "config", "checkpoint", "train", "verify", "watch"},
+    "launch": {"core", "files", "comm", "config", "checkpoint", "train", "verify", "watch"},
     "commands": TRAINING | {"job", "measure", "train", "verify", "launch", "chaos"},
     "__main__": {"commands"},
     "__init__": UP_TO_ENGINE | {"checkpoint", "api", "models", "data", "job", "verify", "inject"},
 }
 """Which parts of plait each part may import. A part that is not here is refused: give it a line."""
 
-WITHOUT_TORCH = {"core", "schedule", "plan", "report"}
+WITHOUT_TORCH = {"core", "files", "schedule", "plan", "report"}
 
 MAY_CALL_COLLECTIVES = {"comm/gloo.py", "comm/nccl.py"}
 

@@ -15,8 +15,10 @@ config/            a run as a frozen value, checked before it starts
 inject/            faults on purpose
 verify/            the proof
 train/             the run
+watch/             what the ranks are doing, and who is the cause
 measure/           what links and machines can do
 report/            what a person sees
+watch/             what ranks do, told outside of the collectives; who is the cause
 chaos/             real runs, real faults, and the goals
 launch/            from one command to many ranks
 commands/          the ``plait`` command

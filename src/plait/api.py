@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.utils.data import DistributedSampler
 
 from plait.comm import Comm, ThreadWorld
+from plait.comm.check import check_collectives as checked
 from plait.comm.environment import WorldVariables
 from plait.comm.thread import run
 from plait.core.mesh import Mesh
@@ -35,6 +36,7 @@ def join(
     device: str | torch.device = "cpu",
     deadline: float = 60.0,
     deterministic: bool = True,
+    check_collectives: bool = False,
 ) -> Comm:
     """This process's place on the mesh.
 
@@ -46,6 +48,8 @@ def join(
         device: where this rank computes and holds its tensors.
         deadline: seconds after which a wait for another rank raises and says which one.
         deterministic: add in rank order, so that runs are reproducible to the bit.
+        check_collectives: compare every collective and message across its ranks before it runs, for a search; all
+            ranks say the same.
 
     Raises:
         ValueError: a mesh that does not multiply to the number of ranks, variables that cannot be, ranks that differ.
@@ -60,7 +64,7 @@ def join(
 
         comm = ProcessComm.from_env(shape, device=device, deadline=deadline, deterministic=deterministic)
         watch_joined(comm)
-        return comm
+        return checked(comm) if check_collectives else comm
     return ThreadWorld(shape, deadline, deterministic, device).comm(0)
 
 
@@ -71,6 +75,7 @@ def run_threads(
     device: str | torch.device = "cpu",
     deadline: float = 60.0,
     deterministic: bool = True,
+    check_collectives: bool = False,
 ) -> list[Result]:
     """Run ``body(comm)`` on every rank of a mesh, each a thread of this process.
 
@@ -81,6 +86,7 @@ def run_threads(
         body: what a rank does.
         deadline: seconds after which a wait for another rank raises and says which one.
         deterministic: as for ``join``.
+        check_collectives: as for ``join``.
 
     Returns:
         What the bodies returned, by rank.
@@ -89,7 +95,8 @@ def run_threads(
         Exception: the first that a body raised, with its own traceback; the other ranks are stopped.
     """
     shape = Mesh.parse(mesh) if isinstance(mesh, str) else mesh
-    return run(shape, body, device=device, deadline=deadline, deterministic=deterministic)
+    ranks = (lambda comm: body(checked(comm))) if check_collectives else body
+    return run(shape, ranks, device=device, deadline=deadline, deterministic=deterministic)
 
 
 def distributed_sampler(

@@ -16,8 +16,11 @@ import torch
 from hostile import changed, changed_text, header_of, with_header
 from torch import Tensor, nn
 
-from plait.checkpoint.huggingface import open_folder, write_tensors
-from plait.engine import empty_parameters
+from plait.checkpoint.huggingface import open_folder, write_model, write_tensors
+from plait.comm import Comm, run
+from plait.comm.agree import OtherRankError
+from plait.core.mesh import Mesh
+from plait.engine import Engine, empty_parameters
 from plait.engine.state.init import materialise
 from plait.models.pretrained import Pretrained
 
@@ -201,3 +204,69 @@ def test_a_config_that_is_nested_deeply_is_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"a":' * 100_000)
     with pytest.raises(ValueError, match="nested too deeply"):
         Pretrained(str(tmp_path)).config()
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+def test_weights_that_are_not_finite_are_refused_by_all_ranks_with_their_name(value: float, tmp_path: Path) -> None:
+    """Where only one rank has them, and would be alone with its error."""
+    folder, shapes = tmp_path / "model", {n: (tuple(t.shape), t.dtype) for n, t in values().items()}
+    folder.mkdir()
+    harmed = values()
+    harmed["2.weight" if "2.weight" in harmed else "1.weight"].view(-1)[-1] = value
+    write_tensors(folder, shapes, harmed.items(), limit=80)
+    with pytest.raises(ValueError, match=r"'1.weight' in '.*safetensors' has values that are not finite in its region"):
+        read(folder)
+
+    def body(comm: Comm) -> str:
+        model = build()
+        with pytest.raises((ValueError, OtherRankError), match=r"'1.weight' in .* not finite") as caught:
+            Engine(model, comm, strategy="zero3", weights=open_folder(folder, model))
+        return type(caught.value).__name__
+
+    assert set(run(Mesh(shard=3), body, deadline=60)) == {"ValueError", "OtherRankError"}
+
+
+ODD: dict[str, Callable[[Path], object]] = {
+    "a pipe": os.mkfifo,
+    "a device": lambda place: place.symlink_to("/dev/zero"),
+    "a file from elsewhere": lambda place: place.symlink_to("/etc/hostname"),
+    "a folder": Path.mkdir,
+    "a loop": lambda place: place.symlink_to(place),
+    "nested": lambda place: place.write_text('{"a":' * 100_000),
+    "giant": lambda place: (place.touch(), os.truncate(place, 1 << 40)),
+}
+
+
+@pytest.mark.parametrize("file", ["config.json", "tokenizer.json"])
+@pytest.mark.parametrize("odd", ODD)
+def test_odd_files_beside_the_weights_are_refused(file: str, odd: str, tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    folder = folders.write(tmp_path)
+    folders.write_tokenizer(folder)
+    (folder / file).unlink()
+    ODD[odd](folder / file)
+    with pytest.raises(ValueError) as caught:
+        Pretrained(str(folder)).config()
+        Pretrained(str(folder)).encoder()
+    assert len(str(caught.value)) < 1000
+
+
+@pytest.mark.parametrize("odd", sorted({*ODD} - {"nested"}))
+def test_an_export_copies_plain_files_of_the_folder_and_nothing_else(odd: str, tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    source = folders.write(tmp_path / "source")
+    (source / "additional_chat_templates").mkdir()
+    (source / "additional_chat_templates" / "a.jinja").write_text("x")
+    with empty_parameters():
+        model = Pretrained(str(source)).build()
+    shapes = {name: (tuple(p.shape), p.dtype) for name, p in model.named_parameters()}
+
+    def write(to: Path) -> None:
+        write_model(to, model, shapes, ((name, torch.zeros(*shape)) for name, (shape, _) in shapes.items()), source)
+
+    write(tmp_path / "plain")
+    assert (tmp_path / "plain" / "additional_chat_templates" / "a.jinja").read_text() == "x"
+    ODD[odd](source / "vocab.json")
+    with pytest.raises(ValueError, match=r"vocab\.json"):
+        write(tmp_path / "odd")
+    assert not (tmp_path / "odd").exists()

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 import time
 from typing import Any
 
+import collective_faults
 import comm_checks
 import torch
 from plait_lessons.script import init
 
 from plait.comm import MismatchError, ProcessComm
+from plait.comm.check import check_collectives
 from plait.comm.gloo import GlooTransport
 from plait.comm.nccl import NcclTransport
 from plait.core.collectives import Note
@@ -142,11 +145,25 @@ def as_on_gpus(comm: ProcessComm) -> None:
         comm.barrier(("pipe", "replica", "shard", "tensor"))
 
 
+def checked(comm: ProcessComm) -> None:
+    """Faults, each in a world of its own: every rank is told at once, by the check or by a rank that has left."""
+    check_collectives(comm)
+    for check in comm_checks.EVERYTHING:
+        check(comm)
+    comm.close()
+    for fault in collective_faults.IN_PROCESSES:
+        comm = ProcessComm.from_env(comm.mesh, deadline=comm.deadline)
+        text = collective_faults.told(comm, fault, 1)
+        assert re.search(collective_faults.FAULTS[fault], text, re.S), (fault, text)
+        assert all(re.search(rf"rank {rank}: .* at comm/collective_faults.py:", text) for rank in (0, 1)), text
+        comm.close()
+
+
 def alone(comm: ProcessComm) -> None:
     comm_checks.check_collectives(comm)
 
 
-SCENES = {f.__name__: f for f in (everything, gone, disagree, other_shape, line, as_on_gpus, alone)}
+SCENES = {f.__name__: f for f in (everything, gone, disagree, other_shape, line, as_on_gpus, checked, alone)}
 
 if __name__ == "__main__":
     torch.set_num_threads(1)

@@ -87,6 +87,12 @@ def test_ranks_in_different_operations_reach_the_deadline_and_each_is_told_where
     assert any("waited 8 s" in said for _, said in outputs)
 
 
+@pytest.mark.parametrize("mesh", ["shard=2", "replica=3"])
+def test_with_the_check_each_fault_is_told_at_once(mesh: str) -> None:
+    for status, output in play("checked", mesh, deadline=60):
+        assert status == 0 and output == "done\n", output
+
+
 def test_a_message_of_another_shape_is_not_taken_in() -> None:
     (_, sender), (_, receiver) = play("other_shape", "shard=2", deadline=8)
     assert re.search(

@@ -65,7 +65,7 @@ def test_the_smallest_batch_that_fills_all_parts_is_valid() -> None:
         ({"dropout": 1.0}, ["dropout is 1.0"]),
         ({"heads": 3, "kv_heads": 2, "width": 96}, ["3 heads", "2 key/value"]),
         ({"width": 100, "heads": 8}, ["width 100", "multiple of 16"]),
-        ({"layers": 0}, ["num_layers is 0"]),
+        ({"layers": 0}, ["layers is 0"]),
         ({"epochs": 0}, ["epochs is 0", "from 1"]),
         ({"epochs": 2, "model": "mlp"}, ["epochs is for text", "mlp"]),
         ({"pack": True, "model": "mlp"}, ["pack is for text", "mlp"]),

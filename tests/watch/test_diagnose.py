@@ -131,8 +131,8 @@ def test_the_block_says_who_where_and_what_the_others_wait_for() -> None:
 @pytest.mark.parametrize("text", ["\x1b[2J", "a\r\nplait: all is well", "\x9b31m", "\u202e"])
 def test_no_text_reaches_the_screen_as_it_came(text: str) -> None:
     failed = rank(1, "failed", error=text, host=text, operation=text, whole=False)
-    (finding,) = diagnose([failed], [RUNS], NOW)
-    shown = block([finding])
+    (diagnosis,) = diagnose([failed], [RUNS], NOW)
+    shown = block([diagnosis])
     assert text not in shown
     assert [line[:5] for line in shown.splitlines()] == ["plait", "  on "]
     assert "its record is half written" in shown

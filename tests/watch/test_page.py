@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from plait.watch.page import HEADER, PEERS, RECENT, RECORD, Page, Record, Status, about
+from plait.watch.page import HEADER, PEERS, RECENT, RECORD, Page, Status, StatusRecord, about
 
 
 @pytest.fixture
@@ -17,7 +17,7 @@ def page(tmp_path: Path) -> Page:
 
 
 def test_a_record_is_read_as_it_was_written(page: Page) -> None:
-    record = Record(page, 1, "host a", 4711, 12)
+    record = StatusRecord(page, 1, "host a", 4711, 12)
     record.begins(7, None)
     record.asks(about("forward", "all_gather of unit 'blocks.3'", [0, 1, 2]))
     record.waits()
@@ -43,7 +43,7 @@ def test_a_record_is_read_as_it_was_written(page: Page) -> None:
 
 
 def test_the_last_steps_are_kept_oldest_first(page: Page) -> None:
-    record = Record(page, 0, "", 1, 0)
+    record = StatusRecord(page, 0, "", 1, 0)
     for step in range(RECENT + 5):
         record.begins(step, (float(step), 0.0) if step else None)
     read = page.read(0)
@@ -58,7 +58,7 @@ def test_a_wish_to_stop_is_seen_by_all(page: Page) -> None:
 
 
 def test_a_reader_never_sees_two_records_in_one(page: Page) -> None:
-    record, end = Record(page, 0, "", 1, 0), time.monotonic() + 0.5
+    record, end = StatusRecord(page, 0, "", 1, 0), time.monotonic() + 0.5
     texts = [about(c, c * 150, [n] * n) for n, c in enumerate("abcdefgh")]
 
     def write() -> None:
@@ -78,19 +78,19 @@ def test_a_reader_never_sees_two_records_in_one(page: Page) -> None:
 
 
 def test_a_rank_killed_within_a_write_is_read_and_said_to_be(page: Page) -> None:
-    record = Record(page, 0, "host", 1, 0)
+    record = StatusRecord(page, 0, "host", 1, 0)
     record.asks(about("forward", "barrier", [0, 1]))
     record._words[0] += 1
     read = page.read(0)
     assert not read.whole
     assert read.operation == "barrier"
-    again = Record(page, 0, "host", 2, 0)  # another process takes the record over
+    again = StatusRecord(page, 0, "host", 2, 0)  # another process takes the record over
     again.begins(0, None)
     assert page.read(0).whole
 
 
 def test_texts_are_cut_and_escaped(page: Page) -> None:
-    record = Record(page, 0, "\x1b]0;host\x07", 1, 0)
+    record = StatusRecord(page, 0, "\x1b]0;host\x07", 1, 0)
     record.asks(about("x" * 100, "é" * 500 + "\n\x1b[2J", range(1000)))
     record.ends("failed", "A\r\nB\x00C")
     read = page.read(0)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from plait.watch.processes import ProcessState, born, launcher, look, out_of_memory_kills
+from plait.watch.processes import ProcessState, born, launcher, look, out_of_memory_kills, ran_out_of_memory
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
 
@@ -78,3 +78,13 @@ def test_memory_ran_out_only_where_the_kernel_says_so(
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(content)
     assert out_of_memory_kills(tmp_path) == kills
+
+
+def test_the_kernels_log_names_its_victims(tmp_path: Path) -> None:
+    (tmp_path / "dev").mkdir()
+    lines = ["6,1,5000000,-;Killed process 7 (a)", "6,2,9000000,-;Out of memory: Killed process 4711 (python)", "odd"]
+    (tmp_path / "dev" / "kmsg").write_text("\n".join(lines))
+    assert ran_out_of_memory(4711, 0, 8.0, tmp_path)
+    assert not ran_out_of_memory(7, 0, 8.0, tmp_path)  # an earlier process of this id
+    assert not ran_out_of_memory(12, 0, 8.0, tmp_path)
+    assert not ran_out_of_memory(12, 0, 0.0)

@@ -14,7 +14,7 @@ from plait.comm import Comm, ThreadWorld
 from plait.comm.operation import Operation, group_of
 from plait.core.collectives import Note
 from plait.core.mesh import Mesh
-from plait.watch.page import Page, Record
+from plait.watch.page import Page, StatusRecord
 from plait.watch.processes import born, look
 from plait.watch.rank import ASK_TO_END, MOST_TEXTS, RankSide, watch
 
@@ -168,7 +168,7 @@ def test_without_a_launcher_it_is_gone_with_every_rank_and_the_folder(
     launcher, other = start("sleep", "60"), start("sleep", "60")
     monkeypatch.setenv("PLAIT_LAUNCHER", str(launcher.pid))
     monkeypatch.setattr(os, "getppid", lambda: launcher.pid)
-    Record(page, 1, "h", other.pid, born(other.pid))
+    StatusRecord(page, 1, "h", other.pid, born(other.pid))
     os.kill(other.pid, signal.SIGSTOP)
 
     def body() -> None:

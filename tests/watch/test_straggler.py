@@ -47,12 +47,12 @@ def test_noise_is_no_straggler(ranks: int) -> None:
     assert false_alarms(100, 100, ranks, 0.1) == 0
 
 
-@pytest.mark.parametrize("spread", [0.05, 0.1, 0.2])
-@pytest.mark.parametrize("ranks", [2, 3, 8])
-def test_false_alarms_in_two_thousand_long_runs(ranks: int, spread: float) -> None:
-    alarms = false_alarms(2000, 500, ranks, spread)
-    print(f"{ranks} ranks, spread {spread}: {alarms} of 2000 runs")
-    assert alarms < 20
+@pytest.mark.parametrize("spread", [0.1, 0.2])
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_false_alarms_in_a_thousand_runs(ranks: int, spread: float) -> None:
+    alarms = false_alarms(1000, 200, ranks, spread)
+    print(f"{ranks} ranks, spread {spread}: {alarms} of 1000 runs")
+    assert alarms < 10
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])

@@ -13,7 +13,6 @@ import os
 import re
 import secrets
 import shutil
-import stat
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -22,6 +21,7 @@ from typing import BinaryIO
 
 from plait.checkpoint.manifest import LARGEST, NAME, Manifest, StoredFile
 from plait.checkpoint.storage import LATEST, Storage, exists_already
+from plait.files.reading import open_plain
 
 CHECKPOINTS = "checkpoints"
 """Where ``plait train`` keeps them, in a run's folder."""
@@ -76,14 +76,11 @@ class Folder(Storage):
     def opened(self) -> Iterator["OpenFile"]:
         """Nothing is waited for and no link is followed."""
         try:
-            number = os.open(self.path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
-        except OSError as error:
-            raise ValueError(f"{str(self)!r} is no file that can be read: {error.strerror}") from error
+            number, size = open_plain(self.path, links=False)
+        except ValueError as error:
+            raise ValueError(f"{str(self)!r} is no file that can be read: {error}") from error
         try:
-            status = os.fstat(number)
-            if not stat.S_ISREG(status.st_mode):
-                raise ValueError(f"{str(self)!r} is no plain file")
-            yield OpenFile(str(self), number, status.st_size)
+            yield OpenFile(str(self), number, size)
         finally:
             os.close(number)
 

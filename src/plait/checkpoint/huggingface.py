@@ -22,10 +22,13 @@ import torch
 from torch import Tensor, nn
 
 from plait.checkpoint.folder import Folder, contents
+from plait.checkpoint.snapshot import is_finite
 from plait.checkpoint.tensor_file import TensorEntry, TensorFile, parsed, safetensors_header
 from plait.core.layout import Region, extent
 from plait.engine import Engine
 from plait.engine.state.full import whole_tensors
+from plait.files.reading import read_file
+from plait.files.writing import told
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 SHARD_BYTES = 5_000_000_000
@@ -33,13 +36,15 @@ SHARD_BYTES = 5_000_000_000
 
 COPIED = (
     *("tokenizer*", "vocab*", "merges.txt", "special_tokens_map.json", "added_tokens.json", "chat_template*"),
-    *("spiece.model", "*.tiktoken", "additional_chat_templates", "generation_config.json", "LICENSE*"),
+    *("spiece.model", "*.tiktoken", "additional_chat_templates/*", "generation_config.json", "LICENSE*"),
 )
 """Files of the source that an exported folder gets unchanged."""
 
 FILE = re.compile(r"[^/\0]+\.safetensors(\.index\.json)?")
 LARGEST_INDEX = 1 << 26
 """Bytes of an index."""
+LARGEST_COPIED = 1 << 29
+"""Bytes of a tokenizer's file."""
 
 IGNORED = (r"rotary_emb\.inv_freq$",)
 """Tensors of older files that models no longer read (transformers ignores them too)."""
@@ -72,8 +77,14 @@ class FolderWeights:
     places: Mapping[str, Stored]
 
     def read(self, name: str, region: Region) -> Tensor:
-        """See ``Stored.read``."""
-        return self.places[name].read(region)
+        """See ``Stored.read``; ValueError for values that are not finite."""
+        value = (at := self.places[name]).read(region)
+        if value.is_floating_point() and not is_finite(value if value.itemsize > 1 else value.float()):
+            raise ValueError(
+                f"{at.key!r} in {str(at.file.place)!r} has values that are not finite in its region {region}: the "
+                f"file is damaged, or its training had failed; take another"
+            )
+        return value
 
     def fill_buffers(self, model: nn.Module) -> None:
         """Give the model's buffers the values that the folder has for them."""
@@ -179,17 +190,22 @@ def _tensors(files: Sequence[Folder]) -> dict[str, Stored]:
 
 
 def _file(folder: Path, name: str) -> Folder:
-    """A file of a folder, past links; ValueError for a name that leads, or a link that leads, somewhere else.
+    """A file of weights in a folder, past links; ValueError for a name that leads, or a link that leads, elsewhere."""
+    if not FILE.fullmatch(name):
+        raise ValueError(f"{name[:80]!r} is no name of a file in the folder")
+    return Folder(_inside(folder, name))
+
+
+def _inside(folder: Path, name: str) -> Path:
+    """The file itself, past links; ValueError for a link out of the folder.
 
     In the cache of Hugging Face, ``snapshots/9f3c/model.safetensors`` is a link into ``blobs``.
     """
-    if not FILE.fullmatch(name):
-        raise ValueError(f"{name[:80]!r} is no name of a file in the folder")
     home, real = folder.resolve(), Path(os.path.realpath(folder / name))
     blobs = home.parent.with_name("blobs") if home.parent.name == "snapshots" else home
     if real.parent not in (home, blobs):
         raise ValueError(f"{str(folder / name)!r} is a link out of its folder, to {str(real)!r}: copy the file instead")
-    return Folder(real)
+    return real
 
 
 def write_folder(path: str | Path, engine: Engine, source: str | Path | None = None) -> None:
@@ -226,15 +242,18 @@ def write_model(
     """Write a folder of a model of transformers; its values are ``tensors``, which arrive one by one."""
     if os.path.lexists(folder):
         raise ValueError(f"{str(folder)!r} exists already: export to a new folder")
-    partial = folder.with_name(f"{folder.name}.partial")
-    if partial.exists():
-        shutil.rmtree(partial)
-    partial.mkdir(parents=True)
-    write_tensors(partial, shapes, tensors)
-    _write_config(partial, model, next(dtype for _, dtype in shapes.values() if dtype.is_floating_point))
-    for file in sorted({f for pattern in COPIED for f in Path(source).glob(pattern)} if source is not None else ()):
-        (shutil.copytree if file.is_dir() else shutil.copyfile)(file, partial / file.name)
-    partial.rename(folder)
+    partial, origin = folder.with_name(f"{folder.name}.partial"), (Path(source) if source is not None else None)
+    with told(folder, sum(math.prod(shape) * dtype.itemsize for shape, dtype in shapes.values())):
+        if partial.exists():
+            shutil.rmtree(partial)
+        partial.mkdir(parents=True)
+        write_tensors(partial, shapes, tensors)
+        _write_config(partial, model, next(dtype for _, dtype in shapes.values() if dtype.is_floating_point))
+        for file in sorted({f for pattern in COPIED for f in origin.glob(pattern)} if origin is not None else ()):
+            copied = partial / file.relative_to(origin)
+            copied.parent.mkdir(exist_ok=True)
+            copied.write_bytes(read_file(_inside(file.parent, file.name), "what is copied,", LARGEST_COPIED))
+        partial.rename(folder)
 
 
 def write_tensors(

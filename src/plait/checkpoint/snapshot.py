@@ -110,13 +110,13 @@ def _check_savable(pieces: Sequence[Written]) -> None:
     for one in pieces:
         if one.tensor.dtype not in NAMES:
             raise ValueError(f"{one.name!r} is of {one.tensor.dtype}, which cannot be saved")
-        if one.weight and not _is_finite(one.tensor):
+        if one.weight and not is_finite(one.tensor):
             raise ValueError(
                 f"{one.name!r} has values that are not finite in its region {one.region}: nothing is saved, and the "
                 f"checkpoint before stays the newest"
             )
 
 
-def _is_finite(tensor: Tensor) -> bool:
+def is_finite(tensor: Tensor) -> bool:
     """A finite sum has finite terms, and is far cheaper than a look at each; one that overflows says nothing."""
     return bool(tensor.sum().isfinite()) or bool(tensor.isfinite().all())

@@ -28,6 +28,7 @@ from plait.checkpoint.snapshot import Written
 from plait.checkpoint.storage import Storage
 from plait.checkpoint.tensor_file import safetensors_header
 from plait.comm.agree import named
+from plait.files.writing import DiskError
 
 FILE, NOTE = "safetensors", "json"
 RUNNING, DONE, FAILED = range(3)
@@ -129,14 +130,13 @@ def write_part(partial: Storage, rank: int, pieces: Sequence[Written]) -> None:
 
 @contextmanager
 def saying(file: Storage, need: int) -> Iterator[None]:
-    """An OSError says where it was, how much was to be written and how much room there is."""
+    """An OSError becomes a DiskError: where it was, how much was to be written and how much room there is."""
     try:
         yield
     except OSError as error:
         have = file.free()
-        error.strerror = f"{error.strerror}; need {need} bytes" + ("" if have is None else f", have {have} bytes")
-        error.filename = str(file)
-        raise
+        reason = f"{error.strerror or error}; need {need} bytes" + ("" if have is None else f", have {have} bytes")
+        raise DiskError(error.errno or errno.EIO, reason, str(file)) from error
 
 
 def write_tensors(path: Storage, tensors: Sequence[Tensor]) -> StoredFile:

@@ -24,6 +24,10 @@ LONGEST_ERROR = 1024
 """Bytes of an error's text that reach the other ranks."""
 
 
+class OtherRankError(RuntimeError):
+    """What another rank has raised, as its text."""
+
+
 def gather_ints(comm: Comm, row: Sequence[int], axes: Sequence[str], note: Note) -> list[list[int]]:
     """Every member's row of (int64) numbers; all rows are equally long."""
     return _gather_rows(comm, torch.tensor(row, dtype=torch.int64, device=comm.device), axes, note)
@@ -134,7 +138,7 @@ def gather_bytes(comm: Comm, data: bytes) -> list[bytes] | None:
 
 
 def check_together(comm: Comm, error: BaseException | None, axes: Sequence[str]) -> None:
-    """Raises on every member if any brings an error (a file, a NaN, ...): its own there, a RuntimeError elsewhere."""
+    """Raises on every member if any brings an error (a file, a NaN, ...): its own there, a OtherRankError elsewhere."""
     note, ranks = Note("check"), comm.mesh.group(comm.rank, tuple(axes))
     failed = [index for index, (bad,) in enumerate(gather_ints(comm, [error is not None], axes, note)) if bad]
     if not failed:
@@ -145,4 +149,4 @@ def check_together(comm: Comm, error: BaseException | None, axes: Sequence[str])
     if error is not None:
         raise error
     told = bytes(text.tolist()).rstrip(b"\0").decode(errors="replace")
-    raise RuntimeError(f"rank {ranks[failed[0]]} failed: {printable(told)}")
+    raise OtherRankError(f"rank {ranks[failed[0]]} failed: {printable(told)}")

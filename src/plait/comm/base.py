@@ -19,11 +19,14 @@ Rules of every world:
 - Nothing hangs: what does not come within ``deadline`` seconds is an error that names the operation.
 """
 
+from __future__ import annotations
+
 import os
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -52,6 +55,9 @@ from plait.comm.peer import Peer
 from plait.core.collectives import Entry, Note, bytes_sent
 from plait.core.mesh import Mesh
 
+if TYPE_CHECKING:
+    from plait.comm.check import CollectiveCheck
+
 __all__ = ["DONE", "NO_NOTE", "Comm", "MismatchError", "Observer", "Operation", "Work"]
 
 
@@ -79,6 +85,8 @@ class Comm(ABC):
         """Told of every step, operation and wait of this rank."""
         self.stop_signal = 0
         """The number of a signal that asks this rank to end; the ranks agree on it at the end of a step."""
+        self.check: CollectiveCheck | None = None
+        """Compares operations with the other ranks before they run (``comm/check.py``)."""
         self._groups: dict[tuple[str, ...], Group] = {}
         self._numbers: dict[tuple[object, ...], int] = {}
 
@@ -229,6 +237,20 @@ class Comm(ABC):
     @abstractmethod
     def _barrier(self, operation: Operation) -> None: ...
 
+    # What ``comm/check.py`` needs; a world without these cannot be checked.
+
+    def _tell(self, operation: Operation, row: Tensor, dst: int) -> Work:
+        """A small message ahead of an operation, in order with others like it, and apart from all else."""
+        raise ValueError(f"{type(self).__name__} has no _tell and _hear, so its collectives cannot be checked")
+
+    def _hear(self, operation: Operation, row: Tensor, src: int) -> None:
+        """Waits for the next of these from a rank, on behalf of an operation."""
+        raise ValueError(f"{type(self).__name__} has no _tell and _hear, so its collectives cannot be checked")
+
+    def _abandon(self, why: str) -> None:
+        """This rank goes no further; ``why`` is for those who wait for it."""
+        return None
+
     # ---- checking, recording, asking -----------------------------------------------------------
 
     def _number(self, *key: object) -> int:
@@ -269,9 +291,12 @@ class Comm(ABC):
         operation = Operation(kind, group, note, numel, dtype, op or "", -1 if root is None else root)
         for observer in self.observers:
             observer.asked(operation)
+        if self.check is not None:
+            operation = self.check.begin(operation, what)
         method: Callable[..., Work] = getattr(self, f"_{kind}")
         with torch.no_grad():
-            return method(operation, *what)
+            work = method(operation, *what)
+        return self.check.receive(operation, what, work) if self.check and kind == "recv" else work
 
     def _cut(
         self,

@@ -52,6 +52,11 @@ class FailureReports:
             lines.append(f"  (the transport says: {str(cause).splitlines()[0] if str(cause) else cause!r})")
         return (TimeoutError if late else ConnectionError)("\n".join(lines))
 
+    def post(self, report: str) -> None:
+        """Leaves this rank's line for the others."""
+        with contextlib.suppress(RuntimeError):  # the store's own rank may be gone
+            self._store.set(_key(self._rank), report)
+
     def _exchange(self, report: str, others: Sequence[int]) -> dict[int, str]:
         """Posts a report; what the other ranks have posted within ``PATIENCE_SECONDS``."""
         reports: dict[int, str] = {}

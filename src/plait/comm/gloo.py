@@ -76,6 +76,11 @@ class GlooTransport:
             except RuntimeError as error:
                 raise self._failure(operation, error) from error
 
+    def give_up(self, why: str) -> None:
+        """Starts nothing more; whoever waits for this rank, or loses it, reads why."""
+        self.broken = why
+        self._reports.post(why)
+
     def _start(self, operation: Operation, tensor: Tensor, start: Callable[[Tensor], Any]) -> list[Started]:
         if self.broken:
             raise ConnectionError(f"rank {self.rank} in {operation}: {self.broken}")

@@ -6,7 +6,7 @@ errors name it:
     sum all_reduce of unit 'blocks.3' over shard (4096 x float32, phase 'backward', microbatch 0)
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final, Protocol
 
 import torch
@@ -70,6 +70,8 @@ class Operation:
     op: str = ""
     root: int = -1
     """The root's index within the group (broadcast, reduce, scatter, gather)."""
+    site: str = field(default="", compare=False)
+    """The line that asked for it; known where collectives are checked."""
 
     @property
     def meaning(self) -> tuple[object, ...]:
@@ -84,7 +86,7 @@ class Operation:
         about = f"{self.numel} x {name_of(self.dtype)}"
         about += f", phase {note.phase!r}" if note.phase else ""
         about += f", microbatch {note.microbatch}" if note.microbatch >= 0 else ""
-        return f"{text} ({about})"
+        return f"{text} ({about})" + (f" at {self.site}" if self.site else "")
 
 
 def name_of(dtype: torch.dtype) -> str:

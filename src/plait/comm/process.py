@@ -45,6 +45,9 @@ if TYPE_CHECKING:
 SMALL_BYTES = 4 * 2**20
 """An all-reduce that receives no more than this sends wholes: one round of messages instead of two."""
 
+DESCRIPTIONS = 1
+"""The tag of what ``check.py`` tells: gloo keeps the order of messages with one tag."""
+
 MOST_DROPPED = 64
 """Sends under way whose handles were dropped; one more waits for the oldest of them."""
 
@@ -220,6 +223,15 @@ class ProcessComm(Comm):
 
     def _recv(self, operation: Operation, tensor: Tensor, src: int) -> Work:
         return self._work(operation, self.transport.recv(operation, tensor, src, self._message_tag(operation, tensor)))
+
+    def _tell(self, operation: Operation, row: Tensor, dst: int) -> Work:
+        return self._work(operation, self.transport.send(operation, row, dst, DESCRIPTIONS))
+
+    def _hear(self, operation: Operation, row: Tensor, src: int) -> None:
+        self._work(operation, self.transport.recv(operation, row, src, DESCRIPTIONS)).wait()
+
+    def _abandon(self, why: str) -> None:
+        self.transport.give_up(why)
 
     def _message_tag(self, operation: Operation, tensor: Tensor) -> int:
         """With shape and dtype, so a message that the receiver did not mean is never taken in."""

@@ -21,6 +21,9 @@ from torch import Tensor
 
 from plait.comm.base import MismatchError, Operation
 
+Address = tuple[int, int, str, int]
+"""Of a message: sender, receiver, what it is for, its number among those."""
+
 PIECES = 20  # in which a rank waits out its deadline
 FRAMES = 12  # calls of a rank's stack that are shown, the innermost last
 
@@ -46,7 +49,7 @@ class Rendezvous:
         self.deadline = deadline
         self._lock = threading.Lock()
         self._barriers: dict[tuple[tuple[int, ...], int], _Barrier] = {}
-        self._mail: dict[tuple[int, int, int], Tensor] = {}
+        self._mail: dict[Address, Tensor] = {}
         self._posted = [threading.Condition(self._lock) for _ in range(num_ranks)]
         self._threads: dict[int, int] = {}
         self._ended: set[int] = set()
@@ -157,18 +160,17 @@ class Rendezvous:
         if self._aborted:
             raise AbortedError(f"rank {operation.group.rank} stopped in {operation}, because {self._aborted}")
 
-    def post(self, operation: Operation, tensor: Tensor, number: int) -> None:
+    def post(self, operation: Operation, tensor: Tensor, key: Address) -> None:
         """Puts a copy of ``tensor`` into the mailbox."""
-        src, dst = operation.group.ranks
+        dst = key[1]
         with self._lock:
             self._raise_if_aborted(operation)
-            self._mail[src, dst, number] = tensor.clone()
+            self._mail[key] = tensor.clone()
             self._posted[dst].notify_all()
 
-    def take(self, operation: Operation, number: int) -> Tensor:
-        """Waits for the message of that number."""
-        src, dst = operation.group.ranks
-        key = (src, dst, number)
+    def take(self, operation: Operation, key: Address) -> Tensor:
+        """Waits for the message with that address, which ``operation`` needs."""
+        src, dst = key[:2]
         with self._lock:
             settled = lambda: key in self._mail or self._aborted or src in self._ended  # noqa: E731
             computed = time.process_time()

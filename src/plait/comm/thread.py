@@ -28,7 +28,7 @@ from torch import Tensor
 from plait.comm.base import DONE, Comm, MismatchError, Operation, Work
 from plait.comm.operation import copied, label
 from plait.comm.ordered_reduce import ordered_sum
-from plait.comm.rendezvous import AbortedError, Rendezvous
+from plait.comm.rendezvous import AbortedError, Address, Rendezvous
 from plait.core.mesh import Mesh
 
 __all__ = ["AbortedError", "ThreadComm", "ThreadWorld", "run"]
@@ -118,20 +118,32 @@ class ThreadComm(Comm):
         return DONE
 
     def _send(self, operation: Operation, tensor: Tensor, dst: int) -> Work:
-        self.world.post(operation, tensor, self._number("message", self.rank, dst))
+        self.world.post(operation, tensor, self._address("message", self.rank, dst))
         return DONE
 
     def _recv(self, operation: Operation, tensor: Tensor, src: int) -> Work:
-        return _Receive(self, operation, tensor, self._number("message", src, self.rank))
+        return _Receive(self, operation, tensor, self._address("message", src, self.rank))
 
     def _barrier(self, operation: Operation) -> None:
         with self._meet(operation, torch.empty(0)):
             pass
 
+    def _tell(self, operation: Operation, row: Tensor, dst: int) -> Work:
+        self.world.post(operation, row, self._address("description", self.rank, dst))
+        return DONE
+
+    def _hear(self, operation: Operation, row: Tensor, src: int) -> None:
+        with self.waiting(operation):
+            row.copy_(self.world.take(operation, self._address("description", src, self.rank)))
+
+    def _address(self, what: str, src: int, dst: int) -> Address:
+        """Of the next message between two ranks."""
+        return src, dst, what, self._number(what, src, dst)
+
 
 class _Receive:
-    def __init__(self, comm: ThreadComm, operation: Operation, tensor: Tensor, number: int) -> None:
-        self._comm, self._operation, self._number = comm, operation, number
+    def __init__(self, comm: ThreadComm, operation: Operation, tensor: Tensor, address: Address) -> None:
+        self._comm, self._operation, self._address = comm, operation, address
         self._tensor: Tensor | None = tensor
 
     def wait(self) -> None:
@@ -139,7 +151,7 @@ class _Receive:
         if tensor is None:
             return
         with self._comm.waiting(self._operation):
-            message = self._comm.world.take(self._operation, self._number)
+            message = self._comm.world.take(self._operation, self._address)
         if label(message) != label(tensor):
             src, dst = self._operation.group.ranks
             raise MismatchError(

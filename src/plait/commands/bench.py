@@ -10,6 +10,7 @@ import torch
 from rich.table import Table
 
 from plait.comm.base import Comm
+from plait.files.writing import told, write_text
 from plait.measure.comm import BenchConfig, Measurement, measure
 from plait.measure.plot import Panel, svg
 from plait.report.drawing import seconds_text
@@ -37,13 +38,14 @@ def run_bench(config: BenchConfig, comm: Comm) -> int:
         write_json(config.json, answer)
     if config.out is not None:
         folder = Path(config.out)
-        folder.mkdir(parents=True, exist_ok=True)
+        with told(folder, 0):
+            folder.mkdir(parents=True, exist_ok=True)
         write_json(str(folder / "comm.json"), answer)
         kinds = dict.fromkeys(r.kind for r in results)
         times = {kind: [(r.bytes, r.seconds) for r in results if r.kind == kind] for kind in kinds}
         rates = {kind: [(r.bytes, r.busbw) for r in results if r.kind == kind] for kind in kinds}
         panels = [Panel("time", "s", times), Panel("bus bandwidth", "B/s", rates)]
-        (folder / "comm.svg").write_text(svg(title(config), panels))
+        write_text(folder / "comm.svg", svg(title(config), panels))
         console.print(f"written: {folder / 'comm.json'}, {folder / 'comm.svg'}")
     return 0
 

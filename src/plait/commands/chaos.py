@@ -11,6 +11,7 @@ from rich.table import Table
 
 from plait.chaos import ROWS, run_campaign
 from plait.chaos.campaign import RowResult
+from plait.files.writing import check_folder
 from plait.report.screen import screen
 from plait.verify.run import write_json
 
@@ -41,8 +42,8 @@ def run_chaos(config: ChaosConfig) -> int:
     known = {row.name: row for row in ROWS}
     if unknown := [name for name in config.rows if name not in known]:
         raise ValueError(f"no row {unknown[0]!r}: there are {', '.join(known)}")
-    if config.times is not None and not 1 <= config.times <= 10_000:
-        raise ValueError(f"times {config.times}: give 1 to 10000")
+    if config.folder is not None:
+        check_folder("folder", config.folder)
     rows = [known[name] for name in dict.fromkeys(config.rows or known)]
     console = screen(stderr=config.json == "-", soft_wrap=True)
     found: list[RowResult] = []

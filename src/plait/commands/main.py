@@ -23,7 +23,9 @@ from plait.commands.checkpoint import CheckpointCommand
 from plait.commands.doctor import DoctorConfig, run_doctor
 from plait.commands.schedule import ScheduleCommand
 from plait.config import TrainConfig, VerifyConfig
+from plait.config.bounds import check_values
 from plait.core.escape import say
+from plait.files.writing import check_file
 from plait.launch import Limits, guarded, launch, leave
 from plait.measure import comm as bench
 from plait.train.resume import check_places, newest_sound, restarted
@@ -72,6 +74,9 @@ def program() -> NoReturn:
 def run(argv: list[str]) -> int:
     """The command in ``argv``; mistakes are raised."""
     command = parse(argv)
+    check_values(command)
+    if (place := getattr(getattr(command, "what", command), "json", None)) not in (None, "-"):
+        check_file("json", place)
     body: Callable[[Comm], int]
     limits = Limits()
     match command:

@@ -11,7 +11,6 @@ from __future__ import annotations  # help texts are made of the orders when the
 import shutil
 import sys
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Annotated
 
 import tyro
@@ -19,9 +18,10 @@ import tyro
 from plait.config import names_a_file, read_schedule
 from plait.core.cells import find_strategy
 from plait.core.escape import say
+from plait.files.writing import check_file, write_text
 from plait.report.schedule import bubble_table, share_line, svg, time_grid
 from plait.report.screen import screen
-from plait.schedule.actions import Schedule, format_schedule
+from plait.schedule.actions import MOST_PASSES, Schedule, format_schedule
 from plait.schedule.bubbles import Bubbles, bubbles
 from plait.schedule.check import Proof, check
 from plait.schedule.orders import describe_chunks, describe_orders, find_order, stages_per_rank, write_order
@@ -85,7 +85,7 @@ class Show(Timed):
 
     def run(self) -> None:
         formula, (stages, microbatches) = self.formula(), self.sizes()
-        if not names_a_file(self.order) and stages * microbatches > 1 << 18:  # which takes seconds to simulate
+        if not names_a_file(self.order) and stages * microbatches > MOST_PASSES:
             share = "none here" if formula.idle_share is None else f"{formula.idle_share:.6f}"
             _tell(f"{stages} stages x {microbatches} microbatches: the closed forms alone")
             _tell(f"idle share of rank 0: {share}; peak activations: {max(formula.peaks or (), default='none here')}")
@@ -114,13 +114,11 @@ class Draw(Timed):
     """The file to write."""
 
     def run(self) -> None:
+        check_file("out", self.out)
         schedule, proof = self.schedule()
         sizes = f"{proof.num_stages} stages on {len(set(proof.owner))} ranks, {proof.num_microbatches} microbatches"
         picture = svg(simulate(schedule, self.costs()), self.costs(), f"{self.order}: {sizes}")
-        try:
-            Path(self.out).write_text(picture, encoding="utf-8")
-        except OSError as error:
-            raise ValueError(f"cannot write {self.out!r}: {error.strerror}") from error
+        write_text(self.out, picture)
         _tell(f"written: {self.out}")
 
 

@@ -3,6 +3,8 @@
 settings.py    ``TrainConfig`` and ``VerifyConfig``: the sections together, and what follows from them
 layout.py      the section of how the model lies on the ranks
 machine.py     the section of the ranks, and what this machine allows of it
+bounds.py      the least and the most that each setting may be
+room.py        whether a run fits into this machine
 check.py       ``validate``: what is known to be impossible, with the numbers and the fix
 file.py        a config as TOML, and back
 sinks.py       where the numbers of each step go

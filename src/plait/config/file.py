@@ -6,10 +6,11 @@ TrainConfig(mesh="shard=2", layers=None)  ──► mesh = "shard=2"  ──► 
 import difflib
 import tomllib
 from dataclasses import dataclass, fields
-from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 import tomli_w
+
+from plait.files.reading import read_text
 
 Config = TypeVar("Config")
 
@@ -44,12 +45,12 @@ def from_toml(kind: type[Config], path: str) -> Config:
         ValueError: no such file, no TOML, an unknown key (the nearest are named), a value of another type, or both
             steps and epochs.
     """
+    text = read_text(path, "the config")
     try:
-        values = tomllib.loads(Path(path).read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ValueError(f"cannot read the config {path!r}: {error.strerror}") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"the config {path!r} is no TOML: {error}") from error
+        values = tomllib.loads(text)
+    except (ValueError, RecursionError) as error:
+        reason = error if isinstance(error, ValueError) else "it is nested too deeply"
+        raise ValueError(f"the config {path!r} is no TOML: {reason}") from error
     hints = get_type_hints(kind)
     names = [field.name for field in fields(kind) if field.name != "config"]  # type: ignore[arg-type]
     for name, value in values.items():

@@ -1,13 +1,14 @@
 """How the model lies on the ranks, as flags; ``RunConfig`` makes a ``Parallelism`` of them."""
 
+import os
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 from typing import Annotated, Literal
 
 import tyro
 
 from plait.core.flat import Cut
+from plait.files.reading import read_text
 from plait.schedule.actions import Schedule, parse_schedule
 from plait.schedule.orders import ORDERS, describe_chunks, describe_orders
 
@@ -60,13 +61,9 @@ class LayoutConfig:
 
 def names_a_file(schedule: str) -> bool:
     """Whether a file is meant and not an order: the name has a dot or a slash in it, or there is such a file."""
-    return schedule not in ORDERS and (bool({".", "/"} & {*schedule}) or Path(schedule).is_file())
+    return schedule not in ORDERS and (bool({".", "/"} & {*schedule}) or os.path.isfile(schedule))
 
 
 def read_schedule(path: str) -> Schedule:
     """The schedule in a file; ValueError if it cannot be read or has something else in it."""
-    try:
-        return parse_schedule(Path(path).read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else error
-        raise ValueError(f"cannot read the schedule {path!r}: {reason}") from error
+    return parse_schedule(read_text(path, "the schedule"))

@@ -1,5 +1,6 @@
 """The ranks: how many there are, where they live, and whether this machine has room for them."""
 
+import os
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
@@ -10,6 +11,10 @@ from plait.core.mesh import Mesh
 
 World = Literal["process", "thread"]
 Device = Literal["auto", "cpu", "cuda"]
+
+
+MOST_RANKS = 1024
+"""Of one host, as threads or processes."""
 
 
 @dataclass(frozen=True)
@@ -26,6 +31,8 @@ class MachineConfig:
     """Compute threads of each rank."""
     deadline: float = 60.0
     """Seconds after which a rank that waits for another gives up."""
+    check_collectives: bool = False
+    """Compare every collective and message across its ranks before it runs: what it is, its size, the calling line."""
 
     @cached_property
     def parsed_mesh(self) -> Mesh:
@@ -33,10 +40,14 @@ class MachineConfig:
 
 
 def check_machine(config: MachineConfig) -> None:
-    """Refuses devices that this machine does not have."""
+    """Refuses devices that this machine does not have, and more ranks than it could start."""
+    ranks, gpus = config.parsed_mesh.size, torch.cuda.device_count()
+    if ranks > MOST_RANKS and "WORLD_SIZE" not in os.environ:
+        raise ValueError(
+            f"{ranks:,} ranks on one host: give a mesh of at most {MOST_RANKS:,}, or start it with torchrun"
+        )
     if config.device == "cuda" and not torch.cuda.is_available():
         raise ValueError("device cuda: torch sees no CUDA device here; use --device cpu, or see plait doctor")
-    ranks, gpus = config.parsed_mesh.size, torch.cuda.device_count()
     if resolve_device(config.device) == "cuda" and config.world == "process" and ranks > gpus:
         raise ValueError(
             f"{ranks} ranks on {gpus} CUDA devices: NCCL needs one each; "

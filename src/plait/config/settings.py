@@ -110,6 +110,8 @@ class TrainConfig(RunConfig):
     """A step whose loss or gradient is inf or NaN on any rank ends the run, or is left out (as always in fp16)."""
     inject: tuple[str, ...] = ()
     """Faults that are to happen, as in: --inject kill@rank=2,step=20 (see plait chaos)."""
+    check_drift: int = 100
+    """Steps between two checks that ranks which hold the same state have the same bits; 0: none."""
     workers: int = 0
     """Processes of each rank that make the batches of the coming steps; 0: the rank makes them itself."""
     log_every: int = 10

@@ -16,6 +16,8 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+from plait.files.writing import Lines, told, write_text
+
 Line = Mapping[str, Any]
 
 METRICS = "metrics.jsonl"
@@ -34,15 +36,10 @@ class Sinks(ExitStack):
             write(line)
 
     def add_json_lines(self, folder: Path, after: int) -> None:
-        """``metrics.jsonl`` in a folder: one object a line, flushed; lines of steps up to ``after`` stay."""
-        keep_lines(folder / METRICS, after)
-        file = self.enter_context((folder / METRICS).open("a", encoding="utf-8"))
-
-        def write(line: Line) -> None:
-            file.write(json.dumps(finite(line), allow_nan=False) + "\n")
-            file.flush()
-
-        self.writers.append(write)
+        """``metrics.jsonl`` in a folder: one object a line, written at once; lines of steps up to ``after`` stay."""
+        lines = keep_lines(folder / METRICS, after)
+        self.callback(lines.close)
+        self.writers.append(lambda line: lines.write(json.dumps(finite(line), allow_nan=False)))
 
     def add_tensorboard(self, folder: Path, after: int) -> None:
         """TensorBoard's event files in a folder: a scalar for every number of a line."""
@@ -51,9 +48,10 @@ class Sinks(ExitStack):
         writer = self.enter_context(SummaryWriter(str(folder), purge_step=after + 1 if after else None))
 
         def write(line: Line) -> None:
-            for name, value in _numbers(line).items():
-                writer.add_scalar(name, value, line["step"])
-            writer.flush()
+            with told(folder, 0):
+                for name, value in _numbers(line).items():
+                    writer.add_scalar(name, value, line["step"])
+                writer.flush()
 
         self.writers.append(write)
 
@@ -64,18 +62,19 @@ class Sinks(ExitStack):
         self.writers.append(lambda line: run.log(_numbers(line), step=line["step"]))
 
 
-def keep_lines(path: Path, last: int) -> None:
-    """Of a file of lines only those of steps up to ``last``, each whole; what comes after is made again."""
+def keep_lines(path: Path, last: int) -> Lines:
+    """A file of lines, to be gone on with: only those of steps up to ``last`` stay, each whole; what comes after is
+    made again.  One that another run is writing to is not touched."""
+    Lines(path).close()
     kept = []
-    for line in path.read_text(encoding="utf-8").splitlines(keepends=True) if last and path.exists() else ():
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if last else ():
         try:
             step = json.loads(line)["step"]
         except (ValueError, KeyError, TypeError):
             continue  # cut off by the end of its run
-        kept += [line] * (line.endswith("\n") and step <= last)
-    partial = path.with_name(f".{path.name}.partial")
-    partial.write_text("".join(kept), encoding="utf-8")
-    partial.replace(path)
+        kept += [f"{line}\n"] * (step <= last)
+    write_text(path, "".join(kept))
+    return Lines(path)
 
 
 def finite(value: Any) -> Any:
@@ -110,7 +109,8 @@ def open_sinks(
     """The sinks of a run that has made ``after`` steps, opened; ``out`` is made where it is missing."""
     sinks, folder = Sinks(), None if out is None else Path(out)
     if folder is not None:
-        folder.mkdir(parents=True, exist_ok=True)
+        with told(folder, 0):
+            folder.mkdir(parents=True, exist_ok=True)
         sinks.add_json_lines(folder, after)
         if tensorboard:
             sinks.add_tensorboard(folder, after)

@@ -11,5 +11,5 @@ layout.py       how a tensor is cut over the axes of a mesh, and the way from on
 tensor_cut.py   how tensor parallelism cuts a parameter
 tensor_plan.py  a tensor plan as data: which module is cut how, and what it sends
 parallelism.py  all settings of a layout as one value
-escape.py       text from outside, made harmless where it leaves
+escape.py       text from outside, made harmless where it is shown
 """

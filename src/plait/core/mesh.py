@@ -28,6 +28,9 @@ DATA_AXES = ("shard", "replica")
 """The axes over which the batch is split, in the order in which their sums are taken."""
 
 
+MOST_RANKS = 1 << 20
+
+
 @dataclass(frozen=True)
 class Mesh:
     """Sizes of the named axes; an axis that is not given has size 1."""
@@ -42,6 +45,8 @@ class Mesh:
             size = getattr(self, axis)
             if not isinstance(size, int) or size < 1:
                 raise ValueError(f"axis {axis!r} has size {size!r}: sizes are whole numbers from 1")
+        if self.size > MOST_RANKS:
+            raise ValueError(f"a mesh of more than {MOST_RANKS:,} ranks: give smaller axes")
 
     @classmethod
     def parse(cls, text: str) -> Mesh:
@@ -53,7 +58,7 @@ class Mesh:
                 raise ValueError(f"unknown mesh axis {axis!r} in {text!r}: the axes are {', '.join(AXES)}")
             if axis in sizes:
                 raise ValueError(f"mesh axis {axis!r} stands twice in {text!r}")
-            if not equals or not size.isdecimal() or int(size) < 1:
+            if not equals or not (size.isascii() and size.isdecimal()) or len(size) > 9 or int(size) < 1:
                 raise ValueError(f"mesh axis {word!r} in {text!r} needs a size from 1, as in {axis}=2")
             sizes[axis] = int(size)
         return cls(**sizes)

@@ -13,15 +13,19 @@ The same files are one text (``load_text``) or documents (``load_documents``):
 """
 
 import json
+import os
 import re
 import sysconfig
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TypeVar
 
 from torch import Tensor
 
+from plait.files.reading import memory, read_file
+
 STANDARD_LIBRARY_BYTES = 3_000_000  # at most
+MOST_FILES = 1_000_000
 HELD_OUT_PERCENT = 5
 Text = TypeVar("Text", bytes, Tensor)
 
@@ -44,7 +48,7 @@ def load_text(path: str | None = None) -> bytes:
 def load_documents(path: str | None = None) -> list[bytes]:
     """The same text in documents, none of them empty, in the order of the text; raises as ``load_text``."""
     files = _files(path)
-    if path is not None and Path(path).is_file() and not path.endswith(".jsonl"):
+    if path is not None and os.path.isfile(path) and not path.endswith(".jsonl"):
         (_, text), *_ = files
         return [paragraph for paragraph in re.split(rb"(?:\r?\n[ \t]*){2,}", text) if paragraph.strip()]
     return [document for name, content in files for document in _texts(name, content) if document]
@@ -88,12 +92,10 @@ def _files(path: str | None) -> list[tuple[str, bytes]]:
     """(name, content) of every text file at the path, in order."""
     if path is None:
         return standard_library()
-    root = Path(path)
-    if root.is_dir():
-        return _folder(root)
-    if not root.is_file():
-        raise ValueError(f"no file or folder at {path!r}: check the path, or leave it out for Python's own source")
-    text = root.read_bytes()
+    if os.path.isdir(path):
+        return _folder(Path(path))
+    size_of(path)
+    text = read_file(path, "the data", memory())
     if not text:
         raise ValueError(f"{path!r} is empty (0 bytes): give a file with text")
     if b"\0" in text:
@@ -120,10 +122,42 @@ def standard_library(max_bytes: int = STANDARD_LIBRARY_BYTES) -> list[tuple[str,
     return parts
 
 
+def size_of(path: str) -> int:
+    """Bytes of the file, or of the files in the folder, that would be read; ValueError where that cannot be."""
+    if os.path.isdir(path):
+        return sum(size for _, size in _shown(path))
+    if not os.path.isfile(path):
+        what = "no plain file and no folder" if os.path.lexists(path) else "no file or folder"
+        raise ValueError(f"{what} at data {path!r}: check the path, or leave it out for Python's own source")
+    _check_room(path, size := os.path.getsize(path))
+    return size
+
+
+def _shown(path: str) -> Iterator[tuple[Path, int]]:
+    """The plain files in a folder and below, none of them hidden, with their sizes."""
+    count = total = 0
+    for folder, folders, names in os.walk(path):
+        folders[:] = sorted(name for name in folders if not name.startswith("."))
+        for name in names:
+            file = os.path.join(folder, name)
+            if name.startswith(".") or not os.path.isfile(file):
+                continue
+            count, total = count + 1, total + (size := os.path.getsize(file))
+            if count > MOST_FILES:
+                raise ValueError(f"the folder {path!r} has more than {MOST_FILES:,} files: give one of text")
+            _check_room(path, total)
+            yield Path(file), size
+
+
+def _check_room(path: str, size: int) -> None:
+    if size > (have := memory()):
+        raise ValueError(f"data {path!r}: need {size:,} bytes of memory or more, have {have:,}: give a smaller text")
+
+
 def _folder(root: Path) -> list[tuple[str, bytes]]:
-    places = {file.relative_to(root).parts: file for file in root.rglob("*") if file.is_file()}
-    shown = [place for place in sorted(places) if not any(part.startswith(".") for part in place)]
-    contents = ((str(places[place]), places[place].read_bytes()) for place in shown)
+    places = {file.relative_to(root).parts: file for file, _ in _shown(str(root))}
+    shown = sorted(places)
+    contents = ((os.path.join(*place), read_file(places[place], "the data", memory())) for place in shown)
     parts = [(name, content) for name, content in contents if b"\0" not in content]
     if not any(content for _, content in parts):
         raise ValueError(

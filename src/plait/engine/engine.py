@@ -31,6 +31,7 @@ from torch.optim import Optimizer
 from plait.comm import Comm
 from plait.core.parallelism import Parallelism
 from plait.core.precision import LossScale
+from plait.engine.drift import DriftCheck
 from plait.engine.evaluation import Evaluation, Evaluator
 from plait.engine.forward.context import RNGPosition
 from plait.engine.host_random import HostRandomness
@@ -68,6 +69,7 @@ class Engine(OwnLoop):
         loss_scale: the factor of the loss, for gradients that fp16 would lose (see ``precision``).
         nonfinite: what to do with a step in which any rank has a loss or gradient that is inf or NaN: ``"raise"`` a
             FloatingPointError on all ranks, or ``"skip"`` the update on all of them. With a loss scale it is skipped.
+        check_drift: steps between two checks that ranks which hold the same state have the same bits; 0: none.
         listener: called with ``"reduced"`` (gradients are whole, not clipped) and ``"updated"``.
 
     Raises:
@@ -89,6 +91,7 @@ class Engine(OwnLoop):
         weights: Weights | None = None,
         loss_scale: LossScale | None = None,
         nonfinite: NonFinite = "raise",
+        check_drift: int = 0,
         listener: Listener | None = None,
         **settings: Any,
     ) -> None:
@@ -104,12 +107,13 @@ class Engine(OwnLoop):
             several(optimizer),
             seed=seed,
             weights=weights,
-            settings={"clip": clip, "loss_scale": loss_scale, "nonfinite": nonfinite},
+            settings={"clip": clip, "loss_scale": loss_scale, "nonfinite": nonfinite, "check_drift": check_drift},
             agreed={"the code of loss_fn": code_of(loss_fn), "the code of count_fn": code_of(count_fn)},
             before_forward=self._before_forward,
         )
         self.loss_fn, self.count_fn, self.listener = loss_fn, count_fn, listener
         self.update = Update(self, clip, loss_scale, nonfinite)
+        self._drift = DriftCheck(self, check_drift)
         self._turns = StepTurns()
         self._host = HostRandomness(model, loss_fn)
         for one in self.optimizers:
@@ -270,6 +274,7 @@ class Engine(OwnLoop):
         self._hide_gradients()
         self.take_new_groups()
         self.take_over()
+        self._drift.after(self.steps, {"the seed": self.seed, "the loss scale": self.update.scale})
 
     def _prepare(self, clip: float | None) -> None:
         """Finish the sums, agree, clip, hand the gradients over."""

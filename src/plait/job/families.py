@@ -8,9 +8,9 @@ Nothing else knows the families by name.
 from __future__ import annotations
 
 import difflib
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
 import torch
@@ -132,7 +132,7 @@ def find_family(model: str) -> Family:
     name = FOLDER if model.startswith(FOLDER) else model
     if name in FAMILIES:
         return FAMILIES[name]
-    if Path(model).is_dir():
+    if os.path.isdir(model):
         raise ValueError(f"unknown model {model!r}: for the folder write {FOLDER}{model}")
     names = [name for name in FAMILIES if name != FOLDER]
     near = difflib.get_close_matches(model, names, n=2)

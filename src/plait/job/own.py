@@ -16,6 +16,7 @@ under any layout.
 
 import importlib.util
 import inspect
+import os
 import sys
 import threading
 from collections.abc import Callable, Iterable, Sequence
@@ -32,6 +33,7 @@ from tyro.constructors import PrimitiveConstructorSpec
 
 from plait.data import Batches
 from plait.engine.step import num_samples
+from plait.files.reading import read_file
 
 PLACE = PrimitiveConstructorSpec[Any](
     nargs=1,
@@ -151,8 +153,9 @@ def load_job(place: str) -> UserJob:
     path, colon, name = place.rpartition(":")
     if not (colon and path.endswith(".py") and name.isidentifier()):
         raise ValueError(f"job {place!r}: give a file and a name in it, as in my_job.py:job")
-    if not Path(path).is_file():
+    if not os.path.isfile(path):
         raise ValueError(f"job {place!r}: there is no file {path!r}")
+    read_file(path, "the job")  # a file that nobody has written is refused before Python reads it
     module_name = f"plait_job_{Path(path).stem}"
     spec = importlib.util.spec_from_file_location(module_name, path)
     assert spec is not None and spec.loader is not None

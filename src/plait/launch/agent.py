@@ -14,7 +14,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
 from torch.distributed.elastic.agent.server.api import (
     RunResult,
     SimpleElasticAgent,
@@ -25,6 +24,7 @@ from torch.distributed.elastic.agent.server.api import (
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
 
 from plait.comm.environment import STORE
+from plait.comm.init_process import file_store
 from plait.core.escape import say
 from plait.core.mesh import Mesh
 from plait.launch.failure import explain, first_of, recorded
@@ -55,7 +55,7 @@ class OneHost(RendezvousHandler):
     def next_rendezvous(self) -> RendezvousInfo:
         self._attempt += 1
         self.attempt.mkdir(mode=0o700)
-        store = dist.FileStore(str(self.attempt / "agent"), -1)
+        store = file_store(str(self.attempt / "agent"))
         return RendezvousInfo(store, 0, 1, RendezvousStoreInfo("", 0))
 
     def get_backend(self) -> str:

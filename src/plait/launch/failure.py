@@ -3,6 +3,7 @@
     raised on a rank                      printed                         exit code
     ValueError by plait                   plait: error: <message>         2
     FloatingPointError by plait           plait: error: <message>         1
+    a disk that is full or gone           plait: error: <message>         1
     any other exception                   its traceback                   1
     (killed by a signal)                  plait: rank 3 was killed ...    128 + signal
 
@@ -22,10 +23,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
+from plait.comm.agree import OtherRankError
 from plait.core.escape import printable, say
+from plait.files.writing import DiskError
 
 MISTAKE = 2
 """The exit code of bad input, the same as argparse's."""
+
+ERROR = "plait: error:"
+"""How a line begins that says all there is to say."""
 
 LAUNCHER = "PLAIT_LAUNCHER"
 """Set for ranks that plait started: the launcher's process id."""
@@ -69,11 +75,11 @@ def report(error: BaseException, environment: Mapping[str, str] = os.environ) ->
     """Prints what went wrong, or records it for the launcher to print; returns the exit code.  What plait refuses is a
     line, with a grid below it where there is one; anything else is its traceback."""
     text = "".join(traceback.format_exception(error))
-    if is_mistake(error, (ValueError, FloatingPointError)):
+    if is_mistake(error, (ValueError, FloatingPointError)) or isinstance(error, DiskError | OtherRankError):
         reason, *grid = str(error).split("\n")
-        line = " ".join(["plait: error:", *reason.split(), *getattr(error, "__notes__", ())])
+        line = " ".join([ERROR, *reason.split(), *getattr(error, "__notes__", ())])
         text = "\n".join([line, *grid, ""])
-    refused = text.startswith("plait: error:")
+    refused = text.startswith(ERROR)
     text = printable(text)
     leave_note(text, final=refused, environment=environment)
     if "TORCHELASTIC_ERROR_FILE" not in environment or LAUNCHER not in environment:
@@ -120,7 +126,8 @@ def explain(failure: Failure, mesh: str, found: str = "") -> tuple[str, int]:
     if failure.text is None:
         return found or f"{who} ended with exit code {code} and left no word; the others were stopped\n", code
     if failure.final:
-        return failure.text, code
+        where = "" if code == MISTAKE else f" (raised on rank {failure.rank}, mesh {mesh})"
+        return f"{failure.text.rstrip()}{where}\n", code
     return failure.text + (found or f"{who} failed as above; the others were stopped\n"), code
 
 

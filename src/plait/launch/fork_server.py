@@ -36,8 +36,8 @@ PR_SET_PDEATHSIG = 1
 """Of <sys/prctl.h>: the signal that a process gets when its parent dies."""
 
 LATE = ("torch._dynamo", "tyro._backends._tyro_backend")
-"""What torch and tyro import only when they first need it, in a second or more: parameters are drawn by the first, words
-parsed by the other."""
+"""What torch and tyro import only when they first need it, in a second or more: parameters are drawn by the first,
+words parsed by the other."""
 
 SERVER = "import sys; from plait.launch.fork_server import serve; serve(*map(int, sys.argv[1:3]), sys.argv[3:])"
 
@@ -114,12 +114,12 @@ def serve(line_number: int, launcher: int, command: Sequence[str]) -> None:
     before[signal.SIGCHLD] = signal.signal(signal.SIGCHLD, lambda *_: None)
     own = os.getpid()
     while True:
-        ready, _, _ = select.select([line, reader], [], [])
+        ready, _, _ = select.select([line.fileno(), reader], [], [])
         if reader in ready:
             os.read(reader, 4096)
             for process, code in _ended():
                 line.send(json.dumps({"ended": process, "code": code}).encode())
-        if line in ready:
+        if line.fileno() in ready:
             request = line.recv(LARGEST)
             if not request:
                 os._exit(0)
@@ -148,7 +148,7 @@ def _preload(command: Sequence[str]) -> None:
 
 def _ended() -> list[tuple[int, int]]:
     """(process id, exit code) of those that have ended since."""
-    found = []
+    found: list[tuple[int, int]] = []
     while True:
         try:
             process, status = os.waitpid(-1, os.WNOHANG)

@@ -24,6 +24,7 @@ import torch
 
 from plait.comm import thread
 from plait.comm.base import Comm
+from plait.comm.check import check_collectives
 from plait.comm.environment import variables
 from plait.config import MachineConfig, resolve_device
 from plait.core.escape import say
@@ -51,11 +52,17 @@ def launch(config: MachineConfig, body: Body, command: Sequence[str], limits: Li
         ValueError: torchrun started another number of ranks than the mesh has.
     """
     limits = limits or Limits()
+    if config.check_collectives:
+        body = _checked(body)
     if all(name in os.environ for name in variables()):
         return _be_a_rank(config, body, limits)
     if config.world == "thread":
         return _be_all_ranks(config, body, limits)
     return _start_ranks(config, command, limits)
+
+
+def _checked(body: Body) -> Body:
+    return lambda comm: body(check_collectives(comm))
 
 
 def _be_a_rank(config: MachineConfig, body: Body, limits: Limits) -> int:

@@ -4,19 +4,17 @@ page, /proc, exit codes  ──►  diagnose  ──►  told once, with the sta
                                         └──►  too long: the attempt is over
 """
 
-import os
 import time
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
 from plait.core.escape import say
 from plait.core.mesh import Mesh
-from plait.watch.diagnose import ENDED, LONG, Finding, block, diagnose, signal_name
+from plait.watch.diagnose import ENDED, LONG, Diagnosis, block, diagnose, signal_name
 from plait.watch.page import Page
 from plait.watch.processes import ProcessState, look, out_of_memory_kills
-from plait.watch.rank import STACKS
+from plait.watch.stacks import ask
 
 WATCH = "PLAIT_WATCH"
 """The variable that names the folder in which ranks say what they do."""
@@ -55,7 +53,7 @@ class Look:
         time.sleep(SETTLE_SECONDS)
         return block([one for one in self._found(ended) if one.kind in ENDED])
 
-    def tell(self, ended: Mapping[int, int], ranks: Mapping[int, int]) -> Finding | None:
+    def tell(self, ended: Mapping[int, int], ranks: Mapping[int, int]) -> Diagnosis | None:
         """Tells what is new; the finding that has lasted for the deadline, if there is one.
 
         Args:
@@ -74,20 +72,20 @@ class Look:
         lasting |= {key for key in self._told if key[0] == "straggler"}
         self._told = {key: since for key, since in self._told.items() if key in lasting}
         fresh = [one for one in found if self._is_new(one.kind, one.rank, now)]
-        with_stacks = [replace(one, stack=self._stack(one.rank, ranks[one.rank])) for one in fresh]
+        with_stacks = [replace(one, stack=ask(self._folder, one.rank, ranks[one.rank])) for one in fresh]
         say(block(with_stacks))
         return next((one for one in found if self._too_long(one, now)), None)
 
     def _is_new(self, kind: str, rank: int, now: float) -> bool:
         return self._told.setdefault((kind, rank), now) == now
 
-    def _too_long(self, one: Finding, now: float) -> bool:
+    def _too_long(self, one: Diagnosis, now: float) -> bool:
         if one.kind == "straggler":
             return False
         before = 0.0 if one.kind == "stopped" else self._long
         return now - self._told[one.kind, one.rank] >= self._deadline - before
 
-    def _found(self, ended: Mapping[int, int]) -> list[Finding]:
+    def _found(self, ended: Mapping[int, int]) -> list[Diagnosis]:
         statuses = self.page.read_all()
         memory = out_of_memory_kills() > self._memory
         states = [
@@ -97,16 +95,3 @@ class Look:
             for s in statuses
         ]
         return diagnose(statuses, states, time.monotonic(), self._mesh, self._long)
-
-    def _stack(self, rank: int, process: int) -> str:
-        """Where a rank stands, asked for now; "" of one that is stopped, and cannot answer."""
-        file = self._folder / f"stack-{rank}.txt"
-        if look(process).state != "running" or not file.exists():
-            return ""
-        size, end = file.stat().st_size, time.monotonic() + 1
-        with suppress(OSError):
-            os.kill(process, STACKS)
-            while file.stat().st_size == size and time.monotonic() < end:
-                time.sleep(0.02)
-            time.sleep(0.05)
-        return file.read_text(errors="replace")[size:]

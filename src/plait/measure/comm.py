@@ -19,15 +19,20 @@ from dataclasses import dataclass
 import torch
 
 from plait.comm.base import Comm
-from plait.config import MachineConfig, check_machine
-from plait.config.check import check_numbers
+from plait.config import MachineConfig, check_machine, resolve_device
+from plait.config.bounds import check_values
 from plait.core.collectives import bus_factor
 from plait.core.mesh import AXES
+from plait.files.reading import memory
+from plait.files.writing import check_file, check_folder
 from plait.measure.machine import synchronise
 from plait.measure.operations import COLLECTIVES, NOTE, build
+from plait.report.training import human
 
+WRITTEN = ("comm.json", "comm.svg")
+"""What goes into the folder ``out``."""
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30}
-_SIZE = re.compile(r"(\d+)\s*(|K|M|G)(?:I?B)?", re.IGNORECASE)
+_SIZE = re.compile(r"([0-9]{1,12})\s*(|K|M|G)(?:I?B)?", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
@@ -84,16 +89,21 @@ def parse_size(text: str) -> int:
 
 def validate(config: BenchConfig) -> None:
     """Refuses what is known to be impossible, by a ValueError with the numbers and the fix."""
+    check_values(config)
+    check_machine(config)
     mesh = config.parsed_mesh
     if mesh.size < 2:
         raise ValueError(f"the mesh '{mesh}' has 1 rank, which has nobody to send to: give 2 or more, as in shard=2")
-    for text in config.sizes:
-        parse_size(text)
+    need, have = mesh.size * max(map(parse_size, config.sizes), default=0), memory()
+    if need > have and resolve_device(config.device) == "cpu":
+        raise ValueError(f"{mesh.size} ranks need {human(need)} for one array each, have {human(have)}: smaller sizes")
     unknown = [kind for kind in config.kinds if kind not in COLLECTIVES]
     if unknown:
         raise ValueError(f"unknown collective {unknown[0]!r}: the kinds are {', '.join(COLLECTIVES)}")
-    check_numbers(config)
-    check_machine(config)
+    if config.json not in (None, "-"):
+        check_file("json", config.json)
+    if config.out is not None:
+        check_folder("out", config.out, WRITTEN)
 
 
 def measure(config: BenchConfig, comm: Comm) -> list[Measurement]:

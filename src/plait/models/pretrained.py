@@ -10,6 +10,7 @@ kinds, is reported as a fault of the folder.
 
 import importlib
 import json
+import os
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -20,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from plait.files.reading import read_file
 from plait.models.hf import BUILDING
 
 LARGEST = 1 << 24
@@ -37,9 +39,9 @@ class Pretrained:
 
     def __post_init__(self) -> None:
         folder = Path(self.path)
-        if not folder.is_dir():
+        if not os.path.isdir(folder):
             raise ValueError(f"model hf:{self.path}: no such folder; give one with config.json and safetensors files")
-        if not (folder / "config.json").is_file():
+        if not os.path.isfile(folder / "config.json"):
             raise ValueError(f"model hf:{self.path}: no config.json in it, so no Hugging Face model; check the path")
 
     @contextmanager
@@ -121,10 +123,7 @@ class Pretrained:
 
 def _check_sizes(file: Path) -> None:
     """Raises ValueError for numbers that no model has, which transformers would count to."""
-    with file.open("rb") as opened:
-        text = opened.read(LARGEST + 1)
-    if len(text) > LARGEST:
-        raise ValueError(f"it has more than {LARGEST} bytes")
+    text = read_file(file, "the config", LARGEST)
     try:
         found = [("", json.loads(text))]
     except RecursionError:

@@ -70,6 +70,10 @@ ACTIVATION, GRADIENT, TIED = "activation", "gradient", "tied"
 _NEEDS_MICROBATCH = PASSES | MESSAGES | {Kind.REDUCE_GRAD}
 
 
+MOST_PASSES = 1 << 16
+"""Forwards of a schedule: more would take minutes to write and to prove."""
+
+
 @dataclass(frozen=True)
 class Action:
     """One action; ``microbatch`` is -1 for what happens once per step."""
@@ -243,3 +247,7 @@ def check_sizes(num_stages: int, num_microbatches: int) -> None:
         raise ValueError(f"{num_stages} stages: a pipeline has at least one")
     if num_microbatches < 1:
         raise ValueError(f"{num_microbatches} microbatches: a step needs at least one")
+    if num_stages * num_microbatches > MOST_PASSES:
+        raise ValueError(
+            f"{num_stages:,} stages x {num_microbatches:,} microbatches: give a product of at most {MOST_PASSES:,}"
+        )

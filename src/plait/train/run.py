@@ -9,7 +9,6 @@ import math
 import platform
 import shlex
 import signal
-import statistics
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
@@ -27,20 +26,23 @@ from plait.checkpoint.save import Saver
 from plait.comm import Comm
 from plait.comm.agree import gather_ints
 from plait.config import TrainConfig, to_toml
+from plait.config.room import decoder_sizes
 from plait.config.sinks import Sinks, open_sinks
 from plait.core.collectives import Note
 from plait.core.escape import say
 from plait.core.mesh import AXES
 from plait.data import StepStream
 from plait.engine import Engine
+from plait.files.writing import write_text
 from plait.inject import inject
 from plait.job.job import Job, make_job
 from plait.measure.gpu import GpuUtilisation
 from plait.measure.machine import peak_memory
-from plait.plan.activations import DecoderSizes, decoder
+from plait.plan.activations import decoder
 from plait.plan.memory import Held, held
 from plait.report.screen import screen
 from plait.report.training import ProgressView, RankBytes, bytes_table, human, spark
+from plait.train.course import Course
 from plait.train.resume import extra_of, layout_of, remove_later, resume, saver_of
 from plait.train.timeline import record_timeline, show_timeline, write_timeline
 from plait.verify.compare import BITWISE, against_tree
@@ -83,13 +85,14 @@ def run_train(config: TrainConfig, comm: Comm, argv: Sequence[str] = ()) -> int:
     console = screen(quiet=comm.rank > 0, stderr=config.json == "-", soft_wrap=True)
     job = make_job(config)
     config = replace(config, steps=job.steps)  # epochs have become steps
-    engine, scheduler = job.engine(comm, config.measured(job, comm), clip=config.clip, nonfinite=config.nonfinite)
+    of_step: dict[str, Any] = {name: getattr(config, name) for name in ("clip", "nonfinite", "check_drift")}
+    engine, scheduler = job.engine(comm, config.measured(job, comm), **of_step)
     training = Training(config, job, comm, engine, scheduler, Recorder(comm, gradients=False))
     _show_header(training, console)
     layouts = resume(config, job, comm, engine, scheduler, console)
     training.first, now = engine.steps, layout_of(config)
     training.layouts = layouts if layouts[-1:] == [now] else [*layouts, now]
-    lines = []
+    course = Course(all_lines=bool(config.json) and comm.rank == 0)
     watch = GpuUtilisation(comm.device.index or 0) if comm.device.type == "cuda" else nullcontext()
     view = ProgressView(console, engine.steps + 1, config.steps, config.log_every, config.family.unit)
     stream = job.stream(range(engine.steps, config.steps), *training.place, str(comm.device), config.workers)
@@ -105,24 +108,23 @@ def run_train(config: TrainConfig, comm: Comm, argv: Sequence[str] = ()) -> int:
             after=engine.steps,
         )
         if config.out:
-            (Path(config.out) / "config.toml").write_text(to_toml(config), encoding="utf-8")
+            write_text(Path(config.out) / "config.toml", to_toml(config))
     training.saver = saver_of(config, engine)
     inject(engine, config.inject, threads=config.world == "thread")
     with sinks, watch as watched, view, stream, training.saver or nullcontext():
         try:
             for line in _steps(training, stream):
                 sinks.write(line)
-                lines.append(line)
+                course.add(line)
                 view.show(line)
         except FloatingPointError as error:
             sinks.write({"step": engine.steps + 1, "stopped": str(error)})
             raise
     if training.stopped:
         return _tell_stop(training)
-    ranks, recorded, last = _bytes_per_rank(training), record_timeline(engine), lines[-1]
-    rate = statistics.median(line["tokens"] / line["seconds"] for line in lines)
-    console.print(f"loss {lines[0]['loss']:.4f} -> {last['loss']:.4f}  {spark([line['loss'] for line in lines])}")
-    console.print(f"{rate:,.0f} {config.family.unit}/s (median over steps, all ranks)")
+    ranks, recorded, first, last = _bytes_per_rank(training), record_timeline(engine), course.first, course.last
+    console.print(f"loss {first['loss']:.4f} -> {last['loss']:.4f}  {spark(course.losses.values)}")
+    console.print(f"{course.rate:,.0f} {config.family.unit}/s (median over steps, all ranks)")
     console.print(bytes_table(ranks))
     if recorded is not None and engine.pipeline.num_stages > 1:
         show_timeline(recorded, console, measured=config.split == "measured")
@@ -137,12 +139,12 @@ def run_train(config: TrainConfig, comm: Comm, argv: Sequence[str] = ()) -> int:
         "versions": {"plait": __version__, "torch": torch.__version__, "python": platform.python_version()},
         "config": asdict(config),
         "parameters": engine.num_parameters,
-        "steps": len(lines),
+        "steps": course.steps,
         "resumed_at": training.first or None,
-        "first_loss": lines[0]["loss"],
+        "first_loss": first["loss"],
         "last_loss": last["loss"],
         "eval_loss": last.get("eval_loss"),
-        f"{config.family.unit}_per_second": rate,
+        f"{config.family.unit}_per_second": course.rate,
         "peak_memory": last["peak_memory"],
         "bytes_per_rank": [asdict(r) for r in ranks],
         "stages": engine.split,
@@ -156,7 +158,7 @@ def run_train(config: TrainConfig, comm: Comm, argv: Sequence[str] = ()) -> int:
         write_json(str(Path(config.out) / "summary.json"), summary)
         console.print(f"metrics, config, summary, timeline.svg and trace.json (for Perfetto) in {config.out}")
     if config.json:
-        write_json(config.json, summary | {"metrics": lines})
+        write_json(config.json, summary | {"metrics": course.lines})
     return 1 if same is False else 0
 
 
@@ -180,24 +182,10 @@ def _show_header(training: Training, console: Console) -> None:
 
 def _activation_bytes(training: Training) -> int:
     """What this rank's stages of the project's decoder keep of one microbatch, from its forward to its backward."""
-    config, engine, mesh = training.config, training.engine, training.comm.mesh
-    model = config.sizes
-    sizes = DecoderSizes(
-        batch=-(-config.batch // (mesh.data_size * config.microbatches)),
-        length=config.length,
-        width=model.width,
-        heads=model.num_heads,
-        kv_heads=model.num_kv_heads,
-        hidden=model.hidden_width,
-        vocabulary=model.vocabulary,
-        itemsize=training.job.dtype.itemsize,
-        dropout=model.dropout > 0,
-        ways=mesh.tensor,
-        sequence=config.sequence_parallel and mesh.tensor > 1,
-    )
-    whole = ("embed", *(f"blocks.{i}" for i in range(model.num_layers)), "norm", "head")
+    config, engine = training.config, training.engine
+    whole = ("embed", *(f"blocks.{i}" for i in range(config.sizes.num_layers)), "norm", "head")
     links = [name for stage in engine.stages for name in engine.links_of(stage)] or whole
-    return decoder(sizes, links, config.recompute)
+    return decoder(decoder_sizes(config), links, config.recompute)
 
 
 def _steps(training: Training, stream: StepStream) -> Iterator[dict[str, Any]]:
@@ -218,7 +206,8 @@ def _steps(training: Training, stream: StepStream) -> Iterator[dict[str, Any]]:
         if training.sent is None:
             phases = comm.ledger.sent_by_phase()  # the prediction of a step leaves two of them out
             training.sent = sum(size for phase, size in phases.items() if phase not in ("setup", "state"))
-        training.recorder.step(result)
+        if config.verify:  # it keeps the losses of all steps
+            training.recorder.step(result)
         bytes_held = engine.bytes_held()
         line = {
             "step": step + 1,

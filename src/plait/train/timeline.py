@@ -15,6 +15,7 @@ from rich.console import Console
 from plait.comm import Comm
 from plait.comm.agree import gather_bytes
 from plait.engine import Engine
+from plait.files.writing import write_text
 from plait.report.timeline import timeline_svg, timeline_table
 from plait.report.trace import trace_json
 from plait.schedule.actions import parse_action
@@ -74,8 +75,8 @@ def shown(comm: Comm) -> list[int]:
 def write_timeline(recorded: Recorded, folder: Path, title: str) -> None:
     """``timeline.svg`` and ``trace.json`` (for Perfetto) of the typical step, beside the predicted one."""
     step = recorded.typical, recorded.simulated
-    (folder / "timeline.svg").write_text(timeline_svg(*step, title), encoding="utf-8")
-    (folder / "trace.json").write_text(trace_json(*step), encoding="utf-8")
+    write_text(folder / "timeline.svg", timeline_svg(*step, title))
+    write_text(folder / "trace.json", trace_json(*step))
 
 
 def show_timeline(recorded: Recorded, console: Console, *, measured: bool) -> None:

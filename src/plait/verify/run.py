@@ -10,7 +10,6 @@ import json
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,6 +23,7 @@ from plait.config import RunConfig, VerifyConfig, validate, with_job
 from plait.config.sinks import finite
 from plait.core.additions import additions
 from plait.core.escape import say
+from plait.files.writing import write_text
 from plait.job.job import Job, make_job
 from plait.job.own import UserJob
 from plait.report.screen import screen
@@ -163,12 +163,12 @@ def report(verdict: Verdict) -> dict[str, Any]:
 
 
 def write_json(path: str, data: dict[str, Any]) -> None:
-    """Write to a file, or to the standard output for ``-``."""
+    """Write to a file, or to the standard output for ``-``; DiskError where the disk has no room."""
     text = json.dumps(finite(data), indent=1, allow_nan=False) + "\n"
     if path == "-":
         say(text, sys.stdout)
     else:
-        Path(path).write_text(text, encoding="utf-8")
+        write_text(path, text)
 
 
 def show(verdict: Verdict, console: Console, *, every_tensor: bool = False) -> None:

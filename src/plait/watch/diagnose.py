@@ -1,10 +1,10 @@
 """What is wrong with a run, from what its ranks last said and what the kernel says of their processes.  Pure.
 
     statuses (the page) ──┐
-    processes (/proc)   ──┼──►  diagnose  ──►  findings, the cause first  ──►  block: text for the screen
+    processes (/proc)   ──┼──►  diagnose  ──►  diagnoses, the cause first  ──►  block: text for the screen
     now, mesh           ──┘
 
-    finding         seen by
+    diagnosis       seen by
     killed          its process is gone by a signal, or without a word
     failed          it said with which error, or ended with an exit code above 0
     left            it ended with exit code 0 while another still waited for it
@@ -13,7 +13,7 @@
     crossed         ranks wait for each other in different operations
     straggler       its steps take longer to compute than those of its peers (``straggler.py``)
 
-A rank that ended because another did is an echo, and no finding.
+A rank that ended because another did is an echo, and no diagnosis.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from plait.watch.straggler import stragglers
 Kind: TypeAlias = Literal["killed", "failed", "left", "stopped", "stands still", "crossed", "straggler"]
 
 ENDED: frozenset[Kind] = frozenset({"killed", "failed", "left"})
-"""Findings behind which no step is made any more."""
+"""Diagnoses behind which no step is made any more."""
 
 LONG = 10.0
 """Seconds of waiting after which those waited for are looked at."""
@@ -46,7 +46,7 @@ ECHOES = ("ConnectionError", "TimeoutError", "AbortedError")
 
 
 @dataclass(frozen=True)
-class Finding:
+class Diagnosis:
     """What is wrong with one rank."""
 
     kind: Kind
@@ -68,7 +68,7 @@ def diagnose(
     now: float,
     mesh: Mesh | None = None,
     long: float = LONG,
-) -> list[Finding]:
+) -> list[Diagnosis]:
     """What is wrong, the cause first; nothing where all is well.
 
     Args:
@@ -94,12 +94,12 @@ def diagnose(
     found = found or _standing(alive, now, long) or first
     if mesh is not None and not found:
         return [
-            Finding("straggler", slow.rank, slow.text, _in(ranks[slow.rank][0]), step=ranks[slow.rank][0].step)
+            Diagnosis("straggler", slow.rank, slow.text, _in(ranks[slow.rank][0]), step=ranks[slow.rank][0].step)
             for slow in stragglers(list(alive.values()), mesh)
         ]
     others = {rank: f"rank {rank}: {_does(*ranks[rank], now)}" for rank in sorted(ranks)}
     return [
-        Finding(
+        Diagnosis(
             *(kind, rank, what, _where(*ranks[rank], now)),
             others=tuple(text for other, text in others.items() if other != rank),
             step=ranks[rank][0].step,
@@ -108,15 +108,15 @@ def diagnose(
     ]
 
 
-def block(findings: Sequence[Finding]) -> str:
-    """The findings as text for a screen; empty without any."""
+def block(diagnoses: Sequence[Diagnosis]) -> str:
+    """The diagnoses as text for a screen; empty without any."""
     lines = []
-    for finding in findings:
-        lines += [f"plait: rank {finding.rank} {finding.what}", f"  {finding.where}"]
-        if finding is findings[0]:
-            lines += [f"  {text}" for text in finding.others]
-        if finding.stack:
-            lines += [f"  stack of rank {finding.rank}:", *(f"    {line}" for line in finding.stack.splitlines())]
+    for diagnosis in diagnoses:
+        lines += [f"plait: rank {diagnosis.rank} {diagnosis.what}", f"  {diagnosis.where}"]
+        if diagnosis is diagnoses[0]:
+            lines += [f"  {text}" for text in diagnosis.others]
+        if diagnosis.stack:
+            lines += [f"  stack of rank {diagnosis.rank}:", *(f"    {line}" for line in diagnosis.stack.splitlines())]
     return "".join(f"{one_line(line, 400)}\n" for line in lines)
 
 

@@ -3,7 +3,7 @@
     plait.join ──► a private folder of this user, host and run
                      page             made by the first rank that comes, opened by the others
                      stack-<rank>.txt
-                     told-...         one file per finding: what was told once is told by nobody else
+                     told-...         one file per diagnosis: what was told once is told by nobody else
 
 The lowest rank that lives looks at the others once in a second, and at once when one of them ends, which the kernel
 tells (a pidfd).  What it finds it writes to stderr, before torchrun's agent can end it: SIGTERM waits for the report.
@@ -15,7 +15,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
-import select
 import shutil
 import stat
 import sys
@@ -31,7 +30,7 @@ from plait.watch import processes, stacks
 from plait.watch.diagnose import ENDED, block, diagnose
 from plait.watch.hosts import watch_hosts
 from plait.watch.page import Page, Status
-from plait.watch.processes import ProcessState
+from plait.watch.processes import ProcessState, ran_out_of_memory, readable
 from plait.watch.rank import BEAT, RankSide
 
 LOOK = 1.0
@@ -162,7 +161,7 @@ class Neighbours:
         """Whether a rank has ended or said that it failed."""
         if any(self.page.failed(rank) for rank in self._open):
             return True
-        return bool(self._open) and bool(select.select(list(self._open.values()), [], [], 0)[0])
+        return readable(list(self._open.values()), 0)
 
     def _buried(self, statuses: Sequence[Status]) -> list[ProcessState]:
         """Those that have ended since the last look, how as far as the kernel still says."""
@@ -172,7 +171,7 @@ class Neighbours:
                 continue
             state = processes.look(s.pid, s.born)
             if state.state == "gone":
-                memory = state.exit_code == -9 and processes.out_of_memory_kills() > self._memory
+                memory = state.exit_code == -9 and ran_out_of_memory(s.pid, self._memory, s.since)
                 self._ended[s.rank] = replace(state, out_of_memory=memory)
                 fresh.append(state)
                 if s.rank in self._open:
@@ -185,7 +184,7 @@ class Neighbours:
         return sum(s.state not in ("done", "failed") and now - s.heartbeat < 4 * BEAT for s in lower)
 
     def _tell(self, kinds: frozenset[str], but: int = -1) -> None:
-        """Writes the findings of these kinds that nobody has told."""
+        """Writes the diagnoses of these kinds that nobody has told."""
         statuses = [s for s in self.page.read_all() if s.pid]
         states = [self._ended.get(s.rank) or processes.look(s.pid, s.born) for s in statuses]
         found = diagnose(statuses, states, time.monotonic(), self.comm.mesh)

@@ -163,7 +163,7 @@ class Page:
         return int(self._stop[0])
 
 
-class Record:
+class StatusRecord:
     """One rank's own record, as its writer has it.  Each method is one write."""
 
     def __init__(self, page: Page, rank: int, host: str, pid: int, born: int) -> None:

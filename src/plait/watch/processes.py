@@ -1,7 +1,7 @@
 """What the kernel says of a process: whether it runs, is stopped, or ended and how; and whether memory ran out.
 
     /proc/<pid>/stat                4711 (python) T 4242 ...  ... the exit code of one that nobody has buried yet
-    <cgroup>/memory.events          oom_kill 1
+    <cgroup>/memory.events          oom_kill 1                 /dev/kmsg    Killed process 4711
 
 A process is its id and when it was started, because ids are given away again.  Where there is no ``/proc``, all that is
 known is whether a process of that id exists.
@@ -11,6 +11,9 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
+import select
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, TypeAlias
@@ -109,3 +112,35 @@ def out_of_memory_kills(root: Path = Path("/")) -> int:
                 if "oom_kill" in words:
                     return int(words[words.index("oom_kill") + 1])
     return 0
+
+
+def ran_out_of_memory(pid: int, kills: int, since: float, root: Path = Path("/")) -> bool:
+    """Whether the kernel says that it killed ``pid`` for its memory: more kills in this control group than before, or a
+    line in its log later than ``since`` (of ``time.monotonic``), where this user may read it."""
+    return out_of_memory_kills(root) > kills or pid in _in_the_log(since, root)
+
+
+def _in_the_log(since: float, root: Path) -> set[int]:
+    """The victims that ``/dev/kmsg`` names: ``6,339,5140900,-;Out of memory: Killed process 4711 (python)``, with
+    microseconds since the start."""
+    found: set[int] = set()
+    with contextlib.suppress(OSError):
+        log = os.open(root / "dev/kmsg", os.O_RDONLY | os.O_NONBLOCK)
+        try:
+            while lines := os.read(log, 8192):  # one line each; BlockingIOError behind the last
+                for line in lines.decode(errors="replace").splitlines():
+                    head, _, text = line.partition(";")
+                    what = re.search(r"Killed process (\d+)", text)
+                    if what and float(head.split(",")[2]) / 1e6 >= since:
+                        found.add(int(what[1]))
+        finally:
+            os.close(log)
+    return found
+
+
+def readable(descriptors: Sequence[int], seconds: float) -> bool:
+    """Waits until one of them is, for so many seconds at most; their numbers may be of any size."""
+    poll = select.poll()
+    for descriptor in descriptors:
+        poll.register(descriptor, select.POLLIN)
+    return bool(poll.poll(seconds * 1000))

@@ -20,7 +20,6 @@ import atexit
 import contextlib
 import ctypes
 import os
-import select
 import shutil
 import signal
 import socket
@@ -37,7 +36,8 @@ from plait.comm.operation import Operation
 from plait.core.collectives import Note
 from plait.core.escape import one_line, say
 from plait.watch import processes, stacks
-from plait.watch.page import Page, Record, about
+from plait.watch.page import Page, StatusRecord, about
+from plait.watch.processes import readable
 
 BEAT = 0.25
 """Seconds between two heartbeats."""
@@ -70,7 +70,7 @@ class Reporter(Protocol):
 class RankObserver(Observer):
     """Writes each step, operation and wait of this rank into its record."""
 
-    def __init__(self, record: Record, side: RankSide) -> None:
+    def __init__(self, record: StatusRecord, side: RankSide) -> None:
         self._record, self._side = record, side
         self._texts: dict[tuple[str, Note, int, tuple[int, ...]], bytes] = {}
         self._began, self._waited = 0.0, 0.0
@@ -119,7 +119,7 @@ class RankSide:
     def __init__(self, comm: Comm, page: Page, folder: Path, reporter: Reporter | None = None) -> None:
         self.comm, self.page, self.folder, self.reporter = comm, page, folder, reporter
         self._pid, self._launcher = os.getpid(), processes.launcher()
-        self.record = Record(page, comm.rank, socket.gethostname(), self._pid, processes.born(self._pid))
+        self.record = StatusRecord(page, comm.rank, socket.gethostname(), self._pid, processes.born(self._pid))
         self.observer = RankObserver(self.record, self)
         self._signals = _Signals()
         self._stop_at: tuple[int, int] | None = None  # a signal that would have ended us, and the step it came in
@@ -155,9 +155,7 @@ class RankSide:
 
     def _beat(self) -> None:
         while not self._closing:
-            others = self.reporter.descriptors() if self.reporter is not None else []
-            with contextlib.suppress(OSError, ValueError):  # a descriptor that was closed meanwhile
-                select.select([self._signals.descriptor, *others], [], [], BEAT)
+            readable([self._signals.descriptor, *(self.reporter.descriptors() if self.reporter else [])], BEAT)
             self.record.beats()
             if self._launcher is not None and processes.look(*self._launcher).state == "gone":
                 self._end_all()
@@ -182,7 +180,8 @@ class RankSide:
         """Ends as the signal does by default."""
         self.record.heard(-number)
         if self.reporter is not None:
-            self.reporter.last_look(failed=False)
+            with contextlib.suppress(OSError):  # the other thread may be looking
+                self.reporter.last_look(failed=False)
         self._signals.obey(number)
 
     def _end_all(self) -> None:

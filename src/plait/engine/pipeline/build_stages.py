@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from torch import nn
 
 from plait.comm import Comm
+from plait.comm.agree import check_together
+from plait.core.mesh import AXES
 from plait.core.parallelism import Parallelism
 from plait.engine.data_parallel.build import SourceModel, build_units
 from plait.engine.data_parallel.flat_gradient import FlatGradient
@@ -111,7 +113,15 @@ def lay_stages(
     plans = {s: parallel_of(parallel, part, last=s == settings.count - 1) for s, part in parts.items()}
     cut = settings.parallelism
     laid = {s: build_units(part.model, part.origin, whole, comm, cut, plans[s]) for s, part in parts.items()}
-    give_values(whole, list(laid.values()), settings.seed, comm.device, weights)
+    error: Exception | None = None
+    try:
+        give_values(whole, list(laid.values()), settings.seed, comm.device, weights)
+    except Exception as problem:
+        if weights is None:
+            raise
+        error = problem
+    if weights is not None:  # a rank reads its own rows, and what is wrong with them is wrong for all
+        check_together(comm, error, AXES)
     stages = {s: Stage(settings, s, part, plans[s], laid[s].units) for s, part in parts.items()}
     for stage in stages.values():
         stage.unsharding.beside([peer.unsharding for peer in stages.values()])

@@ -1,0 +1,287 @@
+"""What each rank means by an operation, compared before it runs: ``--check-collectives``.
+
+    rank 0   all_reduce of 8 x float32, at train.py:10 ──┐        ┌── rank 1   all_reduce of 4 x float32, at train.py:12
+                                                         └─ tell ─┘
+             both raise MismatchError, with both descriptions and both lines; no tensor was touched
+
+From each rank to each other goes one stream of descriptions, in the order in which the sender asks:
+
+    collective   told to all members, then heard of each: nobody begins before all mean the same
+    message      told ahead of it by the sender, heard and compared where the receiver waits
+
+So a collective waits where it is asked for, as among threads, and a message no sooner than without the check.  Whoever
+waits for a message says so; if the sender hears that while it waits for this very rank, in a collective or for another
+message, then nothing will ever come.  Who has found a difference tells all other ranks, so that nobody waits for it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+import sysconfig
+import zlib
+from collections import Counter, deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Final, Literal
+
+import torch
+from torch import Tensor
+
+from plait.comm.base import Comm
+from plait.comm.operation import MismatchError, Operation, Work, label, name_of
+
+ROW_BYTES = 2048
+"""Of a description under way."""
+
+LONGEST = 150
+"""Characters of a part of a description; of a longer one its end is replaced by a checksum."""
+
+MOST_UNREAD = 256
+"""Descriptions to one rank that it may not have read yet; one more waits for the oldest."""
+
+COMM: Final = str(Path(__file__).parent) + "/"
+PLAIT: Final = str(Path(__file__).parents[1]) + "/"
+TORCH: Final = str(Path(torch.__file__).parent) + "/"
+STANDARD: Final = sysconfig.get_paths()["stdlib"] + "/"
+
+Fields = Mapping[str, str | int]
+Role = Literal["collective", "message", "waits", "end"]
+"""What a description is of: the last two are a receive that is waited for, and a difference that was found."""
+
+
+@dataclass(frozen=True)
+class Description:
+    """What one rank means by an operation."""
+
+    text: str
+    """For people."""
+    fields: Fields
+    """What members must agree on, by what it is called."""
+    role: Role = "collective"
+
+    @classmethod
+    def of(cls, operation: Operation, number: int, what: str) -> Description:
+        """The ``number``-th operation of some ranks; ``what`` is the form of a message's tensor."""
+        note, group = operation.note, operation.group
+        about: dict[str, str | int] = {"phase": note.phase, "unit": note.unit, "microbatch": note.microbatch}
+        if operation.kind in ("send", "recv"):
+            return cls(str(operation), {"tensor": what, **about}, "message")
+        meant: dict[str, str | int] = {
+            "operation": operation.kind,
+            "axes": ", ".join(group.axes),
+            "elements": operation.numel,
+            "dtype": name_of(operation.dtype),
+            "reduction": operation.op,
+            "root": group.ranks[operation.root] if operation.root >= 0 else -1,
+            **about,
+            "number": number,
+        }
+        if operation.root < 0:  # a root may have a line of its own
+            meant["line"] = operation.site
+        return cls(str(operation), meant)
+
+    def as_row(self) -> Tensor:
+        """As a message of fixed size."""
+        fields = {name: _short(value) if isinstance(value, str) else value for name, value in self.fields.items()}
+        text = self.text if len(self.text) <= 4 * LONGEST else self.text[: 4 * LONGEST] + "..."
+        data = json.dumps([text, fields, self.role]).encode()
+        if len(data) > ROW_BYTES:  # of letters that take many bytes
+            data = json.dumps([text[:LONGEST], {"all": zlib.crc32(data)}, self.role]).encode()
+        return torch.frombuffer(bytearray(data.ljust(ROW_BYTES)), dtype=torch.uint8)
+
+    @classmethod
+    def read(cls, row: Tensor) -> Description:
+        return cls(*json.loads(row.numpy().tobytes()))
+
+
+class CollectiveCheck:
+    """Compares what one rank asks for with what the others do."""
+
+    def __init__(self, comm: Comm) -> None:
+        self.comm, self.failure = comm, ""
+        self._asked: Counter[tuple[int, ...]] = Counter()
+        self._sent: Counter[int] = Counter()
+        """Messages to each rank."""
+        self._received: Counter[int] = Counter()
+        """Messages that were asked for, by sender."""
+        self._heard: Counter[int] = Counter()
+        """Messages that were heard of."""
+        self._untaken: dict[tuple[int, int], Description] = {}
+        """Those of them that were not waited for yet, by sender and number."""
+        self._unread: dict[int, deque[Work]] = {}
+
+    def begin(self, operation: Operation, what: Sequence[Tensor | int | None]) -> Operation:
+        """Before an operation runs: the same one, with the place where it was asked for.
+
+        Raises:
+            MismatchError: on every member, of a collective that they do not all mean.
+        """
+        if self.failure:
+            raise MismatchError(f"rank {self.comm.rank} in {operation}: {self.failure}")
+        operation = replace(operation, site=call_site())
+        ranks, rank = operation.group.ranks, self.comm.rank
+        if operation.kind == "send":
+            self._sent[ranks[1]] += 1
+            self._tell(operation, Description.of(operation, 0, _form(what)), ranks[1])
+        elif operation.kind != "recv":
+            members = tuple(sorted(ranks))
+            self._asked[members] += 1
+            mine = Description.of(operation, self._asked[members], "")
+            for other in ranks:
+                if other != rank:
+                    self._tell(operation, mine, other)
+            self._compare(operation, mine)
+        return operation
+
+    def receive(self, operation: Operation, what: Sequence[Tensor | int | None], work: Work) -> Work:
+        """A receive that was started, compared with the message where it is waited for."""
+        src = operation.group.ranks[0]
+        self._received[src] += 1
+        return CheckedReceive(self, operation, Description.of(operation, 0, _form(what)), work, self._received[src])
+
+    def compare_message(self, operation: Operation, number: int, mine: Description) -> None:
+        """Raises MismatchError where the ``number``-th message of a rank is not what this rank receives."""
+        src, dst = operation.group.ranks
+        if self._heard[src] < number and len(self._unread.get(src, ())) < MOST_UNREAD:
+            self._tell(operation, Description(mine.text, {"number": number}, "waits"), src)
+        while self._heard[src] < number:
+            if (theirs := self._hear(operation, src, mine)).role == "collective":
+                raise self._waits_for_nothing(operation, dst, {src: theirs, dst: mine})
+            self._keep(src, theirs)
+        found = {src: self._untaken.pop((src, number)), dst: mine}
+        if problem := difference(found):
+            raise self._fail(operation, found, problem)
+
+    # ---- one stream to each rank, and one from it -------------------------------------------------------------------
+
+    def _compare(self, operation: Operation, mine: Description) -> None:
+        found = {self.comm.rank: mine}
+        for other in operation.group.ranks:
+            if other == self.comm.rank:
+                continue
+            try:
+                while (theirs := self._hear(operation, other, mine)).role == "message":
+                    self._keep(other, theirs)
+            except (OSError, MismatchError):
+                if all(one.fields == mine.fields for one in found.values()):
+                    raise
+                break  # more will not be known
+            found[other] = theirs
+            if set(str(theirs.fields.get("axes")).split(", ")) != set(operation.group.axes):
+                break  # a member may be in it, and come no more
+        if problem := difference(found):
+            raise self._fail(operation, found, problem)
+        for other in operation.group.ranks:  # who has told us its own reads ours
+            for work in self._unread.pop(other, ()):
+                work.wait()
+
+    def _keep(self, src: int, message: Description) -> None:
+        self._heard[src] += 1
+        self._untaken[src, self._heard[src]] = message
+
+    def _tell(self, operation: Operation, description: Description, dst: int) -> None:
+        unread = self._unread.setdefault(dst, deque())
+        unread.append(self.comm._tell(operation, description.as_row(), dst))
+        if len(unread) > MOST_UNREAD:
+            unread.popleft().wait()
+
+    def _hear(self, operation: Operation, src: int, mine: Description) -> Description:
+        """The next collective or message of a rank, for which this one waits in ``mine``."""
+        while True:
+            row = torch.empty(ROW_BYTES, dtype=torch.uint8)
+            self.comm._hear(operation, row, src)
+            heard = Description.read(row)
+            if heard.role == "end":
+                raise self._told(heard.text, operation)
+            if heard.role != "waits":
+                return heard
+            if int(heard.fields["number"]) > self._sent[src]:
+                raise self._waits_for_nothing(operation, src, {self.comm.rank: mine, src: heard})
+
+    def _waits_for_nothing(self, operation: Operation, waiting: int, found: Mapping[int, Description]) -> MismatchError:
+        [other] = found.keys() - {waiting}
+        problem = f"rank {waiting} waits for a message of rank {other}, which is in a collective with it instead"
+        if found[other].role != "collective":
+            problem = f"ranks {min(found)} and {max(found)} wait for a message of each other"
+        return self._fail(operation, found, problem)
+
+    def _fail(self, operation: Operation, found: Mapping[int, Description], problem: str) -> MismatchError:
+        """The error of this rank, which all others are told of."""
+        lines = [f"  rank {rank}: {found[rank].text}" for rank in sorted(found)]
+        return self._told("\n".join([problem, *lines]), operation)
+
+    def _told(self, text: str, operation: Operation) -> MismatchError:
+        self.failure, row = text, Description(text, {}, "end").as_row()
+        with contextlib.suppress(RuntimeError, OSError):  # a world that is broken already
+            for other in range(self.comm.world_size):
+                if other != self.comm.rank:
+                    self.comm._tell(operation, row, other)
+        self.comm._abandon(text)
+        return MismatchError(text)
+
+
+class CheckedReceive:
+    """A message whose description is compared before it is waited for."""
+
+    def __init__(
+        self, check: CollectiveCheck, operation: Operation, mine: Description, work: Work, number: int
+    ) -> None:
+        self._check, self._operation, self._mine, self._work, self._number = check, operation, mine, work, number
+        self._compared = False
+
+    def wait(self) -> None:
+        if not self._compared:
+            self._compared = True
+            self._check.compare_message(self._operation, self._number, self._mine)
+        self._work.wait()
+
+
+def check_collectives(comm: Comm) -> Comm:
+    """From here on ``comm`` compares every operation with the other ranks, all of which do the same."""
+    comm.check = CollectiveCheck(comm)
+    return comm
+
+
+def difference(found: Mapping[int, Description]) -> str:
+    """In what the descriptions of some ranks differ, in one sentence; "" where they do not."""
+    names = dict.fromkeys(name for one in found.values() for name in one.fields)
+    differing = [name for name in names if len({one.fields.get(name) for one in found.values()}) > 1]
+    if not differing:
+        return ""
+    what = next(iter(found.values())).role
+    return f"ranks {', '.join(map(str, sorted(found)))} mean different {what}s (other {', '.join(differing)})"
+
+
+def call_site() -> str:
+    """The line that asks: the innermost outside of ``plait.comm``, and, where that is plait's, the line outside of it
+    that led there."""
+    inner, frame = "", sys._getframe(1)
+    while frame.f_back is not None:
+        frame = frame.f_back
+        file = frame.f_code.co_filename
+        if file.startswith(COMM) or (inner and _is_library(file)):
+            continue
+        line = f"{'/'.join(file.split('/')[-2:])}:{frame.f_lineno}"
+        if not file.startswith(PLAIT):
+            return f"{inner}, called from {line}" if inner else line
+        inner = inner or line
+    return inner
+
+
+def _is_library(file: str) -> bool:
+    standard = file.startswith(STANDARD) and "/site-packages/" not in file
+    return standard or file.startswith((PLAIT, TORCH, "<"))
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= LONGEST else f"{text[:LONGEST]}...{zlib.crc32(text.encode()):08x}"
+
+
+def _form(what: Sequence[Tensor | int | None]) -> str:
+    """Of a message's tensor."""
+    tensor, *_ = what
+    assert isinstance(tensor, Tensor)
+    return label(tensor)

@@ -1,0 +1,184 @@
+"""Whether what several ranks hold alike still is alike, to the bit: ``check_drift``, every so many steps.
+
+Memory that flips a bit, or a program that writes on one rank only, trains on in silence.
+
+    parameters         params cell shard: on the replicas   ─┐  one small all_gather of a checksum for each kind; where
+    optimizer state    optim cell full: on all data ranks    ├► two ranks differ that should not, they show each other
+    whole over tensor  on the tensor ranks too               │  all checksums by name, and every rank raises with the
+    tied weights       on their stages                      ─┘  tensors and the ranks
+
+A cell cuts its state over some data axes; over the others it is held alike.  What a single rank holds cannot be
+compared.  The check comes before the update, so no parameter of that step was changed.
+"""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
+
+from plait.comm.agree import gather_ints, gather_texts, named
+from plait.core.agreement import AGREEING
+from plait.core.cells import Cell
+from plait.core.collectives import Note
+from plait.core.mesh import AXES, DATA_AXES, Mesh
+from plait.engine.data_parallel.storage import Flat
+from plait.engine.placed_model import PlacedModel
+
+NOTE = Note("state", "drift")
+NAMED = 6
+"""So many tensors are named."""
+
+FULL = Cell()
+
+
+class DriftError(RuntimeError):
+    """Ranks hold different bits where all should hold the same."""
+
+
+def alike(cell: Cell, mesh: Mesh, *, whole: bool) -> tuple[str, ...]:
+    """The axes, of those with several ranks, over which the state of a cell is the same.
+
+    Args:
+        whole: it is not cut over the tensor axis.
+    """
+    axes = [a for a in AXES if (a in DATA_AXES and a not in cell.split) or (whole and a == "tensor")]
+    return tuple(a for a in axes if mesh.axis(a) > 1)
+
+
+@dataclass(frozen=True)
+class Replica:
+    """Something that a rank holds, and all ranks over some axes with it."""
+
+    axes: tuple[str, ...]
+    what: str
+    """The same text on every rank that has the same elements of the same tensor."""
+    tensor: Tensor
+
+
+def odd_ones(rows: Sequence[Mapping[str, int]]) -> dict[str, str]:
+    """By what differs, a text that says on which ranks: those outside of a majority, or all.
+
+    Args:
+        rows: by rank, the checksums of what it holds.
+    """
+    found = {}
+    for what in dict.fromkeys(name for row in rows for name in row):
+        holders: dict[int, list[int]] = {}
+        for rank, row in enumerate(rows):
+            if what in row:
+                holders.setdefault(row[what], []).append(rank)
+        if len(holders) < 2:
+            continue
+        everyone = sorted(rank for ranks in holders.values() for rank in ranks)
+        most = max(holders.values(), key=len)
+        if 2 * len(most) > len(everyone):
+            few = [rank for rank in everyone if rank not in most]
+            found[what] = f"is another on {named(few)} than on {named(most)}"
+        else:
+            found[what] = f"differs between {' and '.join(map(named, holders.values()))}"
+    return found
+
+
+class DriftCheck:
+    """Compares what ``placed`` holds with the other ranks, every ``every`` steps; 0: never."""
+
+    def __init__(self, placed: PlacedModel, every: int) -> None:
+        if every < 0:
+            raise ValueError(f"check_drift {every}: it is the number of steps between two checks, 0 for none")
+        self.placed, self.every, self._last = placed, every, -1
+        strategy, mesh = placed.strategy, placed.comm.mesh
+        cells = (strategy.params, strategy.optim, FULL)
+        self.kinds = list(dict.fromkeys(alike(cell, mesh, whole=whole) for cell in cells for whole in (True, False)))
+        if mesh.pipe > 1:
+            self.kinds += [(*kind, "pipe") for kind in self.kinds]
+        self.kinds = [kind for kind in self.kinds if kind]
+        modules = [m for stage in placed.stages.values() for m in stage.model.modules()]
+        own = [m for m in modules if isinstance(m, _NormBase) and not isinstance(m, nn.SyncBatchNorm)]
+        self._of_samples = {id(b) for m in own for b in m.buffers()}
+        """Means of this rank's own samples, which torch writes without counting it as a version."""
+        self._synchronised = {id(b) for m in modules if isinstance(m, nn.SyncBatchNorm) for b in m.buffers()}
+        self._versions = {id(b): b._version for m in modules for b in m.buffers(recurse=False)}
+
+    def after(self, step: int, numbers: Mapping[str, object]) -> None:
+        """The check that is due at step ``step`` (from 0), before its update; all ranks call it together.
+
+        Args:
+            numbers: what else is the same on all ranks, by what it is called.
+
+        Raises:
+            DriftError: on all ranks, with the tensors and ranks that differ.
+        """
+        if not self.every or not self.kinds or (step + 1) % self.every:
+            return
+        comm, sums = self.placed.comm, dict[str, int]()
+        of_kind = dict.fromkeys(self.kinds, 0)
+        for held in self.held():
+            sums[held.what] = checksum = _checksum(held.tensor)
+            of_kind[held.axes] = zlib.crc32(f"{held.what} {checksum}".encode(), of_kind[held.axes])
+        sums |= {what: zlib.crc32(repr(value).encode()) for what, value in numbers.items()}
+        rows = gather_ints(comm, [*of_kind.values(), zlib.crc32(repr(numbers).encode())], AGREEING, NOTE)
+        suspicious = len({row[-1] for row in rows}) > 1 or any(
+            len({rows[rank][i] for rank in group} - {0}) > 1  # 0: it holds nothing of that kind, as of a tied weight
+            for i, axes in enumerate(self.kinds)
+            for group in comm.mesh.groups(axes)
+        )
+        if suspicious:
+            found = odd_ones([json.loads(text) for text in gather_texts(comm, json.dumps(sums), NOTE)])
+            if found:
+                raise DriftError(self._told(step, found))
+        self._last = step
+
+    def _told(self, step: int, found: Mapping[str, str]) -> str:
+        lines = [f"{what} {where}" for what, where in found.items()]
+        more = f"; and {len(lines) - NAMED} more" if len(lines) > NAMED else ""
+        before = f"behind the check of step {self._last}" if self._last >= 0 else "before the first check"
+        return (
+            f"step {step} (counted from 0): ranks differ in what they hold alike: {'; '.join(lines[:NAMED])}{more}. "
+            f"It came about {before}; the program wrote on some ranks only, or memory or a processor has failed. Go on "
+            f"from a checkpoint of before, without that host if it comes again"
+        )
+
+    def held(self) -> Iterator[Replica]:
+        """What this rank holds with others."""
+        return (replica for replica in self._all() if replica.axes)
+
+    def _all(self) -> Iterator[Replica]:
+        placed, row, mesh = self.placed, self.placed.strategy, self.placed.comm.mesh
+        tied = {edge.name for edge in placed.ties.edges}
+
+        def replica(cell: Cell, what: str, name: str, flat: Flat, place: tuple[int, int], tensor: Tensor) -> Replica:
+            cut = next(cut for cut, slot in zip(flat.cuts, flat.layout.slots, strict=True) if slot.name == name)
+            axes = alike(cell, mesh, whole=cut is None)
+            axes = (*axes, "pipe") if name in tied and mesh.pipe > 1 else axes
+            of_piece = "" if cut is None else f" of tensor rank {flat.tensor_rank}"
+            elements = f" (elements {place[0]} to {place[1] - 1}{of_piece})"
+            return Replica(axes, f"{what} {name!r}{elements}", tensor)
+
+        for flat in (flat for unit in placed.units for flat in unit.flats):
+            for run in flat.layout.runs(*flat.held):
+                values = flat.rest[run.offset : run.offset + run.numel]
+                yield replica(row.params, "parameter", run.slot.name, flat, (run.start, run.stop), values)
+        for o in placed.owned:
+            kept = {key: v for one in placed.optimizers for key, v in one.state.get(o.view, {}).items()}
+            if o.flat.master is not None:
+                kept["master weights"] = o.view.detach()
+            for key, value in kept.items():
+                if isinstance(value, Tensor):
+                    place = o.run.start, o.run.stop
+                    yield replica(row.optim, f"{key} of", o.name, o.flat, place, value)
+        for stage in placed.stages.values():
+            for name, buffer in stage.model.named_buffers():
+                unwritten = self._versions.get(id(buffer)) == buffer._version and id(buffer) not in self._of_samples
+                if unwritten or id(buffer) in self._synchronised:
+                    yield Replica(alike(FULL, mesh, whole=True), f"buffer {name!r}", buffer)
+
+
+def _checksum(tensor: Tensor) -> int:
+    whole = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
+    return zlib.crc32(whole.view(-1).view(torch.uint8).numpy().data)

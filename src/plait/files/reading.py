@@ -1,0 +1,74 @@
+"""What comes from outside is read in one way: a plain file, which is no longer than its kind of file may be.
+
+regular file, or a link to one      its bytes, up to so many
+pipe, device, socket, folder        refused at once; nothing waits for a writer
+missing, a loop of links            refused, in the words of the system
+"""
+
+import os
+import resource
+import stat
+from contextlib import suppress
+from pathlib import Path
+
+LARGEST_TEXT = 1 << 24
+"""Bytes of a file that a person writes: settings, a schedule, a job."""
+
+
+def open_plain(path: str | Path, *, links: bool = True) -> tuple[int, int]:
+    """(file number, size in bytes) of a plain file, open to be read; nothing is waited for.
+
+    Args:
+        links: whether a link is followed.
+
+    Raises:
+        ValueError: with the reason; the caller says what the file is for.
+    """
+    try:
+        number = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | (0 if links else os.O_NOFOLLOW))
+    except (OSError, ValueError) as error:  # a ValueError: a name with a NUL
+        raise ValueError(error.strerror if isinstance(error, OSError) else str(error)) from error
+    status = os.fstat(number)
+    if not stat.S_ISREG(status.st_mode):
+        os.close(number)
+        raise ValueError("it is no plain file")
+    return number, status.st_size
+
+
+def read_file(path: str | Path, what: str, most: int = LARGEST_TEXT) -> bytes:
+    """All bytes of a plain file.
+
+    Args:
+        what: what it is, for the message: ``the config``.
+        most: bytes that it may have.
+
+    Raises:
+        ValueError: it is missing, is no plain file, has more bytes, or the system refuses.
+    """
+    try:
+        number, size = open_plain(path)
+        with open(number, "rb") as file:
+            data = b"" if size > most else file.read(most + 1)  # files of the kernel say that they have 0
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise ValueError(f"cannot read {what} {str(path)!r}: {reason}") from error
+    if max(size, len(data)) > most:
+        raise ValueError(f"cannot read {what} {str(path)!r}: it has more than {most:,} bytes")
+    return data
+
+
+def read_text(path: str | Path, what: str, most: int = LARGEST_TEXT) -> str:
+    """The same as UTF-8; ValueError where it is something else."""
+    try:
+        return read_file(path, what, most).decode()
+    except UnicodeDecodeError as error:
+        raise ValueError(f"cannot read {what} {str(path)!r}: it is no UTF-8 text ({error})") from error
+
+
+def memory() -> int:
+    """Bytes that this process could ever have: the machine's, its cgroup's, or those of its limit."""
+    found = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
+    with suppress(OSError, ValueError):
+        found.append(int(Path("/sys/fs/cgroup/memory.max").read_text()))
+    limit = resource.getrlimit(resource.RLIMIT_AS)[0]
+    return min(found + [limit] * (limit != resource.RLIM_INFINITY))

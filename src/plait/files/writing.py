@@ -1,0 +1,179 @@
+"""Places to write to: tried before a run; later an error says where, how much was to be written, what is free.
+
+before the run    check_file, check_folder     a file is made there, and is gone again
+during it         Lines                        one write for a line: it is there as a whole, or not at all
+at its end        write_text                   beside it first, then renamed: never half of a file
+
+[Errno 28] No space left on device; need 812 bytes, have 0 bytes: 'runs/a/metrics.jsonl'
+"""
+
+import errno
+import fcntl
+import os
+import secrets
+import stat
+import tempfile
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+
+class DiskError(OSError):
+    """A file that could not be written: the reason, the bytes that it needs and those that are free, and its path."""
+
+
+def free(path: str | Path) -> int:
+    """Bytes that a user may still write at a path, or where it would be made."""
+    place = os.path.abspath(path)
+    while not os.path.exists(place):
+        place = os.path.dirname(place)
+    disk = os.statvfs(place)
+    return disk.f_bavail * disk.f_frsize
+
+
+@contextmanager
+def told(path: str | Path, need: int) -> Iterator[None]:
+    """An OSError inside becomes a DiskError, which says it all in one line."""
+    try:
+        yield
+    except OSError as error:
+        reason = f"{error.strerror or error}; need {need} bytes, have {free(path)} bytes"
+        raise DiskError(error.errno or errno.EIO, reason, str(path)) from error
+
+
+def write_text(path: str | Path, text: str) -> None:
+    """A file with this text, in the place of one that is there; DiskError, and what was there, where it cannot be."""
+    target, data = Path(os.path.realpath(path)), text.encode()
+    begun = target.with_name(f".{secrets.token_hex(8)}.partial")
+    with told(path, len(data)):
+        try:
+            with begun.open("xb") as file:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+            begun.replace(target)
+        except BaseException:
+            with suppress(OSError):
+                begun.unlink()
+            raise
+
+
+class Lines:
+    """A file to which lines are added, by one process at a time.
+
+    Raises:
+        DiskError: it cannot be opened, or another process is adding lines.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        with told(path, 0):
+            flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK
+            self.number = os.open(path, flags, 0o666)
+            self._own = os.fstat(self.number)
+            try:
+                if not stat.S_ISREG(self._own.st_mode):
+                    raise OSError(errno.EINVAL, "it is no plain file")
+                fcntl.lockf(self.number, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError as error:
+                if error.errno in (errno.EACCES, errno.EAGAIN):
+                    error.strerror = "another run is writing to it"
+                if error.errno not in (errno.ENOLCK, errno.ENOTSUP):  # of a file system that knows no locks
+                    os.close(self.number)
+                    raise
+
+    def write(self, line: str) -> None:
+        """Add a line, by one write; where it does not fit, nothing of it stays.
+
+        Raises:
+            DiskError: the disk is full, or the file is not where it was any more.
+        """
+        data = f"{line}\n".encode()
+        with told(self.path, len(data)):
+            there = os.stat(self.path)
+            if (there.st_dev, there.st_ino) != (self._own.st_dev, self._own.st_ino):
+                raise FileNotFoundError(errno.ENOENT, "another file has taken its place")
+            written = os.write(self.number, data)
+            if written < len(data):
+                os.ftruncate(self.number, there.st_size)
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    def close(self) -> None:
+        os.close(self.number)
+
+
+def check_file(name: str, path: str) -> None:
+    """Refuses a place where a file could not be written, before there is anything to write.
+
+    Args:
+        name: of the setting.
+
+    Raises:
+        ValueError: it is a folder, a pipe or a device, its folder is missing, or nothing can be written there.
+    """
+    place = os.path.abspath(path)
+    if not os.path.isdir(os.path.dirname(place)):
+        raise ValueError(f"{name} {path!r}: there is no such folder; make it, or give another")
+    _check_plain(name, path, place)
+    _try(name, path, os.path.dirname(place))
+
+
+def check_folder(name: str, path: str, files: Iterable[str] = (), need: int = 0) -> None:
+    """Refuses a folder that could not be made, or written to.
+
+    Args:
+        name: of the setting.
+        files: those that will be written in it.
+        need: bytes that will be written at least.
+
+    Raises:
+        ValueError: something else is there, nothing can be written, or there is less room.
+    """
+    place = os.path.abspath(path)
+    while not (status := _status(name, path, place)):
+        place = os.path.dirname(place)
+    if not stat.S_ISDIR(status.st_mode):
+        what = "a file" if stat.S_ISREG(status.st_mode) else "no folder"
+        raise ValueError(
+            f"{name} {path!r} is {what}: give a folder"
+            if place == os.path.abspath(path)
+            else f"{name} {path!r}: {place!r} is {what}; give another place"
+        )
+    for file in files:
+        _check_plain(name, os.path.join(path, file), os.path.join(os.path.abspath(path), file))
+    _try(name, path, place)
+    if need > (have := free(place)):
+        raise ValueError(f"{name} {path!r}: need {need:,} bytes, have {have:,} bytes; give another place, or make room")
+
+
+def _status(name: str, path: str, place: str) -> os.stat_result | None:
+    """What is at a place, past links; None for nothing."""
+    try:
+        return os.stat(place)
+    except FileNotFoundError:
+        if not os.path.islink(place):
+            return None
+        raise ValueError(f"{name} {path!r}: {place!r} is a link to nothing; give another place") from None
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise ValueError(f"{name} {path!r}: {reason}; give another place") from error
+
+
+def _check_plain(name: str, path: str, place: str) -> None:
+    status = _status(name, path, place)
+    if status and not stat.S_ISREG(status.st_mode):
+        what = "a folder" if stat.S_ISDIR(status.st_mode) else "no plain file"
+        raise ValueError(f"{name} {path!r} is {what}: give a file")
+    if status and not os.access(place, os.W_OK):
+        raise ValueError(f"{name} {path!r}: nothing can be written in {place!r}; give another place")
+
+
+def _try(name: str, path: str, folder: str) -> None:
+    """A nameless file in a folder, with a byte in it: root may write where the system still refuses."""
+    try:
+        with tempfile.TemporaryFile(dir=folder) as file:
+            file.write(b"\n")
+            file.flush()
+    except OSError as error:
+        reason = f"nothing can be written in {folder!r} ({error.strerror}, {free(folder)} bytes are free)"
+        raise ValueError(f"{name} {path!r}: {reason}; give another place") from error

@@ -1,0 +1,148 @@
+"""One rank that calls collectives otherwise than the others do: a few lines each, and what the check must say of it."""
+
+from __future__ import annotations
+
+import inspect
+import time
+from collections.abc import Callable
+
+import torch
+
+from plait.comm import Comm, MismatchError
+from plait.comm.check import check_collectives
+from plait.core.collectives import Note
+
+AXES = ("pipe", "replica", "shard", "tensor")
+
+Fault = Callable[[Comm, bool], None]
+"""What a rank does; the second argument says whether it is the odd one."""
+
+
+def summed(comm: Comm, unit: str = "a", numel: int = 4, dtype: torch.dtype = torch.float32, op: str = "sum") -> None:
+    comm.all_reduce(torch.ones(numel, dtype=dtype), AXES, op, Note("forward", unit)).wait()
+
+
+def skip(comm: Comm, odd: bool) -> None:
+    if not odd:
+        summed(comm, "a")  # line: skipped
+    summed(comm, "b")  # line: odd
+
+
+def skip_of_equals(comm: Comm, odd: bool) -> None:
+    if not odd:
+        comm.barrier(AXES)  # line: skipped
+    comm.barrier(AXES)  # line: odd
+
+
+def extra(comm: Comm, odd: bool) -> None:
+    if odd:
+        summed(comm, "b")  # line: odd
+    comm.barrier(AXES)  # line: others
+
+
+def reorder(comm: Comm, odd: bool) -> None:
+    for unit in ("b", "a") if odd else ("a", "b"):
+        summed(comm, unit)
+
+
+def other_dtype(comm: Comm, odd: bool) -> None:
+    summed(comm, dtype=torch.float64 if odd else torch.float32)
+
+
+def other_size(comm: Comm, odd: bool) -> None:
+    summed(comm, numel=5 if odd else 4)
+
+
+def other_reduction(comm: Comm, odd: bool) -> None:
+    summed(comm, op="max" if odd else "sum")
+
+
+def other_unit(comm: Comm, odd: bool) -> None:
+    summed(comm, "b" if odd else "a")
+
+
+def other_root(comm: Comm, odd: bool) -> None:
+    comm.broadcast(torch.ones(3), AXES, 1 if odd else 0).wait()
+
+
+def other_kind(comm: Comm, odd: bool) -> None:
+    n = comm.world_size
+    if odd:
+        comm.all_gather(torch.ones(4 * n), torch.ones(4), AXES).wait()
+    else:
+        comm.all_reduce(torch.ones(4 * n), AXES).wait()
+
+
+def message_of_another_shape(comm: Comm, odd: bool) -> None:
+    if comm.rank == 0:
+        comm.send(torch.ones(3, 4), 1)
+    if comm.rank == 1:
+        comm.recv(torch.ones(4, 3), 0).wait()
+    comm.barrier(AXES)
+
+
+def message_skipped(comm: Comm, odd: bool) -> None:
+    if comm.rank == 1:
+        comm.recv(torch.ones(3), 0).wait()
+    comm.barrier(AXES)
+
+
+def message_last_skipped(comm: Comm, odd: bool) -> None:
+    """Rank 1 answers what it gets."""
+    if comm.rank == 0:
+        comm.recv(torch.ones(3), 1).wait()
+    if comm.rank == 1:
+        comm.recv(torch.ones(2), 0).wait()
+        comm.send(torch.ones(3), 0)
+    comm.barrier(AXES)
+
+
+def message_of_another_unit(comm: Comm, odd: bool) -> None:
+    if comm.rank == 0:
+        comm.send(torch.ones(3), 1, Note("forward", "stage 0", 1))
+    if comm.rank == 1:
+        comm.recv(torch.ones(3), 0, Note("forward", "stage 0", 0)).wait()
+    comm.barrier(AXES)
+
+
+FAULTS: dict[Fault, str] = {
+    skip: "unit 'a' .* unit 'b'",
+    skip_of_equals: "other line",
+    extra: "sum all_reduce of unit 'b' .*barrier|barrier.*sum all_reduce of unit 'b'",
+    reorder: "other unit",
+    other_dtype: "other dtype",
+    other_size: "other elements",
+    other_reduction: "other reduction",
+    other_unit: "other unit",
+    other_root: "with root 0 .* with root 1",
+    other_kind: "other operation",
+    message_of_another_shape: r"other tensor",
+    message_skipped: "rank 1 waits for a message of rank 0, which is in a collective with it instead",
+    message_last_skipped: "ranks 0 and 1 wait for a message of each other",
+    message_of_another_unit: "other microbatch",
+}
+
+
+IN_PROCESSES = (skip, reorder, other_dtype, other_root, message_of_another_shape, message_skipped, message_last_skipped)
+"""Some of them, for worlds that take seconds to begin."""
+
+
+def told(comm: Comm, fault: Fault, odd: int) -> str:
+    """What this rank is told of a fault, at once, and again when it goes on; nothing was written before."""
+    check_collectives(comm)
+    summed(comm)
+    start, text = time.monotonic(), ""
+    try:
+        fault(comm, comm.rank == odd)
+    except (MismatchError, ConnectionError) as error:
+        text = str(error)
+    assert text, "not told"
+    assert time.monotonic() - start < comm.deadline / 2, "not at once"
+    return text
+
+
+def line_of(fault: Fault, mark: str) -> str:
+    """``comm/collective_faults.py:31``, of the line of a fault that ends with this comment."""
+    lines, first = inspect.getsourcelines(fault)
+    [number] = [first + i for i, line in enumerate(lines) if line.rstrip().endswith(f"# line: {mark}")]
+    return f"comm/collective_faults.py:{number}"

@@ -1,0 +1,106 @@
+"""Every number of every command has bounds, and what is past them is refused in words before anything counts to it."""
+
+import math
+import time
+from dataclasses import replace
+from typing import Any, get_type_hints
+
+import pytest
+import torch
+
+from plait.commands.main import COMMANDS, main
+from plait.config import TrainConfig, VerifyConfig, validate
+from plait.config.bounds import BOUNDS, LONGEST, check_values
+from plait.schedule.actions import MOST_PASSES, parse_schedule
+from plait.schedule.check import check
+
+
+def numbers(kind: Any, seen: set[str]) -> set[str]:
+    """The names of all settings that are numbers, those of subcommands among them."""
+    for name, hint in get_type_hints(kind).items():
+        kinds = getattr(hint, "__args__", (hint,))
+        seen |= {name} if {int, float} & {*kinds} else set()
+        for one in kinds if name == "what" else ():
+            numbers(one, seen) if hasattr(one, "__dataclass_fields__") else None
+    return seen
+
+
+def test_every_number_has_bounds_and_every_bound_a_number() -> None:
+    found: set[str] = set()
+    for kind in COMMANDS.values():
+        numbers(kind, found)
+    assert found == {*BOUNDS}
+
+
+@pytest.mark.parametrize("name", sorted(set(BOUNDS) & {*TrainConfig.__dataclass_fields__}))
+def test_what_is_past_them_is_refused_with_the_number(name: str) -> None:
+    least, most, above = BOUNDS[name]
+    hint = str(get_type_hints(TrainConfig)[name])
+    past: list[Any] = [math.nan, -1e308, -math.inf] if "float" in hint else [-(2**63) - 1, 2**64, 10**400]
+    past += [least] if above else []
+    past += [math.inf, 1e308] if "float" in hint and most < 1e308 else []
+    for value in past:
+        with pytest.raises(ValueError, match=rf"{name} is .*: give a (whole )?number (from|above) ") as caught:
+            validate(replace(TrainConfig(), **{name: value}))
+        assert len(str(caught.value)) < 200
+    check_values(replace(TrainConfig(), **{name: least if not above else 1.0}))
+
+
+@pytest.mark.parametrize("text", ["", "\x1b[31m", "a\nb", "x" * (LONGEST + 1), "a\0b", "\udcff"])
+@pytest.mark.parametrize("name", ["mesh", "strategy", "model", "data", "out", "json", "resume", "split", "schedule"])
+def test_texts_that_cannot_be_meant(name: str, text: str) -> None:
+    with pytest.raises(ValueError, match=name) as caught:
+        validate(replace(TrainConfig(), **{name: text}))
+    assert str(caught.value).isprintable() and len(str(caught.value)) < 300
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "train --microbatches 9223372036854775808",
+        "train --mesh shard=9223372036854775808",
+        "train --mesh pipe=2 --schedule interleaved --chunks 9223372036854775808",
+        "train --mesh pipe=1000 --microbatches 1000 --batch 1000",
+        "train --threads 100000",
+        "train --deadline inf",
+        "train --deadline 1e308",
+        "train --config /dev/full",
+        "train --config /dev/zero",
+        "train --data /dev/zero",
+        "train --model mlp --heads -3",
+        "verify --mesh=",
+        "verify --json /dev/full",
+        "verify --json /tmp",
+        "bench comm --json /dev/full",
+        "bench comm --out /dev/null",
+        "bench comm --sizes 99999999GB",
+        "bench comm --repeat 9223372036854775808",
+        "schedule show 1f1b --stages 9223372036854775808",
+        "schedule text 1f1b --stages 65536 --microbatches 65536",
+        "schedule draw 1f1b --out /dev/full",
+        "doctor --json /dev/full",
+        "checkpoint show /dev/zero",
+        "checkpoint reshard /tmp /tmp/new --ranks 9223372036854775808",
+    ],
+)
+def test_what_once_hung_or_crashed_is_a_line(words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    begun = time.monotonic()
+    assert main(words.split()) == 2
+    shown = capsys.readouterr()
+    assert shown.out == "" and shown.err.startswith("plait: error: ") and shown.err.count("\n") == 1
+    assert time.monotonic() - begun < 30
+
+
+def test_a_schedule_that_names_giant_numbers_is_not_counted_to() -> None:
+    for text in (f"{10**15}F0 0B0", f"0F{10**15} 0B0"):
+        with pytest.raises(ValueError, match=f"a product of at most {MOST_PASSES:,}"):
+            check(parse_schedule(text))
+
+
+def test_as_many_threads_as_may_be_given_do_not_crash_torch() -> None:
+    torch.set_num_threads(int(BOUNDS["threads"].most))
+    assert float(torch.ones(300, 300).matmul(torch.ones(300, 300)).sum()) == 300.0**3  # the fixture takes them back
+
+
+def test_numbers_within_are_taken() -> None:
+    validate(VerifyConfig(deadline=1e6, seed=-5, clip=math.inf, threads=1024))

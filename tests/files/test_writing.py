@@ -1,0 +1,173 @@
+"""Places are tried before a run; what is written is there as a whole, or an error says where, need and have."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import re
+import resource
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from test_disk_faults import mount
+
+from plait.files.writing import DiskError, Lines, check_file, check_folder, write_text
+
+SAYS = re.compile(r"\[Errno \d+\] .*; need \d+ bytes, have \d+ bytes: '.*'")
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[Path]:
+    """Of 16 KiB."""
+    place = tmp_path / "disk"
+    place.mkdir()
+    if mount("-t", "tmpfs", "-o", "size=16k", "tmpfs", str(place)):
+        pytest.skip("a small disk cannot be mounted here")
+    yield place
+    subprocess.run(["umount", str(place)], check=True)
+
+
+def fill(disk: Path) -> None:
+    with open(disk / "fill", "wb", buffering=0) as file, pytest.raises(OSError):
+        while True:
+            file.write(b"x" * 1000)
+
+
+def test_a_line_is_whole_or_not_there(disk: Path) -> None:
+    lines = Lines(disk / "metrics.jsonl")
+    written = 0
+    with pytest.raises(DiskError) as caught:
+        for written in range(1000):
+            lines.write(json.dumps({"step": written, "more": "x" * 70}))
+    assert SAYS.fullmatch(str(caught.value)) and caught.value.errno == errno.ENOSPC
+    data = (disk / "metrics.jsonl").read_text()
+    assert data.endswith("\n") and [json.loads(line)["step"] for line in data.splitlines()] == list(range(written))
+    lines.close()
+
+
+def test_a_text_takes_the_place_of_another_or_leaves_it(disk: Path) -> None:
+    write_text(disk / "a.json", "one")
+    write_text(disk / "a.json", "two")
+    fill(disk)
+    with pytest.raises(DiskError, match=r"No space left on device; need 9000 bytes, have 0 bytes: '.*a.json'"):
+        write_text(disk / "a.json", "x" * 9000)
+    assert (disk / "a.json").read_text() == "two" and sorted(os.listdir(disk)) == ["a.json", "fill"]
+
+
+def test_no_place_of_a_full_or_read_only_disk_is_accepted(disk: Path) -> None:
+    fill(disk)
+    for check in (lambda path: check_file("json", path), lambda path: check_folder("out", path)):
+        with pytest.raises(ValueError, match=r"No space left on device, 0 bytes are free"):
+            check(str(disk / "new"))
+    assert not mount("-o", "remount,ro", str(disk))
+    with pytest.raises(ValueError, match=r"nothing can be written in .* \(Read-only file system"):
+        check_file("json", str(disk / "new"))
+
+
+def test_what_needs_more_room_than_there_is_is_refused(disk: Path) -> None:
+    check_folder("out", str(disk / "a" / "b"), need=16_000)
+    with pytest.raises(ValueError, match=r"out '.*': need 17,000 bytes, have 16,384 bytes"):
+        check_folder("out", str(disk / "a" / "b"), need=17_000)
+    assert os.listdir(disk) == [], "nothing is left of the attempt"
+
+
+def test_a_file_that_may_not_grow(tmp_path: Path) -> None:
+    """By a limit of the shell."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (50, before[1]))
+    try:
+        with pytest.raises(DiskError, match="File too large; need 99 bytes"):
+            write_text(tmp_path / "a", "x" * 99)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_file_that_is_moved_away_or_replaced_is_noticed(tmp_path: Path) -> None:
+    path = tmp_path / "run" / "metrics.jsonl"
+    path.parent.mkdir()
+    for harm in (path.unlink, lambda: path.parent.rename(tmp_path / "elsewhere")):
+        path.parent.mkdir(exist_ok=True)
+        lines = Lines(path)
+        lines.write("{}")
+        harm()
+        with pytest.raises(DiskError, match=r"No such file or directory; need 3 bytes, have \d+ bytes"):
+            lines.write("{}")
+        lines.close()
+    path.parent.mkdir()
+    lines = Lines(path)
+    path.rename(tmp_path / "old")
+    path.touch()
+    with pytest.raises(DiskError, match="another file has taken its place"):
+        lines.write("{}")
+    lines.close()
+
+
+def test_two_runs_do_not_write_one_file(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    lines = Lines(path)
+    assert other(path) == errno.EAGAIN
+    lines.close()
+    assert other(path) == 0
+
+
+def other(path: Path) -> int:
+    """What becomes of the same in another process: its exit code."""
+    if not (pid := os.fork()):
+        try:
+            Lines(path)
+        except DiskError as error:
+            os._exit(error.errno or 1 if "another run is writing to it" in str(error) else 1)
+        os._exit(0)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+ODD: dict[str, tuple[Callable[[Path], object], str]] = {
+    "a pipe": (os.mkfifo, "no plain file"),
+    "a folder": (Path.mkdir, "is a folder"),
+    "a loop": (lambda place: place.symlink_to(place), "Too many levels"),
+    "a link to nothing": (lambda place: place.symlink_to("no/where"), "a link to nothing"),
+    "a device": (lambda place: place.symlink_to("/dev/full"), "no plain file"),
+}
+
+
+@pytest.mark.parametrize("odd", ODD)
+def test_odd_files_are_refused(odd: str, tmp_path: Path) -> None:
+    make, words = ODD[odd]
+    make(tmp_path / "a.json")
+    with pytest.raises(ValueError, match=words):
+        check_file("json", str(tmp_path / "a.json"))
+    with pytest.raises(ValueError, match=words):
+        check_folder("out", str(tmp_path), ["a.json"])
+    if odd != "a folder":
+        for path in ("a.json", "a.json/below"):
+            with pytest.raises(ValueError):
+                check_folder("out", str(tmp_path / path))
+
+
+@pytest.mark.parametrize(
+    ("path", "words"),
+    [
+        ("/dev/full", "no plain file"),
+        ("/proc/new", "nothing can be written in '/proc'"),
+        ("no/such/a.json", "there is no such folder"),
+        ("n" * 300, "File name too long"),
+        ("a\0b", "null byte"),
+    ],
+)
+def test_places_of_the_system(path: str, words: str) -> None:
+    with pytest.raises(ValueError, match=words) as caught:
+        check_file("json", path)
+    assert str(caught.value).startswith(f"json {path!r}") and "\n" not in str(caught.value)
+
+
+def test_a_folder_below_what_is_no_folder(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    for path, words in (("file", "is a file"), ("file/a/b", "Not a directory"), ("n" * 300 + "/a", "too long")):
+        with pytest.raises(ValueError, match=words):
+            check_folder("out", str(tmp_path / path))
+    check_folder("out", str(tmp_path / "a" / "b" / "c"), ["metrics.jsonl"])
+    assert os.listdir(tmp_path) == ["file"]

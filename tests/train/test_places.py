@@ -1,0 +1,143 @@
+"""A run whose disk fills up or vanishes: one line, exit code 1, whole lines, and the checkpoint before it loads."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from test_disk_faults import mount
+
+from plait.commands.main import main
+
+RUN = "train --model mlp --layers 4 --width 64 --batch 8 --mesh shard=2 --log-every 1000"
+LINE = re.compile(
+    r"plait: error: (.*); need \d+ bytes, have \d+ bytes: '(.*)' \(raised on rank \d of 2, mesh shard=2\)\n"
+)
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[Path]:
+    """Of half a MiB."""
+    place = tmp_path / "disk"
+    place.mkdir()
+    if mount("-t", "tmpfs", "-o", "size=512k", "tmpfs", str(place)):
+        pytest.skip("a small disk cannot be mounted here")
+    yield place
+    subprocess.run(["umount", str(place)], check=True)
+
+
+def said(capsys: pytest.CaptureFixture[str]) -> tuple[str, str]:
+    """The reason and the path of the one line."""
+    found = LINE.fullmatch(text := capsys.readouterr().err)
+    assert found, text
+    return found[1], found[2]
+
+
+def train(place: Path, *more: str, world: str = "thread") -> int:
+    return main([*RUN.split(), "--world", world, "--out", str(place / "run"), *more])
+
+
+def steps(place: Path) -> list[int]:
+    """Of the metrics, each line whole."""
+    text = (place / "run" / "metrics.jsonl").read_text()
+    assert text.endswith("\n")
+    return [json.loads(line)["step"] for line in text.splitlines()]
+
+
+@pytest.mark.parametrize("saving", [False, True])
+def test_a_disk_that_fills_up(saving: bool, disk: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (disk / "fill").write_bytes(b"x" * (60_000 if saving else 500_000))
+    assert train(disk, "--steps", "300", *["--save-every", "2"] * saving) == 1
+    reason, path = said(capsys)
+    assert "No space left" in reason and path.startswith(str(disk / "run"))
+    made = steps(disk)
+    assert made == [*range(1, len(made) + 1)]
+    (disk / "fill").unlink()
+    if saving:  # and with room it goes on from the last one that was whole
+        assert main(["checkpoint", "verify", str(disk / "run"), "--all"]) == 0
+        *older, newest = sorted((disk / "run" / "checkpoints").glob("step-*"))
+        for folder in older:  # or there would be no room for the next one
+            shutil.rmtree(folder)
+        last = int(newest.name.removeprefix("step-"))
+        assert train(disk, "--steps", str(last + 1), "--save-every", "2", "--resume", "auto") == 0
+        assert steps(disk) == [*range(1, last + 2)]
+
+
+def test_processes_say_it_once_and_leave_together(disk: Path) -> None:
+    (disk / "fill").write_bytes(b"x" * 60_000)
+    words = [*RUN.split(), "--steps", "300", "--save-every", "2", "--out", str(disk / "run"), "--deadline", "60"]
+    done = subprocess.run([sys.executable, "-m", "plait", *words], capture_output=True, text=True, timeout=400)
+    assert done.returncode == 1 and done.stderr.count("\n") == 1
+    assert "No space left on device; need " in done.stderr and f"'{disk}/run/checkpoints" in done.stderr
+    assert main(["checkpoint", "verify", str(disk / "run")]) == 0
+
+
+def test_a_summary_that_finds_no_room(disk: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (disk / "fill").write_bytes(b"x" * 500_000)
+    assert train(disk, "--steps", "4") == 1
+    reason, path = said(capsys)
+    assert "No space left" in reason and path.startswith(str(disk / "run")) and steps(disk) == [1, 2, 3, 4]
+    left = set(os.listdir(disk / "run"))
+    assert left <= {"metrics.jsonl", "config.toml", "timeline.svg"}, "and nothing that is half of a file"
+
+
+def test_a_full_disk_is_refused_before_the_run(disk: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with open(disk / "fill", "wb", buffering=0) as file, pytest.raises(OSError):
+        while True:
+            file.write(b"x" * 4096)
+    assert train(disk, "--steps", "4") == 2
+    assert "No space left on device, 0 bytes are free" in capsys.readouterr().err
+    (disk / "fill").write_bytes(b"x" * 400_000)
+    assert train(disk, "--steps", "4", "--save-every", "1") == 2
+    assert re.search(r"need \d[\d,]* bytes, have \d[\d,]* bytes", capsys.readouterr().err)
+
+
+def test_a_folder_that_vanishes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from plait.train import run
+
+    made = run._steps
+
+    def late(training: run.Training, stream: object) -> Iterator[dict[str, object]]:
+        for line in made(training, stream):  # type: ignore[arg-type]
+            if line["step"] == 3 and not training.comm.rank:
+                (tmp_path / "run").rename(tmp_path / "elsewhere")
+            yield line
+
+    monkeypatch.setattr(run, "_steps", late)
+    assert train(tmp_path, "--steps", "6") == 1
+    reason, path = said(capsys)
+    assert "No such file" in reason and path == str(tmp_path / "run" / "metrics.jsonl")
+    (tmp_path / "elsewhere").rename(tmp_path / "run")
+    assert steps(tmp_path) == [1, 2]
+
+
+def test_a_run_never_takes_anothers_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name in ("metrics.jsonl", "summary.json", "config.toml", "trace.json"):
+        folder = tmp_path / name
+        (folder / "run").mkdir(parents=True)
+        (folder / "run" / name).write_text("mine")
+        assert train(folder, "--steps", "1") == 2
+        assert f"has the {name} of an earlier run" in capsys.readouterr().err
+        assert (folder / "run" / name).read_text() == "mine"
+    assert train(folder, "--steps", "1", "--overwrite") == 0
+
+
+def test_a_last_line_that_was_torn_is_made_again(tmp_path: Path) -> None:
+    assert train(tmp_path, "--steps", "4", "--save-every", "2", "--lr-schedule", "constant") == 0
+    path = tmp_path / "run" / "metrics.jsonl"
+    whole = path.read_text()
+    for harm in (whole[:-30], whole + '{"step": 5, "lo', whole + "\udcff\0"):
+        path.write_text(harm, errors="surrogateescape")
+        shutil.rmtree(tmp_path / "run" / "checkpoints" / "step-000004", ignore_errors=True)
+        more = ["--save-every", "2", "--resume", "auto"]
+        assert train(tmp_path, "--steps", "4", *more) == 0
+        assert steps(tmp_path) == [1, 2, 3, 4]

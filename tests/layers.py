@@ -89,6 +89,7 @@ SHARES: dict[str, Share] = {
     "oracle": ORACLES,
     "sharded/test_dtensor_oracle.py": ORACLES,
     "sharded/test_op_database.py::test_every_operator": NIGHTLY,
+    "strangers/test_fuzz_channel.py": FULL,
     "strangers/test_hosts.py::test_two_hosts_over_the_channel": PROCESSES,
     "train/test_places.py::test_a_disk_that_fills_up": FULL,
     "train/test_places.py::test_processes_say_it_once_and_leave_together": PROCESSES,

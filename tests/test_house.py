@@ -80,6 +80,19 @@ COLLECTIVES = {
 
 MOST_LINES = 400
 
+UNPICKLERS = {"pickle", "_pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve", "joblib", "multiprocessing"}
+MAY_IMPORT_UNPICKLERS = {
+    "checkpoint/dcp.py": {"pickle"},  # writes torch's format; what is read goes through checkpoint/pickled.py
+    "data/workers.py": {"multiprocessing"},  # torch's own loader, over the pipes of its children
+}
+MAY_LOAD = {"verify/resume.py"}
+"""Reads with torch.load what this very process wrote."""
+
+SAFE = {"weights_only": True, "allow_pickle": False}
+
+SPEAKS = {"core/escape.py": {"write"}, "report/screen.py": {"Console"}}
+"""Where what plait says leaves it, escaped."""
+
 
 def part_of(path: str) -> str:
     """``engine/data_parallel/unit.py`` belongs to ``engine/data_parallel``, ``train/run.py`` to ``train``."""
@@ -132,6 +145,39 @@ def collective_calls(tree: ast.Module) -> list[tuple[int, str]]:
     return found
 
 
+def unpickling(tree: ast.Module, path: str) -> list[str]:
+    """Where a file could run what somebody else wrote: nothing that came over a network is ever unpickled."""
+    allowed = MAY_IMPORT_UNPICKLERS.get(path, set())
+    names = [(line, name.split(".")[0]) for line, name in imports(tree, path)]
+    found = [f"{path}:{n}: {name} may run what it reads" for n, name in names if name in UNPICKLERS - allowed]
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call):
+            called = dotted(node.func)
+            harm = called in ("eval", "exec", "pickle.load", "pickle.loads", "pickle.Unpickler")
+            if harm or (called == "torch.load" and path not in MAY_LOAD):
+                found.append(f"{path}:{node.lineno}: {called} may run what it reads")
+        elif isinstance(node, ast.Attribute) and node.attr.endswith(("_object", "_object_list")):
+            found.append(f"{path}:{node.lineno}: {node.attr} unpickles what others sent")
+        elif (
+            isinstance(node, ast.keyword)
+            and node.arg in SAFE
+            and not (isinstance(node.value, ast.Constant) and node.value.value is SAFE[node.arg])
+        ):
+            found.append(f"{path}:{node.value.lineno}: {node.arg} must be {SAFE[node.arg]}")
+    return found
+
+
+def unescaped(tree: ast.Module, path: str) -> list[str]:
+    """Where a file prints without ``core.escape.say`` or ``report.screen``."""
+    found = []
+    for node in ast.walk(tree):
+        name = dotted(node.func) if isinstance(node, ast.Call) else ""
+        direct = name == "print" or name in ("sys.stderr.write", "sys.stdout.write")
+        if (direct or name.split(".")[-1] == "Console") and path not in SPEAKS:
+            found.append(f"{path}:{node.lineno}: {name}: text leaves by core.escape.say or report.screen")
+    return found
+
+
 def faults(path: str, source: str) -> list[str]:
     """What one file of src/plait (path relative to it) does that the house does not allow."""
     tree = ast.parse(source)
@@ -151,6 +197,7 @@ def faults(path: str, source: str) -> list[str]:
             found.append(f"{path}:{line}: import the part that is meant, not plait as a whole")
     if path not in MAY_CALL_COLLECTIVES:
         found += [f"{path}:{n}: {name} belongs in comm/gloo.py or comm/nccl.py" for n, name in collective_calls(tree)]
+    found += unpickling(tree, path) + unescaped(tree, path)
     for node in ast.walk(tree):
         if isinstance(node, ast.Global):
             found.append(f"{path}:{node.lineno}: process-wide state ({', '.join(node.names)})")
@@ -213,6 +260,15 @@ def test_every_module_opens_with_its_idea() -> None:
         ("engine/x.py", "import torch\ntorch.distributed.barrier()", "belongs in comm/gloo"),
         ("comm/thread.py", "from torch.distributed import broadcast as b", "belongs in comm/gloo"),
         ("engine/x.py", "def f():\n    global state", "process-wide state"),
+        ("comm/agree.py", "import pickle", "may run what it reads"),
+        ("comm/agree.py", "from multiprocessing import connection", "may run what it reads"),
+        ("checkpoint/dcp.py", "import pickle\npickle.loads(data)", "may run what it reads"),
+        ("verify/record.py", "import torch\ntorch.load(file, weights_only=True)", "may run what it reads"),
+        ("verify/resume.py", "import torch\ntorch.load(file, weights_only=False)", "must be True"),
+        ("comm/agree.py", "import torch.distributed as dist\ndist.all_gather_object(a, b)", "unpickles what others"),
+        ("train/run.py", "import rich\nrich.console.Console().print(x)", "text leaves by"),
+        ("train/run.py", "print(name)", "text leaves by"),
+        ("train/run.py", "import sys\nsys.stderr.write(name)", "text leaves by"),
     ],
 )
 def test_a_wrong_file_is_caught(path: str, source: str, says: str) -> None:

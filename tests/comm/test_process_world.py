@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -25,25 +26,26 @@ def play(
 ) -> list[tuple[int, str]]:
     """Exit status and output of each rank; ``ranks`` of them are started (all, unless told)."""
     size, port = Mesh.parse(mesh).size, port or free_port()
-    processes = []
-    for rank in range(size if ranks is None else ranks):
-        env = os.environ | {
-            "RANK": str(rank),
-            "WORLD_SIZE": str(size),
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(port),
-            "OMP_NUM_THREADS": "1",
-        }
-        command = [sys.executable, "-W", "ignore", str(RANKS), scene, mesh, str(deadline)]
-        processes.append(
-            subprocess.Popen(command, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
-        )
-    try:
-        outputs = [p.communicate(timeout=110)[0] for p in processes]
-    finally:
-        for p in processes:
-            p.kill()
-    return [(p.returncode, out) for p, out in zip(processes, outputs, strict=True)]
+    count = size if ranks is None else ranks
+    with ThreadPoolExecutor(count) as pool:
+        return list(pool.map(lambda rank: play_one(scene, mesh, rank, size, port, deadline), range(count)))
+
+
+def play_one(scene: str, mesh: str, rank: int, size: int, port: int, deadline: float = 30) -> tuple[int, str]:
+    env = os.environ | {
+        "RANK": str(rank),
+        "WORLD_SIZE": str(size),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "OMP_NUM_THREADS": "1",
+    }
+    command = [sys.executable, "-W", "ignore", str(RANKS), scene, mesh, str(deadline)]
+    with subprocess.Popen(command, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as process:
+        try:
+            output = process.communicate(timeout=110)[0]
+        finally:
+            process.kill()
+    return process.returncode, output
 
 
 @pytest.mark.parametrize("mesh", ["shard=2", "shard=3", "shard=2 replica=2"])
@@ -115,7 +117,7 @@ def test_ranks_that_never_come_are_named() -> None:
     started = time.monotonic()
     [(status, output)] = play("alone", "shard=3", ranks=1, deadline=1.5)
     assert status == 1 and time.monotonic() - started < 30
-    assert re.search(r"TimeoutError: rank 0 waited 1.5 s .*: ranks 1, 2 did not come", output), output
+    assert re.search(r"TimeoutError: rank 0 waited 1\.\d s .*: ranks 1, 2 did not come", output), output
 
 
 def test_one_process_is_a_world_too() -> None:
@@ -136,3 +138,13 @@ def test_without_torchrun_the_missing_variables_are_named(monkeypatch) -> None:
         ProcessComm.from_env(Mesh(shard=2))
     with pytest.raises(ValueError, match="not set"):
         init()
+
+
+def test_ranks_that_differ_are_named_on_every_rank() -> None:
+    port = free_port()
+    with ThreadPoolExecutor(3) as pool:
+        meshes = ["shard=3", "shard=3", "pipe=3"]
+        played = [pool.submit(play_one, "alone", mesh, rank, 3, port) for rank, mesh in enumerate(meshes)]
+        for status, output in (future.result() for future in played):
+            assert status == 1
+            assert "ValueError: ranks differ: mesh is shard=3 on ranks 0, 1, pipe=3 on rank 2" in output, output

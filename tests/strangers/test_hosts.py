@@ -12,7 +12,7 @@ from plait.comm.peer import Peer
 from plait.watch.channel import Listener, Sender
 from plait.watch.hosts import SILENT, HostBoard, HostSide, parse_address, report_of
 from plait.watch.key import ChannelKey
-from plait.watch.page import Page, Record, Status
+from plait.watch.page import Page, Status, StatusRecord
 
 PEERS = [Peer(0, "a", 1), Peer(1, "a", 2), Peer(2, "b", 3), Peer(3, "b", 4)]
 KEY = ChannelKey(b"sixteen bytes or more")
@@ -100,8 +100,8 @@ def test_two_hosts_over_the_channel(tmp_path: Path) -> None:
     for host in "ab":
         (tmp_path / host).mkdir()
         pages[host] = Page.create(tmp_path / host / "page", 4)
-    Record(pages["b"], 2, "b", 77, 1).beats()
-    Record(pages["b"], 3, "b", 78, 1).beats()
+    StatusRecord(pages["b"], 2, "b", 77, 1).beats()
+    StatusRecord(pages["b"], 3, "b", 78, 1).beats()
     board, told = HostBoard(PEERS), {"a": list[str](), "b": list[str]()}
     listener = Listener(("127.0.0.1", 0), KEY, board.take)
     first = HostSide(PEERS, 0, pages["a"], listener, board, told["a"].append)

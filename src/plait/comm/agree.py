@@ -17,6 +17,7 @@ from torch import Tensor
 
 from plait.comm.base import Comm
 from plait.core.collectives import Note
+from plait.core.escape import one_line, printable
 from plait.core.mesh import AXES
 
 LONGEST_ERROR = 1024
@@ -117,8 +118,8 @@ def named(ranks: Sequence[int]) -> str:
 
 
 def shortened(text: str, longest: int = 90) -> str:
-    """A text, without its end where it is long."""
-    return text if len(text) <= longest else f"{text[:longest]}..."
+    """A text of another rank, without its end where it is long."""
+    return one_line(text, longest)
 
 
 def gather_bytes(comm: Comm, data: bytes) -> list[bytes] | None:
@@ -148,4 +149,4 @@ def check_together(comm: Comm, error: BaseException | None, axes: Sequence[str])
     if error is not None:
         raise error
     told = bytes(text.tolist()).rstrip(b"\0").decode(errors="replace")
-    raise OtherRankError(f"rank {ranks[failed[0]]} failed: {told}")
+    raise OtherRankError(f"rank {ranks[failed[0]]} failed: {printable(told)}")

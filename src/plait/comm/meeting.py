@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 _prefix_store: Any = dist.PrefixStore  # type: ignore[attr-defined]  # torch's stubs do not export it
 
 POLL_SECONDS = 0.02
-OTHERS_SECONDS = 0.5
+OTHERS_SECONDS = 1.5
 """How long rank 0, when two ranks differ, waits for the others, so that it can say who is alone with what."""
 
 

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import zlib
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -80,9 +80,18 @@ class ProcessComm(Comm):
 
     @classmethod
     def from_env(
-        cls, mesh: Mesh, *, device: torch.device | str = "cpu", deadline: float = 30.0, deterministic: bool = True
+        cls,
+        mesh: Mesh,
+        *,
+        device: torch.device | str = "cpu",
+        deadline: float = 30.0,
+        deterministic: bool = True,
+        facts: Mapping[str, str] | None = None,
     ) -> ProcessComm:
         """Joins the world that torchrun's variables describe.
+
+        Args:
+            facts: what else must be the same on all ranks, by name.
 
         Raises:
             ValueError: variables missing or wrong, another number of processes than the mesh has ranks, ranks that
@@ -94,9 +103,15 @@ class ProcessComm(Comm):
         if dist.is_initialized():
             fix = "close() that world first, or make ProcessComm(mesh, rank, store) on top of it"
             raise ValueError(f"torch.distributed is already initialised here: {fix}")
-        facts = {"mesh": str(mesh), "device": device.type, "deterministic": str(deterministic), **code_facts()}
+        alike = {
+            "mesh": str(mesh),
+            "device": device.type,
+            "deterministic": str(deterministic),
+            **code_facts(),
+            **(facts or {}),
+        }
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-        store, peers = init_process(place, backend, deadline, facts)
+        store, peers = init_process(place, backend, deadline, alike)
         return cls(mesh, place.rank, store, peers, device=device, deadline=deadline, deterministic=deterministic)
 
     def close(self) -> None:

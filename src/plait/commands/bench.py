@@ -2,13 +2,11 @@
 
 import datetime
 import platform
-import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
 import torch
-from rich.console import Console
 from rich.table import Table
 
 from plait.comm.base import Comm
@@ -16,6 +14,7 @@ from plait.files.writing import told, write_text
 from plait.measure.comm import BenchConfig, Measurement, measure
 from plait.measure.plot import Panel, svg
 from plait.report.drawing import seconds_text
+from plait.report.screen import screen
 from plait.verify.run import write_json
 
 
@@ -33,7 +32,7 @@ def run_bench(config: BenchConfig, comm: Comm) -> int:
         "config": asdict(config),
         "results": [{**asdict(r), "algbw": r.algbw, "busbw": r.busbw} for r in results],
     }
-    console = Console(file=sys.stderr if config.json == "-" else sys.stdout)
+    console = screen(stderr=config.json == "-")
     console.print(table(config, results))
     if config.json is not None:
         write_json(config.json, answer)
@@ -47,7 +46,7 @@ def run_bench(config: BenchConfig, comm: Comm) -> int:
         rates = {kind: [(r.bytes, r.busbw) for r in results if r.kind == kind] for kind in kinds}
         panels = [Panel("time", "s", times), Panel("bus bandwidth", "B/s", rates)]
         write_text(folder / "comm.svg", svg(title(config), panels))
-        console.print(f"written: {folder / 'comm.json'}, {folder / 'comm.svg'}", markup=False)
+        console.print(f"written: {folder / 'comm.json'}, {folder / 'comm.svg'}")
     return 0
 
 

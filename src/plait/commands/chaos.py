@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
 import tyro
-from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
 
 from plait.chaos import ROWS, run_campaign
 from plait.chaos.campaign import RowResult
 from plait.files.writing import check_folder
+from plait.report.screen import screen
 from plait.verify.run import write_json
 
 
@@ -47,7 +45,7 @@ def run_chaos(config: ChaosConfig) -> int:
     if config.folder is not None:
         check_folder("folder", config.folder)
     rows = [known[name] for name in dict.fromkeys(config.rows or known)]
-    console = Console(file=sys.stderr if config.json == "-" else sys.stdout, highlight=False, soft_wrap=True)
+    console = screen(stderr=config.json == "-", soft_wrap=True)
     found: list[RowResult] = []
     folder = None if config.folder is None else Path(config.folder)
     for event in run_campaign(rows, folder, times=config.times, short=config.short, seed=config.seed):
@@ -56,7 +54,7 @@ def run_chaos(config: ChaosConfig) -> int:
             continue
         row, number, result = event
         seen = ", ".join(f"{name} {value:.3g}" for name, value in result.seen.items())
-        console.print(escape(f"{row.name} {number}: {result.wrong or 'right'}{f' ({seen})' if seen else ''}"))
+        console.print(f"{row.name} {number}: {result.wrong or 'right'}{f' ({seen})' if seen else ''}")
     console.print(table_of(found))
     if config.json is not None:
         write_json(config.json, {"rows": [as_json(result) for result in found]})
@@ -76,7 +74,7 @@ def table_of(found: list[RowResult]) -> Table:
             measured.append(f"{name} {middle:.2f}, {worst:.2f}{goal}")
         right = len(result.results) - len(result.wrong)
         cells = [result.row.fault, result.row.expected, str(len(result.results)), str(right), "\n".join(measured)]
-        table.add_row(*map(escape, cells), "met" if result.met else "NOT MET")
+        table.add_row(*cells, "met" if result.met else "NOT MET")
     return table
 
 

@@ -33,10 +33,12 @@ from plait.checkpoint.folder import checkpoints, find, place
 from plait.checkpoint.saved import Saved, Whole, reshard
 from plait.checkpoint.storage import Storage
 from plait.commands.bench import size_text
+from plait.core.escape import one_line
 from plait.engine import empty_parameters
 from plait.job.families import FOLDER
 from plait.models.hf import check_installed
 from plait.models.pretrained import Pretrained
+from plait.report.screen import screen
 from plait.verify.run import write_json
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16, "fp64": torch.float64}
@@ -53,15 +55,9 @@ def refused() -> Iterator[None]:
         raise ValueError(str(error)) from error
 
 
-def safe(text: str, most: int = 0) -> str:
-    """A text without characters that a terminal obeys; cut where ``most`` is given."""
-    shown = "".join(one if one.isprintable() else one.encode("unicode_escape").decode() for one in text)
-    return shown if not most or len(shown) <= most else f"{shown[: most - 3]}..."
-
-
 def console_of(json: str | None) -> Console:
     """Where people read, while ``json`` may go to the standard output; wide where it is no terminal."""
-    console = Console(stderr=json == "-", highlight=False, soft_wrap=True, markup=False, emoji=False)
+    console = screen(stderr=json == "-", soft_wrap=True)
     if not console.is_terminal:
         console.width = 200
     return console
@@ -77,7 +73,7 @@ def table_of(title: str, *columns: str) -> Table:
 
 def add(table: Table, *cells: object) -> None:
     """A row of texts in which nothing is markup."""
-    table.add_row(*(Cell(safe(str(cell))) for cell in cells))
+    table.add_row(*(Cell(one_line(str(cell))) for cell in cells))
 
 
 @dataclass(frozen=True)
@@ -130,7 +126,7 @@ class ShowCheckpoint:
 def show(facts: dict[str, Any], console: Console) -> None:
     """What ``plait checkpoint show`` prints."""
     size = size_text(sum(facts["files"].values()))
-    console.print(safe(f"{facts['path']}: step {facts['step']}, {len(facts['files'])} files, {size}"))
+    console.print(one_line(f"{facts['path']}: step {facts['step']}, {len(facts['files'])} files, {size}"))
     kinds = table_of("tensors by kind", "kind", "TENSORS", "ELEMENTS", "BYTES")
     for kind, counts in facts["kinds"].items():
         add(kinds, kind, *(f"{count:,}" for count in counts.values()))
@@ -141,12 +137,12 @@ def show(facts: dict[str, Any], console: Console) -> None:
     console.print(tensors)
     for number, group in enumerate(facts["groups"]):
         options = ", ".join(f"{key} {value!r}" for key, value in group.items() if key != "parameters")
-        console.print(safe(f"group {number}: {group['parameters']} parameters, {options}"))
+        console.print(one_line(f"group {number}: {group['parameters']} parameters, {options}"))
     for word in ("seed", "loss_scale", "average"):
-        console.print(safe(f"{word.replace('_', ' ')}: {'none' if facts[word] is None else facts[word]}"))
+        console.print(one_line(f"{word.replace('_', ' ')}: {'none' if facts[word] is None else facts[word]}"))
     for name, text in facts["values"].items():
-        console.print(safe(f"{name}: {text}"))
-    console.print(safe(f"beside it: {', '.join(facts['others']) or 'no other checkpoint'}"))
+        console.print(one_line(f"{name}: {text}"))
+    console.print(one_line(f"beside it: {', '.join(facts['others']) or 'no other checkpoint'}"))
 
 
 def _kinds(tensors: dict[str, Whole]) -> dict[str, dict[str, int]]:
@@ -211,9 +207,9 @@ class VerifyCheckpoint:
             else:
                 problems = list(saved.damages().values())
             size = "" if problems else f": whole, {sum(file.bytes for file in saved.manifest.files.values()):,} bytes"
-            console.print(safe(f"{folder}{size}{f': damaged, {len(problems)} files' if problems else ''}"))
+            console.print(one_line(f"{folder}{size}{f': damaged, {len(problems)} files' if problems else ''}"))
             for text in problems:
-                console.print(safe(f"  {text}"))
+                console.print(one_line(f"  {text}"))
             damaged += bool(problems)
         return 1 if damaged else 0
 
@@ -234,12 +230,12 @@ class DiffCheckpoints:
         found = list(differences(*pair))
         console = console_of(self.json)
         for one in found:
-            told = f"{one.what}: {safe(one.one, 80)} and {safe(one.other, 80)}"
+            told = f"{one.what}: {one_line(one.one, 80)} and {one_line(one.other, 80)}"
             if one.elements:
                 told = f"{one.elements:,} elements of {one.one}, by at most {one.largest:.3g}"
-            console.print(safe(f"{one.name}: {told}"))
+            console.print(one_line(f"{one.name}: {told}"))
         how = f"{len(found)} differences" if found else f"the same, {len(pair[0].tensors)} tensors"
-        console.print(safe(f"{how}: {pair[0].folder} and {pair[1].folder}"))
+        console.print(one_line(f"{how}: {pair[0].folder} and {pair[1].folder}"))
         if self.json is not None:
             write_json(self.json, _plain([vars(one) for one in found]))
         return 1 if found else 0
@@ -333,7 +329,7 @@ class ExportDCP:
 
 
 def written(path: Storage | Path) -> int:
-    console_of(None).print(safe(f"written: {path}"))
+    console_of(None).print(one_line(f"written: {path}"))
     return 0
 
 

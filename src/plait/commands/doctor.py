@@ -11,19 +11,18 @@ import resource
 import shutil
 import socket
 import subprocess
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
+from rich.text import Text
 
 from plait import __version__
 from plait.measure import machine
+from plait.report.screen import screen
 from plait.tensor_parallel.gemm import ONEDNN, has_onednn
 from plait.verify.run import write_json
 
@@ -43,7 +42,7 @@ class DoctorConfig:
 def run_doctor(config: DoctorConfig) -> int:
     """Examines and shows; the exit code is 0, for a warning is no failure."""
     facts = examine(config.measure)
-    console = Console(file=sys.stderr if config.json == "-" else sys.stdout)
+    console = screen(stderr=config.json == "-")
     for section, values in facts.items():
         if section == "warnings":
             continue
@@ -52,10 +51,10 @@ def run_doctor(config: DoctorConfig) -> int:
         table.add_column("value", overflow="fold")
         for name, value in values.items():
             heading = re.sub("_(bytes|bytes_per_second|flops)$", "", name).replace("_", " ")
-            table.add_row(heading, escape(_words(name, value)))
+            table.add_row(heading, _words(name, value))
         console.print(table)
     for warning in facts["warnings"]:
-        console.print(f"[bold yellow]warning:[/] {escape(warning)}", soft_wrap=True)
+        console.print(Text.assemble(("warning: ", "bold yellow"), warning), soft_wrap=True)
     if config.json is not None:
         write_json(config.json, facts)
     return 0

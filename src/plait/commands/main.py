@@ -24,6 +24,7 @@ from plait.commands.doctor import DoctorConfig, run_doctor
 from plait.commands.schedule import ScheduleCommand
 from plait.config import TrainConfig, VerifyConfig
 from plait.config.bounds import check_values
+from plait.core.escape import say
 from plait.files.writing import check_file
 from plait.launch import Limits, guarded, launch, leave
 from plait.measure import comm as bench
@@ -95,7 +96,7 @@ def run(argv: list[str]) -> int:
             command = restarted(configs.with_job(command), int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")))
             configs.validate(command)
             if done := check_places(command):
-                print(done)
+                say(f"{done}\n", sys.stdout)
                 return 0
             body = partial(run_train, command, argv=argv)
             limits = Limits(command.restarts, command.grace, partial(newest_sound, command))

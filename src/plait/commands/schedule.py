@@ -9,22 +9,28 @@ plait schedule draw 1f1b --out 1f1b.svg                       the timeline and t
 from __future__ import annotations  # help texts are made of the orders when they are asked for
 
 import shutil
+import sys
 from dataclasses import dataclass
 from typing import Annotated
 
 import tyro
-from rich.console import Console
 
 from plait.config import names_a_file, read_schedule
 from plait.core.cells import find_strategy
+from plait.core.escape import say
 from plait.files.writing import check_file, write_text
 from plait.report.schedule import bubble_table, share_line, svg, time_grid
+from plait.report.screen import screen
 from plait.schedule.actions import MOST_PASSES, Schedule, format_schedule
 from plait.schedule.bubbles import Bubbles, bubbles
 from plait.schedule.check import Proof, check
 from plait.schedule.orders import describe_chunks, describe_orders, find_order, stages_per_rank, write_order
 from plait.schedule.passes import add_messages, add_sharding, add_step, merge_messages
 from plait.schedule.simulate import Costs, simulate
+
+
+def _tell(line: str) -> None:
+    say(f"{line}\n", sys.stdout)
 
 
 @dataclass(frozen=True)
@@ -81,14 +87,14 @@ class Show(Timed):
         formula, (stages, microbatches) = self.formula(), self.sizes()
         if not names_a_file(self.order) and stages * microbatches > MOST_PASSES:
             share = "none here" if formula.idle_share is None else f"{formula.idle_share:.6f}"
-            print(f"{stages} stages x {microbatches} microbatches: the closed forms alone")
-            print(f"idle share of rank 0: {share}; peak activations: {max(formula.peaks or (), default='none here')}")
+            _tell(f"{stages} stages x {microbatches} microbatches: the closed forms alone")
+            _tell(f"idle share of rank 0: {share}; peak activations: {max(formula.peaks or (), default='none here')}")
             return
         schedule, proof = self.schedule()
         timeline = simulate(schedule, self.costs())
-        print(time_grid(timeline, shutil.get_terminal_size((120, 24)).columns))
-        Console().print(bubble_table(timeline, proof, formula))
-        print(share_line(timeline, formula))
+        _tell(time_grid(timeline, shutil.get_terminal_size((120, 24)).columns))
+        screen().print(bubble_table(timeline, proof, formula))
+        _tell(share_line(timeline, formula))
 
     def formula(self) -> Bubbles:
         """What the closed forms say; nothing of a file, and nothing of waits where messages take time."""
@@ -113,7 +119,7 @@ class Draw(Timed):
         sizes = f"{proof.num_stages} stages on {len(set(proof.owner))} ranks, {proof.num_microbatches} microbatches"
         picture = svg(simulate(schedule, self.costs()), self.costs(), f"{self.order}: {sizes}")
         write_text(self.out, picture)
-        print(f"written: {self.out}")
+        _tell(f"written: {self.out}")
 
 
 @dataclass(frozen=True)
@@ -132,7 +138,7 @@ class Text(Source):
         if self.messages:
             schedule = merge_messages(add_messages(schedule))
         check(schedule)
-        print(format_schedule(schedule))
+        _tell(format_schedule(schedule))
 
 
 @dataclass(frozen=True)
@@ -147,8 +153,8 @@ class Check:
     def run(self) -> None:
         proof = check(read_schedule(self.file), in_order=self.in_order)
         order = "in the order of microbatches" if proof.in_order else "NOT in the order of microbatches"
-        print(f"proved: {proof.num_stages} stages on {len(proof.peaks)} ranks, {proof.num_microbatches} microbatches")
-        print(f"gradients are added {order}; peak activations per rank: {', '.join(map(str, proof.peaks))}")
+        _tell(f"proved: {proof.num_stages} stages on {len(proof.peaks)} ranks, {proof.num_microbatches} microbatches")
+        _tell(f"gradients are added {order}; peak activations per rank: {', '.join(map(str, proof.peaks))}")
 
 
 @dataclass(frozen=True)

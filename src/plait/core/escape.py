@@ -8,8 +8,11 @@ what prints, logs or reports it says it by ``printable``:
     printable("w\\x1b[31m")   'w\\\\x1b[31m'
 """
 
+import sys
+from typing import TextIO
+
 TURNING = (
-    frozenset("\u061c\u200e\u200f\u2028\u2029\ufeff")
+    frozenset("\u061c\u200e\u200f\u2028\u2029\ufeff\ufffe\uffff")
     | {*map(chr, range(0x202A, 0x202F))}
     | {*map(chr, range(0x2066, 0x206A))}
 )
@@ -37,3 +40,11 @@ def one_line(text: str, longest: int | None = None) -> str:
 def _harmless(c: str) -> bool:
     control = ord(c) < 0x20 or 0x7F <= ord(c) < 0xA0 or 0xD800 <= ord(c) < 0xE000
     return c in "\n\t" or not (control or c in TURNING)
+
+
+def say(text: str, stream: TextIO | None = None) -> None:
+    """Writes ``printable`` text, to stderr unless told: all that plait says outside of ``report.screen`` goes this way.
+    What a person's own encoding lacks is escaped too."""
+    stream = stream or sys.stderr
+    encoding = getattr(stream, "encoding", None) or "utf-8"
+    stream.write(printable(text).encode(encoding, "backslashreplace").decode(encoding))

@@ -17,6 +17,7 @@ import torch
 
 from plait.comm.base import DONE, Comm, Operation
 from plait.comm.observer import Observer
+from plait.core.escape import say
 from plait.engine import Engine
 from plait.inject.faults import Fault, parse_fault
 
@@ -60,7 +61,7 @@ class Injected(Observer):
 
     def begin_step(self, number: int) -> None:
         if self._now and self.fault.kind in OF_OTHERS:
-            sys.stderr.write(f"plait: {self.fault} could not be injected: there is nothing to take hold of\n")
+            say(f"plait: {self.fault} could not be injected: there is nothing to take hold of\n")
         elif self._now:
             self._act(None)  # the step had fewer operations
         self._now, self._asked = number + 1 == self.fault.step and not self._over, 0
@@ -85,7 +86,7 @@ class Injected(Observer):
         """Tells that it happens now, and once."""
         self._now, self._over = False, True
         where = f", in {operation}" if operation else ""
-        sys.stderr.write(f"plait: injected {self.fault} (process {os.getpid()}){where}\n")
+        say(f"plait: injected {self.fault} (process {os.getpid()}){where}\n")
         sys.stderr.flush()
 
     def _act(self, operation: Operation | None) -> None:
@@ -117,7 +118,7 @@ class Slowed(Observer):
 
     def begin_step(self, number: int) -> None:
         if number + 1 == self.fault.step:
-            sys.stderr.write(f"plait: injected {self.fault}\n")
+            say(f"plait: injected {self.fault}\n")
             self._last = time.perf_counter()
         self._take_longer()
 

@@ -25,6 +25,7 @@ from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousIn
 
 from plait.comm.environment import STORE
 from plait.comm.init_process import file_store
+from plait.core.escape import say
 from plait.core.mesh import Mesh
 from plait.launch.failure import explain, first_of, recorded
 from plait.launch.fork_server import ForkServer
@@ -138,7 +139,7 @@ class RankAgent(SimpleElasticAgent):
             )
         if self.asked.late:
             left = ", ".join(str(rank) for rank in self._ranks if rank not in ended)
-            sys.stderr.write(f"plait: rank {left} did not end within {self._limits.grace:g} s (--grace)\n")
+            say(f"plait: rank {left} did not end within {self._limits.grace:g} s (--grace)\n")
             raise SystemExit(128 + (self.asked.number or 0))
         return RunResult(WorkerState.HEALTHY)
 
@@ -177,7 +178,7 @@ class RankAgent(SimpleElasticAgent):
 
     def _tell(self, number: signal.Signals) -> None:
         """All ranks are to end behind their step."""
-        sys.stderr.write(announced(number, self._limits.grace))
+        say(announced(number, self._limits.grace))
         if self._look is not None:
             self._look.page.ask_to_stop(number)
 
@@ -186,7 +187,7 @@ class RankAgent(SimpleElasticAgent):
         that may be of use."""
         assert self._look is not None
         sys.stdout.flush()
-        sys.stderr.write(text)
+        say(text)
         reached = self._look.reached
         self._stop_workers(self._worker_group)
         if final or self.asked.number or not self._limits.restarts:
@@ -196,10 +197,10 @@ class RankAgent(SimpleElasticAgent):
         refusal = self._restarts.refusal(rank, reached, kept)
         if refusal:
             self._remaining_restarts = 0
-            sys.stderr.write(f"plait: {refusal}\n")
+            say(f"plait: {refusal}\n")
         else:
             number, most, start = len(self._restarts.faults), self._limits.restarts, kept or "the beginning"
-            sys.stderr.write(f"plait: restart {number} of {most}, from {start}\n")
+            say(f"plait: restart {number} of {most}, from {start}\n")
         return RunResult(WorkerState.FAILED)
 
 

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from plait.comm.agree import OtherRankError
+from plait.core.escape import printable, say
 from plait.files.writing import DiskError
 
 MISTAKE = 2
@@ -64,7 +65,7 @@ def guarded(work: Callable[[], int]) -> int:
         return work()
     except KeyboardInterrupt:
         if LAUNCHER not in os.environ:
-            sys.stderr.write("plait: stopped by SIGINT\n")
+            say("plait: stopped by SIGINT\n")
         return 128 + signal.SIGINT
     except Exception as error:
         return report(error)
@@ -79,10 +80,11 @@ def report(error: BaseException, environment: Mapping[str, str] = os.environ) ->
         line = " ".join([ERROR, *reason.split(), *getattr(error, "__notes__", ())])
         text = "\n".join([line, *grid, ""])
     refused = text.startswith(ERROR)
+    text = printable(text)
     leave_note(text, final=refused, environment=environment)
     if "TORCHELASTIC_ERROR_FILE" not in environment or LAUNCHER not in environment:
         sys.stdout.flush()
-        sys.stderr.write(text)
+        say(text)
     return MISTAKE if is_mistake(error) else 1
 
 

@@ -9,6 +9,7 @@ listens on a port but the ranks' own connections on loopback.  Ranks never outli
 """
 
 import contextlib
+import hashlib
 import logging
 import os
 import signal
@@ -16,6 +17,7 @@ import socket
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import fields
 from pathlib import Path
 
 import torch
@@ -25,6 +27,7 @@ from plait.comm.base import Comm
 from plait.comm.check import check_collectives
 from plait.comm.environment import variables
 from plait.config import MachineConfig, resolve_device
+from plait.core.escape import say
 from plait.launch.failure import LAUNCHER, leave_note
 from plait.launch.folder import private_folder
 from plait.launch.fork_server import ForkServer
@@ -72,7 +75,8 @@ def _be_a_rank(config: MachineConfig, body: Body, limits: Limits) -> int:
     if device == "cuda":
         device = f"cuda:{os.environ.get('LOCAL_RANK', '0')}"  # type: ignore[assignment]
     try:
-        comm = ProcessComm.from_env(config.parsed_mesh, device=device, deadline=config.deadline)
+        mesh, alike = config.parsed_mesh, shared_settings(config)
+        comm = ProcessComm.from_env(mesh, device=device, deadline=config.deadline, facts=alike)
     except (ConnectionError, TimeoutError) as error:  # a port that is taken, ranks that never came
         raise ValueError(str(error)) from error
     with open(os.devnull, "w") as nowhere, contextlib.ExitStack() as stack:
@@ -95,6 +99,20 @@ def _be_a_rank(config: MachineConfig, body: Body, limits: Limits) -> int:
     return code
 
 
+PLACES = {"config", "data", "out", "json", "export", "tensorboard", "wandb", "workers", "world"}
+"""Settings in which hosts may differ: where things lie, and what only one rank does."""
+
+
+def shared_settings(config: MachineConfig) -> dict[str, str]:
+    """What all ranks must be told alike, by flag, and the text of a job's file."""
+    given = {field.name: getattr(config, field.name) for field in fields(config) if field.name not in PLACES}
+    facts = {f"--{name.replace('_', '-')}": str(value) for name, value in given.items()}
+    job = str(given.get("job") or "").rpartition(":")[0]
+    if job and Path(job).is_file():
+        facts["--job"] = f"{Path(job).name} {hashlib.sha256(Path(job).read_bytes()).hexdigest()[:12]}"
+    return facts
+
+
 def _ask(comms: Sequence[Comm], number: signal.Signals) -> None:
     """The ranks agree on it at the end of their step."""
     for comm in comms:
@@ -109,7 +127,7 @@ def _be_all_ranks(config: MachineConfig, body: Body, limits: Limits) -> int:
         return body(comm)
 
     def ask(number: signal.Signals) -> None:
-        sys.stderr.write(announced(number, limits.grace))
+        say(announced(number, limits.grace))
         _ask(comms, number)
 
     with _left_at_once(Asked(ask, grace=limits.grace)), contextlib.ExitStack() as stack:
@@ -129,7 +147,7 @@ def _left_at_once(asked: Asked) -> Iterator[None]:
         except SystemExit as left:
             if threading.current_thread() is not threading.main_thread() or asked.number is None:
                 raise
-            sys.stderr.write(f"plait: stopped by {signal.Signals(asked.number).name}\n")
+            say(f"plait: stopped by {signal.Signals(asked.number).name}\n")
             sys.stdout.flush()
             sys.stderr.flush()
             os._exit(int(str(left.code)))
@@ -149,7 +167,7 @@ def _start_ranks(config: MachineConfig, command: Sequence[str], limits: Limits) 
         try:
             agent.run()
         except SystemExit as left:
-            sys.stderr.write(f"plait: stopped by {signal.Signals(int(str(left.code)) - 128).name}, with all ranks\n")
+            say(f"plait: stopped by {signal.Signals(int(str(left.code)) - 128).name}, with all ranks\n")
             return int(str(left.code))
         return agent.code
 

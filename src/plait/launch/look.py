@@ -4,12 +4,12 @@ page, /proc, exit codes  ──►  diagnose  ──►  told once, with the sta
                                         └──►  too long: the attempt is over
 """
 
-import sys
 import time
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
+from plait.core.escape import say
 from plait.core.mesh import Mesh
 from plait.watch.diagnose import ENDED, LONG, Diagnosis, block, diagnose, signal_name
 from plait.watch.page import Page
@@ -66,16 +66,14 @@ class Look:
         self._next = now + BETWEEN_SECONDS
         for status in self.page.read_all():
             if status.signal > 0 and not self.page.stop and self._is_new("signal", status.rank, now):
-                sys.stderr.write(
-                    f"plait: rank {status.rank} got {signal_name(status.signal)}: all ranks end behind their step\n"
-                )
+                say(f"plait: rank {status.rank} got {signal_name(status.signal)}: all ranks end behind their step\n")
         found = [one for one in self._found(ended) if one.kind not in ENDED]
         lasting = {(one.kind, one.rank) for one in found} | {("signal", rank) for rank in ranks}
         lasting |= {key for key in self._told if key[0] == "straggler"}
         self._told = {key: since for key, since in self._told.items() if key in lasting}
         fresh = [one for one in found if self._is_new(one.kind, one.rank, now)]
         with_stacks = [replace(one, stack=ask(self._folder, one.rank, ranks[one.rank])) for one in fresh]
-        sys.stderr.write(block(with_stacks))
+        say(block(with_stacks))
         return next((one for one in found if self._too_long(one, now)), None)
 
     def _is_new(self, kind: str, rank: int, now: float) -> bool:

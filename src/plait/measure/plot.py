@@ -6,9 +6,8 @@ Panel("seconds", "s", {"all_reduce": ((4096, 1e-4), (1 << 20, 2e-3))})
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from xml.sax.saxutils import escape
 
-from plait.report.drawing import svg_file
+from plait.report.drawing import in_xml, svg_file
 
 COLOURS = ["#1f77b4", "#d95f02", "#2ca02c", "#9467bd", "#8c564b", "#e377c2", "#555555", "#a6a000", "#17becf", "#c0392b"]
 WIDTH, HEIGHT = 420, 330
@@ -34,7 +33,7 @@ def svg(title: str, panels: Sequence[Panel]) -> str:
     height = HEIGHT + 24 + 20 * -(-len(names) // columns) + 12
     lines = [
         f'<rect width="{width}" height="{height}" fill="white"/>',
-        f'<text x="{width / 2:g}" y="18" text-anchor="middle" font-size="14">{escape(title)}</text>',
+        f'<text x="{width / 2:g}" y="18" text-anchor="middle" font-size="14">{in_xml(title)}</text>',
     ]
     for number, panel in enumerate(panels):
         lines += [f'<g transform="translate({number * WIDTH},0)">', *_panel(panel, colour), "</g>"]
@@ -42,7 +41,7 @@ def svg(title: str, panels: Sequence[Panel]) -> str:
         x, y = 20 + (width - 40) / columns * (i % columns), HEIGHT + 24 + 20 * (i // columns)
         lines.append(
             f'<line x1="{x:g}" x2="{x + 20:g}" y1="{y}" y2="{y}" stroke="{colour[name]}" stroke-width="2"/>'
-            f'<text x="{x + 26:g}" y="{y + 4}">{escape(name)}</text>'
+            f'<text x="{x + 26:g}" y="{y + 4}">{in_xml(name)}</text>'
         )
     return svg_file(width, height, lines, 12)
 
@@ -61,7 +60,7 @@ def _panel(panel: Panel, colour: Mapping[str, str]) -> Iterator[str]:
     def y_of(value: float) -> float:
         return TOP + height * (1 - (math.log10(value) - y_low) / (y_high - y_low))
 
-    yield f'<text x="{LEFT + width / 2:g}" y="36" text-anchor="middle">{escape(panel.title)}</text>'
+    yield f'<text x="{LEFT + width / 2:g}" y="36" text-anchor="middle">{in_xml(panel.title)}</text>'
     yield f'<text x="{LEFT + width / 2:g}" y="{HEIGHT - 8}" text-anchor="middle">bytes</text>'
     step = 1 if x_high - x_low <= 8 else 2 if x_high - x_low <= 12 else 4
     for power in range(x_low, x_high + 1, step):
@@ -72,7 +71,7 @@ def _panel(panel: Panel, colour: Mapping[str, str]) -> Iterator[str]:
         y = y_of(10**power)
         yield f'<line x1="{LEFT}" x2="{LEFT + width}" y1="{y:.1f}" y2="{y:.1f}" stroke="#ddd"/>'
         label = f"{_engineering(power)}{panel.unit}"
-        yield f'<text x="{LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{escape(label)}</text>'
+        yield f'<text x="{LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{in_xml(label)}</text>'
     yield f'<rect x="{LEFT}" y="{TOP}" width="{width}" height="{height}" fill="none" stroke="#888"/>'
     for name, curve in panel.curves.items():
         at = [(f"{x_of(x):.1f}", f"{y_of(y):.1f}") for x, y in curve]

@@ -4,5 +4,6 @@ training.py   a training run as it goes on, and at its end: its curve, bytes pre
 schedule.py   a schedule over time: characters, a table, an SVG drawing
 timeline.py   a step as it happened under the step that was predicted
 trace.py      the same as a trace file for Perfetto
+screen.py     the console, on which nothing that is printed is obeyed
 drawing.py    colours and boxes that the drawings share
 """

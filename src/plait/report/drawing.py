@@ -8,6 +8,7 @@ Boxes are opaque and their text is dark, so they read the same on a light and a 
 from collections.abc import Iterable, Iterator, Sequence
 from xml.sax.saxutils import escape
 
+from plait.core.escape import printable
 from plait.schedule.actions import Action, Kind
 
 COLOURS = {Kind.FORWARD: "#7fb2e5", Kind.BACKWARD: "#e8a35c", Kind.INPUT: "#efc27b", Kind.WEIGHT: "#9ccc8f"}
@@ -37,6 +38,11 @@ def paler(colour: str, share: float) -> str:
     return "#" + "".join(f"{round(part + (255 - part) * share):02x}" for part in parts)
 
 
+def in_xml(text: str) -> str:
+    """A text as it may stand in a picture: shown, and nothing else."""
+    return escape(printable(text))
+
+
 def svg_file(width: float, height: float, lines: Iterable[str], letters: int = 11) -> str:
     size = f'width="{width:g}" height="{height:g}" viewBox="0 0 {width:g} {height:g}"'
     head = f'<svg xmlns="http://www.w3.org/2000/svg" {size} font-family="sans-serif" font-size="{letters}">'
@@ -46,7 +52,7 @@ def svg_file(width: float, height: float, lines: Iterable[str], letters: int = 1
 def rect(x: float, y: float, width: float, height: float, fill: str, title: str, more: str = "") -> str:
     """A box that shows its title where the pointer rests; ``more`` are other attributes."""
     shape = f'x="{x:.2f}" y="{y:g}" width="{width:.2f}" height="{height:g}" fill="{fill}"{more}'
-    return f"<rect {shape}><title>{escape(title)}</title></rect>"
+    return f"<rect {shape}><title>{in_xml(title)}</title></rect>"
 
 
 def text_in(x: float, y: float, width: float, height: float, *texts: str) -> Iterator[str]:
@@ -54,7 +60,7 @@ def text_in(x: float, y: float, width: float, height: float, *texts: str) -> Ite
     for text in texts:
         if 7 * len(text) + 6 <= width:
             middle = f'x="{x + width / 2:.2f}" y="{y + height / 2 + 4:g}" text-anchor="middle"'
-            yield f'<text {middle} fill="{TEXT}">{escape(text)}</text>'
+            yield f'<text {middle} fill="{TEXT}">{in_xml(text)}</text>'
             return
 
 

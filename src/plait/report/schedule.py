@@ -8,12 +8,11 @@ One column is the greatest common divisor of all starts and ends.
 
 import math
 from fractions import Fraction
-from xml.sax.saxutils import escape
 
 from rich import box
 from rich.table import Table
 
-from plait.report.drawing import COLOURS, NAMES, box_of, label, svg_file
+from plait.report.drawing import COLOURS, NAMES, box_of, in_xml, label, svg_file
 from plait.schedule.actions import PASSES
 from plait.schedule.bubbles import Bubbles
 from plait.schedule.check import Proof
@@ -96,7 +95,7 @@ def svg(timeline: Timeline, costs: Costs, title: str) -> str:
     curves = [timeline.memory(rank, costs) if timeline.schedule[rank] else () for rank in range(ranks)]
     most = max((size for curve in curves for _, size in curve), default=0.0) or 1.0
     out = [f'<rect width="{WIDTH}" height="{height}" fill="white"/>']
-    out.append(f'<text x="{LEFT}" y="20" font-size="14">{escape(title)}</text>')
+    out.append(f'<text x="{LEFT}" y="20" font-size="14">{in_xml(title)}</text>')
     for rank, line in enumerate(timeline.schedule):
         y, stages = TOP + rank * (ROW + CURVE + GAP), sorted({a.stage for a in line})
         out.append(f'<text x="8" y="{y + 17}">rank {rank}</text>')

@@ -11,12 +11,11 @@
 
 import math
 from collections.abc import Iterator
-from xml.sax.saxutils import escape
 
 from rich import box
 from rich.table import Table
 
-from plait.report.drawing import COLOURS, NAMES, box_of, rect, seconds_text, svg_file, text_in
+from plait.report.drawing import COLOURS, NAMES, box_of, in_xml, rect, seconds_text, svg_file, text_in
 from plait.schedule.actions import PASSES, Kind
 from plait.schedule.events import Event, Log, Span
 from plait.schedule.idle import Idle, idle_times, mean_idle
@@ -126,8 +125,8 @@ def timeline_svg(log: Log, simulated: Timeline | None = None, title: str = "") -
     head = [
         STYLE,
         f'<rect class="ground" width="{WIDTH}" height="{height:g}"/>',
-        f'<text class="ink" x="8" y="20" font-size="14">{escape(title)}</text>',
-        f'<text class="faint" x="8" y="38">{escape(summary(log, simulated))}</text>',
+        f'<text class="ink" x="8" y="20" font-size="14">{in_xml(title)}</text>',
+        f'<text class="faint" x="8" y="38">{in_xml(summary(log, simulated))}</text>',
         *_ticks(max(ends.values()), scale, lanes_end),
     ]
     return svg_file(WIDTH, height, [*head, *out])

@@ -10,7 +10,6 @@ A batch is a function of its step, so the step is the whole data cursor, whateve
 """
 
 import secrets
-import sys
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
@@ -32,6 +31,7 @@ from plait.comm.agree import broadcast_text
 from plait.config import TrainConfig, from_toml
 from plait.config.sinks import METRICS
 from plait.core.collectives import Note
+from plait.core.escape import say
 from plait.engine import Engine
 from plait.job.config import JobConfig
 from plait.job.job import Job
@@ -151,7 +151,7 @@ def newest_sound(config: TrainConfig) -> str:
         except ValueError as error:
             damaged = Path(str(folder)).with_name(f"damaged-{folder.name}-{secrets.token_hex(4)}")
             Path(str(folder)).rename(damaged)
-            sys.stderr.write(f"plait: {error}\nplait: it is put aside as {str(damaged)!r}\n")
+            say(f"plait: {error}\nplait: it is put aside as {str(damaged)!r}\n")
     return ""
 
 

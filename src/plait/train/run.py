@@ -9,7 +9,6 @@ import math
 import platform
 import shlex
 import signal
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
@@ -30,6 +29,7 @@ from plait.config import TrainConfig, to_toml
 from plait.config.room import decoder_sizes
 from plait.config.sinks import Sinks, open_sinks
 from plait.core.collectives import Note
+from plait.core.escape import say
 from plait.core.mesh import AXES
 from plait.data import StepStream
 from plait.engine import Engine
@@ -40,6 +40,7 @@ from plait.measure.gpu import GpuUtilisation
 from plait.measure.machine import peak_memory
 from plait.plan.activations import decoder
 from plait.plan.memory import Held, held
+from plait.report.screen import screen
 from plait.report.training import ProgressView, RankBytes, bytes_table, human, spark
 from plait.train.course import Course
 from plait.train.resume import extra_of, layout_of, remove_later, resume, saver_of
@@ -81,7 +82,7 @@ class Training:
 
 def run_train(config: TrainConfig, comm: Comm, argv: Sequence[str] = ()) -> int:
     """This rank's part of a run that was started by ``argv``; the exit code is 1 if the comparison asked for fails."""
-    console = Console(quiet=comm.rank > 0, stderr=config.json == "-", highlight=False, soft_wrap=True)
+    console = screen(quiet=comm.rank > 0, stderr=config.json == "-", soft_wrap=True)
     job = make_job(config)
     config = replace(config, steps=job.steps)  # epochs have become steps
     of_step: dict[str, Any] = {name: getattr(config, name) for name in ("clip", "nonfinite", "check_drift")}
@@ -241,7 +242,7 @@ def _tell_stop(training: Training) -> int:
         saved = f"saved in {training.saver.wait()}; the same command with --resume auto goes on from there"
     if not training.comm.rank:
         name = signal.Signals(number).name
-        sys.stderr.write(f"plait: {name} (on rank {rank}): stopped behind step {step} of {config.steps}; {saved}\n")
+        say(f"plait: {name} (on rank {rank}): stopped behind step {step} of {config.steps}; {saved}\n")
     return 128 + number
 
 

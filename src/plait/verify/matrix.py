@@ -21,6 +21,7 @@ import torch
 from rich import box
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from plait.comm import thread
 from plait.config import VerifyConfig, section, validate, with_job
@@ -29,6 +30,7 @@ from plait.core.mesh import Mesh
 from plait.core.precision import Precision
 from plait.job.config import JobConfig
 from plait.job.job import Job, make_job
+from plait.report.screen import screen
 from plait.schedule.orders import ORDERS
 from plait.verify.cases import cells, cells_of_job, command, due
 from plait.verify.plain import run_plain
@@ -102,7 +104,7 @@ def run_matrix(config: VerifyConfig) -> int:
             raise ValueError(f"--{flag} with --matrix, which chooses its layouts itself: leave one of them out")
     chosen = cells(config.matrix) if config.job is None else cells_of_job(replace(config, matrix=None), config.matrix)
     configs = [replace(c, data=config.data, seed=config.seed, deadline=config.deadline) for c in chosen]
-    console = Console(highlight=False, soft_wrap=True, stderr=config.json == "-")
+    console = screen(soft_wrap=True, stderr=config.json == "-")
     console.width = max(console.width, WIDTH)
     started = time.monotonic()
     outcomes = run_cells(configs, console)
@@ -180,17 +182,17 @@ def show(outcomes: Sequence[Outcome], seconds: float, console: Console) -> None:
     for outcome in failed:
         tell(outcome, console)
         for line in outcome.told:
-            console.print(f"    {line}", markup=False)
+            console.print(f"    {line}")
     words = Counter(outcome.word for outcome in outcomes)
-    end = f"[bold red]{len(failed)} failed[/bold red]" if failed else "[bold green]all as due[/bold green]"
+    end = (f"{len(failed)} failed", "bold red") if failed else ("all as due", "bold green")
     counts = ", ".join(f"{number} {word}" for word, number in words.items())
-    console.print(f"{len(outcomes)} cells in {seconds / 60:.1f} min: {counts}; {end}")
+    console.print(Text.assemble(f"{len(outcomes)} cells in {seconds / 60:.1f} min: {counts}; ", end))
 
 
 def tell(outcome: Outcome, console: Console) -> None:
     """A failing cell: its verdict and the command that runs it alone."""
-    console.print(f"[bold red]{outcome.word}[/bold red], {due(outcome.config)} is due: ", end="")
-    console.print(command(outcome.config), markup=False)
+    console.print(Text.assemble((outcome.word, "bold red"), f", {due(outcome.config)} is due: "), end="")
+    console.print(command(outcome.config))
 
 
 def grid(title: str, outcomes: Sequence[Outcome], line: Callable[[VerifyConfig], tuple[int, str]]) -> Table:
@@ -204,10 +206,10 @@ def grid(title: str, outcomes: Sequence[Outcome], line: Callable[[VerifyConfig],
     return table
 
 
-def _marks(outcomes: Sequence[Outcome]) -> str:
+def _marks(outcomes: Sequence[Outcome]) -> Text:
     """``2b 1e``, and in red ``1D!``."""
     counts = sorted(Counter((outcome.failed, MARKS[outcome.word]) for outcome in outcomes).items())
-    return " ".join(f"[bold red]{n}{mark}![/bold red]" if bad else f"{n}{mark}" for (bad, mark), n in counts)
+    return Text(" ").join(Text(f"{n}{mark}!", "bold red") if bad else Text(f"{n}{mark}") for (bad, mark), n in counts)
 
 
 def report(size: str, outcomes: Sequence[Outcome], seconds: float) -> dict[str, Any]:

@@ -4,19 +4,23 @@ A rank records the pieces that it owns, in the parameters' own coordinates.  The
 parameters, which every rank records whole.
 """
 
-import io
+import json
 import math
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass, field
 from typing import Any
 
+import safetensors.torch
 import torch
+from safetensors import SafetensorError
 from torch import Tensor
 
+from plait.checkpoint.values import decoded, encoded
 from plait.comm import Comm
 from plait.comm.agree import gather_bytes
 from plait.config import RunConfig
 from plait.core.collectives import Entry
+from plait.core.escape import one_line
 from plait.core.parallelism import Parallelism
 from plait.core.tensor_cut import TensorCut
 from plait.engine import Engine, StepResult
@@ -169,9 +173,25 @@ def _part(stage: Stage, size: int) -> int:
 
 def collect_records(comm: Comm, record: RankRecord) -> list[RankRecord] | None:
     """Every rank's record on rank 0, None on the others."""
-    buffer = io.BytesIO()
-    torch.save(record.__dict__, buffer)
-    records = gather_bytes(comm, buffer.getvalue())
+    records = gather_bytes(comm, packed(record))
     if records is None:
         return None
-    return [record, *(RankRecord(**torch.load(io.BytesIO(data), weights_only=True)) for data in records[1:])]
+    return [record, *map(unpacked, records[1:])]
+
+
+def packed(record: RankRecord) -> bytes:
+    """A record as JSON and safetensors: what comes from another process is never unpickled."""
+    tensors: dict[str, Tensor] = {}
+    values = json.dumps(encoded(record.__dict__, tensors)).encode()
+    whole = {name: tensor.cpu().contiguous().clone() for name, tensor in tensors.items()}
+    return len(values).to_bytes(8, "little") + values + safetensors.torch.save(whole)
+
+
+def unpacked(data: bytes) -> RankRecord:
+    """What ``packed`` wrote; a ValueError for anything else."""
+    end = 8 + int.from_bytes(data[:8], "little")
+    try:
+        tensors = safetensors.torch.load(data[end:])
+        return RankRecord(**decoded(json.loads(data[8:end]), tensors.__getitem__))
+    except (TypeError, KeyError, SafetensorError) as error:
+        raise ValueError(f"what came from a rank is no record: {one_line(str(error))}") from error

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 import torch
-from rich.console import Console
 from torch import Tensor
 
 from plait.comm import Comm, ThreadWorld
@@ -25,6 +24,7 @@ from plait.comm.agree import broadcast_text, gather_texts
 from plait.comm.thread import ThreadComm
 from plait.core.collectives import Note
 from plait.core.mesh import Mesh
+from plait.report.screen import screen
 from plait.verify.compare import Finding, find, incomparable, number
 from plait.verify.program import Field, Fields, fields_of, random_kept, samples_seen, spoil
 from plait.verify.run import findings_table
@@ -49,7 +49,7 @@ class ResumeReport:
         return not self.faults
 
     def __str__(self) -> str:
-        console = Console(width=120, color_system=None)
+        console = screen(width=120, color_system=None)
         with console.capture() as captured:
             console.print(findings_table("a run that was stopped against one that was not", self.findings))
         more = [f"and {len(self.faults) - SHOWN} more"] if len(self.faults) > SHOWN else []

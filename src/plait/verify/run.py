@@ -16,14 +16,17 @@ import torch
 from rich import box
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from plait.comm import Comm, thread
 from plait.config import RunConfig, VerifyConfig, validate, with_job
 from plait.config.sinks import finite
 from plait.core.additions import additions
+from plait.core.escape import say
 from plait.files.writing import write_text
 from plait.job.job import Job, make_job
 from plait.job.own import UserJob
+from plait.report.screen import screen
 from plait.verify.compare import BITWISE, Finding, Measures, against_plain, against_tree
 from plait.verify.plain import run_plain
 from plait.verify.record import RankRecord, collect_records, record_run
@@ -142,7 +145,7 @@ def run_verify(config: VerifyConfig, comm: Comm) -> int:
     if config.json:
         write_json(config.json, report(verdict))
     if config.json != "-":
-        show(verdict, Console(highlight=False), every_tensor=config.tensors)
+        show(verdict, screen(), every_tensor=config.tensors)
     return 0 if verdict.equal else 1
 
 
@@ -163,14 +166,14 @@ def write_json(path: str, data: dict[str, Any]) -> None:
     """Write to a file, or to the standard output for ``-``; DiskError where the disk has no room."""
     text = json.dumps(finite(data), indent=1, allow_nan=False) + "\n"
     if path == "-":
-        sys.stdout.write(text)
+        say(text, sys.stdout)
     else:
         write_text(path, text)
 
 
 def show(verdict: Verdict, console: Console, *, every_tensor: bool = False) -> None:
     """Print the two comparisons and the verdict; ``every_tensor`` adds a line for each finding."""
-    console.print(f"[bold]{verdict.layout}[/bold]")
+    console.print(verdict.layout, style="bold")
     console.print(findings_table("against one process that adds in this layout's order", verdict.tree))
     console.print(findings_table("against plain PyTorch, one full batch a step", verdict.plain))
     findings = (*verdict.tree, *verdict.plain)
@@ -187,8 +190,7 @@ def show(verdict: Verdict, console: Console, *, every_tensor: bool = False) -> N
         console.print(f"steps skipped, gradients not finite under the loss scale: {verdict.left_out}")
     if verdict.none_made:
         console.print("no step was made, so nothing is proved: give a smaller --loss-scale")
-    colour = "green" if verdict.equal else "red"
-    console.print(f"verdict: [bold {colour}]{verdict.word}[/bold {colour}]")
+    console.print(Text.assemble("verdict: ", (verdict.word, "bold green" if verdict.equal else "bold red")))
 
 
 def line_of(finding: Finding) -> str:
@@ -215,6 +217,6 @@ def findings_table(title: str, findings: Sequence[Finding]) -> Table:
             f"{max(f.max_rel for f in group):.2g}",
             "yes" if worst.bitwise else "no",
             worst.asked,
-            "equal" if worst.equal else "[red]DIFFERENT[/red]",
+            "equal" if worst.equal else Text("DIFFERENT", "red"),
         )
     return table

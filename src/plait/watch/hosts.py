@@ -13,7 +13,6 @@ host of rank 0 listens, and gives all hosts one key:
 from __future__ import annotations
 
 import os
-import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -24,7 +23,7 @@ from plait.comm.agree import named
 from plait.comm.base import Comm
 from plait.comm.observer import Observer
 from plait.comm.peer import Peer
-from plait.core.escape import one_line
+from plait.core.escape import one_line, say
 from plait.watch.channel import Address, Listener, Message, Sender
 from plait.watch.key import read_key
 from plait.watch.page import STATES, Page, Status
@@ -226,7 +225,7 @@ def watch_hosts(comm: Comm, page: Page, environment: Mapping[str, str] = os.envi
         raise ValueError(f"{CHANNEL} is set, but no key: give all hosts the same PLAIT_KEY_FILE")
     board = HostBoard(peers) if mine == hosts[0] else None
     end = Sender(address, key) if board is None else Listener(address, key, board.take)
-    comm.observers += (HostSide(peers, comm.rank, page, end, board, sys.stderr.write),)
+    comm.observers += (HostSide(peers, comm.rank, page, end, board, say),)
 
 
 def parse_address(text: str) -> Address:

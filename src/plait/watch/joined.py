@@ -25,7 +25,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from plait.comm.base import Comm
-from plait.core.escape import one_line
+from plait.core.escape import one_line, say
 from plait.watch import processes, stacks
 from plait.watch.diagnose import ENDED, block, diagnose
 from plait.watch.hosts import watch_hosts
@@ -56,7 +56,7 @@ def watch_joined(comm: Comm) -> None:
         RankSide(comm, page, folder, None if given else Neighbours(comm, page, folder))
         watch_hosts(comm, page)
     except (OSError, ValueError) as error:
-        sys.stderr.write(f"plait: rank {comm.rank} runs without a status page: {one_line(str(error))}\n")
+        say(f"plait: rank {comm.rank} runs without a status page: {one_line(str(error))}\n")
 
 
 def _name() -> str:
@@ -202,7 +202,7 @@ class Neighbours:
             else f
             for f in fresh
         ]
-        sys.stderr.write(block(told))
+        say(block(told))
         sys.stderr.flush()
 
     def _claim(self, what: str) -> bool:

@@ -34,7 +34,7 @@ from plait.comm.base import Comm
 from plait.comm.observer import Observer
 from plait.comm.operation import Operation
 from plait.core.collectives import Note
-from plait.core.escape import one_line
+from plait.core.escape import one_line, say
 from plait.watch import processes, stacks
 from plait.watch.page import Page, StatusRecord, about
 from plait.watch.processes import readable
@@ -192,7 +192,7 @@ class RankSide:
                 with contextlib.suppress(OSError):
                     os.kill(other.pid, signal.SIGKILL)
         shutil.rmtree(self.folder, ignore_errors=True)
-        sys.stderr.write(f"plait: the launcher (pid {self._launcher[0]}) is gone: rank {self.comm.rank} ends\n")
+        say(f"plait: the launcher (pid {self._launcher[0]}) is gone: rank {self.comm.rank} ends\n")
         os._exit(1)
 
 

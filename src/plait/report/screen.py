@@ -1,0 +1,36 @@
+"""The console on which tables, lines and bars are shown: nothing that is printed on it is obeyed.
+
+    name from a file ──► Table, Text, f"..." ──► rich lays it out ──► segments ──► escaped ──► terminal
+                                                                      colours and cursor moves are rich's own
+
+Text is no markup, so ``[red]`` in a name stays ``[red]``; colours are given by ``style`` and ``rich.text.Text``.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+from rich.console import Console, ConsoleOptions, ConsoleRenderable, RenderHook
+from rich.segment import Segment
+
+from plait.core.escape import printable
+
+
+def screen(**options: Any) -> Console:
+    """A console of rich with these options."""
+    console = Console(**{"highlight": False, "markup": False, "emoji": False, **options})
+    console.push_render_hook(_EscapingHook())
+    return console
+
+
+class _EscapingHook(RenderHook):
+    def process_renderables(self, renderables: list[ConsoleRenderable]) -> list[ConsoleRenderable]:
+        return [_Escaped(renderable) for renderable in renderables]
+
+
+class _Escaped:
+    def __init__(self, renderable: ConsoleRenderable) -> None:
+        self._renderable = renderable
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Segment]:
+        for segment in console.render(self._renderable, options):
+            yield segment if segment.control else Segment(printable(segment.text), segment.style)

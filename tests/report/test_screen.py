@@ -1,0 +1,87 @@
+"""Text from outside on its way out: what a terminal would obey is shown as its escape, and markup stays text."""
+
+from __future__ import annotations
+
+import io
+import xml.etree.ElementTree as ElementTree
+
+import pytest
+from rich.progress import Progress
+from rich.table import Table
+from rich.text import Text
+
+from plait.core.escape import one_line, printable, say
+from plait.measure.plot import Panel, svg
+from plait.report.drawing import rect, svg_file, text_in
+from plait.report.screen import screen
+
+HARM = [
+    "\x1b[2J\x1b]0;owned\x07",
+    "\x9b31m",
+    "a\rb",
+    "\u202egnp.exe",
+    "\u2066x\u2069",
+    "\udc80",
+    "\x00",
+    "\x7f",
+    "\u2028",
+]
+
+
+@pytest.mark.parametrize("text", HARM)
+def test_what_a_terminal_obeys_is_escaped_and_stays_so(text: str) -> None:
+    shown = printable(f"w{text}w")
+    assert shown.isprintable() and shown.encode() and printable(shown) == shown
+
+
+def test_harmless_text_is_left_as_it_is() -> None:
+    for text in ("model.layers.0.weight", "größe 重量 ▁▂▃", "a\tb\nc", "[red]x[/red]"):
+        assert printable(text) == text
+    assert one_line("a\nb\tc") == "a\\nb\\tc" and printable("x" * 50, 3) == "xxx..."
+
+
+@pytest.mark.parametrize("text", [*HARM, "[red]x[/red]", ":smile:", "[link=http://x]y[/link]"])
+def test_a_screen_shows_names_and_obeys_none(text: str) -> None:
+    out = io.StringIO()
+    console = screen(file=out, force_terminal=True, color_system="truecolor", width=200)
+    table = Table("name")
+    table.add_row(text)
+    console.print(f"tensor {text}", style="bold")
+    console.print(table, Text(text, "red"))
+    own = {"\x1b[1m", "\x1b[0m", "\x1b[31m"}
+    shown = out.getvalue()
+    for sequence in own:
+        shown = shown.replace(sequence, "")
+    assert all(c.isprintable() or c == "\n" for c in shown), repr(shown)
+    if not any(c in text for c in "\x07\r"):  # rich leaves these two out altogether
+        assert shown.count(printable(text)) == 3
+
+
+def test_colours_and_moving_bars_stay() -> None:
+    out = io.StringIO()
+    console = screen(file=out, force_terminal=True, color_system="truecolor", width=60)
+    with Progress(console=console) as bar:
+        bar.add_task("steps", total=2)
+        console.print("a line \x1b[2J")
+    assert "\x1b[?25l" in out.getvalue() and "a line \\x1b[2J" in out.getvalue() and "\x1b[2J" not in out.getvalue()
+
+
+def test_what_is_said_is_escaped_even_where_the_encoding_is_poor() -> None:
+    raw = io.BytesIO()
+    stream = io.TextIOWrapper(raw, encoding="ascii")
+    say("\x1b[31mgröße\udc80\n", stream)
+    stream.flush()
+    assert raw.getvalue() == b"\\x1b[31mgr\\xf6\\xdfe\\udc80\n"
+
+
+@pytest.mark.parametrize(
+    "text", ["<script>alert(1)</script>", '"/><script>x</script>', "]]><x>", "&lt;", "\x00\x1b[2J", "'"]
+)
+def test_no_script_runs_in_a_picture(text: str) -> None:
+    drawn = svg_file(10, 10, [rect(0, 0, 1, 1, "red", text), *text_in(0, 0, 10_000, 10, text)])
+    for picture in (drawn, svg(text, [Panel(text, "s", {text: [(1, 1.0), (2, 2.0)]})])):
+        root = ElementTree.fromstring(picture)
+        tags = {element.tag.rpartition("}")[2] for element in root.iter()}
+        assert tags <= {"svg", "rect", "title", "text", "g", "line", "path", "polyline", "circle"}
+        assert not any(name.startswith("on") or "href" in name for element in root.iter() for name in element.attrib)
+        assert printable(text) in "".join(root.itertext())

@@ -76,7 +76,11 @@ def test_a_trial_that_breaks_is_wrong_and_the_campaign_goes_on(tmp_path: Path) -
 
 
 @pytest.mark.parametrize(
-    ("words", "says"), [(["--rows", "fire"], "no row 'fire': there are kill"), (["--times", "0"], "times is 0: give a whole number from 1")]
+    ("words", "says"),
+    [
+        (["--rows", "fire"], "no row 'fire': there are kill"),
+        (["--times", "0"], "times is 0: give a whole number from 1"),
+    ],
 )
 def test_what_cannot_be_asked_for_is_one_line(words: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["chaos", *words]) == 2

@@ -144,7 +144,7 @@ def test_a_killed_rank_is_named_and_the_run_goes_on_to_the_same_end(
     os.kill(sorted(children(server))[1], signal.SIGKILL)
     _, err = process.communicate(timeout=110)
     assert process.returncode == 0, err
-    assert re.match(r"plait: rank 1 was killed by SIGKILL\n  on host .*in step \d+, ", err)
+    assert re.match(r"plait: rank 1 was killed by SIGKILL\n  on host .*in step \d+ \(counted from 0\), ", err)
     assert "\n  rank 0: " in err and "\n  rank 2: " in err
     assert re.search(r"plait: restart 1 of 1, from .*step-0000\d\d\n", err)
     check_same_end(out, whole, capsys)

@@ -122,7 +122,8 @@ def test_the_block_says_who_where_and_what_the_others_wait_for() -> None:
     text = block(diagnose(statuses, [RUNS, is_("gone", -9), RUNS], NOW))
     assert text.splitlines() == [
         "plait: rank 1 was killed by SIGKILL",
-        "  on host node-a (pid 101), in step 7, computing after all_gather of unit 'b' over shard, 0.6 s ago",
+        "  on host node-a (pid 101), in step 7 (counted from 0), "
+        "computing after all_gather of unit 'b' over shard, 0.6 s ago",
         "  rank 0: waits for rank 1, 2 in step 7, in all_gather of unit 'b' over shard, since 0.5 s",
         "  rank 2: before its first step, since 0.2 s",
     ]

@@ -57,8 +57,8 @@ def killed(ground: Ground, number: int) -> Result:
     told = child.wait_for(f"rank {rank}\\b.*killed by SIGKILL", SOON, moment.at)
     again = _first_new_step(out, step, moment.at, child)
     wrong = "" if told else f"rank {rank} was not named: {child.text()[-500:]}"
-    if told and not re.search(rf"step {step}\b", child.text()):
-        wrong = f"step {step} was not named: {child.text()[-500:]}"
+    if told and not child.wait_for(rf"in step {step - 1} \(counted from 0\)", 1, moment.at):
+        wrong = f"step {step - 1} (counted from 0) was not named: {child.text()[-500:]}"
     seen = {} if told is None else {"told": told.at - moment.at}
     seen |= {} if again is None else {"restarted": again - moment.at}
     result = outcome(child, wrong, seen)

@@ -168,11 +168,11 @@ def _where(s: Status, p: ProcessState, now: float) -> str:
     half = "" if s.whole else " (its record is half written)"
     ended = p.state == "gone" or s.state in ("failed", "done")
     when = f"{max(0.0, now - s.since):.1f} s ago" if ended else _since(s, now)
-    return f"on host {s.host} (pid {s.pid}), {_in(s)}, {when}{half}"
+    return f"on host {s.host} (pid {s.pid}), {_in(s, ' (counted from 0)')}, {when}{half}"
 
 
-def _in(s: Status) -> str:
-    step = f"in step {s.step}" if s.step >= 0 else "before its first step"
+def _in(s: Status, counted: str = "") -> str:
+    step = f"in step {s.step}{counted}" if s.step >= 0 else "before its first step"
     if not s.operation:
         return step
     return f"{step}, {'waiting for' if s.state == 'waiting' else 'computing after'} {s.operation}"

@@ -28,7 +28,7 @@ def disk(tmp_path: Path) -> Iterator[Path]:
     if mount("-t", "tmpfs", "-o", "size=16k", "tmpfs", str(place)):
         pytest.skip("a small disk cannot be mounted here")
     yield place
-    subprocess.run(["umount", str(place)], check=True)
+    subprocess.run(["umount", "--lazy", str(place)], check=True)
 
 
 def fill(disk: Path) -> None:

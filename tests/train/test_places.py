@@ -30,7 +30,7 @@ def disk(tmp_path: Path) -> Iterator[Path]:
     if mount("-t", "tmpfs", "-o", "size=512k", "tmpfs", str(place)):
         pytest.skip("a small disk cannot be mounted here")
     yield place
-    subprocess.run(["umount", str(place)], check=True)
+    subprocess.run(["umount", "--lazy", str(place)], check=True)
 
 
 def said(capsys: pytest.CaptureFixture[str]) -> tuple[str, str]:

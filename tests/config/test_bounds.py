@@ -93,7 +93,7 @@ def test_what_once_hung_or_crashed_is_a_line(words: str, capsys: pytest.CaptureF
 
 def test_a_schedule_that_names_giant_numbers_is_not_counted_to() -> None:
     for text in (f"{10**15}F0 0B0", f"0F{10**15} 0B0"):
-        with pytest.raises(ValueError, match=f"a product of at most {MOST_PASSES:,}"):
+        with pytest.raises(ValueError, match=f"and a product of at most {MOST_PASSES:,}"):
             check(parse_schedule(text))
 
 

@@ -170,7 +170,7 @@ def test_in_bf16_the_rotary_angles_stay_exact() -> None:
     [
         ({"width": 34}, ["width 34", "4 heads", "multiple of 8"]),
         ({"kv_heads": 3}, ["4 heads", "3 key/value", "divisor of 4"]),
-        ({"layers": 0}, ["num_layers is 0"]),
+        ({"layers": 0}, ["layers is 0"]),
     ],
 )
 def test_wrong_sizes_are_named_with_the_fix(changes: dict[str, int], words: list[str]) -> None:

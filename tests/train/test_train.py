@@ -162,7 +162,7 @@ def test_a_second_run_does_not_replace_the_first_unless_told_to(
     train(*words)
     before = (tmp_path / "out" / "metrics.jsonl").read_text()
     assert main(["train", *words, "--out", str(tmp_path / "out")]) == 2
-    assert "has the metrics of an earlier run: give another folder, --resume auto" in capsys.readouterr().err
+    assert "of an earlier run: give another folder, --resume auto" in capsys.readouterr().err
     assert (tmp_path / "out" / "metrics.jsonl").read_text() == before
     assert len(train(*words, "--steps", "2")[1]) == 2  # with --overwrite
     assert "overwrite" not in (tmp_path / "out" / "config.toml").read_text()
@@ -252,7 +252,7 @@ def test_sinks_are_closed_when_a_step_raises(text: str, tmp_path: Path, monkeypa
     [
         (["--warmup", "9", "--steps", "8"], "a warmup of 9 steps in a run of 8"),
         (["--warmup", "-1"], "warmup is -1"),
-        (["--min-lr", "1.5"], "min_lr is 1.5, a fraction of lr"),
+        (["--min-lr", "1.5"], "min_lr is 1.5: give a number from 0 to 1"),
         (["--weight-decay", "-0.1"], "weight_decay is -0.1"),
         (["--eval-every", "-2"], "eval_every is -2"),
         (["--eval-steps", "3"], "eval_steps 3 without eval_every"),

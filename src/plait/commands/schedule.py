@@ -21,7 +21,7 @@ from plait.core.escape import say
 from plait.files.writing import check_file, write_text
 from plait.report.schedule import bubble_table, share_line, svg, time_grid
 from plait.report.screen import screen
-from plait.schedule.actions import MOST_PASSES, Schedule, format_schedule
+from plait.schedule.actions import MOST_PASSES, MOST_STAGES, Schedule, format_schedule
 from plait.schedule.bubbles import Bubbles, bubbles
 from plait.schedule.check import Proof, check
 from plait.schedule.orders import describe_chunks, describe_orders, find_order, stages_per_rank, write_order
@@ -85,7 +85,7 @@ class Show(Timed):
 
     def run(self) -> None:
         formula, (stages, microbatches) = self.formula(), self.sizes()
-        if not names_a_file(self.order) and stages * microbatches > MOST_PASSES:
+        if not names_a_file(self.order) and (stages > MOST_STAGES or stages * microbatches > MOST_PASSES):
             share = "none here" if formula.idle_share is None else f"{formula.idle_share:.6f}"
             _tell(f"{stages} stages x {microbatches} microbatches: the closed forms alone")
             _tell(f"idle share of rank 0: {share}; peak activations: {max(formula.peaks or (), default='none here')}")

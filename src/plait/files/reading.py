@@ -57,7 +57,9 @@ def read_file(path: str | Path, what: str, most: int = LARGEST_TEXT) -> bytes:
     try:
         number, size = open_plain(path)
         with open(number, "rb") as file:
-            data = b"" if size > most else file.read(most + 1)  # files of the kernel say that they have 0
+            data = b"" if size > most else file.read(size)
+            if not size:  # as files of the kernel say of themselves
+                data = file.read(min(most, LARGEST_TEXT) + 1)
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
         raise ValueError(f"cannot read {what} {shown(path)}: {reason}") from error

@@ -70,8 +70,8 @@ ACTIVATION, GRADIENT, TIED = "activation", "gradient", "tied"
 _NEEDS_MICROBATCH = PASSES | MESSAGES | {Kind.REDUCE_GRAD}
 
 
-MOST_PASSES = 1 << 16
-"""Forwards of a schedule: more would take minutes to write and to prove."""
+MOST_STAGES, MOST_PASSES = 1 << 10, 1 << 16
+"""Of a schedule that is written and proved; passes are its forwards."""
 
 
 @dataclass(frozen=True)
@@ -247,7 +247,12 @@ def check_sizes(num_stages: int, num_microbatches: int) -> None:
         raise ValueError(f"{num_stages} stages: a pipeline has at least one")
     if num_microbatches < 1:
         raise ValueError(f"{num_microbatches} microbatches: a step needs at least one")
-    if num_stages * num_microbatches > MOST_PASSES:
+
+
+def check_written(num_stages: int, num_microbatches: int) -> None:
+    """Refuses sizes for which a schedule would take minutes to write and to prove."""
+    if num_stages > MOST_STAGES or num_stages * num_microbatches > MOST_PASSES:
         raise ValueError(
-            f"{num_stages:,} stages x {num_microbatches:,} microbatches: give a product of at most {MOST_PASSES:,}"
+            f"{num_stages:,} stages x {num_microbatches:,} microbatches: give at most {MOST_STAGES:,} stages, and a "
+            f"product of at most {MOST_PASSES:,}"
         )

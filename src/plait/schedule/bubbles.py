@@ -111,8 +111,7 @@ def bubbles(
 ) -> Bubbles:
     """The closed forms of an order, by the formula in its row of ``ORDERS``; ``chunks`` are the stages on each rank,
     ``forward``, ``input`` and ``weight`` the times of one *stage*, as in ``Costs``."""
-    check_sizes(num_stages, 1)
-    check_sizes(1, num_microbatches)
+    check_sizes(num_stages, num_microbatches)
     if formula is None or num_stages % chunks:
         return Bubbles()  # no formula, or the last ranks have less to do
     equal = EqualRanks(num_stages // chunks, num_microbatches, chunks, forward, input, weight)

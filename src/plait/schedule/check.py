@@ -32,7 +32,7 @@ from plait.schedule.actions import (
     activations,
     awaits,
     carries,
-    check_sizes,
+    check_written,
     count_microbatches,
     count_stages,
     makes,
@@ -82,7 +82,7 @@ def check(
     num_microbatches = num_microbatches or count_microbatches(schedule)
     if not num_stages or not num_microbatches:
         raise refusal(schedule, "the schedule is empty: it needs a stage and a microbatch")
-    check_sizes(num_stages, num_microbatches)
+    check_written(num_stages, num_microbatches)
     places = _places(schedule, owner, num_stages, num_microbatches)
     _check_complete(schedule, places, owner, num_stages, num_microbatches, backward=backward)
     _check_messages(schedule, places, owner)

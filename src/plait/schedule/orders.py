@@ -32,7 +32,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from plait.schedule import bubbles
-from plait.schedule.actions import Action, Kind, Line, Schedule, check_sizes, count_microbatches, keep
+from plait.schedule.actions import Action, Kind, Line, Schedule, check_sizes, check_written, count_microbatches, keep
 from plait.schedule.orders_v import dualpipe_v, zbv
 
 F, B, I, W = Kind.FORWARD, Kind.BACKWARD, Kind.INPUT, Kind.WEIGHT  # noqa: E741
@@ -180,6 +180,7 @@ def find_order(name: str) -> Order:
 
 def write_order(name: str, num_stages: int, num_microbatches: int, chunks: int | None = None) -> Schedule:
     """An order by name; a ValueError if there is none, or for chunks where the order fixes them."""
+    check_written(num_stages, num_microbatches)
     order, per_rank = find_order(name), stages_per_rank(name, chunks)
     return order.write(num_stages, num_microbatches, *[per_rank] * order.takes_chunks)
 

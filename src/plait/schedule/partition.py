@@ -46,8 +46,8 @@ def balanced(costs: Sequence[float], num_stages: int) -> tuple[int, ...]:
     little as possible, and then the most even.
 
     Exact, by dynamic programming over (stages, links), twice: the least maximum, then the least sum of squares of all
-    splits that keep to it.  (Not at once: the start of the best split may have a dearer stage than it need have, as long
-    as a later one is dearer still.)  A ValueError for more stages than links, or a cost below 0.
+    splits that keep to it.  (Not at once: the first stages of the best split may have a dearer one than they need, as
+    long as a later one is dearer still.)  A ValueError for more stages than links, or a cost below 0.
     """
     _check(len(costs), num_stages)
     if min(costs) < 0:

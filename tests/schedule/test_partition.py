@@ -44,6 +44,12 @@ def stage_costs(costs: Sequence[float], sizes: Sequence[int]) -> list[float]:
     return [sum(costs[i] for i in links) for links in by_sizes(sizes, len(costs))]
 
 
+def test_a_dearer_start_may_be_the_more_even_whole() -> None:
+    costs = [3, 5, 3, 7, 2, 7, 2]
+    each = stage_costs(costs, balanced(costs, 5))
+    assert (max(each), sum(cost**2 for cost in each)) == (9, 205)
+
+
 @settings(max_examples=150, deadline=None)
 @given(costs=st.lists(st.integers(0, 9), min_size=1, max_size=9), data=st.data())
 def test_balanced_against_every_split_there_is(costs: list[int], data: st.DataObject) -> None:

@@ -12,7 +12,8 @@ both, so it decides in ``shortest_step``: from stages of equal cost, boundaries 
 the step shorter.
 """
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from itertools import accumulate, permutations
 
 from plait.schedule.actions import Schedule, check_sizes, count_microbatches, count_stages, keep
@@ -44,25 +45,38 @@ def balanced(costs: Sequence[float], num_stages: int) -> tuple[int, ...]:
     """Sizes of contiguous stages, from the cost of each link (in any unit), such that the most expensive stage costs as
     little as possible, and then the most even.
 
-    Exact, by dynamic programming over (stages, links): the least maximum, then the least sum of squares.  A ValueError
-    for more stages than links, or a cost below 0.
+    Exact, by dynamic programming over (stages, links), twice: the least maximum, then the least sum of squares of all
+    splits that keep to it.  (Not at once: the first stages of the best split may have a dearer one than they need, as
+    long as a later one is dearer still.)  A ValueError for more stages than links, or a cost below 0.
     """
     _check(len(costs), num_stages)
     if min(costs) < 0:
         raise ValueError(f"link {costs.index(min(costs))} costs {min(costs)}: no cost is below 0")
     upto = [0.0, *accumulate(costs)]
-    # best[n]: (most expensive stage, sum of squares, sizes) of the first n links in as many stages as there were rounds
-    best: dict[int, tuple[float, float, tuple[int, ...]]] = {0: (0.0, 0.0, ())}
+    dearest, _ = _best(upto, num_stages, lambda dearest, cost: max(dearest, cost), math.inf)
+    _, sizes = _best(upto, num_stages, lambda squares, cost: squares + cost**2, dearest)
+    return sizes
+
+
+def _best(
+    upto: Sequence[float], num_stages: int, join: Callable[[float, float], float], most: float
+) -> tuple[float, tuple[int, ...]]:
+    """(value, sizes) of the split with the least value among those without a stage that costs more than ``most``;
+    ``join(value, cost)`` is the value with one stage more."""
+    links = len(upto) - 1
+    best: dict[int, tuple[float, tuple[int, ...]]] = {0: (0.0, ())}
     for stage in range(num_stages):
-        best = {
-            end: min(
-                (max(costliest, cost := upto[end] - upto[start]), squares + cost**2, (*sizes, end - start))
-                for start, (costliest, squares, sizes) in best.items()
-                if start < end
-            )
-            for end in range(stage + 1, len(costs) - num_stages + stage + 2)
+        ends = range(stage + 1, links - num_stages + stage + 2)
+        found = {
+            end: [
+                (join(value, cost), (*sizes, end - start))
+                for start, (value, sizes) in best.items()
+                if start < end and (cost := upto[end] - upto[start]) <= most
+            ]
+            for end in ends
         }
-    return best[len(costs)][2]
+        best = {end: min(values) for end, values in found.items() if values}
+    return best[links]
 
 
 # ---- by simulation ----------------------------------------------------------------------------------------

@@ -117,7 +117,8 @@ class Listener:
         """Ends the thread and all connections."""
         if not self._closing:
             self._closing = True
-            self._wake.send(b"x")
+            with contextlib.suppress(OSError):  # the thread has seen it already, and closed this
+                self._wake.send(b"x")
             self._thread.join(10)
 
     def __enter__(self) -> Self:

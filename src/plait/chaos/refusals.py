@@ -102,7 +102,7 @@ def other_settings(ground: Ground, number: int) -> Result:
 
 def full_disk(ground: Ground, number: int) -> Result:
     """A rank cannot write: all end together, and the checkpoint before it loads."""
-    rank, out, step = number % RANKS, ground.new(), EVERY + 1 + number % EVERY
+    rank, out, step = number % RANKS, ground.new(), 2 * EVERY + 1 + number % EVERY
     child = Observed(ground.words(out, "--inject", f"disk-full@rank={rank},step={step}"))
     moment = injected(child)
     code, seconds = child.finish(PATIENCE), time.monotonic() - moment.at

@@ -50,7 +50,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "train": TRAINING | {"job", "verify", "measure", "inject"},
     "verify": TRAINING | {"job"},
     "api": UP_TO_ENGINE | {"checkpoint", "models", "data", "watch"},
-    "chaos": TRAINING,
+    "chaos": TRAINING | {"launch", "watch"},
     "launch": {"core", "files", "comm", "config", "checkpoint", "train", "verify", "watch"},
     "commands": TRAINING | {"job", "measure", "train", "verify", "launch", "chaos"},
     "__main__": {"commands"},

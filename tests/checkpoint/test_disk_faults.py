@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import shutil
-import subprocess
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from disks import mount, small_disk
 from torch import nn
 
 import plait
@@ -30,16 +30,8 @@ SAYS = re.compile(
 @pytest.fixture
 def disk(tmp_path: Path) -> Iterator[Path]:
     """Of two MiB: one checkpoint fits on it."""
-    place = tmp_path / "disk"
-    place.mkdir()
-    if mount("-t", "tmpfs", "-o", "size=2m", "tmpfs", str(place)):
-        pytest.skip("a small disk cannot be mounted here")
-    yield place
-    subprocess.run(["umount", str(place)], check=True)
-
-
-def mount(*arguments: str) -> int:
-    return subprocess.run(["mount", *arguments], capture_output=True).returncode if shutil.which("mount") else 1
+    with small_disk(tmp_path / "disk", "2m") as place:
+        yield place
 
 
 def build(comm: Comm, seed: int = 0) -> Engine:

@@ -7,12 +7,11 @@ import json
 import os
 import re
 import resource
-import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from test_disk_faults import mount
+from disks import mount, small_disk
 
 from plait.files.reading import shown
 from plait.files.writing import DiskError, Lines, check_file, check_folder, write_text
@@ -23,12 +22,8 @@ SAYS = re.compile(r"\[Errno \d+\] .*; need \d+ bytes, have \d+ bytes: '.*'")
 @pytest.fixture
 def disk(tmp_path: Path) -> Iterator[Path]:
     """Of 16 KiB."""
-    place = tmp_path / "disk"
-    place.mkdir()
-    if mount("-t", "tmpfs", "-o", "size=16k", "tmpfs", str(place)):
-        pytest.skip("a small disk cannot be mounted here")
-    yield place
-    subprocess.run(["umount", "--lazy", str(place)], check=True)
+    with small_disk(tmp_path / "disk", "16k") as place:
+        yield place
 
 
 def fill(disk: Path) -> None:

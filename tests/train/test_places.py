@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from test_disk_faults import mount
+from disks import small_disk
 
 from plait.commands.main import main
 
@@ -25,12 +25,8 @@ LINE = re.compile(
 @pytest.fixture
 def disk(tmp_path: Path) -> Iterator[Path]:
     """Of half a MiB."""
-    place = tmp_path / "disk"
-    place.mkdir()
-    if mount("-t", "tmpfs", "-o", "size=512k", "tmpfs", str(place)):
-        pytest.skip("a small disk cannot be mounted here")
-    yield place
-    subprocess.run(["umount", "--lazy", str(place)], check=True)
+    with small_disk(tmp_path / "disk", "512k") as place:
+        yield place
 
 
 def said(capsys: pytest.CaptureFixture[str]) -> tuple[str, str]:

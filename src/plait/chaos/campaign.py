@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import statistics
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
@@ -134,7 +134,7 @@ def run_campaign(
     times: int | None = None,
     short: bool = False,
     seed: int = 0,
-) -> Iterator[RowResult | tuple[CampaignRow, int, Result]]:
+) -> Generator[RowResult | tuple[CampaignRow, int, Result]]:
     """Runs the rows one after the other; yields each trial, then the row.
 
     Args:

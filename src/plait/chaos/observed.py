@@ -15,8 +15,13 @@ import sys
 import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import IO, NamedTuple
+
+from plait.launch.fork_server import die_with
+from plait.watch.processes import born, look
 
 PAUSE = 0.01
 """Seconds between two looks."""
@@ -61,6 +66,7 @@ class Observed:
             errors="replace",
             env={**kept, "PYTHONUNBUFFERED": "1", **(environment or {})},
             start_new_session=True,
+            preexec_fn=partial(die_with, os.getpid()),  # it never outlives the campaign, and its ranks never outlive it
         )
         assert self.process.stdout is not None and self.process.stderr is not None
         both = (("out", self.process.stdout), ("err", self.process.stderr))
@@ -123,42 +129,26 @@ LAUNCHERS = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "LOCAL_RANK", "
 
 
 def _kill(pid: int) -> None:
-    try:
+    with suppress(ProcessLookupError):
         os.kill(pid, signal.SIGKILL)
-    except ProcessLookupError:
-        return
-
-
-def table() -> dict[int, tuple[int, int, str]]:
-    """Of every process its parent, start and state, from /proc."""
-    found = {}
-    for folder in Path("/proc").iterdir():
-        if folder.name.isdecimal():
-            try:
-                fields = (folder / "stat").read_text().rpartition(")")[2].split()
-            except OSError:
-                continue
-            found[int(folder.name)] = int(fields[1]), int(fields[19]), fields[0]
-    return found
 
 
 def descendants(pid: int) -> list[ProcessId]:
-    """All processes below one, children before grandchildren."""
-    processes, found, seen = table(), [pid], {pid}
+    """All processes below one, children before grandchildren, from /proc."""
+    below: dict[int, list[int]] = {}
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):
+            parent = int(stat.read_text(errors="replace").rpartition(")")[2].split()[1])
+            below.setdefault(parent, []).append(int(stat.parent.name))
+    found = [pid]
     for parent in found:
-        new = [child for child, (above, _, _) in processes.items() if above == parent and child not in seen]
-        found += new
-        seen |= {*new}
-    return [ProcessId(child, processes[child][1]) for child in found[1:]]
+        found += below.get(parent, [])
+    return [ProcessId(child, born(child)) for child in found[1:]]
 
 
 def alive(process: ProcessId) -> bool:
     """Whether it is still there, and no zombie."""
-    try:
-        fields = Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return False
-    return int(fields[19]) == process.start and fields[0] not in "ZX"
+    return look(process.pid, process.start).state != "gone"
 
 
 class Port(NamedTuple):

@@ -10,7 +10,7 @@ import sys
 import time
 from contextlib import closing, suppress
 
-from plait.chaos.ground import EVERY, PATIENCE, RANKS, Ground, wait_for_step
+from plait.chaos.ground import EVERY, PATIENCE, RANKS, Ground, lines_of, wait_for_step
 from plait.chaos.observed import LOOPBACK, Observed, descendants, listening
 from plait.chaos.trials import Result, injected, outcome
 from plait.checkpoint.folder import CHECKPOINTS
@@ -119,13 +119,15 @@ def left_out(ground: Ground, number: int) -> Result:
     """A rank leaves a collective out, in the debug mode: told at that step, with both places in the code."""
     rank, step = number % RANKS, ground.random.randrange(3, 12)
     fault = f"skip-collective@rank={rank},step={step},operation={ground.random.randrange(2, 6)}"
-    child = Observed(ground.words(ground.new(), "--check-collectives", "--inject", fault))
+    out = ground.new()
+    child = Observed(ground.words(out, "--check-collectives", "--inject", fault))
     moment = injected(child)
     code, seconds = child.finish(PATIENCE), time.monotonic() - moment.at
     said = "\n".join(line.text for line in child.lines if line.at > moment.at)
-    sites = len(set(re.findall(r"[\w/.-]+\.py:\d+", said)))
-    right = code not in (0, None) and re.search(rf"rank {rank}\b", said) and sites >= 1
-    return Result("" if right else f"exit code {code}: {said[-1200:]}", {"told": seconds})
+    made = int(str(lines_of(out / "metrics.jsonl")[-1]["step"]))
+    sites = set(re.findall(rf"rank {rank}: .* at ([\w/.-]+\.py:\d+)", said))
+    right = code == 1 and "mean different collectives" in said and sites and made == step - 1
+    return Result("" if right else f"exit code {code}, {made} steps made: {said[-1200:]}", {"told": seconds})
 
 
 IMPOSSIBLE: tuple[tuple[str, ...], ...] = (
@@ -169,11 +171,13 @@ def strangers(ground: Ground, number: int) -> Result:
     wait_for_step(out / "metrics.jsonl", 2, PATIENCE, child)
     ports = listening([child.pid, *(process.pid for process in descendants(child.pid))])
     outside = [port for port in ports if port.address not in LOOPBACK]
-    thrown = 0
+    wrong, thrown = f"{len(outside)} ports are open to others" if outside else "", 0
     for port in ports:
         for garbage in GARBAGE:
             with suppress(OSError), closing(socket.create_connection(("127.0.0.1", port.number), 2)) as connection:
                 connection.sendall(garbage)
                 thrown += 1
-    result = outcome(child, f"{len(outside)} ports are open to others" if outside else "", {"ports": len(ports)})
+    if not wrong and not thrown:
+        wrong = f"nothing took the garbage, at {len(ports)} ports"
+    result = outcome(child, wrong, {"ports": len(ports), "thrown": thrown})
     return Result(result.wrong or ground.same_run(out), result.seen)

@@ -99,6 +99,9 @@ def launcher_killed(ground: Ground, number: int) -> Result:
         child.end()
         return Result(f"the run never began: {child.text()[-500:]}")
     below = descendants(child.pid)
+    if len(below) <= RANKS:
+        child.end()
+        return Result(f"{len(below)} processes were found below the launcher of {RANKS} ranks")
     if number % 2:
         os.kill(below[-1].pid, signal.SIGSTOP)
     os.kill(child.pid, signal.SIGKILL)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -12,6 +13,7 @@ from rich.table import Table
 from plait.chaos import ROWS, run_campaign
 from plait.chaos.campaign import RowResult
 from plait.files.writing import check_folder
+from plait.launch.signals import Asked, heard
 from plait.report.screen import screen
 from plait.verify.run import write_json
 
@@ -48,13 +50,15 @@ def run_chaos(config: ChaosConfig) -> int:
     console = screen(stderr=config.json == "-", soft_wrap=True)
     found: list[RowResult] = []
     folder = None if config.folder is None else Path(config.folder)
-    for event in run_campaign(rows, folder, times=config.times, short=config.short, seed=config.seed):
-        if isinstance(event, RowResult):
-            found.append(event)
-            continue
-        row, number, result = event
-        seen = ", ".join(f"{name} {value:.3g}" for name, value in result.seen.items())
-        console.print(f"{row.name} {number}: {result.wrong or 'right'}{f' ({seen})' if seen else ''}")
+    events = run_campaign(rows, folder, times=config.times, short=config.short, seed=config.seed)
+    with heard(Asked(lambda _: None, grace=0.0)), closing(events):  # a signal ends it with what it has made
+        for event in events:
+            if isinstance(event, RowResult):
+                found.append(event)
+                continue
+            row, number, result = event
+            seen = ", ".join(f"{name} {value:.3g}" for name, value in result.seen.items())
+            console.print(f"{row.name} {number}: {result.wrong or 'right'}{f' ({seen})' if seen else ''}")
     console.print(table_of(found))
     if config.json is not None:
         write_json(config.json, {"rows": [as_json(result) for result in found]})

@@ -43,7 +43,7 @@ MOST_UNREAD = 256
 """Descriptions to one rank that it may not have read yet; one more waits for the oldest."""
 
 COMM: Final = str(Path(__file__).parent) + "/"
-INJECT: Final = str(Path(__file__).parents[1] / "inject") + "/"
+INJECT: Final = str(Path(__file__).parents[1] / "injection") + "/"
 PLAIT: Final = str(Path(__file__).parents[1]) + "/"
 TORCH: Final = str(Path(torch.__file__).parent) + "/"
 STANDARD: Final = sysconfig.get_paths()["stdlib"] + "/"

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import math
 import re
-import time
+from dataclasses import dataclass
+from typing import cast
 
 import pytest
 import torch
 from torch import nn
 
 from plait.comm import Comm, run
+from plait.comm.operation import Operation
 from plait.core.mesh import Mesh
 from plait.engine import Engine
 from plait.injection import FAULTS, Fault, inject, parse_fault
+from plait.injection.injected import Slowed
 
 MESH = Mesh(shard=3)
 
@@ -124,14 +127,41 @@ def test_what_never_came_is_said(capfd: pytest.CaptureFixture[str]) -> None:
     )
 
 
-def test_a_slow_rank_sleeps_as_often_as_it_computes(monkeypatch: pytest.MonkeyPatch) -> None:
-    slept: list[float] = []
-    monkeypatch.setattr("plait.injection.injected.time.sleep", slept.append)
-    run(MESH, lambda comm: trained(comm, "slow=3x@rank=2,step=3", steps=2))
-    assert not slept
-    start = time.perf_counter()
-    run(MESH, lambda comm: trained(comm, "slow=3x@rank=2,step=2"))
-    assert len(slept) > 6 and 0 < sum(slept) <= 2 * (time.perf_counter() - start)
+@dataclass
+class Clock:
+    now: float = 100.0
+    slept: float = 0.0
+
+    def perf_counter(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now, self.slept = self.now + seconds, self.slept + seconds
+
+
+def test_a_slow_rank_takes_longer_to_compute_and_not_to_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, operation = Clock(), cast(Operation, None)
+    monkeypatch.setattr("plait.injection.injected.time", clock)
+    slow = Slowed(Fault("slow", 0, 2, value=3.0))
+    slow.begin_step(0)
+    clock.now += 1
+    slow.asked(operation)
+    assert clock.slept == 0, "its step has not come"
+    slow.begin_step(1)
+    clock.now += 1
+    slow.asked(operation)
+    assert clock.slept == 2
+    slow.waits(operation)
+    clock.now += 5
+    slow.waited(operation, clock.now - 5, clock.now)
+    clock.now += 1
+    slow.begin_step(2)
+    assert clock.slept == 4
+    later = Slowed(Fault("slow", 0, 2, value=3.0))
+    later.begin_step(7)
+    clock.now += 1
+    later.asked(operation)
+    assert clock.slept == 6, "also where a run goes on behind its step"
 
 
 def test_a_bit_of_a_rank_without_any_is_left_alone(capfd: pytest.CaptureFixture[str]) -> None:

@@ -266,7 +266,7 @@ def copied_files(source: str | Path | None) -> dict[str, Path]:
         return {}
     home, found = Path(source), dict[str, Path]()
     for name in sorted({str(file.relative_to(home)) for pattern in COPIED for file in home.glob(pattern)}):
-        if not (home / name).is_dir():
+        if not (home / name).is_dir():  # a folder LICENSES is none of the files LICENSE*
             found[name] = _inside(home, name)
             check_readable(found[name], "what is copied,", LARGEST_COPIED)
     return found

@@ -37,7 +37,10 @@ ROW_BYTES = 2048
 """Of a description under way."""
 
 LONGEST = 150
-"""Characters of a part of a description; of a longer one its end is replaced by a checksum."""
+"""Bytes of a part of a description; a longer one is compared by its checksum.  (Bytes are those of JSON.)"""
+
+LONGEST_TEXT = 600
+"""Bytes of the text of a description."""
 
 MOST_UNREAD = 256
 """Descriptions to one rank that it may not have read yet; one more waits for the oldest."""
@@ -66,10 +69,14 @@ class Description:
     @classmethod
     def of(cls, operation: Operation, number: int, what: str) -> Description:
         """The ``number``-th operation of some ranks; ``what`` is the form of a message's tensor."""
-        note, group = operation.note, operation.group
-        about: dict[str, str | int] = {"phase": note.phase, "unit": note.unit, "microbatch": note.microbatch}
+        note, group, text = operation.note, operation.group, _without_middle(str(operation), LONGEST_TEXT)
+        about: dict[str, str | int] = {
+            "phase": _short(note.phase),
+            "unit": _short(note.unit),
+            "microbatch": note.microbatch,
+        }
         if operation.kind in ("send", "recv"):
-            return cls(str(operation), {"tensor": what, **about}, "message")
+            return cls(text, {"tensor": _short(what), **about}, "message")
         meant: dict[str, str | int] = {
             "operation": operation.kind,
             "axes": ", ".join(group.axes),
@@ -81,16 +88,13 @@ class Description:
             "number": number,
         }
         if operation.root < 0:  # a root may have a line of its own
-            meant["line"] = operation.site
-        return cls(str(operation), meant)
+            meant["line"] = _short(operation.site)
+        return cls(text, meant)
 
     def as_row(self) -> Tensor:
-        """As a message of fixed size."""
-        fields = {name: _short(value) if isinstance(value, str) else value for name, value in self.fields.items()}
-        text = self.text if len(self.text) <= 4 * LONGEST else self.text[: 4 * LONGEST] + "..."
-        data = json.dumps([text, fields, self.role]).encode()
-        if len(data) > ROW_BYTES:  # of letters that take many bytes
-            data = json.dumps([text[:LONGEST], {"all": zlib.crc32(data)}, self.role]).encode()
+        """As a message of fixed size, with all fields."""
+        room = ROW_BYTES - len(json.dumps(["", self.fields, self.role])) + len('""')
+        data = json.dumps([_without_middle(self.text, room), self.fields, self.role]).encode()
         return torch.frombuffer(bytearray(data.ljust(ROW_BYTES)), dtype=torch.uint8)
 
     @classmethod
@@ -278,7 +282,18 @@ def _is_library(file: str) -> bool:
 
 
 def _short(text: str) -> str:
-    return text if len(text) <= LONGEST else f"{text[:LONGEST]}...{zlib.crc32(text.encode()):08x}"
+    """What is compared of a text: itself, or its checksum."""
+    data = json.dumps(text)
+    return text if len(data) <= LONGEST else f"{len(text)} letters, {zlib.crc32(data.encode()):08x}"
+
+
+def _without_middle(text: str, most: int) -> str:
+    """A text of at most so many bytes."""
+    kept, end = text, len(text)
+    while len(json.dumps(kept)) > most:
+        end = end * 2 // 3
+        kept = f"{text[:end]} ... {text[-end:]}"
+    return kept
 
 
 def _form(what: Sequence[Tensor | int | None]) -> str:

@@ -117,6 +117,8 @@ class CollectiveCheck:
         self._untaken: dict[tuple[int, int], Description] = {}
         """Those of them that were not waited for yet, by sender and number."""
         self._unread: dict[int, deque[Work]] = {}
+        self._last: dict[int, Work] = {}
+        """The description of the last message to each rank."""
 
     def begin(self, operation: Operation, what: Sequence[Tensor | int | None]) -> Operation:
         """Before an operation runs: the same one, with the place where it was asked for.
@@ -130,7 +132,7 @@ class CollectiveCheck:
         ranks, rank = operation.group.ranks, self.comm.rank
         if operation.kind == "send":
             self._sent[ranks[1]] += 1
-            self._tell(operation, Description.of(operation, 0, _form(what)), ranks[1])
+            self._last[ranks[1]] = self._tell(operation, Description.of(operation, 0, _form(what)), ranks[1])
         elif operation.kind != "recv":
             members = tuple(sorted(ranks))
             self._asked[members] += 1
@@ -160,6 +162,15 @@ class CollectiveCheck:
         if problem := difference(found):
             raise self._fail(operation, found, problem)
 
+    def leave(self) -> None:
+        """Before this rank leaves: stays until its messages are heard of, or for its deadline.
+
+        That nobody hears of one is no error here: it was taken in, or its own wait has said why not.
+        """
+        with contextlib.suppress(OSError):
+            for work in self._last.values():  # a rank that has read this one has read all before it
+                work.wait()
+
     # ---- one stream to each rank, and one from it -------------------------------------------------------------------
 
     def _compare(self, operation: Operation, mine: Description) -> None:
@@ -187,11 +198,12 @@ class CollectiveCheck:
         self._heard[src] += 1
         self._untaken[src, self._heard[src]] = message
 
-    def _tell(self, operation: Operation, description: Description, dst: int) -> None:
+    def _tell(self, operation: Operation, description: Description, dst: int) -> Work:
         unread = self._unread.setdefault(dst, deque())
-        unread.append(self.comm._tell(operation, description.as_row(), dst))
+        unread.append(work := self.comm._tell(operation, description.as_row(), dst))
         if len(unread) > MOST_UNREAD:
             unread.popleft().wait()
+        return work
 
     def _hear(self, operation: Operation, src: int, mine: Description) -> Description:
         """The next collective or message of a rank, for which this one waits in ``mine``."""

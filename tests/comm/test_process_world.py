@@ -22,16 +22,24 @@ RANKS = Path(__file__).with_name("comm_ranks.py")
 
 
 def play(
-    scene: str, mesh: str, *, deadline: float = 30, ranks: int | None = None, port: int | None = None
+    scene: str,
+    mesh: str,
+    *,
+    deadline: float = 30,
+    ranks: int | None = None,
+    port: int | None = None,
+    shared: bool = False,
 ) -> list[tuple[int, str]]:
     """Exit status and output of each rank; ``ranks`` of them are started (all, unless told)."""
     size, port = Mesh.parse(mesh).size, port or free_port()
     count = size if ranks is None else ranks
     with ThreadPoolExecutor(count) as pool:
-        return list(pool.map(lambda rank: play_one(scene, mesh, rank, size, port, deadline), range(count)))
+        return list(pool.map(lambda rank: play_one(scene, mesh, rank, size, port, deadline, shared), range(count)))
 
 
-def play_one(scene: str, mesh: str, rank: int, size: int, port: int, deadline: float = 30) -> tuple[int, str]:
+def play_one(
+    scene: str, mesh: str, rank: int, size: int, port: int, deadline: float = 30, shared: bool = False
+) -> tuple[int, str]:
     env = os.environ | {
         "RANK": str(rank),
         "WORLD_SIZE": str(size),
@@ -39,7 +47,7 @@ def play_one(scene: str, mesh: str, rank: int, size: int, port: int, deadline: f
         "MASTER_PORT": str(port),
         "OMP_NUM_THREADS": "1",
     }
-    command = [sys.executable, "-W", "ignore", str(RANKS), scene, mesh, str(deadline)]
+    command = [sys.executable, "-W", "ignore", str(RANKS), scene, mesh, str(deadline), *(["shared"] if shared else [])]
     with subprocess.Popen(command, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as process:
         try:
             output = process.communicate(timeout=110)[0]
@@ -48,9 +56,10 @@ def play_one(scene: str, mesh: str, rank: int, size: int, port: int, deadline: f
     return process.returncode, output
 
 
+@pytest.mark.parametrize("shared", [False, True], ids=["gloo", "shared"])
 @pytest.mark.parametrize("mesh", ["shard=2", "shard=3", "shard=2 replica=2"])
-def test_does_what_every_world_does(mesh: str) -> None:
-    for status, output in play("everything", mesh):
+def test_does_what_every_world_does(mesh: str, shared: bool) -> None:
+    for status, output in play("everything", mesh, shared=shared):
         assert status == 0 and output == "done\n", output
 
 
@@ -65,8 +74,9 @@ def test_the_script_face_on_a_line() -> None:
         assert status == 0 and output == "done\n", output
 
 
-def test_a_rank_that_dies_is_noticed_at_once_and_the_operation_is_named() -> None:
-    (first, said), (second, _) = play("gone", "shard=2", deadline=20)
+@pytest.mark.parametrize("shared", [False, True], ids=["gloo", "shared"])
+def test_a_rank_that_dies_is_noticed_at_once_and_the_operation_is_named(shared: bool) -> None:
+    (first, said), (second, _) = play("gone", "shard=2", deadline=20, shared=shared)
     assert (first, second) == (0, 0), said
     lines = said.splitlines()
     assert re.fullmatch(r"rank 0 lost its connections in sum all_reduce of unit 'blocks.1' over shard .*", lines[0]), (
@@ -76,8 +86,9 @@ def test_a_rank_that_dies_is_noticed_at_once_and_the_operation_is_named() -> Non
     assert "broke down earlier" in said  # the second call does not wait again
 
 
-def test_ranks_in_different_operations_reach_the_deadline_and_each_is_told_where_the_others_were() -> None:
-    outputs = play("disagree", "shard=3", deadline=8)
+@pytest.mark.parametrize("shared", [False, True], ids=["gloo", "shared"])
+def test_ranks_in_different_operations_reach_the_deadline_and_each_is_told_where_the_others_were(shared: bool) -> None:
+    outputs = play("disagree", "shard=3", deadline=8, shared=shared)
     assert [status for status, _ in outputs] == [0, 0, 0], outputs
     for rank, (_, said) in enumerate(outputs):
         assert re.search(rf"^rank {rank} .* in all_gather of unit 'blocks.{rank}' over shard", said), said
@@ -87,15 +98,16 @@ def test_ranks_in_different_operations_reach_the_deadline_and_each_is_told_where
     assert any("waited 8 s" in said for _, said in outputs)
 
 
-@pytest.mark.parametrize("mesh", ["shard=2", "replica=3"])
-def test_with_the_check_each_fault_is_told_at_once(mesh: str) -> None:
-    for status, output in play("checked", mesh, deadline=60):
+@pytest.mark.parametrize(("mesh", "shared"), [("shard=2", False), ("replica=3", False), ("replica=3", True)])
+def test_with_the_check_each_fault_is_told_at_once(mesh: str, shared: bool) -> None:
+    for status, output in play("checked", mesh, deadline=60, shared=shared):
         assert status == 0 and output == "done\n", output
 
 
+@pytest.mark.parametrize("shared", [False, True], ids=["gloo", "shared"])
 @pytest.mark.parametrize("scene", ["checked_to_the_end", "checked_and_never_read"])
-def test_with_the_check_a_last_message_is_no_other_than_without(scene: str) -> None:
-    for status, output in play(scene, "pipe=2", deadline=10):
+def test_with_the_check_a_last_message_is_no_other_than_without(scene: str, shared: bool) -> None:
+    for status, output in play(scene, "pipe=2", deadline=10, shared=shared):
         assert status == 0 and output == "done\n", output
 
 

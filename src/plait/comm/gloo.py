@@ -3,8 +3,7 @@
     send(x, dst, tag) ──► [(torch's handle, the memory it works on), ...]     long tensors go in chunks
     wait(works)       ──► all within one deadline, or an error that names the operation and every member
 
-Messages with different tags never meet.  After its first failure a transport starts nothing more, because sockets
-promise nothing about what is still under way.  ``nccl.py`` adds what GPUs need.
+Messages with different tags never meet.  ``nccl.py`` adds what GPUs need.
 """
 
 import time
@@ -19,16 +18,15 @@ from torch import Tensor
 
 from plait.comm.failures import FailureReports
 from plait.comm.operation import Operation
+from plait.comm.ordered_reduce import ordered_sum
+from plait.comm.transport import Started, Transport
 
 CHUNK_BYTES = 8 * 2**20
 """Longer messages are sent in chunks of this size (256 MB: 5 to 15 % faster than in one piece)."""
 
-Started = tuple[Any, Tensor]
-"""A handle of torch and the memory it works on, which must live as long."""
 
-
-class GlooTransport:
-    """Messages of one process; ``waiting`` is entered around every wait (``Comm.waiting``)."""
+class GlooTransport(Transport):
+    """Messages over sockets."""
 
     def __init__(
         self,
@@ -37,11 +35,11 @@ class GlooTransport:
         reports: FailureReports,
         waiting: Callable[[Operation], AbstractContextManager[None]],
     ) -> None:
+        super().__init__(rank, deadline, reports, waiting)
         group = dist.group.WORLD
         assert group is not None, "the default process group is made first"
-        self._group, self.rank, self.deadline = group, rank, deadline
-        self._reports, self._waiting = reports, waiting
-        self.broken = ""  # or why nothing can be started any more
+        self._group = group
+        self._spare: dict[torch.dtype, list[Tensor]] = {}
 
     def send(self, operation: Operation, tensor: Tensor, dst: int, tag: int) -> list[Started]:
         return self._start(operation, tensor, lambda chunk: self._group.send([chunk], dst, tag))
@@ -52,7 +50,6 @@ class GlooTransport:
     def exchange(
         self, operation: Operation, slots: Sequence[Tensor], slices: Sequence[Tensor], tag: int
     ) -> list[Started]:
-        """Slice k to member k, slot k from member k, all at once; nothing for this rank itself."""
         ranks, index = operation.group.ranks, operation.group.index
         works: list[Started] = []
         for step in range(1, len(ranks)):  # each at its own distance, so that no member is everybody's first
@@ -61,13 +58,18 @@ class GlooTransport:
             works += self.send(operation, slices[ahead], ranks[ahead], tag)
         return works
 
-    def library(self, operation: Operation, out: Tensor, source: Tensor) -> list[Started]:
-        """The collective as the library makes it; nothing where it is better made of messages."""
-        return []
+    def reduce(
+        self, operation: Operation, mine: Tensor, slices: Sequence[Tensor], out: Tensor, tag: int
+    ) -> tuple[list[Started], Callable[[], None] | None]:
+        buffer, stack = self._receive_stack(operation, mine)
+
+        def finish() -> None:
+            ordered_sum(stack, operation.group.sizes, operation.op, out)
+            self._spare[buffer.dtype].append(buffer)
+
+        return self.exchange(operation, stack, slices, tag), finish
 
     def wait(self, operation: Operation, works: Sequence[Started]) -> None:
-        """Waits for what was started; raises TimeoutError after the deadline, ConnectionError where a connection broke,
-        with the others' reports."""
         end = time.monotonic() + self.deadline
         with self._waiting(operation):
             try:
@@ -76,14 +78,8 @@ class GlooTransport:
             except RuntimeError as error:
                 raise self._failure(operation, error) from error
 
-    def give_up(self, why: str) -> None:
-        """Starts nothing more; whoever waits for this rank, or loses it, reads why."""
-        self.broken = why
-        self._reports.post(why)
-
     def _start(self, operation: Operation, tensor: Tensor, start: Callable[[Tensor], Any]) -> list[Started]:
-        if self.broken:
-            raise ConnectionError(f"rank {self.rank} in {operation}: {self.broken}")
+        self._check(operation)
         if not tensor.numel():
             return []
         flat, most = tensor.view(-1), CHUNK_BYTES // tensor.element_size()
@@ -93,9 +89,18 @@ class GlooTransport:
         except RuntimeError as error:
             raise self._failure(operation, error) from error
 
-    def _failure(self, operation: Operation, error: BaseException) -> OSError:
-        if self.broken:
-            return ConnectionError(f"rank {self.rank} in {operation}: {self.broken}")
-        self.broken = f"this world broke down earlier, in {operation}"
-        others = [r for r in operation.group.ranks if r != self.rank]
-        return self._reports.error(str(operation), error, self.deadline, others)
+    def _receive_stack(self, operation: Operation, mine: Tensor) -> tuple[Tensor, list[Tensor]]:
+        """A receive buffer, and one tensor per member: a part of the buffer, or ``mine``.  Fresh memory costs more than
+        the message, so buffers are used again."""
+        n, m = len(operation.group.ranks), mine.numel()
+        spare = self._spare.setdefault(mine.dtype, [])
+        spare.sort(key=torch.Tensor.numel)
+        fits = next((i for i, buffer in enumerate(spare) if buffer.numel() >= (n - 1) * m), None)
+        if fits is not None:
+            buffer = spare.pop(fits)
+        else:
+            del spare[-1:]  # a longer one takes the place of a shorter one
+            buffer = mine.new_empty((n - 1) * m)
+        stack = [buffer[k * m : (k + 1) * m] for k in range(n - 1)]
+        stack.insert(operation.group.index, mine)
+        return buffer, stack

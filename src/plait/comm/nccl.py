@@ -16,8 +16,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from plait.comm.gloo import GlooTransport, Started
+from plait.comm.gloo import GlooTransport
 from plait.comm.operation import Operation
+from plait.comm.transport import Started
 from plait.core.mesh import AXES, Mesh
 
 # Names that differ between releases of torch, chosen here and nowhere else.

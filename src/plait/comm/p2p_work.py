@@ -14,8 +14,8 @@ from collections.abc import Callable
 
 import torch
 
-from plait.comm.gloo import GlooTransport, Started
 from plait.comm.operation import Operation, Work
+from plait.comm.transport import Started, Transport
 
 
 class P2PWork:
@@ -23,7 +23,7 @@ class P2PWork:
 
     def __init__(
         self,
-        transport: GlooTransport,
+        transport: Transport,
         operation: Operation,
         works: list[Started],
         under_way: dict[int, P2PWork],

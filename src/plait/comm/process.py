@@ -18,10 +18,11 @@ inside the library.  A single message is moved by the transport: ``gloo.py``, or
 
 from __future__ import annotations
 
+import time
 import zlib
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -30,13 +31,16 @@ from torch import Tensor
 from plait.comm.base import Comm, Operation, Work
 from plait.comm.environment import WorldVariables
 from plait.comm.failures import FailureReports
-from plait.comm.gloo import GlooTransport, Started
+from plait.comm.gloo import GlooTransport
 from plait.comm.init_process import code_facts, init_process
 from plait.comm.nccl import NcclTransport
 from plait.comm.operation import copied, label
 from plait.comm.ordered_reduce import ordered_sum
 from plait.comm.p2p_work import P2PWork, Sent, TwoPhase
 from plait.comm.peer import Peer
+from plait.comm.shared_memory.office import Office
+from plait.comm.shared_memory.transport import SharedMemoryTransport
+from plait.comm.transport import Started, Transport
 from plait.core.mesh import Mesh
 
 if TYPE_CHECKING:
@@ -65,13 +69,19 @@ class ProcessComm(Comm):
         device: torch.device | str = "cpu",
         deadline: float = 30.0,
         deterministic: bool = True,
+        shared_memory: bool = False,
     ) -> None:
         super().__init__(mesh, rank, device=device, deadline=deadline, deterministic=deterministic)
         self.peers = tuple(peers)
-        wires = rank, deadline, FailureReports(store, rank, self.peers), self.waiting
-        on_gpu = self.device.type == "cuda"
-        self.transport = NcclTransport(mesh, self.device, deterministic, *wires) if on_gpu else GlooTransport(*wires)
-        self._spare: dict[torch.dtype, list[Tensor]] = {}
+        wires = deadline, FailureReports(store, rank, self.peers), self.waiting
+        self.transport: Transport
+        if shared_memory:
+            office = Office(rank, store, self.peers, time.monotonic() + deadline)
+            self.transport = SharedMemoryTransport(office, *wires)
+        elif self.device.type == "cuda":
+            self.transport = NcclTransport(mesh, self.device, deterministic, rank, *wires)
+        else:
+            self.transport = GlooTransport(rank, *wires)
         self._two_phase: dict[tuple[str, ...], deque[TwoPhase]] = {}
         self._under_way: dict[int, P2PWork] = {}
         self.sends: dict[int, P2PWork] = {}  # under way, to other ranks
@@ -87,11 +97,13 @@ class ProcessComm(Comm):
         deadline: float = 30.0,
         deterministic: bool = True,
         facts: Mapping[str, str] | None = None,
+        shared_memory: bool = False,
     ) -> ProcessComm:
         """Joins the world that torchrun's variables describe.
 
         Args:
             facts: what else must be the same on all ranks, by name.
+            shared_memory: the ranks are processes of one host, and move tensors through memory that they share.
 
         Raises:
             ValueError: variables missing or wrong, another number of processes than the mesh has ranks, ranks that
@@ -105,14 +117,16 @@ class ProcessComm(Comm):
             raise ValueError(f"torch.distributed is already initialised here: {fix}")
         alike = {
             "mesh": str(mesh),
+            "shared memory": str(shared_memory),
             "device": device.type,
             "deterministic": str(deterministic),
             **code_facts(),
             **(facts or {}),
         }
-        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "" if shared_memory else "gloo"
         store, peers = init_process(place, backend, deadline, alike)
-        return cls(mesh, place.rank, store, peers, device=device, deadline=deadline, deterministic=deterministic)
+        options: dict[str, Any] = {"device": device, "deadline": deadline, "deterministic": deterministic}
+        return cls(mesh, place.rank, store, peers, shared_memory=shared_memory, **options)
 
     def close(self) -> None:
         """Waits for the sends whose handles were dropped, and for what is told of them (``check.py``), then leaves."""
@@ -125,7 +139,7 @@ class ProcessComm(Comm):
             if self.check is not None and not self.transport.broken:
                 self.check.leave()
         finally:
-            self.transport.broken = self.transport.broken or "this world was closed"
+            self.transport.close()
             super().close()
             if dist.is_initialized():
                 dist.destroy_process_group()
@@ -164,19 +178,7 @@ class ProcessComm(Comm):
 
     def _exchanged(self, operation: Operation, mine: Tensor, slices: Sequence[Tensor], out: Tensor) -> Work:
         """Slice k to member k; what comes in, and ``mine``, reduced into ``out``."""
-        buffer, stack = self._receive_stack(operation, mine)
-        works = self.transport.exchange(operation, stack, slices, self._tag(operation))
-        return self._reduced(operation, works, buffer, stack, out)
-
-    def _reduced(
-        self, operation: Operation, works: list[Started], buffer: Tensor, stack: Sequence[Tensor], out: Tensor
-    ) -> Work:
-        """``stack``, when its messages have come, reduced into ``out``."""
-
-        def finish() -> None:
-            ordered_sum(stack, operation.group.sizes, operation.op, out)
-            self._spare[buffer.dtype].append(buffer)
-
+        works, finish = self.transport.reduce(operation, mine, slices, out, self._tag(operation))
         return self._work(operation, works, finish)
 
     def _broadcast(self, operation: Operation, tensor: Tensor) -> Work:
@@ -193,9 +195,10 @@ class ProcessComm(Comm):
     def _reduce(self, operation: Operation, tensor: Tensor) -> Work:
         if operation.group.index != operation.root:
             return self._work(operation, self._rooted(operation, None, tensor, to_root=True))
-        buffer, stack = self._receive_stack(operation, tensor)
+        stack = [tensor.new_empty(len(tensor)) for _ in operation.group.ranks]
+        stack[operation.root] = tensor
         works = self._rooted(operation, stack, tensor, to_root=True)
-        return self._reduced(operation, works, buffer, stack, tensor)
+        return self._work(operation, works, lambda: ordered_sum(stack, operation.group.sizes, operation.op, tensor))
 
     def _gather(self, operation: Operation, out: Tensor | None, piece: Tensor) -> Work:
         slots = None if out is None else out.tensor_split(len(operation.group.ranks))
@@ -258,22 +261,6 @@ class ProcessComm(Comm):
     def _tag(self, operation: Operation) -> int:
         members = tuple(sorted(operation.group.ranks))
         return _checksum(*operation.meaning, members, self._number(members))
-
-    def _receive_stack(self, operation: Operation, mine: Tensor) -> tuple[Tensor, list[Tensor]]:
-        """A receive buffer, and one tensor per member: a part of the buffer, or ``mine``.  Fresh memory costs more than
-        the message, so buffers are used again."""
-        n, m = len(operation.group.ranks), mine.numel()
-        spare = self._spare.setdefault(mine.dtype, [])
-        spare.sort(key=torch.Tensor.numel)
-        fits = next((i for i, buffer in enumerate(spare) if buffer.numel() >= (n - 1) * m), None)
-        if fits is not None:
-            buffer = spare.pop(fits)
-        else:
-            del spare[-1:]  # a longer one takes the place of a shorter one
-            buffer = mine.new_empty((n - 1) * m)
-        stack = [buffer[k * m : (k + 1) * m] for k in range(n - 1)]
-        stack.insert(operation.group.index, mine)
-        return buffer, stack
 
 
 def _checksum(*parts: object) -> int:

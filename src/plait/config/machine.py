@@ -9,7 +9,7 @@ import torch
 
 from plait.core.mesh import Mesh
 
-World = Literal["process", "thread"]
+World = Literal["process", "shared_memory", "thread"]
 Device = Literal["auto", "cpu", "cuda"]
 
 
@@ -24,7 +24,7 @@ class MachineConfig:
     mesh: str = "shard=4"
     """Ranks on named axes, as in "replica=2 shard=2"; their product is the number of ranks."""
     world: World = "process"
-    """What a rank is: a process, or a thread of this one."""
+    """What a rank is: a process, one that shares memory with the others of its host, or a thread of this one."""
     device: Device = "cpu"
     """Where ranks compute; auto is cuda where there is one."""
     threads: int = 1

@@ -28,7 +28,7 @@ def check_room(config: RunConfig) -> None:
     else:  # started by hand, perhaps one on each host, or by plait
         ranks = 1 if "WORLD_SIZE" in os.environ else size
     kinds = {"state": _state(config), "a step's samples": _samples(config), "activations": _activations(config)}
-    need, have = ranks * sum(kinds.values()), memory(ranks if config.world == "process" else 1)
+    need, have = ranks * sum(kinds.values()), memory(1 if config.world == "thread" else ranks)
     if need > have:
         parts = ", ".join(f"{human(one)} of {what}" for what, one in kinds.items())
         raise ValueError(

@@ -76,7 +76,8 @@ def _be_a_rank(config: MachineConfig, body: Body, limits: Limits) -> int:
         device = f"cuda:{os.environ.get('LOCAL_RANK', '0')}"  # type: ignore[assignment]
     try:
         mesh, alike = config.parsed_mesh, shared_settings(config)
-        comm = ProcessComm.from_env(mesh, device=device, deadline=config.deadline, facts=alike)
+        shared = config.world == "shared_memory"
+        comm = ProcessComm.from_env(mesh, device=device, deadline=config.deadline, facts=alike, shared_memory=shared)
     except (ConnectionError, TimeoutError) as error:  # a port that is taken, ranks that never came
         raise ValueError(str(error)) from error
     with open(os.devnull, "w") as nowhere, contextlib.ExitStack() as stack:

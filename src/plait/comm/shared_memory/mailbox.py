@@ -1,0 +1,76 @@
+"""A ring of records from one rank to another, in the memory of the one that reads them.
+
+    writer                                      reader
+    room.take()      else the ring is full      filled.take()     else nothing has come
+    write record                                read record
+    filled.post()                               room.post()
+
+One process writes and one reads, so the semaphores are all the order there is.
+"""
+
+from __future__ import annotations
+
+import struct
+from typing import NamedTuple
+
+from plait.comm.shared_memory import semaphore
+from plait.comm.shared_memory.segment import Segment
+from plait.comm.shared_memory.semaphore import Semaphore
+
+RECORDS = 1024
+_FORMAT = struct.Struct("<IiiiQQ")
+BYTES = 2 * semaphore.SIZE + RECORDS * _FORMAT.size
+"""That a mailbox takes."""
+
+DATA, READ, LEFT = range(3)
+"""A message lies in a block; a block of yours was read; this rank sends nothing more."""
+
+
+class Record(NamedTuple):
+    """What is told: a kind, and of what."""
+
+    kind: int
+    tag: int = 0
+    descriptor: int = 0
+    offset: int = 0
+    nbytes: int = 0
+
+
+class Mailbox:
+    """One end of it: each process makes its own over the same memory."""
+
+    def __init__(self, segment: Segment, offset: int) -> None:
+        start = segment.address + offset
+        self.room, self.filled = Semaphore(start), Semaphore(start + semaphore.SIZE)
+        self._segment = segment
+        self._start, self._next = offset + 2 * semaphore.SIZE, 0
+
+    def begin(self) -> None:
+        """By the reader, before the writer knows of it."""
+        self.room.begin(RECORDS)
+        self.filled.begin()
+
+    @property
+    def empty(self) -> bool:
+        """Whether the reader has taken all records."""
+        return self.room.value == RECORDS
+
+    def write(self, record: Record) -> bool:
+        """Whether there was room for it."""
+        if not self.room.take():
+            return False
+        kind, tag, descriptor, offset, nbytes = record
+        _FORMAT.pack_into(self._segment.buffer, self._place(), tag, kind, descriptor, 0, offset, nbytes)
+        self.filled.post()
+        return True
+
+    def read(self) -> Record:
+        """The next one, after ``filled`` was taken."""
+        tag, kind, descriptor, _, offset, nbytes = _FORMAT.unpack_from(self._segment.buffer, self._place())
+        self.room.post()
+        return Record(kind, tag, descriptor, offset, nbytes)
+
+    def _place(self) -> int:
+        place = self._start + self._next % RECORDS * _FORMAT.size
+        self._next += 1
+        return place

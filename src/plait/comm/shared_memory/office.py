@@ -1,0 +1,90 @@
+"""Every rank's mailboxes, made, published and opened.
+
+A rank makes one mailbox for each other rank, in a segment of its own, and says in the store where it is.  Then it opens
+the others', and lays hold of their processes, so that their end is noticed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import socket
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from plait.comm.peer import Peer, shown
+from plait.comm.shared_memory import mailbox
+from plait.comm.shared_memory.mailbox import Mailbox
+from plait.comm.shared_memory.segment import Segment
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
+
+POLL_SECONDS = 0.002
+
+
+class Office:
+    """The mailboxes of rank ``rank``: ``inboxes`` from and ``outboxes`` to each other rank.
+
+    Args:
+        peers: all ranks, by number.
+        end: when to give up, as of ``time.monotonic``.
+
+    Raises:
+        ValueError: ranks are on several hosts, or cannot see each other's processes.
+        TimeoutError: a rank did not publish its mailboxes.
+    """
+
+    def __init__(self, rank: int, store: Store, peers: Sequence[Peer], end: float) -> None:
+        far = [peer for peer in peers if peer.host != peers[rank].host]
+        if far:
+            text = f"shared memory joins the ranks of one host: {peers[rank]} and {far[0]} are on two"
+            raise ValueError(f"{text}. Take --world process")
+        self.rank, self.process_ids = rank, [peer.pid for peer in peers]
+        self._mine = Segment.make(len(peers) * mailbox.BYTES)
+        others = [peer for peer in peers if peer.rank != rank]
+        self.inboxes = {peer.rank: Mailbox(self._mine, peer.rank * mailbox.BYTES) for peer in others}
+        for box in self.inboxes.values():
+            box.begin()
+        store.set(f"shared_memory/{rank}", json.dumps([os.getpid(), self._mine.descriptor]))
+        self.outboxes: dict[int, Mailbox] = {}
+        self._segments: dict[tuple[int, int], Segment] = {}
+        self._ends = select.poll()
+        self._holds: dict[int, int] = {}
+        for peer in others:
+            while not store.check([key := f"shared_memory/{peer.rank}"]):
+                if time.monotonic() > end:
+                    raise TimeoutError(f"rank {rank} waited for {peer}, which published no mailboxes")
+                time.sleep(POLL_SECONDS)
+            said = store.get(key)
+            try:
+                process_id, descriptor = map(int, json.loads(said[:100]))
+            except (ValueError, TypeError):
+                raise ConnectionError(f"what the store has for {peer} is no mailbox: '{shown(said)}'") from None
+            self.process_ids[peer.rank] = process_id
+            try:
+                hold = os.pidfd_open(process_id)
+                self.outboxes[peer.rank] = Mailbox(self.segment(peer.rank, descriptor), rank * mailbox.BYTES)
+            except OSError as error:
+                text = f"rank {rank} cannot reach the memory of {peer} on {socket.gethostname()} ({error.strerror})"
+                raise ValueError(f"{text}: they are in two containers, of two users, or it ended") from error
+            self._holds[hold] = peer.rank
+            self._ends.register(hold, select.POLLIN)
+
+    def segment(self, rank: int, descriptor: int) -> Segment:
+        """A segment of another rank, opened when it is first asked for."""
+        key = rank, descriptor
+        if key not in self._segments:
+            self._segments[key] = Segment.open(self.process_ids[rank], descriptor)
+        return self._segments[key]
+
+    def ended(self) -> list[int]:
+        """The ranks whose processes have ended."""
+        return [self._holds[hold] for hold, _ in self._ends.poll(0)]
+
+    def close(self) -> None:
+        for hold in self._holds:
+            os.close(hold)
+        self._mine.close()

@@ -1,0 +1,68 @@
+"""Memory that several processes map, and that is gone with the last of them.
+
+A segment is an anonymous file (``memfd_create``): it has no name, so nothing is left behind after ``kill -9``, and
+/dev/shm, which is 64 MB in many containers, does not limit it.  Others open it by its owner's process id and
+descriptor.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import mmap
+import os
+from pathlib import Path
+
+import torch
+
+
+class Segment:
+    """Mapped memory: ``bytes``, a uint8 tensor; ``buffer``; ``address``."""
+
+    def __init__(self, descriptor: int, size: int) -> None:
+        self.descriptor, self.size = descriptor, size
+        self.buffer = mmap.mmap(descriptor, size)
+        self.bytes = torch.frombuffer(self.buffer, dtype=torch.uint8)
+        self.address = ctypes.addressof(ctypes.c_char.from_buffer(self.buffer))
+
+    @classmethod
+    def make(cls, size: int) -> Segment:
+        """A new one of so many bytes, all zero.
+
+        Raises:
+            MemoryError: there is not so much left; the message has the numbers.
+        """
+        text = f"{size / 2**20:.1f} MiB of shared memory cannot be had"
+        fix = "give smaller units or a smaller batch, or take --world process"
+        if size > (have := available()):  # the kernel would end processes to find it
+            raise MemoryError(f"{text}, {have / 2**20:.1f} MiB are available: {fix}")
+        descriptor = os.memfd_create("plait", os.MFD_CLOEXEC)
+        try:
+            os.posix_fallocate(descriptor, 0, size)  # else a page that cannot be had is a SIGBUS later
+        except OSError as error:
+            os.close(descriptor)
+            if error.errno not in (errno.ENOSPC, errno.ENOMEM):
+                raise
+            raise MemoryError(f"{text} ({os.strerror(error.errno)}): {fix}") from error
+        return cls(descriptor, size)
+
+    @classmethod
+    def open(cls, process_id: int, descriptor: int) -> Segment:
+        """Another process's; an OSError where it is gone, or another user's."""
+        mine = os.open(f"/proc/{process_id}/fd/{descriptor}", os.O_RDWR | os.O_CLOEXEC)
+        try:
+            return cls(mine, os.fstat(mine).st_size)
+        finally:
+            os.close(mine)
+
+    def close(self) -> None:
+        """By its owner: no other may open it any more; who has it keeps it."""
+        os.close(self.descriptor)
+
+
+def available() -> int:
+    """Bytes of memory that this host could give now."""
+    try:
+        return 1024 * int(Path("/proc/meminfo").read_text().partition("MemAvailable:")[2].split()[0])
+    except (OSError, ValueError, IndexError):
+        return 2**63

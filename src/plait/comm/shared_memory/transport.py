@@ -1,0 +1,282 @@
+"""Messages between the ranks of a host, through memory that they share.
+
+    sender                                         receiver
+    copy x into a block of its own                 .
+    record (tag, where the block is)  ──► mailbox  take it; keep what comes early
+    .                                              copy it into place, or add straight from the block
+    block is free again               ◄── mailbox  record (read)
+
+A message to one rank is on its way when ``send`` returns.  Collectives go in chunks, of which ``WINDOW`` are under way:
+so blocks stay in cache, and the first chunk is added while the last has not been sent.  The rest follows whenever this
+rank waits for anything, as blocks become free.  All members take chunk k of everyone before chunk k + 1, so the one
+that is furthest behind always finds what it needs.
+
+A rank that waits looks for a while before it sleeps, where every rank has a core.  The end of another process is seen
+within ``LOOK_SECONDS``.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections import defaultdict, deque
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from plait.comm.failures import FailureReports
+from plait.comm.operation import Operation
+from plait.comm.ordered_reduce import ordered_sum
+from plait.comm.shared_memory.arena import Arena
+from plait.comm.shared_memory.mailbox import DATA, LEFT, READ, Record
+from plait.comm.shared_memory.office import Office
+from plait.comm.transport import Started, Transport
+
+CHUNK_BYTES = 2**20
+WINDOW = 4
+"""Chunks of a collective that wait to be read, at most."""
+
+SPIN_SECONDS = 0.0005
+"""For which a rank that has a core of its own looks before it sleeps."""
+
+LOOK_SECONDS = 0.05
+"""Between two looks at whether the others are still there."""
+
+
+class Outgoing:
+    """What of a tensor has been sent."""
+
+    __slots__ = ("chunks", "operation", "pumping", "readers", "sent", "tag", "unread")
+
+    def __init__(self, operation: Operation, chunks: Sequence[Tensor], readers: Sequence[int], tag: int) -> None:
+        self.operation, self.chunks, self.readers, self.tag = operation, chunks, readers, tag
+        self.sent = self.unread = 0
+        self.pumping = False
+
+
+class SharedMemoryTransport(Transport):
+    """Messages of one rank."""
+
+    def __init__(
+        self,
+        office: Office,
+        deadline: float,
+        reports: FailureReports,
+        waiting: Callable[[Operation], AbstractContextManager[None]],
+    ) -> None:
+        super().__init__(office.rank, deadline, reports, waiting)
+        self._office, self._arena = office, Arena()
+        self._early: defaultdict[tuple[int, int], deque[Record]] = defaultdict(deque)
+        """What has come and nobody has asked for yet, by rank and tag."""
+        self._gone: dict[int, str] = {}
+        ranks, threads = len(office.inboxes) + 1, torch.get_num_threads()
+        self._spin = SPIN_SECONDS if ranks * threads <= len(os.sched_getaffinity(0)) else 0.0
+
+    # ---- what may be asked -------------------------------------------------------------------------------
+
+    def send(self, operation: Operation, tensor: Tensor, dst: int, tag: int) -> list[Started]:
+        self._check(operation)
+        if tensor.numel():
+            self._begin(Outgoing(operation, [tensor.view(-1)], [dst], tag))
+        return []
+
+    def recv(self, operation: Operation, tensor: Tensor, src: int, tag: int) -> list[Started]:
+        self._check(operation)
+        return [(partial(self._copied, operation, [(src, [tensor.view(-1)])], tag), tensor)] if tensor.numel() else []
+
+    def exchange(
+        self, operation: Operation, slots: Sequence[Tensor], slices: Sequence[Tensor], tag: int
+    ) -> list[Started]:
+        self._send_slices(operation, slices, tag)
+        ranks, index, n = operation.group.ranks, operation.group.index, len(slots)
+        order = [(index - step) % n for step in range(1, n)]
+        into = [(ranks[k], chunks(slots[k])) for k in order]
+        return [(partial(self._copied, operation, into, tag), slots[index])]
+
+    def reduce(
+        self, operation: Operation, mine: Tensor, slices: Sequence[Tensor], out: Tensor, tag: int
+    ) -> tuple[list[Started], None]:
+        outgoing = self._send_slices(operation, slices, tag)
+        return [(partial(self._added, operation, mine, out, outgoing, tag), out)], None
+
+    def wait(self, operation: Operation, works: Sequence[Started]) -> None:
+        end = time.monotonic() + self.deadline
+        with self._waiting(operation):
+            try:
+                for finish, _ in works:
+                    finish(end)
+            except (ConnectionError, TimeoutError) as error:
+                raise self._failure(operation, error) from error
+
+    def close(self) -> None:
+        """Stays until the others know where all that was sent lies, or for its deadline; then says that it leaves."""
+        end = time.monotonic() + self.deadline
+        waits = {} if self.broken else dict(self._office.outboxes)
+        while waits and time.monotonic() < end:
+            self._look(LOOK_SECONDS / 50)
+            waits = {rank: box for rank, box in waits.items() if rank not in self._gone and not box.empty}
+        if not self.broken:
+            self._leave()
+            self._arena.close()
+        self._office.close()
+        super().close()
+
+    def give_up(self, why: str) -> None:
+        super().give_up(why)
+        self._leave()
+
+    def _leave(self) -> None:
+        for box in self._office.outboxes.values():
+            box.write(Record(LEFT))  # one that is full is of a rank that will see this process end
+
+    # ---- sending -----------------------------------------------------------------------------------------
+
+    def _send_slices(self, operation: Operation, slices: Sequence[Tensor], tag: int) -> list[Outgoing]:
+        """Slice k to member k; once, where all are the same."""
+        self._check(operation)
+        ranks, index, n = operation.group.ranks, operation.group.index, len(slices)
+        order = [(index + step) % n for step in range(1, n)]
+        if all(slices[k] is slices[order[0]] for k in order):
+            sent = [Outgoing(operation, chunks(slices[order[0]]), [ranks[k] for k in order], tag)]
+        else:
+            sent = [Outgoing(operation, chunks(slices[k]), [ranks[k]], tag) for k in order]
+        for outgoing in sent:
+            self._begin(outgoing)
+        return sent
+
+    def _begin(self, outgoing: Outgoing) -> None:
+        for inbox in self._office.inboxes:
+            self._drain(inbox)  # blocks that were read can be used again
+        try:
+            self._pump(outgoing)
+        except (ConnectionError, TimeoutError) as error:
+            raise self._failure(outgoing.operation, error) from error
+
+    def _pump(self, outgoing: Outgoing) -> None:
+        """Sends on, as far as the window allows."""
+        if outgoing.pumping:  # it waits for room in a mailbox
+            return
+        outgoing.pumping = True
+        while outgoing.sent < len(outgoing.chunks) and outgoing.unread < WINDOW:
+            data = outgoing.chunks[outgoing.sent].view(torch.uint8)
+            outgoing.sent, outgoing.unread = outgoing.sent + 1, outgoing.unread + 1
+            block = self._arena.put(data, len(outgoing.readers))
+            block.outgoing = outgoing
+            record = Record(DATA, outgoing.tag, block.segment.descriptor, block.offset, data.numel())
+            for dst in outgoing.readers:
+                self._post(dst, record)
+        outgoing.pumping = False
+
+    def _post(self, dst: int, record: Record) -> None:
+        end = 0.0
+        while not self._office.outboxes[dst].write(record):
+            end = end or time.monotonic() + self.deadline
+            self._hope_for(dst, end)
+            self._look(LOOK_SECONDS / 50)
+
+    # ---- receiving ---------------------------------------------------------------------------------------
+
+    def _copied(self, operation: Operation, into: Sequence[tuple[int, Sequence[Tensor]]], tag: int, end: float) -> None:
+        """Takes the messages of some ranks into place."""
+        for k in range(max(len(slots) for _, slots in into)):
+            for src, slots in into:
+                if k < len(slots):
+                    record = self._take(src, tag, slots[k], end)
+                    slots[k].copy_(self._view(src, record, slots[k].dtype))
+                    self._read(src, record)
+
+    def _added(
+        self, operation: Operation, mine: Tensor, out: Tensor, outgoing: Sequence[Outgoing], tag: int, end: float
+    ) -> None:
+        """Reduces what the others send, and ``mine``, into ``out``."""
+        group = operation.group
+        for k, (part, into) in enumerate(zip(chunks(mine), chunks(out), strict=True)):
+            records = {src: self._take(src, tag, part, end) for src in group.ranks if src != group.rank}
+            while any(o.sent <= k for o in outgoing if k < len(o.chunks)):  # else out, if it is mine, changes too early
+                self._hope_for(outgoing[0].readers[0], end)
+                self._look(0)
+            stack = [part if src == group.rank else self._view(src, records[src], part.dtype) for src in group.ranks]
+            ordered_sum(stack, group.sizes, operation.op, into)
+            for src, record in records.items():
+                self._read(src, record)
+
+    def _take(self, src: int, tag: int, like: Tensor, end: float) -> Record:
+        """The next message of a rank with a tag, by ``end``; it is as long as ``like``."""
+        early, inbox = self._early[src, tag], self._office.inboxes[src]
+        spin = time.perf_counter() + self._spin if self._spin else 0.0
+        while not early:
+            if self._drain(src) or (spin and time.perf_counter() < spin):
+                continue
+            self._hope_for(src, end)
+            if inbox.filled.wait(min(LOOK_SECONDS, max(0.001, end - time.monotonic()))):
+                self._sort_in(src, inbox.read())
+            else:
+                self._look(0)
+        record = early.popleft()
+        if not early:
+            del self._early[src, tag]
+        if record.nbytes != (size := like.numel() * like.element_size()):
+            raise ConnectionError(f"rank {src} sent {record.nbytes} bytes where {size} were meant")
+        return record
+
+    def _drain(self, src: int) -> bool:
+        """Takes in what has come from a rank; whether anything had."""
+        inbox, found = self._office.inboxes[src], False
+        while inbox.filled.take():
+            self._sort_in(src, inbox.read())
+            found = True
+        return found
+
+    def _sort_in(self, src: int, record: Record) -> None:
+        if record.kind == READ:
+            block = self._arena.read(record.descriptor, record.offset)
+            if block is not None and isinstance(outgoing := block.outgoing, Outgoing):
+                block.outgoing = None
+                outgoing.unread -= 1
+                self._pump(outgoing)
+        elif record.kind == LEFT:
+            self._gone[src] = f"rank {src} has left"
+        else:
+            try:
+                self._office.segment(src, record.descriptor)  # which can be opened as long as its owner lives
+            except OSError:
+                self._gone.setdefault(src, f"the process of rank {src} has ended")
+            else:
+                self._early[src, record.tag].append(record)
+
+    def _look(self, seconds: float) -> None:
+        """Takes in what has come from anybody, and who has ended, after so many seconds."""
+        time.sleep(seconds)
+        ended = self._office.ended()
+        for src in self._office.inboxes:
+            self._drain(src)
+        for src in ended:
+            self._gone.setdefault(src, f"the process of rank {src} has ended")
+
+    def _hope_for(self, rank: int, end: float) -> None:
+        """Raises if nothing more will come from a rank, or the time is up."""
+        if rank in self._gone:
+            raise ConnectionResetError(self._gone[rank])
+        if time.monotonic() > end:
+            raise TimeoutError(f"rank {rank} did not come")
+
+    def _view(self, src: int, record: Record, dtype: torch.dtype) -> Tensor:
+        """What has come, where it lies."""
+        where = self._office.segment(src, record.descriptor).bytes
+        return where[record.offset : record.offset + record.nbytes].view(dtype)
+
+    def _read(self, src: int, record: Record) -> None:
+        """Gives the block back, where somebody still wants it."""
+        if src not in self._gone:
+            self._post(src, Record(READ, 0, record.descriptor, record.offset))
+
+
+def chunks(tensor: Tensor) -> Sequence[Tensor]:
+    """Parts of a 1-D tensor, none where it is empty."""
+    most = CHUNK_BYTES // tensor.element_size()
+    if len(tensor) <= most:
+        return (tensor,) if len(tensor) else ()
+    return torch.split(tensor, most)

@@ -1,0 +1,86 @@
+"""What moves the messages of a process: the part that is the same for all that do.
+
+    gloo.py, nccl.py     sockets and GPUs, over torch.distributed
+    shared_memory/       memory that the ranks of a host share
+
+After its first failure a transport starts nothing more, because nothing is promised about what is still under way.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+from torch import Tensor
+
+from plait.comm.failures import FailureReports
+from plait.comm.operation import Operation
+
+Started = tuple[Any, Tensor]
+"""A handle and the memory it works on, which must live as long."""
+
+
+class Transport(ABC):
+    """Messages of one process; ``waiting`` is entered around every wait (``Comm.waiting``)."""
+
+    def __init__(
+        self,
+        rank: int,
+        deadline: float,
+        reports: FailureReports,
+        waiting: Callable[[Operation], AbstractContextManager[None]],
+    ) -> None:
+        self.rank, self.deadline, self._reports, self._waiting = rank, deadline, reports, waiting
+        self.broken = ""  # or why nothing can be started any more
+
+    @abstractmethod
+    def send(self, operation: Operation, tensor: Tensor, dst: int, tag: int) -> list[Started]: ...
+
+    @abstractmethod
+    def recv(self, operation: Operation, tensor: Tensor, src: int, tag: int) -> list[Started]: ...
+
+    @abstractmethod
+    def exchange(
+        self, operation: Operation, slots: Sequence[Tensor], slices: Sequence[Tensor], tag: int
+    ) -> list[Started]:
+        """Slice k to member k, slot k from member k, all at once; nothing for this rank itself."""
+
+    @abstractmethod
+    def reduce(
+        self, operation: Operation, mine: Tensor, slices: Sequence[Tensor], out: Tensor, tag: int
+    ) -> tuple[list[Started], Callable[[], None] | None]:
+        """Slice k to member k; from each member what it sends, of the form of ``mine``, which is this rank's own:
+        reduced into ``out``, which may be ``mine``.  What is left to do after the works were waited for comes second.
+        """
+
+    @abstractmethod
+    def wait(self, operation: Operation, works: Sequence[Started]) -> None:
+        """Waits for what was started; raises TimeoutError after the deadline, ConnectionError where a connection broke,
+        with the others' reports."""
+
+    def library(self, operation: Operation, out: Tensor, source: Tensor) -> list[Started]:
+        """The collective as the library makes it; nothing where it is better made of messages."""
+        return []
+
+    def give_up(self, why: str) -> None:
+        """Starts nothing more; whoever waits for this rank, or loses it, reads why."""
+        self.broken = why
+        self._reports.post(why)
+
+    def close(self) -> None:
+        """Frees what it has; messages that were sent still arrive."""
+        self.broken = self.broken or "this world was closed"
+
+    def _check(self, operation: Operation) -> None:
+        """Refuses to start anything more where one has failed."""
+        if self.broken:
+            raise ConnectionError(f"rank {self.rank} in {operation}: {self.broken}")
+
+    def _failure(self, operation: Operation, error: BaseException) -> OSError:
+        if self.broken:
+            return ConnectionError(f"rank {self.rank} in {operation}: {self.broken}")
+        self.broken = f"this world broke down earlier, in {operation}"
+        others = [r for r in operation.group.ranks if r != self.rank]
+        return self._reports.error(str(operation), error, self.deadline, others)

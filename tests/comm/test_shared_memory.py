@@ -1,0 +1,217 @@
+"""Shared memory between ranks: its parts, and worlds whose ranks are threads (processes: test_process_world.py)."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import comm_checks
+import pytest
+import torch
+import torch.distributed as dist
+
+from plait.comm import ProcessComm
+from plait.comm.peer import Peer
+from plait.comm.shared_memory import mailbox, transport
+from plait.comm.shared_memory.arena import Arena, rounded
+from plait.comm.shared_memory.mailbox import Mailbox, Record
+from plait.comm.shared_memory.segment import Segment
+from plait.comm.shared_memory.semaphore import SIZE, Semaphore
+from plait.core.mesh import Mesh
+
+pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="anonymous files are Linux's")
+
+AXES = ("pipe", "replica", "shard", "tensor")
+
+
+@pytest.fixture
+def world() -> Iterator[Callable[..., list[object]]]:
+    """``play(mesh, body)``: what ``body(comm)`` returns on each rank, or the error it raises."""
+
+    def play(mesh: str, body: Callable[[ProcessComm], object], deadline: float = 30.0, hosts: str = "") -> list[object]:
+        shape, store = Mesh.parse(mesh), dist.HashStore()
+        names = hosts or "a" * shape.size
+        peers = [Peer(rank, names[rank], os.getpid()) for rank in range(shape.size)]
+
+        def rank_main(rank: int) -> object:
+            try:
+                comm = ProcessComm(shape, rank, store, peers, deadline=deadline, shared_memory=True)
+                result = body(comm)
+                comm.close()
+                return result
+            except Exception as error:
+                return error
+
+        with ThreadPoolExecutor(shape.size) as pool:
+            return list(pool.map(rank_main, range(shape.size)))
+
+    yield play
+
+
+def test_a_semaphore_counts_wakes_and_gives_up() -> None:
+    segment = Segment.make(SIZE)
+    one, other = Semaphore(segment.address), Semaphore(segment.address)
+    one.begin(1)
+    assert one.value == 1 and one.take() and not one.take()
+    start = time.monotonic()
+    assert not one.wait(0.05) and 0.04 < time.monotonic() - start < 10
+    thread = threading.Timer(0.05, other.post)
+    thread.start()
+    assert one.wait(30) and one.value == 0
+    thread.join()
+    segment.close()
+
+
+def test_memory_that_cannot_be_had_is_refused_with_its_size() -> None:
+    with pytest.raises(
+        MemoryError, match=r"1048576\.0 MiB of shared memory cannot be had, .* MiB are available: .*--world process"
+    ):
+        Segment.make(2**40)
+
+
+@pytest.mark.parametrize("nbytes", [1, 63, 64, 65, 640, 641, 1000, 1025, 2**20, 2**20 + 1, 3 * 2**20 + 5])
+def test_blocks_are_rounded_up_to_four_sizes_in_a_power_of_two(nbytes: int) -> None:
+    size = rounded(nbytes)
+    assert nbytes <= size <= max(64 + nbytes, nbytes * 5 / 4) and size % 64 == 0 and rounded(size) == size
+
+
+def test_blocks_are_used_again_when_the_last_reader_has_read_and_never_before() -> None:
+    arena, data = Arena(), torch.arange(1000, dtype=torch.uint8)
+    first, second = arena.put(data, 2), arena.put(data, 1)
+    assert not torch.equal(torch.tensor(first.offset), torch.tensor(second.offset))
+    assert arena.read(first.segment.descriptor, first.offset) is None
+    assert arena.put(data, 1).offset not in (first.offset, second.offset)
+    assert arena.read(first.segment.descriptor, first.offset) is first
+    assert arena.put(data + 1, 1) is first
+    assert torch.equal(first.segment.bytes[first.offset : first.offset + 1000], data + 1)
+    arena.close()
+
+
+def test_a_mailbox_keeps_order_goes_round_and_says_when_it_is_full() -> None:
+    segment = Segment.make(mailbox.BYTES)
+    reader, writer = Mailbox(segment, 0), Mailbox(segment, 0)
+    reader.begin()
+    records = [Record(i % 3, i, i + 1, 2**40 + i, 2**33 + i) for i in range(3 * mailbox.RECORDS)]
+    for half in (records[: len(records) // 2], records[len(records) // 2 :]):
+        got, left = [], list(half)
+        while len(got) < len(half):
+            while left and writer.write(left[0]):
+                left.pop(0)
+            assert writer.empty is False
+            for _ in range(700):
+                if reader.filled.take():
+                    got.append(reader.read())
+        assert got == half
+    assert writer.empty
+    segment.close()
+
+
+@pytest.mark.parametrize("mesh", ["shard=3", "shard=2 replica=2"])
+def test_does_what_every_world_does(world: Callable[..., list[object]], mesh: str) -> None:
+    def body(comm: ProcessComm) -> None:
+        for check in comm_checks.EVERYTHING:
+            check(comm)
+            comm.barrier(AXES)
+
+    assert world(mesh, body) == [None] * Mesh.parse(mesh).size
+
+
+@pytest.mark.parametrize("mesh", ["shard=2", "shard=3", "shard=4"])
+def test_collectives_of_many_chunks_go_through_a_narrow_window(
+    world: Callable[..., list[object]], monkeypatch: pytest.MonkeyPatch, mesh: str
+) -> None:
+    """Ragged ends; two under way at once; no rank holds more than a window of blocks."""
+    monkeypatch.setattr(transport, "CHUNK_BYTES", 256)
+    monkeypatch.setattr(transport, "WINDOW", 2)
+
+    def body(comm: ProcessComm) -> None:
+        n = comm.world_size
+        for numel in (64 * n, 1000 * n, 64 * 7 * n + n):
+            values = [torch.sin(torch.arange(numel) * (1.0 + r)) for r in range(n)]
+            total = values[0].clone()
+            for value in values[1:]:
+                total += value
+            one, two = values[comm.rank].clone(), values[comm.rank].clone()
+            piece, gathered = torch.empty(numel // n), torch.empty(numel)
+            works = [
+                comm.all_reduce(one, ("shard",)),
+                comm.reduce_scatter(piece, two, ("shard",)),
+                comm.all_gather(gathered, total.tensor_split(n)[comm.rank].clone(), ("shard",)),
+            ]
+            for work in works:
+                work.wait()
+            assert torch.equal(one, total)
+            assert torch.equal(piece, total.tensor_split(n)[comm.rank])
+            assert torch.equal(gathered, total)
+        blocks = sum(len(free) for free in comm.transport._arena._free.values())
+        assert blocks + len(comm.transport._arena._under_way) < 12 * n
+
+    assert world(mesh, body) == [None] * Mesh.parse(mesh).size
+
+
+def test_a_rank_that_leaves_is_named_at_once(world: Callable[..., list[object]]) -> None:
+    def body(comm: ProcessComm) -> float:
+        comm.barrier(AXES)
+        start = time.monotonic()
+        if comm.rank != 1:
+            comm.all_reduce(torch.ones(3), AXES).wait()
+        return start
+
+    zero, one, two = world("shard=3", body, deadline=60.0)
+    assert isinstance(one, float)
+    for error in (zero, two):
+        assert isinstance(error, ConnectionError) and "rank 1 has left" in str(error), error
+
+
+def test_a_message_may_be_written_over_and_arrives_after_its_sender_has_left(
+    world: Callable[..., list[object]],
+) -> None:
+    def body(comm: ProcessComm) -> object:
+        x = torch.arange(5.0)
+        if comm.rank == 0:
+            comm.send(x, 1).wait()
+            x.zero_()
+            return None
+        time.sleep(0.3)
+        comm.recv(y := torch.empty(5), 0).wait()
+        return y.tolist()
+
+    assert world("pipe=2", body) == [None, [0.0, 1.0, 2.0, 3.0, 4.0]]
+
+
+def test_more_messages_than_a_mailbox_holds(world: Callable[..., list[object]]) -> None:
+    """Both sides send them all before they take any: each takes in what comes while it waits for room."""
+
+    def body(comm: ProcessComm) -> bool:
+        count, other = mailbox.RECORDS + 200, 1 - comm.rank
+        for i in range(count):
+            comm.send(torch.tensor([i]), other)
+        got = torch.empty(1, dtype=torch.int64)
+        for i in range(count):
+            comm.recv(got, other).wait()
+            assert got.item() == i
+        return True
+
+    assert world("pipe=2", body) == [True, True]
+
+
+def test_two_hosts_are_refused_with_their_ranks(world: Callable[..., list[object]]) -> None:
+    for error in world("shard=3", lambda comm: None, hosts="aab"):
+        assert isinstance(error, ValueError)
+        assert "shared memory joins the ranks of one host: rank" in str(error) and "--world process" in str(error)
+
+
+def test_what_is_no_mailbox_is_refused(world: Callable[..., list[object]]) -> None:
+    store = dist.HashStore()
+    peers = [Peer(rank, "a", os.getpid()) for rank in range(2)]
+    for said, error in (("[1, 2, 3]", ConnectionError), ("x" * 1000, ConnectionError), ("[0, 7]", ValueError)):
+        store.set("shared_memory/1", said)
+        with pytest.raises(error, match=r"no mailbox|cannot reach the memory of rank 1"):
+            ProcessComm(Mesh(shard=2), 0, store, peers, shared_memory=True)
+    store.delete_key("shared_memory/1")
+    with pytest.raises(TimeoutError, match=r"waited for rank 1 .*, which published no mailboxes"):
+        ProcessComm(Mesh(shard=2), 0, store, peers, deadline=0.1, shared_memory=True)

@@ -44,12 +44,12 @@ class Arena:
         """Blocks that somebody has not read, by the descriptor of the segment and the offset."""
 
     def put(self, data: Tensor, readers: int) -> Block:
-        """A block with a copy of ``data``, bytes of 1 dim; a MemoryError where there is no room for it."""
-        size = rounded(data.numel())
+        """A block with a copy of ``data``, of 1 dim; a MemoryError where there is no room for it."""
+        size = rounded(data.nbytes)
         free = self._free.get(size)
         block = free.pop() if free else self._new(size)
         block.readers = readers
-        block.segment.bytes[block.offset : block.offset + data.numel()].copy_(data)
+        block.segment.view(block.offset, data.numel(), data.dtype).copy_(data)
         self._under_way[block.segment.descriptor, block.offset] = block
         return block
 

@@ -17,12 +17,12 @@ import torch
 
 
 class Segment:
-    """Mapped memory: ``bytes``, a uint8 tensor; ``buffer``; ``address``."""
+    """Mapped memory: its ``buffer`` and ``address``."""
 
     def __init__(self, descriptor: int, size: int) -> None:
         self.descriptor, self.size = descriptor, size
         self.buffer = mmap.mmap(descriptor, size)
-        self.bytes = torch.frombuffer(self.buffer, dtype=torch.uint8)
+        self._typed: dict[torch.dtype, torch.Tensor] = {}
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(self.buffer))
 
     @classmethod
@@ -54,6 +54,13 @@ class Segment:
             return cls(mine, os.fstat(mine).st_size)
         finally:
             os.close(mine)
+
+    def view(self, offset: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """So many elements from a byte on, which is a multiple of their size."""
+        typed = self._typed.get(dtype)
+        if typed is None:
+            typed = self._typed[dtype] = torch.frombuffer(self.buffer, dtype=dtype)
+        return typed.narrow(0, offset // dtype.itemsize, numel)
 
     def close(self) -> None:
         """By its owner: no other may open it any more; who has it keeps it."""

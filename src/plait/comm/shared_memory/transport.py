@@ -45,6 +45,9 @@ SPIN_SECONDS = 0.0005
 LOOK_SECONDS = 0.05
 """Between two looks at whether the others are still there."""
 
+NAP_SECONDS = 0.001
+"""Between two looks at several ranks."""
+
 
 class Outgoing:
     """What of a tensor has been sent."""
@@ -85,16 +88,16 @@ class SharedMemoryTransport(Transport):
 
     def recv(self, operation: Operation, tensor: Tensor, src: int, tag: int) -> list[Started]:
         self._check(operation)
-        return [(partial(self._copied, operation, [(src, [tensor.view(-1)])], tag), tensor)] if tensor.numel() else []
+        return [(partial(self._copied, [(src, [tensor.view(-1)])], (), tag), tensor)] if tensor.numel() else []
 
     def exchange(
         self, operation: Operation, slots: Sequence[Tensor], slices: Sequence[Tensor], tag: int
     ) -> list[Started]:
-        self._send_slices(operation, slices, tag)
+        outgoing = self._send_slices(operation, slices, tag)
         ranks, index, n = operation.group.ranks, operation.group.index, len(slots)
         order = [(index - step) % n for step in range(1, n)]
         into = [(ranks[k], chunks(slots[k])) for k in order]
-        return [(partial(self._copied, operation, into, tag), slots[index])]
+        return [(partial(self._copied, into, outgoing, tag), slots[index])]
 
     def reduce(
         self, operation: Operation, mine: Tensor, slices: Sequence[Tensor], out: Tensor, tag: int
@@ -116,7 +119,8 @@ class SharedMemoryTransport(Transport):
         end = time.monotonic() + self.deadline
         waits = {} if self.broken else dict(self._office.outboxes)
         while waits and time.monotonic() < end:
-            self._look(LOOK_SECONDS / 50)
+            self._look()
+            time.sleep(NAP_SECONDS)
             waits = {rank: box for rank, box in waits.items() if rank not in self._gone and not box.empty}
         if not self.broken:
             self._leave()
@@ -161,11 +165,11 @@ class SharedMemoryTransport(Transport):
             return
         outgoing.pumping = True
         while outgoing.sent < len(outgoing.chunks) and outgoing.unread < WINDOW:
-            data = outgoing.chunks[outgoing.sent].view(torch.uint8)
+            data = outgoing.chunks[outgoing.sent]
             outgoing.sent, outgoing.unread = outgoing.sent + 1, outgoing.unread + 1
             block = self._arena.put(data, len(outgoing.readers))
             block.outgoing = outgoing
-            record = Record(DATA, outgoing.tag, block.segment.descriptor, block.offset, data.numel())
+            record = Record(DATA, outgoing.tag, block.segment.descriptor, block.offset, data.nbytes)
             for dst in outgoing.readers:
                 self._post(dst, record)
         outgoing.pumping = False
@@ -175,18 +179,29 @@ class SharedMemoryTransport(Transport):
         while not self._office.outboxes[dst].write(record):
             end = end or time.monotonic() + self.deadline
             self._hope_for(dst, end)
-            self._look(LOOK_SECONDS / 50)
+            self._look()
+            time.sleep(NAP_SECONDS)
+
+    def _sent(self, outgoing: Outgoing, count: int, end: float) -> None:
+        """Stays until so many chunks are sent, or all."""
+        count = min(count, len(outgoing.chunks))
+        if outgoing.sent < count:
+            self._until(lambda: outgoing.sent >= count, outgoing.readers, end)
 
     # ---- receiving ---------------------------------------------------------------------------------------
 
-    def _copied(self, operation: Operation, into: Sequence[tuple[int, Sequence[Tensor]]], tag: int, end: float) -> None:
-        """Takes the messages of some ranks into place."""
+    def _copied(
+        self, into: Sequence[tuple[int, Sequence[Tensor]]], outgoing: Sequence[Outgoing], tag: int, end: float
+    ) -> None:
+        """Takes the messages of some ranks into place; what this rank sends is then under way to its end."""
         for k in range(max(len(slots) for _, slots in into)):
             for src, slots in into:
                 if k < len(slots):
                     record = self._take(src, tag, slots[k], end)
-                    slots[k].copy_(self._view(src, record, slots[k].dtype))
+                    slots[k].copy_(self._view(src, record, slots[k]))
                     self._read(src, record)
+        for one in outgoing:
+            self._sent(one, len(one.chunks), end)
 
     def _added(
         self, operation: Operation, mine: Tensor, out: Tensor, outgoing: Sequence[Outgoing], tag: int, end: float
@@ -195,32 +210,38 @@ class SharedMemoryTransport(Transport):
         group = operation.group
         for k, (part, into) in enumerate(zip(chunks(mine), chunks(out), strict=True)):
             records = {src: self._take(src, tag, part, end) for src in group.ranks if src != group.rank}
-            while any(o.sent <= k for o in outgoing if k < len(o.chunks)):  # else out, if it is mine, changes too early
-                self._hope_for(outgoing[0].readers[0], end)
-                self._look(0)
-            stack = [part if src == group.rank else self._view(src, records[src], part.dtype) for src in group.ranks]
+            for one in outgoing:  # else out, if it is mine, changes too early
+                self._sent(one, k + 1, end)
+            stack = [part if src == group.rank else self._view(src, records[src], part) for src in group.ranks]
             ordered_sum(stack, group.sizes, operation.op, into)
             for src, record in records.items():
                 self._read(src, record)
 
     def _take(self, src: int, tag: int, like: Tensor, end: float) -> Record:
         """The next message of a rank with a tag, by ``end``; it is as long as ``like``."""
-        early, inbox = self._early[src, tag], self._office.inboxes[src]
-        spin = time.perf_counter() + self._spin if self._spin else 0.0
-        while not early:
-            if self._drain(src) or (spin and time.perf_counter() < spin):
-                continue
-            self._hope_for(src, end)
-            if inbox.filled.wait(min(LOOK_SECONDS, max(0.001, end - time.monotonic()))):
-                self._sort_in(src, inbox.read())
-            else:
-                self._look(0)
+        early = self._early[src, tag]
+        if not early:
+            self._until(lambda: bool(early), (src,), end)
         record = early.popleft()
         if not early:
             del self._early[src, tag]
-        if record.nbytes != (size := like.numel() * like.element_size()):
-            raise ConnectionError(f"rank {src} sent {record.nbytes} bytes where {size} were meant")
+        if record.nbytes != like.nbytes:
+            raise ConnectionError(f"rank {src} sent {record.nbytes} bytes where {like.nbytes} were meant")
         return record
+
+    def _until(self, done: Callable[[], bool], sources: Sequence[int], end: float) -> None:
+        """Takes in what comes from some ranks until it is done: looks at first, then sleeps."""
+        inbox, longest = self._office.inboxes[sources[0]], LOOK_SECONDS if len(sources) == 1 else NAP_SECONDS
+        spin = time.perf_counter() + self._spin
+        while not done():
+            if any(map(self._drain, sources)) or time.perf_counter() < spin:
+                continue
+            for src in sources:
+                self._hope_for(src, end)
+            if inbox.filled.wait(min(longest, max(0.001, end - time.monotonic()))):
+                self._sort_in(sources[0], inbox.read())
+            else:
+                self._look()
 
     def _drain(self, src: int) -> bool:
         """Takes in what has come from a rank; whether anything had."""
@@ -247,9 +268,8 @@ class SharedMemoryTransport(Transport):
             else:
                 self._early[src, record.tag].append(record)
 
-    def _look(self, seconds: float) -> None:
-        """Takes in what has come from anybody, and who has ended, after so many seconds."""
-        time.sleep(seconds)
+    def _look(self) -> None:
+        """Takes in what has come from anybody, and who has ended."""
         ended = self._office.ended()
         for src in self._office.inboxes:
             self._drain(src)
@@ -263,10 +283,9 @@ class SharedMemoryTransport(Transport):
         if time.monotonic() > end:
             raise TimeoutError(f"rank {rank} did not come")
 
-    def _view(self, src: int, record: Record, dtype: torch.dtype) -> Tensor:
+    def _view(self, src: int, record: Record, like: Tensor) -> Tensor:
         """What has come, where it lies."""
-        where = self._office.segment(src, record.descriptor).bytes
-        return where[record.offset : record.offset + record.nbytes].view(dtype)
+        return self._office.segment(src, record.descriptor).view(record.offset, like.numel(), like.dtype)
 
     def _read(self, src: int, record: Record) -> None:
         """Gives the block back, where somebody still wants it."""
@@ -276,7 +295,6 @@ class SharedMemoryTransport(Transport):
 
 def chunks(tensor: Tensor) -> Sequence[Tensor]:
     """Parts of a 1-D tensor, none where it is empty."""
-    most = CHUNK_BYTES // tensor.element_size()
-    if len(tensor) <= most:
-        return (tensor,) if len(tensor) else ()
-    return torch.split(tensor, most)
+    if tensor.nbytes <= CHUNK_BYTES:
+        return (tensor,) if tensor.numel() else ()
+    return torch.split(tensor, CHUNK_BYTES // tensor.element_size())

@@ -126,6 +126,8 @@ def flat(tensor: Tensor, name: str, kind: str, device: torch.device) -> Tensor:
         )
     if tensor.device.type != device.type:
         raise ValueError(f"{kind}: {name} is on {tensor.device}, this world moves {device} tensors")
+    if tensor.dim() == 1 and not tensor.requires_grad and type(tensor) is Tensor:
+        return tensor
     return tensor.detach().view(-1)
 
 

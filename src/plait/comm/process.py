@@ -52,6 +52,9 @@ SMALL_BYTES = 4 * 2**20
 DESCRIPTIONS = 1
 """The tag of what ``check.py`` tells: gloo keeps the order of messages with one tag."""
 
+MOST_TAGS = 4096
+"""Checksums that are kept."""
+
 MOST_DROPPED = 64
 """Sends under way whose handles were dropped; one more waits for the oldest of them."""
 
@@ -84,6 +87,8 @@ class ProcessComm(Comm):
             self.transport = GlooTransport(rank, *wires)
         self._two_phase: dict[tuple[str, ...], deque[TwoPhase]] = {}
         self._under_way: dict[int, P2PWork] = {}
+        self._tags: dict[tuple[object, ...], int] = {}
+        """Checksums of what operations mean; a repr of it costs more than a small message."""
         self.sends: dict[int, P2PWork] = {}  # under way, to other ranks
         self.dropped: dict[int, P2PWork] = {}  # those of them whose handles are gone, the oldest first
         self._closed = False
@@ -260,7 +265,12 @@ class ProcessComm(Comm):
 
     def _tag(self, operation: Operation) -> int:
         members = tuple(sorted(operation.group.ranks))
-        return _checksum(*operation.meaning, members, self._number(members))
+        key = (*operation.meaning, members)
+        if key not in self._tags:
+            if len(self._tags) >= MOST_TAGS:
+                self._tags.clear()
+            self._tags[key] = zlib.crc32(repr(key).encode())
+        return zlib.crc32(self._number(members).to_bytes(8), self._tags[key]) & 0x7FFFFFFF
 
 
 def _checksum(*parts: object) -> int:

@@ -15,6 +15,9 @@ from pathlib import Path
 
 import torch
 
+MOST_VIEWS = 4096
+"""Kept of one segment."""
+
 
 class Segment:
     """Mapped memory: its ``buffer`` and ``address``."""
@@ -23,6 +26,7 @@ class Segment:
         self.descriptor, self.size = descriptor, size
         self.buffer = mmap.mmap(descriptor, size)
         self._typed: dict[torch.dtype, torch.Tensor] = {}
+        self._views: dict[tuple[int, int, torch.dtype], torch.Tensor] = {}
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(self.buffer))
 
     @classmethod
@@ -57,10 +61,15 @@ class Segment:
 
     def view(self, offset: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """So many elements from a byte on, which is a multiple of their size."""
-        typed = self._typed.get(dtype)
-        if typed is None:
-            typed = self._typed[dtype] = torch.frombuffer(self.buffer, dtype=dtype)
-        return typed.narrow(0, offset // dtype.itemsize, numel)
+        found = self._views.get(key := (offset, numel, dtype))  # blocks come again, and a view costs microseconds
+        if found is None:
+            if dtype not in self._typed:
+                self._typed[dtype] = torch.frombuffer(self.buffer, dtype=dtype)
+            if len(self._views) >= MOST_VIEWS:
+                self._views.clear()
+            start = offset // dtype.itemsize
+            found = self._views[key] = self._typed[dtype][start : start + numel]
+        return found
 
     def close(self) -> None:
         """By its owner: no other may open it any more; who has it keeps it."""

@@ -13,8 +13,8 @@ World = Literal["process", "thread"]
 Device = Literal["auto", "cpu", "cuda"]
 
 
-MOST_RANKS = 1024
-"""Of one host, as threads or processes."""
+MOST_ON_ONE_HOST = 1024
+"""Ranks, as threads or processes."""
 
 
 @dataclass(frozen=True)
@@ -42,9 +42,9 @@ class MachineConfig:
 def check_machine(config: MachineConfig) -> None:
     """Refuses devices that this machine does not have, and more ranks than it could start."""
     ranks, gpus = config.parsed_mesh.size, torch.cuda.device_count()
-    if ranks > MOST_RANKS and "WORLD_SIZE" not in os.environ:
+    if ranks > MOST_ON_ONE_HOST and "WORLD_SIZE" not in os.environ:
         raise ValueError(
-            f"{ranks:,} ranks on one host: give a mesh of at most {MOST_RANKS:,}, or start it with torchrun"
+            f"{ranks:,} ranks on one host: give a mesh of at most {MOST_ON_ONE_HOST:,}, or start it with torchrun"
         )
     if config.device == "cuda" and not torch.cuda.is_available():
         raise ValueError("device cuda: torch sees no CUDA device here; use --device cpu, or see plait doctor")

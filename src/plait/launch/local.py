@@ -73,7 +73,7 @@ def _be_a_rank(config: MachineConfig, body: Body, limits: Limits) -> int:
     torch.set_num_threads(config.threads)
     device = resolve_device(config.device)
     if device == "cuda":
-        device = f"cuda:{os.environ.get('LOCAL_RANK', '0')}"  # type: ignore[assignment]
+        device = f"cuda:{os.environ.get('LOCAL_RANK') or '0'}"  # type: ignore[assignment]
     try:
         mesh, alike = config.parsed_mesh, shared_settings(config)
         comm = ProcessComm.from_env(mesh, device=device, deadline=config.deadline, facts=alike)

@@ -62,7 +62,8 @@ def join(
     if launched or shape.size > 1:  # a larger mesh alone: the error says how to start its ranks
         from plait.comm.process import ProcessComm
 
-        comm = ProcessComm.from_env(shape, device=device, deadline=deadline, deterministic=deterministic)
+        how: dict[str, Any] = {"device": device, "deadline": deadline, "deterministic": deterministic}
+        comm = ProcessComm.from_env(shape, **how, facts={"check_collectives": str(check_collectives)})
         watch_joined(comm)
         return checked(comm) if check_collectives else comm
     return ThreadWorld(shape, deadline, deterministic, device).comm(0)

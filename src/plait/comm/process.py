@@ -21,7 +21,7 @@ from __future__ import annotations
 import zlib
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -111,8 +111,11 @@ class ProcessComm(Comm):
             **(facts or {}),
         }
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-        store, peers = init_process(place, backend, deadline, alike)
-        return cls(mesh, place.rank, store, peers, device=device, deadline=deadline, deterministic=deterministic)
+        met = init_process(place, backend, deadline, alike)
+        how: dict[str, Any] = {"device": device, "deadline": deadline, "deterministic": deterministic}
+        comm = cls(mesh, place.rank, met.store, met.peers, **how)
+        comm.attempt = met.attempt
+        return comm
 
     def close(self) -> None:
         """Waits for the sends whose handles were dropped, then leaves."""

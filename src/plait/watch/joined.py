@@ -46,24 +46,26 @@ WATCH = "PLAIT_WATCH"
 
 def watch_joined(comm: Comm) -> None:
     """Starts the rank's side until ``comm.close()`` or the end of the program; where it cannot, a line says so."""
-    given = os.environ.get(WATCH)
+    given, lacks = os.environ.get(WATCH), "a status page"
     try:
-        base, name = Path(tempfile.gettempdir()), _name()
+        base, name = Path(tempfile.gettempdir()), _name(comm)
         if not given:
             sweep(base, name)
         folder = Path(given) if given else private_folder(name, base)
         page = _page(folder / "page", comm.world_size)
         RankSide(comm, page, folder, None if given else Neighbours(comm, page, folder))
+        lacks = "word of other hosts"
         watch_hosts(comm, page)
     except (OSError, ValueError) as error:
-        say(f"plait: rank {comm.rank} runs without a status page: {one_line(str(error))}\n")
+        say(f"plait: rank {comm.rank} runs without {lacks}: {one_line(str(error))}\n")
 
 
-def _name() -> str:
-    """The same for all ranks that one agent started in one round, and for nobody else."""
+def _name(comm: Comm) -> str:
+    """The same for all ranks that one agent started in one round, and for nobody else: rank 0 is another process in the
+    next."""
     agent = processes.launcher() or (os.getppid(), processes.born(os.getppid()))
-    given = [os.environ.get(name, "") for name in ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RESTART_COUNT")]
-    return hashlib.sha256(repr((agent, given)).encode()).hexdigest()[:16]
+    given = [os.environ.get(name, "") for name in ("MASTER_ADDR", "MASTER_PORT")]
+    return hashlib.sha256(repr((agent, given, [peer.token for peer in comm.peers[:1]])).encode()).hexdigest()[:16]
 
 
 def private_folder(name: str, base: Path) -> Path:

@@ -19,7 +19,7 @@ from sockets import children
 
 from plait.checkpoint.folder import checkpoints
 from plait.commands.main import main, parse
-from plait.config import TrainConfig
+from plait.config import TrainConfig, to_toml
 from plait.train.resume import newest_sound, restarted
 
 SIZES = ["--layers", "2", "--width", "16", "--heads", "2", "--kv-heads", "1", "--length", "12", "--batch", "6"]
@@ -109,13 +109,19 @@ def test_a_damaged_checkpoint_is_put_aside_and_the_one_before_is_taken(
     assert restarted(config, 1).resume == "auto"
 
 
-def test_another_attempt_goes_on_or_begins_as_the_first_did(flags: list[str], tmp_path: Path) -> None:
-    words = [*flags, "--steps", "6", "--out", str(tmp_path / "run"), "--resume", "other", "--restarts", "2"]
+def test_another_attempt_begins_as_the_first_did_and_never_over_another_run(flags: list[str], tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    words = [*flags, "--steps", "6", "--out", str(out), "--resume", "other", "--restarts", "2"]
     config = parse(words)
     assert isinstance(config, TrainConfig)
-    assert restarted(config, 0) == config
+    assert restarted(config, 0) == config == restarted(config, 1), "nothing was written yet"
+    out.mkdir()
+    (out / "config.toml").write_text(to_toml(config))
     again = restarted(config, 1)
     assert (again.resume, again.overwrite) == ("other", True), "nothing was saved yet"
+    assert not restarted(replace(config, seed=9), 1).overwrite, "the run of another seed"
+    (out / "summary.json").touch()
+    assert not restarted(config, 1).overwrite, "a run that is finished"
 
 
 @pytest.mark.parametrize(

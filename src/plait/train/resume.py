@@ -130,12 +130,12 @@ def check_places(config: TrainConfig) -> str | None:
 
 def restarted(config: TrainConfig, attempt: int) -> TrainConfig:
     """The settings of an attempt that follows others: it goes on where they came to.  One before the first checkpoint
-    begins as the first did, in the same folder."""
+    begins as the first did, in the same folder, if that has what they left and nothing else."""
     if not attempt or config.out is None:
         return config
     newest = next(reversed(checkpoints(folder_of(config))), None)
     if newest is None:
-        return replace(config, overwrite=True)
+        return replace(config, overwrite=config.overwrite or _has_begun(config))
     was = kept_of(read_values(newest), newest)["config"]
     changed = [name for name in config.change if was.get(name, MISSING) != _plain(getattr(config, name, None))]
     return replace(config, resume=AUTO, overwrite=False, change=tuple(changed))
@@ -169,15 +169,21 @@ def _check_metrics(config: TrainConfig, resumed: Storage | None) -> None:
     out = Path(config.out or "")
     if not (out / METRICS).exists() or (resumed and resumed.home()[0] == place(folder_of(config).resolve())):
         return
-    own, settings = False, out / "config.toml"
-    if resumed is None and settings.exists() and not (out / "summary.json").exists():  # it was ended before it saved
-        before = from_toml(TrainConfig, str(settings))
-        own = all(getattr(before, name) == getattr(config, name) for name in (*DECIDING, "data"))
-    if not own:
+    if resumed is not None or not _has_begun(config):
         raise ValueError(
             f"out {config.out!r} has the metrics of another run than the one to go on with: give another folder, or "
             f"--overwrite"
         )
+
+
+def _has_begun(config: TrainConfig) -> bool:
+    """Whether a folder has what this run left that was ended before it saved."""
+    out = Path(config.out or "")
+    if not (out / "config.toml").exists() or (out / "summary.json").exists():
+        return False
+    before = from_toml(TrainConfig, str(out / "config.toml"))
+    names = [name for name in (*DECIDING, "data") if name != "steps" or config.epochs is None]  # which become steps
+    return all(getattr(before, name) == getattr(config, name) for name in names)
 
 
 def kept_of(values: Mapping[str, Any], path: Path | str | Storage) -> Mapping[str, Any]:

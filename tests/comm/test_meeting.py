@@ -75,13 +75,19 @@ def test_ranks_that_are_started_again_meet_whatever_their_launchers_count(counts
         assert isinstance(outcome, Met) and [p.pid for p in outcome.peers] == [8, 7] and outcome.attempt == 1
 
 
-def test_a_world_whose_ranks_were_ended_while_they_came_is_left_by_those_who_wait() -> None:
-    store = dist.HashStore()  # type: ignore[attr-defined]
+def claimed(store: Any, *peers: Peer) -> Any:
+    """A world in which these have come, without a verdict yet."""
     part = dist.PrefixStore("plait/world 1", store)  # type: ignore[attr-defined]
-    part.set("here/0", peer(0, "a", 5).text)
-    part.set("here/1", peer(1, "b", 6).text)
+    for one in peers:
+        part.set(f"here/{one.rank}", one.text)
     store.add("plait/worlds", 1)
     store.set("plait/current", "1")
+    return part
+
+
+def test_a_world_whose_ranks_were_ended_while_they_came_is_left_by_those_who_wait() -> None:
+    store = dist.HashStore()  # type: ignore[attr-defined]
+    claimed(store, peer(0, "a", 5), peer(1, "b", 6))
     with ThreadPoolExecutor(2) as pool:
         waiting = pool.submit(met, [peer(1, "b", 7)], 2, 30, store)
         time.sleep(0.2)
@@ -109,6 +115,19 @@ def test_another_number_of_ranks_is_told_to_all_or_to_the_one_beyond() -> None:
     assert not any(isinstance(outcome, Exception) for outcome in good)
     [beyond] = met([peer(2, size="3")], 3, seconds=0.3, store=store)
     assert "rank 2 (host a, process 102) has WORLD_SIZE=3, rank 0 (host a, process 100) has 2" in str(beyond)
+
+
+def test_who_has_no_place_in_a_world_does_not_enter_it() -> None:
+    store = dist.HashStore()  # type: ignore[attr-defined]
+    part = claimed(store, peer(0), peer(1, "b"))
+    with ThreadPoolExecutor(1) as pool:
+        second = pool.submit(met, [peer(1, "c")], 2, 1, store)
+        while not part.check(["also/1"]):
+            time.sleep(0.01)
+        came = [(0, "a", 100, "a 100"), (1, "b", 101, "b 101")]  # before the holder looked
+        part.set("verdict", json.dumps({"problem": "", "absent": [], "peers": came, "attempt": 0}))
+        [outcome] = second.result()
+    assert isinstance(outcome, TimeoutError) and "rank 1 (host b, process 101) had this place" in str(outcome)
 
 
 def test_a_fact_that_a_rank_cannot_tell_agrees_with_any() -> None:

@@ -51,6 +51,13 @@ def here(rank: int, pid: int = 0, token: str = "this process") -> Peer:
     return Peer(rank, socket.gethostname(), pid or os.getpid(), token=token, born=born(pid or os.getpid()) or 1)
 
 
+def until(what: Callable[[], object]) -> None:
+    end = time.monotonic() + 30
+    while not what():
+        assert time.monotonic() < end, "it never came"
+        time.sleep(0.005)
+
+
 def test_all_come_and_know_each_other() -> None:
     outcomes = met([peer(2, "b"), peer(0), peer(1, "b")], 3)
     assert [[(p.rank, p.host, p.pid) for p in outcome.peers] for outcome in outcomes] == [  # type: ignore[union-attr]
@@ -87,10 +94,10 @@ def claimed(store: Any, *peers: Peer) -> Any:
 
 def test_a_world_whose_ranks_were_ended_while_they_came_is_left_by_those_who_wait() -> None:
     store = dist.HashStore()  # type: ignore[attr-defined]
-    claimed(store, peer(0, "a", 5), peer(1, "b", 6))
+    part = claimed(store, peer(0, "a", 5), peer(1, "b", 6))
     with ThreadPoolExecutor(2) as pool:
         waiting = pool.submit(met, [peer(1, "b", 7)], 2, 30, store)
-        time.sleep(0.2)
+        until(lambda: part.check(["also/1"]))
         [opened] = pool.submit(met, [peer(0, "a", 8)], 2, 30, store).result()
         [moved] = waiting.result()
     assert isinstance(opened, Met) and isinstance(moved, Met) and [p.pid for p in moved.peers] == [8, 7]
@@ -113,7 +120,7 @@ def test_another_number_of_ranks_is_told_to_all_or_to_the_one_beyond() -> None:
     store = dist.HashStore()  # type: ignore[attr-defined]
     good = met([peer(0, size="2"), peer(1, size="2")], 2, store=store)
     assert not any(isinstance(outcome, Exception) for outcome in good)
-    [beyond] = met([peer(2, size="3")], 3, seconds=0.3, store=store)
+    [beyond] = met([peer(2, size="3")], 3, seconds=1, store=store)
     assert "rank 2 (host a, process 102) has WORLD_SIZE=3, rank 0 (host a, process 100) has 2" in str(beyond)
 
 
@@ -121,9 +128,8 @@ def test_who_has_no_place_in_a_world_does_not_enter_it() -> None:
     store = dist.HashStore()  # type: ignore[attr-defined]
     part = claimed(store, peer(0), peer(1, "b"))
     with ThreadPoolExecutor(1) as pool:
-        second = pool.submit(met, [peer(1, "c")], 2, 1, store)
-        while not part.check(["also/1"]):
-            time.sleep(0.01)
+        second = pool.submit(met, [peer(1, "c")], 2, 2, store)
+        until(lambda: part.check(["also/1"]))
         came = [(0, "a", 100, "a 100"), (1, "b", 101, "b 101")]  # before the holder looked
         part.set("verdict", json.dumps({"problem": "", "absent": [], "peers": came, "attempt": 0}))
         [outcome] = second.result()
@@ -165,17 +171,17 @@ def test_a_process_that_is_gone_leaves_its_place(rank: int) -> None:
 def test_one_that_comes_late_learns_what_the_world_before_came_to() -> None:
     store = dist.HashStore()  # type: ignore[attr-defined]
     met([peer(0), peer(1, "b")], 2, store=store)
-    [late] = met([peer(1, "c")], 2, seconds=0.2, store=store)
+    [late] = met([peer(1, "c")], 2, seconds=1, store=store)
     assert isinstance(late, TimeoutError)
     assert "rank 0 did not come. In the world before rank 1 (host b, process 101) had this place" in str(late)
     met([peer(0, mesh="pipe=2"), peer(1)], 2, store=store)
-    [late] = met([peer(1, "c")], 2, seconds=0.2, store=store)
+    [late] = met([peer(1, "c")], 2, seconds=1, store=store)
     assert "rank 0 did not come. The world before was refused: ranks differ: mesh" in str(late)
 
 
 def test_who_does_not_come_is_named_and_nobody_waits_longer() -> None:
     started = time.monotonic()
-    for outcome in met([peer(0), peer(3)], 4, seconds=0.3):
+    for outcome in met([peer(0), peer(3)], 4, seconds=2):
         assert isinstance(outcome, TimeoutError) and "for 4 ranks: ranks 1, 2 did not come" in str(outcome)
     assert time.monotonic() - started < 15
     [alone] = met([peer(1)], 3, seconds=0.1)
@@ -210,8 +216,8 @@ def test_what_a_stranger_wrote_in_the_store_is_refused_and_shown_escaped(said: b
     other = dist.HashStore()  # type: ignore[attr-defined]
     other.set("plait/current", "1")
     with ThreadPoolExecutor(1) as pool:
-        waiting = pool.submit(met, [peer(1)], 2, 1, other)
-        time.sleep(0.2)
+        waiting = pool.submit(met, [peer(1)], 2, 30, other)
+        until(lambda: other.check(["plait/world 1/here/1"]))
         other.set("plait/world 1/verdict", said)
         [outcome] = waiting.result()
     assert isinstance(outcome, ConnectionError) and "\x1b" not in str(outcome)

@@ -70,6 +70,16 @@ def test_the_last_attempt_is_the_exit_code(tmp_path: Path, capsys: pytest.Captur
     assert "not started again: 1 restarts were allowed, and made" in capsys.readouterr().err
 
 
+def test_a_fault_behind_the_last_step_is_no_reason_to_go_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def kept() -> str:
+        raise ValueError("all steps are made, and nothing else")
+
+    shells = Shells(KILLED)
+    assert run(tmp_path, shells, Limits(restarts=3, kept=kept)).code == 128 + signal.SIGKILL
+    assert len(shells.started) == 2
+    assert capsys.readouterr().err.endswith("plait: not started again: all steps are made, and nothing else\n")
+
+
 def test_what_is_refused_is_not_tried_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     extra = {"nanoseconds": 1, "final": True}
     note = json.dumps({"message": {"message": "plait: error: no\n", "extraInfo": extra}}).replace("\\n", "\\\\n")

@@ -109,6 +109,31 @@ def test_a_damaged_checkpoint_is_put_aside_and_the_one_before_is_taken(
     assert restarted(config, 1).resume == "auto"
 
 
+def test_what_follows_the_last_step_is_missed(
+    flags: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "run"
+    words = [*flags, "--world", "thread", "--steps", "6", "--out", str(out)]
+    assert main(words) == 0
+    assert main([*words, "--overwrite", "--inject", "exception@rank=0,step=2"]) == 1
+    assert not (out / "summary.json").exists(), "of the run before"
+    assert main([*words, "--overwrite"]) == 0
+    capsys.readouterr()
+    assert main([*words, "--resume", "auto", "--json", "-"]) == 0
+    told = capsys.readouterr()
+    assert "nothing is left to do" in told.err and not told.out
+    monkeypatch.setenv("RANK", "1")
+    assert main([*words, "--resume", "auto"]) == 0
+    assert capsys.readouterr().out == ""
+    (out / "summary.json").unlink()  # as if it had been killed behind its last checkpoint
+    assert main([*words, "--resume", "auto"]) == 2
+    assert "step-000006' has all steps of the run" in capsys.readouterr().err
+    config = parse(words)
+    assert isinstance(config, TrainConfig)
+    with pytest.raises(ValueError, match="has all steps of the run"):
+        newest_sound(config)
+
+
 def test_another_attempt_goes_on_or_begins_as_the_first_did(flags: list[str], tmp_path: Path) -> None:
     words = [*flags, "--steps", "6", "--out", str(tmp_path / "run"), "--resume", "other", "--restarts", "2"]
     config = parse(words)

@@ -96,7 +96,8 @@ def run(argv: list[str]) -> int:
             command = restarted(configs.with_job(command), int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")))
             configs.validate(command)
             if done := check_places(command):
-                say(f"{done}\n", sys.stdout)
+                if os.environ.get("RANK", "0") == "0":
+                    say(f"{done}\n", sys.stderr if command.json == "-" else sys.stdout)
                 return 0
             body = partial(run_train, command, argv=argv)
             limits = Limits(command.restarts, command.grace, partial(newest_sound, command))

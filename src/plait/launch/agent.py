@@ -193,8 +193,11 @@ class RankAgent(SimpleElasticAgent):
         if final or self.asked.number or not self._limits.restarts:
             self._remaining_restarts = 0
             return RunResult(WorkerState.FAILED)
-        kept = self._limits.kept()
-        refusal = self._restarts.refusal(rank, reached, kept)
+        try:
+            kept = self._limits.kept()
+            refusal = self._restarts.refusal(rank, reached, kept)
+        except ValueError as error:
+            refusal = f"not started again: {error}"
         if refusal:
             self._remaining_restarts = 0
             say(f"plait: {refusal}\n")

@@ -38,6 +38,8 @@ from plait.job.job import Job
 from plait.job.optimizer import OptimizerConfig
 
 AUTO = "auto"
+SUMMARY = "summary.json"
+"""What a run writes last of all: where it is, nothing is left to do."""
 DECIDING = [field.name for field in fields(JobConfig) if field.name != "data"]
 """Settings that decide the run; of the data it is the text itself that is compared."""
 RATES = [field.name for field in fields(OptimizerConfig) if field.name not in ("optimizer", "clip", "loss_scale")]
@@ -86,7 +88,7 @@ def check_places(config: TrainConfig) -> str | None:
     and a folder in which it would come upon checkpoints that it did not write.
 
     Raises:
-        ValueError: with the settings, each with both values, and the fix.
+        ValueError: with the settings, each with both values, and the fix; or the run was ended behind its last step.
     """
     for name in ("save_every", "keep", "resume"):
         if getattr(config, name) is not None and config.out is None and (name != "resume" or config.resume == AUTO):
@@ -106,11 +108,11 @@ def check_places(config: TrainConfig) -> str | None:
         values = read_values(resumed)
         step, kept = values["run"]["step"], kept_of(values, resumed)
         differences(config, kept)
-        same_epochs = config.epochs is not None and kept["config"].get("epochs") == config.epochs
-        end = kept["config"]["steps"] if same_epochs else config.steps  # what epochs became when the text was read
+        end = end_of(config, kept)
         if step == end and config.resume == AUTO:
+            check_finished(config, resumed)
             return f"{str(resumed)!r} has made {step} steps, and the run ends at {end}: nothing is left to do"
-        if same_epochs or config.epochs is None:
+        if end is not None:
             check_left(resumed, step, end)
     if config.verify and config.change:
         raise ValueError("verify beside change: no single process makes such a run; leave one of them out")
@@ -141,17 +143,41 @@ def restarted(config: TrainConfig, attempt: int) -> TrainConfig:
     return replace(config, resume=AUTO, overwrite=False, change=tuple(changed))
 
 
+def end_of(config: TrainConfig, kept: Mapping[str, Any]) -> int | None:
+    """The step at which a run ends that goes on from what ``kept_of`` found; None before the text is read."""
+    if config.epochs is None:
+        return config.steps
+    return kept["config"]["steps"] if kept["config"].get("epochs") == config.epochs else None
+
+
+def check_finished(config: TrainConfig, last: Storage) -> None:
+    """Raises ValueError where a run has made all of its steps, but not what follows them: its summary comes last."""
+    if not (Path(config.out or "") / SUMMARY).exists():
+        raise ValueError(
+            f"{str(last)!r} has all steps of the run, which was ended before what follows them was made: verify, "
+            f"export, {SUMMARY}; --overwrite makes it, with --resume and an earlier checkpoint or from the beginning"
+        )
+
+
 def newest_sound(config: TrainConfig) -> str:
     """The newest checkpoint of a run whose files are as they were written, or ""; later ones get another name.  For
-    one process alone, while no rank runs."""
+    one process alone, while no rank runs.
+
+    Raises:
+        ValueError: it has all steps of the run: ``check_finished``.
+    """
     for folder in reversed(checkpoints(folder_of(config))) if config.out is not None else ():
         try:
             Saved.find(folder).check()
-            return str(folder)
         except ValueError as error:
             damaged = Path(str(folder)).with_name(f"damaged-{folder.name}-{secrets.token_hex(4)}")
             Path(str(folder)).rename(damaged)
             say(f"plait: {error}\nplait: it is put aside as {str(damaged)!r}\n")
+            continue
+        values = read_values(folder)
+        if values["run"]["step"] == end_of(config, kept_of(values, folder)):
+            check_finished(config, folder)
+        return str(folder)
     return ""
 
 
@@ -170,7 +196,7 @@ def _check_metrics(config: TrainConfig, resumed: Storage | None) -> None:
     if not (out / METRICS).exists() or (resumed and resumed.home()[0] == place(folder_of(config).resolve())):
         return
     own, settings = False, out / "config.toml"
-    if resumed is None and settings.exists() and not (out / "summary.json").exists():  # it was ended before it saved
+    if resumed is None and settings.exists() and not (out / SUMMARY).exists():  # it was ended before it saved
         before = from_toml(TrainConfig, str(settings))
         own = all(getattr(before, name) == getattr(config, name) for name in (*DECIDING, "data"))
     if not own:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from plait.watch.processes import ProcessState, born, launcher, look, out_of_memory_kills, ran_out_of_memory
+from plait.watch.processes import ProcessState, born, launcher, look, out_of_memory_kills, ran_out_of_memory, started
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
 
@@ -55,11 +55,15 @@ def test_the_launcher_is_known_by_its_variable_alone(monkeypatch: pytest.MonkeyP
     assert launcher() is None
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
     assert launcher() == (os.getppid(), born(os.getppid()))
+    assert 0 <= time.time() - started(os.getpid()) < 24 * 3600
     environment = {"TORCHELASTIC_RUN_ID": "none", "PATH": os.environ["PATH"]}
     with subprocess.Popen(["sleep", "60"], env=environment) as wrapper:  # a shell around the rank, say
         monkeypatch.setattr(os, "getppid", lambda: wrapper.pid)
         assert launcher() == (os.getpid(), born(os.getpid()))
         wrapper.kill()
+    for unseen in (0, 2**22 + 1):  # of another namespace; above the largest process id
+        monkeypatch.setattr(os, "getppid", lambda pid=unseen: pid)
+        assert launcher() is None
 
 
 @pytest.mark.parametrize(

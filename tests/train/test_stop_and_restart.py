@@ -134,13 +134,29 @@ def test_what_follows_the_last_step_is_missed(
         newest_sound(config)
 
 
-def test_another_attempt_goes_on_or_begins_as_the_first_did(flags: list[str], tmp_path: Path) -> None:
-    words = [*flags, "--steps", "6", "--out", str(tmp_path / "run"), "--resume", "other", "--restarts", "2"]
+def test_another_attempt_goes_on_or_begins_as_the_first_did(
+    flags: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, start: Any
+) -> None:
+    out = tmp_path / "run"
+    words = [*flags, "--steps", "6", "--out", str(out), "--resume", "other", "--restarts", "2"]
     config = parse(words)
     assert isinstance(config, TrainConfig)
-    assert restarted(config, 0) == config
+    assert restarted(config, 0) == restarted(config, 1) == config, "it has begun nothing"
+    out.mkdir()
+    (out / "config.toml").touch()
     again = restarted(config, 1)
     assert (again.resume, again.overwrite) == ("other", True), "nothing was saved yet"
+    assert main([*flags, "--world", "thread", "--steps", "6", "--out", str(out), "--overwrite"]) == 0
+    time.sleep(0.05)  # ticks of the kernel are hundredths of a second
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    agent = start("env", "-u", "TORCHELASTIC_RUN_ID", "sleep", "60")
+    wait_until(lambda: b"sleep" in Path(f"/proc/{agent.pid}/cmdline").read_bytes())
+    monkeypatch.setattr(os, "getppid", lambda: agent.pid)
+    config = replace(config, resume=None, overwrite=True)
+    assert restarted(config, 1) == config, "what is there is of a run before this launch"
+    (out / "config.toml").touch()
+    again = restarted(config, 1)
+    assert (again.resume, again.overwrite) == ("auto", False)
 
 
 @pytest.mark.parametrize(

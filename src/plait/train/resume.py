@@ -36,8 +36,11 @@ from plait.engine import Engine
 from plait.job.config import JobConfig
 from plait.job.job import Job
 from plait.job.optimizer import OptimizerConfig
+from plait.watch.processes import launcher, started
 
 AUTO = "auto"
+SETTINGS = "config.toml"
+"""What a run writes as soon as what it replaces is gone."""
 SUMMARY = "summary.json"
 """What a run writes last of all: where it is, nothing is left to do."""
 DECIDING = [field.name for field in fields(JobConfig) if field.name != "data"]
@@ -132,8 +135,9 @@ def check_places(config: TrainConfig) -> str | None:
 
 def restarted(config: TrainConfig, attempt: int) -> TrainConfig:
     """The settings of an attempt that follows others: it goes on where they came to.  One before the first checkpoint
-    begins as the first did, in the same folder."""
-    if not attempt or config.out is None:
+    begins as the first did, in the same folder.  Where no attempt of this launch has come to write there, it is as the
+    first: what is there is another run's."""
+    if not attempt or config.out is None or not _begun(Path(config.out)):
         return config
     newest = next(reversed(checkpoints(folder_of(config))), None)
     if newest is None:
@@ -141,6 +145,15 @@ def restarted(config: TrainConfig, attempt: int) -> TrainConfig:
     was = kept_of(read_values(newest), newest)["config"]
     changed = [name for name in config.change if was.get(name, MISSING) != _plain(getattr(config, name, None))]
     return replace(config, resume=AUTO, overwrite=False, change=tuple(changed))
+
+
+def _begun(out: Path) -> bool:
+    """Whether an attempt of this launch has come to write its settings, behind which all later checkpoints are its own."""
+    launch = launcher()
+    try:
+        return (out / SETTINGS).stat().st_mtime >= (started(launch[0]) if launch else 0)
+    except FileNotFoundError:
+        return False
 
 
 def end_of(config: TrainConfig, kept: Mapping[str, Any]) -> int | None:
@@ -195,7 +208,7 @@ def _check_metrics(config: TrainConfig, resumed: Storage | None) -> None:
     out = Path(config.out or "")
     if not (out / METRICS).exists() or (resumed and resumed.home()[0] == place(folder_of(config).resolve())):
         return
-    own, settings = False, out / "config.toml"
+    own, settings = False, out / SETTINGS
     if resumed is None and settings.exists() and not (out / SUMMARY).exists():  # it was ended before it saved
         before = from_toml(TrainConfig, str(settings))
         own = all(getattr(before, name) == getattr(config, name) for name in (*DECIDING, "data"))

@@ -43,7 +43,7 @@ from plait.plan.memory import Held, held
 from plait.report.screen import screen
 from plait.report.training import ProgressView, RankBytes, bytes_table, human, spark
 from plait.train.course import Course
-from plait.train.resume import SUMMARY, extra_of, layout_of, remove_later, resume, saver_of
+from plait.train.resume import SETTINGS, SUMMARY, extra_of, layout_of, remove_later, resume, saver_of
 from plait.train.timeline import record_timeline, show_timeline, write_timeline
 from plait.verify.compare import BITWISE, against_tree
 from plait.verify.record import Recorder, collect_records, predict
@@ -109,7 +109,7 @@ def run_train(config: TrainConfig, comm: Comm, argv: Sequence[str] = ()) -> int:
             after=engine.steps,
         )
         if config.out:
-            write_text(Path(config.out) / "config.toml", to_toml(config))
+            write_text(Path(config.out) / SETTINGS, to_toml(config))
     training.saver = saver_of(config, engine)
     inject(engine, config.inject, threads=config.world == "thread")
     with sinks, watch as watched, view, stream, training.saver or nullcontext():

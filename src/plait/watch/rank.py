@@ -2,7 +2,7 @@
 
     main thread                             heartbeat thread, every 0.25 s and when something happens
     asks, waits, goes on ──► its record     its heartbeat ──► the record
-    a signal's handler: nothing but         the page's wish, a signal to this process ──► comm.stop_signal
+    a signal's handler: hardly more than    the page's wish, a signal to this process ──► comm.stop_signal
       the user's own                        the launcher is gone ──► so is every rank of this host
 
 A signal reaches the heartbeat thread by Python's wakeup descriptor, also while the main thread is inside torch.
@@ -257,8 +257,10 @@ class _Signals:
         os.kill(os.getpid(), number)
 
     def close(self) -> None:
-        if self._before and threading.current_thread() is threading.main_thread():
-            signal.set_wakeup_fd(self._wakeup)
+        if self._write.fileno() >= 0 and threading.current_thread() is threading.main_thread():
+            now = signal.set_wakeup_fd(-1)
+            with contextlib.suppress(ValueError, OSError):  # who listened before has closed it
+                signal.set_wakeup_fd(self._wakeup if now == self._write.fileno() else now)
             for number, before in self._before.items():
                 if signal.getsignal(number) == self._handle:
                     signal.signal(number, before)
@@ -267,6 +269,12 @@ class _Signals:
         self._write.close()
 
     def _handle(self, number: int, frame: Any) -> None:
+        now = signal.set_wakeup_fd(self._write.fileno(), warn_on_full_buffer=False)
+        if now != self._write.fileno():  # somebody else, asyncio perhaps, took the descriptor away, and may have left
+            with contextlib.suppress(BlockingIOError):
+                self._write.send(bytes([number]))
+            if now >= 0:
+                signal.set_wakeup_fd(now)
         before = self._before.get(number)
         if callable(before):
             before(number, frame)

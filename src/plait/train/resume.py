@@ -148,7 +148,7 @@ def restarted(config: TrainConfig, attempt: int) -> TrainConfig:
 
 
 def _begun(out: Path) -> bool:
-    """Whether an attempt of this launch has come to write its settings, behind which all later checkpoints are its own."""
+    """Whether an attempt of this launch has come to write its settings: all later checkpoints are then its own."""
     launch = launcher()
     try:
         return (out / SETTINGS).stat().st_mtime >= (started(launch[0]) if launch else 0)

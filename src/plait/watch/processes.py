@@ -84,8 +84,8 @@ def _exists(pid: int) -> bool:
 
 def launcher() -> tuple[int, int] | None:
     """The process that this rank must not outlive, as (pid, born): plait's launcher, or torchrun's agent, which is the
-    nearest ancestor without the variables that it gives its ranks.  None where neither started it, or where it cannot be
-    seen from here: it is outside of this container, say."""
+    nearest ancestor without the variables that it gives its ranks.  None where neither started it, or where it cannot
+    be seen from here: it is outside of this container, say."""
     for name in ("PLAIT_LAUNCHER", "TORCHELASTIC_RUN_ID"):
         if name in os.environ:
             pid = os.getppid()

@@ -29,11 +29,11 @@ from plait.comm.environment import variables
 from plait.config import MachineConfig, resolve_device
 from plait.core.escape import say
 from plait.launch.failure import LAUNCHER, leave_note
-from plait.launch.folder import private_folder
 from plait.launch.fork_server import ForkServer
 from plait.launch.limits import Limits
 from plait.launch.look import PAGE, WATCH
 from plait.launch.signals import Asked, announced, heard
+from plait.watch.folder import private_folder
 from plait.watch.page import Page
 
 Body = Callable[[Comm], int]

@@ -67,11 +67,15 @@ def test_the_kernel_takes_the_locks_from_ranks_that_are_killed() -> None:
     for _ in range(2):  # of one run
         ranks.append(os.fork())
         if not ranks[-1]:
-            locked_folder("run")
-            os.write(told, b"x")
-            time.sleep(100)
-    for _ in ranks:
-        os.read(awake, 1)
+            try:
+                signal.alarm(100)
+                locked_folder("run")
+                os.write(told, b"x")
+                time.sleep(100)
+            finally:
+                os._exit(1)
+    os.close(told)
+    assert [os.read(awake, 1) for _ in ranks] == [b"x", b"x"]
     for rank in ranks:
         with private_folder():
             assert place_of("run").exists()

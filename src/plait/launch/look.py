@@ -6,7 +6,6 @@ page, /proc, exit codes  ──►  diagnose  ──►  told once, with the sta
 
 import time
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 
 from plait.core.escape import say
@@ -14,7 +13,7 @@ from plait.core.mesh import Mesh
 from plait.watch.diagnose import ENDED, LONG, Diagnosis, block, diagnose, signal_name
 from plait.watch.page import Page
 from plait.watch.processes import ProcessState, look, out_of_memory_kills
-from plait.watch.stacks import ask
+from plait.watch.stacks import with_stacks
 
 WATCH = "PLAIT_WATCH"
 """The variable that names the folder in which ranks say what they do."""
@@ -72,8 +71,7 @@ class Look:
         lasting |= {key for key in self._told if key[0] == "straggler"}
         self._told = {key: since for key, since in self._told.items() if key in lasting}
         fresh = [one for one in found if self._is_new(one.kind, one.rank, now)]
-        with_stacks = [replace(one, stack=ask(self._folder, one.rank, ranks[one.rank])) for one in fresh]
-        say(block(with_stacks))
+        say(block(with_stacks(fresh, self._folder, ranks)))
         return next((one for one in found if self._too_long(one, now)), None)
 
     def _is_new(self, kind: str, rank: int, now: float) -> bool:

@@ -24,13 +24,14 @@ from pathlib import Path
 
 from plait.comm.base import Comm
 from plait.core.escape import one_line, say
-from plait.watch import processes, stacks
+from plait.watch import processes
 from plait.watch.diagnose import ENDED, block, diagnose
 from plait.watch.folder import locked_folder
 from plait.watch.hosts import watch_hosts
 from plait.watch.page import Page, Status
 from plait.watch.processes import ProcessState, ran_out_of_memory, readable
 from plait.watch.rank import BEAT, RankSide
+from plait.watch.stacks import with_stacks
 
 LOOK = 1.0
 """Seconds between two looks at the others while nothing happens."""
@@ -165,13 +166,7 @@ class Neighbours:
         if not fresh:
             return
         ids = {s.rank: s.pid for s in statuses if s.rank != self.comm.rank}
-        told = [
-            replace(f, stack=stacks.ask(self.folder, f.rank, ids[f.rank]))
-            if f.kind in ("stands still", "crossed") and f.rank in ids
-            else f
-            for f in fresh
-        ]
-        say(block(told))
+        say(block(with_stacks(fresh, self.folder, ids)))
         sys.stderr.flush()
 
     def _claim(self, what: str) -> bool:

@@ -150,7 +150,8 @@ def test_another_attempt_goes_on_or_begins_as_the_first_did(
     time.sleep(0.05)  # ticks of the kernel are hundredths of a second
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
     agent = start("env", "-u", "TORCHELASTIC_RUN_ID", "sleep", "60")
-    wait_until(lambda: b"sleep" in Path(f"/proc/{agent.pid}/cmdline").read_bytes())
+    behind = [Path(f"/proc/{agent.pid}/{name}") for name in ("cmdline", "environ")]
+    wait_until(lambda: behind[0].read_bytes().startswith(b"sleep") and bool(behind[1].read_bytes()))
     monkeypatch.setattr(os, "getppid", lambda: agent.pid)
     config = replace(config, resume=None, overwrite=True)
     assert restarted(config, 1) == config, "what is there is of a run before this launch"

@@ -12,7 +12,7 @@ from plait.core.escape import say
 from plait.core.mesh import Mesh
 from plait.watch.diagnose import ENDED, LONG, Diagnosis, block, diagnose, signal_name
 from plait.watch.page import Page
-from plait.watch.processes import ProcessState, look, out_of_memory_kills
+from plait.watch.processes import ProcessState, look, out_of_memory_kills, ran_out_of_memory
 from plait.watch.stacks import with_stacks
 
 WATCH = "PLAIT_WATCH"
@@ -85,9 +85,8 @@ class Look:
 
     def _found(self, ended: Mapping[int, int]) -> list[Diagnosis]:
         statuses = self.page.read_all()
-        memory = out_of_memory_kills() > self._memory
         states = [
-            ProcessState(s.pid, "gone", code, memory and code == -9)
+            ProcessState(s.pid, "gone", code, code == -9 and ran_out_of_memory(s.pid, self._memory, s.since))
             if (code := ended.get(s.rank)) is not None
             else look(s.pid, s.born)
             for s in statuses

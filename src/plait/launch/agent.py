@@ -31,8 +31,9 @@ from plait.core.mesh import Mesh
 from plait.launch.failure import explain, first_of, recorded
 from plait.launch.fork_server import ForkServer
 from plait.launch.limits import Limits, Restarts
-from plait.launch.look import WATCH, Look
+from plait.launch.look import Look
 from plait.launch.signals import Asked, announced
+from plait.watch.folder import WATCH
 
 LOOK_SECONDS = 0.05
 """Between two looks at the ranks."""

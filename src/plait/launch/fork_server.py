@@ -10,7 +10,6 @@ The launcher itself cannot be copied: it may have threads and devices, and glibc
 starts.
 """
 
-import ctypes
 import importlib
 import json
 import os
@@ -29,16 +28,13 @@ from typing import NoReturn
 
 from plait.launch.failure import leave
 from plait.launch.signals import ASKING
-from plait.watch.processes import look
+from plait.watch.processes import hear_of_parents_death, look
 
 LARGEST = 1 << 20
 """Bytes of a message."""
 
 ANSWER_SECONDS = 120.0
 """For which the launcher waits for an answer; the first comes when all is imported."""
-
-PR_SET_PDEATHSIG = 1
-"""Of <sys/prctl.h>: the signal that a process gets when its parent dies."""
 
 LATE = ("torch._dynamo", "tyro._backends._tyro_backend")
 """What torch and tyro import only when they first need it, in a second or more: parameters are drawn by the first,
@@ -129,7 +125,7 @@ class ForkServer:
 
 def die_with(parent: int) -> None:
     """From now on the kernel kills this process as soon as ``parent`` is gone."""
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal.SIGKILL))
+    hear_of_parents_death(signal.SIGKILL)
     if os.getppid() != parent:  # it was gone before
         os._exit(1)
 

@@ -31,9 +31,8 @@ from plait.core.escape import say
 from plait.launch.failure import LAUNCHER, leave_note
 from plait.launch.fork_server import ForkServer
 from plait.launch.limits import Limits
-from plait.launch.look import PAGE, WATCH
 from plait.launch.signals import Asked, announced, heard
-from plait.watch.folder import private_folder
+from plait.watch.folder import PAGE, WATCH, private_folder
 from plait.watch.page import Page
 
 Body = Callable[[Comm], int]

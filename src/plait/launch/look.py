@@ -11,14 +11,10 @@ from pathlib import Path
 from plait.core.escape import say
 from plait.core.mesh import Mesh
 from plait.watch.diagnose import ENDED, LONG, Diagnosis, block, diagnose, signal_name
+from plait.watch.folder import PAGE
 from plait.watch.page import Page
 from plait.watch.processes import ProcessState, look, out_of_memory_kills, ran_out_of_memory
 from plait.watch.stacks import with_stacks
-
-WATCH = "PLAIT_WATCH"
-"""The variable that names the folder in which ranks say what they do."""
-
-PAGE = "page"
 
 SETTLE_SECONDS = 0.1
 """Between the end of a rank and the report: the others come to where they wait for it."""

@@ -22,6 +22,12 @@ from plait.core.escape import one_line
 
 PREFIX = "plait-ranks"
 
+WATCH = "PLAIT_WATCH"
+"""The variable that names the folder of a launcher, which then reports."""
+
+PAGE = "page"
+"""The status page's name in it."""
+
 TRIES = 100
 """How often a folder is made that somebody removes before it is locked."""
 

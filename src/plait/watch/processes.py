@@ -10,9 +10,12 @@ known is whether a process of that id exists.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import re
 import select
+import signal
+import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -33,6 +36,9 @@ class ProcessState:
     out_of_memory: bool = False
     """Whether the kernel says that it killed this process for its memory."""
 
+
+_PR_SET_PDEATHSIG = 1
+"""Of <sys/prctl.h>."""
 
 RUNNING = ProcessState(0, "running")
 """A process of which nothing is known."""
@@ -80,6 +86,12 @@ def _exists(pid: int) -> bool:
     except PermissionError:
         pass
     return True
+
+
+def hear_of_parents_death(number: signal.Signals) -> None:
+    """From now on this process gets this signal from the kernel as soon as its parent is gone; on Linux."""
+    if sys.platform.startswith("linux"):
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(number), 0, 0, 0)
 
 
 def launcher() -> tuple[int, int] | None:

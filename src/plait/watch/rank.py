@@ -43,12 +43,9 @@ BEAT = 0.25
 """Seconds between two heartbeats."""
 
 ASK_TO_END = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
-STACKS = stacks.STACKS
 
 MOST_TEXTS = 4096
 """Texts of operations that are kept ready."""
-
-_PR_SET_PDEATHSIG = 1
 
 
 class Reporter(Protocol):
@@ -287,8 +284,8 @@ class _Signals:
 def _wake_when_parent_dies(launcher: tuple[int, int] | None) -> None:
     """A rank that was stopped goes on when its parent dies, so that its heartbeat thread can end it.  The kernel ends
     those of plait's own launcher by itself."""
-    if "PLAIT_LAUNCHER" not in os.environ and launcher is not None and sys.platform.startswith("linux"):
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGCONT), 0, 0, 0)
+    if "PLAIT_LAUNCHER" not in os.environ and launcher is not None:
+        processes.hear_of_parents_death(signal.SIGCONT)
 
 
 def _line(error: BaseException | None) -> str:

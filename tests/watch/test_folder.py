@@ -14,8 +14,8 @@ import pytest
 
 from plait.comm import ThreadWorld
 from plait.core.mesh import Mesh
-from plait.watch.folder import PREFIX, locked_folder, private_folder
-from plait.watch.joined import WATCH, watch_joined
+from plait.watch.folder import PREFIX, WATCH, locked_folder, private_folder
+from plait.watch.joined import watch_joined
 from plait.watch.page import Page
 
 

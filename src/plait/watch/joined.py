@@ -26,7 +26,7 @@ from plait.comm.base import Comm
 from plait.core.escape import one_line, say
 from plait.watch import processes
 from plait.watch.diagnose import ENDED, block, diagnose
-from plait.watch.folder import locked_folder
+from plait.watch.folder import PAGE, WATCH, locked_folder
 from plait.watch.hosts import watch_hosts
 from plait.watch.page import Page, Status
 from plait.watch.processes import ProcessState, ran_out_of_memory, readable
@@ -39,16 +39,13 @@ LOOK = 1.0
 SETTLE = 0.15
 """Seconds between the end of a rank and the report, in which the others come to their waits."""
 
-WATCH = "PLAIT_WATCH"
-"""The folder of a page that a launcher made, which then reports."""
-
 
 def watch_joined(comm: Comm) -> None:
     """Starts the rank's side until ``comm.close()`` or the end of the program; where it cannot, a line says so."""
     given = os.environ.get(WATCH)
     try:
         folder, lock = (Path(given), -1) if given else locked_folder(_name())
-        page = _page(folder / "page", comm.world_size)
+        page = _page(folder / PAGE, comm.world_size)
         RankSide(comm, page, folder, None if given else Neighbours(comm, page, folder, lock))
         watch_hosts(comm, page)
     except (OSError, ValueError) as error:

@@ -40,9 +40,6 @@ class ProcessState:
 _PR_SET_PDEATHSIG = 1
 """Of <sys/prctl.h>."""
 
-RUNNING = ProcessState(0, "running")
-"""A process of which nothing is known."""
-
 
 def look(pid: int, born: int = 0, root: Path = Path("/proc")) -> ProcessState:
     """What the kernel says of the process ``pid`` that was started at ``born`` (0: whenever)."""

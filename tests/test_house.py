@@ -2,7 +2,7 @@
 
 core <- schedule <- plan <- report
 core <- comm <- sharded <- tensor_parallel <- engine <- checkpoint <- job <- config
-engine <- inject <- train
+engine <- injection <- train
 config <- verify <- train <- launch <- commands
 inside the engine: forward <- data_parallel <- state <- pipeline <- the step (engine.py and its neighbours)
 models and data stand beside engine, below job; measure lies between config and train; watch stands upon comm; files
@@ -43,18 +43,18 @@ MAY_IMPORT: dict[str, set[str]] = {
     "models": TENSORS | {"schedule", "files"},
     "data": {"core", "files"},
     "job": UP_TO_ENGINE | {"files", "checkpoint", "models", "data"},
-    "config": UP_TO_ENGINE | {"files", "plan", "report", "checkpoint", "models", "data", "job", "inject"},
+    "config": UP_TO_ENGINE | {"files", "plan", "report", "checkpoint", "models", "data", "job", "injection"},
     "watch": {"core", "comm"},
     "measure": {"core", "files", "comm", "report", "config", "tensor_parallel"},
-    "inject": UP_TO_ENGINE,
-    "train": TRAINING | {"job", "verify", "measure", "inject", "watch"},
+    "injection": UP_TO_ENGINE,
+    "train": TRAINING | {"job", "verify", "measure", "injection", "watch"},
     "verify": TRAINING | {"job"},
     "api": UP_TO_ENGINE | {"checkpoint", "models", "data", "watch"},
     "chaos": TRAINING | {"launch", "watch"},
     "launch": {"core", "files", "comm", "config", "checkpoint", "train", "verify", "watch"},
     "commands": TRAINING | {"job", "measure", "train", "verify", "launch", "chaos"},
     "__main__": {"commands"},
-    "__init__": UP_TO_ENGINE | {"checkpoint", "api", "models", "data", "job", "verify", "inject"},
+    "__init__": UP_TO_ENGINE | {"checkpoint", "api", "models", "data", "job", "verify", "injection"},
 }
 """Which parts of plait each part may import. A part that is not here is refused: give it a line."""
 

@@ -13,7 +13,7 @@ models/            what the command line trains
 data/              what it trains on
 job/               what is trained: a model, its loss, data, an optimizer, and their flags
 config/            a run as a frozen value, checked before it starts
-inject/            faults on purpose
+injection/         faults on purpose
 verify/            the proof
 train/             the run
 measure/           what links and machines can do
@@ -39,7 +39,7 @@ from plait.core.mesh import Mesh
 from plait.core.parallelism import Parallelism
 from plait.core.precision import LossScale
 from plait.engine import EMA, Engine, Evaluation, StepResult, empty_parameters
-from plait.inject import inject
+from plait.injection import inject
 from plait.job.own import UserJob
 from plait.sharded import (
     LayoutError,

@@ -16,7 +16,7 @@ import torch
 from hostile import changed, changed_text, header_of, with_header
 from torch import Tensor, nn
 
-from plait.checkpoint.huggingface import open_folder, write_model, write_tensors
+from plait.checkpoint.huggingface import copied_files, open_folder, write_model, write_tensors
 from plait.comm import Comm, run
 from plait.comm.agree import OtherRankError
 from plait.core.mesh import Mesh
@@ -251,7 +251,7 @@ def test_odd_files_beside_the_weights_are_refused(file: str, odd: str, tmp_path:
     assert len(str(caught.value)) < 1000
 
 
-@pytest.mark.parametrize("odd", sorted({*ODD} - {"nested"}))
+@pytest.mark.parametrize("odd", sorted({*ODD} - {"nested", "a folder"}))
 def test_an_export_copies_plain_files_of_the_folder_and_nothing_else(odd: str, tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     source = folders.write(tmp_path / "source")
@@ -270,3 +270,20 @@ def test_an_export_copies_plain_files_of_the_folder_and_nothing_else(odd: str, t
     with pytest.raises(ValueError, match=r"vocab\.json"):
         write(tmp_path / "odd")
     assert not (tmp_path / "odd").exists()
+
+
+def test_what_an_export_copies_is_found_in_the_cache_too(tmp_path: Path) -> None:
+    snapshot, blobs = tmp_path / "snapshots" / "9f3c", tmp_path / "blobs"
+    (snapshot / "additional_chat_templates").mkdir(parents=True)
+    (snapshot / "LICENSES").mkdir()
+    blobs.mkdir()
+    (blobs / "a1").write_text("x")
+    (snapshot / "tokenizer.json").symlink_to("../../blobs/a1")
+    (snapshot / "additional_chat_templates" / "a.jinja").symlink_to("../../../blobs/a1")
+    assert copied_files(snapshot) == dict.fromkeys(
+        ("additional_chat_templates/a.jinja", "tokenizer.json"), blobs / "a1"
+    )
+    (snapshot / "vocab.json").symlink_to("/etc/hostname")
+    with pytest.raises(ValueError, match="a link out of its folder"):
+        copied_files(snapshot)
+    assert copied_files(None) == {}

@@ -159,11 +159,54 @@ def checked(comm: ProcessComm) -> None:
         comm.close()
 
 
+def checked_to_the_end(comm: ProcessComm) -> None:
+    """Rank 0 leaves behind its last messages: one is waited for late, one never.  Rank 1 has told it that it waits."""
+    check_collectives(comm)
+    got, late, start = torch.zeros(3), torch.zeros(3), time.monotonic()
+    if comm.rank == 0:
+        time.sleep(0.2)
+        for value in (1.0, 2.0):
+            comm.send(torch.full((3,), value), 1, Note("", "last")).wait()
+        comm.close()
+    else:
+        works = [comm.recv(tensor, 0, Note("", "last")) for tensor in (got, late)]
+        works[0].wait()
+        time.sleep(1.0)  # the sender would be gone by then
+        works[1].wait()
+        assert got.tolist() == [1.0] * 3 and late.tolist() == [2.0] * 3
+    comm.close()
+    assert time.monotonic() - start < comm.deadline / 2, "nobody reads that a rank waits"
+
+
+def checked_and_never_read(comm: ProcessComm) -> None:
+    """A message that came and that nobody waits for: the sender leaves no later than at its deadline, in peace."""
+    check_collectives(comm)
+    if comm.rank == 0:
+        comm.send(torch.ones(3), 1).wait()
+    else:
+        comm.recv(torch.ones(3), 0)
+        time.sleep(1.0)
+
+
 def alone(comm: ProcessComm) -> None:
     comm_checks.check_collectives(comm)
 
 
-SCENES = {f.__name__: f for f in (everything, gone, disagree, other_shape, line, as_on_gpus, checked, alone)}
+SCENES = {
+    f.__name__: f
+    for f in (
+        everything,
+        gone,
+        disagree,
+        other_shape,
+        line,
+        as_on_gpus,
+        checked,
+        checked_to_the_end,
+        checked_and_never_read,
+        alone,
+    )
+}
 
 if __name__ == "__main__":
     torch.set_num_threads(1)

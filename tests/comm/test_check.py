@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from plait.comm import Comm, MismatchError, run
-from plait.comm.check import ROW_BYTES, Description, check_collectives, difference
+from plait.comm.check import ROW_BYTES, Description, check_collectives
 from plait.core.collectives import Note
 from plait.core.mesh import Mesh
 
@@ -105,10 +105,55 @@ def test_the_ledger_is_that_without_it() -> None:
     assert all(run(Mesh(shard=2), body))
 
 
-def test_a_description_has_one_size_however_long_its_names_are() -> None:
-    for unit in ("x" * 5000, "ü" * 140, "\x00\\" * 300):
-        mine = Description(f"sum of {unit}", {"unit": unit, "elements": 3})
-        theirs = Description.read(mine.as_row())
+LONG = ("u" * 156, "x" * 5000, "\u5c42" * 400, "\x00\\" * 300, "\udc80" * 200)
+
+
+@pytest.mark.parametrize("name", LONG, ids=lambda name: f"{len(name)}-{ord(name[0]):x}")
+def test_names_may_be_long(name: str) -> None:
+    """Of collectives and messages, on ranks of which the receiver waits first."""
+
+    def body(comm: Comm) -> float:
+        check_collectives(comm)
+        tensor = torch.full((2,), 1.0 + comm.rank)
+        comm.all_reduce(tensor, AXES, note=Note(name, name)).wait()
+        if comm.rank == 0:
+            time.sleep(0.2)
+            comm.send(tensor, 1, Note("", name)).wait()
+            comm.recv(tensor, 1, Note(name, name)).wait()
+        if comm.rank == 1:
+            comm.recv(tensor, 0, Note("", name)).wait()
+            comm.send(tensor + 1, 0, Note(name, name)).wait()
+        comm.barrier(AXES)
+        return tensor.sum().item()
+
+    assert run(Mesh(pipe=2), body, deadline=30) == [8.0, 6.0]
+
+
+@pytest.mark.parametrize("name", LONG, ids=lambda name: f"{len(name)}-{ord(name[0]):x}")
+@pytest.mark.parametrize("kind", ["collective", "message", "waits"])
+def test_long_names_that_differ_at_the_end_are_told_with_their_lines(name: str, kind: str) -> None:
+    def body(comm: Comm) -> str:
+        check_collectives(comm)
+        tensor, note = torch.ones(2), Note("", f"{name}{comm.rank}")
+        with pytest.raises(MismatchError) as caught:
+            if kind == "message" and comm.rank == 0:
+                comm.send(tensor, 1, note)
+            if kind == "collective":
+                comm.all_reduce(tensor, AXES, note=note).wait()
+            if kind == "waits" or comm.rank == 1:
+                comm.recv(tensor, 1 - comm.rank, note).wait()
+            comm.barrier(AXES)
+        return str(caught.value)
+
+    texts = run(Mesh(pipe=2), body, deadline=30)
+    wanted = "wait for a message of each other" if kind == "waits" else f"mean different {kind}s (other unit"
+    for text in texts:
+        assert wanted in text, text
+        assert len(re.findall(r"^  rank [01]: .* at comm/test_check.py:\d+$", text, re.M)) == 2, text
+
+
+def test_a_row_has_one_size_and_all_fields() -> None:
+    for text in (*LONG, ""):
+        mine = Description(text, {"number": 3, "unit": "ü" * 20}, "waits")
         assert len(mine.as_row()) == ROW_BYTES
-        other = Description.read(Description(f"sum of {unit}", {"unit": f"{unit}y", "elements": 3}).as_row())
-        assert difference({0: theirs, 1: other}) and not difference({0: theirs, 1: Description.read(mine.as_row())})
+        assert Description.read(mine.as_row()).fields == mine.fields

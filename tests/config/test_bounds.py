@@ -11,6 +11,8 @@ import torch
 from plait.commands.main import COMMANDS, main
 from plait.config import TrainConfig, VerifyConfig, validate
 from plait.config.bounds import BOUNDS, LONGEST, check_values
+from plait.config.room import check_room
+from plait.files.reading import memory
 from plait.schedule.actions import MOST_PASSES, parse_schedule
 from plait.schedule.check import check
 
@@ -104,3 +106,30 @@ def test_as_many_threads_as_may_be_given_do_not_crash_torch() -> None:
 
 def test_numbers_within_are_taken() -> None:
     validate(VerifyConfig(deadline=1e6, seed=-5, clip=math.inf, threads=1024))
+
+
+@pytest.mark.parametrize(
+    "text", ["a\u00a0b", "\u3000", "Bildschirmfoto 14.02\u202fUhr", "\U0001f468\u200d\U0001f469", "ä b"]
+)
+def test_names_that_people_give_are_taken(text: str) -> None:
+    check_values(TrainConfig(out=text))
+
+
+@pytest.mark.parametrize("text", ["a\x1b[2J", "a\nb", "a\tb", "a\u202eb", "\x9b", "\ud800"])
+def test_names_that_a_terminal_would_obey_are_not(text: str) -> None:
+    with pytest.raises(ValueError, match="which a terminal would obey"):
+        check_values(TrainConfig(out=text))
+
+
+def test_ranks_that_are_started_by_hand_are_not_all_on_this_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("plait.config.room.memory", lambda processes=1: 600 << 20)
+    config = TrainConfig(mesh="shard=64", strategy="ddp", batch=64, width=512, layers=8, heads=8)
+    with pytest.raises(ValueError, match="64 ranks need at least"):
+        check_room(config)
+    monkeypatch.setenv("WORLD_SIZE", "64")
+    check_room(config)
+
+
+def test_a_limit_of_a_process_is_not_that_of_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("resource.getrlimit", lambda which: (1 << 20, 1 << 20))
+    assert memory(3) - memory(1) == 2 << 20

@@ -182,3 +182,21 @@ def test_a_wrong_file_is_refused(tmp_path: Path, text: str, says: list[str]) -> 
 def test_a_missing_file_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"cannot read the config .*No such file"):
         from_toml(TrainConfig, str(tmp_path / "none.toml"))
+
+
+def test_a_key_of_earlier_versions_is_left_out(tmp_path: Path) -> None:
+    (tmp_path / "old.toml").write_text('port = 0\nmesh = "shard=3"\n')
+    assert from_toml(TrainConfig, str(tmp_path / "old.toml")) == TrainConfig(mesh="shard=3")
+    (tmp_path / "old.toml").write_text("ports = 0\n")
+    with pytest.raises(ValueError, match="unknown key 'ports'"):
+        from_toml(TrainConfig, str(tmp_path / "old.toml"))
+
+
+def test_a_fault_beyond_the_run_is_refused() -> None:
+    with pytest.raises(ValueError, match="in step 20, but the run has 10 steps"):
+        validate(TrainConfig(mesh="shard=2", steps=10, inject=("kill@rank=1,step=20",)))
+
+
+def test_a_path_that_is_not_there_is_refused_for_every_model() -> None:
+    with pytest.raises(ValueError, match="no file or folder at data 'nope'"):
+        validate(TrainConfig(model="mlp", data="nope"))

@@ -14,7 +14,7 @@ import pytest
 from disks import mount, small_disk
 
 from plait.files.reading import shown
-from plait.files.writing import DiskError, Lines, check_file, check_folder, write_text
+from plait.files.writing import DiskError, Lines, check_file, check_folder, told, write_text
 
 SAYS = re.compile(r"\[Errno \d+\] .*; need \d+ bytes, have \d+ bytes: '.*'")
 
@@ -172,3 +172,38 @@ def test_a_folder_below_what_is_no_folder(tmp_path: Path) -> None:
             check_folder("out", str(tmp_path / path))
     check_folder("out", str(tmp_path / "a" / "b" / "c"), ["metrics.jsonl"])
     assert os.listdir(tmp_path) == ["file"]
+
+
+def test_a_rank_that_is_late_is_no_disk(tmp_path: Path) -> None:
+    with pytest.raises(TimeoutError, match="rank 1"), told(tmp_path / "x", 8):
+        raise TimeoutError("rank 0 waits for rank 1")
+
+
+def test_a_file_system_without_locks_or_room_to_tell(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+
+    monkeypatch.setattr("fcntl.lockf", refuse)
+    monkeypatch.setattr("os.statvfs", lambda path: os.statvfs_result((4096, 4096, *[0] * 9)))
+    lines = Lines(tmp_path / "metrics.jsonl")
+    lines.write("{}")
+    lines.close()
+    check_folder("out", str(tmp_path), need=1 << 60)
+    with pytest.raises(DiskError, match=r"no plain file: |no plain file$|it is no plain file"):
+        os.mkfifo(tmp_path / "pipe")
+        reader = os.open(tmp_path / "pipe", os.O_RDONLY | os.O_NONBLOCK)
+        try:
+            Lines(tmp_path / "pipe")
+        finally:
+            os.close(reader)
+
+
+def test_a_text_is_written_where_a_link_leads_and_keeps_its_mode(tmp_path: Path) -> None:
+    (tmp_path / "there").mkdir()
+    target, link = tmp_path / "there" / "results.json", tmp_path / "link.json"
+    target.write_text("before")
+    target.chmod(0o600)
+    link.symlink_to(target)
+    check_file("json", str(link))
+    write_text(link, "after")
+    assert (link.is_symlink(), target.read_text(), target.stat().st_mode & 0o777) == (True, "after", 0o600)

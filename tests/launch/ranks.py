@@ -33,8 +33,10 @@ def body(comm: Comm) -> int:
         if HOW == "mistake":
             Mesh.parse("depth=2")
         if HOW == "kill":
+            time.sleep(1)  # so that rank 0 is waiting for this one
             os.kill(os.getpid(), signal.SIGKILL)
         if HOW == "stop":
+            time.sleep(1)
             os.kill(os.getpid(), signal.SIGSTOP)
     comm.barrier(AXES)
     return 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from itertools import combinations, pairwise
 
@@ -90,7 +91,11 @@ def test_balanced_as_drawn(costs: list[float], stages: int, sizes: tuple[int, ..
         ([1.0, 1.0], 3, "3 stages, but the model has 2 links"),
         ([1.0], 0, "0 stages: a pipeline has at least one"),
         ([], 1, "1 stages, but the model has 0 links"),
-        ([1.0, -0.5, 2.0], 2, "link 1 costs -0.5: no cost is below 0"),
+        ([1.0, -0.5, 2.0], 2, "link 1 costs -0.5: no cost is below 0, and each is a finite number"),
+        ([1.0, math.nan, -1.0], 2, "link 1 costs nan: no cost is below 0, and each is a finite number"),
+        ([math.nan], 1, "link 0 costs nan"),
+        ([1.0, 2.0, math.inf], 2, "link 2 costs inf"),
+        ([-math.inf, 2.0], 2, "link 0 costs -inf"),
     ],
 )
 def test_balanced_refuses(costs: list[float], stages: int, words: str) -> None:

@@ -87,7 +87,7 @@ def test_bf16_with_fp32_masters_follows_fp32() -> None:
     ("config", "part"),
     [
         (VerifyConfig(dtype="bf16", strategy="x: full bf16|full bf16|full, pending(shard, replica)|full"), "dtypes of"),
-        (VerifyConfig(dtype="fp16-mixed", loss_scale=0.0), "loss scale of 0"),
+        (VerifyConfig(dtype="fp16-mixed", loss_scale=0.0), "loss_scale is 0.0: give a number above 0"),
     ],
 )  # fmt: skip
 def test_settings_that_contradict_each_other_are_refused(config: VerifyConfig, part: str) -> None:

@@ -6,6 +6,7 @@ goal where every trial was right and the worst of each measured number is within
 
 from __future__ import annotations
 
+import math
 import statistics
 import tempfile
 from collections.abc import Callable, Generator, Mapping, Sequence
@@ -118,9 +119,13 @@ class RowResult:
         return {name: (statistics.median(found), max(found)) for name, found in values.items()}
 
     def late(self) -> list[str]:
-        """Which numbers are beyond their limits, or were never measured."""
-        measured = self.measured()
-        return [name for name, limit in self.row.limits.items() if name not in measured or measured[name][1] > limit]
+        """Which numbers are beyond their limits, or were not measured in a trial that was right."""
+        right = [result.seen for result in self.results if not result.wrong]
+        return [
+            name
+            for name, limit in self.row.limits.items()
+            if not right or any(seen.get(name, math.inf) > limit for seen in right)
+        ]
 
     @property
     def met(self) -> bool:
@@ -142,16 +147,20 @@ def run_campaign(
         times: trials of each row, instead of its own number.
         short: a few of each.
     """
-    with tempfile.TemporaryDirectory(prefix="plait-chaos-") as temporary:
+    with tempfile.TemporaryDirectory(prefix="plait-chaos-", ignore_cleanup_errors=True) as temporary:
         ground = Ground(folder or Path(temporary), random=Random(seed))
         ground.folder.mkdir(parents=True, exist_ok=True)
         for row in rows:
             results = []
             for number in range(times or (row.short if short else row.times)):
-                try:
-                    result = row.trial(ground, number)
-                except (ValueError, OSError) as error:
-                    result = Result(f"{type(error).__name__}: {error}")
+                with ground.trial():
+                    try:
+                        result = row.trial(ground, number)
+                    except (ValueError, OSError) as error:
+                        result = Result(f"{type(error).__name__}: {error}")
+                    orphans = sum(child.orphans for child in ground.children)
+                if orphans and not result.wrong:
+                    result = Result(f"{orphans} processes were left behind", result.seen)
                 results.append(result)
                 yield row, number, result
             yield RowResult(row, results)

@@ -5,9 +5,9 @@ ground.same_run(out)       whether a run that went through a fault is that one, 
 """
 
 import json
-import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -35,6 +35,8 @@ class Ground:
     """Of the runs: how long a rank waits for another."""
     steps: int = STEPS
     random: Random = field(default_factory=lambda: Random(0))
+    children: list[Observed] = field(default_factory=list)
+    """Of the trial that is under way."""
     _made: int = 0
 
     @cached_property
@@ -49,6 +51,24 @@ class Ground:
         self._made += 1
         return self.folder / f"run-{self._made:03}"
 
+    def start(
+        self, words: Sequence[str], environment: Mapping[str, str] | None = None, **more: Sequence[str]
+    ) -> Observed:
+        """A command of the trial, which does not outlive it."""
+        child = Observed(words, environment, **more)
+        self.children.append(child)
+        return child
+
+    @contextmanager
+    def trial(self) -> Iterator[None]:
+        """Around a trial: behind it no process of it is left."""
+        try:
+            yield
+        finally:
+            for child in self.children:
+                child.end()
+            self.children.clear()
+
     def words(self, out: Path, *more: str, mesh: str = f"shard={RANKS}", strategy: str = "zero3") -> list[str]:
         """``plait train`` on the same job."""
         job = (*MODEL, "--data", str(self.text), "--steps", str(self.steps), "--log-every", "1000000")
@@ -59,7 +79,7 @@ class Ground:
     def whole(self) -> Path:
         """The run that nobody disturbed."""
         out = self.folder / "whole"
-        child = Observed(self.words(out))
+        child = self.start(self.words(out))
         if child.finish(PATIENCE) != 0:
             raise ValueError(f"a run without any fault fails here: {child.text()[-2000:]}")
         return out
@@ -99,9 +119,3 @@ def wait_for_step(metrics: Path, step: int, seconds: float, child: Observed) -> 
             return None
         time.sleep(0.02)
     return None
-
-
-def torchrun(ranks: int) -> Sequence[str]:
-    """A user's own launcher."""
-    launcher = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks))
-    return (*launcher, "-m", "plait")

@@ -21,10 +21,13 @@ from pathlib import Path
 from typing import IO, NamedTuple
 
 from plait.launch.fork_server import die_with
-from plait.watch.processes import born, look
+from plait.watch.processes import look
 
 PAUSE = 0.01
 """Seconds between two looks."""
+
+GONE_SECONDS = 2.0
+"""Within which all of a command's processes are gone when it has ended."""
 
 
 class SaidLine(NamedTuple):
@@ -55,6 +58,8 @@ class Observed:
         program: Sequence[str] = (sys.executable, "-m", "plait"),
     ) -> None:
         self.lines: list[SaidLine] = []
+        self.orphans = 0
+        """Processes that it left behind, known when it has finished."""
         self.began = time.monotonic()
         kept = {k: v for k, v in os.environ.items() if k not in LAUNCHERS}
         self.process = subprocess.Popen(
@@ -103,25 +108,34 @@ class Observed:
         return line
 
     def finish(self, seconds: float) -> int | None:
-        """Its exit code (below 0: the signal); None if it had to be ended."""
+        """Its exit code (below 0: the signal); None if it had to be ended.  What outlives it is in ``orphans``."""
         try:
             code = self.process.wait(seconds)
         except subprocess.TimeoutExpired:
             code = None
+        else:
+            end = time.monotonic() + GONE_SECONDS
+            while (left := self.below()) and time.monotonic() < end:
+                time.sleep(PAUSE)
+            self.orphans = len(left)
         self.end()
         return code
 
     def end(self) -> None:
-        """Leaves nothing behind."""
-        left = [ProcessId(self.pid, -1), *descendants(self.pid)] if self.process.poll() is None else []
-        for process in left:
-            if process.start < 0 or alive(process):
-                _kill(process.pid)
+        """Leaves nothing behind; a second time, nothing."""
+        if self.process.poll() is None:
+            self.process.kill()
+        for process in self.below():
+            _kill(process.pid)
         self.process.wait()
         for reader, pipe in zip(self._readers, (self.process.stdout, self.process.stderr), strict=True):
             reader.join(2)
             if pipe is not None and not reader.is_alive():
                 pipe.close()
+
+    def below(self) -> list[ProcessId]:
+        """The processes of its session that live, without itself."""
+        return [one for one in processes(session=self.pid) if one.pid != self.pid]
 
 
 LAUNCHERS = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "LOCAL_RANK", "TORCHELASTIC_RUN_ID", "PLAIT_LAUNCHER")
@@ -133,17 +147,15 @@ def _kill(pid: int) -> None:
         os.kill(pid, signal.SIGKILL)
 
 
-def descendants(pid: int) -> list[ProcessId]:
-    """All processes below one, children before grandchildren, from /proc."""
-    below: dict[int, list[int]] = {}
+def processes(session: int | None = None) -> list[ProcessId]:
+    """All that live, or those of a session, from /proc."""
+    found = []
     for stat in Path("/proc").glob("[0-9]*/stat"):
         with suppress(OSError):
-            parent = int(stat.read_text(errors="replace").rpartition(")")[2].split()[1])
-            below.setdefault(parent, []).append(int(stat.parent.name))
-    found = [pid]
-    for parent in found:
-        found += below.get(parent, [])
-    return [ProcessId(child, born(child)) for child in found[1:]]
+            fields = stat.read_text(errors="replace").rpartition(")")[2].split()
+            if fields[0] not in "ZX" and session in (None, int(fields[3])):
+                found.append(ProcessId(int(stat.parent.name), int(fields[19])))
+    return found
 
 
 def alive(process: ProcessId) -> bool:

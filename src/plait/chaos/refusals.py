@@ -11,7 +11,7 @@ import time
 from contextlib import closing, suppress
 
 from plait.chaos.ground import EVERY, PATIENCE, RANKS, Ground, lines_of, wait_for_step
-from plait.chaos.observed import LOOPBACK, Observed, descendants, listening
+from plait.chaos.observed import LOOPBACK, Observed, listening
 from plait.chaos.trials import Result, injected, outcome
 from plait.checkpoint.folder import CHECKPOINTS
 
@@ -32,7 +32,7 @@ def _ranks(
         given |= {"LOCAL_RANK": str(rank), **changes.get(rank, {})}
         if given.pop("absent", None) is None:
             words = ground.words(out, "--deadline", f"{SHORT:g}", *(more or {}).get(rank, ()))
-            children.append(Observed(words, given))
+            children.append(ground.start(words, given))
     return children
 
 
@@ -65,7 +65,7 @@ def port_taken(ground: Ground, number: int) -> Result:
     with socket.create_server(("127.0.0.1", 0)) as server:
         server.settimeout(0.1)
         port, kept = server.getsockname()[1], []
-        child = Observed(
+        child = ground.start(
             ground.words(ground.new(), "--deadline", f"{SHORT:g}"),
             {"RANK": "1", "WORLD_SIZE": str(RANKS), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)},
         )
@@ -92,9 +92,9 @@ def other_settings(ground: Ground, number: int) -> Result:
     codes = [child.finish(PATIENCE) for child in children]
     name = words[0][2:]
     for child, code in zip(children, codes, strict=True):
-        if code == 0 or "Traceback" in child.text():
+        if code not in (1, 2) or "Traceback" in child.text():
             return Result(f"exit code {code}: {child.text()[-800:]}")
-    told = [child for child in children if name in child.text() and re.search(rf"rank {rank}\b", child.text())]
+    told = [child for child in children if f"--{name}" in child.text() and re.search(rf"rank {rank}\b", child.text())]
     return Result(
         "" if len(told) == RANKS else f"{len(told)} of {RANKS} name {name} of rank {rank}: {children[0].text()}"
     )
@@ -103,16 +103,18 @@ def other_settings(ground: Ground, number: int) -> Result:
 def full_disk(ground: Ground, number: int) -> Result:
     """A rank cannot write: all end together, and the checkpoint before it loads."""
     rank, out, step = number % RANKS, ground.new(), 2 * EVERY + 1 + number % EVERY
-    child = Observed(ground.words(out, "--inject", f"disk-full@rank={rank},step={step}"))
+    child = ground.start(ground.words(out, "--inject", f"disk-full@rank={rank},step={step}"))
     moment = injected(child)
     code, seconds = child.finish(PATIENCE), time.monotonic() - moment.at
     said = "\n".join(line.text for line in child.lines if line.stream == "err" and line.at > moment.at)
     if code not in (1, 2) or "Traceback" in said or str(out) not in said:
         return Result(f"exit code {code}: {said[-800:]}", {"ended": seconds})
-    kept = out / CHECKPOINTS / f"step-{EVERY:06}"
-    command = [sys.executable, "-m", "plait", "checkpoint", "verify", str(kept)]
+    kept = sorted(folder.name for folder in (out / CHECKPOINTS).glob("step-*"))
+    command = [sys.executable, "-m", "plait", "checkpoint", "verify", "--all", str(out)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE)
-    return Result("" if done.returncode == 0 else f"{kept.name} does not verify: {done.stderr}", {"ended": seconds})
+    if done.returncode or not kept or int(kept[-1][5:]) >= step:
+        return Result(f"there are {kept}, of which not all verify: {done.stdout} {done.stderr}", {"ended": seconds})
+    return Result("", {"ended": seconds})
 
 
 def left_out(ground: Ground, number: int) -> Result:
@@ -120,7 +122,7 @@ def left_out(ground: Ground, number: int) -> Result:
     rank, step = number % RANKS, ground.random.randrange(3, 12)
     fault = f"skip-collective@rank={rank},step={step},operation={ground.random.randrange(2, 6)}"
     out = ground.new()
-    child = Observed(ground.words(out, "--check-collectives", "--inject", fault))
+    child = ground.start(ground.words(out, "--check-collectives", "--inject", fault))
     moment = injected(child)
     code, seconds = child.finish(PATIENCE), time.monotonic() - moment.at
     said = "\n".join(line.text for line in child.lines if line.at > moment.at)
@@ -149,7 +151,7 @@ IMPOSSIBLE: tuple[tuple[str, ...], ...] = (
 def impossible(ground: Ground, number: int) -> Result:
     """Sizes that do not fit together: refused before any process starts, with the numbers."""
     words = IMPOSSIBLE[number % len(IMPOSSIBLE)]
-    child = Observed([*ground.words(ground.new()), *words])
+    child = ground.start([*ground.words(ground.new()), *words])
     code, seconds = child.finish(PATIENCE), time.monotonic() - child.began
     lines = [line for line in child.text().splitlines() if line.startswith("plait: error:")]
     right = code == 2 and len(lines) == 1 and "Traceback" not in child.text()
@@ -167,9 +169,9 @@ GARBAGE = (
 def strangers(ground: Ground, number: int) -> Result:
     """Everybody who listens is on loopback and is thrown garbage at; the run is the one that nobody disturbed."""
     out = ground.new()
-    child = Observed(ground.words(out))
+    child = ground.start(ground.words(out))
     wait_for_step(out / "metrics.jsonl", 2, PATIENCE, child)
-    ports = listening([child.pid, *(process.pid for process in descendants(child.pid))])
+    ports = listening([child.pid, *(process.pid for process in child.below())])
     outside = [port for port in ports if port.address not in LOOPBACK]
     wrong, thrown = f"{len(outside)} ports are open to others" if outside else "", 0
     for port in ports:

@@ -27,7 +27,7 @@ from plait.checkpoint.tensor_file import TensorEntry, TensorFile, parsed, safete
 from plait.core.layout import Region, extent
 from plait.engine import Engine
 from plait.engine.state.full import whole_tensors
-from plait.files.reading import read_file
+from plait.files.reading import check_readable, read_file
 from plait.files.writing import told
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -203,7 +203,7 @@ def _inside(folder: Path, name: str) -> Path:
     """
     home, real = folder.resolve(), Path(os.path.realpath(folder / name))
     blobs = home.parent.with_name("blobs") if home.parent.name == "snapshots" else home
-    if real.parent not in (home, blobs):
+    if real.parent not in ((home / name).parent, blobs):
         raise ValueError(f"{str(folder / name)!r} is a link out of its folder, to {str(real)!r}: copy the file instead")
     return real
 
@@ -242,18 +242,34 @@ def write_model(
     """Write a folder of a model of transformers; its values are ``tensors``, which arrive one by one."""
     if os.path.lexists(folder):
         raise ValueError(f"{str(folder)!r} exists already: export to a new folder")
-    partial, origin = folder.with_name(f"{folder.name}.partial"), (Path(source) if source is not None else None)
+    partial, copies = folder.with_name(f"{folder.name}.partial"), copied_files(source)
     with told(folder, sum(math.prod(shape) * dtype.itemsize for shape, dtype in shapes.values())):
         if partial.exists():
             shutil.rmtree(partial)
         partial.mkdir(parents=True)
         write_tensors(partial, shapes, tensors)
         _write_config(partial, model, next(dtype for _, dtype in shapes.values() if dtype.is_floating_point))
-        for name in sorted({str(f.relative_to(origin)) for p in COPIED for f in origin.glob(p)} if origin else ()):
-            copied, file = partial / name, Path(str(source), name)
+        for name, file in copies.items():
+            copied = partial / name
             copied.parent.mkdir(exist_ok=True)
-            copied.write_bytes(read_file(_inside(file.parent, file.name), "what is copied,", LARGEST_COPIED))
+            copied.write_bytes(read_file(file, "what is copied,", LARGEST_COPIED))
         partial.rename(folder)
+
+
+def copied_files(source: str | Path | None) -> dict[str, Path]:
+    """What an export copies from a model's folder, by its name there; looked at before a run, and again at its end.
+
+    Raises:
+        ValueError: one is a link out of the folder, no plain file, or too large.
+    """
+    if source is None:
+        return {}
+    home, found = Path(source), dict[str, Path]()
+    for name in sorted({str(file.relative_to(home)) for pattern in COPIED for file in home.glob(pattern)}):
+        if not (home / name).is_dir():  # a folder LICENSES is none of the files LICENSE*
+            found[name] = _inside(home, name)
+            check_readable(found[name], "what is copied,", LARGEST_COPIED)
+    return found
 
 
 def write_tensors(

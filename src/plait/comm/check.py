@@ -37,13 +37,16 @@ ROW_BYTES = 2048
 """Of a description under way."""
 
 LONGEST = 150
-"""Characters of a part of a description; of a longer one its end is replaced by a checksum."""
+"""Bytes of a part of a description; a longer one is compared by its checksum.  (Bytes are those of JSON.)"""
+
+LONGEST_TEXT = 600
+"""Bytes of the text of a description."""
 
 MOST_UNREAD = 256
 """Descriptions to one rank that it may not have read yet; one more waits for the oldest."""
 
 COMM: Final = str(Path(__file__).parent) + "/"
-INJECT: Final = str(Path(__file__).parents[1] / "inject") + "/"
+INJECT: Final = str(Path(__file__).parents[1] / "injection") + "/"
 PLAIT: Final = str(Path(__file__).parents[1]) + "/"
 TORCH: Final = str(Path(torch.__file__).parent) + "/"
 STANDARD: Final = sysconfig.get_paths()["stdlib"] + "/"
@@ -66,10 +69,14 @@ class Description:
     @classmethod
     def of(cls, operation: Operation, number: int, what: str) -> Description:
         """The ``number``-th operation of some ranks; ``what`` is the form of a message's tensor."""
-        note, group = operation.note, operation.group
-        about: dict[str, str | int] = {"phase": note.phase, "unit": note.unit, "microbatch": note.microbatch}
+        note, group, text = operation.note, operation.group, _without_middle(str(operation), LONGEST_TEXT)
+        about: dict[str, str | int] = {
+            "phase": _short(note.phase),
+            "unit": _short(note.unit),
+            "microbatch": note.microbatch,
+        }
         if operation.kind in ("send", "recv"):
-            return cls(str(operation), {"tensor": what, **about}, "message")
+            return cls(text, {"tensor": _short(what), **about}, "message")
         meant: dict[str, str | int] = {
             "operation": operation.kind,
             "axes": ", ".join(group.axes),
@@ -81,16 +88,13 @@ class Description:
             "number": number,
         }
         if operation.root < 0:  # a root may have a line of its own
-            meant["line"] = operation.site
-        return cls(str(operation), meant)
+            meant["line"] = _short(operation.site)
+        return cls(text, meant)
 
     def as_row(self) -> Tensor:
-        """As a message of fixed size."""
-        fields = {name: _short(value) if isinstance(value, str) else value for name, value in self.fields.items()}
-        text = self.text if len(self.text) <= 4 * LONGEST else self.text[: 4 * LONGEST] + "..."
-        data = json.dumps([text, fields, self.role]).encode()
-        if len(data) > ROW_BYTES:  # of letters that take many bytes
-            data = json.dumps([text[:LONGEST], {"all": zlib.crc32(data)}, self.role]).encode()
+        """As a message of fixed size, with all fields."""
+        room = ROW_BYTES - len(json.dumps(["", self.fields, self.role])) + len('""')
+        data = json.dumps([_without_middle(self.text, room), self.fields, self.role]).encode()
         return torch.frombuffer(bytearray(data.ljust(ROW_BYTES)), dtype=torch.uint8)
 
     @classmethod
@@ -113,6 +117,8 @@ class CollectiveCheck:
         self._untaken: dict[tuple[int, int], Description] = {}
         """Those of them that were not waited for yet, by sender and number."""
         self._unread: dict[int, deque[Work]] = {}
+        self._last: dict[int, Work] = {}
+        """The description of the last message to each rank."""
 
     def begin(self, operation: Operation, what: Sequence[Tensor | int | None]) -> Operation:
         """Before an operation runs: the same one, with the place where it was asked for.
@@ -126,7 +132,7 @@ class CollectiveCheck:
         ranks, rank = operation.group.ranks, self.comm.rank
         if operation.kind == "send":
             self._sent[ranks[1]] += 1
-            self._tell(operation, Description.of(operation, 0, _form(what)), ranks[1])
+            self._last[ranks[1]] = self._tell(operation, Description.of(operation, 0, _form(what)), ranks[1])
         elif operation.kind != "recv":
             members = tuple(sorted(ranks))
             self._asked[members] += 1
@@ -156,6 +162,15 @@ class CollectiveCheck:
         if problem := difference(found):
             raise self._fail(operation, found, problem)
 
+    def leave(self) -> None:
+        """Before this rank leaves: stays until its messages are heard of, or for its deadline.
+
+        That nobody hears of one is no error here: it was taken in, or its own wait has said why not.
+        """
+        with contextlib.suppress(OSError):
+            for work in self._last.values():  # a rank that has read this one has read all before it
+                work.wait()
+
     # ---- one stream to each rank, and one from it -------------------------------------------------------------------
 
     def _compare(self, operation: Operation, mine: Description) -> None:
@@ -183,11 +198,12 @@ class CollectiveCheck:
         self._heard[src] += 1
         self._untaken[src, self._heard[src]] = message
 
-    def _tell(self, operation: Operation, description: Description, dst: int) -> None:
+    def _tell(self, operation: Operation, description: Description, dst: int) -> Work:
         unread = self._unread.setdefault(dst, deque())
-        unread.append(self.comm._tell(operation, description.as_row(), dst))
+        unread.append(work := self.comm._tell(operation, description.as_row(), dst))
         if len(unread) > MOST_UNREAD:
             unread.popleft().wait()
+        return work
 
     def _hear(self, operation: Operation, src: int, mine: Description) -> Description:
         """The next collective or message of a rank, for which this one waits in ``mine``."""
@@ -278,7 +294,18 @@ def _is_library(file: str) -> bool:
 
 
 def _short(text: str) -> str:
-    return text if len(text) <= LONGEST else f"{text[:LONGEST]}...{zlib.crc32(text.encode()):08x}"
+    """What is compared of a text: itself, or its checksum."""
+    data = json.dumps(text)
+    return text if len(data) <= LONGEST else f"{len(text)} letters, {zlib.crc32(data.encode()):08x}"
+
+
+def _without_middle(text: str, most: int) -> str:
+    """A text of at most so many bytes."""
+    kept, end = text, len(text)
+    while len(json.dumps(kept)) > most:
+        end = end * 2 // 3
+        kept = f"{text[:end]} ... {text[-end:]}"
+    return kept
 
 
 def _form(what: Sequence[Tensor | int | None]) -> str:

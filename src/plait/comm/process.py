@@ -115,13 +115,15 @@ class ProcessComm(Comm):
         return cls(mesh, place.rank, store, peers, device=device, deadline=deadline, deterministic=deterministic)
 
     def close(self) -> None:
-        """Waits for the sends whose handles were dropped, then leaves."""
+        """Waits for the sends whose handles were dropped, and for what is told of them (``check.py``), then leaves."""
         if self._closed:
             return
         self._closed = True
         try:
             while self.sends and not self.transport.broken:
                 next(iter(self.sends.values())).wait()
+            if self.check is not None and not self.transport.broken:
+                self.check.leave()
         finally:
             self.transport.broken = self.transport.broken or "this world was closed"
             super().close()

@@ -46,12 +46,14 @@ def run_chaos(config: ChaosConfig) -> int:
         raise ValueError(f"no row {unknown[0]!r}: there are {', '.join(known)}")
     if config.folder is not None:
         check_folder("folder", config.folder)
+        if Path(config.folder).is_dir() and any(Path(config.folder).iterdir()):
+            raise ValueError(f"folder {config.folder!r} is not empty: give a new one")
     rows = [known[name] for name in dict.fromkeys(config.rows or known)]
     console = screen(stderr=config.json == "-", soft_wrap=True)
     found: list[RowResult] = []
     folder = None if config.folder is None else Path(config.folder)
     events = run_campaign(rows, folder, times=config.times, short=config.short, seed=config.seed)
-    with heard(Asked(lambda _: None, grace=0.0)), closing(events):  # a signal ends it with what it has made
+    with heard(Asked(lambda _: None, grace=0.0)), closing(events):  # a signal ends it, and all of its runs
         for event in events:
             if isinstance(event, RowResult):
                 found.append(event)

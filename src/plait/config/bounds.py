@@ -10,6 +10,8 @@ import math
 from dataclasses import fields, is_dataclass
 from typing import Any, NamedTuple
 
+from plait.core.escape import one_line
+
 MANY = 1_000_000_000_000
 """More steps than any run makes."""
 SEEDS = (1 << 63) - 1
@@ -101,7 +103,7 @@ def _check_number(name: str, value: float) -> None:
 def _check_text(name: str, text: str) -> None:
     if not text:
         raise ValueError(f"{name} is empty: give a value, or leave it out")
-    if not text.isprintable():
-        raise ValueError(f"{name} is {text[:80]!r}, which cannot be printed: give plain text")
+    if one_line(text) != text:
+        raise ValueError(f"{name} is {text[:80]!r}, which a terminal would obey: give plain text")
     if len(text.encode()) > LONGEST:
         raise ValueError(f"{name} has {len(text.encode()):,} bytes: give at most {LONGEST:,}")

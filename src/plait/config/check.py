@@ -4,6 +4,7 @@ import os
 
 import torch
 
+from plait.checkpoint.huggingface import copied_files
 from plait.config.bounds import check_values
 from plait.config.machine import check_machine, resolve_device
 from plait.config.room import check_room, checkpoint_bytes
@@ -14,7 +15,7 @@ from plait.data.text import size_of
 from plait.engine.pipeline.build_stages import split_of
 from plait.engine.pipeline.chain import chain_of
 from plait.files.writing import check_file, check_folder
-from plait.inject.faults import parse_fault
+from plait.injection.faults import parse_fault
 from plait.job.dataset import make_data
 from plait.job.job import build_model, make_job
 from plait.schedule.check import check
@@ -92,7 +93,7 @@ def _check_pipeline(config: RunConfig) -> None:
 
 def _check_data(config: RunConfig) -> None:
     """Refuses a text that is none, or too little for a step; a large one is read by the ranks alone."""
-    if config.data is not None and config.family.reads_text and size_of(config.data) > LOOKED_INTO:
+    if config.data is not None and size_of(config.data) > LOOKED_INTO and config.family.reads_text:
         return
     if config.family.weights is None and config.job is None:
         make_data(config)
@@ -108,14 +109,17 @@ def _check_training(config: TrainConfig) -> None:
                 f"auto to go on with that run, or --overwrite"
             )
         check_folder("out", config.out, WRITTEN, checkpoint_bytes(config) if config.save_every else 0)
-    for fault in config.inject:
-        parse_fault(fault, config.parsed_mesh.size, threads=config.world == "thread")
+    for text in config.inject:
+        fault = parse_fault(text, config.parsed_mesh.size, threads=config.world == "thread")
+        if config.epochs is None and fault.step > config.steps:
+            raise ValueError(f"the fault {text!r} is in step {fault.step}, but the run has {config.steps} steps")
     if config.export is not None:
         if not config.family.transformers:
             raise ValueError(f"export writes models of transformers, which {config.title} is not: leave it out")
         if os.path.lexists(config.export):
             raise ValueError(f"there is something at export {config.export!r} already: give a new folder")
         check_folder("export", config.export)
+        copied_files(getattr(config.sizes, "path", None))
     check_sinks(config.out, tensorboard=config.tensorboard, wandb=config.wandb)
     if config.eval_every is None and config.eval_steps != TrainConfig.eval_steps:
         raise ValueError(f"eval_steps {config.eval_steps} without eval_every: give that as well, 0 for once at the end")

@@ -17,6 +17,9 @@ Config = TypeVar("Config")
 NONE = "None"
 """Stands for None, for which TOML has no word, where that is not the default; as on the command line."""
 
+GONE = ("port",)
+"""Keys of files that earlier versions wrote; they have no meaning any more."""
+
 
 @dataclass(frozen=True)
 class FileConfig:
@@ -53,6 +56,7 @@ def from_toml(kind: type[Config], path: str) -> Config:
         raise ValueError(f"the config {shown(path)} is no TOML: {reason}") from error
     hints = get_type_hints(kind)
     names = [field.name for field in fields(kind) if field.name != "config"]  # type: ignore[arg-type]
+    values = {name: value for name, value in values.items() if name not in GONE}
     for name, value in values.items():
         if name not in names:
             near = difflib.get_close_matches(name, names, n=3)

@@ -23,9 +23,12 @@ def check_room(config: RunConfig) -> None:
         return
     given = os.environ.get("LOCAL_WORLD_SIZE", "")
     size = config.parsed_mesh.size
-    ranks = min(int(given), size) if given.isdecimal() and len(given) < 9 else size
+    if given.isdecimal() and len(given) < 9:
+        ranks = min(int(given), size)
+    else:  # started by hand, perhaps one on each host, or by plait
+        ranks = 1 if "WORLD_SIZE" in os.environ else size
     kinds = {"state": _state(config), "a step's samples": _samples(config), "activations": _activations(config)}
-    need, have = ranks * sum(kinds.values()), memory()
+    need, have = ranks * sum(kinds.values()), memory(ranks if config.world == "process" else 1)
     if need > have:
         parts = ", ".join(f"{human(one)} of {what}" for what, one in kinds.items())
         raise ValueError(

@@ -95,8 +95,6 @@ def check_sinks(out: str | None, *, tensorboard: bool, wandb: str | None) -> Non
     """Refuses, by a ValueError, sinks that have nowhere to write, or whose package is not installed."""
     if tensorboard and out is None:
         raise ValueError("tensorboard writes its event files into the folder out: give --out DIR")
-    if wandb == "":
-        raise ValueError("wandb '' names no project: give --wandb PROJECT")
     for asked, name in ((tensorboard, "tensorboard"), (wandb is not None, "wandb")):
         spec = importlib.util.find_spec(name) if asked else None
         if asked and (spec is None or spec.origin is None):  # without origin: only a folder of this name, here

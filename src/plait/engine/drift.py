@@ -9,6 +9,12 @@ Memory that flips a bit, or a program that writes on one rank only, trains on in
 
 A cell cuts its state over some data axes; over the others it is held alike.  What a single rank holds cannot be
 compared.  The check comes before the update, so no parameter of that step was changed.
+
+Buffers may be a rank's own, and a forward may write them in ways that torch does not count (``.data``, kernels).  So
+each rank compares those of floats with what they were at its check before:
+
+    no rank ever changed it, and now one rank alone, by one bit, uncounted      all ranks raise
+    anything else                                                               a program has written: never looked at
 """
 
 from __future__ import annotations
@@ -20,7 +26,6 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _NormBase
 
 from plait.comm.agree import gather_ints, gather_texts, named
 from plait.core.agreement import AGREEING
@@ -61,6 +66,34 @@ class Replica:
     tensor: Tensor
 
 
+@dataclass
+class Watched:
+    """A buffer of this rank's, as it was at the last check."""
+
+    buffer: Tensor
+    version: int
+    data: bytes
+    fate: int
+
+
+SAME, ONE_BIT, WRITTEN = range(3)
+"""What became of a buffer since the first check."""
+
+
+def struck(rows: Sequence[Mapping[str, int]]) -> dict[str, str]:
+    """The buffers that are the same on all ranks but one, where one bit has changed; where, as a text.
+
+    Args:
+        rows: by rank, what became of its buffers, by name.
+    """
+    found = {}
+    for name in dict.fromkeys(name for row in rows for name in row):
+        fates = {rank: row[name] for rank, row in enumerate(rows) if name in row}
+        if len(fates) > 1 and sorted(fates.values()) == [SAME] * (len(fates) - 1) + [ONE_BIT]:
+            found[name] = f"has changed by one bit, on rank {max(fates, key=fates.__getitem__)} alone"
+    return found
+
+
 def odd_ones(rows: Sequence[Mapping[str, int]]) -> dict[str, str]:
     """By what differs, a text that says on which ranks: those outside of a majority, or all.
 
@@ -98,12 +131,7 @@ class DriftCheck:
         if mesh.pipe > 1:
             self.kinds += [(*kind, "pipe") for kind in self.kinds]
         self.kinds = [kind for kind in self.kinds if kind]
-        modules = [m for stage in placed.stages.values() for m in stage.model.modules()]
-        own = [m for m in modules if isinstance(m, _NormBase) and not isinstance(m, nn.SyncBatchNorm)]
-        self._of_samples = {id(b) for m in own for b in m.buffers()}
-        """Means of this rank's own samples, which torch writes without counting it as a version."""
-        self._synchronised = {id(b) for m in modules if isinstance(m, nn.SyncBatchNorm) for b in m.buffers()}
-        self._versions = {id(b): b._version for m in modules for b in m.buffers(recurse=False)}
+        self._watched: dict[str, Watched] = {}
 
     def after(self, step: int, numbers: Mapping[str, object]) -> None:
         """The check that is due at step ``step`` (from 0), before its update; all ranks call it together.
@@ -122,15 +150,17 @@ class DriftCheck:
             sums[held.what] = checksum = _checksum(held.tensor)
             of_kind[held.axes] = zlib.crc32(f"{held.what} {checksum}".encode(), of_kind[held.axes])
         sums |= {what: zlib.crc32(repr(value).encode()) for what, value in numbers.items()}
-        rows = gather_ints(comm, [*of_kind.values(), zlib.crc32(repr(numbers).encode())], AGREEING, NOTE)
-        suspicious = len({row[-1] for row in rows}) > 1 or any(
+        fates = self._look_at_buffers()
+        mine = [*of_kind.values(), zlib.crc32(repr(numbers).encode()), ONE_BIT in fates.values()]
+        rows = gather_ints(comm, mine, AGREEING, NOTE)
+        suspicious = any(row[-1] or row[-2] != rows[0][-2] for row in rows) or any(
             len({rows[rank][i] for rank in group} - {0}) > 1  # 0: it holds nothing of that kind, as of a tied weight
             for i, axes in enumerate(self.kinds)
             for group in comm.mesh.groups(axes)
         )
         if suspicious:
-            found = odd_ones([json.loads(text) for text in gather_texts(comm, json.dumps(sums), NOTE)])
-            if found:
+            told = [json.loads(text) for text in gather_texts(comm, json.dumps([sums, fates]), NOTE)]
+            if found := odd_ones([sums for sums, _ in told]) | struck([fates for _, fates in told]):
                 raise DriftError(self._told(step, found))
         self._last = step
 
@@ -172,13 +202,44 @@ class DriftCheck:
                 if isinstance(value, Tensor):
                     place = o.run.start, o.run.stop
                     yield replica(row.optim, f"{key} of", o.name, o.flat, place, value)
-        for stage in placed.stages.values():
-            for name, buffer in stage.model.named_buffers():
-                unwritten = self._versions.get(id(buffer)) == buffer._version and id(buffer) not in self._of_samples
-                if unwritten or id(buffer) in self._synchronised:
-                    yield Replica(alike(FULL, mesh, whole=True), f"buffer {name!r}", buffer)
+        for name, buffer, synchronised in self._buffers():
+            if synchronised:
+                yield Replica(alike(FULL, mesh, whole=True), f"buffer {name!r}", buffer)
+
+    def _buffers(self) -> Iterator[tuple[str, Tensor, bool]]:
+        """Names and buffers of this rank, and whether all ranks make them together."""
+        for stage in self.placed.stages.values():
+            for path, module in stage.model.named_modules():
+                for name, buffer in module.named_buffers(path, recurse=False):
+                    yield name, buffer, isinstance(module, nn.SyncBatchNorm)
+
+    def _look_at_buffers(self) -> dict[str, int]:
+        """What became of each, by what it is called."""
+        before, self._watched = self._watched, {}
+        for name, buffer, synchronised in self._buffers():
+            if synchronised or not buffer.is_floating_point() or buffer.layout is not torch.strided:
+                continue
+            last = before.get(f"buffer {name!r}")
+            if last is not None and last.fate != SAME:
+                now = Watched(buffer, 0, b"", WRITTEN)
+            else:
+                now = Watched(buffer, buffer._version, bytes(_bytes(buffer)), SAME)
+                if last is not None and now.data != last.data:
+                    uncounted = last.buffer is buffer and last.version == now.version
+                    now.fate = ONE_BIT if uncounted and _bits(last.data, now.data) == 1 else WRITTEN
+            self._watched[f"buffer {name!r}"] = now
+        return {name: watched.fate for name, watched in self._watched.items()}
+
+
+def _bits(one: bytes, other: bytes) -> int:
+    """How many differ."""
+    return (int.from_bytes(one) ^ int.from_bytes(other)).bit_count()
+
+
+def _bytes(tensor: Tensor) -> memoryview:
+    whole = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
+    return whole.view(-1).view(torch.uint8).numpy().data
 
 
 def _checksum(tensor: Tensor) -> int:
-    whole = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
-    return zlib.crc32(whole.view(-1).view(torch.uint8).numpy().data)
+    return zlib.crc32(_bytes(tensor))

@@ -68,6 +68,17 @@ def read_file(path: str | Path, what: str, most: int = LARGEST_TEXT) -> bytes:
     return data
 
 
+def check_readable(path: str | Path, what: str, most: int = LARGEST_TEXT) -> None:
+    """Raises what ``read_file`` would, without reading."""
+    try:
+        number, size = open_plain(path)
+        os.close(number)
+    except ValueError as error:
+        raise ValueError(f"cannot read {what} {shown(path)}: {error}") from error
+    if size > most:
+        raise ValueError(f"cannot read {what} {shown(path)}: it has more than {most:,} bytes")
+
+
 def read_text(path: str | Path, what: str, most: int = LARGEST_TEXT) -> str:
     """The same as UTF-8; ValueError where it is something else."""
     try:
@@ -76,10 +87,17 @@ def read_text(path: str | Path, what: str, most: int = LARGEST_TEXT) -> str:
         raise ValueError(f"cannot read {what} {shown(path)}: it is no UTF-8 text ({error})") from error
 
 
-def memory() -> int:
-    """Bytes that this process could ever have: the machine's, its cgroup's, or those of its limit."""
+def memory(processes: int = 1) -> int:
+    """Bytes that so many processes could ever have together: the machine's, its cgroup's, or those of their limits;
+    what the system swaps comes on top."""
     found = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
     with suppress(OSError, ValueError):
         found.append(int(Path("/sys/fs/cgroup/memory.max").read_text()))
     limit = resource.getrlimit(resource.RLIMIT_AS)[0]
-    return min(found + [limit] * (limit != resource.RLIM_INFINITY))
+    return _swap() + min(found + [processes * limit] * (limit != resource.RLIM_INFINITY))
+
+
+def _swap() -> int:
+    with suppress(OSError, ValueError, IndexError):
+        return 1024 * int(Path("/proc/meminfo").read_text().partition("SwapTotal:")[2].split()[0])
+    return 0

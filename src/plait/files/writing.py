@@ -24,23 +24,27 @@ class DiskError(OSError):
     """A file that could not be written: the reason, the bytes that it needs and those that are free, and its path."""
 
 
-def free(path: str | Path) -> int:
-    """Bytes that a user may still write at a path, or where it would be made."""
+def free(path: str | Path) -> int | None:
+    """Bytes that a user may still write at a path, or where it would be made; None where the file system has no word
+    for it."""
     place = os.path.abspath(path)
     while not os.path.exists(place):
         place = os.path.dirname(place)
     disk = os.statvfs(place)
-    return disk.f_bavail * disk.f_frsize
+    return disk.f_bavail * disk.f_frsize if disk.f_blocks else None
 
 
 @contextmanager
 def told(path: str | Path, need: int) -> Iterator[None]:
-    """An OSError inside becomes a DiskError, which says it all in one line."""
+    """An OSError of the disk inside becomes a DiskError, which says it all in one line; one of another rank stays."""
     try:
         yield
+    except (TimeoutError, ConnectionError):
+        raise
     except OSError as error:
-        reason = f"{error.strerror or error}; need {need} bytes, have {free(path)} bytes"
-        raise DiskError(error.errno or errno.EIO, reason, str(path)) from error
+        have = free(path)
+        room = f"; need {need} bytes, have {have} bytes" if have is not None else ""
+        raise DiskError(error.errno or errno.EIO, f"{error.strerror or error}{room}", str(path)) from error
 
 
 def write_text(path: str | Path, text: str) -> None:
@@ -50,6 +54,8 @@ def write_text(path: str | Path, text: str) -> None:
     with told(path, len(data)):
         try:
             with begun.open("xb") as file:
+                if target.exists():
+                    os.fchmod(file.fileno(), stat.S_IMODE(target.stat().st_mode))
                 file.write(data)
                 file.flush()
                 os.fsync(file.fileno())
@@ -80,7 +86,11 @@ class Lines:
             except OSError as error:
                 if error.errno in (errno.EACCES, errno.EAGAIN):
                     error.strerror = "another run is writing to it"
-                if error.errno not in (errno.ENOLCK, errno.ENOTSUP):  # of a file system that knows no locks
+                if error.errno not in (
+                    errno.ENOLCK,
+                    errno.ENOTSUP,
+                    errno.ENOSYS,
+                ):  # it knows no locks
                     os.close(self.number)
                     raise
 
@@ -117,7 +127,7 @@ def check_file(name: str, path: str) -> None:
     if not os.path.isdir(os.path.dirname(place)):
         raise ValueError(f"{name} {shown(path)}: there is no such folder; make it, or give another")
     _check_plain(name, path, place)
-    _try(name, path, os.path.dirname(place))
+    _try(name, path, os.path.dirname(os.path.realpath(place)))  # where write_text puts it
 
 
 def check_folder(name: str, path: str, files: Iterable[str] = (), need: int = 0) -> None:
@@ -144,7 +154,7 @@ def check_folder(name: str, path: str, files: Iterable[str] = (), need: int = 0)
     for file in files:
         _check_plain(name, os.path.join(path, file), os.path.join(os.path.abspath(path), file))
     _try(name, path, place)
-    if need > (have := free(place)):
+    if (have := free(place)) is not None and need > have:
         raise ValueError(
             f"{name} {shown(path)}: need {need:,} bytes, have {have:,} bytes; give another place, or make room"
         )
@@ -179,5 +189,7 @@ def _try(name: str, path: str, folder: str) -> None:
             file.write(b"\n")
             file.flush()
     except OSError as error:
-        reason = f"nothing can be written in {folder!r} ({error.strerror}, {free(folder)} bytes are free)"
+        have = free(folder)
+        room = "" if have is None else f", {have} bytes are free"
+        reason = f"nothing can be written in {folder!r} ({error.strerror}{room})"
         raise ValueError(f"{name} {shown(path)}: {reason}; give another place") from error

@@ -47,11 +47,13 @@ def balanced(costs: Sequence[float], num_stages: int) -> tuple[int, ...]:
 
     Exact, by dynamic programming over (stages, links), twice: the least maximum, then the least sum of squares of all
     splits that keep to it.  (Not at once: the first stages of the best split may have a dearer one than they need, as
-    long as a later one is dearer still.)  A ValueError for more stages than links, or a cost below 0.
+    long as a later one is dearer still.)  A ValueError for more stages than links, or a cost that is
+    below 0 or not finite.
     """
     _check(len(costs), num_stages)
-    if min(costs) < 0:
-        raise ValueError(f"link {costs.index(min(costs))} costs {min(costs)}: no cost is below 0")
+    for link, cost in enumerate(costs):
+        if not 0 <= cost < math.inf:
+            raise ValueError(f"link {link} costs {cost}: no cost is below 0, and each is a finite number")
     upto = [0.0, *accumulate(costs)]
     dearest, _ = _best(upto, num_stages, lambda dearest, cost: max(dearest, cost), math.inf)
     _, sizes = _best(upto, num_stages, lambda squares, cost: squares + cost**2, dearest)

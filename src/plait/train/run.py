@@ -34,7 +34,7 @@ from plait.core.mesh import AXES
 from plait.data import StepStream
 from plait.engine import Engine
 from plait.files.writing import write_text
-from plait.inject import inject
+from plait.injection import inject
 from plait.job.job import Job, make_job
 from plait.measure.gpu import GpuUtilisation
 from plait.measure.machine import peak_memory

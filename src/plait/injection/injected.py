@@ -19,12 +19,14 @@ from plait.comm.base import DONE, Comm, Operation
 from plait.comm.observer import Observer
 from plait.core.escape import say
 from plait.engine import Engine
-from plait.inject.faults import Fault, parse_fault
+from plait.injection.faults import Fault, parse_fault
 
 LARGEST_FILE = 4096
 """Bytes that a file may have once the disk is full."""
 
 SKIPPED = ("all_gather", "reduce_scatter", "all_reduce")
+
+NOTHING = "could not be injected: there is nothing to take hold of on this rank"
 
 OF_OTHERS = ("skip-collective", "nan")
 """Faults of a collective or of the loss, which happen where that is made."""
@@ -61,7 +63,8 @@ class Injected(Observer):
 
     def begin_step(self, number: int) -> None:
         if self._now and self.fault.kind in OF_OTHERS:
-            say(f"plait: {self.fault} could not be injected: there is nothing to take hold of\n")
+            self._over = True
+            say(f"plait: {self.fault} {NOTHING}\n")
         elif self._now:
             self._act(None)  # the step had fewer operations
         self._now, self._asked = number + 1 == self.fault.step and not self._over, 0
@@ -69,6 +72,11 @@ class Injected(Observer):
     def asked(self, operation: Operation) -> None:
         if self.fault.kind not in OF_OTHERS and self.due(operation):
             self._act(operation)
+
+    def closed(self) -> None:
+        if not self._over:
+            self._now, self._over = False, True
+            say(f"plait: {self.fault} was not injected: the run came to no such place\n")
 
     @property
     def now(self) -> bool:
@@ -117,7 +125,7 @@ class Slowed(Observer):
         self.fault, self._last = fault, 0.0
 
     def begin_step(self, number: int) -> None:
-        if number + 1 == self.fault.step:
+        if number + 1 >= self.fault.step and not self._last:
             say(f"plait: injected {self.fault}\n")
             self._last = time.perf_counter()
         self._take_longer()
@@ -169,6 +177,10 @@ def _poison(engine: Engine, injected: Injected) -> None:
 
 def _flip(engine: Engine) -> None:
     """A high bit of the mantissa of this rank's first number."""
-    view = engine.owned[0].view.detach()
+    views = [owned.view.detach() for owned in engine.owned if owned.view.numel()]
+    if not views:
+        say(f"plait: the bit {NOTHING}\n")
+        return
+    view = views[0]
     octets = view.view(-1)[:1].view(torch.uint8)
     octets[view.element_size() - 2] ^= 0x10

@@ -4,7 +4,7 @@ faults.py     what may be injected, as one table; "kill@rank=2,step=20" as a val
 injected.py   the observer that does it, and ``inject(engine, ...)``
 """
 
-from plait.inject.faults import FAULTS, Fault, parse_fault
-from plait.inject.injected import inject
+from plait.injection.faults import FAULTS, Fault, parse_fault
+from plait.injection.injected import inject
 
 __all__ = ["FAULTS", "Fault", "inject", "parse_fault"]

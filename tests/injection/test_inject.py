@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import math
 import re
+from dataclasses import dataclass
+from typing import cast
 
 import pytest
 import torch
 from torch import nn
 
 from plait.comm import Comm, run
+from plait.comm.operation import Operation
 from plait.core.mesh import Mesh
 from plait.engine import Engine
-from plait.inject import FAULTS, Fault, inject, parse_fault
+from plait.injection import FAULTS, Fault, inject, parse_fault
+from plait.injection.injected import Slowed
 
 MESH = Mesh(shard=3)
 
@@ -48,6 +52,7 @@ def test_a_fault_is_read(text: str, fault: Fault) -> None:
         ("kill=2@rank=1,step=1", "only slow has a value"),
         ("slow=0.5@rank=1,step=1", "a factor from 1"),
         ("slow=@rank=1,step=1", "a factor from 1"),
+        ("kill@rank=1,step=1,always=no", "always has no value"),
         ("signal@rank=1,step=1", "None .* is no signal"),
         ("signal=9@rank=1,step=1", "'9' .* is no signal"),
     ],
@@ -101,6 +106,76 @@ def test_an_exception_is_that_ranks_in_that_step(capfd: pytest.CaptureFixture[st
     assert re.fullmatch(
         r"plait: injected exception on rank 2 in step 3 \(process \d+\), in .*\(.*\)\n", capfd.readouterr().err
     ), "it says what it does, once"
+
+
+@pytest.mark.parametrize(("where", "phase"), [("operation=3", ""), ("at=report", "report"), ("at=step", "step")])
+def test_it_is_at_the_operation_that_is_named(where: str, phase: str, capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(RuntimeError, match="injected"):
+        run(MESH, lambda comm: trained(comm, f"exception@rank=1,step=2,{where}", strategy="ddp"))
+    said = re.search(r"in step 2 \(process \d+\), in (.*)", capfd.readouterr().err)
+    assert said and (f"phase '{phase}'" in said[1] if phase else "phase 'count'" not in said[1])
+
+
+def test_what_never_came_is_said(capfd: pytest.CaptureFixture[str]) -> None:
+    def body(comm: Comm) -> None:
+        trained(comm, "exception@rank=1,step=4,operation=999")
+        comm.close()
+
+    run(MESH, body)
+    assert capfd.readouterr().err == (
+        "plait: exception on rank 1 in step 4 was not injected: the run came to no such place\n"
+    )
+
+
+@dataclass
+class Clock:
+    now: float = 100.0
+    slept: float = 0.0
+
+    def perf_counter(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now, self.slept = self.now + seconds, self.slept + seconds
+
+
+def test_a_slow_rank_takes_longer_to_compute_and_not_to_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, operation = Clock(), cast(Operation, None)
+    monkeypatch.setattr("plait.injection.injected.time", clock)
+    slow = Slowed(Fault("slow", 0, 2, value=3.0))
+    slow.begin_step(0)
+    clock.now += 1
+    slow.asked(operation)
+    assert clock.slept == 0, "its step has not come"
+    slow.begin_step(1)
+    clock.now += 1
+    slow.asked(operation)
+    assert clock.slept == 2
+    slow.waits(operation)
+    clock.now += 5
+    slow.waited(operation, clock.now - 5, clock.now)
+    clock.now += 1
+    slow.begin_step(2)
+    assert clock.slept == 4
+    later = Slowed(Fault("slow", 0, 2, value=3.0))
+    later.begin_step(7)
+    clock.now += 1
+    later.asked(operation)
+    assert clock.slept == 6, "also where a run goes on behind its step"
+
+
+def test_a_bit_of_a_rank_without_any_is_left_alone(capfd: pytest.CaptureFixture[str]) -> None:
+    def body(comm: Comm) -> float:
+        model = filled(nn.Linear(1, 1))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        engine = Engine(model, comm, strategy="zero3", optimizer=optimizer)
+        inject(engine, ["flip@rank=2,step=1"], threads=True)
+        engine.backward(engine.model(torch.ones(2, 1)).square().sum(), 2)
+        optimizer.step()
+        return engine.last.loss
+
+    assert len(set(run(MESH, body))) == 1
+    assert "could not be injected" in capfd.readouterr().err
 
 
 def test_nan_is_one_loss_in_one_step() -> None:

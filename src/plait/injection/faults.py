@@ -46,7 +46,8 @@ class Fault:
     value: float = 2.0
     """The factor of ``slow``, the number of a ``signal``."""
     operation: int = 2
-    """At which operation of the step, from 1; later than a step's last one: at its end, when the next begins."""
+    """At which operation of the step, from 1 (of ``skip-collective``, at which that may be left out); later than a
+    step's last one: at its end, when the next begins."""
     at: str = ""
     """The phase at whose first operation it happens, instead."""
     always: bool = False
@@ -75,7 +76,9 @@ def parse_fault(text: str, ranks: int, *, threads: bool = False) -> Fault:
         raise ValueError(f"unknown fault {kind!r} in {text!r}: there are {', '.join(FAULTS)}")
     words = [word.partition("=") for word in match["place"].split(",")]
     given = {name.strip(): what.strip() for name, _, what in words}
-    always = given.pop("always", None) is not None
+    always = given.pop("always", None)
+    if always:
+        raise ValueError(f"always has no value in the fault {text!r}: leave it away, or give it alone")
     if unknown := given.keys() - {"rank", "step", "operation", "at"}:
         raise ValueError(
             f"unknown {sorted(unknown)[0]!r} in the fault {text!r}: {form}[,operation=K][,at=PHASE][,always]"
@@ -92,7 +95,7 @@ def parse_fault(text: str, ranks: int, *, threads: bool = False) -> Fault:
         raise ValueError(f"rank {numbers['rank']} in the fault {text!r}: the run has ranks 0 to {ranks - 1}")
     if threads and kind in OF_A_PROCESS:
         raise ValueError(f"the fault {kind!r} is one of a process, and these ranks are threads: give --world process")
-    return Fault(kind, **numbers, value=_value(value, kind, text), at=given.get("at", ""), always=always)
+    return Fault(kind, **numbers, value=_value(value, kind, text), at=given.get("at", ""), always=always is not None)
 
 
 def _value(value: str | None, kind: str, text: str) -> float:

@@ -26,6 +26,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NoReturn
 
+from plait.core.escape import say
 from plait.launch.failure import leave
 from plait.launch.signals import ASKING
 from plait.watch.processes import hear_of_parents_death, look
@@ -205,7 +206,7 @@ def _be_a_rank(command: Sequence[str], variables: Mapping[str, str], server: int
     except SystemExit as left:
         code = left.code or 0
         if not isinstance(code, int):
-            print(code, file=sys.stderr)
+            say(f"{code}\n")
     except KeyboardInterrupt:
         code = 128 + signal.SIGINT
     except BaseException:

@@ -47,7 +47,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "watch": {"core", "comm"},
     "measure": {"core", "files", "comm", "report", "config", "tensor_parallel"},
     "injection": UP_TO_ENGINE,
-    "train": TRAINING | {"job", "verify", "measure", "injection"},
+    "train": TRAINING | {"job", "verify", "measure", "injection", "watch"},
     "verify": TRAINING | {"job"},
     "api": UP_TO_ENGINE | {"checkpoint", "models", "data", "watch"},
     "chaos": TRAINING | {"launch", "watch"},

@@ -37,6 +37,7 @@ def join(
     deadline: float = 60.0,
     deterministic: bool = True,
     check_collectives: bool = False,
+    shared_memory: bool = False,
 ) -> Comm:
     """This process's place on the mesh.
 
@@ -50,6 +51,8 @@ def join(
         deterministic: add in rank order, so that runs are reproducible to the bit.
         check_collectives: compare every collective and message across its ranks before it runs, for a search; all
             ranks say the same.
+        shared_memory: the ranks are processes of one Linux host, and move tensors of CPUs through memory that they
+            share; all ranks say the same.
 
     Raises:
         ValueError: a mesh that does not multiply to the number of ranks, variables that cannot be, ranks that differ.
@@ -62,7 +65,9 @@ def join(
     if launched or shape.size > 1:  # a larger mesh alone: the error says how to start its ranks
         from plait.comm.process import ProcessComm
 
-        comm = ProcessComm.from_env(shape, device=device, deadline=deadline, deterministic=deterministic)
+        how: dict[str, Any] = {"device": device, "deadline": deadline, "deterministic": deterministic}
+        how["shared_memory"] = shared_memory
+        comm = ProcessComm.from_env(shape, **how, facts={"check_collectives": str(check_collectives)})
         watch_joined(comm)
         return checked(comm) if check_collectives else comm
     return ThreadWorld(shape, deadline, deterministic, device).comm(0)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import json
 import os
 import socket
@@ -17,23 +19,21 @@ import torch.distributed as dist
 
 from plait.comm.deadline import within
 from plait.comm.environment import WorldVariables
-from plait.comm.init_process import open_store, probe
-from plait.comm.meeting import loopback_only, meet
-from plait.comm.peer import Peer
+from plait.comm.init_process import PING, VALIDATE, open_store, probe
+from plait.comm.meeting import UNKNOWN, Met, loopback_only, meet
+from plait.comm.peer import Peer, born
 
 TORCHRUN = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
 
 
-def met(
-    peers: list[Peer], sizes: list[int] | int, seconds: float = 30, store: Any = None
-) -> list[tuple[Peer, ...] | Exception]:
+def met(peers: list[Peer], sizes: list[int] | int, seconds: float = 30, store: Any = None) -> list[Met | Exception]:
     """What each peer's meeting returns or raises."""
     store = store or dist.HashStore()  # type: ignore[attr-defined]
     sizes = sizes if isinstance(sizes, list) else [sizes] * len(peers)
 
-    def one(peer: Peer, size: int) -> tuple[Peer, ...] | Exception:
+    def one(peer: Peer, size: int) -> Met | Exception:
         try:
-            return meet(store, peer, size, time.monotonic() + seconds)[1]
+            return meet(store, peer, size, time.monotonic() + seconds)
         except (ValueError, OSError) as error:
             return error
 
@@ -41,22 +41,67 @@ def met(
         return list(pool.map(one, peers, sizes))
 
 
-def peer(rank: int, host: str = "a", pid: int = 0, loopback: bool = False, **facts: str) -> Peer:
-    return Peer(rank, host, pid or 100 + rank, facts, loopback)
+def peer(rank: int, host: str = "a", pid: int = 0, loopback: bool = False, restarts: int = 0, **facts: str) -> Peer:
+    pid = pid or 100 + rank
+    return Peer(rank, host, pid, facts, loopback, restarts, token=f"{host} {pid}", born=1)
+
+
+def here(rank: int, pid: int = 0, token: str = "this process") -> Peer:
+    """A process that runs on this host, or of this host that does not."""
+    return Peer(rank, socket.gethostname(), pid or os.getpid(), token=token, born=born(pid or os.getpid()) or 1)
+
+
+def until(what: Callable[[], object]) -> None:
+    end = time.monotonic() + 30
+    while not what():
+        assert time.monotonic() < end, "it never came"
+        time.sleep(0.005)
 
 
 def test_all_come_and_know_each_other() -> None:
     outcomes = met([peer(2, "b"), peer(0), peer(1, "b")], 3)
-    assert [[(p.rank, p.host, p.pid) for p in outcome] for outcome in outcomes] == [  # type: ignore[union-attr]
+    assert [[(p.rank, p.host, p.pid) for p in outcome.peers] for outcome in outcomes] == [  # type: ignore[union-attr]
         [(0, "a", 100), (1, "b", 101), (2, "b", 102)]
     ] * 3
 
 
-def test_a_second_world_of_the_same_processes_has_names_of_its_own() -> None:
+def test_a_second_world_of_the_same_processes_has_names_of_its_own_and_is_no_restart() -> None:
     store = dist.HashStore()  # type: ignore[attr-defined]
-    for _ in range(2):
-        first, second = met([peer(0), peer(1)], 2, store=store)
-        assert first == second and not isinstance(first, Exception)
+    for _ in range(3):
+        for outcome in met([peer(0), peer(1)], 2, store=store):
+            assert isinstance(outcome, Met) and [p.pid for p in outcome.peers] == [100, 101] and not outcome.attempt
+
+
+@pytest.mark.parametrize("counts", [(0, 0), (1, 0), (0, 1)])
+def test_ranks_that_are_started_again_meet_whatever_their_launchers_count(counts: tuple[int, int]) -> None:
+    store = dist.HashStore()  # type: ignore[attr-defined]
+    first, second = met([peer(0), peer(1, "b")], 2, store=store)
+    assert isinstance(first, Met) and isinstance(second, Met) and first.attempt == second.attempt == 0
+    again = [peer(1, "a", 7, restarts=counts[0]), peer(0, "b", 8, restarts=counts[1])]  # ranks change places
+    for outcome in met(again, 2, store=store):
+        assert isinstance(outcome, Met) and [p.pid for p in outcome.peers] == [8, 7] and outcome.attempt == 1
+
+
+def claimed(store: Any, *peers: Peer) -> Any:
+    """A world in which these have come, without a verdict yet."""
+    part = dist.PrefixStore("plait/world 1", store)  # type: ignore[attr-defined]
+    for one in peers:
+        part.set(f"here/{one.rank}", one.text)
+    store.add("plait/worlds", 1)
+    store.set("plait/current", "1")
+    return part
+
+
+def test_a_world_whose_ranks_were_ended_while_they_came_is_left_by_those_who_wait() -> None:
+    store = dist.HashStore()  # type: ignore[attr-defined]
+    part = claimed(store, peer(0, "a", 5), peer(1, "b", 6))
+    with ThreadPoolExecutor(2) as pool:
+        waiting = pool.submit(met, [peer(1, "b", 7)], 2, 30, store)
+        until(lambda: part.check(["also/1"]))
+        [opened] = pool.submit(met, [peer(0, "a", 8)], 2, 30, store).result()
+        [moved] = waiting.result()
+    assert isinstance(opened, Met) and isinstance(moved, Met) and [p.pid for p in moved.peers] == [8, 7]
+    assert opened.attempt == moved.attempt == 1
 
 
 def test_who_differs_and_in_what_is_known_to_all() -> None:
@@ -72,9 +117,31 @@ def test_who_differs_and_in_what_is_known_to_all() -> None:
 def test_another_number_of_ranks_is_told_to_all_or_to_the_one_beyond() -> None:
     for outcome in met([peer(0, size="3"), peer(1, size="3"), peer(2, size="4")], [3, 3, 4]):
         assert isinstance(outcome, ValueError) and "size is 3 on ranks 0, 1, 4 on rank 2" in str(outcome)
-    *good, beyond = met([peer(0, size="2"), peer(1, size="2"), peer(2, size="3")], [2, 2, 3])
+    store = dist.HashStore()  # type: ignore[attr-defined]
+    good = met([peer(0, size="2"), peer(1, size="2")], 2, store=store)
     assert not any(isinstance(outcome, Exception) for outcome in good)
+    [beyond] = met([peer(2, size="3")], 3, seconds=1, store=store)
     assert "rank 2 (host a, process 102) has WORLD_SIZE=3, rank 0 (host a, process 100) has 2" in str(beyond)
+
+
+def test_who_has_no_place_in_a_world_does_not_enter_it() -> None:
+    store = dist.HashStore()  # type: ignore[attr-defined]
+    part = claimed(store, peer(0), peer(1, "b"))
+    with ThreadPoolExecutor(1) as pool:
+        second = pool.submit(met, [peer(1, "c")], 2, 2, store)
+        until(lambda: part.check(["also/1"]))
+        came = [(0, "a", 100, "a 100"), (1, "b", 101, "b 101")]  # before the holder looked
+        part.set("verdict", json.dumps({"problem": "", "absent": [], "peers": came, "attempt": 0}))
+        [outcome] = second.result()
+    assert isinstance(outcome, TimeoutError) and "rank 1 (host b, process 101) had this place" in str(outcome)
+
+
+def test_a_fact_that_a_rank_cannot_tell_agrees_with_any() -> None:
+    known, other = {"code": "12ab"}, {"code": "77ff"}
+    for outcome in met([peer(0, **known), peer(1, code=UNKNOWN), peer(2, **known)], 3):
+        assert isinstance(outcome, Met)
+    for outcome in met([peer(0, code=UNKNOWN), peer(1, **known), peer(2, **other)], 3):
+        assert "code is (unknown) on rank 0, 12ab on rank 1, 77ff on rank 2" in str(outcome)
 
 
 def test_two_processes_with_one_rank_are_both_named_to_all() -> None:
@@ -83,21 +150,42 @@ def test_two_processes_with_one_rank_are_both_named_to_all() -> None:
         assert "rank 1 (host b, process 7)" in str(outcome) and "rank 1 (host c, process 8)" in str(outcome)
 
 
-def test_a_process_that_is_gone_leaves_its_place() -> None:
+@pytest.mark.parametrize("rank", [0, 1])
+def test_one_that_comes_while_another_with_its_rank_runs_is_told_at_once(rank: int) -> None:
+    store, others = dist.HashStore(), [peer(1 - rank, "b")]  # type: ignore[attr-defined]
+    first = met([*others, here(rank)], 2, store=store)
+    assert all(isinstance(outcome, Met) for outcome in first)
+    [late] = met([here(rank, token="another of this host")], 2, store=store)
+    assert isinstance(late, ValueError) and "have the same RANK: give" in str(late)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_process_that_is_gone_leaves_its_place(rank: int) -> None:
     store = dist.HashStore()  # type: ignore[attr-defined]
     gone = 2**22 + 1  # beyond the kernel's largest process id
-    met([peer(0, socket.gethostname(), gone)], 1, store=store)
-    [outcome] = met([peer(0, socket.gethostname(), os.getpid())], 1, store=store)
-    assert not isinstance(outcome, Exception)
+    met([here(0, gone, "gone 0"), here(1, gone, "gone 1")], 2, store=store)
+    for outcome in met([here(rank), peer(1 - rank, "b")], 2, store=store):
+        assert isinstance(outcome, Met) and outcome.attempt == 1
+
+
+def test_one_that_comes_late_learns_what_the_world_before_came_to() -> None:
+    store = dist.HashStore()  # type: ignore[attr-defined]
+    met([peer(0), peer(1, "b")], 2, store=store)
+    [late] = met([peer(1, "c")], 2, seconds=1, store=store)
+    assert isinstance(late, TimeoutError)
+    assert "rank 0 did not come. In the world before rank 1 (host b, process 101) had this place" in str(late)
+    met([peer(0, mesh="pipe=2"), peer(1)], 2, store=store)
+    [late] = met([peer(1, "c")], 2, seconds=1, store=store)
+    assert "rank 0 did not come. The world before was refused: ranks differ: mesh" in str(late)
 
 
 def test_who_does_not_come_is_named_and_nobody_waits_longer() -> None:
     started = time.monotonic()
-    for outcome in met([peer(0), peer(3)], 4, seconds=0.3):
+    for outcome in met([peer(0), peer(3)], 4, seconds=2):
         assert isinstance(outcome, TimeoutError) and "for 4 ranks: ranks 1, 2 did not come" in str(outcome)
     assert time.monotonic() - started < 15
     [alone] = met([peer(1)], 3, seconds=0.1)
-    assert isinstance(alone, TimeoutError) and "ranks 0, 2 did not come" in str(alone)
+    assert isinstance(alone, TimeoutError) and "for 3 ranks: rank 0 did not come" in str(alone)
 
 
 def test_a_host_whose_name_leads_to_itself_is_refused_where_there_are_others() -> None:
@@ -122,11 +210,18 @@ def test_a_host_whose_name_leads_to_itself_is_refused_where_there_are_others() -
 )
 def test_what_a_stranger_wrote_in_the_store_is_refused_and_shown_escaped(said: bytes) -> None:
     store = dist.HashStore()  # type: ignore[attr-defined]
-    store.set("plait/world 0.0/here/1", said)
+    store.set("plait/world 1/here/1", said)
     for outcome in met([peer(0), peer(1)], 2, seconds=1, store=store):
         assert isinstance(outcome, (ConnectionError, TimeoutError)) and "\x1b" not in str(outcome)
     other = dist.HashStore()  # type: ignore[attr-defined]
-    other.set("plait/world 0.0/verdict", said)
+    other.set("plait/current", "1")
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(met, [peer(1)], 2, 30, other)
+        until(lambda: other.check(["plait/world 1/here/1"]))
+        other.set("plait/world 1/verdict", said)
+        [outcome] = waiting.result()
+    assert isinstance(outcome, ConnectionError) and "\x1b" not in str(outcome)
+    other.set("plait/current", said)
     [outcome] = met([peer(1)], 2, seconds=1, store=other)
     assert isinstance(outcome, ConnectionError) and "\x1b" not in str(outcome)
 
@@ -145,14 +240,25 @@ def test_what_a_stranger_wrote_in_the_store_is_refused_and_shown_escaped(said: b
         ({"MASTER_PORT": "99999"}, "MASTER_PORT=99999 cannot be: it is a number from 1 to 65535"),
         ({"MASTER_ADDR": ""}, "MASTER_ADDR not set"),
         ({"LOCAL_RANK": "x"}, "LOCAL_RANK='x' is no"),
-        ({"LOCAL_RANK": "2"}, "LOCAL_RANK=2 cannot be"),
-        ({"LOCAL_WORLD_SIZE": "1"}, "MASTER_ADDR=127.0.0.1 means each host itself"),
+        ({"LOCAL_WORLD_SIZE": "0"}, "LOCAL_WORLD_SIZE=0 cannot be"),
         ({"TORCHELASTIC_RESTART_COUNT": "?"}, "TORCHELASTIC_RESTART_COUNT='\\?' is no"),
     ],
 )
 def test_variables_that_cannot_be_are_named(changed: dict[str, str], told: str) -> None:
     with pytest.raises(ValueError, match=told):
         WorldVariables.read(TORCHRUN | changed)
+
+
+@pytest.mark.parametrize("local", [{"LOCAL_RANK": ""}, {"LOCAL_WORLD_SIZE": "8"}, {"LOCAL_RANK": "5"}])
+def test_what_a_launcher_says_of_one_host_is_no_reason_to_refuse(local: dict[str, str]) -> None:
+    assert WorldVariables.read(TORCHRUN | local).rank == 1
+
+
+@pytest.mark.parametrize(("given", "hints"), [({}, True), ({"LOCAL_WORLD_SIZE": "2"}, False)])
+def test_loopback_on_several_hosts_is_a_hint_for_who_does_not_find_all(given: dict[str, str], hints: bool) -> None:
+    hint = WorldVariables.read(TORCHRUN | given).hint
+    assert ("MASTER_ADDR=127.0.0.1 means each host itself" in hint) == hints
+    assert not WorldVariables.read(TORCHRUN | given | {"MASTER_ADDR": "10.0.0.1"}).hint
 
 
 def test_a_file_needs_no_address() -> None:
@@ -177,9 +283,11 @@ def test_a_port_that_another_program_holds_is_told_from_a_store_within_the_deadl
     with socket.create_server(("127.0.0.1", 0)) as listening:
 
         def hold() -> None:
-            connection, _ = listening.accept()
-            with connection:
-                behave(connection)
+            with contextlib.suppress(OSError):
+                while True:
+                    connection, _ = listening.accept()
+                    with connection:
+                        behave(connection)
 
         threading.Thread(target=hold, daemon=True).start()
         place = WorldVariables.read(TORCHRUN | {"MASTER_PORT": str(listening.getsockname()[1])})
@@ -189,10 +297,45 @@ def test_a_port_that_another_program_holds_is_told_from_a_store_within_the_deadl
         assert time.monotonic() - started < 15
 
 
-def test_a_name_that_leads_nowhere() -> None:
-    place = WorldVariables.read(TORCHRUN | {"MASTER_ADDR": "no.such.host.invalid"})
-    with pytest.raises(ConnectionError, match=r"cannot look up MASTER_ADDR=no\.such\.host\.invalid"):
-        open_store(place, 5)
+@pytest.mark.parametrize("name", ["no.such.host.invalid", "a" * 70])
+def test_a_name_that_leads_nowhere(name: str) -> None:
+    place = WorldVariables.read(TORCHRUN | {"MASTER_ADDR": name})
+    with pytest.raises(ConnectionError, match=rf"cannot look up MASTER_ADDR={name}"):
+        open_store(place, 0.3)
+
+
+@pytest.mark.parametrize(
+    "error", [socket.gaierror(-3, "not yet"), OSError(errno.EHOSTUNREACH, "no route"), ConnectionRefusedError()]
+)
+def test_a_name_a_route_and_a_store_may_come_late(error: OSError, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = dist.TCPStore("127.0.0.1", 0, 1, True, timedelta(seconds=30), wait_for_workers=False)  # type: ignore[attr-defined]
+    fails, connect = [error] * 3, socket.create_connection
+
+    def late(*given: Any, **more: Any) -> socket.socket:
+        if fails:
+            raise fails.pop()
+        return connect(*given, **more)
+
+    monkeypatch.setattr(socket, "create_connection", late)
+    probe("127.0.0.1", store.port, time.monotonic() + 30)
+    assert not fails
+    fails[:] = [error] * 1000
+    with pytest.raises(type(error)):
+        probe("127.0.0.1", store.port, time.monotonic() + 0.1)
+
+
+def test_a_holder_that_closes_may_be_followed_by_a_store() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+
+        def hold() -> None:
+            for _ in range(3):
+                listening.accept()[0].close()
+            connection, _ = listening.accept()
+            with connection:
+                connection.sendall(connection.recv(len(VALIDATE + PING) + 4, socket.MSG_WAITALL)[-4:])
+
+        threading.Thread(target=hold, daemon=True).start()
+        probe("127.0.0.1", listening.getsockname()[1], time.monotonic() + 30)
 
 
 def test_torchs_store_still_greets_as_the_probe_expects() -> None:

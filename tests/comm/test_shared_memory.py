@@ -208,6 +208,11 @@ def test_two_hosts_are_refused_with_their_ranks(world: Callable[..., list[object
         assert "shared memory joins the ranks of one host: rank" in str(error) and "--world process" in str(error)
 
 
+def test_gpus_are_refused() -> None:
+    with pytest.raises(ValueError, match="moves tensors of CPUs, and this world is on meta: leave it out"):
+        ProcessComm(Mesh(shard=1), 0, dist.HashStore(), device="meta", shared_memory=True)
+
+
 def test_what_is_no_mailbox_is_refused(world: Callable[..., list[object]]) -> None:
     store = dist.HashStore()
     peers = [Peer(rank, "a", os.getpid()) for rank in range(2)]

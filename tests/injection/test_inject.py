@@ -210,11 +210,14 @@ def test_a_bit_is_turned_over_on_one_rank() -> None:
     assert plain[0][4] == flipped[0][4] and plain[0][7:] != flipped[0][7:]
 
 
-def test_a_restarted_run_is_not_hit_again_unless_always(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
-    assert run(MESH, trained) == run(MESH, lambda comm: trained(comm, "exception@rank=2,step=3"))
+def test_a_restarted_run_is_not_hit_again_unless_always() -> None:
+    def again(comm: Comm, fault: str) -> list[float]:
+        comm.attempt = 1
+        return trained(comm, fault)
+
+    assert run(MESH, trained) == run(MESH, lambda comm: again(comm, "exception@rank=2,step=3"))
     with pytest.raises(RuntimeError, match="injected"):
-        run(MESH, lambda comm: trained(comm, "exception@rank=2,step=3,always"))
+        run(MESH, lambda comm: again(comm, "exception@rank=2,step=3,always"))
 
 
 def test_the_table_is_what_can_be_read() -> None:

@@ -3,8 +3,10 @@ needs."""
 
 import inspect
 import json
+import os
 import signal
 import subprocess
+import threading
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,7 @@ from torch.distributed.elastic.agent.server.api import SimpleElasticAgent
 from plait.core.mesh import Mesh
 from plait.launch.agent import OneHost, RankAgent
 from plait.launch.limits import Limits
+from plait.launch.signals import heard
 
 
 class Shells:
@@ -70,6 +73,16 @@ def test_the_last_attempt_is_the_exit_code(tmp_path: Path, capsys: pytest.Captur
     assert "not started again: 1 restarts were allowed, and made" in capsys.readouterr().err
 
 
+def test_a_fault_behind_the_last_step_is_no_reason_to_go_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def kept() -> str:
+        raise ValueError("all steps are made, and nothing else")
+
+    shells = Shells(KILLED)
+    assert run(tmp_path, shells, Limits(restarts=3, kept=kept)).code == 128 + signal.SIGKILL
+    assert len(shells.started) == 2
+    assert capsys.readouterr().err.endswith("plait: not started again: all steps are made, and nothing else\n")
+
+
 def test_what_is_refused_is_not_tried_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     extra = {"nanoseconds": 1, "final": True}
     note = json.dumps({"message": {"message": "plait: error: no\n", "extraInfo": extra}}).replace("\\n", "\\\\n")
@@ -79,22 +92,42 @@ def test_what_is_refused_is_not_tried_again(tmp_path: Path, capsys: pytest.Captu
 
 
 def test_a_signal_in_between_starts_nothing_more(tmp_path: Path) -> None:
-    shells = Shells(KILLED)
-    agent = RankAgent(Mesh(shard=2), tmp_path, shells, Limits(restarts=3, grace=100), 60)  # type: ignore[arg-type]
-    agent.asked(signal.SIGTERM)
-    agent.run()
-    assert len(shells.started) == 2
+    shells = Shells(KILLED, KILLED)
+
+    def kept() -> str:
+        if len(shells.started) == 4:  # the next attempt has to wait for a second
+            threading.Timer(0.2, agent.asked, [signal.SIGTERM]).start()
+        return ""
+
+    limits = Limits(restarts=3, grace=100, kept=kept)
+    agent = RankAgent(Mesh(shard=2), tmp_path, shells, limits, 60)  # type: ignore[arg-type]
+    with pytest.raises(SystemExit) as left:
+        agent.run()
+    assert (left.value.code, len(shells.started)) == (143, 4)
 
 
 def test_ranks_that_do_not_end_in_time_are_ended(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     shells = Shells("exec sleep 100")
     agent = RankAgent(Mesh(shard=2), tmp_path, shells, Limits(grace=0.3), 60)  # type: ignore[arg-type]
-    agent.asked(signal.SIGTERM)
-    with pytest.raises(SystemExit) as left:
+    with pytest.raises(SystemExit) as left, heard(agent.asked):
+        threading.Timer(0.5, os.kill, [os.getpid(), signal.SIGTERM]).start()
         agent.run()
     assert left.value.code == 143
     assert all(p.poll() is not None for p in shells.started)
-    assert "rank 0, 1 did not end within 0.3 s" in capsys.readouterr().err
+    assert "rank 0, 1 did not end within 0.3 s (--grace)" in capsys.readouterr().err
+
+
+def test_ranks_whose_end_nobody_tells_are_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("plait.launch.agent.BURY_SECONDS", 0.2)
+    shells = Shells(KILLED)
+    said: dict[int, int] = {}
+    monkeypatch.setattr(shells, "ended", lambda: said or said.update(Shells.ended(shells)) or said)
+    agent = RankAgent(Mesh(shard=2), tmp_path, shells, Limits(), 60)  # type: ignore[arg-type]
+    with pytest.raises(ConnectionError, match=r"rank 0 was killed, and 0\.2 s later nobody says that it ended"):
+        agent.run()
+    assert agent.code == 137
+    for process in shells.started:
+        process.wait()
 
 
 def test_what_is_used_of_torch_is_there() -> None:

@@ -2,9 +2,12 @@
 
 import os
 import signal
+import threading
+import time
 
 import pytest
 
+from plait.launch import signals
 from plait.launch.signals import ASKING, Asked, heard
 
 
@@ -16,7 +19,6 @@ def test_every_signal_asks_once_and_a_second_sigint_ends_at_once() -> None:
             if number != signal.SIGINT:
                 os.kill(os.getpid(), number)
         assert told == [asked.number] and asked.number in ASKING
-        assert not asked.late
         with pytest.raises(SystemExit) as left:
             os.kill(os.getpid(), signal.SIGINT)
     assert left.value.code == 128 + signal.SIGINT
@@ -32,8 +34,9 @@ def test_the_handlers_of_before_come_back_and_what_was_ignored_stays_so() -> Non
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
         told: list[int] = []
+        asked = Asked(told.append, grace=100)
         others = {number: signal.getsignal(number) for number in ASKING}
-        with heard(told.append):
+        with heard(asked):
             os.kill(os.getpid(), signal.SIGHUP)  # nohup
             os.kill(os.getpid(), signal.SIGUSR1)
         assert told == [signal.SIGUSR1]
@@ -42,9 +45,38 @@ def test_the_handlers_of_before_come_back_and_what_was_ignored_stays_so() -> Non
         signal.signal(signal.SIGHUP, before)
 
 
-def test_the_time_is_over_after_the_grace() -> None:
-    asked = Asked(lambda _: None, grace=1e-9)
-    assert not asked.late
-    asked(signal.SIGTERM)
-    while not asked.late:
-        pass
+def test_when_the_time_is_over_it_ends_at_once() -> None:
+    asked = Asked(lambda _: None, grace=0.1)
+    with pytest.raises(SystemExit) as left, heard(asked):
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(30)
+    assert (left.value.code, asked.when) == (128 + signal.SIGTERM, ", 0.1 s ago (--grace)")
+
+
+def test_a_process_that_cannot_hear_ends_all_the_same() -> None:
+    child = os.fork()
+    if not child:
+        signals.LAST_SECONDS = 0.1
+        asked = Asked(lambda _: None, grace=0.1)
+        with heard(asked):
+            os.kill(os.getpid(), signal.SIGTERM)
+            lock = threading.Lock()
+            lock.acquire()
+            while True:  # as what waits in C
+                try:
+                    lock.acquire()
+                except SystemExit:
+                    continue
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 128 + signal.SIGTERM
+
+
+def test_who_has_ended_in_time_is_left_alone() -> None:
+    told: list[int] = []
+    before = signal.signal(signal.SIGTERM, lambda number, _: told.append(number))
+    try:
+        with heard(Asked(lambda _: None, grace=0.1)):
+            os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(0.3)
+        assert told == []
+    finally:
+        signal.signal(signal.SIGTERM, before)

@@ -61,9 +61,11 @@ def test_colours_and_moving_bars_stay() -> None:
     out = io.StringIO()
     console = screen(file=out, force_terminal=True, color_system="truecolor", width=60)
     with Progress(console=console) as bar:
-        bar.add_task("steps", total=2)
+        bar.add_task("steps of \x1b[3J", total=2)
         console.print("a line \x1b[2J")
-    assert "\x1b[?25l" in out.getvalue() and "a line \\x1b[2J" in out.getvalue() and "\x1b[2J" not in out.getvalue()
+    shown = out.getvalue()
+    assert "\x1b[?25l" in shown and "a line \\x1b[2J" in shown and "steps of \\x1b[3J" in shown
+    assert "\x1b[2J" not in shown and "\x1b[3J" not in shown
 
 
 def test_what_is_said_is_escaped_even_where_the_encoding_is_poor() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import hmac
 import json
@@ -14,6 +15,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
 from datetime import timedelta
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -221,6 +223,21 @@ def test_a_thousand_connections_do_not_keep_out_a_known_one(heard: Heard) -> Non
         before.send({"before": 1})
         heard.waits_for(lambda: heard.messages)
         assert heard.messages.pop() == {"before": 1}
+
+
+def test_without_descriptors_it_waits_and_does_not_spin(heard: Heard, monkeypatch: pytest.MonkeyPatch) -> None:
+    tries, accept = list[float](), socket.socket.accept
+
+    def full(listening: socket.socket) -> Any:
+        tries.append(time.monotonic())
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr(socket.socket, "accept", full)
+    with socket.create_connection(heard.address, timeout=PATIENT):
+        heard.waits_for(lambda: len(tries) > 5)
+        assert all(later - earlier > 0.02 for earlier, later in pairwise(tries))
+    monkeypatch.setattr(socket.socket, "accept", accept)
+    heard.hears(there_is="room again")
 
 
 def test_a_message_that_is_not_understood_harms_nobody(caplog: pytest.LogCaptureFixture) -> None:

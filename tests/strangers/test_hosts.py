@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -9,7 +11,7 @@ from typing import Any
 import pytest
 
 from plait.comm.peer import Peer
-from plait.watch.channel import Listener, Sender
+from plait.watch.channel import Listener, Message, Sender
 from plait.watch.hosts import SILENT, HostBoard, HostSide, parse_address, report_of
 from plait.watch.key import ChannelKey
 from plait.watch.page import Page, Status, StatusRecord
@@ -25,6 +27,16 @@ class Clock:
 
     def __call__(self) -> float:
         return self.now
+
+
+class Muted(Sender):
+    """One that can fall silent without a word."""
+
+    muted = False
+
+    def send(self, message: Message) -> None:
+        if not self.muted:
+            super().send(message)
 
 
 def status(rank: int, **more: Any) -> Status:
@@ -63,6 +75,40 @@ def test_a_host_that_never_came_is_named_too_and_one_that_is_done_is_not() -> No
     board.take(report_of("b", [Status(2, "b", 1, "done"), Status(3, "b", 1, "done")], 50.0)[0])
     clock.now += SILENT + 1
     assert [lost.host for lost in board.lost()] == ["c"]
+
+
+def test_a_host_that_leaves_is_not_waited_for_until_it_comes_again() -> None:
+    clock = Clock()
+    board = HostBoard(PEERS, clock)
+    board.take(report_of("b", [status(2), status(3)], 50.0, leaves=True)[0])
+    clock.now += SILENT + 1
+    assert not board.lost()
+    board.take(report_of("b", [status(2), status(3)], 50.0)[0])
+    clock.now += SILENT + 1
+    assert [lost.host for lost in board.lost()] == ["b"]
+
+
+@pytest.mark.parametrize("end", ["side.closed()", "raise SystemExit(0)"])
+def test_a_program_that_ends_says_that_it_leaves(end: str, tmp_path: Path) -> None:
+    told = list[Message]()
+    with Listener(("127.0.0.1", 0), KEY, told.append) as listener:
+        script = f"""
+from pathlib import Path
+from plait.comm.peer import Peer
+from plait.watch.channel import Sender
+from plait.watch.hosts import HostSide
+from plait.watch.key import ChannelKey
+from plait.watch.page import Page
+sender = Sender({listener.address!r}, ChannelKey({KEY.secret!r}))
+page, peers = Page.create(Path({str(tmp_path / "page")!r}), 4), [Peer(0, "a", 1), Peer(2, "b", 3)]
+side = HostSide(peers, 2, page, sender, None, print)
+{end}
+"""
+        subprocess.run([sys.executable, "-c", script], check=True, timeout=60)
+        until = time.monotonic() + 30
+        while not (told and told[-1]["leaves"]) and time.monotonic() < until:
+            time.sleep(0.02)
+    assert told[-1] == {"host": "b", "ranks": [], "leaves": True}
 
 
 @pytest.mark.parametrize(
@@ -105,12 +151,13 @@ def test_two_hosts_over_the_channel(tmp_path: Path) -> None:
     board, told = HostBoard(PEERS), {"a": list[str](), "b": list[str]()}
     listener = Listener(("127.0.0.1", 0), KEY, board.take)
     first = HostSide(PEERS, 0, pages["a"], listener, board, told["a"].append)
-    second = HostSide(PEERS, 2, pages["b"], Sender(listener.address, KEY), None, told["b"].append)
+    sender = Muted(listener.address, KEY)
+    second = HostSide(PEERS, 2, pages["b"], sender, None, told["b"].append)
     end = time.monotonic() + 30
     while len(board.statuses()) < 2 and time.monotonic() < end:
         time.sleep(0.02)
     assert [(s.rank, s.host, s.pid) for s in board.statuses()] == [(2, "b", 77), (3, "b", 78)]
-    second._stop.set()  # the host falls silent, without having said that it is done
+    sender.muted = True  # the host falls silent, without having said that it leaves
     silent = time.monotonic()
     while not told["a"] and time.monotonic() < silent + 30:
         time.sleep(0.05)

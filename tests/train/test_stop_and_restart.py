@@ -19,8 +19,8 @@ from sockets import children
 
 from plait.checkpoint.folder import checkpoints
 from plait.commands.main import main, parse
-from plait.config import TrainConfig
-from plait.train.resume import newest_sound, restarted
+from plait.config import TrainConfig, to_toml
+from plait.train.resume import has_settings, newest_sound, restarted
 
 SIZES = ["--layers", "2", "--width", "16", "--heads", "2", "--kv-heads", "1", "--length", "12", "--batch", "6"]
 MADE = ("step", "loss", "lr", "tokens", "grad_norm")
@@ -106,16 +106,69 @@ def test_a_damaged_checkpoint_is_put_aside_and_the_one_before_is_taken(
     assert newest_sound(config) == str(first)
     assert file.name in (told := capsys.readouterr().err) and "put aside as" in told
     assert [str(folder) for folder in checkpoints(tmp_path / "checkpoints")] == [str(first)]
-    assert restarted(config, 1).resume == "auto"
+    assert restarted(config, 1, True).resume == "auto"
 
 
-def test_another_attempt_goes_on_or_begins_as_the_first_did(flags: list[str], tmp_path: Path) -> None:
-    words = [*flags, "--steps", "6", "--out", str(tmp_path / "run"), "--resume", "other", "--restarts", "2"]
+def test_another_attempt_begins_as_the_first_did_and_never_over_another_run(flags: list[str], tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    words = [*flags, "--steps", "6", "--out", str(out), "--resume", "other", "--restarts", "2"]
     config = parse(words)
     assert isinstance(config, TrainConfig)
-    assert restarted(config, 0) == config
-    again = restarted(config, 1)
+    assert restarted(config, 0, True) == config == restarted(config, 1, False)
+    assert restarted(config, 1, True) == config, "nothing was written yet"
+    out.mkdir()
+    (out / "config.toml").write_text(to_toml(config))
+    again = restarted(config, 1, True)
     assert (again.resume, again.overwrite) == ("other", True), "nothing was saved yet"
+    assert restarted(config, 1, False) == config, "what is there is of a run before this launch"
+    assert not restarted(replace(config, seed=9), 1, True).overwrite, "the run of another seed"
+    (out / "summary.json").touch()
+    assert not restarted(config, 1, True).overwrite, "a run that is finished"
+
+
+def test_what_follows_the_last_step_is_missed(
+    flags: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "run"
+    words = [*flags, "--world", "thread", "--steps", "6", "--out", str(out)]
+    assert main(words) == 0
+    assert main([*words, "--overwrite", "--inject", "exception@rank=0,step=2"]) == 1
+    assert not (out / "summary.json").exists(), "of the run before"
+    assert main([*words, "--overwrite"]) == 0
+    capsys.readouterr()
+    assert main([*words, "--resume", "auto", "--json", "-"]) == 0
+    told = capsys.readouterr()
+    assert "nothing is left to do" in told.err and not told.out
+    (out / "summary.json").unlink()  # as if it had been killed behind its last checkpoint
+    assert main([*words, "--resume", "auto"]) == 2
+    assert "step-000006' has all steps of the run" in capsys.readouterr().err
+    config = parse(words)
+    assert isinstance(config, TrainConfig)
+    with pytest.raises(ValueError, match="has all steps of the run"):
+        newest_sound(config)
+
+
+def test_another_attempt_goes_on_where_this_launch_has_written(
+    flags: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, start: Any
+) -> None:
+    out = tmp_path / "run"
+    words = [*flags, "--steps", "6", "--out", str(out), "--overwrite"]
+    config = parse(words)
+    assert isinstance(config, TrainConfig)
+    assert not has_settings(config), "it has begun nothing"
+    assert main([*words, "--world", "thread"]) == 0
+    assert has_settings(config)
+    time.sleep(0.05)  # ticks of the kernel are hundredths of a second
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    agent = start("env", "-u", "TORCHELASTIC_RUN_ID", "sleep", "60")
+    behind = [Path(f"/proc/{agent.pid}/{name}") for name in ("cmdline", "environ")]
+    wait_until(lambda: behind[0].read_bytes().startswith(b"sleep") and bool(behind[1].read_bytes()))
+    monkeypatch.setattr(os, "getppid", lambda: agent.pid)
+    assert not has_settings(config), "what is there is of a run before this launch"
+    (out / "config.toml").touch()
+    assert has_settings(config)
+    again = restarted(config, 1, True)
+    assert (again.resume, again.overwrite) == ("auto", False)
 
 
 @pytest.mark.parametrize(

@@ -1,12 +1,14 @@
 """What is wrong, from what ranks last said and what the kernel says: the cause, not its echoes."""
 
 import signal
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from plait.core.mesh import Mesh
-from plait.watch.diagnose import ENDED, block, diagnose
+from plait.watch import stacks
+from plait.watch.diagnose import ENDED, Diagnosis, Kind, block, diagnose
 from plait.watch.page import Status
 from plait.watch.processes import ProcessState
 
@@ -137,3 +139,13 @@ def test_no_text_reaches_the_screen_as_it_came(text: str) -> None:
     assert text not in shown
     assert [line[:5] for line in shown.splitlines()] == ["plait", "  on "]
     assert "its record is half written" in shown
+
+
+def test_only_those_that_stand_still_are_asked_for_their_stacks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stacks, "ask", lambda folder, rank, pid: f"stack of {pid}")
+    kinds: tuple[Kind, ...] = ("stands still", "crossed", "straggler", "stopped")
+    given = [Diagnosis(kind, rank, "", "") for rank, kind in enumerate(kinds)]
+    asked = stacks.with_stacks(given, tmp_path, {0: 100, 2: 102, 3: 103})
+    assert [one.stack for one in asked] == ["stack of 100", "", "", ""], "rank 1 has no process here"

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from plait.watch.processes import ProcessState, born, launcher, look, out_of_memory_kills, ran_out_of_memory
+from plait.watch.processes import ProcessState, born, launcher, look, out_of_memory_kills, ran_out_of_memory, started
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
 
@@ -55,11 +55,17 @@ def test_the_launcher_is_known_by_its_variable_alone(monkeypatch: pytest.MonkeyP
     assert launcher() is None
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
     assert launcher() == (os.getppid(), born(os.getppid()))
+    assert 0 <= time.time() - started(os.getpid()) < 24 * 3600
     environment = {"TORCHELASTIC_RUN_ID": "none", "PATH": os.environ["PATH"]}
     with subprocess.Popen(["sleep", "60"], env=environment) as wrapper:  # a shell around the rank, say
+        while not Path(f"/proc/{wrapper.pid}/environ").read_bytes():  # for a moment behind exec
+            time.sleep(0.01)
         monkeypatch.setattr(os, "getppid", lambda: wrapper.pid)
         assert launcher() == (os.getpid(), born(os.getpid()))
         wrapper.kill()
+    for unseen in (0, 2**22 + 1):  # of another namespace; above the largest process id
+        monkeypatch.setattr(os, "getppid", lambda pid=unseen: pid)
+        assert launcher() is None
 
 
 @pytest.mark.parametrize(
@@ -87,4 +93,4 @@ def test_the_kernels_log_names_its_victims(tmp_path: Path) -> None:
     assert ran_out_of_memory(4711, 0, 8.0, tmp_path)
     assert not ran_out_of_memory(7, 0, 8.0, tmp_path)  # an earlier process of this id
     assert not ran_out_of_memory(12, 0, 8.0, tmp_path)
-    assert not ran_out_of_memory(12, 0, 0.0)
+    assert not ran_out_of_memory(12, 0, 0.0, tmp_path)

@@ -1,7 +1,9 @@
 """The rank's side, in this process: what it writes, hears and leaves behind."""
 
+import asyncio
 import os
 import signal
+import socket
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -116,6 +118,30 @@ def test_a_signal_asks_to_stop_and_the_users_handler_runs_too(
         assert signal.set_wakeup_fd(-1) == -1
     finally:
         signal.signal(number, users)
+
+
+def test_signals_are_heard_behind_and_beside_others_who_listen(comm: Comm, page: Page, tmp_path: Path) -> None:
+    async def others() -> None:
+        asyncio.get_running_loop().add_signal_handler(signal.SIGWINCH, print)
+        os.kill(os.getpid(), signal.SIGUSR1)
+        wait_for(lambda: comm.stop_signal == signal.SIGUSR1)
+        asyncio.get_running_loop().remove_signal_handler(signal.SIGWINCH)  # and nobody listens any more
+
+    theirs, ours = socket.socketpair()
+    theirs.setblocking(False)
+    try:
+        with watch(comm, page, tmp_path):
+            comm.begin_step(0)
+            asyncio.run(others())
+            for number in (signal.SIGTERM, signal.SIGHUP):
+                os.kill(os.getpid(), number)
+                wait_for(lambda number=number: comm.stop_signal == number)  # type: ignore[misc]
+            signal.set_wakeup_fd(theirs.fileno())
+        assert signal.set_wakeup_fd(-1) == theirs.fileno()
+    finally:
+        signal.set_wakeup_fd(-1)
+        theirs.close()
+        ours.close()
 
 
 def run_in_fork(body: Callable[[], None]) -> int:

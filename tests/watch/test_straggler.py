@@ -6,7 +6,7 @@ import pytest
 
 from plait.core.mesh import Mesh
 from plait.watch.page import RECENT, Status
-from plait.watch.straggler import WINDOW, stragglers
+from plait.watch.straggler import SPAN, WINDOW, stragglers
 
 Times = list[list[float]]
 """Seconds computed, by rank and step."""
@@ -67,6 +67,22 @@ def test_twice_as_slow_is_seen_within_twenty_steps(ranks: int) -> None:
         seen += bool(found)
     print(f"{ranks} ranks: {seen} of 40")
     assert seen >= 37
+
+
+def test_a_moment_of_a_busy_machine_is_no_straggler() -> None:
+    for milliseconds in (8, 40):
+        step = milliseconds / 1000
+        times = [[step] * 400 for _ in range(3)]
+        times[0][200 : 200 + int(0.7 / 4 / step)] = [4 * step] * int(0.7 / 4 / step)  # for 0.7 s
+        assert not any(stragglers(statuses(times, last), Mesh(shard=3)) for last in range(1, 400))
+        times[0][200:] = [2 * step] * 200
+        looks = [last for last in range(200, 400) if stragglers(statuses(times, last), Mesh(shard=3))]
+        assert looks[0] - 200 <= max(WINDOW, SPAN / (2 * step))
+
+
+def test_steps_of_which_the_page_has_too_few_are_not_compared() -> None:
+    times = [[SPAN / RECENT / 4] * 400, [SPAN / RECENT / 2] * 400]
+    assert stragglers(statuses(times, 400), Mesh(shard=2)) == []
 
 
 def test_stages_are_compared_with_their_own_kind_only() -> None:

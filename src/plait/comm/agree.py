@@ -104,7 +104,7 @@ def differing(rows: Mapping[int, Mapping[str, str]]) -> list[str]:
         for rank, row in rows.items():
             ranks.setdefault(row.get(field, "not there"), []).append(rank)
         if len(ranks) > 1:
-            values = (f"{shortened(value)} on {named(of_value)}" for value, of_value in ranks.items())
+            values = (f"{one_line(value, 90)} on {named(of_value)}" for value, of_value in ranks.items())
             lines.append(f"{field} is {', '.join(values)}")
     return lines
 
@@ -115,11 +115,6 @@ def named(ranks: Sequence[int]) -> str:
         return f"rank {ranks[0]}"
     some = ", ".join(map(str, ranks[:4]))
     return f"ranks {some}" if len(ranks) <= 4 else f"ranks {some}, ... ({len(ranks)} of them)"
-
-
-def shortened(text: str, longest: int = 90) -> str:
-    """A text of another rank, without its end where it is long."""
-    return one_line(text, longest)
 
 
 def gather_bytes(comm: Comm, data: bytes) -> list[bytes] | None:
@@ -138,7 +133,7 @@ def gather_bytes(comm: Comm, data: bytes) -> list[bytes] | None:
 
 
 def check_together(comm: Comm, error: BaseException | None, axes: Sequence[str]) -> None:
-    """Raises on every member if any brings an error (a file, a NaN, ...): its own there, a OtherRankError elsewhere."""
+    """Raises on every member if any brings an error (a file, a NaN, ...): its own there, OtherRankError elsewhere."""
     note, ranks = Note("check"), comm.mesh.group(comm.rank, tuple(axes))
     failed = [index for index, (bad,) in enumerate(gather_ints(comm, [error is not None], axes, note)) if bad]
     if not failed:

@@ -80,9 +80,11 @@ class Comm(ABC):
         self.mesh, self.rank, self.device = mesh, rank, torch.device(device)
         self.ledger, self.deterministic, self.deadline = Ledger(), deterministic, deadline
         self.observers: tuple[Observer, ...] = ()
+        """Told of every step, operation and wait of this rank."""
         self.peers: tuple[Peer, ...] = ()
         """The ranks as processes, by rank; empty where they are not."""
-        """Told of every step, operation and wait of this rank."""
+        self.attempt = 0
+        """How often these ranks were started before, the same on all of them."""
         self.stop_signal = 0
         """The number of a signal that asks this rank to end; the ranks agree on it at the end of a step."""
         self.check: CollectiveCheck | None = None
@@ -98,12 +100,12 @@ class Comm(ABC):
     @property
     def local_rank(self) -> int:
         """The number of this rank on its machine, which launchers tell in ``LOCAL_RANK``."""
-        return int(os.environ.get("LOCAL_RANK", self.rank))
+        return int(os.environ.get("LOCAL_RANK") or self.rank)
 
     @property
     def overlaps(self) -> bool:
         """Whether messages travel beside computation: on GPUs, and where there are more cores than ranks use."""
-        ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", self.mesh.size))
+        ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE") or self.mesh.size)
         return self.device.type == "cuda" or (os.cpu_count() or 1) > ranks_here * torch.get_num_threads()
 
     # ---- what may be asked ------------------------------------------------------------------------------

@@ -2,7 +2,7 @@
 
 RANK, WORLD_SIZE              who am I, of how many
 MASTER_ADDR, MASTER_PORT      where the store listens; rank 0 (or torchrun itself) hosts it
-LOCAL_RANK, LOCAL_WORLD_SIZE  the same within this host, where the launcher says so
+LOCAL_RANK, LOCAL_WORLD_SIZE  the same within this host, where the launcher says so; several may share a host
 """
 
 from __future__ import annotations
@@ -13,12 +13,11 @@ from dataclasses import dataclass
 from typing import Self
 
 from plait.core.escape import one_line
-from plait.core.mesh import Mesh
+from plait.core.mesh import MOST_RANKS, Mesh
 
 STORE = "PLAIT_STORE"
 VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 LOCAL_NAMES = ("localhost", "::1", "0.0.0.0", "::")
-MOST_RANKS = 2**20
 
 
 def variables(given: Mapping[str, str] = os.environ) -> tuple[str, ...]:
@@ -39,7 +38,11 @@ class WorldVariables:
     file: str
     """The store, where it is a file."""
     restarts: int
-    """How often torchrun has started these ranks again: they meet in another place of the store."""
+    """How often this host's launcher has started its ranks again; that of another host may say another number."""
+    job: str
+    """torchrun's name of the run: agents of several may share a store."""
+    hint: str
+    """For a rank that does not find all others."""
 
     @classmethod
     def read(cls, environment: Mapping[str, str] = os.environ, ranks: int | None = None) -> Self:
@@ -55,17 +58,16 @@ class WorldVariables:
         rank = _number(environment, "RANK", 0, size - 1, f"ranks of WORLD_SIZE={size} are 0 to {size - 1}")
         file = environment.get(STORE, "")
         port = 0 if file else _number(environment, "MASTER_PORT", 1, 65535)
-        local_size = _number(environment, "LOCAL_WORLD_SIZE", 1, size, default=size)
-        _number(environment, "LOCAL_RANK", 0, local_size - 1, default=0)
         address = "" if file else environment["MASTER_ADDR"].strip()
-        if local_size < size and (address in LOCAL_NAMES or address.startswith("127.")):
-            raise ValueError(
-                f"MASTER_ADDR={one_line(address)} means each host itself, but {size} ranks are on several hosts "
-                f"({local_size} on this one): set it to the name or address of the host of rank 0"
-            )
         restarts = _number(environment, "TORCHELASTIC_RESTART_COUNT", 0, 2**31, default=0)
+        _number(environment, "LOCAL_RANK", 0, MOST_RANKS, default=0)
+        all_here = _number(environment, "LOCAL_WORLD_SIZE", 1, MOST_RANKS, default=1) >= size
+        told = f"MASTER_ADDR={one_line(address, 100)} means each host itself: with ranks on several hosts, set it to"
+        local = address in LOCAL_NAMES or address.startswith("127.")
+        hint = f". {told} the name or address of the host of rank 0" if local and not all_here else ""
         agents_store = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-        return cls(rank, size, address, port, agents_store, file, restarts)
+        job = environment.get("TORCHELASTIC_RUN_ID", "")
+        return cls(rank, size, address, port, agents_store, file, restarts, job, hint)
 
     def check(self, mesh: Mesh) -> None:
         """Refuses another number of processes than the mesh has ranks."""
@@ -84,10 +86,9 @@ class WorldVariables:
 def _number(
     environment: Mapping[str, str], name: str, low: int, high: int, why: str = "", default: int | None = None
 ) -> int:
-    text = environment.get(name)
-    if text is None and default is not None:
+    digits = environment.get(name, "").strip()
+    if not digits and default is not None:
         return default
-    digits = (text or "").strip()
     if not (digits.removeprefix("-").isdecimal() and digits.isascii() and len(digits) < 20):
         raise ValueError(f"{name}='{one_line(digits, 60)}' is no whole number: torchrun sets it, or set it yourself")
     if not low <= int(digits) <= high:

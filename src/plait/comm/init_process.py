@@ -15,8 +15,9 @@ import os
 import secrets
 import socket
 import sys
+import sysconfig
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -27,8 +28,8 @@ import torch.distributed as dist
 
 from plait.comm.deadline import within
 from plait.comm.environment import WorldVariables
-from plait.comm.meeting import loopback_only, meet
-from plait.comm.peer import Peer, shown
+from plait.comm.meeting import UNKNOWN, Met, loopback_only, meet
+from plait.comm.peer import Peer, born, shown
 from plait.core.escape import one_line
 
 if TYPE_CHECKING:
@@ -36,21 +37,22 @@ if TYPE_CHECKING:
 
 _tcp_store: Any = dist.TCPStore  # type: ignore[attr-defined]  # torch's stubs do not export them
 _file_store: Any = dist.FileStore  # type: ignore[attr-defined]
+_prefix_store: Any = dist.PrefixStore  # type: ignore[attr-defined]
 
 RESOLVE_SECONDS = 2.0
 """How long the name of this host may take to be looked up; after it, it is taken for a good one."""
 POLL_SECONDS = 0.05
 LATE_SECONDS = 1.0
 """What a call that has a deadline of its own is given beyond it, before it is left behind."""
+PACKAGE = Path(__file__).parents[1]
 
 
-def init_process(
-    place: WorldVariables, backend: str, deadline: float, facts: dict[str, str]
-) -> tuple[Store, tuple[Peer, ...]]:
-    """Meets the other ranks and makes torch's default process group; returns the store and who the ranks are.
+def init_process(place: WorldVariables, backend: str, deadline: float, facts: dict[str, str]) -> Met:
+    """Meets the other ranks and makes torch's default process group.
 
     Args:
-        facts: what must be the same on all ranks, by name, besides the code that they run.
+        backend: torch's, of the process group; none is made where it is empty.
+        facts: what must be the same on all ranks, by name, besides WORLD_SIZE.
 
     Raises:
         ConnectionError: the port is taken, or what answers there is no store.
@@ -58,21 +60,22 @@ def init_process(
         ValueError: two processes have one rank, or ranks differ in a fact; the message names them.
     """
     end, rank = time.monotonic() + deadline, place.rank
-    mine = Peer(rank, socket.gethostname(), os.getpid(), {"WORLD_SIZE": str(place.size), **facts}, _on_loopback())
-    store = open_store(place, deadline)
+    alike = {"WORLD_SIZE": str(place.size), **facts}
+    mine = Peer(rank, socket.gethostname(), os.getpid(), alike, _on_loopback(), place.restarts)
+    store = _prefix_store(f"job {place.job}", open_store(place, deadline))
     lost = f"rank {rank} lost the store at {place.where}"
-    with _told(f"{lost}: its host is gone, stopped, or no store of torch", deadline):
+    with _told(f"{lost}: its host is gone, stopped, or no store of torch", deadline, place.hint):
         left = max(0.0, end - time.monotonic())
-        here, peers = within(left + LATE_SECONDS, lambda: meet(store, mine, place.size, end, place.restarts))
+        met = within(left + LATE_SECONDS, lambda: meet(store, mine, place.size, end))
     if not backend:
-        return here, peers
+        return met
     left = max(1.0, end - time.monotonic())
     with _told(f"rank {rank} met all {place.size} ranks but could not connect to them", deadline):
-        options: dict[str, Any] = {"store": here, "rank": rank, "world_size": place.size}
+        options: dict[str, Any] = {"store": met.store, "rank": rank, "world_size": place.size}
         within(
             left + LATE_SECONDS, lambda: dist.init_process_group(backend, timeout=timedelta(seconds=left), **options)
         )
-    return here, peers
+    return met
 
 
 def open_store(place: WorldVariables, deadline: float) -> Store:
@@ -94,14 +97,14 @@ def open_store(place: WorldVariables, deadline: float) -> Store:
         try:
             return opened(True)
         except RuntimeError as error:
-            if "EADDRINUSE" not in str(error) and "address already in use" not in str(error).lower():
+            if not _in_use(error):
                 raise
             probe(place.address, place.port, time.monotonic() + 1)
             return opened(False)  # another rank 0, whom the meeting names
 
     try:
         return within(deadline + LATE_SECONDS, reached)
-    except socket.gaierror as error:
+    except (socket.gaierror, UnicodeError) as error:
         name, fix = one_line(place.address, 100), "set it to the name or address of the host of rank 0"
         raise ConnectionError(f"{start} cannot look up MASTER_ADDR={name} ({_first(error)}): {fix}") from error
     except ConnectionRefusedError as error:
@@ -114,8 +117,12 @@ def open_store(place: WorldVariables, deadline: float) -> Store:
             text = f"{start} found no store at {place.where} within {deadline:g} s: {_first(error)}"
             raise kind(f"{text}. Is rank 0 stopped, or is the port another program's?") from error
         fix = "Set MASTER_PORT (torchrun --master-port) to a free one, or end the program that holds it"
-        text = f"{start} cannot listen on {place.where}: the port is in use. {fix} ({_first(error)})"
-        raise ConnectionError(text) from error
+        used = f": the port is in use. {fix}" if isinstance(error, OSError) or _in_use(error) else ""
+        raise ConnectionError(f"{start} cannot listen on {place.where}{used} ({_first(error)})") from error
+
+
+def _in_use(error: Exception) -> bool:
+    return "EADDRINUSE" in str(error) or "address already in use" in str(error).lower()
 
 
 def file_store(path: str) -> Store:
@@ -133,22 +140,33 @@ def probe(address: str, port: int, end: float) -> None:
     its own stack for one that answers otherwise.
 
     Raises:
-        ConnectionRefusedError: nobody had come to listen there by ``end``, as of ``time.monotonic``.
-        ConnectionError: it answers as no store does.
+        ConnectionRefusedError, socket.gaierror, OSError: nobody listened there, nobody knew its name, or no way led
+            there until ``end``, as of ``time.monotonic``.
+        ConnectionError: until then the holder said nothing and closed, or it answers as no store does.
         TimeoutError: it does not answer.
     """
-    number = secrets.token_bytes(4)
     while True:
         try:
-            peer = socket.create_connection((address, port), timeout=max(0.01, end - time.monotonic()))
-            break
-        except TimeoutError as error:
-            raise TimeoutError("nothing answers there") from error
-        except ConnectionRefusedError:
+            answered = _answer(address, port, end)
+        except TimeoutError:
+            raise
+        except OSError:  # a store, a name and a route may come later than this rank
             if time.monotonic() + POLL_SECONDS >= end:
                 raise
             time.sleep(POLL_SECONDS)
-    answer = b""
+        else:
+            break
+    if answered:
+        raise ConnectionError(f"the holder of the port answers '{shown(answered)}', as no store of torch does")
+
+
+def _answer(address: str, port: int, end: float) -> bytes:
+    """What is answered to the greeting, where that is not what a store answers."""
+    try:
+        peer = socket.create_connection((address, port), timeout=max(0.01, end - time.monotonic()))
+    except TimeoutError as error:
+        raise TimeoutError("nothing answers there") from error
+    number, answer = secrets.token_bytes(4), b""
     with peer:
         try:
             peer.sendall(VALIDATE + PING + number)
@@ -162,9 +180,10 @@ def probe(address: str, port: int, end: float) -> None:
             raise TimeoutError("the holder of the port accepts connections and is silent") from error
         except (ConnectionResetError, BrokenPipeError):
             pass  # as one that says nothing and closes
-    if answer != number:
-        said = f"answers '{shown(answer)}'" if answer else "says nothing and closes the connection"
-        raise ConnectionError(f"the holder of the port {said}, as no store of torch does")
+    if not answer:
+        silent = "the holder of the port says nothing and closes the connection, as no store of torch does"
+        raise ConnectionError(silent)
+    return b"" if answer == number else answer
 
 
 def _is_here(place: WorldVariables) -> bool:
@@ -175,14 +194,12 @@ def _is_here(place: WorldVariables) -> bool:
 
 
 @contextmanager
-def _told(what: str, deadline: float) -> Iterator[None]:
+def _told(what: str, deadline: float, hint: str = "") -> Iterator[None]:
     """Errors of torch, and a call that did not return, as errors that say ``what``."""
     try:
         yield
     except TimeoutError as error:
-        if str(error):  # of the meeting
-            raise
-        raise TimeoutError(f"{what} within {deadline:g} s") from error
+        raise TimeoutError(f"{str(error) or f'{what} within {deadline:g} s'}{hint}") from error  # the meeting has words
     except RuntimeError as error:
         raise ConnectionError(f"{what} ({_first(error)})") from error
 
@@ -203,16 +220,45 @@ def _on_loopback() -> bool:
 
 def code_facts(read: Callable[[Path], bytes] = Path.read_bytes) -> dict[str, str]:
     """What this process runs, as facts that must be the same on all ranks: torch, plait, and the program itself."""
-    package = Path(__file__).parents[1]
-    main = getattr(sys.modules.get("__main__"), "__file__", None)
-    files = {"plait": sorted(package.rglob("*.py")), "the program": [Path(main)] if main else []}
-    facts = {"torch": str(torch.__version__)}
-    for name, paths in files.items():
-        digest = hashlib.blake2b(digest_size=6)
-        for path in paths:
-            try:
-                digest.update(read(path))
-            except OSError:  # in an archive, or gone since it was started
-                continue
-        facts[f"the code of {name}"] = digest.hexdigest()
-    return facts
+    plait = sorted(PACKAGE.rglob("*.py"))
+    codes = {"the code of plait": plait, "the code of the program": users_own(sys.modules.get("__main__"))}
+    return {"torch": str(torch.__version__), **{name: _digest(files, read) for name, files in codes.items()}}
+
+
+def users_own(main: object) -> list[Path]:
+    """The source of a program, where it is the user's own.  One rank may run under a profiler, or by another
+    installation's command."""
+    file = getattr(main, "__file__", None)
+    if not file or Path(file).suffix == ".pyc":
+        return []
+    kinds = ("stdlib", "platstdlib", "purelib", "platlib", "scripts")
+    paths = sysconfig.get_paths(), sysconfig.get_paths(sysconfig.get_preferred_scheme("user"))
+    folders = [PACKAGE, Path(sys.executable).parent, *(Path(known[kind]) for known in paths for kind in kinds)]
+    names = Path(file).absolute(), Path(file).resolve()
+    return [] if any(name.is_relative_to(folder.absolute()) for name in names for folder in folders) else [names[0]]
+
+
+def _digest(files: Sequence[Path], read: Callable[[Path], bytes]) -> str:
+    """Of what these files hold, if that is what runs: they may lie in an archive, be gone, or newer than this
+    process."""
+    digest = hashlib.blake2b(digest_size=6)
+    try:
+        for file in files:
+            digest.update(read(file))
+            if file.stat().st_ctime > STARTED:
+                return UNKNOWN
+    except OSError:
+        return UNKNOWN
+    return digest.hexdigest() if files else UNKNOWN
+
+
+def _started() -> float:
+    """When this process began, by the clock of files; now, where the kernel does not say."""
+    ticks = born(os.getpid())
+    if not ticks:
+        return time.time()
+    return time.time() - time.clock_gettime(time.CLOCK_BOOTTIME) + ticks / os.sysconf("SC_CLK_TCK")
+
+
+STARTED = _started()
+"""Known when this is imported: forks run what was read then."""

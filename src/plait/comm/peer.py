@@ -8,12 +8,29 @@ import secrets
 import socket
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
+from functools import cache
+from pathlib import Path
 from typing import Self
 
 from plait.core.escape import one_line
 
 MOST_BYTES = 2**16
 """Of what a rank says of itself."""
+
+
+@cache
+def token_of(pid: int) -> str:
+    """What tells this process from all others, forks of it too: containers may share host names and process ids."""
+    return secrets.token_hex(8)
+
+
+def born(pid: int) -> int:
+    """When a process of this host was started, in ticks of the kernel; 0 where there is none, or nobody knows."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
+    except OSError:
+        return 0
+    return 0 if fields[0] in "ZX" else int(fields[19])
 
 
 @dataclass(frozen=True)
@@ -27,8 +44,11 @@ class Peer:
     """What must be the same on all ranks, by name."""
     loopback: bool = False
     """Its gloo would listen where no other host reaches it."""
-    token: str = field(default_factory=lambda: secrets.token_hex(8))
-    """Of this one meeting."""
+    restarts: int = 0
+    """How often ranks were started before, as far as it knows; launchers of one world may say different numbers."""
+    token: str = field(default_factory=lambda: token_of(os.getpid()))
+    """Of this one process."""
+    born: int = field(default_factory=lambda: born(os.getpid()))
 
     def __str__(self) -> str:
         return f"rank {self.rank} (host {one_line(self.host, 80)}, process {self.pid})"
@@ -43,7 +63,8 @@ class Peer:
         try:
             said = json.loads(text[:MOST_BYTES])
             peer = cls(**said)
-            kinds = {"rank": int, "host": str, "pid": int, "facts": dict, "loopback": bool, "token": str}
+            kinds = {"rank": int, "host": str, "pid": int, "facts": dict, "loopback": bool}
+            kinds |= {"restarts": int, "token": str, "born": int}
             wrong = [name for name, kind in kinds.items() if not isinstance(getattr(peer, name), kind)]
             wrong += [name for pair in peer.facts.items() for name in pair if not isinstance(name, str)]
         except (ValueError, TypeError, RecursionError, AttributeError):
@@ -52,17 +73,10 @@ class Peer:
             raise ConnectionError(f"what the store has for a rank was not written by plait: '{shown(text)}'")
         return peer
 
-    def may_live(self) -> bool:
-        """Whether this process is still there, as far as this host can know."""
-        if self.host != socket.gethostname():
-            return True
-        try:
-            os.kill(self.pid, 0)
-        except ProcessLookupError:
-            return False
-        except OSError:
-            pass
-        return True
+    def is_another_here(self, mine: Peer) -> bool:
+        """Whether this is another process than mine, on this host, and still runs; other hosts are not seen."""
+        same_host = self.host == mine.host == socket.gethostname()
+        return self.token != mine.token and same_host and self.born == born(self.pid) != 0
 
 
 def shown(data: str | bytes) -> str:

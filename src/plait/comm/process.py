@@ -78,6 +78,8 @@ class ProcessComm(Comm):
         self.peers = tuple(peers)
         wires = deadline, FailureReports(store, rank, self.peers), self.waiting
         self.transport: Transport
+        if shared_memory and self.device.type != "cpu":
+            raise ValueError(f"shared memory moves tensors of CPUs, and this world is on {self.device}: leave it out")
         if shared_memory:
             office = Office(rank, store, self.peers, time.monotonic() + deadline)
             self.transport = SharedMemoryTransport(office, *wires)
@@ -129,9 +131,11 @@ class ProcessComm(Comm):
             **(facts or {}),
         }
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "" if shared_memory else "gloo"
-        store, peers = init_process(place, backend, deadline, alike)
-        options: dict[str, Any] = {"device": device, "deadline": deadline, "deterministic": deterministic}
-        return cls(mesh, place.rank, store, peers, shared_memory=shared_memory, **options)
+        met = init_process(place, backend, deadline, alike)
+        how: dict[str, Any] = {"device": device, "deadline": deadline, "deterministic": deterministic}
+        comm = cls(mesh, place.rank, met.store, met.peers, shared_memory=shared_memory, **how)
+        comm.attempt = met.attempt
+        return comm
 
     def close(self) -> None:
         """Waits for the sends whose handles were dropped, and for what is told of them (``check.py``), then leaves."""

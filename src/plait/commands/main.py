@@ -16,7 +16,9 @@ from typing import Annotated, Any, Literal, NoReturn, TypeAlias, TypeVar, Union
 import tyro
 
 from plait import config as configs
-from plait.comm.base import Comm
+from plait.comm.agree import check_together, gather_ints
+from plait.comm.base import NO_NOTE, Comm
+from plait.comm.environment import variables
 from plait.commands.bench import run_bench
 from plait.commands.chaos import ChaosConfig, run_chaos
 from plait.commands.checkpoint import CheckpointCommand
@@ -25,10 +27,11 @@ from plait.commands.schedule import ScheduleCommand
 from plait.config import TrainConfig, VerifyConfig
 from plait.config.bounds import check_values
 from plait.core.escape import say
+from plait.core.mesh import AXES
 from plait.files.writing import check_file
 from plait.launch import Limits, guarded, launch, leave
 from plait.measure import comm as bench
-from plait.train.resume import check_places, newest_sound, restarted
+from plait.train.resume import check_places, has_settings, newest_sound, restarted
 from plait.train.run import run_train
 from plait.verify import run_verify
 from plait.verify.matrix import run_matrix
@@ -93,12 +96,15 @@ def run(argv: list[str]) -> int:
             bench.validate(command)
             body = partial(run_bench, command)
         case TrainConfig():
-            command = restarted(configs.with_job(command), int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")))
-            configs.validate(command)
-            if done := check_places(command):
-                say(f"{done}\n", sys.stdout)
-                return 0
-            body = partial(run_train, command, argv=argv)
+            command = configs.with_job(command)
+            if all(name in os.environ for name in variables()):  # a rank: how often it was started, all know together
+                body = partial(train_again, command, argv=argv)
+            else:
+                configs.validate(command)
+                if done := check_places(command):
+                    say(f"{done}\n", sys.stderr if command.json == "-" else sys.stdout)
+                    return 0
+                body = partial(run_train, command, argv=argv)
             limits = Limits(command.restarts, command.grace, partial(newest_sound, command))
         case VerifyConfig(matrix=None):
             command = configs.with_job(command)
@@ -107,6 +113,24 @@ def run(argv: list[str]) -> int:
         case VerifyConfig():
             return run_matrix(command)
     return launch(command, body, ["-m", "plait", *argv], limits)
+
+
+def train_again(config: TrainConfig, comm: Comm, argv: Sequence[str]) -> int:
+    """A rank's run, which goes on where the attempts before came to; nothing is written before all have looked."""
+    done, wrong = None, None
+    # An agent that was started anew is younger than what the others have written.
+    begun = any(row[0] for row in gather_ints(comm, [has_settings(config)], AXES, NO_NOTE))
+    try:
+        config = restarted(config, comm.attempt, begun)
+        configs.validate(config)
+        done = check_places(config)
+    except Exception as error:
+        wrong = error
+    check_together(comm, wrong, AXES)
+    if done:
+        say(f"{done}\n", sys.stderr if config.json == "-" else sys.stdout)
+        return 0
+    return run_train(config, comm, argv=argv)
 
 
 def parse(argv: Sequence[str]) -> Command:

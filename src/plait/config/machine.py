@@ -1,6 +1,7 @@
 """The ranks: how many there are, where they live, and whether this machine has room for them."""
 
 import os
+import sys
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
@@ -13,8 +14,8 @@ World = Literal["process", "shared_memory", "thread"]
 Device = Literal["auto", "cpu", "cuda"]
 
 
-MOST_RANKS = 1024
-"""Of one host, as threads or processes."""
+MOST_ON_ONE_HOST = 1024
+"""Ranks, as threads or processes."""
 
 
 @dataclass(frozen=True)
@@ -42,10 +43,14 @@ class MachineConfig:
 def check_machine(config: MachineConfig) -> None:
     """Refuses devices that this machine does not have, and more ranks than it could start."""
     ranks, gpus = config.parsed_mesh.size, torch.cuda.device_count()
-    if ranks > MOST_RANKS and "WORLD_SIZE" not in os.environ:
+    if ranks > MOST_ON_ONE_HOST and "WORLD_SIZE" not in os.environ:
         raise ValueError(
-            f"{ranks:,} ranks on one host: give a mesh of at most {MOST_RANKS:,}, or start it with torchrun"
+            f"{ranks:,} ranks on one host: give a mesh of at most {MOST_ON_ONE_HOST:,}, or start it with torchrun"
         )
+    if config.world == "shared_memory" and not sys.platform.startswith("linux"):
+        raise ValueError("world shared_memory needs Linux: use --world process")
+    if config.world == "shared_memory" and resolve_device(config.device) == "cuda":
+        raise ValueError("world shared_memory moves tensors of CPUs: use --world process, or --device cpu")
     if config.device == "cuda" and not torch.cuda.is_available():
         raise ValueError("device cuda: torch sees no CUDA device here; use --device cpu, or see plait doctor")
     if resolve_device(config.device) == "cuda" and config.world == "process" and ranks > gpus:

@@ -29,6 +29,7 @@ DATA_AXES = ("shard", "replica")
 
 
 MOST_RANKS = 1 << 20
+"""Of a mesh, on all hosts together."""
 
 
 @dataclass(frozen=True)

@@ -42,7 +42,7 @@ def inject(engine: Engine, faults: Sequence[str | Fault], *, threads: bool = Fal
     Raises:
         ValueError: a fault that cannot be, on every rank.
     """
-    comm, again = engine.comm, os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
+    comm, again = engine.comm, engine.comm.attempt > 0
     parsed = [f if isinstance(f, Fault) else parse_fault(f, comm.world_size, threads=threads) for f in faults]
     for fault in parsed:
         if fault.rank == comm.rank and (fault.always or not again):

@@ -5,7 +5,6 @@ agent.py         ranks are started, looked after, and started again: torch's ela
 look.py          what the launcher sees of its ranks without asking them
 limits.py        how often, and how long they may take to end
 fork_server.py   ranks are copies of a process that has imported everything
-folder.py        where the ranks of a launch meet, which goes with it
 signals.py       signals that ask for the end
 failure.py       what is printed, and the exit code, when a rank fails
 """

@@ -10,6 +10,7 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -30,11 +31,15 @@ from plait.core.mesh import Mesh
 from plait.launch.failure import explain, first_of, recorded
 from plait.launch.fork_server import ForkServer
 from plait.launch.limits import Limits, Restarts
-from plait.launch.look import WATCH, Look
+from plait.launch.look import Look
 from plait.launch.signals import Asked, announced
+from plait.watch.folder import WATCH
 
 LOOK_SECONDS = 0.05
 """Between two looks at the ranks."""
+
+BURY_SECONDS = 20.0
+"""For which the end of ranks that were killed is waited for: the kernel may have much memory to free."""
 
 
 class OneHost(RendezvousHandler):
@@ -112,9 +117,9 @@ class RankAgent(SimpleElasticAgent):
         end = time.monotonic() + self._restarts.pause
         while time.monotonic() < end and not self.asked.number:
             time.sleep(LOOK_SECONDS)
-        self._look = look = Look(self._mesh, self._host.attempt, self._deadline)
-        if self.asked.number:  # in between
-            look.page.ask_to_stop(self.asked.number)
+        self._look = Look(self._mesh, self._host.attempt, self._deadline)
+        if self.asked.number:  # there is no step to end behind
+            raise SystemExit(128 + self.asked.number)
         self._ranks = {}
         for rank in range(self._mesh.size):
             self._ranks[rank] = self._server.fork(self._variables(rank, attempt))
@@ -137,19 +142,25 @@ class RankAgent(SimpleElasticAgent):
             return self._end(
                 still.rank, f"plait: rank {still.rank} kept the others for {self._deadline:g} s: all are ended\n"
             )
-        if self.asked.late:
-            left = ", ".join(str(rank) for rank in self._ranks if rank not in ended)
-            say(f"plait: rank {left} did not end within {self._limits.grace:g} s (--grace)\n")
-            raise SystemExit(128 + (self.asked.number or 0))
         return RunResult(WorkerState.HEALTHY)
 
     def _stop_workers(self, worker_group: WorkerGroup) -> None:
-        """Kills what is left: it has said what it knows, or cannot."""
+        """Kills what is left: it has said what it knows, or cannot.
+
+        Raises:
+            ConnectionError: the server does not say that they have ended.
+        """
         left = set(self._ranks) - set(self._ended())
+        if left and self.asked.late:
+            say(f"plait: rank {_listed(left)} did not end within {self._limits.grace:g} s (--grace)\n")
         for rank in left:
             with suppress(ProcessLookupError):
                 os.kill(self._ranks[rank], signal.SIGKILL)
-        while set(self._ranks) - set(self._ended()):
+        end = time.monotonic() + BURY_SECONDS
+        while left := set(self._ranks) - set(self._ended()):
+            if time.monotonic() > end:
+                who = f"rank {_listed(left)} was killed"
+                raise ConnectionError(f"{who}, and {BURY_SECONDS:g} s later nobody says that it ended")
             time.sleep(0.005)
 
     def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 30) -> None:
@@ -193,8 +204,11 @@ class RankAgent(SimpleElasticAgent):
         if final or self.asked.number or not self._limits.restarts:
             self._remaining_restarts = 0
             return RunResult(WorkerState.FAILED)
-        kept = self._limits.kept()
-        refusal = self._restarts.refusal(rank, reached, kept)
+        try:
+            kept = self._limits.kept()
+            refusal = self._restarts.refusal(rank, reached, kept)
+        except ValueError as error:
+            refusal = f"not started again: {error}"
         if refusal:
             self._remaining_restarts = 0
             say(f"plait: {refusal}\n")
@@ -202,6 +216,10 @@ class RankAgent(SimpleElasticAgent):
             number, most, start = len(self._restarts.faults), self._limits.restarts, kept or "the beginning"
             say(f"plait: restart {number} of {most}, from {start}\n")
         return RunResult(WorkerState.FAILED)
+
+
+def _listed(ranks: Iterable[int]) -> str:
+    return ", ".join(map(str, sorted(ranks)))
 
 
 def note_of(attempt: Path, rank: int) -> Path:

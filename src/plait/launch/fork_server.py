@@ -10,7 +10,6 @@ The launcher itself cannot be copied: it may have threads and devices, and glibc
 starts.
 """
 
-import ctypes
 import importlib
 import json
 import os
@@ -20,20 +19,23 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 import traceback
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NoReturn
 
+from plait.core.escape import say
 from plait.launch.failure import leave
 from plait.launch.signals import ASKING
+from plait.watch.processes import hear_of_parents_death, look
 
 LARGEST = 1 << 20
 """Bytes of a message."""
 
-PR_SET_PDEATHSIG = 1
-"""Of <sys/prctl.h>: the signal that a process gets when its parent dies."""
+ANSWER_SECONDS = 120.0
+"""For which the launcher waits for an answer; the first comes when all is imported."""
 
 LATE = ("torch._dynamo", "tyro._backends._tyro_backend")
 """What torch and tyro import only when they first need it, in a second or more: parameters are drawn by the first,
@@ -48,37 +50,51 @@ class ForkServer:
     Args:
         command: what follows ``python`` on the command line of a rank: ``-m module words...`` or ``script words...``
         environment: all variables of the ranks, but those that differ between them.
+        deadline: seconds for which the server may be stopped.
     """
 
-    def __init__(self, command: Sequence[str], environment: Mapping[str, str]) -> None:
+    def __init__(self, command: Sequence[str], environment: Mapping[str, str], deadline: float = 60.0) -> None:
         self._line, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        with theirs:
+        self._line.settimeout(ANSWER_SECONDS)
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, ASKING)  # in the server too, until it ignores them
+        try:
             words = [sys.executable, "-c", SERVER, str(theirs.fileno()), str(os.getpid()), *command]
             self._process = subprocess.Popen(
                 words, env=environment, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()]
             )
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+            theirs.close()
         self._ended: dict[int, int] = {}
+        self._deadline, self._runs = deadline, time.monotonic()
 
     def fork(self, variables: Mapping[str, str]) -> int:
         """Starts a rank with these variables as well; its process id.
 
         Raises:
-            ConnectionError: the server is gone.
+            ConnectionError: the server is gone, or does not answer.
         """
-        self._line.send(json.dumps(variables).encode())
-        while "started" not in (message := self._receive(socket.MSG_WAITALL)):
-            self._ended |= {message["ended"]: message["code"]}
-        return int(message["started"])
+        with self._in_one_line():
+            self._line.send(json.dumps(variables).encode())
+            while "started" not in (message := self._receive()):
+                self._ended |= {message["ended"]: message["code"]}
+            return int(message["started"])
 
     def ended(self) -> Mapping[int, int]:
         """The exit codes of the ranks that have ended, by process id; below 0, the signal that killed one.
 
         Raises:
-            ConnectionError: the server is gone.
+            ConnectionError: the server is gone, or has been stopped for the deadline.
         """
-        while select.select([self._line], [], [], 0)[0]:
-            message = self._receive()
-            self._ended[message["ended"]] = message["code"]
+        with self._in_one_line():
+            while select.select([self._line], [], [], 0)[0]:
+                message = self._receive()
+                self._ended[message["ended"]] = message["code"]
+            now = time.monotonic()
+            if look(self._process.pid).state != "stopped":
+                self._runs = now
+            elif now > self._runs + self._deadline:
+                raise TimeoutError
         return self._ended
 
     def close(self) -> None:
@@ -87,18 +103,30 @@ class ForkServer:
         self._process.kill()
         self._process.wait()
 
-    def _receive(self, flags: int = 0) -> dict[str, int]:
-        data = self._line.recv(LARGEST, flags)
+    def _receive(self) -> dict[str, int]:
+        data = self._line.recv(LARGEST)
         if not data:
-            code = self._process.wait()
-            raise ConnectionError(f"the process of which ranks are copies ended with code {code}, and its ranks too")
+            raise ConnectionResetError
         message: dict[str, int] = json.loads(data)
         return message
+
+    @contextmanager
+    def _in_one_line(self) -> Iterator[None]:
+        try:
+            yield
+        except ConnectionError:
+            raise ConnectionError(f"{self._who} ended with code {self._process.wait()}, and its ranks too") from None
+        except TimeoutError:
+            raise ConnectionError(f"{self._who} is stopped, or does not answer: it is ended, with its ranks") from None
+
+    @property
+    def _who(self) -> str:
+        return f"the process of which ranks are copies (pid {self._process.pid})"
 
 
 def die_with(parent: int) -> None:
     """From now on the kernel kills this process as soon as ``parent`` is gone."""
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal.SIGKILL))
+    hear_of_parents_death(signal.SIGKILL)
     if os.getppid() != parent:  # it was gone before
         os._exit(1)
 
@@ -107,6 +135,7 @@ def serve(line_number: int, launcher: int, command: Sequence[str]) -> None:
     """The server: a rank for each message, and a message for each rank that has ended."""
     die_with(launcher)
     before = {number: signal.signal(number, signal.SIG_IGN) for number in ASKING}  # whole groups of processes get them
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, ASKING)
     _preload(command)
     line = socket.socket(fileno=line_number)
     reader, writer = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
@@ -164,6 +193,8 @@ def _be_a_rank(command: Sequence[str], variables: Mapping[str, str], server: int
     code: object = 1
     try:
         die_with(server)
+        if numpy := sys.modules.get("numpy"):  # torch's is the same in every process, Python's another in every fork
+            numpy.random.seed()
         os.environ.update(variables)
         is_module = command[0] == "-m"
         sys.argv = list(command[is_module:])
@@ -174,6 +205,10 @@ def _be_a_rank(command: Sequence[str], variables: Mapping[str, str], server: int
         code = 0
     except SystemExit as left:
         code = left.code or 0
+        if not isinstance(code, int):
+            say(f"{code}\n")
+    except KeyboardInterrupt:
+        code = 128 + signal.SIGINT
     except BaseException:
         traceback.print_exc()
     finally:

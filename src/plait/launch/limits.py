@@ -22,7 +22,8 @@ class Limits:
     grace: float = 0.0
     """Seconds that ranks get to end behind their step after a signal; 0: they are ended at once."""
     kept: Callable[[], str] = str
-    """Called before a restart: the newest state that the ranks can go on from, "" without any."""
+    """Called before a restart: the newest state that the ranks can go on from, "" without any.  ValueError: it is the
+    end of the run, and what failed came behind it."""
 
 
 @dataclass

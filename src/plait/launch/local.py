@@ -29,14 +29,16 @@ from plait.comm.environment import variables
 from plait.config import MachineConfig, resolve_device
 from plait.core.escape import say
 from plait.launch.failure import LAUNCHER, leave_note
-from plait.launch.folder import private_folder
 from plait.launch.fork_server import ForkServer
 from plait.launch.limits import Limits
-from plait.launch.look import PAGE, WATCH
 from plait.launch.signals import Asked, announced, heard
+from plait.watch.folder import PAGE, WATCH, private_folder
 from plait.watch.page import Page
 
 Body = Callable[[Comm], int]
+
+LAUNCHER_FIRST = 5.0
+"""Seconds by which a launcher that was asked as well ends its ranks before they end themselves."""
 
 
 def launch(config: MachineConfig, body: Body, command: Sequence[str], limits: Limits | None = None) -> int:
@@ -73,7 +75,7 @@ def _be_a_rank(config: MachineConfig, body: Body, limits: Limits) -> int:
     torch.set_num_threads(config.threads)
     device = resolve_device(config.device)
     if device == "cuda":
-        device = f"cuda:{os.environ.get('LOCAL_RANK', '0')}"  # type: ignore[assignment]
+        device = f"cuda:{os.environ.get('LOCAL_RANK') or '0'}"  # type: ignore[assignment]
     try:
         mesh, alike = config.parsed_mesh, shared_settings(config)
         shared = config.world == "shared_memory"
@@ -84,7 +86,8 @@ def _be_a_rank(config: MachineConfig, body: Body, limits: Limits) -> int:
         if comm.rank:
             stack.enter_context(contextlib.redirect_stdout(nowhere))
         if limits.grace:
-            stack.enter_context(heard(Asked(lambda number: _ask([comm], number), grace=limits.grace)))
+            grace = limits.grace + (LAUNCHER_FIRST if LAUNCHER in os.environ else 0)
+            stack.enter_context(heard(Asked(lambda number: _ask([comm], number), grace=grace)))
         if folder := os.environ.get(WATCH):
             stack.enter_context(watch(comm, Page.open(Path(folder) / PAGE), Path(folder)))
         else:
@@ -148,7 +151,7 @@ def _left_at_once(asked: Asked) -> Iterator[None]:
         except SystemExit as left:
             if threading.current_thread() is not threading.main_thread() or asked.number is None:
                 raise
-            say(f"plait: stopped by {signal.Signals(asked.number).name}\n")
+            say(f"plait: stopped by {signal.Signals(asked.number).name}{asked.when}\n")
             sys.stdout.flush()
             sys.stderr.flush()
             os._exit(int(str(left.code)))
@@ -161,7 +164,7 @@ def _start_ranks(config: MachineConfig, command: Sequence[str], limits: Limits) 
     with contextlib.ExitStack() as stack:
         stack.enter_context(_agent_kept_quiet())
         folder = stack.enter_context(private_folder())
-        server = ForkServer(command, environment)
+        server = ForkServer(command, environment, config.deadline)
         stack.callback(server.close)
         agent = RankAgent(config.parsed_mesh, folder, server, limits, config.deadline)
         stack.enter_context(heard(agent.asked))
@@ -170,6 +173,9 @@ def _start_ranks(config: MachineConfig, command: Sequence[str], limits: Limits) 
         except SystemExit as left:
             say(f"plait: stopped by {signal.Signals(int(str(left.code)) - 128).name}, with all ranks\n")
             return int(str(left.code))
+        except ConnectionError as error:
+            say(f"plait: {error}\n")
+            return 128 + agent.asked.number if agent.asked.number else agent.code or 1
         return agent.code
 
 

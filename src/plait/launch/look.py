@@ -6,20 +6,15 @@ page, /proc, exit codes  ──►  diagnose  ──►  told once, with the sta
 
 import time
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 
 from plait.core.escape import say
 from plait.core.mesh import Mesh
 from plait.watch.diagnose import ENDED, LONG, Diagnosis, block, diagnose, signal_name
+from plait.watch.folder import PAGE
 from plait.watch.page import Page
-from plait.watch.processes import ProcessState, look, out_of_memory_kills
-from plait.watch.stacks import ask
-
-WATCH = "PLAIT_WATCH"
-"""The variable that names the folder in which ranks say what they do."""
-
-PAGE = "page"
+from plait.watch.processes import ProcessState, look, out_of_memory_kills, ran_out_of_memory
+from plait.watch.stacks import with_stacks
 
 SETTLE_SECONDS = 0.1
 """Between the end of a rank and the report: the others come to where they wait for it."""
@@ -72,8 +67,7 @@ class Look:
         lasting |= {key for key in self._told if key[0] == "straggler"}
         self._told = {key: since for key, since in self._told.items() if key in lasting}
         fresh = [one for one in found if self._is_new(one.kind, one.rank, now)]
-        with_stacks = [replace(one, stack=ask(self._folder, one.rank, ranks[one.rank])) for one in fresh]
-        say(block(with_stacks))
+        say(block(with_stacks(fresh, self._folder, ranks)))
         return next((one for one in found if self._too_long(one, now)), None)
 
     def _is_new(self, kind: str, rank: int, now: float) -> bool:
@@ -87,9 +81,8 @@ class Look:
 
     def _found(self, ended: Mapping[int, int]) -> list[Diagnosis]:
         statuses = self.page.read_all()
-        memory = out_of_memory_kills() > self._memory
         states = [
-            ProcessState(s.pid, "gone", code, memory and code == -9)
+            ProcessState(s.pid, "gone", code, code == -9 and ran_out_of_memory(s.pid, self._memory, s.since))
             if (code := ended.get(s.rank)) is not None
             else look(s.pid, s.born)
             for s in statuses

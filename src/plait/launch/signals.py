@@ -2,8 +2,11 @@
 
 SIGTERM, SIGHUP, SIGUSR1   behind the step, again and again       Slurm's early warning is SIGUSR1
 SIGINT                     behind the step; a second one at once
+(none, once the time is over)                                     at once
 """
 
+import _thread
+import os
 import signal
 import threading
 import time
@@ -13,26 +16,30 @@ from contextlib import contextmanager
 ASKING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 """What asks a run to end."""
 
+LAST_SECONDS = 30.0
+"""For which a process that ends at once may still clear up."""
+
 
 @contextmanager
-def heard(handle: Callable[[signal.Signals], None]) -> Iterator[None]:
-    """Within the block ``handle`` is called with each of these signals; one that is ignored (``nohup``) stays so.
+def heard(asked: "Asked") -> Iterator[None]:
+    """Within the block ``asked`` is called with each of these signals; one that is ignored (``nohup``) stays so.
     Python hears signals in its main thread alone: in another one nothing is changed."""
     before = {}
     if threading.current_thread() is threading.main_thread():
         before = {number: signal.getsignal(number) for number in ASKING}
         before = {number: handler for number, handler in before.items() if handler != signal.SIG_IGN}
     for number in before:
-        signal.signal(number, lambda got, _frame: handle(signal.Signals(got)))
+        signal.signal(number, lambda got, _frame: asked(signal.Signals(got)))
     try:
         yield
     finally:
+        asked.ended = True
         for number, handler in before.items():
             signal.signal(number, handler)
 
 
 class Asked:
-    """The first signal that asked for the end; a handler for ``heard``.
+    """The first signal that asked for the end, and the time that it leaves; for ``heard``.
 
     Args:
         tell: passes it on to the ranks.
@@ -41,23 +48,36 @@ class Asked:
 
     def __init__(self, tell: Callable[[signal.Signals], None], *, grace: float) -> None:
         self.number: signal.Signals | None = None
-        self.since = 0.0
-        """By ``time.monotonic``."""
+        self.ended = False
+        """Whether this process is past all that it was asked to end."""
+        self.late = False
+        """Whether the time is over."""
         self._tell, self._grace = tell, grace
 
     def __call__(self, number: signal.Signals) -> None:
         first = self.number is None
         if first:
-            self.number, self.since = number, time.monotonic()
-        if not self._grace or (not first and number == signal.SIGINT):
+            self.number = number
+        if not self._grace or self.late or (not first and number == signal.SIGINT):
             raise SystemExit(128 + number)
         if first:
+            _thread.start_new_thread(self._limit, (number,))  # of ``threading`` the main thread may hold a lock
             self._tell(number)
 
     @property
-    def late(self) -> bool:
-        """Whether the time is over."""
-        return self.number is not None and time.monotonic() > self.since + self._grace
+    def when(self) -> str:
+        """Why this process ends at once, if it is for the time."""
+        return f", {self._grace:g} s ago (--grace)" if self.late else ""
+
+    def _limit(self, number: signal.Signals) -> None:
+        """When the time is over the signal comes again; the main thread may be where it cannot hear it."""
+        time.sleep(self._grace)
+        if not self.ended:
+            self.late = True
+            signal.pthread_kill(threading.main_thread().ident or 0, number)
+        time.sleep(LAST_SECONDS)
+        if not self.ended:
+            os._exit(128 + number)
 
 
 def announced(number: signal.Signals, grace: float) -> str:

@@ -17,14 +17,24 @@ from plait.core.escape import printable
 
 def screen(**options: Any) -> Console:
     """A console of rich with these options."""
-    console = Console(**{"highlight": False, "markup": False, "emoji": False, **options})
-    console.push_render_hook(_EscapingHook())
+    console = _EscapingConsole(**{"highlight": False, "markup": False, "emoji": False, **options})
+    Console.push_render_hook(console, _EscapingHook())
     return console
 
 
+class _EscapingConsole(Console):
+    def push_render_hook(self, hook: RenderHook) -> None:
+        """Bars come by a hook of theirs, so what any hook gives is escaped."""
+        super().push_render_hook(_EscapingHook(hook))
+
+
 class _EscapingHook(RenderHook):
+    def __init__(self, hook: RenderHook | None = None) -> None:
+        self._hook = hook
+
     def process_renderables(self, renderables: list[ConsoleRenderable]) -> list[ConsoleRenderable]:
-        return [_Escaped(renderable) for renderable in renderables]
+        given = self._hook.process_renderables(renderables) if self._hook else renderables
+        return [_Escaped(renderable) for renderable in given]
 
 
 class _Escaped:

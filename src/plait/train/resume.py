@@ -36,8 +36,13 @@ from plait.engine import Engine
 from plait.job.config import JobConfig
 from plait.job.job import Job
 from plait.job.optimizer import OptimizerConfig
+from plait.watch.processes import launcher, started
 
 AUTO = "auto"
+SETTINGS = "config.toml"
+"""What a run writes as soon as what it replaces is gone."""
+SUMMARY = "summary.json"
+"""What a run writes last of all: where it is, nothing is left to do."""
 DECIDING = [field.name for field in fields(JobConfig) if field.name != "data"]
 """Settings that decide the run; of the data it is the text itself that is compared."""
 RATES = [field.name for field in fields(OptimizerConfig) if field.name not in ("optimizer", "clip", "loss_scale")]
@@ -86,7 +91,7 @@ def check_places(config: TrainConfig) -> str | None:
     and a folder in which it would come upon checkpoints that it did not write.
 
     Raises:
-        ValueError: with the settings, each with both values, and the fix.
+        ValueError: with the settings, each with both values, and the fix; or the run was ended behind its last step.
     """
     for name in ("save_every", "keep", "resume"):
         if getattr(config, name) is not None and config.out is None and (name != "resume" or config.resume == AUTO):
@@ -106,11 +111,11 @@ def check_places(config: TrainConfig) -> str | None:
         values = read_values(resumed)
         step, kept = values["run"]["step"], kept_of(values, resumed)
         differences(config, kept)
-        same_epochs = config.epochs is not None and kept["config"].get("epochs") == config.epochs
-        end = kept["config"]["steps"] if same_epochs else config.steps  # what epochs became when the text was read
+        end = end_of(config, kept)
         if step == end and config.resume == AUTO:
+            check_finished(config, resumed)
             return f"{str(resumed)!r} has made {step} steps, and the run ends at {end}: nothing is left to do"
-        if same_epochs or config.epochs is None:
+        if end is not None:
             check_left(resumed, step, end)
     if config.verify and config.change:
         raise ValueError("verify beside change: no single process makes such a run; leave one of them out")
@@ -128,30 +133,67 @@ def check_places(config: TrainConfig) -> str | None:
     return None
 
 
-def restarted(config: TrainConfig, attempt: int) -> TrainConfig:
+def restarted(config: TrainConfig, attempt: int, begun: bool) -> TrainConfig:
     """The settings of an attempt that follows others: it goes on where they came to.  One before the first checkpoint
-    begins as the first did, in the same folder."""
-    if not attempt or config.out is None:
+    begins as the first did, in the same folder, if that has what they left and nothing else.
+
+    Args:
+        begun: whether one of them wrote its settings there (``has_settings``); else what is there is another run's.
+    """
+    if not attempt or config.out is None or not begun:
         return config
     newest = next(reversed(checkpoints(folder_of(config))), None)
     if newest is None:
-        return replace(config, overwrite=True)
+        return replace(config, overwrite=config.overwrite or _has_begun(config))
     was = kept_of(read_values(newest), newest)["config"]
     changed = [name for name in config.change if was.get(name, MISSING) != _plain(getattr(config, name, None))]
     return replace(config, resume=AUTO, overwrite=False, change=tuple(changed))
 
 
+def has_settings(config: TrainConfig) -> bool:
+    """Whether an attempt since this rank's launcher began has come to write its settings: later checkpoints are its own."""
+    launch = launcher()
+    try:
+        return (Path(config.out or "") / SETTINGS).stat().st_mtime >= (started(launch[0]) if launch else 0)
+    except FileNotFoundError:
+        return False
+
+
+def end_of(config: TrainConfig, kept: Mapping[str, Any]) -> int | None:
+    """The step at which a run ends that goes on from what ``kept_of`` found; None before the text is read."""
+    if config.epochs is None:
+        return config.steps
+    return kept["config"]["steps"] if kept["config"].get("epochs") == config.epochs else None
+
+
+def check_finished(config: TrainConfig, last: Storage) -> None:
+    """Raises ValueError where a run has made all of its steps, but not what follows them: its summary comes last."""
+    if not (Path(config.out or "") / SUMMARY).exists():
+        raise ValueError(
+            f"{str(last)!r} has all steps of the run, which was ended before what follows them was made: verify, "
+            f"export, {SUMMARY}; --overwrite makes it, with --resume and an earlier checkpoint or from the beginning"
+        )
+
+
 def newest_sound(config: TrainConfig) -> str:
     """The newest checkpoint of a run whose files are as they were written, or ""; later ones get another name.  For
-    one process alone, while no rank runs."""
+    one process alone, while no rank runs.
+
+    Raises:
+        ValueError: it has all steps of the run: ``check_finished``.
+    """
     for folder in reversed(checkpoints(folder_of(config))) if config.out is not None else ():
         try:
             Saved.find(folder).check()
-            return str(folder)
         except ValueError as error:
             damaged = Path(str(folder)).with_name(f"damaged-{folder.name}-{secrets.token_hex(4)}")
             Path(str(folder)).rename(damaged)
             say(f"plait: {error}\nplait: it is put aside as {str(damaged)!r}\n")
+            continue
+        values = read_values(folder)
+        if values["run"]["step"] == end_of(config, kept_of(values, folder)):
+            check_finished(config, folder)
+        return str(folder)
     return ""
 
 
@@ -169,15 +211,21 @@ def _check_metrics(config: TrainConfig, resumed: Storage | None) -> None:
     out = Path(config.out or "")
     if not (out / METRICS).exists() or (resumed and resumed.home()[0] == place(folder_of(config).resolve())):
         return
-    own, settings = False, out / "config.toml"
-    if resumed is None and settings.exists() and not (out / "summary.json").exists():  # it was ended before it saved
-        before = from_toml(TrainConfig, str(settings))
-        own = all(getattr(before, name) == getattr(config, name) for name in (*DECIDING, "data"))
-    if not own:
+    if resumed is not None or not _has_begun(config):
         raise ValueError(
             f"out {config.out!r} has the metrics of another run than the one to go on with: give another folder, or "
             f"--overwrite"
         )
+
+
+def _has_begun(config: TrainConfig) -> bool:
+    """Whether a folder has what this run left that was ended before it saved."""
+    out = Path(config.out or "")
+    if not (out / SETTINGS).exists() or (out / SUMMARY).exists():
+        return False
+    before = from_toml(TrainConfig, str(out / SETTINGS))
+    names = [name for name in (*DECIDING, "data") if name != "steps" or config.epochs is None]  # which become steps
+    return all(getattr(before, name) == getattr(config, name) for name in names)
 
 
 def kept_of(values: Mapping[str, Any], path: Path | str | Storage) -> Mapping[str, Any]:

@@ -43,7 +43,7 @@ from plait.plan.memory import Held, held
 from plait.report.screen import screen
 from plait.report.training import ProgressView, RankBytes, bytes_table, human, spark
 from plait.train.course import Course
-from plait.train.resume import extra_of, layout_of, remove_later, resume, saver_of
+from plait.train.resume import SETTINGS, SUMMARY, extra_of, layout_of, remove_later, resume, saver_of
 from plait.train.timeline import record_timeline, show_timeline, write_timeline
 from plait.verify.compare import BITWISE, against_tree
 from plait.verify.record import Recorder, collect_records, predict
@@ -100,6 +100,7 @@ def run_train(config: TrainConfig, comm: Comm, argv: Sequence[str] = ()) -> int:
     if comm.rank == 0:
         if config.out:
             remove_later(config, engine.steps)
+            (Path(config.out) / SUMMARY).unlink(missing_ok=True)
         sinks = open_sinks(
             config.out,
             tensorboard=config.tensorboard,
@@ -108,7 +109,7 @@ def run_train(config: TrainConfig, comm: Comm, argv: Sequence[str] = ()) -> int:
             after=engine.steps,
         )
         if config.out:
-            write_text(Path(config.out) / "config.toml", to_toml(config))
+            write_text(Path(config.out) / SETTINGS, to_toml(config))
     training.saver = saver_of(config, engine)
     inject(engine, config.inject, threads=config.world == "thread")
     with sinks, watch as watched, view, stream, training.saver or nullcontext():
@@ -153,12 +154,12 @@ def run_train(config: TrainConfig, comm: Comm, argv: Sequence[str] = ()) -> int:
         "idle_share": dict(zip(("measured", "simulated"), recorded.idle, strict=True)),
         "equal_to_one_process": same,
     }
-    if config.out:
-        write_timeline(recorded, Path(config.out), f"{config.title}, {config.row.name} on {comm.mesh}")
-        write_json(str(Path(config.out) / "summary.json"), summary)
-        console.print(f"metrics, config, summary, timeline.svg and trace.json (for Perfetto) in {config.out}")
     if config.json:
         write_json(config.json, summary | {"metrics": course.lines})
+    if config.out:
+        write_timeline(recorded, Path(config.out), f"{config.title}, {config.row.name} on {comm.mesh}")
+        write_json(str(Path(config.out) / SUMMARY), summary)
+        console.print(f"metrics, config, summary, timeline.svg and trace.json (for Perfetto) in {config.out}")
     return 1 if same is False else 0
 
 

@@ -6,7 +6,8 @@ stacks.py      where a rank's threads stand, asked from outside
 processes.py   what the kernel says of a process
 diagnose.py    from both, who is the cause; as text for the screen
 straggler.py   who computes longer than its peers
-joined.py      under torchrun: a private folder, and ranks that look after each other
+folder.py      the private folder in which a host's ranks meet, which nobody's death leaves behind
+joined.py      under torchrun: ranks that look after each other
 channel.py     messages between hosts, for those who have the key
 key.py         the key
 hosts.py       what the ranks of other hosts say, and which host is not heard

@@ -59,6 +59,8 @@ MOST_ADDRESSES = 1024
 """That are remembered, for one line of log each."""
 SEND_SECONDS = 2.0
 """For each of connecting, proving and sending."""
+PAUSE_SECONDS = 0.05
+"""Between two tries to accept where nothing makes room."""
 RETRY_SECONDS = 1.0
 
 log = logging.getLogger("plait.watch.channel")
@@ -151,6 +153,8 @@ class Listener:
         except OSError:  # it is gone again, or this process has no descriptor left: the oldest stranger makes room
             if self._strangers:
                 self._drop(self._strangers[0], "held a connection that others need")
+            else:
+                time.sleep(PAUSE_SECONDS)
             return
         connection.setblocking(False)
         peer = Peering(connection, str(address[0]), secrets.token_bytes(NONCE), now, now)

@@ -35,6 +35,9 @@ Kind: TypeAlias = Literal["killed", "failed", "left", "stopped", "stands still",
 ENDED: frozenset[Kind] = frozenset({"killed", "failed", "left"})
 """Diagnoses behind which no step is made any more."""
 
+STANDING: frozenset[Kind] = frozenset({"stands still", "crossed"})
+"""Diagnoses of which the stacks of the rank say more."""
+
 LONG = 10.0
 """Seconds of waiting after which those waited for are looked at."""
 

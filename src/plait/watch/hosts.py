@@ -4,14 +4,15 @@
     HostBoard ◄── Listener ◄──── the channel ◄── Sender ◄── the page of b, once in a second
         └── host b (ranks 4 to 7) was last heard 6 s ago     └── host a of rank 0 has not taken a word for 6 s
 
-The lowest rank of each host speaks for it.  Times are sent as ages, because clocks differ.  Who wants it says where the
-host of rank 0 listens, and gives all hosts one key:
+The lowest rank of each host speaks for it, and says when it leaves, after which nobody waits for its word.  Times are
+sent as ages, because clocks differ.  Who wants it says where the host of rank 0 listens, and gives all hosts one key:
 
     PLAIT_CHANNEL=10.0.0.5:29600  PLAIT_KEY_FILE=~/.plait-key
 """
 
 from __future__ import annotations
 
+import atexit
 import os
 import threading
 import time
@@ -65,6 +66,7 @@ class HostBoard:
         self.ranks = {host: tuple(p.rank for p in peers if p.host == host) for host in hosts_of(peers) if host != home}
         self._heard = dict.fromkeys(self.ranks, start)
         self._statuses: dict[int, Status] = {}
+        self._left = set[str]()
 
     def take(self, message: Message) -> None:
         """A host's report.
@@ -82,6 +84,7 @@ class HostBoard:
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"no report of a host: {one_line(repr(error), 200)}") from error
         with self._lock:
+            self._left = self._left | {host} if message.get("leaves") is True else self._left - {host}
             self._heard[host] = self._clock()
             self._statuses |= {s.rank: s for s in statuses}
 
@@ -91,20 +94,25 @@ class HostBoard:
             return [self._statuses[rank] for rank in sorted(self._statuses)]
 
     def lost(self) -> list[Lost]:
-        """The hosts that are not heard, the longest silent first.  One whose ranks are all done may be."""
+        """The hosts that are not heard, the longest silent first.  One whose ranks are all done may be, and one that
+        said that it leaves."""
         now = self._clock()
         with self._lock:
             silent = []
             for host, heard in self._heard.items():
                 last = tuple(self._statuses[rank] for rank in self.ranks[host] if rank in self._statuses)
                 done = len(last) == len(self.ranks[host]) and all(s.state in ("done", "failed") for s in last)
-                if now - heard > SILENT and not done:
+                if now - heard > SILENT and not done and host not in self._left:
                     silent.append(Lost(host, now - heard, last, self.ranks[host]))
         return sorted(silent, key=lambda lost: -lost.seconds)
 
 
-def report_of(host: str, statuses: Sequence[Status], now: float) -> list[Message]:
-    """What a host says of its ranks, in messages of a few each."""
+def report_of(host: str, statuses: Sequence[Status], now: float, leaves: bool = False) -> list[Message]:
+    """What a host says of its ranks, in messages of a few each.
+
+    Args:
+        leaves: it says no more.
+    """
     rows: list[dict[str, Any]] = [
         {
             "rank": s.rank,
@@ -121,7 +129,8 @@ def report_of(host: str, statuses: Sequence[Status], now: float) -> list[Message
         }
         for s in statuses
     ]
-    return [{"host": host, "ranks": rows[i : i + AT_ONCE]} for i in range(0, max(1, len(rows)), AT_ONCE)]
+    parts = [rows[i : i + AT_ONCE] for i in range(0, max(1, len(rows)), AT_ONCE)]
+    return [{"host": host, "ranks": part, "leaves": leaves} for part in parts]
 
 
 def _status(host: str, row: Mapping[str, Any], now: float) -> Status:
@@ -168,12 +177,16 @@ class HostSide(Observer):
         self._ranks = [peer.rank for peer in peers if peer.host == self._host]
         self._page, self._end, self._board, self._tell = page, end, board, tell
         self._stop, self._told = threading.Event(), set[str]()
-        self._sent = time.monotonic()
+        self._sent, self._pid = time.monotonic(), os.getpid()
+        atexit.register(self.closed)
         self._thread = threading.Thread(target=self._run, name="plait-hosts", daemon=True)
         self._thread.start()
 
     def closed(self) -> None:
-        """Ends the thread, after a last report."""
+        """Ends the thread, after a last report.  A second time, and in a fork, nothing."""
+        if self._stop.is_set() or os.getpid() != self._pid:
+            return
+        atexit.unregister(self.closed)
         self._stop.set()
         self._thread.join(10)
         self._end.close()
@@ -181,7 +194,7 @@ class HostSide(Observer):
     def _run(self) -> None:
         while True:
             last = self._stop.wait(EVERY)
-            lost = self._speak() if self._board is None else {one.host: str(one) for one in self._board.lost()}
+            lost = self._speak(last) if self._board is None else {one.host: str(one) for one in self._board.lost()}
             for host in [] if last else sorted(lost.keys() - self._told):
                 self._tell(f"plait: {lost[host]}\n")
             for host in [] if last else sorted(self._told - lost.keys()):
@@ -190,13 +203,13 @@ class HostSide(Observer):
             if last:
                 return
 
-    def _speak(self) -> dict[str, str]:
+    def _speak(self, leaves: bool) -> dict[str, str]:
         """Sends the page; what there is to tell, by host, if it has not got through for long."""
         assert isinstance(self._end, Sender)
         now = time.monotonic()
         try:
             statuses = [status for rank in self._ranks if (status := self._page.read(rank)).pid]
-            for message in report_of(self._host, statuses, now):
+            for message in report_of(self._host, statuses, now, leaves):
                 self._end.send(message)
         except OSError as error:
             silent = time.monotonic() - self._sent

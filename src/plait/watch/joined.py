@@ -16,9 +16,7 @@ import contextlib
 import hashlib
 import os
 import shutil
-import stat
 import sys
-import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -26,12 +24,14 @@ from pathlib import Path
 
 from plait.comm.base import Comm
 from plait.core.escape import one_line, say
-from plait.watch import processes, stacks
+from plait.watch import processes
 from plait.watch.diagnose import ENDED, block, diagnose
+from plait.watch.folder import PAGE, WATCH, locked_folder
 from plait.watch.hosts import watch_hosts
 from plait.watch.page import Page, Status
 from plait.watch.processes import ProcessState, ran_out_of_memory, readable
 from plait.watch.rank import BEAT, RankSide
+from plait.watch.stacks import with_stacks
 
 LOOK = 1.0
 """Seconds between two looks at the others while nothing happens."""
@@ -39,61 +39,26 @@ LOOK = 1.0
 SETTLE = 0.15
 """Seconds between the end of a rank and the report, in which the others come to their waits."""
 
-PREFIX = "plait-watch"
-WATCH = "PLAIT_WATCH"
-"""The folder of a page that a launcher made, which then reports."""
-
 
 def watch_joined(comm: Comm) -> None:
     """Starts the rank's side until ``comm.close()`` or the end of the program; where it cannot, a line says so."""
-    given = os.environ.get(WATCH)
+    given, lacks = os.environ.get(WATCH), "a status page"
     try:
-        base, name = Path(tempfile.gettempdir()), _name()
-        if not given:
-            sweep(base, name)
-        folder = Path(given) if given else private_folder(name, base)
-        page = _page(folder / "page", comm.world_size)
-        RankSide(comm, page, folder, None if given else Neighbours(comm, page, folder))
+        folder, lock = (Path(given), -1) if given else locked_folder(_name(comm))
+        page = _page(folder / PAGE, comm.world_size)
+        RankSide(comm, page, folder, None if given else Neighbours(comm, page, folder, lock))
+        lacks = "word of other hosts"
         watch_hosts(comm, page)
     except (OSError, ValueError) as error:
-        say(f"plait: rank {comm.rank} runs without a status page: {one_line(str(error))}\n")
+        say(f"plait: rank {comm.rank} runs without {lacks}: {one_line(str(error))}\n")
 
 
-def _name() -> str:
-    """The same for all ranks that one agent started in one round, and for nobody else."""
+def _name(comm: Comm) -> str:
+    """The same for all ranks that one agent started in one round, and for nobody else: rank 0 is another process in the
+    next."""
     agent = processes.launcher() or (os.getppid(), processes.born(os.getppid()))
-    given = [os.environ.get(name, "") for name in ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RESTART_COUNT")]
-    return hashlib.sha256(repr((agent, given)).encode()).hexdigest()[:16]
-
-
-def private_folder(name: str, base: Path) -> Path:
-    """A folder that only this user may enter, made where it is not there.
-
-    Raises:
-        ValueError: something else has its name, or somebody else owns or may enter it.
-    """
-    user = os.getuid()
-    folder = base / f"{PREFIX}-{user}-{name}"
-    with contextlib.suppress(FileExistsError):
-        folder.mkdir(mode=0o700)
-    found = folder.lstat()
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != user or stat.S_IMODE(found.st_mode) != 0o700:
-        raise ValueError(
-            f"{one_line(str(folder))} is not a folder of user {user} with mode 700: "
-            f"somebody else made it; set TMPDIR to a folder of your own"
-        )
-    return folder
-
-
-def sweep(base: Path, mine: str) -> None:
-    """Removes what other runs of this user left here whose ranks are all gone, because all were killed at once."""
-    for folder in base.glob(f"{PREFIX}-{os.getuid()}-*"):
-        name = folder.name.rpartition("-")[2]
-        with contextlib.suppress(OSError, ValueError):
-            page = Page.open(private_folder(name, base) / "page")
-            statuses = [s for s in page.read_all() if s.pid and name != mine]
-            if statuses and all(processes.look(s.pid, s.born).state == "gone" for s in statuses):
-                shutil.rmtree(folder, ignore_errors=True)
+    given = [os.environ.get(name, "") for name in ("MASTER_ADDR", "MASTER_PORT")]
+    return hashlib.sha256(repr((agent, given, [peer.token for peer in comm.peers[:1]])).encode()).hexdigest()[:16]
 
 
 def _left(s: Status) -> bool:
@@ -107,10 +72,14 @@ def _page(path: Path, ranks: int) -> Page:
 
 
 class Neighbours:
-    """One rank's look at the others of its host."""
+    """One rank's look at the others of its host.
 
-    def __init__(self, comm: Comm, page: Page, folder: Path) -> None:
-        self.comm, self.page, self.folder = comm, page, folder
+    Args:
+        lock: the descriptor of this rank's lock on the folder.
+    """
+
+    def __init__(self, comm: Comm, page: Page, folder: Path, lock: int) -> None:
+        self.comm, self.page, self.folder, self._lock = comm, page, folder, [lock]
         self._open: dict[int, int] = {}  # by rank: a descriptor that is readable once its process has ended
         self._ended: dict[int, ProcessState] = {}
         self._told: set[str] = set()
@@ -142,9 +111,9 @@ class Neighbours:
         self._buried(statuses)
         if failed:
             self._tell(ENDED | {"stopped", "crossed"}, but=self.comm.rank)
-        for descriptor in self._open.values():
+        for descriptor in [*self._open.values(), *self._lock]:
             os.close(descriptor)
-        self._open = {}
+        self._open, self._lock = {}, []
         if all(s.rank == self.comm.rank or _left(s) for s in statuses):
             shutil.rmtree(self.folder, ignore_errors=True)
 
@@ -196,13 +165,7 @@ class Neighbours:
         if not fresh:
             return
         ids = {s.rank: s.pid for s in statuses if s.rank != self.comm.rank}
-        told = [
-            replace(f, stack=stacks.ask(self.folder, f.rank, ids[f.rank]))
-            if f.kind in ("stands still", "crossed") and f.rank in ids
-            else f
-            for f in fresh
-        ]
-        say(block(told))
+        say(block(with_stacks(fresh, self.folder, ids)))
         sys.stderr.flush()
 
     def _claim(self, what: str) -> bool:

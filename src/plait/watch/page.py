@@ -24,7 +24,7 @@ from pathlib import Path
 from plait.core.escape import one_line
 
 MAGIC = b"plait page 1\0\0\0\0"
-HEADER, RECORD = 64, 2048
+HEADER, RECORD = 64, 5120
 """Bytes of the header and of a rank's record."""
 
 STATES = ("starting", "running", "waiting", "failed", "done")
@@ -37,7 +37,7 @@ PHASE, OPERATION, PEERS = 32, 200, 63
 ABOUT = slice(128, 128 + PHASE + OPERATION + 4 * (1 + PEERS))
 """What the rank does and with whom: one block of bytes, ready to be copied (``about``)."""
 HOST, ERROR = slice(616, 680), slice(680, 1016)
-RECENT, FIRST_STEP = 64, 1024 // 8
+RECENT, FIRST_STEP = 256, 1024 // 8
 """How many steps are kept, each as (seconds computed, seconds waited), and the word where they begin."""
 
 TRIES = 1000

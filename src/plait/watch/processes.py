@@ -10,9 +10,13 @@ known is whether a process of that id exists.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import re
 import select
+import signal
+import sys
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,8 +37,8 @@ class ProcessState:
     """Whether the kernel says that it killed this process for its memory."""
 
 
-RUNNING = ProcessState(0, "running")
-"""A process of which nothing is known."""
+_PR_SET_PDEATHSIG = 1
+"""Of <sys/prctl.h>."""
 
 
 def look(pid: int, born: int = 0, root: Path = Path("/proc")) -> ProcessState:
@@ -57,6 +61,12 @@ def born(pid: int, root: Path = Path("/proc")) -> int:
     return int(fields[19]) if fields else 0
 
 
+def started(pid: int) -> float:
+    """The same in seconds, of ``time.time``; 0 where that is not known."""
+    ticks = born(pid)
+    return ticks and time.time() - time.clock_gettime(time.CLOCK_BOOTTIME) + ticks / os.sysconf("SC_CLK_TCK")
+
+
 def _stat(pid: int, root: Path) -> list[str]:
     """The fields behind the name, which may itself hold spaces and parentheses; none where it is gone."""
     try:
@@ -75,16 +85,25 @@ def _exists(pid: int) -> bool:
     return True
 
 
+def hear_of_parents_death(number: signal.Signals) -> None:
+    """From now on this process gets this signal from the kernel as soon as its parent is gone; on Linux."""
+    if sys.platform.startswith("linux"):
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(number), 0, 0, 0)
+
+
 def launcher() -> tuple[int, int] | None:
     """The process that this rank must not outlive, as (pid, born): plait's launcher, or torchrun's agent, which is the
-    nearest ancestor without the variables that it gives its ranks.  None where neither started it."""
+    nearest ancestor without the variables that it gives its ranks.  None where neither started it, or where it cannot
+    be seen from here: it is outside of this container, say."""
     for name in ("PLAIT_LAUNCHER", "TORCHELASTIC_RUN_ID"):
         if name in os.environ:
             pid = os.getppid()
             while pid > 1 and _has(pid, name):  # a shell or another wrapper around the rank
                 fields = _stat(pid, Path("/proc"))
                 pid = int(fields[1]) if fields else 0
-            return (pid, born(pid)) if pid > 1 else (os.getppid(), born(os.getppid()))
+            pid = pid if pid > 1 else os.getppid()
+            began = born(pid)
+            return (pid, began) if pid and began else None
     return None
 
 

@@ -2,7 +2,7 @@
 
     main thread                             heartbeat thread, every 0.25 s and when something happens
     asks, waits, goes on ──► its record     its heartbeat ──► the record
-    a signal's handler: nothing but         the page's wish, a signal to this process ──► comm.stop_signal
+    a signal's handler: hardly more than    the page's wish, a signal to this process ──► comm.stop_signal
       the user's own                        the launcher is gone ──► so is every rank of this host
 
 A signal reaches the heartbeat thread by Python's wakeup descriptor, also while the main thread is inside torch.
@@ -43,12 +43,9 @@ BEAT = 0.25
 """Seconds between two heartbeats."""
 
 ASK_TO_END = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
-STACKS = stacks.STACKS
 
 MOST_TEXTS = 4096
 """Texts of operations that are kept ready."""
-
-_PR_SET_PDEATHSIG = 1
 
 
 class Reporter(Protocol):
@@ -257,8 +254,10 @@ class _Signals:
         os.kill(os.getpid(), number)
 
     def close(self) -> None:
-        if self._before and threading.current_thread() is threading.main_thread():
-            signal.set_wakeup_fd(self._wakeup)
+        if self._write.fileno() >= 0 and threading.current_thread() is threading.main_thread():
+            now = signal.set_wakeup_fd(-1)
+            with contextlib.suppress(ValueError, OSError):  # who listened before has closed it
+                signal.set_wakeup_fd(self._wakeup if now == self._write.fileno() else now)
             for number, before in self._before.items():
                 if signal.getsignal(number) == self._handle:
                     signal.signal(number, before)
@@ -267,6 +266,12 @@ class _Signals:
         self._write.close()
 
     def _handle(self, number: int, frame: Any) -> None:
+        now = signal.set_wakeup_fd(self._write.fileno(), warn_on_full_buffer=False)
+        if now != self._write.fileno():  # somebody else, asyncio perhaps, took the descriptor away, and may have left
+            with contextlib.suppress(BlockingIOError):
+                self._write.send(bytes([number]))
+            if now >= 0:
+                signal.set_wakeup_fd(now)
         before = self._before.get(number)
         if callable(before):
             before(number, frame)
@@ -279,8 +284,8 @@ class _Signals:
 def _wake_when_parent_dies(launcher: tuple[int, int] | None) -> None:
     """A rank that was stopped goes on when its parent dies, so that its heartbeat thread can end it.  The kernel ends
     those of plait's own launcher by itself."""
-    if "PLAIT_LAUNCHER" not in os.environ and launcher is not None and sys.platform.startswith("linux"):
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGCONT), 0, 0, 0)
+    if "PLAIT_LAUNCHER" not in os.environ and launcher is not None:
+        processes.hear_of_parents_death(signal.SIGCONT)
 
 
 def _line(error: BaseException | None) -> str:

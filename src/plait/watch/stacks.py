@@ -10,10 +10,13 @@ import faulthandler
 import os
 import signal
 import time
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TextIO
 
 from plait.watch import processes
+from plait.watch.diagnose import STANDING, Diagnosis
 
 STACKS = signal.SIGUSR2
 """Ends a process that does not listen: only one that has its file is asked."""
@@ -44,6 +47,14 @@ def hush(file: TextIO | None, folder: Path, rank: int) -> None:
             file_of(folder, rank).unlink()
         faulthandler.unregister(STACKS)
         file.close()
+
+
+def with_stacks(found: Iterable[Diagnosis], folder: Path, pids: Mapping[int, int]) -> list[Diagnosis]:
+    """These diagnoses, with the stacks of those that stand still, of which ``pids`` has the process ids by rank."""
+    return [
+        replace(one, stack=ask(folder, one.rank, pids[one.rank])) if one.kind in STANDING and one.rank in pids else one
+        for one in found
+    ]
 
 
 def ask(folder: Path, rank: int, pid: int) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 import time
 from pathlib import Path
@@ -44,7 +45,8 @@ def test_a_run_of_two_agents_goes_on_when_a_rank_is_killed(start: Any, tmp_path:
     both = [agents.agent(number) for number in range(2)]
     assert [agent.wait(PATIENCE) for agent in both] == [0, 0], agents.said
     assert agents.said.count("injected kill on rank 1 in step 5") == 1, agents.said
-    assert "resumed at step 4" in agents.said and (tmp_path / "run" / "summary.json").exists(), agents.said
+    assert re.search("resumed at step [24]", agents.said), agents.said  # the save behind step 4 may be under way
+    assert (tmp_path / "run" / "summary.json").exists(), agents.said
 
 
 def test_ranks_meet_again_when_an_agent_is_killed_and_another_is_started(start: Any, tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from plait.comm import ProcessComm
 from plait.comm.peer import Peer
 from plait.comm.shared_memory import mailbox, transport
 from plait.comm.shared_memory.arena import Arena, rounded
-from plait.comm.shared_memory.mailbox import Mailbox, Record
+from plait.comm.shared_memory.mailbox import Mailbox, MailRecord
 from plait.comm.shared_memory.segment import Segment
 from plait.comm.shared_memory.semaphore import SIZE, Semaphore
 from plait.core.mesh import Mesh
@@ -95,7 +95,7 @@ def test_a_mailbox_keeps_order_goes_round_and_says_when_it_is_full() -> None:
     segment = Segment.make(mailbox.BYTES)
     reader, writer = Mailbox(segment, 0), Mailbox(segment, 0)
     reader.begin()
-    records = [Record(i % 3, i, i + 1, 2**40 + i, 2**33 + i) for i in range(3 * mailbox.RECORDS)]
+    records = [MailRecord(i % 3, i, i + 1, 2**40 + i, 2**33 + i) for i in range(3 * mailbox.RECORDS)]
     for half in (records[: len(records) // 2], records[len(records) // 2 :]):
         got, left = [], list(half)
         while len(got) < len(half):

@@ -20,8 +20,10 @@
     peer.py            who a rank is
     meeting.py         the ranks of a world, met in a store and compared
     deadline.py        a call that may never return, given a deadline
-    gloo.py            single messages: started, waited for, failing
-    nccl.py            the same for GPUs
+    transport.py       what moves single messages: started, waited for, failing
+    gloo.py            over sockets
+    nccl.py            between GPUs
+    shared_memory/     through memory that the ranks of a host share
     p2p_work.py        what is held of messages under way
     failures.py        what a rank reports when an operation fails
 

@@ -151,7 +151,7 @@ def restarted(config: TrainConfig, attempt: int, begun: bool) -> TrainConfig:
 
 
 def has_settings(config: TrainConfig) -> bool:
-    """Whether an attempt since this rank's launcher began has come to write its settings: later checkpoints are its own."""
+    """Whether an attempt since this rank's launcher began has written its settings: later checkpoints are its own."""
     launch = launcher()
     try:
         return (Path(config.out or "") / SETTINGS).stat().st_mtime >= (started(launch[0]) if launch else 0)

@@ -21,7 +21,7 @@ FIRST_BYTES, LARGEST_BYTES = 2**20, 2**26
 
 
 @dataclass(slots=True)
-class Block:
+class SharedBlock:
     """``size`` bytes from ``offset`` on in a segment, and how many have not read it yet."""
 
     segment: Segment
@@ -37,13 +37,13 @@ class Arena:
 
     def __init__(self) -> None:
         self._segments: list[Segment] = []
-        self._free: dict[int, list[Block]] = {}
+        self._free: dict[int, list[SharedBlock]] = {}
         self._used = 0
         """Bytes of the last segment that were ever in a block."""
-        self._under_way: dict[tuple[int, int], Block] = {}
+        self._under_way: dict[tuple[int, int], SharedBlock] = {}
         """Blocks that somebody has not read, by the descriptor of the segment and the offset."""
 
-    def put(self, data: Tensor, readers: int) -> Block:
+    def put(self, data: Tensor, readers: int) -> SharedBlock:
         """A block with a copy of ``data``, of 1 dim; a MemoryError where there is no room for it."""
         size = rounded(data.nbytes)
         free = self._free.get(size)
@@ -53,7 +53,7 @@ class Arena:
         self._under_way[block.segment.descriptor, block.offset] = block
         return block
 
-    def read(self, descriptor: int, offset: int) -> Block | None:
+    def read(self, descriptor: int, offset: int) -> SharedBlock | None:
         """A reader says that it has read a block; the block, where that was the last one."""
         block = self._under_way[descriptor, offset]
         block.readers -= 1
@@ -67,12 +67,12 @@ class Arena:
         for segment in self._segments:
             segment.close()
 
-    def _new(self, size: int) -> Block:
+    def _new(self, size: int) -> SharedBlock:
         if not self._segments or self._used + size > self._segments[-1].size:
             total = sum(segment.size for segment in self._segments)
             self._segments.append(Segment.make(max(size, min(max(total, FIRST_BYTES), LARGEST_BYTES))))
             self._used = 0
-        block = Block(self._segments[-1], self._used, size)
+        block = SharedBlock(self._segments[-1], self._used, size)
         self._used += size
         return block
 

@@ -26,7 +26,7 @@ DATA, READ, LEFT = range(3)
 """A message lies in a block; a block of yours was read; this rank sends nothing more."""
 
 
-class Record(NamedTuple):
+class MailRecord(NamedTuple):
     """What is told: a kind, and of what."""
 
     kind: int
@@ -55,7 +55,7 @@ class Mailbox:
         """Whether the reader has taken all records."""
         return self.room.value == RECORDS
 
-    def write(self, record: Record) -> bool:
+    def write(self, record: MailRecord) -> bool:
         """Whether there was room for it."""
         if not self.room.take():
             return False
@@ -64,11 +64,11 @@ class Mailbox:
         self.filled.post()
         return True
 
-    def read(self) -> Record:
+    def read(self) -> MailRecord:
         """The next one, after ``filled`` was taken."""
         tag, kind, descriptor, _, offset, nbytes = _FORMAT.unpack_from(self._segment.buffer, self._place())
         self.room.post()
-        return Record(kind, tag, descriptor, offset, nbytes)
+        return MailRecord(kind, tag, descriptor, offset, nbytes)
 
     def _place(self) -> int:
         place = self._start + self._next % RECORDS * _FORMAT.size

@@ -31,7 +31,7 @@ from plait.comm.failures import FailureReports
 from plait.comm.operation import Operation
 from plait.comm.ordered_reduce import ordered_sum
 from plait.comm.shared_memory.arena import Arena
-from plait.comm.shared_memory.mailbox import DATA, LEFT, READ, Record
+from plait.comm.shared_memory.mailbox import DATA, LEFT, READ, MailRecord
 from plait.comm.shared_memory.office import Office
 from plait.comm.transport import Started, Transport
 
@@ -72,7 +72,7 @@ class SharedMemoryTransport(Transport):
     ) -> None:
         super().__init__(office.rank, deadline, reports, waiting)
         self._office, self._arena = office, Arena()
-        self._early: defaultdict[tuple[int, int], deque[Record]] = defaultdict(deque)
+        self._early: defaultdict[tuple[int, int], deque[MailRecord]] = defaultdict(deque)
         """What has come and nobody has asked for yet, by rank and tag."""
         self._gone: dict[int, str] = {}
         ranks, threads = len(office.inboxes) + 1, torch.get_num_threads()
@@ -134,7 +134,7 @@ class SharedMemoryTransport(Transport):
 
     def _leave(self) -> None:
         for box in self._office.outboxes.values():
-            box.write(Record(LEFT))  # one that is full is of a rank that will see this process end
+            box.write(MailRecord(LEFT))  # one that is full is of a rank that will see this process end
 
     # ---- sending -----------------------------------------------------------------------------------------
 
@@ -169,12 +169,12 @@ class SharedMemoryTransport(Transport):
             outgoing.sent, outgoing.unread = outgoing.sent + 1, outgoing.unread + 1
             block = self._arena.put(data, len(outgoing.readers))
             block.outgoing = outgoing
-            record = Record(DATA, outgoing.tag, block.segment.descriptor, block.offset, data.nbytes)
+            record = MailRecord(DATA, outgoing.tag, block.segment.descriptor, block.offset, data.nbytes)
             for dst in outgoing.readers:
                 self._post(dst, record)
         outgoing.pumping = False
 
-    def _post(self, dst: int, record: Record) -> None:
+    def _post(self, dst: int, record: MailRecord) -> None:
         end = 0.0
         while not self._office.outboxes[dst].write(record):
             end = end or time.monotonic() + self.deadline
@@ -217,7 +217,7 @@ class SharedMemoryTransport(Transport):
             for src, record in records.items():
                 self._read(src, record)
 
-    def _take(self, src: int, tag: int, like: Tensor, end: float) -> Record:
+    def _take(self, src: int, tag: int, like: Tensor, end: float) -> MailRecord:
         """The next message of a rank with a tag, by ``end``; it is as long as ``like``."""
         early = self._early[src, tag]
         if not early:
@@ -251,7 +251,7 @@ class SharedMemoryTransport(Transport):
             found = True
         return found
 
-    def _sort_in(self, src: int, record: Record) -> None:
+    def _sort_in(self, src: int, record: MailRecord) -> None:
         if record.kind == READ:
             block = self._arena.read(record.descriptor, record.offset)
             if block is not None and isinstance(outgoing := block.outgoing, Outgoing):
@@ -283,14 +283,14 @@ class SharedMemoryTransport(Transport):
         if time.monotonic() > end:
             raise TimeoutError(f"rank {rank} did not come")
 
-    def _view(self, src: int, record: Record, like: Tensor) -> Tensor:
+    def _view(self, src: int, record: MailRecord, like: Tensor) -> Tensor:
         """What has come, where it lies."""
         return self._office.segment(src, record.descriptor).view(record.offset, like.numel(), like.dtype)
 
-    def _read(self, src: int, record: Record) -> None:
+    def _read(self, src: int, record: MailRecord) -> None:
         """Gives the block back, where somebody still wants it."""
         if src not in self._gone:
-            self._post(src, Record(READ, 0, record.descriptor, record.offset))
+            self._post(src, MailRecord(READ, 0, record.descriptor, record.offset))
 
 
 def chunks(tensor: Tensor) -> Sequence[Tensor]:

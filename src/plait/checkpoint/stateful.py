@@ -52,7 +52,8 @@ class Checkpointed:
         if size > 1 and not (distributed.is_initialized() and distributed.get_world_size() == size):
             raise ValueError(
                 f"torch.distributed.checkpoint knows ranks that are processes of torch.distributed, and these {size} "
-                f"are threads of one: use plait.save and plait.load, or start processes (torchrun)"
+                f"are not (threads, or processes that share memory): use plait.save and plait.load, or start processes "
+                f"with --world process"
             )
         if ema is not None:
             ema.check_of(engine)

@@ -42,7 +42,8 @@ class P2PWork:
         if not self.is_under_way:
             return
         try:
-            self._transport.wait(self._operation, self._works)
+            with torch.no_grad():
+                self._transport.wait(self._operation, self._works)
         finally:
             del self._under_way[id(self)]
         if self._finish is not None:

@@ -119,7 +119,7 @@ class ProcessComm(Comm):
         """
         place, device = WorldVariables.read(ranks=mesh.size), torch.device(device)
         place.check(mesh)
-        if dist.is_initialized():
+        if dist.is_initialized() and not shared_memory:
             fix = "close() that world first, or make ProcessComm(mesh, rank, store) on top of it"
             raise ValueError(f"torch.distributed is already initialised here: {fix}")
         alike = {
@@ -137,6 +137,10 @@ class ProcessComm(Comm):
         comm.attempt = met.attempt
         return comm
 
+    @property
+    def overlaps(self) -> bool:
+        return self.transport.progresses and super().overlaps
+
     def close(self) -> None:
         """Waits for the sends whose handles were dropped, and for what is told of them (``check.py``), then leaves."""
         if self._closed:
@@ -150,7 +154,7 @@ class ProcessComm(Comm):
         finally:
             self.transport.close()
             super().close()
-            if dist.is_initialized():
+            if dist.is_initialized() and isinstance(self.transport, GlooTransport):
                 dist.destroy_process_group()
 
     # ---- collectives ---------------------------------------------------------------------------

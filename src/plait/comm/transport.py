@@ -35,6 +35,9 @@ class Transport(ABC):
         self.rank, self.deadline, self._reports, self._waiting = rank, deadline, reports, waiting
         self.broken = ""  # or why nothing can be started any more
 
+    progresses = True
+    """Whether messages travel while this rank computes."""
+
     @abstractmethod
     def send(self, operation: Operation, tensor: Tensor, dst: int, tag: int) -> list[Started]: ...
 

@@ -35,7 +35,8 @@ class SharedBlock:
 class Arena:
     """The blocks of one rank."""
 
-    def __init__(self) -> None:
+    def __init__(self, name: str) -> None:
+        self._name = name
         self._segments: list[Segment] = []
         self._free: dict[int, list[SharedBlock]] = {}
         self._used = 0
@@ -70,7 +71,7 @@ class Arena:
     def _new(self, size: int) -> SharedBlock:
         if not self._segments or self._used + size > self._segments[-1].size:
             total = sum(segment.size for segment in self._segments)
-            self._segments.append(Segment.make(max(size, min(max(total, FIRST_BYTES), LARGEST_BYTES))))
+            self._segments.append(Segment.make(max(size, min(max(total, FIRST_BYTES), LARGEST_BYTES)), self._name))
             self._used = 0
         block = SharedBlock(self._segments[-1], self._used, size)
         self._used += size

@@ -22,8 +22,8 @@ _FORMAT = struct.Struct("<IiiiQQ")
 BYTES = 2 * semaphore.SIZE + RECORDS * _FORMAT.size
 """That a mailbox takes."""
 
-DATA, READ, LEFT = range(3)
-"""A message lies in a block; a block of yours was read; this rank sends nothing more."""
+DATA, READ, HERE, LEFT = range(4)
+"""A message lies in a block; a block of yours was read; this rank has opened the mailboxes; it sends nothing more."""
 
 
 class MailRecord(NamedTuple):
@@ -44,6 +44,8 @@ class Mailbox:
         self.room, self.filled = Semaphore(start), Semaphore(start + semaphore.SIZE)
         self._segment = segment
         self._start, self._next = offset + 2 * semaphore.SIZE, 0
+        self._behind = RECORDS
+        """Records that were written behind the last message."""
 
     def begin(self) -> None:
         """By the reader, before the writer knows of it."""
@@ -51,9 +53,9 @@ class Mailbox:
         self.filled.begin()
 
     @property
-    def empty(self) -> bool:
-        """Whether the reader has taken all records."""
-        return self.room.value == RECORDS
+    def delivered(self) -> bool:
+        """Whether the reader has taken all messages that this end has written."""
+        return RECORDS - self.room.value <= self._behind
 
     def write(self, record: MailRecord) -> bool:
         """Whether there was room for it."""
@@ -61,13 +63,13 @@ class Mailbox:
             return False
         kind, tag, descriptor, offset, nbytes = record
         _FORMAT.pack_into(self._segment.buffer, self._place(), tag, kind, descriptor, 0, offset, nbytes)
+        self._behind = 0 if kind == DATA else self._behind + 1
         self.filled.post()
         return True
 
     def read(self) -> MailRecord:
-        """The next one, after ``filled`` was taken."""
+        """The next one, after ``filled`` was taken; ``room`` is posted by who has made use of it."""
         tag, kind, descriptor, _, offset, nbytes = _FORMAT.unpack_from(self._segment.buffer, self._place())
-        self.room.post()
         return MailRecord(kind, tag, descriptor, offset, nbytes)
 
     def _place(self) -> int:

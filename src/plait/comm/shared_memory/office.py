@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
 import select
 import socket
 import time
@@ -43,12 +44,15 @@ class Office:
             text = f"shared memory joins the ranks of one host: {peers[rank]} and {far[0]} are on two"
             raise ValueError(f"{text}. Take --world process")
         self.rank, self.process_ids = rank, [peer.pid for peer in peers]
-        self._mine = Segment.make(len(peers) * mailbox.BYTES)
+        self.name = f"plait-{secrets.token_hex(8)}"
+        """Of all segments of this rank in this world."""
+        self._names: dict[int, str] = {}
+        self._mine = Segment.make(len(peers) * mailbox.BYTES, self.name)
         others = [peer for peer in peers if peer.rank != rank]
         self.inboxes = {peer.rank: Mailbox(self._mine, peer.rank * mailbox.BYTES) for peer in others}
         for box in self.inboxes.values():
             box.begin()
-        store.set(f"shared_memory/{rank}", json.dumps([os.getpid(), self._mine.descriptor]))
+        store.set(f"shared_memory/{rank}", json.dumps([os.getpid(), self._mine.descriptor, self.name]))
         self.outboxes: dict[int, Mailbox] = {}
         self._segments: dict[tuple[int, int], Segment] = {}
         self._ends = select.poll()
@@ -60,8 +64,12 @@ class Office:
                 time.sleep(POLL_SECONDS)
             said = store.get(key)
             try:
-                process_id, descriptor = map(int, json.loads(said[:100]))
-            except (ValueError, TypeError):
+                match json.loads(said[:200]):
+                    case [int(process_id), int(descriptor), str(name)]:
+                        self._names[peer.rank] = name
+                    case _:
+                        raise ValueError
+            except ValueError:
                 raise ConnectionError(f"what the store has for {peer} is no mailbox: '{shown(said)}'") from None
             self.process_ids[peer.rank] = process_id
             try:
@@ -77,7 +85,7 @@ class Office:
         """A segment of another rank, opened when it is first asked for."""
         key = rank, descriptor
         if key not in self._segments:
-            self._segments[key] = Segment.open(self.process_ids[rank], descriptor)
+            self._segments[key] = Segment.open(self.process_ids[rank], descriptor, self._names[rank])
         return self._segments[key]
 
     def ended(self) -> list[int]:

@@ -11,9 +11,12 @@ import ctypes
 import errno
 import mmap
 import os
+from contextlib import suppress
 from pathlib import Path
 
 import torch
+
+CGROUP = Path("/sys/fs/cgroup")
 
 MOST_VIEWS = 4096
 """Kept of one segment."""
@@ -30,8 +33,8 @@ class Segment:
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(self.buffer))
 
     @classmethod
-    def make(cls, size: int) -> Segment:
-        """A new one of so many bytes, all zero.
+    def make(cls, size: int, name: str = "plait") -> Segment:
+        """A new one of so many bytes, all zero; ``name`` is what ``open`` knows it by.
 
         Raises:
             MemoryError: there is not so much left; the message has the numbers.
@@ -42,7 +45,7 @@ class Segment:
         fix = "give smaller units or a smaller batch, or take --world process"
         if size > (have := available()):  # the kernel would end processes to find it
             raise MemoryError(f"{text}, {have / 2**20:.1f} MiB are available: {fix}")
-        descriptor = os.memfd_create("plait", os.MFD_CLOEXEC)
+        descriptor = os.memfd_create(name, os.MFD_CLOEXEC)
         try:
             os.posix_fallocate(descriptor, 0, size)  # else a page that cannot be had is a SIGBUS later
         except OSError as error:
@@ -53,24 +56,31 @@ class Segment:
         return cls(descriptor, size)
 
     @classmethod
-    def open(cls, process_id: int, descriptor: int) -> Segment:
-        """Another process's; an OSError where it is gone, or another user's."""
-        mine = os.open(f"/proc/{process_id}/fd/{descriptor}", os.O_RDWR | os.O_CLOEXEC)
+    def open(cls, process_id: int, descriptor: int, name: str) -> Segment:
+        """Another process's; an OSError where it is gone, another user's, or not of that name."""
+        where = f"/proc/{process_id}/fd/{descriptor}"
+        mine = -1
+        if os.readlink(where) == f"/memfd:{name} (deleted)":
+            mine = os.open(where, os.O_RDWR | os.O_CLOEXEC)
         try:
+            if mine < 0 or os.readlink(f"/proc/self/fd/{mine}") != f"/memfd:{name} (deleted)":
+                raise OSError(errno.ESTALE, "it is another file by now")
             return cls(mine, os.fstat(mine).st_size)
         finally:
-            os.close(mine)
+            if mine >= 0:
+                os.close(mine)
 
     def view(self, offset: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """So many elements from a byte on, which is a multiple of their size."""
         found = self._views.get(key := (offset, numel, dtype))  # blocks come again, and a view costs microseconds
         if found is None:
-            if dtype not in self._typed:
-                self._typed[dtype] = torch.frombuffer(self.buffer, dtype=dtype)
-            if len(self._views) >= MOST_VIEWS:
-                self._views.clear()
-            start = offset // dtype.itemsize
-            found = self._views[key] = self._typed[dtype][start : start + numel]
+            with torch.inference_mode(False):  # or it could be written in that mode alone
+                if dtype not in self._typed:
+                    self._typed[dtype] = torch.frombuffer(self.buffer, dtype=dtype)
+                if len(self._views) >= MOST_VIEWS:
+                    self._views.clear()
+                start = offset // dtype.itemsize
+                found = self._views[key] = self._typed[dtype][start : start + numel]
         return found
 
     def close(self) -> None:
@@ -79,8 +89,14 @@ class Segment:
 
 
 def available() -> int:
-    """Bytes of memory that this host could give now."""
-    try:
-        return 1024 * int(Path("/proc/meminfo").read_text().partition("MemAvailable:")[2].split()[0])
-    except (OSError, ValueError, IndexError):
-        return 2**63
+    """Bytes of memory that this host, and the limit of this container, could give now."""
+    found = [2**63]
+    with suppress(OSError, ValueError, IndexError):
+        found.append(1024 * int(Path("/proc/meminfo").read_text().partition("MemAvailable:")[2].split()[0]))
+    for limit, used in (
+        ("memory.max", "memory.current"),
+        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
+    ):
+        with suppress(OSError, ValueError):  # there is no such limit
+            found.append(int((CGROUP / limit).read_text()) - int((CGROUP / used).read_text()))
+    return min(found)

@@ -17,6 +17,7 @@ within ``LOOK_SECONDS``.
 
 from __future__ import annotations
 
+import errno
 import os
 import time
 from collections import defaultdict, deque
@@ -31,7 +32,7 @@ from plait.comm.failures import FailureReports
 from plait.comm.operation import Operation
 from plait.comm.ordered_reduce import ordered_sum
 from plait.comm.shared_memory.arena import Arena
-from plait.comm.shared_memory.mailbox import DATA, LEFT, READ, MailRecord
+from plait.comm.shared_memory.mailbox import DATA, HERE, LEFT, READ, MailRecord
 from plait.comm.shared_memory.office import Office
 from plait.comm.transport import Started, Transport
 
@@ -45,6 +46,9 @@ SPIN_SECONDS = 0.0005
 LOOK_SECONDS = 0.05
 """Between two looks at whether the others are still there."""
 
+LAST_SECONDS = 2.0
+"""For which a rank whose world broke waits until the others have what it sent before."""
+
 NAP_SECONDS = 0.001
 """Between two looks at several ranks."""
 
@@ -52,16 +56,18 @@ NAP_SECONDS = 0.001
 class Outgoing:
     """What of a tensor has been sent."""
 
-    __slots__ = ("chunks", "operation", "pumping", "readers", "sent", "tag", "unread")
+    __slots__ = ("chunks", "count", "operation", "pumping", "readers", "sent", "tag", "unread")
 
     def __init__(self, operation: Operation, chunks: Sequence[Tensor], readers: Sequence[int], tag: int) -> None:
         self.operation, self.chunks, self.readers, self.tag = operation, chunks, readers, tag
-        self.sent = self.unread = 0
+        self.count, self.sent, self.unread = len(chunks), 0, 0
         self.pumping = False
 
 
 class SharedMemoryTransport(Transport):
     """Messages of one rank."""
+
+    progresses = False
 
     def __init__(
         self,
@@ -71,11 +77,16 @@ class SharedMemoryTransport(Transport):
         waiting: Callable[[Operation], AbstractContextManager[None]],
     ) -> None:
         super().__init__(office.rank, deadline, reports, waiting)
-        self._office, self._arena = office, Arena()
+        self._office, self._arena, self._process = office, Arena(office.name), os.getpid()
+        self._unsent: dict[int, Outgoing] = {}
+        """What was begun and is not sent to its end."""
+        self._here: set[int] = set()
         self._early: defaultdict[tuple[int, int], deque[MailRecord]] = defaultdict(deque)
         """What has come and nobody has asked for yet, by rank and tag."""
         self._gone: dict[int, str] = {}
         ranks, threads = len(office.inboxes) + 1, torch.get_num_threads()
+        for box in office.outboxes.values():
+            box.write(MailRecord(HERE))
         self._spin = SPIN_SECONDS if ranks * threads <= len(os.sched_getaffinity(0)) else 0.0
 
     # ---- what may be asked -------------------------------------------------------------------------------
@@ -83,6 +94,7 @@ class SharedMemoryTransport(Transport):
     def send(self, operation: Operation, tensor: Tensor, dst: int, tag: int) -> list[Started]:
         self._check(operation)
         if tensor.numel():
+            self._drain_all()
             self._begin(Outgoing(operation, [tensor.view(-1)], [dst], tag))
         return []
 
@@ -113,20 +125,29 @@ class SharedMemoryTransport(Transport):
                     finish(end)
             except (ConnectionError, TimeoutError) as error:
                 raise self._failure(operation, error) from error
+            except BaseException:
+                self.broken = self.broken or f"this world broke down earlier, in {operation}"
+                raise
 
     def close(self) -> None:
-        """Stays until the others know where all that was sent lies, or for its deadline; then says that it leaves."""
-        end = time.monotonic() + self.deadline
-        waits = {} if self.broken else dict(self._office.outboxes)
-        while waits and time.monotonic() < end:
-            self._look()
-            time.sleep(NAP_SECONDS)
-            waits = {rank: box for rank, box in waits.items() if rank not in self._gone and not box.empty}
-        if not self.broken:
+        """Stays until the others have what was sent, or for its deadline; then says that it leaves."""
+        if os.getpid() != self._process:  # a copy, made by fork
+            return
+        try:
+            end, waits = time.monotonic() + (LAST_SECONDS if self.broken else self.deadline), True
+            while waits and time.monotonic() < end:
+                self._look()
+                boxes = self._office.outboxes.items()
+                waits = any(r not in self._gone and not (r in self._here and box.delivered) for r, box in boxes)
+                time.sleep(NAP_SECONDS if waits else 0)
+        except OSError:
+            if not self.broken:
+                raise
+        finally:
             self._leave()
             self._arena.close()
-        self._office.close()
-        super().close()
+            self._office.close()
+            super().close()
 
     def give_up(self, why: str) -> None:
         super().give_up(why)
@@ -147,32 +168,40 @@ class SharedMemoryTransport(Transport):
             sent = [Outgoing(operation, chunks(slices[order[0]]), [ranks[k] for k in order], tag)]
         else:
             sent = [Outgoing(operation, chunks(slices[k]), [ranks[k]], tag) for k in order]
+        self._drain_all()
         for outgoing in sent:
             self._begin(outgoing)
         return sent
 
     def _begin(self, outgoing: Outgoing) -> None:
-        for inbox in self._office.inboxes:
-            self._drain(inbox)  # blocks that were read can be used again
         try:
             self._pump(outgoing)
         except (ConnectionError, TimeoutError) as error:
             raise self._failure(outgoing.operation, error) from error
 
-    def _pump(self, outgoing: Outgoing) -> None:
+    def _pump(self, outgoing: Outgoing, window: int = WINDOW) -> None:
         """Sends on, as far as the window allows."""
         if outgoing.pumping:  # it waits for room in a mailbox
             return
-        outgoing.pumping = True
-        while outgoing.sent < len(outgoing.chunks) and outgoing.unread < WINDOW:
+        outgoing.pumping = True  # and stays so after an error: the world is broken then
+        while outgoing.sent < outgoing.count and outgoing.unread < window:
             data = outgoing.chunks[outgoing.sent]
-            outgoing.sent, outgoing.unread = outgoing.sent + 1, outgoing.unread + 1
-            block = self._arena.put(data, len(outgoing.readers))
+            try:
+                block = self._arena.put(data, len(outgoing.readers))
+            except BaseException:
+                self.broken = self.broken or f"this world broke down earlier, in {outgoing.operation}"
+                raise
             block.outgoing = outgoing
+            outgoing.sent, outgoing.unread = outgoing.sent + 1, outgoing.unread + 1
             record = MailRecord(DATA, outgoing.tag, block.segment.descriptor, block.offset, data.nbytes)
             for dst in outgoing.readers:
                 self._post(dst, record)
         outgoing.pumping = False
+        if outgoing.sent < outgoing.count:
+            self._unsent[id(outgoing)] = outgoing
+        else:
+            outgoing.chunks = ()  # its tensor is its owner's again
+            self._unsent.pop(id(outgoing), None)
 
     def _post(self, dst: int, record: MailRecord) -> None:
         end = 0.0
@@ -184,7 +213,7 @@ class SharedMemoryTransport(Transport):
 
     def _sent(self, outgoing: Outgoing, count: int, end: float) -> None:
         """Stays until so many chunks are sent, or all."""
-        count = min(count, len(outgoing.chunks))
+        count = min(count, outgoing.count)
         if outgoing.sent < count:
             self._until(lambda: outgoing.sent >= count, outgoing.readers, end)
 
@@ -201,7 +230,7 @@ class SharedMemoryTransport(Transport):
                     slots[k].copy_(self._view(src, record, slots[k]))
                     self._read(src, record)
         for one in outgoing:
-            self._sent(one, len(one.chunks), end)
+            self._sent(one, one.count, end)
 
     def _added(
         self, operation: Operation, mine: Tensor, out: Tensor, outgoing: Sequence[Outgoing], tag: int, end: float
@@ -230,49 +259,74 @@ class SharedMemoryTransport(Transport):
         return record
 
     def _until(self, done: Callable[[], bool], sources: Sequence[int], end: float) -> None:
-        """Takes in what comes from some ranks until it is done: looks at first, then sleeps."""
-        inbox, longest = self._office.inboxes[sources[0]], LOOK_SECONDS if len(sources) == 1 else NAP_SECONDS
+        """Takes in what comes until it is done: looks at first, then sleeps.
+
+        Members of several groups may wait for them in different orders, so after a while without an end the windows are
+        opened: then all is under way that was begun.
+        """
+        first = self._office.inboxes[sources[0]]
         spin = time.perf_counter() + self._spin
+        patience = time.monotonic() + LOOK_SECONDS
         while not done():
             if any(map(self._drain, sources)) or time.perf_counter() < spin:
                 continue
             for src in sources:
                 self._hope_for(src, end)
-            if inbox.filled.wait(min(longest, max(0.001, end - time.monotonic()))):
-                self._sort_in(sources[0], inbox.read())
+            nap = NAP_SECONDS if self._unsent or len(sources) > 1 else LOOK_SECONDS
+            if first.filled.wait(min(nap, max(0.001, end - time.monotonic()))):
+                self._sort_in(sources[0])
             else:
                 self._look()
+            if self._unsent and time.monotonic() > patience:
+                for outgoing in list(self._unsent.values()):
+                    self._pump(outgoing, outgoing.count)
+
+    def _drain_all(self) -> None:
+        """Takes in what has come from anybody: blocks that were read can be used again."""
+        for src in self._office.inboxes:
+            self._drain(src)
 
     def _drain(self, src: int) -> bool:
         """Takes in what has come from a rank; whether anything had."""
         inbox, found = self._office.inboxes[src], False
         while inbox.filled.take():
-            self._sort_in(src, inbox.read())
+            self._sort_in(src)
             found = True
         return found
 
-    def _sort_in(self, src: int, record: MailRecord) -> None:
-        if record.kind == READ:
+    def _sort_in(self, src: int) -> None:
+        """Takes in a record, whose ``filled`` was taken."""
+        inbox = self._office.inboxes[src]
+        record = inbox.read()
+        if record.kind == DATA:
+            self._open(src, record)  # while its owner, who waits for room, still has it
+        inbox.room.post()
+        if record.kind == DATA and src not in self._gone:
+            self._early[src, record.tag].append(record)
+        elif record.kind == READ:
             block = self._arena.read(record.descriptor, record.offset)
             if block is not None and isinstance(outgoing := block.outgoing, Outgoing):
                 block.outgoing = None
                 outgoing.unread -= 1
                 self._pump(outgoing)
+        elif record.kind == HERE:
+            self._here.add(src)
         elif record.kind == LEFT:
             self._gone[src] = f"rank {src} has left"
-        else:
-            try:
-                self._office.segment(src, record.descriptor)  # which can be opened as long as its owner lives
-            except OSError:
-                self._gone.setdefault(src, f"the process of rank {src} has ended")
-            else:
-                self._early[src, record.tag].append(record)
+
+    def _open(self, src: int, record: MailRecord) -> None:
+        """The segment in which a message lies."""
+        try:
+            self._office.segment(src, record.descriptor)
+        except OSError as error:
+            if error.errno not in (errno.ENOENT, errno.ESRCH, errno.ESTALE):
+                raise ConnectionError(f"the memory of rank {src} cannot be opened ({error.strerror})") from error
+            self._gone.setdefault(src, f"the process of rank {src} has ended")
 
     def _look(self) -> None:
         """Takes in what has come from anybody, and who has ended."""
         ended = self._office.ended()
-        for src in self._office.inboxes:
-            self._drain(src)
+        self._drain_all()
         for src in ended:
             self._gone.setdefault(src, f"the process of rank {src} has ended")
 

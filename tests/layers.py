@@ -68,6 +68,7 @@ SHARES: dict[str, Share] = {
     "checkpoint/test_stateful.py::test_any_layout_reads_any_other_to_the_bit_and_fsdp2_reads_all": Share("none", "few"),
     "checkpoint/test_stateful.py::test_states_of_every_form_before_and_behind_the_first_step": Share("pairs", "all"),
     "comm/test_check.py::test_what_is_right_goes_on_as_without_it": Share("few", "values"),
+    "comm/test_c10d.py": PROCESSES,
     "comm/test_elastic.py": PROCESSES,
     "comm/test_elastic.py::test_ranks_meet_again_when_an_agent_is_killed_and_another_is_started": NIGHTLY,
     "comm/test_process_world.py": PROCESSES,

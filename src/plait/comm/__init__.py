@@ -24,6 +24,7 @@
     gloo.py            over sockets
     nccl.py            between GPUs
     shared_memory/     through memory that the ranks of a host share
+    c10d.py            the same as a back end of torch.distributed
     p2p_work.py        what is held of messages under way
     failures.py        what a rank reports when an operation fails
 

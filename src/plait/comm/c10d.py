@@ -220,7 +220,7 @@ class SharedMemoryGroup(_Group):  # type: ignore[misc]
         return _done(tensors)
 
     def recv(self, tensors: list[Tensor], src: int, tag: int) -> Any:
-        return Received(self, tensors, src, tag)
+        return AwaitedMessage(self, tensors, src, tag)
 
     def recv_anysource(self, tensors: list[Tensor], tag: int) -> Any:
         raise NotImplementedError(f"{NAME} takes no message from just anybody: name the rank that sends it")
@@ -239,7 +239,7 @@ class SharedMemoryGroup(_Group):  # type: ignore[misc]
             out.div_(self._comm.world_size)
 
 
-class Received(_Work):  # type: ignore[misc]
+class AwaitedMessage(_Work):  # type: ignore[misc]
     """Messages that were asked for."""
 
     def __init__(self, group: SharedMemoryGroup, tensors: list[Tensor], src: int, tag: int) -> None:

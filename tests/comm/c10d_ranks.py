@@ -44,6 +44,9 @@ def collectives() -> Any:
     for op in ("SUM", "MIN", "MAX", "PRODUCT"):
         dist.all_reduce(y := x.clone(), getattr(dist.ReduceOp, op))
         out.append(y)
+    if BACKEND != "gloo":  # which has no mean
+        dist.all_reduce(y := x.clone(), dist.ReduceOp.AVG)
+        assert torch.equal(y, sum(torch.arange(7.0) * (k + 1) + 0.1 for k in range(n)) / n)  # type: ignore[operator]
     for op in ("BAND", "BOR", "BXOR"):
         dist.all_reduce(y := torch.arange(9) + 3 * rank, getattr(dist.ReduceOp, op))
         out.append(y)
@@ -85,6 +88,12 @@ def collectives() -> Any:
     for work in works:
         work.wait()
     out += got
+    polled = dist.irecv(y := torch.empty(2), behind)
+    dist.send(torch.full((2,), float(rank)), ahead)
+    while BACKEND != "gloo" and not polled.is_completed():  # gloo's is completed only when it was waited for
+        pass
+    polled.wait()
+    out.append(y)
     groups = [dist.new_group([0, k]) for k in range(1, n)]
     for k, group in enumerate(groups, 1):
         if rank in (0, k):

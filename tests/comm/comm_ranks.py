@@ -17,6 +17,7 @@ from plait.comm import MismatchError, ProcessComm
 from plait.comm.check import check_collectives
 from plait.comm.gloo import GlooTransport
 from plait.comm.nccl import NcclTransport
+from plait.comm.transport import Wires
 from plait.core.collectives import Note
 from plait.core.mesh import Mesh
 
@@ -125,8 +126,8 @@ def as_on_gpus(comm: ProcessComm) -> None:
     torch.cuda.set_device = lambda device: None  # type: ignore[assignment]
     transport, axes = comm.transport, ("shard",)
     for deterministic in (True, False):
-        options = transport.rank, comm.deadline, transport._reports, comm.waiting
-        comm.transport = GpuTransportOnGloo(comm.mesh, comm.device, deterministic, *options)
+        wires = Wires(transport.rank, comm.deadline, transport._reports, comm.waiting)
+        comm.transport = GpuTransportOnGloo(comm.mesh, comm.device, deterministic, wires)
         works, whole = [], torch.arange(4.0 * comm.mesh.shard)
         works.append(comm.all_gather(gathered := torch.empty(2 * comm.mesh.shard), whole[:2] + comm.rank, axes))
         works.append(comm.reduce_scatter(piece := torch.empty(4), whole.clone(), axes))
@@ -138,7 +139,7 @@ def as_on_gpus(comm: ProcessComm) -> None:
         index = comm.mesh.index(comm.rank, axes)
         assert torch.equal(piece, whole[4 * index : 4 * index + 4] * len(ranks)), piece
         assert largest.item() == max(ranks)
-    comm.transport = GpuTransportOnGloo(comm.mesh, comm.device, True, *options)
+    comm.transport = GpuTransportOnGloo(comm.mesh, comm.device, True, wires)
     for check in (
         comm_checks.check_collectives,
         comm_checks.check_under_way,

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from plait.comm import ProcessComm
+from plait.comm.operation import NO_NOTE, Operation, pair_of
 from plait.comm.peer import Peer
 from plait.comm.shared_memory import mailbox, transport
 from plait.comm.shared_memory.arena import Arena, rounded
@@ -301,6 +302,21 @@ def test_more_messages_than_a_mailbox_holds(world: Callable[..., list[object]]) 
         return True
 
     assert world("pipe=2", body) == [True, True]
+
+
+def test_bytes_of_another_dtype_are_not_taken_for_ones_own(world: Callable[..., list[object]]) -> None:
+    """plait's tags have the dtype in them; those of other programs may not."""
+
+    def body(comm: ProcessComm) -> None:
+        kind, x = ("send", torch.ones(4)) if comm.rank == 0 else ("recv", torch.ones(4, dtype=torch.int32))
+        operation = Operation(kind, pair_of(comm.mesh, comm.rank, kind, 1 - comm.rank), NO_NOTE, 4, x.dtype)
+        move = comm.transport.send if comm.rank == 0 else comm.transport.recv
+        comm.transport.wait(operation, move(operation, x, 1 - comm.rank, 7))
+
+    sent, error = world("pipe=2", body)
+    assert sent is None
+    assert isinstance(error, ConnectionError)
+    assert "rank 0 sent 16 bytes of float32 where 16 of int32 were meant" in str(error)
 
 
 def test_two_hosts_are_refused_with_their_ranks(world: Callable[..., list[object]]) -> None:

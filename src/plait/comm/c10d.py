@@ -9,7 +9,8 @@ torch's own DDP, FSDP2, DTensor, pipelining and checkpoints run on it as they ar
 run has the same bits each time.  Every process group is a world of its own.
 
 A collective is done when its call returns, also with ``async_op=True``: no thread moves data behind the program's back.
-A message is out of its tensor when ``isend`` returns; ``irecv`` waits in ``wait()``.
+A message is out of its tensor when ``isend`` returns; ``irecv`` waits in ``wait()``.  A group has this back end for all
+of its tensors: one of "cpu:plait_shm,cuda:nccl" takes no tensors of GPUs, so make two groups.
 """
 
 from __future__ import annotations
@@ -29,9 +30,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
 
-from plait.comm.operation import NO_NOTE, Group, Operation
+from plait.comm.meeting import wait_for_keys
+from plait.comm.operation import NO_NOTE, Operation, pair_of
 from plait.comm.peer import Peer
 from plait.comm.process import ProcessComm
+from plait.comm.shared_memory.transport import SharedMemoryTransport
 from plait.core.mesh import Mesh
 
 _c10d: Any = torch._C._distributed_c10d  # torch's stubs leave some of it out
@@ -40,7 +43,6 @@ _Work: Any = _c10d.Work
 
 NAME = "plait_shm"
 AXES = ("shard",)
-POLL_SECONDS = 0.002
 LEAVE_SECONDS = 60.0
 """For which a process that ends waits until the others know where its last messages lie."""
 
@@ -53,6 +55,8 @@ class SharedMemoryGroup(_Group):  # type: ignore[misc]
         deadline = timeout.total_seconds()
         peers = _meet(store, rank, size, deadline)
         self._comm = ProcessComm(Mesh(shard=size), rank, store, peers, deadline=deadline, shared_memory=True)
+        assert isinstance(self._comm.transport, SharedMemoryTransport)
+        self._transport = self._comm.transport
         self._name = self._text = ""
         self._leave = weakref.finalize(self, _close, self._comm)  # also when the program ends
 
@@ -87,7 +91,7 @@ class SharedMemoryGroup(_Group):  # type: ignore[misc]
         for tensor in _several(tensors):
             with _contiguous(tensor) as whole, self._reduced(opts.reduceOp, whole) as op:
                 self._comm.all_reduce(whole, AXES, op).wait()
-        return _done(tensors)
+        return self._done(tensors)
 
     def allreduce_coalesced(self, tensors: list[Tensor], opts: Any = None) -> Any:
         return self.allreduce(tensors, opts)
@@ -100,13 +104,13 @@ class SharedMemoryGroup(_Group):  # type: ignore[misc]
                         self._comm.reduce(whole, AXES, opts.rootRank, op).wait()
                 else:
                     self._comm.reduce(whole, AXES, opts.rootRank, _name(opts.reduceOp)).wait()
-        return _done(tensors)
+        return self._done(tensors)
 
     def reduce_scatter_single(self, output: Tensor, whole: Tensor, opts: Any = None) -> Any:
         opts = opts or _c10d.ReduceScatterOptions()
         with _contiguous(output) as out, self._reduced(opts.reduceOp, out) as op:
             self._comm.reduce_scatter(out, whole.contiguous(), AXES, op).wait()
-        return _done(output)
+        return self._done(output)
 
     def reduce_scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any = None) -> Any:
         opts = opts or _c10d.ReduceScatterOptions()
@@ -120,20 +124,19 @@ class SharedMemoryGroup(_Group):  # type: ignore[misc]
                     self._comm.all_reduce(whole, AXES, op).wait()
                 if rank == self._comm.rank:
                     output.copy_(whole.view_as(output))
-        return _done(outputs)
+        return self._done(outputs)
 
     def reduce_scatter_single_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> Any:
         for output, whole in zip(outputs, inputs, strict=True):
             self.reduce_scatter_single(output, whole, opts)
-        return _done(outputs)
+        return self._done(outputs)
 
     # ---- gathers and scatters ----------------------------------------------------------------------------
 
     def all_gather_single(self, output: Tensor, piece: Tensor, opts: Any = None) -> Any:
         with _contiguous(output) as out:
             self._comm.all_gather(out, piece.contiguous(), AXES).wait()
-            self._comm.ledger.clear()
-        return _done(output)
+        return self._done(output)
 
     def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> Any:
         for slots, piece in zip(outputs, inputs, strict=True):
@@ -147,19 +150,18 @@ class SharedMemoryGroup(_Group):  # type: ignore[misc]
                 if rank == self._comm.rank:
                     slot.copy_(piece)
                 self.broadcast([slot], _rooted(rank))
-        return _done(outputs)
+        return self._done(outputs)
 
     def all_gather_single_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> Any:
         for output, piece in zip(outputs, inputs, strict=True):
             self.all_gather_single(output, piece)
-        return _done(outputs)
+        return self._done(outputs)
 
     def broadcast(self, tensors: list[Tensor], opts: Any) -> Any:
         for tensor in tensors:
             with _contiguous(tensor) as whole:
                 self._comm.broadcast(whole, AXES, opts.rootRank).wait()
-        self._comm.ledger.clear()
-        return _done(tensors)
+        return self._done(tensors)
 
     def gather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any) -> Any:
         root = self._comm.rank == opts.rootRank
@@ -169,7 +171,7 @@ class SharedMemoryGroup(_Group):  # type: ignore[misc]
             if whole is not None:
                 for slot, part in zip(outputs[i], whole.chunk(self._comm.world_size), strict=True):
                     slot.copy_(part.view_as(slot))
-        return _done(outputs)
+        return self._done(outputs)
 
     def scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any) -> Any:
         root = self._comm.rank == opts.rootRank
@@ -177,7 +179,7 @@ class SharedMemoryGroup(_Group):  # type: ignore[misc]
             whole = torch.cat([piece.reshape(-1) for piece in inputs[i]]) if root else None
             with _contiguous(output) as out:
                 self._comm.scatter(out, whole, AXES, opts.rootRank).wait()
-        return _done(outputs)
+        return self._done(outputs)
 
     def alltoall(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> Any:
         rank = self._comm.rank
@@ -188,21 +190,23 @@ class SharedMemoryGroup(_Group):  # type: ignore[misc]
         for other, slot in enumerate(outputs):
             if other != rank:
                 self.recv([slot], other, -1).wait()
-        return _done(outputs)
+        return self._done(outputs)
 
     def all_to_all_single(
         self, output: Tensor, whole: Tensor, output_sizes: list[int], input_sizes: list[int], opts: Any = None
     ) -> Any:
         n = self._comm.world_size
+        for what, sizes in ((output, output_sizes), (whole, input_sizes)):
+            if not sizes and len(what) % n:
+                raise ValueError(f"all_to_all_single of {len(what)} rows over {n} ranks: give the sizes of the pieces")
         with _contiguous(output) as out:
             slots = out.split(output_sizes) if output_sizes else out.chunk(n)
             self.alltoall(list(slots), list(whole.split(input_sizes) if input_sizes else whole.chunk(n)))
-        return _done(output)
+        return self._done(output)
 
     def barrier(self, opts: Any = None) -> Any:
         self._comm.barrier(AXES)
-        self._comm.ledger.clear()
-        return _done([])
+        return self._done([])
 
     # torch's older names for the same
     _reduce_scatter_base = reduce_scatter_single
@@ -216,8 +220,8 @@ class SharedMemoryGroup(_Group):  # type: ignore[misc]
     def send(self, tensors: list[Tensor], dst: int, tag: int) -> Any:
         for tensor in tensors:
             data = tensor.detach().contiguous().view(-1)
-            self._comm.transport.send(self._message("send", data, dst), data, dst, _tag(tag))
-        return _done(tensors)
+            self._transport.send(self._message("send", data, dst), data, dst, _tag(tag))
+        return self._done(tensors)
 
     def recv(self, tensors: list[Tensor], src: int, tag: int) -> Any:
         return AwaitedMessage(self, tensors, src, tag)
@@ -226,15 +230,18 @@ class SharedMemoryGroup(_Group):  # type: ignore[misc]
         raise NotImplementedError(f"{NAME} takes no message from just anybody: name the rank that sends it")
 
     def _message(self, kind: str, tensor: Tensor, other: int) -> Operation:
-        ranks = (self._comm.rank, other) if kind == "send" else (other, self._comm.rank)
-        group = Group(AXES, ranks, ranks.index(self._comm.rank), (2,))
+        group = pair_of(self._comm.mesh, self._comm.rank, kind, other)
         return Operation(kind, group, NO_NOTE, tensor.numel(), tensor.dtype)
+
+    def _done(self, result: Any) -> Any:
+        """A work that is complete."""
+        self._comm.ledger.clear()  # nobody reads it
+        return _c10d._create_work_from_future(_future(result))
 
     @contextlib.contextmanager
     def _reduced(self, op: Any, out: Tensor) -> Iterator[str]:
         """The name of a reduction; a mean is a sum that is divided once."""
         yield _name(op)
-        self._comm.ledger.clear()
         if op == dist.ReduceOp.AVG:
             out.div_(self._comm.world_size)
 
@@ -244,28 +251,31 @@ class AwaitedMessage(_Work):  # type: ignore[misc]
 
     def __init__(self, group: SharedMemoryGroup, tensors: list[Tensor], src: int, tag: int) -> None:
         super().__init__()
-        self._group, self._tensors, self._src, self._tag = group, tensors, src, tag
-        comm = group._comm
-        self._works = []
+        self._transport, self._tensors, self._src, self._tag = group._transport, tensors, src, _tag(tag)
+        self._left = []
         for tensor in tensors:
             data = tensor.detach().contiguous()
             operation = group._message("recv", data, src)
-            works = comm.transport.recv(operation, data.view(-1), src, _tag(tag))
-            self._works.append((operation, works, tensor, data))
+            self._left.append((operation, self._transport.recv(operation, data.view(-1), src, self._tag), tensor, data))
 
     def wait(self, timeout: Any = None) -> bool:
-        while self._works:
-            operation, works, tensor, data = self._works.pop(0)
-            self._group._comm.transport.wait(operation, works)
-            if not tensor.is_contiguous():
-                tensor.detach().copy_(data)
+        while self._left:
+            self._take()
         return True
 
+    def _take(self) -> None:
+        operation, works, tensor, data = self._left.pop(0)
+        self._transport.wait(operation, works)
+        if not tensor.is_contiguous():
+            tensor.detach().copy_(data)
+
     def is_completed(self) -> bool:
-        return not self._works
+        while self._left and self._transport.has_come(self._src, self._tag):
+            self._take()
+        return not self._left
 
     def is_success(self) -> bool:
-        return not self._works
+        return not self._left
 
     def source_rank(self) -> int:
         return self._src
@@ -323,11 +333,6 @@ def _rooted(rank: int) -> Any:
     return opts
 
 
-def _done(result: Any) -> Any:
-    """A work that is complete."""
-    return _c10d._create_work_from_future(_future(result))
-
-
 def _future(result: Any) -> Any:
     future: Any = Future()
     future.set_result(result)
@@ -340,10 +345,8 @@ def _meet(store: Any, rank: int, size: int, deadline: float) -> list[Peer]:
     store.set(f"plait/{rank}", Peer(rank, socket.gethostname(), os.getpid()).text)
     peers = []
     for other in range(size):
-        while not store.check([f"plait/{other}"]):
-            if time.monotonic() > end:
-                raise TimeoutError(f"{NAME}: rank {rank} of {size} waited {deadline:g} s for rank {other}")
-            time.sleep(POLL_SECONDS)
+        if not wait_for_keys(store, [f"plait/{other}"], end):
+            raise TimeoutError(f"{NAME}: rank {rank} of {size} waited {deadline:g} s for rank {other}")
         peers.append(Peer.parse(store.get(f"plait/{other}")))
     return peers
 

@@ -8,7 +8,6 @@ Messages with different tags never meet.  ``nccl.py`` adds what GPUs need.
 
 import time
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from datetime import timedelta
 from typing import Any
 
@@ -16,10 +15,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from plait.comm.failures import FailureReports
 from plait.comm.operation import Operation
 from plait.comm.ordered_reduce import ordered_sum
-from plait.comm.transport import Started, Transport
+from plait.comm.transport import Started, Transport, Wires
 
 CHUNK_BYTES = 8 * 2**20
 """Longer messages are sent in chunks of this size (256 MB: 5 to 15 % faster than in one piece)."""
@@ -28,14 +26,8 @@ CHUNK_BYTES = 8 * 2**20
 class GlooTransport(Transport):
     """Messages over sockets."""
 
-    def __init__(
-        self,
-        rank: int,
-        deadline: float,
-        reports: FailureReports,
-        waiting: Callable[[Operation], AbstractContextManager[None]],
-    ) -> None:
-        super().__init__(rank, deadline, reports, waiting)
+    def __init__(self, wires: Wires) -> None:
+        super().__init__(wires)
         group = dist.group.WORLD
         assert group is not None, "the default process group is made first"
         self._group = group

@@ -122,7 +122,7 @@ def _open(store: Store, mine: Peer, size: int, end: float) -> tuple[Store, World
     verdict = WorldVerdict(problem, absent, came, max(peer.restarts for peer in peers))
     here.set("verdict", json.dumps(asdict(verdict)))
     if problem or absent:  # they read it in a store that may end with this rank
-        _wait(here, [f"read/{peer.rank}" for peer in peers[1:]], time.monotonic() + OTHERS_SECONDS)
+        wait_for_keys(here, [f"read/{peer.rank}" for peer in peers[1:]], time.monotonic() + OTHERS_SECONDS)
     return here, verdict
 
 
@@ -245,7 +245,7 @@ def _at(here: Store, rank: int) -> Peer | None:
     return peer
 
 
-def _wait(here: Store, keys: list[str], end: float) -> bool:
+def wait_for_keys(here: Store, keys: list[str], end: float) -> bool:
     """Whether the keys were there in time."""
     while not here.check(keys):
         if time.monotonic() >= end:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from plait.comm.gloo import GlooTransport
 from plait.comm.operation import Operation
-from plait.comm.transport import Started
+from plait.comm.transport import Started, Wires
 from plait.core.mesh import AXES, Mesh
 
 # Names that differ between releases of torch, chosen here and nowhere else.
@@ -45,8 +45,8 @@ class NcclTransport(GlooTransport):
         """Whether a tensor goes by nccl."""
         return tensor.is_cuda
 
-    def __init__(self, mesh: Mesh, device: torch.device, deterministic: bool, *gloo: Any) -> None:
-        super().__init__(*gloo)
+    def __init__(self, mesh: Mesh, device: torch.device, deterministic: bool, wires: Wires) -> None:
+        super().__init__(wires)
         self._mesh, self._deterministic, rank = mesh, deterministic, self.rank
         torch.cuda.set_device(device)
         make: dict[str, Any] = {"backend": self.BACKEND, "timeout": timedelta(seconds=self.deadline)}

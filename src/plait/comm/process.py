@@ -40,7 +40,7 @@ from plait.comm.p2p_work import P2PWork, Sent, TwoPhase
 from plait.comm.peer import Peer
 from plait.comm.shared_memory.office import Office
 from plait.comm.shared_memory.transport import SharedMemoryTransport
-from plait.comm.transport import Started, Transport
+from plait.comm.transport import Started, Transport, Wires
 from plait.core.mesh import Mesh
 
 if TYPE_CHECKING:
@@ -76,17 +76,17 @@ class ProcessComm(Comm):
     ) -> None:
         super().__init__(mesh, rank, device=device, deadline=deadline, deterministic=deterministic)
         self.peers = tuple(peers)
-        wires = deadline, FailureReports(store, rank, self.peers), self.waiting
+        wires = Wires(rank, deadline, FailureReports(store, rank, self.peers), self.waiting)
         self.transport: Transport
         if shared_memory and self.device.type != "cpu":
             raise ValueError(f"shared memory moves tensors of CPUs, and this world is on {self.device}: leave it out")
         if shared_memory:
             office = Office(rank, store, self.peers, time.monotonic() + deadline)
-            self.transport = SharedMemoryTransport(office, *wires)
+            self.transport = SharedMemoryTransport(office, wires)
         elif self.device.type == "cuda":
-            self.transport = NcclTransport(mesh, self.device, deterministic, rank, *wires)
+            self.transport = NcclTransport(mesh, self.device, deterministic, wires)
         else:
-            self.transport = GlooTransport(rank, *wires)
+            self.transport = GlooTransport(wires)
         self._two_phase: dict[tuple[str, ...], deque[TwoPhase]] = {}
         self._under_way: dict[int, P2PWork] = {}
         self._tags: dict[tuple[object, ...], int] = {}

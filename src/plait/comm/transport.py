@@ -11,6 +11,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
@@ -22,17 +23,24 @@ Started = tuple[Any, Tensor]
 """A handle and the memory it works on, which must live as long."""
 
 
-class Transport(ABC):
-    """Messages of one process; ``waiting`` is entered around every wait (``Comm.waiting``)."""
+@dataclass(frozen=True, slots=True)
+class Wires:
+    """What every transport of a rank is made with."""
 
-    def __init__(
-        self,
-        rank: int,
-        deadline: float,
-        reports: FailureReports,
-        waiting: Callable[[Operation], AbstractContextManager[None]],
-    ) -> None:
-        self.rank, self.deadline, self._reports, self._waiting = rank, deadline, reports, waiting
+    rank: int
+    deadline: float
+    """Seconds that a wait may take."""
+    reports: FailureReports
+    waiting: Callable[[Operation], AbstractContextManager[None]]
+    """Entered around every wait (``Comm.waiting``)."""
+
+
+class Transport(ABC):
+    """Messages of one process."""
+
+    def __init__(self, wires: Wires) -> None:
+        self.rank, self.deadline = wires.rank, wires.deadline
+        self._reports, self._waiting = wires.reports, wires.waiting
         self.broken = ""  # or why nothing can be started any more
 
     progresses = True

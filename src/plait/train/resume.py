@@ -155,7 +155,7 @@ def has_settings(config: TrainConfig) -> bool:
     launch = launcher()
     try:
         return (Path(config.out or "") / SETTINGS).stat().st_mtime >= (started(launch[0]) if launch else 0)
-    except FileNotFoundError:
+    except OSError:  # what is wrong with the place, all ranks are told later
         return False
 
 

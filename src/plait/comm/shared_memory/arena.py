@@ -79,6 +79,6 @@ class Arena:
 
 
 def rounded(nbytes: int) -> int:
-    """The size of the block for so many bytes: 64, 80, 96, 112, 128, 160, ..., as a multiple of the alignment."""
+    """The size of the block for so many bytes: multiples of 64 up to 512, then 640, 768, 896, 1024, 1280, ...."""
     step = max(ALIGNMENT, 1 << max(0, (nbytes - 1).bit_length() - 3))
     return max(ALIGNMENT, -(-nbytes // step) * step)

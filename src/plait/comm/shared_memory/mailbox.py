@@ -34,6 +34,8 @@ class MailRecord(NamedTuple):
     descriptor: int = 0
     offset: int = 0
     nbytes: int = 0
+    dtype: int = 0
+    """A code; that of a message's elements."""
 
 
 class Mailbox:
@@ -61,16 +63,16 @@ class Mailbox:
         """Whether there was room for it."""
         if not self.room.take():
             return False
-        kind, tag, descriptor, offset, nbytes = record
-        _FORMAT.pack_into(self._segment.buffer, self._place(), tag, kind, descriptor, 0, offset, nbytes)
+        kind, tag, descriptor, offset, nbytes, dtype = record
+        _FORMAT.pack_into(self._segment.buffer, self._place(), tag, kind, descriptor, dtype, offset, nbytes)
         self._behind = 0 if kind == DATA else self._behind + 1
         self.filled.post()
         return True
 
     def read(self) -> MailRecord:
         """The next one, after ``filled`` was taken; ``room`` is posted by who has made use of it."""
-        tag, kind, descriptor, _, offset, nbytes = _FORMAT.unpack_from(self._segment.buffer, self._place())
-        return MailRecord(kind, tag, descriptor, offset, nbytes)
+        tag, kind, descriptor, dtype, offset, nbytes = _FORMAT.unpack_from(self._segment.buffer, self._place())
+        return MailRecord(kind, tag, descriptor, offset, nbytes, dtype)
 
     def _place(self) -> int:
         place = self._start + self._next % RECORDS * _FORMAT.size

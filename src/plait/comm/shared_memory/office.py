@@ -11,10 +11,10 @@ import os
 import secrets
 import select
 import socket
-import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from plait.comm.meeting import wait_for_keys
 from plait.comm.peer import Peer, shown
 from plait.comm.shared_memory import mailbox
 from plait.comm.shared_memory.mailbox import Mailbox
@@ -22,8 +22,6 @@ from plait.comm.shared_memory.segment import Segment
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
-
-POLL_SECONDS = 0.002
 
 
 class Office:
@@ -58,10 +56,8 @@ class Office:
         self._ends = select.poll()
         self._holds: dict[int, int] = {}
         for peer in others:
-            while not store.check([key := f"shared_memory/{peer.rank}"]):
-                if time.monotonic() > end:
-                    raise TimeoutError(f"rank {rank} waited for {peer}, which published no mailboxes")
-                time.sleep(POLL_SECONDS)
+            if not wait_for_keys(store, [key := f"shared_memory/{peer.rank}"], end):
+                raise TimeoutError(f"rank {rank} waited for {peer}, which published no mailboxes")
             said = store.get(key)
             try:
                 match json.loads(said[:200]):
@@ -77,7 +73,9 @@ class Office:
                 self.outboxes[peer.rank] = Mailbox(self.segment(peer.rank, descriptor), rank * mailbox.BYTES)
             except OSError as error:
                 text = f"rank {rank} cannot reach the memory of {peer} on {socket.gethostname()} ({error.strerror})"
-                raise ValueError(f"{text}: they are in two containers, of two users, or it ended") from error
+                raise ValueError(
+                    f"{text}: they are in two containers, of two users, or it ended. Else take --world process"
+                ) from error
             self._holds[hold] = peer.rank
             self._ends.register(hold, select.POLLIN)
 

@@ -39,8 +39,8 @@ class Segment:
         Raises:
             MemoryError: there is not so much left; the message has the numbers.
         """
-        if not hasattr(os, "memfd_create"):
-            raise ValueError("memory that ranks share needs Linux: take --world process")
+        if not (hasattr(os, "memfd_create") and hasattr(os, "pidfd_open")):
+            raise ValueError("memory that ranks share needs Linux 5.3, and a Python made for it: take --world process")
         text = f"{size / 2**20:.1f} MiB of shared memory cannot be had"
         fix = "give smaller units or a smaller batch, or take --world process"
         if size > (have := available()):  # the kernel would end processes to find it

@@ -22,19 +22,18 @@ import os
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from functools import partial
 
 import torch
 from torch import Tensor
 
-from plait.comm.failures import FailureReports
-from plait.comm.operation import Operation
+from plait.comm.header import DTYPES
+from plait.comm.operation import Operation, name_of
 from plait.comm.ordered_reduce import ordered_sum
 from plait.comm.shared_memory.arena import Arena
 from plait.comm.shared_memory.mailbox import DATA, HERE, LEFT, READ, MailRecord
 from plait.comm.shared_memory.office import Office
-from plait.comm.transport import Started, Transport
+from plait.comm.transport import Started, Transport, Wires
 
 CHUNK_BYTES = 2**20
 WINDOW = 4
@@ -53,6 +52,10 @@ NAP_SECONDS = 0.001
 """Between two looks at several ranks."""
 
 
+CODES = {dtype: code for code, dtype in enumerate(DTYPES)}
+"""What a record says of a dtype."""
+
+
 class Outgoing:
     """What of a tensor has been sent."""
 
@@ -69,14 +72,8 @@ class SharedMemoryTransport(Transport):
 
     progresses = False
 
-    def __init__(
-        self,
-        office: Office,
-        deadline: float,
-        reports: FailureReports,
-        waiting: Callable[[Operation], AbstractContextManager[None]],
-    ) -> None:
-        super().__init__(office.rank, deadline, reports, waiting)
+    def __init__(self, office: Office, wires: Wires) -> None:
+        super().__init__(wires)
         self._office, self._arena, self._process = office, Arena(office.name), os.getpid()
         self._unsent: dict[int, Outgoing] = {}
         """What was begun and is not sent to its end."""
@@ -129,6 +126,11 @@ class SharedMemoryTransport(Transport):
                 self.broken = self.broken or f"this world broke down earlier, in {operation}"
                 raise
 
+    def has_come(self, src: int, tag: int) -> bool:
+        """Whether a wait for a message ends at once: it is there, or never will be."""
+        self._look()
+        return bool(self._early.get((src, tag)) or src in self._gone or self.broken)
+
     def close(self) -> None:
         """Stays until the others have what was sent, or for its deadline; then says that it leaves."""
         if os.getpid() != self._process:  # a copy, made by fork
@@ -179,12 +181,12 @@ class SharedMemoryTransport(Transport):
         except (ConnectionError, TimeoutError) as error:
             raise self._failure(outgoing.operation, error) from error
 
-    def _pump(self, outgoing: Outgoing, window: int = WINDOW) -> None:
+    def _pump(self, outgoing: Outgoing, *, all_of_it: bool = False) -> None:
         """Sends on, as far as the window allows."""
         if outgoing.pumping:  # it waits for room in a mailbox
             return
         outgoing.pumping = True  # and stays so after an error: the world is broken then
-        while outgoing.sent < outgoing.count and outgoing.unread < window:
+        while outgoing.sent < outgoing.count and (all_of_it or outgoing.unread < WINDOW):
             data = outgoing.chunks[outgoing.sent]
             try:
                 block = self._arena.put(data, len(outgoing.readers))
@@ -193,7 +195,9 @@ class SharedMemoryTransport(Transport):
                 raise
             block.outgoing = outgoing
             outgoing.sent, outgoing.unread = outgoing.sent + 1, outgoing.unread + 1
-            record = MailRecord(DATA, outgoing.tag, block.segment.descriptor, block.offset, data.nbytes)
+            record = MailRecord(
+                DATA, outgoing.tag, block.segment.descriptor, block.offset, data.nbytes, CODES[data.dtype]
+            )
             for dst in outgoing.readers:
                 self._post(dst, record)
         outgoing.pumping = False
@@ -254,8 +258,9 @@ class SharedMemoryTransport(Transport):
         record = early.popleft()
         if not early:
             del self._early[src, tag]
-        if record.nbytes != like.nbytes:
-            raise ConnectionError(f"rank {src} sent {record.nbytes} bytes where {like.nbytes} were meant")
+        if record.nbytes != like.nbytes or record.dtype != CODES[like.dtype]:
+            sent = f"{record.nbytes} bytes of {name_of(DTYPES[record.dtype])}"
+            raise ConnectionError(f"rank {src} sent {sent} where {like.nbytes} of {name_of(like.dtype)} were meant")
         return record
 
     def _until(self, done: Callable[[], bool], sources: Sequence[int], end: float) -> None:
@@ -279,7 +284,7 @@ class SharedMemoryTransport(Transport):
                 self._look()
             if self._unsent and time.monotonic() > patience:
                 for outgoing in list(self._unsent.values()):
-                    self._pump(outgoing, outgoing.count)
+                    self._pump(outgoing, all_of_it=True)
 
     def _drain_all(self) -> None:
         """Takes in what has come from anybody: blocks that were read can be used again."""

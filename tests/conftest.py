@@ -51,6 +51,19 @@ def case_of(item: pytest.Item) -> tuple[str, ...]:
     return tuple(item.callspec._idlist) if hasattr(item, "callspec") else ()
 
 
+@pytest.fixture(autouse=True, scope="session")
+def heard_signals() -> Iterator[None]:
+    """Signals as at a terminal, here and in the processes that tests start: a shell lets what it starts in the
+    background (``make test &``) ignore SIGINT, and ``nohup`` SIGHUP."""
+    usual = {signal.SIGINT: signal.default_int_handler, signal.SIGHUP: signal.SIG_DFL}
+    ignored = [number for number in usual if signal.getsignal(number) == signal.SIG_IGN]
+    for number in ignored:
+        signal.signal(number, usual[number])
+    yield
+    for number in ignored:
+        signal.signal(number, signal.SIG_IGN)
+
+
 @pytest.fixture(autouse=True)
 def one_thread() -> Iterator[None]:
     before = torch.get_num_threads()
@@ -61,19 +74,12 @@ def one_thread() -> Iterator[None]:
 
 @pytest.fixture
 def start() -> Iterator[Callable[..., "subprocess.Popen[str]"]]:
-    """Starts a program that hears Ctrl-C; what is left of it when the test is over is killed.
-
-    A shell lets what it starts in the background (``make test &``) ignore SIGINT, and so would the children.
-    """
+    """Starts a program; what is left of it when the test is over is killed."""
     processes: list[subprocess.Popen[str]] = []
 
     def start(*command: str, **settings: Any) -> "subprocess.Popen[str]":
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "start_new_session": True}
-        before = signal.signal(signal.SIGINT, signal.default_int_handler)
-        try:
-            processes.append(subprocess.Popen(command, **pipes | settings))
-        finally:
-            signal.signal(signal.SIGINT, before)
+        processes.append(subprocess.Popen(command, **pipes | settings))
         return processes[-1]
 
     yield start

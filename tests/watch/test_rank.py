@@ -129,7 +129,6 @@ def test_signals_are_heard_behind_and_beside_others_who_listen(comm: Comm, page:
 
     theirs, ours = socket.socketpair()
     theirs.setblocking(False)
-    hangup = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup it is ignored, and stays so
     try:
         with watch(comm, page, tmp_path):
             comm.begin_step(0)
@@ -140,7 +139,6 @@ def test_signals_are_heard_behind_and_beside_others_who_listen(comm: Comm, page:
             signal.set_wakeup_fd(theirs.fileno())
         assert signal.set_wakeup_fd(-1) == theirs.fileno()
     finally:
-        signal.signal(signal.SIGHUP, hangup)
         signal.set_wakeup_fd(-1)
         theirs.close()
         ours.close()

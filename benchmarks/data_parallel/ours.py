@@ -7,7 +7,7 @@ While ``plait.engine`` cannot be imported the rows are left out and the reason i
 
 from __future__ import annotations
 
-from harness.contestants import GEMMS, Build, Contestant, adamw, comm_beside
+from harness.contestants import GEMMS, SHARED, Build, Contestant, adamw, comm_beside
 from harness.models import Workload
 from harness.report import Match
 from peers import DDP_VARIANTS
@@ -36,10 +36,10 @@ def rows() -> tuple[dict[str, Build], str]:
         from plait.engine import Engine  # noqa: F401
     except ImportError as reason:
         return {}, f"{reason}"
-    return {f"{who}-{row}": _row(row, gemm) for who, gemm in GEMMS.items() for row in ROWS}, ""
+    return {f"{who}-{row}": _row(row, gemm, who) for who, gemm in GEMMS.items() for row in ROWS}, ""
 
 
-def _row(strategy: str, gemm: str) -> Build:
+def _row(strategy: str, gemm: str, who: str) -> Build:
     def build(workload: Workload, ranks: int) -> Contestant:
         from plait.core.mesh import Mesh
         from plait.engine import Engine
@@ -47,7 +47,7 @@ def _row(strategy: str, gemm: str) -> Build:
         model = workload.build()
         engine = Engine(
             model,
-            comm_beside(Mesh(shard=ranks), f"{workload.name} {strategy} {gemm}"),
+            comm_beside(Mesh(shard=ranks), f"{workload.name} {strategy} {who}", shared_memory=who == SHARED),
             strategy=strategy,
             optimizer=adamw(model.parameters(), workload.learning_rate),
             loss_fn=workload.loss_sum,
@@ -57,11 +57,6 @@ def _row(strategy: str, gemm: str) -> Build:
             gemm=gemm,
         )
 
-        def finish() -> None:
-            """An update's values may still be on their way to the other ranks."""
-            for unit in engine.units:
-                unit.settle()
-
-        return Contestant(lambda batch: engine.step([batch]).loss, loss_is_global=True, finish=finish)
+        return Contestant(lambda batch: engine.step([batch]).loss, loss_is_global=True)
 
     return build

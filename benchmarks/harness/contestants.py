@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import socket
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -33,7 +35,10 @@ class Contestant:
     """Waits for whatever the last step left under way, so that the clock counts it."""
 
 
-GEMMS = {"plait": "torch", "plait/onednn": "onednn"}
+SHARED = "plait/shm"
+"""Rows whose ranks share memory; the others' are joined by gloo."""
+
+GEMMS = {"plait": "torch", "plait/onednn": "onednn", SHARED: "torch"}
 """Who multiplies matrices, by the first word of a row's name: with torch's own, the engine alone is compared."""
 
 Build = Callable[[Workload, int], Contestant]
@@ -72,10 +77,15 @@ def alone(workload: Workload, microbatches: int = 1) -> Contestant:
     return Contestant(training_loop(workload, model, optimizer, microbatches), loss_is_global=True)
 
 
-def comm_beside(mesh: Mesh, name: str) -> ProcessComm:
+def comm_beside(mesh: Mesh, name: str, *, shared_memory: bool = False) -> ProcessComm:
     """plait's world on the process group that torch's engines use too, with a name of its own in the store."""
     from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 
+    from plait.comm.peer import Peer
     from plait.comm.process import ProcessComm
 
-    return ProcessComm(mesh, dist.get_rank(), PrefixStore(name, _get_default_store()))
+    process_ids: list[int] = [0] * dist.get_world_size()
+    dist.all_gather_object(process_ids, os.getpid())
+    peers = [Peer(rank, socket.gethostname(), process_id) for rank, process_id in enumerate(process_ids)]
+    store = PrefixStore(name, _get_default_store())
+    return ProcessComm(mesh, dist.get_rank(), store, peers, shared_memory=shared_memory)

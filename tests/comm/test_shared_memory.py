@@ -18,7 +18,7 @@ import torch.distributed as dist
 from plait.comm import ProcessComm
 from plait.comm.operation import NO_NOTE, Operation, pair_of
 from plait.comm.peer import Peer
-from plait.comm.shared_memory import mailbox, transport
+from plait.comm.shared_memory import mailbox, outgoing, transport
 from plait.comm.shared_memory.arena import Arena, rounded
 from plait.comm.shared_memory.mailbox import Mailbox, MailRecord
 from plait.comm.shared_memory.segment import Segment
@@ -85,9 +85,9 @@ def test_blocks_are_used_again_when_the_last_reader_has_read_and_never_before() 
     arena, data = Arena("plait-test"), torch.arange(1000, dtype=torch.uint8)
     first, second = arena.put(data, 2), arena.put(data, 1)
     assert not torch.equal(torch.tensor(first.offset), torch.tensor(second.offset))
-    assert arena.read(first.segment.descriptor, first.offset) is None
+    assert arena.read(first.number) is None
     assert arena.put(data, 1).offset not in (first.offset, second.offset)
-    assert arena.read(first.segment.descriptor, first.offset) is first
+    assert arena.read(first.number) is first
     assert arena.put(data + 1, 1) is first
     assert torch.equal(first.segment.view(first.offset, 1000, torch.uint8), data + 1)
     arena.close()
@@ -128,7 +128,7 @@ def test_collectives_of_many_chunks_go_through_a_narrow_window(
     world: Callable[..., list[object]], monkeypatch: pytest.MonkeyPatch, mesh: str
 ) -> None:
     """Ragged ends; several under way at once; what was waited for may be written over."""
-    monkeypatch.setattr(transport, "CHUNK_BYTES", 256)
+    monkeypatch.setattr(outgoing, "CHUNK_BYTES", 256)
     monkeypatch.setattr(transport, "WINDOW", 2)
 
     def body(comm: ProcessComm) -> None:

@@ -159,6 +159,19 @@ class Comm(ABC):
             raise ValueError("all_to_all cannot write over what it still has to send: give it another out")
         return self._ask("all_to_all", group, note, whole.numel(), whole.dtype, (out, whole))
 
+    def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """A tensor of 1 dim in memory that is best for what is gathered and reduced in place."""
+        return torch.empty(numel, dtype=dtype, device=self.device)
+
+    def common(self, numel: int, dtype: torch.dtype, axes: Sequence[str]) -> Tensor | None:
+        """Memory of which the ranks of a group have one copy, all zeros; None where this world has no such memory.
+
+        What one rank writes, all of them see, once an ``all_gather`` or a ``broadcast`` into it was waited for: these
+        move nothing then, and are written into the ledger like others.  All members ask, for the same.
+        """
+        group = self._group(axes)
+        return None if len(group.ranks) == 1 or not numel else self._common(group, numel, dtype)
+
     def send(self, tensor: Tensor, dst: int, note: Note = NO_NOTE) -> Work:
         """``tensor`` to the (global) rank ``dst``.  Its handle may be dropped: the message still goes."""
         return self._message("send", tensor, dst, note)
@@ -242,6 +255,9 @@ class Comm(ABC):
 
     @abstractmethod
     def _barrier(self, operation: Operation) -> None: ...
+
+    def _common(self, group: Group, numel: int, dtype: torch.dtype) -> Tensor | None:
+        return None
 
     # What ``comm/check.py`` needs; a world without these cannot be checked.
 

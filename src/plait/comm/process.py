@@ -34,7 +34,7 @@ from plait.comm.failures import FailureReports
 from plait.comm.gloo import GlooTransport
 from plait.comm.init_process import code_facts, init_process
 from plait.comm.nccl import NcclTransport
-from plait.comm.operation import copied, label
+from plait.comm.operation import NO_NOTE, Group, copied, label
 from plait.comm.ordered_reduce import ordered_sum
 from plait.comm.p2p_work import P2PWork, Sent, TwoPhase
 from plait.comm.peer import Peer
@@ -171,30 +171,35 @@ class ProcessComm(Comm):
         if works := self.transport.library(operation, out, whole):
             return self._work(operation, works)
         slices = whole.tensor_split(len(operation.group.ranks))
-        return self._exchanged(operation, slices[operation.group.index], slices, out)
+        return self._exchanged(operation, slices[operation.group.index], slices, out, self._tag(operation))
 
     def _all_reduce(self, operation: Operation, tensor: Tensor) -> Work:
         if works := self.transport.library(operation, tensor, tensor):
             return self._work(operation, works)
         n = len(operation.group.ranks)
+        tag = self._tag(operation)
+        if works := self.transport.all_reduce(operation, tensor, tag):
+            return self._work(operation, works)
         if n == 2 or n * tensor.numel() * tensor.element_size() <= SMALL_BYTES:
-            return self._exchanged(operation, tensor, [tensor] * n, tensor)
+            return self._exchanged(operation, tensor, [tensor] * n, tensor, tag)
         chunk = -(-tensor.numel() // n)
         slices = [tensor[k * chunk : (k + 1) * chunk] for k in range(n)]
         mine = slices[operation.group.index]
-        first, tag = self._exchanged(operation, mine, slices, mine), self._tag(operation)
+        first, then = self._exchanged(operation, mine, slices, mine, tag), self._tag(operation)
 
         def second() -> Work:
-            return self._work(operation, self.transport.exchange(operation, slices, [mine] * n, tag))
+            return self._work(operation, self.transport.exchange(operation, slices, [mine] * n, then))
 
         return TwoPhase(first, second, self._two_phase.setdefault(operation.group.axes, deque()))
 
-    def _exchanged(self, operation: Operation, mine: Tensor, slices: Sequence[Tensor], out: Tensor) -> Work:
+    def _exchanged(self, operation: Operation, mine: Tensor, slices: Sequence[Tensor], out: Tensor, tag: int) -> Work:
         """Slice k to member k; what comes in, and ``mine``, reduced into ``out``."""
-        works, finish = self.transport.reduce(operation, mine, slices, out, self._tag(operation))
+        works, finish = self.transport.reduce(operation, mine, slices, out, tag)
         return self._work(operation, works, finish)
 
     def _broadcast(self, operation: Operation, tensor: Tensor) -> Work:
+        if works := self.transport.library(operation, tensor, tensor):
+            return self._work(operation, works)
         is_root = operation.group.index == operation.root
         parts = [tensor] * len(operation.group.ranks) if is_root else None
         return self._work(operation, self._rooted(operation, parts, tensor, to_root=False))
@@ -230,6 +235,13 @@ class ProcessComm(Comm):
         slots = torch.zeros(n, dtype=torch.uint8).tensor_split(n)
         works = self.transport.exchange(operation, slots, [slots[operation.group.index]] * n, self._tag(operation))
         self._work(operation, works).wait()
+
+    def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
+        own = self.transport.empty(numel, dtype) if numel else None
+        return super().empty(numel, dtype) if own is None else own
+
+    def _common(self, group: Group, numel: int, dtype: torch.dtype) -> Tensor | None:
+        return self.transport.common(Operation("common memory", group, NO_NOTE, numel, dtype))
 
     # ---- messages ------------------------------------------------------------------------------
 

@@ -14,6 +14,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from plait.comm.failures import FailureReports
@@ -71,9 +72,21 @@ class Transport(ABC):
         """Waits for what was started; raises TimeoutError after the deadline, ConnectionError where a connection broke,
         with the others' reports."""
 
+    def all_reduce(self, operation: Operation, tensor: Tensor, tag: int) -> list[Started]:
+        """An all-reduce of messages in a way of its own; nothing where the common ones do as well."""
+        return []
+
     def library(self, operation: Operation, out: Tensor, source: Tensor) -> list[Started]:
         """The collective as the library makes it; nothing where it is better made of messages."""
         return []
+
+    def empty(self, numel: int, dtype: torch.dtype) -> Tensor | None:
+        """Memory from which tensors are sent without a copy, where that depends on the memory."""
+        return None
+
+    def common(self, operation: Operation) -> Tensor | None:
+        """Memory that the members have in common, where there is such: zeros, as many as the operation has elements."""
+        return None
 
     def give_up(self, why: str) -> None:
         """Starts nothing more; whoever waits for this rank, or loses it, reads why."""

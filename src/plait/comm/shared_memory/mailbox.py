@@ -18,7 +18,7 @@ from plait.comm.shared_memory.segment import Segment
 from plait.comm.shared_memory.semaphore import Semaphore
 
 RECORDS = 1024
-_FORMAT = struct.Struct("<IiiiQQ")
+_FORMAT = struct.Struct("<IHHIiQQ")
 BYTES = 2 * semaphore.SIZE + RECORDS * _FORMAT.size
 """That a mailbox takes."""
 
@@ -36,6 +36,8 @@ class MailRecord(NamedTuple):
     nbytes: int = 0
     dtype: int = 0
     """A code; that of a message's elements."""
+    number: int = 0
+    """Of the block."""
 
 
 class Mailbox:
@@ -63,16 +65,16 @@ class Mailbox:
         """Whether there was room for it."""
         if not self.room.take():
             return False
-        kind, tag, descriptor, offset, nbytes, dtype = record
-        _FORMAT.pack_into(self._segment.buffer, self._place(), tag, kind, descriptor, dtype, offset, nbytes)
+        kind, tag, descriptor, offset, nbytes, dtype, number = record
+        _FORMAT.pack_into(self._segment.buffer, self._place(), tag, kind, dtype, number, descriptor, offset, nbytes)
         self._behind = 0 if kind == DATA else self._behind + 1
         self.filled.post()
         return True
 
     def read(self) -> MailRecord:
         """The next one, after ``filled`` was taken; ``room`` is posted by who has made use of it."""
-        tag, kind, descriptor, dtype, offset, nbytes = _FORMAT.unpack_from(self._segment.buffer, self._place())
-        return MailRecord(kind, tag, descriptor, offset, nbytes, dtype)
+        tag, kind, dtype, number, descriptor, offset, nbytes = _FORMAT.unpack_from(self._segment.buffer, self._place())
+        return MailRecord(kind, tag, descriptor, offset, nbytes, dtype, number)
 
     def _place(self) -> int:
         place = self._start + self._next % RECORDS * _FORMAT.size

@@ -83,8 +83,12 @@ class Office:
         """A segment of another rank, opened when it is first asked for."""
         key = rank, descriptor
         if key not in self._segments:
-            self._segments[key] = Segment.open(self.process_ids[rank], descriptor, self._names[rank])
+            self._segments[key] = self.open(rank, descriptor)
         return self._segments[key]
+
+    def open(self, rank: int, descriptor: int) -> Segment:
+        """A segment of another rank, opened anew; an OSError where it is gone."""
+        return Segment.open(self.process_ids[rank], descriptor, self._names[rank])
 
     def ended(self) -> list[int]:
         """The ranks whose processes have ended."""

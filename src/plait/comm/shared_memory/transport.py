@@ -28,16 +28,21 @@ import torch
 from torch import Tensor
 
 from plait.comm.header import DTYPES
-from plait.comm.operation import Operation, name_of
-from plait.comm.ordered_reduce import ordered_sum
+from plait.comm.operation import Operation, copied, name_of
 from plait.comm.shared_memory.arena import Arena
+from plait.comm.shared_memory.arrivals import Adding, Arrival, Copying, Hearing
+from plait.comm.shared_memory.common import CommonMemory
 from plait.comm.shared_memory.mailbox import DATA, HERE, LEFT, READ, MailRecord
 from plait.comm.shared_memory.office import Office
+from plait.comm.shared_memory.outgoing import Outgoing, chunks
+from plait.comm.shared_memory.segment import Segment
 from plait.comm.transport import Started, Transport, Wires
 
-CHUNK_BYTES = 2**20
 WINDOW = 4
 """Chunks of a collective that wait to be read, at most."""
+
+WHOLE_BYTES = 2**16
+"""An all-reduce of no more sends wholes: one round of messages instead of two."""
 
 SPIN_SECONDS = 0.0005
 """For which a rank that has a core of its own looks before it sleeps."""
@@ -52,19 +57,11 @@ NAP_SECONDS = 0.001
 """Between two looks at several ranks."""
 
 
+COMMON = 2
+"""The tag of what is told to make common memory."""
+
 CODES = {dtype: code for code, dtype in enumerate(DTYPES)}
 """What a record says of a dtype."""
-
-
-class Outgoing:
-    """What of a tensor has been sent."""
-
-    __slots__ = ("chunks", "count", "operation", "pumping", "readers", "sent", "tag", "unread")
-
-    def __init__(self, operation: Operation, chunks: Sequence[Tensor], readers: Sequence[int], tag: int) -> None:
-        self.operation, self.chunks, self.readers, self.tag = operation, chunks, readers, tag
-        self.count, self.sent, self.unread = len(chunks), 0, 0
-        self.pumping = False
 
 
 class SharedMemoryTransport(Transport):
@@ -81,6 +78,10 @@ class SharedMemoryTransport(Transport):
         self._early: defaultdict[tuple[int, int], deque[MailRecord]] = defaultdict(deque)
         """What has come and nobody has asked for yet, by rank and tag."""
         self._gone: dict[int, str] = {}
+        self._under_way: dict[int, Arrival] = {}
+        """What this rank has to get on with."""
+        self._common: dict[tuple[int, ...], CommonMemory] = {}
+        """Of groups, by their ranks."""
         ranks, threads = len(office.inboxes) + 1, torch.get_num_threads()
         for box in office.outboxes.values():
             box.write(MailRecord(HERE))
@@ -97,22 +98,61 @@ class SharedMemoryTransport(Transport):
 
     def recv(self, operation: Operation, tensor: Tensor, src: int, tag: int) -> list[Started]:
         self._check(operation)
-        return [(partial(self._copied, [(src, [tensor.view(-1)])], (), tag), tensor)] if tensor.numel() else []
+        if not tensor.numel():
+            return []
+        return [(partial(self._until, Copying(self, {src: [tensor.view(-1)]}, (), tag)), tensor)]
 
     def exchange(
         self, operation: Operation, slots: Sequence[Tensor], slices: Sequence[Tensor], tag: int
     ) -> list[Started]:
-        outgoing = self._send_slices(operation, slices, tag)
+        outgoing = self._send_slices(operation, slices, tag, lent=True)
         ranks, index, n = operation.group.ranks, operation.group.index, len(slots)
         order = [(index - step) % n for step in range(1, n)]
-        into = [(ranks[k], chunks(slots[k])) for k in order]
-        return [(partial(self._copied, into, outgoing, tag), slots[index])]
+        return self._begun(Copying(self, {ranks[k]: chunks(slots[k]) for k in order}, outgoing, tag), slots[index])
 
     def reduce(
         self, operation: Operation, mine: Tensor, slices: Sequence[Tensor], out: Tensor, tag: int
     ) -> tuple[list[Started], None]:
-        outgoing = self._send_slices(operation, slices, tag)
-        return [(partial(self._added, operation, mine, out, outgoing, tag), out)], None
+        here = operation.group.index
+        lent = all(part is not mine for k, part in enumerate(slices) if k != here)  # else out, if it is mine, changes
+        outgoing = self._send_slices(operation, slices, tag, lent=lent)
+        return self._begun(Adding(self, operation, chunks(mine), chunks(out), outgoing, tag), out), None
+
+    def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """A tensor that others read where it lies."""
+        return self._arena.empty(numel, dtype)
+
+    def common(self, operation: Operation) -> Tensor:
+        """Memory that the members of a group have in common, zeros; all of them ask for it."""
+        ranks = operation.group.ranks
+        if ranks not in self._common:
+            self._common[ranks] = CommonMemory(ranks, self.rank, partial(self._share, operation))
+        return self._common[ranks].empty(operation.numel, operation.dtype)
+
+    def all_reduce(self, operation: Operation, tensor: Tensor, tag: int) -> list[Started]:
+        """Slice k to member k, who adds them and puts the sum in everyone's; nothing where wholes are as well."""
+        n, index = len(operation.group.ranks), operation.group.index
+        if tensor.nbytes <= WHOLE_BYTES:
+            return []
+        length = -(-tensor.numel() // n)
+        slices = [tensor[k * length : (k + 1) * length] for k in range(n)]
+        outgoing = self._send_slices(operation, slices, tag, lent=True, back=True)
+        mine = chunks(slices[index])
+        return self._begun(Adding(self, operation, mine, mine, outgoing, tag, back=True), tensor)
+
+    def library(self, operation: Operation, out: Tensor, source: Tensor) -> list[Started]:
+        """Where the result is common to the members, nothing moves: each says that its piece is written."""
+        group = operation.group
+        memory = next((common for common in self._common.values() if common.has(out, group.ranks)), None)
+        if memory is None or operation.kind not in ("all_gather", "broadcast"):
+            return []
+        self._check(operation)
+        if operation.kind == "all_gather":
+            copied(out.tensor_split(len(group.ranks))[group.index], source)
+        others = [rank for rank in group.ranks if rank != self.rank]
+        for rank in others:
+            memory.mine[rank].post()
+        return self._begun(Hearing({rank: memory.theirs[rank] for rank in others}), out)
 
     def wait(self, operation: Operation, works: Sequence[Started]) -> None:
         end = time.monotonic() + self.deadline
@@ -161,15 +201,24 @@ class SharedMemoryTransport(Transport):
 
     # ---- sending -----------------------------------------------------------------------------------------
 
-    def _send_slices(self, operation: Operation, slices: Sequence[Tensor], tag: int) -> list[Outgoing]:
+    def _send_slices(
+        self,
+        operation: Operation,
+        slices: Sequence[Tensor],
+        tag: int,
+        *,
+        lent: bool,
+        back: bool = False,
+    ) -> list[Outgoing]:
         """Slice k to member k; once, where all are the same."""
         self._check(operation)
         ranks, index, n = operation.group.ranks, operation.group.index, len(slices)
         order = [(index + step) % n for step in range(1, n)]
-        if all(slices[k] is slices[order[0]] for k in order):
-            sent = [Outgoing(operation, chunks(slices[order[0]]), [ranks[k] for k in order], tag)]
+        how = {"lent": lent, "back": back}
+        if all(slices[k] is slices[order[0]] for k in order) and not back:
+            sent = [Outgoing(operation, chunks(slices[order[0]]), [ranks[k] for k in order], tag, **how)]
         else:
-            sent = [Outgoing(operation, chunks(slices[k]), [ranks[k]], tag) for k in order]
+            sent = [Outgoing(operation, chunks(slices[k]), [ranks[k]], tag, **how) for k in order]
         self._drain_all()
         for outgoing in sent:
             self._begin(outgoing)
@@ -189,72 +238,40 @@ class SharedMemoryTransport(Transport):
         while outgoing.sent < outgoing.count and (all_of_it or outgoing.unread < WINDOW):
             data = outgoing.chunks[outgoing.sent]
             try:
-                block = self._arena.put(data, len(outgoing.readers))
+                block = self._arena.put(data, len(outgoing.readers), lend=outgoing.lent, back=outgoing.back)
             except BaseException:
                 self.broken = self.broken or f"this world broke down earlier, in {outgoing.operation}"
                 raise
             block.outgoing = outgoing
+            outgoing.lent &= block.lent
             outgoing.sent, outgoing.unread = outgoing.sent + 1, outgoing.unread + 1
-            record = MailRecord(
-                DATA, outgoing.tag, block.segment.descriptor, block.offset, data.nbytes, CODES[data.dtype]
-            )
+            where, dtype = (block.segment.descriptor, block.offset, data.nbytes), CODES[data.dtype]
+            record = MailRecord(DATA, outgoing.tag, *where, dtype, block.number)
             for dst in outgoing.readers:
                 self._post(dst, record)
         outgoing.pumping = False
         if outgoing.sent < outgoing.count:
             self._unsent[id(outgoing)] = outgoing
         else:
-            outgoing.chunks = ()  # its tensor is its owner's again
+            if not outgoing.lent:
+                outgoing.chunks = ()  # its tensor is its owner's again
             self._unsent.pop(id(outgoing), None)
 
     def _post(self, dst: int, record: MailRecord) -> None:
         end = 0.0
-        while not self._office.outboxes[dst].write(record):
+        while not (record.kind == READ and dst in self._gone) and not self._office.outboxes[dst].write(record):
             end = end or time.monotonic() + self.deadline
             self._hope_for(dst, end)
             self._look()
             time.sleep(NAP_SECONDS)
 
-    def _sent(self, outgoing: Outgoing, count: int, end: float) -> None:
-        """Stays until so many chunks are sent, or all."""
-        count = min(count, outgoing.count)
-        if outgoing.sent < count:
-            self._until(lambda: outgoing.sent >= count, outgoing.readers, end)
-
     # ---- receiving ---------------------------------------------------------------------------------------
 
-    def _copied(
-        self, into: Sequence[tuple[int, Sequence[Tensor]]], outgoing: Sequence[Outgoing], tag: int, end: float
-    ) -> None:
-        """Takes the messages of some ranks into place; what this rank sends is then under way to its end."""
-        for k in range(max(len(slots) for _, slots in into)):
-            for src, slots in into:
-                if k < len(slots):
-                    record = self._take(src, tag, slots[k], end)
-                    slots[k].copy_(self._view(src, record, slots[k]))
-                    self._read(src, record)
-        for one in outgoing:
-            self._sent(one, one.count, end)
-
-    def _added(
-        self, operation: Operation, mine: Tensor, out: Tensor, outgoing: Sequence[Outgoing], tag: int, end: float
-    ) -> None:
-        """Reduces what the others send, and ``mine``, into ``out``."""
-        group = operation.group
-        for k, (part, into) in enumerate(zip(chunks(mine), chunks(out), strict=True)):
-            records = {src: self._take(src, tag, part, end) for src in group.ranks if src != group.rank}
-            for one in outgoing:  # else out, if it is mine, changes too early
-                self._sent(one, k + 1, end)
-            stack = [part if src == group.rank else self._view(src, records[src], part) for src in group.ranks]
-            ordered_sum(stack, group.sizes, operation.op, into)
-            for src, record in records.items():
-                self._read(src, record)
-
-    def _take(self, src: int, tag: int, like: Tensor, end: float) -> MailRecord:
-        """The next message of a rank with a tag, by ``end``; it is as long as ``like``."""
-        early = self._early[src, tag]
+    def take(self, src: int, tag: int, like: Tensor) -> MailRecord | None:
+        """The next message of a rank with a tag, if it has come; a ConnectionError if it is not as long as ``like``."""
+        early = self._early.get((src, tag))
         if not early:
-            self._until(lambda: bool(early), (src,), end)
+            return None
         record = early.popleft()
         if not early:
             del self._early[src, tag]
@@ -263,33 +280,67 @@ class SharedMemoryTransport(Transport):
             raise ConnectionError(f"rank {src} sent {sent} where {like.nbytes} of {name_of(like.dtype)} were meant")
         return record
 
-    def _until(self, done: Callable[[], bool], sources: Sequence[int], end: float) -> None:
-        """Takes in what comes until it is done: looks at first, then sleeps.
+    def view(self, src: int, record: MailRecord, like: Tensor) -> Tensor:
+        """What has come, where it lies."""
+        return self._office.segment(src, record.descriptor).view(record.offset, like.numel(), like.dtype)
 
-        Members of several groups may wait for them in different orders, so after a while without an end the windows are
-        opened: then all is under way that was begun.
+    def read(self, src: int, record: MailRecord) -> None:
+        """Gives the block back, where somebody still wants it."""
+        self._post(src, MailRecord(READ, number=record.number))
+
+    def _begun(self, arrival: Arrival, memory: Tensor) -> list[Started]:
+        self._under_way[id(arrival)] = arrival
+        return [(partial(self._until, arrival), memory)]
+
+    def _share(self, operation: Operation, size: int, prepare: Callable[[Segment], None]) -> Segment:
+        """A segment that the first member of a group makes, and all of them open."""
+        (first, *others), opened = operation.group.ranks, torch.zeros(1, dtype=torch.uint8)
+        if self.rank == first:
+            segment = Segment.make(size, self._office.name)
+            prepare(segment)
+            for dst in others:
+                self.send(operation, torch.tensor([segment.descriptor]), dst, COMMON)
+            self.wait(operation, [work for src in others for work in self.recv(operation, opened, src, COMMON)])
+            segment.close()
+        else:
+            descriptor = torch.zeros(1, dtype=torch.int64)
+            self.wait(operation, self.recv(operation, descriptor, first, COMMON))
+            segment = self._office.open(first, int(descriptor))
+            self.send(operation, opened, first, COMMON)
+        return segment
+
+    def _until(self, arrival: Arrival, end: float) -> None:
+        """Takes in what comes until it is over: looks at first, then sleeps.
+
+        Members of several groups may wait for them in different orders, so this rank gets on with all that is under way
+        before it sleeps, and after a while without an end the windows are opened.
         """
-        first = self._office.inboxes[sources[0]]
         spin = time.perf_counter() + self._spin
         patience = time.monotonic() + LOOK_SECONDS
-        while not done():
-            if any(map(self._drain, sources)) or time.perf_counter() < spin:
+        while not arrival.advance():
+            if self._drain_all() or time.perf_counter() < spin:
                 continue
-            for src in sources:
+            for other in list(self._under_way.values()):
+                if other is not arrival and other.advance():
+                    del self._under_way[id(other)]
+            missing = arrival.waits_for()
+            for src in missing:
                 self._hope_for(src, end)
-            nap = NAP_SECONDS if self._unsent or len(sources) > 1 else LOOK_SECONDS
-            if first.filled.wait(min(nap, max(0.001, end - time.monotonic()))):
-                self._sort_in(sources[0])
+            bell = arrival.bell(missing[0]) or self._office.inboxes[missing[0]].filled
+            nap = NAP_SECONDS if self._unsent or len(missing) > 1 else LOOK_SECONDS
+            if bell.wait(min(nap, max(0.001, end - time.monotonic()))):
+                bell.post()
             else:
                 self._look()
             if self._unsent and time.monotonic() > patience:
                 for outgoing in list(self._unsent.values()):
                     self._pump(outgoing, all_of_it=True)
+        self._under_way.pop(id(arrival), None)
 
-    def _drain_all(self) -> None:
-        """Takes in what has come from anybody: blocks that were read can be used again."""
-        for src in self._office.inboxes:
-            self._drain(src)
+    def _drain_all(self) -> bool:
+        """Takes in what has come from anybody, so blocks that were read can be used again; whether anything had."""
+        found = [self._drain(src) for src in self._office.inboxes]
+        return any(found)
 
     def _drain(self, src: int) -> bool:
         """Takes in what has come from a rank; whether anything had."""
@@ -309,7 +360,7 @@ class SharedMemoryTransport(Transport):
         if record.kind == DATA and src not in self._gone:
             self._early[src, record.tag].append(record)
         elif record.kind == READ:
-            block = self._arena.read(record.descriptor, record.offset)
+            block = self._arena.read(record.number)
             if block is not None and isinstance(outgoing := block.outgoing, Outgoing):
                 block.outgoing = None
                 outgoing.unread -= 1
@@ -341,19 +392,3 @@ class SharedMemoryTransport(Transport):
             raise ConnectionResetError(self._gone[rank])
         if time.monotonic() > end:
             raise TimeoutError(f"rank {rank} did not come")
-
-    def _view(self, src: int, record: MailRecord, like: Tensor) -> Tensor:
-        """What has come, where it lies."""
-        return self._office.segment(src, record.descriptor).view(record.offset, like.numel(), like.dtype)
-
-    def _read(self, src: int, record: MailRecord) -> None:
-        """Gives the block back, where somebody still wants it."""
-        if src not in self._gone:
-            self._post(src, MailRecord(READ, 0, record.descriptor, record.offset))
-
-
-def chunks(tensor: Tensor) -> Sequence[Tensor]:
-    """Parts of a 1-D tensor, none where it is empty."""
-    if tensor.nbytes <= CHUNK_BYTES:
-        return (tensor,) if tensor.numel() else ()
-    return torch.split(tensor, CHUNK_BYTES // tensor.element_size())

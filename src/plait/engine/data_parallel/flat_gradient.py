@@ -20,17 +20,18 @@ class Buffers:
     more buffers than were in use at once.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, comm: Comm) -> None:
+        self._comm = comm
         self._free: list[Tensor] = []
         self._bases: dict[int, Tensor] = {}
 
-    def take(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    def take(self, numel: int, dtype: torch.dtype) -> Tensor:
         """``numel`` elements, with whatever was in them before."""
         same = sorted((t for t in self._free if t.dtype == dtype), key=Tensor.numel)
         base = next((t for t in same if t.numel() >= numel), same[-1] if same else None)
         self._free = [t for t in self._free if t is not base]
         if base is None or base.numel() < numel:
-            base = torch.zeros(numel, dtype=dtype, device=device)
+            base = self._comm.empty(numel, dtype).zero_()
         view = base[:numel]
         self._bases[id(view)] = base
         return view
@@ -56,7 +57,7 @@ class FlatGradient:
         start, stop = flat.grads_place
         self.direct = not flat.grads_split
         """The accumulator has every element."""
-        self.accumulated = torch.zeros(stop - start, dtype=flat.sum_dtype, device=flat.rest.device)
+        self.accumulated = comm.empty(stop - start, flat.sum_dtype).zero_()
         self.views = flat.views(self.accumulated) if self.direct else []
         self.transient: Tensor | None = None
         self.touched: set[int] = set()
@@ -97,7 +98,7 @@ class FlatGradient:
 
     def make_transient(self) -> Tensor:
         """A buffer for the whole gradient of a microbatch."""
-        self.transient = self.buffers.take(self.flat.layout.numel, self.flat.sum_dtype, self.flat.rest.device)
+        self.transient = self.buffers.take(self.flat.layout.numel, self.flat.sum_dtype)
         self.views = self.flat.views(self.transient)
         return self.transient
 

@@ -66,7 +66,7 @@ class Gradients:
 
     def __init__(self, unsharding: Unsharding, comm: Comm) -> None:
         self.unsharding, self.comm = unsharding, comm
-        self.buffers = Buffers()
+        self.buffers = Buffers(comm)
         self.watch: GradientWatch | None = None
         """Looks at every unit's gradient before it is reduced."""
         self.order = [UnitGradients(unit, self) for unit in reversed(unsharding.units) if unit.trains]

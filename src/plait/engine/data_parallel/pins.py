@@ -36,7 +36,7 @@ class Pins:
             stays_open = unit.state is State.UNSHARDED and (unit.keeps_open or not unit.users)
             self._closes[unit], unit.pinned = not stays_open, True
             if unit.state is State.SHARDED:
-                unit.unshard("state", -1)
+                unit.unshard("state", -1, own=True)
         for unit in fresh:
             if unit.state is State.UNSHARDING:
                 unit.wait()

@@ -3,6 +3,8 @@
 full     every element; parameters are views of it, so a gather copies nothing per parameter.  Where the row splits
          them it has memory only while they are gathered: resharding resizes its storage to nothing and unsharding
          back, so whatever autograd saved (parameters, or views such as ``weight.t()``) has the right values again
+common   where the ranks of a host share memory, it is ``full``, once for all of them, and ``rest`` is a part of it:
+         a gather moves nothing.  No rank updates its piece before all have agreed that they are through with a step
 rest     what this rank has of the parameters at rest; where nothing is split, it is ``full``
 kept     from a forward to its backward: what the next gather starts from
 master   what the optimizer updates, where its cell has another dtype or device than the parameters'; they are
@@ -78,7 +80,12 @@ class Flat:
         self.keeps_more = ways(strategy.kept.split) != ways(strategy.params.split)
         self.grads_split = ways(strategy.grads.split) > 1
         start, stop = self.optim_place
-        self.rest = torch.zeros(self.held[1] - self.held[0], dtype=self.dtype, device=device)
+        self.common = comm.common(layout.numel, self.dtype, strategy.params.split) if self.split else None
+        """Every element, once for all ranks of a host: each updates its piece, and nothing has to be gathered."""
+        if self.common is None:
+            self.rest = comm.empty(self.held[1] - self.held[0], self.dtype).zero_()
+        else:
+            self.rest = self.common[slice(*self.held)]
         self.updated_at_rest = self.rest[start - self.held[0] : stop - self.held[0]]
         """The part that the optimizer updates, or that is rounded from what it updates."""
         self.master: Tensor | None = None
@@ -88,7 +95,9 @@ class Flat:
         """The piece that the optimizer updates, in place."""
         self.bytes_full = layout.numel * self.dtype.itemsize
         self.kept: Tensor | None = None
-        self.full = torch.empty(layout.numel, dtype=self.dtype, device=device) if self.split else self.rest
+        self.full = self.common if self.common is not None else self.rest
+        if self.split and self.common is None:
+            self.full = torch.empty(layout.numel, dtype=self.dtype, device=device)
         self._point_views()
         collectives = moves(strategy)
         self._forward, self._backward, self._publish = (
@@ -138,14 +147,21 @@ class Flat:
             self.updated_at_rest.copy_(self.master)
         return [send(self.comm, message, self.rest, self.held[0], note) for message in self._publish]
 
-    def unshard(self, note: Note) -> list[Work]:
-        """Give ``full`` its memory and issue the messages that fill it from what is kept, or lies at rest."""
-        self.full.untyped_storage().resize_(self.bytes_full)
+    def unshard(self, note: Note, *, own: bool) -> list[Work]:
+        """Give ``full`` its memory and issue the messages that fill it from what is kept, or lies at rest.
+
+        ``own``: whoever writes to it, or keeps a view, has memory of this rank's own.
+        """
+        if self.common is None:
+            self.full.untyped_storage().resize_(self.bytes_full)
+        elif own:
+            self._renew()
         if self.kept is None:
             (start, stop), piece, messages = self.held, self.rest, self._forward
         else:
             (start, stop), piece, messages = self.kept_place, self.kept, self._backward
-        self.full[start:stop].copy_(piece)
+        if self.full is not self.common:
+            self.full[start:stop].copy_(piece)
         return [send(self.comm, message, self.full, 0, note) for message in messages]
 
     def show(self) -> None:
@@ -165,6 +181,10 @@ class Flat:
             for parameter, nothing, at_rest in zip(self.parameters, self._placeholders, self._at_rest, strict=True):
                 parameter.data = nothing
                 parameter.__class__ = at_rest
+        if self.common is not None:
+            self.full = self.common
+            self._point_views()
+            return self.written()
         if not self.full.untyped_storage().resizable():  # it is shared with numpy
             self._renew()
         self.full.untyped_storage().resize_(0)
@@ -221,7 +241,7 @@ class Flat:
 
     def leave_to_holders(self) -> None:
         """Before a reshard: where more than the parameters share the memory, what they read must stay."""
-        if self._share_memory() > self._holders + len(self.parameters):
+        if self.common is None and self._share_memory() > self._holders + len(self.parameters):
             self._renew()
 
     def _renew(self) -> None:
@@ -239,4 +259,6 @@ class Flat:
     def keep(self) -> None:
         """Keep what the row keeps between forward and backward: a copy only if it is more than lies at rest."""
         if self.kept is None:
-            self.kept = self.full[slice(*self.kept_place)].clone() if self.keeps_more else self.rest
+            self.kept = self.full[slice(*self.kept_place)] if self.keeps_more else self.rest
+            if self.keeps_more and self.common is None:
+                self.kept = self.kept.clone()

@@ -61,8 +61,8 @@ class Unit:
         self.relate([], [])
         self._works: list[Work] = []
         self._split_flats = [flat for flat in self.flats if flat.split]
-        self.bytes_full = sum(flat.bytes_full for flat in self._split_flats)
-        """Bytes of the gathered parameters."""
+        self.bytes_full = sum(flat.bytes_full for flat in self._split_flats if flat.common is None)
+        """Bytes of the gathered parameters, where they have memory of their own."""
 
     def __repr__(self) -> str:
         return f"Unit({self.name}, {sum(len(flat.layout.slots) for flat in self.flats)} parameters, {self.state.value})"
@@ -88,14 +88,14 @@ class Unit:
         """The module reads another unit's parameters too."""
         self.relate([*self.needs[1:], owner], self.ancestors)
 
-    def unshard(self, phase: str, microbatch: int) -> None:
-        """Start to gather the parameters, from what is kept or lies at rest."""
+    def unshard(self, phase: str, microbatch: int, *, own: bool = False) -> None:
+        """Start to gather the parameters, from what is kept or lies at rest; ``own``: not into common memory."""
         assert self.state is State.SHARDED, f"unit {self.name!r} is {self.state.value}"
         self.state = State.UNSHARDING
         self.open_units.add(self)
         note = Note(phase, self.name, microbatch)
         for flat in self._split_flats:
-            self._works += flat.unshard(note)
+            self._works += flat.unshard(note, own=own)
 
     def wait(self) -> None:
         """Wait for the messages and point the parameters at the whole values."""

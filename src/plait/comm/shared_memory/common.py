@@ -1,0 +1,77 @@
+"""Memory that the ranks of a group have in common: one copy of it, which all of them map.
+
+    rank 0   [ own piece | ......... | ......... ]         each writes its own piece; then
+    rank 1   [ ......... | own piece | ......... ]         all_gather moves nothing: it says "mine is written"
+    rank 2   [ ......... | ......... | own piece ]         to each, and waits until each has said so
+
+The first rank of the group makes a segment, the others open it, and the memory of tensors is cut from it one after the
+other: all members ask for the same ones, so all cut alike.  Segments are as long-lived as the tensors in them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from mmap import mmap
+from weakref import WeakValueDictionary
+
+import torch
+from torch import Tensor
+
+from plait.comm.shared_memory import semaphore
+from plait.comm.shared_memory.arena import ALIGNMENT
+from plait.comm.shared_memory.segment import Segment
+from plait.comm.shared_memory.semaphore import Semaphore
+
+FIRST_BYTES, LARGEST_BYTES = 2**18, 2**26
+SPARE = 16
+"""A segment is an allocation, or at least this part of what there is: 1/16."""
+
+Share = Callable[[int, Callable[[Segment], None]], Segment]
+"""A segment of so many bytes for all members of a group; the second is called with it before the others see it."""
+
+
+class CommonMemory:
+    """That of one group, as one of its ranks sees it.
+
+    Args:
+        ranks: of the group, in order; all make this together.
+    """
+
+    def __init__(self, ranks: Sequence[int], rank: int, share: Share) -> None:
+        self.ranks, self._share = frozenset(ranks), share
+        self._segment: Segment | None = None
+        """The last one, from which memory is cut."""
+        self._used, self._total = 0, 0
+        self._alive: WeakValueDictionary[int, mmap] = WeakValueDictionary()
+        """The buffers of segments, by their addresses."""
+        n, me, others = len(ranks), list(ranks).index(rank), [(k, r) for k, r in enumerate(ranks) if r != rank]
+        self._bells = share(n * n * semaphore.SIZE, _begin)
+        bells = _bells(self._bells)  # of k for j: at k * n + j
+        self.mine = {r: bells[me * n + k] for k, r in others}
+        """For each other rank: posted when this one's pieces are written."""
+        self.theirs = {r: bells[k * n + me] for k, r in others}
+
+    def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """The next memory of the group, zeros: so many elements; all members ask for the same."""
+        size = -(-numel * dtype.itemsize // ALIGNMENT) * ALIGNMENT
+        if self._segment is None or self._used + size > self._segment.size:
+            spare = min(max(self._total // SPARE, FIRST_BYTES), LARGEST_BYTES)
+            self._segment, self._used = self._share(max(size, spare), lambda segment: None), 0
+            self._total += self._segment.size
+            self._alive[self._segment.address] = self._segment.buffer
+        start, self._used = self._used, self._used + size
+        return self._segment.view(start, numel, dtype)
+
+    def has(self, tensor: Tensor, ranks: Sequence[int]) -> bool:
+        """Whether a tensor lies here, and these ranks are of the group."""
+        return tensor.untyped_storage().data_ptr() in self._alive and self.ranks.issuperset(ranks)
+
+
+def _bells(segment: Segment) -> list[Semaphore]:
+    """The semaphores of which a segment consists."""
+    return [Semaphore(segment.address + start) for start in range(0, segment.size, semaphore.SIZE)]
+
+
+def _begin(segment: Segment) -> None:
+    for bell in _bells(segment):
+        bell.begin()

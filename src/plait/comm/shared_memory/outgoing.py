@@ -1,0 +1,49 @@
+"""A tensor on its way, in chunks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from plait.comm.operation import Operation
+
+CHUNK_BYTES = 2**22
+
+
+class Outgoing:
+    """What of a tensor has been sent.
+
+    Args:
+        lent: it may be read where it lies, until the operation is over.
+        back: what its reader has made of it comes back in its place.
+    """
+
+    __slots__ = ("back", "chunks", "count", "lent", "operation", "pumping", "readers", "sent", "tag", "unread")
+
+    def __init__(
+        self,
+        operation: Operation,
+        chunks: Sequence[Tensor],
+        readers: Sequence[int],
+        tag: int,
+        *,
+        lent: bool = False,
+        back: bool = False,
+    ) -> None:
+        self.operation, self.chunks, self.readers, self.tag = operation, chunks, readers, tag
+        self.count, self.sent, self.unread = len(chunks), 0, 0
+        self.lent, self.back, self.pumping = lent, back, False
+
+    @property
+    def is_over(self) -> bool:
+        """Whether its tensor is its owner's again."""
+        return self.sent >= self.count and not ((self.lent or self.back) and self.unread)
+
+
+def chunks(tensor: Tensor) -> Sequence[Tensor]:
+    """Parts of a 1-D tensor, none where it is empty."""
+    if tensor.nbytes <= CHUNK_BYTES:
+        return (tensor,) if tensor.numel() else ()
+    return torch.split(tensor, CHUNK_BYTES // tensor.element_size())

@@ -10,7 +10,7 @@ import torch
 
 from plait.core.mesh import Mesh
 
-World = Literal["process", "shared_memory", "thread"]
+World = Literal["auto", "process", "shared_memory", "thread"]
 Device = Literal["auto", "cpu", "cuda"]
 
 
@@ -24,8 +24,9 @@ class MachineConfig:
 
     mesh: str = "shard=4"
     """Ranks on named axes, as in "replica=2 shard=2"; their product is the number of ranks."""
-    world: World = "process"
-    """What a rank is: a process, one that shares memory with the others of its host, or a thread of this one."""
+    world: World = "auto"
+    """What a rank is: a process, one that shares memory with the others of its host, or a thread of this one; auto is
+    shared_memory for CPUs of this machine, where the system has it, and process elsewhere."""
     device: Device = "cpu"
     """Where ranks compute; auto is cuda where there is one."""
     threads: int = 1
@@ -53,11 +54,32 @@ def check_machine(config: MachineConfig) -> None:
         raise ValueError("world shared_memory moves tensors of CPUs: use --world process, or --device cpu")
     if config.device == "cuda" and not torch.cuda.is_available():
         raise ValueError("device cuda: torch sees no CUDA device here; use --device cpu, or see plait doctor")
-    if resolve_device(config.device) == "cuda" and config.world == "process" and ranks > gpus:
+    if resolve_device(config.device) == "cuda" and resolve_world(config) == "process" and ranks > gpus:
         raise ValueError(
             f"{ranks} ranks on {gpus} CUDA devices: NCCL needs one each; "
             f"use a mesh of {gpus} or fewer, --world thread, or --device cpu"
         )
+
+
+def resolve_world(config: MachineConfig) -> Literal["process", "shared_memory", "thread"]:
+    """What ``auto`` means on this machine: shared memory for ranks on CPUs that plait starts itself.
+
+    Ranks that another launcher starts may be on several hosts.
+    """
+    if config.world != "auto":
+        return config.world
+    ours = "PLAIT_LAUNCHER" in os.environ or "WORLD_SIZE" not in os.environ
+    return "shared_memory" if ours and resolve_device(config.device) == "cpu" and _can_share() else "process"
+
+
+def _can_share() -> bool:
+    """Whether this system has what shared memory needs: Linux 5.3, and nothing that forbids it."""
+    try:
+        for descriptor in (os.memfd_create("plait"), os.pidfd_open(os.getpid())):
+            os.close(descriptor)
+    except (AttributeError, OSError):
+        return False
+    return True
 
 
 def resolve_device(device: Device) -> Literal["cpu", "cuda"]:

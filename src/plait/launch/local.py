@@ -27,6 +27,7 @@ from plait.comm.base import Comm
 from plait.comm.check import check_collectives
 from plait.comm.environment import variables
 from plait.config import MachineConfig, resolve_device
+from plait.config.machine import resolve_world
 from plait.core.escape import say
 from plait.launch.failure import LAUNCHER, leave_note
 from plait.launch.fork_server import ForkServer
@@ -78,7 +79,7 @@ def _be_a_rank(config: MachineConfig, body: Body, limits: Limits) -> int:
         device = f"cuda:{os.environ.get('LOCAL_RANK') or '0'}"  # type: ignore[assignment]
     try:
         mesh, alike = config.parsed_mesh, shared_settings(config)
-        shared = config.world == "shared_memory"
+        shared = resolve_world(config) == "shared_memory"
         comm = ProcessComm.from_env(mesh, device=device, deadline=config.deadline, facts=alike, shared_memory=shared)
     except (ConnectionError, TimeoutError) as error:  # a port that is taken, ranks that never came
         raise ValueError(str(error)) from error

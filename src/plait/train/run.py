@@ -26,6 +26,7 @@ from plait.checkpoint.save import Saver
 from plait.comm import Comm
 from plait.comm.agree import gather_ints
 from plait.config import TrainConfig, to_toml
+from plait.config.machine import resolve_world
 from plait.config.room import decoder_sizes
 from plait.config.sinks import Sinks, open_sinks
 from plait.core.collectives import Note
@@ -171,7 +172,7 @@ def _show_header(training: Training, console: Console) -> None:
         f"microbatches per rank: {config.microbatches}"
     )
     console.print(f"{engine.strategy}")
-    console.print(f"mesh {mesh}: {mesh.size} ranks ({config.world} world)")
+    console.print(f"mesh {mesh}: {mesh.size} ranks ({resolve_world(config)} world)")
     if engine.pipeline.num_stages > 1:
         for stage, rank in sorted(engine.pipeline.owner.items()):
             names = engine.links_of(stage)

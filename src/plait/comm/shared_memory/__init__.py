@@ -3,8 +3,11 @@
 .. code-block:: text
 
     transport.py   messages and exchanges, made of the parts below      start here
-    arena.py       blocks of a rank's own memory, for what is under way
+    arena.py       a rank's own memory: blocks for what is under way, tensors that others read where they lie
+    arrivals.py    what is done with what comes in, chunk by chunk
+    common.py      memory that a group has in common: one copy of it
     mailbox.py     rings of records: what lies where, and what has been read
+    outgoing.py    a tensor on its way
     office.py      every rank's mailboxes, made, published and opened
     segment.py     memory that several processes map
     semaphore.py   the C library's semaphores, between processes

@@ -1,4 +1,4 @@
-"""Ranks of one host over memory that they share: no sockets, no copies beyond one in and one out.
+"""Ranks of one host over memory that they share: no sockets, one copy of what is split, and no more than one in and one out of the rest.
 
 .. code-block:: text
 
@@ -7,8 +7,8 @@
     arrivals.py    what is done with what comes in, chunk by chunk
     common.py      memory that a group has in common: one copy of it
     mailbox.py     rings of records: what lies where, and what has been read
-    outgoing.py    a tensor on its way
     office.py      every rank's mailboxes, made, published and opened
+    outgoing.py    a tensor on its way, chunk by chunk
     segment.py     memory that several processes map
     semaphore.py   the C library's semaphores, between processes
 """

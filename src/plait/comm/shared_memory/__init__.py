@@ -1,4 +1,4 @@
-"""Ranks of one host over memory that they share: no sockets, one copy of what is split, and no more than one in and one out of the rest.
+"""Ranks of one host over memory that they share: no sockets, and few copies.
 
 .. code-block:: text
 

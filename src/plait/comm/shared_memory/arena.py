@@ -91,12 +91,12 @@ class Arena:
         self._under_way[block.number] = block
         return block
 
-    def read(self, number: int) -> SharedBlock | None:
-        """A reader says that it has read a block; the block, where that was the last one."""
+    def read(self, number: int) -> SharedBlock:
+        """A reader says that it has read a block; it is free if no others are left."""
         block = self._under_way[number]
         block.readers -= 1
         if block.readers:
-            return None
+            return block
         del self._under_way[number]
         if block.source is not None:
             block.source.copy_(block.segment.view(block.offset, block.source.numel(), block.source.dtype))

@@ -157,4 +157,4 @@ class Hearing:
 
 
 def _readers(outgoing: Iterable[Outgoing]) -> list[int]:
-    return [reader for one in outgoing if not one.is_over for reader in one.readers]
+    return [reader for one in outgoing if not one.is_over for reader in one.waits_for()]

@@ -10,6 +10,8 @@ from torch import Tensor
 from plait.comm.operation import Operation
 
 CHUNK_BYTES = 2**22
+WINDOW = 2
+"""Chunks that wait to be read, at most."""
 
 
 class Outgoing:
@@ -33,13 +35,22 @@ class Outgoing:
         back: bool = False,
     ) -> None:
         self.operation, self.chunks, self.readers, self.tag = operation, chunks, readers, tag
-        self.count, self.sent, self.unread = len(chunks), 0, 0
+        self.count, self.sent, self.unread = len(chunks), 0, dict.fromkeys(readers, 0)
         self.lent, self.back, self.pumping = lent, back, False
 
     @property
     def is_over(self) -> bool:
         """Whether its tensor is its owner's again."""
-        return self.sent >= self.count and not ((self.lent or self.back) and self.unread)
+        return self.sent >= self.count and not ((self.lent or self.back) and self.waits_for())
+
+    @property
+    def may_go_on(self) -> bool:
+        """Whether the window allows one more."""
+        return self.sent < self.count and max(self.unread.values()) < WINDOW
+
+    def waits_for(self) -> list[int]:
+        """The ranks that have not read all that was sent."""
+        return [reader for reader, unread in self.unread.items() if unread]
 
 
 def chunks(tensor: Tensor) -> Sequence[Tensor]:

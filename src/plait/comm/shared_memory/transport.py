@@ -6,7 +6,7 @@
     .                                              copy it into place, or add straight from the block
     block is free again               ◄── mailbox  record (read)
 
-A message to one rank is on its way when ``send`` returns.  Collectives go in chunks, of which ``WINDOW`` are under way:
+A message to one rank is on its way when ``send`` returns.  Collectives go in chunks, of which a few are under way:
 so blocks stay in cache, and the first chunk is added while the last has not been sent.  The rest follows whenever this
 rank waits for anything, as blocks become free.  All members take chunk k of everyone before chunk k + 1, so the one
 that is furthest behind always finds what it needs.
@@ -37,9 +37,6 @@ from plait.comm.shared_memory.office import Office
 from plait.comm.shared_memory.outgoing import Outgoing, chunks
 from plait.comm.shared_memory.segment import Segment
 from plait.comm.transport import Started, Transport, Wires
-
-WINDOW = 4
-"""Chunks of a collective that wait to be read, at most."""
 
 WHOLE_BYTES = 2**16
 """An all-reduce of no more sends wholes: one round of messages instead of two."""
@@ -235,7 +232,7 @@ class SharedMemoryTransport(Transport):
         if outgoing.pumping:  # it waits for room in a mailbox
             return
         outgoing.pumping = True  # and stays so after an error: the world is broken then
-        while outgoing.sent < outgoing.count and (all_of_it or outgoing.unread < WINDOW):
+        while outgoing.may_go_on or (all_of_it and outgoing.sent < outgoing.count):
             data = outgoing.chunks[outgoing.sent]
             try:
                 block = self._arena.put(data, len(outgoing.readers), lend=outgoing.lent, back=outgoing.back)
@@ -244,10 +241,11 @@ class SharedMemoryTransport(Transport):
                 raise
             block.outgoing = outgoing
             outgoing.lent &= block.lent
-            outgoing.sent, outgoing.unread = outgoing.sent + 1, outgoing.unread + 1
+            outgoing.sent += 1
             where, dtype = (block.segment.descriptor, block.offset, data.nbytes), CODES[data.dtype]
             record = MailRecord(DATA, outgoing.tag, *where, dtype, block.number)
             for dst in outgoing.readers:
+                outgoing.unread[dst] += 1
                 self._post(dst, record)
         outgoing.pumping = False
         if outgoing.sent < outgoing.count:
@@ -361,9 +359,9 @@ class SharedMemoryTransport(Transport):
             self._early[src, record.tag].append(record)
         elif record.kind == READ:
             block = self._arena.read(record.number)
-            if block is not None and isinstance(outgoing := block.outgoing, Outgoing):
-                block.outgoing = None
-                outgoing.unread -= 1
+            if isinstance(outgoing := block.outgoing, Outgoing):
+                block.outgoing = outgoing if block.readers else None
+                outgoing.unread[src] -= 1
                 self._pump(outgoing)
         elif record.kind == HERE:
             self._here.add(src)

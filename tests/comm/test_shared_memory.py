@@ -6,19 +6,19 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable
 from typing import Any
 
 import comm_checks
 import pytest
 import torch
 import torch.distributed as dist
+from shared_worlds import play
 
 from plait.comm import ProcessComm
 from plait.comm.operation import NO_NOTE, Operation, pair_of
 from plait.comm.peer import Peer
-from plait.comm.shared_memory import mailbox, outgoing, transport
+from plait.comm.shared_memory import mailbox, outgoing
 from plait.comm.shared_memory.arena import Arena, rounded
 from plait.comm.shared_memory.mailbox import Mailbox, MailRecord
 from plait.comm.shared_memory.segment import Segment
@@ -31,27 +31,8 @@ AXES = ("pipe", "replica", "shard", "tensor")
 
 
 @pytest.fixture
-def world() -> Iterator[Callable[..., list[object]]]:
-    """``play(mesh, body)``: what ``body(comm)`` returns on each rank, or the error it raises."""
-
-    def play(mesh: str, body: Callable[[ProcessComm], object], deadline: float = 30.0, hosts: str = "") -> list[object]:
-        shape, store = Mesh.parse(mesh), dist.HashStore()
-        names = hosts or "a" * shape.size
-        peers = [Peer(rank, names[rank], os.getpid()) for rank in range(shape.size)]
-
-        def rank_main(rank: int) -> object:
-            try:
-                comm = ProcessComm(shape, rank, store, peers, deadline=deadline, shared_memory=True)
-                result = body(comm)
-                comm.close()
-                return result
-            except Exception as error:
-                return error
-
-        with ThreadPoolExecutor(shape.size) as pool:
-            return list(pool.map(rank_main, range(shape.size)))
-
-    yield play
+def world() -> Callable[..., list[object]]:
+    return play
 
 
 def test_a_semaphore_counts_wakes_and_gives_up() -> None:

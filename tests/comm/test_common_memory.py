@@ -1,0 +1,164 @@
+"""Memory that ranks have in common, and tensors that others read where they lie."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import sys
+
+import pytest
+import torch
+from engine_cases import SPLIT_ROWS, Run, adamw, batches, count, deal, loss_sum, net
+from shared_worlds import play
+from torch import Tensor
+
+from plait.comm import ProcessComm
+from plait.comm.ordered_reduce import ordered_sum
+from plait.comm.shared_memory import common, outgoing
+from plait.comm.shared_memory.arena import Arena
+from plait.core.mesh import Mesh
+from plait.engine import Engine
+
+pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="anonymous files are Linux's")
+
+
+@pytest.mark.parametrize("mesh", ["shard=2", "shard=3", "replica=2 shard=2"])
+@pytest.mark.parametrize("axes", [("shard",), ("replica", "shard")])
+def test_what_one_writes_all_see(mesh: str, axes: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    """More tensors than a segment holds, of several dtypes, gathered with and without a piece of one's own."""
+    monkeypatch.setattr(common, "FIRST_BYTES", 4096)
+
+    def body(comm: ProcessComm) -> None:
+        group = comm.mesh.group(comm.rank, axes)
+        n, index, made = len(group), group.index(comm.rank), []
+        for number, (length, dtype) in enumerate([(7, torch.float32), (501, torch.float64), (33, torch.bfloat16)] * 3):
+            out = comm.common(n * length, dtype, axes)
+            assert out is not None
+            assert not out[index * length : (index + 1) * length].any()
+            mine = torch.full((length,), number + index, dtype=dtype)
+            if number % 2:
+                out[index * length : (index + 1) * length] = mine
+                mine = out[index * length : (index + 1) * length]
+            comm.all_gather(out, mine, axes).wait()
+            made.append((out, torch.arange(n).repeat_interleave(length).add(number).to(dtype)))
+        comm.barrier(axes)
+        for out, expected in made:
+            assert torch.equal(out, expected)
+
+    assert play(mesh, body) == [None] * Mesh.parse(mesh).size
+
+
+def test_common_memory_is_one_memory_and_lives_as_long_as_its_tensors() -> None:
+    def body(comm: ProcessComm) -> list[float]:
+        one, other = (comm.common(comm.world_size * 2, torch.float32, ("shard",)) for _ in range(2))
+        assert one is not None and other is not None
+        comm.all_gather(one, one[comm.rank * 2 : comm.rank * 2 + 2], ("shard",)).wait()
+        if comm.rank == 1:
+            one.fill_(5.0)  # also the others' pieces, which no engine does
+        comm.barrier(("shard",))
+        del other
+        comm.close()
+        return one.tolist()
+
+    assert play("shard=3", body) == [[5.0] * 6] * 3
+
+
+def test_a_group_of_one_and_no_elements_have_nothing_in_common() -> None:
+    def body(comm: ProcessComm) -> list[Tensor | None]:
+        return [comm.common(4, torch.float32, ("replica",)), comm.common(0, torch.float32, ("shard",))]
+
+    assert play("shard=2", body) == [[None, None]] * 2
+
+
+@pytest.mark.parametrize("lenders", ["all", "one", "none"])
+@pytest.mark.parametrize("mesh", ["shard=2", "shard=3", "replica=2 shard=2"])
+@pytest.mark.parametrize("length", [1, 16385, 50003])
+def test_tensors_are_reduced_where_they_lie(
+    mesh: str, lenders: str, length: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever lends its memory; several chunks, pieces of other lengths."""
+    monkeypatch.setattr(outgoing, "CHUNK_BYTES", 2**13)
+    shape, axes = Mesh.parse(mesh), ("replica", "shard")
+    values = [torch.randn(length, generator=torch.Generator().manual_seed(rank)) for rank in range(shape.size)]
+    total = torch.empty(length)
+    ordered_sum([values[rank] for rank in shape.group(0, axes)], (shape.replica, shape.shard), "sum", total)
+
+    def body(comm: ProcessComm) -> None:
+        lends = lenders == "all" or (lenders == "one" and comm.rank == 1)
+        empty = comm.empty if lends else torch.empty
+        x = empty(length, dtype=torch.float32).copy_(values[comm.rank])
+        y = empty(length * comm.world_size, dtype=torch.float32).copy_(values[comm.rank].repeat(comm.world_size))
+        piece = torch.empty(length)
+        works = [comm.all_reduce(x, axes), comm.reduce_scatter(piece, y, axes)]
+        for work in works:
+            work.wait()
+        assert torch.equal(x, total) and torch.equal(piece, total)
+        index = comm.mesh.index(comm.rank, axes)
+        y[index * length : (index + 1) * length] = values[comm.rank]
+        comm.all_gather(y, y[index * length : (index + 1) * length], axes).wait()
+        assert torch.equal(y, torch.cat([values[rank] for rank in shape.group(comm.rank, axes)]))
+        y.zero_()  # it is this rank's again, whatever the others still do
+
+    assert play(mesh, body) == [None] * shape.size
+
+
+def test_the_memory_of_a_tensor_that_is_gone_is_used_again() -> None:
+    arena = Arena("plait-test")
+    first = arena.empty(1000, torch.float32)
+    part, address = first[10:20], first.data_ptr()
+    del first
+    gc.collect()
+    assert arena.empty(1000, torch.float32).data_ptr() != address, "a view still has it"
+    del part
+    gc.collect()
+    assert arena.empty(1000, torch.float32).data_ptr() == address
+    arena.close()
+
+
+@pytest.mark.parametrize("row", SPLIT_ROWS)
+@pytest.mark.parametrize("mesh", ["shard=3", "replica=2 shard=2"])
+@pytest.mark.parametrize("num_microbatches", [1, 2])
+def test_parameters_that_exist_once_train_as_in_one_process(row: str, mesh: str, num_microbatches: int) -> None:
+    """With a whole state that somebody keeps, and a write between steps, which every rank does."""
+    data, shape, kept = batches(4), Mesh.parse(mesh), {}
+
+    def body(comm: ProcessComm) -> Run:
+        model, record = copy.deepcopy(net()), Run()
+        engine = Engine(
+            model, comm, strategy=row, optimizer=adamw(model.parameters()), loss_fn=loss_sum, count_fn=count
+        )
+        assert any(flat.common is not None for unit in engine.units for flat in unit.flats)
+        for number, batch in enumerate(data):
+            record.losses.append(engine.step(deal(batch, shape, comm.rank, num_microbatches)).loss)
+            if number == 1:
+                with engine.gathered():
+                    kept[comm.rank] = dict(model.state_dict()), copy.deepcopy(model.state_dict())
+                with engine.gathered(modify=True), torch.no_grad():
+                    for parameter in model.parameters():
+                        parameter.mul_(0.5)
+        record.state = engine.full_state_dict()
+        return record
+
+    model = copy.deepcopy(net())
+    optimizer, truth = adamw(model.parameters()), Run()
+    for number, batch in enumerate(data):
+        optimizer.zero_grad()
+        loss = loss_sum(model, batch) / count(batch)
+        torch.autograd.backward(loss)
+        optimizer.step()
+        truth.losses.append(loss.item())
+        if number == 1:
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.mul_(0.5)
+    truth.state = model.state_dict()
+
+    ranks = play(mesh, body)
+    for record in ranks:
+        assert isinstance(record, Run), record
+        assert record.losses == pytest.approx(truth.losses, rel=1e-11)
+        for name, value in truth.state.items():
+            assert torch.allclose(record.state[name], value, rtol=1e-11, atol=1e-11), name
+    for views, copies in kept.values():
+        for name, view in views.items():
+            assert torch.equal(view, copies[name]), f"{name}, which was kept, has changed"

@@ -26,12 +26,13 @@ pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="an
 @pytest.mark.parametrize("axes", [("shard",), ("replica", "shard")])
 def test_what_one_writes_all_see(mesh: str, axes: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     """More tensors than a segment holds, of several dtypes, gathered with and without a piece of one's own."""
-    monkeypatch.setattr(common, "FIRST_BYTES", 4096)
+    monkeypatch.setattr(common, "FIRST_BYTES", 1)
+    monkeypatch.setattr(common, "SPARE", 3)
 
     def body(comm: ProcessComm) -> None:
         group = comm.mesh.group(comm.rank, axes)
         n, index, made = len(group), group.index(comm.rank), []
-        for number, (length, dtype) in enumerate([(7, torch.float32), (501, torch.float64), (33, torch.bfloat16)] * 3):
+        for number, (length, dtype) in enumerate([(7, torch.float32), (5001, torch.float64), (33, torch.bfloat16)] * 4):
             out = comm.common(n * length, dtype, axes)
             assert out is not None
             assert not out[index * length : (index + 1) * length].any()

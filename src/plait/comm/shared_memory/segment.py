@@ -34,13 +34,14 @@ class Segment:
 
     @classmethod
     def make(cls, size: int, name: str = "plait") -> Segment:
-        """A new one of so many bytes, all zero; ``name`` is what ``open`` knows it by.
+        """A new one of so many bytes, in whole pages, all zero; ``name`` is what ``open`` knows it by.
 
         Raises:
             MemoryError: there is not so much left; the message has the numbers.
         """
         if not (hasattr(os, "memfd_create") and hasattr(os, "pidfd_open")):
             raise ValueError("memory that ranks share needs Linux 5.3, and a Python made for it: take --world process")
+        size = -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
         text = f"{size / 2**20:.1f} MiB of shared memory cannot be had"
         fix = "give smaller units or a smaller batch, or take --world process"
         if size > (have := available()):  # the kernel would end processes to find it

@@ -43,4 +43,5 @@ def body(comm: Comm) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(guarded(lambda: launch(BenchConfig(deadline=5 if HOW == "stop" else 20), body, sys.argv)))
+    config = BenchConfig(deadline=5 if HOW == "stop" else 20, world="process" if "over gloo" in REST else "auto")
+    sys.exit(guarded(lambda: launch(config, body, sys.argv)))

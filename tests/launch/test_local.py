@@ -104,20 +104,21 @@ def wait_for(what, seconds: float) -> None:  # type: ignore[no-untyped-def]
 
 
 @LINUX
+@pytest.mark.parametrize("words", [(), ("over gloo",)], ids=["shared memory", "gloo"])
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
 def test_nothing_listens_and_no_rank_outlives_the_launcher(
-    number: signal.Signals, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ranks: Any
+    number: signal.Signals, words: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ranks: Any
 ) -> None:
     (tmp_path / "tmp").mkdir()
     monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))
-    process = ranks("sleep", str(tmp_path))
+    process = ranks("sleep", str(tmp_path), *words)
     files = [tmp_path / f"rank{rank}.pid" for rank in (0, 1)]
     wait_for(lambda: all(file.exists() and file.read_text() for file in files), 100)
     ids = [int(file.read_text()) for file in files]
     (server,) = children(process.pid)
     assert sorted(children(server)) == sorted(ids)
     assert listening([process.pid, server]) == set()
-    assert listening(ids) == {"0100007F"}, "ranks connect on 127.0.0.1 alone"
+    assert listening(ids) == ({"0100007F"} if words else set()), "gloo connects on 127.0.0.1, shared memory not at all"
     (folder,) = Path(tmp_path / "tmp").iterdir()
     assert folder.stat().st_mode & 0o777 == 0o700
     if number == signal.SIGKILL:

@@ -167,9 +167,12 @@ GARBAGE = (
 
 
 def strangers(ground: Ground, number: int) -> Result:
-    """Everybody who listens is on loopback and is thrown garbage at; the run is the one that nobody disturbed."""
+    """Everybody who listens is on loopback and is thrown garbage at; the run is the one that nobody disturbed.
+
+    Ranks are joined by gloo, since nobody listens where they share memory.
+    """
     out = ground.new()
-    child = ground.start(ground.words(out))
+    child = ground.start(ground.words(out, "--world", "process"))
     wait_for_step(out / "metrics.jsonl", 2, PATIENCE, child)
     ports = listening([child.pid, *(process.pid for process in child.below())])
     outside = [port for port in ports if port.address not in LOOPBACK]

@@ -7,10 +7,11 @@ While ``plait.engine`` cannot be imported the rows are left out and the reason i
 
 from __future__ import annotations
 
+import torch.distributed as dist
 from harness.contestants import GEMMS, SHARED, Build, Contestant, adamw, comm_beside
 from harness.models import Workload
 from harness.report import Match
-from peers import DDP_VARIANTS
+from peers import DDP_VARIANTS, PEERS
 
 ROWS = ("ddp", "zero1", "zero2", "zero3")
 
@@ -27,6 +28,7 @@ MATCHES = tuple(
         Match(f"{who}-zero3", ("fsdp2",), {"mlp4": 1.5, "mlp16": 1.5, "gpt256": 1.15}),
     )
 )
+MATCHES += (Match("ddp/plait_shm", ("ddp",), {"mlp16": 1.3}), Match("fsdp2/plait_shm", ("fsdp2",), {"mlp16": 2.0}))
 
 
 def rows() -> tuple[dict[str, Build], str]:
@@ -36,7 +38,19 @@ def rows() -> tuple[dict[str, Build], str]:
         from plait.engine import Engine  # noqa: F401
     except ImportError as reason:
         return {}, f"{reason}"
-    return {f"{who}-{row}": _row(row, gemm, who) for who, gemm in GEMMS.items() for row in ROWS}, ""
+    ours = {f"{who}-{row}": _row(row, gemm, who) for who, gemm in GEMMS.items() for row in ROWS}
+    return {**ours, **{f"{name}/plait_shm": _on_shared_memory(PEERS[name]) for name in ("ddp", "fsdp2")}}, ""
+
+
+def _on_shared_memory(peer: Build) -> Build:
+    """torch's own engine with plait's back end in the place of gloo."""
+
+    def build(workload: Workload, ranks: int) -> Contestant:
+        import plait.comm.c10d
+
+        return peer(workload, ranks, group=dist.new_group(backend=plait.comm.c10d.NAME))
+
+    return build
 
 
 def _row(strategy: str, gemm: str, who: str) -> Build:

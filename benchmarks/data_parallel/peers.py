@@ -14,9 +14,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from harness.contestants import Build, Contestant, adamw, training_loop
 from harness.models import Workload
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
@@ -35,8 +36,8 @@ def local(workload: Workload, ranks: int) -> Contestant:
     return Contestant(training_loop(workload, model, optimizer), loss_is_global=False, communicates=False)
 
 
-def ddp(workload: Workload, ranks: int, **variant: Any) -> Contestant:
-    model = DistributedDataParallel(workload.build(), **variant)
+def ddp(workload: Workload, ranks: int, group: dist.ProcessGroup | None = None, **variant: Any) -> Contestant:
+    model = DistributedDataParallel(workload.build(), process_group=group, **variant)
     optimizer = adamw(model.parameters(), workload.learning_rate)
     return Contestant(training_loop(workload, model, optimizer), loss_is_global=False)
 
@@ -49,9 +50,9 @@ def redundancy(workload: Workload, ranks: int) -> Contestant:
     return Contestant(training_loop(workload, model, optimizer), loss_is_global=False)
 
 
-def fsdp2(workload: Workload, ranks: int) -> Contestant:
+def fsdp2(workload: Workload, ranks: int, group: dist.ProcessGroup | None = None) -> Contestant:
     model = workload.build()
-    mesh = init_device_mesh("cpu", (ranks,))
+    mesh = init_device_mesh("cpu", (ranks,)) if group is None else DeviceMesh.from_group(group, "cpu")
     for block in model.get_submodule("blocks").children():
         fully_shard(block, mesh=mesh, reshard_after_forward=True)
     fully_shard(model, mesh=mesh, reshard_after_forward=True)
@@ -60,7 +61,7 @@ def fsdp2(workload: Workload, ranks: int) -> Contestant:
 
 
 def _variant(options: dict[str, Any]) -> Build:
-    return lambda workload, ranks: ddp(workload, ranks, **options)
+    return lambda workload, ranks, **group: ddp(workload, ranks, **group, **options)
 
 
 PEERS: dict[str, Build] = {

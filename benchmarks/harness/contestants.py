@@ -41,8 +41,8 @@ SHARED = "plait/shm"
 GEMMS = {"plait": "torch", "plait/onednn": "onednn", SHARED: "torch"}
 """Who multiplies matrices, by the first word of a row's name: with torch's own, the engine alone is compared."""
 
-Build = Callable[[Workload, int], Contestant]
-"""(workload, number of ranks) -> a contestant, inside an initialised process group."""
+Build = Callable[..., Contestant]
+"""(workload, number of ranks) -> a contestant, inside an initialised process group; torch's take another ``group``."""
 
 
 def adamw(parameters: Any, learning_rate: float) -> torch.optim.Optimizer:

@@ -12,7 +12,7 @@ from dataclasses import replace
 from itertools import product
 from typing import TYPE_CHECKING
 
-from harness.contestants import GEMMS, Build, Contestant, adamw, comm_beside
+from harness.contestants import GEMMS, SHARED, Build, Contestant, adamw, comm_beside
 from harness.models import Batch, Workload
 from harness.report import Match
 from models import microbatches
@@ -77,7 +77,7 @@ def rows(splits: Sequence[SplitName], costs: Sequence[float]) -> tuple[dict[str,
     except ImportError as reason:
         return {}, f"{reason}"
     ours = {
-        f"{who}-{name}-{split}": _row(name, split, costs, gemm)
+        f"{who}-{name}-{split}": _row(name, split, costs, gemm, who)
         for who, gemm in GEMMS.items()
         for name in PLACEMENTS
         for split in splits
@@ -92,7 +92,7 @@ def rows(splits: Sequence[SplitName], costs: Sequence[float]) -> tuple[dict[str,
 
 
 def engine_for(
-    workload: Workload, ranks: int, schedule: str, split: SplitName, costs: Sequence[float], gemm: str = "torch"
+    workload: Workload, ranks: int, schedule: str, split: SplitName, costs: Sequence[float], gemm: str, who: str
 ) -> Engine:
     """A rank's engine, on the process group that all contestants share."""
     from plait.core.mesh import Mesh
@@ -101,7 +101,7 @@ def engine_for(
     model = workload.build()
     return Engine(
         model,
-        comm_beside(Mesh(pipe=ranks), f"{workload.name} {schedule} {split} {gemm}"),
+        comm_beside(Mesh(pipe=ranks), f"{workload.name} {schedule} {split} {who}", shared_memory=who == SHARED),
         strategy="ddp",
         optimizer=adamw(model.parameters(), workload.learning_rate),
         loss_fn=workload.loss_sum,

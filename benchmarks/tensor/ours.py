@@ -7,7 +7,7 @@ and the reason is printed.
 
 from __future__ import annotations
 
-from harness.contestants import GEMMS, Build, Contestant, adamw, comm_beside
+from harness.contestants import GEMMS, SHARED, Build, Contestant, adamw, comm_beside
 from harness.models import Batch, Workload
 from harness.report import Match
 from peers import COLUMNS, PLANS, ROWS
@@ -48,10 +48,10 @@ def rows() -> tuple[dict[str, Build], str]:
     except ImportError as reason:
         return {}, f"{reason}"
     kinds = {"tensor": False, "sequence": True}
-    return {f"{who}-{kind}": _row(s, gemm) for who, gemm in GEMMS.items() for kind, s in kinds.items()}, ""
+    return {f"{who}-{kind}": _row(s, gemm, who) for who, gemm in GEMMS.items() for kind, s in kinds.items()}, ""
 
 
-def _row(sequence: bool, gemm: str) -> Build:
+def _row(sequence: bool, gemm: str, who: str) -> Build:
     def build(workload: Workload, ranks: int) -> Contestant:
         from plait.core.mesh import Mesh
         from plait.engine import Engine
@@ -63,7 +63,7 @@ def _row(sequence: bool, gemm: str) -> Build:
         model = workload.build()
         engine = Engine(
             model,
-            comm_beside(Mesh(tensor=ranks), f"{workload.name} {sequence} {gemm}"),
+            comm_beside(Mesh(tensor=ranks), f"{workload.name} {sequence} {who}", shared_memory=who == SHARED),
             strategy="ddp",
             optimizer=adamw(model.parameters(), workload.learning_rate),
             loss_fn=loss_sum,

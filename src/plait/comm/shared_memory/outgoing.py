@@ -9,7 +9,7 @@ from torch import Tensor
 
 from plait.comm.operation import Operation
 
-CHUNK_BYTES = 2**22
+CHUNK_BYTES = 2**21
 WINDOW = 2
 """Chunks that wait to be read, at most."""
 
@@ -45,8 +45,8 @@ class Outgoing:
 
     @property
     def may_go_on(self) -> bool:
-        """Whether the window allows one more."""
-        return self.sent < self.count and max(self.unread.values()) < WINDOW
+        """Whether the window allows one more; what is lent takes no blocks."""
+        return self.sent < self.count and (self.lent or max(self.unread.values()) < WINDOW)
 
     def waits_for(self) -> list[int]:
         """The ranks that have not read all that was sent."""

@@ -92,7 +92,13 @@ def rows(splits: Sequence[SplitName], costs: Sequence[float]) -> tuple[dict[str,
 
 
 def engine_for(
-    workload: Workload, ranks: int, schedule: str, split: SplitName, costs: Sequence[float], gemm: str, who: str
+    workload: Workload,
+    ranks: int,
+    schedule: str,
+    split: SplitName,
+    costs: Sequence[float],
+    gemm: str = "torch",
+    who: str = "plait",
 ) -> Engine:
     """A rank's engine, on the process group that all contestants share."""
     from plait.core.mesh import Mesh
@@ -112,9 +118,9 @@ def engine_for(
     )
 
 
-def _row(schedule: str, split: SplitName, costs: Sequence[float], gemm: str) -> Build:
+def _row(schedule: str, split: SplitName, costs: Sequence[float], gemm: str, who: str) -> Build:
     def build(workload: Workload, ranks: int) -> Contestant:
-        engine = engine_for(workload, ranks, schedule, split, costs, gemm)
+        engine = engine_for(workload, ranks, schedule, split, costs, gemm, who)
         return Contestant(lambda batch: engine.step(microbatches(batch)).loss, loss_is_global=True)
 
     return build

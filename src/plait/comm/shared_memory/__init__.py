@@ -3,6 +3,7 @@
 .. code-block:: text
 
     transport.py   messages and exchanges, made of the parts below      start here
+    alarm.py       wakes a rank that sleeps
     arena.py       a rank's own memory: blocks for what is under way, tensors that others read where they lie
     arrivals.py    what is done with what comes in, chunk by chunk
     common.py      memory that a group has in common: one copy of it

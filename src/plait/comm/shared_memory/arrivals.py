@@ -45,9 +45,6 @@ class Arrival(Protocol):
     def waits_for(self) -> list[int]:
         """The ranks from which something has to come, at least one where it is not over."""
 
-    def bell(self, src: int) -> Semaphore | None:
-        """What is posted when it comes from a rank, if that is not its mailbox."""
-
 
 class Copying:
     """Messages of some ranks, into slots; and this rank's own to others."""
@@ -73,9 +70,6 @@ class Copying:
 
     def waits_for(self) -> list[int]:
         return [*self._slots, *_readers(self._outgoing)]
-
-    def bell(self, src: int) -> None:
-        return None
 
 
 class Adding:
@@ -133,9 +127,6 @@ class Adding:
         missing = [src for src in self._others if src not in self._come] if self._next < len(self._parts) else []
         return missing or _readers(self._outgoing)
 
-    def bell(self, src: int) -> None:
-        return None
-
 
 class Hearing:
     """That others have written, by their bells."""
@@ -151,9 +142,6 @@ class Hearing:
 
     def waits_for(self) -> list[int]:
         return list(self._bells)
-
-    def bell(self, src: int) -> Semaphore:
-        return self._bells[src]
 
 
 def _readers(outgoing: Iterable[Outgoing]) -> list[int]:

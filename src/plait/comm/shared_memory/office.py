@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 from plait.comm.meeting import wait_for_keys
 from plait.comm.peer import Peer, shown
 from plait.comm.shared_memory import mailbox
+from plait.comm.shared_memory.alarm import Alarm
 from plait.comm.shared_memory.mailbox import Mailbox
 from plait.comm.shared_memory.segment import Segment
 
@@ -50,6 +51,10 @@ class Office:
         self.inboxes = {peer.rank: Mailbox(self._mine, peer.rank * mailbox.BYTES) for peer in others}
         for box in self.inboxes.values():
             box.begin()
+        self.alarm = Alarm(self._mine.address + rank * mailbox.BYTES)  # where a mailbox for oneself would be
+        self.alarm.begin()
+        self.alarms: dict[int, Alarm] = {}
+        """Of the other ranks."""
         store.set(f"shared_memory/{rank}", json.dumps([os.getpid(), self._mine.descriptor, self.name]))
         self.outboxes: dict[int, Mailbox] = {}
         self._segments: dict[tuple[int, int], Segment] = {}
@@ -70,7 +75,9 @@ class Office:
             self.process_ids[peer.rank] = process_id
             try:
                 hold = os.pidfd_open(process_id)
-                self.outboxes[peer.rank] = Mailbox(self.segment(peer.rank, descriptor), rank * mailbox.BYTES)
+                theirs = self.segment(peer.rank, descriptor)
+                self.outboxes[peer.rank] = Mailbox(theirs, rank * mailbox.BYTES)
+                self.alarms[peer.rank] = Alarm(theirs.address + peer.rank * mailbox.BYTES)
             except OSError as error:
                 text = f"rank {rank} cannot reach the memory of {peer} on {socket.gethostname()} ({error.strerror})"
                 raise ValueError(

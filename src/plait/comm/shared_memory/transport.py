@@ -51,7 +51,7 @@ LAST_SECONDS = 2.0
 """For which a rank whose world broke waits until the others have what it sent before."""
 
 NAP_SECONDS = 0.001
-"""Between two looks at several ranks."""
+"""Between two looks at a mailbox that is full, and at who has what was sent."""
 
 
 COMMON = 2
@@ -149,6 +149,7 @@ class SharedMemoryTransport(Transport):
         others = [rank for rank in group.ranks if rank != self.rank]
         for rank in others:
             memory.mine[rank].post()
+            self._office.alarms[rank].ring()
         return self._begun(Hearing({rank: memory.theirs[rank] for rank in others}), out)
 
     def wait(self, operation: Operation, works: Sequence[Started]) -> None:
@@ -193,8 +194,9 @@ class SharedMemoryTransport(Transport):
         self._leave()
 
     def _leave(self) -> None:
-        for box in self._office.outboxes.values():
+        for dst, box in self._office.outboxes.items():
             box.write(MailRecord(LEFT))  # one that is full is of a rank that will see this process end
+            self._office.alarms[dst].ring()
 
     # ---- sending -----------------------------------------------------------------------------------------
 
@@ -262,6 +264,7 @@ class SharedMemoryTransport(Transport):
             self._hope_for(dst, end)
             self._look()
             time.sleep(NAP_SECONDS)
+        self._office.alarms[dst].ring()
 
     # ---- receiving ---------------------------------------------------------------------------------------
 
@@ -321,14 +324,10 @@ class SharedMemoryTransport(Transport):
             for other in list(self._under_way.values()):
                 if other is not arrival and other.advance():
                     del self._under_way[id(other)]
-            missing = arrival.waits_for()
-            for src in missing:
+            for src in arrival.waits_for():
                 self._hope_for(src, end)
-            bell = arrival.bell(missing[0]) or self._office.inboxes[missing[0]].filled
-            nap = NAP_SECONDS if self._unsent or len(missing) > 1 else LOOK_SECONDS
-            if bell.wait(min(nap, max(0.001, end - time.monotonic()))):
-                bell.post()
-            else:
+            nap = min(LOOK_SECONDS, max(0.001, end - time.monotonic()))
+            if not self._office.alarm.sleep(lambda: arrival.advance() or self._drain_all(), nap):
                 self._look()
             if self._unsent and time.monotonic() > patience:
                 for outgoing in list(self._unsent.values()):

@@ -18,7 +18,8 @@ from shared_worlds import play
 from plait.comm import ProcessComm
 from plait.comm.operation import NO_NOTE, Operation, pair_of
 from plait.comm.peer import Peer
-from plait.comm.shared_memory import mailbox, outgoing
+from plait.comm.shared_memory import alarm, mailbox, outgoing
+from plait.comm.shared_memory.alarm import Alarm
 from plait.comm.shared_memory.arena import Arena, rounded
 from plait.comm.shared_memory.mailbox import Mailbox, MailRecord
 from plait.comm.shared_memory.segment import Segment
@@ -267,6 +268,30 @@ def test_memory_that_cannot_be_had_breaks_the_world_and_the_others_hear_of_it(
 
     errors = world("shard=3", body)
     assert sorted(type(error).__name__ for error in errors) == ["ConnectionError", "ConnectionError", "MemoryError"]
+
+
+def test_an_alarm_wakes_who_sleeps_and_leaves_nothing_behind() -> None:
+    segment = Segment.make(alarm.BYTES)
+    mine, theirs = Alarm(segment.address), Alarm(segment.address)
+    mine.begin()
+    theirs.ring()  # nobody sleeps
+    assert not mine.sleep(lambda: False, 0.01)
+    assert mine.sleep(lambda: True, 30.0), "what is there is found, without a wait"
+    for _ in range(200):  # whenever it rings: before, while or after it looks for the last time
+        written: list[int] = []
+
+        def write(written: list[int] = written) -> None:
+            written.append(1)
+            theirs.ring()
+
+        other = threading.Thread(target=write)
+        other.start()
+        while not written:
+            assert mine.sleep(lambda written=written: bool(written), 30.0)  # type: ignore[misc]
+        other.join()
+    theirs.ring()
+    mine.sleep(lambda: False, 0.01)  # the last bell may have come late
+    assert not mine.sleep(lambda: False, 0.01)
 
 
 def test_more_messages_than_a_mailbox_holds(world: Callable[..., list[object]]) -> None:

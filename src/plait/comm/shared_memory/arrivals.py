@@ -110,7 +110,7 @@ class Adding:
                 record = self._mail.take(src, self._tag, self._parts[self._next])
                 if record is not None:
                     self._come[src] = record
-        sent = all(one.lent or one.back or one.sent > self._next for one in self._outgoing)
+        sent = all(one.lent or one.back or one.sent >= min(self._next + 1, one.count) for one in self._outgoing)
         return sent and len(self._come) == len(self._others)
 
     def _add(self, part: Tensor, into: Tensor) -> None:

@@ -140,8 +140,10 @@ class SharedMemoryTransport(Transport):
     def library(self, operation: Operation, out: Tensor, source: Tensor) -> list[Started]:
         """Where the result is common to the members, nothing moves: each says that its piece is written."""
         group = operation.group
+        if operation.kind not in ("all_gather", "broadcast"):
+            return []
         memory = next((common for common in self._common.values() if common.has(out, group.ranks)), None)
-        if memory is None or operation.kind not in ("all_gather", "broadcast"):
+        if memory is None:
             return []
         self._check(operation)
         if operation.kind == "all_gather":
@@ -321,11 +323,11 @@ class SharedMemoryTransport(Transport):
         while not arrival.advance():
             if self._drain_all() or time.perf_counter() < spin:
                 continue
+            for src in arrival.waits_for():
+                self._hope_for(src, end)
             for other in list(self._under_way.values()):
                 if other is not arrival and other.advance():
                     del self._under_way[id(other)]
-            for src in arrival.waits_for():
-                self._hope_for(src, end)
             nap = min(LOOK_SECONDS, max(0.001, end - time.monotonic()))
             if not self._office.alarm.sleep(lambda: arrival.advance() or self._drain_all(), nap):
                 self._look()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from plait.comm import ProcessComm
 from plait.comm.ordered_reduce import ordered_sum
-from plait.comm.shared_memory import common, outgoing
+from plait.comm.shared_memory import common, outgoing, segment
 from plait.comm.shared_memory.arena import Arena
 from plait.core.mesh import Mesh
 from plait.engine import Engine
@@ -114,6 +115,23 @@ def test_the_memory_of_a_tensor_that_is_gone_is_used_again() -> None:
     gc.collect()
     assert arena.empty(1000, torch.float32).data_ptr() == address
     arena.close()
+
+
+@pytest.mark.parametrize("version", ["one", "two"])
+def test_the_files_that_a_container_has_read_are_no_memory_in_use(
+    version: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = ("memory.max", "memory.current")
+    if version == "one":
+        tmp_path, names = tmp_path / "memory", ("memory.limit_in_bytes", "memory.usage_in_bytes")
+        tmp_path.mkdir()
+    for name, value in zip(names, ("1000000", "990000"), strict=True):
+        (tmp_path / name).write_text(f"{value}\n")
+    (tmp_path / "memory.stat").write_text("anon 10000\nfile 970000\ninactive_file 600000\nactive_file 300000\n")
+    monkeypatch.setattr(segment, "CGROUP", tmp_path.parent if version == "one" else tmp_path)
+    assert segment.available() == 910000
+    (tmp_path / names[0]).write_text("max\n")
+    assert segment.available() > 1000000
 
 
 @pytest.mark.parametrize("row", SPLIT_ROWS)

@@ -5,20 +5,26 @@ from __future__ import annotations
 import copy
 import gc
 import sys
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 import torch
-from engine_cases import SPLIT_ROWS, Run, adamw, batches, count, deal, loss_sum, net
+from engine_cases import SPLIT_ROWS, Run, adamw, batches, count, deal, distinct, loss_sum, net
 from shared_worlds import play
-from torch import Tensor
+from torch import Tensor, nn
 
 from plait.comm import ProcessComm
+from plait.comm.operation import Group
 from plait.comm.ordered_reduce import ordered_sum
 from plait.comm.shared_memory import common, outgoing, segment
 from plait.comm.shared_memory.arena import Arena
+from plait.comm.shared_memory.arrivals import Hearing
+from plait.comm.shared_memory.common import CommonMemory
 from plait.core.mesh import Mesh
-from plait.engine import Engine
+from plait.engine import EMA, Engine
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="anonymous files are Linux's")
 
@@ -70,6 +76,65 @@ def test_a_group_of_one_and_no_elements_have_nothing_in_common() -> None:
         return [comm.common(4, torch.float32, ("replica",)), comm.common(0, torch.float32, ("shard",))]
 
     assert play("shard=2", body) == [[None, None]] * 2
+
+
+def test_what_is_said_is_counted() -> None:
+    """A gather that was begun later takes nothing from one that was begun before, whichever is asked first."""
+    memory = segment.Segment.make(4096)
+
+    def share(size: int, prepare: Callable[[segment.Segment], None]) -> segment.Segment:
+        prepare(memory)
+        return memory
+
+    mine, theirs = (CommonMemory(Group(("shard",), (0, 1), index, (2,)), share) for index in (0, 1))
+    first, second = Hearing(mine, {1: 1}), Hearing(mine, {1: 2})
+    assert theirs.ring(0) == 1
+    assert not second.advance()
+    assert first.advance()
+    assert second.waits_for() == [1]
+    assert theirs.ring(0) == 2
+    assert second.advance()
+
+
+class Slow(nn.Linear):
+    """Reads its parameters a while after they were gathered."""
+
+    seconds = 0.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        time.sleep(self.seconds)
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("what", ["average", "load"])
+def test_parameters_are_written_when_nobody_reads_them(what: str) -> None:
+    """One rank still evaluates when the others have, and take the weights back or load others."""
+
+    def body(comm: ProcessComm) -> tuple[Tensor, Tensor]:
+        model = distinct(nn.Sequential(nn.Linear(5, 7), Slow(7, 3)))
+        engine = Engine(
+            model, comm, strategy="zero3", optimizer=adamw(model.parameters()), loss_fn=loss_sum, count_fn=count
+        )
+        average, x = EMA(engine, 0.5), torch.linspace(-1, 1, 10).double().view(2, 5)
+        for batch in batches(2):
+            engine.step([batch])
+            average.update()
+        state = {name: value + 1 for name, value in engine.full_state_dict().items()}
+        model[1].seconds = 0.4 if comm.rank == 1 else 0.0
+        with average.swapped() if what == "average" else nullcontext(), torch.no_grad():
+            seen = model.eval()(x)
+        if what == "load":
+            engine.load_full_state_dict(state)
+        model[1].seconds = 0.0
+        comm.barrier(("shard",))
+        return seen, model(x).detach()
+
+    results = play("shard=3", body)
+    assert not any(isinstance(result, Exception) for result in results), results
+    (seen, after), *others = results  # type: ignore[misc]
+    assert not torch.allclose(seen, after)
+    for other in others:
+        assert torch.equal(other[0], seen) and torch.equal(other[1], after)
 
 
 @pytest.mark.parametrize("lenders", ["all", "one", "none"])

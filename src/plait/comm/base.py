@@ -172,6 +172,10 @@ class Comm(ABC):
         group = self._group(axes)
         return None if len(group.ranks) == 1 or not numel else self._common(group, numel, dtype)
 
+    def wait_for_readers(self) -> None:
+        """Before common memory is written where no collective among its ranks has been since it was read last."""
+        return None
+
     def send(self, tensor: Tensor, dst: int, note: Note = NO_NOTE) -> Work:
         """``tensor`` to the (global) rank ``dst``.  Its handle may be dropped: the message still goes."""
         return self._message("send", tensor, dst, note)

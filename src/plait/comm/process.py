@@ -243,6 +243,9 @@ class ProcessComm(Comm):
     def _common(self, group: Group, numel: int, dtype: torch.dtype) -> Tensor | None:
         return self.transport.common(Operation("common memory", group, NO_NOTE, numel, dtype))
 
+    def wait_for_readers(self) -> None:
+        self.transport.wait_for_readers()
+
     # ---- messages ------------------------------------------------------------------------------
 
     def _send(self, operation: Operation, tensor: Tensor, dst: int) -> Work:

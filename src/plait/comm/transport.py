@@ -88,6 +88,10 @@ class Transport(ABC):
         """Memory that the members have in common, where there is such: zeros, as many as the operation has elements."""
         return None
 
+    def wait_for_readers(self) -> None:
+        """Returns when no rank reads common memory any more."""
+        return None
+
     def give_up(self, why: str) -> None:
         """Starts nothing more; whoever waits for this rank, or loses it, reads why."""
         self.broken = why

@@ -211,6 +211,7 @@ class PlacedModel(StaysHere):
             stage.unsharding.forget()
         if any(unit.pinned for unit in self.units):
             raise ValueError(f"{what} inside of `with engine.gathered(...)`: leave the block first")
+        self.comm.wait_for_readers()
 
     def own_buffers(self) -> dict[str, Tensor]:
         """The buffers of the model's state that this rank has before all others: data rank 0's, of its stages."""

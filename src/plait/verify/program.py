@@ -82,6 +82,8 @@ def spoil(program: Any) -> None:
     """
     for _, part in _without_owned(list(_parts(program, "program", set()))):
         tensors: list[Tensor] = []
+        if isinstance(part, Engine):
+            part.comm.wait_for_readers()
         if isinstance(part, Engine | EMA):
             tensors = [piece.tensor for piece in part.pieces()]
             tensors += _own_buffers(part).values() if isinstance(part, Engine) else ()

@@ -18,9 +18,9 @@ from torch import Tensor
 
 from plait.comm.operation import Operation
 from plait.comm.ordered_reduce import ordered_sum
+from plait.comm.shared_memory.common import CommonMemory
 from plait.comm.shared_memory.mailbox import MailRecord
 from plait.comm.shared_memory.outgoing import Outgoing
-from plait.comm.shared_memory.semaphore import Semaphore
 
 
 class Mail(Protocol):
@@ -129,19 +129,17 @@ class Adding:
 
 
 class Hearing:
-    """That others have written, by their bells."""
+    """That others have written: each has rung so many times."""
 
-    def __init__(self, bells: Mapping[int, Semaphore]) -> None:
-        self._bells = dict(bells)
+    def __init__(self, memory: CommonMemory, times: Mapping[int, int]) -> None:
+        self._memory, self._times = memory, dict(times)
 
     def advance(self) -> bool:
-        for src in list(self._bells):
-            if self._bells[src].take():
-                del self._bells[src]
-        return not self._bells
+        self._times = {src: n for src, n in self._times.items() if not self._memory.has_rung(src, n)}
+        return not self._times
 
     def waits_for(self) -> list[int]:
-        return list(self._bells)
+        return list(self._times)
 
 
 def _readers(outgoing: Iterable[Outgoing]) -> list[int]:

@@ -4,6 +4,8 @@
     rank 1   [ ......... | own piece | ......... ]         all_gather moves nothing: it says "mine is written"
     rank 2   [ ......... | ......... | own piece ]         to each, and waits until each has said so
 
+What is said is counted, so that an ``all_gather`` that was begun later takes nothing from one that was begun before.
+
 The first rank of the group makes a segment, the others open it, and the memory of tensors is cut from it one after the
 other: all members ask for the same ones, so all cut alike.  Segments are as long-lived as the tensors in them.
 """
@@ -17,6 +19,7 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 
+from plait.comm.operation import Group
 from plait.comm.shared_memory import semaphore
 from plait.comm.shared_memory.arena import ALIGNMENT
 from plait.comm.shared_memory.segment import Segment
@@ -34,22 +37,34 @@ class CommonMemory:
     """That of one group, as one of its ranks sees it.
 
     Args:
-        ranks: of the group, in order; all make this together.
+        group: all its ranks make this together.
     """
 
-    def __init__(self, ranks: Sequence[int], rank: int, share: Share) -> None:
-        self.ranks, self._share = frozenset(ranks), share
+    def __init__(self, group: Group, share: Share) -> None:
+        self.group, self._share = group, share
         self._segment: Segment | None = None
         """The last one, from which memory is cut."""
         self._used, self._total = 0, 0
         self._alive: WeakValueDictionary[int, mmap] = WeakValueDictionary()
         """The buffers of segments, by their addresses."""
-        n, me, others = len(ranks), list(ranks).index(rank), [(k, r) for k, r in enumerate(ranks) if r != rank]
+        n, me, others = len(group.ranks), group.index, [(k, r) for k, r in enumerate(group.ranks) if k != group.index]
         self._bells = share(n * n * semaphore.SIZE, _begin)
         bells = _bells(self._bells)  # of k for j: at k * n + j
-        self.mine = {r: bells[me * n + k] for k, r in others}
-        """For each other rank: posted when this one's pieces are written."""
-        self.theirs = {r: bells[k * n + me] for k, r in others}
+        self._mine = {r: bells[me * n + k] for k, r in others}
+        self._theirs = {r: bells[k * n + me] for k, r in others}
+        self._rung, self._heard = ({r: 0 for _, r in others} for _ in range(2))
+
+    def ring(self, rank: int) -> int:
+        """Tells a rank that this one's pieces are written; how many times it has told it."""
+        self._mine[rank].post()
+        self._rung[rank] += 1
+        return self._rung[rank]
+
+    def has_rung(self, rank: int, times: int) -> bool:
+        """Whether another rank has told this one so many times."""
+        while self._heard[rank] < times and self._theirs[rank].take():
+            self._heard[rank] += 1
+        return self._heard[rank] >= times
 
     def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
         """The next memory of the group, zeros: so many elements; all members ask for the same."""
@@ -64,7 +79,7 @@ class CommonMemory:
 
     def has(self, tensor: Tensor, ranks: Sequence[int]) -> bool:
         """Whether a tensor lies here, and these ranks are of the group."""
-        return tensor.untyped_storage().data_ptr() in self._alive and self.ranks.issuperset(ranks)
+        return tensor.untyped_storage().data_ptr() in self._alive and set(self.group.ranks).issuperset(ranks)
 
 
 def _bells(segment: Segment) -> list[Semaphore]:

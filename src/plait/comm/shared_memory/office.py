@@ -6,6 +6,7 @@ the others', and lays hold of their processes, so that their end is noticed.
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import secrets
@@ -92,6 +93,20 @@ class Office:
         if key not in self._segments:
             self._segments[key] = self.open(rank, descriptor)
         return self._segments[key]
+
+    def can_open(self, rank: int, descriptor: int) -> bool:
+        """Opens a segment of another rank, while its owner has it; whether it was there.
+
+        Raises:
+            ConnectionError: it may not be opened.
+        """
+        try:
+            self.segment(rank, descriptor)
+        except OSError as error:
+            if error.errno not in (errno.ENOENT, errno.ESRCH, errno.ESTALE):
+                raise ConnectionError(f"the memory of rank {rank} cannot be opened ({error.strerror})") from error
+            return False
+        return True
 
     def open(self, rank: int, descriptor: int) -> Segment:
         """A segment of another rank, opened anew; an OSError where it is gone."""

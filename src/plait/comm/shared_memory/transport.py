@@ -17,7 +17,6 @@ within ``LOOK_SECONDS``.
 
 from __future__ import annotations
 
-import errno
 import os
 import time
 from collections import defaultdict, deque
@@ -28,7 +27,7 @@ import torch
 from torch import Tensor
 
 from plait.comm.header import DTYPES
-from plait.comm.operation import Operation, copied, name_of
+from plait.comm.operation import NO_NOTE, Operation, copied, name_of
 from plait.comm.shared_memory.arena import Arena
 from plait.comm.shared_memory.arrivals import Adding, Arrival, Copying, Hearing
 from plait.comm.shared_memory.common import CommonMemory
@@ -123,7 +122,7 @@ class SharedMemoryTransport(Transport):
         """Memory that the members of a group have in common, zeros; all of them ask for it."""
         ranks = operation.group.ranks
         if ranks not in self._common:
-            self._common[ranks] = CommonMemory(ranks, self.rank, partial(self._share, operation))
+            self._common[ranks] = CommonMemory(operation.group, partial(self._share, operation))
         return self._common[ranks].empty(operation.numel, operation.dtype)
 
     def all_reduce(self, operation: Operation, tensor: Tensor, tag: int) -> list[Started]:
@@ -148,11 +147,25 @@ class SharedMemoryTransport(Transport):
         self._check(operation)
         if operation.kind == "all_gather":
             copied(out.tensor_split(len(group.ranks))[group.index], source)
-        others = [rank for rank in group.ranks if rank != self.rank]
-        for rank in others:
-            memory.mine[rank].post()
-            self._office.alarms[rank].ring()
-        return self._begun(Hearing({rank: memory.theirs[rank] for rank in others}), out)
+        return self._ring(memory, group.ranks, out)
+
+    def wait_for_readers(self) -> None:
+        """Returns when all members have come here, so none of them reads common memory."""
+        begun = []
+        for memory in self._common.values():
+            operation = Operation("wait for readers of common memory", memory.group, NO_NOTE, 0, torch.uint8)
+            self._check(operation)
+            begun.append((operation, self._ring(memory, memory.group.ranks, torch.empty(0))))
+        for operation, works in begun:
+            self.wait(operation, works)
+
+    def _ring(self, memory: CommonMemory, ranks: Sequence[int], out: Tensor) -> list[Started]:
+        times = {}
+        for rank in ranks:
+            if rank != self.rank:
+                times[rank] = memory.ring(rank)
+                self._office.alarms[rank].ring()
+        return self._begun(Hearing(memory, times), out)
 
     def wait(self, operation: Operation, works: Sequence[Started]) -> None:
         end = time.monotonic() + self.deadline
@@ -353,8 +366,8 @@ class SharedMemoryTransport(Transport):
         """Takes in a record, whose ``filled`` was taken."""
         inbox = self._office.inboxes[src]
         record = inbox.read()
-        if record.kind == DATA:
-            self._open(src, record)  # while its owner, who waits for room, still has it
+        if record.kind == DATA and not self._office.can_open(src, record.descriptor):
+            self._gone.setdefault(src, f"the process of rank {src} has ended")
         inbox.room.post()
         if record.kind == DATA and src not in self._gone:
             self._early[src, record.tag].append(record)
@@ -368,15 +381,6 @@ class SharedMemoryTransport(Transport):
             self._here.add(src)
         elif record.kind == LEFT:
             self._gone[src] = f"rank {src} has left"
-
-    def _open(self, src: int, record: MailRecord) -> None:
-        """The segment in which a message lies."""
-        try:
-            self._office.segment(src, record.descriptor)
-        except OSError as error:
-            if error.errno not in (errno.ENOENT, errno.ESRCH, errno.ESTALE):
-                raise ConnectionError(f"the memory of rank {src} cannot be opened ({error.strerror})") from error
-            self._gone.setdefault(src, f"the process of rank {src} has ended")
 
     def _look(self) -> None:
         """Takes in what has come from anybody, and who has ended."""

@@ -182,8 +182,9 @@ class Flat:
                 parameter.data = nothing
                 parameter.__class__ = at_rest
         if self.common is not None:
-            self.full = self.common
-            self._point_views()
+            if self.full is not self.common:  # the copy is left to whoever has it
+                self.full = self.common
+                self._point_views()
             return self.written()
         if not self.full.untyped_storage().resizable():  # it is shared with numpy
             self._renew()

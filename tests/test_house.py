@@ -10,9 +10,12 @@ imports nothing
 """
 
 import ast
+import re
+from importlib.metadata import distribution
 from pathlib import Path
 
 import pytest
+from packaging.specifiers import SpecifierSet
 
 ROOT = Path(__file__).parent.parent
 SOURCE = ROOT / "src" / "plait"
@@ -287,3 +290,10 @@ def test_a_wrong_file_is_caught(path: str, source: str, says: str) -> None:
 )
 def test_a_right_file_passes(path: str, source: str) -> None:
     assert faults(path, source) == []
+
+
+def test_locked_packages_run_on_the_oldest_python() -> None:
+    """Debian 12 has Python 3.11.2, and pip stops at the first package that wants a later one."""
+    names = re.findall(r"^([\w.-]+)==", (ROOT / "requirements.lock").read_text(), re.MULTILINE)
+    wanted = {name: distribution(name).metadata["Requires-Python"] for name in names}
+    assert names and not {n: text for n, text in wanted.items() if text and not SpecifierSet(text).contains("3.11.0")}

@@ -71,6 +71,20 @@ def test_common_memory_is_one_memory_and_lives_as_long_as_its_tensors() -> None:
     assert play("shard=3", body) == [[5.0] * 6] * 3
 
 
+def test_common_memory_that_cannot_be_had_is_told_to_those_who_wait_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    make = segment.Segment.make
+
+    def full(size: int, name: str) -> segment.Segment:
+        if size >= 2**22:
+            raise MemoryError("4.0 MiB of shared memory cannot be had")
+        return make(size, name)
+
+    monkeypatch.setattr(segment.Segment, "make", full)
+    errors = play("shard=3", lambda comm: comm.common(2**20, torch.float32, ("shard",)))
+    assert sorted(type(error).__name__ for error in errors) == ["ConnectionError", "ConnectionError", "MemoryError"]
+    assert all("rank 0: 4.0 MiB of shared memory cannot be had" in str(error) for error in errors[1:]), errors
+
+
 def test_a_group_of_one_and_no_elements_have_nothing_in_common() -> None:
     def body(comm: ProcessComm) -> list[Tensor | None]:
         return [comm.common(4, torch.float32, ("replica",)), comm.common(0, torch.float32, ("shard",))]

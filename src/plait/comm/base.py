@@ -173,7 +173,10 @@ class Comm(ABC):
         return None if len(group.ranks) == 1 or not numel else self._common(group, numel, dtype)
 
     def wait_for_readers(self) -> None:
-        """Before common memory is written where no collective among its ranks has been since it was read last."""
+        """Returns when all ranks that have common memory with this one have called it too, so that none reads any.
+
+        Before it is written where no other collective among them has been since it was last read.
+        """
         return None
 
     def send(self, tensor: Tensor, dst: int, note: Note = NO_NOTE) -> Work:

@@ -1,7 +1,6 @@
 """The ranks: how many there are, where they live, and whether this machine has room for them."""
 
 import os
-import sys
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
@@ -48,8 +47,10 @@ def check_machine(config: MachineConfig) -> None:
         raise ValueError(
             f"{ranks:,} ranks on one host: give a mesh of at most {MOST_ON_ONE_HOST:,}, or start it with torchrun"
         )
-    if config.world == "shared_memory" and not sys.platform.startswith("linux"):
-        raise ValueError("world shared_memory needs Linux: use --world process")
+    if config.world == "shared_memory" and not _can_share():
+        raise ValueError(
+            "world shared_memory needs Linux 5.3, and memfd_create and pidfd_open to be allowed: use --world process"
+        )
     if config.world == "shared_memory" and resolve_device(config.device) == "cuda":
         raise ValueError("world shared_memory moves tensors of CPUs: use --world process, or --device cpu")
     if config.device == "cuda" and not torch.cuda.is_available():

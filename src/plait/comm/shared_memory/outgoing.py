@@ -53,6 +53,18 @@ class Outgoing:
         return [reader for reader, unread in self.unread.items() if unread]
 
 
+def sliced(
+    operation: Operation, slices: Sequence[Tensor], tag: int, *, lent: bool, back: bool = False
+) -> list[Outgoing]:
+    """Slice k to member k, the next member first; once for all, where all slices are the same."""
+    ranks, index, n = operation.group.ranks, operation.group.index, len(slices)
+    order = [(index + step) % n for step in range(1, n)]
+    how = {"lent": lent, "back": back}
+    if all(slices[k] is slices[order[0]] for k in order) and not back:
+        return [Outgoing(operation, chunks(slices[order[0]]), [ranks[k] for k in order], tag, **how)]
+    return [Outgoing(operation, chunks(slices[k]), [ranks[k]], tag, **how) for k in order]
+
+
 def chunks(tensor: Tensor) -> Sequence[Tensor]:
     """Parts of a 1-D tensor, none where it is empty."""
     if tensor.nbytes <= CHUNK_BYTES:

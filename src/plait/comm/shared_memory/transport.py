@@ -6,6 +6,9 @@
     .                                              copy it into place, or add straight from the block
     block is free again               ◄── mailbox  record (read)
 
+A tensor of ``Comm.empty`` lies where others can open it: in a collective the record says where, nothing is copied into
+a block, and the wait ends when all have read it.  What is gathered into common memory does not move at all.
+
 A message to one rank is on its way when ``send`` returns.  Collectives go in chunks, of which a few are under way:
 so blocks stay in cache, and the first chunk is added while the last has not been sent.  The rest follows whenever this
 rank waits for anything, as blocks become free.  All members take chunk k of everyone before chunk k + 1, so the one
@@ -33,7 +36,7 @@ from plait.comm.shared_memory.arrivals import Adding, Arrival, Copying, Hearing
 from plait.comm.shared_memory.common import CommonMemory
 from plait.comm.shared_memory.mailbox import DATA, HERE, LEFT, READ, MailRecord
 from plait.comm.shared_memory.office import Office
-from plait.comm.shared_memory.outgoing import Outgoing, chunks
+from plait.comm.shared_memory.outgoing import Outgoing, chunks, sliced
 from plait.comm.shared_memory.segment import Segment
 from plait.comm.transport import Started, Transport, Wires
 
@@ -101,7 +104,7 @@ class SharedMemoryTransport(Transport):
     def exchange(
         self, operation: Operation, slots: Sequence[Tensor], slices: Sequence[Tensor], tag: int
     ) -> list[Started]:
-        outgoing = self._send_slices(operation, slices, tag, lent=True)
+        outgoing = self._send(sliced(operation, slices, tag, lent=True))
         ranks, index, n = operation.group.ranks, operation.group.index, len(slots)
         order = [(index - step) % n for step in range(1, n)]
         return self._begun(Copying(self, {ranks[k]: chunks(slots[k]) for k in order}, outgoing, tag), slots[index])
@@ -111,7 +114,7 @@ class SharedMemoryTransport(Transport):
     ) -> tuple[list[Started], None]:
         here = operation.group.index
         lent = all(part is not mine for k, part in enumerate(slices) if k != here)  # else out, if it is mine, changes
-        outgoing = self._send_slices(operation, slices, tag, lent=lent)
+        outgoing = self._send(sliced(operation, slices, tag, lent=lent))
         return self._begun(Adding(self, operation, chunks(mine), chunks(out), outgoing, tag), out), None
 
     def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
@@ -132,7 +135,7 @@ class SharedMemoryTransport(Transport):
             return []
         length = -(-tensor.numel() // n)
         slices = [tensor[k * length : (k + 1) * length] for k in range(n)]
-        outgoing = self._send_slices(operation, slices, tag, lent=True, back=True)
+        outgoing = self._send(sliced(operation, slices, tag, lent=True, back=True))
         mine = chunks(slices[index])
         return self._begun(Adding(self, operation, mine, mine, outgoing, tag, back=True), tensor)
 
@@ -215,28 +218,13 @@ class SharedMemoryTransport(Transport):
 
     # ---- sending -----------------------------------------------------------------------------------------
 
-    def _send_slices(
-        self,
-        operation: Operation,
-        slices: Sequence[Tensor],
-        tag: int,
-        *,
-        lent: bool,
-        back: bool = False,
-    ) -> list[Outgoing]:
-        """Slice k to member k; once, where all are the same."""
-        self._check(operation)
-        ranks, index, n = operation.group.ranks, operation.group.index, len(slices)
-        order = [(index + step) % n for step in range(1, n)]
-        how = {"lent": lent, "back": back}
-        if all(slices[k] is slices[order[0]] for k in order) and not back:
-            sent = [Outgoing(operation, chunks(slices[order[0]]), [ranks[k] for k in order], tag, **how)]
-        else:
-            sent = [Outgoing(operation, chunks(slices[k]), [ranks[k]], tag, **how) for k in order]
+    def _send(self, outgoing: list[Outgoing]) -> list[Outgoing]:
+        """Begins to send what a collective sends."""
+        self._check(outgoing[0].operation)
         self._drain_all()
-        for outgoing in sent:
-            self._begin(outgoing)
-        return sent
+        for one in outgoing:
+            self._begin(one)
+        return outgoing
 
     def _begin(self, outgoing: Outgoing) -> None:
         try:
@@ -312,7 +300,11 @@ class SharedMemoryTransport(Transport):
         """A segment that the first member of a group makes, and all of them open."""
         (first, *others), opened = operation.group.ranks, torch.zeros(1, dtype=torch.uint8)
         if self.rank == first:
-            segment = Segment.make(size, self._office.name)
+            try:
+                segment = Segment.make(size, self._office.name)
+            except MemoryError as error:  # the others, who wait for it, read why
+                self.give_up(f"rank {self.rank}: {error}")
+                raise
             prepare(segment)
             for dst in others:
                 self.send(operation, torch.tensor([segment.descriptor]), dst, COMMON)
@@ -321,7 +313,10 @@ class SharedMemoryTransport(Transport):
         else:
             descriptor = torch.zeros(1, dtype=torch.int64)
             self.wait(operation, self.recv(operation, descriptor, first, COMMON))
-            segment = self._office.open(first, int(descriptor))
+            try:
+                segment = self._office.open(first, int(descriptor))
+            except OSError as error:
+                raise self._failure(operation, error) from error
             self.send(operation, opened, first, COMMON)
         return segment
 

@@ -84,8 +84,9 @@ class Flat:
         """Every element, once for all ranks of a host: each updates its piece, and nothing has to be gathered."""
         if self.common is None:
             self.rest = comm.empty(self.held[1] - self.held[0], self.dtype).zero_()
+            self.full = torch.empty(layout.numel, dtype=self.dtype, device=device) if self.split else self.rest
         else:
-            self.rest = self.common[slice(*self.held)]
+            self.full, self.rest = self.common, self.common[slice(*self.held)]
         self.updated_at_rest = self.rest[start - self.held[0] : stop - self.held[0]]
         """The part that the optimizer updates, or that is rounded from what it updates."""
         self.master: Tensor | None = None
@@ -95,9 +96,6 @@ class Flat:
         """The piece that the optimizer updates, in place."""
         self.bytes_full = layout.numel * self.dtype.itemsize
         self.kept: Tensor | None = None
-        self.full = self.common if self.common is not None else self.rest
-        if self.split and self.common is None:
-            self.full = torch.empty(layout.numel, dtype=self.dtype, device=device)
         self._point_views()
         collectives = moves(strategy)
         self._forward, self._backward, self._publish = (

@@ -62,6 +62,11 @@ PROGRAMS: dict[str, bytes] = {
     "EXT": b"\x82\x01.",
     "a call of what was called": b"ctorch\nSize\n)R)R.",
     "a call of a value": b"K\x01)R.",
+    "an attribute of a value": b"cbuiltins\ngetattr\nK\x01X\x04\x00\x00\x00real\x86R.",
+    "an attribute of getattr": b"cbuiltins\ngetattr\ncbuiltins\ngetattr\nX\x08\x00\x00\x00__self__\x86R.",
+    "an attribute of another module": b"cbuiltins\ngetattr\ncos\npath\nX\x02\x00\x00\x00os\x86R.",
+    "an attribute by no name": b"cbuiltins\ngetattr\nctorch\nSize\nK\x01\x86R.",
+    "a call of an attribute": b"cbuiltins\ngetattr\nctorch\nSize\nX\x05\x00\x00\x00count\x86R)R.",
     "a state for a dict": b"}}b.",
     "items of a number": b"K\x01K\x02K\x03s.",
 }
@@ -128,6 +133,16 @@ def test_plain_values_are_what_they_were() -> None:
         assert unpickled(pickle.dumps(value, protocol), ()) == value
     made = unpickled(pickle.dumps(torch.Size((3, 4))), {"torch.Size"})
     assert isinstance(made, Made) and (made.name, made.arguments) == ("torch.Size", ((3, 4),))
+
+
+@pytest.mark.parametrize("module", ["builtins", "__builtin__"])
+def test_a_member_of_an_enumeration_is_read_as_every_python_writes_it(module: str) -> None:
+    """3.11.0 to 3.11.3, among them Debian 12's, write ``getattr(class, name)``, others ``class(value)``."""
+    own = "torch.distributed.checkpoint.metadata"
+    said = f"c{module}\ngetattr\nc{own}\n_MEM_FORMAT_ENCODING\nX\x17\0\0\0TORCH_CONTIGUOUS_FORMAT\x86R.".encode()
+    made = unpickled(said, METADATA_NAMES)
+    assert isinstance(made, Made)
+    assert (made.name, made.arguments) == (f"{own}._MEM_FORMAT_ENCODING", ("TORCH_CONTIGUOUS_FORMAT",))
 
 
 # ---- folders --------------------------------------------------------------------------------------------------------

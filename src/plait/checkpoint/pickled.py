@@ -24,6 +24,8 @@ _GIVEN = {
     *("BININT", "BININT1", "BININT2", "LONG1", "BINFLOAT"),
     *("SHORT_BINUNICODE", "BINUNICODE", "BINUNICODE8", "SHORT_BINBYTES", "BINBYTES", "BINBYTES8"),
 }
+_GETATTR = {"builtins.getattr", "__builtin__.getattr"}
+"""By which Python 3.11.0 to 3.11.3 write a member of an enumeration: ``getattr(class, "MEMBER")``."""
 _TUPLES = {"TUPLE1": 1, "TUPLE2": 2, "TUPLE3": 3}
 
 
@@ -121,6 +123,8 @@ class _Machine:
                 what, arguments = self.taken(2)
                 if type(what) is not Made or what.arguments is not None or type(arguments) is not tuple:
                     raise ValueError("a pickle calls what is no name")
+                if what.name in _GETATTR:
+                    what, arguments = self.member(what.name, *arguments)
                 empty = what.name == "collections.OrderedDict" and not arguments
                 stack.append({} if empty else Made(what.name, arguments))
             case "BUILD":
@@ -131,8 +135,15 @@ class _Machine:
             case _:
                 raise ValueError(f"a pickle has the opcode {name}, which data does not need")
 
+    def member(self, name: str, *arguments: Any) -> tuple[Made, tuple[str]]:
+        """A member of an enumeration, as what the class is called with, as other Pythons write it."""
+        match arguments:
+            case (Made(arguments=None) as what, str(member)) if what.name not in _GETATTR:
+                return what, (member,)
+        raise ValueError(f"a pickle calls {name!r} for something other than a member of what is read here")
+
     def named(self, name: str) -> Made:
-        if name not in self.names:
+        if name not in self.names and name not in _GETATTR:
             raise ValueError(f"it names {name[:80]!r}, which is not among what is read here; nothing of it was run")
         return Made(name)
 

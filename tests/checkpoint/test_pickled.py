@@ -139,7 +139,9 @@ def test_plain_values_are_what_they_were() -> None:
 def test_a_member_of_an_enumeration_is_read_as_every_python_writes_it(module: str) -> None:
     """3.11.0 to 3.11.3, among them Debian 12's, write ``getattr(class, name)``, others ``class(value)``."""
     own = "torch.distributed.checkpoint.metadata"
-    said = f"c{module}\ngetattr\nc{own}\n_MEM_FORMAT_ENCODING\nX\x17\0\0\0TORCH_CONTIGUOUS_FORMAT\x86R.".encode()
+    said = f"c{module}\ngetattr\nc{own}\n_MEM_FORMAT_ENCODING\nX\x17\0\0\0TORCH_CONTIGUOUS_FORMAT\x86R.".encode(
+        "latin-1"
+    )
     made = unpickled(said, METADATA_NAMES)
     assert isinstance(made, Made)
     assert (made.name, made.arguments) == (f"{own}._MEM_FORMAT_ENCODING", ("TORCH_CONTIGUOUS_FORMAT",))

@@ -14,6 +14,7 @@ data/              what it trains on
 job/               what is trained: a model, its loss, data, an optimizer, and their flags
 config/            a run as a frozen value, checked before it starts
 injection/         faults on purpose
+referee/           what is wrong, where, and of what kind
 verify/            the proof
 train/             the run
 measure/           what links and machines can do

@@ -1,0 +1,113 @@
+"""Which samples a gradient holds, and how often.
+
+Most silent bugs of data parallelism are one linear fault: a sum that leaves someone out, counts someone twice, or
+divides by the wrong number.  The true gradient is a sum of parts, one for each sample or microbatch,
+
+    true = g0 + g1 + g2 + g3              observed = c0 g0 + c1 g1 + c2 g2 + c3 g3 + rest
+
+so the coefficients that fit best tell the fault: all 1 is right, all 1/4 a division too many, (1, 1, 0, 0) the other
+rank's samples missing, (0, 0, 0, 1) all microbatches forgotten but the last.  What no coefficients explain, the
+``rest``, is no fault of a sum: a module computed something else, or the pieces lie elsewhere.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from plait.referee.difference import factor_text
+
+CONDITION = 1e9
+"""Of the parts' normalised Gram matrix: beyond it they are too much alike to be told apart."""
+
+NEAR = 2e-3
+"""Coefficients so near to a value count as that value, where the rest is small."""
+
+
+@dataclass(frozen=True)
+class Contributions:
+    """How often an observed gradient holds each part.
+
+    ``rest`` is |observed - sum of c_i g_i| / |observed|.  ``determined`` is False where the parts are too much alike,
+    or more than the elements: then the coefficients are the smallest that fit.
+    """
+
+    coefficients: tuple[float, ...]
+    rest: float
+    determined: bool
+
+
+def contributions(observed: Sequence[Tensor], parts: Sequence[Sequence[Tensor]]) -> Contributions:
+    """Fit an observed gradient by its parts: least squares over all the tensors together, in fp64.
+
+    Args:
+        observed: the gradient of each parameter (or piece of one).
+        parts: for each sample or microbatch, the true gradient of each of these parameters.
+    """
+    count = len(parts)
+    gram = torch.zeros(count, count, dtype=torch.float64)
+    right = torch.zeros(count, dtype=torch.float64)
+    total, numel = 0.0, 0
+    for index, tensor in enumerate(observed):
+        a = torch.stack([part[index].detach().double().reshape(-1) for part in parts])
+        b = tensor.detach().double().reshape(-1)
+        gram += a @ a.T
+        right += a @ b
+        total += b.dot(b).item()
+        numel += b.numel()
+    norms = gram.diagonal().sqrt()
+    present = norms > 0
+    scale = torch.where(present, norms, 1.0)
+    normal = gram / scale[:, None] / scale[None, :]
+    values = torch.linalg.eigvalsh(normal) if count else normal.new_zeros(0)
+    alike = bool(present.all()) and count > 0 and values[0].item() * CONDITION > values[-1].item()
+    solution = torch.linalg.lstsq(normal, (right / scale)[:, None], rcond=1 / CONDITION, driver="gelsd").solution
+    c = solution[:, 0] / scale
+    left = total - 2 * c.dot(right).item() + c.dot(gram @ c).item()
+    rest = math.sqrt(max(left, 0.0) / total) if total else 0.0
+    return Contributions(tuple(c.tolist()), rest, alike and numel >= count)
+
+
+def explain(found: Contributions, counts: Sequence[float] | None = None, names: Sequence[str] | None = None) -> str:
+    """The fault of a sum in words; empty where every part counts once.
+
+    Args:
+        found: the coefficients.
+        counts: how many terms each part is the sum of, to recognise a mean of means.
+        names: what to call the parts ("microbatch 0 of rank 1"); otherwise "part 0", "part 1", ...
+    """
+    c = found.coefficients
+    called = list(names) if names is not None else [f"part {i}" for i in range(len(c))]
+    if not c or all(_near(x, 1.0) for x in c):
+        return ""
+    first = c[0]
+    if all(_near(x, first) for x in c) and abs(first) > NEAR:
+        return f"every part counts {factor_text(first)} times"
+    present = [x for x in c if abs(x) > NEAR]
+    if present and len(present) < len(c):
+        missing = _listed([n for n, x in zip(called, c, strict=True) if abs(x) <= NEAR])
+        kept = [n for n, x in zip(called, c, strict=True) if abs(x) > NEAR]
+        times = dict.fromkeys(factor_text(x) for x in present)
+        factor = "" if all(_near(x, 1.0) for x in present) else f", counted {' or '.join(times)} times"
+        if len(kept) == 1 < len(c) - 1:
+            return f"only {kept[0]} is in it{factor}"
+        others = factor and f"; what is in it is{factor[1:]}"
+        return f"{missing} {'is' if len(c) - len(present) == 1 else 'are'} missing{others}"
+    if counts is not None and len(set(counts)) > 1:
+        weighed = [x * n for x, n in zip(c, counts, strict=True)]
+        if all(_near(w / weighed[0], 1.0) for w in weighed):
+            return "a mean of means: each part counts the same, however many terms it has"
+    odd = [(n, x) for n, x in zip(called, c, strict=True) if not _near(x, 1.0)]
+    told = _listed([f"{n} counts {factor_text(x)} times" for n, x in odd])
+    return f"{told} instead of once" if len(odd) < len(c) else told
+
+
+def _near(value: float, target: float) -> bool:
+    return abs(value - target) <= NEAR * max(1.0, abs(target))
+
+
+def _listed(names: Sequence[str]) -> str:
+    shown = list(names[:6]) + ([f"{len(names) - 6} more"] if len(names) > 6 else [])
+    return shown[0] if len(shown) == 1 else f"{', '.join(shown[:-1])} and {shown[-1]}"

@@ -1,0 +1,149 @@
+"""The shape of a difference: not only how large it is, but what kind.
+
+    all elements times c                  factor        a missing division, a sum that is done twice
+    zeros, or all but nothing             nothing       never computed, never sent
+    equal but for rows 4 to 7 of dim 0    region        one rank's piece, one sample, the last element
+    the same values in other places       permutation   pieces put together in another order
+    NaN or infinite                       not finite
+    none of these                         noise         how large it is beside the tensor
+
+A region has a difference of its own: its rows may be doubled, or zero.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+Pattern = Literal["equal", "shape", "not finite", "nothing", "factor", "region", "permutation", "noise"]
+
+ROUNDING = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}
+"""What remains of a tensor of that dtype, beside it, where all that it is off by is a factor."""
+
+LARGEST_DENOMINATOR = 64
+
+
+@dataclass(frozen=True)
+class Discrepancy:
+    """How a tensor differs from what it should be.
+
+    ``max_abs`` and ``max_rel`` are max|a - b| and max|a - b| / max|b|.  ``factor`` is the c of a = c * b, of the whole
+    tensor or of its region.  ``region`` has (dim, start, stop) where only a part differs, and ``inside`` how that does.
+    """
+
+    pattern: Pattern
+    max_abs: float = 0.0
+    max_rel: float = 0.0
+    factor: float | None = None
+    region: tuple[int, int, int] | None = None
+    inside: Pattern | None = None
+    text: str = "equal"
+
+    def __str__(self) -> str:
+        return self.text
+
+
+def describe(ours: Tensor, theirs: Tensor, within: float = 0.0) -> Discrepancy:
+    """What kind of difference there is between a tensor and what it should be.
+
+    Args:
+        ours: what was computed.
+        theirs: what it should be, of the same shape.
+        within: max|a - b| / max|b| that counts as equal; 0: the same numbers.
+    """
+    if ours.shape != theirs.shape:
+        return Discrepancy("shape", math.inf, math.inf, text=f"{_size(ours)} instead of {_size(theirs)}")
+    a, b = ours.detach().double(), theirs.detach().double()
+    odd = ~a.isfinite() & b.isfinite()
+    if odd.any():
+        text = f"not finite in {int(odd.sum())} of {a.numel()} elements, first at {_first(odd)}"
+        return Discrepancy("not finite", math.inf, math.inf, text=text)
+    gap = (a - b).nan_to_num(0.0).abs()
+    most = gap.max().item() if gap.numel() else 0.0
+    scale = b.nan_to_num(0.0, 0.0, 0.0).abs().max().item() if b.numel() else 0.0
+    relative = most / scale if scale else (math.inf if most else 0.0)
+    if relative <= within:
+        return Discrepancy("equal", most, relative)
+    rounding = max(within, ROUNDING.get(ours.dtype, 1e-5))
+    pattern, factor, text = _whole(a, b, rounding)
+    if pattern == "noise" and (part := _region(gap > within * scale)) is not None:
+        dim, start, stop = part
+        cut = a.narrow(dim, start, stop - start), b.narrow(dim, start, stop - start)
+        inside, factor, what = _whole(*cut, rounding)
+        place = f"{_indices(start, stop)} of {a.shape[dim]} of dim {dim}"
+        return Discrepancy("region", most, relative, factor, part, inside, f"only {place}: {what}")
+    return Discrepancy(pattern, most, relative, factor, text=text)
+
+
+def _whole(a: Tensor, b: Tensor, rounding: float) -> tuple[Pattern, float | None, str]:
+    """The pattern of a whole tensor, a region left aside; its factor; in words."""
+    ours, theirs = a.norm().item(), b.norm().item()
+    if ours <= rounding * theirs:
+        return "nothing", 0.0, "zero" if not ours else f"{ours / theirs:.1g} of what it should be"
+    if theirs:
+        factor = (torch.dot(a.reshape(-1), b.reshape(-1)) / theirs**2).item()
+        scaled = abs(factor - 1) > rounding and (a - factor * b).norm().item() <= rounding * abs(factor) * theirs
+        if scaled and a.numel() > 1:
+            return "factor", factor, f"{factor_text(factor)} times what it should be"
+        if scaled:
+            return "factor", factor, f"{a.item():.6g} instead of {b.item():.6g}, {factor_text(factor)} times"
+    if (moved := _moved(a, b)) is not None:
+        return "permutation", None, moved
+    largest = (a - b).abs().max().item()
+    beside = f", {largest / b.abs().max().item():.2g} of its largest element" if theirs else ", where it should be zero"
+    return "noise", None, f"off by up to {largest:.3g}{beside}"
+
+
+def factor_text(factor: float) -> str:
+    """A factor as people write it: 2, 1/4, 4/3, or four digits where no small fraction is near."""
+    if not math.isfinite(factor):
+        return str(factor)
+    near = Fraction(factor).limit_denominator(LARGEST_DENOMINATOR)
+    if near and abs(float(near) / factor - 1) < 1e-4:
+        return str(near)
+    return f"{factor:.4g}"
+
+
+def _region(differs: Tensor) -> tuple[int, int, int] | None:
+    """The narrowest dim, start and stop outside of which nothing differs; None where it reaches everywhere."""
+    best: tuple[float, tuple[int, int, int]] | None = None
+    for dim, size in enumerate(differs.shape):
+        others = [d for d in range(differs.dim()) if d != dim]
+        rows = (differs.any(dim=others) if others else differs).nonzero().reshape(-1).tolist()
+        start, stop = rows[0], rows[-1] + 1
+        share = (stop - start) / size
+        if share < 1 and (best is None or share < best[0]):
+            best = share, (dim, start, stop)
+    return None if best is None else best[1]
+
+
+def _moved(a: Tensor, b: Tensor) -> str | None:
+    """In words, where a tensor has the values that it should have, in other places."""
+    if a.numel() < 2 or not torch.equal(a.reshape(-1).sort().values, b.reshape(-1).sort().values):
+        return None
+    for dim in range(a.dim()):
+        mine, right = ([row.tolist() for row in x.movedim(dim, 0).reshape(x.shape[dim], -1)] for x in (a, b))
+        if sorted(mine) == sorted(right):
+            return f"the slices of dim {dim} are in another order: {_order(mine, right)}"
+    return "the same values in other places"
+
+
+def _order(mine: Sequence[list[float]], right: Sequence[list[float]]) -> str:
+    order = [right.index(row) for row in mine[:8]]
+    return ", ".join(map(str, order)) + (" ..." if len(mine) > 8 else "")
+
+
+def _size(tensor: Tensor) -> str:
+    return "x".join(map(str, tensor.shape)) or "a number"
+
+
+def _indices(start: int, stop: int) -> str:
+    return f"index {start}" if stop == start + 1 else f"indices {start} to {stop - 1}"
+
+
+def _first(mask: Tensor) -> str:
+    return str(mask.nonzero()[0].tolist()) if mask.dim() else "it"

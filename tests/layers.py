@@ -106,6 +106,7 @@ SHARES: dict[str, Share] = {
     "train/test_train.py::test_a_run_that_is_stopped_keeps_its_metrics": PROCESSES,
     "train/test_train.py::test_all_of_a_loop_at_once_is_the_one_process_run": PROCESSES,
     "verify": Share("none", "pairs"),
+    "verify/test_locate.py": Share("few", "all"),
     "verify/test_processes.py": PROCESSES,
     "verify/test_bitwise.py::test_any_axis_at_one_and_three_ranks": HELD_BY_THE_MATRIX,
     "verify/test_bitwise.py::test_row_is_bitwise_its_reference": TRAINING,

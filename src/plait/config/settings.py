@@ -144,6 +144,8 @@ class VerifyConfig(RunConfig):
     """Go through many layouts instead of one: every two settings together, on up to 8 ranks (small) or 16 (full)."""
     tensors: bool = False
     """Print every tensor that was compared, not only a line per kind."""
+    locate: bool = True
+    """Where something is different, run the layout again, recorded, and name the first wrong tensor."""
 
 
 def section(config: Any, kind: type[Section]) -> Section:

@@ -2,4 +2,6 @@
 
 difference.py      the shape of a difference: a factor, a region, a permutation, noise
 contributions.py   which samples a gradient holds, and how often
+tape.py            what happens in a model while it trains
+wrong.py           the first wrong tensor, and likely causes
 """

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from plait.referee.difference import factor_text
+from plait.referee.difference import ROUNDING, factor_text
 
 CONDITION = 1e9
 """Of the parts' normalised Gram matrix: beyond it they are too much alike to be told apart."""
@@ -82,8 +82,10 @@ def explain(found: Contributions, counts: Sequence[float] | None = None, names: 
     called = list(names) if names is not None else [f"part {i}" for i in range(len(c))]
     if not c or all(_near(x, 1.0) for x in c):
         return ""
+    if all(abs(x) <= NEAR for x in c):
+        return "nothing is in it"
     first = c[0]
-    if all(_near(x, first) for x in c) and abs(first) > NEAR:
+    if all(_near(x, first) for x in c):
         return f"every part counts {factor_text(first)} times"
     present = [x for x in c if abs(x) > NEAR]
     if present and len(present) < len(c):
@@ -97,11 +99,72 @@ def explain(found: Contributions, counts: Sequence[float] | None = None, names: 
         return f"{missing} {'is' if len(c) - len(present) == 1 else 'are'} missing{others}"
     if counts is not None and len(set(counts)) > 1:
         weighed = [x * n for x, n in zip(c, counts, strict=True)]
-        if all(_near(w / weighed[0], 1.0) for w in weighed):
+        if all(_near(w, weighed[0]) for w in weighed):
             return "a mean of means: each part counts the same, however many terms it has"
     odd = [(n, x) for n, x in zip(called, c, strict=True) if not _near(x, 1.0)]
     told = _listed([f"{n} counts {factor_text(x)} times" for n, x in odd])
     return f"{told} instead of once" if len(odd) < len(c) else told
+
+
+@dataclass(frozen=True)
+class Grouping:
+    """Parts that are taken together, and what to call each group."""
+
+    names: tuple[str, ...]
+    members: tuple[tuple[int, ...], ...]
+
+
+def groupings(ranks: int, microbatches: int) -> list[Grouping]:
+    """How the microbatches of a step may be taken together, coarse to fine; part r * microbatches + m is microbatch m
+    of data rank r."""
+    every = range(ranks * microbatches)
+    at = [divmod(i, microbatches) for i in every]
+    found = [Grouping(("every part",), (tuple(every),))]
+    if ranks > 1:
+        of_rank = tuple(tuple(i for i in every if at[i][0] == r) for r in range(ranks))
+        found.append(Grouping(tuple(f"data rank {r}" for r in range(ranks)), of_rank))
+    if microbatches > 1:
+        of_turn = tuple(tuple(i for i in every if at[i][1] == m) for m in range(microbatches))
+        each = " of each rank" if ranks > 1 else ""
+        found.append(Grouping(tuple(f"microbatch {m}{each}" for m in range(microbatches)), of_turn))
+    if ranks > 1 and microbatches > 1:
+        names = tuple(f"microbatch {m} of data rank {r}" for r, m in at)
+        found.append(Grouping(names, tuple((i,) for i in every)))
+    return found
+
+
+def cause_of_sum(
+    observed: Sequence[Tensor],
+    parts: Sequence[Sequence[Tensor]],
+    counts: Sequence[float],
+    within: Sequence[Grouping],
+    before: Sequence[Tensor] | None = None,
+) -> str:
+    """Why a sum is wrong, in words: by the coarsest grouping that explains it; empty where none does.
+
+    Args:
+        observed: as in ``contributions``, and ``parts`` too.
+        counts: how many terms each part is the sum of.
+        within: the groupings to try, coarse to fine.
+        before: the sum of the step before, which should not be in it.
+    """
+    limit = 10 * max(ROUNDING.get(tensor.dtype, 1e-5) for tensor in observed)
+    for grouping in within:
+        grouped = [[sum_of([parts[i][k] for i in of]) for k in range(len(observed))] for of in grouping.members]
+        found = contributions(observed, [*grouped, before] if before is not None else grouped)
+        if found.rest > limit or not found.determined:
+            continue
+        if before is not None and abs(found.coefficients[-1]) > NEAR:
+            return "it goes on from the sum of the step before"
+        shares = Contributions(found.coefficients[: len(grouped)], found.rest, True)
+        terms = [sum(counts[i] for i in of) for of in grouping.members]
+        return explain(shares, terms, grouping.names) or "the right terms, added in another order"
+    return ""
+
+
+def sum_of(tensors: Sequence[Tensor]) -> Tensor:
+    """The sum of tensors in fp64."""
+    return torch.stack([tensor.detach().double() for tensor in tensors]).sum(0)
 
 
 def _near(value: float, target: float) -> bool:

@@ -24,7 +24,7 @@ Pattern = Literal["equal", "shape", "not finite", "nothing", "factor", "region",
 ROUNDING = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}
 """What remains of a tensor of that dtype, beside it, where all that it is off by is a factor."""
 
-LARGEST_DENOMINATOR = 64
+LARGEST_DENOMINATOR = 16
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,9 @@ def _whole(a: Tensor, b: Tensor, rounding: float) -> tuple[Pattern, float | None
         if scaled and a.numel() > 1:
             return "factor", factor, f"{factor_text(factor)} times what it should be"
         if scaled:
-            return "factor", factor, f"{a.item():.6g} instead of {b.item():.6g}, {factor_text(factor)} times"
+            times = factor_text(factor)
+            simple = f", {times} times" if "." not in times else ""
+            return "factor", factor, f"{a.item():.6g} instead of {b.item():.6g}{simple}"
     if (moved := _moved(a, b)) is not None:
         return "permutation", None, moved
     largest = (a - b).abs().max().item()

@@ -46,9 +46,9 @@ from plait.report.training import ProgressView, RankBytes, bytes_table, human, s
 from plait.train.course import Course
 from plait.train.resume import SETTINGS, SUMMARY, extra_of, layout_of, remove_later, resume, saver_of
 from plait.train.timeline import record_timeline, show_timeline, write_timeline
-from plait.verify.compare import BITWISE, against_tree
+from plait.verify.compare import BITWISE, against_tree, asked
 from plait.verify.record import Recorder, collect_records, predict
-from plait.verify.run import asked, findings_table, replay, write_json
+from plait.verify.run import findings_table, replay, write_json
 
 STATES = ("params", "grads", "optimizer")
 """What a rank holds between steps."""

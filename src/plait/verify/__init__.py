@@ -5,6 +5,13 @@ reference.py   one process trains, adding in the order that the layout implies
 plain.py       one process trains in plain PyTorch, one full batch a step
 compare.py     the two are compared
 run.py         the command: both comparisons, the ledger, a table, an exit code
+
+locate.py      the first wrong tensor: the layout and its replay run once more, recorded, and are searched
+traced.py      what is recorded
+traces.py      what is compared
+passes.py      the first wrong tensor of a step's forwards and backwards
+ends.py        and of what comes after them: sums, norm, updates
+
 covering.py    a small set of cases in which every two values meet
 cases.py       the layouts of a matrix
 matrix.py      the command with --matrix: many layouts, a grid of verdicts

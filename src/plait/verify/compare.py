@@ -15,10 +15,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from plait.config import RunConfig
+from plait.core.tensor_cut import TensorCut
 from plait.tensor_parallel.pieces import piece_of
 from plait.verify.record import RankRecord
 from plait.verify.reference import Piece, Record
@@ -61,6 +64,18 @@ class Measures:
 
 
 BITWISE = Measures()
+
+
+def asked(config: RunConfig, *, one_layout: bool = True) -> Measures:
+    """What the replay is held to: the same bits, unless the mesh has a tensor axis, or the run began in another layout
+    and was resumed in this one."""
+    return BITWISE if config.parsed_mesh.tensor == 1 and one_layout else full_batch(config).of_split_products()
+
+
+def full_batch(config: RunConfig) -> Measures:
+    """What plain full-batch steps are held to."""
+    amplifies = config.optimizer_row.amplifies
+    return Measures.full_batch(config.torch_dtype, config.lr, config.steps, amplifies=amplifies)
 
 
 @dataclass(frozen=True)
@@ -125,7 +140,15 @@ def incomparable(kind: str, name: str) -> Finding:
     return Finding(kind, name, math.inf, math.inf, False, 0.0, measured=math.inf)
 
 
-def same_run(record: RankRecord, whole: Tensor, piece: Piece) -> Tensor:
+class PlacedOnTensorAxis(Protocol):
+    """What knows how parameters are cut over the tensor axis, and which pieces are a rank's."""
+
+    tensor_rank: int
+
+    def cut(self, name: str) -> TensorCut | None: ...
+
+
+def same_run(record: PlacedOnTensorAxis, whole: Tensor, piece: Piece) -> Tensor:
     """The elements of a whole tensor that a rank recorded as this piece."""
     name, start, stop = piece
     if cut := record.cut(name):

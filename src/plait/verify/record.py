@@ -71,7 +71,7 @@ class Recorder:
     def __call__(self, event: str, engine: Engine) -> None:
         if event == "reduced" and self._gradients:
             given = [o for o in engine.owned if engine.update.made and engine.update.have_gradient[o.name]]
-            self.record.gradients.append({_piece(o): _copy(o.gradient) for o in given})
+            self.record.gradients.append({piece_run(o): _copy(o.gradient) for o in given})
 
     def step(self, result: StepResult) -> None:
         """Record what a step did."""
@@ -86,16 +86,17 @@ class Recorder:
         record.parameters = engine.full_state_dict()
         record.peak_open = engine.peak_open
         record.ties = {edge.name: edge.keys for edge in engine.ties.edges}
-        record.norm_pieces = [_piece(o) for o in engine.owned if engine.norm.counts(o)]
+        record.norm_pieces = [piece_run(o) for o in engine.owned if engine.norm.counts(o)]
         record.cuts = {o.name: astuple(o.cut) for o in engine.owned if o.cut is not None}
         state = engine.optimizer.state if engine.optimizer is not None else {}
         for o in engine.owned:
             values = state.get(o.view, {}).items()
-            record.state[_piece(o)] = {key: _copy(value) for key, value in values if torch.is_tensor(value)}
+            record.state[piece_run(o)] = {key: _copy(value) for key, value in values if torch.is_tensor(value)}
         return record
 
 
-def _piece(owned: Owned) -> Piece:
+def piece_run(owned: Owned) -> Piece:
+    """A run as a record names it."""
     return owned.name, owned.run.start, owned.run.stop
 
 

@@ -5,7 +5,7 @@ It knows nothing of units, flat storage or collectives.  All it takes from the l
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -149,16 +149,24 @@ class SingleProcess:
             self.scheduler.step()
 
 
+ReferenceListener = Callable[[str, SingleProcess, Gradients], None]
+
+
 def run_reference(
     job: Job, mesh: Mesh, num_microbatches: int, order: Sequence[str], steps: int, *, clip: float | None,
     norm_pieces: Sequence[Sequence[Piece]] | None = None, keep_gradients: bool = True, ties: TiedWeights | None = None,
+    listener: ReferenceListener | None = None,
 ) -> Record:  # fmt: skip
     """Train ``steps`` steps in this process, adding gradients in the given order.
 
     ``order`` has the sums, innermost first, as ``core.additions`` derives them from a row; of ``mesh`` only the data
     axes matter.  ``norm_pieces`` are those whose squares each rank sums for the norm, by rank; None: whole parameters.
+    ``listener`` is called with ``"built"``, and in each step with ``"began"``, ``"summed"``,
+    ``"clipped"`` and ``"updated"``.
     """
     one = SingleProcess(job, mesh.data_size, num_microbatches, ties or {})
+    tell = listener or (lambda event, one, gradients: None)
+    tell("built", one, {})
     sizes = {"replica": mesh.replica, "shard": mesh.shard, MICROBATCH: num_microbatches}
 
     def leaf(at: dict[str, int]) -> Gradients:
@@ -167,13 +175,17 @@ def run_reference(
     record = Record()
     for step in range(steps):
         count = one.begin(step)
+        tell("began", one, {})
         gradients = one.summed(fold(tuple(order), sizes, leaf, add))
+        tell("summed", one, gradients)
         record.microbatch_losses.append(one.losses)
         record.losses.append(math.fsum(one.losses) / count)
         if keep_gradients:
             record.gradients.append({name: g.clone() for name, g in gradients.items()})
         record.norms.append(_clip(gradients, clip if gradients else None, norm_pieces))
+        tell("clipped", one, gradients)
         one.update(gradients)
+        tell("updated", one, gradients)
     record.parameters = {name: p.detach().to(one.dtypes[name], copy=True) for name, p in one.masters.items()}
     record.buffers = {name: one.buffers[0][name] for name in one.model.state_dict() if name in one.buffers[0]}
     for name, parameter in one.masters.items():

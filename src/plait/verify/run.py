@@ -22,12 +22,14 @@ from plait.comm import Comm, thread
 from plait.config import RunConfig, VerifyConfig, validate, with_job
 from plait.config.sinks import finite
 from plait.core.additions import additions
-from plait.core.escape import say
+from plait.core.escape import one_line, say
 from plait.files.writing import write_text
 from plait.job.job import Job, make_job
 from plait.job.own import UserJob
+from plait.referee.wrong import FirstWrong
 from plait.report.screen import screen
-from plait.verify.compare import BITWISE, Finding, Measures, against_plain, against_tree
+from plait.verify.compare import BITWISE, Finding, against_plain, against_tree, asked, full_batch
+from plait.verify.locate import locate, locate_in_plain
 from plait.verify.plain import run_plain
 from plait.verify.record import RankRecord, collect_records, record_run
 from plait.verify.reference import Record, run_reference
@@ -41,7 +43,8 @@ class Verdict:
 
     ``tree`` has the findings against the replay of the layout's tree, ``plain`` those against one plain full-batch
     step, ``ledger`` the messages in which prediction and measurement differ.  ``left_out`` counts the steps that were
-    skipped, because their scaled gradients were not finite; where none was made, nothing is proved.
+    skipped, because their scaled gradients were not finite; where none was made, nothing is proved.  ``first`` is the
+    first wrong tensor, where it was looked for and found; ``unplaced`` says why it was not.
     """
 
     layout: str
@@ -50,6 +53,8 @@ class Verdict:
     ledger: tuple[str, ...]
     left_out: int = 0
     none_made: bool = False
+    first: FirstWrong | None = None
+    unplaced: str = ""
 
     @property
     def bitwise(self) -> bool:
@@ -64,7 +69,8 @@ class Verdict:
     def __str__(self) -> str:
         """The verdict, with what is not equal."""
         unequal = [f for f in (*self.tree, *self.plain) if not f.equal]
-        return "\n".join([f"{self.layout}: {self.word}", *map(line_of, unequal[:WORST]), *self.ledger[:WORST]])
+        placed = [str(self.first or self.unplaced)] if self.first or self.unplaced else []
+        return "\n".join([f"{self.layout}: {self.word}", *placed, *map(line_of, unequal[:WORST]), *self.ledger[:WORST]])
 
     @property
     def word(self) -> str:
@@ -91,22 +97,11 @@ def judge(job: Job, config: RunConfig, ranks: Sequence[RankRecord], tree: Record
     return Verdict(
         f"{config.row.name} on {config.parsed_mesh}, microbatches per rank: {config.microbatches}",
         tuple(against_tree(ranks, tree, asked(config))),
-        tuple(against_plain(ranks, plain, _full_batch(config), may_skip=job.dtype == torch.float16)),
+        tuple(against_plain(ranks, plain, full_batch(config), may_skip=job.dtype == torch.float16)),
         tuple(difference for r in ranks for difference in r.ledger_differences),
         ranks[0].made.count(False),
         not any(ranks[0].made),
     )
-
-
-def asked(config: RunConfig, *, one_layout: bool = True) -> Measures:
-    """What the replay is held to: the same bits, unless the mesh has a tensor axis, or the run began in another layout
-    and was resumed in this one."""
-    return BITWISE if config.parsed_mesh.tensor == 1 and one_layout else _full_batch(config).of_split_products()
-
-
-def _full_batch(config: RunConfig) -> Measures:
-    amplifies = config.optimizer_row.amplifies
-    return Measures.full_batch(config.torch_dtype, config.lr, config.steps, amplifies=amplifies)
 
 
 def verify(job: UserJob, mesh: str = "shard=2", strategy: str = "zero3", **settings: Any) -> Verdict:
@@ -131,7 +126,32 @@ def verify(job: UserJob, mesh: str = "shard=2", strategy: str = "zero3", **setti
     validate(config)
     made = make_job(config)
     ranks = thread.run(config.parsed_mesh, lambda comm: record_run(made, config, comm), deadline=config.deadline)
-    return judge(made, config, ranks, *references(made, config, ranks))
+    tree, plain = references(made, config, ranks)
+    return placed(judge(made, config, ranks, tree, plain), made, config, ranks, (tree, plain))
+
+
+RIGHT_THIS_TIME = (
+    "the layout ran again among threads of one process, and all was right there: look at the world (its collectives, "
+    "its processes), or for what is not the same in each run"
+)
+
+
+def placed(
+    verdict: Verdict, job: Job, config: VerifyConfig, ranks: Sequence[RankRecord], references: tuple[Record, Record]
+) -> Verdict:
+    """The verdict with the first wrong tensor, where more than messages is different; the layout may run again."""
+    tree, plain = references
+    if not config.locate or all(f.equal for f in (*verdict.tree, *verdict.plain)):
+        return verdict
+    if all(f.equal for f in verdict.tree):
+        return replace(verdict, first=locate_in_plain(config, ranks, plain))
+    if config.device != "cpu":
+        return replace(verdict, unplaced="the first wrong tensor is looked for on CPUs only")
+    try:
+        first = locate(job, config, ranks, tree)
+    except Exception as error:  # the verdict stands, whatever comes of this
+        return replace(verdict, unplaced=f"the first wrong tensor could not be looked for: {one_line(str(error))}")
+    return replace(verdict, first=first, unplaced="" if first else RIGHT_THIS_TIME)
 
 
 def run_verify(config: VerifyConfig, comm: Comm) -> int:
@@ -141,11 +161,15 @@ def run_verify(config: VerifyConfig, comm: Comm) -> int:
     ranks = collect_records(comm, record_run(job, config, comm))
     if ranks is None:
         return 0
-    verdict = judge(job, config, ranks, *references(job, config, ranks))
-    if config.json:
-        write_json(config.json, report(verdict))
+    tree, plain = references(job, config, ranks)
+    verdict = judge(job, config, ranks, tree, plain)
     if config.json != "-":
         show(verdict, screen(), every_tensor=config.tensors)
+    verdict = placed(verdict, job, config, ranks, (tree, plain))
+    if config.json:
+        write_json(config.json, report(verdict))
+    if config.json != "-" and (verdict.first or verdict.unplaced):
+        screen().print(Text(str(verdict.first or verdict.unplaced)), soft_wrap=True)
     return 0 if verdict.equal else 1
 
 
@@ -157,6 +181,8 @@ def report(verdict: Verdict) -> dict[str, Any]:
         "equal": verdict.equal,
         "bitwise": verdict.bitwise,
         "ledger_differences": list(verdict.ledger),
+        "first_wrong": verdict.first.as_data() if verdict.first else None,
+        "unplaced": verdict.unplaced,
         "against_tree": [asdict(f) | {"equal": f.equal} for f in verdict.tree],
         "against_plain": [asdict(f) | {"equal": f.equal} for f in verdict.plain],
     }

@@ -1,0 +1,130 @@
+"""What happens in a model while it trains: every value that a module reads or hands on, in the order of happening.
+
+    parameter   as a module reads it, before its forward
+    output      of a module
+    loss        of the microbatch, which whoever holds the tape adds
+    gradient    of a module's output, in the backward
+    share       of a parameter's gradient: what one microbatch adds to it
+
+A tape listens by hooks and changes nothing.  Two tapes of the same microbatch, one of a layout and one of a single
+process, have the same marks, so the first that differs is the first wrong tensor.
+"""
+
+from collections.abc import Callable, Collection
+from functools import partial
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+Event = Literal["parameter", "output", "loss", "gradient", "share"]
+
+
+class Mark(NamedTuple):
+    """Where on a tape: which microbatch, what, of which module or parameter, in which of its calls."""
+
+    microbatch: int
+    event: Event
+    name: str
+    call: int = 0
+
+
+class Tape:
+    """Records a model; ``marks`` are in the order in which they happened.
+
+    Args:
+        microbatch: which one is under way; None while nothing is to be recorded.
+    """
+
+    def __init__(self, microbatch: Callable[[], int | None]) -> None:
+        self.microbatch = microbatch
+        self.marks: dict[Mark, Tensor] = {}
+        self._calls: dict[tuple[int, str], int] = {}
+
+    def clear(self) -> None:
+        """Forget what has been recorded: a step begins."""
+        self.marks, self._calls = {}, {}
+
+    def follow(self, model: nn.Module, foreign: Collection[type[nn.Module]] = ()) -> None:
+        """Listen to a model from now on.
+
+        Args:
+            foreign: kinds of modules that only stand for what is elsewhere; the output of what is around them is not
+                what it would be otherwise.
+        """
+        elsewhere = tuple(foreign)
+        for name, module in _modules(model, "", elsewhere):
+            module.register_forward_pre_hook(partial(self._reads, name))
+            for short, parameter in module._parameters.items():
+                if parameter is not None and parameter.requires_grad:
+                    parameter.register_hook(partial(self._shared, _join(name, short)))
+            if _has(module, elsewhere):
+                continue
+            module.register_forward_hook(partial(self._made, name), prepend=True)  # before it is handed on
+
+    def _reads(self, name: str, module: nn.Module, args: Any) -> None:
+        microbatch = self._now()
+        if microbatch is None:
+            return
+        with torch._C.DisableTorchFunction(), torch.no_grad():
+            for short, parameter in module._parameters.items():
+                if parameter is not None:
+                    mark = Mark(microbatch, "parameter", _join(name, short))
+                    self.marks.setdefault(mark, _copy(parameter.data))
+
+    def _made(self, name: str, module: nn.Module, args: Any, output: Any) -> None:
+        microbatch = self._now()
+        if microbatch is None:
+            return
+        call = self._calls[microbatch, name] = self._calls.get((microbatch, name), -1) + 1
+        leaves = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
+        for index, leaf in enumerate(leaves):
+            part = name if len(leaves) == 1 else f"{name}[{index}]"
+            self.marks[Mark(microbatch, "output", part, call)] = _copy(leaf)
+            if leaf.requires_grad:
+                leaf.register_hook(partial(self._came_back, Mark(microbatch, "gradient", part, call)))
+
+    def _came_back(self, mark: Mark, gradient: Tensor) -> None:
+        self.marks[mark] = _copy(gradient)
+
+    def _shared(self, name: str, gradient: Tensor) -> None:
+        microbatch = self.microbatch()
+        if microbatch is not None and gradient is not None:
+            self.marks[Mark(microbatch, "share", name)] = _copy(gradient)
+
+    def _now(self) -> int | None:
+        """The microbatch whose forward runs; None in a recomputation, which only makes the same again."""
+        again = torch._C._current_graph_task_id() != -1
+        return None if again or not torch.is_grad_enabled() else self.microbatch()
+
+
+def _modules(module: nn.Module, name: str, foreign: tuple[type[nn.Module], ...]) -> list[tuple[str, nn.Module]]:
+    """A module and those inside of it, by name, each once."""
+    found, seen = list[tuple[str, nn.Module]](), set[int]()
+
+    def walk(one: nn.Module, called: str) -> None:
+        if isinstance(one, foreign) or id(one) in seen:
+            return
+        seen.add(id(one))
+        found.append((called, one))
+        for short, child in one._modules.items():
+            if child is not None:
+                walk(child, _join(called, short))
+
+    walk(module, name)
+    return found
+
+
+def _has(module: nn.Module, kinds: tuple[type[nn.Module], ...]) -> bool:
+    children = [child for child in module._modules.values() if child is not None]
+    return any(isinstance(child, kinds) or _has(child, kinds) for child in children)
+
+
+def _join(module: str, short: str) -> str:
+    return f"{module}.{short}" if module else short
+
+
+def _copy(tensor: Tensor) -> Tensor:
+    with torch._C.DisableTorchFunction(), torch.no_grad():
+        return tensor.detach().to("cpu", copy=True)

@@ -107,6 +107,8 @@ SHARES: dict[str, Share] = {
     "train/test_train.py::test_all_of_a_loop_at_once_is_the_one_process_run": PROCESSES,
     "verify": Share("none", "pairs"),
     "verify/test_locate.py": Share("few", "all"),
+    "verify/test_spread.py": Share("few", "all"),
+    "verify/test_spread.py::test_no_honest_run_is_called_a_bug": FULL,
     "verify/test_processes.py": PROCESSES,
     "verify/test_bitwise.py::test_any_axis_at_one_and_three_ranks": HELD_BY_THE_MATRIX,
     "verify/test_bitwise.py::test_row_is_bitwise_its_reference": TRAINING,

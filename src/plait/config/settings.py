@@ -146,6 +146,9 @@ class VerifyConfig(RunConfig):
     """Print every tensor that was compared, not only a line per kind."""
     locate: bool = True
     """Where something is different, run the layout again, recorded, and name the first wrong tensor."""
+    spread: int | None = None
+    """How many honest runs (other orders of additions, last bits perturbed) the layout is held beside: none where bits
+    are equal, 8 where 16 bits meet a tensor axis."""
 
 
 def section(config: Any, kind: type[Section]) -> Section:

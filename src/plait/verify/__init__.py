@@ -12,6 +12,8 @@ traces.py      what is compared
 passes.py      the first wrong tensor of a step's forwards and backwards
 ends.py        and of what comes after them: sums, norm, updates
 
+spread.py      benign or not: a layout beside honest runs
+
 covering.py    a small set of cases in which every two values meet
 cases.py       the layouts of a matrix
 matrix.py      the command with --matrix: many layouts, a grid of verdicts

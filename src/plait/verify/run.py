@@ -33,6 +33,7 @@ from plait.verify.locate import locate, locate_in_plain
 from plait.verify.plain import run_plain
 from plait.verify.record import RankRecord, collect_records, record_run
 from plait.verify.reference import Record, run_reference
+from plait.verify.spread import RUNS, Spread, honest_runs, spread_of
 
 WORST = 8  # unequal findings that are printed by name
 
@@ -43,8 +44,9 @@ class Verdict:
 
     ``tree`` has the findings against the replay of the layout's tree, ``plain`` those against one plain full-batch
     step, ``ledger`` the messages in which prediction and measurement differ.  ``left_out`` counts the steps that were
-    skipped, because their scaled gradients were not finite; where none was made, nothing is proved.  ``first`` is the
-    first wrong tensor, where it was looked for and found; ``unplaced`` says why it was not.
+    skipped, because their scaled gradients were not finite; where none was made, nothing is proved.  ``spread`` is how
+    the layout lies among honest runs.  ``first`` is the first wrong tensor, where it was looked for and found;
+    ``unplaced`` says why it was not.
     """
 
     layout: str
@@ -53,6 +55,7 @@ class Verdict:
     ledger: tuple[str, ...]
     left_out: int = 0
     none_made: bool = False
+    spread: Spread | None = None
     first: FirstWrong | None = None
     unplaced: str = ""
 
@@ -63,13 +66,18 @@ class Verdict:
 
     @property
     def equal(self) -> bool:
-        """Everything is within its tolerance, and every message was predicted."""
-        return all(f.equal for f in (*self.tree, *self.plain)) and not self.ledger and not self.none_made
+        """Everything is within its tolerance and the spread of honest runs, and every message was predicted."""
+        return self.within and not self.ledger and not self.none_made
+
+    @property
+    def within(self) -> bool:
+        """Every number is what it should be."""
+        return all(f.equal for f in (*self.tree, *self.plain)) and (self.spread is None or self.spread.benign)
 
     def __str__(self) -> str:
         """The verdict, with what is not equal."""
         unequal = [f for f in (*self.tree, *self.plain) if not f.equal]
-        placed = [str(self.first or self.unplaced)] if self.first or self.unplaced else []
+        placed = [str(told) for told in (self.first or self.unplaced, self.spread) if told]
         return "\n".join([f"{self.layout}: {self.word}", *placed, *map(line_of, unequal[:WORST]), *self.ledger[:WORST]])
 
     @property
@@ -101,7 +109,15 @@ def judge(job: Job, config: RunConfig, ranks: Sequence[RankRecord], tree: Record
         tuple(difference for r in ranks for difference in r.ledger_differences),
         ranks[0].made.count(False),
         not any(ranks[0].made),
+        _spread(job, config, ranks, tree),
     )
+
+
+def _spread(job: Job, config: RunConfig, ranks: Sequence[RankRecord], tree: Record) -> Spread | None:
+    """How a layout lies among honest runs, where that is asked for."""
+    needed = RUNS if config.parsed_mesh.tensor > 1 and job.dtype.itemsize == 2 else 0
+    runs = needed if not isinstance(config, VerifyConfig) or config.spread is None else config.spread
+    return spread_of(ranks, tree, honest_runs(job, config, ranks, runs), job.dtype) if runs else None
 
 
 def verify(job: UserJob, mesh: str = "shard=2", strategy: str = "zero3", **settings: Any) -> Verdict:
@@ -141,9 +157,9 @@ def placed(
 ) -> Verdict:
     """The verdict with the first wrong tensor, where more than messages is different; the layout may run again."""
     tree, plain = references
-    if not config.locate or all(f.equal for f in (*verdict.tree, *verdict.plain)):
+    if not config.locate or verdict.within:
         return verdict
-    if all(f.equal for f in verdict.tree):
+    if all(f.equal for f in verdict.tree) and not all(f.equal for f in verdict.plain):
         return replace(verdict, first=locate_in_plain(config, ranks, plain))
     if config.device != "cpu":
         return replace(verdict, unplaced="the first wrong tensor is looked for on CPUs only")
@@ -183,6 +199,7 @@ def report(verdict: Verdict) -> dict[str, Any]:
         "ledger_differences": list(verdict.ledger),
         "first_wrong": verdict.first.as_data() if verdict.first else None,
         "unplaced": verdict.unplaced,
+        "spread": asdict(verdict.spread) | {"benign": verdict.spread.benign} if verdict.spread else None,
         "against_tree": [asdict(f) | {"equal": f.equal} for f in verdict.tree],
         "against_plain": [asdict(f) | {"equal": f.equal} for f in verdict.plain],
     }
@@ -212,6 +229,8 @@ def show(verdict: Verdict, console: Console, *, every_tensor: bool = False) -> N
             console.print(f"  {line}")
     else:
         console.print("ledger: every message as predicted, byte for byte")
+    if verdict.spread:
+        console.print(str(verdict.spread), soft_wrap=True)
     if verdict.left_out:
         console.print(f"steps skipped, gradients not finite under the loss scale: {verdict.left_out}")
     if verdict.none_made:

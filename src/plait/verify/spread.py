@@ -1,0 +1,167 @@
+"""Benign or not: a layout's difference beside those of honest runs.
+
+Where products are split or numbers have 16 bits, no run has the bits of another, and a constant tolerance is either too
+wide for the first layer or too narrow for the last.  So the replay is repeated with what honest runs may differ in: its
+additions in other orders, and every activation, every gradient of one and every microbatch's gradient of a parameter
+off by up to one unit in its last place.  How far these runs lie from the replay is the spread of that very tensor, in
+that step.  A layout within ``MARGIN`` times the spread is one of them; a bug lies tens or thousands of times outside.
+
+Perturbation as the measure of a tolerance: TTrace (arXiv 2506.09280).
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import permutations
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
+
+from plait.config import RunConfig
+from plait.core.additions import additions
+from plait.job.job import Job
+from plait.verify.compare import same_run
+from plait.verify.record import RankRecord
+from plait.verify.reference import Gradients, Record, SingleProcess, run_reference
+
+MARGIN = 8.0
+"""Times the largest difference of the honest runs: of a few runs, the largest is not the largest there can be."""
+
+RUNS = 8
+
+
+@dataclass(frozen=True)
+class Outside:
+    """One tensor of a layout beside the honest runs: ``gap`` is max|a - b|, ``spread`` the largest of theirs."""
+
+    kind: str
+    name: str
+    gap: float
+    spread: float
+
+    @property
+    def times(self) -> float:
+        """The gap in spreads."""
+        return self.gap / self.spread if self.spread else (math.inf if self.gap else 0.0)
+
+
+@dataclass(frozen=True)
+class Spread:
+    """A layout beside ``runs`` honest runs; ``worst`` is the tensor that lies farthest out."""
+
+    runs: int
+    worst: Outside
+    compared: int
+
+    @property
+    def benign(self) -> bool:
+        """Whether the layout is one of the honest runs."""
+        return self.worst.times <= MARGIN
+
+    def __str__(self) -> str:
+        w = self.worst
+        where = f"the worst of {self.compared} tensors, {w.kind} {w.name}, is {w.times:.2g} times as far off as the"
+        if self.benign:
+            return f"inside the spread of {self.runs} honest runs: {where} farthest of them: benign"
+        return f"outside the spread of {self.runs} honest runs: {where} farthest of them: a bug"
+
+
+class Jitter:
+    """Listens to a ``SingleProcess`` and makes it another honest run: every value is off by up to one unit in its last
+    place, drawn from ``seed``."""
+
+    def __init__(self, seed: int) -> None:
+        self.random = torch.Generator().manual_seed(seed)
+
+    def __call__(self, event: str, one: SingleProcess, gradients: Gradients) -> None:
+        if event != "built":
+            return
+        for module in one.model.modules():
+            if not module._modules:
+                module.register_forward_hook(self._output, prepend=True)
+        for parameter in one.parameters.values():
+            if parameter.requires_grad:
+                parameter.register_hook(self.off)
+
+    def _output(self, module: nn.Module, args: Any, output: Any) -> Any:
+        return tree_map(self._activation, output)
+
+    def _activation(self, value: Any) -> Any:
+        if not isinstance(value, Tensor) or not value.is_floating_point():
+            return value
+        made: Tensor = _Off.apply(value, self.off)  # type: ignore[no-untyped-call]
+        return made
+
+    def off(self, value: Tensor) -> Tensor:
+        """A tensor off by up to a unit in the last place, element by element."""
+        with torch._C.DisableTorchFunction(), torch.no_grad():
+            wide = value.double()
+            noise = torch.rand(value.shape, generator=self.random, dtype=torch.float64) * 2 - 1
+            return (wide + wide * noise * torch.finfo(value.dtype).eps).to(value.dtype)
+
+
+class _Off(torch.autograd.Function):
+    """Perturbs a value in the forward, and its gradient in the backward."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, off: Any) -> Tensor:
+        ctx.off = off
+        result: Tensor = off(value)
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return ctx.off(gradient), None
+
+
+def honest_runs(job: Job, config: RunConfig, ranks: Sequence[RankRecord], runs: int = RUNS) -> list[Record]:
+    """The replay, repeated: in other orders of its additions, each value off by a unit in the last place."""
+    orders = list(permutations(additions(config.row)))
+    run = partial(run_reference, clip=config.clip, ties=ranks[0].ties)
+    mesh, num, steps = config.parsed_mesh, config.microbatches, config.steps
+    return [run(job, mesh, num, orders[i % len(orders)], steps, listener=Jitter(i)) for i in range(runs)]
+
+
+def spread_of(ranks: Sequence[RankRecord], reference: Record, honest: Sequence[Record], dtype: torch.dtype) -> Spread:
+    """Where a layout lies among honest runs: its losses, norms, gradients of all steps, and last parameters.
+
+    ``dtype`` is that of the computation.  No spread is smaller than a unit in the last place of the largest element.
+    """
+    found = [outside for record in ranks for outside in _outside(record, reference, honest, torch.finfo(dtype).eps)]
+    return Spread(len(honest), max(found, key=lambda o: o.times), len(found))
+
+
+def _outside(record: RankRecord, one: Record, honest: Sequence[Record], unit: float) -> Iterator[Outside]:
+    at = f"rank {record.rank}"
+    for kind, ours, right, runs in (
+        ("loss", record.losses, one.losses, [run.losses for run in honest]),
+        ("norm", record.norms, one.norms, [run.norms for run in honest]),
+    ):
+        for step, (value, exact) in enumerate(zip(ours, right, strict=True)):
+            if value is not None and exact is not None:
+                others = [abs((run[step] or math.inf) - exact) for run in runs]
+                yield Outside(kind, f"step {step + 1}, {at}", abs(value - exact), max(*others, unit * abs(exact)))
+    for step, gradients in enumerate(record.gradients):
+        for piece, gradient in gradients.items():
+            if (whole := one.gradients[step].get(piece[0])) is not None:
+                spread = _spread([run.gradients[step].get(piece[0], whole) for run in honest], whole, unit)
+                name = f"{piece[0]}[{piece[1]}:{piece[2]}], step {step + 1}, {at}"
+                yield Outside("gradient", name, _gap(gradient, same_run(record, whole, piece)), spread)
+    for name, value in record.parameters.items():
+        if (whole := one.parameters.get(name)) is not None:
+            spread = _spread([run.parameters[name] for run in honest], whole, unit)
+            yield Outside("parameter", f"{name}, {at}", _gap(value, whole), spread)
+
+
+def _spread(values: Sequence[Tensor], whole: Tensor, unit: float) -> float:
+    """How far honest runs are from the replay, at most."""
+    least = unit * whole.double().abs().max().item() if whole.numel() else 0.0
+    return max(*(_gap(value, whole) for value in values), least)
+
+
+def _gap(ours: Tensor, theirs: Tensor) -> float:
+    gap = (ours.double().reshape(-1) - theirs.double().reshape(-1)).abs()
+    return math.inf if gap.isnan().any() else gap.max().item() if len(gap) else 0.0

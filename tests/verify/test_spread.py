@@ -1,0 +1,83 @@
+"""A layout beside honest runs: 16 bits over a tensor axis are benign, faults are far outside, and no honest run is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import test_tensor_mutations as tensors
+import verify_cases as cases
+from verify_cases import TINY
+
+from plait.config import VerifyConfig
+from plait.verify.record import RankRecord
+from plait.verify.reference import Record
+from plait.verify.run import judge, references, replay
+from plait.verify.spread import Spread, honest_runs, spread_of
+
+Patch = pytest.MonkeyPatch
+GPT = replace(tensors.GPT, steps=3, strategy="zero1")
+FOUR = replace(tensors.FOUR, steps=3, strategy="zero1", sequence_parallel=True)
+DEEP = replace(tensors.DEEP, steps=3, strategy="zero1")
+
+
+def beside(config: VerifyConfig, fault: Callable[[Patch], None] | None = None) -> Spread:
+    job = cases.job_of(config)
+    with pytest.MonkeyPatch.context() as patch:
+        if fault is not None:
+            fault(patch)
+        ranks = cases.record(config, job)
+    return spread_of(ranks, replay(job, config, ranks), honest_runs(job, config, ranks), job.dtype)
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "bf16-mixed", "fp16-mixed", "fp32", "fp64"])
+@pytest.mark.parametrize("config", [GPT, FOUR, replace(DEEP, mesh="tensor=3")], ids=["gpt", "four", "mlp-3"])
+def test_split_products_are_benign(config: VerifyConfig, dtype: str) -> None:
+    found = beside(replace(config, dtype=dtype))
+    assert found.benign, str(found)
+    assert found.worst.times < 5, "far from the margin"
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "bf16-mixed"])
+@pytest.mark.parametrize(
+    ("fault", "config"),
+    [
+        (tensors.every_rank_draws_the_mask_of_the_first, GPT),
+        (tensors.skip_a_bias, DEEP),
+        (tensors.multiply_with_another_input, GPT),
+        (tensors.add_a_rows_weight_gradient_twice, GPT),
+        (tensors.count_targets_on_every_tensor_rank, GPT),
+    ],
+)
+def test_a_fault_lies_outside(fault: Callable[[Patch], None], config: VerifyConfig, dtype: str) -> None:
+    found = beside(replace(config, dtype=dtype), fault)
+    assert not found.benign and found.worst.times > 20, str(found)
+
+
+def as_rank(run: Record) -> RankRecord:
+    """A single process as a rank that has everything."""
+    gradients = [{(n, 0, g.numel()): g.reshape(-1) for n, g in of_step.items()} for of_step in run.gradients]
+    local = [tuple(losses) for losses in run.microbatch_losses]
+    return RankRecord(0, 0, run.losses, local, run.norms, gradients=gradients, parameters=run.parameters)
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_no_honest_run_is_called_a_bug(dtype: str) -> None:
+    config = replace(TINY, mesh="shard=2 tensor=2", strategy="hsdp", microbatches=3, dtype=dtype, steps=3)
+    job, nothing = cases.job_of(config), [RankRecord(0, 0)]
+    right = replay(job, config, [replace(nothing[0], norm_pieces=[])])
+    runs = honest_runs(job, config, nothing, 108)
+    worst = max(spread_of([as_rank(run)], right, runs[:8], job.dtype).worst.times for run in runs[8:])
+    assert worst < 8, worst
+
+
+def test_sixteen_bits_over_a_tensor_axis_are_judged_by_the_spread() -> None:
+    config = replace(GPT, dtype="bf16")
+    job = cases.job_of(config)
+    ranks = cases.record(config, job)
+    verdict = judge(job, config, ranks, *references(job, config, ranks))
+    assert verdict.word == "equal" and verdict.spread is not None and verdict.spread.runs == 8
+    assert "benign" in str(verdict.spread)
+    far = replace(verdict, spread=replace(verdict.spread, worst=replace(verdict.spread.worst, gap=1e9)))
+    assert far.word == "different" and "a bug" in str(far)

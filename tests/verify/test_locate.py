@@ -40,7 +40,7 @@ PLACES: dict[str, tuple[str, str, str]] = {
     "tied_uses_summed_twice": ("sum", "embed", "every part counts 2 times"),
     "tied_uses_summed_on_the_first_stage_alone": ("sum", "embed", "its use as"),
     "tied_weight_counted_on_every_stage": ("norm", "", "counted more than once"),
-    "double_what_is_weighed": ("share", "", ""),
+    "double_what_is_weighed": ("contribution", "", ""),
     "drop_the_last_weight_part": ("sum", "", "microbatch 2 of each rank is missing"),
     "no_gradient_for_the_stage_before": ("backward", "", "no gradient comes back"),
     "hand_over_the_gradient_of_another_microbatch": ("backward", "", "it is that of microbatch 0"),
@@ -70,10 +70,10 @@ PLACES: dict[str, tuple[str, str, str]] = {
     "number_the_ranks_the_other_way_round": ("initial values", "embed.weight", "wrong places"),
     "look_tokens_up_one_row_off": ("forward", "embed", ""),
     "count_classes_from_the_wrong_one": ("loss", "", ""),
-    "multiply_with_another_input": ("share", "blocks.1.mlp.down.weight", ""),
-    "multiply_siblings_with_each_others_gradients": ("share", "blocks.1.mlp", ""),
+    "multiply_with_another_input": ("contribution", "blocks.1.mlp.down.weight", ""),
+    "multiply_siblings_with_each_others_gradients": ("contribution", "blocks.1.mlp", ""),
     "lay_time_in_the_wrong_order": ("forward", "blocks.0.attention", ""),
-    "add_a_rows_weight_gradient_twice": ("share", "blocks.1.mlp.down.weight", ""),
+    "add_a_rows_weight_gradient_twice": ("contribution", "blocks.1.mlp.down.weight", ""),
     "count_targets_on_every_tensor_rank": ("backward", "head", "every part counts 1/2 times"),
 }
 

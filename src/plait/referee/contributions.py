@@ -156,9 +156,9 @@ def cause_of_sum(
             continue
         if before is not None and abs(found.coefficients[-1]) > NEAR:
             return "it goes on from the sum of the step before"
-        shares = Contributions(found.coefficients[: len(grouped)], found.rest, True)
+        groups = Contributions(found.coefficients[: len(grouped)], found.rest, True)
         terms = [sum(counts[i] for i in of) for of in grouping.members]
-        return explain(shares, terms, grouping.names) or "the right terms, added in another order"
+        return explain(groups, terms, grouping.names) or "the right terms, added in another order"
     return ""
 
 

@@ -1,10 +1,10 @@
 """What happens in a model while it trains: every value that a module reads or hands on, in the order of happening.
 
-    parameter   as a module reads it, before its forward
-    output      of a module
-    loss        of the microbatch, which whoever holds the tape adds
-    gradient    of a module's output, in the backward
-    share       of a parameter's gradient: what one microbatch adds to it
+    parameter     as a module reads it, before its forward
+    output        of a module
+    loss          of the microbatch, which whoever holds the tape adds
+    gradient      of a module's output, in the backward
+    contribution  what one microbatch adds to the gradient of a parameter
 
 A tape listens by hooks and changes nothing.  Two tapes of the same microbatch, one of a layout and one of a single
 process, have the same marks, so the first that differs is the first wrong tensor.
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-Event = Literal["parameter", "output", "loss", "gradient", "share"]
+Event = Literal["parameter", "output", "loss", "gradient", "contribution"]
 
 
 class Mark(NamedTuple):
@@ -58,7 +58,7 @@ class Tape:
             module.register_forward_pre_hook(partial(self._reads, name))
             for short, parameter in module._parameters.items():
                 if parameter is not None and parameter.requires_grad:
-                    parameter.register_hook(partial(self._shared, _join(name, short)))
+                    parameter.register_hook(partial(self._contributes, _join(name, short)))
             if _has(module, elsewhere):
                 continue
             module.register_forward_hook(partial(self._made, name), prepend=True)  # before it is handed on
@@ -88,10 +88,10 @@ class Tape:
     def _came_back(self, mark: Mark, gradient: Tensor) -> None:
         self.marks[mark] = _copy(gradient)
 
-    def _shared(self, name: str, gradient: Tensor) -> None:
+    def _contributes(self, name: str, gradient: Tensor) -> None:
         microbatch = self.microbatch()
         if microbatch is not None and gradient is not None:
-            self.marks[Mark(microbatch, "share", name)] = _copy(gradient)
+            self.marks[Mark(microbatch, "contribution", name)] = _copy(gradient)
 
     def _now(self) -> int | None:
         """The microbatch whose forward runs; None in a recomputation, which only makes the same again."""

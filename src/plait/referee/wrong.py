@@ -7,7 +7,7 @@ from typing import Any, Literal
 from plait.referee.difference import Discrepancy, factor_text
 
 Phase = Literal[
-    "initial values", "input", "parameter", "forward", "loss", "backward", "share", "sum", "norm", "clip", "update",
+    "initial values", "input", "parameter", "forward", "loss", "backward", "contribution", "sum", "norm", "clip", "update",
     "publish",
 ]  # fmt: skip
 """In causal order within a step; what each means is in ``SAID``."""
@@ -19,7 +19,7 @@ SAID: dict[Phase, str] = {
     "forward": "the output of {name}",
     "loss": "the loss",
     "backward": "the gradient that comes back to the output of {name}",
-    "share": "what one microbatch adds to the gradient of {name}",
+    "contribution": "what one microbatch adds to the gradient of {name}",
     "sum": "the sum over microbatches and ranks of the gradient of {name}",
     "norm": "the norm of the gradients",
     "clip": "the clipped gradient of {name}",

@@ -20,7 +20,9 @@ def first_in_sums(traces: Traces, step: int) -> FirstWrong | None:
     wrong = _wrong_pieces(traces, step, "summed")
     if not wrong:
         return None
-    return _told(traces, step, "sum", wrong, "every microbatch's share of it", _cause_of_sum(traces, wrong, step))
+    return _told(
+        traces, step, "sum", wrong, "every microbatch's contribution to it", _cause_of_sum(traces, wrong, step)
+    )
 
 
 def first_in_norm(traces: Traces, step: int) -> FirstWrong | None:
@@ -84,8 +86,8 @@ def first_published(traces: Traces) -> FirstWrong | None:
 def _wrong_pieces(traces: Traces, step: int, which: str, *, moved: bool = False) -> list[Wrong]:
     """What the ranks have of some tensors of a step that is wrong, in the order of a backward; what none has, too."""
     right: dict[str, Tensor] = getattr(traces.one.steps[step], which)
-    shares = [mark.name for mark in traces.one.steps[step].marks if mark.event == "share"]
-    place = {name: i for i, name in enumerate(dict.fromkeys([*shares, *right]))}
+    contributed = [mark.name for mark in traces.one.steps[step].marks if mark.event == "contribution"]
+    place = {name: i for i, name in enumerate(dict.fromkeys([*contributed, *right]))}
     wrong, seen, within = [], set[str](), traces.within(step, moved=moved)
     for trace in traces.ranks:
         for piece, ours in getattr(trace.steps[step], which).items():
@@ -113,7 +115,7 @@ def _told(
 
 
 def _cause_of_sum(traces: Traces, wrong: Sequence[Wrong], step: int) -> str:
-    """What a gradient holds instead of every microbatch's share once, in words."""
+    """What a gradient holds instead of every microbatch's contribution once, in words."""
     first = wrong[0]
     if first.piece is None:
         return "no rank owns it, or none was given its gradient"
@@ -123,7 +125,7 @@ def _cause_of_sum(traces: Traces, wrong: Sequence[Wrong], step: int) -> str:
     mine = [w.piece for w in wrong if w.rank == first.rank and w.piece]
     ways = groupings(traces.config.parsed_mesh.data_size, traces.config.microbatches)
     for pieces in (mine, mine[:1]):  # those of several parameters tell more, if the same happened to all
-        parts = [[_share(trace, right, m, p[0], p) for p in pieces] for m in right.counts]
+        parts = [[_contribution(trace, right, m, p[0], p) for p in pieces] for m in right.counts]
         last = [same_run(trace, before.summed[p[0]], p) for p in pieces] if before else None
         ours = [trace.steps[step].summed[p] for p in pieces]
         if told := cause_of_sum(ours, parts, list(right.counts.values()), ways, last):
@@ -133,18 +135,18 @@ def _cause_of_sum(traces: Traces, wrong: Sequence[Wrong], step: int) -> str:
 
 def _cause_of_tied_sum(trace: RankTrace, right: TracedStep, piece: Piece, keys: Sequence[str], step: int) -> str:
     """Which uses of a weight are in its gradient, in words."""
-    uses = [[sum(_share(trace, right, m, key, piece) for m in right.counts)] for key in keys]
+    uses = [[sum(_contribution(trace, right, m, key, piece) for m in right.counts)] for key in keys]
     found = contributions([trace.steps[step].summed[piece]], uses)  # type: ignore[arg-type]
     if not found.determined or found.rest > 1e-4:
         return ""
     return explain(found, names=[f"its use as {key!r}" for key in keys]) or "the right terms, added in another order"
 
 
-def _share(trace: RankTrace, right: TracedStep, microbatch: int, key: str, piece: Piece) -> Tensor:
-    share = right.marks.get(Mark(microbatch, "share", key))
-    if share is None:
+def _contribution(trace: RankTrace, right: TracedStep, microbatch: int, key: str, piece: Piece) -> Tensor:
+    part = right.marks.get(Mark(microbatch, "contribution", key))
+    if part is None:
         return torch.zeros(piece[2] - piece[1], dtype=torch.float64)
-    return same_run(trace, share, piece).double() / right.scale
+    return same_run(trace, part, piece).double() / right.scale
 
 
 def _squares(trace: RankTrace, right: TracedStep) -> float:

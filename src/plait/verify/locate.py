@@ -2,7 +2,7 @@
 
     verdict "different" ──► the step ──► layout and replay run again, recorded in that step and the one before
                                              │ compared in causal order
-        parameters read ─► outputs ─► loss ─► gradients of outputs ─► shares of the microbatches ─► sums over
+        parameters read ─► outputs ─► loss ─► gradients of outputs ─► contributions of the microbatches ─► sums over
         microbatches and ranks ─► norm ─► clipped ─► updated ─► parameters read in the next step ...
 
 The earliest difference is the fault's place, for all that comes before it is right.

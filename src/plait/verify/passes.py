@@ -18,7 +18,7 @@ from plait.verify.traced import RankTrace, TracedStep
 from plait.verify.traces import Traces, Wrong
 
 PHASES: Mapping[str, Phase] = {
-    "parameter": "parameter", "output": "forward", "loss": "loss", "gradient": "backward", "share": "share"
+    "parameter": "parameter", "output": "forward", "loss": "loss", "gradient": "backward", "contribution": "contribution"
 }  # fmt: skip
 
 Order = Mapping[tuple[Event, str, int], int]
@@ -55,7 +55,7 @@ def first_in_passes(traces: Traces, step: int) -> FirstWrong | None:
 def order_of(right: TracedStep) -> Order:
     """The place of each event in the run of one microbatch, as the single process had it; the loss lies between."""
     first = [mark for mark in right.marks if mark.event in ("parameter", "output")]
-    second = [mark for mark in right.marks if mark.event in ("gradient", "share")]
+    second = [mark for mark in right.marks if mark.event in ("gradient", "contribution")]
     return {event: i for i, event in enumerate(dict.fromkeys(m[1:] for m in (*first, Mark(0, "loss", ""), *second)))}
 
 

@@ -136,10 +136,11 @@ def spread_of(ranks: Sequence[RankRecord], reference: Record, honest: Sequence[R
 
 def _outside(record: RankRecord, one: Record, honest: Sequence[Record], unit: float) -> Iterator[Outside]:
     at = f"rank {record.rank}"
-    for kind, ours, right, runs in (
+    numbers: Sequence[tuple[str, Sequence[float | None], Sequence[float | None], Sequence[Sequence[float | None]]]] = (
         ("loss", record.losses, one.losses, [run.losses for run in honest]),
         ("norm", record.norms, one.norms, [run.norms for run in honest]),
-    ):
+    )
+    for kind, ours, right, runs in numbers:
         for step, (value, exact) in enumerate(zip(ours, right, strict=True)):
             if value is not None and exact is not None:
                 others = [abs((run[step] or math.inf) - exact) for run in runs]
@@ -150,10 +151,10 @@ def _outside(record: RankRecord, one: Record, honest: Sequence[Record], unit: fl
                 spread = _spread([run.gradients[step].get(piece[0], whole) for run in honest], whole, unit)
                 name = f"{piece[0]}[{piece[1]}:{piece[2]}], step {step + 1}, {at}"
                 yield Outside("gradient", name, _gap(gradient, same_run(record, whole, piece)), spread)
-    for name, value in record.parameters.items():
+    for name, parameter in record.parameters.items():
         if (whole := one.parameters.get(name)) is not None:
             spread = _spread([run.parameters[name] for run in honest], whole, unit)
-            yield Outside("parameter", f"{name}, {at}", _gap(value, whole), spread)
+            yield Outside("parameter", f"{name}, {at}", _gap(parameter, whole), spread)
 
 
 def _spread(values: Sequence[Tensor], whole: Tensor, unit: float) -> float:

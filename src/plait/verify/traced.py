@@ -34,7 +34,7 @@ class TracedStep:
     clipped: dict[Any, Tensor] = field(default_factory=dict)
     updated: dict[Any, Tensor] = field(default_factory=dict)
     scale: float = 1.0
-    """Of the loss, so of the shares."""
+    """Of the loss, so of the contributions."""
     counts: dict[int, float] = field(default_factory=dict)
     """How many terms the loss of each global microbatch is the sum of; in the reference."""
 

@@ -59,7 +59,7 @@ class Traces:
 
     def compared(self, trace: RankTrace, mark: Mark, ours: Tensor, theirs: Tensor, within: float) -> Discrepancy | None:
         """How a value of a rank differs from the single process's; None where they cannot be compared."""
-        if mark.event in ("parameter", "share") and (cut := trace.cut(mark.name)) is not None:
+        if mark.event in ("parameter", "contribution") and (cut := trace.cut(mark.name)) is not None:
             theirs = piece_of(theirs.view(cut.shape), cut, trace.tensor_rank)
         elif self.tensor > 1:
             ranges = [c.ranges(trace.tensor_rank) for name in trace.cuts if (c := trace.cut(name))]
@@ -69,7 +69,7 @@ class Traces:
 
     def equal_in_sum(self, mark: Mark, step: int, theirs: Tensor) -> bool:
         """Whether a gradient is pending over the tensor ranks: each has a term of the right sum."""
-        if self.tensor == 1 or mark.event not in ("gradient", "share"):
+        if self.tensor == 1 or mark.event not in ("gradient", "contribution"):
             return False
         terms = [t.steps[step].marks[mark] for t in self.ranks if mark in t.steps[step].marks]
         if any(term.shape != theirs.shape for term in terms):

@@ -7,8 +7,8 @@ from typing import Any, Literal
 from plait.referee.difference import Discrepancy, factor_text
 
 Phase = Literal[
-    "initial values", "input", "parameter", "forward", "loss", "backward", "contribution", "sum", "norm", "clip", "update",
-    "publish",
+    "initial values", "input", "parameter", "forward", "loss", "backward", "contribution", "sum", "norm", "clip",
+    "update", "publish",
 ]  # fmt: skip
 """In causal order within a step; what each means is in ``SAID``."""
 

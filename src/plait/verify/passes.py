@@ -18,8 +18,12 @@ from plait.verify.traced import RankTrace, TracedStep
 from plait.verify.traces import Traces, Wrong
 
 PHASES: Mapping[str, Phase] = {
-    "parameter": "parameter", "output": "forward", "loss": "loss", "gradient": "backward", "contribution": "contribution"
-}  # fmt: skip
+    "parameter": "parameter",
+    "output": "forward",
+    "loss": "loss",
+    "gradient": "backward",
+    "contribution": "contribution",
+}
 
 Order = Mapping[tuple[Event, str, int], int]
 """The place of each event, name and call in the run of one microbatch."""

@@ -21,11 +21,7 @@ from plait.core.mesh import Mesh
 from plait.prove.pieces import Pieces, breaks, cut, lacking, value_at, write
 from plait.prove.program import COLLECTIVES, Key, Op, Program, Settled
 from plait.prove.sums import Sums
-from plait.schedule.actions import Value, awaits, carries, makes, needs
-
-STEPS = 2
-"""How many steps are carried out."""
-
+from plait.schedule.actions import Action, Value, awaits, carries, makes, needs
 
 @dataclass(frozen=True)
 class Counterexample:
@@ -74,10 +70,14 @@ class Scene:
     """The pipe coordinate of each stage."""
     reads: Mapping[Key, frozenset[tuple[str, int]]]
     """Pass and microbatch of every read that a step makes of a buffer."""
+    passes: Mapping[int, frozenset[Action]]
+    """By rank: those that a step makes."""
     sums: bool = True
     """Whether gradients are carried out."""
     values: bool = True
     """Whether reads are."""
+    steps: int = 2
+    """How many are carried out."""
     everyone: bool = False
     """Whether all ranks of the mesh are there, so that groups over any axes can meet."""
 
@@ -108,7 +108,7 @@ class _Rank:
     posted: dict[tuple[Value, int], tuple[int, int]] = field(default_factory=dict)
     """By what it hopes to receive in which step: from which rank, and the number of the message."""
     num_posted: Counter[int] = field(default_factory=Counter)
-    passed: Counter[object] = field(default_factory=Counter)
+    passed: Counter[Action] = field(default_factory=Counter)
     counted: bool = False
 
 
@@ -120,7 +120,7 @@ class Machine:
         end = Op("end")
         self.ranks = {
             rank: _Rank(
-                (*program, end) * STEPS,
+                (*program, end) * scene.steps,
                 {key: _Buffers([(*flat.held, 0)]) for key, flat in scene.flats[rank].items()},
             )
             for rank, program in programs.items()
@@ -130,6 +130,7 @@ class Machine:
         self.groups: dict[tuple[int, tuple[str, ...]], tuple[int, ...]] = {}
         self.sleeping: dict[tuple[int, int], set[int]] = defaultdict(set)
         self.ready = deque(self.ranks)
+        self.peers: dict[tuple[int, int], int] = {}
         self.divisors: dict[tuple[int, int, int], Counter[int]] = {}
         self.right: set[tuple[int, int, int]] = set()
         """The divisors that count everyone once."""
@@ -158,7 +159,7 @@ class Machine:
         for (source, target), sent in self.channels.items():
             if received := len(sent) - self.ranks[target].num_posted[source]:
                 text = f"{received} messages from rank {source} to rank {target} are never received"
-                raise Refuted(Counterexample("messages", text, target, STEPS - 1))
+                raise Refuted(Counterexample("messages", text, target, self.scene.steps - 1))
         self._check_owners()
 
     # ---- what is wrong ------------------------------------------------------------------------------------------
@@ -204,7 +205,9 @@ class Machine:
         buffers, flat = rank.buffers[op.flat], self.scene.flats[number][op.flat]
         now, stop = rank.step if flat.trains else 0, flat.layout.numel
         pieces = getattr(buffers, op.buffer)
-        wrong = lacking(pieces, 0, stop, now) if (op.start, op.stop) == (0, stop) else op.start
+        if (op.start, op.stop) != (0, stop):
+            raise self._refute("reads", f"pass {op.phase} does not read all of {op.flat[1]}: {op}", number, op)
+        wrong = lacking(pieces, 0, stop, now)
         if wrong >= 0:
             found = value_at(pieces, wrong)
             has = "memory that does not hold it" if found is None else f"its value after step {found - 1}"
@@ -252,7 +255,7 @@ class Machine:
 
     def _update(self, number: int, rank: _Rank, op: Op) -> bool:
         buffers, now = rank.buffers[op.flat], rank.step
-        due = self.scene.due[op.flat]
+        due = self.scene.due[op.flat] if self.scene.sums else 0
         wrong = lacking(buffers.sum, op.start, op.stop, due) if self.scene.sums else -1
         if wrong >= 0:
             text = self.sums.compared(value_at(buffers.sum, wrong), due)
@@ -344,7 +347,10 @@ class Machine:
     # ---- the pipeline -------------------------------------------------------------------------------------------
 
     def _peer(self, number: int, stage: int) -> int:
-        return self.mesh.rank(**{**self.mesh.coordinates(number), "pipe": self.scene.owner.get(stage, 0)})
+        if (number, stage) not in self.peers:
+            at = {**self.mesh.coordinates(number), "pipe": self.scene.owner.get(stage, 0)}
+            self.peers[number, stage] = self.mesh.rank(**at)
+        return self.peers[number, stage]
 
     def _pass(self, number: int, rank: _Rank, op: Op) -> bool:
         assert op.action is not None
@@ -403,6 +409,10 @@ class Machine:
                 text = "its new value is not published to a rank that has it at rest"
                 raise self._refute("owners", text, number, about, wrong)
             buffers.seen.clear()
+        if lost := self.scene.passes[number] - rank.passed.keys():
+            action = min(lost, key=str)
+            text = f"pass {action} does not run"
+            raise self._refute("messages", text, number, Op("end", microbatch=action.microbatch))
         rank.passed.clear()
         rank.made.clear()
         rank.counted = False

@@ -55,11 +55,12 @@ def room_of(run: PaperRun, schedule: Schedule, laid: Laid, peaks: Sequence[int])
                 state = sum(_state(run, flat, rank) for flat in flats)
                 found.append((state, rank, flats, each * peaks[pipe], line, units))
     rooms = []
-    known: dict[int, tuple[int, int]] = {}
+    known: dict[object, tuple[int, int]] = {}
     for state, rank, flats, activations, line, units in found:
-        if id(flats) not in known:
-            known[id(flats)] = _gathered(run, line, units, rank), _reduced(run, flats)
-        rooms.append(Room(rank, state, *known[id(flats)], activations))
+        kind = id(line), tuple(flat.numel for flat in flats)
+        if kind not in known:
+            known[kind] = _gathered(run, line, units, rank), _reduced(run, flats)
+        rooms.append(Room(rank, state, *known[kind], activations))
     return max(rooms, key=lambda room: room.total)
 
 
@@ -76,6 +77,8 @@ def _state(run: PaperRun, flat: FlatLayout, rank: int) -> int:
 
 def _gathered(run: PaperRun, line: Line, units: dict[int, Sequence[UnitLayout]], rank: int) -> int:
     """The most bytes of whole parameters that are open or kept at once."""
+    if run.mesh.count(run.strategy.params.split) == 1:
+        return 0
     sizes = {(s, u.name, i): f.itemsize_in(run.strategy.params) for s in units for u in units[s] for i, f in enumerate(u.flats)}
     numel = {(s, u.name, i): f.numel for s in units for u in units[s] for i, f in enumerate(u.flats)}
     open_, kept, most = dict[object, int](), dict[object, int](), 0

@@ -16,7 +16,7 @@ from plait.core.mesh import Mesh
 from plait.prove.machine import Counterexample, Refuted, Scene
 from plait.prove.program import Buffered, Key, Op, Program, Settled, Token, Tokens, bind, settle_all, write_program, write_tokens
 from plait.prove.sums import Sums, promised
-from plait.schedule.actions import ADDS_GRADIENTS, Kind, Line, Schedule, count_microbatches, count_stages, owners
+from plait.schedule.actions import ADDS_GRADIENTS, PASSES, Action, Line, Schedule, count_microbatches, count_stages, owners
 
 Laid = Mapping[tuple[int, int], Sequence[UnitLayout]]
 """The units of each stage (first) on each tensor rank (second)."""
@@ -52,8 +52,14 @@ def whole(
     keys = {key: flat for of_rank in flats.values() for key, flat in of_rank.items()}
     due, reads = expected(keys, lines, mesh, strategy, sums)
     stages_count = count_stages(schedule)
-    scene = Scene(mesh, flats, strategy.optim.split, due, stages_count, owner, reads, everyone=True)
+    passes = {rank: passes_of(schedule[mesh.coordinates(rank)["pipe"]]) for rank in programs}
+    scene = Scene(mesh, flats, strategy.optim.split, due, stages_count, owner, reads, passes, everyone=True)
     return Played(scene, programs)
+
+
+def passes_of(line: Line) -> frozenset[Action]:
+    """The passes in a line."""
+    return frozenset(action for action in line if action.kind in PASSES)
 
 
 def by_key(flats: Buffered) -> dict[Key, Settled]:
@@ -62,7 +68,7 @@ def by_key(flats: Buffered) -> dict[Key, Settled]:
 
 
 def expected(
-    keys: Mapping[Key, Settled], lines: Mapping[int, Line], mesh: Mesh, strategy: Strategy, sums: Sums
+    keys: Mapping[Key, Settled], lines: Mapping[int, Line], mesh: Mesh, strategy: Strategy, sums: Sums | None
 ) -> tuple[dict[Key, int], dict[Key, frozenset[tuple[str, int]]]]:
     """The sum that is due of each trained buffer, and the reads that a step makes of each.
 
@@ -78,6 +84,8 @@ def expected(
         order = order if sorted(order) == list(range(count)) else tuple(range(count))
         ways = ("F", "B") if flat.differentiated else ("F",)
         reads[key] = frozenset((way, m) for way in ways for m in range(count))
+        if sums is None:
+            continue
         if flat.trains and (order, flat.summed) not in made:
             made[order, flat.summed] = promised(sums, strategy, mesh, order, summed=flat.summed)
         if flat.trains:
@@ -130,17 +138,30 @@ def alone(unit: UnitLayout, index: int) -> UnitLayout:
 
 
 def of_flat(
-    tokens: Tokens, line: Line, key: Key, unit: UnitLayout, mesh: Mesh, strategy: Strategy, sums: Sums, ranks: Sequence[int]
+    tokens: Tokens, line: Line, flats: Mapping[int, Mapping[Key, Settled]], mesh: Mesh, strategy: Strategy, sums: Sums
 ) -> Played:
-    """The ranks that share one flat buffer, with one part of their operations on it."""
-    stage, _, index = key
-    path, stages = moves(strategy), {stage: (alone(unit, index),)}
-    flats = {rank: by_key(settle_all(stages, mesh, strategy, rank, path)) for rank in ranks}
-    programs = {rank: bind(tokens, flats[rank]) for rank in ranks}
+    """The ranks that share one flat buffer, with one part of their operations on it.
+
+    Args:
+        flats: by rank, that buffer.
+        line: in which the operations are.
+    """
+    programs = {rank: bind(tokens, flats[rank]) for rank in flats}
+    passes: dict[int, frozenset[Action]] = {rank: frozenset() for rank in flats}
     of_sums = any(token.kind == "count" for token in tokens)
-    due, reads = expected(flats[ranks[0]], {stage: line}, mesh, strategy, sums)
-    scene = Scene(mesh, flats, strategy.optim.split, due, 1, {stage: 0}, reads, sums=of_sums, values=not of_sums)
+    buffers = next(iter(flats.values()))
+    ((stage, _, _),) = buffers
+    due, reads = expected(buffers, {stage: line}, mesh, strategy, sums if of_sums else None)
+    scene = Scene(mesh, flats, strategy.optim.split, due, 1, {stage: 0}, reads, passes, sums=of_sums, values=not of_sums)
     return Played(scene, programs)
+
+
+def of_ranks(
+    stage: int, unit: UnitLayout, index: int, mesh: Mesh, strategy: Strategy, ranks: Sequence[int]
+) -> dict[int, dict[Key, Settled]]:
+    """One buffer of a unit, on each of some ranks."""
+    path, stages = moves(strategy), {stage: (alone(unit, index),)}
+    return {rank: by_key(settle_all(stages, mesh, strategy, rank, path)) for rank in ranks}
 
 
 def of_pipe(schedule: Schedule, mesh: Mesh, strategy: Strategy) -> Played:
@@ -149,7 +170,8 @@ def of_pipe(schedule: Schedule, mesh: Mesh, strategy: Strategy) -> Played:
     programs: dict[int, Program] = {}
     for pipe, line in enumerate(schedule):
         programs[mesh.rank(pipe=pipe)] = write_program(line, {s: () for s in owner if owner[s] == pipe}, mesh)
-    scene = Scene(
-        mesh, {rank: {} for rank in programs}, strategy.optim.split, {}, count_stages(schedule), owner, {}, everyone=False
-    )
+    nothing: dict[int, dict[Key, Settled]] = {rank: {} for rank in programs}
+    # All that was sent is received within the step, so the next one begins as this one did.
+    passes = {mesh.rank(pipe=pipe): passes_of(line) for pipe, line in enumerate(schedule)}
+    scene = Scene(mesh, nothing, strategy.optim.split, {}, count_stages(schedule), owner, {}, passes, steps=1)
     return Played(scene, programs)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from plait.core.cells import TABLE, Move, Moves, Strategy, moves
 from plait.core.flat import FlatLayout, Slot, UnitLayout
 from plait.core.mesh import DATA_AXES, Mesh
-from plait.prove.machine import Scene
+from plait.prove.claims import Scene
 from plait.prove.program import COLLECTIVES, PHASES, Op, Program
 from plait.prove.scenes import Laid, Played, whole
 from plait.prove.sums import Sums
@@ -51,7 +51,9 @@ def tiny(pieces: int, *, even: bool, itemsize: int = 4) -> FlatLayout:
     return FlatLayout(slots, itemsize, tuple(bounds))
 
 
-def make(row: str, mesh: str, order: str | None, *, hold: int | None = 1, even: bool = True, microbatches: int = 2) -> Case:
+def make(
+    row: str, mesh: str, order: str | None, *, hold: int | None = 1, even: bool = True, microbatches: int = 2
+) -> Case:
     """A case with one unit on each stage, two where there is one; with a tensor axis their gradients are summed over
     it."""
     on, strategy = Mesh.parse(mesh), TABLE[row]
@@ -134,8 +136,12 @@ def _change(case: Case, op: Op, draw: random.Random) -> dict[str, object] | None
     if op.stop > op.start:
         ways += [{"by": d} for d in ((1, 0), (0, -1), (1, 1), (-1, -1), (0, 1), (2, 2), (-2, -2))]
     if op.kind in COLLECTIVES:
-        ways += [{"axes": axes} for axes in (("shard",), ("replica",), DATA_AXES, ("tensor",), ("pipe",)) if axes != op.axes]
-        ways += [{"kind": kind} for kind in COLLECTIVES if kind != op.kind and (op.root >= 0 or kind[:2] not in ("br",))]
+        ways += [
+            {"axes": axes} for axes in (("shard",), ("replica",), DATA_AXES, ("tensor",), ("pipe",)) if axes != op.axes
+        ]
+        ways += [
+            {"kind": kind} for kind in COLLECTIVES if kind != op.kind and (op.root >= 0 or kind[:2] not in ("br",))
+        ]
         ways += [{"root": 1 - min(op.root, 1)}] * (op.root >= 0)
     if op.buffer and op.kind not in ("close", "forget"):
         ways += [{"buffer": buffer} for buffer in ("rest", "full", "kept", "whole", "sum") if buffer != op.buffer]
@@ -143,7 +149,9 @@ def _change(case: Case, op: Op, draw: random.Random) -> dict[str, object] | None
         ways += [{"microbatch": 1 - op.microbatch}]
     if op.kind == "count":
         start, stop, step = op.rows
-        ways += [{"rows": rows} for rows in ((start, stop, step + 1), (start, stop - step, step), (start, stop + step, step))]
+        ways += [
+            {"rows": rows} for rows in ((start, stop, step + 1), (start, stop - step, step), (start, stop + step, step))
+        ]
     return draw.choice(ways) if ways else None
 
 

@@ -88,7 +88,7 @@ def simulate(
                 try:
                     if not world.do(rank, person, person.ops[person.at]):
                         break
-                except Wrong as wrong:
+                except WrongError as wrong:
                     return f"wrong: {wrong}"
                 person.at += 1
                 moved = True
@@ -101,7 +101,7 @@ def simulate(
     return rests, {r: sorted(p.log, key=repr) for r, p in people.items()}, sorted(left)
 
 
-class Wrong(Exception):
+class WrongError(Exception):
     """A transport would refuse, or something reads what is not there."""
 
 
@@ -131,6 +131,8 @@ class World:
         if op.kind in ("pass", "send", "recv"):
             return self.pipeline(rank, person, op)
         if op.kind == "count":
+            if max(op.rows[:2]) > self.mesh.size:
+                raise WrongError("no such row")
             person.divisor = tuple(sorted(self.mesh.data_rank(row) for row in range(*op.rows)))
             return True
         if op.kind == "end":
@@ -161,7 +163,7 @@ class World:
             place = (self.mesh.data_rank(rank) * self.mesh.tensor + at["tensor"] * flat.summed) * 8 + op.microbatch
             ready = (op.flat, "B", op.microbatch) in person.ran and person.divisor == tuple(range(self.mesh.data_size))
             value = 1 << (4 * place) if ready else None
-            self.accumulate(mine, op.buffer, {e: value for e in span})
+            self.accumulate(mine, op.buffer, dict.fromkeys(span, value))
         elif op.kind == "add":
             self.accumulate(mine, "sum", {e: mine.whole[e] for e in span})
             mine.whole = nothing
@@ -196,7 +198,7 @@ class World:
                 return False
             ops.append(other)
         if len({(o.kind, o.axes, o.stop - o.start, o.root, o.flat, o.buffer) for o in ops}) > 1:
-            raise Wrong("members mean different things")
+            raise WrongError("members mean different things")
         if op.kind != "report":
             self.move(group, ops)
         for member in group:
@@ -209,10 +211,10 @@ class World:
         arrays = [getattr(self.people[m].memory[op.flat], op.buffer) for m in group]
         size = op.stop - op.start
         if any(o.start < 0 or o.stop > len(array) for o, array in zip(ops, arrays, strict=True)):
-            raise Wrong("outside of the buffer")
+            raise WrongError("outside of the buffer")
         views = [array[o.start : o.stop] for o, array in zip(ops, arrays, strict=True)]
         if op.kind not in ("broadcast", "reduce", "all_reduce") and size % n:
-            raise Wrong("pieces are not equal")
+            raise WrongError("pieces are not equal")
         each = size // n
         if op.kind == "all_gather":
             whole = [x for k, view in enumerate(views) for x in view[k * each : (k + 1) * each]]
@@ -270,7 +272,7 @@ class World:
             elif value in person.made:
                 given.append(person.made[value])
             else:
-                raise Wrong(f"{action} lacks {value}")
+                raise WrongError(f"{action} lacks {value}")
         person.log.append((person.step, "pass", str(action), tuple(given)))
         value = makes(action)
         if value is not None:

@@ -14,7 +14,8 @@ import pytest
 from mutants import CASES, Case, cases, make, of_programs, of_schedules, of_tables
 from naive import exact, ordered, simulate
 
-from plait.prove.machine import Machine, Refuted
+from plait.prove.claims import Refuted
+from plait.prove.machine import Machine
 from plait.prove.sums import ANOTHER_ORDER
 
 EACH = 64
@@ -97,5 +98,7 @@ def test_the_counterexample_names_rank_element_and_microbatch() -> None:
     place = next(i for i, op in enumerate(case.programs[2]) if op.kind == "add" and op.microbatch == 1)
     program = case.programs[2]
     says = verdict(case, {**case.programs, 2: (*program[:place], *program[place + 1 :])})
-    assert says.startswith("sums: the gradient that is used for an update is wrong: microbatch 1 of data rank 0 is in it")
+    assert says.startswith(
+        "sums: the gradient that is used for an update is wrong: microbatch 1 of data rank 0 is in it"
+    )
     assert "not at all (due: once)" in says and "rank 2, step 0, parameter b, element 4 of the flat buffer" in says

@@ -2,8 +2,8 @@
 
     plait train | verify | prove | doctor | bench comm | schedule | checkpoint | chaos
 
-Exit codes: 0 done (verify: equal), 1 failed (verify: not equal; prove: refuted; checkpoint: damaged, different), 2 bad input; 128 + n
-for signal n.
+Exit codes: 0 done (verify: equal), 1 failed (verify: not equal; prove: refuted; checkpoint: damaged, different), 2 bad
+input; 128 + n for signal n.
 """
 
 import os

@@ -61,7 +61,9 @@ class ProveConfig:
     """Microbatches of one step on each data rank."""
     schedule: Annotated[
         str | None,
-        tyro.conf.arg(help=f"An order ({describe_orders()}), or a file with a schedule. None: 1f1b, if there is a pipe."),
+        tyro.conf.arg(
+            help=f"An order ({describe_orders()}), or a file with a schedule. None: 1f1b, if there is a pipe."
+        ),
     ] = None
     chunks: Annotated[int | None, tyro.conf.arg(help=describe_chunks())] = None
     hold: int | None = 1
@@ -112,7 +114,7 @@ class ProveConfig:
         if self.model is not None:
             if given:
                 raise ValueError(f"{given[0]} beside --model {self.model}, which says it: leave one of them out")
-            kind, colon, path = self.model.partition(":")
+            kind, _, path = self.model.partition(":")
             if kind != "hf" or not path:
                 raise ValueError(f"model {self.model!r}: give hf:PATH, or sizes: --layers --hidden --heads --vocab")
             return from_config(path)
@@ -180,4 +182,3 @@ def table_of(run: PaperRun, proved: Proved) -> Table:
 def as_json(proved: Proved) -> dict[str, object]:
     """The same for a program."""
     return asdict(proved) | {"seconds": dict(proved.seconds), "order": list(proved.order)}
-

@@ -12,15 +12,16 @@ paper.py      a run on paper
 program.py    what a rank does in a step, as small operations
 pieces.py     values of a flat buffer by intervals
 sums.py       sums without numbers: which samples, in which order
-machine.py    programs carried out on sets; the counterexample
+claims.py     what is claimed, and the counterexample
+machine.py    programs carried out on sets
 scenes.py     who takes part in which claim
 symmetry.py   ranks that are alike, looked up rank by rank
 room.py       what the fullest rank holds
 proof.py      all claims together                                         start here
 """
 
+from plait.prove.claims import Counterexample, Refuted
 from plait.prove.decoder import Decoder, from_config
-from plait.prove.machine import Counterexample, Refuted
 from plait.prove.paper import PaperRun
 from plait.prove.proof import Proved, prove
 

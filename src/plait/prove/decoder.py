@@ -136,11 +136,13 @@ def from_config(path: str) -> Decoder:
         found: Mapping[str, Any] = json.loads(read_text(place, "the config"))
         family = found["model_type"]
         if family not in FAMILIES:
-            raise ValueError(f"{path}: {family} is not among {', '.join(FAMILIES)}: describe it by --layers --hidden ...")
+            raise ValueError(
+                f"{path}: {family} is not among {', '.join(FAMILIES)}: describe it by --layers --hidden ..."
+            )
         if found.get("tie_word_embeddings", False):
             raise ValueError(
-                f"{path}: the head's weight is the embedding's (tie_word_embeddings), and a proof is of weights that one "
-                f"stage has: set it to false, or prove the layout by `plait verify`, which runs it"
+                f"{path}: the head's weight is the embedding's (tie_word_embeddings), which a proof does not cover: set "
+                f"it to false, or run `plait verify`"
             )
         whole = {name: int(found[key]) for name, key in KEYS.items()}
         heads = int(found.get("num_key_value_heads") or whole["heads"])
@@ -148,7 +150,16 @@ def from_config(path: str) -> Decoder:
         biased = family == "qwen2" or bool(found.get("attention_bias", False))
     except (KeyError, TypeError, AttributeError, json.JSONDecodeError, OverflowError) as error:
         raise ValueError(f"{place} is no config of a decoder: {type(error).__name__} {error}") from None
-    return Decoder(**whole, kv_heads=heads, head_dim=size, bias=biased)
+    return Decoder(
+        layers=whole["layers"],
+        hidden=whole["hidden"],
+        ffn=whole["ffn"],
+        heads=whole["heads"],
+        kv_heads=heads,
+        vocab=whole["vocab"],
+        head_dim=size,
+        bias=biased,
+    )
 
 
 KEYS = {
@@ -169,10 +180,15 @@ def lay_stage(
     units = []
     for link in sorted(links, key=lambda link: link != "model.norm"):
         shapes = [
-            tuple((name, _local(decoder, (name, shape, dim), mesh.tensor, t)) for name, shape, dim in decoder.parameters(link))
+            tuple(
+                (name, _local(decoder, (name, shape, dim), mesh.tensor, t))
+                for name, shape, dim in decoder.parameters(link)
+            )
             for t in (tensor, 0)
         ]
-        own, first = (_lay(of, itemsize, mesh.data_size, cut, tuple(loads) if cut == "tensor" else None) for of in shapes)
+        own, first = (
+            _lay(of, itemsize, mesh.data_size, cut, tuple(loads) if cut == "tensor" else None) for of in shapes
+        )
         if cut == "tensor":
             sizes = [(b - a) * itemsize for a, b in pairwise(first.bounds)]
             loads = [load + size for load, size in zip(loads, sizes, strict=True)]

@@ -14,72 +14,15 @@ harms the next one.  What is refuted names a rank, an element and, where there i
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 from plait.core.agreement import AGREEING
 from plait.core.collectives import CUT_EVENLY
-from plait.core.mesh import Mesh
+from plait.prove.claims import Counterexample, Refuted, Scene
 from plait.prove.pieces import Pieces, breaks, cut, lacking, value_at, write
-from plait.prove.program import COLLECTIVES, Key, Op, Program, Settled
+from plait.prove.program import COLLECTIVES, Key, Op, Program
 from plait.prove.sums import Sums
 from plait.schedule.actions import Action, Value, awaits, carries, makes, needs
-
-@dataclass(frozen=True)
-class Counterexample:
-    """Where a layout is not the run of a single process."""
-
-    what: str
-    """Which of the claims fails: ``sums``, ``owners``, ``reads``, ``messages`` or ``memory``."""
-    text: str
-    rank: int = -1
-    step: int = 0
-    parameter: str = ""
-    element: int = -1
-    """Of the flat buffer of its unit; -1 where it is not about one."""
-    microbatch: int = -1
-
-    def __str__(self) -> str:
-        where = [f"rank {self.rank}"] if self.rank >= 0 else []
-        where += [f"step {self.step}"] if self.rank >= 0 else []
-        where += [f"parameter {self.parameter}" if self.parameter else ""]
-        where += [f"element {self.element} of the flat buffer" if self.element >= 0 else ""]
-        where += [f"microbatch {self.microbatch}" if self.microbatch >= 0 else ""]
-        return f"{self.what}: {self.text}" + (f" ({', '.join(filter(None, where))})" if any(where) else "")
-
-
-class Refuted(Exception):  # noqa: N818
-    """A proof failed; ``example`` says where."""
-
-    def __init__(self, example: Counterexample) -> None:
-        super().__init__(str(example))
-        self.example = example
-
-
-@dataclass(frozen=True)
-class Scene:
-    """Who takes part, and what is due."""
-
-    mesh: Mesh
-    flats: Mapping[int, Mapping[Key, Settled]]
-    """By rank: the buffers that it works on."""
-    owned_by: tuple[str, ...]
-    """The axes over which the optimizer's cell is cut."""
-    due: Mapping[Key, int]
-    """The sum of each buffer's gradient."""
-    stages: int
-    owner: Mapping[int, int]
-    """The pipe coordinate of each stage."""
-    reads: Mapping[Key, frozenset[tuple[str, int]]]
-    """Pass and microbatch of every read that a step makes of a buffer."""
-    passes: Mapping[int, frozenset[Action]]
-    """By rank: those that a step makes."""
-    sums: bool = True
-    """Whether gradients are carried out."""
-    values: bool = True
-    """Whether reads are."""
-    steps: int = 2
-    """How many are carried out."""
-    everyone: bool = False
-    """Whether all ranks of the mesh are there, so that groups over any axes can meet."""
 
 
 @dataclass
@@ -249,7 +192,7 @@ class Machine:
             return [(*one[0][:2], self.sums.add(one[0][2], other[0][2]))]
         edges = breaks([one, other], min(one[0][0], other[0][0]), max(one[-1][1], other[-1][1])) if other else []
         found: Pieces = []
-        for a, b in zip(edges, edges[1:], strict=False):
+        for a, b in pairwise(edges):
             found = write(found, a, b, [(a, b, self.sums.add(value_at(one, a), value_at(other, a)))])
         return found
 
@@ -302,6 +245,8 @@ class Machine:
 
     def _collective(self, group: tuple[int, ...], op: Op) -> None:
         start, stop, n = op.start, op.stop, len(group)
+        if start < 0 or stop > self.scene.flats[group[0]][op.flat].layout.numel:
+            raise self._refute("messages", f"{op} is longer than its buffer", group[0], op)
         if op.kind in CUT_EVENLY and (stop - start) % n:
             text = f"{op}: {stop - start} elements are no equal pieces for {n} ranks"
             raise self._refute("messages", text, group[0], op)
@@ -329,10 +274,12 @@ class Machine:
         edges = breaks(contents, start, stop)
         return [
             (a, b, self.sums.collective([value_at(content, a) for content in contents], sizes))
-            for a, b in zip(edges, edges[1:], strict=False)
+            for a, b in pairwise(edges)
         ]
 
     def _count(self, number: int, rank: _Rank, op: Op) -> bool:
+        if max(op.rows[:2]) > self.mesh.size:
+            raise self._refute("sums", "the divisor of the loss counts ranks that are not there", number, op)
         if op.rows not in self.divisors:
             self.divisors[op.rows] = Counter(self.mesh.data_rank(row) for row in range(*op.rows))
         counted = self.divisors[op.rows]
@@ -373,8 +320,8 @@ class Machine:
         if rank.passed[action]:
             raise self._refute("messages", f"pass {action} runs twice", number, op)
         rank.passed[action] += 1
-        if (value := makes(action)) is not None:
-            made.add(value)
+        if (result := makes(action)) is not None:
+            made.add(result)
         return True
 
     def _send(self, number: int, rank: _Rank, op: Op) -> bool:
@@ -409,8 +356,8 @@ class Machine:
                 text = "its new value is not published to a rank that has it at rest"
                 raise self._refute("owners", text, number, about, wrong)
             buffers.seen.clear()
-        if lost := self.scene.passes[number] - rank.passed.keys():
-            action = min(lost, key=str)
+        if never := self.scene.passes[number] - rank.passed.keys():
+            action = min(never, key=str)
             text = f"pass {action} does not run"
             raise self._refute("messages", text, number, Op("end", microbatch=action.microbatch))
         rank.passed.clear()
@@ -421,7 +368,7 @@ class Machine:
 
     def _check_owners(self) -> None:
         """Each element has one owner in each group over which the optimizer's cell is cut."""
-        for (step, key), updates in self.owners.items():
+        for (_, key), updates in self.owners.items():
             groups: dict[tuple[int, ...], list[tuple[int, int, int]]] = defaultdict(list)
             for number, start, stop in updates:
                 at = self.mesh.coordinates(number)

@@ -1,6 +1,6 @@
 """Values of a flat buffer by intervals of its elements: (start, stop, value), in order, no two overlapping.
 
-    [(0, 64, 7), (96, 128, 7)]      elements 0..63 and 96..127 have value 7; nobody wrote 64..95
+[(0, 64, 7), (96, 128, 7)]      elements 0..63 and 96..127 have value 7; nobody wrote 64..95
 """
 
 from collections.abc import Sequence

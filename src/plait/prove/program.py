@@ -1,9 +1,12 @@
 """What one rank does in a step, as data: small operations on the flat buffers of its units.
 
-    line of the schedule   0UNSHARD               0F0     0B0                              0RESHARD  0REDUCE     0UPDATE
-    moves of the row       all_gather             -       reduce_scatter                   -         all_reduce  all_gather
-    operations             open  all_gather full  read F  read B  gradient  reduce_scatter  close    all_reduce  update ...
-                                                          whole   add                                sum         rest
+    schedule       row's moves       operations
+    0UNSHARD       all_gather        open from rest, all_gather of full
+    0F0            -                 read F
+    0B0            reduce_scatter    read B, gradient to whole, reduce_scatter of whole, add to sum
+    0RESHARD       -                 close
+    0REDUCE        all_reduce        all_reduce of sum
+    0UPDATE        all_gather        update of rest by sum, all_gather of rest
 
 A buffer's messages are those of ``core.flat.lower``, which the engine sends, in the places where ``plan.cost`` counts
 them.  The other operations say what becomes of the numbers in between:
@@ -64,7 +67,12 @@ class Op(NamedTuple):
         if self.kind in ("count", "report"):
             return self.kind
         where = f"{self.flat[1]}[{self.start}:{self.stop}]"
-        words = [self.kind, self.phase if self.kind == "read" else "", f"of {self.buffer}" if self.buffer else "", where]
+        words = [
+            self.kind,
+            self.phase if self.kind == "read" else "",
+            f"of {self.buffer}" if self.buffer else "",
+            where,
+        ]
         words += [f"microbatch {self.microbatch}"] if self.microbatch >= 0 else []
         return " ".join(filter(None, [*words, f"over {', '.join(self.axes)}" if self.axes else ""]))
 
@@ -116,16 +124,16 @@ Buffered = Mapping[int, Sequence[Settled]]
 PHASES = ("forward", "backward", "microbatch", "summed", "step", "publish")
 
 
-def settle(
-    stage: int, unit: UnitLayout, index: int, mesh: Mesh, strategy: Strategy, path: Moves, rank: int
-) -> Settled:
+def settle(stage: int, unit: UnitLayout, index: int, mesh: Mesh, strategy: Strategy, path: Moves, rank: int) -> Settled:
     """One flat buffer of a unit, on one rank."""
     layout, ways = unit.flats[index], mesh.count
 
     def place(cell: Cell) -> tuple[int, int]:
         return layout.piece(ways(cell.split), mesh.index(rank, cell.split))
 
-    sent = {phase: tuple(m for move in getattr(path, phase) for m in lower(move, layout, mesh, rank)) for phase in PHASES}
+    sent = {
+        phase: tuple(m for move in getattr(path, phase) for m in lower(move, layout, mesh, rank)) for phase in PHASES
+    }
     return Settled(
         key=(stage, unit.name, index),
         layout=layout,
@@ -230,7 +238,7 @@ class _Writer:
         self.open: set[Key] = set()
 
     def action(self, action: Action) -> list[Token | Op]:
-        s, m, kind = action.stage, action.microbatch, action.kind
+        s, kind = action.stage, action.kind
         flats = self.flats[s]
         if kind in MESSAGES:
             return [Op("send" if kind in SENDS else "recv", action=action)]

@@ -19,11 +19,12 @@ from dataclasses import dataclass
 
 from plait.core.additions import additions
 from plait.core.agreement import COUNTS, IN_STAGE, NUMBER_BYTES, num_reported
-from plait.core.cells import ITEMSIZE
+from plait.core.cells import ITEMSIZE, Cell
 from plait.core.collectives import bytes_sent
 from plait.core.mesh import Mesh
 from plait.plan.tensor import predict_tensor
-from plait.prove.machine import Counterexample, Machine, Refuted
+from plait.prove.claims import Counterexample, Refuted
+from plait.prove.machine import Machine
 from plait.prove.paper import PaperRun
 from plait.prove.program import COLLECTIVES, Key, Program, Settled
 from plait.prove.room import Room, room_of
@@ -158,7 +159,9 @@ def check_parameters(run: PaperRun, laid: Laid) -> None:
         end = 0
         for start, stop in (r for t in range(ways if cut else 0) for r in (cut.ranges(t) if cut else ())):
             if start != end:
-                raise Refuted(Counterexample("owners", f"rows {min(start, end)}.. have not one tensor rank", parameter=name))
+                raise Refuted(
+                    Counterexample("owners", f"rows {min(start, end)}.. have not one tensor rank", parameter=name)
+                )
             end = stop
         due = math.prod(shape) * (1 if cut else ways)
         if held.pop(name) != due or (cut and end != shape[cut.dim]):
@@ -200,7 +203,7 @@ def _prove_buffers(run: PaperRun, schedule: Schedule, laid: Laid) -> tuple[int, 
     return len(known), operations, traffic
 
 
-def _cells(run: PaperRun) -> list[tuple[str, object]]:
+def _cells(run: PaperRun) -> list[tuple[str, Cell]]:
     """Whose dtype the messages of a phase have."""
     row = run.strategy
     named = dict.fromkeys(("forward", "backward", "unshard", "publish"), row.params)

@@ -1,10 +1,10 @@
 """What the fullest rank holds, from the pieces of its buffers and its program.
 
-    state         parameters at rest, gradients, optimizer, master weights                           exact, with padding
-    gathered      whole parameters at once, at most, one unit ahead, and what is kept for backwards   an upper bound
-    gradients     whole gradients of a microbatch that are being reduced: two units                   an upper bound
-    activations   of the microbatches in flight, by ``plan.activations`` (a norm and a loss as plait's own decoder
-                  writes them, which keep more than fused ones)                                       an estimate
+state         parameters at rest, gradients, optimizer, master weights                           exact, with padding
+gathered      whole parameters at once, at most, one unit ahead, and what is kept for backwards   an upper bound
+gradients     whole gradients of a microbatch that are being reduced: two units                   an upper bound
+activations   of the microbatches in flight, by ``plan.activations`` (a norm and a loss as plait's own decoder
+              writes them, which keep more than fused ones)                                       an estimate
 """
 
 from collections.abc import Sequence
@@ -79,7 +79,12 @@ def _gathered(run: PaperRun, line: Line, units: dict[int, Sequence[UnitLayout]],
     """The most bytes of whole parameters that are open or kept at once."""
     if run.mesh.count(run.strategy.params.split) == 1:
         return 0
-    sizes = {(s, u.name, i): f.itemsize_in(run.strategy.params) for s in units for u in units[s] for i, f in enumerate(u.flats)}
+    sizes = {
+        (s, u.name, i): f.itemsize_in(run.strategy.params)
+        for s in units
+        for u in units[s]
+        for i, f in enumerate(u.flats)
+    }
     numel = {(s, u.name, i): f.numel for s in units for u in units[s] for i, f in enumerate(u.flats)}
     open_, kept, most = dict[object, int](), dict[object, int](), 0
     for op in write_program(line, settle_all(units, run.mesh, run.strategy, rank), run.mesh):

@@ -13,10 +13,31 @@ from dataclasses import dataclass, replace
 from plait.core.cells import Moves, Strategy, moves
 from plait.core.flat import UnitLayout
 from plait.core.mesh import Mesh
-from plait.prove.machine import Counterexample, Refuted, Scene
-from plait.prove.program import Buffered, Key, Op, Program, Settled, Token, Tokens, bind, settle_all, write_program, write_tokens
+from plait.prove.claims import Counterexample, Refuted, Scene
+from plait.prove.program import (
+    Buffered,
+    Key,
+    Op,
+    Program,
+    Settled,
+    Token,
+    Tokens,
+    bind,
+    settle_all,
+    write_program,
+    write_tokens,
+)
 from plait.prove.sums import Sums, promised
-from plait.schedule.actions import ADDS_GRADIENTS, PASSES, Action, Line, Schedule, count_microbatches, count_stages, owners
+from plait.schedule.actions import (
+    ADDS_GRADIENTS,
+    PASSES,
+    Action,
+    Line,
+    Schedule,
+    count_microbatches,
+    count_stages,
+    owners,
+)
 
 Laid = Mapping[tuple[int, int], Sequence[UnitLayout]]
 """The units of each stage (first) on each tensor rank (second)."""
@@ -152,7 +173,9 @@ def of_flat(
     buffers = next(iter(flats.values()))
     ((stage, _, _),) = buffers
     due, reads = expected(buffers, {stage: line}, mesh, strategy, sums if of_sums else None)
-    scene = Scene(mesh, flats, strategy.optim.split, due, 1, {stage: 0}, reads, passes, sums=of_sums, values=not of_sums)
+    scene = Scene(
+        mesh, flats, strategy.optim.split, due, 1, {stage: 0}, reads, passes, sums=of_sums, values=not of_sums
+    )
     return Played(scene, programs)
 
 

@@ -1,6 +1,6 @@
 """Sums without numbers: which samples, and in which order they are added.
 
-    leaf (d, t, m)     what the samples of data rank d in microbatch m give (t: the tensor rank's share, where there are)
+    leaf (d, t, m)     what data rank d has of microbatch m (t: the tensor rank's share, where there are shares)
     a + b              a number for each pair of terms; equal sums have equal numbers
 
 ``core.additions.fold`` makes the sum that a row promises, by the very function that the reference run of ``plait
@@ -89,7 +89,7 @@ ANOTHER_ORDER = "every sample is in it once, but they are added in another order
 
 
 def times_of(number: int) -> str:
-    """"not at all", "once", "3 times"."""
+    """ "not at all", "once", "3 times"."""
     return {0: "not at all", 1: "once", 2: "twice"}.get(number, f"{number} times")
 
 

@@ -12,7 +12,7 @@ from plait.core.agreement import IN_STAGE
 from plait.core.cells import Moves, Strategy, moves
 from plait.core.flat import FlatLayout, Message, lower
 from plait.core.mesh import Mesh
-from plait.prove.machine import Counterexample, Refuted
+from plait.prove.claims import Counterexample, Refuted
 from plait.prove.program import PHASES
 
 
@@ -33,7 +33,9 @@ def check_symmetry(mesh: Mesh, strategy: Strategy, layouts: Sequence[FlatLayout]
         for layout in layouts
     ]
     axes = tuple(dict.fromkeys(move.axes for move, _ in sent))
-    cells = tuple(dict.fromkeys(cell.split for cell in (strategy.params, strategy.kept, strategy.grads, strategy.optim)))
+    cells = tuple(
+        dict.fromkeys(cell.split for cell in (strategy.params, strategy.kept, strategy.grads, strategy.optim))
+    )
     models: dict[int, tuple[tuple[tuple[Message, ...], ...], tuple[int, ...]]] = {}
     compared = 0
     for rank in range(mesh.size):
@@ -44,7 +46,9 @@ def check_symmetry(mesh: Mesh, strategy: Strategy, layouts: Sequence[FlatLayout]
         )
         due = models.setdefault(model, facts)
         if facts != due:
-            raise Refuted(Counterexample("messages", f"it does not send what rank {model} sends of the same buffer", rank))
+            raise Refuted(
+                Counterexample("messages", f"it does not send what rank {model} sends of the same buffer", rank)
+            )
         compared += len(sent) + len(cells)
     for over in axes:
         compared += _check_groups(mesh, over)
@@ -74,11 +78,12 @@ def _check_groups(mesh: Mesh, axes: tuple[str, ...]) -> int:
         shift = rank // within * within if "tensor" in axes else rank - model_of(mesh, rank)
         moved = tuple(member + shift for member in mesh.group(rank - shift, axes)) if shift else group
         if group != moved:
-            raise Refuted(Counterexample("messages", f"its group over {', '.join(axes)} is not its model's, moved", rank))
+            raise Refuted(
+                Counterexample("messages", f"its group over {', '.join(axes)} is not its model's, moved", rank)
+            )
         for place, member in enumerate(group):
             if member in places or mesh.index(member, axes) != place:
                 text = f"it is member {place} of a group over {', '.join(axes)}, and takes itself for another"
                 raise Refuted(Counterexample("messages", text, member))
             places[member] = place
     return len(places)
-

@@ -167,7 +167,7 @@ def _edited(op: Op, edit: dict[str, object]) -> Op:
 # ---- schedules and tables -----------------------------------------------------------------------------------------
 
 
-def of_schedules(case: Case, draw: random.Random, number: int) -> Iterator[tuple[str, dict[int, Program]]]:
+def of_schedules(case: Case, draw: random.Random, number: int) -> Iterator[tuple[str, Schedule, dict[int, Program]]]:
     """Mutants of the completed schedule, which reach all ranks of a pipeline coordinate."""
     for _ in range(number):
         lines = [list(line) for line in case.schedule]
@@ -187,7 +187,7 @@ def of_schedules(case: Case, draw: random.Random, number: int) -> Iterator[tuple
             line[place] = replace(line[place], microbatch=1 - line[place].microbatch)
         schedule = tuple(tuple[Action, ...](line) for line in lines)
         if schedule != case.schedule and owners(schedule) == owners(case.schedule):
-            yield what, dict(whole(schedule, case.laid, case.mesh, case.strategy, Sums()).programs)
+            yield what, schedule, dict(whole(schedule, case.laid, case.mesh, case.strategy, Sums()).programs)
 
 
 def of_tables(case: Case) -> Iterator[tuple[str, dict[int, Program]]]:

@@ -183,8 +183,7 @@ class World:
             mine.sum = [self.plus(mine.sum[e], values.get(e)) for e in range(n)]
         else:
             setattr(mine, buffer, [values.get(e) for e in range(n)])
-            known = any(value is not None for value in values.values())
-            mine.summing = mine.summing or (buffer == "sum" and known)
+            mine.summing = mine.summing or buffer == "sum"
 
     # ---- groups ---------------------------------------------------------------------------------------------------
 

@@ -47,7 +47,8 @@ def judged(case: Case, seed: int, number: int) -> Counter[str]:
     assert not any(isinstance(one, str) for one in right.values()), right
     assert verdict(case, dict(case.programs)) == ""
     found: Counter[str] = Counter()
-    for mutants in (of_programs(case, draw, number), of_schedules(case, draw, number // 2), of_tables(case)):
+    schedules = ((what, programs) for what, _, programs in of_schedules(case, draw, number // 2))
+    for mutants in (of_programs(case, draw, number), schedules, of_tables(case)):
         for what, programs in mutants:
             refused = verdict(case, programs)
             same_sums = result(programs, exact) == right[exact]
@@ -72,12 +73,12 @@ def test_no_slip_is_proved(number: int) -> None:
     assert found["harmful"] > found["harmless"], found
 
 
-def test_ten_thousand_slips() -> None:
+@pytest.mark.parametrize("seed", range(100, 106))
+def test_ten_thousand_slips(seed: int) -> None:
     total: Counter[str] = Counter()
-    for seed in range(100, 106):
-        for case in cases():
-            total += judged(case, seed, 80)
-    assert total.total() >= 10_000, total
+    for case in cases():
+        total += judged(case, seed, 90)
+    assert total.total() > 1_700, total
 
 
 def test_an_exchange_of_two_microbatches_changes_bits_and_no_sum() -> None:

@@ -68,8 +68,8 @@ class ProveConfig:
     chunks: Annotated[int | None, tyro.conf.arg(help=describe_chunks())] = None
     hold: int | None = 1
     """Stages that a rank keeps unsharded; None: units are gathered one by one in every pass."""
-    split: tuple[int, ...] | None = None
-    """Links of each stage: embedding, layers, norm and head are one each. None: equally many."""
+    split: str | None = None
+    """Links of each stage, as in "5 4": embedding, layers, norm and head are one each. None: equally many."""
     cut: Cut = "element"
     """Where the data axes may cut: anywhere in a parameter, or only between parameters."""
     dtype: Dtype = "fp32"
@@ -98,7 +98,7 @@ class ProveConfig:
             strategy=strategy.mixed(self.mixed) if self.mixed else strategy,
             pipeline=Pipeline(order, mesh.pipe, self.chunks, self.hold),
             microbatches=self.microbatches,
-            split=self.split,
+            split=None if self.split is None else parse_sizes(self.split),
             cut=self.cut,
             dtype=self.dtype,
             batch=self.batch,
@@ -132,6 +132,14 @@ def parse_bytes(text: str) -> int:
     if match is None or match[2] not in UNITS:
         raise ValueError(f"memory {text!r}: give a number and a unit ({', '.join(UNITS)}), as in 80GB")
     return int(float(match[1]) * UNITS[match[2]])
+
+
+def parse_sizes(text: str) -> tuple[int, ...]:
+    """``5 4`` as numbers; ValueError for anything else."""
+    words = text.replace(",", " ").split()
+    if not words or not all(word.isascii() and word.isdecimal() and len(word) < 9 for word in words):
+        raise ValueError(f'split {text!r}: give the links of each stage, as in "5 4"')
+    return tuple(map(int, words))
 
 
 def run_prove(config: ProveConfig) -> int:

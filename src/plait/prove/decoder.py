@@ -141,7 +141,7 @@ def from_config(path: str) -> Decoder:
             )
         if found.get("tie_word_embeddings", False):
             raise ValueError(
-                f"{path}: the head's weight is the embedding's (tie_word_embeddings), which a proof does not cover: set "
+                f"{path}: the head's weight is the embedding's (tie_word_embeddings), which no proof covers: set "
                 f"it to false, or run `plait verify`"
             )
         whole = {name: int(found[key]) for name, key in KEYS.items()}

@@ -36,7 +36,8 @@ class _Buffers:
     sum: Pieces = field(default_factory=list)
     seen: set[tuple[str, int]] = field(default_factory=set)
     """The reads of this step."""
-    updated: bool = False
+    summing: bool = False
+    """Something was brought to ``sum`` since it was cleared."""
 
 
 @dataclass
@@ -136,7 +137,9 @@ class Machine:
         return True
 
     def _drop(self, number: int, rank: _Rank, op: Op) -> bool:
-        setattr(rank.buffers[op.flat], op.buffer, [])
+        buffers = rank.buffers[op.flat]
+        setattr(buffers, op.buffer, [])
+        buffers.summing = buffers.summing and op.buffer != "sum"
         return True
 
     def _keep(self, number: int, rank: _Rank, op: Op) -> bool:
@@ -172,25 +175,30 @@ class Machine:
             raise self._refute("sums", f"{op.flat[1]} has a gradient before its backward", number, op)
         tensor = self.mesh.index(number, ("tensor",)) if flat.summed else 0
         leaf = self.sums.leaf(self.samples[number], tensor, op.microbatch)
-        pieces: Pieces = [(op.start, op.stop, leaf)]
-        if op.buffer == "sum" and buffers.sum:
-            buffers.sum = self._added(buffers.sum, pieces)
-        else:
-            setattr(buffers, op.buffer, pieces)
+        self._accumulate(buffers, op.buffer, [(op.start, op.stop, leaf)])
         return True
 
     def _add(self, number: int, rank: _Rank, op: Op) -> bool:
         buffers = rank.buffers[op.flat]
-        pieces = cut(buffers.whole, op.start, op.stop)
-        buffers.sum = self._added(buffers.sum, pieces) if buffers.sum else pieces
+        self._accumulate(buffers, "sum", cut(buffers.whole, op.start, op.stop))
         buffers.whole = []
         return True
 
+    def _accumulate(self, buffers: _Buffers, buffer: str, pieces: Pieces) -> None:
+        """The first in ``sum`` since it was cleared is copied there, others are added."""
+        if buffer == "sum" and buffers.summing:
+            buffers.sum = self._added(buffers.sum, pieces)
+        else:
+            setattr(buffers, buffer, pieces)
+            buffers.summing = buffers.summing or buffer == "sum"
+
     def _added(self, one: Pieces, other: Pieces) -> Pieces:
         """Where only one of them is known, the sum is not."""
+        if not one or not other:
+            return []
         if len(one) == 1 and len(other) == 1 and one[0][:2] == other[0][:2]:
             return [(*one[0][:2], self.sums.add(one[0][2], other[0][2]))]
-        edges = breaks([one, other], min(one[0][0], other[0][0]), max(one[-1][1], other[-1][1])) if other else []
+        edges = breaks([one, other], min(one[0][0], other[0][0]), max(one[-1][1], other[-1][1]))
         found: Pieces = []
         for a, b in pairwise(edges):
             found = write(found, a, b, [(a, b, self.sums.add(value_at(one, a), value_at(other, a)))])
@@ -209,7 +217,6 @@ class Machine:
             text = "it is updated twice" if twice else "it is updated where its newest value is not"
             raise self._refute("owners", text, number, op, wrong)
         buffers.rest = write(buffers.rest, op.start, op.stop, [(op.start, op.stop, now + 1)])
-        buffers.updated = True
         self.owners[rank.step, op.flat].append((number, op.start, op.stop))
         return True
 

@@ -94,6 +94,18 @@ def test_an_exchange_of_two_microbatches_changes_bits_and_no_sum() -> None:
     assert ANOTHER_ORDER in verdict(case, {**case.programs, 1: tuple(ops)})
 
 
+@pytest.mark.parametrize("row", ["zero3", "hpz"])
+def test_no_sum_is_taken_for_a_parameter(row: str) -> None:
+    """Both are numbers to the machine."""
+    case = make(row, "shard=2 replica=2", None)
+    for place, op in enumerate(case.programs[0]):
+        for buffer in {"open": ("whole", "sum"), "all_gather": ("sum",), "read": ("sum", "whole")}.get(op.kind, ()):
+            changed = {rank: list(program) for rank, program in case.programs.items()}
+            for ops in changed.values():
+                ops[place] = ops[place]._replace(buffer=buffer)
+            assert verdict(case, {rank: tuple(ops) for rank, ops in changed.items()}) != "", (op, buffer)
+
+
 def test_the_counterexample_names_rank_element_and_microbatch() -> None:
     case = make("zero3", "shard=3", None)
     place = next(i for i, op in enumerate(case.programs[2]) if op.kind == "add" and op.microbatch == 1)

@@ -13,6 +13,7 @@ program.py    what a rank does in a step, as small operations
 pieces.py     values of a flat buffer by intervals
 sums.py       sums without numbers: which samples, in which order
 claims.py     what is claimed, and the counterexample
+collective.py what a group leaves behind, and who owns what
 machine.py    programs carried out on sets
 scenes.py     who takes part in which claim
 symmetry.py   ranks that are alike, looked up rank by rank

@@ -1,6 +1,6 @@
 """Programs carried out on sets instead of numbers: who has which version, and which samples are in which sum.
 
-    rest, full, kept     interval ──► the step after which its values were published
+    rest, full, kept     interval ──► the step for which its values were published
     whole, sum           interval ──► a number of ``Sums``: which samples, in which order
 
 Every rank obeys its program.  A collective waits until its whole group has come to it; a send is never waited for, a
@@ -13,13 +13,13 @@ harms the next one.  What is refuted names a rank, an element and, where there i
 
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from itertools import pairwise
+from dataclasses import dataclass, field, replace
 
 from plait.core.agreement import AGREEING
 from plait.core.collectives import CUT_EVENLY
 from plait.prove.claims import Counterexample, Refuted, Scene
-from plait.prove.pieces import Pieces, breaks, cut, lacking, value_at, write
+from plait.prove.collective import added, left_behind, misowned
+from plait.prove.pieces import Pieces, cut, lacking, value_at, write
 from plait.prove.program import COLLECTIVES, Key, Op, Program
 from plait.prove.sums import Sums
 from plait.schedule.actions import Action, Value, awaits, carries, makes, needs
@@ -65,7 +65,7 @@ class Machine:
         self.ranks = {
             rank: _Rank(
                 (*program, end) * scene.steps,
-                {key: _Buffers([(*flat.held, 0)]) for key, flat in scene.flats[rank].items()},
+                {key: _Buffers([(*flat.held, version(0))]) for key, flat in scene.flats[rank].items()},
             )
             for rank, program in programs.items()
         }
@@ -104,7 +104,12 @@ class Machine:
             if received := len(sent) - self.ranks[target].num_posted[source]:
                 text = f"{received} messages from rank {source} to rank {target} are never received"
                 raise Refuted(Counterexample("messages", text, target, self.scene.steps - 1))
-        self._check_owners()
+        for (step, key), updates in self.owners.items():
+            numel = self.scene.flats[updates[0][0]][key].layout.numel
+            if wrong := misowned(updates, self.mesh, self.scene.owned_by, numel):
+                number, element, text = wrong
+                error = self._refute("owners", text, number, Op("update", key), element)
+                raise Refuted(replace(error.example, step=step))
 
     # ---- what is wrong ------------------------------------------------------------------------------------------
 
@@ -153,12 +158,14 @@ class Machine:
         pieces = getattr(buffers, op.buffer)
         if (op.start, op.stop) != (0, stop):
             raise self._refute("reads", f"pass {op.phase} does not read all of {op.flat[1]}: {op}", number, op)
-        wrong = lacking(pieces, 0, stop, now)
+        wrong = lacking(pieces, 0, stop, version(now))
         if wrong >= 0:
             found = value_at(pieces, wrong)
-            has = "memory that does not hold it" if found is None else f"its value after step {found - 1}"
-            text = f"pass {op.phase} reads {has}, and the newest one was published after step {now - 1}"
-            raise self._refute("reads", text.replace("after step -1", "before the first step"), number, op, wrong)
+            has: dict[int | None, str] = {
+                version(step): f"its value of step {step}" for step in range(self.scene.steps + 1)
+            }
+            text = f"pass {op.phase} reads {has.get(found, 'memory that does not hold it')}, and not that of step {now}"
+            raise self._refute("reads", text, number, op, wrong)
         for way, m in ((op.phase, op.microbatch), *op.also):
             if (way, m) in buffers.seen:
                 raise self._refute("reads", f"pass {way} of {op.flat[1]} runs twice", number, op)
@@ -187,22 +194,10 @@ class Machine:
     def _accumulate(self, buffers: _Buffers, buffer: str, pieces: Pieces) -> None:
         """The first in ``sum`` since it was cleared is copied there, others are added."""
         if buffer == "sum" and buffers.summing:
-            buffers.sum = self._added(buffers.sum, pieces)
+            buffers.sum = added(buffers.sum, pieces, self.sums)
         else:
             setattr(buffers, buffer, pieces)
             buffers.summing = buffers.summing or buffer == "sum"
-
-    def _added(self, one: Pieces, other: Pieces) -> Pieces:
-        """Where only one of them is known, the sum is not."""
-        if not one or not other:
-            return []
-        if len(one) == 1 and len(other) == 1 and one[0][:2] == other[0][:2]:
-            return [(*one[0][:2], self.sums.add(one[0][2], other[0][2]))]
-        edges = breaks([one, other], min(one[0][0], other[0][0]), max(one[-1][1], other[-1][1]))
-        found: Pieces = []
-        for a, b in pairwise(edges):
-            found = write(found, a, b, [(a, b, self.sums.add(value_at(one, a), value_at(other, a)))])
-        return found
 
     def _update(self, number: int, rank: _Rank, op: Op) -> bool:
         buffers, now = rank.buffers[op.flat], rank.step
@@ -211,12 +206,12 @@ class Machine:
         if wrong >= 0:
             text = self.sums.compared(value_at(buffers.sum, wrong), due)
             raise self._refute("sums", f"the gradient that is used for an update is wrong: {text}", number, op, wrong)
-        wrong = lacking(buffers.rest, op.start, op.stop, now) if self.scene.values else -1
+        wrong = lacking(buffers.rest, op.start, op.stop, version(now)) if self.scene.values else -1
         if wrong >= 0:
-            twice = value_at(buffers.rest, wrong) == now + 1
+            twice = value_at(buffers.rest, wrong) == version(now + 1)
             text = "it is updated twice" if twice else "it is updated where its newest value is not"
             raise self._refute("owners", text, number, op, wrong)
-        buffers.rest = write(buffers.rest, op.start, op.stop, [(op.start, op.stop, now + 1)])
+        buffers.rest = write(buffers.rest, op.start, op.stop, [(op.start, op.stop, version(now + 1))])
         self.owners[rank.step, op.flat].append((number, op.start, op.stop))
         return True
 
@@ -251,38 +246,16 @@ class Machine:
         return True
 
     def _collective(self, group: tuple[int, ...], op: Op) -> None:
-        start, stop, n = op.start, op.stop, len(group)
-        if start < 0 or stop > self.scene.flats[group[0]][op.flat].layout.numel:
+        if op.start < 0 or op.stop > self.scene.flats[group[0]][op.flat].layout.numel:
             raise self._refute("messages", f"{op} is longer than its buffer", group[0], op)
-        if op.kind in CUT_EVENLY and (stop - start) % n:
-            text = f"{op}: {stop - start} elements are no equal pieces for {n} ranks"
+        if op.kind in CUT_EVENLY and (op.stop - op.start) % len(group):
+            text = f"{op}: {op.stop - op.start} elements are no equal pieces for {len(group)} ranks"
             raise self._refute("messages", text, group[0], op)
         members = [self.ranks[member].buffers[op.flat] for member in group]
         contents: list[Pieces] = [getattr(buffers, op.buffer) for buffers in members]
-        ends = [start + k * (stop - start) // n for k in range(n + 1)]
-        if op.kind in ("all_gather", "broadcast"):
-            if op.kind == "broadcast":
-                values = cut(contents[op.root], start, stop)
-            else:
-                rows = zip(contents, ends, ends[1:], strict=False)
-                values = write([], start, stop, [piece for c, a, b in rows for piece in cut(c, a, b)])
-            for buffers, content in zip(members, contents, strict=True):
-                setattr(buffers, op.buffer, write(content, start, stop, values))
-            return
-        total = self._total(contents, start, stop, [self.mesh.axis(axis) for axis in op.axes])
-        for k, (buffers, content) in enumerate(zip(members, contents, strict=True)):
-            if op.kind == "reduce_scatter":
-                mine = cut(total, ends[k], ends[k + 1])
-            else:
-                mine = total if op.kind == "all_reduce" or k == op.root else []
-            setattr(buffers, op.buffer, write(content, start, stop, mine))
-
-    def _total(self, contents: Sequence[Pieces], start: int, stop: int, sizes: Sequence[int]) -> Pieces:
-        edges = breaks(contents, start, stop)
-        return [
-            (a, b, self.sums.collective([value_at(content, a) for content in contents], sizes))
-            for a, b in pairwise(edges)
-        ]
+        sizes = [self.mesh.axis(axis) for axis in op.axes]
+        for buffers, content in zip(members, left_behind(op, contents, sizes, self.sums), strict=True):
+            setattr(buffers, op.buffer, content)
 
     def _count(self, number: int, rank: _Rank, op: Op) -> bool:
         if max(op.rows[:2]) > self.mesh.size:
@@ -358,7 +331,7 @@ class Machine:
             if lost := sorted(self.scene.reads[key] - buffers.seen):
                 text = f"pass {lost[0][0]} of {key[1]} does not run"
                 raise self._refute("reads", text, number, about._replace(microbatch=lost[0][1]))
-            wrong = lacking(buffers.rest, *flat.held, rank.step + 1) if flat.trains else -1
+            wrong = lacking(buffers.rest, *flat.held, version(rank.step + 1)) if flat.trains else -1
             if wrong >= 0:
                 text = "its new value is not published to a rank that has it at rest"
                 raise self._refute("owners", text, number, about, wrong)
@@ -373,26 +346,10 @@ class Machine:
         rank.step += 1
         return True
 
-    def _check_owners(self) -> None:
-        """Each element has one owner in each group over which the optimizer's cell is cut."""
-        for (_, key), updates in self.owners.items():
-            groups: dict[tuple[int, ...], list[tuple[int, int, int]]] = defaultdict(list)
-            for number, start, stop in updates:
-                at = self.mesh.coordinates(number)
-                place = tuple(index for axis, index in at.items() if axis not in self.scene.owned_by)
-                groups[place].append((start, stop, number))
-            for owned in groups.values():
-                end = 0
-                number = owned[0][2]
-                for start, stop, number in sorted(owned):
-                    if start < stop and start != end:
-                        has = "two owners" if start < end else "no owner"
-                        op = Op("update", key)
-                        error = self._refute("owners", f"it has {has}", number, op, min(start, end))
-                        raise error
-                    end = max(end, stop)
-                if end != self.scene.flats[number][key].layout.numel:
-                    raise self._refute("owners", "it has no owner", number, Op("update", key), end)
+
+def version(step: int) -> int:
+    """The values that a step reads, as a number of which there is none in ``Sums``."""
+    return -1 - step
 
 
 def _named(value: Value) -> str:

@@ -26,7 +26,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from plait.core.agreement import IN_STAGE
+from plait.core.agreement import counted
 from plait.core.cells import Cell, Moves, Strategy, moves
 from plait.core.flat import FlatLayout, Message, UnitLayout, lower
 from plait.core.mesh import Mesh
@@ -191,7 +191,8 @@ def write_tokens(line: Line, flats: Buffered, mesh: Mesh) -> Tokens:
     """
     writer = _Writer(flats, holds=any(a.kind is Kind.UNSHARD for a in line))
     updates = sum(action.kind is Kind.UPDATE for action in line)
-    tokens: list[Token | Op] = [Op("count", rows=(0, mesh.count(IN_STAGE), mesh.tensor))]
+    rows = counted(mesh)
+    tokens: list[Token | Op] = [Op("count", rows=(rows.start, rows.stop, rows.step))]
     tokens += [Token("clear", flat.key, buffer="sum") for s in flats for flat in flats[s] if flat.trains]
     for action in line:
         for part in action.parts:

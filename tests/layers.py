@@ -119,6 +119,8 @@ SHARES: dict[str, Share] = {
     "verify/test_bitwise.py::test_rows_with_one_tree_are_bitwise_equal_to_each_other": HELD_BY_THE_MATRIX,
     "verify/test_bitwise.py::test_with_one_microbatch_all_rows_are_bitwise_equal": HELD_BY_THE_MATRIX,
     "verify/test_compare.py": FAST,
+    "verify/test_compiled.py": FULL,
+    "verify/test_compiled.py::test_a_layout_is_the_compiled_process": HELD_BY_THE_MATRIX,
     "verify/test_covering.py": FAST,
     "verify/test_matrix.py": FAST,
     "verify/test_matrix.py::test_the_small_matrix": FULL,

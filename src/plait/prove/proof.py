@@ -4,7 +4,8 @@
     owners      every parameter lies on one stage; tensor ranks' pieces fill it
     symmetry    every rank of the mesh against its model rank
     buffers     per kind of flat buffer: sums, owners, reads, the order of collectives, for two steps
-    pipe        sends, receives and agreements, for two steps
+    pipe        sends, receives and agreements
+    whole       all programs of all ranks at once, of small layouts
     memory      what the fullest rank holds
 
 Buffers with the same pieces in the same actions are one kind, and are proved once.  A failure is ``Refuted``.
@@ -28,11 +29,14 @@ from plait.prove.machine import Machine
 from plait.prove.paper import PaperRun
 from plait.prove.program import COLLECTIVES, Key, Program, Settled
 from plait.prove.room import Room, room_of
-from plait.prove.scenes import Laid, OneFlat, of_flat, of_pipe, of_ranks, one_flat
+from plait.prove.scenes import Laid, OneFlat, of_flat, of_pipe, of_ranks, one_flat, whole
 from plait.prove.sums import Sums
 from plait.prove.symmetry import check_symmetry, model_ranks
 from plait.schedule.actions import ADDS_GRADIENTS, SENDS, Schedule, owners, placed
 from plait.schedule.check import check, peaks
+
+SMALL = 200
+"""Ranks times microbatches times stages on all tensor ranks, of layouts that are carried out as a whole too."""
 
 
 @dataclass(frozen=True)
@@ -99,6 +103,12 @@ def prove(run: PaperRun) -> Proved:
         pipe = of_pipe(schedule, mesh, strategy)
         Machine(pipe.scene, pipe.programs, Sums()).run()
         operations += sum(map(len, pipe.programs.values()))
+    if mesh.size * run.microbatches * len(laid) <= SMALL:
+        with timed(seconds, "whole"):
+            sums = Sums()
+            everyone = whole(schedule, laid, mesh, strategy, sums)
+            Machine(everyone.scene, everyone.programs, sums).run()
+            operations += sum(map(len, everyone.programs.values()))
     with timed(seconds, "memory"):
         room = room_of(run, schedule, laid, peaks(schedule))
         if run.memory is not None and room.total > run.memory:

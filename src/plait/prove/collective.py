@@ -6,7 +6,7 @@ all_reduce                the sum on each
 """
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 
 from plait.core.mesh import Mesh
@@ -55,14 +55,14 @@ def added(one: Pieces, other: Pieces, sums: Sums) -> Pieces:
 
 
 def misowned(
-    updates: Sequence[tuple[int, int, int]], mesh: Mesh, owned_by: Sequence[str], numel: int
+    updates: Sequence[tuple[int, int, int]], mesh: Mesh, owned_by: Sequence[str], numel: Mapping[int, int]
 ) -> tuple[int, int, str] | None:
     """A rank, an element, and what is wrong with who updates it; None where each has one owner in each group.
 
     Args:
         updates: the rank and the interval of each.
         owned_by: the axes of such a group, over which the optimizer's cell is cut.
-        numel: elements of the buffer.
+        numel: elements of the buffer, by rank: tensor ranks may have more or fewer.
     """
     groups: dict[tuple[int, ...], list[tuple[int, int, int]]] = defaultdict(list)
     for rank, start, stop in updates:
@@ -74,6 +74,6 @@ def misowned(
             if start < stop and start != end:
                 return rank, min(start, end), "it has two owners" if start < end else "it has no owner"
             end = max(end, stop)
-        if end != numel:
+        if end != numel[owned[0][2]]:
             return owned[0][2], end, "it has no owner"
     return None

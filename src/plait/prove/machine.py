@@ -105,7 +105,7 @@ class Machine:
                 text = f"{received} messages from rank {source} to rank {target} are never received"
                 raise Refuted(Counterexample("messages", text, target, self.scene.steps - 1))
         for (step, key), updates in self.owners.items():
-            numel = self.scene.flats[updates[0][0]][key].layout.numel
+            numel = {number: self.scene.flats[number][key].layout.numel for number, _, _ in updates}
             if wrong := misowned(updates, self.mesh, self.scene.owned_by, numel):
                 number, element, text = wrong
                 error = self._refute("owners", text, number, Op("update", key), element)

@@ -53,7 +53,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "train": TRAINING | {"job", "verify", "measure", "injection", "watch"},
     "referee": {"core"},
     "verify": TRAINING | {"job", "referee"},
-    "witness": TRAINING | {"job", "referee"},
+    "witness": TRAINING | {"job", "referee", "verify"},
     "api": UP_TO_ENGINE | {"checkpoint", "models", "data", "watch"},
     "chaos": TRAINING | {"launch", "watch"},
     "launch": {"core", "files", "comm", "config", "checkpoint", "train", "verify", "watch"},

@@ -1,8 +1,8 @@
 """The ``plait`` command: words and flags in, an exit code out; the work is elsewhere.
 
-    plait train | verify | doctor | bench comm | schedule | checkpoint | chaos
+    plait train | verify | doctor | bench comm | schedule | checkpoint | chaos | judge
 
-Exit codes: 0 done (verify: equal), 1 failed (verify: not equal; checkpoint: damaged, different), 2 bad input; 128 + n
+Exit codes: 0 done (verify, judge: equal), 1 failed (verify, judge: not equal; checkpoint: damaged, different), 2 bad input; 128 + n
 for signal n.
 """
 
@@ -23,6 +23,7 @@ from plait.commands.bench import run_bench
 from plait.commands.chaos import ChaosConfig, run_chaos
 from plait.commands.checkpoint import CheckpointCommand
 from plait.commands.doctor import DoctorConfig, run_doctor
+from plait.commands.judge import JudgeConfig, run_judge, run_verify_engine
 from plait.commands.schedule import ScheduleCommand
 from plait.config import TrainConfig, VerifyConfig
 from plait.config.bounds import check_values
@@ -35,6 +36,7 @@ from plait.train.resume import check_places, has_settings, newest_sound, restart
 from plait.train.run import run_train
 from plait.verify import run_verify
 from plait.verify.matrix import run_matrix
+from plait.witness.run import with_engine
 
 Config = TypeVar("Config", TrainConfig, VerifyConfig)
 
@@ -48,7 +50,7 @@ class BenchCommand(bench.BenchConfig):
 
 
 Command: TypeAlias = (
-    TrainConfig | VerifyConfig | DoctorConfig | BenchCommand | ScheduleCommand | CheckpointCommand | ChaosConfig
+    TrainConfig | VerifyConfig | DoctorConfig | BenchCommand | ScheduleCommand | CheckpointCommand | ChaosConfig | JudgeConfig
 )
 
 COMMANDS: dict[str, Any] = {
@@ -59,6 +61,7 @@ COMMANDS: dict[str, Any] = {
     "schedule": ScheduleCommand,
     "checkpoint": CheckpointCommand,
     "chaos": ChaosConfig,
+    "judge": JudgeConfig,
 }
 """What each command is parsed into."""
 
@@ -87,6 +90,8 @@ def run(argv: list[str]) -> int:
             return run_doctor(command)
         case ChaosConfig():
             return run_chaos(command)
+        case JudgeConfig():
+            return run_judge(command)
         case ScheduleCommand():
             command.what.run()
             return 0
@@ -110,6 +115,9 @@ def run(argv: list[str]) -> int:
             command = configs.with_job(command)
             configs.validate(command)
             body = partial(run_verify, command)
+            if command.engine is not None:
+                command = with_engine(command)
+                body = partial(run_verify_engine, command)
         case VerifyConfig():
             return run_matrix(command)
     return launch(command, body, ["-m", "plait", *argv], limits)

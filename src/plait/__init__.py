@@ -62,7 +62,7 @@ if TYPE_CHECKING:
 
 
 def __getattr__(name: str) -> Any:
-    """``plait.verify``, ``verify_resume`` and ``witness`` are imported when they are asked for, with all that they need."""
+    """``plait.verify``, ``verify_resume`` and ``witness`` are imported when they are asked for, with what they need."""
     if name in ("verify", "witness"):
         return import_module(f"plait.{name}")
     if name == "verify_resume":

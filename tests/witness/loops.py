@@ -6,7 +6,6 @@ A loop trains as many copies of the model as it has ranks. What ranks would send
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -108,7 +107,7 @@ def run(
                 own = [samples(data, *parts[where * calls + call], dtype) for call in range(calls)]
                 if fault == "drop_last":
                     own[-1] = {name: value[:-1] for name, value in own[-1].items()}
-                for call, part in enumerate(own):
+                for part in own:
                     if fault == "last forward":
                         model.zero_grad()
                     loss = loss_sum(model, part) * ranks
@@ -125,7 +124,9 @@ def run(
                             loss = loss / count
                     loss.backward()  # type: ignore[no-untyped-call]
                     if told:
-                        seen[rank].loss(loss.item() * (3 if fault == "told" else 1) / ranks * count / terms(part) / calls)
+                        seen[rank].loss(
+                            loss.item() * (3 if fault == "told" else 1) / ranks * count / terms(part) / calls
+                        )
                 if fault == "clip first":
                     nn.utils.clip_grad_norm_(model.parameters(), clip or 1.0)
             if fault != "no all-reduce":
@@ -219,5 +220,3 @@ def run_cut(folder: Path, *, local_norm: bool, ranks: int = 2, steps: int = 2, c
                 if local_norm:
                     nn.utils.clip_grad_norm_(cut[rank].parameters(), clip)
                 made[rank].step()
-
-

@@ -8,8 +8,8 @@ from dataclasses import asdict, dataclass
 import tyro
 from rich.text import Text
 
-from plait.config import VerifyConfig, with_job
 from plait.comm import Comm
+from plait.config import VerifyConfig, with_job
 from plait.job.config import JobConfig
 from plait.job.job import make_job
 from plait.report.screen import screen

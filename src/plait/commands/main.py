@@ -2,8 +2,8 @@
 
     plait train | verify | doctor | bench comm | schedule | checkpoint | chaos | judge
 
-Exit codes: 0 done (verify, judge: equal), 1 failed (verify, judge: not equal; checkpoint: damaged, different), 2 bad input; 128 + n
-for signal n.
+Exit codes: 0 done (verify, judge: equal), 1 failed (verify, judge: not equal; checkpoint: damaged, different), 2 bad
+input; 128 + n for signal n.
 """
 
 import os
@@ -50,7 +50,14 @@ class BenchCommand(bench.BenchConfig):
 
 
 Command: TypeAlias = (
-    TrainConfig | VerifyConfig | DoctorConfig | BenchCommand | ScheduleCommand | CheckpointCommand | ChaosConfig | JudgeConfig
+    TrainConfig
+    | VerifyConfig
+    | DoctorConfig
+    | BenchCommand
+    | ScheduleCommand
+    | CheckpointCommand
+    | ChaosConfig
+    | JudgeConfig
 )
 
 COMMANDS: dict[str, Any] = {

@@ -2,16 +2,16 @@
 
     def adapter(job, model, comm):                   on every rank; the model is whole, and the same everywhere
         ...
-        return wrapped, optimizer, step              step(batches, count, clip): the rank's microbatches, the terms of the
-                                                     whole step's loss, the global norm to clip to (None: none)
+        return wrapped, optimizer, step              step(batches, count, clip): the rank's microbatches, the terms of
+                                                     the whole step's loss, the global norm to clip to (None: none)
 
 ``plait verify --engine NAME`` runs one under a witness.  One of your own is ``--engine FILE.py:NAME``.
 """
 
 import importlib.util
 import inspect
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeAlias
 
@@ -20,12 +20,13 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from plait.comm import Comm
-from plait.core.mesh import Mesh
+from plait.core.mesh import AXES, Mesh
 from plait.engine.data_parallel.wrap import automatic
 from plait.engine.pipeline.chain import chain_of
 from plait.engine.step import num_samples
 from plait.job.job import Job
 from plait.schedule.partition import even
+from plait.witness.pieces import named
 
 Step: TypeAlias = Callable[[Sequence[Any], int, float | None], object]
 
@@ -77,8 +78,8 @@ def loop(job: Job, model: nn.Module, optimizer: Optimizer, ranks: int, hold: Cal
 
 def clip_by_norm(model: nn.Module, clip: float) -> None:
     """As torch's, where some gradients are DTensors and others are not."""
-    gradients = [p.grad for p in model.parameters() if p.grad is not None]
-    norms = [g.norm().full_tensor() if hasattr(g, "full_tensor") else g.norm() for g in map(_any, gradients)]
+    gradients: list[Any] = [p.grad for p in model.parameters() if p.grad is not None]
+    norms = [(g.full_tensor() if hasattr(g, "full_tensor") else g).norm() for g in gradients]
     factor = (clip / (torch.stack(norms).norm() + 1e-6)).clamp(max=1.0).item()
     for gradient in gradients:
         gradient.mul_(factor)
@@ -124,7 +125,7 @@ def dtensor(job: Job, model: nn.Module, comm: Comm) -> Driven:
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
     styles = {"column": ColwiseParallel, "row": RowwiseParallel}
-    written: Mapping[str, str] = model.tensor_plan()  # type: ignore[operator, assignment]
+    written: Mapping[str, str] = model.tensor_plan()  # type: ignore[operator]
     plan = {name: styles[kind]() for name, kind in written.items() if kind in styles}
     sizes = comm.mesh.data_size, comm.mesh.axis("tensor")
     device_mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("data", "tensor"))
@@ -141,9 +142,10 @@ def torch_pipelining(job: Job, model: nn.Module, comm: Comm) -> Driven:
     from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
     links, rank, ranks = chain_of(model).links, comm.rank, comm.mesh.size
-    mine = [links[i] for i in even(len(links), ranks)[rank]]
-    stage = nn.Sequential(*(model.get_submodule(name) for name in mine))
-    names = {f"{i}.{n}": f"{link}.{n}" for i, link in enumerate(mine) for n, _ in model.get_submodule(link).named_parameters()}
+    split = even(len(links), ranks)
+    stages = [nn.Sequential(*(model.get_submodule(links[i]) for i in own)) for own in split]
+    stage, mine = stages[rank], [links[i] for i in split[rank]]
+    names = {name: ".".join([mine[int(name.split(".")[0])], *name.split(".")[1:]]) for name, _ in named(stage)}
     optimizer = job.optimizer(stage.parameters())
 
     def step(batches: Sequence[Any], count: int, clip: float | None) -> None:
@@ -153,7 +155,15 @@ def torch_pipelining(job: Job, model: nn.Module, comm: Comm) -> Driven:
         def loss(output: Tensor, rows: Tensor) -> Tensor:
             return job.loss_fn(lambda *_, **__: output, _rows(whole, rows)) / count  # type: ignore[arg-type]
 
-        parts: Any = PipelineStage(stage, rank, ranks, torch.device("cpu"))
+        shapes = [_entering(job, batches[0])]
+        with torch.no_grad():
+            for other in stages[: rank + 1]:
+                shapes.append(other(shapes[-1]))
+        for output in shapes[1:]:
+            output.requires_grad_()
+        parts: Any = PipelineStage(
+            stage, rank, ranks, torch.device("cpu"), input_args=shapes[-2], output_args=shapes[-1]
+        )
         schedule = Schedule1F1B(parts, len(batches), loss_fn=loss, scale_grads=False)
         rows = torch.arange(num_samples(whole))
         first = (_entering(job, whole),) if rank == 0 else ()
@@ -165,7 +175,7 @@ def torch_pipelining(job: Job, model: nn.Module, comm: Comm) -> Driven:
 
 def accelerate(job: Job, model: nn.Module, comm: Comm) -> Driven:
     """Hugging Face's Accelerator around model and optimizer."""
-    from accelerate import Accelerator
+    from accelerate import Accelerator  # type: ignore[import-untyped]
 
     accelerator = Accelerator(cpu=True)
     wrapped, optimizer = accelerator.prepare(model, job.optimizer(model.parameters()))
@@ -216,13 +226,14 @@ def check_engine(name: str, model: nn.Module, mesh: Mesh, batch: int, microbatch
     row = ENGINES[name]
     if importlib.util.find_spec(row.package) is None:
         raise ValueError(f"engine {name} needs {row.package}, which is not installed: pip install {row.package}")
-    if strange := [axis for axis in ("replica", "shard", "tensor", "pipe") if mesh.axis(axis) > 1 and axis not in row.axes]:
+    if strange := [axis for axis in AXES if mesh.axis(axis) > 1 and axis not in row.axes]:
         raise ValueError(f"engine {name} has no {strange[0]} axis: give --mesh with {' and '.join(row.axes)} alone")
     if reason := row.refuses(model, mesh, batch):
         raise ValueError(f"engine {name}: {reason}")
     if "pipe" in row.axes and batch % microbatches:
         raise ValueError(
-            f"engine {name} cuts a batch of {batch} samples in {microbatches} equal microbatches: give a batch that divides"
+            f"engine {name} cuts a batch of {batch} samples in {microbatches} equal microbatches: give a batch that "
+            f"{microbatches} divides"
         )
     if "pipe" in row.axes and clip is not None:
         raise ValueError(f"engine {name} has no norm of all stages: give --clip None")
@@ -241,10 +252,6 @@ def find_adapter(name: str) -> Adapter:
     return adapter
 
 
-def _any(value: Any) -> Any:
-    return value
-
-
 def _shard(model: nn.Module, device_mesh: Any) -> None:
     from torch.distributed.fsdp import fully_shard
 
@@ -254,17 +261,12 @@ def _shard(model: nn.Module, device_mesh: Any) -> None:
     fully_shard(model, mesh=device_mesh)
 
 
-class _held:
+@contextmanager
+def _held(model: Any) -> Iterator[None]:
     """A backward of FSDP2 that sends nothing."""
-
-    def __init__(self, model: Any) -> None:
-        self.model = model
-
-    def __enter__(self) -> None:
-        self.model.set_requires_gradient_sync(False)
-
-    def __exit__(self, *_: object) -> None:
-        self.model.set_requires_gradient_sync(True)
+    model.set_requires_gradient_sync(False)
+    yield
+    model.set_requires_gradient_sync(True)
 
 
 def _joined(batches: Sequence[Any]) -> Any:
@@ -286,7 +288,7 @@ def _rows(whole: Any, rows: Tensor) -> Any:
     return tree_map(lambda x: x[rows] if isinstance(x, Tensor) and x.dim() and len(x) == num else x, whole)
 
 
-class _Entered(Exception):
+class _Entered(Exception):  # noqa: N818
     """What a loss gives to its model."""
 
     def __init__(self, value: Tensor) -> None:

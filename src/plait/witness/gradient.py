@@ -11,7 +11,6 @@ What no sum explains is told parameter by parameter, the first in the order of t
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import groupby
 
 import torch
 from torch import Tensor
@@ -147,10 +146,12 @@ def _as_a_sum(
     rest = [x for x in c if abs(x) > NEAR]
     owners = {group.rank for group in groups}
     if len(owners) > 1 and all(_only_own(one, f.coefficients, groups) for one, f in zip(faulty, told, strict=True)):
-        cause = "it holds the samples of its own rank alone: the gradients are not summed over the ranks (no all-reduce)"
+        cause = (
+            "it holds the samples of its own rank alone: the gradients are not summed over the ranks (no all-reduce)"
+        )
         return rest[0], cause, f"rank {rank}'s own samples count {factor_text(rest[0])} times, all others not at all"
-    last = {rank: max(g.call for g in groups if g.rank == rank) for rank in owners}
-    if present and max(last.values()) and all(group.call == last[group.rank] for group in present):
+    last = {group.rank: group.call for group in groups}
+    if present and any(last.values()) and all(group.call == last[group.rank] for group in present):
         what = f"only the last forward of each rank is in it, {factor_text(rest[0])} times"
         return rest[0], "gradients are overwritten where they have to be added up", what
     if cause := _mean_of_means(c, parts):
@@ -189,11 +190,10 @@ def _mean_of_means(c: Sequence[float], parts: Sequence[tuple[Group, Part]]) -> s
 def _clipped_before(c: Sequence[float], parts: Sequence[tuple[Group, Part]]) -> str:
     """The cause, where each rank's sum has been brought to the same norm."""
     sums: dict[int, Gradients] = {}
-    for rank, own in groupby(parts, key=lambda pair: pair[0].rank):
-        for _, part in own:
-            mine = sums.setdefault(rank, {})
-            for name, g in part.gradients.items():
-                mine[name] = mine[name] + g if name in mine else g
+    for group, part in parts:
+        mine = sums.setdefault(group.rank, {})
+        for name, g in part.gradients.items():
+            mine[name] = mine[name] + g if name in mine else g
     norms = {rank: clipped(own, None)[1] for rank, own in sums.items()}
     if len(norms) > 1 and _alike([x * norms[group.rank] for x, (group, _) in zip(c, parts, strict=True)]):
         return "each rank clips its own gradient before they are summed; the norm of the sum is what counts"
@@ -205,15 +205,19 @@ def _clipped_alone(faulty: Sequence[Seen], setting: Setting) -> str:
     norms = [one.flat(one.observed).norm().item() for one in faulty]
     if setting.clip is not None and not all(abs(n - setting.clip) <= EXPLAINED * setting.clip for n in norms):
         return ""
-    return "each rank clips by the norm of its own pieces; the norm of the whole is what counts" if _alike(norms) else ""
+    return (
+        "each rank clips by the norm of its own pieces; the norm of the whole is what counts" if _alike(norms) else ""
+    )
 
 
 def _by_parameter(setting: Setting, faulty: Sequence[Seen], start: str) -> Judgement:
     """The first wrong parameter in the order of the backward, one that has a factor before others."""
     shapes: list[tuple[Seen, str, Discrepancy]] = [
-        (one, name, describe(one.observed[name], one.true[name])) for one in faulty for name in reversed(list(one.wrong))
+        (one, name, describe(one.observed[name], one.true[name]))
+        for one in faulty
+        for name in reversed(list(one.wrong))
     ]
-    one, name, shape = next((row for row in shapes if row[2].pattern in ("factor", "nothing", "region")), shapes[0])
+    _, name, shape = next((row for row in shapes if row[2].pattern in ("factor", "nothing", "region")), shapes[0])
     ranks = tuple(other.rank for other in faulty if name in other.wrong)
     many = len({n for other in faulty for n in other.wrong})
     others = f"; {many - 1} other parameters are wrong too" if many > 1 else "; all other parameters are right"
@@ -247,7 +251,9 @@ def _cause(factor: float, setting: Setting, calls: int) -> str:
         known += [(1 / count, f"it is divided by the count, {count}, once too often")]
         known += [(count / samples, f"the sum is divided by the {samples} samples, and has {count} terms")]
     if setting.scaled < 1:
-        known += [(1 / setting.scaled, f"it is not clipped: the norm is {setting.norm:.4g}, and the clip {setting.clip:g}")]
+        known += [
+            (1 / setting.scaled, f"it is not clipped: the norm is {setting.norm:.4g}, and the clip {setting.clip:g}")
+        ]
     elif setting.clip is None and factor < 1:
         norm = factor * setting.norm
         if abs(float(f"{norm:.1g}") / norm - 1) < EXPLAINED:

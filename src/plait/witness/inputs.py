@@ -1,16 +1,16 @@
 """Which samples of a step each rank saw: each once, or a fault that has a name.
 
-    the step's batch     a b c d e f
-    rank 0, 2 calls      a b | c            rank 1, 1 call     d e f        right
-    rank 0               a b c              rank 1             a b c        d e f missing, the others twice
-    rank 0               a b c d e f        rank 1             a b c d e f  right: the ranks share one work (tensor axis)
+the step's batch     a b c d e f
+rank 0, 2 calls      a b | c            rank 1, 1 call     d e f        right
+rank 0               a b c              rank 1             a b c        d e f missing, the others twice
+rank 0               a b c d e f        rank 1             a b c d e f  right: ranks share one work (tensor axis)
 """
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from plait.witness.judgement import Judgement, ranks_text
+from plait.witness.judgement import Judgement, Phase, ranks_text
 from plait.witness.rows import Row
 from plait.witness.stored import RankStep
 
@@ -44,9 +44,7 @@ def groups_of(steps: Sequence[RankStep], rows: Sequence[Row]) -> list[Group]:
     return [] if any(places.values()) else found
 
 
-def judge_inputs(
-    number: int, steps: Sequence[RankStep], rows: Mapping[int, Sequence[Row]]
-) -> Judgement | None:
+def judge_inputs(number: int, steps: Sequence[RankStep], rows: Mapping[int, Sequence[Row]]) -> Judgement | None:
     """What is wrong with the samples of a step; None where every one was seen once (or equally often by ranks that
     share one work).
 
@@ -57,7 +55,7 @@ def judge_inputs(
     ranks = len(steps)
     if all(not step.calls for step in steps):
         cause = "the optimizer made a step with no forward since the one before: an update is applied twice"
-        return _judgement(number, tuple(range(ranks)), 2.0, cause, "no samples at all", ranks)
+        return _judgement("update", number, tuple(range(ranks)), 2.0, cause, "no sample was seen")
     seen = [Counter(row for call in step.calls for row in call or ()) for step in steps]
     if not any(seen) or not rows[number]:
         return None
@@ -66,14 +64,14 @@ def judge_inputs(
         total.update(one)
     times = {total[row] // count for row, count in right.items()}
     if set(total) == set(right) and len(times) == 1 and total == Counter({r: c * min(times) for r, c in right.items()}):
-        return None if ranks % min(times) == 0 else _repeated(number, seen, min(times), ranks)
+        return None if ranks % min(times) == 0 else _repeated(number, min(times), ranks)
     if (judgement := _of_another_step(number, seen, rows, ranks)) is not None:
         return judgement
     places = {row: place for place, row in reversed(list(enumerate(rows[number])))}
     missing = sorted(places[row] for row in right if not total[row])
     twice = sorted(places[row] for row in right if total[row] > right[row])
-    text = "; ".join(
-        filter(None, [missing and f"{_samples(missing)} seen by no rank", twice and f"{_samples(twice)} seen more than once"])
+    told = [f"{_samples(missing)} seen by no rank"] * bool(missing) + [f"{_samples(twice)} more than once"] * bool(
+        twice
     )
     guilty = tuple(rank for rank, one in enumerate(seen) if any(one[row] and total[row] > right[row] for row in one))
     if ranks > 1 and all(one == seen[0] for one in seen):
@@ -84,7 +82,9 @@ def judge_inputs(
         cause = "ranks share samples that belong to one of them: wrong rank or number of ranks in the sampler"
     else:
         cause = "samples are repeated: padding of the sampler, or a forward made twice"
-    return _judgement(number, guilty or tuple(range(ranks)), 0.0 if missing else 2.0, cause, text, ranks)
+    guilty = guilty or tuple(range(ranks))
+    factor = 0.0 if missing else 2.0
+    return _judgement("inputs", number, guilty, factor, cause, f"{' and '.join(told)} ({ranks_text(guilty, ranks)})")
 
 
 def _of_another_step(
@@ -95,32 +95,30 @@ def _of_another_step(
     guilty = tuple(rank for rank, one in strange.items() if one)
     if not guilty:
         return None
-    first = strange[guilty[0]]
+    first, who = strange[guilty[0]], ranks_text(guilty, ranks)
     found = next((step for step, own in rows.items() if step != number and set(first) <= set(own)), None)
     if found is None:
         cause = "they are of no step that was witnessed: other data, another order, or another preparation"
-        return _judgement(number, guilty, None, cause, f"{first.total()} samples that are not of its batch", ranks)
-    text = f"{first.total()} samples of step {found}"
+        what = f"{who} saw {first.total()} samples that are not of its batch"
+        return _judgement("inputs", number, guilty, None, cause, what)
+    what = f"{who} saw {first.total()} samples of step {found}"
     if found > number and seen[guilty[0]].total() > first.total():
         cause = f"its samples of step {number} and {found} went into one update: the optimizer's step was left out"
-        return _judgement(number, guilty, 0.0, cause, text, ranks, phase="update")
-    cause = f"its data is {abs(found - number)} step{'s' * (abs(found - number) > 1)} {'ahead' if found > number else 'behind'}"
-    return _judgement(number, guilty, None, cause, text, ranks)
+        return _judgement("update", number, guilty, 0.0, cause, what)
+    away = abs(found - number)
+    cause = f"its data is {away} step{'s' * (away > 1)} {'ahead' if found > number else 'behind'}"
+    return _judgement("inputs", number, guilty, None, cause, what)
 
 
-def _repeated(number: int, seen: Sequence[Counter[Row]], times: int, ranks: int) -> Judgement:
-    text = f"every sample {times} times"
-    return _judgement(number, tuple(range(ranks)), float(times), "each batch enters the model several times", text, ranks)
+def _repeated(number: int, times: int, ranks: int) -> Judgement:
+    cause = "each batch enters the model several times"
+    return _judgement("inputs", number, tuple(range(ranks)), float(times), cause, f"every sample {times} times")
 
 
 def _judgement(
-    number: int, guilty: tuple[int, ...], factor: float | None, cause: str, what: str, ranks: int, *, phase: str = "inputs"
+    phase: Phase, number: int, guilty: tuple[int, ...], factor: float | None, cause: str, what: str
 ) -> Judgement:
-    text = f"step {number}, inputs: {ranks_text(guilty, ranks)} saw {what}: {cause}"
-    if "seen" in what:
-        text = f"step {number}, inputs: {what} ({ranks_text(guilty, ranks)}): {cause}"
-    kind = "update" if phase == "update" or "applied twice" in cause else "inputs"
-    return Judgement(number, "update" if kind == "update" else "inputs", "", guilty, factor, 1.0, cause, text)
+    return Judgement(number, phase, "", guilty, factor, 1.0, cause, f"step {number}, {phase}: {what}: {cause}")
 
 
 def _samples(places: Sequence[int]) -> str:

@@ -10,16 +10,18 @@ that does not is the cause, and what follows from it is not told.
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
+from plait.core.layout import Region
 from plait.job.job import Job
 from plait.referee.difference import factor_text
 from plait.witness.gradient import Setting, compare, judge_gradient
 from plait.witness.inputs import Group, groups_of, judge_inputs
-from plait.witness.judgement import ROUNDING, Judgement, ranks_text
+from plait.witness.judgement import Judgement, ranks_text, tolerance
 from plait.witness.replay import Gradients, Part, Replay, clipped
 from plait.witness.rows import Row
-from plait.witness.stored import RankStep, Witnessed, read_witnessed, slices
+from plait.witness.stored import RankRun, RankStep, Witnessed, read_witnessed, slices
 from plait.witness.update import judge_between, judge_options, judge_replicas, judge_update
 
 MOST_PARTS = 64
@@ -73,10 +75,14 @@ class _Trial:
     def _step(self, number: int, steps: Sequence[RankStep]) -> Judgement | None:
         runs, replay = self.witnessed.runs, self.replay
         changed = [step.of("before") for step in steps]
-        if number and any(changed) and (wrong := judge_between(number - 1, self.witnessed, self.pieces, changed, self.last)):
+        if (
+            number
+            and any(changed)
+            and (wrong := judge_between(number - 1, self.witnessed, self.pieces, changed, self.last))
+        ):
             return wrong
         self.pieces = [{**own, **new} for own, new in zip(self.pieces, changed, strict=True)]
-        if not number and (wrong := judge_replicas(0, self.witnessed, self.pieces, "initial")):
+        if not number and (wrong := judge_replicas(0, self.witnessed, self.pieces)):
             return wrong
         start = self.witnessed.whole(dict(enumerate(self.pieces)), replay.shapes)
         replay.set(start)
@@ -94,11 +100,20 @@ class _Trial:
         count = replay.count(number)
         true = replay.part(number, None, count)
         stepped = {
-            name: g for name, g in true.gradients.items() if any(_given(run, name, s) for run, s in zip(runs, steps, strict=True))
+            name: g
+            for name, g in true.gradients.items()
+            if any(_given(run, name, s) for run, s in zip(runs, steps, strict=True))
         }
         right, norm, scaled = clipped(stepped, self.clip)
         setting = Setting(
-            number, self.witnessed, right, self.clip, norm, scaled, count, len(self.rows[number]) or self.replay.job.global_batch
+            number,
+            self.witnessed,
+            right,
+            self.clip,
+            norm,
+            scaled,
+            count,
+            len(self.rows[number]) or self.replay.job.global_batch,
         )
         seen, most = compare(setting, steps)
         self.residual = max(self.residual, most)
@@ -106,7 +121,9 @@ class _Trial:
             parts = self._parts(number, groups_of(steps, self.rows[number]), count, scaled)
             if wrong := judge_gradient(setting, seen, parts, self.previous):
                 return wrong
-        self.previous = self.witnessed.whole({run.rank: s.of("gradient") for run, s in zip(runs, steps, strict=True)}, replay.shapes)
+        self.previous = self.witnessed.whole(
+            {run.rank: s.of("gradient") for run, s in zip(runs, steps, strict=True)}, replay.shapes
+        )
         due = replay.update(self.previous)
         wrong, most = judge_update(number, self.witnessed, steps, self.pieces, due, start)
         if wrong:
@@ -146,8 +163,8 @@ class _Trial:
             if own and (terms := sum(part.count for part in own)):
                 known += [sum(part.loss for part in own) / terms, sum(p.loss / max(p.count, 1) for p in own) / len(own)]
             given = (sum(values), sum(values) / len(values)) if values else known
-            within = 10 * ROUNDING.get(self.replay.job.dtype, 0.0)
-            if not any(abs(value - true) <= within * max(abs(true), 1e-12) for value in given for true in known):
+            dtype = self.replay.job.dtype
+            if not any(abs(value - due) <= 10 * tolerance(dtype, abs(due)) for value in given for due in known):
                 wrong.append((rank, sum(values) / len(values), known[min(1, len(known) - 1)]))
         if not wrong:
             return None
@@ -155,7 +172,8 @@ class _Trial:
         factor = value / due if due else None
         cause = "the loss that is reported is neither the step's mean nor that of the rank's own samples"
         times = f", {factor_text(factor)} times" if factor is not None else ""
-        text = f"step {number}, loss: {ranks_text(ranks, len(steps))}: {value:.6g} is told, and the mean is {due:.6g}{times}"
+        text = f"step {number}, loss: {ranks_text(ranks, len(steps))}: "
+        text += f"{value:.6g} is told, and the mean is {due:.6g}{times}"
         return Judgement(number, "loss", "", ranks, factor, abs((factor or 0) - 1), cause, f"{text}: {cause}")
 
     def _end(self) -> Judgement | None:
@@ -168,13 +186,15 @@ class _Trial:
         if len(set(made)) > 1:
             ranks = tuple(run.rank for run in runs if run.steps < max(made))
             cause = "the optimizer's step was left out"
-            text = f"step {number + 1}, update: {ranks_text(ranks, len(runs))} made {min(made)} steps, others {max(made)}: {cause}"
-            return Judgement(number + 1, "update", "", ranks, 0.0, 1.0, cause, text)
+            text = (
+                f"step {number + 1}, update: {ranks_text(ranks, len(runs))} made {min(made)} steps, others {max(made)}"
+            )
+            return Judgement(number + 1, "update", "", ranks, 0.0, 1.0, cause, f"{text}: {cause}")
         return judge_between(number, self.witnessed, self.pieces, [end.of("before") for end in ends], self.last)
 
 
 def check_same_job(witnessed: Witnessed, replay: Replay) -> None:
-    """Refuses a run of another job: parameters of other names, sizes or dtypes, or that are not all there; ValueError."""
+    """Refuses a run of another job, by names, sizes and dtypes of parameters, and one with gaps; ValueError."""
     known = replay.parameters
     where = f"{str(witnessed.folder)!r} is of another job"
     there = {name for run in witnessed.runs for name in run.regions}
@@ -185,11 +205,15 @@ def check_same_job(witnessed: Witnessed, replay: Replay) -> None:
         for name, region in run.regions.items():
             shape, value = replay.shapes[name], run.start[name]
             if value.dtype != known[name].dtype:
-                raise ValueError(f"{where}: {name!r} is {value.dtype}, and the job's is {known[name].dtype}: give --dtype")
-            if len(region) != len(shape) or any(not 0 <= a <= b <= size for (a, b), size in zip(region, shape, strict=True)):
+                raise ValueError(
+                    f"{where}: {name!r} is {value.dtype}, and the job's is {known[name].dtype}: give --dtype"
+                )
+            if len(region) != len(shape) or any(
+                not 0 <= a <= b <= size for (a, b), size in zip(region, shape, strict=True)
+            ):
                 raise ValueError(f"{where}: {name!r} has {region} on rank {run.rank}, and the job's shape is {shape}")
     for name, shape in replay.shapes.items():
-        filled = known[name].new_zeros(shape, dtype=bool)
+        filled = known[name].new_zeros(shape, dtype=torch.bool)
         for run in witnessed.runs:
             if name in run.regions:
                 filled[slices(run.regions[name])] = True
@@ -198,7 +222,11 @@ def check_same_job(witnessed: Witnessed, replay: Replay) -> None:
             raise ValueError(f"{where}: {missing} of the {filled.numel()} elements of {name!r} are on no rank")
 
 
-def _given(run: object, name: str, step: RankStep) -> bool:
+def _inside(region: Region, shape: tuple[int, ...]) -> bool:
+    return all(0 <= start <= stop <= size for (start, stop), size in zip(region, shape, strict=True))
+
+
+def _given(run: RankRun, name: str, step: RankStep) -> bool:
     """Whether an optimizer that made a step has the parameter."""
-    pieces = {piece.name: piece for piece in getattr(run, "pieces", ())}
-    return name in pieces and pieces[name].group is not None and pieces[name].group[0] in step.about["stepped"]
+    groups = [piece.group for piece in run.pieces if piece.name == name]
+    return any(group is not None and group[0] in step.about["stepped"] for group in groups)

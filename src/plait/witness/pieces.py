@@ -1,10 +1,10 @@
 """Where a rank's tensor lies in the whole parameter, and whose names the parameters have.
 
-    plain tensor                        the whole
-    DTensor [6, 4], [Shard(0)] of 2     rows 0 .. 2 on the one, 3 .. 5 on the other
-    cut by hand                         as the program says (``pieces``)
+plain tensor                        the whole
+DTensor [6, 4], [Shard(0)] of 2     rows 0 .. 2 on the one, 3 .. 5 on the other
+cut by hand                         as the program says (``pieces``)
 
-    DDP(model), torch.compile(model)    the names of the model inside
+DDP(model), torch.compile(model)    the names of the model inside
 """
 
 from collections.abc import Iterator, Mapping

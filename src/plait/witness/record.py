@@ -88,7 +88,9 @@ class Witness:
 
     def loss(self, value: Tensor | float) -> None:
         """A loss that the loop reports, of one forward or of the step; it may be told or left out."""
-        (self._losses if self._calls else self._late).append(value.item() if isinstance(value, Tensor) else float(value))
+        (self._losses if self._calls else self._late).append(
+            value.item() if isinstance(value, Tensor) else float(value)
+        )
 
     # ---- what the loop does --------------------------------------------------------------------------------------
 
@@ -248,8 +250,8 @@ def witness(
         raise ValueError(f"rank {rank} of {ranks}: ranks go from 0 to {ranks - 1}")
     if not 1 <= steps <= MOST_STEPS:
         raise ValueError(f"steps is {steps}: give a whole number from 1 to {MOST_STEPS:,}")
-    given = [optimizer] if hasattr(optimizer, "param_groups") else list(optimizer)  # type: ignore[arg-type]
-    inside: list[Any] = [o if hasattr(o, "register_step_pre_hook") else o.optimizer for o in given]
+    given: list[Any] = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
+    inside = [getattr(o, "optimizer", o) for o in given]  # Accelerate's stands around torch's
     return Witness(
         model,
         inside,

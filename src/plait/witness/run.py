@@ -1,7 +1,7 @@
 """``plait verify --engine``: a job under somebody else's engine and a witness, and then the judgement.
 
-    every rank     the whole model ──► adapter ──► steps under plait.witness ──► a folder
-    rank 0         judge(job, folder)
+every rank     the whole model ──► adapter ──► steps under plait.witness ──► a folder
+rank 0         judge(job, folder)
 """
 
 import shutil
@@ -58,7 +58,9 @@ def drive(job: Job, config: VerifyConfig, comm: Comm, folder: Path) -> None:
     made = Driven(*find_adapter(config.engine)(job, model, comm))
     schedule = job.scheduler(made.optimizer) if job.scheduler else None
     where, parts = comm.mesh.data_rank(comm.rank), config.microbatches
-    with witness(made.model, made.optimizer, folder, steps=job.steps, rank=comm.rank, ranks=comm.mesh.size, **made.told):
+    with witness(
+        made.model, made.optimizer, folder, steps=job.steps, rank=comm.rank, ranks=comm.mesh.size, **made.told
+    ):
         for step in range(job.steps):
             batches = job.microbatches(step, where, comm.mesh.data_size, parts)
             (whole,) = job.microbatches(step, 0, 1, 1)

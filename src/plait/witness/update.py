@@ -17,7 +17,18 @@ from plait.witness.stored import RankStep, Witnessed, slices
 
 ALIKE = 1e-6
 """Options that are this near to each other are the same."""
-MATHEMATICS = ("lr", "weight_decay", "momentum", "dampening", "betas", "eps", "alpha", "nesterov", "maximize", "amsgrad")
+MATHEMATICS = (
+    "lr",
+    "weight_decay",
+    "momentum",
+    "dampening",
+    "betas",
+    "eps",
+    "alpha",
+    "nesterov",
+    "maximize",
+    "amsgrad",
+)
 """Options that change the numbers; the others choose a kernel."""
 
 
@@ -71,7 +82,10 @@ def judge_update(
         new = step.of("after")
         for name in (name for name in run.regions if name in due):
             place = slices(run.regions[name])
-            made, right = new[name].double() - old[name].double(), due[name][place].double() - start[name][place].double()
+            made, right = (
+                new[name].double() - old[name].double(),
+                due[name][place].double() - start[name][place].double(),
+            )
             size, gap = largest(due[name]), largest(made - right)
             allowed = tolerance(new[name].dtype, largest(due[name] - start[name])) + last_bits(new[name].dtype, size)
             if gap <= allowed:
@@ -128,7 +142,10 @@ def judge_between(
             ranks = tuple(r.rank for r, pieces in zip(witnessed.runs, found, strict=True) if name in pieces)
             factor, cause = None, "something besides the optimizer writes parameters"
             if last is not None:
-                update, slack = old[name].double() - last[run.rank][name].double(), last_bits(value.dtype, largest(value))
+                update, slack = (
+                    old[name].double() - last[run.rank][name].double(),
+                    last_bits(value.dtype, largest(value)),
+                )
                 again = fit(value.double() - old[name].double(), update, slack)
                 if again is not None and again > 0:
                     factor = 1 + again
@@ -139,25 +156,29 @@ def judge_between(
     return None
 
 
-def judge_replicas(number: int, witnessed: Witnessed, pieces: Sequence[Mapping[str, Tensor]], phase: str) -> Judgement | None:
-    """A parameter that ranks hold alike, and that is not alike."""
-    shapes = {n: tuple(stop for _, stop in region) for run in witnessed.runs for n, region in run.regions.items()}
-    for name in witnessed.runs[0].regions:
-        regions = [run.regions[name] for run in witnessed.runs]
-        shape = tuple(max(region[d][1] for region in regions) for d in range(len(shapes[name])))
-        first = pieces[0][name].new_zeros(shape)
-        owner = torch.full(shape, -1)
-        for run, own in zip(witnessed.runs, pieces, strict=True):
+def judge_replicas(number: int, witnessed: Witnessed, pieces: Sequence[Mapping[str, Tensor]]) -> Judgement | None:
+    """An initial parameter that ranks hold alike, and that is not alike."""
+    first: dict[str, Tensor] = {}
+    owner: dict[str, Tensor] = {}
+    regions = [region for run in witnessed.runs for region in run.regions.items()]
+    for name in dict.fromkeys(name for name, _ in regions):
+        dims = zip(*(region for n, region in regions if n == name), strict=True)
+        owner[name] = torch.full([max(stop for _, stop in dim) for dim in dims], -1)
+        first[name] = torch.zeros(owner[name].shape, dtype=torch.float64)
+    for run, own in zip(witnessed.runs, pieces, strict=True):
+        for name, value in own.items():
             place = slices(run.regions[name])
-            both = owner[place] >= 0
-            gap = largest(torch.where(both, own[name].double() - first[place].double(), 0.0))
-            if gap > last_bits(first.dtype, largest(first)):
-                other = int(owner[place][both].min())
+            both = owner[name][place] >= 0
+            gap = largest(torch.where(both, value.double() - first[name][place], 0.0))
+            if gap > last_bits(value.dtype, largest(value)):
+                other = int(owner[name][place][both].min())
                 cause = "each rank made its own weights: seed them alike, or send rank 0's"
-                text = f"step {number}, initial parameters: {name} differs by up to {gap:.3g} between ranks {other} and "
+                text = (
+                    f"step {number}, initial parameters: {name} differs by up to {gap:.3g} between ranks {other} and "
+                )
                 text += f"{run.rank}: {cause}"
                 return Judgement(number, "initial", name, (other, run.rank), None, gap, cause, text)
-            first[place], owner[place] = own[name], run.rank
+            first[name][place], owner[name][place] = value.double(), run.rank
     return None
 
 

@@ -118,13 +118,15 @@ def run(argv: list[str]) -> int:
                     return 0
                 body = partial(run_train, command, argv=argv)
             limits = Limits(command.restarts, command.grace, partial(newest_sound, command))
-        case VerifyConfig(matrix=None):
+        case VerifyConfig(engine=None, matrix=None):
             command = configs.with_job(command)
             configs.validate(command)
             body = partial(run_verify, command)
-            if command.engine is not None:
-                command = with_engine(command)
-                body = partial(run_verify_engine, command)
+        case VerifyConfig(engine=str()):
+            command = configs.with_job(command)
+            configs.validate(command)
+            command = with_engine(command)
+            body = partial(run_verify_engine, command)
         case VerifyConfig():
             return run_matrix(command)
     return launch(command, body, ["-m", "plait", *argv], limits)

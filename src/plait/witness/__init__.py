@@ -9,7 +9,7 @@ judge.py     the two are compared in the order of cause and effect; the first th
 inputs.py    which samples of a step each rank saw
 gradient.py  which samples a gradient holds, and how often
 update.py    what the optimizer made of it
-judgement.py the words of a judgement, and tolerances
+judgement.py  the words of a judgement, and tolerances
 engines.py   engines of others on a job of ours, a screenful each
 run.py       ``plait verify --engine``
 """

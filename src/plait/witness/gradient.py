@@ -11,16 +11,20 @@ What no sum explains is told parameter by parameter, the first in the order of t
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
 from plait.referee.contributions import NEAR, Contributions, contributions, explain
 from plait.referee.difference import Discrepancy, describe, factor_text
-from plait.witness.inputs import Group
+from plait.witness.inputs import ForwardCall
 from plait.witness.judgement import Judgement, largest, ranks_text, tolerance
-from plait.witness.replay import Gradients, Part, clipped
+from plait.witness.replay import Gradients, SampleGradient, clipped
 from plait.witness.stored import RankStep, Witnessed, slices
+
+Parts: TypeAlias = Sequence[tuple[ForwardCall, SampleGradient]]
+"""The true gradient of each forward."""
 
 EXPLAINED = 1e-3
 """What may be left of a gradient that a sum explains."""
@@ -84,7 +88,7 @@ def compare(setting: Setting, steps: Sequence[RankStep]) -> tuple[list[Seen], fl
 def judge_gradient(
     setting: Setting,
     seen: Sequence[Seen],
-    parts: Sequence[tuple[Group, Part]],
+    parts: Parts,
     previous: Gradients | None,
 ) -> Judgement | None:
     """The fault of a step's gradients; None where all are right.
@@ -118,7 +122,10 @@ def judge_gradient(
 
 
 def _as_a_sum(
-    setting: Setting, faulty: Sequence[Seen], parts: Sequence[tuple[Group, Part]], previous: Gradients | None
+    setting: Setting,
+    faulty: Sequence[Seen],
+    parts: Parts,
+    previous: Gradients | None,
 ) -> tuple[float | None, str, str] | None:
     """(factor, cause, what) where the gradients of forwards, and of the step before, explain what each rank saw."""
     groups = [group for group, _ in parts]
@@ -170,11 +177,11 @@ def _odd(c: Sequence[float]) -> float:
     return max(c, key=lambda x: abs(x - 1))
 
 
-def _only_own(one: Seen, c: Sequence[float], groups: Sequence[Group]) -> bool:
+def _only_own(one: Seen, c: Sequence[float], groups: Sequence[ForwardCall]) -> bool:
     return all((abs(x) > NEAR) == (group.rank == one.rank) for x, group in zip(c, groups, strict=False))
 
 
-def _mean_of_means(c: Sequence[float], parts: Sequence[tuple[Group, Part]]) -> str:
+def _mean_of_means(c: Sequence[float], parts: Parts) -> str:
     """The cause, where each forward, or each rank, has the same weight whatever its count."""
     counts = [part.count for _, part in parts]
     if _alike([x * n for x, n in zip(c, counts, strict=True)]):
@@ -187,7 +194,7 @@ def _mean_of_means(c: Sequence[float], parts: Sequence[tuple[Group, Part]]) -> s
     return ""
 
 
-def _clipped_before(c: Sequence[float], parts: Sequence[tuple[Group, Part]]) -> str:
+def _clipped_before(c: Sequence[float], parts: Parts) -> str:
     """The cause, where each rank's sum has been brought to the same norm."""
     sums: dict[int, Gradients] = {}
     for group, part in parts:
@@ -262,11 +269,11 @@ def _cause(factor: float, setting: Setting, calls: int) -> str:
     return " or ".join(found) if found else "a division or a sum that the job does not have"
 
 
-def _calls(parts: Sequence[tuple[Group, Part]]) -> int:
+def _calls(parts: Parts) -> int:
     return max((group.call + 1 for group, _ in parts), default=1)
 
 
-def _by_rank(parts: Sequence[tuple[Group, Part]], counts: Sequence[int]) -> dict[int, int]:
+def _by_rank(parts: Parts, counts: Sequence[int]) -> dict[int, int]:
     sums: dict[int, int] = {}
     for (group, _), count in zip(parts, counts, strict=True):
         sums[group.rank] = sums.get(group.rank, 0) + count

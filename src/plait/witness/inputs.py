@@ -18,7 +18,7 @@ SHOWN = 6
 
 
 @dataclass(frozen=True)
-class Group:
+class ForwardCall:
     """One forward's samples, by their place in the step's batch."""
 
     rank: int
@@ -29,7 +29,7 @@ class Group:
         return f"forward {self.call} of rank {self.rank}"
 
 
-def groups_of(steps: Sequence[RankStep], rows: Sequence[Row]) -> list[Group]:
+def groups_of(steps: Sequence[RankStep], rows: Sequence[Row]) -> list[ForwardCall]:
     """The forwards whose samples together are the batch; none where they are not.  Of ranks that share one work the
     first counts."""
     places: dict[Row, list[int]] = {}
@@ -40,7 +40,7 @@ def groups_of(steps: Sequence[RankStep], rows: Sequence[Row]) -> list[Group]:
         for number, call in enumerate(step.calls):
             wanted = Counter(call or ())
             if call and all(len(places.get(row, ())) >= times for row, times in wanted.items()):
-                found.append(Group(rank, number, tuple(places[row].pop(0) for row in call)))
+                found.append(ForwardCall(rank, number, tuple(places[row].pop(0) for row in call)))
     return [] if any(places.values()) else found
 
 

@@ -16,10 +16,10 @@ from torch import Tensor
 from plait.core.layout import Region
 from plait.job.job import Job
 from plait.referee.difference import factor_text
-from plait.witness.gradient import Setting, compare, judge_gradient
-from plait.witness.inputs import Group, groups_of, judge_inputs
+from plait.witness.gradient import Parts, Setting, compare, judge_gradient
+from plait.witness.inputs import ForwardCall, groups_of, judge_inputs
 from plait.witness.judgement import Judgement, ranks_text, tolerance
-from plait.witness.replay import Gradients, Part, Replay, clipped
+from plait.witness.replay import Gradients, Replay, SampleGradient, clipped
 from plait.witness.rows import Row
 from plait.witness.stored import RankRun, RankStep, Witnessed, read_witnessed, slices
 from plait.witness.update import judge_between, judge_options, judge_replicas, judge_update
@@ -132,18 +132,20 @@ class _Trial:
         self.last, self.pieces = list(self.pieces), [step.of("after") for step in steps]
         return self._losses(number, steps, start, true, count)
 
-    def _parts(self, number: int, groups: Sequence[Group], count: int, scaled: float) -> list[tuple[Group, Part]]:
+    def _parts(self, number: int, groups: Sequence[ForwardCall], count: int, scaled: float) -> Parts:
         """The gradient of each forward, with the factor of the whole's clip."""
         if not 0 < len(groups) <= MOST_PARTS:
             return []
         found = []
         for group in groups:
             part = self.replay.part(number, group.samples, count)
-            found.append((group, Part({n: g * scaled for n, g in part.gradients.items()}, part.count, part.loss)))
+            found.append(
+                (group, SampleGradient({n: g * scaled for n, g in part.gradients.items()}, part.count, part.loss))
+            )
         return found
 
     def _losses(
-        self, number: int, steps: Sequence[RankStep], start: Mapping[str, Tensor], true: Part, count: int
+        self, number: int, steps: Sequence[RankStep], start: Mapping[str, Tensor], true: SampleGradient, count: int
     ) -> Judgement | None:
         """Whether what the loop told is the mean loss of the step, or of the rank's own samples."""
         late: Sequence[Sequence[float]] = [[] for _ in steps]

@@ -23,7 +23,7 @@ Gradients = dict[str, Tensor]
 
 
 @dataclass(frozen=True)
-class Part:
+class SampleGradient:
     """The gradient of some samples: of the sum of their losses, over the count of the whole step."""
 
     gradients: Gradients
@@ -68,7 +68,7 @@ class Replay:
             handle.remove()
         return found[0] if len(found) == 1 and len(found[0]) == num_samples(batch) else ()
 
-    def part(self, step: int, samples: Sequence[int] | None, whole: int) -> Part:
+    def part(self, step: int, samples: Sequence[int] | None, whole: int) -> SampleGradient:
         """The gradient of some samples of a step (None: all), over a count of ``whole``."""
         batch = self.batch(step)
         if samples is not None:
@@ -80,7 +80,7 @@ class Replay:
         (loss / whole).backward()
         gradients = {n: p.grad.detach().clone() for n, p in self.parameters.items() if p.grad is not None}
         self.model.zero_grad()
-        return Part(gradients, count, loss.item())
+        return SampleGradient(gradients, count, loss.item())
 
     def count(self, step: int) -> int:
         """The terms of a step's loss."""

@@ -26,6 +26,8 @@ from plait.witness.replay import check_replayable
 def with_engine(config: VerifyConfig) -> VerifyConfig:
     """A config whose ranks are processes, as other engines need them; ValueError for what no engine can be held to."""
     assert config.engine is not None
+    if config.matrix is not None:
+        raise ValueError(f"engine {config.engine!r} beside matrix, which is of plait's layouts: leave one of them out")
     if config.dtype not in ("fp32", "fp64"):
         raise ValueError(f"dtype {config.dtype} beside engine: give fp32 or fp64, in which a difference is no rounding")
     if config.strategy != VerifyConfig.strategy:

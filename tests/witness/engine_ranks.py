@@ -1,0 +1,75 @@
+"""What processes do for ``test_engines.py``: jobs under torch's engines, one after the other, and a wrong engine."""
+
+from __future__ import annotations
+
+import json
+import os
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from plait.comm import Comm
+from plait.comm.process import ProcessComm
+from plait.config import VerifyConfig, validate
+from plait.job.job import Job
+from plait.witness.engines import Driven, ddp
+from plait.witness.run import run_engine, with_engine
+
+MLP = {"model": "mlp", "layers": 4, "width": 7}
+GPT = {"model": "gpt", "layers": 2, "width": 16, "heads": 2, "kv_heads": 1, "length": 6}
+WRONG = f"{__file__}:forgetful"
+
+CASES: dict[str, dict[str, Any]] = {
+    **{
+        f"{engine} {name} of {ranks}": {"engine": engine, "mesh": f"shard={ranks}", **model}
+        for engine in ("ddp", "fsdp2", "zero-redundancy")
+        for name, model in (("mlp", MLP), ("gpt", GPT))
+        for ranks in (2, 3)
+    },
+    "ddp in double precision": {"engine": "ddp", "mesh": "shard=3", "dtype": "fp64", **MLP},
+    "fsdp2 hybrid": {"engine": "fsdp2", "mesh": "replica=2", **MLP},
+    "dtensor": {"engine": "dtensor", "mesh": "tensor=2", **GPT, "kv_heads": 2},
+    "torch-pipelining": {"engine": "torch-pipelining", "mesh": "pipe=2", "clip": None, **MLP},
+    "accelerate": {"engine": "accelerate", "mesh": "shard=2", **MLP},
+    "wrong": {"engine": WRONG, "mesh": "shard=3", **MLP},
+}
+
+
+def config_of(case: dict[str, Any]) -> VerifyConfig:
+    return VerifyConfig(**{"dropout": 0.0, "steps": 2, "batch": 12, "microbatches": 2, "clip": 0.05, **case})
+
+
+def forgetful(job: Job, model: nn.Module, comm: Comm) -> Driven:
+    """DDP whose microbatches all stay where they are, the last one too."""
+    made = ddp(job, model, comm)
+
+    def step(*given: Any) -> None:
+        with made.model.no_sync():  # type: ignore[operator]
+            made.step(*given)
+
+    return made._replace(step=step)
+
+
+def rank_main(rank: int, ranks: int, port: int, path: str) -> None:
+    """Runs the cases for so many ranks; rank 0 writes what became of each."""
+    warnings.simplefilter("ignore")
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), LOCAL_RANK=str(rank))
+    os.environ.update(WORLD_SIZE=str(ranks), LOCAL_WORLD_SIZE=str(ranks))
+    torch.set_num_threads(1)
+    found = {}
+    for name, case in CASES.items():
+        config = config_of(case)
+        if config.parsed_mesh.size != ranks:
+            continue
+        validate(config)
+        config = with_engine(config)
+        comm = ProcessComm.from_env(config.parsed_mesh)
+        judgement = run_engine(config, comm)
+        if judgement is not None:
+            found[name] = {"equal": judgement.equal, "text": judgement.text, "residual": judgement.residual}
+        comm.close()
+    if rank == 0:
+        Path(path).write_text(json.dumps(found))

@@ -139,9 +139,9 @@ class _Trial:
         found = []
         for group in groups:
             part = self.replay.part(number, group.samples, count)
-            found.append(
-                (group, SampleGradient({n: g * scaled for n, g in part.gradients.items()}, part.count, part.loss))
-            )
+            if any(g.any() for g in part.gradients.values()):  # not of blank samples alone
+                gradients = {name: g * scaled for name, g in part.gradients.items()}
+                found.append((group, SampleGradient(gradients, part.count, part.loss)))
         return found
 
     def _losses(

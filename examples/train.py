@@ -1,7 +1,8 @@
 import sys
 
-import plait
 import torch
+
+import plait
 
 comm = plait.join()                                     # was: init_process_group()
 torch.manual_seed(0)                                    # every rank builds the same model

@@ -20,6 +20,7 @@ from plait.witness.run import run_engine, with_engine
 
 MLP = {"model": "mlp", "layers": 4, "width": 7}
 GPT = {"model": "gpt", "layers": 2, "width": 16, "heads": 2, "kv_heads": 1, "length": 6}
+EXAMPLES = Path(__file__).parents[2] / "examples"
 WRONG = f"{__file__}:forgetful"
 
 CASES: dict[str, dict[str, Any]] = {
@@ -34,6 +35,7 @@ CASES: dict[str, dict[str, Any]] = {
     "dtensor": {"engine": "dtensor", "mesh": "tensor=2", **GPT, "kv_heads": 2},
     "torch-pipelining": {"engine": "torch-pipelining", "mesh": "pipe=2", "clip": None, **MLP},
     "accelerate": {"engine": "accelerate", "mesh": "shard=2", **MLP},
+    "by hand": {"engine": f"{EXAMPLES}/my_engine.py:by_hand", "mesh": "shard=3", **MLP},
     "wrong": {"engine": WRONG, "mesh": "shard=3", **MLP},
 }
 

@@ -41,6 +41,13 @@ def test_an_engine_that_sends_nothing_is_named(found: Mapping[str, Any]) -> None
     assert not found["wrong"]["equal"] and "no all-reduce" in found["wrong"]["text"], found["wrong"]
 
 
+def test_the_engine_of_the_guide_is_the_example() -> None:
+    page = (engine_ranks.EXAMPLES.parent / "docs/guide/judge-any-engine.md").read_text()
+    example = (engine_ranks.EXAMPLES / "my_engine.py").read_text()
+    code = example.split('"""', 2)[2].strip()
+    assert f"```python\n{code}\n```" in page
+
+
 @pytest.mark.parametrize(
     ("words", "says"),
     [

@@ -162,7 +162,7 @@ def _as_a_sum(
         what = f"only the last forward of each rank is in it, {factor_text(rest[0])} times"
         return rest[0], "gradients are overwritten where they have to be added up", what
     if cause := _mean_of_means(c, parts):
-        return _odd(c), cause, explain(_whole(c), [part.count for _, part in parts], names)
+        return _odd(c), cause, explain(_whole(c), None, names)
     if cause := _clipped_before(c, parts):
         return _odd(c), cause, explain(_whole(c), None, names)
     text = explain(_whole(c), [part.count for _, part in parts], names)

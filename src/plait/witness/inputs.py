@@ -54,8 +54,8 @@ def judge_inputs(number: int, steps: Sequence[RankStep], rows: Mapping[int, Sequ
     """
     ranks = len(steps)
     if all(not step.calls for step in steps):
-        cause = "the optimizer made a step with no forward since the one before: an update is applied twice"
-        return _judgement("update", number, tuple(range(ranks)), 2.0, cause, "no sample was seen")
+        cause = "the optimizer's step was called again with no forward in between: the update is applied twice"
+        return _judgement("update", max(number - 1, 0), tuple(range(ranks)), 2.0, cause, "it was made again")
     seen = [Counter(row for call in step.calls for row in call or ()) for step in steps]
     if not any(seen) or not rows[number]:
         return None

@@ -9,12 +9,16 @@ that does not is the cause, and what follows from it is not told.
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from plait.core.layout import Region
-from plait.job.job import Job
+from plait.engine.step import num_samples
+from plait.job.config import JobConfig
+from plait.job.job import Job, make_job
+from plait.job.own import UserJob
 from plait.referee.difference import factor_text
 from plait.witness.gradient import Parts, Setting, compare, judge_gradient
 from plait.witness.inputs import ForwardCall, groups_of, judge_inputs
@@ -28,16 +32,28 @@ MOST_PARTS = 64
 """Forwards of a step whose gradients are taken one by one, to find which are missing."""
 
 
-def judge(job: Job, folder: str | Path, *, clip: float | None = None) -> Judgement:
-    """Replay a witnessed run of a job by a single process, and say whether it is the same.
+def judge(
+    job: Job | UserJob, folder: str | Path, *, clip: float | None = None, dtype: Literal["fp32", "fp64"] = "fp32"
+) -> Judgement:
+    """Replay a witnessed run of a job by a single process, and say whether it is the same::
+
+        found = plait.judge(job, "witnessed")
+        assert found.equal, found
 
     Args:
         folder: what ``plait.witness`` has written, all ranks in one place.
         clip: the global norm to which the loop clips; None: it does not.
+        dtype: in which a user's job is computed.
+
+    Returns:
+        The judgement: ``equal``, or the first thing that is wrong (``step``, ``phase``, ``name`` of the parameter,
+        ``ranks``, ``factor``), its likely ``cause``, and all of it as ``text``.
 
     Raises:
         ValueError: a folder that is none, is damaged, or is of another job; a job that cannot be replayed.
     """
+    if isinstance(job, UserJob):
+        job = make_job(JobConfig(job=job, dtype=dtype, batch=num_samples(job.batch(0))))
     witnessed, replay = read_witnessed(folder), Replay(job)
     check_same_job(witnessed, replay)
     return _Trial(witnessed, replay, clip).judge()
@@ -188,9 +204,7 @@ class _Trial:
         if len(set(made)) > 1:
             ranks = tuple(run.rank for run in runs if run.steps < max(made))
             cause = "the optimizer's step was left out"
-            text = (
-                f"step {number + 1}, update: {ranks_text(ranks, len(runs))} made {min(made)} steps, others {max(made)}"
-            )
+            text = f"step {number + 1}, update: {ranks_text(ranks, len(runs))} made {min(made)} of {max(made)} steps"
             return Judgement(number + 1, "update", "", ranks, 0.0, 1.0, cause, f"{text}: {cause}")
         return judge_between(number, self.witnessed, self.pieces, [end.of("before") for end in ends], self.last)
 

@@ -1,8 +1,7 @@
 import sys
 
-import torch
-
 import plait
+import torch
 
 comm = plait.join()                                     # was: init_process_group()
 torch.manual_seed(0)                                    # every rank builds the same model

@@ -2,11 +2,10 @@
 
 import sys
 
+import plait
 import torch
 import torch.nn.functional as F
 from torch import nn
-
-import plait
 
 comm = plait.join()
 torch.manual_seed(0)

@@ -3,11 +3,10 @@
 import math
 import sys
 
+import plait
 import torch
 import torch.nn.functional as F
 from torch import nn
-
-import plait
 
 WIDTH, HEADS, LENGTH, STEPS, IGNORED = 20, 2, 11, 12, -100
 

@@ -2,10 +2,9 @@
 
 import sys
 
+import plait
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, get_cosine_schedule_with_warmup
-
-import plait
 
 sizes = {"hidden_size": 24, "intermediate_size": 40, "num_attention_heads": 4, "num_key_value_heads": 2}
 comm = plait.join()

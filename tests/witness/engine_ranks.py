@@ -55,6 +55,16 @@ def forgetful(job: Job, model: nn.Module, comm: Comm) -> Driven:
     return made._replace(step=step)
 
 
+def summing(job: Job, model: nn.Module, comm: Comm) -> Driven:
+    """DDP whose loss is not divided by what its mean is multiplied with."""
+    made = ddp(job, model, comm)
+
+    def step(batches: Any, count: int, clip: float | None) -> None:
+        made.step(batches, count / comm.mesh.size, clip)  # type: ignore[arg-type]
+
+    return made._replace(step=step)
+
+
 def rank_main(rank: int, ranks: int, port: int, path: str) -> None:
     """Runs the cases for so many ranks; rank 0 writes what became of each."""
     warnings.simplefilter("ignore")

@@ -121,3 +121,25 @@ def test_a_job_that_cannot_be_replayed_is_refused(tmp_path: Path, make: Callable
     job = plait.UserJob(lambda: nn.Sequential(nn.Linear(5, 7), make(), nn.Linear(7, 3)), loss_sum, batch, terms)
     with pytest.raises(ValueError, match=says):
         plait.judge(job, tmp_path / "w")
+
+
+def test_one_of_two_optimizers_steps_twice(tmp_path: Path) -> None:
+    model = fresh()
+    optimizers = [sgd(list(model.up.parameters())), sgd(list(model.down.parameters()))]
+    with plait.witness(model, optimizers, tmp_path / "w"):
+        train(model, [optimizers[0], *optimizers], 1)
+    found = judge(the_job(), tmp_path / "w")
+    assert (found.step, found.phase) == (0, "update") and "applied twice" in found.cause, found
+
+
+def test_optimizers_that_take_turns(tmp_path: Path) -> None:
+    model = fresh()
+    optimizers = [sgd(list(model.up.parameters())), sgd(list(model.down.parameters()))]
+    with plait.witness(model, optimizers, tmp_path / "w"):
+        for step in range(4):
+            whole = batch(step)
+            (loss_sum(model, whole) / terms(whole)).backward()  # type: ignore[no-untyped-call]
+            optimizers[step % 2].step()
+            model.zero_grad()
+    found = judge(the_job(), tmp_path / "w")
+    assert found.equal and found.text.startswith("4 steps"), found

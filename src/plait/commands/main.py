@@ -23,7 +23,7 @@ from plait.commands.bench import run_bench
 from plait.commands.chaos import ChaosConfig, run_chaos
 from plait.commands.checkpoint import CheckpointCommand
 from plait.commands.doctor import DoctorConfig, run_doctor
-from plait.commands.judge import JudgeConfig, run_judge, run_verify_engine
+from plait.commands.judge import JudgeConfig, run_grid, run_judge, run_verify_engine
 from plait.commands.schedule import ScheduleCommand
 from plait.config import TrainConfig, VerifyConfig
 from plait.config.bounds import check_values
@@ -118,6 +118,8 @@ def run(argv: list[str]) -> int:
                     return 0
                 body = partial(run_train, command, argv=argv)
             limits = Limits(command.restarts, command.grace, partial(newest_sound, command))
+        case VerifyConfig(grid=True):
+            return run_grid(configs.with_job(command), argv)
         case VerifyConfig(engine=None, matrix=None):
             command = configs.with_job(command)
             configs.validate(command)

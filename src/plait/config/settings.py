@@ -145,6 +145,8 @@ class VerifyConfig(RunConfig):
     engine: str | None = None
     """Hold an engine of others against the single process: ddp, fsdp2, zero-redundancy, dtensor, torch-pipelining,
     accelerate, or an adapter of your own as FILE.py:NAME."""
+    grid: bool = False
+    """With engine: go through all smaller layouts as well, and say how a factor grows with their sizes."""
     tensors: bool = False
     """Print every tensor that was compared, not only a line per kind."""
     locate: bool = True

@@ -11,6 +11,7 @@ gradient.py  which samples a gradient holds, and how often
 update.py    what the optimizer made of it
 judgement.py  the words of a judgement, and tolerances
 engines.py   engines of others on a job of ours, a screenful each
+grid.py      the same on smaller layouts: how a factor grows
 run.py       ``plait verify --engine``
 """
 

@@ -33,10 +33,10 @@ class Net(nn.Module):
 
 
 def batch(step: int) -> dict[str, Tensor]:
-    """Samples of 1 to 3 terms each."""
+    """Samples of 1 to 3 terms each; the last is blank."""
     generator = torch.Generator().manual_seed(step)
     x = torch.randn(BATCH, WIDTH, generator=generator)
-    mask = torch.arange(3)[None, :] < torch.tensor([1, 3, 3, 2, 1, 1, 1, 2, 3, 1, 2])[:, None]
+    mask = torch.arange(3)[None, :] < torch.tensor([1, 3, 3, 2, 1, 1, 1, 2, 3, 1, 0])[:, None]
     return {"x": x, "y": torch.randn(BATCH, 3, generator=generator), "mask": mask.float()}
 
 
@@ -125,12 +125,14 @@ def run(
                     loss.backward()  # type: ignore[no-untyped-call]
                     if told:
                         seen[rank].loss(
-                            loss.item() * (3 if fault == "told" else 1) / ranks * count / terms(part) / calls
+                            loss.item() * (3 if fault == "told" else 1) / ranks * count / max(1, terms(part)) / calls
                         )
                 if fault == "clip first":
                     nn.utils.clip_grad_norm_(model.parameters(), clip or 1.0)
             if fault != "no all-reduce":
                 all_reduce(models)
+            if fault == "no gradient":
+                models[1].down.bias.grad = None
             if fault == "missing rank":
                 for p in models[1].parameters():
                     assert p.grad is not None

@@ -41,7 +41,7 @@ def test_the_command_says_it_and_writes_it(
     run(tmp_path / "wrong", "sum")
     assert main(["judge", str(tmp_path / "wrong"), "--job", job, "--json", "-"]) == 1
     found = json.loads(capsys.readouterr().out)
-    assert (found["phase"], found["step"], found["ranks"], round(found["factor"])) == ("gradient", 0, [0, 1], 20)
+    assert (found["phase"], found["step"], found["ranks"], round(found["factor"])) == ("gradient", 0, [0, 1], 18)
     assert main(["judge", str(witnessed), "--job", job.replace(":job", ":other")]) == 1
     assert "lr is 0.1" not in capsys.readouterr().out
 

@@ -83,6 +83,9 @@ def run_grid(config: VerifyConfig, argv: Sequence[str]) -> int:
             found.append(json.loads(read_text(place, "a judgement")))
             place.unlink()
     law = growth(cells, [1.0 if one["equal"] else one["factor"] for one in found])
+    if law:
+        first = next(one for one in found if not one["equal"])
+        law = f"{first['phase']} {first['name']}".strip() + f": {law}"
     if config.json is not None:
         rows = [{"layout": str(cell), **one} for cell, one in zip(cells, found, strict=True)]
         write_json(config.json, {"layouts": rows, "growth": law})

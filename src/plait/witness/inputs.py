@@ -45,8 +45,7 @@ def groups_of(steps: Sequence[RankStep], rows: Sequence[Row]) -> list[ForwardCal
 
 
 def judge_inputs(number: int, steps: Sequence[RankStep], rows: Mapping[int, Sequence[Row]]) -> Judgement | None:
-    """What is wrong with the samples of a step; None where every one was seen once (or equally often by ranks that
-    share one work).
+    """What is wrong with the samples of a step; None where every one was seen equally often.
 
     Args:
         steps: what each rank did in it.
@@ -64,7 +63,7 @@ def judge_inputs(number: int, steps: Sequence[RankStep], rows: Mapping[int, Sequ
         total.update(one)
     times = {total[row] // count for row, count in right.items()}
     if set(total) == set(right) and len(times) == 1 and total == Counter({r: c * min(times) for r, c in right.items()}):
-        return None if ranks % min(times) == 0 else _repeated(number, min(times), ranks)
+        return None  # several ranks may share one work; whether they do shows in the gradient
     if (judgement := _of_another_step(number, seen, rows, ranks)) is not None:
         return judgement
     places = {row: place for place, row in reversed(list(enumerate(rows[number])))}
@@ -108,11 +107,6 @@ def _of_another_step(
     away = abs(found - number)
     cause = f"its data is {away} step{'s' * (away > 1)} {'ahead' if found > number else 'behind'}"
     return _judgement("inputs", number, guilty, None, cause, what)
-
-
-def _repeated(number: int, times: int, ranks: int) -> Judgement:
-    cause = "each batch enters the model several times"
-    return _judgement("inputs", number, tuple(range(ranks)), float(times), cause, f"every sample {times} times")
 
 
 def _judgement(

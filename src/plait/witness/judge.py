@@ -179,7 +179,8 @@ class _Trial:
             own = [part for group, part in parts if group.rank == rank]
             known = [mean]
             if own and (terms := sum(part.count for part in own)):
-                known += [sum(part.loss for part in own) / terms, sum(p.loss / max(p.count, 1) for p in own) / len(own)]
+                means = sum(part.loss / max(part.count, 1) for part in own)
+                known += [sum(part.loss for part in own) / terms, means / len(own), means / len(steps[rank].calls)]
             given = (sum(values), sum(values) / len(values)) if values else known
             dtype = self.replay.job.dtype
             if not any(abs(value - due) <= 10 * tolerance(dtype, abs(due)) for value in given for due in known):

@@ -148,6 +148,8 @@ def run(
                 o.step()
                 if fault == "two steps" and step == 1:
                     o.step()
+                if fault == "one rank's two steps" and step == 1 and rank == 1:
+                    o.step()
                 if fault == "twice by hand" and step == 1:
                     with torch.no_grad():
                         for p, old in zip(model.parameters(), before, strict=True):

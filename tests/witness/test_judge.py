@@ -49,6 +49,7 @@ FAULTS = [
     ("no step", {}, 1, "update", 0.0, "the optimizer's step was left out"),
     ("no step", {"steps": 2}, 1, "update", 0.0, "the optimizer's step was left out"),
     ("two steps", {}, 1, "update", 2.0, "applied twice"),
+    ("one rank's two steps", {"ranks": 3}, 1, "update", 2.0, "applied twice"),
     ("twice by hand", {}, 1, "update", 2.0, "applied twice"),
     ("twice by hand", {"steps": 2, "optimizer": "adamw"}, 1, "update", 2.0, "applied twice"),
     ("no sampler", {}, 0, "inputs", 0.0, "the sampler does not cut the data by rank"),

@@ -52,9 +52,10 @@ def judge_inputs(number: int, steps: Sequence[RankStep], rows: Mapping[int, Sequ
         rows: the true samples of each step of the run.
     """
     ranks = len(steps)
-    if all(not step.calls for step in steps):
+    if again := tuple(rank for rank, step in enumerate(steps) if not step.calls):
         cause = "the optimizer's step was called again with no forward in between: the update is applied twice"
-        return _judgement("update", max(number - 1, 0), tuple(range(ranks)), 2.0, cause, "it was made again")
+        what = f"{ranks_text(again, ranks)} made it again"
+        return _judgement("update", max(number - 1, 0), again, 2.0, cause, what)
     seen = [Counter(row for call in step.calls for row in call or ()) for step in steps]
     if not any(seen) or not rows[number]:
         return None
@@ -69,9 +70,8 @@ def judge_inputs(number: int, steps: Sequence[RankStep], rows: Mapping[int, Sequ
     places = {row: place for place, row in reversed(list(enumerate(rows[number])))}
     missing = sorted(places[row] for row in right if not total[row])
     twice = sorted(places[row] for row in right if total[row] > right[row])
-    told = [f"{_samples(missing)} seen by no rank"] * bool(missing) + [f"{_samples(twice)} more than once"] * bool(
-        twice
-    )
+    told = [f"{_samples(missing)} seen by no rank"] if missing else []
+    told += [f"{_samples(twice)} seen more than once"] if twice else []
     guilty = tuple(rank for rank, one in enumerate(seen) if any(one[row] and total[row] > right[row] for row in one))
     if ranks > 1 and all(one == seen[0] for one in seen):
         cause = "every rank trains on the same samples: the sampler does not cut the data by rank"

@@ -5,19 +5,22 @@ from __future__ import annotations
 import json
 import os
 import warnings
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
+import plait
 from plait.comm import Comm
 from plait.comm.process import ProcessComm
-from plait.config import VerifyConfig, validate
+from plait.config import VerifyConfig, validate, with_job
 from plait.job.job import Job
 from plait.witness.engines import Driven, ddp
 from plait.witness.run import run_engine, with_engine
 
+SEQUENTIAL = f"{__file__}:sequential"
 MLP = {"model": "mlp", "layers": 4, "width": 7}
 GPT = {"model": "gpt", "layers": 2, "width": 16, "heads": 2, "kv_heads": 1, "length": 6}
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -31,6 +34,7 @@ CASES: dict[str, dict[str, Any]] = {
         for ranks in (2, 3)
     },
     "ddp in double precision": {"engine": "ddp", "mesh": "shard=3", "dtype": "fp64", **MLP},
+    "fsdp2 on layers that are blocks": {"engine": "fsdp2", "mesh": "shard=2", "job": SEQUENTIAL},
     "fsdp2 hybrid": {"engine": "fsdp2", "mesh": "replica=2", **MLP},
     "dtensor": {"engine": "dtensor", "mesh": "tensor=2", **GPT, "kv_heads": 2},
     "torch-pipelining": {"engine": "torch-pipelining", "mesh": "pipe=2", "clip": None, **MLP},
@@ -40,8 +44,16 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
+sequential = plait.UserJob(
+    build=lambda: nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 2)),
+    loss_fn=lambda model, batch: model(batch).square().sum(),
+    batches=[torch.arange(27.0).view(9, 3).sin(), torch.arange(21.0).view(7, 3).cos()],
+)
+
+
 def config_of(case: dict[str, Any]) -> VerifyConfig:
-    return VerifyConfig(**{"dropout": 0.0, "steps": 2, "batch": 12, "microbatches": 2, "clip": 0.05, **case})
+    own = {} if "job" in case else {"dropout": 0.0, "batch": 12}
+    return with_job(VerifyConfig(**{"steps": 2, "microbatches": 2, "clip": 0.05, **own, **case}))
 
 
 def forgetful(job: Job, model: nn.Module, comm: Comm) -> Driven:
@@ -74,7 +86,8 @@ def rank_main(rank: int, ranks: int, port: int, path: str) -> None:
     found = {}
     for name, case in CASES.items():
         config = config_of(case)
-        if config.parsed_mesh.size != ranks:
+        missing = name == "accelerate" and find_spec("accelerate") is None
+        if config.parsed_mesh.size != ranks or missing:
             continue
         validate(config)
         config = with_engine(config)

@@ -60,6 +60,10 @@ def test_the_engine_of_the_guide_is_the_example() -> None:
         (["ddp", "--dropout", "0", "--strategy", "zero1"], "strategy 'zero1' beside engine"),
         (["ddp", "--dropout", "0", "--dtype", "bf16"], "dtype bf16 beside engine"),
         (["torch-pipelining", "--dropout", "0", "--mesh", "pipe=2"], "a copy of a tied weight"),
+        (
+            ["torch-pipelining", "--job", engine_ranks.SEQUENTIAL, "--mesh", "pipe=3"],
+            "stage 1 would have no parameters",
+        ),
         (["no.py:adapter", "--dropout", "0"], "there is no file 'no.py'"),
         ([f"{engine_ranks.__file__}:nothing", "--dropout", "0"], "has no 'nothing'"),
         ([f"{engine_ranks.__file__}:WRONG", "--dropout", "0"], "is str: give a function (job, model, comm)"),
@@ -67,7 +71,8 @@ def test_the_engine_of_the_guide_is_the_example() -> None:
     ],
 )
 def test_what_does_not_fit_is_refused(words: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["verify", "--width", "16", "--layers", "2", "--engine", *words]) == 2
+    sizes = [] if "--job" in words else ["--width", "16", "--layers", "2"]
+    assert main(["verify", *sizes, "--engine", *words]) == 2
     shown = capsys.readouterr().err
     assert says in shown and shown.count("\n") == 1, shown
 

@@ -196,7 +196,10 @@ def _stages_alone(model: nn.Module, mesh: Mesh, batch: int) -> str:
     shared = len(list(model.parameters())) < len(list(model.named_parameters(remove_duplicate=False)))
     if shared:
         return "its stages would each have a copy of a tied weight, and torch.distributed.pipelining sums no copies"
-    chain_of(model)
+    links = chain_of(model).links
+    for stage, own in enumerate(even(len(links), mesh.axis("pipe"))):
+        if not any(True for i in own for _ in model.get_submodule(links[i]).parameters()):
+            return f"stage {stage} would have no parameters, and torch makes no optimizer of none: give a smaller mesh"
     return ""
 
 
@@ -255,7 +258,7 @@ def find_adapter(name: str) -> Adapter:
 def _shard(model: nn.Module, device_mesh: Any) -> None:
     from torch.distributed.fsdp import fully_shard
 
-    for name in automatic(model)[:0:-1]:
+    for name in list(dict.fromkeys(automatic(model)))[:0:-1]:
         if isinstance(model.get_submodule(name.rpartition(".")[0]), nn.ModuleList | nn.Sequential):
             fully_shard(model.get_submodule(name), mesh=device_mesh)
     fully_shard(model, mesh=device_mesh)

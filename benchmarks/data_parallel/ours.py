@@ -8,7 +8,7 @@ While ``plait.engine`` cannot be imported the rows are left out and the reason i
 from __future__ import annotations
 
 import torch.distributed as dist
-from harness.contestants import GEMMS, SHARED, Build, Contestant, adamw, comm_beside
+from harness.contestants import COMPILED, GEMMS, SHARED, Build, Contestant, adamw, comm_beside
 from harness.models import Workload
 from harness.report import Match
 from peers import DDP_VARIANTS, PEERS
@@ -31,6 +31,11 @@ MATCHES = tuple(
 MATCHES += (Match("ddp/plait_shm", ("ddp",), {"mlp16": 1.3}), Match("fsdp2/plait_shm", ("fsdp2",), {"mlp16": 2.0}))
 
 
+MATCHES += tuple(Match(f"{COMPILED}-{row}", ("ddp/compiled",), {}) for row in ("ddp", "zero1"))
+MATCHES += tuple(Match(f"{COMPILED}-{row}", ("fsdp2/compiled",), {}) for row in ("zero2", "zero3"))
+MATCHES += tuple(Match(f"{COMPILED}-{row}", (f"plait-{row}",), {}) for row in ("ddp", "zero3"))
+
+
 def rows() -> tuple[dict[str, Build], str]:
     """plait's contestants by name, and why there are none ("" if there are)."""
     try:
@@ -39,6 +44,7 @@ def rows() -> tuple[dict[str, Build], str]:
     except ImportError as reason:
         return {}, f"{reason}"
     ours = {f"{who}-{row}": _row(row, gemm, who) for who, gemm in GEMMS.items() for row in ROWS}
+    ours |= {f"{COMPILED}-{row}": _row(row, "torch", COMPILED) for row in ROWS}
     return {**ours, **{f"{name}/plait_shm": _on_shared_memory(PEERS[name]) for name in ("ddp", "fsdp2")}}, ""
 
 
@@ -69,6 +75,7 @@ def _row(strategy: str, gemm: str, who: str) -> Build:
             clip=None,
             seed=0,
             gemm=gemm,
+            compile=who == COMPILED,
         )
 
         return Contestant(lambda batch: engine.step([batch]).loss, loss_is_global=True)

@@ -6,17 +6,20 @@ is communication.
     local        no communication; correct for one rank only, so only its first loss is checked
     ddp*         DistributedDataParallel: default, then the variants its documentation calls faster
     fsdp2        fully_shard per block and on the root, reshard after forward (the ZeRO-3 point)
+    */compiled   the same with each block compiled by itself (``block.compile()``), as torchtitan does
     redundancy   ZeroRedundancyOptimizer over the best DDP variant (the ZeRO-1 point)
 """
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from harness.contestants import Build, Contestant, adamw, training_loop
 from harness.models import Workload
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
@@ -30,14 +33,24 @@ DDP_VARIANTS: dict[str, dict[str, Any]] = {
 }
 
 
+def built(workload: Workload, compiled: bool) -> nn.Module:
+    """The model, with the blocks compiled one by one or not."""
+    model = workload.build()
+    for block in model.get_submodule("blocks").children() if compiled else ():
+        block.compile(fullgraph=True)
+    return model
+
+
 def local(workload: Workload, ranks: int) -> Contestant:
     model = workload.build()
     optimizer = adamw(model.parameters(), workload.learning_rate)
     return Contestant(training_loop(workload, model, optimizer), loss_is_global=False, communicates=False)
 
 
-def ddp(workload: Workload, ranks: int, group: dist.ProcessGroup | None = None, **variant: Any) -> Contestant:
-    model = DistributedDataParallel(workload.build(), process_group=group, **variant)
+def ddp(
+    workload: Workload, ranks: int, group: dist.ProcessGroup | None = None, compiled: bool = False, **variant: Any
+) -> Contestant:
+    model = DistributedDataParallel(built(workload, compiled), process_group=group, **variant)
     optimizer = adamw(model.parameters(), workload.learning_rate)
     return Contestant(training_loop(workload, model, optimizer), loss_is_global=False)
 
@@ -50,8 +63,8 @@ def redundancy(workload: Workload, ranks: int) -> Contestant:
     return Contestant(training_loop(workload, model, optimizer), loss_is_global=False)
 
 
-def fsdp2(workload: Workload, ranks: int, group: dist.ProcessGroup | None = None) -> Contestant:
-    model = workload.build()
+def fsdp2(workload: Workload, ranks: int, group: dist.ProcessGroup | None = None, compiled: bool = False) -> Contestant:
+    model = built(workload, compiled)
     mesh = init_device_mesh("cpu", (ranks,)) if group is None else DeviceMesh.from_group(group, "cpu")
     for block in model.get_submodule("blocks").children():
         fully_shard(block, mesh=mesh, reshard_after_forward=True)
@@ -69,4 +82,6 @@ PEERS: dict[str, Build] = {
     **{name: _variant(options) for name, options in DDP_VARIANTS.items()},
     "redundancy": redundancy,
     "fsdp2": fsdp2,
+    "ddp/compiled": partial(ddp, compiled=True, gradient_as_bucket_view=True, static_graph=True),
+    "fsdp2/compiled": partial(fsdp2, compiled=True),
 }

@@ -38,6 +38,9 @@ class Contestant:
 SHARED = "plait/shm"
 """Rows whose ranks share memory; the others' are joined by gloo."""
 
+COMPILED = "plait/compiled"
+"""Rows whose blocks are compiled, joined by gloo."""
+
 GEMMS = {"plait": "torch", "plait/onednn": "onednn", SHARED: "torch"}
 """Who multiplies matrices, by the first word of a row's name: with torch's own, the engine alone is compared."""
 

@@ -4,6 +4,7 @@ core/              the table, the flat layout, the order of additions: pure; sta
 schedule/          pipelines as data: actions, orders, passes, the proof, the simulator; pure
 files/             what is read from outside, and how results are written
 plan/              what a layout will send and hold, before it runs; pure
+prove/             the proof of a layout that nobody has run; pure
 comm/              worlds: ranks as processes or threads, and the ledger of what they send
 sharded/           ``ShardedTensor``: tensors cut over named axes
 tensor_parallel/   linear layers, embeddings and losses cut over the tensor axis

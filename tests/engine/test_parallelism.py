@@ -31,6 +31,7 @@ OTHER: dict[str, Any] = {
     "split": [2, 1],
     "recompute": "full",
     "gemm": "onednn",
+    "compile": True,
 }
 """A value for each field that is not its default."""
 

@@ -10,9 +10,15 @@ import pytest
 import test_mutations as data
 import test_pipeline_mutations as pipes
 import test_tensor_mutations as tensors
+import torch
 import verify_cases as cases
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
+import plait
+from plait import UserJob
 from plait.config import VerifyConfig
+from plait.job.job import make_job
 from plait.referee.wrong import FirstWrong
 from plait.verify.locate import first_step, locate_in_plain, search, window_of
 from plait.verify.plain import run_plain
@@ -135,3 +141,69 @@ def test_a_fault_is_placed(case: Case) -> None:
 @pytest.mark.parametrize("config", list({repr(c): c for _, c in CASES}.values()), ids=lambda c: name_of((located, c)))
 def test_nothing_is_found_in_a_layout_that_is_right(config: VerifyConfig) -> None:
     assert located(config, None) is None
+
+
+# ---- models of others ---------------------------------------------------------------------------------------------
+
+
+class Frozen(nn.Module):
+    """A frozen layer without a graph, a dict of outputs, and a module that works in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.frozen = nn.Linear(5, 7).requires_grad_(False)
+        self.inside = nn.Sequential(nn.Linear(7, 7), nn.ReLU(inplace=True))
+        self.head = nn.Linear(7, 5)
+
+    def forward(self, x: Tensor) -> dict[str, Any]:
+        with torch.no_grad():
+            h = self.frozen(x)
+        return {"y": self.head(self.inside(h.tanh())), "aux": None, "count": 3}
+
+
+class Again(nn.Module):
+    """A module that is called twice, once recomputed; the head is tied to it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.drop, self.head = nn.Linear(5, 5), nn.Dropout(0.3), nn.Linear(5, 5)
+        self.head.weight = self.layer.weight
+
+    def forward(self, x: Tensor) -> dict[str, Any]:
+        x = checkpoint(lambda x: self.layer(x).tanh(), x, use_reentrant=False)
+        return {"y": self.head(self.drop(self.layer(x)))}
+
+
+class Counting(Again):
+    """What it computes depends on how often this process has called it."""
+
+    calls = 0
+
+    def forward(self, x: Tensor) -> dict[str, Any]:
+        self.calls += 1
+        return {"y": super().forward(x)["y"] * (1 + 0.1 * self.calls)}
+
+
+def theirs(build: Callable[[], nn.Module]) -> VerifyConfig:
+    def batch(step: int) -> Tensor:
+        return torch.randn(13, 5, generator=torch.Generator().manual_seed(step))
+
+    def loss_sum(model: nn.Module, x: Tensor) -> Tensor:
+        return (model(x)["y"] - x.sin()).square().sum()
+
+    job = UserJob(build=build, loss_fn=loss_sum, batches=batch)
+    return VerifyConfig(job=job, mesh="shard=3", strategy="zero3", microbatches=2, steps=2, clip=0.3)
+
+
+@pytest.mark.parametrize("build", [Frozen, Again])
+def test_nothing_is_found_in_models_of_others_that_are_right(build: Callable[[], nn.Module]) -> None:
+    config = theirs(build)
+    job = make_job(config)
+    assert search(trace_layout(job, config, range(2)), job, config, range(2), {}) is None
+
+
+def test_a_model_that_counts_its_calls_is_named() -> None:
+    verdict = plait.verify(theirs(Counting).job, mesh="shard=3", strategy="zero3", microbatches=2, steps=2)
+    assert verdict.word == "different" and verdict.first is not None
+    assert (verdict.first.phase, verdict.first.name, verdict.first.step) == ("forward", "", 0)
+    assert "still right: the output of 'head'" in str(verdict)

@@ -3,6 +3,7 @@
 main.py        ``plait WORD ...``: parses, validates, launches                 start here
 schedule.py    ``plait schedule``: schedules on the screen, proved, and as a picture
 checkpoint.py  ``plait checkpoint``: checkpoints shown, verified, compared, and in other forms
+prove.py       ``plait prove``: a layout proved without running it
 doctor.py      ``plait doctor``: this machine, its torch and its links
 chaos.py       ``plait chaos``: faults done to real runs, beside the goals
 judge.py       ``plait judge``: a witnessed run of any engine beside the single process

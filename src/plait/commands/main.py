@@ -1,9 +1,9 @@
 """The ``plait`` command: words and flags in, an exit code out; the work is elsewhere.
 
-    plait train | verify | doctor | bench comm | schedule | checkpoint | chaos | judge
+    plait train | verify | prove | doctor | bench comm | schedule | checkpoint | chaos | judge
 
-Exit codes: 0 done (verify, judge: equal), 1 failed (verify, judge: not equal; checkpoint: damaged, different), 2 bad
-input; 128 + n for signal n.
+Exit codes: 0 done (verify, judge: equal), 1 failed (verify, judge: not equal; prove: refuted; checkpoint: damaged,
+different), 2 bad input; 128 + n for signal n.
 """
 
 import os
@@ -24,6 +24,7 @@ from plait.commands.chaos import ChaosConfig, run_chaos
 from plait.commands.checkpoint import CheckpointCommand
 from plait.commands.doctor import DoctorConfig, run_doctor
 from plait.commands.judge import JudgeConfig, run_grid, run_judge, run_verify_engine
+from plait.commands.prove import ProveConfig, run_prove
 from plait.commands.schedule import ScheduleCommand
 from plait.config import TrainConfig, VerifyConfig
 from plait.config.bounds import check_values
@@ -52,6 +53,7 @@ class BenchCommand(bench.BenchConfig):
 Command: TypeAlias = (
     TrainConfig
     | VerifyConfig
+    | ProveConfig
     | DoctorConfig
     | BenchCommand
     | ScheduleCommand
@@ -63,6 +65,7 @@ Command: TypeAlias = (
 COMMANDS: dict[str, Any] = {
     "train": TrainConfig,
     "verify": VerifyConfig,
+    "prove": ProveConfig,
     "doctor": DoctorConfig,
     "bench": BenchCommand,
     "schedule": ScheduleCommand,
@@ -95,6 +98,8 @@ def run(argv: list[str]) -> int:
     match command:
         case DoctorConfig():
             return run_doctor(command)
+        case ProveConfig():
+            return run_prove(command)
         case ChaosConfig():
             return run_chaos(command)
         case JudgeConfig():

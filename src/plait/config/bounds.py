@@ -35,7 +35,8 @@ _COUNT, _TIME = Bounds(1, MANY), Bounds(0, 1e12)
 
 BOUNDS: dict[str, Bounds] = {
     "layers": Bounds(1, 1_000),
-    "width": Bounds(1, 1 << 17),
+    **dict.fromkeys(("width", "hidden"), Bounds(1, 1 << 17)),
+    **dict.fromkeys(("ffn", "vocab"), Bounds(1, 1 << 22)),
     "heads": Bounds(1, 1 << 12),
     "kv_heads": Bounds(1, 1 << 12),
     "length": Bounds(1, 1 << 22),

@@ -12,6 +12,7 @@ from plait.config.settings import RunConfig, TrainConfig, VerifyConfig
 from plait.config.sinks import METRICS, check_sinks
 from plait.core.precision import LossScale
 from plait.data.text import size_of
+from plait.engine.forward.compiled import check_compile
 from plait.engine.pipeline.build_stages import split_of
 from plait.engine.pipeline.chain import chain_of
 from plait.files.writing import check_file, check_folder
@@ -139,9 +140,11 @@ def _check_dtypes(config: RunConfig) -> None:
 
 
 def _check_model(config: RunConfig) -> None:
-    """Refuses files that do not fit together, a gemm that this torch lacks, and a mesh that cannot cut this model."""
+    """Refuses files that do not fit together, a gemm or a compiler that is not there, a mesh that cannot cut this
+    model."""
     mesh, pipeline = config.parsed_mesh, config.pipeline
     find_gemm(config.gemm)
+    check_compile(config.parallelism, mesh.tensor, torch.device(resolve_device(config.device)))
     if config.family.weights is not None:
         make_job(config)
     if pipeline.num_stages > 1:

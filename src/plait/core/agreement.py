@@ -8,6 +8,8 @@ Both are all-gathers in rank order, and every rank folds the same numbers in the
 along pipe and tensor, bring the same batch.  Losses come from the ranks with the last stage; the others report zeros.
 """
 
+from plait.core.mesh import Mesh
+
 DATA_ORDER = ("replica", "shard")
 """Data-rank order: replica outermost."""
 
@@ -26,6 +28,11 @@ COUNTS = 4
 
 MARKS = 5
 """Numbers at the end of a ``report``, after the bits."""
+
+
+def counted(mesh: Mesh) -> range:
+    """The ranks whose targets are added up to the divisor of the loss: one of each data rank, in data-rank order."""
+    return range(0, mesh.count(IN_STAGE), mesh.tensor)
 
 
 def num_reported(num_microbatches: int, num_trainable: int) -> int:

@@ -17,6 +17,7 @@ becomes one broadcast per owner, a reduce-scatter one reduce (see ``lower``).
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal
 
 from plait.core.cells import Cell, Move, Strategy
@@ -122,7 +123,7 @@ class FlatLayout:
     def num_pieces(self) -> int:
         return len(self.bounds) - 1
 
-    @property
+    @cached_property
     def even(self) -> bool:
         """Whether all pieces have one size, so that one collective moves them all."""
         return len({b - a for a, b in zip(self.bounds, self.bounds[1:], strict=False)}) <= 1

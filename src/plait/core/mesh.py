@@ -19,6 +19,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import product
 
 AXES = ("pipe", "replica", "shard", "tensor")
@@ -74,7 +75,7 @@ class Mesh:
             raise ValueError(f"unknown mesh axis {name!r}: the axes are {', '.join(AXES)}")
         return int(getattr(self, name))
 
-    @property
+    @cached_property
     def size(self) -> int:
         """The number of ranks."""
         return self.count(AXES)
@@ -87,10 +88,10 @@ class Mesh:
         """Where a rank stands on every axis."""
         if not 0 <= rank < self.size:
             raise ValueError(f"rank {rank} is not on the mesh {self} of {self.size} ranks")
-        where: dict[str, int] = {}
-        for axis in reversed(AXES):
-            rank, where[axis] = divmod(rank, self.axis(axis))
-        return {axis: where[axis] for axis in AXES}
+        rank, tensor = divmod(rank, self.tensor)
+        rank, shard = divmod(rank, self.shard)
+        pipe, replica = divmod(rank, self.replica)
+        return {"pipe": pipe, "replica": replica, "shard": shard, "tensor": tensor}
 
     def rank(self, **coordinates: int) -> int:
         """The rank at the given coordinates (0 on the axes that are not named)."""

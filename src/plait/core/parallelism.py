@@ -56,6 +56,8 @@ class Parallelism:
     """``"full"`` runs blocks again in backward, ``"selective"`` attention; None keeps every activation."""
     gemm: str = "torch"
     """``"torch"`` or ``"onednn"``: who multiplies linear layers' fp32 matrices on a CPU."""
+    compile: bool = False
+    """Compile the forward of every unit that has no other unit inside."""
 
     def __post_init__(self) -> None:
         if self.prefetch < 0:

@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves
 
 from plait.comm import Comm
 from plait.comm.agree import differences, gather_floats, gather_ints, named, same_tensors
-from plait.core.agreement import AGREEING, BITS, IN_STAGE
+from plait.core.agreement import AGREEING, BITS, IN_STAGE, counted
 from plait.core.collectives import Note
 
 
@@ -67,7 +67,7 @@ class Exchange:
                 f"ranks bring different numbers of microbatches ({', '.join(str(row[0]) for row in table)}): "
                 f"every rank must bring the same number, empty ones included"
             )
-        data = table[: self.in_stage : self.tensor]
+        data = [table[rank] for rank in counted(self.comm.mesh)]
         if any(table[i] != data[i % self.in_stage // self.tensor] for i in range(self.ranks)):
             axes = " or ".join(a for a in ("tensor", "pipe") if self.comm.mesh.axis(a) > 1)
             raise ValueError(

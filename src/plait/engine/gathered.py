@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from plait.comm import Comm
@@ -27,11 +26,11 @@ from plait.engine.data_parallel.pins import Pins
 from plait.engine.data_parallel.storage import Flat
 from plait.engine.data_parallel.unit import Unit
 from plait.engine.data_parallel.unshard import Unsharding
-from plait.engine.forward.interceptor import Function
+from plait.engine.forward.interceptor import EngineMode, Function
 from plait.engine.forward.parameter import name_of
 
 
-class Reads(TorchFunctionMode):
+class Reads(EngineMode):
     """Sees whether anything that needs a gradient is made, and makes ``p.data`` share the version of ``p``."""
 
     def __init__(self, parameters: set[int], pins: Pins) -> None:

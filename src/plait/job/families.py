@@ -76,6 +76,8 @@ class ModelConfig:
     optimizer updates, are in fp32. A row written by hand may say its own dtypes, as in "full bf16 | ..."."""
     gemm: Literal["torch", "onednn"] = "torch"
     """Who multiplies the fp32 matrices of linear layers on a CPU; plait doctor measures both on this machine."""
+    compile: bool = False
+    """Compile the model's blocks by torch.compile, and those of the process that it is compared with; needs g++."""
 
 
 @dataclass(frozen=True)

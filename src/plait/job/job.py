@@ -62,6 +62,8 @@ class Job:
     """Where the model's initial values are read; None: they are drawn from the seed."""
     gemm: str = "torch"
     """Who multiplies the matrices of linear layers."""
+    compile: bool = False
+    """Compile the model's units."""
     digest: Callable[[], str | None] = lambda: None
     """Of the data; None: the settings decide it."""
 
@@ -183,5 +185,6 @@ def make_job(config: JobConfig) -> Job:
         steps=data.steps,
         weights=None if family.weights is None else family.weights(config.sizes, build_model(config)),
         gemm=config.gemm,
+        compile=config.compile,
         digest=data.digest,
     )

@@ -15,7 +15,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-_LOW32 = 0xFFFFFFFF
+LOW32 = 0xFFFFFFFF
+"""The lower half of a key."""
 _CHUNK = 1 << 15
 """Elements hashed at a time: eight bytes each, they stay in the second-level cache."""
 
@@ -31,7 +32,7 @@ def _mix(x: Tensor) -> Tensor:
     for shift, factor in ((16, 0x7FEB352D), (15, 0x6C078965)):
         x ^= x >> shift
         x *= factor
-        x &= _LOW32
+        x &= LOW32
     x ^= x >> 16
     return x
 
@@ -40,7 +41,7 @@ def random_bits(index: Tensor, low: int | Tensor, high: int | Tensor) -> Tensor:
     """32 bits per element from int64 indices below 2**32 and the two halves of a key."""
     bits = _mix(index ^ low)
     bits += high
-    bits &= _LOW32
+    bits &= LOW32
     return _mix(bits)
 
 
@@ -54,7 +55,7 @@ def box_mask(
     index = torch.zeros((), dtype=torch.int64, device=device)
     for size, first, length in zip(whole, start, extent, strict=True):
         index = index[..., None] * size + torch.arange(first, first + length, device=device)
-    return random_bits(index & _LOW32, key & _LOW32, (index >> 32) + (key >> 32)) >= math.floor(p * 2**32)
+    return random_bits(index & LOW32, key & LOW32, (index >> 32) + (key >> 32)) >= math.floor(p * 2**32)
 
 
 @dataclass(frozen=True)
@@ -80,7 +81,7 @@ def stream_bits(
     keys: Sequence[int], numel: int, device: torch.device, place: Callable[[Tensor], Tensor] | None = None
 ) -> Tensor:
     """32 random bits for every element: int64 [len(keys), numel], one key a row; ``place`` is that of ``keep_mask``."""
-    low = torch.tensor([k & _LOW32 for k in keys], dtype=torch.int64, device=device)[:, None]
+    low = torch.tensor([k & LOW32 for k in keys], dtype=torch.int64, device=device)[:, None]
     high = torch.tensor([k >> 32 for k in keys], dtype=torch.int64, device=device)[:, None]
     index = torch.arange(numel, dtype=torch.int64, device=device)
     return random_bits(index if place is None else place(index), low, high)
@@ -95,7 +96,7 @@ def keep_mask(
     where this is a slice of it.
     """
     threshold = math.floor(p * 2**32)
-    low = torch.tensor([k & _LOW32 for k in keys], dtype=torch.int64, device=device)[:, None]
+    low = torch.tensor([k & LOW32 for k in keys], dtype=torch.int64, device=device)[:, None]
     high = torch.tensor([k >> 32 for k in keys], dtype=torch.int64, device=device)[:, None]
     keep = torch.empty(len(keys), numel, dtype=torch.bool, device=device)
     width = _CHUNK if device.type == "cpu" else numel

@@ -290,4 +290,6 @@ def _compare(training: Training, console: Console) -> bool | None:
     same, bitwise = all(f.equal for f in findings), within == BITWISE
     equal = "bitwise: the same run as one process" if bitwise else "equal: one process's run, within the tolerances"
     console.print(f"verdict: {equal if same else 'DIFFERENT from the one-process run'}")
+    if not same:
+        console.print("plait verify, with this run's flags and few --steps, names the first wrong tensor")
     return same

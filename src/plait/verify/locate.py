@@ -9,6 +9,7 @@ The earliest difference is the fault's place, for all that comes before it is ri
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -30,6 +31,8 @@ from plait.verify.traces import Traces
 def locate(job: Job, config: RunConfig, ranks: Sequence[RankRecord], reference: Record) -> FirstWrong | None:
     """Run a layout that is not its replay once more, and the replay, and find the first wrong tensor.
 
+    Neither is compiled: a tape needs to see into the modules.
+
     Args:
         ranks: what the ranks recorded, and ``reference`` what the replay did.
 
@@ -37,6 +40,7 @@ def locate(job: Job, config: RunConfig, ranks: Sequence[RankRecord], reference: 
         None where the layout is right this time, among threads of one process.
     """
     window = window_of(first_step(config, ranks, reference))
+    job, config = replace(job, compile=False), replace(config, compile=False)
     return search(trace_layout(job, config, window), job, config, window, ranks[0].ties)
 
 

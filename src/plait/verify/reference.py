@@ -15,6 +15,8 @@ from plait.core.additions import MICROBATCH, fold
 from plait.core.mesh import Mesh
 from plait.engine.data_parallel.optim import clip_factor, square_sum
 from plait.engine.data_parallel.storage import dtype_in
+from plait.engine.data_parallel.wrap import automatic
+from plait.engine.forward.compiled import CompiledUnits, closed_units
 from plait.engine.forward.context import CurrentForward, RNGPosition
 from plait.engine.forward.dropout import DropoutRNG
 from plait.engine.forward.interceptor import Handler, Interceptor
@@ -67,7 +69,10 @@ class SingleProcess:
         handlers: list[Handler] = [DropoutRNG(job.seed, self.current)]
         if job.gemm != "torch":
             handlers.insert(0, Products(self.current, find_gemm(job.gemm)))
-        Interceptor(self.current, handlers).follow(self.model)
+        interceptor = Interceptor(self.current, handlers)
+        closed = closed_units(self.model, automatic(self.model)) if job.compile else []
+        interceptor.follow(self.model, closed=closed)
+        CompiledUnits(interceptor, self.model, closed)
         self.parameters = dict(self.model.named_parameters())
         self.dtypes = {name: p.dtype for name, p in self.parameters.items()}
         self.masters = {name: self._master(p) for name, p in self.parameters.items()}

@@ -167,7 +167,8 @@ def placed(
         first = locate(job, config, ranks, tree)
     except Exception as error:  # the verdict stands, whatever comes of this
         return replace(verdict, unplaced=f"the first wrong tensor could not be looked for: {one_line(str(error))}")
-    return replace(verdict, first=first, unplaced="" if first else RIGHT_THIS_TIME)
+    right = "the layout is right where it is not compiled" if config.compile else RIGHT_THIS_TIME
+    return replace(verdict, first=first, unplaced="" if first else right)
 
 
 def run_verify(config: VerifyConfig, comm: Comm) -> int:

@@ -153,7 +153,8 @@ class ReferenceTracer:
         elif event == "clipped":
             step.clipped = {name: _copy(g).view(g.shape) for name, g in gradients.items()}
         elif event == "updated":
-            step.updated = self.final = self._values(one)
+            self.final = self._values(one)
+            step.updated = {name: self.final[name] for name, p in one.masters.items() if p.requires_grad}
 
     def _microbatch(self, one: SingleProcess) -> int | None:
         position = one.current.context.position

@@ -9,6 +9,8 @@ derivatives.py         handler: gradients that the model takes itself
 tensor_parallel.py     handler: cut modules of an unchanged model
 products.py            handler: who multiplies for linear layers, and when weight gradients are made
 dropout.py             handler: dropout that belongs to the model, not to the process
+compiled.py            units whose forward is compiled, between the engine's hooks
+graph_dropout.py       the dropout of a compiled unit: keys as an input of its graph
 random_streams.py      what else draws: noise, stochastic depth, jitter
 
 deferred_products.py   products whose weight gradient waits

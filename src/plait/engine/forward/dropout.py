@@ -52,13 +52,16 @@ class DropoutRNG(Handler):
         The first dim is samples when its size is the microbatch's number of samples; otherwise the module has lost the
         sample dim, and the mask belongs to the global microbatch.
         """
-        position, module, site = self.site()
-        if shape and shape[0] == position.num_samples:
-            keys = self.sample_keys("dropout", site)
-        else:
-            keys = [stream_key("microbatch dropout", self.seed, position.step, position.microbatch, site)]
-        place = self.place(module, shape)
+        keys = self.keys(shape)
+        place = self.place(self.current.context.module.name, shape)
         return keep_mask(keys, math.prod(shape) // len(keys) if keys else 0, p, device, place).view(tuple(shape))
+
+    def keys(self, shape: Sequence[int]) -> list[int]:
+        """Those of the next mask of the running module: one for each sample, or one for the microbatch."""
+        position, _, site = self.site()
+        if shape and shape[0] == position.num_samples:
+            return self.sample_keys("dropout", site)
+        return [stream_key("microbatch dropout", self.seed, position.step, position.microbatch, site)]
 
     def sample_keys(self, kind: str, site: str) -> list[int]:
         """One for each sample of the microbatch, by its global index."""
@@ -122,17 +125,9 @@ class DropoutRNG(Handler):
             return F.scaled_dot_product_attention(
                 query, key, value, attn_mask, 0.0, is_causal, scale=scale, enable_gqa=enable_gqa
             )
-        if enable_gqa:
-            groups = query.size(-3) // key.size(-3)
-            key, value = key.repeat_interleave(groups, -3), value.repeat_interleave(groups, -3)
-        scores = query @ key.transpose(-2, -1) * (query.size(-1) ** -0.5 if scale is None else scale)
-        if is_causal:
-            future = torch.ones(query.size(-2), key.size(-2), dtype=torch.bool, device=query.device).triu(1)
-            scores = scores.masked_fill(future, float("-inf"))
-        if attn_mask is not None:
-            hidden = attn_mask.dtype == torch.bool
-            scores = scores.masked_fill(~attn_mask, float("-inf")) if hidden else scores + attn_mask
-        return self.dropout(scores.softmax(-1), dropout_p) @ value
+        return written_out(
+            lambda weights: self.dropout(weights, dropout_p), query, key, value, attn_mask, is_causal, scale, enable_gqa
+        )
 
     def __call__(self, func: Function, call_next: Function, /, *args: Any, **kwargs: Any) -> Any:
         context, own_generator = self.current.context, kwargs.get("generator") is not None
@@ -154,6 +149,30 @@ class DropoutRNG(Handler):
                 return STREAMS[func](self, *args, **kwargs)
             raise no_stream(getattr(func, "__name__", str(func)), context.module.name)
         return func(*args, **kwargs)
+
+
+def written_out(
+    drop: Callable[[Tensor], Tensor],
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """``F.scaled_dot_product_attention``, its weights through ``drop``."""
+    if enable_gqa:
+        groups = query.size(-3) // key.size(-3)
+        key, value = key.repeat_interleave(groups, -3), value.repeat_interleave(groups, -3)
+    scores = query @ key.transpose(-2, -1) * (query.size(-1) ** -0.5 if scale is None else scale)
+    if is_causal:
+        future = torch.ones(query.size(-2), key.size(-2), dtype=torch.bool, device=query.device).triu(1)
+        scores = scores.masked_fill(future, float("-inf"))
+    if attn_mask is not None:
+        hidden = attn_mask.dtype == torch.bool
+        scores = scores.masked_fill(~attn_mask, float("-inf")) if hidden else scores + attn_mask
+    return drop(scores.softmax(-1)) @ value
 
 
 class _Bernoulli(TorchDispatchMode):

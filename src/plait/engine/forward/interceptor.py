@@ -75,7 +75,29 @@ def read_among(values: Iterable[Any], known: Container[int]) -> list[int]:
     return read
 
 
-class Interceptor(TorchFunctionMode, StaysHere):
+class EngineMode(TorchFunctionMode):
+    """A function mode of the engine's; to it a compiled unit is one function."""
+
+
+@contextmanager
+def hidden_modes() -> Iterator[list[EngineMode]]:
+    """Inside, none of the engine's modes sees a function; yields them, outermost first."""
+    modes = _active_modes()
+    for _ in modes:
+        torch._C._pop_torch_function_stack()
+    users = [mode for mode in modes if not isinstance(mode, EngineMode)]
+    try:
+        for mode in users:
+            torch._C._push_on_torch_function_stack(mode)
+        yield [mode for mode in modes if isinstance(mode, EngineMode)]
+    finally:
+        for _ in users:
+            torch._C._pop_torch_function_stack()
+        for mode in modes:
+            torch._C._push_on_torch_function_stack(mode)
+
+
+class Interceptor(EngineMode, StaysHere):
     """The mode of a stage, on while the model runs, in a forward or again in a backward; handlers in their order."""
 
     def __init__(self, current: CurrentForward, handlers: Iterable[Handler]) -> None:
@@ -88,6 +110,10 @@ class Interceptor(TorchFunctionMode, StaysHere):
         """The hooks and attributes of a model that is left alone; ``_sizes`` is how many there were."""
         self._sizes: list[int] = []
         self._paused = False
+        self._closed: Collection[str] = ()
+        self._known_sites: Mapping[str, tuple[str, int]] = {}
+        self._every = False
+        """What ``follow`` was told."""
 
     def __torch_function__(
         self, func: Function, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -133,7 +159,12 @@ class Interceptor(TorchFunctionMode, StaysHere):
         return all(handler.idle() for handler in self.handlers)
 
     def follow(
-        self, model: nn.Module, sites: Mapping[str, tuple[str, int]] | None = None, *, every: bool = False
+        self,
+        model: nn.Module,
+        sites: Mapping[str, tuple[str, int]] | None = None,
+        *,
+        every: bool = False,
+        closed: Collection[str] = (),
     ) -> None:
         """Keep track of which module runs, by hooks; the outermost call switches the mode on.  A model in which no
         handler has anything to do (torch's own layers that draw nothing) is left alone: the mode is on outside of its
@@ -143,8 +174,10 @@ class Interceptor(TorchFunctionMode, StaysHere):
         Args:
             sites: modules that another part of the model calls first: under which name, and how often.
             every: also those of torch's layers that draw nothing.
+            closed: modules whose insides are left to somebody else (see ``compiled``).
         """
         known = sites or {}
+        self._closed, self._known_sites, self._every = closed, known, every
         self.current.masks_before = dict(known.values())
         hooks: list[Any] = [every_module._global_forward_pre_hooks, every_module._global_forward_hooks]
         if not any(hooks) and not any(handler.needed_in(model) for handler in self.handlers):
@@ -155,10 +188,20 @@ class Interceptor(TorchFunctionMode, StaysHere):
             model.register_forward_hook(self._come_back, always_call=True)
             return
         for name, module in model.named_modules():
-            if every or module is model or not quiet(module):
-                enter = partial(self._enter, model, known.get(name, (name, 0))[0])
-                module.register_forward_pre_hook(enter, prepend=True)
-                module.register_forward_hook(self._leave, always_call=True)
+            if not any(_inside(name, one) for one in closed):
+                self._track(model, name, module)
+
+    def open(self, model: nn.Module, name: str) -> None:
+        """Follow the insides of a module that was closed."""
+        for inner, module in model.named_modules():
+            if _inside(inner, name) and not self._watched:
+                self._track(model, inner, module)
+
+    def _track(self, model: nn.Module, name: str, module: nn.Module) -> None:
+        if self._every or module is model or not quiet(module):
+            enter = partial(self._enter, model, self._known_sites.get(name, (name, 0))[0])
+            module.register_forward_pre_hook(enter, prepend=True)
+            module.register_forward_hook(self._leave, always_call=True)
 
     def remember(self) -> None:
         """The engine has added all its own hooks."""
@@ -184,7 +227,8 @@ class Interceptor(TorchFunctionMode, StaysHere):
             return
         if self._sizes != list(map(len, self._watched)):
             self._sizes = []
-            self.follow(model, sites)
+            self._watched = []
+            self.follow(model, sites, closed=self._closed)
             self._enter(model, "", model, args)
         elif self in _active_modes()[-1:]:
             self._paused = True
@@ -194,6 +238,10 @@ class Interceptor(TorchFunctionMode, StaysHere):
         if self._paused:
             self._paused = False
             self.__enter__()  # type: ignore[no-untyped-call]
+
+
+def _inside(name: str, outer: str) -> bool:
+    return name != outer and name.startswith(f"{outer}." if outer else "")
 
 
 def _active_modes() -> list[Any]:  # of this thread, outermost first

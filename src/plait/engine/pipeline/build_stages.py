@@ -18,6 +18,7 @@ from plait.core.parallelism import Parallelism
 from plait.engine.data_parallel.build import SourceModel, build_units
 from plait.engine.data_parallel.flat_gradient import FlatGradient
 from plait.engine.data_parallel.wrap import automatic, wrap
+from plait.engine.forward.compiled import check_compile, check_units
 from plait.engine.forward.recompute import check_recompute
 from plait.engine.pipeline.chain import Chain, chain_of
 from plait.engine.pipeline.stage import BeforeForward, Stage, StageSettings
@@ -82,12 +83,16 @@ def build_stages(
     sizes, units = parallelism.split, parallelism.units
     parallel = parallel_plan(model, comm.mesh.tensor, parallelism.tensor_plan, sequence=parallelism.sequence_parallel)
     gemm = find_gemm(parallelism.gemm)
-    check_recompute(model, automatic(model) if units is None else units, parallelism.recompute)
+    check_compile(parallelism, comm.mesh.tensor, comm.device)
+    wrapped = automatic(model) if units is None else ("", *units)
+    check_recompute(model, wrapped, parallelism.recompute)
     names = {id(p): n for n, p in model.named_parameters()}
     owner, count = pipeline.owner, pipeline.num_stages
     if count == 1 and sizes is not None:
         raise ValueError(f"a split {tuple(sizes)}, but there is one stage: give the mesh a pipe axis, or leave it out")
     chain = chain_of(model) if count > 1 else Chain()
+    if parallelism.compile:
+        check_units(model, wrapped, chain.links)
     split = split_of(chain, count, sizes) if count > 1 else (range(0),)
     using = stages_using(model, chain, split)
     homes = _homes(model, chain, split, using)

@@ -20,12 +20,11 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 from torch.utils import swap_tensors
 from torch.utils._pytree import tree_leaves
 
 from plait.comm.header import Shape
-from plait.engine.forward.interceptor import only_metadata
+from plait.engine.forward.interceptor import EngineMode, only_metadata
 from plait.engine.pipeline.handover import HandOver, HandOverForm, Key, Tree, number_of, shape_of, tree_of, value_of
 from plait.engine.pipeline.not_here import NotHere, not_here
 
@@ -33,7 +32,7 @@ NOTHING = HandOverForm(())
 """What the first stage receives, and the last hands over."""
 
 
-class Search(TorchFunctionMode):
+class Search(EngineMode):
     """Sees, in the first call for the shapes of a batch, which tensors are made of what is here (of parameters, of what
     was received), and which of them that have a key are read behind the stage's last link."""
 

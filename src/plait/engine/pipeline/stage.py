@@ -30,6 +30,7 @@ from plait.engine.data_parallel.gradients import Gradients
 from plait.engine.data_parallel.unit import Unit, parameters_of
 from plait.engine.data_parallel.unshard import Unsharding
 from plait.engine.forward.at_rest import AtRestCheck
+from plait.engine.forward.compiled import CompiledUnits, closed_units
 from plait.engine.forward.context import CurrentForward, ForwardContext, RNGPosition
 from plait.engine.forward.derivatives import Derivatives
 from plait.engine.forward.dropout import DropoutRNG
@@ -105,10 +106,14 @@ class Stage:
         self.axis = StageAxis(self.comm, self.current, sequence=parallelism.sequence_parallel, gemm=settings.gemm)
         self.products: Products | None = None
         self.interceptor = Interceptor(self.current, self._handlers(settings, part.chain.links))
-        self.interceptor.follow(self.model, part.sites, every=bool(parallel.styles))
+        names = [unit.name for unit in self.units if unit.module is not self.model]
+        around = [] if part.chain.links else [""]
+        closed = closed_units(self.model, [*around, *names], part.chain.links) if parallelism.compile else []
+        self.interceptor.follow(self.model, part.sites, every=bool(parallel.styles), closed=closed)
+        self.compiled = CompiledUnits(self.interceptor, self.model, closed, part.sites) if closed else None
+        """The forwards of units that are compiled."""
         self.unsharding = Unsharding(self.model, self.units, parallelism.prefetch, self.current, settings.before_root)
         self.boundary = StageBoundary(part, number, self.current, last=self.last)
-        names = [unit.name for unit in self.units if unit.module is not self.model]
         self.blocks = blocks_of(self.model, names) if parallelism.recompute == "full" else []
         """The modules whose forward runs again in the backward."""
         for name in self.blocks:

@@ -28,7 +28,8 @@ def check_model(model: nn.Module, comm: Comm) -> None:
     if compiled:
         raise ValueError(
             f"{compiled[0] or 'the model'!r} is compiled, and the compiler would trace into the engine's gathers and "
-            f"dropout streams: compile functions inside of its modules (as of activations) instead"
+            f"dropout streams: build the model uncompiled and give Engine(compile=True), which compiles between them, "
+            f"or compile functions inside of its modules (as of activations)"
         )
     scripted = [name for name, m in model.named_modules() if isinstance(m, torch.jit.ScriptModule)]
     if scripted:

@@ -1,0 +1,75 @@
+"""``plait prove`` as its user sees it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from plait.commands.main import main
+from plait.commands.prove import parse_bytes
+
+
+@pytest.fixture(autouse=True)
+def wide(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+
+
+SIZES = ["--layers", "5", "--hidden", "32", "--heads", "4", "--vocab", "71"]
+
+
+def said(capsys: pytest.CaptureFixture[str], code: int, *words: str) -> str:
+    """What a command prints that leaves with this code, on both streams."""
+    assert main(["prove", *words]) == code
+    shown = capsys.readouterr()
+    return shown.out + shown.err
+
+
+def test_what_was_proved_is_said_in_words(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--mesh", "replica=2 shard=2 pipe=2", "--strategy", "hsdp", "--microbatches", "3", "--memory", "1GB"]
+    shown = said(capsys, 0, *words, *SIZES)
+    assert "proved: hsdp on pipe=2 replica=2 shard=2" in shown
+    assert "adds 3 microbatches of 4 data ranks once: shard then microbatch then replica" in shown
+    assert "8, each compared with its model rank" in shown and "of 953.67 MiB" in shown
+
+
+def test_a_counterexample_is_an_answer_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "proof.json"
+    shown = said(capsys, 1, "--mesh", "shard=2", "--memory", "1MB", "--json", str(file), *SIZES)
+    assert shown.startswith("refuted: memory: it needs ")
+    found = json.loads(file.read_text())
+    assert not found["proved"] and found["counterexample"]["what"] == "memory"
+
+
+def test_the_result_as_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = {"model_type": "llama", "num_hidden_layers": 5, "hidden_size": 32, "intermediate_size": 43}
+    config |= {"num_attention_heads": 4, "vocab_size": 71}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert main(["prove", "--mesh", "shard=3", "--model", f"hf:{tmp_path}", "--json", "-"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["proved"] and found["ranks"] == 3 and found["order"] == ["shard", "replica", "microbatch"]
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["--mesh", "shard=2"], "no layers: give --model hf:PATH, or --layers"),
+        (["--mesh", "shard=2", "--model", "gpt", *SIZES], "--layers beside --model gpt"),
+        (["--mesh", "shard=2", "--model", "gpt"], "model 'gpt': give hf:PATH"),
+        (["--mesh", "rows=2", *SIZES], "unknown mesh axis 'rows'"),
+        (["--mesh", "shard=2", "--memory", "80", *SIZES], "memory '80': give a number and a unit"),
+        (["--mesh", "pipe=9", *SIZES], "9 stages, but the model has 8 links"),
+        (["--mesh", "pipe=2", "--split", "3 4 1", *SIZES], "a split for 3 stages, but the pipeline has 2"),
+        (["--mesh", "pipe=2", "--split", "8;0", *SIZES], 'give the links of each stage, as in "5 4"'),
+        (["--mesh", "shard=2", "--layers", "0", *SIZES[2:]], "layers is 0"),
+    ],
+)
+def test_mistakes_are_told_before_anything_is_proved(
+    words: list[str], says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert says in said(capsys, 2, *words)
+
+
+def test_bytes_are_read_with_their_units() -> None:
+    assert [parse_bytes(text) for text in ("80GB", "1.5KiB", "2 TB")] == [80 * 10**9, 1536, 2 * 10**12]

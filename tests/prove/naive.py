@@ -1,0 +1,279 @@
+"""Programs carried out with numbers, element by element: what the abstract machine is held against.
+
+It shares the operations with the machine, and nothing else: buffers are lists with one number per element, ranks take
+turns, a group's sum is folded axis by axis over a dict of coordinates.  None is memory that nobody has written.
+
+Two runs tell what a change does.  With ``exact`` addition every sample is another power of two, so a sum tells which
+samples are in it and how often.  With ``ordered`` addition no two orders give the same number.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from itertools import product
+from typing import Any
+
+from plait.core.mesh import AXES, Mesh
+from plait.prove.program import COLLECTIVES, Key, Op, Program, Settled
+from plait.schedule.actions import Value, awaits, carries, makes, needs
+
+Add = Callable[[int, int], int]
+Numbers = list[Any]
+
+
+def exact(a: int, b: int) -> int:
+    return a + b
+
+
+def ordered(a: int, b: int) -> int:
+    return (31 * a + 17 * b + 7) % (2**61 - 1)
+
+
+@dataclass
+class Memory:
+    """One flat buffer of one rank."""
+
+    rest: Numbers
+    full: Numbers
+    kept: Numbers
+    whole: Numbers
+    sum: Numbers
+    summing: bool = False
+    """Something is in ``sum``."""
+
+
+@dataclass
+class Person:
+    """One rank."""
+
+    ops: list[Op]
+    memory: dict[Key, Memory]
+    at: int = 0
+    step: int = 0
+    divisor: Any = None
+    ran: set[tuple[Key, str, int]] = field(default_factory=set)
+    """The passes of this step that have read a flat."""
+    inbox: dict[Value, tuple[int, int]] = field(default_factory=dict)
+    posted: dict[int, int] = field(default_factory=lambda: defaultdict(int))
+    made: dict[Value, object] = field(default_factory=dict)
+    log: list[object] = field(default_factory=list)
+
+
+def simulate(
+    programs: Mapping[int, Program],
+    flats: Mapping[int, Mapping[Key, Settled]],
+    mesh: Mesh,
+    owner: Mapping[int, int],
+    add: Add,
+    steps: int = 2,
+) -> object:
+    """All that a run does that could be seen: parameters, reads, updates, what passes were given.  A text where it
+    cannot go on."""
+    people = {}
+    for rank, program in programs.items():
+        memory = {}
+        for key, flat in flats[rank].items():
+            n = flat.layout.numel
+            at_rest = [1000 + e if flat.held[0] <= e < flat.held[1] else None for e in range(n)]
+            memory[key] = Memory(at_rest, *([None] * n for _ in range(4)))
+        people[rank] = Person([*program, Op("end")] * steps, memory)
+    mail: dict[tuple[int, int], list[object]] = defaultdict(list)
+    world = World(people, flats, mesh, owner, add, mail)
+    while True:
+        moved = False
+        for rank, person in people.items():
+            while person.at < len(person.ops):
+                try:
+                    if not world.do(rank, person, person.ops[person.at]):
+                        break
+                except WrongError as wrong:
+                    return f"wrong: {wrong}"
+                person.at += 1
+                moved = True
+        if all(person.at == len(person.ops) for person in people.values()):
+            break
+        if not moved:
+            return "stuck"
+    left = [len(sent) - people[target].posted[source] for (source, target), sent in mail.items()]
+    rests = {r: {k: tuple(m.rest[slice(*flats[r][k].held)]) for k, m in p.memory.items()} for r, p in people.items()}
+    return rests, {r: sorted(p.log, key=repr) for r, p in people.items()}, sorted(left)
+
+
+class WrongError(Exception):
+    """A transport would refuse, or something reads what is not there."""
+
+
+@dataclass
+class World:
+    people: dict[int, Person]
+    flats: Mapping[int, Mapping[Key, Settled]]
+    mesh: Mesh
+    owner: Mapping[int, int]
+    add: Add
+    mail: dict[tuple[int, int], list[object]]
+    groups: dict[tuple[int, tuple[str, ...]], tuple[int, ...]] = field(default_factory=dict)
+
+    def group(self, rank: int, op: Op) -> tuple[int, ...]:
+        axes = AXES if op.kind == "report" else op.axes
+        if (rank, axes) not in self.groups:
+            self.groups[rank, axes] = self.mesh.group(rank, axes)
+        return self.groups[rank, axes]
+
+    def plus(self, a: Any, b: Any) -> Any:
+        return None if a is None or b is None else self.add(a, b)
+
+    def do(self, rank: int, person: Person, op: Op) -> bool:
+        """Carries one operation out; False where it has to wait."""
+        if op.kind in COLLECTIVES or op.kind == "report":
+            return self.together(rank, op)
+        if op.kind in ("pass", "send", "recv"):
+            return self.pipeline(rank, person, op)
+        if op.kind == "count":
+            if max(op.rows[:2]) > self.mesh.size:
+                raise WrongError("no such row")
+            person.divisor = tuple(sorted(self.mesh.data_rank(row) for row in range(*op.rows)))
+            return True
+        if op.kind == "end":
+            person.step, person.divisor = person.step + 1, None
+            person.ran.clear()
+            person.made.clear()
+            person.inbox.clear()
+            return True
+        mine, flat = person.memory[op.flat], self.flats[rank][op.flat]
+        n = flat.layout.numel
+        span = range(max(op.start, 0), min(op.stop, n))
+        nothing: Numbers = [None] * n
+        if op.kind == "open":
+            source = getattr(mine, op.buffer)
+            mine.full = [source[e] if e in span else None for e in range(n)]
+        elif op.kind == "keep":
+            mine.kept = [mine.full[e] if e in span else None for e in range(n)]
+        elif op.kind in ("close", "forget", "clear"):
+            setattr(mine, op.buffer, nothing)
+            mine.summing = mine.summing and op.buffer != "sum"
+        elif op.kind == "read":
+            seen = tuple(getattr(mine, op.buffer)) if (op.start, op.stop) == (0, n) else None
+            first = op.phase == "F" or (op.flat, "F", op.microbatch) in person.ran
+            person.log.append((person.step, "read", op.flat, op.phase, op.microbatch, seen, first))
+            person.ran.add((op.flat, op.phase, op.microbatch))
+        elif op.kind == "gradient":
+            at = self.mesh.coordinates(rank)
+            place = (self.mesh.data_rank(rank) * self.mesh.tensor + at["tensor"] * flat.summed) * 8 + op.microbatch
+            ready = (op.flat, "B", op.microbatch) in person.ran and person.divisor == tuple(range(self.mesh.data_size))
+            value = 1 << (4 * place) if ready else None
+            self.accumulate(mine, op.buffer, dict.fromkeys(span, value))
+        elif op.kind == "add":
+            self.accumulate(mine, "sum", {e: mine.whole[e] for e in span})
+            mine.whole = nothing
+        elif op.kind == "update":
+            used = tuple(mine.sum[e] for e in span)
+            if span:
+                person.log.append((person.step, "update", op.flat, op.start, op.stop, used))
+            for e in span:
+                mine.rest[e] = self.plus(None if mine.rest[e] is None else 3 * mine.rest[e], mine.sum[e])
+        else:
+            raise AssertionError(op)
+        return True
+
+    def accumulate(self, mine: Memory, buffer: str, values: Mapping[int, Any]) -> None:
+        n = len(mine.rest)
+        if buffer == "sum" and mine.summing:
+            mine.sum = [self.plus(mine.sum[e], values.get(e)) for e in range(n)]
+        else:
+            setattr(mine, buffer, [values.get(e) for e in range(n)])
+            mine.summing = mine.summing or buffer == "sum"
+
+    # ---- groups ---------------------------------------------------------------------------------------------------
+
+    def together(self, rank: int, op: Op) -> bool:
+        group = self.group(rank, op)
+        ops = []
+        for member in group:
+            person = self.people[member]
+            other = person.ops[person.at] if person.at < len(person.ops) else None
+            if other is None or other.kind not in (*COLLECTIVES, "report") or self.group(member, other) != group:
+                return False
+            ops.append(other)
+        if len({(o.kind, o.axes, o.stop - o.start, o.root, o.flat, o.buffer) for o in ops}) > 1:
+            raise WrongError("members mean different things")
+        if op.kind != "report":
+            self.move(group, ops)
+        for member in group:
+            if member != rank:
+                self.people[member].at += 1
+        return True
+
+    def move(self, group: tuple[int, ...], ops: list[Op]) -> None:
+        op, n = ops[0], len(group)
+        arrays = [getattr(self.people[m].memory[op.flat], op.buffer) for m in group]
+        size = op.stop - op.start
+        if any(o.start < 0 or o.stop > len(array) for o, array in zip(ops, arrays, strict=True)):
+            raise WrongError("outside of the buffer")
+        views = [array[o.start : o.stop] for o, array in zip(ops, arrays, strict=True)]
+        if op.kind not in ("broadcast", "reduce", "all_reduce") and size % n:
+            raise WrongError("pieces are not equal")
+        each = size // n
+        if op.kind == "all_gather":
+            whole = [x for k, view in enumerate(views) for x in view[k * each : (k + 1) * each]]
+            results = [whole] * n
+        elif op.kind == "broadcast":
+            results = [views[op.root]] * n
+        else:
+            total = [self.fold([view[e] for view in views], op.axes) for e in range(size)]
+            results = []
+            for k in range(n):
+                if op.kind == "reduce_scatter":
+                    results.append([x if k * each <= e < (k + 1) * each else None for e, x in enumerate(total)])
+                else:
+                    results.append(total if op.kind == "all_reduce" or k == op.root else [None] * size)
+        for o, array, result in zip(ops, arrays, results, strict=True):
+            array[o.start : o.stop] = result
+
+    def fold(self, values: list[Any], axes: tuple[str, ...]) -> Any:
+        """The first axis is folded first."""
+        at = dict(zip(product(*(range(self.mesh.axis(a)) for a in axes)), values, strict=True))
+        for _ in axes:
+            rest: dict[tuple[int, ...], Any] = {}
+            for place in sorted(at):
+                key = place[1:]
+                rest[key] = self.plus(rest[key], at[place]) if key in rest else at[place]
+            at = rest
+        return at[()]
+
+    # ---- the pipeline ---------------------------------------------------------------------------------------------
+
+    def peer(self, rank: int, stage: int) -> int:
+        at = self.mesh.coordinates(rank)
+        return self.mesh.rank(**{**at, "pipe": self.owner.get(stage, 0)})
+
+    def pipeline(self, rank: int, person: Person, op: Op) -> bool:
+        action, count = op.action, len(self.owner)
+        assert action is not None
+        if op.kind == "send":
+            value = carries(action)
+            self.mail[rank, self.peer(rank, value.target)].append(person.made.get(value))
+            return True
+        if op.kind == "recv":
+            value = carries(action)
+            source = self.peer(rank, value.stage)
+            person.inbox[value] = source, person.posted[source]
+            person.posted[source] += 1
+            return True
+        given: list[object] = []
+        for value in needs(action, count):
+            if value == awaits(action, count) and value in person.inbox:
+                source, place = person.inbox[value]
+                if place >= len(self.mail[source, rank]):
+                    return False
+                given.append(self.mail[source, rank][place])
+            elif value in person.made:
+                given.append(person.made[value])
+            else:
+                raise WrongError(f"{action} lacks {value}")
+        person.log.append((person.step, "pass", str(action), tuple(given)))
+        value = makes(action)
+        if value is not None:
+            person.made[value] = (value, person.step)
+        return True

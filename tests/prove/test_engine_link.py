@@ -1,0 +1,160 @@
+"""What is proved is what the engine does: its buffers, and every message of a step, byte for byte.
+
+Worlds of many ranks are traced: one process plays a rank, and an echo stands for the others.  Where stages send to each
+other ranks are threads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+from plait.comm import Comm, TraceComm, run
+from plait.comm.base import DONE, Operation, Work
+from plait.core.agreement import COUNTS, NUMBER_BYTES, num_reported
+from plait.core.cells import TABLE, Strategy
+from plait.core.collectives import Entry, Note, bytes_sent
+from plait.core.flat import Cut
+from plait.core.mesh import AXES, Mesh
+from plait.engine import Engine, empty_parameters
+from plait.models import hf
+from plait.plan.cost import differences
+from plait.plan.tensor import predict_tensor
+from plait.prove import Decoder, PaperRun, prove
+from plait.prove.program import COLLECTIVES, Program, settle_all, write_program
+from plait.schedule.actions import ACTIVATION, GRADIENT, carries
+from plait.schedule.pipeline import Pipeline
+
+pytest.importorskip("transformers")
+
+SIZES = hf.HFConfig(
+    vocabulary=71, num_layers=5, width=32, num_heads=4, num_kv_heads=2, hidden=43, max_length=8, dropout=0
+)
+DECODER = Decoder(layers=5, hidden=32, ffn=43, heads=4, kv_heads=2, vocab=71)
+BATCH, LENGTH, MICROBATCHES = 2, 6, 3
+
+
+class Echo(TraceComm):
+    """The others bring what this rank brings."""
+
+    def _all_gather(self, operation: Operation, out: Tensor, piece: Tensor) -> Work:
+        out.view(len(operation.group.ranks), -1).copy_(piece.detach().clone())
+        return DONE
+
+    def _broadcast(self, operation: Operation, tensor: Tensor) -> Work:
+        if operation.root != operation.group.index:
+            tensor.zero_()
+        return DONE
+
+    def _reduce_scatter(self, operation: Operation, out: Tensor, whole: Tensor) -> Work:
+        out.copy_(whole.view(len(operation.group.ranks), -1)[operation.group.index].clone())
+        return DONE
+
+
+def measured(comm: Comm, row: str, order: str | None, cut: Cut, hold: int | None) -> tuple[object, tuple[Entry, ...]]:
+    """The engine's buffers on a rank, and the ledger of its second step."""
+    with empty_parameters():
+        model = hf.build(SIZES)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    settings = {"strategy": row, "schedule": order, "cut": cut, "hold": hold, "optimizer": optimizer}
+    engine = Engine(model, comm, loss_fn=hf.loss_sum, count_fn=hf.token_count, **settings)
+    tokens = torch.arange(BATCH * (LENGTH + 1)).view(BATCH, -1) % 71
+    batch = {"tokens": tokens[:, :-1].contiguous(), "targets": tokens[:, 1:].contiguous()}
+    engine.step([batch] * MICROBATCHES)
+    mark = len(comm.ledger)
+    engine.step([batch] * MICROBATCHES)
+    layouts = {number: stage.layouts() for number, stage in engine.stages.items()}
+    checks = "setup"  # what the engine compares in its first steps, and no part of a step
+    return layouts, tuple(entry for entry in comm.ledger.since(mark) if entry.note.phase != checks)
+
+
+def proved(paper: PaperRun, rank: int) -> tuple[object, tuple[Entry, ...]]:
+    """The same of the programs that are proved."""
+    mesh, row, here = paper.mesh, paper.strategy, paper.mesh.coordinates(rank)
+    laid, links, owner = paper.laid(), paper.links(), paper.pipeline.owner
+    line = paper.pipeline.completed(paper.microbatches, row)[here["pipe"]]
+    stages = {s: laid[s, here["tensor"]] for s in owner if owner[s] == here["pipe"]}
+    program = write_program(line, settle_all(stages, mesh, row, rank), mesh)
+    found = list(entries(program, paper, rank))
+    for s in stages:
+        found += predict_tensor(DECODER.sites(links[s]), [(BATCH, LENGTH)] * MICROBATCHES, mesh, 4, sequence=False)
+    return stages, tuple(found)
+
+
+def entries(program: Program, paper: PaperRun, rank: int) -> Iterator[Entry]:
+    """The lines of a ledger that a program writes."""
+    mesh = paper.mesh
+    for op in program:
+        if op.kind in COLLECTIVES:
+            size, root = (op.stop - op.start) * 4, mesh.index(rank, op.axes) == op.root
+            sent = bytes_sent(op.kind, size, mesh.count(op.axes), root=root)
+            yield Entry(op.kind, op.axes, size, sent, Note(op.phase, op.flat[1], op.microbatch))
+        elif op.kind in ("send", "recv") and op.action is not None:
+            value, size = carries(op.action), BATCH * LENGTH * DECODER.hidden * 4
+            note = Note(ACTIVATION if value.way == "F" else GRADIENT, f"stage {value.stage}", value.microbatch)
+            yield Entry(op.kind, ("pipe",), size, bytes_sent(op.kind, size, 2), note)
+        elif op.kind in ("count", "report") and mesh.size > 1:
+            numbers = COUNTS if op.kind == "count" else num_reported(MICROBATCHES, DECODER.num_tensors)
+            size = NUMBER_BYTES * numbers * mesh.size
+            yield Entry("all_gather", AXES, size, bytes_sent("all_gather", size, mesh.size), Note(op.kind))
+
+
+def paper_run(mesh: Mesh, row: Strategy, order: str | None, cut: Cut = "element", hold: int | None = 1) -> PaperRun:
+    pipeline = Pipeline(order, mesh.pipe, hold=hold)
+    return PaperRun(DECODER, mesh, row, pipeline, MICROBATCHES, cut=cut, batch=BATCH, length=LENGTH)
+
+
+TRACED = (
+    ("ddp", "shard=64", 37, "element"),
+    ("zero1", "replica=4 shard=16", 63, "element"),
+    ("zero1", "shard=3", 1, "tensor"),
+    ("zero2", "shard=16 tensor=2", 9, "element"),
+    ("zero3", "replica=2 shard=32", 40, "element"),
+    ("zero3", "replica=3", 2, "tensor"),
+    ("zero3_keep", "shard=64", 0, "element"),
+    ("hsdp", "replica=16 shard=2 tensor=2", 31, "element"),
+    ("psdp", "replica=8 shard=8", 50, "element"),
+    ("hpz", "replica=8 shard=4 tensor=2", 13, "element"),
+)
+
+
+@pytest.mark.parametrize(("row", "mesh", "rank", "cut"), TRACED)
+def test_a_traced_rank_sends_what_was_proved(row: str, mesh: str, rank: int, cut: Cut) -> None:
+    on = Mesh.parse(mesh)
+    paper = paper_run(on, TABLE[row], None, cut)
+    layouts, sent = measured(Echo(on, rank), row, None, cut, 1)
+    stages, program = proved(paper, rank)
+    assert layouts == stages
+    assert differences(program, sent) == []
+    assert prove(paper).ranks == on.size
+
+
+THREADED = (
+    ("ddp", "pipe=3 shard=2", "1f1b", 1),
+    ("zero2", "pipe=2 tensor=2 shard=2", "zb_h1", 1),
+    ("zero3", "pipe=2 shard=3", "interleaved", 1),
+    ("zero3", "pipe=2 shard=2", "1f1b", None),
+    ("zero3_keep", "pipe=2 replica=2", "zbv", 0),
+    ("hsdp", "pipe=2 replica=2 shard=2", "dualpipe_v", 1),
+    ("hpz", "pipe=2 replica=2 shard=2", "interleaved", None),
+    ("psdp", "pipe=2 replica=2 shard=2 tensor=2", "gpipe", 1),
+)
+
+
+@pytest.mark.parametrize(("row", "mesh", "order", "hold"), THREADED)
+def test_ranks_of_a_pipeline_send_what_was_proved(row: str, mesh: str, order: str, hold: int | None) -> None:
+    on = Mesh.parse(mesh)
+    paper = paper_run(on, TABLE[row], order, hold=hold)
+    found = run(on, lambda comm: measured(comm, row, order, "element", hold))
+    sent = messages = 0
+    for rank, (layouts, ledger) in enumerate(found):
+        stages, program = proved(paper, rank)
+        assert layouts == stages, rank
+        assert differences(program, ledger) == [], rank
+        sent += sum(entry.sent for entry in ledger)
+        messages += len(ledger)
+    total = prove(paper).traffic
+    assert (total.messages, total.bytes) == (messages, sent)

@@ -1,0 +1,205 @@
+"""Layouts that are proved, what is refused and how, and that the parts of a proof are as strict as the whole."""
+
+from __future__ import annotations
+
+import json
+import random
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from mutants import CASES, Case, make, of_schedules
+
+import plait
+from plait.core.cells import TABLE
+from plait.core.mesh import Mesh
+from plait.plan.memory import held, padding
+from plait.prove import Decoder, PaperRun, Refuted, from_config, prove
+from plait.prove.machine import Machine
+from plait.prove.proof import check_parameters
+from plait.prove.scenes import of_flat, of_pipe, of_ranks, one_flat
+from plait.prove.sums import Sums
+from plait.prove.symmetry import check_symmetry, model_ranks
+from plait.schedule.actions import Schedule, owners
+from plait.schedule.check import check
+from plait.schedule.orders import ORDERS
+from plait.schedule.pipeline import Pipeline
+
+SMALL = Decoder(layers=11, hidden=32, ffn=43, heads=4, kv_heads=2, vocab=71)
+LLAMA_405B = Decoder(layers=126, hidden=16384, ffn=53248, heads=128, kv_heads=8, vocab=128256)
+TRILLION = Decoder(layers=128, hidden=25600, ffn=4 * 25600, heads=160, kv_heads=160, vocab=51200, gated=False)
+
+
+def paper(mesh: str, row: str = "zero3", order: str | None = None, decoder: Decoder = SMALL, m: int = 4) -> PaperRun:
+    on = Mesh.parse(mesh)
+    return PaperRun(decoder, on, TABLE[row], Pipeline(order, on.pipe), m)
+
+
+@pytest.mark.parametrize("row", TABLE)
+@pytest.mark.parametrize("order", ORDERS)
+def test_every_row_and_order_on_three_data_ranks(row: str, order: str) -> None:
+    proved = prove(paper("replica=2 shard=3 tensor=2 pipe=3", row, order, m=5))
+    assert (proved.ranks, proved.microbatches) == (36, 5)
+    assert proved.in_order
+
+
+@pytest.mark.parametrize("row", TABLE)
+def test_pieces_of_whole_parameters_are_proved_too(row: str) -> None:
+    uneven = replace(paper("replica=2 shard=3", row), cut="tensor")
+    assert any(not flat.even for units in uneven.laid().values() for unit in units for flat in unit.flats)
+    assert prove(uneven).ranks == 6
+
+
+def test_published_layouts_are_proved() -> None:
+    assert LLAMA_405B.num_parameters == 405_853_388_800
+    llama = prove(paper("shard=128 tensor=8 pipe=16", "zero1", "interleaved", LLAMA_405B, 16))
+    assert (llama.ranks, llama.stages, llama.order) == (16_384, 32, ("microbatch", "shard", "replica"))
+    assert round(TRILLION.num_parameters, -10) == 1_010_000_000_000
+    megatron = prove(paper("replica=6 tensor=8 pipe=64", "ddp", "1f1b", TRILLION, 8))
+    assert (megatron.ranks, megatron.stages) == (3_072, 64)
+
+
+# ---- the parts of a proof, and the whole --------------------------------------------------------------------------
+
+
+def parts(case: Case, schedule: Schedule) -> str:
+    """What the parts of a proof say of a schedule, buffer by buffer, as ``prove`` puts them together."""
+    mesh, strategy = case.mesh, case.strategy
+    try:
+        check(schedule)
+        for stage, pipe in owners(schedule).items():
+            for unit in case.laid[stage, 0]:
+                both = one_flat(schedule[pipe], stage, unit, 0, mesh, strategy)
+                flats = of_ranks(stage, unit, 0, mesh, strategy, model_ranks(mesh, tensor=unit.summed[0]))
+                for tokens in (both.values, both.gradients):
+                    sums = Sums()
+                    played = of_flat(tokens, schedule[pipe], flats, mesh, strategy, sums)
+                    Machine(played.scene, played.programs, sums).run()
+        pipes = of_pipe(schedule, mesh, strategy)
+        Machine(pipes.scene, pipes.programs, Sums()).run()
+    except (Refuted, ValueError) as wrong:
+        return str(wrong) or "wrong"
+    return ""
+
+
+@pytest.mark.parametrize("number", [i for i, case in enumerate(CASES) if "pipe" in case[1]])
+def test_the_parts_are_as_strict_as_the_whole(number: int) -> None:
+    row, mesh, order, hold, even = CASES[number]
+    case = make(row, mesh, order, hold=hold, even=even)
+    assert parts(case, case.schedule) == ""
+    refused = 0
+    for what, schedule, programs in of_schedules(case, random.Random(number), 60):
+        try:
+            Machine(case.scene, programs, case.sums).run()
+        except Refuted as example:
+            assert parts(case, schedule) != "", f"{what}: {example}"
+            refused += 1
+    assert refused > 20
+
+
+# ---- symmetry, owners, memory -------------------------------------------------------------------------------------
+
+
+class Crooked(Mesh):
+    """A mesh on which one rank takes itself for its neighbour."""
+
+    def index(self, rank: int, axes: tuple[str, ...]) -> int:
+        return super().index(rank ^ 2 if rank == 13 and axes else rank, axes)
+
+
+def test_a_rank_that_is_not_like_its_model_is_found() -> None:
+    run = paper("pipe=2 shard=4 tensor=2", "zero3")
+    layouts = [unit.flats[0] for unit in run.laid()[0, 0]][:1]
+    assert check_symmetry(run.mesh, run.strategy, layouts) > 16
+    with pytest.raises(Refuted, match="rank 13"):
+        check_symmetry(Crooked(pipe=2, shard=4, tensor=2), run.strategy, layouts)
+
+
+def test_a_parameter_that_no_stage_has_or_two_have_is_found() -> None:
+    run = paper("pipe=3 tensor=2", "zero1", "1f1b")
+    laid = run.laid()
+    check_parameters(run, laid)
+    for stage in (0, 1):
+        lost = {key: units[1:] if key == (stage, 0) else units for key, units in laid.items()}
+        with pytest.raises(Refuted, match="owners"):
+            check_parameters(run, lost)
+    doubled = {(s, t): units + laid[0, t][1:2] if s == 1 else units for (s, t), units in laid.items()}
+    with pytest.raises(Refuted, match=r"2 of 3 stages have it \(parameter model.layers.0"):
+        check_parameters(run, doubled)
+    same = {(s, t): laid[s, 0] for s, t in laid}  # 71 rows of the vocabulary are 36 and 35
+    with pytest.raises(Refuted, match="its pieces are not all of its 2,272 elements"):
+        check_parameters(run, same)
+
+
+@pytest.mark.parametrize("row", TABLE)
+def test_the_state_is_that_of_the_plan(row: str) -> None:
+    run = paper("replica=2 shard=2", row)
+    room, units = prove(run).room, run.laid()[0, 0]
+    planned = held(units, run.mesh, run.strategy, room.rank).total
+    assert planned <= room.state <= planned + 2 * padding(units)
+
+
+def test_what_does_not_fit_is_refuted() -> None:
+    need = prove(paper("shard=2")).room.total
+    assert prove(replace(paper("shard=2"), memory=need)).room.total == need
+    with pytest.raises(Refuted, match=f"memory: it needs {need:,} bytes of {need - 1:,}"):
+        prove(replace(paper("shard=2"), memory=need - 1))
+
+
+# ---- models -------------------------------------------------------------------------------------------------------
+
+
+CONFIG = {
+    "model_type": "llama",
+    "num_hidden_layers": 11,
+    "hidden_size": 32,
+    "intermediate_size": 43,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 71,
+}
+
+
+def test_a_config_without_weights_is_enough(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    assert from_config(str(tmp_path)) == from_config(str(tmp_path / "config.json")) == SMALL
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG | {"model_type": "qwen2"}))
+    assert from_config(str(tmp_path)) == replace(SMALL, bias=True)
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"model_type": "gpt2"}, "gpt2 is not among llama"),
+        ({"tie_word_embeddings": True}, "tie_word_embeddings"),
+        ({"hidden_size": None}, "no config of a decoder"),
+        ({"num_key_value_heads": 3}, "3 kv_heads"),
+        ({"num_hidden_layers": 0}, "layers is 0"),
+    ],
+)
+def test_other_configs_are_refused(tmp_path: Path, changes: dict[str, object], says: str) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG | changes))
+    with pytest.raises(ValueError, match=says):
+        from_config(str(tmp_path))
+
+
+def test_heads_that_cannot_be_shared_are_refused() -> None:
+    with pytest.raises(ValueError, match="4 heads of 8 cannot be shared by tensor=3"):
+        prove(paper("tensor=3"))
+
+
+def test_a_proof_needs_no_torch() -> None:
+    """With the packages alone: ``import plait`` itself brings the engine."""
+    root = Path(plait.__file__).parent
+    code = (
+        "import sys, types\n"
+        "sys.modules['torch'] = sys.modules['numpy'] = None\n"
+        f"package = types.ModuleType('plait'); package.__path__ = [{str(root)!r}]; sys.modules['plait'] = package\n"
+        "from plait.core.cells import TABLE\nfrom plait.core.mesh import Mesh\n"
+        "from plait.prove import Decoder, PaperRun, prove\nfrom plait.schedule.pipeline import Pipeline\n"
+        "run = PaperRun(Decoder(3, 32, 43, 4, 2, 71), Mesh(shard=2), TABLE['zero3'], Pipeline(None, 1))\n"
+        "assert prove(run).ranks == 2\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

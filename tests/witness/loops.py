@@ -133,6 +133,8 @@ def run(
                 all_reduce(models)
             if fault == "no gradient":
                 models[1].down.bias.grad = None
+            if fault == "not finite":
+                models[1].up.weight.grad[2, 1] = torch.nan  # type: ignore[index]
             if fault == "missing rank":
                 for p in models[1].parameters():
                     assert p.grad is not None

@@ -137,7 +137,7 @@ def _as_a_sum(
             [g[n][slices(regions[one.rank][n])] if n in g else torch.zeros_like(one.true[n]) for n in one.true]
             for g in sources
         ]
-        if not pieces:
+        if not pieces or not one.flat(one.observed).isfinite().all():
             return None
         found = contributions([one.observed[n] for n in one.true], pieces)
         if found.rest > EXPLAINED or not found.determined:

@@ -24,12 +24,16 @@ from plait.comm import Comm, run
 from plait.config import VerifyConfig
 from plait.core.mesh import Mesh
 from plait.engine import Engine
-from plait.engine.forward.compiled import CompiledUnits
+from plait.engine.forward.compiled import CompiledUnits, missing_compiler
 from plait.engine.forward.graph_dropout import GraphMask
 from plait.engine.pipeline.stage import LossFn, Stage
 from plait.verify.record import record_run
 
-pytestmark = pytest.mark.filterwarnings("ignore", "error:unit")
+LACKS = missing_compiler(torch.device("cpu"))
+pytestmark = [
+    pytest.mark.filterwarnings("ignore", "error:unit"),
+    pytest.mark.skipif(bool(LACKS), reason=f"needs {LACKS}"),
+]
 """The compiler's own warnings, which it hides for one thread only, and not those of a unit that is not compiled."""
 
 MLP = replace(TINY, steps=2, dropout=0.2, compile=True)

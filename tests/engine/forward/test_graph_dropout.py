@@ -146,7 +146,7 @@ def test_settings_that_do_not_go_with_it(settings: dict[str, Any], tensor: int, 
 
 
 def test_no_compiler_is_told_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compiled, "_missing", lambda device: f"a compiler for {device}")
+    monkeypatch.setattr(compiled, "missing_compiler", lambda device: f"a compiler for {device}")
     with pytest.raises(ValueError, match="compile needs a compiler for cpu; or leave compile out"):
         check_compile(Parallelism(compile=True), 1, CPU)
     check_compile(Parallelism(), 1, CPU)

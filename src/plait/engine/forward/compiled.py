@@ -56,11 +56,11 @@ def check_compile(parallelism: Parallelism, tensor: int, device: torch.device) -
         )
     if parallelism.gemm != "torch":
         raise ValueError(f"compile with gemm {parallelism.gemm!r}: the compiler multiplies by torch's; leave one out")
-    if why := _missing(device):
+    if why := missing_compiler(device):
         raise ValueError(f"compile needs {why}; or leave compile out")
 
 
-def _missing(device: torch.device) -> str:
+def missing_compiler(device: torch.device) -> str:
     """What the compiler of a device lacks on this machine, and how to get it; nothing if it lacks nothing."""
     if device.type != "cpu":
         from torch.utils._triton import has_triton

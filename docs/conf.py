@@ -8,6 +8,7 @@ from sphinx.ext.napoleon import GoogleDocstring
 
 import plait
 import plait.verify.run
+import plait.witness.record
 
 HERE = Path(__file__).parent.resolve()
 
@@ -53,5 +54,6 @@ def read_google(app: object, what: str, name: str, thing: object, options: objec
 
 def setup(app) -> None:
     plait.verify = plait.verify.run.verify  # the package can be called; its reference is that of the call
+    plait.witness = plait.witness.record.witness
     app.connect("source-read", write_links)
     app.connect("autodoc-process-docstring", read_google)

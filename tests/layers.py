@@ -143,6 +143,10 @@ SHARES: dict[str, Share] = {
     "watch/test_joined.py::test_a_rank_that_stands_still_shows_its_stack_and_a_stopped_one_is_called_so": PROCESSES,
     "watch/test_joined.py::test_nobody_outlives_the_agent_a_stopped_rank_neither": PROCESSES,
     "watch/test_straggler.py::test_false_alarms_in_a_thousand_runs": NIGHTLY,
+    "witness/test_engines.py::test_an_engine_is_the_run_of_a_single_process": PROCESSES,
+    "witness/test_engines.py::test_an_engine_that_sends_nothing_is_named": PROCESSES,
+    "witness/test_grid.py::test_a_wrong_engine_on_every_layout": PROCESSES,
+    "witness/test_judge.py::test_a_right_loop_is_the_run_of_a_single_process": Share("values", "all"),
     "zoo/test_zoo.py::test_a_few_architectures_are_the_run_of_plain_pytorch": FULL,
 }
 

@@ -54,12 +54,13 @@ MAY_IMPORT: dict[str, set[str]] = {
     "train": TRAINING | {"job", "verify", "measure", "injection", "watch"},
     "referee": {"core"},
     "verify": TRAINING | {"job", "referee"},
+    "witness": TRAINING | {"job", "referee", "verify"},
     "api": UP_TO_ENGINE | {"checkpoint", "models", "data", "watch"},
     "chaos": TRAINING | {"launch", "watch"},
     "launch": {"core", "files", "comm", "config", "checkpoint", "train", "verify", "watch"},
-    "commands": TRAINING | {"job", "measure", "train", "verify", "launch", "chaos", "prove"},
+    "commands": TRAINING | {"job", "measure", "train", "verify", "launch", "chaos", "prove", "witness"},
     "__main__": {"commands"},
-    "__init__": UP_TO_ENGINE | {"checkpoint", "api", "models", "data", "job", "verify", "injection"},
+    "__init__": UP_TO_ENGINE | {"checkpoint", "api", "models", "data", "job", "verify", "injection", "witness"},
 }
 """Which parts of plait each part may import. A part that is not here is refused: give it a line."""
 

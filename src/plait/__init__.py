@@ -17,6 +17,7 @@ config/            a run as a frozen value, checked before it starts
 injection/         faults on purpose
 referee/           what is wrong, where, and of what kind
 verify/            the proof
+witness/           any engine, judged
 train/             the run
 measure/           what links and machines can do
 report/            what a person sees
@@ -58,12 +59,16 @@ from plait.tensor_parallel import cross_entropy_sum
 if TYPE_CHECKING:
     from plait.verify.resume import verify_resume as verify_resume
     from plait.verify.run import verify as verify
+    from plait.witness.judge import judge as judge
+    from plait.witness.record import witness as witness
 
 
 def __getattr__(name: str) -> Any:
-    """``plait.verify`` and ``verify_resume`` are imported when they are asked for, with all that they need."""
-    if name == "verify":
-        return import_module("plait.verify")
+    """``plait.verify``, ``verify_resume``, ``witness``, ``judge`` are imported when asked for, with what they need."""
+    if name in ("verify", "witness"):
+        return import_module(f"plait.{name}")
+    if name == "judge":
+        return import_module("plait.witness.judge").judge
     if name == "verify_resume":
         return import_module("plait.verify.resume").verify_resume
     raise AttributeError(f"module 'plait' has no attribute {name!r}")
@@ -90,4 +95,4 @@ __all__ = [
 __all__ += ["Strategy", "distributed_sampler", "empty_parameters", "join", "load", "parse_strategy", "rank_batches"]
 __all__ += ["run_threads", "save", "sum_of_mean"]
 __all__ += ["LayoutError", "ShardedTensor", "annotate", "auto_redistribute", "cross_entropy_sum", "dropout_stream"]
-__all__ += ["UserJob", "explain", "from_dtensor", "inject", "to_dtensor", "verify", "verify_resume"]
+__all__ += ["UserJob", "explain", "from_dtensor", "inject", "judge", "to_dtensor", "verify", "verify_resume", "witness"]

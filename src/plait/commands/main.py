@@ -1,9 +1,9 @@
 """The ``plait`` command: words and flags in, an exit code out; the work is elsewhere.
 
-    plait train | verify | prove | doctor | bench comm | schedule | checkpoint | chaos
+    plait train | verify | prove | doctor | bench comm | schedule | checkpoint | chaos | judge
 
-Exit codes: 0 done (verify: equal), 1 failed (verify: not equal; prove: refuted; checkpoint: damaged, different), 2 bad
-input; 128 + n for signal n.
+Exit codes: 0 done (verify, judge: equal), 1 failed (verify, judge: not equal; prove: refuted; checkpoint: damaged,
+different), 2 bad input; 128 + n for signal n.
 """
 
 import os
@@ -23,6 +23,7 @@ from plait.commands.bench import run_bench
 from plait.commands.chaos import ChaosConfig, run_chaos
 from plait.commands.checkpoint import CheckpointCommand
 from plait.commands.doctor import DoctorConfig, run_doctor
+from plait.commands.judge import JudgeConfig, run_grid, run_judge, run_verify_engine
 from plait.commands.prove import ProveConfig, run_prove
 from plait.commands.schedule import ScheduleCommand
 from plait.config import TrainConfig, VerifyConfig
@@ -36,6 +37,7 @@ from plait.train.resume import check_places, has_settings, newest_sound, restart
 from plait.train.run import run_train
 from plait.verify import run_verify
 from plait.verify.matrix import run_matrix
+from plait.witness.run import with_engine
 
 Config = TypeVar("Config", TrainConfig, VerifyConfig)
 
@@ -57,6 +59,7 @@ Command: TypeAlias = (
     | ScheduleCommand
     | CheckpointCommand
     | ChaosConfig
+    | JudgeConfig
 )
 
 COMMANDS: dict[str, Any] = {
@@ -68,6 +71,7 @@ COMMANDS: dict[str, Any] = {
     "schedule": ScheduleCommand,
     "checkpoint": CheckpointCommand,
     "chaos": ChaosConfig,
+    "judge": JudgeConfig,
 }
 """What each command is parsed into."""
 
@@ -98,6 +102,8 @@ def run(argv: list[str]) -> int:
             return run_prove(command)
         case ChaosConfig():
             return run_chaos(command)
+        case JudgeConfig():
+            return run_judge(command)
         case ScheduleCommand():
             command.what.run()
             return 0
@@ -117,10 +123,17 @@ def run(argv: list[str]) -> int:
                     return 0
                 body = partial(run_train, command, argv=argv)
             limits = Limits(command.restarts, command.grace, partial(newest_sound, command))
-        case VerifyConfig(matrix=None):
+        case VerifyConfig(grid=True):
+            return run_grid(configs.with_job(command), argv)
+        case VerifyConfig(engine=None, matrix=None):
             command = configs.with_job(command)
             configs.validate(command)
             body = partial(run_verify, command)
+        case VerifyConfig(engine=str()):
+            command = configs.with_job(command)
+            configs.validate(command)
+            command = with_engine(command)
+            body = partial(run_verify_engine, command)
         case VerifyConfig():
             return run_matrix(command)
     return launch(command, body, ["-m", "plait", *argv], limits)

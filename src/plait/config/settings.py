@@ -25,7 +25,7 @@ from plait.job.job import Job
 from plait.schedule.pipeline import Pipeline
 
 Section = TypeVar("Section")
-Run = TypeVar("Run", bound="RunConfig")
+Job_ = TypeVar("Job_", bound=JobConfig)
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class RunConfig(JobConfig, LayoutConfig, MachineConfig, FileConfig):
         return replace(self.parallelism, split=sizes)
 
 
-def with_job(config: Run) -> Run:
+def with_job(config: Job_) -> Job_:
     """A config whose job is the user's own, with what that decides: the samples of a step and the learning rate.
     ValueError for another setting of what the job decides."""
     if config.job is None:
@@ -142,6 +142,11 @@ class VerifyConfig(RunConfig):
     world: World = "thread"
     matrix: Literal["small", "full"] | None = None
     """Go through many layouts instead of one: every two settings together, on up to 8 ranks (small) or 16 (full)."""
+    engine: str | None = None
+    """Hold an engine of others against the single process: ddp, fsdp2, zero-redundancy, dtensor, torch-pipelining,
+    accelerate, or an adapter of your own as FILE.py:NAME."""
+    grid: bool = False
+    """With engine: go through all smaller layouts as well, and say how a factor grows with their sizes."""
     tensors: bool = False
     """Print every tensor that was compared, not only a line per kind."""
     locate: bool = True

@@ -49,7 +49,12 @@ def told(path: str | Path, need: int) -> Iterator[None]:
 
 def write_text(path: str | Path, text: str) -> None:
     """A file with this text, in the place of one that is there; DiskError, and what was there, where it cannot be."""
-    target, data = Path(os.path.realpath(path)), text.encode()
+    write_bytes(path, text.encode())
+
+
+def write_bytes(path: str | Path, data: bytes) -> None:
+    """The same of bytes."""
+    target = Path(os.path.realpath(path))
     begun = target.with_name(f".{secrets.token_hex(8)}.partial")
     with told(path, len(data)):
         try:

@@ -145,28 +145,45 @@ class GivenBatches(Batches):
 def load_job(place: str) -> UserJob:
     """The job that ``FILE.py:NAME`` names: a ``UserJob``, or a function without arguments that returns one.
 
-    A file is run once in a process, as a module is.
-
     Raises:
         ValueError: no such file or name, or something else behind it.
     """
+    found = load_name(place, "job", UserJob)
+    job = found() if inspect.isfunction(found) and not inspect.signature(found).parameters else found
+    if not isinstance(job, UserJob):
+        raise ValueError(f"job {place!r} is {type(job).__name__}: give a plait.UserJob, or a function that returns one")
+    return job
+
+
+def load_name(place: str, what: str, kind: type = object) -> Any:
+    """What ``FILE.py:NAME`` names.  A file is run once in a process, as a module is.
+
+    Args:
+        what: the setting, for messages.
+        kind: of what is looked for, to tell which names a file has.
+
+    Raises:
+        ValueError: no such file or name.
+    """
     path, colon, name = place.rpartition(":")
     if not (colon and path.endswith(".py") and name.isidentifier()):
-        raise ValueError(f"job {place!r}: give a file and a name in it, as in my_job.py:job")
+        raise ValueError(f"{what} {place!r}: give a file and a name in it, as in my_{what}.py:{what}")
     if not os.path.isfile(path):
-        raise ValueError(f"job {place!r}: there is no file {path!r}")
-    read_file(path, "the job")  # a file that nobody has written is refused before Python reads it
-    module_name = f"plait_job_{Path(path).stem}"
+        raise ValueError(f"{what} {place!r}: there is no file {path!r}")
+    module = _load_file(path, what)
+    if not hasattr(module, name):
+        names = ", ".join(n for n, value in vars(module).items() if isinstance(value, kind)) or "none"
+        raise ValueError(f"{what} {place!r}: {path} has no {name!r}; the {what}s in it: {names}")
+    return getattr(module, name)
+
+
+@cache
+def _load_file(path: str, what: str) -> Any:
+    read_file(path, f"the {what}")  # a file that nobody has written is refused before Python reads it
+    module_name = f"plait_{what}_{Path(path).stem}"
     spec = importlib.util.spec_from_file_location(module_name, path)
     assert spec is not None and spec.loader is not None
     module = sys.modules[module_name] = importlib.util.module_from_spec(spec)
     sys.path.insert(0, str(Path(path).resolve().parent))  # as if it were run: it may import what lies beside it
     spec.loader.exec_module(module)
-    if not hasattr(module, name):
-        names = ", ".join(n for n, value in vars(module).items() if isinstance(value, UserJob)) or "none"
-        raise ValueError(f"job {place!r}: {path} has no {name!r}; the jobs in it: {names}")
-    found = getattr(module, name)
-    job = found() if inspect.isfunction(found) and not inspect.signature(found).parameters else found
-    if not isinstance(job, UserJob):
-        raise ValueError(f"job {place!r} is {type(job).__name__}: give a plait.UserJob, or a function that returns one")
-    return job
+    return module

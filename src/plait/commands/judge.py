@@ -1,0 +1,103 @@
+"""``plait judge``: what a training loop has left under ``plait.witness``, beside the run of a single process.
+
+Exit codes: 0 equal, 1 different, 2 bad input.
+"""
+
+import json
+import tempfile
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from pathlib import Path
+
+import tyro
+from rich.text import Text
+
+from plait.comm import Comm
+from plait.config import VerifyConfig, validate, with_job
+from plait.files.reading import read_text
+from plait.job.config import JobConfig
+from plait.job.job import make_job
+from plait.launch import launch
+from plait.report.screen import screen
+from plait.verify.run import write_json
+from plait.witness.grid import MICROBATCHES, cells_up_to, growth
+from plait.witness.judge import judge
+from plait.witness.judgement import Judgement
+from plait.witness.run import run_engine, with_engine
+
+
+@dataclass(frozen=True)
+class JudgeConfig(JobConfig):
+    """Hold a run that was witnessed, of any engine, against the single process; name the first thing that is wrong.
+
+    Exit code 0: equal, 1: different, 2: bad input.
+    """
+
+    folder: tyro.conf.Positional[str] = ""
+    """What plait.witness has written, all ranks in one folder."""
+    dropout: float = 0.0
+    """The probability of dropping, with which no engine can be replayed."""
+    clip: float | None = None
+    """The global gradient norm to which the loop clips; None: it does not."""
+    json: str | None = None
+    """Write the judgement here as JSON; "-" is the standard output."""
+
+
+def run_judge(config: JudgeConfig) -> int:
+    """The judgement, shown and written."""
+    config = with_job(config)
+    if config.dtype.endswith("-mixed"):
+        raise ValueError(f"dtype {config.dtype}: a judgement is of one dtype, that of the loop's parameters")
+    return told(judge(make_job(config), config.folder, clip=config.clip), config.json)
+
+
+def run_verify_engine(config: VerifyConfig, comm: Comm) -> int:
+    """This rank's part of ``plait verify --engine``; rank 0 judges, prints and returns the exit code."""
+    judgement = run_engine(config, comm)
+    return 0 if judgement is None else told(judgement, config.json)
+
+
+def run_grid(config: VerifyConfig, argv: Sequence[str]) -> int:
+    """The engine on every layout up to the config's, one after the other, and how the factor grows; the exit code."""
+    if config.engine is None:
+        raise ValueError("grid without engine: give --engine as well; for layouts of plait there is --matrix")
+    if config.json == "-":
+        raise ValueError("json - beside grid, whose layouts speak on the standard output: give a file")
+    cells = cells_up_to(config.parsed_mesh, config.microbatches)
+    configs = [replace(config, mesh=c.mesh, microbatches=c.sizes[MICROBATCHES], grid=False, json=None) for c in cells]
+    for one in configs:
+        validate(one)
+    checked = [with_engine(one) for one in configs]
+    console, found = screen(soft_wrap=True), []
+    words = [word for word in argv if word not in ("--grid", "--no-grid")]
+    with tempfile.TemporaryDirectory(prefix="plait-grid-") as folder:
+        for cell, one in zip(cells, checked, strict=True):
+            place = Path(folder) / "told.json"
+            own = ["--no-grid", "--mesh", cell.mesh, "--microbatches", str(one.microbatches), "--json", str(place)]
+            console.print(str(cell), style="bold")  # the judgement is said by the cell's own rank 0
+            body = partial(run_verify_engine, replace(one, json=str(place)))
+            code = launch(one, body, ["-m", "plait", *words, *own])
+            if code > 1 or not place.exists():
+                return code or 1
+            found.append(json.loads(read_text(place, "a judgement")))
+            place.unlink()
+    law = growth(cells, [1.0 if one["equal"] else one["factor"] for one in found])
+    if law:
+        first = next(one for one in found if not one["equal"])
+        law = f"{first['phase']} {first['name']}".strip() + f": {law}"
+    if config.json is not None:
+        rows = [{"layout": str(cell), **one} for cell, one in zip(cells, found, strict=True)]
+        write_json(config.json, {"layouts": rows, "growth": law})
+    console.print(law or f"equal on {len(cells)} layouts")
+    return 1 if law else 0
+
+
+def told(judgement: Judgement, place: str | None) -> int:
+    """Prints a judgement, or writes it; its exit code."""
+    if place is not None:
+        write_json(place, {**asdict(judgement), "equal": judgement.equal})
+    if place != "-":
+        word = ("equal", "bold green") if judgement.equal else ("different", "bold red")
+        screen(soft_wrap=True).print(Text.assemble(word, f": {judgement.text}"))
+    return 0 if judgement.equal else 1

@@ -1,0 +1,288 @@
+"""What the optimizer saw, beside the true mean gradient: the fault of a sum has a name.
+
+    every parameter on every rank times 4      a division that is left out
+    only the rank's own samples                no all-reduce
+    only the last forward of each rank         gradients overwritten
+    each forward the same weight               a mean of means
+    this step's and the one's before           zero_grad left out
+
+What no sum explains is told parameter by parameter, the first in the order of the backward first.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+
+from plait.referee.contributions import NEAR, Contributions, contributions, explain
+from plait.referee.difference import Discrepancy, describe, factor_text
+from plait.witness.inputs import ForwardCall
+from plait.witness.judgement import Judgement, largest, ranks_text, tolerance
+from plait.witness.replay import Gradients, SampleGradient, clipped
+from plait.witness.stored import RankStep, Witnessed, slices
+
+Parts: TypeAlias = Sequence[tuple[ForwardCall, SampleGradient]]
+"""The true gradient of each forward."""
+
+EXPLAINED = 1e-3
+"""What may be left of a gradient that a sum explains."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A step's true gradient, and what is known of how it came about."""
+
+    step: int
+    witnessed: Witnessed
+    true: Gradients
+    """After the clip."""
+    clip: float | None
+    norm: float
+    """Before the clip."""
+    scaled: float
+    """The factor of the clip."""
+    count: int
+    samples: int
+
+    @property
+    def ranks(self) -> int:
+        return len(self.witnessed.runs)
+
+
+@dataclass(frozen=True)
+class Seen:
+    """One rank's gradients beside the true ones, by parameter."""
+
+    rank: int
+    observed: dict[str, Tensor]
+    true: dict[str, Tensor]
+    wrong: dict[str, float]
+    """|observed - true| beside the largest element of the whole tensor, where it is too much."""
+
+    def flat(self, which: Mapping[str, Tensor]) -> Tensor:
+        return torch.cat([which[name].reshape(-1) for name in self.true])
+
+
+def compare(setting: Setting, steps: Sequence[RankStep]) -> tuple[list[Seen], float]:
+    """Each rank's gradients beside the true ones; the largest difference that is none."""
+    found, most = [], 0.0
+    overall = max(map(largest, setting.true.values()), default=0.0)
+    for run, step in zip(setting.witnessed.runs, steps, strict=True):
+        given, wrong = step.of("gradient"), {}
+        right = {n: setting.true[n][slices(run.regions[n])] for n in run.regions if n in setting.true}
+        observed = {name: given.get(name, torch.zeros_like(piece)) for name, piece in right.items()}
+        for name, piece in right.items():
+            size = largest(setting.true[name])
+            gap = largest(observed[name].double() - piece.double())
+            relative = gap / max(size, 1e-300)
+            if gap <= tolerance(piece.dtype, size, overall):
+                most = max(most, relative if size > 0.1 * overall else 0.0)
+            else:
+                wrong[name] = relative
+        found.append(Seen(run.rank, observed, right, wrong))
+    return found, most
+
+
+def judge_gradient(
+    setting: Setting,
+    seen: Sequence[Seen],
+    parts: Parts,
+    previous: Gradients | None,
+) -> Judgement | None:
+    """The fault of a step's gradients; None where all are right.
+
+    Args:
+        parts: the true gradient of each forward, clipped as the whole is.
+        previous: the gradient of the step before, as it was seen.
+    """
+    faulty = [one for one in seen if one.wrong]
+    if not faulty:
+        return None
+    ranks = tuple(one.rank for one in faulty)
+    worst = max(gap for one in faulty for gap in one.wrong.values())
+    start = f"step {setting.step}, gradient"
+
+    def judgement(factor: float | None, cause: str, what: str, name: str = "") -> Judgement:
+        text = f"{start}{f' of {name}' if name else ''}: {ranks_text(ranks, setting.ranks)}: {what}: {cause}"
+        return Judgement(setting.step, "gradient", name, ranks, factor, worst, cause, text)
+
+    whole = [describe(one.flat(one.observed), one.flat(one.true)) for one in faulty]
+    if all(shape.pattern in ("factor", "nothing") for shape in whole) and all(s.factor is not None for s in whole):
+        factors = [shape.factor or 0.0 for shape in whole]
+        if max(factors) - min(factors) <= NEAR * max(abs(f) for f in factors):
+            cause = _cause(factors[0], setting, _calls(parts))
+            return judgement(factors[0], cause, f"every gradient is {factor_text(factors[0])} times what it should be")
+        if cause := _clipped_alone(faulty, setting):
+            return judgement(factors[0], cause, f"every gradient has a factor, {_list(ranks, factors)}")
+    if (judged := _as_a_sum(setting, faulty, parts, previous)) is not None:
+        return judgement(*judged)
+    return replace(_by_parameter(setting, faulty, start), residual=worst)
+
+
+def _as_a_sum(
+    setting: Setting,
+    faulty: Sequence[Seen],
+    parts: Parts,
+    previous: Gradients | None,
+) -> tuple[float | None, str, str] | None:
+    """(factor, cause, what) where the gradients of forwards, and of the step before, explain what each rank saw."""
+    groups = [group for group, _ in parts]
+    regions = {run.rank: run.regions for run in setting.witnessed.runs}
+    told = []
+    for one in faulty:
+        sources = [part.gradients for _, part in parts] + ([previous] if previous else [])
+        pieces = [
+            [g[n][slices(regions[one.rank][n])] if n in g else torch.zeros_like(one.true[n]) for n in one.true]
+            for g in sources
+        ]
+        if not pieces or not one.flat(one.observed).isfinite().all():
+            return None
+        found = contributions([one.observed[n] for n in one.true], pieces)
+        if found.rest > EXPLAINED or not found.determined:
+            return None
+        told.append(found)
+    c, rank = told[0].coefficients[: len(parts)], faulty[0].rank
+    again = told[0].coefficients[len(parts)] if previous else 0.0
+    names = [str(group) for group in groups]
+    if abs(again) > NEAR:
+        times = "" if abs(again - 1) <= NEAR else f", {factor_text(again)} times"
+        return again, "zero_grad is left out", f"it still holds the gradient of step {setting.step - 1}{times}"
+    present = [group for group, x in zip(groups, c, strict=True) if abs(x) > NEAR]
+    rest = [x for x in c if abs(x) > NEAR]
+    owners = {group.rank for group in groups}
+    if len(owners) > 1 and all(_only_own(one, f.coefficients, groups) for one, f in zip(faulty, told, strict=True)):
+        cause = (
+            "it holds the samples of its own rank alone: the gradients are not summed over the ranks (no all-reduce)"
+        )
+        return rest[0], cause, f"rank {rank}'s own samples count {factor_text(rest[0])} times, all others not at all"
+    last = {group.rank: group.call for group in groups}
+    if present and any(last.values()) and all(group.call == last[group.rank] for group in present):
+        what = f"only the last forward of each rank is in it, {factor_text(rest[0])} times"
+        return rest[0], "gradients are overwritten where they have to be added up", what
+    if cause := _mean_of_means(c, parts):
+        return _odd(c), cause, explain(_whole(c), None, names)
+    if cause := _clipped_before(c, parts):
+        return _odd(c), cause, explain(_whole(c), None, names)
+    text = explain(_whole(c), [part.count for _, part in parts], names)
+    return (_odd(c), "samples do not count once each", text) if text else None
+
+
+def _whole(c: Sequence[float]) -> Contributions:
+    return Contributions(tuple(c), 0.0, True)
+
+
+def _odd(c: Sequence[float]) -> float:
+    return max(c, key=lambda x: abs(x - 1))
+
+
+def _only_own(one: Seen, c: Sequence[float], groups: Sequence[ForwardCall]) -> bool:
+    return all((abs(x) > NEAR) == (group.rank == one.rank) for x, group in zip(c, groups, strict=False))
+
+
+def _mean_of_means(c: Sequence[float], parts: Parts) -> str:
+    """The cause, where each forward, or each rank, has the same weight whatever its count."""
+    counts = [part.count for _, part in parts]
+    if _alike([x * n for x, n in zip(c, counts, strict=True)]):
+        many = len({group.call for group, _ in parts}) > 1
+        where = "forwards of different counts" if many else "ranks of different counts"
+        return f"the means of {where} are averaged, where sums are due that are divided once by the count of the step"
+    own = _by_rank(parts, counts)
+    if _alike([x * own[group.rank] for x, (group, _) in zip(c, parts, strict=True)]):
+        return "each rank divides by its own count, where all have to divide by the count of the step"
+    return ""
+
+
+def _clipped_before(c: Sequence[float], parts: Parts) -> str:
+    """The cause, where each rank's sum has been brought to the same norm."""
+    sums: dict[int, Gradients] = {}
+    for group, part in parts:
+        mine = sums.setdefault(group.rank, {})
+        for name, g in part.gradients.items():
+            mine[name] = mine[name] + g if name in mine else g
+    norms = {rank: clipped(own, None)[1] for rank, own in sums.items()}
+    if len(norms) > 1 and _alike([x * norms[group.rank] for x, (group, _) in zip(c, parts, strict=True)]):
+        return "each rank clips its own gradient before they are summed; the norm of the sum is what counts"
+    return ""
+
+
+def _clipped_alone(faulty: Sequence[Seen], setting: Setting) -> str:
+    """The cause, where each rank's pieces have been brought to one norm."""
+    norms = [one.flat(one.observed).norm().item() for one in faulty]
+    if setting.clip is not None and not all(abs(n - setting.clip) <= EXPLAINED * setting.clip for n in norms):
+        return ""
+    return (
+        "each rank clips by the norm of its own pieces; the norm of the whole is what counts" if _alike(norms) else ""
+    )
+
+
+def _by_parameter(setting: Setting, faulty: Sequence[Seen], start: str) -> Judgement:
+    """The first wrong parameter in the order of the backward, one that has a factor before others."""
+    shapes: list[tuple[Seen, str, Discrepancy]] = [
+        (one, name, describe(one.observed[name], one.true[name]))
+        for one in faulty
+        for name in reversed(list(one.wrong))
+    ]
+    _, name, shape = next((row for row in shapes if row[2].pattern in ("factor", "nothing", "region")), shapes[0])
+    ranks = tuple(other.rank for other in faulty if name in other.wrong)
+    many = len({n for other in faulty for n in other.wrong})
+    others = f"; {many - 1} other parameters are wrong too" if many > 1 else "; all other parameters are right"
+    cause = "the gradient of one parameter" if many == 1 else "the gradient of some parameters"
+    if shape.pattern == "factor":
+        cause += f": {_cause(shape.factor or 0.0, setting, 1)}"
+    elif shape.pattern == "nothing":
+        cause += " was never computed, or never sent"
+    else:
+        cause += " is another computation than the job's"
+    text = f"{start} of {name}: {ranks_text(ranks, setting.ranks)}: {shape.text}{others}: {cause}"
+    return Judgement(setting.step, "gradient", name, ranks, shape.factor, 0.0, cause, text)
+
+
+def _cause(factor: float, setting: Setting, calls: int) -> str:
+    """What likely makes a factor of the whole gradient."""
+    n, count, samples = setting.ranks, setting.count, setting.samples
+    known: list[tuple[float, str]] = []
+    if calls > 1:
+        known += [(calls, f"the loss is not divided by the {calls} forwards of a step (gradient accumulation)")]
+        known += [(1 / calls, f"it is divided by the {calls} forwards of a step once too often")]
+    if n > 1:
+        known += [(n, f"a sum over the {n} ranks where their mean is due")]
+        known += [(1 / n, f"it is divided by the {n} ranks once too often")]
+    if n > 1 and calls > 1:
+        known += [(n * calls, f"neither the {calls} forwards of a step nor the {n} ranks are divided by")]
+        known += [(1 / n / calls, f"{calls} forwards of a step and {n} ranks are divided by once too often")]
+    if count > 1:
+        known += [(count, f"the sum of the losses is not divided by its count, {count}")]
+        known += [(count / n, f"a sum of losses, of which only the mean over {n} ranks is taken")] * (n > 1)
+        known += [(1 / count, f"it is divided by the count, {count}, once too often")]
+        known += [(count / samples, f"the sum is divided by the {samples} samples, and has {count} terms")]
+    if setting.scaled < 1:
+        known += [
+            (1 / setting.scaled, f"it is not clipped: the norm is {setting.norm:.4g}, and the clip {setting.clip:g}")
+        ]
+    elif setting.clip is None and factor < 1:
+        norm = factor * setting.norm
+        if abs(float(f"{norm:.1g}") / norm - 1) < EXPLAINED:
+            known += [(factor, f"it is clipped to the norm {norm:.1g}: judge it with --clip {norm:.1g}")]
+    found = dict.fromkeys(text for value, text in known if abs(value - 1) > NEAR and abs(factor / value - 1) <= NEAR)
+    return " or ".join(found) if found else "a division or a sum that the job does not have"
+
+
+def _calls(parts: Parts) -> int:
+    return max((group.call + 1 for group, _ in parts), default=1)
+
+
+def _by_rank(parts: Parts, counts: Sequence[int]) -> dict[int, int]:
+    sums: dict[int, int] = {}
+    for (group, _), count in zip(parts, counts, strict=True):
+        sums[group.rank] = sums.get(group.rank, 0) + count
+    return sums
+
+
+def _alike(values: Sequence[float]) -> bool:
+    return len(values) > 1 and min(values) > 0 and max(values) - min(values) <= NEAR * max(values)
+
+
+def _list(ranks: Sequence[int], factors: Sequence[float]) -> str:
+    return ", ".join(f"{factor_text(f)} on rank {rank}" for rank, f in zip(ranks, factors, strict=True))

@@ -1,0 +1,249 @@
+"""A witnessed run beside a single process: the first thing that is wrong, in the order of cause and effect.
+
+    initial parameters ──► step 0: options ─► inputs ─► gradient ─► update ─► loss ──► step 1: ...
+
+Every link of the chain is held by itself: the true gradient is taken at the parameters that were witnessed, the update
+is made again from the gradient that was witnessed.  If every link holds, the run is that of a single process; the first
+that does not is the cause, and what follows from it is not told.
+"""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from plait.core.layout import Region
+from plait.engine.step import num_samples
+from plait.job.config import JobConfig
+from plait.job.job import Job, make_job
+from plait.job.own import UserJob
+from plait.referee.difference import factor_text
+from plait.witness.gradient import Parts, Setting, compare, judge_gradient
+from plait.witness.inputs import ForwardCall, groups_of, judge_inputs
+from plait.witness.judgement import Judgement, ranks_text, tolerance
+from plait.witness.replay import Gradients, Replay, SampleGradient, clipped
+from plait.witness.rows import Row
+from plait.witness.stored import RankRun, RankStep, Witnessed, read_witnessed, slices
+from plait.witness.update import judge_between, judge_options, judge_replicas, judge_update
+
+MOST_PARTS = 64
+"""Forwards of a step whose gradients are taken one by one, to find which are missing."""
+
+
+def judge(
+    job: Job | UserJob, folder: str | Path, *, clip: float | None = None, dtype: Literal["fp32", "fp64"] = "fp32"
+) -> Judgement:
+    """Replay a witnessed run of a job by a single process, and say whether it is the same::
+
+        found = plait.judge(job, "witnessed")
+        assert found.equal, found
+
+    Args:
+        folder: what ``plait.witness`` has written, all ranks in one place.
+        clip: the global norm to which the loop clips; None: it does not.
+        dtype: in which a user's job is computed.
+
+    Returns:
+        The judgement: ``equal``, or the first thing that is wrong (``step``, ``phase``, ``name`` of the parameter,
+        ``ranks``, ``factor``), its likely ``cause``, and all of it as ``text``.
+
+    Raises:
+        ValueError: a folder that is none, is damaged, or is of another job; a job that cannot be replayed.
+    """
+    if isinstance(job, UserJob):
+        job = make_job(JobConfig(job=job, dtype=dtype, batch=num_samples(job.batch(0))))
+    witnessed, replay = read_witnessed(folder), Replay(job)
+    check_same_job(witnessed, replay)
+    return _Trial(witnessed, replay, clip).judge()
+
+
+class _Trial:
+    """A run under judgement, step by step."""
+
+    def __init__(self, witnessed: Witnessed, replay: Replay, clip: float | None) -> None:
+        self.witnessed, self.replay, self.clip = witnessed, replay, clip
+        self.pieces: list[Mapping[str, Tensor]] = [run.start for run in witnessed.runs]
+        """Each rank's parameters."""
+        self.last: list[Mapping[str, Tensor]] | None = None
+        """The same before the last update."""
+        self.previous: Gradients | None = None
+        """The gradients of the step before, as they were seen."""
+        most = max(run.steps for run in witnessed.runs)
+        self.rows: dict[int, Sequence[Row]] = {step: replay.rows(step) for step in range(most)}
+        self.residual = 0.0
+
+    def judge(self) -> Judgement:
+        for number in range(self.witnessed.steps):
+            steps = [run.step(number) for run in self.witnessed.runs]
+            if wrong := self._step(number, steps):
+                return wrong
+        if wrong := self._end():
+            return wrong
+        count, ranks = self.witnessed.steps, len(self.witnessed.runs)
+        text = (
+            f"{count} step{'s' * (count > 1)} of {ranks} rank{'s' * (ranks > 1)}: the run of a single process; the "
+            f"largest difference is {self.residual:.2g} of its tensor's largest element"
+        )
+        return Judgement(None, "equal", "", (), None, self.residual, "", text)
+
+    def _step(self, number: int, steps: Sequence[RankStep]) -> Judgement | None:
+        runs, replay = self.witnessed.runs, self.replay
+        changed = [step.of("before") for step in steps]
+        if (
+            number
+            and any(changed)
+            and (wrong := judge_between(number - 1, self.witnessed, self.pieces, changed, self.last))
+        ):
+            return wrong
+        self.pieces = [{**own, **new} for own, new in zip(self.pieces, changed, strict=True)]
+        if not number and (wrong := judge_replicas(0, self.witnessed, self.pieces)):
+            return wrong
+        start = self.witnessed.whole(dict(enumerate(self.pieces)), replay.shapes)
+        replay.set(start)
+        names = {id(p): name for name, p in replay.parameters.items()}
+        if wrong := judge_options(number, self.witnessed, steps, names, replay.optimizer):
+            return wrong
+        if wrong := judge_inputs(number, steps, self.rows):
+            return wrong
+        for run, step in zip(runs, steps, strict=True):
+            if pending := step.of("pending"):
+                name = next(iter(pending))
+                cause = "its gradient is still a part of a sum over the mesh"
+                text = f"step {number}, gradient of {name}: rank {run.rank}: {cause}"
+                return Judgement(number, "gradient", name, (run.rank,), None, 1.0, cause, text)
+        count = replay.count(number)
+        true = replay.part(number, None, count)
+        stepped = {
+            name: g
+            for name, g in true.gradients.items()
+            if any(_given(run, name, s) for run, s in zip(runs, steps, strict=True))
+        }
+        right, norm, scaled = clipped(stepped, self.clip)
+        setting = Setting(
+            number,
+            self.witnessed,
+            right,
+            self.clip,
+            norm,
+            scaled,
+            count,
+            len(self.rows[number]) or self.replay.job.global_batch,
+        )
+        seen, most = compare(setting, steps)
+        self.residual = max(self.residual, most)
+        if any(one.wrong for one in seen):
+            parts = self._parts(number, groups_of(steps, self.rows[number]), count, scaled)
+            if wrong := judge_gradient(setting, seen, parts, self.previous):
+                return wrong
+        self.previous = self.witnessed.whole(
+            {run.rank: s.of("gradient") for run, s in zip(runs, steps, strict=True)}, replay.shapes
+        )
+        due = replay.update(self.previous)
+        wrong, most = judge_update(number, self.witnessed, steps, self.pieces, due, start)
+        if wrong:
+            return wrong
+        self.residual = max(self.residual, most)
+        self.last, self.pieces = list(self.pieces), [step.of("after") for step in steps]
+        return self._losses(number, steps, start, true, count)
+
+    def _parts(self, number: int, groups: Sequence[ForwardCall], count: int, scaled: float) -> Parts:
+        """The gradient of each forward, with the factor of the whole's clip."""
+        if not 0 < len(groups) <= MOST_PARTS:
+            return []
+        found = []
+        for group in groups:
+            part = self.replay.part(number, group.samples, count)
+            if any(g.any() for g in part.gradients.values()):  # not of blank samples alone
+                gradients = {name: g * scaled for name, g in part.gradients.items()}
+                found.append((group, SampleGradient(gradients, part.count, part.loss)))
+        return found
+
+    def _losses(
+        self, number: int, steps: Sequence[RankStep], start: Mapping[str, Tensor], true: SampleGradient, count: int
+    ) -> Judgement | None:
+        """Whether what the loop told is the mean loss of the step, or of the rank's own samples."""
+        late: Sequence[Sequence[float]] = [[] for _ in steps]
+        if number + 1 < self.witnessed.steps:
+            late = [run.step(number + 1).about["late"] for run in self.witnessed.runs]
+        elif all(run.end for run in self.witnessed.runs):
+            late = [run.end.about.get("late", []) if run.end else [] for run in self.witnessed.runs]
+        told = [[*step.losses, *more] for step, more in zip(steps, late, strict=True)]
+        if not any(told):
+            return None
+        self.replay.set(start)
+        parts = self._parts(number, groups_of(steps, self.rows[number]), count, 1.0)
+        mean, wrong = true.loss / count, []
+        for rank, values in enumerate(told):
+            own = [part for group, part in parts if group.rank == rank]
+            known = [mean]
+            if own and (terms := sum(part.count for part in own)):
+                means = sum(part.loss / max(part.count, 1) for part in own)
+                known += [sum(part.loss for part in own) / terms, means / len(own), means / len(steps[rank].calls)]
+            given = (sum(values), sum(values) / len(values)) if values else known
+            dtype = self.replay.job.dtype
+            if not any(abs(value - due) <= 10 * tolerance(dtype, abs(due)) for value in given for due in known):
+                wrong.append((rank, sum(values) / len(values), known[min(1, len(known) - 1)]))
+        if not wrong:
+            return None
+        ranks, (_, value, due) = tuple(rank for rank, _, _ in wrong), wrong[0]
+        factor = value / due if due else None
+        cause = "the loss that is reported is neither the step's mean nor that of the rank's own samples"
+        times = f", {factor_text(factor)} times" if factor is not None else ""
+        text = f"step {number}, loss: {ranks_text(ranks, len(steps))}: "
+        text += f"{value:.6g} is told, and the mean is {due:.6g}{times}"
+        return Judgement(number, "loss", "", ranks, factor, abs((factor or 0) - 1), cause, f"{text}: {cause}")
+
+    def _end(self) -> Judgement | None:
+        """What happened after the last step, where the loop came to its end on every rank."""
+        runs = self.witnessed.runs
+        if not all(run.end for run in runs):
+            return None
+        number, ends = self.witnessed.steps - 1, [run.end for run in runs if run.end]
+        made = [run.steps for run in runs]
+        if len(set(made)) > 1:
+            ranks = tuple(run.rank for run in runs if run.steps < max(made))
+            cause = "the optimizer's step was left out"
+            text = f"step {number + 1}, update: {ranks_text(ranks, len(runs))} made {min(made)} of {max(made)} steps"
+            return Judgement(number + 1, "update", "", ranks, 0.0, 1.0, cause, f"{text}: {cause}")
+        return judge_between(number, self.witnessed, self.pieces, [end.of("before") for end in ends], self.last)
+
+
+def check_same_job(witnessed: Witnessed, replay: Replay) -> None:
+    """Refuses a run of another job, by names, sizes and dtypes of parameters, and one with gaps; ValueError."""
+    known = replay.parameters
+    where = f"{str(witnessed.folder)!r} is of another job"
+    there = {name for run in witnessed.runs for name in run.regions}
+    if strange := sorted(there ^ known.keys()):
+        side = "the job's model has not" if strange[0] in there else "it has not"
+        raise ValueError(f"{where}: {side} {strange[0]!r} (they differ in {len(strange)} names)")
+    for run in witnessed.runs:
+        for name, region in run.regions.items():
+            shape, value = replay.shapes[name], run.start[name]
+            if value.dtype != known[name].dtype:
+                raise ValueError(
+                    f"{where}: {name!r} is {value.dtype}, and the job's is {known[name].dtype}: give --dtype"
+                )
+            if len(region) != len(shape) or any(
+                not 0 <= a <= b <= size for (a, b), size in zip(region, shape, strict=True)
+            ):
+                raise ValueError(f"{where}: {name!r} has {region} on rank {run.rank}, and the job's shape is {shape}")
+    for name, shape in replay.shapes.items():
+        filled = known[name].new_zeros(shape, dtype=torch.bool)
+        for run in witnessed.runs:
+            if name in run.regions:
+                filled[slices(run.regions[name])] = True
+        if not filled.all():
+            missing = int((~filled).sum())
+            raise ValueError(f"{where}: {missing} of the {filled.numel()} elements of {name!r} are on no rank")
+
+
+def _inside(region: Region, shape: tuple[int, ...]) -> bool:
+    return all(0 <= start <= stop <= size for (start, stop), size in zip(region, shape, strict=True))
+
+
+def _given(run: RankRun, name: str, step: RankStep) -> bool:
+    """Whether an optimizer that made a step has the parameter."""
+    groups = [piece.group for piece in run.pieces if piece.name == name]
+    return any(group is not None and group[0] in step.about["stepped"] for group in groups)

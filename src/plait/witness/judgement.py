@@ -1,0 +1,80 @@
+"""The words of a judgement, and how much rounding may differ."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from plait.referee.difference import ROUNDING
+
+Phase = Literal["equal", "initial", "options", "between", "inputs", "gradient", "update", "loss"]
+"""In the order of cause and effect; ``between`` an update and the next forward nothing may change."""
+
+SMALL = 1e-2
+"""A tensor whose largest element is below this share of the largest of all is what larger numbers have left over."""
+
+
+@dataclass(frozen=True)
+class Judgement:
+    """What a run is: equal to the run of a single process, or the first thing that is not.
+
+    ``factor`` is observed / true where one explains it, ``residual`` the largest |observed - true| beside the largest
+    |true| of the tensor (of all that was compared, where all is equal), ``name`` the parameter, if it is about one.
+    """
+
+    step: int | None
+    phase: Phase
+    name: str
+    ranks: tuple[int, ...]
+    factor: float | None
+    residual: float
+    cause: str
+    text: str
+
+    @property
+    def equal(self) -> bool:
+        return self.phase == "equal"
+
+    def __str__(self) -> str:
+        return self.text
+
+
+def tolerance(dtype: torch.dtype, largest: float = 0.0, overall: float = 0.0) -> float:
+    """How much two honest computations of one tensor may differ, in absolute numbers.
+
+    Args:
+        largest: the tensor's largest absolute element.
+        overall: the largest of all tensors of its kind.
+    """
+    return ROUNDING.get(dtype, 0.0) * max(largest, SMALL * overall)
+
+
+def last_bits(dtype: torch.dtype, size: float) -> float:
+    """What rounding makes of a number of that size, a few times."""
+    return 4 * torch.finfo(dtype).eps * size if dtype.is_floating_point else 0.0
+
+
+def fit(one: Tensor, other: Tensor, slack: float) -> float | None:
+    """The c of one = c * other; None where an element is off by more than ``slack``."""
+    a, b = one.double().reshape(-1), other.double().reshape(-1)
+    square = b.dot(b).item()
+    if not square or not a.isfinite().all():
+        return None
+    factor = a.dot(b).item() / square
+    return factor if largest(a - factor * b) <= slack * max(1.0, abs(factor)) else None
+
+
+def largest(tensor: Tensor) -> float:
+    """The largest absolute element; 0 where there is none."""
+    return tensor.detach().abs().max().item() if tensor.numel() else 0.0
+
+
+def ranks_text(ranks: tuple[int, ...], of: int) -> str:
+    """``every rank``, ``rank 1``, ``ranks 0 and 2``."""
+    if len(ranks) == of:
+        return "every rank" if of > 1 else "the one rank"
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    shown = [str(rank) for rank in ranks[:6]] + ([f"{len(ranks) - 6} more"] if len(ranks) > 6 else [])
+    return f"ranks {', '.join(shown[:-1])} and {shown[-1]}"

@@ -1,0 +1,265 @@
+"""What a training loop does, written down on every rank while it runs: the loop stays as it is.
+
+    with plait.witness(model, optimizer, "witnessed") as witness:
+        for batch in loader:                forward      which samples enter the model, and its parameters if they were
+            loss = ...                                   changed since the last update
+            loss.backward()
+            optimizer.step()                before it    each p.grad, the options of each group
+            optimizer.zero_grad()           after it     each parameter; the step is written
+
+    witnessed/rank-00000/start.safetensors          the parameters, and where they lie in the whole
+                         step-000000.safetensors    a step, there as a whole or not at all
+                         end.safetensors            the loop has left the block
+
+A rank writes what it has itself; nothing is sent.  What is told besides tensors is JSON in the file's metadata.
+"""
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+from safetensors.torch import save
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from plait.core.layout import Region
+from plait.files.writing import told, write_bytes
+from plait.witness.pieces import Piece, local, named, region_of, unwrapped
+from plait.witness.rows import Row, rows_of
+
+FORMAT = "plait witness 1"
+KEY = "plait"
+"""Under which a file's metadata has the JSON."""
+
+MOST_STEPS = 100_000
+
+
+def rank_folder(folder: str | Path, rank: int) -> Path:
+    """Where a rank writes."""
+    return Path(folder) / f"rank-{rank:05d}"
+
+
+def step_file(place: Path, step: int) -> Path:
+    """Where a rank writes a step, from 0."""
+    return place / f"step-{step:06d}.safetensors"
+
+
+class Witness:
+    """A training loop under observation, from ``with`` on; see ``witness``."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizers: Sequence[Optimizer],
+        place: Path,
+        *,
+        steps: int,
+        rank: int,
+        ranks: int,
+        names: Mapping[str, str],
+        pieces: Mapping[str, Region],
+        inputs: bool,
+    ) -> None:
+        self._model, self._optimizers, self._place = unwrapped(model), list(optimizers), place
+        self._steps, self._rank, self._ranks, self._inputs = steps, rank, ranks, inputs
+        groups = [(i, j, group) for i, o in enumerate(optimizers) for j, group in enumerate(o.param_groups)]
+        owner = {id(p): (i, j) for i, j, group in groups for p in group["params"]}
+        self._parameters = {names.get(name, name): p for name, p in named(self._model)}
+        self._names = {id(p): name for name, p in self._parameters.items()}
+        if strange := [i for i in owner if i not in self._names]:
+            raise ValueError(
+                f"{len(strange)} of the optimizer's tensors are no parameters of the model: make the optimizer of "
+                f"the model that is given here, after it was wrapped"
+            )
+        self.pieces = [
+            Piece(name, region_of(name, p, pieces), p.requires_grad, owner.get(id(p)))
+            for name, p in self._parameters.items()
+        ]
+        self._handles: list[Any] = []
+        self.step = 0
+        """Of how many steps all was written."""
+        self._last: dict[str, Tensor] = {}
+        self._begin()
+
+    def loss(self, value: Tensor | float) -> None:
+        """A loss that the loop reports, of one forward or of the step; it may be told or left out."""
+        (self._losses if self._calls else self._late).append(
+            value.item() if isinstance(value, Tensor) else float(value)
+        )
+
+    # ---- what the loop does --------------------------------------------------------------------------------------
+
+    def __enter__(self) -> Self:
+        with told(self._place, 0):
+            self._place.mkdir(parents=True, exist_ok=True)
+        if any(self._place.iterdir()):
+            raise ValueError(f"{str(self._place)!r} is not empty: give a new folder")
+        about = {"format": FORMAT, "rank": self._rank, "ranks": self._ranks, "inputs": self._inputs}
+        self._last = self._values()
+        self._write(
+            self._place / "start.safetensors", self._last, {**about, "pieces": [asdict(piece) for piece in self.pieces]}
+        )
+        self._handles.append(self._model.register_forward_pre_hook(self._forward, prepend=True, with_kwargs=True))
+        for number, optimizer in enumerate(self._optimizers):
+            self._handles.append(optimizer.register_step_pre_hook(lambda *_, n=number: self._before(n)))
+            self._handles.append(optimizer.register_step_post_hook(lambda *_, n=number: self._after(n)))
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        if kind is not None:
+            return
+        if self._stepped:
+            self._close()
+        about = {"steps": self.step, "all": self.step < self._steps, "calls": len(self._calls), "late": self._late}
+        self._write(self._place / "end.safetensors", self._changed() if about["all"] else {}, about)
+
+    def _begin(self) -> None:
+        self._calls: list[tuple[Row, ...] | None] = []
+        self._losses: list[float] = []
+        self._late: list[float] = []
+        self._stepped: list[int] = []
+        self._options: dict[int, list[dict[str, Any]]] = {}
+        self._tensors: dict[str, Tensor] = {}
+
+    def _forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if self.step >= self._steps or not torch.is_grad_enabled():  # an evaluation
+            return
+        if self._stepped:  # not all optimizers make a step each time
+            self._close()
+        if not self._calls:
+            self._tensors.update(self._changed())
+        self._calls.append(rows_of(args, kwargs) if self._inputs else None)
+
+    def _before(self, number: int) -> None:
+        if number in self._stepped:
+            self._close()
+        if self.step >= self._steps:
+            return
+        groups = self._optimizers[number].param_groups
+        self._options[number] = [options_of(group) for group in groups]
+        for parameter in (p for group in groups for p in group["params"]):
+            name, gradient = self._names[id(parameter)], parameter.grad
+            if gradient is not None:
+                summed = not any(p.is_partial() for p in getattr(gradient, "placements", ()))
+                self._tensors[f"{'gradient' if summed else 'pending'}/{name}"] = local(gradient)
+
+    def _after(self, number: int) -> None:
+        if self.step >= self._steps:
+            return
+        self._stepped.append(number)
+        if len(self._stepped) == len(self._optimizers):
+            self._close()
+
+    # ---- what is written -----------------------------------------------------------------------------------------
+
+    def _close(self) -> None:
+        self._last = self._values()
+        tensors = self._tensors | {f"after/{name}": value for name, value in self._last.items()}
+        about = {
+            "step": self.step,
+            "calls": self._calls,
+            "losses": self._losses,
+            "late": self._late,
+            "stepped": self._stepped,
+            "options": [self._options.get(number, []) for number in range(len(self._optimizers))],
+        }
+        self._write(step_file(self._place, self.step), tensors, about)
+        self.step += 1
+        self._begin()
+
+    def _values(self) -> dict[str, Tensor]:
+        return {name: local(parameter) for name, parameter in self._parameters.items()}
+
+    def _changed(self) -> dict[str, Tensor]:
+        """The parameters that are not what the last update left."""
+        now = self._values()
+        return {f"before/{name}": value for name, value in now.items() if not _same(value, self._last[name])}
+
+    def _write(self, path: Path, tensors: Mapping[str, Tensor], about: Mapping[str, Any]) -> None:
+        write_bytes(path, save(dict(tensors), {KEY: json.dumps(about)}))
+
+
+def _same(one: Tensor, other: Tensor) -> bool:
+    return torch.equal(one.reshape(-1).view(torch.uint8), other.reshape(-1).view(torch.uint8)) if one.numel() else True
+
+
+def options_of(group: Mapping[str, Any]) -> dict[str, Any]:
+    """The numbers among a group's options: learning rate, decay, momentum, betas."""
+    found: dict[str, Any] = {}
+    for name, value in group.items():
+        numbers = value if isinstance(value, tuple | list) else [value]
+        if name in ("params", "initial_lr") or not numbers:
+            continue
+        if all(isinstance(v, int | float) or (isinstance(v, Tensor) and v.numel() == 1) for v in numbers):
+            floats = [float(v) for v in numbers]
+            if all(map(math.isfinite, floats)):
+                found[name] = floats if isinstance(value, tuple | list) else floats[0]
+    return found
+
+
+def witness(
+    model: nn.Module,
+    optimizer: Optimizer | Sequence[Optimizer],
+    folder: str | Path,
+    *,
+    steps: int = 10,
+    rank: int | None = None,
+    ranks: int | None = None,
+    names: Mapping[str, str] | None = None,
+    pieces: Mapping[str, Region] | None = None,
+    inputs: bool = True,
+) -> Witness:
+    """Write down what a training loop does, on every rank, for ``plait judge``::
+
+        with plait.witness(model, optimizer, "witnessed"):
+            train(model, optimizer, loader)
+
+    Args:
+        model: as it is trained, wrapped (DDP, FSDP2, Accelerate) or not.
+        optimizer: the one, or all that train it.
+        folder: a new one, the same on every rank.
+        steps: how many are written, from the first one on; each takes the bytes of the rank's gradients and parameters.
+        rank: of this process; None: as torch.distributed says, 0 without it.
+        ranks: how many there are; None: as torch.distributed says, 1 without it.
+        names: what the job's model calls parameters that have another name here, as in a stage of a pipeline.
+        pieces: start and stop in each dim of the whole, for parameters that were cut by hand; a DTensor says it itself.
+        inputs: whether what enters the model are the batch's samples; False for a later stage of a pipeline.
+
+    Returns:
+        What observes from ``with`` on, and has ``loss(value)`` for loops that report one.
+
+    Raises:
+        ValueError: an optimizer of other tensors, a folder that is not new, pieces of another size.
+    """
+    import torch.distributed as dist
+
+    joined = dist.is_available() and dist.is_initialized()
+    rank = rank if rank is not None else dist.get_rank() if joined else 0
+    ranks = ranks if ranks is not None else dist.get_world_size() if joined else 1
+    if not 0 <= rank < ranks:
+        raise ValueError(f"rank {rank} of {ranks}: ranks go from 0 to {ranks - 1}")
+    if not 1 <= steps <= MOST_STEPS:
+        raise ValueError(f"steps is {steps}: give a whole number from 1 to {MOST_STEPS:,}")
+    given: list[Any] = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
+    inside = [getattr(o, "optimizer", o) for o in given]  # Accelerate's stands around torch's
+    return Witness(
+        model,
+        inside,
+        rank_folder(folder, rank),
+        steps=steps,
+        rank=rank,
+        ranks=ranks,
+        names=names or {},
+        pieces=pieces or {},
+        inputs=inputs,
+    )

@@ -1,0 +1,123 @@
+"""The job in plain PyTorch, at the parameters that were witnessed: the true gradient, and the samples it is made of.
+
+No engine, no ranks: the whole batch of a step enters the model once, the sum of its losses is divided once by its
+count, and the job's own optimizer is given the gradient that was witnessed.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.dropout import _DropoutNd
+from torch.utils._pytree import tree_map
+
+from plait.engine.state.init import materialise
+from plait.engine.step import num_samples, whole_count
+from plait.job.job import Job
+from plait.witness.rows import Row, rows_of
+
+Gradients = dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class SampleGradient:
+    """The gradient of some samples: of the sum of their losses, over the count of the whole step."""
+
+    gradients: Gradients
+    count: int
+    loss: float
+    """The sum of the samples' losses."""
+
+
+class Replay:
+    """One process, whose parameters are set to what was witnessed."""
+
+    def __init__(self, job: Job) -> None:
+        self.job, self.model = job, job.build()
+        materialise(self.model, job.seed, torch.device("cpu"), job.weights)
+        check_replayable(self.model)
+        self.parameters = dict(self.model.named_parameters())
+        self.shapes = {name: tuple(p.shape) for name, p in self.parameters.items()}
+        trained = [p for p in self.parameters.values() if p.requires_grad]
+        self.optimizer = job.optimizer(trained)
+        self.scheduler = job.scheduler(self.optimizer) if job.scheduler else None
+
+    def set(self, values: Mapping[str, Tensor]) -> None:
+        """Give parameters the values that were witnessed."""
+        with torch.no_grad():
+            for name, value in values.items():
+                self.parameters[name].copy_(value)
+
+    def batch(self, step: int) -> Any:
+        """The whole batch of a step."""
+        return self.job.microbatches(step, 0, 1, 1)[0]
+
+    def rows(self, step: int) -> tuple[Row, ...]:
+        """The checksums of a step's samples, in order; none where the model does not see them one by one."""
+        found: list[tuple[Row, ...]] = []
+        handle = self.model.register_forward_pre_hook(
+            lambda module, args, kwargs: found.append(rows_of(args, kwargs)), prepend=True, with_kwargs=True
+        )
+        try:
+            with torch.no_grad():
+                self.job.loss_fn(self.model, batch := self.batch(step))
+        finally:
+            handle.remove()
+        return found[0] if len(found) == 1 and len(found[0]) == num_samples(batch) else ()
+
+    def part(self, step: int, samples: Sequence[int] | None, whole: int) -> SampleGradient:
+        """The gradient of some samples of a step (None: all), over a count of ``whole``."""
+        batch = self.batch(step)
+        if samples is not None:
+            num, index = num_samples(batch), torch.tensor(samples)
+            batch = tree_map(lambda leaf: leaf[index] if _cut(leaf, num) else leaf, batch)
+        count = whole_count(self.job.count_fn(batch))
+        self.model.zero_grad()
+        loss = self.job.loss_fn(self.model, batch)
+        (loss / whole).backward()
+        gradients = {n: p.grad.detach().clone() for n, p in self.parameters.items() if p.grad is not None}
+        self.model.zero_grad()
+        return SampleGradient(gradients, count, loss.item())
+
+    def count(self, step: int) -> int:
+        """The terms of a step's loss."""
+        return whole_count(self.job.count_fn(self.batch(step)))
+
+    def update(self, gradients: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """What the job's optimizer makes of gradients; the schedule of the learning rate goes on."""
+        for name, parameter in self.parameters.items():
+            parameter.grad = gradients[name].clone() if name in gradients else None
+        self.optimizer.step()
+        if self.scheduler:
+            self.scheduler.step()
+        self.model.zero_grad()
+        return {name: p.detach().clone() for name, p in self.parameters.items()}
+
+
+def clipped(gradients: Mapping[str, Tensor], clip: float | None) -> tuple[Gradients, float, float]:
+    """Gradients clipped to a global norm; the norm before, and the factor."""
+    norm = torch.stack([g.double().norm() for g in gradients.values()]).norm().item() if gradients else 0.0
+    factor = 1.0 if clip is None else min(1.0, clip / (norm + 1e-6))
+    return {name: g * factor for name, g in gradients.items()}, norm, factor
+
+
+def check_replayable(model: nn.Module) -> None:
+    """Refuses modules whose outcome is not the samples' alone; ValueError."""
+    for name, module in model.named_modules():
+        if isinstance(module, _DropoutNd) and module.p > 0:
+            raise ValueError(
+                f"module {name!r} drops with p={module.p:g}, and every engine draws other masks: judge the job without "
+                f"dropout (--dropout 0, or nn.Dropout(0.0) in the job)"
+            )
+        if isinstance(module, _BatchNorm):
+            raise ValueError(
+                f"module {name!r} normalises over the samples of a call, so its gradient is not a sum over samples: "
+                f"judge the job with its BatchNorm frozen or replaced"
+            )
+
+
+def _cut(leaf: Any, num: int) -> bool:
+    return isinstance(leaf, Tensor) and leaf.dim() > 0 and len(leaf) == num

@@ -1,0 +1,71 @@
+"""``plait verify --engine``: a job under somebody else's engine and a witness, and then the judgement.
+
+every rank     the whole model ──► adapter ──► steps under plait.witness ──► a folder
+rank 0         judge(job, folder)
+"""
+
+import shutil
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+
+from plait.comm.agree import broadcast_text, check_together
+from plait.comm.base import NO_NOTE, Comm
+from plait.config import VerifyConfig
+from plait.core.mesh import AXES
+from plait.engine.state.init import materialise
+from plait.engine.step import whole_count
+from plait.job.job import Job, build_model, make_job
+from plait.witness.engines import Driven, check_engine, find_adapter
+from plait.witness.judge import judge
+from plait.witness.judgement import Judgement
+from plait.witness.record import witness
+from plait.witness.replay import check_replayable
+
+
+def with_engine(config: VerifyConfig) -> VerifyConfig:
+    """A config whose ranks are processes, as other engines need them; ValueError for what no engine can be held to."""
+    assert config.engine is not None
+    if config.matrix is not None:
+        raise ValueError(f"engine {config.engine!r} beside matrix, which is of plait's layouts: leave one of them out")
+    if config.dtype not in ("fp32", "fp64"):
+        raise ValueError(f"dtype {config.dtype} beside engine: give fp32 or fp64, in which a difference is no rounding")
+    if config.strategy != VerifyConfig.strategy:
+        raise ValueError(f"strategy {config.strategy!r} beside engine, which has its own: leave one of them out")
+    model = build_model(config)
+    check_replayable(model)
+    check_engine(config.engine, model, config.parsed_mesh, config.batch, config.microbatches, config.clip)
+    find_adapter(config.engine)
+    return replace(config, world="process", device="cpu")
+
+
+def run_engine(config: VerifyConfig, comm: Comm) -> Judgement | None:
+    """This rank's part; the judgement on rank 0, None elsewhere."""
+    job = make_job(config)
+    folder = Path(broadcast_text(comm, tempfile.mkdtemp(prefix="plait-witness-") if not comm.rank else "", NO_NOTE))
+    try:
+        drive(job, config, comm, folder)
+        check_together(comm, None, AXES)
+        return judge(job, folder, clip=config.clip) if not comm.rank else None
+    finally:
+        if not comm.rank:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def drive(job: Job, config: VerifyConfig, comm: Comm, folder: Path) -> None:
+    """Train a job under an engine, witnessed in a folder."""
+    assert config.engine is not None
+    model = job.build()
+    materialise(model, job.seed, comm.device, job.weights)
+    made = Driven(*find_adapter(config.engine)(job, model, comm))
+    schedule = job.scheduler(made.optimizer) if job.scheduler else None
+    where, parts = comm.mesh.data_rank(comm.rank), config.microbatches
+    with witness(
+        made.model, made.optimizer, folder, steps=job.steps, rank=comm.rank, ranks=comm.mesh.size, **made.told
+    ):
+        for step in range(job.steps):
+            batches = job.microbatches(step, where, comm.mesh.data_size, parts)
+            (whole,) = job.microbatches(step, 0, 1, 1)
+            made.step(batches, whole_count(job.count_fn(whole)), config.clip)
+            if schedule:
+                schedule.step()

@@ -1,0 +1,192 @@
+"""A witnessed folder, read back: nothing in it is believed before it is held against the rest.
+
+start, end      read at once: few, and who has what
+steps           read one at a time, as they are judged; as many as every rank has written whole
+"""
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+from safetensors.torch import load
+from torch import Tensor
+
+from plait.core.layout import Region
+from plait.files.reading import memory, read_file, shown
+from plait.witness.pieces import Piece
+from plait.witness.record import FORMAT, KEY, rank_folder, step_file
+
+MOST_RANKS = 4096
+
+
+@dataclass(frozen=True)
+class RankStep:
+    """What one rank did in one step."""
+
+    about: Mapping[str, Any]
+    tensors: Mapping[str, Tensor]
+
+    def of(self, kind: str) -> dict[str, Tensor]:
+        """The tensors of a kind (gradient, pending, after, before), by parameter."""
+        return {
+            name.removeprefix(f"{kind}/"): value for name, value in self.tensors.items() if name.startswith(f"{kind}/")
+        }
+
+    @property
+    def calls(self) -> list[list[str] | None]:
+        """The samples of each forward; None where they were not asked for."""
+        found: list[list[str] | None] = self.about["calls"]
+        return found
+
+    @property
+    def losses(self) -> list[float]:
+        """As the loop told them."""
+        return [float(x) for x in self.about["losses"]]
+
+
+@dataclass(frozen=True)
+class RankRun:
+    """What one rank has left."""
+
+    rank: int
+    ranks: int
+    inputs: bool
+    place: Path
+    pieces: tuple[Piece, ...]
+    start: Mapping[str, Tensor]
+    end: RankStep | None
+    """None: the run was killed, or failed."""
+
+    @cached_property
+    def regions(self) -> dict[str, Region]:
+        return {piece.name: piece.region for piece in self.pieces}
+
+    @cached_property
+    def steps(self) -> int:
+        """Of how many steps in a row there is a file."""
+        step = 0
+        while step_file(self.place, step).exists():
+            step += 1
+        return step
+
+    def step(self, number: int) -> RankStep:
+        """A step; ValueError for a damaged file."""
+        path = step_file(self.place, number)
+        about, tensors = _read(path)
+        wanted = {"step": int, "calls": list, "losses": list, "late": list, "stepped": list, "options": list}
+        if any(not isinstance(about.get(name), kind) for name, kind in wanted.items()) or about["step"] != number:
+            raise _damaged(path, "it is no step of a witness")
+        for name, tensor in tensors.items():
+            own = self.regions.get(name.partition("/")[2])
+            if own is None or tuple(tensor.shape) != tuple(stop - start for start, stop in own):
+                raise _damaged(path, f"its {name[:80]!r} is no piece that this rank has")
+        return RankStep(about, tensors)
+
+
+@dataclass(frozen=True)
+class Witnessed:
+    """What all ranks have left."""
+
+    folder: Path
+    runs: tuple[RankRun, ...]
+
+    @property
+    def steps(self) -> int:
+        """Whole steps: those of the rank that has fewest."""
+        return min(run.steps for run in self.runs)
+
+    def whole(
+        self, pieces: Mapping[int, Mapping[str, Tensor]], shapes: Mapping[str, tuple[int, ...]]
+    ) -> dict[str, Tensor]:
+        """Parameters (or gradients) put together of the ranks' pieces; the first rank's where several have one.  What
+        nobody has is left out, and what only some have is zero elsewhere."""
+        found: dict[str, Tensor] = {}
+        for run in reversed(self.runs):
+            for name, piece in pieces[run.rank].items():
+                if name not in found:
+                    found[name] = piece.new_zeros(shapes[name])
+                found[name][slices(run.regions[name])] = piece
+        return found
+
+
+def slices(region: Region) -> tuple[slice, ...]:
+    """To index the whole with."""
+    return tuple(slice(start, stop) for start, stop in region)
+
+
+def read_witnessed(folder: str | Path) -> Witnessed:
+    """What ranks have left in a folder.
+
+    Raises:
+        ValueError: no such folder, a rank that is missing, a file that is damaged, not one whole step.
+    """
+    place = Path(folder)
+    if not place.is_dir():
+        raise ValueError(f"{shown(folder)}: there is no such folder; give the one that plait.witness has written")
+    there = {int(m[1]) for path in place.iterdir() if (m := re.fullmatch(r"rank-(\d{5})", path.name))}
+    if not there:
+        raise ValueError(f"{shown(folder)} has no rank-00000: give the folder that plait.witness has written")
+    count = _run(place, min(there)).ranks
+    if missing := sorted(set(range(count)) - there):
+        raise ValueError(
+            f"{shown(folder)} has {len(there)} of {count} ranks, and rank {missing[0]} is missing: copy what every "
+            f"rank has written into one folder"
+        )
+    if extra := sorted(there - set(range(count))):
+        raise ValueError(f"{shown(folder)} has a rank {extra[0]}, and the run had {count} ranks: it holds two runs")
+    witnessed = Witnessed(place, tuple(_run(place, rank) for rank in range(count)))
+    for run in witnessed.runs:
+        if run.ranks != count:
+            raise ValueError(f"{shown(folder)}: rank {run.rank} was one of {run.ranks}, rank 0 of {count}: two runs")
+    if not witnessed.steps:
+        rank = next(run.rank for run in witnessed.runs if not run.steps)
+        raise ValueError(f"{shown(folder)}: rank {rank} has no whole step, so there is nothing to judge")
+    return witnessed
+
+
+def _run(place: Path, rank: int) -> RankRun:
+    path = rank_folder(place, rank) / "start.safetensors"
+    about, tensors = _read(path)
+    if about.get("format") != FORMAT or about.get("rank") != rank:
+        raise _damaged(path, f"it is not what {FORMAT!r} writes for rank {rank}")
+    try:
+        pieces = tuple(_pieces(about["pieces"], tensors))
+        ranks, inputs = int(about["ranks"]), bool(about["inputs"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise _damaged(path, f"its pieces are not told ({error})") from error
+    if not 1 <= ranks <= MOST_RANKS:
+        raise _damaged(path, f"it says {ranks} ranks")
+    last = path.with_name("end.safetensors")
+    end = RankStep(*_read(last)) if last.exists() else None
+    return RankRun(rank, ranks, inputs, path.parent, pieces, tensors, end)
+
+
+def _pieces(told: Any, tensors: Mapping[str, Tensor]) -> Iterator[Piece]:
+    for one in told:
+        region = tuple((int(start), int(stop)) for start, stop in one["region"])
+        if tuple(stop - start for start, stop in region) != tuple(tensors[one["name"]].shape):
+            raise ValueError(f"{one['name'][:80]!r} has another size")
+        group = None if one["group"] is None else (int(one["group"][0]), int(one["group"][1]))
+        yield Piece(str(one["name"]), region, bool(one["trained"]), group)
+
+
+def _read(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    try:
+        data = read_file(path, "what was witnessed", memory())
+        size = int.from_bytes(data[:8], "little")
+        about = json.loads(json.loads(data[8 : 8 + size].decode())["__metadata__"][KEY])
+        tensors = load(data)
+    except (SafetensorError, KeyError, TypeError, UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
+        raise _damaged(path, f"{type(error).__name__}: {str(error)[:100]}") from error
+    if not isinstance(about, dict):
+        raise _damaged(path, "it is not what a witness writes")
+    return about, tensors
+
+
+def _damaged(path: Path, why: str) -> ValueError:
+    return ValueError(f"{shown(path)} is damaged, {why}: witness the run again, or copy the file again")

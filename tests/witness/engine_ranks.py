@@ -1,0 +1,100 @@
+"""What processes do for ``test_engines.py``: jobs under torch's engines, one after the other, and a wrong engine."""
+
+from __future__ import annotations
+
+import json
+import os
+import warnings
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+import plait
+from plait.comm import Comm
+from plait.comm.process import ProcessComm
+from plait.config import VerifyConfig, validate, with_job
+from plait.job.job import Job
+from plait.witness.engines import Driven, ddp
+from plait.witness.run import run_engine, with_engine
+
+SEQUENTIAL = f"{__file__}:sequential"
+MLP = {"model": "mlp", "layers": 4, "width": 7}
+GPT = {"model": "gpt", "layers": 2, "width": 16, "heads": 2, "kv_heads": 1, "length": 6}
+EXAMPLES = Path(__file__).parents[2] / "examples"
+WRONG = f"{__file__}:forgetful"
+
+CASES: dict[str, dict[str, Any]] = {
+    **{
+        f"{engine} {name} of {ranks}": {"engine": engine, "mesh": f"shard={ranks}", **model}
+        for engine in ("ddp", "fsdp2", "zero-redundancy")
+        for name, model in (("mlp", MLP), ("gpt", GPT))
+        for ranks in (2, 3)
+    },
+    "ddp in double precision": {"engine": "ddp", "mesh": "shard=3", "dtype": "fp64", **MLP},
+    "fsdp2 on layers that are blocks": {"engine": "fsdp2", "mesh": "shard=2", "job": SEQUENTIAL},
+    "fsdp2 hybrid": {"engine": "fsdp2", "mesh": "replica=2", **MLP},
+    "dtensor": {"engine": "dtensor", "mesh": "tensor=2", **GPT, "kv_heads": 2},
+    "torch-pipelining": {"engine": "torch-pipelining", "mesh": "pipe=2", "clip": None, **MLP},
+    "accelerate": {"engine": "accelerate", "mesh": "shard=2", **MLP},
+    "by hand": {"engine": f"{EXAMPLES}/my_engine.py:by_hand", "mesh": "shard=3", **MLP},
+    "wrong": {"engine": WRONG, "mesh": "shard=3", **MLP},
+}
+
+
+sequential = plait.UserJob(
+    build=lambda: nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 2)),
+    loss_fn=lambda model, batch: model(batch).square().sum(),
+    batches=[torch.arange(27.0).view(9, 3).sin(), torch.arange(21.0).view(7, 3).cos()],
+)
+
+
+def config_of(case: dict[str, Any]) -> VerifyConfig:
+    own = {} if "job" in case else {"dropout": 0.0, "batch": 12}
+    return with_job(VerifyConfig(**{"steps": 2, "microbatches": 2, "clip": 0.05, **own, **case}))
+
+
+def forgetful(job: Job, model: nn.Module, comm: Comm) -> Driven:
+    """DDP whose microbatches all stay where they are, the last one too."""
+    made = ddp(job, model, comm)
+
+    def step(*given: Any) -> None:
+        with made.model.no_sync():  # type: ignore[operator]
+            made.step(*given)
+
+    return made._replace(step=step)
+
+
+def summing(job: Job, model: nn.Module, comm: Comm) -> Driven:
+    """DDP whose loss is not divided by what its mean is multiplied with."""
+    made = ddp(job, model, comm)
+
+    def step(batches: Any, count: int, clip: float | None) -> None:
+        made.step(batches, count / comm.mesh.size, clip)  # type: ignore[arg-type]
+
+    return made._replace(step=step)
+
+
+def rank_main(rank: int, ranks: int, port: int, path: str) -> None:
+    """Runs the cases for so many ranks; rank 0 writes what became of each."""
+    warnings.simplefilter("ignore")
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), LOCAL_RANK=str(rank))
+    os.environ.update(WORLD_SIZE=str(ranks), LOCAL_WORLD_SIZE=str(ranks))
+    torch.set_num_threads(1)
+    found = {}
+    for name, case in CASES.items():
+        config = config_of(case)
+        missing = name == "accelerate" and find_spec("accelerate") is None
+        if config.parsed_mesh.size != ranks or missing:
+            continue
+        validate(config)
+        config = with_engine(config)
+        comm = ProcessComm.from_env(config.parsed_mesh)
+        judgement = run_engine(config, comm)
+        if judgement is not None:
+            found[name] = {"equal": judgement.equal, "text": judgement.text, "residual": judgement.residual}
+        comm.close()
+    if rank == 0:
+        Path(path).write_text(json.dumps(found))

@@ -1,0 +1,83 @@
+"""torch's engines are the run of a single process; one that sends nothing is not; what does not fit is refused."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import engine_ranks
+import pytest
+import torch.multiprocessing as mp
+from ports import free_port
+
+from plait.commands.main import main
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Any]:
+    """What became of each case, from worlds of two and three processes."""
+    outcomes: dict[str, Any] = {}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("OMP_NUM_THREADS", "1")
+        for ranks in (2, 3):
+            path = tmp_path_factory.mktemp("engines") / "found.json"
+            mp.spawn(engine_ranks.rank_main, (ranks, free_port(), str(path)), nprocs=ranks)
+            outcomes |= json.loads(path.read_text())
+    return outcomes
+
+
+@pytest.mark.parametrize("name", [name for name in engine_ranks.CASES if name != "wrong"])
+def test_an_engine_is_the_run_of_a_single_process(found: Mapping[str, Any], name: str) -> None:
+    if name == "accelerate" and importlib.util.find_spec("accelerate") is None:
+        pytest.skip("needs accelerate")
+    assert found[name]["equal"], found[name]
+    assert found[name]["text"].startswith("2 steps of "), found[name]
+    assert found[name]["residual"] <= (1e-13 if "double" in name else 1e-5), found[name]
+
+
+def test_an_engine_that_sends_nothing_is_named(found: Mapping[str, Any]) -> None:
+    assert not found["wrong"]["equal"] and "no all-reduce" in found["wrong"]["text"], found["wrong"]
+
+
+def test_the_engine_of_the_guide_is_the_example() -> None:
+    page = (engine_ranks.EXAMPLES.parent / "docs/guide/judge-any-engine.md").read_text()
+    example = (engine_ranks.EXAMPLES / "my_engine.py").read_text()
+    code = example.split('"""', 2)[2].strip()
+    assert f"```python\n{code}\n```" in page
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["ddp"], "drops with p=0.1, and every engine draws other masks"),
+        (["dpd", "--dropout", "0"], "unknown engine 'dpd': choose one of ddp, fsdp2"),
+        (
+            ["ddp", "--dropout", "0", "--mesh", "tensor=2"],
+            "engine ddp has no tensor axis: give --mesh",
+        ),
+        (["ddp", "--dropout", "0", "--strategy", "zero1"], "strategy 'zero1' beside engine"),
+        (["ddp", "--dropout", "0", "--dtype", "bf16"], "dtype bf16 beside engine"),
+        (["torch-pipelining", "--dropout", "0", "--mesh", "pipe=2"], "a copy of a tied weight"),
+        (
+            ["torch-pipelining", "--job", engine_ranks.SEQUENTIAL, "--mesh", "pipe=3"],
+            "stage 1 would have no parameters",
+        ),
+        (["no.py:adapter", "--dropout", "0"], "there is no file 'no.py'"),
+        ([f"{engine_ranks.__file__}:nothing", "--dropout", "0"], "has no 'nothing'"),
+        ([f"{engine_ranks.__file__}:WRONG", "--dropout", "0"], "is str: give a function (job, model, comm)"),
+        (["ddp", "--dropout", "0", "--matrix", "small"], "engine 'ddp' beside matrix"),
+    ],
+)
+def test_what_does_not_fit_is_refused(words: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = [] if "--job" in words else ["--width", "16", "--layers", "2"]
+    assert main(["verify", *sizes, "--engine", *words]) == 2
+    shown = capsys.readouterr().err
+    assert says in shown and shown.count("\n") == 1, shown
+
+
+def test_a_package_that_is_not_installed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert main(["verify", "--model", "mlp", "--width", "8", "--dropout", "0", "--engine", "accelerate"]) == 2
+    assert "needs accelerate, which is not installed: pip install accelerate" in capsys.readouterr().err

@@ -1,0 +1,57 @@
+"""Which size a factor grows with, from what is seen on smaller layouts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import engine_ranks
+import pytest
+
+from plait.commands.main import main
+from plait.core.mesh import Mesh
+from plait.witness.grid import cells_up_to, growth
+
+
+def test_the_layouts_of_a_grid_begin_with_one_rank() -> None:
+    shown = [str(cell) for cell in cells_up_to(Mesh.parse("tensor=4"), 2)]
+    assert shown == [f"tensor={n}, microbatches={m}" for n, m in ((1, 1), (1, 2), (2, 1), (2, 2), (4, 1), (4, 2))]
+    assert {cell.mesh for cell in cells_up_to(Mesh.parse("shard=2 tensor=3"), 1)} == {
+        *("shard=1", "shard=2", "tensor=2", "tensor=3", "shard=2 tensor=2", "shard=2 tensor=3")
+    }
+    assert len(cells_up_to(Mesh.parse("shard=6"), 1)) == 4
+
+
+@pytest.mark.parametrize(
+    ("law", "says"),
+    [
+        (lambda n, m: 1.0, ""),
+        (lambda n, m: n, "the factor is 2 where shard=2, 2 where shard=2 microbatches=2, 3 where shard=3, 3"),
+        (lambda n, m: n, "it grows as the shard axis"),
+        (lambda n, m: m, "it grows as the number of microbatches"),
+        (lambda n, m: 1 / n, "it grows as one over the shard axis"),
+        (lambda n, m: n * m, "it grows as the shard axis and as the number of microbatches"),
+        (lambda n, m: n * n / m, "as the shard axis squared and as one over the number of microbatches"),
+        (lambda n, m: 5.0, "the factor is 5 on every layout: it depends on no size"),
+        (lambda n, m: 1.0 if n < 3 else 7.0, "it follows no product of the sizes"),
+        (lambda n, m: None if n == 2 else 1.0, "different on 2 of 6 layouts, not by a factor: first on shard=2, micro"),
+    ],
+)
+def test_how_a_factor_grows(law: Callable[[int, int], float | None], says: str) -> None:
+    cells = cells_up_to(Mesh.parse("shard=3"), 2)
+    found = growth(cells, [law(cell.sizes["shard"], cell.sizes["microbatches"]) for cell in cells])
+    assert (says in found) if says else not found, found
+
+
+def test_a_wrong_engine_on_every_layout(capsys: pytest.CaptureFixture[str]) -> None:
+    words = "verify --model mlp --layers 2 --width 5 --dropout 0 --clip None --steps 1 --mesh shard=2 --grid --engine"
+    assert main([*words.split(), f"{engine_ranks.__file__}:summing"]) == 1
+    shown = capsys.readouterr().out
+    assert "shard=1, microbatches=1" in shown and "shard=2, microbatches=1" in shown, shown
+    assert "the factor is 2 where shard=2: it grows as the shard axis" in shown, shown
+
+
+def test_a_grid_of_nothing_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["verify", "--grid"]) == 2
+    assert "grid without engine" in capsys.readouterr().err
+    assert main(["verify", "--grid", "--engine", "ddp", "--json", "-"]) == 2
+    assert "json - beside grid" in capsys.readouterr().err

@@ -1,0 +1,161 @@
+"""What a folder has is held against itself and against the job; whatever is wrong is one refusal, exit code 2."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from loops import run, the_job
+from safetensors.torch import save_file
+
+from plait.commands.main import main
+from plait.witness.judge import judge
+
+JOB = "from loops import user_job\njob = user_job()\nother = user_job('adamw')\n"
+
+
+@pytest.fixture(scope="module")
+def witnessed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("right") / "w"
+    run(folder)
+    return folder
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> str:
+    (tmp_path / "jobs.py").write_text(JOB)
+    return f"{tmp_path / 'jobs.py'}:job"
+
+
+def test_the_command_says_it_and_writes_it(
+    witnessed: Path, job: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    told = tmp_path / "told.json"
+    assert main(["judge", str(witnessed), "--job", job, "--json", str(told)]) == 0
+    assert capsys.readouterr().out.startswith("equal: 3 steps of 2 ranks: the run of a single process")
+    assert json.loads(told.read_text())["equal"] is True
+    run(tmp_path / "wrong", "sum")
+    assert main(["judge", str(tmp_path / "wrong"), "--job", job, "--json", "-"]) == 1
+    found = json.loads(capsys.readouterr().out)
+    assert (found["phase"], found["step"], found["ranks"], round(found["factor"])) == ("gradient", 0, [0, 1], 18)
+    assert main(["judge", str(witnessed), "--job", job.replace(":job", ":other")]) == 1
+    assert "lr is 0.1" not in capsys.readouterr().out
+
+
+def remove(folder: Path) -> None:
+    shutil.rmtree(folder / "rank-00001")
+
+
+def cut(folder: Path) -> None:
+    file = folder / "rank-00001/step-000001.safetensors"
+    file.write_bytes(file.read_bytes()[:-8])
+
+
+def garbage(folder: Path) -> None:
+    (folder / "rank-00000/start.safetensors").write_bytes(b"\x80\x04nothing of ours" * 9)
+
+
+def empty(folder: Path) -> None:
+    (folder / "rank-00001/step-000000.safetensors").write_bytes(b"")
+
+
+def strange(folder: Path) -> None:
+    save_file({"weight": torch.ones(3)}, folder / "rank-00000/step-000001.safetensors", {"plait": "[]"})
+
+
+def other_sizes(folder: Path) -> None:
+    file = folder / "rank-00000/step-000001.safetensors"
+    save_file(
+        {"gradient/up.bias": torch.ones(2)}, file, {"plait": read(folder / "rank-00000/step-000000.safetensors", 1)}
+    )
+
+
+def moved(folder: Path) -> None:
+    shutil.copy(folder / "rank-00000/step-000000.safetensors", folder / "rank-00000/step-000001.safetensors")
+
+
+def two_runs(folder: Path) -> None:
+    shutil.copytree(folder / "rank-00001", folder / "rank-00002")
+
+
+def no_step(folder: Path) -> None:
+    (folder / "rank-00001/step-000000.safetensors").unlink()
+
+
+def pipe(folder: Path) -> None:
+    (folder / "rank-00000/start.safetensors").unlink()
+    (folder / "rank-00000/start.safetensors").mkdir()
+
+
+def read(path: Path, step: int) -> str:
+    """The JSON of a step, as if it were another step's."""
+    data = path.read_bytes()
+    told = json.loads(json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])["__metadata__"]["plait"])
+    return json.dumps({**told, "step": step})
+
+
+@pytest.mark.parametrize(
+    ("harm", "says"),
+    [
+        (remove, "has 1 of 2 ranks, and rank 1 is missing"),
+        (cut, "step-000001.safetensors' is damaged"),
+        (garbage, "start.safetensors' is damaged"),
+        (empty, "step-000000.safetensors' is damaged"),
+        (strange, "step-000001.safetensors' is damaged, it is not what a witness writes"),
+        (other_sizes, "is no piece that this rank has"),
+        (moved, "it is no step of a witness"),
+        (two_runs, "has a rank 2, and the run had 2 ranks: it holds two runs"),
+        (no_step, "rank 1 has no whole step"),
+        (pipe, "it is no plain file"),
+    ],
+)
+def test_harm_is_refused(
+    witnessed: Path,
+    job: str,
+    tmp_path: Path,
+    harm: Callable[[Path], None],
+    says: str,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    shutil.copytree(witnessed, tmp_path / "w")
+    harm(tmp_path / "w")
+    assert main(["judge", str(tmp_path / "w"), "--job", job]) == 2
+    shown = capsys.readouterr().err
+    assert says in shown and shown.count("\n") == 1, shown
+
+
+def test_no_folder_and_another_job(
+    witnessed: Path, job: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for words, says in (
+        ([str(tmp_path / "none"), "--job", job], "there is no such folder"),
+        ([str(tmp_path), "--job", job], "has no rank-00000"),
+        (
+            [str(witnessed), "--model", "mlp", "--layers", "2", "--width", "5"],
+            "is of another job: it has not '0.linear.bias'",
+        ),
+        ([str(witnessed), "--job", job, "--dtype", "fp64"], "give --dtype"),
+        ([str(witnessed), "--job", job, "--dtype", "bf16-mixed"], "a judgement is of one dtype"),
+        (["--job", job], "folder is empty"),
+    ):
+        assert main(["judge", *words]) == 2, words
+        assert says in capsys.readouterr().err, words
+
+
+def test_no_bit_of_a_gradient_is_believed(tmp_path: Path) -> None:
+    """A number that was changed in the folder is a wrong gradient, or a wrong update, of that very parameter."""
+    run(tmp_path / "w")
+    file = tmp_path / "w/rank-00001/step-000001.safetensors"
+    data = bytearray(file.read_bytes())
+    size = int.from_bytes(data[:8], "little")
+    header = json.loads(data[8 : 8 + size])
+    for name, phase in (("gradient/down.weight", "gradient"), ("after/down.weight", "update")):
+        changed = bytearray(data)
+        changed[8 + size + header[name]["data_offsets"][0] + 2] ^= 0x40  # a high bit of the first element's fraction
+        file.write_bytes(changed)
+        found = judge(the_job(), tmp_path / "w")
+        assert (found.step, found.phase, found.name, found.ranks) == (1, phase, "down.weight", (1,)), found

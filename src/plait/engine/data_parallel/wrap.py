@@ -43,7 +43,7 @@ def automatic(model: nn.Module) -> tuple[str, ...]:
                     names.append(f"{name}.{child_name}" if name else child_name)
         elif name and not isinstance(module, CONTAINERS) and any(p.dim() >= 2 for p in module.parameters(False)):
             names.append(name)
-    return ("", *names)
+    return tuple(dict.fromkeys(("", *names)))
 
 
 def wrap(model: nn.Module, units: Iterable[str] | None = None) -> tuple[Wrapped, ...]:

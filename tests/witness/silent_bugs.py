@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.func import functional_call
 
 import plait
 from plait.comm import Comm
@@ -158,6 +159,27 @@ def kept_over_the_update(job: Job, model: Any, comm: Comm) -> Driven:
     made = fsdp2(job, model, comm)
     model.set_reshard_after_backward(False)
     return made
+
+
+def weights_become_active_late(job: Job, model: nn.Module, comm: Comm) -> Driven:
+    """The forward computes with a copy of the weights that is renewed before each update, and not after it."""
+    copies: dict[str, Tensor] = {}
+
+    def loss(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+        used = {n: p + (copies.get(n, p) - p).detach() for n, p in model.named_parameters()}
+        return loss_sum(lambda tokens: functional_call(model, used, (tokens,)), batch)  # type: ignore[arg-type]
+
+    made = ddp(job, model, comm)
+    plain = loop(replace(job, loss_fn=loss), model, made.optimizer, comm.mesh.size)
+
+    def sums(*call: Any) -> None:
+        for name, p in model.named_parameters():
+            dist.all_reduce(p.grad)
+            p.grad.div_(comm.mesh.size)  # type: ignore[union-attr]
+            copies[name] = p.detach().clone()
+
+    made.optimizer.register_step_pre_hook(sums)
+    return Driven(model, made.optimizer, plain)
 
 
 def tied_use_after_the_reduction(job: Job, model: Any, comm: Comm) -> Driven:
@@ -391,7 +413,8 @@ BUGS = [
     Bug(divided_by_the_ranks_again, "torchtune #2172", "", 0.5, "divided by the 2 ranks once too often"),
     Bug(scaled_after_every_forward, "torchtitan #1732", "", None, "forward 0 of rank 0 counts 1/4 times"),
     Bug(the_last_rank_never_updates, "pytorch #176076", "embed.weight", 0.0, "rank 1: zero"),
-    Bug(kept_over_the_update, "FSDP2: set_reshard_after_backward", "", None, "the values from before the last update"),
+    Bug(kept_over_the_update, "FSDP2: set_reshard_after_backward", "", None, "step 1, gradient"),
+    Bug(weights_become_active_late, "Megatron-Bridge #3397", "", None, "the values from before the last update"),
     Bug(tied_use_after_the_reduction, "Megatron-LM #844", "embed.weight", None, "all other parameters are right"),
     Bug(clipped_by_the_local_norm, "pytorch #170862", "", None, "norm of its own pieces", clip=CLIP),
     Bug(clipped_by_a_norm_that_counts_twice, "VeOmni #184", "", 2**-0.5, "", clip=CLIP),

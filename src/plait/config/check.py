@@ -147,6 +147,8 @@ def _check_model(config: RunConfig) -> None:
     check_compile(config.parallelism, mesh.tensor, torch.device(resolve_device(config.device)))
     if config.family.weights is not None:
         make_job(config)
+    if isinstance(config, VerifyConfig) and config.engine is not None:
+        return  # another engine cuts models its own way
     if pipeline.num_stages > 1:
         split_of(chain_of(build_model(config)), pipeline.num_stages, config.sizes_of_stages)
     if mesh.tensor > 1:

@@ -105,7 +105,8 @@ def factor_text(factor: float) -> str:
     if not math.isfinite(factor):
         return str(factor)
     near = Fraction(factor).limit_denominator(LARGEST_DENOMINATOR)
-    if near and abs(float(near) / factor - 1) < 1e-4:
+    simple = near.denominator == 1 or abs(near.numerator) <= 4 * LARGEST_DENOMINATOR
+    if near and simple and abs(float(near) / factor - 1) < 1e-4:
         return str(near)
     return f"{factor:.4g}"
 

@@ -217,6 +217,16 @@ def _clipped_alone(faulty: Sequence[Seen], setting: Setting) -> str:
     )
 
 
+def _not_added(name: str, faulty: Sequence[Seen], setting: Setting) -> bool:
+    """Whether the ranks' gradients of a parameter that all have whole add up to the right one."""
+    own = [one for one in faulty if name in one.wrong and one.true[name].shape == setting.true[name].shape]
+    if len(own) != setting.ranks or setting.ranks == 1:
+        return False
+    total = torch.stack([one.observed[name].double() for one in own]).sum(0)
+    within = tolerance(own[0].true[name].dtype, largest(setting.true[name]))
+    return largest(total - setting.true[name].double()) <= setting.ranks * within
+
+
 def _by_parameter(setting: Setting, faulty: Sequence[Seen], start: str) -> Judgement:
     """The first wrong parameter in the order of the backward, one that has a factor before others."""
     shapes: list[tuple[Seen, str, Discrepancy]] = [
@@ -231,6 +241,8 @@ def _by_parameter(setting: Setting, faulty: Sequence[Seen], start: str) -> Judge
     cause = "the gradient of one parameter" if many == 1 else "the gradient of some parameters"
     if shape.pattern == "factor":
         cause += f": {_cause(shape.factor or 0.0, setting, 1)}"
+    elif _not_added(name, faulty, setting):
+        cause += f": each rank has its own part of the sum, and nobody adds them up over the {setting.ranks} ranks"
     elif shape.pattern == "nothing":
         cause += " was never computed, or never sent"
     else:

@@ -8,6 +8,7 @@ that does not is the cause, and what follows from it is not told.
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
@@ -135,6 +136,8 @@ class _Trial:
         self.residual = max(self.residual, most)
         if any(one.wrong for one in seen):
             parts = self._parts(number, groups_of(steps, self.rows[number]), count, scaled)
+            if self.last is not None and (wrong := self._stale(setting, steps)):
+                return wrong
             if wrong := judge_gradient(setting, seen, parts, self.previous):
                 return wrong
         self.previous = self.witnessed.whole(
@@ -147,6 +150,23 @@ class _Trial:
         self.residual = max(self.residual, most)
         self.last, self.pieces = list(self.pieces), [step.of("after") for step in steps]
         return self._losses(number, steps, start, true, count)
+
+    def _stale(self, setting: Setting, steps: Sequence[RankStep]) -> Judgement | None:
+        """Whether the gradients are right at the parameters before the last update."""
+        assert self.last is not None
+        number, replay = setting.step, self.replay
+        replay.set(self.witnessed.whole(dict(enumerate(self.last)), replay.shapes))
+        right, norm, scaled = clipped(
+            {n: g for n, g in replay.part(number, None, setting.count).gradients.items() if n in setting.true},
+            self.clip,
+        )
+        seen, _ = compare(replace(setting, true=right, norm=norm, scaled=scaled), steps)
+        replay.set(self.witnessed.whole(dict(enumerate(self.pieces)), replay.shapes))
+        if any(one.wrong for one in seen):
+            return None
+        ranks, cause = tuple(one.rank for one in seen), "the forward reads the values from before the last update"
+        text = f"step {number}, parameters: {ranks_text(ranks, len(seen))}: {cause}: they are not gathered anew"
+        return Judgement(number, "gradient", "", ranks, None, 0.0, cause, text)
 
     def _parts(self, number: int, groups: Sequence[ForwardCall], count: int, scaled: float) -> Parts:
         """The gradient of each forward, with the factor of the whole's clip."""

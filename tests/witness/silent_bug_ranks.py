@@ -1,0 +1,35 @@
+"""What processes do for ``test_silent_bugs.py``: every bug of the list, one after the other, in one world."""
+
+from __future__ import annotations
+
+import json
+import os
+import warnings
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+from silent_bugs import BUGS, RIGHT
+
+from plait.comm.process import ProcessComm
+from plait.config import validate
+from plait.witness.run import run_engine, with_engine
+
+
+def rank_main(rank: int, ranks: int, port: int, path: str) -> None:
+    """Runs them all; rank 0 writes what was said of each."""
+    warnings.simplefilter("ignore")
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), LOCAL_RANK=str(rank))
+    os.environ.update(WORLD_SIZE=str(ranks), LOCAL_WORLD_SIZE=str(ranks))
+    torch.set_num_threads(1)
+    found = {}
+    for bug in (*RIGHT, *BUGS):
+        validate(bug.config)
+        config = with_engine(bug.config)
+        comm = ProcessComm.from_env(config.parsed_mesh)
+        judgement = run_engine(config, comm)
+        if judgement is not None:
+            found[bug.adapter.__name__] = asdict(judgement)
+        comm.close()
+    if rank == 0:
+        Path(path).write_text(json.dumps(found))

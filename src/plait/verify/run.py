@@ -182,8 +182,10 @@ def run_verify(config: VerifyConfig, comm: Comm) -> int:
     verdict = judge(job, config, ranks, tree, plain)
     if config.json != "-":
         show(verdict, screen(), every_tensor=config.tensors)
+        if config.json:
+            write_json(config.json, report(verdict))  # the search may not fit into memory
     verdict = placed(verdict, job, config, ranks, (tree, plain))
-    if config.json:
+    if config.json and (config.json == "-" or verdict.first or verdict.unplaced):
         write_json(config.json, report(verdict))
     if config.json != "-" and (verdict.first or verdict.unplaced):
         screen().print(Text(str(verdict.first or verdict.unplaced)), soft_wrap=True)

@@ -1,6 +1,6 @@
 """The ``plait`` command: words and flags in, an exit code out; the work is elsewhere.
 
-    plait train | verify | prove | doctor | bench comm | schedule | checkpoint | chaos | judge
+    plait train | verify | prove | doctor | bench comm | schedule | explain | checkpoint | chaos | judge
 
 Exit codes: 0 done (verify, judge: equal), 1 failed (verify, judge: not equal; prove: refuted; checkpoint: damaged,
 different), 2 bad input; 128 + n for signal n.
@@ -23,6 +23,7 @@ from plait.commands.bench import run_bench
 from plait.commands.chaos import ChaosConfig, run_chaos
 from plait.commands.checkpoint import CheckpointCommand
 from plait.commands.doctor import DoctorConfig, run_doctor
+from plait.commands.explain import ExplainConfig, run_explain
 from plait.commands.judge import JudgeConfig, run_grid, run_judge, run_verify_engine
 from plait.commands.prove import ProveConfig, run_prove
 from plait.commands.schedule import ScheduleCommand
@@ -60,6 +61,7 @@ Command: TypeAlias = (
     | CheckpointCommand
     | ChaosConfig
     | JudgeConfig
+    | ExplainConfig
 )
 
 COMMANDS: dict[str, Any] = {
@@ -69,6 +71,7 @@ COMMANDS: dict[str, Any] = {
     "doctor": DoctorConfig,
     "bench": BenchCommand,
     "schedule": ScheduleCommand,
+    "explain": ExplainConfig,
     "checkpoint": CheckpointCommand,
     "chaos": ChaosConfig,
     "judge": JudgeConfig,
@@ -104,6 +107,8 @@ def run(argv: list[str]) -> int:
             return run_chaos(command)
         case JudgeConfig():
             return run_judge(command)
+        case ExplainConfig():
+            return run_explain(command)
         case ScheduleCommand():
             command.what.run()
             return 0

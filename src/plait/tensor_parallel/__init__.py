@@ -5,6 +5,7 @@
     vocabulary.py          embedding and cross-entropy over a cut vocabulary
     plan.py                from a model and a tensor plan to cuts, sites and siblings
     transformers.py        the tensor plan that a Hugging Face model carries, in our words
+    types.py               how activations lie between modules, shown by ``plait explain``
     pieces.py              a rank's piece of a cut parameter, and the whole from all pieces
     gemm.py                who multiplies fp32 matrices on a CPU
     no_double_backward.py  backwards that can be taken once

@@ -145,6 +145,8 @@ class GivenBatches(Batches):
 def load_job(place: str) -> UserJob:
     """The job that ``FILE.py:NAME`` names: a ``UserJob``, or a function without arguments that returns one.
 
+    A file is run once in a process, as a module is.
+
     Raises:
         ValueError: no such file or name, or something else behind it.
     """
@@ -156,7 +158,7 @@ def load_job(place: str) -> UserJob:
 
 
 def load_name(place: str, what: str, kind: type = object) -> Any:
-    """What ``FILE.py:NAME`` names.  A file is run once in a process, as a module is.
+    """What ``FILE.py:NAME`` names; the file is run.
 
     Args:
         what: the setting, for messages.
@@ -177,7 +179,6 @@ def load_name(place: str, what: str, kind: type = object) -> Any:
     return getattr(module, name)
 
 
-@cache
 def _load_file(path: str, what: str) -> Any:
     read_file(path, f"the {what}")  # a file that nobody has written is refused before Python reads it
     module_name = f"plait_{what}_{Path(path).stem}"

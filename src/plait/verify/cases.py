@@ -13,7 +13,7 @@ a head cannot be parted.
 import math
 import shlex
 from collections.abc import Iterator, Mapping
-from dataclasses import fields, replace
+from dataclasses import asdict, fields, replace
 from itertools import cycle, product
 from typing import Any, Literal
 
@@ -137,7 +137,7 @@ def uneven(num_stages: int) -> str:
 def decoder(mesh: Mesh, row: str, order: str | None, **settings: Any) -> VerifyConfig:
     """The decoder on a mesh, with two microbatches."""
     point = {"model": "gpt", "strategy": row, "schedule": order, "microbatches": 2}
-    return config_of({**point, **vars(mesh), **settings})
+    return config_of({**point, **asdict(mesh), **settings})
 
 
 def every_row_on_every_mesh() -> Iterator[VerifyConfig]:

@@ -13,6 +13,7 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -242,6 +243,7 @@ def check_engine(name: str, model: nn.Module, mesh: Mesh, batch: int, microbatch
         raise ValueError(f"engine {name} has no norm of all stages: give --clip None")
 
 
+@cache
 def find_adapter(name: str) -> Adapter:
     """The adapter of a name, or of ``FILE.py:NAME``; ValueError where there is none."""
     from plait.job.own import load_name

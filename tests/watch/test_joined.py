@@ -1,5 +1,6 @@
 """Under a user's torchrun: the ranks of a host tell what happened to one of them, and nothing is left."""
 
+import contextlib
 import os
 import random
 import signal
@@ -37,8 +38,9 @@ class Torchrun:
 
     def _read(self) -> None:
         assert self.process.stderr is not None
-        for line in self.process.stderr:
-            self.lines.append((time.monotonic(), line.rstrip("\n")))
+        with contextlib.suppress(ValueError):  # the test is over, and has closed it
+            for line in self.process.stderr:
+                self.lines.append((time.monotonic(), line.rstrip("\n")))
 
     def pid(self, rank: int) -> int:
         return int((self.folder / f"rank{rank}.pid").read_text())

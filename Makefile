@@ -2,7 +2,7 @@
 #
 # test          a few cases of everything: minutes
 # test-full     what test leaves out of all pairs of rows, meshes, ...; faults, processes, oracles, documentation, the
-#               small matrix: three times as long
+#               small matrix: five times as long
 # test-nightly  every test there is, full products and the full matrix among them: hours
 # docs          README, guide and the reference of the calls as one site, in build/docs; a warning is an error
 #

@@ -1,5 +1,7 @@
 """The shape of a difference, of whole tensors and of parts."""
 
+import math
+
 import pytest
 import torch
 from torch import Tensor
@@ -28,6 +30,11 @@ def changed(at: tuple[slice, ...], value: float | None = None, times: float | No
             "not finite",
             "not finite in 1 of 30 elements, first at [2, 1]",
         ),
+        (
+            changed((slice(0, 1), slice(0, 2)), math.inf),
+            "not finite",
+            "not finite in 2 of 30 elements, first at [0, 0]",
+        ),
         (changed((slice(3, 6),), times=2.0), "region", "only indices 3 to 5 of 6 of dim 0: 2 times what it should be"),
         (changed((slice(None), slice(4, 5)), 0.0), "region", "only index 4 of 5 of dim 1: zero"),
         (RIGHT[[1, 0, 2, 3, 5, 4]], "permutation", "the slices of dim 0 are in another order: 1, 0, 2, 3, 5, 4"),
@@ -51,6 +58,14 @@ def test_rounding_is_no_difference_where_it_is_allowed() -> None:
     assert describe(near, RIGHT, 1e-5).pattern == "equal"
     assert describe(near, RIGHT).pattern == "noise"
     assert describe(near * 4, RIGHT).pattern == "factor"
+
+
+def test_what_is_not_finite_on_one_side_is_a_difference() -> None:
+    nan, infinite = changed((slice(1, 2), slice(0, 1)), math.nan), changed((slice(1, 2), slice(0, 1)), math.inf)
+    assert describe(nan, nan.clone()).pattern == describe(infinite, infinite.clone()).pattern == "equal"
+    assert "finite, where it should not be, in 1 of 30" in describe(RIGHT, nan).text
+    for ours, theirs in ((RIGHT, infinite), (nan, infinite), (infinite, nan), (-infinite, infinite), (nan, RIGHT)):
+        assert describe(ours, theirs, 1e9).pattern == "not finite"
 
 
 def test_what_should_be_zero() -> None:

@@ -18,7 +18,7 @@ from plait.engine.forward.dropout import DropoutRNG
 from plait.job import optimizer
 from plait.job.job import make_job
 from plait.verify import reference
-from plait.verify.run import judge, references
+from plait.verify.run import judge, placed, references
 
 Patch = pytest.MonkeyPatch
 RICH = replace(GPT, mesh="shard=3", dtype="fp64", weight_decay=0.1, lr_schedule="cosine", warmup=2, clip=0.3)
@@ -124,6 +124,22 @@ def test_a_fault_that_layout_and_replay_share_shows(name: str | None, monkeypatc
         fault(patch)
         job = make_job(config)
         ranks = record(config, job)
-        verdict = judge(job, config, ranks, *references(job, config, ranks))
+        tree, plain = references(job, config, ranks)
+        verdict = judge(job, config, ranks, tree, plain)
     assert [str(f) for f in verdict.tree if not f.bitwise] == []
     assert verdict.word == ("different" if name else "bitwise")
+    told = placed(verdict, job, config, ranks, (tree, plain))
+    assert (told.first is None) == (name is None), "what only plain PyTorch has otherwise is named too"
+
+
+def test_a_wrong_update_in_the_last_step_is_told(monkeypatch: Patch) -> None:
+    config = replace(RICH, steps=1)
+    with monkeypatch.context() as patch:
+        constants("adamw", partial(AdamW, weight_decay=20.0))(patch)
+        job = make_job(replace(config, weight_decay=None))
+        ranks = record(config, job)
+        tree, plain = references(job, replace(config, weight_decay=None), ranks)
+        verdict = judge(job, config, ranks, tree, plain)
+    assert {finding.kind for finding in verdict.plain if not finding.equal} == {"parameter"}
+    told = placed(verdict, job, config, ranks, (tree, plain))
+    assert told.first is not None and (told.first.phase, told.first.step) == ("update", 0)

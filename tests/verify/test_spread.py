@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -13,7 +14,7 @@ from verify_cases import TINY
 from plait.config import VerifyConfig
 from plait.verify.record import RankRecord
 from plait.verify.reference import Record
-from plait.verify.run import judge, references, replay
+from plait.verify.run import judge, placed, references, replay
 from plait.verify.spread import Spread, honest_runs, spread_of
 
 Patch = pytest.MonkeyPatch
@@ -72,6 +73,17 @@ def test_no_honest_run_is_called_a_bug(dtype: str) -> None:
     assert worst < 8, worst
 
 
+def test_a_loss_that_is_no_number_is_no_honest_run() -> None:
+    config = replace(TINY, steps=3)
+    job, nothing = cases.job_of(config), [RankRecord(0, 0)]
+    right = replay(job, config, [replace(nothing[0], norm_pieces=[])])
+    runs = honest_runs(job, config, nothing, 2)
+    rank = as_rank(runs[0])
+    assert spread_of([rank], right, runs, job.dtype).benign
+    lost = replace(rank, losses=[rank.losses[0], math.nan, rank.losses[2]])
+    assert not spread_of([lost], right, runs, job.dtype).benign
+
+
 def test_sixteen_bits_over_a_tensor_axis_are_judged_by_the_spread() -> None:
     config = replace(GPT, dtype="bf16")
     job = cases.job_of(config)
@@ -79,5 +91,8 @@ def test_sixteen_bits_over_a_tensor_axis_are_judged_by_the_spread() -> None:
     verdict = judge(job, config, ranks, *references(job, config, ranks))
     assert verdict.word == "equal" and verdict.spread is not None and verdict.spread.runs == 8
     assert "benign" in str(verdict.spread)
+    assert placed(verdict, job, config, ranks, references(job, config, ranks)) is verdict
     far = replace(verdict, spread=replace(verdict.spread, worst=replace(verdict.spread.worst, gap=1e9)))
     assert far.word == "different" and "a bug" in str(far)
+    told = placed(far, job, config, ranks, references(job, config, ranks))
+    assert told.first is None and "within its tolerance" in told.unplaced

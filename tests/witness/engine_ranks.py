@@ -77,12 +77,17 @@ def summing(job: Job, model: nn.Module, comm: Comm) -> Driven:
     return made._replace(step=step)
 
 
-def rank_main(rank: int, ranks: int, port: int, path: str) -> None:
-    """Runs the cases for so many ranks; rank 0 writes what became of each."""
+def become(rank: int, ranks: int, port: int) -> None:
+    """This process is a rank, as torchrun would say it."""
     warnings.simplefilter("ignore")
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), LOCAL_RANK=str(rank))
     os.environ.update(WORLD_SIZE=str(ranks), LOCAL_WORLD_SIZE=str(ranks))
     torch.set_num_threads(1)
+
+
+def rank_main(rank: int, ranks: int, port: int, path: str) -> None:
+    """Runs the cases for so many ranks; rank 0 writes what became of each."""
+    become(rank, ranks, port)
     found = {}
     for name, case in CASES.items():
         config = config_of(case)

@@ -88,6 +88,8 @@ def run(
     for rank in range(ranks):
         torch.manual_seed(rank if fault == "own weights" else 0)
         models.append(Net().to(dtype))
+    if fault == "lost weights":
+        models[1].up.weight.data[0, 0] = torch.nan
     made = []
     for model in models:
         parameters = list(model.parameters())

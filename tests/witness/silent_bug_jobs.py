@@ -31,7 +31,9 @@ class Small(nn.Module):
         self.gate = nn.Linear(WIDTH, 3)
         self.experts = nn.ModuleList([nn.Linear(WIDTH, WIDTH) for _ in range(3)])
         self.part = slice(0, TIME)
-        self.tied, self.routed = True, True
+        self.routed = True
+        self.of_head: list[Tensor] = []
+        """The tied weight's gradients through the head, forward by forward."""
 
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.embed(tokens)[:, self.part]
@@ -41,7 +43,10 @@ class Small(nn.Module):
             weights = weights.detach()
         y = torch.stack([expert(x) for expert in self.experts], -1)
         x = x + (y * weights[:, :, None, :]).sum(-1)
-        return F.linear(x, self.embed.weight if self.tied else self.embed.weight.detach())
+        head = self.embed.weight * 1
+        if head.requires_grad:
+            head.register_hook(self.of_head.append)
+        return F.linear(x, head)
 
 
 def text(step: int) -> dict[str, Tensor]:

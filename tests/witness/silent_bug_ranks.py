@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import json
-import os
-import warnings
 from dataclasses import asdict
 from pathlib import Path
 
-import torch
+from engine_ranks import become
 from silent_bugs import BUGS, RIGHT
 
 from plait.comm.process import ProcessComm
@@ -18,10 +16,7 @@ from plait.witness.run import run_engine, with_engine
 
 def rank_main(rank: int, ranks: int, port: int, path: str) -> None:
     """Runs them all; rank 0 writes what was said of each."""
-    warnings.simplefilter("ignore")
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), LOCAL_RANK=str(rank))
-    os.environ.update(WORLD_SIZE=str(ranks), LOCAL_WORLD_SIZE=str(ranks))
-    torch.set_num_threads(1)
+    become(rank, ranks, port)
     found = {}
     for bug in (*RIGHT, *BUGS):
         validate(bug.config)

@@ -115,9 +115,24 @@ def weights_become_active_late(job: Job, model: nn.Module, comm: Comm) -> Driven
 
 
 def tied_use_after_the_reduction(job: Job, model: Any, comm: Comm) -> Driven:
-    """The head's gradient of the tied weight comes when the shards have been summed already: one rank's is lost."""
-    model.tied = comm.rank == 0
-    return fsdp2(job, model, comm)
+    """Gradients are reduce-scattered before the two uses of a tied weight are added.  They lie in other partitions, so
+    each rank adds the one use's mean to its own share of the other."""
+    optimizer = job.optimizer(model.parameters())
+    plain = loop(job, model, optimizer, comm.mesh.size)
+
+    def sums(*call: Any) -> None:
+        head = torch.stack(model.of_head).sum(0)
+        model.of_head.clear()
+        uses = (model.embed.weight.grad - head, head)
+        means = [use.clone() for use in uses]
+        rest = [p.grad for name, p in model.named_parameters() if name != "embed.weight"]
+        for gradient in (*means, *rest):
+            dist.all_reduce(gradient)
+            gradient.div_(comm.mesh.size)
+        model.embed.weight.grad.copy_(uses[comm.rank] + means[1 - comm.rank])
+
+    optimizer.register_step_pre_hook(sums)
+    return Driven(model, optimizer, plain)
 
 
 def clipped_by_the_local_norm(job: Job, model: nn.Module, comm: Comm) -> Driven:

@@ -58,6 +58,9 @@ def test_the_engine_of_the_guide_is_the_example() -> None:
             "engine ddp has no tensor axis: give --mesh",
         ),
         (["ddp", "--dropout", "0", "--strategy", "zero1"], "strategy 'zero1' beside engine"),
+        (["ddp", "--dropout", "0", "--recompute", "full"], "recompute 'full' beside engine"),
+        (["ddp", "--dropout", "0", "--spread", "3"], "spread 3 beside engine"),
+        (["ddp", "--dropout", "0", "--schedule", "zbv"], "beside engine"),
         (["ddp", "--dropout", "0", "--dtype", "bf16"], "dtype bf16 beside engine"),
         (["torch-pipelining", "--dropout", "0", "--mesh", "pipe=2"], "a copy of a tied weight"),
         (

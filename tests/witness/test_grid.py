@@ -9,7 +9,7 @@ import pytest
 
 from plait.commands.main import main
 from plait.core.mesh import Mesh
-from plait.witness.grid import cells_up_to, growth
+from plait.witness.grid import cells_up_to, growth, told_factor
 
 
 def test_the_layouts_of_a_grid_begin_with_one_rank() -> None:
@@ -40,6 +40,11 @@ def test_how_a_factor_grows(law: Callable[[int, int], float | None], says: str) 
     cells = cells_up_to(Mesh.parse("shard=3"), 2)
     found = growth(cells, [law(cell.sizes["shard"], cell.sizes["microbatches"]) for cell in cells])
     assert (says in found) if says else not found, found
+
+
+def test_what_is_wrong_by_a_factor_of_one_is_wrong() -> None:
+    assert told_factor(None, equal=True) == 1.0 and told_factor(2.0, equal=False) == 2.0
+    assert told_factor(1.0, equal=False) is None and told_factor(None, equal=False) is None
 
 
 def test_a_wrong_engine_on_every_layout(capsys: pytest.CaptureFixture[str]) -> None:

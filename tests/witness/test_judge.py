@@ -59,6 +59,7 @@ FAULTS = [
     ("left out", {}, 0, "options", 0.0, "no optimizer has it"),
     ("rate", {}, 1, "options", 0.5, "another schedule"),
     ("own weights", {}, 0, "initial", None, "each rank made its own weights"),
+    ("lost weights", {}, 0, "initial", None, "each rank made its own weights"),
     ("told", {"told": True}, 0, "loss", 3.0, "the loss that is reported"),
 ]
 

@@ -6,11 +6,12 @@ import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from loops import run, the_job
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from plait.commands.main import main
 from plait.witness.judge import judge
@@ -96,6 +97,29 @@ def read(path: Path, step: int) -> str:
     data = path.read_bytes()
     told = json.loads(json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])["__metadata__"]["plait"])
     return json.dumps({**told, "step": step})
+
+
+JUNK: list[Any] = [None, True, -1, 7, 1e308, "x", [], ["x"], [[]], [None], [{}], [[7]], {}, {"x": 1}]
+
+
+@pytest.mark.parametrize("key", ["step", "calls", "losses", "late", "stepped", "options"])
+def test_what_a_step_tells_is_of_its_kind_or_refused(witnessed: Path, tmp_path: Path, key: str) -> None:
+    folder = tmp_path / "w"
+    shutil.copytree(witnessed, folder)
+    file = folder / "rank-00001/step-000001.safetensors"
+    tensors, about, right = load_file(file), json.loads(read(file, 1)), the_job()
+    refused = 0
+    for junk in JUNK:
+        save_file(tensors, file, {"plait": json.dumps({**about, key: junk})})
+        try:
+            judge(right, folder)
+        except ValueError as error:
+            refused += "damaged" in str(error)
+    assert refused >= 9, "most of it is of no kind that a witness writes"
+    del about[key]
+    save_file(tensors, file, {"plait": json.dumps(about)})
+    with pytest.raises(ValueError, match="damaged"):
+        judge(right, folder)
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from plait.job.job import make_job
 from plait.launch import launch
 from plait.report.screen import screen
 from plait.verify.run import write_json
-from plait.witness.grid import MICROBATCHES, cells_up_to, growth
+from plait.witness.grid import MICROBATCHES, cells_up_to, growth, told_factor
 from plait.witness.judge import judge
 from plait.witness.judgement import Judgement
 from plait.witness.run import run_engine, with_engine
@@ -82,7 +82,7 @@ def run_grid(config: VerifyConfig, argv: Sequence[str]) -> int:
                 return code or 1
             found.append(json.loads(read_text(place, "a judgement")))
             place.unlink()
-    law = growth(cells, [1.0 if one["equal"] else one["factor"] for one in found])
+    law = growth(cells, [told_factor(one["factor"], equal=one["equal"]) for one in found])
     if law:
         first = next(one for one in found if not one["equal"])
         law = f"{first['phase']} {first['name']}".strip() + f": {law}"
@@ -90,7 +90,7 @@ def run_grid(config: VerifyConfig, argv: Sequence[str]) -> int:
         rows = [{"layout": str(cell), **one} for cell, one in zip(cells, found, strict=True)]
         write_json(config.json, {"layouts": rows, "growth": law})
     console.print(law or f"equal on {len(cells)} layouts")
-    return 1 if law else 0
+    return 0 if all(one["equal"] for one in found) else 1
 
 
 def told(judgement: Judgement, place: str | None) -> int:

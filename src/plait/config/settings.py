@@ -25,7 +25,7 @@ from plait.job.job import Job
 from plait.schedule.pipeline import Pipeline
 
 Section = TypeVar("Section")
-Job_ = TypeVar("Job_", bound=JobConfig)
+AnyJob = TypeVar("AnyJob", bound=JobConfig)
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class RunConfig(JobConfig, LayoutConfig, MachineConfig, FileConfig):
         return replace(self.parallelism, split=sizes)
 
 
-def with_job(config: Job_) -> Job_:
+def with_job(config: AnyJob) -> AnyJob:
     """A config whose job is the user's own, with what that decides: the samples of a step and the learning rate.
     ValueError for another setting of what the job decides."""
     if config.job is None:

@@ -58,9 +58,10 @@ def describe(ours: Tensor, theirs: Tensor, within: float = 0.0) -> Discrepancy:
     if ours.shape != theirs.shape:
         return Discrepancy("shape", math.inf, math.inf, text=f"{_size(ours)} instead of {_size(theirs)}")
     a, b = ours.detach().double(), theirs.detach().double()
-    odd = ~a.isfinite() & b.isfinite()
+    odd = ~(a.isfinite() & b.isfinite()) & (a != b) & ~(a.isnan() & b.isnan())
     if odd.any():
-        text = f"not finite in {int(odd.sum())} of {a.numel()} elements, first at {_first(odd)}"
+        which = "not finite" if (odd & ~a.isfinite()).any() else "finite, where it should not be,"
+        text = f"{which} in {int(odd.sum())} of {a.numel()} elements, first at {_first(odd)}"
         return Discrepancy("not finite", math.inf, math.inf, text=text)
     gap = (a - b).nan_to_num(0.0).abs()
     most = gap.max().item() if gap.numel() else 0.0

@@ -8,6 +8,7 @@
 The earliest difference is the fault's place, for all that comes before it is right.
 """
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -19,7 +20,7 @@ from plait.core.additions import additions
 from plait.job.job import Job
 from plait.referee.difference import Discrepancy, describe
 from plait.referee.wrong import FirstWrong, cause_of_norm
-from plait.verify.compare import BITWISE, against_tree, asked, full_batch, same_run
+from plait.verify.compare import BITWISE, against_tree, asked, find, full_batch, same_run
 from plait.verify.ends import first_clipped, first_in_norm, first_in_sums, first_published, first_updated
 from plait.verify.passes import first_in_passes
 from plait.verify.record import RankRecord
@@ -65,6 +66,11 @@ def locate_in_plain(config: RunConfig, ranks: Sequence[RankRecord], plain: Recor
             owned = [sum(_square(r, p, plain) for p in r.norm_pieces) for r in ranks] if step == 0 else []
             why = cause_of_norm(norm or 0.0, plain.norms[step] or 0.0, owned)
             return FirstWrong(step, "norm", "", (), len(ranks), found, cause=f"{why}; {SHARED}")
+    last = len(first.losses) - 1
+    for name, value in first.parameters.items():
+        right = plain.parameters.get(name, value)
+        if not find("parameter", name, value, right, within.parameter, within.length).equal:
+            return FirstWrong(last, "update", name, (), len(ranks), describe(value, right), cause=SHARED)
     return None
 
 
@@ -109,14 +115,15 @@ def search(
 
 def first_step(config: RunConfig, ranks: Sequence[RankRecord], reference: Record) -> int:
     """The first step, from 0, in which a loss, gradient or norm is not what was asked; the last one if none is."""
-    last = len(reference.losses) - 1
-    for step in range(last):
+    within = asked(config)
+
+    def differs(step: int) -> bool:  # in this step, or before it
         lists = reference.losses, reference.microbatch_losses, reference.gradients, reference.norms
         until = Record(*(one[: step + 1] for one in lists))  # type: ignore[arg-type]
-        findings = against_tree([_until(record, step) for record in ranks], until, asked(config))
-        if not all(finding.equal for finding in findings):
-            return step
-    return last
+        findings = against_tree([_until(record, step) for record in ranks], until, within)
+        return not all(finding.equal for finding in findings)
+
+    return bisect_left(range(len(reference.losses) - 1), True, key=differs)
 
 
 def _until(record: RankRecord, step: int) -> RankRecord:

@@ -100,7 +100,7 @@ def replay(
     return run(job, *layout, clip=config.clip, norm_pieces=pieces, ties=ranks[0].ties, **options)
 
 
-def judge(job: Job, config: RunConfig, ranks: Sequence[RankRecord], tree: Record, plain: Record) -> Verdict:
+def judge(job: Job, config: VerifyConfig, ranks: Sequence[RankRecord], tree: Record, plain: Record) -> Verdict:
     """Compare the ranks' records with both references."""
     return Verdict(
         f"{config.row.name} on {config.parsed_mesh}, microbatches per rank: {config.microbatches}",
@@ -113,10 +113,10 @@ def judge(job: Job, config: RunConfig, ranks: Sequence[RankRecord], tree: Record
     )
 
 
-def _spread(job: Job, config: RunConfig, ranks: Sequence[RankRecord], tree: Record) -> Spread | None:
+def _spread(job: Job, config: VerifyConfig, ranks: Sequence[RankRecord], tree: Record) -> Spread | None:
     """How a layout lies among honest runs, where that is asked for."""
     needed = RUNS if config.parsed_mesh.tensor > 1 and job.dtype.itemsize == 2 else 0
-    runs = needed if not isinstance(config, VerifyConfig) or config.spread is None else config.spread
+    runs = needed if config.spread is None else config.spread
     return spread_of(ranks, tree, honest_runs(job, config, ranks, runs), job.dtype) if runs else None
 
 
@@ -146,6 +146,10 @@ def verify(job: UserJob, mesh: str = "shard=2", strategy: str = "zero3", **setti
     return placed(judge(made, config, ranks, tree, plain), made, config, ranks, (tree, plain))
 
 
+WITHIN_TOLERANCE = (
+    "every tensor is within its tolerance, so there is no first wrong one to tell: with --dtype fp64 rounding is "
+    "smaller by nine digits, and a fault is not"
+)
 RIGHT_THIS_TIME = (
     "the layout ran again among threads of one process, and all was right there: look at the world (its collectives, "
     "its processes), or for what is not the same in each run"
@@ -159,7 +163,9 @@ def placed(
     tree, plain = references
     if not config.locate or verdict.within:
         return verdict
-    if all(f.equal for f in verdict.tree) and not all(f.equal for f in verdict.plain):
+    if all(f.equal for f in (*verdict.tree, *verdict.plain)):
+        return replace(verdict, unplaced=WITHIN_TOLERANCE)
+    if all(f.equal for f in verdict.tree):
         return replace(verdict, first=locate_in_plain(config, ranks, plain))
     if config.device != "cpu":
         return replace(verdict, unplaced="the first wrong tensor is looked for on CPUs only")

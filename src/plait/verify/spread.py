@@ -45,6 +45,8 @@ class Outside:
     @property
     def times(self) -> float:
         """The gap in spreads."""
+        if math.isnan(self.gap):
+            return math.inf
         return self.gap / self.spread if self.spread else (math.inf if self.gap else 0.0)
 
 

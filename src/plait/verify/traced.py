@@ -110,7 +110,7 @@ def trace_layout(job: Job, config: RunConfig, window: Sequence[int]) -> list[Ran
 
     def train(comm: Comm) -> RankTrace:
         tracer = LayoutTracer(comm, window)
-        engine, scheduler = job.engine(comm, config.parallelism, clip=config.clip, listener=tracer)
+        engine, scheduler = job.engine(comm, config.measured(job, comm), clip=config.clip, listener=tracer)
         tracer.attach(engine)
         place = tracer.trace.data_rank, comm.mesh.data_size, config.microbatches, str(comm.device)
         for step in range(window[-1] + 1):

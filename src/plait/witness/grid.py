@@ -67,6 +67,14 @@ def growth(cells: Sequence[GridCell], factors: Sequence[float | None]) -> str:
     return f"the factor is {told}: it follows no product of the sizes"
 
 
+def told_factor(factor: float | None, *, equal: bool) -> float | None:
+    """What a cell has to say of growth: 1 where it is equal, and None where it is different without a factor; what
+    counts some samples once, and others not, has no factor of the whole."""
+    if equal:
+        return 1.0
+    return None if factor is None or abs(factor - 1) <= NEAR else factor
+
+
 def _below(size: int) -> list[int]:
     return [n for n in range(1, size + 1) if size <= FEW or size % n == 0]
 

@@ -15,7 +15,6 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from plait.core.layout import Region
 from plait.engine.step import num_samples
 from plait.job.config import JobConfig
 from plait.job.job import Job, make_job
@@ -257,10 +256,6 @@ def check_same_job(witnessed: Witnessed, replay: Replay) -> None:
         if not filled.all():
             missing = int((~filled).sum())
             raise ValueError(f"{where}: {missing} of the {filled.numel()} elements of {name!r} are on no rank")
-
-
-def _inside(region: Region, shape: tuple[int, ...]) -> bool:
-    return all(0 <= start <= stop <= size for (start, stop), size in zip(region, shape, strict=True))
 
 
 def _given(run: RankRun, name: str, step: RankStep) -> bool:

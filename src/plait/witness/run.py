@@ -6,12 +6,13 @@ rank 0         judge(job, folder)
 
 import shutil
 import tempfile
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 
 from plait.comm.agree import broadcast_text, check_together
 from plait.comm.base import NO_NOTE, Comm
 from plait.config import VerifyConfig
+from plait.config.layout import LayoutConfig
 from plait.core.mesh import AXES
 from plait.engine.state.init import materialise
 from plait.engine.step import whole_count
@@ -30,13 +31,20 @@ def with_engine(config: VerifyConfig) -> VerifyConfig:
         raise ValueError(f"engine {config.engine!r} beside matrix, which is of plait's layouts: leave one of them out")
     if config.dtype not in ("fp32", "fp64"):
         raise ValueError(f"dtype {config.dtype} beside engine: give fp32 or fp64, in which a difference is no rounding")
-    if config.strategy != VerifyConfig.strategy:
-        raise ValueError(f"strategy {config.strategy!r} beside engine, which has its own: leave one of them out")
+    for name in ours():
+        if (value := getattr(config, name)) != getattr(VerifyConfig, name):
+            raise ValueError(f"{name} {value!r} beside engine, which has its own ways: leave one of them out")
     model = build_model(config)
     check_replayable(model)
     check_engine(config.engine, model, config.parsed_mesh, config.batch, config.microbatches, config.clip)
     find_adapter(config.engine)
     return replace(config, world="process", device="cpu")
+
+
+def ours() -> list[str]:
+    """The settings that say how plait's own engine works, and how it is judged."""
+    layout = [field.name for field in fields(LayoutConfig) if field.name != "microbatches"]
+    return [*layout, "gemm", "compile", "locate", "spread", "tensors"]
 
 
 def run_engine(config: VerifyConfig, comm: Comm) -> Judgement | None:

@@ -6,7 +6,7 @@ steps           read one at a time, as they are judged; as many as every rank ha
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -78,13 +78,10 @@ class RankRun:
         """A step; ValueError for a damaged file."""
         path = step_file(self.place, number)
         about, tensors = _read(path)
-        wanted = {"step": int, "calls": list, "losses": list, "late": list, "stepped": list, "options": list}
-        if any(not isinstance(about.get(name), kind) for name, kind in wanted.items()) or about["step"] != number:
+        groups = [piece.group for piece in self.pieces if piece.group is not None]
+        if about.get("step") != number or not _is_step(about, groups):
             raise _damaged(path, "it is no step of a witness")
-        for name, tensor in tensors.items():
-            own = self.regions.get(name.partition("/")[2])
-            if own is None or tuple(tensor.shape) != tuple(stop - start for start, stop in own):
-                raise _damaged(path, f"its {name[:80]!r} is no piece that this rank has")
+        _check_pieces(path, tensors, self.regions)
         return RankStep(about, tensors)
 
 
@@ -163,7 +160,37 @@ def _run(place: Path, rank: int) -> RankRun:
         raise _damaged(path, f"it says {ranks} ranks")
     last = path.with_name("end.safetensors")
     end = RankStep(*_read(last)) if last.exists() else None
+    if end is not None:
+        if not _numbers(end.about.get("late", [])):
+            raise _damaged(last, "it is no end of a witness")
+        _check_pieces(last, end.tensors, {piece.name: piece.region for piece in pieces})
     return RankRun(rank, ranks, inputs, path.parent, pieces, tensors, end)
+
+
+def _is_step(about: Mapping[str, Any], groups: Iterable[tuple[int, int]]) -> bool:
+    """Whether what is told of a step is of the kinds that a witness tells, for these groups of its optimizers."""
+    calls, stepped, options = (about.get(name) for name in ("calls", "stepped", "options"))
+    if not isinstance(calls, list) or not isinstance(stepped, list) or not isinstance(options, list):
+        return False
+    if not all(c is None or (isinstance(c, list) and all(isinstance(row, str) for row in c)) for c in calls):
+        return False
+    if not all(type(number) is int and 0 <= number < len(options) for number in stepped):
+        return False
+    if not all(isinstance(own, list) and all(isinstance(group, dict) for group in own) for own in options):
+        return False
+    there = all(0 <= j < len(options[i]) for i, j in groups if i in stepped)
+    return there and _numbers(about.get("losses")) and _numbers(about.get("late"))
+
+
+def _numbers(values: Any) -> bool:
+    return isinstance(values, list) and all(isinstance(value, int | float) for value in values)
+
+
+def _check_pieces(path: Path, tensors: Mapping[str, Tensor], regions: Mapping[str, Region]) -> None:
+    for name, tensor in tensors.items():
+        own = regions.get(name.partition("/")[2])
+        if own is None or tuple(tensor.shape) != tuple(stop - start for start, stop in own):
+            raise _damaged(path, f"its {name[:80]!r} is no piece that this rank has")
 
 
 def _pieces(told: Any, tensors: Mapping[str, Tensor]) -> Iterator[Piece]:

@@ -170,7 +170,7 @@ def judge_replicas(number: int, witnessed: Witnessed, pieces: Sequence[Mapping[s
             place = slices(run.regions[name])
             both = owner[name][place] >= 0
             gap = largest(torch.where(both, value.double() - first[name][place], 0.0))
-            if gap > last_bits(value.dtype, largest(value)):
+            if not gap <= last_bits(value.dtype, largest(value)):  # NaN is none
                 other = int(owner[name][place][both].min())
                 cause = "each rank made its own weights: seed them alike, or send rank 0's"
                 text = (

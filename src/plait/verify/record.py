@@ -143,7 +143,7 @@ def predict(engine: Engine, job: Job, batches: Sequence[Any]) -> tuple[Entry, ..
     entries: list[Entry] = []
     plans = {}
     for number, stage in engine.stages.items():
-        sites, sequence = stage.parallel.sites, stage.axis.sequence
+        sequence = stage.axis.sequence
         if job.width:
             rows = [math.prod((s[0], _part(stage, s[1])) if sequence else s) for s in leading]
             received, handed = (tuple(n * width * itemsize for n in rows) for width in _widths(stage, job.width))
@@ -151,7 +151,9 @@ def predict(engine: Engine, job: Job, batches: Sequence[Any]) -> tuple[Entry, ..
             size_of = engine.runtime.p2p.bytes_handed
             received, handed = (tuple(size_of(number + i, batch) for batch in batches) for i in (-1, 0))
         plans[number] = StageTraffic(stage.layouts(), handed, received)
-        entries += predict_tensor(sites, leading, comm.mesh, itemsize, sequence=sequence, twice=stage.blocks)
+        if comm.mesh.tensor > 1:
+            passing = [job.passing(batch, stage.parallel) for batch in batches]
+            entries += predict_tensor(passing, comm.mesh, itemsize, sequence=sequence, twice=stage.blocks)
     tied = [
         TiedTraffic(edge.name, tuple(engine.pipeline.owner[s] for s in edge.stages), engine.ties.bytes_owned(edge))
         for edge in engine.ties.edges

@@ -19,7 +19,7 @@ from plait.engine import Engine
 from plait.job.job import Job, make_job
 from plait.plan.cost import differences
 from plait.plan.tensor import predict_tensor
-from plait.tensor_parallel import parallel_plan
+from plait.tensor_parallel import parallel_plan, passing
 from plait.tensor_parallel.passing import PassingOf
 from plait.verify.record import predict
 
@@ -195,3 +195,17 @@ def test_a_forward_shows_what_our_own_families_say(model: str, sequence: bool) -
     assert seen is not None
     one, other = (predict_tensor([p], Mesh(tensor=2), 4, sequence=sequence) for p in (seen, said))
     assert one == other
+
+
+@pytest.mark.parametrize("name", ["patches", "frozen", "labels", "two streams"])
+def test_a_large_model_shows_it_on_fake_tensors(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the two streams one is asked for a value, so the model runs as it is."""
+    job = job_of(name, "tensor=2")
+    (batch,), parallel = job.microbatches(0, 0, 1, 1), parallel_plan(job.build(), 2)
+    small, large = PassingOf(job.build, job.loss_fn), PassingOf(job.build, job.loss_fn)
+    right = small(batch, parallel)
+    monkeypatch.setattr(passing, "SMALL", 0)
+    real = passing.PassingOf._real_run
+    ran: list[bool] = []
+    monkeypatch.setattr(passing.PassingOf, "_real_run", lambda *args: ran.append(True) or real(*args))
+    assert large(batch, parallel) == right is not None and bool(ran) is (name == "two streams")

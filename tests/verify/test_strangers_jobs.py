@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -22,14 +22,21 @@ class Attention(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.query, self.key, self.value = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.query, self.key, self.value, self.output = (nn.Linear(WIDTH, WIDTH) for _ in range(4))
 
     def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = x + F.scaled_dot_product_attention(self.query(x), self.key(x), self.value(x))
+        """Three heads of four."""
+        heads = [layer(x).unflatten(-1, (-1, 4)).transpose(1, 2) for layer in (self.query, self.key, self.value)]
+        y: Tensor = x + self.output(F.scaled_dot_product_attention(*heads).transpose(1, 2).flatten(-2))
         return y
 
 
 class Encoder(nn.Module):
+    tensor_plan: ClassVar = {
+        **{f"blocks.*.{name}": "column by 4" for name in ("query", "key", "value")},
+        "blocks.*.output": "row",
+    }
+
     def __init__(self, *, times: int = 1) -> None:
         super().__init__()
         self.embed, self.blocks = nn.Linear(3, WIDTH), nn.ModuleList([Attention(), Attention()])
@@ -66,13 +73,14 @@ JOB = plait.UserJob(Encoder, loss_sum, batch)
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "fp64", "bf16"])
-def test_a_gradient_that_is_rounding_alone_is_no_difference(dtype: str) -> None:
-    verdict = plait.verify(JOB, "shard=3", "zero3", dtype=dtype, steps=3)
-    assert verdict.word == "bitwise", verdict
+@pytest.mark.parametrize("mesh", ["shard=3", "tensor=3"])
+def test_a_gradient_that_is_rounding_alone_is_no_difference(mesh: str, dtype: str) -> None:
+    verdict = plait.verify(JOB, mesh, "zero3", dtype=dtype, steps=3)
+    assert verdict.word == ("bitwise" if mesh == "shard=3" else "equal"), verdict
     excused = [f for f in verdict.plain if f.asked == "8 spreads"]
     assert {f.name.split("[")[0] for f in excused if f.kind == "gradient"} <= {f"blocks.{i}.key.bias" for i in (0, 1)}
     assert excused or dtype == "bf16"
-    assert plait.verify(JOB, "shard=3", "zero3", dtype=dtype, steps=3, spread=0).equal is not bool(excused)
+    assert plait.verify(JOB, mesh, "zero3", dtype=dtype, steps=3, spread=0).equal is not bool(excused)
 
 
 def test_a_gradient_of_rounding_that_is_more_than_rounding_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

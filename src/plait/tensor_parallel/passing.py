@@ -1,10 +1,10 @@
 """What passes the sites of a plan, seen in a forward of the plain model.
 
 How large a message over the tensor axis is depends on what comes to its site: tokens, patches of an image, the stream
-of an encoder or a decoder.  A batch does not say so, but a forward does, and it needs no values: on fake tensors it
-costs neither memory nor products.  Code that asks for a value (``mask.all()``) runs with the values there are.
+of an encoder or a decoder.  A batch does not say so, but a forward does.  A small model runs as it is; of a large one,
+or one without values yet, fake tensors have the shapes, and cost neither memory nor products.
 
-    fake model ── hooks on what the plan names ──►  {Site: (Passing(shape, trains), ...)}  ──►  plan.predict_tensor
+    plain model ── hooks on what the plan names ──►  {Site: (Passing(shape, trains), ...)}  ──►  plan.predict_tensor
 
 What siblings read enters once, so a site has as many activations as its siblings read different ones.
 """
@@ -28,6 +28,9 @@ from plait.tensor_parallel.plan import Parallel, site_of
 OF_OUTPUTS = ("leave", "sum", "gather")
 """Sites of what a module returns; all others are of what it reads."""
 
+SMALL = 1 << 26
+"""Parameters up to which products take less time than the bookkeeping of fake tensors."""
+
 
 class PassingOf:
     """What passes the sites of a plan when a job's model runs a batch; remembered by the shapes in the batch.
@@ -40,34 +43,35 @@ class PassingOf:
     def __init__(self, build: Callable[[], nn.Module], loss_fn: Callable[[nn.Module, Any], Tensor]) -> None:
         self._build, self._loss_fn = build, loss_fn
         self._mode = FakeTensorMode(allow_non_fake_inputs=True)
-        self._fake: nn.Module | None = None
         self._one_at_a_time = Lock()  # ranks may be threads that have one job
         self._known: dict[Hashable, Passings | None] = {}
 
     def __call__(self, batch: Any, parallel: Parallel) -> Passings | None:
-        """None: neither fake tensors nor the values there are come through the forward."""
+        """None: neither the values there are nor fake tensors come through the forward."""
         sizes = tuple((tuple(x.shape), x.dtype) if isinstance(x, Tensor) else repr(x) for x in tree_leaves(batch))
         key = sizes, parallel.sites, tuple(parallel.styles.items())
         with self._one_at_a_time:
             if key not in self._known:
                 self._known[key] = None
                 with suppress(Exception):  # with values, the engine's own forward says what is wrong
-                    found = self._fake_run(batch, parallel)
-                    self._known[key] = self._real_run(batch, parallel) if found is None else found
+                    self._known[key] = self._look(batch, parallel)
             return self._known[key]
 
-    def _fake_run(self, batch: Any, parallel: Parallel) -> Passings | None:
-        model = self._fake or self._build()
+    def _look(self, batch: Any, parallel: Parallel) -> Passings | None:
+        model = self._build()
+        valued = not any(parameter.is_meta for parameter in model.parameters())
+        if valued and sum(parameter.numel() for parameter in model.parameters()) <= SMALL:
+            return self._real_run(model, batch, parallel)
+        found = self._fake_run(model, batch, parallel)
+        return self._real_run(self._build(), batch, parallel) if valued and found is None else found
+
+    def _fake_run(self, model: nn.Module, batch: Any, parallel: Parallel) -> Passings | None:
         with suppress(DataDependentOutputException, DynamicOutputShapeException), self._mode:
-            self._fake = self._fake or _faked(model)
             moved = tree_map(lambda x: _like(x) if isinstance(x, Tensor) else x, batch)
-            return passings(self._fake, self._loss_fn, moved, parallel)
+            return passings(_faked(model), self._loss_fn, moved, parallel)
         return None
 
-    def _real_run(self, batch: Any, parallel: Parallel) -> Passings | None:
-        model = self._build()
-        if any(parameter.is_meta for parameter in model.parameters()):
-            return None
+    def _real_run(self, model: nn.Module, batch: Any, parallel: Parallel) -> Passings:
         with torch.random.fork_rng(devices=[]):
             moved = tree_map(lambda x: x.cpu() if isinstance(x, Tensor) else x, batch)
             return passings(model, self._loss_fn, moved, parallel)

@@ -164,13 +164,18 @@ def same_run(record: PlacedOnTensorAxis, whole: Tensor, piece: Piece) -> Tensor:
     return whole.reshape(-1)[start:stop]
 
 
-def against_tree(ranks: Sequence[RankRecord], reference: Record, asked: Measures = BITWISE) -> list[Finding]:
-    """Every rank's record against the replay of the layout's own tree: all of it bitwise, or within ``asked``."""
-    compared = [finding for record in ranks for finding in _against_tree(record, reference, asked)]
+def against_tree(
+    ranks: Sequence[RankRecord], reference: Record, asked: Measures = BITWISE, honest: HonestRuns | None = None
+) -> list[Finding]:
+    """Every rank's record against the replay of the layout's own tree: all of it bitwise, or within ``asked``, but for
+    what ``honest`` runs excuse: gradients, the parameters and states that they have made."""
+    compared = [finding for record in ranks for finding in _against_tree(record, reference, asked, honest)]
     return [*compared, *_missing(ranks, reference)]
 
 
-def _against_tree(record: RankRecord, reference: Record, asked: Measures) -> Iterator[Finding]:
+def _against_tree(
+    record: RankRecord, reference: Record, asked: Measures, honest: HonestRuns | None
+) -> Iterator[Finding]:
     at = f"rank {record.rank}"
     for step, (loss, single) in enumerate(zip(record.losses, reference.losses, strict=False)):
         now, bound = f"step {reference.first + step + 1}", asked.drift if step else asked.rounding
@@ -186,17 +191,20 @@ def _against_tree(record: RankRecord, reference: Record, asked: Measures) -> Ite
             if gradient is None:
                 yield incomparable("gradient", f"{label} (none expected)")
             elif step == 0 or asked == BITWISE:  # later gradients belong to parameters that differ
-                yield find("gradient", label, ours, same_run(record, gradient, piece), asked.rounding, whole=gradient)
+                spread, right = honest.gradient(step, piece[0]) if honest else 0.0, same_run(record, gradient, piece)
+                yield find("gradient", label, ours, right, asked.rounding, whole=gradient, spread=spread)
     for name, value in record.parameters.items():
         whole = reference.parameters.get(name, reference.buffers.get(name))
         if whole is not None:
-            yield find("parameter", f"{name}, {at}", value, whole, asked.parameter, asked.length)
+            spread = honest.parameter(name) if honest and name in reference.parameters else 0.0
+            yield find("parameter", f"{name}, {at}", value, whole, asked.parameter, asked.length, spread=spread)
     for piece, state in record.state.items():
         for key, value in state.items():
             whole = reference.state[piece[0]].get(key, torch.empty(0)).reshape(-1)
             by_element = len(whole) == reference.parameters[piece[0]].numel()
             theirs = same_run(record, whole, piece) if by_element else whole
-            yield find("optimizer", f"{key} of {_label(piece)}, {at}", value, theirs, asked.drift, whole=whole)
+            label, spread = f"{key} of {_label(piece)}, {at}", honest.state(piece[0], key) if honest else 0.0
+            yield find("optimizer", label, value, theirs, asked.drift, whole=whole, spread=spread)
 
 
 def label_of(piece: Piece, step: int, rank: int) -> str:

@@ -48,6 +48,11 @@ class HonestRuns:
         """The spread of a parameter after the last step."""
         return self._of_tensor([run.parameters[name] for run in self.runs], self.replay.parameters[name])
 
+    def state(self, name: str, key: str) -> float:
+        """The spread of what the optimizer keeps of a parameter; 0 where the replay's keeps nothing."""
+        whole = self.replay.state.get(name, {}).get(key)
+        return 0.0 if whole is None else self._of_tensor([run.state[name][key] for run in self.runs], whole)
+
     def _of_number(self, values: Sequence[float | None], exact: float | None) -> float:
         if exact is None:
             return math.inf

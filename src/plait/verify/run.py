@@ -10,7 +10,6 @@ import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -30,6 +29,7 @@ from plait.job.own import UserJob
 from plait.referee.wrong import FirstWrong
 from plait.report.screen import screen
 from plait.verify.compare import BITWISE, Finding, against_plain, against_tree, asked, full_batch
+from plait.verify.honest import HonestRuns
 from plait.verify.locate import locate, locate_in_plain
 from plait.verify.plain import run_plain
 from plait.verify.record import RankRecord, collect_records, record_run
@@ -108,12 +108,10 @@ def judge(job: Job, config: VerifyConfig, ranks: Sequence[RankRecord], tree: Rec
     needed = RUNS if config.parsed_mesh.tensor > 1 and job.dtype.itemsize == 2 else 0
     runs = needed if config.spread is None else config.spread
     honest = honest_runs(job, config, ranks, tree, runs) if runs else None
-    of_tree = tuple(against_tree(ranks, tree, asked(config)))
-    against = partial(against_plain, ranks, plain, full_batch(config), may_skip=job.dtype == torch.float16)
-    of_plain = tuple(against())
-    unequal = [f for f in of_plain if not f.equal]
-    if unequal and unequal[0] is not of_plain[0] and all(f.equal for f in of_tree) and config.spread != 0:
-        of_plain = tuple(against(honest=honest or honest_runs(job, config, ranks, tree)))
+    of_tree, of_plain = _findings(job, config, ranks, tree, plain, None)
+    if _may_be_rounding(config, of_tree, of_plain):
+        excusing = honest or honest_runs(job, config, ranks, tree)
+        of_tree, of_plain = _findings(job, config, ranks, tree, plain, excusing)
     return Verdict(
         f"{config.row.name} on {config.parsed_mesh}, microbatches per rank: {config.microbatches}",
         of_tree,
@@ -124,6 +122,23 @@ def judge(job: Job, config: VerifyConfig, ranks: Sequence[RankRecord], tree: Rec
         {name: runs for r in ranks for name, runs in r.irregular.items()},
         spread_of(ranks, honest) if honest else None,
     )
+
+
+def _findings(
+    job: Job, config: VerifyConfig, ranks: Sequence[RankRecord], tree: Record, plain: Record, honest: HonestRuns | None
+) -> tuple[tuple[Finding, ...], tuple[Finding, ...]]:
+    """Against the layout's own tree, and against plain full-batch steps."""
+    within, may_skip = asked(config), job.dtype == torch.float16
+    of_tree = against_tree(ranks, tree, within, None if within == BITWISE else honest)
+    return tuple(of_tree), tuple(against_plain(ranks, plain, full_batch(config), may_skip=may_skip, honest=honest))
+
+
+def _may_be_rounding(config: VerifyConfig, of_tree: Sequence[Finding], of_plain: Sequence[Finding]) -> bool:
+    """Whether honest runs could explain what is not equal: neither the first loss, nor what has to be the same bits."""
+    unequal = [f for f in (*of_tree, *of_plain) if not f.equal]
+    bits = asked(config) == BITWISE and not all(f.equal for f in of_tree)
+    first = [f for findings in (of_tree, of_plain) for f in findings[:1]]
+    return bool(unequal) and config.spread != 0 and not bits and all(f.equal for f in first)
 
 
 def verify(job: UserJob, mesh: str = "shard=2", strategy: str = "zero3", **settings: Any) -> Verdict:

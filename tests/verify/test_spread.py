@@ -14,7 +14,7 @@ from verify_cases import TINY
 from plait.config import VerifyConfig
 from plait.verify.record import RankRecord
 from plait.verify.reference import Record
-from plait.verify.run import judge, placed, references, replay
+from plait.verify.run import judge, placed, references
 from plait.verify.spread import Spread, honest_runs, spread_of
 
 Patch = pytest.MonkeyPatch
@@ -29,7 +29,7 @@ def beside(config: VerifyConfig, fault: Callable[[Patch], None] | None = None) -
         if fault is not None:
             fault(patch)
         ranks = cases.record(config, job)
-    return spread_of(ranks, honest_runs(job, config, ranks, replay(job, config, ranks)))
+    return spread_of(ranks, honest_runs(job, config, ranks))
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "bf16-mixed", "fp16-mixed", "fp32", "fp64"])
@@ -68,8 +68,7 @@ def as_rank(run: Record) -> RankRecord:
 def test_no_honest_run_is_called_a_bug(dtype: str) -> None:
     config = replace(TINY, mesh="shard=2 tensor=2", strategy="hsdp", microbatches=3, dtype=dtype, steps=3)
     job, nothing = cases.job_of(config), [RankRecord(0, 0)]
-    right = replay(job, config, [replace(nothing[0], norm_pieces=[])])
-    honest = honest_runs(job, config, nothing, right, 108)
+    honest = honest_runs(job, config, nothing, 108)
     eight = replace(honest, runs=honest.runs[:8])
     worst = max(spread_of([as_rank(run)], eight).worst.times for run in honest.runs[8:])
     assert worst < 8, worst
@@ -78,8 +77,7 @@ def test_no_honest_run_is_called_a_bug(dtype: str) -> None:
 def test_a_loss_that_is_no_number_is_no_honest_run() -> None:
     config = replace(TINY, steps=3)
     job, nothing = cases.job_of(config), [RankRecord(0, 0)]
-    right = replay(job, config, [replace(nothing[0], norm_pieces=[])])
-    honest = honest_runs(job, config, nothing, right, 2)
+    honest = honest_runs(job, config, nothing, 2)
     rank = as_rank(honest.runs[0])
     assert spread_of([rank], honest).benign
     lost = replace(rank, losses=[rank.losses[0], math.nan, rank.losses[2]])

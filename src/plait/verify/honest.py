@@ -2,7 +2,7 @@
 
 A gradient that is zero by symmetry (that of a key's bias, which softmax cancels) is made of rounding alone: two right
 runs differ by all of it.  So what a tolerance relative to the tensor calls different is held to the spread of honest
-runs: the replay repeated, as ``spread.py`` says, in other orders and with every value off by a unit in its last place.
+runs: a single process again and again, in other orders and with every value off by a unit in its last place.
 """
 
 import math
@@ -19,38 +19,38 @@ MARGIN = 8.0
 
 @dataclass(frozen=True, eq=False)
 class HonestRuns:
-    """The replay, and honest runs beside it; ``unit`` is one in the last place of 1, in the dtype of the computation.
+    """Honest runs around one that is exact; ``unit`` is one in the last place of 1, in the dtype of the computation.
 
-    The spread of a value is the largest difference between the replay and one of the runs, and at least a unit in the
-    last place of its largest element.
+    The spread of a value is the largest difference between ``exact`` and one of the runs, and at least a unit in the
+    last place of its largest element.  Nothing in it is taken from a layout, or a layout's fault would widen it.
     """
 
-    replay: Record
+    exact: Record
     runs: Sequence[Record]
     unit: float
 
     def loss(self, step: int) -> float:
         """The spread of a step's loss."""
-        return self._of_number([run.losses[step] for run in self.runs], self.replay.losses[step])
+        return self._of_number([run.losses[step] for run in self.runs], self.exact.losses[step])
 
     def norm(self, step: int) -> float:
         """The spread of a step's norm; infinite where a run has none."""
-        return self._of_number([run.norms[step] for run in self.runs], self.replay.norms[step])
+        return self._of_number([run.norms[step] for run in self.runs], self.exact.norms[step])
 
     def gradient(self, step: int, name: str) -> float:
-        """The spread of a parameter's gradient; 0 where the replay has none."""
-        whole = self.replay.gradients[step].get(name)
+        """The spread of a parameter's gradient; 0 where there is none."""
+        whole = self.exact.gradients[step].get(name)
         if whole is None:
             return 0.0
         return self._of_tensor([run.gradients[step].get(name, whole) for run in self.runs], whole)
 
     def parameter(self, name: str) -> float:
         """The spread of a parameter after the last step."""
-        return self._of_tensor([run.parameters[name] for run in self.runs], self.replay.parameters[name])
+        return self._of_tensor([run.parameters[name] for run in self.runs], self.exact.parameters[name])
 
     def state(self, name: str, key: str) -> float:
-        """The spread of what the optimizer keeps of a parameter; 0 where the replay's keeps nothing."""
-        whole = self.replay.state.get(name, {}).get(key)
+        """The spread of what the optimizer keeps of a parameter; 0 where it keeps nothing."""
+        whole = self.exact.state.get(name, {}).get(key)
         return 0.0 if whole is None else self._of_tensor([run.state[name][key] for run in self.runs], whole)
 
     def _of_number(self, values: Sequence[float | None], exact: float | None) -> float:

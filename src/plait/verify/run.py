@@ -107,10 +107,10 @@ def judge(job: Job, config: VerifyConfig, ranks: Sequence[RankRecord], tree: Rec
     """Compare the ranks' records with both references, and with honest runs where that is asked for or needed."""
     needed = RUNS if config.parsed_mesh.tensor > 1 and job.dtype.itemsize == 2 else 0
     runs = needed if config.spread is None else config.spread
-    honest = honest_runs(job, config, ranks, tree, runs) if runs else None
+    honest = honest_runs(job, config, ranks, runs) if runs else None
     of_tree, of_plain = _findings(job, config, ranks, tree, plain, None)
     if _may_be_rounding(config, of_tree, of_plain):
-        excusing = honest or honest_runs(job, config, ranks, tree)
+        excusing = honest or honest_runs(job, config, ranks)
         of_tree, of_plain = _findings(job, config, ranks, tree, plain, excusing)
     return Verdict(
         f"{config.row.name} on {config.parsed_mesh}, microbatches per rank: {config.microbatches}",

@@ -1,10 +1,11 @@
 """Benign or not: a layout's difference beside those of honest runs.
 
 Where products are split or numbers have 16 bits, no run has the bits of another, and a constant tolerance is either too
-wide for the first layer or too narrow for the last.  So the replay is repeated with what honest runs may differ in: its
-additions in other orders, and every activation, every gradient of one and every microbatch's gradient of a parameter
-off by up to one unit in its last place.  How far these runs lie from the replay is the spread of that very tensor, in
-that step.  A layout within ``MARGIN`` times the spread is one of them; a bug lies tens or thousands of times outside.
+wide for the first layer or too narrow for the last.  So a single process runs again with what honest runs may differ
+in: its additions in other orders, and every activation, every gradient of one and every microbatch's gradient of a
+parameter off by up to one unit in its last place.  How far these runs lie from the exact one is the spread of that very
+tensor, in that step.  A layout within ``MARGIN`` times the spread is one of them; a bug lies tens or thousands of times
+outside.
 
 Perturbation as the measure of a tolerance: TTrace (arXiv 2506.09280).
 """
@@ -26,7 +27,7 @@ from plait.job.job import Job
 from plait.verify.compare import same_run
 from plait.verify.honest import MARGIN, HonestRuns, gap
 from plait.verify.record import RankRecord
-from plait.verify.reference import Gradients, Record, SingleProcess, run_reference
+from plait.verify.reference import Gradients, SingleProcess, run_reference
 
 RUNS = 8
 
@@ -117,15 +118,15 @@ class _Off(torch.autograd.Function):
         return ctx.off(gradient), None
 
 
-def honest_runs(
-    job: Job, config: RunConfig, ranks: Sequence[RankRecord], replay: Record, runs: int = RUNS
-) -> HonestRuns:
-    """The replay, repeated: in other orders of its additions, each value off by a unit in the last place."""
+def honest_runs(job: Job, config: RunConfig, ranks: Sequence[RankRecord], runs: int = RUNS) -> HonestRuns:
+    """The single process as it is, and repeated: its additions in other orders, each value off by a unit in the last
+    place.  Of the layout it takes the order of additions and which weights are tied, and no number."""
     orders = list(permutations(additions(config.row)))
     run = partial(run_reference, clip=config.clip, ties=ranks[0].ties)
     mesh, num, steps = config.parsed_mesh, config.microbatches, config.steps
+    exact = run(job, mesh, num, additions(config.row), steps)
     made = [run(job, mesh, num, orders[i % len(orders)], steps, listener=Jitter(i)) for i in range(runs)]
-    return HonestRuns(replay, made, torch.finfo(job.dtype).eps)
+    return HonestRuns(exact, made, torch.finfo(job.dtype).eps)
 
 
 def spread_of(ranks: Sequence[RankRecord], honest: HonestRuns) -> Spread:
@@ -135,7 +136,7 @@ def spread_of(ranks: Sequence[RankRecord], honest: HonestRuns) -> Spread:
 
 
 def _outside(record: RankRecord, honest: HonestRuns) -> Iterator[Outside]:
-    at, one = f"rank {record.rank}", honest.replay
+    at, one = f"rank {record.rank}", honest.exact
     for kind, ours, right, spread in (
         ("loss", record.losses, one.losses, honest.loss),
         ("norm", record.norms, one.norms, honest.norm),

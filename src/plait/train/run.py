@@ -47,7 +47,7 @@ from plait.train.course import Course
 from plait.train.resume import SETTINGS, SUMMARY, extra_of, layout_of, remove_later, resume, saver_of
 from plait.train.timeline import record_timeline, show_timeline, write_timeline
 from plait.verify.compare import BITWISE, against_tree, asked
-from plait.verify.record import Recorder, collect_records, predict
+from plait.verify.record import Recorder, collect_records, irregular, left_out, predict
 from plait.verify.run import findings_table, replay, write_json
 
 STATES = ("params", "grads", "optimizer")
@@ -128,6 +128,8 @@ def run_train(config: TrainConfig, comm: Comm, argv: Sequence[str] = ()) -> int:
     console.print(f"loss {first['loss']:.4f} -> {last['loss']:.4f}  {spark(course.losses.values)}")
     console.print(f"{course.rate:,.0f} {config.family.unit}/s (median over steps, all ranks)")
     console.print(bytes_table(ranks))
+    if runs := irregular(engine, config.microbatches):
+        console.print(left_out(runs), soft_wrap=True)
     if recorded is not None and engine.pipeline.num_stages > 1:
         show_timeline(recorded, console, measured=config.split == "measured")
     same = _compare(training, console) if config.verify else None

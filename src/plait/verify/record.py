@@ -6,7 +6,7 @@ parameters, which every rank records whole.
 
 import json
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import astuple, dataclass, field
 from typing import Any
 
@@ -143,6 +143,12 @@ def irregular(engine: Engine, num_microbatches: int) -> dict[str, float]:
     """
     units = [(stage.unsharding.runs[u], u) for stage in engine.stages.values() for u in stage.units if u.split_needs]
     return {unit.name: runs / num_microbatches for runs, unit in units if runs != num_microbatches}
+
+
+def left_out(units: Mapping[str, float]) -> str:
+    """What the prediction leaves out, for people."""
+    named = ", ".join(f"{name!r} ({runs:g} times)" for name, runs in units.items())
+    return f"not predicted: the gathers of units that do not run once in a forward: {named}"
 
 
 def _is_gather(entry: Entry, units: Collection[str]) -> bool:

@@ -32,7 +32,7 @@ from plait.verify.compare import BITWISE, Finding, against_plain, against_tree, 
 from plait.verify.honest import HonestRuns
 from plait.verify.locate import locate, locate_in_plain
 from plait.verify.plain import run_plain
-from plait.verify.record import RankRecord, collect_records, record_run
+from plait.verify.record import RankRecord, collect_records, left_out, record_run
 from plait.verify.reference import Record, run_reference
 from plait.verify.spread import RUNS, Spread, honest_runs, spread_of
 
@@ -261,8 +261,7 @@ def show(verdict: Verdict, console: Console, *, every_tensor: bool = False) -> N
     else:
         console.print("ledger: every message as predicted, byte for byte")
     if verdict.irregular:
-        units = ", ".join(f"{name!r} ({runs:g} times)" for name, runs in verdict.irregular.items())
-        console.print(f"  but for the gathers of units that do not run once in a forward: {units}", soft_wrap=True)
+        console.print(f"  {left_out(verdict.irregular)}", soft_wrap=True)
     if verdict.spread:
         console.print(str(verdict.spread), soft_wrap=True)
     if verdict.left_out:

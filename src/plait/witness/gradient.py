@@ -11,7 +11,7 @@ What no sum explains is told parameter by parameter, the first in the order of t
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TypeAlias
 
 import torch
@@ -48,7 +48,7 @@ class Setting:
     """The factor of the clip."""
     count: int
     samples: int
-    slack: Slack = Slack()
+    slack: Slack = field(default_factory=Slack)
 
     @property
     def ranks(self) -> int:
@@ -85,8 +85,8 @@ class Seen:
 def compare(setting: Setting, steps: Sequence[RankStep]) -> tuple[list[Seen], float]:
     """Each rank's gradients beside the true ones; the largest difference that is none.
 
-    Where some elements were kept, the norm says whether the others are right: of n elements it may be off by sqrt(n) times
-    as much as one of them.
+    Where some elements were kept, the norm says whether the others are right: of n elements it may be off by sqrt(n)
+    times as much as one of them.
     """
     found, most = [], 0.0
     overall = max(map(largest, setting.true.values()), default=0.0)

@@ -147,8 +147,8 @@ def judge_between(
     found: Sequence[Mapping[str, Tensor]],
     last: Sequence[Mapping[str, Tensor]] | None,
 ) -> Judgement | None:
-    """Parameters that changed after the update of a step, before anything else happened.  Pieces, or the elements of them
-    that were kept.
+    """Parameters that changed after the update of a step, before anything else happened.  Pieces, or those of their
+    elements that were kept.
 
     Args:
         left: each rank's pieces as the update of step ``number`` left them.

@@ -63,7 +63,7 @@ def mlp(num_layers: int, width: int, samples: int, steps_per_round: int) -> Work
     return Workload(f"mlp{width}", lambda: MLP(num_layers, width), global_batch, _square_sum, steps_per_round, 1e-4)
 
 
-WORKLOADS = {w.name: w for w in (decoder(Block, 256, 1), mlp(8, 1024, 128, 6))}
+WORKLOADS = {w.name: w for w in (decoder(Block, 256, 1), mlp(8, 1024, 128, 4))}
 
 
 def single(model: nn.Module) -> nn.Module:

@@ -20,7 +20,7 @@ from plait.witness.judgement import SMALL, largest
 from plait.witness.replay import Gradients, Replay, clipped
 
 MARGIN = 10.0
-BLIND = 1e-2
+BLIND = 1e-3
 
 ELEMENTWISE = (
     torch.optim.SGD,
@@ -58,7 +58,10 @@ class Echo:
         self._replay.set(start)
         self._before = {name: value.clone() for name, value in start.items()}
         self._gradients: Gradients = {}
-        self._of_gradient: dict[str, float] = {}
+        self._apart: dict[str, float] = {}
+        self.share = 0.0
+        """Of a gradient, by which the two runs have been apart: in the step and the parameter where it was most, for it
+        goes up and down."""
 
     def gradient(self, step: int, true: Gradients, clip: float | None) -> Slack:
         """What rounding may have made of the clipped gradients ``true`` of a step."""
@@ -70,15 +73,18 @@ class Echo:
             for name, g in replay.part(step, half, count).gradients.items():
                 sums[name] = sums[name] + g if name in sums else g
         self._gradients, _, _ = clipped({name: g for name, g in sums.items() if name in true}, clip)
-        apart = {name: largest(g - true[name]) for name, g in self._gradients.items()}
-        self._of_gradient = {name: MARGIN * gap for name, gap in apart.items()}
-        return Slack(self._of_gradient)
+        overall = max(map(largest, true.values()), default=0.0)
+        sizes = {name: max(largest(g), SMALL * overall) for name, g in true.items()}
+        shares = [largest(g - true[name]) / sizes[name] for name, g in self._gradients.items() if sizes[name]]
+        self.share = max([self.share, *shares])
+        return Slack(gradient={name: MARGIN * self.share * size for name, size in sizes.items()})
 
     def update(self, due: Gradients, start: Mapping[str, Tensor], given: Collection[str]) -> Slack:
         """What rounding may have made of parameters that were ``start`` and are ``due``; those that are ``given`` a
         gradient are updated."""
         after = self._replay.update({name: g for name, g in self._gradients.items() if name in given})
-        norm = {name: MARGIN * (value - due[name]).double().norm().item() for name, value in after.items()}
+        for name, value in after.items():
+            self._apart[name] = max(self._apart.get(name, 0.0), (value - due[name]).double().norm().item())
         update = {}
         if type(self._replay.optimizer) not in ELEMENTWISE:
             update = {
@@ -86,14 +92,4 @@ class Echo:
                 for name, value in after.items()
             }
         self._before = after
-        return Slack(self._of_gradient, update, norm)
-
-
-def blind(slack: Slack, true: Gradients) -> float:
-    """The share of a gradient that rounding alone may be by now, of the tensor where it is most.  What is beside the
-    largest gradients next to nothing does not count."""
-    overall = max(map(largest, true.values()), default=0.0)
-    shares = [
-        gap / MARGIN / size for name, gap in slack.gradient.items() if (size := largest(true[name])) > SMALL * overall
-    ]
-    return max(shares, default=0.0)
+        return Slack(update=update, norm={name: MARGIN * gap for name, gap in self._apart.items()})

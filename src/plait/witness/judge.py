@@ -20,7 +20,7 @@ from plait.job.config import JobConfig
 from plait.job.job import Job, make_job
 from plait.job.own import UserJob
 from plait.referee.difference import factor_text
-from plait.witness.drift import BLIND, Echo, Slack, blind
+from plait.witness.drift import BLIND, Echo, Slack
 from plait.witness.gradient import Parts, Setting, compare, judge_gradient
 from plait.witness.inputs import ForwardCall, groups_of, judge_inputs
 from plait.witness.judgement import Judgement, ranks_text, tolerance
@@ -82,8 +82,6 @@ class _Trial:
         most = max(run.steps for run in witnessed.runs)
         self.rows: dict[int, Sequence[Row]] = {step: replay.rows(step) for step in range(most)}
         self.residual = 0.0
-        self.share = 0.0
-        """Of a gradient, what rounding alone may be by now."""
 
     def judge(self) -> Judgement:
         count, ranks, beyond = self.witnessed.steps, len(self.witnessed.runs), ""
@@ -91,11 +89,11 @@ class _Trial:
             steps = [run.step(number) for run in self.witnessed.runs]
             if wrong := self._step(number, steps):
                 return wrong
-            if self.share > BLIND:
+            if self.echo and self.echo.share > BLIND:
                 count = number
                 beyond = (
-                    f"; not judged from step {number} on, where rounding alone may be {self.share:.1%} of a gradient: "
-                    f"witness everything, or from a later step on"
+                    f"; not judged from step {number} on, where rounding alone may be {self.echo.share:.1%} of a "
+                    f"gradient: a witness without elements= has no such end"
                 )
                 break
         if not beyond and (wrong := self._end()):
@@ -146,8 +144,7 @@ class _Trial:
         }
         right, norm, scaled = clipped(stepped, self.clip)
         slack = self.echo.gradient(number, right, self.clip) if self.echo else Slack()
-        self.share = blind(slack, right)
-        if self.share > BLIND:
+        if self.echo and self.echo.share > BLIND:
             return None
         setting = Setting(
             number,

@@ -194,7 +194,7 @@ class Witness:
         return {name: local(parameter) for name, parameter in self._parameters.items()}
 
     def _write(self, path: Path, tensors: Mapping[str, Tensor], about: Mapping[str, Any]) -> None:
-        write_bytes(path, save(dict(tensors), {KEY: json.dumps(about)}))
+        write_bytes(path, save(dict(tensors), {KEY: json.dumps(about)}), lasting=False)  # the loop waits for it
 
 
 def options_of(group: Mapping[str, Any]) -> dict[str, Any]:

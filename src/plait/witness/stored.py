@@ -111,7 +111,10 @@ class RankRun:
         groups = [piece.group for piece in self.pieces if piece.group is not None]
         if about.get("step") != number or not _is_step(about, groups):
             raise _damaged(path, "it is no step of a witness")
-        return _kept(path, about, tensors, self, whole=not number)
+        step = _kept(path, about, tensors, self, whole=not number)
+        if missing := sorted(self.regions.keys() - step.of("after").keys()):
+            raise _damaged(path, f"it has no {missing[0][:80]!r} after the step")
+        return step
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -90,12 +91,25 @@ ENGINES: dict[str, tuple[Callable[[nn.Module], nn.Module], int]] = {
 """How a model is wrapped, and on how many ranks."""
 
 
+HOOKS = ("_forward", "_before", "_after", "loss")
+"""What a loop under a witness runs besides its own work."""
+
+
 @dataclass
 class Witnessed:
-    """A contestant and the folder in which its rank writes."""
+    """A contestant, the folder in which its rank writes, and the processor's seconds inside the witness so far."""
 
     contestant: Contestant
     place: Path | None
+    inside: float = 0.0
+
+    def timed(self, hook: Callable[..., None]) -> Callable[..., None]:
+        def wrapper(*call: Any) -> None:
+            start = time.thread_time()
+            hook(*call)
+            self.inside += time.thread_time() - start
+
+        return wrapper
 
     def clean(self) -> int:
         """Removes the steps that are there; the bytes of one."""
@@ -116,11 +130,14 @@ def contestant(workload: Workload, engine: str, recording: str, folder: str) -> 
         return Witnessed(Contestant(step, loss_is_global=False), None)
     place = Path(folder) / recording
     seen = plait.witness(model, optimizer, place, steps=MANY, **settings)
-    seen.__enter__()  # for as long as the process lives
 
     def witnessed(batch: Batch) -> Tensor:
         loss = step(batch)
         seen.loss(loss)
         return loss
 
-    return Witnessed(Contestant(witnessed, loss_is_global=False), place / f"rank-{dist.get_rank():05d}")
+    made = Witnessed(Contestant(witnessed, loss_is_global=False), place / f"rank-{dist.get_rank():05d}")
+    for hook in HOOKS:
+        setattr(seen, hook, made.timed(getattr(seen, hook)))
+    seen.__enter__()  # for as long as the process lives
+    return made

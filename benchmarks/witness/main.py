@@ -23,12 +23,14 @@ import tyro
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import torch.distributed as dist
-from contestants import ENGINES, RECORDINGS, WORKLOADS, contestant
-from harness.contestants import Contestant
+from contestants import ENGINES, RECORDINGS, WORKLOADS, Witnessed, contestant
 from harness.groups import launch
 from harness.models import Batch
 from harness.report import loss_disagreements, machine
 from harness.turns import Spread, checked_losses, no_collection, over_ranks, profiled, ratios, rotated
+
+CLOCKS = ("wall", "cpu", "inside")
+"""A step by the wall's clock on the slowest rank; the processors' time of all ranks; that of it inside the witness."""
 
 GOAL = 1.10
 """A step under a witness of a few elements, beside one without."""
@@ -59,43 +61,47 @@ def task(model: str, engine: str, rounds: int, folder: str, profile: str) -> dic
         return {"profile": profiled(made.contestant, batches[0], workload.steps_per_round, None)}
     run = {name: contestant(workload, engine, name, folder) for name in RECORDINGS}
     losses = {name: checked_losses(one.contestant, batches) for name, one in run.items()}
-    clocks: dict[str, dict[str, list[float]]] = {clock: {name: [] for name in run} for clock in ("wall", "cpu")}
+    clocks: dict[str, dict[str, list[float]]] = {clock: {name: [] for name in run} for clock in CLOCKS}
     written: dict[str, int] = {}
     for turn in range(rounds):
         for name in rotated(list(run), turn):
-            wall, cpu = measured(run[name].contestant, batches, workload.steps_per_round)
-            clocks["wall"][name].append(wall)
-            clocks["cpu"][name].append(cpu)
+            for clock, value in zip(CLOCKS, measured(run[name], batches, workload.steps_per_round), strict=True):
+                clocks[clock][name].append(value)
             written[name] = run[name].clean()
     return {"seconds": clocks, "bytes": written, "losses": losses}
 
 
-def measured(contestant: Contestant, batches: Sequence[Batch], num_steps: int) -> tuple[float, float]:
-    """Mean seconds of a step: by the wall's clock on the slowest rank, and of the processors over all ranks."""
-    contestant.step(batches[0])  # brings this contestant's weights back into the cache
+def measured(one: Witnessed, batches: Sequence[Batch], num_steps: int) -> tuple[float, float, float]:
+    """Mean seconds of a step by each of the clocks."""
+    one.contestant.step(batches[0])  # brings this contestant's weights back into the cache
     with no_collection():
         dist.barrier()
-        wall, cpu = time.perf_counter(), time.process_time()
+        wall, cpu, inside = time.perf_counter(), time.process_time(), one.inside
         for step in range(num_steps):
-            contestant.step(batches[step % len(batches)])
-        wall, cpu = (time.perf_counter() - wall) / num_steps, (time.process_time() - cpu) / num_steps
-    return over_ranks(wall, dist.ReduceOp.MAX), over_ranks(cpu, dist.ReduceOp.SUM)
+            one.contestant.step(batches[step % len(batches)])
+        wall, cpu, inside = time.perf_counter() - wall, time.process_time() - cpu, one.inside - inside
+    return (
+        over_ranks(wall / num_steps, dist.ReduceOp.MAX),
+        over_ranks(cpu / num_steps, dist.ReduceOp.SUM),
+        over_ranks(inside / num_steps, dist.ReduceOp.SUM),
+    )
 
 
 def print_case(answer: dict[str, Any]) -> None:
-    print(
-        "| recording | clock | ms a step | lowest - highest | beside none | lowest - highest | KiB a step, rank | goal |"
-    )
-    print("|---|---|---|---|---|---|---|---|")
+    print("| recording | wall ms | beside none | cpu ms | beside none | inside ms | 1 + inside / rest | KiB | goal |")
+    print("|---|---|---|---|---|---|---|---|---|")
+    wall, cpu, inside = (answer["seconds"][clock] for clock in CLOCKS)
     for name in RECORDINGS:
-        for clock, seconds in answer["seconds"].items():
-            ms, beside = Spread.of([1e3 * value for value in seconds[name]]), ratios(seconds[name], seconds["none"])
-            goal = f"{GOAL:.2f}: {'met' if beside.median <= GOAL else 'MISSED'}" if name == "elements" else ""
-            print(
-                f"| {name} | {clock} | {ms.median:.1f} | {ms.low:.1f} - {ms.high:.1f} | {beside.median:.3f} "
-                f"| {beside.low:.3f} - {beside.high:.3f} | {answer['bytes'][name] / 1024:,.0f} | {goal} |",
-                flush=True,
-            )
+        cells = []
+        for seconds in (wall, cpu):
+            beside = ratios(seconds[name], seconds["none"])
+            cells.append(f"{1e3 * Spread.of(seconds[name]).median:.1f}")
+            cells.append(f"{beside.median:.3f} ({beside.low:.2f} - {beside.high:.2f})")
+        share = Spread.of([1 + own / (all_ - own) for own, all_ in zip(inside[name], cpu[name], strict=True)])
+        cells.append(f"{1e3 * Spread.of(inside[name]).median:.2f}")
+        cells.append(f"{share.median:.3f} ({share.low:.3f} - {share.high:.3f})")
+        goal = f"{GOAL:.2f}: {'met' if share.median <= GOAL else 'MISSED'}" if name == "elements" else ""
+        print(f"| {name} | {' | '.join(cells)} | {answer['bytes'][name] / 1024:,.0f} | {goal} |", flush=True)
 
 
 def main(arguments: Arguments) -> int:

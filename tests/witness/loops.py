@@ -98,7 +98,9 @@ def run(
         made.append(user_job(optimizer).optimizer(parameters[:-1] if fault == "left out" else parameters))  # type: ignore[misc]
     with contextlib.ExitStack() as stack:
         seen = [
-            stack.enter_context(plait.witness(model, o, folder, rank=rank, ranks=ranks, elements=elements))
+            stack.enter_context(
+                plait.witness(model, o, folder, steps=max(10, steps), rank=rank, ranks=ranks, elements=elements)
+            )
             for rank, (model, o) in enumerate(zip(models, made, strict=True))
         ]
         for step in range(steps):

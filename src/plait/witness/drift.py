@@ -1,11 +1,13 @@
-"""How far rounding alone may carry a run away from the judge's, where its parameters were not kept whole.
+"""How much of a difference rounding alone may be: what two honest runs of the same job differ by.
 
-    judge      the whole batch at once               at its own parameters, but for the elements that were kept
+    judge      the whole batch at once               a few elements: at its own parameters, but for those that were kept
     echo       the same in two halves, added         at its own parameters
 
-Both are honest.  After a few steps of Adam, which makes a whole step of the rounding of a tiny gradient, they differ by
-more than one step's rounding, and so may an honest engine: what lies between the two, ``MARGIN`` times, is none of its
-faults.  Where it is more than ``BLIND`` of a gradient, nothing can be said any more.
+Where everything was kept both are at the witnessed parameters, and the echo is asked only where a gradient seems wrong:
+of a model that makes much of rounding it says how much.  Where a few elements were kept, it trains beside the judge.
+After a few steps of Adam, which makes a whole step of the rounding of a tiny gradient, they differ by more than one
+step's rounding, and so may an honest engine: what lies between the two, ``MARGIN`` times, is none of its faults.  Where
+it is more than ``BLIND`` of a gradient, nothing can be said any more.
 """
 
 from collections.abc import Collection, Mapping
@@ -14,12 +16,15 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from plait.data.batches import split_samples
 from plait.engine.step import num_samples
 from plait.job.job import Job
 from plait.witness.judgement import SMALL, largest
 from plait.witness.replay import Gradients, Replay, clipped
 
 MARGIN = 10.0
+PARTS = (2, 3, 5, 8)
+"""Into which a batch is cut where a gradient seems wrong."""
 BLIND = 1e-3
 
 ELEMENTWISE = (
@@ -40,7 +45,7 @@ ELEMENTWISE = (
 
 @dataclass(frozen=True)
 class Slack:
-    """What rounding may have made of each parameter's tensors; nothing where they were kept whole."""
+    """What rounding may have made of each parameter's tensors, beyond a fixed tolerance."""
 
     gradient: Mapping[str, float] = field(default_factory=dict)
     """Of an element."""
@@ -48,6 +53,32 @@ class Slack:
     """Of an element, by an optimizer that does not go element by element."""
     norm: Mapping[str, float] = field(default_factory=dict)
     """Of the norm of the parameter after the update."""
+
+
+def in_parts(replay: Replay, step: int, true: Gradients, clip: float | None, parts: int = 2) -> Gradients:
+    """The clipped gradients ``true`` of a step once more, from parts of the batch that are added."""
+    count, samples = replay.count(step), num_samples(replay.batch(step))
+    sums: Gradients = {}
+    for first, number in split_samples(samples, min(parts, samples)):
+        for name, g in replay.part(step, range(first, first + number), count).gradients.items():
+            sums[name] = sums[name] + g if name in sums else g
+    return clipped({name: g for name, g in sums.items() if name in true}, clip)[0]
+
+
+def apart(gradients: Gradients, true: Gradients) -> float:
+    """The share by which a gradient differs, of the parameter where it is most."""
+    sizes = _sizes(true)
+    return max([0.0, *(largest(g - true[name]) / sizes[name] for name, g in gradients.items() if sizes[name])])
+
+
+def slack_of(share: float, true: Gradients) -> Slack:
+    """What rounding may have made of gradients, where it makes ``share`` of the worst."""
+    return Slack(gradient={name: MARGIN * share * size for name, size in _sizes(true).items()})
+
+
+def _sizes(true: Gradients) -> dict[str, float]:
+    overall = max(map(largest, true.values()), default=0.0)
+    return {name: max(largest(g), SMALL * overall) for name, g in true.items()}
 
 
 class Echo:
@@ -65,19 +96,9 @@ class Echo:
 
     def gradient(self, step: int, true: Gradients, clip: float | None) -> Slack:
         """What rounding may have made of the clipped gradients ``true`` of a step."""
-        replay, count = self._replay, self._replay.count(step)
-        samples = num_samples(replay.batch(step))
-        halves = [range(samples // 2), range(samples // 2, samples)] if samples > 1 else [range(samples)]
-        sums: Gradients = {}
-        for half in halves:
-            for name, g in replay.part(step, half, count).gradients.items():
-                sums[name] = sums[name] + g if name in sums else g
-        self._gradients, _, _ = clipped({name: g for name, g in sums.items() if name in true}, clip)
-        overall = max(map(largest, true.values()), default=0.0)
-        sizes = {name: max(largest(g), SMALL * overall) for name, g in true.items()}
-        shares = [largest(g - true[name]) / sizes[name] for name, g in self._gradients.items() if sizes[name]]
-        self.share = max([self.share, *shares])
-        return Slack(gradient={name: MARGIN * self.share * size for name, size in sizes.items()})
+        self._gradients = in_parts(self._replay, step, true, clip)
+        self.share = max(self.share, apart(self._gradients, true))
+        return slack_of(self.share, true)
 
     def update(self, due: Gradients, start: Mapping[str, Tensor], given: Collection[str]) -> Slack:
         """What rounding may have made of parameters that were ``start`` and are ``due``; those that are ``given`` a

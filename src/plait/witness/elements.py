@@ -123,6 +123,8 @@ def unpacked(
         raise ValueError(f"its {kind} has another number of elements")
     if norms is not None and norms.shape != (len(names),):
         raise ValueError(f"its {kind} has another number of norms")
+    if norms is None and kind != "before":
+        raise ValueError(f"its {kind} has no norms")
     elements = dict(zip(names, tensors[kind].split([sizes[i] for i in numbers]), strict=True))
     return elements, {} if norms is None else dict(zip(names, map(float, norms.tolist()), strict=True))
 

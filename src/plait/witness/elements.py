@@ -1,9 +1,9 @@
 """What is kept of a tensor: all of it, or a few of its elements and its norm.
 
-    Whole             gradient/up.weight [7, 5]              a copy of the rank's piece
-    Few(64 of each)   gradient [elements of all pieces]      the same elements in every step, drawn by the piece's name
-                      gradient norms [pieces]                so that a fault beside them shows too
-                      gradient pieces [pieces]               whose they are, as numbers
+    KeepAll      gradient/up.weight [7, 5]              a copy of the rank's piece
+    KeepFew      gradient [elements of all pieces]      the same in every step, 64 of a piece, drawn by its name
+                 gradient norms [pieces]                so that a fault beside them shows too
+                 gradient pieces [pieces]               whose they are, as numbers
 
 An element is exact, it adds up as the whole does, and an optimizer that goes element by element makes of it what it
 would make of it inside the whole.  So factors, sums over samples and updates are held on a few elements too.
@@ -54,7 +54,7 @@ class Recording(Protocol):
         """The parameters that are not what was kept last, as ``before``."""
 
 
-class Whole:
+class KeepAll:
     """All of every tensor."""
 
     def kept(self, kind: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -65,7 +65,7 @@ class Whole:
         return {key: value for key, value in now.items() if not _same(value, last[f"after/{key.partition('/')[2]}"])}
 
 
-class Few:
+class KeepFew:
     """A few elements of every tensor, and its norm."""
 
     def __init__(self, pieces: Sequence[Piece], number: int, device: torch.device) -> None:
@@ -112,7 +112,7 @@ def norms_of(tensors: Sequence[Tensor]) -> Tensor:
 def unpacked(
     kind: str, tensors: Mapping[str, Tensor], pieces: Sequence[Piece], sizes: Sequence[int]
 ) -> tuple[dict[str, Tensor], dict[str, float]]:
-    """The elements of a kind and the norms, by parameter, as ``Few`` has kept them; ValueError for what it has not."""
+    """The elements of a kind and the norms, by parameter; ValueError for what ``KeepFew`` does not write."""
     if kind not in tensors:
         return {}, {}
     numbers = tensors[f"{kind} pieces"].tolist()

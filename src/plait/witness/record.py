@@ -30,7 +30,7 @@ from torch.optim import Optimizer
 
 from plait.core.layout import Region
 from plait.files.writing import told, write_bytes
-from plait.witness.elements import MOST_ELEMENTS, Few, Recording, Whole
+from plait.witness.elements import MOST_ELEMENTS, KeepAll, KeepFew, Recording
 from plait.witness.pieces import Piece, local, named, region_of, unwrapped
 from plait.witness.rows import Row, rows_of
 
@@ -84,10 +84,10 @@ class Witness:
             Piece(name, region_of(name, p, pieces), p.requires_grad, owner.get(id(p)))
             for name, p in self._parameters.items()
         ]
-        self._recording: Recording = Whole()
+        self._recording: Recording = KeepAll()
         if elements is not None:
             device = next((p.device for p in self._parameters.values()), torch.device("cpu"))
-            self._recording = Few(self.pieces, elements, device)
+            self._recording = KeepFew(self.pieces, elements, device)
         self._handles: list[Any] = []
         self.step = 0
         """Of how many steps all was written."""

@@ -237,7 +237,7 @@ def witness(
             and the parameters are written once more at the start.
         elements: how many of each parameter's and gradient's elements are written in a step, and the norm of each;
             None: all. With 64, a step takes at most 2 * (64 * bytes of an element + 16) bytes a parameter (55 KB of a
-            hundred in fp32), 20 bytes a sample and 1 KB. What a judge does not find then: docs/guide/judge-any-engine.md
+            hundred in fp32), 20 bytes a sample and 1 KB. What is not found then: docs/guide/judge-any-engine.md
         rank: of this process; None: as torch.distributed says, 0 without it.
         ranks: how many there are; None: as torch.distributed says, 1 without it.
         names: what the job's model calls parameters that have another name here, as in a stage of a pipeline.

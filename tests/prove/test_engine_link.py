@@ -19,6 +19,7 @@ from plait.core.cells import TABLE, Strategy
 from plait.core.collectives import Entry, Note, bytes_sent
 from plait.core.flat import Cut
 from plait.core.mesh import AXES, Mesh
+from plait.core.tensor_plan import everywhere
 from plait.engine import Engine, empty_parameters
 from plait.models import hf
 from plait.plan.cost import differences
@@ -80,7 +81,9 @@ def proved(paper: PaperRun, rank: int) -> tuple[object, tuple[Entry, ...]]:
     program = write_program(line, settle_all(stages, mesh, row, rank), mesh)
     found = list(entries(program, paper, rank))
     for s in stages:
-        found += predict_tensor(DECODER.sites(links[s]), [(BATCH, LENGTH)] * MICROBATCHES, mesh, 4, sequence=False)
+        found += predict_tensor(
+            [everywhere(DECODER.sites(links[s]), (BATCH, LENGTH))] * MICROBATCHES, mesh, 4, sequence=False
+        )
     return stages, tuple(found)
 
 

@@ -120,7 +120,7 @@ def located(config: VerifyConfig, fault: Callable[[Patch], None] | None) -> Firs
     ranks = broken(lambda: cases.record(config, job))
     verified = cases.judged(config, ranks)
     if all(finding.equal for finding in verified.verdict.tree) and fault is not None:
-        return locate_in_plain(config, ranks, run_plain(job, config))
+        return locate_in_plain(job, ranks, verified.tree, run_plain(job, config), verified.verdict.plain)
     window = window_of(first_step(config, ranks, verified.tree))
     return search(broken(lambda: trace_layout(job, config, window)), job, config, window, ranks[0].ties)
 

@@ -48,9 +48,10 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from typing import NamedTuple
 
 
 @dataclass(frozen=True)
@@ -223,3 +224,21 @@ class Site:
     """Whether something before it trains, so that its input wants a gradient."""
     unsplit: bool = False
     """Whether sequence parallelism leaves activations whole here."""
+
+
+class Passing(NamedTuple):
+    """An activation that passes a site."""
+
+    shape: tuple[int, ...]
+    """Without its last dim: (batch, time), or (batch,)."""
+    trains: bool = True
+    """Whether it wants a gradient."""
+
+
+Passings = Mapping[Site, Sequence[Passing]]
+"""What passes each site in one forward of a microbatch."""
+
+
+def everywhere(sites: Iterable[Site], shape: tuple[int, ...]) -> Passings:
+    """One activation of the same shape at each site, which trains as the site says."""
+    return {site: (Passing(shape, site.trains_input),) for site in sites}

@@ -120,6 +120,11 @@ class Family:
     """The learning rate of that optimizer."""
 
     @property
+    def others(self) -> bool:
+        """Whether others have written the model's forward."""
+        return self.valued or self.transformers
+
+    @property
     def reads_text(self) -> bool:
         return self.batches is None
 

@@ -18,6 +18,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from plait.comm import Comm
 from plait.core.parallelism import Parallelism, Recompute
 from plait.core.precision import AS_IT_COMES, Precision
+from plait.core.tensor_plan import Passings, everywhere
 from plait.data import Batches, Epochs, StepDataset, StepStream
 from plait.engine import Engine, empty_parameters
 from plait.engine.nonfinite import NonFinite
@@ -28,7 +29,9 @@ from plait.job.dataset import make_data
 from plait.job.optimizer import make_optimizer, make_scheduler
 from plait.schedule.partition import shortest_step
 from plait.schedule.pipeline import Pipeline
+from plait.tensor_parallel import Parallel
 from plait.tensor_parallel.gemm import find_gemm
+from plait.tensor_parallel.passing import PassingOf
 
 
 @dataclass(frozen=True)
@@ -48,6 +51,8 @@ class Job:
     seed: int
     leading: Callable[[Any], tuple[int, ...]]
     """The shape of a batch's activations without their last dim."""
+    passing: Callable[[Any, Parallel], Passings]
+    """What passes the sites of a tensor plan when the model runs a batch."""
     width: int
     """The last dim of what goes from stage to stage; 0: it is not known ahead."""
     scheduler: Callable[[Optimizer], LRScheduler] | None = None
@@ -161,6 +166,18 @@ def _cast(model: nn.Module, dtype: torch.dtype) -> nn.Module:
     return model
 
 
+def _passing(config: JobConfig) -> Callable[[Any, Parallel], Passings]:
+    """By a forward of a model that others have written, otherwise by what the family says."""
+    family = config.family
+    seen = PassingOf(lambda: _cast(build_model(config), config.torch_dtype), family.loss_fn) if family.others else None
+
+    def passing(batch: Any, parallel: Parallel) -> Passings:
+        found = None if seen is None else seen(batch, parallel)
+        return everywhere(parallel.sites, family.leading(batch)) if found is None else found
+
+    return passing
+
+
 def make_job(config: JobConfig) -> Job:
     """The job that a config describes.
 
@@ -178,6 +195,7 @@ def make_job(config: JobConfig) -> Job:
         dtype=config.torch_dtype,
         seed=config.seed,
         leading=family.leading,
+        passing=_passing(config),
         width=config.sizes.width,
         scheduler=partial(make_scheduler, config, data.steps),
         held_out=data.held_out,

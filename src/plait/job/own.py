@@ -22,7 +22,9 @@ import threading
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
+from importlib.machinery import SourceFileLoader
 from pathlib import Path
+from types import CodeType
 from typing import Any
 
 import torch
@@ -179,10 +181,22 @@ def load_name(place: str, what: str, kind: type = object) -> Any:
     return getattr(module, name)
 
 
+class _AsWritten(SourceFileLoader):
+    """Compiles what the file says now.
+
+    Python keeps compiled files by the second and the size of the source, so it would run an edit of that second as it
+    was before.
+    """
+
+    def get_code(self, fullname: str) -> CodeType:
+        code: CodeType = self.source_to_code(self.get_data(self.path), self.path)
+        return code
+
+
 def _load_file(path: str, what: str) -> Any:
     read_file(path, f"the {what}")  # a file that nobody has written is refused before Python reads it
     module_name = f"plait_{what}_{Path(path).stem}"
-    spec = importlib.util.spec_from_file_location(module_name, path)
+    spec = importlib.util.spec_from_file_location(module_name, path, loader=_AsWritten(module_name, path))
     assert spec is not None and spec.loader is not None
     module = sys.modules[module_name] = importlib.util.module_from_spec(spec)
     sys.path.insert(0, str(Path(path).resolve().parent))  # as if it were run: it may import what lies beside it

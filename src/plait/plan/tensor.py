@@ -1,4 +1,4 @@
-"""The messages of tensor parallelism, from the sites of a plan and the shape of a batch.
+"""The messages of tensor parallelism, from the sites of a plan and the shapes of what passes them.
 
     site      without sequence parallelism          with it
     enter     backward  all_reduce [.., width]      forward all_gather, backward reduce_scatter [batch, time, width]
@@ -22,14 +22,13 @@ from collections.abc import Collection, Sequence
 
 from plait.core.collectives import Entry, Note, bytes_sent
 from plait.core.mesh import Mesh
-from plait.core.tensor_plan import BACKWARD, FORWARD, MESSAGES, Site
+from plait.core.tensor_plan import BACKWARD, FORWARD, MESSAGES, Passings
 
 AXES = ("tensor",)
 
 
 def predict_tensor(
-    sites: Sequence[Site],
-    leading: Sequence[tuple[int, ...]],
+    passings: Sequence[Passings],
     mesh: Mesh,
     itemsize: int,
     *,
@@ -39,8 +38,8 @@ def predict_tensor(
     """Every message of a rank over the tensor axis in one step.
 
     Args:
-        sites: where the plan sends, as ``parallel_plan`` gives them.
-        leading: the shape of each microbatch's activations without their last dim: (batch, time), or (batch,).
+        passings: what passes the sites of a plan, for each microbatch: the same ``everywhere``, or as a forward of the
+            plain model shows it (``tensor_parallel.passing``).
         itemsize: bytes per element of the activations; losses are summed in 4 bytes at least.
         sequence: the stream is cut in time; time that the ranks cannot share evenly travels padded.
         twice: the modules whose forward runs again in the backward.
@@ -54,15 +53,16 @@ def predict_tensor(
         again = note.phase == FORWARD and any(f"{note.unit}.".startswith(f"{block}.") for block in twice)
         entries.extend([Entry(kind, AXES, numel * size, bytes_sent(kind, numel * size, ways), note)] * (1 + again))
 
-    for microbatch, shape in enumerate(leading):
-        rows = math.prod(shape)
-        padded = shape[0] * -(-shape[1] // ways) * ways * math.prod(shape[2:]) if sequence else rows
-        for site in sites:
+    for microbatch, sites in enumerate(passings):
+        for site, (shape, trains) in ((site, passing) for site, found in sites.items() for passing in found):
+            rows = math.prod(shape)
+            cut = sequence and len(shape) > 1
+            padded = shape[0] * -(-shape[1] // ways) * ways * math.prod(shape[2:]) if cut else rows
             forward, backward = MESSAGES[site.kind][0 if sequence and not site.unsplit else 1]
             if site.kind == "loss":
                 add(forward, ways * 3 * rows, max(itemsize, 4), Note(FORWARD, site.name))
                 continue
-            for phase, kind in ((FORWARD, forward), (BACKWARD, backward if site.trains_input else "")):
+            for phase, kind in ((FORWARD, forward), (BACKWARD, backward if trains else "")):
                 size = (rows if kind == "all_reduce" else padded) * site.width
                 if site.kind in ("gather", "part"):
                     size = rows * -(-site.width // ways) * ways

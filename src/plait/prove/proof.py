@@ -23,6 +23,7 @@ from plait.core.agreement import COUNTS, IN_STAGE, NUMBER_BYTES, num_reported
 from plait.core.cells import ITEMSIZE, Cell
 from plait.core.collectives import bytes_sent
 from plait.core.mesh import Mesh
+from plait.core.tensor_plan import everywhere
 from plait.plan.tensor import predict_tensor
 from plait.prove.claims import Counterexample, Refuted
 from plait.prove.machine import Machine
@@ -241,7 +242,9 @@ def _with_others(run: PaperRun, schedule: Schedule, traffic: Traffic) -> Traffic
     handed = run.batch * run.length * decoder.hidden * itemsize
     traffic = traffic.plus(2 * sends * alike, sends * handed * alike)
     for links in run.links():
-        entries = predict_tensor(decoder.sites(links), [(run.batch, run.length)], mesh, itemsize, sequence=False)
+        entries = predict_tensor(
+            [everywhere(decoder.sites(links), (run.batch, run.length))], mesh, itemsize, sequence=False
+        )
         times = run.microbatches * alike
         traffic = traffic.plus(len(entries) * times, sum(entry.sent for entry in entries) * times)
     if mesh.size > 1:

@@ -6,6 +6,7 @@
     plan.py                from a model and a tensor plan to cuts, sites and siblings
     transformers.py        the tensor plan that a Hugging Face model carries, in our words
     types.py               how activations lie between modules, shown by ``plait explain``
+    passing.py             what passes a plan's sites, seen in a forward of the plain model
     pieces.py              a rank's piece of a cut parameter, and the whole from all pieces
     gemm.py                who multiplies fp32 matrices on a CPU
     no_double_backward.py  backwards that can be taken once

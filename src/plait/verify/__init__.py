@@ -12,6 +12,7 @@ traces.py      what is compared
 passes.py      the first wrong tensor of a step's forwards and backwards
 ends.py        and of what comes after them: sums, norm, updates
 
+honest.py      how far honest runs lie from one another
 spread.py      benign or not: a layout beside honest runs
 
 covering.py    a small set of cases in which every two values meet

@@ -23,6 +23,7 @@ from torch import Tensor
 from plait.config import RunConfig
 from plait.core.tensor_cut import TensorCut
 from plait.tensor_parallel.pieces import piece_of
+from plait.verify.honest import MARGIN, HonestRuns
 from plait.verify.record import RankRecord
 from plait.verify.reference import Piece, Record
 
@@ -93,21 +94,26 @@ class Finding:
     tolerance: float
     measure: str = "relative"
     measured: float = 0.0
+    spread: float = 0.0
+    """Of honest runs, where the tolerance did not hold: the difference may be ``MARGIN`` times that."""
 
     @property
     def equal(self) -> bool:
-        return self.bitwise or (self.tolerance > 0 and self.measured <= self.tolerance)
+        within = self.tolerance > 0 and self.measured <= self.tolerance
+        return self.bitwise or within or (self.spread > 0 and self.max_abs <= MARGIN * self.spread)
 
     @property
     def asked(self) -> str:
         """What is required of it, in words."""
         unit = "" if self.measure == "relative" else " lr*k"
+        if self.spread and self.measured > self.tolerance:
+            return f"{MARGIN:g} spreads"
         return "bitwise" if self.tolerance == 0 else f"{self.tolerance:.0e}{unit}"
 
 
 def find(
     kind: str, name: str, ours: Tensor, theirs: Tensor, tolerance: float = 0.0, step_length: float | None = None,
-    whole: Tensor | None = None,
+    whole: Tensor | None = None, spread: float = 0.0,
 ) -> Finding:  # fmt: skip
     """Compare two tensors of one shape.
 
@@ -124,15 +130,17 @@ def find(
     scale = scaling.abs().max().item() if scaling.numel() else 0.0
     relative = gap / scale if scale else (0.0 if gap == 0 else math.inf)
     measure, measured = ("relative", relative) if step_length is None else ("steps", gap / step_length)
-    return Finding(kind, name, gap, relative, same, tolerance, measure, measured)
+    return Finding(kind, name, gap, relative, same, tolerance, measure, measured, spread)
 
 
-def number(kind: str, name: str, ours: float | None, theirs: float | None, tolerance: float = 0.0) -> Finding:
+def number(
+    kind: str, name: str, ours: float | None, theirs: float | None, tolerance: float = 0.0, spread: float = 0.0
+) -> Finding:
     """Compare two numbers; None is equal to None alone."""
     if ours is None or theirs is None:
         return Finding(kind, name, 0.0, 0.0, True, tolerance) if ours is theirs else incomparable(kind, name)
     a, b = (torch.tensor([value], dtype=torch.float64) for value in (ours, theirs))
-    return find(kind, name, a, b, tolerance)
+    return find(kind, name, a, b, tolerance, spread=spread)
 
 
 def incomparable(kind: str, name: str) -> Finding:
@@ -156,13 +164,18 @@ def same_run(record: PlacedOnTensorAxis, whole: Tensor, piece: Piece) -> Tensor:
     return whole.reshape(-1)[start:stop]
 
 
-def against_tree(ranks: Sequence[RankRecord], reference: Record, asked: Measures = BITWISE) -> list[Finding]:
-    """Every rank's record against the replay of the layout's own tree: all of it bitwise, or within ``asked``."""
-    compared = [finding for record in ranks for finding in _against_tree(record, reference, asked)]
+def against_tree(
+    ranks: Sequence[RankRecord], reference: Record, asked: Measures = BITWISE, honest: HonestRuns | None = None
+) -> list[Finding]:
+    """Every rank's record against the replay of the layout's own tree: all of it bitwise, or within ``asked``, but for
+    what ``honest`` runs excuse: gradients, the parameters and states that they have made."""
+    compared = [finding for record in ranks for finding in _against_tree(record, reference, asked, honest)]
     return [*compared, *_missing(ranks, reference)]
 
 
-def _against_tree(record: RankRecord, reference: Record, asked: Measures) -> Iterator[Finding]:
+def _against_tree(
+    record: RankRecord, reference: Record, asked: Measures, honest: HonestRuns | None
+) -> Iterator[Finding]:
     at = f"rank {record.rank}"
     for step, (loss, single) in enumerate(zip(record.losses, reference.losses, strict=False)):
         now, bound = f"step {reference.first + step + 1}", asked.drift if step else asked.rounding
@@ -174,21 +187,29 @@ def _against_tree(record: RankRecord, reference: Record, asked: Measures) -> Ite
     for step, pieces in enumerate(record.gradients):
         for piece, ours in pieces.items():
             gradient = reference.gradients[step].get(piece[0])
-            label = f"{_label(piece)}, step {step + 1}, {at}"
+            label = label_of(piece, step, record.rank)
             if gradient is None:
                 yield incomparable("gradient", f"{label} (none expected)")
             elif step == 0 or asked == BITWISE:  # later gradients belong to parameters that differ
-                yield find("gradient", label, ours, same_run(record, gradient, piece), asked.rounding, whole=gradient)
+                spread, right = honest.gradient(step, piece[0]) if honest else 0.0, same_run(record, gradient, piece)
+                yield find("gradient", label, ours, right, asked.rounding, whole=gradient, spread=spread)
     for name, value in record.parameters.items():
         whole = reference.parameters.get(name, reference.buffers.get(name))
         if whole is not None:
-            yield find("parameter", f"{name}, {at}", value, whole, asked.parameter, asked.length)
+            spread = honest.parameter(name) if honest and name in reference.parameters else 0.0
+            yield find("parameter", f"{name}, {at}", value, whole, asked.parameter, asked.length, spread=spread)
     for piece, state in record.state.items():
         for key, value in state.items():
             whole = reference.state[piece[0]].get(key, torch.empty(0)).reshape(-1)
             by_element = len(whole) == reference.parameters[piece[0]].numel()
             theirs = same_run(record, whole, piece) if by_element else whole
-            yield find("optimizer", f"{key} of {_label(piece)}, {at}", value, theirs, asked.drift, whole=whole)
+            label, spread = f"{key} of {_label(piece)}, {at}", honest.state(piece[0], key) if honest else 0.0
+            yield find("optimizer", label, value, theirs, asked.drift, whole=whole, spread=spread)
+
+
+def label_of(piece: Piece, step: int, rank: int) -> str:
+    """How a finding calls a rank's piece of a gradient."""
+    return f"{_label(piece)}, step {step + 1}, rank {rank}"
 
 
 def _label(piece: Piece) -> str:
@@ -243,8 +264,10 @@ def _cover(runs: Iterable[tuple[RankRecord, Piece]], name: str, numel: int) -> b
     return True
 
 
-def against_plain(ranks: Sequence[RankRecord], plain: Record, within: Measures, *, may_skip: bool) -> Iterator[Finding]:
-    """The run against plain full-batch steps.
+def against_plain(
+    ranks: Sequence[RankRecord], plain: Record, within: Measures, *, may_skip: bool, honest: HonestRuns | None = None
+) -> Iterator[Finding]:
+    """The run against plain full-batch steps; ``honest`` runs excuse what is a tolerance off, but not the first loss.
 
     ``may_skip``: in fp16 either may have skipped a step that the other made, because its scaled gradients were not
     finite; then only the first loss can be compared.
@@ -254,14 +277,18 @@ def against_plain(ranks: Sequence[RankRecord], plain: Record, within: Measures, 
     numbers = zip(first.losses, plain.losses, first.norms, plain.norms, strict=False)
     for step, (loss, plain_loss, norm, plain_norm) in enumerate(numbers):
         bound = within.drift if step else within.rounding
-        yield number("loss", f"step {step + 1}", loss, plain_loss, bound)
+        yield number("loss", f"step {step + 1}", loss, plain_loss, bound, honest.loss(step) if honest and step else 0.0)
         if apart:
             return
-        yield number("norm", f"step {step + 1}", norm, plain_norm, bound)
+        spread = honest.norm(step) if honest and norm is not None else 0.0
+        yield number("norm", f"step {step + 1}", norm, plain_norm, bound, spread)
     for record in ranks:
         for piece, ours in record.gradients[0].items() if record.gradients else ():
-            whole, label = plain.gradients[0][piece[0]], f"{_label(piece)}, step 1, rank {record.rank}"
-            yield find("gradient", label, ours, same_run(record, whole, piece), within.rounding, whole=whole)
+            whole, label = plain.gradients[0][piece[0]], label_of(piece, 0, record.rank)
+            spread = honest.gradient(0, piece[0]) if honest else 0.0
+            right = same_run(record, whole, piece)
+            yield find("gradient", label, ours, right, within.rounding, whole=whole, spread=spread)
     for name, value in first.parameters.items():
         if name in plain.parameters:
-            yield find("parameter", name, value, plain.parameters[name], within.parameter, within.length)
+            spread, right = honest.parameter(name) if honest else 0.0, plain.parameters[name]
+            yield find("parameter", name, value, right, within.parameter, within.length, spread=spread)

@@ -8,21 +8,24 @@
 The earliest difference is the fault's place, for all that comes before it is right.
 """
 
+import math
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
+from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
 
 from plait.config import RunConfig
 from plait.core.additions import additions
 from plait.job.job import Job
 from plait.referee.difference import Discrepancy, describe
 from plait.referee.wrong import FirstWrong, cause_of_norm
-from plait.verify.compare import BITWISE, against_tree, asked, find, full_batch, same_run
+from plait.verify.compare import BITWISE, TOLERANCES, Finding, against_tree, asked, label_of, same_run
 from plait.verify.ends import first_clipped, first_in_norm, first_in_sums, first_published, first_updated
 from plait.verify.passes import first_in_passes
+from plait.verify.plain import loss_in_parts
 from plait.verify.record import RankRecord
 from plait.verify.reference import Piece, Record, TiedWeights, run_reference
 from plait.verify.traced import RankTrace, ReferenceTracer, trace_layout
@@ -45,43 +48,56 @@ def locate(job: Job, config: RunConfig, ranks: Sequence[RankRecord], reference: 
     return search(trace_layout(job, config, window), job, config, window, ranks[0].ties)
 
 
-def locate_in_plain(config: RunConfig, ranks: Sequence[RankRecord], plain: Record) -> FirstWrong | None:
-    """The first wrong number or gradient where only plain PyTorch differs: the replay has the same fault."""
-    within = full_batch(config)
-    first = ranks[0]
+def locate_in_plain(
+    job: Job, ranks: Sequence[RankRecord], replay: Record, plain: Record, findings: Sequence[Finding]
+) -> FirstWrong | None:
+    """The first wrong number or gradient of ``against_plain``'s findings; the ``replay`` has the same fault."""
+    wrong = {(f.kind, f.name) for f in findings if not f.equal}
+    first, num = ranks[0], len(ranks)
     for step, (loss, norm) in enumerate(zip(first.losses, first.norms, strict=True)):
-        bound = within.drift if step else within.rounding
-        found = _differs(loss, plain.losses[step], bound)
-        if found is not None:
-            return FirstWrong(step, "loss", "", (), len(ranks), found, cause=SHARED)
+        if ("loss", f"step {step + 1}") in wrong:
+            why = SHARED if step else not_a_sum(job, len(replay.microbatch_losses[0])) or SHARED
+            return FirstWrong(step, "loss", "", (), num, _described(loss, plain.losses[step]), cause=why)
         for name in reversed(plain.gradients[step] if step == 0 else {}):
-            pieces = [(r, p) for r in ranks if r.gradients for p in r.gradients[0] if p[0] == name]
-            for r, piece in pieces:
-                right = same_run(r, plain.gradients[0][name], piece)
-                gap = describe(r.gradients[0][piece], right, bound)
-                if gap.pattern != "equal":
-                    return FirstWrong(0, "sum", name, (r.rank,), len(ranks), gap, cause=SHARED)
-        found = _differs(norm, plain.norms[step], bound)
-        if found is not None:
+            for own, piece in ((r, p) for r in ranks if r.gradients for p in r.gradients[0] if p[0] == name):
+                if ("gradient", label_of(piece, 0, own.rank)) in wrong:
+                    gap = describe(own.gradients[0][piece], same_run(own, plain.gradients[0][name], piece), 0.0)
+                    return FirstWrong(0, "sum", name, (own.rank,), num, gap, cause=SHARED)
+        if ("norm", f"step {step + 1}") in wrong:
             owned = [sum(_square(r, p, plain) for p in r.norm_pieces) for r in ranks] if step == 0 else []
             why = cause_of_norm(norm or 0.0, plain.norms[step] or 0.0, owned)
-            return FirstWrong(step, "norm", "", (), len(ranks), found, cause=f"{why}; {SHARED}")
+            found = _described(norm, plain.norms[step])
+            return FirstWrong(step, "norm", "", (), num, found, cause=f"{why}; {SHARED}")
     last = len(first.losses) - 1
     for name, value in first.parameters.items():
-        right = plain.parameters.get(name, value)
-        if not find("parameter", name, value, right, within.parameter, within.length).equal:
-            return FirstWrong(last, "update", name, (), len(ranks), describe(value, right), cause=SHARED)
+        if ("parameter", name) in wrong:
+            return FirstWrong(last, "update", name, (), num, describe(value, plain.parameters[name]), cause=SHARED)
     return None
+
+
+def not_a_sum(job: Job, num_parts: int) -> str:
+    """Why the loss of a whole batch is another number in a layout, where plain PyTorch says so too; else empty."""
+    whole, parts = loss_in_parts(job, num_parts)
+    if abs(whole - parts) <= TOLERANCES[job.dtype][0] * abs(whole):
+        return ""
+    norms = [name for name, module in job.build().named_modules() if isinstance(module, BatchNorm)]
+    why = (
+        f"{norms[0]!r} normalises over the samples of a microbatch (nn.SyncBatchNorm over all ranks' samples of it)"
+        if norms
+        else "does it compare samples with one another, as contrastive losses do, or take a mean?"
+    )
+    return (
+        f"the loss of a batch is not the sum of its parts' in plain PyTorch either, without dropout: {whole:.6g} at "
+        f"once, {parts:.6g} in {num_parts} parts: {why}"
+    )
 
 
 SHARED = "the replay, which shares code with the engine, has it too"
 
 
-def _differs(ours: float | None, right: float | None, within: float) -> Discrepancy | None:
-    if ours is None or right is None:
-        return None
-    found = describe(torch.tensor(ours).double(), torch.tensor(right).double(), within)
-    return None if found.pattern == "equal" else found
+def _described(ours: float | None, right: float | None) -> Discrepancy:
+    a, b = (torch.tensor(math.nan if value is None else value).double() for value in (ours, right))
+    return describe(a, b)
 
 
 def _square(record: RankRecord, piece: Piece, plain: Record) -> float:

@@ -87,6 +87,21 @@ def run_plain(job: Job, config: RunConfig) -> Record:
     return record
 
 
+def loss_in_parts(job: Job, num_parts: int) -> tuple[float, float]:
+    """The loss of the first step's batch, as a sum over its terms: at once, and of its parts added up; no dropout."""
+    model = job.build()
+    materialise(model, job.seed, torch.device("cpu"), job.weights)
+    with torch.no_grad(), NoDropout():
+        for p in model.parameters():
+            p.data = p.data.to(job.dtype)
+        whole, *parts = (
+            job.loss_fn(model, batch).item()
+            for batches in (job.microbatches(0, 0, 1, 1), job.microbatches(0, 0, 1, num_parts))
+            for batch in batches
+        )
+    return whole, math.fsum(parts)
+
+
 def make(config: RunConfig, parameters: dict[str, nn.Parameter]) -> Optimizer:
     """The optimizer that a config names; what has two dims or more decays, where a decay is given."""
     if config.family.optimizer is not None:
@@ -167,6 +182,16 @@ class Masks(TorchDispatchMode):
         kind, rows = ("dropout", self.num_samples) if shape[0] == self.num_samples else ("microbatch dropout", 1)
         words = [(kind, self.seed, self.step, row, site) for row in range(rows)]
         return torch.stack([keep(words_, math.prod(shape) // rows, p) for words_ in words]).view(shape)
+
+
+class NoDropout(TorchDispatchMode):
+    """Every mask keeps all."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return args[0].fill_(1) if func is torch.ops.aten.bernoulli_.float else func(*args, **(kwargs or {}))
 
 
 class Noise(TorchFunctionMode):

@@ -6,7 +6,7 @@ parameters, which every rank records whole.
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import astuple, dataclass, field
 from typing import Any
 
@@ -48,6 +48,8 @@ class RankRecord:
     parameters: dict[str, Tensor] = field(default_factory=dict)
     state: dict[Piece, dict[str, Tensor]] = field(default_factory=dict)
     ledger_differences: list[str] = field(default_factory=list)
+    irregular: dict[str, float] = field(default_factory=dict)
+    """The units whose gathers are not predicted: how often they run in a forward."""
     tensor_rank: int = 0
     cuts: dict[str, tuple[Any, ...]] = field(default_factory=dict)
     """The fields of the ``TensorCut`` of each parameter that has one."""
@@ -127,8 +129,24 @@ def record_layout(
             scheduler.step()
         predicted = predicted or predict(engine, job, batches)  # with what has been learned of the hand-overs
         measured = [e for e in comm.ledger.since(mark) if e.note.phase != "setup" or not checking]
-        recorder.record.ledger_differences += differences(predicted, measured)
+        runs = irregular(engine, len(batches))
+        recorder.record.irregular |= runs
+        found = differences(*([e for e in entries if not _is_gather(e, runs)] for entries in (predicted, measured)))
+        recorder.record.ledger_differences += found
     return recorder.finish(engine)
+
+
+def irregular(engine: Engine, num_microbatches: int) -> dict[str, float]:
+    """The gathered units that did not run once in each forward of the last step, and how often they did.
+
+    How often such a unit is gathered depends on what else is open at the time: its gathers are not predicted.
+    """
+    units = [(stage.unsharding.runs[u], u) for stage in engine.stages.values() for u in stage.units if u.split_needs]
+    return {unit.name: runs / num_microbatches for runs, unit in units if runs != num_microbatches}
+
+
+def _is_gather(entry: Entry, units: Collection[str]) -> bool:
+    return entry.note.unit in units and entry.note.phase in ("forward", "backward", "microbatch")
 
 
 def predict(engine: Engine, job: Job, batches: Sequence[Any]) -> tuple[Entry, ...]:
@@ -143,7 +161,7 @@ def predict(engine: Engine, job: Job, batches: Sequence[Any]) -> tuple[Entry, ..
     entries: list[Entry] = []
     plans = {}
     for number, stage in engine.stages.items():
-        sites, sequence = stage.parallel.sites, stage.axis.sequence
+        sequence = stage.axis.sequence
         if job.width:
             rows = [math.prod((s[0], _part(stage, s[1])) if sequence else s) for s in leading]
             received, handed = (tuple(n * width * itemsize for n in rows) for width in _widths(stage, job.width))
@@ -151,7 +169,9 @@ def predict(engine: Engine, job: Job, batches: Sequence[Any]) -> tuple[Entry, ..
             size_of = engine.runtime.p2p.bytes_handed
             received, handed = (tuple(size_of(number + i, batch) for batch in batches) for i in (-1, 0))
         plans[number] = StageTraffic(stage.layouts(), handed, received)
-        entries += predict_tensor(sites, leading, comm.mesh, itemsize, sequence=sequence, twice=stage.blocks)
+        if comm.mesh.tensor > 1:
+            passing = [job.passing(batch, stage.parallel) for batch in batches]
+            entries += predict_tensor(passing, comm.mesh, itemsize, sequence=sequence, twice=stage.blocks)
     tied = [
         TiedTraffic(edge.name, tuple(engine.pipeline.owner[s] for s in edge.stages), engine.ties.bytes_owned(edge))
         for edge in engine.ties.edges

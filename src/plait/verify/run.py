@@ -8,8 +8,8 @@ the table's predicted messages and bytes        ──► the ledger
 
 import json
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
@@ -29,6 +29,7 @@ from plait.job.own import UserJob
 from plait.referee.wrong import FirstWrong
 from plait.report.screen import screen
 from plait.verify.compare import BITWISE, Finding, against_plain, against_tree, asked, full_batch
+from plait.verify.honest import HonestRuns
 from plait.verify.locate import locate, locate_in_plain
 from plait.verify.plain import run_plain
 from plait.verify.record import RankRecord, collect_records, record_run
@@ -44,8 +45,9 @@ class Verdict:
 
     ``tree`` has the findings against the replay of the layout's tree, ``plain`` those against one plain full-batch
     step, ``ledger`` the messages in which prediction and measurement differ.  ``left_out`` counts the steps that were
-    skipped, because their scaled gradients were not finite; where none was made, nothing is proved.  ``spread`` is how
-    the layout lies among honest runs.  ``first`` is the first wrong tensor, where it was looked for and found;
+    skipped, because their scaled gradients were not finite; where none was made, nothing is proved.  ``irregular`` has
+    the units that do not run once in a forward, and how often they do: their gathers are not compared.  ``spread`` is
+    how the layout lies among honest runs.  ``first`` is the first wrong tensor, where it was looked for and found;
     ``unplaced`` says why it was not.
     """
 
@@ -55,6 +57,7 @@ class Verdict:
     ledger: tuple[str, ...]
     left_out: int = 0
     none_made: bool = False
+    irregular: Mapping[str, float] = field(default_factory=dict)
     spread: Spread | None = None
     first: FirstWrong | None = None
     unplaced: str = ""
@@ -101,23 +104,41 @@ def replay(
 
 
 def judge(job: Job, config: VerifyConfig, ranks: Sequence[RankRecord], tree: Record, plain: Record) -> Verdict:
-    """Compare the ranks' records with both references."""
+    """Compare the ranks' records with both references, and with honest runs where that is asked for or needed."""
+    needed = RUNS if config.parsed_mesh.tensor > 1 and job.dtype.itemsize == 2 else 0
+    runs = needed if config.spread is None else config.spread
+    honest = honest_runs(job, config, ranks, runs) if runs else None
+    of_tree, of_plain = _findings(job, config, ranks, tree, plain, None)
+    if _may_be_rounding(config, of_tree, of_plain):
+        excusing = honest or honest_runs(job, config, ranks)
+        of_tree, of_plain = _findings(job, config, ranks, tree, plain, excusing)
     return Verdict(
         f"{config.row.name} on {config.parsed_mesh}, microbatches per rank: {config.microbatches}",
-        tuple(against_tree(ranks, tree, asked(config))),
-        tuple(against_plain(ranks, plain, full_batch(config), may_skip=job.dtype == torch.float16)),
+        of_tree,
+        of_plain,
         tuple(difference for r in ranks for difference in r.ledger_differences),
         ranks[0].made.count(False),
         not any(ranks[0].made),
-        _spread(job, config, ranks, tree),
+        {name: runs for r in ranks for name, runs in r.irregular.items()},
+        spread_of(ranks, honest) if honest else None,
     )
 
 
-def _spread(job: Job, config: VerifyConfig, ranks: Sequence[RankRecord], tree: Record) -> Spread | None:
-    """How a layout lies among honest runs, where that is asked for."""
-    needed = RUNS if config.parsed_mesh.tensor > 1 and job.dtype.itemsize == 2 else 0
-    runs = needed if config.spread is None else config.spread
-    return spread_of(ranks, tree, honest_runs(job, config, ranks, runs), job.dtype) if runs else None
+def _findings(
+    job: Job, config: VerifyConfig, ranks: Sequence[RankRecord], tree: Record, plain: Record, honest: HonestRuns | None
+) -> tuple[tuple[Finding, ...], tuple[Finding, ...]]:
+    """Against the layout's own tree, and against plain full-batch steps."""
+    within, may_skip = asked(config), job.dtype == torch.float16
+    of_tree = against_tree(ranks, tree, within, None if within == BITWISE else honest)
+    return tuple(of_tree), tuple(against_plain(ranks, plain, full_batch(config), may_skip=may_skip, honest=honest))
+
+
+def _may_be_rounding(config: VerifyConfig, of_tree: Sequence[Finding], of_plain: Sequence[Finding]) -> bool:
+    """Whether honest runs could explain what is not equal: neither the first loss, nor what has to be the same bits."""
+    unequal = [f for f in (*of_tree, *of_plain) if not f.equal]
+    bits = asked(config) == BITWISE and not all(f.equal for f in of_tree)
+    first = [f for findings in (of_tree, of_plain) for f in findings[:1]]
+    return bool(unequal) and config.spread != 0 and not bits and all(f.equal for f in first)
 
 
 def verify(job: UserJob, mesh: str = "shard=2", strategy: str = "zero3", **settings: Any) -> Verdict:
@@ -166,7 +187,7 @@ def placed(
     if all(f.equal for f in (*verdict.tree, *verdict.plain)):
         return replace(verdict, unplaced=WITHIN_TOLERANCE)
     if all(f.equal for f in verdict.tree):
-        return replace(verdict, first=locate_in_plain(config, ranks, plain))
+        return replace(verdict, first=locate_in_plain(job, ranks, tree, plain, verdict.plain))
     if config.device != "cpu":
         return replace(verdict, unplaced="the first wrong tensor is looked for on CPUs only")
     try:
@@ -206,6 +227,7 @@ def report(verdict: Verdict) -> dict[str, Any]:
         "equal": verdict.equal,
         "bitwise": verdict.bitwise,
         "ledger_differences": list(verdict.ledger),
+        "irregular_units": dict(verdict.irregular),
         "first_wrong": verdict.first.as_data() if verdict.first else None,
         "unplaced": verdict.unplaced,
         "spread": asdict(verdict.spread) | {"benign": verdict.spread.benign} if verdict.spread else None,
@@ -238,6 +260,9 @@ def show(verdict: Verdict, console: Console, *, every_tensor: bool = False) -> N
             console.print(f"  {line}")
     else:
         console.print("ledger: every message as predicted, byte for byte")
+    if verdict.irregular:
+        units = ", ".join(f"{name!r} ({runs:g} times)" for name, runs in verdict.irregular.items())
+        console.print(f"  but for the gathers of units that do not run once in a forward: {units}", soft_wrap=True)
     if verdict.spread:
         console.print(str(verdict.spread), soft_wrap=True)
     if verdict.left_out:

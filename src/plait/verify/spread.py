@@ -1,10 +1,11 @@
 """Benign or not: a layout's difference beside those of honest runs.
 
 Where products are split or numbers have 16 bits, no run has the bits of another, and a constant tolerance is either too
-wide for the first layer or too narrow for the last.  So the replay is repeated with what honest runs may differ in: its
-additions in other orders, and every activation, every gradient of one and every microbatch's gradient of a parameter
-off by up to one unit in its last place.  How far these runs lie from the replay is the spread of that very tensor, in
-that step.  A layout within ``MARGIN`` times the spread is one of them; a bug lies tens or thousands of times outside.
+wide for the first layer or too narrow for the last.  So a single process runs again with what honest runs may differ
+in: its additions in other orders, and every activation, every gradient of one and every microbatch's gradient of a
+parameter off by up to one unit in its last place.  How far these runs lie from the exact one is the spread of that very
+tensor, in that step.  A layout within ``MARGIN`` times the spread is one of them; a bug lies tens or thousands of times
+outside.
 
 Perturbation as the measure of a tolerance: TTrace (arXiv 2506.09280).
 """
@@ -24,11 +25,9 @@ from plait.config import RunConfig
 from plait.core.additions import additions
 from plait.job.job import Job
 from plait.verify.compare import same_run
+from plait.verify.honest import MARGIN, HonestRuns, gap
 from plait.verify.record import RankRecord
-from plait.verify.reference import Gradients, Record, SingleProcess, run_reference
-
-MARGIN = 8.0
-"""Times the largest difference of the honest runs: of a few runs, the largest is not the largest there can be."""
+from plait.verify.reference import Gradients, SingleProcess, run_reference
 
 RUNS = 8
 
@@ -119,52 +118,38 @@ class _Off(torch.autograd.Function):
         return ctx.off(gradient), None
 
 
-def honest_runs(job: Job, config: RunConfig, ranks: Sequence[RankRecord], runs: int = RUNS) -> list[Record]:
-    """The replay, repeated: in other orders of its additions, each value off by a unit in the last place."""
+def honest_runs(job: Job, config: RunConfig, ranks: Sequence[RankRecord], runs: int = RUNS) -> HonestRuns:
+    """The single process as it is, and repeated: its additions in other orders, each value off by a unit in the last
+    place.  Of the layout it takes the order of additions and which weights are tied, and no number."""
     orders = list(permutations(additions(config.row)))
     run = partial(run_reference, clip=config.clip, ties=ranks[0].ties)
     mesh, num, steps = config.parsed_mesh, config.microbatches, config.steps
-    return [run(job, mesh, num, orders[i % len(orders)], steps, listener=Jitter(i)) for i in range(runs)]
+    exact = run(job, mesh, num, additions(config.row), steps)
+    made = [run(job, mesh, num, orders[i % len(orders)], steps, listener=Jitter(i)) for i in range(runs)]
+    return HonestRuns(exact, made, torch.finfo(job.dtype).eps)
 
 
-def spread_of(ranks: Sequence[RankRecord], reference: Record, honest: Sequence[Record], dtype: torch.dtype) -> Spread:
-    """Where a layout lies among honest runs: its losses, norms, gradients of all steps, and last parameters.
-
-    ``dtype`` is that of the computation.  No spread is smaller than a unit in the last place of the largest element.
-    """
-    found = [outside for record in ranks for outside in _outside(record, reference, honest, torch.finfo(dtype).eps)]
-    return Spread(len(honest), max(found, key=lambda o: o.times), len(found))
+def spread_of(ranks: Sequence[RankRecord], honest: HonestRuns) -> Spread:
+    """Where a layout lies among honest runs: its losses, norms, gradients of all steps, and last parameters."""
+    found = [outside for record in ranks for outside in _outside(record, honest)]
+    return Spread(len(honest.runs), max(found, key=lambda o: o.times), len(found))
 
 
-def _outside(record: RankRecord, one: Record, honest: Sequence[Record], unit: float) -> Iterator[Outside]:
-    at = f"rank {record.rank}"
-    numbers: Sequence[tuple[str, Sequence[float | None], Sequence[float | None], Sequence[Sequence[float | None]]]] = (
-        ("loss", record.losses, one.losses, [run.losses for run in honest]),
-        ("norm", record.norms, one.norms, [run.norms for run in honest]),
-    )
-    for kind, ours, right, runs in numbers:
+def _outside(record: RankRecord, honest: HonestRuns) -> Iterator[Outside]:
+    at, one = f"rank {record.rank}", honest.exact
+    for kind, ours, right, spread in (
+        ("loss", record.losses, one.losses, honest.loss),
+        ("norm", record.norms, one.norms, honest.norm),
+    ):
         for step, (value, exact) in enumerate(zip(ours, right, strict=True)):
             if value is not None and exact is not None:
-                others = [abs((run[step] or math.inf) - exact) for run in runs]
-                yield Outside(kind, f"step {step + 1}, {at}", abs(value - exact), max(*others, unit * abs(exact)))
+                yield Outside(kind, f"step {step + 1}, {at}", abs(value - exact), spread(step))
     for step, gradients in enumerate(record.gradients):
         for piece, gradient in gradients.items():
             if (whole := one.gradients[step].get(piece[0])) is not None:
-                spread = _spread([run.gradients[step].get(piece[0], whole) for run in honest], whole, unit)
                 name = f"{piece[0]}[{piece[1]}:{piece[2]}], step {step + 1}, {at}"
-                yield Outside("gradient", name, _gap(gradient, same_run(record, whole, piece)), spread)
+                off = gap(gradient, same_run(record, whole, piece))
+                yield Outside("gradient", name, off, honest.gradient(step, piece[0]))
     for name, parameter in record.parameters.items():
         if (whole := one.parameters.get(name)) is not None:
-            spread = _spread([run.parameters[name] for run in honest], whole, unit)
-            yield Outside("parameter", f"{name}, {at}", _gap(parameter, whole), spread)
-
-
-def _spread(values: Sequence[Tensor], whole: Tensor, unit: float) -> float:
-    """How far honest runs are from the replay, at most."""
-    least = unit * whole.double().abs().max().item() if whole.numel() else 0.0
-    return max(*(_gap(value, whole) for value in values), least)
-
-
-def _gap(ours: Tensor, theirs: Tensor) -> float:
-    gap = (ours.double().reshape(-1) - theirs.double().reshape(-1)).abs()
-    return math.inf if gap.isnan().any() else gap.max().item() if len(gap) else 0.0
+            yield Outside("parameter", f"{name}, {at}", gap(parameter, whole), honest.parameter(name))

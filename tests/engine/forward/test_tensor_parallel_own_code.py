@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 import plait
 from plait.comm import Comm
+from plait.core.tensor_plan import everywhere
 from plait.engine import Engine
 from plait.plan.tensor import predict_tensor
 
@@ -186,7 +187,7 @@ def test_what_is_sent_is_what_was_predicted(sequence: bool) -> None:
         engine.backward(out.square().sum(), count=2)
         sites = next(iter(engine.stages.values())).parallel.sites
         entries = (
-            predict_tensor(sites, [(2, 7)], comm.mesh, 8, sequence=sequence),
+            predict_tensor([everywhere(sites, (2, 7))], comm.mesh, 8, sequence=sequence),
             [e for e in comm.ledger.since(mark) if e.note.phase in ("tensor forward", "tensor backward")],
         )
         return tuple(sorted((e.kind, e.note.phase, e.note.unit, str(e.bytes)) for e in found) for found in entries)

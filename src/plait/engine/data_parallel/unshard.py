@@ -15,6 +15,7 @@ open ancestors of the running one: asserted at every gather.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -72,6 +73,8 @@ class Unsharding(StaysHere):
         self.open_units, self.pins = OpenUnits(), Pins()
         self.peak_bytes = 0
         """The most bytes of gathered parameters at once, of all stages of the rank."""
+        self.runs: Counter[Unit] = Counter()
+        """How often the forward of each unit that is gathered has run in this step, apart from recomputations."""
         self.peers: list[Unsharding] = [self]
         """Those of all stages of the rank."""
         self._inside: list[Unit] = []
@@ -208,6 +211,7 @@ class Unsharding(StaysHere):
         """Drops whatever an earlier step left behind when it raised."""
         self.held = False
         self.num_flying = 0
+        self.runs.clear()
         self.pins.end_step()
         self._recover()
         self._hooks.drop()
@@ -253,6 +257,7 @@ class Unsharding(StaysHere):
             self.unshard(unit, self.phase)
             if torch.is_grad_enabled() and self._waits_for_inputs(unit):
                 self._hooks.await_inputs(unit, (*args, *kwargs.values()), self._end_if_done)
+        self.runs[unit] += self.phase == "forward"
         self.current.enter_unit(self._running[unit])
         self._inside.append(unit)
 

@@ -1,0 +1,200 @@
+"""What passes the sites of a plan, seen in a forward of the plain model.
+
+How large a message over the tensor axis is depends on what comes to its site: tokens, patches of an image, the stream
+of an encoder or a decoder.  A batch does not say so, but a forward does.  A small model runs as it is; of a large one,
+or one without values yet, fake tensors have the shapes, and cost neither memory nor products.
+
+    plain model ── hooks on what the plan names ──►  {Site: (Passing(shape, trains), ...)}  ──►  plan.predict_tensor
+
+What siblings read enters once, so a site has as many activations as its siblings read different ones.
+"""
+
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from functools import partial
+from threading import Lock
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+from plait.core.tensor_plan import Passing, Passings, Site
+from plait.tensor_parallel.plan import Parallel, site_of
+
+OF_OUTPUTS = ("leave", "sum", "gather")
+"""Sites of what a module returns; all others are of what it reads."""
+
+SMALL = 1 << 26
+"""Parameters up to which products take less time than the bookkeeping of fake tensors."""
+
+
+class PassingOf:
+    """What passes the sites of a plan when a job's model runs a batch; remembered by the shapes in the batch.
+
+    Args:
+        build: makes the model, its parameters with values or on meta.
+        loss_fn: ``(model, batch) -> scalar``.
+    """
+
+    def __init__(self, build: Callable[[], nn.Module], loss_fn: Callable[[nn.Module, Any], Tensor]) -> None:
+        self._build, self._loss_fn = build, loss_fn
+        self._mode = FakeTensorMode(allow_non_fake_inputs=True)
+        self._one_at_a_time = Lock()  # ranks may be threads that have one job
+        self._known: dict[Hashable, Passings | None] = {}
+
+    def __call__(self, batch: Any, parallel: Parallel) -> Passings | None:
+        """None: neither the values there are nor fake tensors come through the forward."""
+        sizes = tuple((tuple(x.shape), x.dtype) if isinstance(x, Tensor) else repr(x) for x in tree_leaves(batch))
+        key = sizes, parallel.sites, tuple(parallel.styles.items())
+        with self._one_at_a_time:
+            if key not in self._known:
+                self._known[key] = None
+                with suppress(Exception):  # with values, the engine's own forward says what is wrong
+                    self._known[key] = self._look(batch, parallel)
+            return self._known[key]
+
+    def _look(self, batch: Any, parallel: Parallel) -> Passings | None:
+        model = self._build()
+        valued = not any(parameter.is_meta for parameter in model.parameters())
+        if valued and sum(parameter.numel() for parameter in model.parameters()) <= SMALL:
+            return self._real_run(model, batch, parallel)
+        found = self._fake_run(model, batch, parallel)
+        return self._real_run(self._build(), batch, parallel) if valued and found is None else found
+
+    def _fake_run(self, model: nn.Module, batch: Any, parallel: Parallel) -> Passings | None:
+        with suppress(DataDependentOutputException, DynamicOutputShapeException), self._mode:
+            moved = tree_map(lambda x: _like(x) if isinstance(x, Tensor) else x, batch)
+            return passings(_faked(model), self._loss_fn, moved, parallel)
+        return None
+
+    def _real_run(self, model: nn.Module, batch: Any, parallel: Parallel) -> Passings:
+        with torch.random.fork_rng(devices=[]):
+            moved = tree_map(lambda x: x.cpu() if isinstance(x, Tensor) else x, batch)
+            return passings(model, self._loss_fn, moved, parallel)
+
+
+def _faked(model: nn.Module) -> nn.Module:
+    """The model with parameters and buffers that have no values; under a ``FakeTensorMode``."""
+    memo: dict[int, Tensor] = {}
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                made = memo.setdefault(id(parameter), nn.Parameter(_like(parameter), parameter.requires_grad))
+                module._parameters[name] = made  # type: ignore[assignment]
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[name] = memo.setdefault(id(buffer), _like(buffer))
+    return model
+
+
+def _like(tensor: Tensor) -> Tensor:
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
+
+
+def passings(model: nn.Module, loss_fn: Callable[[nn.Module, Any], Tensor], batch: Any, parallel: Parallel) -> Passings:
+    """What passes the sites of ``parallel`` when the plain ``model`` runs a batch once."""
+    seen: dict[Site, list[Passing]] = {site: [] for site in parallel.sites}
+    with torch.enable_grad(), _hooked(model, parallel, seen):
+        loss_fn(model, batch)
+    return {site: tuple(found) for site, found in seen.items()}
+
+
+@contextmanager
+def _hooked(model: nn.Module, parallel: Parallel, seen: dict[Site, list[Passing]]) -> Iterator[None]:
+    """Hooks on the modules of a plan that fill ``seen``; they are gone afterwards."""
+    entering = _Entering(parallel, seen)
+    losses = _Losses(model, parallel, seen)
+    handles = [model.register_forward_pre_hook(losses.begins, with_kwargs=True)]
+    for name in losses.heads:
+        handles.append(model.get_submodule(name).register_forward_hook(partial(losses.after_head, name)))
+    for site in parallel.sites:
+        if site.kind not in ("enter", "loss"):
+            module = model.get_submodule(site.name)
+            if site.kind in OF_OUTPUTS or (site.kind == "share" and parallel.styles[site.name].kind == "shared"):
+                handles.append(module.register_forward_hook(partial(_after, site, seen)))
+            else:
+                number = [s for s in parallel.sites if (s.kind, s.name) == (site.kind, site.name)].index(site)
+                handles.append(module.register_forward_pre_hook(partial(_before, site, number, seen), with_kwargs=True))
+    for name, site in entering.sites.items():
+        hook = partial(entering, site)
+        handles.append(model.get_submodule(name).register_forward_pre_hook(hook, with_kwargs=True))
+    try:
+        with losses:
+            yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _before(
+    site: Site, number: int, seen: dict[Site, list[Passing]], module: nn.Module, args: Any, kwargs: Any
+) -> None:
+    """The ``number``-th floating-point tensor that a module is given."""
+    if number < len(given := _floats((args, kwargs))):
+        seen[site].append(_passing(given[number], site.width if site.kind == "share" else 0))
+
+
+def _after(site: Site, seen: dict[Site, list[Passing]], module: nn.Module, args: Any, output: Any) -> None:
+    seen[site].extend(_passing(x, site.width if site.kind == "sum" else 0) for x in _floats(output)[:1])
+
+
+def _floats(values: Any) -> list[Tensor]:
+    return [x for x in tree_leaves(values) if isinstance(x, Tensor) and x.is_floating_point()]
+
+
+def _passing(x: Tensor, width: int = 0) -> Passing:
+    """With ``width``, of that many numbers in a row: experts may read one activation for each of them."""
+    return Passing((x.numel() // width,) if width else tuple(x.shape[:-1]), x.requires_grad)
+
+
+class _Entering:
+    """Enters what siblings read as the engine does: the tensor that entered last, unchanged, does not enter again."""
+
+    def __init__(self, parallel: Parallel, seen: dict[Site, list[Passing]]) -> None:
+        of = {site.name: site for site in parallel.sites if site.kind == "enter"}
+        head = {name for name, style in parallel.styles.items() if style.kind == "vocabulary"}
+        names = [n for n, style in parallel.styles.items() if style.enters or n in head]
+        self.sites = {name: of[site] for name in names if (site := site_of(name, parallel)) in of}
+        self._seen = seen
+        self._last: tuple[Site, Tensor, int] | None = None
+
+    def __call__(self, site: Site, module: nn.Module, args: Any, kwargs: Any) -> None:
+        (x,) = _floats((args, kwargs))[:1]
+        last = self._last
+        if last is None or last[0] != site or last[1] is not x or last[2] != x._version:
+            self._last = site, x, x._version
+            self._seen[site].append(_passing(x))
+
+
+class _Losses(TorchFunctionMode):
+    """Sees cross-entropy of the head's classes; of a model that is given ``labels``, the logits, which are gathered."""
+
+    def __init__(self, model: nn.Module, parallel: Parallel, seen: dict[Site, list[Passing]]) -> None:
+        self._site = next((site for site in parallel.sites if site.kind == "loss"), None)
+        vocabulary = [n for n, style in parallel.styles.items() if style.kind == "vocabulary"]
+        modules: Mapping[str, Any] = {n: model.get_submodule(n) for n in vocabulary}
+        self.heads = {n: m.weight.shape[0] for n, m in modules.items() if isinstance(m, nn.Linear)}
+        self._seen, self._whole = seen, False
+        super().__init__()
+
+    def begins(self, module: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> None:
+        self._whole = kwargs.get("labels") is not None
+
+    def after_head(self, name: str, module: nn.Module, args: Any, logits: Tensor) -> None:
+        if self._whole:
+            gathers = Site("gather", name, self.heads[name])
+            self._seen.setdefault(gathers, []).append(_passing(logits))
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is F.cross_entropy and self._site is not None:
+            logits = args[0] if args else kwargs["input"]
+            if not self._whole and logits.size(-1) in self.heads.values():
+                self._seen[self._site].append(Passing(tuple(logits.shape[:-1]), logits.requires_grad))
+        return func(*args, **kwargs)

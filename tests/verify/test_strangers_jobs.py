@@ -1,0 +1,123 @@
+"""Jobs as people have them: what rounding alone makes different is not called so, and what is no sum is named."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, ClassVar
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import plait
+from plait.verify import run
+from plait.verify.reference import Record
+
+WIDTH, CLASSES = 12, 5
+
+
+class Attention(nn.Module):
+    """Softmax cancels the key's bias, so that its gradient is made of rounding alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.query, self.key, self.value, self.output = (nn.Linear(WIDTH, WIDTH) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Three heads of four."""
+        heads = [layer(x).unflatten(-1, (-1, 4)).transpose(1, 2) for layer in (self.query, self.key, self.value)]
+        y: Tensor = x + self.output(F.scaled_dot_product_attention(*heads).transpose(1, 2).flatten(-2))
+        return y
+
+
+class Encoder(nn.Module):
+    tensor_plan: ClassVar = {
+        **{f"blocks.*.{name}": "column by 4" for name in ("query", "key", "value")},
+        "blocks.*.output": "row",
+    }
+
+    def __init__(self, *, times: int = 1) -> None:
+        super().__init__()
+        self.embed, self.blocks = nn.Linear(3, WIDTH), nn.ModuleList([Attention(), Attention()])
+        self.unused, self.head, self.times = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, CLASSES), times
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embed(x)
+        for block in [*self.blocks] * self.times:
+            x = block(x)
+        y: Tensor = self.head(x.mean(1))
+        return y
+
+
+class Normalised(nn.Sequential):
+    def __init__(self) -> None:
+        super().__init__(nn.Flatten(), nn.Linear(21, WIDTH), nn.BatchNorm1d(WIDTH), nn.Linear(WIDTH, CLASSES))
+
+
+def batch(step: int) -> tuple[Tensor, Tensor]:
+    random = torch.Generator().manual_seed(step)
+    return torch.randn(12, 7, 3, generator=random), torch.randint(CLASSES, (12,), generator=random)
+
+
+def loss_sum(model: nn.Module, batch: Any) -> Tensor:
+    return F.cross_entropy(model(batch[0]), batch[1], reduction="sum")
+
+
+def contrastive(model: nn.Module, batch: Any) -> Tensor:
+    features = F.normalize(model(batch[0]), dim=-1)
+    return F.cross_entropy(features @ features.T, torch.arange(len(features)), reduction="sum")
+
+
+JOB = plait.UserJob(Encoder, loss_sum, batch)
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "fp64", "bf16"])
+@pytest.mark.parametrize("mesh", ["shard=3", "tensor=3"])
+def test_a_gradient_that_is_rounding_alone_is_no_difference(mesh: str, dtype: str) -> None:
+    verdict = plait.verify(JOB, mesh, "zero3", dtype=dtype, steps=3)
+    assert verdict.word == ("bitwise" if mesh == "shard=3" else "equal"), verdict
+    excused = [f for f in verdict.plain if f.asked == "8 spreads"]
+    assert {f.name.split("[")[0] for f in excused if f.kind == "gradient"} <= {f"blocks.{i}.key.bias" for i in (0, 1)}
+    assert excused or dtype == "bf16"
+    assert plait.verify(JOB, mesh, "zero3", dtype=dtype, steps=3, spread=0).equal is not bool(excused)
+
+
+def test_a_gradient_of_rounding_that_is_more_than_rounding_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = run.run_plain
+
+    def wrong(*args: Any) -> Record:
+        record = right(*args)
+        record.gradients[0]["blocks.1.key.bias"][3] += 1e-6
+        return record
+
+    monkeypatch.setattr(run, "run_plain", wrong)
+    verdict = plait.verify(JOB, "shard=3", "zero3", steps=3)
+    assert verdict.word == "different" and verdict.first is not None
+    assert (verdict.first.phase, verdict.first.name) == ("sum", "blocks.1.key.bias")
+
+
+@pytest.mark.parametrize(
+    ("job", "told"),
+    [
+        (replace(JOB, loss_fn=contrastive), "does it compare samples with one another"),
+        (replace(JOB, build=Normalised), "'2' normalises over the samples of a microbatch"),
+    ],
+)
+def test_a_loss_that_is_no_sum_over_samples_is_named(job: plait.UserJob, told: str) -> None:
+    verdict = plait.verify(job, "shard=3", "ddp", steps=2)
+    assert verdict.word == "different" and verdict.first is not None
+    assert (verdict.first.step, verdict.first.phase) == (0, "loss")
+    assert "in plain PyTorch either" in verdict.first.cause and "in 3 parts" in verdict.first.cause
+    assert told in verdict.first.cause
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero2", "zero3", "zero3_keep"])
+def test_units_that_run_more_than_once_or_never_are_told_and_not_called_wrong(strategy: str) -> None:
+    job = replace(JOB, build=lambda: Encoder(times=3))
+    verdict = plait.verify(job, "shard=3", strategy, microbatches=2, steps=2)
+    assert verdict.word == "bitwise", verdict
+    if strategy.startswith("zero3"):
+        assert verdict.irregular["blocks.0"] == verdict.irregular["blocks.1"] == 3
+    else:
+        assert not verdict.irregular

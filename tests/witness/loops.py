@@ -77,12 +77,14 @@ def run(
     even: bool = False,
     told: bool = False,
     kill: int | None = None,
+    elements: int | None = None,
 ) -> None:
     """A loop of data-parallel ranks under the witness; ``fault`` says what it does wrong.
 
     Args:
         even: leave samples out of the batch, so that all forwards have equally many of equally many terms.
         kill: the step in which rank 1 ends without a word, after its optimizer's step.
+        elements: how many are kept of each tensor; None: all.
     """
     models = []
     for rank in range(ranks):
@@ -96,7 +98,9 @@ def run(
         made.append(user_job(optimizer).optimizer(parameters[:-1] if fault == "left out" else parameters))  # type: ignore[misc]
     with contextlib.ExitStack() as stack:
         seen = [
-            stack.enter_context(plait.witness(model, o, folder, rank=rank, ranks=ranks))
+            stack.enter_context(
+                plait.witness(model, o, folder, steps=max(10, steps), rank=rank, ranks=ranks, elements=elements)
+            )
             for rank, (model, o) in enumerate(zip(models, made, strict=True))
         ]
         for step in range(steps):
@@ -199,7 +203,15 @@ class Pieces(nn.Module):
         return x
 
 
-def run_cut(folder: Path, *, local_norm: bool, ranks: int = 2, steps: int = 2, clip: float = 0.05) -> None:
+def run_cut(
+    folder: Path,
+    *,
+    local_norm: bool,
+    ranks: int = 2,
+    steps: int = 2,
+    clip: float = 0.05,
+    elements: int | None = None,
+) -> None:
     """A loop whose ranks have rows of each parameter, and clip by the norm of the whole or of their own rows."""
     torch.manual_seed(0)
     whole = Net()
@@ -208,7 +220,8 @@ def run_cut(folder: Path, *, local_norm: bool, ranks: int = 2, steps: int = 2, c
     with contextlib.ExitStack() as stack:
         for rank in range(ranks):
             where = pieces_of(rank, ranks)
-            stack.enter_context(plait.witness(cut[rank], made[rank], folder, rank=rank, ranks=ranks, pieces=where))
+            told = {"rank": rank, "ranks": ranks, "pieces": where, "elements": elements}
+            stack.enter_context(plait.witness(cut[rank], made[rank], folder, **told))
         for step in range(steps):
             with torch.no_grad():
                 for name, p in whole.named_parameters():

@@ -49,7 +49,11 @@ def run_judge(config: JudgeConfig) -> int:
     config = with_job(config)
     if config.dtype.endswith("-mixed"):
         raise ValueError(f"dtype {config.dtype}: a judgement is of one dtype, that of the loop's parameters")
-    return told(judge(make_job(config), config.folder, clip=config.clip), config.json)
+    judgement = judge(make_job(config), config.folder, clip=config.clip)
+    code = told(judgement, config.json)
+    if config.json != "-":
+        screen(soft_wrap=True).print(f"recording: {judgement.recording}", highlight=False)
+    return code
 
 
 def run_verify_engine(config: VerifyConfig, comm: Comm) -> int:

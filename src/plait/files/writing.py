@@ -52,8 +52,12 @@ def write_text(path: str | Path, text: str) -> None:
     write_bytes(path, text.encode())
 
 
-def write_bytes(path: str | Path, data: bytes) -> None:
-    """The same of bytes."""
+def write_bytes(path: str | Path, data: bytes, *, lasting: bool = True) -> None:
+    """The same of bytes.
+
+    Args:
+        lasting: return when the disk has them; otherwise they may be lost with the power, not with the process.
+    """
     target = Path(os.path.realpath(path))
     begun = target.with_name(f".{secrets.token_hex(8)}.partial")
     with told(path, len(data)):
@@ -63,7 +67,8 @@ def write_bytes(path: str | Path, data: bytes) -> None:
                     os.fchmod(file.fileno(), stat.S_IMODE(target.stat().st_mode))
                 file.write(data)
                 file.flush()
-                os.fsync(file.fileno())
+                if lasting:
+                    os.fsync(file.fileno())
             begun.replace(target)
         except BaseException:
             with suppress(OSError):

@@ -3,10 +3,12 @@
 record.py    ``witness(model, optimizer, folder)``: inputs, gradients, parameters and options, step by step   start here
 rows.py      samples are told by what enters the model
 pieces.py    where a rank's tensor lies in the whole parameter
+elements.py  what of a tensor is kept: all, or a few elements and the norm
 stored.py    a witnessed folder, read back and checked
 replay.py    the job in plain PyTorch, at the parameters that were witnessed
 judge.py     the two are compared in the order of cause and effect; the first thing that is wrong is named
 inputs.py    which samples of a step each rank saw
+drift.py     what rounding alone may make of a difference
 gradient.py  which samples a gradient holds, and how often
 update.py    what the optimizer made of it
 judgement.py  the words of a judgement, and tolerances

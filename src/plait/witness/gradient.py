@@ -9,8 +9,9 @@
 What no sum explains is told parameter by parameter, the first in the order of the backward first.
 """
 
+import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TypeAlias
 
 import torch
@@ -18,10 +19,12 @@ from torch import Tensor
 
 from plait.referee.contributions import NEAR, Contributions, contributions, explain
 from plait.referee.difference import Discrepancy, describe, factor_text
+from plait.witness.drift import Slack
+from plait.witness.elements import describe_few, norms_of
 from plait.witness.inputs import ForwardCall
 from plait.witness.judgement import Judgement, largest, ranks_text, tolerance
 from plait.witness.replay import Gradients, SampleGradient, clipped
-from plait.witness.stored import RankStep, Witnessed, slices
+from plait.witness.stored import RankRun, RankStep, Witnessed, slices
 
 Parts: TypeAlias = Sequence[tuple[ForwardCall, SampleGradient]]
 """The true gradient of each forward."""
@@ -45,6 +48,7 @@ class Setting:
     """The factor of the clip."""
     count: int
     samples: int
+    slack: Slack = field(default_factory=Slack)
 
     @property
     def ranks(self) -> int:
@@ -53,35 +57,60 @@ class Setting:
 
 @dataclass(frozen=True)
 class Seen:
-    """One rank's gradients beside the true ones, by parameter."""
+    """One rank's gradients beside the true ones, by parameter; of all elements, or of those that were kept."""
 
-    rank: int
+    run: RankRun
     observed: dict[str, Tensor]
     true: dict[str, Tensor]
     wrong: dict[str, float]
     """|observed - true| beside the largest element of the whole tensor, where it is too much."""
+    norms: Mapping[str, float]
+    """Of the observed pieces, where not all elements were kept."""
+    beside: Mapping[str, float]
+    """The observed norm beside the true one, of those in ``wrong`` whose kept elements are right."""
+
+    @property
+    def rank(self) -> int:
+        return self.run.rank
+
+    @property
+    def norm(self) -> float:
+        """Of all that was observed."""
+        return math.hypot(*self.norms.values()) if self.norms else self.flat(self.observed).norm().item()
 
     def flat(self, which: Mapping[str, Tensor]) -> Tensor:
         return torch.cat([which[name].reshape(-1) for name in self.true])
 
 
 def compare(setting: Setting, steps: Sequence[RankStep]) -> tuple[list[Seen], float]:
-    """Each rank's gradients beside the true ones; the largest difference that is none."""
+    """Each rank's gradients beside the true ones; the largest difference that is none.
+
+    Where some elements were kept, the norm says whether the others are right: of n elements it may be off by sqrt(n)
+    times as much as one of them.
+    """
     found, most = [], 0.0
     overall = max(map(largest, setting.true.values()), default=0.0)
     for run, step in zip(setting.witnessed.runs, steps, strict=True):
-        given, wrong = step.of("gradient"), {}
-        right = {n: setting.true[n][slices(run.regions[n])] for n in run.regions if n in setting.true}
+        given, wrong, beside = step.of("gradient"), {}, {}
+        right = {n: run.take(n, setting.true[n]) for n in run.regions if n in setting.true}
         observed = {name: given.get(name, torch.zeros_like(piece)) for name, piece in right.items()}
+        norms = {name: step.norms["gradient"].get(name, 0.0) for name in right} if run.elements is not None else {}
         for name, piece in right.items():
             size = largest(setting.true[name])
             gap = largest(observed[name].double() - piece.double())
             relative = gap / max(size, 1e-300)
-            if gap <= tolerance(piece.dtype, size, overall):
-                most = max(most, relative if size > 0.1 * overall else 0.0)
-            else:
+            allowed = max(tolerance(piece.dtype, size, overall), setting.slack.gradient.get(name, 0.0))
+            if not gap <= allowed:
                 wrong[name] = relative
-        found.append(Seen(run.rank, observed, right, wrong))
+                continue
+            most = max(most, relative if size > 0.1 * overall else 0.0)
+            if name in norms:
+                whole = setting.true[name][slices(run.regions[name])]
+                due = norms_of([whole]).item()
+                if not abs(norms[name] - due) <= allowed * math.sqrt(whole.numel()):
+                    beside[name] = norms[name] / max(due, 1e-300)
+                    wrong[name] = abs(norms[name] - due) / max(due, 1e-300)
+        found.append(Seen(run, observed, right, wrong, norms, beside))
     return found, most
 
 
@@ -116,7 +145,8 @@ def judge_gradient(
             return judgement(factors[0], cause, f"every gradient is {factor_text(factors[0])} times what it should be")
         if cause := _clipped_alone(faulty, setting):
             return judgement(factors[0], cause, f"every gradient has a factor, {_list(ranks, factors)}")
-    if (judged := _as_a_sum(setting, faulty, parts, previous)) is not None:
+    in_sight = [one for one in faulty if one.wrong.keys() - one.beside.keys()]
+    if in_sight and (judged := _as_a_sum(setting, in_sight, parts, previous)) is not None:
         return judgement(*judged)
     return replace(_by_parameter(setting, faulty, start), residual=worst)
 
@@ -129,13 +159,11 @@ def _as_a_sum(
 ) -> tuple[float | None, str, str] | None:
     """(factor, cause, what) where the gradients of forwards, and of the step before, explain what each rank saw."""
     groups = [group for group, _ in parts]
-    regions = {run.rank: run.regions for run in setting.witnessed.runs}
     told = []
     for one in faulty:
         sources = [part.gradients for _, part in parts] + ([previous] if previous else [])
         pieces = [
-            [g[n][slices(regions[one.rank][n])] if n in g else torch.zeros_like(one.true[n]) for n in one.true]
-            for g in sources
+            [one.run.take(n, g[n]) if n in g else torch.zeros_like(one.true[n]) for n in one.true] for g in sources
         ]
         if not pieces or not one.flat(one.observed).isfinite().all():
             return None
@@ -149,6 +177,8 @@ def _as_a_sum(
     if abs(again) > NEAR:
         times = "" if abs(again - 1) <= NEAR else f", {factor_text(again)} times"
         return again, "zero_grad is left out", f"it still holds the gradient of step {setting.step - 1}{times}"
+    if all(abs(x - 1) <= NEAR for f in told for x in f.coefficients[: len(parts)]):
+        return None  # each forward is in it once: what is wrong is smaller than what a sum explains
     present = [group for group, x in zip(groups, c, strict=True) if abs(x) > NEAR]
     rest = [x for x in c if abs(x) > NEAR]
     owners = {group.rank for group in groups}
@@ -209,7 +239,7 @@ def _clipped_before(c: Sequence[float], parts: Parts) -> str:
 
 def _clipped_alone(faulty: Sequence[Seen], setting: Setting) -> str:
     """The cause, where each rank's pieces have been brought to one norm."""
-    norms = [one.flat(one.observed).norm().item() for one in faulty]
+    norms = [one.norm for one in faulty]
     if setting.clip is not None and not all(abs(n - setting.clip) <= EXPLAINED * setting.clip for n in norms):
         return ""
     return (
@@ -219,20 +249,19 @@ def _clipped_alone(faulty: Sequence[Seen], setting: Setting) -> str:
 
 def _not_added(name: str, faulty: Sequence[Seen], setting: Setting) -> bool:
     """Whether the ranks' gradients of a parameter that all have whole add up to the right one."""
-    own = [one for one in faulty if name in one.wrong and one.true[name].shape == setting.true[name].shape]
+    whole = tuple((0, size) for size in setting.true[name].shape)
+    own = [one for one in faulty if name in one.wrong and one.run.regions[name] == whole]
     if len(own) != setting.ranks or setting.ranks == 1:
         return False
     total = torch.stack([one.observed[name].double() for one in own]).sum(0)
     within = tolerance(own[0].true[name].dtype, largest(setting.true[name]))
-    return largest(total - setting.true[name].double()) <= setting.ranks * within
+    return largest(total - own[0].true[name].double()) <= setting.ranks * within
 
 
 def _by_parameter(setting: Setting, faulty: Sequence[Seen], start: str) -> Judgement:
     """The first wrong parameter in the order of the backward, one that has a factor before others."""
     shapes: list[tuple[Seen, str, Discrepancy]] = [
-        (one, name, describe(one.observed[name], one.true[name]))
-        for one in faulty
-        for name in reversed(list(one.wrong))
+        (one, name, _shape(one, name)) for one in faulty for name in reversed(list(one.wrong))
     ]
     _, name, shape = next((row for row in shapes if row[2].pattern in ("factor", "nothing", "region")), shapes[0])
     ranks = tuple(other.rank for other in faulty if name in other.wrong)
@@ -249,6 +278,21 @@ def _by_parameter(setting: Setting, faulty: Sequence[Seen], start: str) -> Judge
         cause += " is another computation than the job's"
     text = f"{start} of {name}: {ranks_text(ranks, setting.ranks)}: {shape.text}{others}: {cause}"
     return Judgement(setting.step, "gradient", name, ranks, shape.factor, 0.0, cause, text)
+
+
+def _shape(one: Seen, name: str) -> Discrepancy:
+    """How a parameter's gradient differs, as far as what was kept of it tells."""
+    if (times := one.beside.get(name)) is None:
+        if one.run.elements is None:
+            return describe(one.observed[name], one.true[name])
+        sizes = [stop - start for start, stop in one.run.regions[name]]
+        return describe_few(one.observed[name], one.true[name], one.run.places[name], sizes)
+    of = f"its norm is {factor_text(times)} times what it should be"
+    if not one.true[name].any():  # none of the elements that were kept has a gradient
+        return Discrepancy("factor", math.inf, math.inf, times, text=of)
+    return Discrepancy(
+        "noise", math.inf, math.inf, text=f"{of}, and the {len(one.true[name])} elements that were kept are right"
+    )
 
 
 def _cause(factor: float, setting: Setting, calls: int) -> str:

@@ -31,6 +31,8 @@ class Judgement:
     residual: float
     cause: str
     text: str
+    recording: str = "whole"
+    """What was kept of each tensor."""
 
     @property
     def equal(self) -> bool:

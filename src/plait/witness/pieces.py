@@ -48,10 +48,15 @@ def named(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
         yield ".".join(part for part in name.split(".") if part not in INSIDE[1:]), parameter
 
 
-def local(tensor: Tensor) -> Tensor:
-    """What this rank has of it, a copy on the CPU; a DTensor's piece."""
+def piece_of(tensor: Tensor) -> Tensor:
+    """What this rank has of it: a DTensor's piece, or all."""
     piece: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
-    return piece.detach().cpu().clone().contiguous()
+    return piece.detach()
+
+
+def local(tensor: Tensor) -> Tensor:
+    """The same as a copy on the CPU."""
+    return piece_of(tensor).cpu().clone().contiguous()
 
 
 def region_of(name: str, tensor: Any, pieces: Mapping[str, Region]) -> Region:

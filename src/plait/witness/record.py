@@ -11,7 +11,8 @@
                          step-000000.safetensors    a step, there as a whole or not at all
                          end.safetensors            the loop has left the block
 
-A rank writes what it has itself; nothing is sent.  What is told besides tensors is JSON in the file's metadata.
+A rank writes what it has itself; nothing is sent.  What is told besides tensors is JSON in the file's metadata.  Of the
+tensors of a step it keeps all, or a few elements each (elements.py); the parameters of the start are kept whole.
 """
 
 import json
@@ -29,6 +30,7 @@ from torch.optim import Optimizer
 
 from plait.core.layout import Region
 from plait.files.writing import told, write_bytes
+from plait.witness.elements import MOST_ELEMENTS, KeepAll, KeepFew, Recording
 from plait.witness.pieces import Piece, local, named, region_of, unwrapped
 from plait.witness.rows import Row, rows_of
 
@@ -59,6 +61,7 @@ class Witness:
         place: Path,
         *,
         steps: int,
+        elements: int | None,
         rank: int,
         ranks: int,
         names: Mapping[str, str],
@@ -67,6 +70,7 @@ class Witness:
     ) -> None:
         self._model, self._optimizers, self._place = unwrapped(model), list(optimizers), place
         self._steps, self._rank, self._ranks, self._inputs = steps, rank, ranks, inputs
+        self._elements = elements
         groups = [(i, j, group) for i, o in enumerate(optimizers) for j, group in enumerate(o.param_groups)]
         owner = {id(p): (i, j) for i, j, group in groups for p in group["params"]}
         self._parameters = {names.get(name, name): p for name, p in named(self._model)}
@@ -80,6 +84,10 @@ class Witness:
             Piece(name, region_of(name, p, pieces), p.requires_grad, owner.get(id(p)))
             for name, p in self._parameters.items()
         ]
+        self._recording: Recording = KeepAll()
+        if elements is not None:
+            device = next((p.device for p in self._parameters.values()), torch.device("cpu"))
+            self._recording = KeepFew(self.pieces, elements, device)
         self._handles: list[Any] = []
         self.step = 0
         """Of how many steps all was written."""
@@ -100,10 +108,9 @@ class Witness:
         if any(self._place.iterdir()):
             raise ValueError(f"{str(self._place)!r} is not empty: give a new folder")
         about = {"format": FORMAT, "rank": self._rank, "ranks": self._ranks, "inputs": self._inputs}
-        self._last = self._values()
-        self._write(
-            self._place / "start.safetensors", self._last, {**about, "pieces": [asdict(piece) for piece in self.pieces]}
-        )
+        about |= {"elements": self._elements, "pieces": [asdict(piece) for piece in self.pieces]}
+        self._last = self._recording.kept("after", self._parameters)
+        self._write(self._place / "start.safetensors", self._start(), about)
         self._handles.append(self._model.register_forward_pre_hook(self._forward, prepend=True, with_kwargs=True))
         for number, optimizer in enumerate(self._optimizers):
             self._handles.append(optimizer.register_step_pre_hook(lambda *_, n=number: self._before(n)))
@@ -121,7 +128,8 @@ class Witness:
         if self._stepped:
             self._close()
         about = {"steps": self.step, "all": self.step < self._steps, "calls": len(self._calls), "late": self._late}
-        self._write(self._place / "end.safetensors", self._changed() if about["all"] else {}, about)
+        tensors = self._recording.changed(self._parameters, self._last) if about["all"] else {}
+        self._write(self._place / "end.safetensors", tensors, about)
 
     def _begin(self) -> None:
         self._calls: list[tuple[Row, ...] | None] = []
@@ -136,8 +144,9 @@ class Witness:
             return
         if self._stepped:  # not all optimizers make a step each time
             self._close()
-        if not self._calls:
-            self._tensors.update(self._changed())
+        if not self._calls and (changed := self._recording.changed(self._parameters, self._last)):
+            whole = {f"before/{name}": value for name, value in self._start().items()}
+            self._tensors.update(changed if self.step else whole)
         self._calls.append(rows_of(args, kwargs) if self._inputs else None)
 
     def _before(self, number: int) -> None:
@@ -147,11 +156,15 @@ class Witness:
             return
         groups = self._optimizers[number].param_groups
         self._options[number] = [options_of(group) for group in groups]
+        seen: dict[str, dict[str, Tensor]] = {"gradient": {}, "pending": {}}
         for parameter in (p for group in groups for p in group["params"]):
-            name, gradient = self._names[id(parameter)], parameter.grad
-            if gradient is not None:
+            if (gradient := parameter.grad) is not None:
                 summed = not any(p.is_partial() for p in getattr(gradient, "placements", ()))
-                self._tensors[f"{'gradient' if summed else 'pending'}/{name}"] = local(gradient)
+                seen["gradient" if summed else "pending"][self._names[id(parameter)]] = gradient
+        for kind, gradients in seen.items():
+            for key, value in self._recording.kept(kind, gradients).items():
+                own = [self._tensors[key], value] if key in self._tensors else [value]
+                self._tensors[key] = torch.cat(own) if len(own) > 1 else value  # of several optimizers
 
     def _after(self, number: int) -> None:
         if self.step >= self._steps:
@@ -163,8 +176,8 @@ class Witness:
     # ---- what is written -----------------------------------------------------------------------------------------
 
     def _close(self) -> None:
-        self._last = self._values()
-        tensors = self._tensors | {f"after/{name}": value for name, value in self._last.items()}
+        self._last = self._recording.kept("after", self._parameters)
+        tensors = self._tensors | self._last
         about = {
             "step": self.step,
             "calls": self._calls,
@@ -177,20 +190,11 @@ class Witness:
         self.step += 1
         self._begin()
 
-    def _values(self) -> dict[str, Tensor]:
+    def _start(self) -> dict[str, Tensor]:
         return {name: local(parameter) for name, parameter in self._parameters.items()}
 
-    def _changed(self) -> dict[str, Tensor]:
-        """The parameters that are not what the last update left."""
-        now = self._values()
-        return {f"before/{name}": value for name, value in now.items() if not _same(value, self._last[name])}
-
     def _write(self, path: Path, tensors: Mapping[str, Tensor], about: Mapping[str, Any]) -> None:
-        write_bytes(path, save(dict(tensors), {KEY: json.dumps(about)}))
-
-
-def _same(one: Tensor, other: Tensor) -> bool:
-    return torch.equal(one.reshape(-1).view(torch.uint8), other.reshape(-1).view(torch.uint8)) if one.numel() else True
+        write_bytes(path, save(dict(tensors), {KEY: json.dumps(about)}), lasting=False)  # the loop waits for it
 
 
 def options_of(group: Mapping[str, Any]) -> dict[str, Any]:
@@ -213,6 +217,7 @@ def witness(
     folder: str | Path,
     *,
     steps: int = 10,
+    elements: int | None = None,
     rank: int | None = None,
     ranks: int | None = None,
     names: Mapping[str, str] | None = None,
@@ -228,7 +233,11 @@ def witness(
         model: as it is trained, wrapped (DDP, FSDP2, Accelerate) or not.
         optimizer: the one, or all that train it.
         folder: a new one, the same on every rank.
-        steps: how many are written, from the first one on; each takes the bytes of the rank's gradients and parameters.
+        steps: how many are written, from the first one on; each takes the bytes of the rank's gradients and parameters,
+            and the parameters are written once more at the start.
+        elements: how many of each parameter's and gradient's elements are written in a step, and the norm of each;
+            None: all. With 64, a step takes at most 2 * (64 * bytes of an element + 16) bytes a parameter (55 KB of a
+            hundred in fp32), 20 bytes a sample and 1 KB. What is not found then: docs/guide/judge-any-engine.md
         rank: of this process; None: as torch.distributed says, 0 without it.
         ranks: how many there are; None: as torch.distributed says, 1 without it.
         names: what the job's model calls parameters that have another name here, as in a stage of a pipeline.
@@ -250,6 +259,8 @@ def witness(
         raise ValueError(f"rank {rank} of {ranks}: ranks go from 0 to {ranks - 1}")
     if not 1 <= steps <= MOST_STEPS:
         raise ValueError(f"steps is {steps}: give a whole number from 1 to {MOST_STEPS:,}")
+    if elements is not None and not 1 <= elements <= MOST_ELEMENTS:
+        raise ValueError(f"elements is {elements}: give a whole number from 1 to {MOST_ELEMENTS:,}, or None for all")
     given: list[Any] = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
     inside = [getattr(o, "optimizer", o) for o in given]  # Accelerate's stands around torch's
     return Witness(
@@ -257,6 +268,7 @@ def witness(
         inside,
         rank_folder(folder, rank),
         steps=steps,
+        elements=elements,
         rank=rank,
         ranks=ranks,
         names=names or {},

@@ -47,12 +47,12 @@ def ours() -> list[str]:
     return [*layout, "gemm", "compile", "locate", "spread", "tensors"]
 
 
-def run_engine(config: VerifyConfig, comm: Comm) -> Judgement | None:
-    """This rank's part; the judgement on rank 0, None elsewhere."""
+def run_engine(config: VerifyConfig, comm: Comm, elements: int | None = None) -> Judgement | None:
+    """This rank's part; the judgement on rank 0, None elsewhere.  ``elements`` as of ``plait.witness``."""
     job = make_job(config)
     folder = Path(broadcast_text(comm, tempfile.mkdtemp(prefix="plait-witness-") if not comm.rank else "", NO_NOTE))
     try:
-        drive(job, config, comm, folder)
+        drive(job, config, comm, folder, elements)
         check_together(comm, None, AXES)
         return judge(job, folder, clip=config.clip) if not comm.rank else None
     finally:
@@ -60,7 +60,7 @@ def run_engine(config: VerifyConfig, comm: Comm) -> Judgement | None:
             shutil.rmtree(folder, ignore_errors=True)
 
 
-def drive(job: Job, config: VerifyConfig, comm: Comm, folder: Path) -> None:
+def drive(job: Job, config: VerifyConfig, comm: Comm, folder: Path, elements: int | None = None) -> None:
     """Train a job under an engine, witnessed in a folder."""
     assert config.engine is not None
     model = job.build()
@@ -68,9 +68,8 @@ def drive(job: Job, config: VerifyConfig, comm: Comm, folder: Path) -> None:
     made = Driven(*find_adapter(config.engine)(job, model, comm))
     schedule = job.scheduler(made.optimizer) if job.scheduler else None
     where, parts = comm.mesh.data_rank(comm.rank), config.microbatches
-    with witness(
-        made.model, made.optimizer, folder, steps=job.steps, rank=comm.rank, ranks=comm.mesh.size, **made.told
-    ):
+    given = {"steps": job.steps, "elements": elements, "rank": comm.rank, "ranks": comm.mesh.size, **made.told}
+    with witness(made.model, made.optimizer, folder, **given):
         for step in range(job.steps):
             batches = job.microbatches(step, where, comm.mesh.data_size, parts)
             (whole,) = job.microbatches(step, 0, 1, 1)

@@ -7,17 +7,19 @@ steps           read one at a time, as they are judged; as many as every rank ha
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError
 from safetensors.torch import load
 from torch import Tensor
 
 from plait.core.layout import Region
 from plait.files.reading import memory, read_file, shown
+from plait.witness.elements import KINDS, MOST_ELEMENTS, places_of, unpacked
 from plait.witness.pieces import Piece
 from plait.witness.record import FORMAT, KEY, rank_folder, step_file
 
@@ -30,9 +32,11 @@ class RankStep:
 
     about: Mapping[str, Any]
     tensors: Mapping[str, Tensor]
+    norms: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    """Of each kind, by parameter, where only some elements were kept."""
 
     def of(self, kind: str) -> dict[str, Tensor]:
-        """The tensors of a kind (gradient, pending, after, before), by parameter."""
+        """The tensors of a kind (gradient, pending, after, before), by parameter: pieces, or their elements [n]."""
         return {
             name.removeprefix(f"{kind}/"): value for name, value in self.tensors.items() if name.startswith(f"{kind}/")
         }
@@ -56,6 +60,8 @@ class RankRun:
     rank: int
     ranks: int
     inputs: bool
+    elements: int | None
+    """How many of each piece were kept in a step; None: all."""
     place: Path
     pieces: tuple[Piece, ...]
     start: Mapping[str, Tensor]
@@ -65,6 +71,30 @@ class RankRun:
     @cached_property
     def regions(self) -> dict[str, Region]:
         return {piece.name: piece.region for piece in self.pieces}
+
+    @cached_property
+    def places(self) -> dict[str, Tensor]:
+        """Which elements of each piece were kept."""
+        assert self.elements is not None
+        return {piece.name: places_of(piece.name, piece.region, self.elements) for piece in self.pieces}
+
+    def few(self, name: str, piece: Tensor) -> Tensor:
+        """What is kept of a piece."""
+        return piece if self.elements is None else piece.reshape(-1)[self.places[name]]
+
+    def take(self, name: str, whole: Tensor) -> Tensor:
+        """What is kept of a whole parameter, or gradient."""
+        return self.few(name, whole[slices(self.regions[name])])
+
+    def put(self, name: str, whole: Tensor, kept: Tensor) -> None:
+        """The other way round; all of the piece, or what is kept of it."""
+        piece = whole[slices(self.regions[name])]
+        if piece.shape == kept.shape:
+            piece.copy_(kept)
+        elif piece.dim():
+            piece[torch.unravel_index(self.places[name], piece.shape)] = kept.to(piece.dtype)
+        else:
+            piece.copy_(kept.reshape(()))
 
     @cached_property
     def steps(self) -> int:
@@ -81,8 +111,10 @@ class RankRun:
         groups = [piece.group for piece in self.pieces if piece.group is not None]
         if about.get("step") != number or not _is_step(about, groups):
             raise _damaged(path, "it is no step of a witness")
-        _check_pieces(path, tensors, self.regions)
-        return RankStep(about, tensors)
+        step = _kept(path, about, tensors, self, whole=not number)
+        if missing := sorted(self.regions.keys() - step.of("after").keys()):
+            raise _damaged(path, f"it has no {missing[0][:80]!r} after the step")
+        return step
 
 
 @dataclass(frozen=True)
@@ -97,17 +129,31 @@ class Witnessed:
         """Whole steps: those of the rank that has fewest."""
         return min(run.steps for run in self.runs)
 
+    @property
+    def elements(self) -> int | None:
+        """How many of each piece were kept in a step; None: all."""
+        return self.runs[0].elements
+
+    @property
+    def recording(self) -> str:
+        """In words."""
+        return "whole" if self.elements is None else f"{self.elements} elements of each piece, and its norm"
+
     def whole(
-        self, pieces: Mapping[int, Mapping[str, Tensor]], shapes: Mapping[str, tuple[int, ...]]
+        self,
+        pieces: Mapping[int, Mapping[str, Tensor]],
+        shapes: Mapping[str, tuple[int, ...]],
+        base: Mapping[str, Tensor] | None = None,
     ) -> dict[str, Tensor]:
         """Parameters (or gradients) put together of the ranks' pieces; the first rank's where several have one.  What
-        nobody has is left out, and what only some have is zero elsewhere."""
+        nobody has is left out, and what only some have is as in ``base`` elsewhere, or zero."""
         found: dict[str, Tensor] = {}
         for run in reversed(self.runs):
             for name, piece in pieces[run.rank].items():
                 if name not in found:
-                    found[name] = piece.new_zeros(shapes[name])
-                found[name][slices(run.regions[name])] = piece
+                    known = base is not None and name in base
+                    found[name] = base[name].clone() if known else piece.new_zeros(shapes[name])  # type: ignore[index]
+                run.put(name, found[name], piece)
         return found
 
 
@@ -140,6 +186,12 @@ def read_witnessed(folder: str | Path) -> Witnessed:
     for run in witnessed.runs:
         if run.ranks != count:
             raise ValueError(f"{shown(folder)}: rank {run.rank} was one of {run.ranks}, rank 0 of {count}: two runs")
+        if run.elements != witnessed.elements:
+            one, other = ("everything" if n is None else f"elements={n}" for n in (run.elements, witnessed.elements))
+            raise ValueError(
+                f"{shown(folder)}: rank {run.rank} kept {one}, and rank 0 {other}: witness the run again, with the "
+                f"same elements= on every rank"
+            )
     if not witnessed.steps:
         rank = next(run.rank for run in witnessed.runs if not run.steps)
         raise ValueError(f"{shown(folder)}: rank {rank} has no whole step, so there is nothing to judge")
@@ -153,18 +205,21 @@ def _run(place: Path, rank: int) -> RankRun:
         raise _damaged(path, f"it is not what {FORMAT!r} writes for rank {rank}")
     try:
         pieces = tuple(_pieces(about["pieces"], tensors))
-        ranks, inputs = int(about["ranks"]), bool(about["inputs"])
+        ranks, inputs, elements = int(about["ranks"]), bool(about["inputs"]), about.get("elements")
     except (KeyError, TypeError, ValueError) as error:
         raise _damaged(path, f"its pieces are not told ({error})") from error
     if not 1 <= ranks <= MOST_RANKS:
         raise _damaged(path, f"it says {ranks} ranks")
+    if elements is not None and not (type(elements) is int and 1 <= elements <= MOST_ELEMENTS):
+        raise _damaged(path, f"it says {str(elements)[:80]!r} elements of each piece")
+    run = RankRun(rank, ranks, inputs, elements, path.parent, pieces, tensors, None)
     last = path.with_name("end.safetensors")
-    end = RankStep(*_read(last)) if last.exists() else None
-    if end is not None:
-        if not _numbers(end.about.get("late", [])):
-            raise _damaged(last, "it is no end of a witness")
-        _check_pieces(last, end.tensors, {piece.name: piece.region for piece in pieces})
-    return RankRun(rank, ranks, inputs, path.parent, pieces, tensors, end)
+    if not last.exists():
+        return run
+    about, ending = _read(last)
+    if not _numbers(about.get("late", [])):
+        raise _damaged(last, "it is no end of a witness")
+    return replace(run, end=_kept(last, about, ending, run, whole=False))
 
 
 def _is_step(about: Mapping[str, Any], groups: Iterable[tuple[int, int]]) -> bool:
@@ -186,11 +241,33 @@ def _numbers(values: Any) -> bool:
     return isinstance(values, list) and all(isinstance(value, int | float) for value in values)
 
 
-def _check_pieces(path: Path, tensors: Mapping[str, Tensor], regions: Mapping[str, Region]) -> None:
-    for name, tensor in tensors.items():
-        own = regions.get(name.partition("/")[2])
-        if own is None or tuple(tensor.shape) != tuple(stop - start for start, stop in own):
-            raise _damaged(path, f"its {name[:80]!r} is no piece that this rank has")
+def _kept(
+    path: Path, about: Mapping[str, Any], tensors: Mapping[str, Tensor], run: RankRun, *, whole: bool
+) -> RankStep:
+    """What a file has of a step, checked.
+
+    Args:
+        whole: whether parameters that were changed before it are whole where others are a few elements.
+    """
+    found: dict[str, Tensor] = {key: value for key, value in tensors.items() if "/" in key}
+    for key, tensor in found.items():
+        kind, _, name = key.partition("/")
+        own = run.regions.get(name)
+        fits = own is not None and tuple(tensor.shape) == tuple(stop - start for start, stop in own)
+        if not fits or (run.elements is not None and not (whole and kind == "before")):
+            raise _damaged(path, f"its {key[:80]!r} is no piece that this rank has")
+    if run.elements is None:
+        if strange := [key for key in tensors if key not in found]:
+            raise _damaged(path, f"its {strange[0][:80]!r} is no piece that this rank has")
+        return RankStep(about, found)
+    sizes, norms = [len(run.places[piece.name]) for piece in run.pieces], {}
+    for kind in KINDS:
+        try:
+            elements, norms[kind] = unpacked(kind, tensors, run.pieces, sizes)
+        except (KeyError, TypeError, ValueError) as error:
+            raise _damaged(path, str(error)) from error
+        found |= {f"{kind}/{name}": value.to(run.start[name].dtype) for name, value in elements.items()}
+    return RankStep(about, found, norms)
 
 
 def _pieces(told: Any, tensors: Mapping[str, Tensor]) -> Iterator[Piece]:

@@ -4,6 +4,7 @@ The update is made again from the gradient that was witnessed, so that a wrong g
 and from parameters as they were witnessed, so that nothing adds up over steps.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -11,9 +12,11 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from plait.referee.difference import describe, factor_text
+from plait.witness.drift import Slack
+from plait.witness.elements import norms_of
 from plait.witness.judgement import Judgement, fit, largest, last_bits, ranks_text, tolerance
 from plait.witness.record import options_of
-from plait.witness.stored import RankStep, Witnessed, slices
+from plait.witness.stored import RankRun, RankStep, Witnessed, slices
 
 ALIKE = 1e-6
 """Options that are this near to each other are the same."""
@@ -68,6 +71,7 @@ def judge_update(
     before: Sequence[Mapping[str, Tensor]],
     due: Mapping[str, Tensor],
     start: Mapping[str, Tensor],
+    slack: Slack,
 ) -> tuple[Judgement | None, float]:
     """The fault of an update, and the largest difference that is none.
 
@@ -75,19 +79,24 @@ def judge_update(
         before: each rank's pieces before it.
         due: the whole parameters as they should be after it.
         start: the whole parameters before it.
+        slack: what rounding may have made of them, where not all elements were kept.
     """
     found: dict[tuple[int, str], tuple[float | None, str]] = {}
     worst, most, clean = 0.0, 0.0, 0
     for run, step, old in zip(witnessed.runs, steps, before, strict=True):
         new = step.of("after")
         for name in (name for name in run.regions if name in due):
-            place = slices(run.regions[name])
             made, right = (
                 new[name].double() - old[name].double(),
-                due[name][place].double() - start[name][place].double(),
+                run.take(name, due[name]).double() - run.take(name, start[name]).double(),
             )
             size, gap = largest(due[name]), largest(made - right)
             allowed = tolerance(new[name].dtype, largest(due[name] - start[name])) + last_bits(new[name].dtype, size)
+            allowed = max(allowed, slack.update.get(name, 0.0))
+            if gap <= allowed and (off := _beside(run, step, name, due[name], allowed, slack)):
+                found[run.rank, name] = None, off
+                worst = max(worst, 1.0)
+                continue
             if gap <= allowed:
                 most = max(most, gap / max(size, 1e-300))
                 clean += bool(right.numel())
@@ -120,6 +129,17 @@ def judge_update(
     return Judgement(number, "update", judged, ranks, factor, worst, cause, text), most
 
 
+def _beside(run: RankRun, step: RankStep, name: str, due: Tensor, allowed: float, slack: Slack) -> str:
+    """What the norm of a piece after the update says of the elements that were not kept; empty where it is right."""
+    if run.elements is None:
+        return ""
+    piece = due[slices(run.regions[name])]
+    told, right = step.norms["after"].get(name, 0.0), norms_of([piece]).item()
+    if abs(told - right) <= allowed * math.sqrt(piece.numel()) + slack.norm.get(name, 0.0):
+        return ""
+    return f"has the norm {told:.6g} where {right:.6g} is due, and the elements that were kept are right"
+
+
 def judge_between(
     number: int,
     witnessed: Witnessed,
@@ -127,7 +147,8 @@ def judge_between(
     found: Sequence[Mapping[str, Tensor]],
     last: Sequence[Mapping[str, Tensor]] | None,
 ) -> Judgement | None:
-    """Parameters that changed after the update of a step, before anything else happened.
+    """Parameters that changed after the update of a step, before anything else happened.  Pieces, or those of their
+    elements that were kept.
 
     Args:
         left: each rank's pieces as the update of step ``number`` left them.

@@ -1,0 +1,143 @@
+"""What trains: torch's engines and a single process, each without a witness and under one of each recording."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from harness.contestants import Contestant, adamw, training_loop
+from harness.models import Batch, Block, Workload, decoder
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+import plait
+
+MANY = 100_000
+"""Steps that a witness writes: more than any run has."""
+
+RECORDINGS: dict[str, dict[str, Any] | None] = {"none": None, "elements": {"elements": 64}, "whole": {}}
+"""What ``plait.witness`` is given, by the name of the row; None: there is no witness."""
+
+
+class Layer(nn.Module):
+    """gelu(x @ W), and the name by which FSDP2's blocks are found."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(width, width, bias=False)
+        nn.init.normal_(self.linear.weight, std=(2.0 / width) ** 0.5)
+
+    def forward(self, x_BC: Tensor) -> Tensor:
+        return F.gelu(self.linear(x_BC))
+
+
+class MLP(nn.Module):
+    """Every weight is used once for a sample: a step has as little arithmetic for a byte of a gradient as it can."""
+
+    def __init__(self, num_layers: int, width: int) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Layer(width) for _ in range(num_layers))
+
+    def forward(self, x_BC: Tensor) -> Tensor:
+        for block in self.blocks:
+            x_BC = block(x_BC)
+        return x_BC
+
+
+def _square_sum(output: Tensor, target: Tensor) -> Tensor:
+    return F.mse_loss(output, target, reduction="sum")
+
+
+def mlp(num_layers: int, width: int, samples: int, steps_per_round: int) -> Workload:
+    def global_batch(generator: torch.Generator) -> Batch:
+        pair = torch.randn(2, samples, width, generator=generator)
+        return pair[0], pair[1]
+
+    return Workload(f"mlp{width}", lambda: MLP(num_layers, width), global_batch, _square_sum, steps_per_round, 1e-4)
+
+
+WORKLOADS = {w.name: w for w in (decoder(Block, 256, 1), mlp(8, 1024, 128, 4))}
+
+
+def single(model: nn.Module) -> nn.Module:
+    return model
+
+
+def ddp(model: nn.Module) -> nn.Module:
+    return DistributedDataParallel(model)
+
+
+def fsdp2(model: nn.Module) -> nn.Module:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for block in model.get_submodule("blocks").children():
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    return model
+
+
+ENGINES: dict[str, tuple[Callable[[nn.Module], nn.Module], int]] = {
+    "single": (single, 1),
+    "ddp": (ddp, 2),
+    "fsdp2": (fsdp2, 2),
+}
+"""How a model is wrapped, and on how many ranks."""
+
+
+HOOKS = ("_forward", "_before", "_after", "loss")
+"""What a loop under a witness runs besides its own work."""
+
+
+@dataclass
+class Witnessed:
+    """A contestant, the folder in which its rank writes, and the processor's seconds inside the witness so far."""
+
+    contestant: Contestant
+    place: Path | None
+    inside: float = 0.0
+
+    def timed(self, hook: Callable[..., None]) -> Callable[..., None]:
+        def wrapper(*call: Any) -> None:
+            start = time.thread_time()
+            hook(*call)
+            self.inside += time.thread_time() - start
+
+        return wrapper
+
+    def clean(self) -> int:
+        """Removes the steps that are there; the bytes of one."""
+        sizes = []
+        for file in self.place.glob("step-*") if self.place else ():
+            sizes.append(file.stat().st_size)
+            file.unlink()
+        return max(sizes, default=0)
+
+
+def contestant(workload: Workload, engine: str, recording: str, folder: str) -> Witnessed:
+    """Inside a process group: a copy of the model, trained from now on under a witness or not."""
+    model = ENGINES[engine][0](workload.build())
+    optimizer = adamw(model.parameters(), workload.learning_rate)
+    step = training_loop(workload, model, optimizer)
+    settings = RECORDINGS[recording]
+    if settings is None:
+        return Witnessed(Contestant(step, loss_is_global=False), None)
+    place = Path(folder) / recording
+    seen = plait.witness(model, optimizer, place, steps=MANY, **settings)
+
+    def witnessed(batch: Batch) -> Tensor:
+        loss = step(batch)
+        seen.loss(loss)
+        return loss
+
+    made = Witnessed(Contestant(witnessed, loss_is_global=False), place / f"rank-{dist.get_rank():05d}")
+    for hook in HOOKS:
+        setattr(seen, hook, made.timed(getattr(seen, hook)))
+    seen.__enter__()  # for as long as the process lives
+    return made

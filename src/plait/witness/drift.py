@@ -1,0 +1,116 @@
+"""How much of a difference rounding alone may be: what two honest runs of the same job differ by.
+
+    judge      the whole batch at once               a few elements: at its own parameters, but for those that were kept
+    echo       the same in two halves, added         at its own parameters
+
+Where everything was kept both are at the witnessed parameters, and the echo is asked only where a gradient seems wrong:
+of a model that makes much of rounding it says how much.  Where a few elements were kept, it trains beside the judge.
+After a few steps of Adam, which makes a whole step of the rounding of a tiny gradient, they differ by more than one
+step's rounding, and so may an honest engine: what lies between the two, ``MARGIN`` times, is none of its faults.  Where
+it is more than ``BLIND`` of a gradient, nothing can be said any more.
+"""
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from plait.data.batches import split_samples
+from plait.engine.step import num_samples
+from plait.job.job import Job
+from plait.witness.judgement import SMALL, largest
+from plait.witness.replay import Gradients, Replay, clipped
+
+MARGIN = 10.0
+PARTS = (2, 3, 5, 8)
+"""Into which a batch is cut where a gradient seems wrong."""
+BLIND = 1e-3
+
+ELEMENTWISE = (
+    torch.optim.SGD,
+    torch.optim.Adam,
+    torch.optim.AdamW,
+    torch.optim.NAdam,
+    torch.optim.RAdam,
+    torch.optim.Adamax,
+    torch.optim.RMSprop,
+    torch.optim.Adagrad,
+    torch.optim.Adadelta,
+    torch.optim.ASGD,
+    torch.optim.Rprop,
+)
+"""Optimizers in which an element's update depends on that element's gradients alone."""
+
+
+@dataclass(frozen=True)
+class Slack:
+    """What rounding may have made of each parameter's tensors, beyond a fixed tolerance."""
+
+    gradient: Mapping[str, float] = field(default_factory=dict)
+    """Of an element."""
+    update: Mapping[str, float] = field(default_factory=dict)
+    """Of an element, by an optimizer that does not go element by element."""
+    norm: Mapping[str, float] = field(default_factory=dict)
+    """Of the norm of the parameter after the update."""
+
+
+def in_parts(replay: Replay, step: int, true: Gradients, clip: float | None, parts: int = 2) -> Gradients:
+    """The clipped gradients ``true`` of a step once more, from parts of the batch that are added."""
+    count, samples = replay.count(step), num_samples(replay.batch(step))
+    sums: Gradients = {}
+    for first, number in split_samples(samples, min(parts, samples)):
+        for name, g in replay.part(step, range(first, first + number), count).gradients.items():
+            sums[name] = sums[name] + g if name in sums else g
+    return clipped({name: g for name, g in sums.items() if name in true}, clip)[0]
+
+
+def apart(gradients: Gradients, true: Gradients) -> float:
+    """The share by which a gradient differs, of the parameter where it is most."""
+    sizes = _sizes(true)
+    return max([0.0, *(largest(g - true[name]) / sizes[name] for name, g in gradients.items() if sizes[name])])
+
+
+def slack_of(share: float, true: Gradients) -> Slack:
+    """What rounding may have made of gradients, where it makes ``share`` of the worst."""
+    return Slack(gradient={name: MARGIN * share * size for name, size in _sizes(true).items()})
+
+
+def _sizes(true: Gradients) -> dict[str, float]:
+    overall = max(map(largest, true.values()), default=0.0)
+    return {name: max(largest(g), SMALL * overall) for name, g in true.items()}
+
+
+class Echo:
+    """A second honest run of the same job, in step with the judge's own."""
+
+    def __init__(self, job: Job, start: Mapping[str, Tensor]) -> None:
+        self._replay = Replay(job)
+        self._replay.set(start)
+        self._before = {name: value.clone() for name, value in start.items()}
+        self._gradients: Gradients = {}
+        self._apart: dict[str, float] = {}
+        self.share = 0.0
+        """Of a gradient, by which the two runs have been apart: in the step and the parameter where it was most, for it
+        goes up and down."""
+
+    def gradient(self, step: int, true: Gradients, clip: float | None) -> Slack:
+        """What rounding may have made of the clipped gradients ``true`` of a step."""
+        self._gradients = in_parts(self._replay, step, true, clip)
+        self.share = max(self.share, apart(self._gradients, true))
+        return slack_of(self.share, true)
+
+    def update(self, due: Gradients, start: Mapping[str, Tensor], given: Collection[str]) -> Slack:
+        """What rounding may have made of parameters that were ``start`` and are ``due``; those that are ``given`` a
+        gradient are updated."""
+        after = self._replay.update({name: g for name, g in self._gradients.items() if name in given})
+        for name, value in after.items():
+            self._apart[name] = max(self._apart.get(name, 0.0), (value - due[name]).double().norm().item())
+        update = {}
+        if type(self._replay.optimizer) not in ELEMENTWISE:
+            update = {
+                name: MARGIN * largest((value - self._before[name]) - (due[name] - start[name]))
+                for name, value in after.items()
+            }
+        self._before = after
+        return Slack(update=update, norm={name: MARGIN * gap for name, gap in self._apart.items()})

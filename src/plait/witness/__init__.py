@@ -8,9 +8,11 @@ replay.py    the job in plain PyTorch, at the parameters that were witnessed
 judge.py     the two are compared in the order of cause and effect; the first thing that is wrong is named
 inputs.py    which samples of a step each rank saw
 gradient.py  which samples a gradient holds, and how often
+batch_norm.py  over whose samples BatchNorm normalised
 update.py    what the optimizer made of it
 judgement.py  the words of a judgement, and tolerances
 engines.py   engines of others on a job of ours, a screenful each
+trainer.py   transformers' Trainer, which has its own loop
 grid.py      the same on smaller layouts: how a factor grows
 run.py       ``plait verify --engine``
 """

@@ -20,6 +20,7 @@ from plait.job.config import JobConfig
 from plait.job.job import Job, make_job
 from plait.job.own import UserJob
 from plait.referee.difference import factor_text
+from plait.witness.batch_norm import judge_batch_norm
 from plait.witness.gradient import Parts, Setting, compare, judge_gradient
 from plait.witness.inputs import ForwardCall, groups_of, judge_inputs
 from plait.witness.judgement import Judgement, ranks_text, tolerance
@@ -134,7 +135,10 @@ class _Trial:
         seen, most = compare(setting, steps)
         self.residual = max(self.residual, most)
         if any(one.wrong for one in seen):
-            parts = self._parts(number, groups_of(steps, self.rows[number]), count, scaled)
+            groups = groups_of(steps, self.rows[number])
+            if len(groups) <= MOST_PARTS and (wrong := judge_batch_norm(setting, seen, steps, groups, replay)):
+                return wrong
+            parts = self._parts(number, groups, count, scaled)
             if self.last is not None and (wrong := self._stale(setting, steps)):
                 return wrong
             if wrong := judge_gradient(setting, seen, parts, self.previous):

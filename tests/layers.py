@@ -147,6 +147,7 @@ SHARES: dict[str, Share] = {
     "witness/test_engines.py::test_an_engine_that_sends_nothing_is_named": PROCESSES,
     "witness/test_grid.py::test_a_wrong_engine_on_every_layout": PROCESSES,
     "witness/test_silent_bugs.py": FULL,
+    "witness/test_trainer.py": FULL,
     "witness/test_verdicts.py": FULL,
     "witness/test_judge.py::test_a_right_loop_is_the_run_of_a_single_process": Share("values", "all"),
     "zoo/test_zoo.py::test_a_few_architectures_are_the_run_of_plain_pytorch": FULL,

@@ -10,7 +10,6 @@ import torch
 import torch.nn.functional as F
 from engine_ranks import become
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
 from transformers import LlamaConfig, LlamaForCausalLM, PrinterCallback, Trainer, TrainingArguments
 
 import plait

@@ -9,6 +9,7 @@ pytest.importorskip("spmd_types", reason="pip install spmd_types")
 import typed_bugs
 from silent_bug_jobs import Bug
 from silent_bugs import BUGS, RIGHT
+from test_curves import rows
 
 NOT_ADDED = "the optimizer is given a partial gradient of"
 
@@ -50,3 +51,9 @@ def test_what_is_right_passes(monkeypatch: pytest.MonkeyPatch, name: str) -> Non
 def test_sums_by_gathering_are_refused_though_they_are_right(monkeypatch: pytest.MonkeyPatch) -> None:
     (right,) = (bug for bug in RIGHT if bug.adapter.__name__ == "another_tree")
     assert "Partial type" in typed_bugs.refusal(right, monkeypatch)
+
+
+def test_the_column_of_the_page() -> None:
+    for row, bug in zip(rows(), BUGS, strict=True):
+        said = SAYS.get(bug.adapter.__name__)
+        assert row[-2] == ("not followed" if said is None else "refused" if said else "passes"), row

@@ -99,6 +99,7 @@ SHARES: dict[str, Share] = {
     "strangers/test_fuzz_channel.py": FULL,
     "strangers/test_hosts.py::test_a_program_that_ends_says_that_it_leaves": PROCESSES,
     "strangers/test_hosts.py::test_two_hosts_over_the_channel": PROCESSES,
+    "tensor_parallel/test_types_oracle.py": ORACLES,
     "train/test_places.py::test_a_disk_that_fills_up": FULL,
     "train/test_places.py::test_processes_say_it_once_and_leave_together": PROCESSES,
     "train/test_resume.py::test_it_is_the_run_that_was_never_stopped_to_the_bit": Share("few", "all"),

@@ -13,6 +13,7 @@ update.py    what the optimizer made of it
 judgement.py  the words of a judgement, and tolerances
 engines.py   engines of others on a job of ours, a screenful each
 trainer.py   transformers' Trainer, which has its own loop
+deepspeed_engine.py  DeepSpeed, on CPUs and without ZeRO
 grid.py      the same on smaller layouts: how a factor grows
 run.py       ``plait verify --engine``
 """

@@ -201,6 +201,12 @@ def _trainer(job: Job, model: nn.Module, comm: Comm) -> Driven:
     return trainer(job, model, comm)
 
 
+def _deepspeed(job: Job, model: nn.Module, comm: Comm) -> Driven:
+    from plait.witness.deepspeed_engine import deepspeed_engine
+
+    return deepspeed_engine(job, model, comm)
+
+
 def _stages_alone(model: nn.Module, mesh: Mesh, batch: int) -> str:
     shared = len(list(model.parameters())) < len(list(model.named_parameters(remove_duplicate=False)))
     if shared:
@@ -229,6 +235,7 @@ ENGINES: dict[str, EngineRow] = {
     "torch-pipelining": EngineRow(torch_pipelining, ("pipe",), refuses=_stages_alone),
     "accelerate": EngineRow(accelerate, DATA, packages=("accelerate",)),
     "trainer": EngineRow(_trainer, DATA, packages=("transformers", "accelerate")),
+    "deepspeed": EngineRow(_deepspeed, DATA, packages=("deepspeed",)),
 }
 """A new one is a row."""
 

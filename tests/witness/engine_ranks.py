@@ -25,6 +25,7 @@ MLP = {"model": "mlp", "layers": 4, "width": 7}
 GPT = {"model": "gpt", "layers": 2, "width": 16, "heads": 2, "kv_heads": 1, "length": 6}
 EXAMPLES = Path(__file__).parents[2] / "examples"
 WRONG = f"{__file__}:forgetful"
+PIPELINE = f"{Path(__file__).with_name('deepspeed_pipe.py')}:pipeline"
 
 CASES: dict[str, dict[str, Any]] = {
     **{
@@ -41,6 +42,7 @@ CASES: dict[str, dict[str, Any]] = {
     "accelerate": {"engine": "accelerate", "mesh": "shard=2", **MLP},
     "deepspeed": {"engine": "deepspeed", "mesh": "shard=2", **MLP},
     "deepspeed gpt": {"engine": "deepspeed", "mesh": "shard=3", **GPT},
+    "deepspeed pipeline": {"engine": PIPELINE, "mesh": "pipe=2", "clip": None, **MLP},
     "by hand": {"engine": f"{EXAMPLES}/my_engine.py:by_hand", "mesh": "shard=3", **MLP},
     "wrong": {"engine": WRONG, "mesh": "shard=3", **MLP},
 }
@@ -55,6 +57,8 @@ sequential = plait.UserJob(
 
 def installed(name: str) -> bool:
     """Whether the package of an engine that is not torch's is there."""
+    if CASES[name]["engine"] == PIPELINE:
+        return find_spec("deepspeed") is not None
     row = ENGINES.get(CASES[name]["engine"])
     return row is None or all(find_spec(package) for package in row.packages)
 

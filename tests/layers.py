@@ -99,6 +99,7 @@ SHARES: dict[str, Share] = {
     "strangers/test_fuzz_channel.py": FULL,
     "strangers/test_hosts.py::test_a_program_that_ends_says_that_it_leaves": PROCESSES,
     "strangers/test_hosts.py::test_two_hosts_over_the_channel": PROCESSES,
+    "tensor_parallel/test_types_oracle.py": ORACLES,
     "train/test_places.py::test_a_disk_that_fills_up": FULL,
     "train/test_places.py::test_processes_say_it_once_and_leave_together": PROCESSES,
     "train/test_resume.py::test_it_is_the_run_that_was_never_stopped_to_the_bit": Share("few", "all"),
@@ -150,6 +151,10 @@ SHARES: dict[str, Share] = {
     "witness/test_elements.py::test_a_wrong_loop_is_named_as_by_the_whole": Share("few", "all"),
     "witness/test_few_silent_bugs.py": FULL,
     "witness/test_silent_bugs.py": FULL,
+    "witness/test_curves.py": NIGHTLY,
+    "witness/test_trainer.py": FULL,
+    "witness/test_typed_bugs.py": FULL,
+    "witness/test_verdicts.py": FULL,
     "witness/test_judge.py::test_a_right_loop_is_the_run_of_a_single_process": Share("values", "all"),
     "zoo/test_zoo.py::test_a_few_architectures_are_the_run_of_plain_pytorch": FULL,
 }

@@ -17,7 +17,7 @@ from plait.comm import Comm
 from plait.comm.process import ProcessComm
 from plait.config import VerifyConfig, validate, with_job
 from plait.job.job import Job
-from plait.witness.engines import Driven, ddp
+from plait.witness.engines import ENGINES, Driven, ddp
 from plait.witness.run import run_engine, with_engine
 
 SEQUENTIAL = f"{__file__}:sequential"
@@ -25,6 +25,7 @@ MLP = {"model": "mlp", "layers": 4, "width": 7}
 GPT = {"model": "gpt", "layers": 2, "width": 16, "heads": 2, "kv_heads": 1, "length": 6}
 EXAMPLES = Path(__file__).parents[2] / "examples"
 WRONG = f"{__file__}:forgetful"
+PIPELINE = f"{Path(__file__).with_name('deepspeed_pipe.py')}:pipeline"
 
 CASES: dict[str, dict[str, Any]] = {
     **{
@@ -39,6 +40,9 @@ CASES: dict[str, dict[str, Any]] = {
     "dtensor": {"engine": "dtensor", "mesh": "tensor=2", **GPT, "kv_heads": 2},
     "torch-pipelining": {"engine": "torch-pipelining", "mesh": "pipe=2", "clip": None, **MLP},
     "accelerate": {"engine": "accelerate", "mesh": "shard=2", **MLP},
+    "deepspeed": {"engine": "deepspeed", "mesh": "shard=2", **MLP},
+    "deepspeed gpt": {"engine": "deepspeed", "mesh": "shard=3", **GPT},
+    "deepspeed pipeline": {"engine": PIPELINE, "mesh": "pipe=2", "clip": None, **MLP},
     "by hand": {"engine": f"{EXAMPLES}/my_engine.py:by_hand", "mesh": "shard=3", **MLP},
     "wrong": {"engine": WRONG, "mesh": "shard=3", **MLP},
 }
@@ -49,6 +53,14 @@ sequential = plait.UserJob(
     loss_fn=lambda model, batch: model(batch).square().sum(),
     batches=[torch.arange(27.0).view(9, 3).sin(), torch.arange(21.0).view(7, 3).cos()],
 )
+
+
+def installed(name: str) -> bool:
+    """Whether the package of an engine that is not torch's is there."""
+    if CASES[name]["engine"] == PIPELINE:
+        return find_spec("deepspeed") is not None
+    row = ENGINES.get(CASES[name]["engine"])
+    return row is None or all(find_spec(package) for package in row.packages)
 
 
 def config_of(case: dict[str, Any]) -> VerifyConfig:
@@ -91,8 +103,7 @@ def rank_main(rank: int, ranks: int, port: int, path: str) -> None:
     found = {}
     for name, case in CASES.items():
         config = config_of(case)
-        missing = name == "accelerate" and find_spec("accelerate") is None
-        if config.parsed_mesh.size != ranks or missing:
+        if config.parsed_mesh.size != ranks or not installed(name):
             continue
         validate(config)
         config = with_engine(config)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from collections.abc import Mapping
 from typing import Any
@@ -30,8 +29,8 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Any]:
 
 @pytest.mark.parametrize("name", [name for name in engine_ranks.CASES if name != "wrong"])
 def test_an_engine_is_the_run_of_a_single_process(found: Mapping[str, Any], name: str) -> None:
-    if name == "accelerate" and importlib.util.find_spec("accelerate") is None:
-        pytest.skip("needs accelerate")
+    if not engine_ranks.installed(name):
+        pytest.skip(f"{engine_ranks.CASES[name]['engine']} is not installed")
     assert found[name]["equal"], found[name]
     assert found[name]["text"].startswith("2 steps of "), found[name]
     assert found[name]["residual"] <= (1e-13 if "double" in name else 1e-5), found[name]

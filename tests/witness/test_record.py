@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -109,17 +108,15 @@ def test_mistakes_are_refused_before_the_first_step(tmp_path: Path) -> None:
         pass
 
 
-@pytest.mark.parametrize(
-    ("make", "says"),
-    [(lambda: nn.Dropout(0.5), "drops with p=0.5"), (lambda: nn.BatchNorm1d(7), "normalises over the samples")],
-)
-def test_a_job_that_cannot_be_replayed_is_refused(tmp_path: Path, make: Callable[[], nn.Module], says: str) -> None:
+def test_a_job_that_cannot_be_replayed_is_refused(tmp_path: Path) -> None:
     model = fresh()
     optimizer = sgd(list(model.parameters()))
     with plait.witness(model, optimizer, tmp_path / "w"):
         train(model, [optimizer], 1)
-    job = plait.UserJob(lambda: nn.Sequential(nn.Linear(5, 7), make(), nn.Linear(7, 3)), loss_sum, batch, terms)
-    with pytest.raises(ValueError, match=says):
+    job = plait.UserJob(
+        lambda: nn.Sequential(nn.Linear(5, 7), nn.Dropout(0.5), nn.Linear(7, 3)), loss_sum, batch, terms
+    )
+    with pytest.raises(ValueError, match=r"drops with p=0\.5"):
         plait.judge(job, tmp_path / "w")
 
 

@@ -10,9 +10,12 @@ judge.py     the two are compared in the order of cause and effect; the first th
 inputs.py    which samples of a step each rank saw
 drift.py     what rounding alone may make of a difference
 gradient.py  which samples a gradient holds, and how often
+batch_norm.py  over whose samples BatchNorm normalised
 update.py    what the optimizer made of it
 judgement.py  the words of a judgement, and tolerances
 engines.py   engines of others on a job of ours, a screenful each
+trainer.py   transformers' Trainer, which has its own loop
+deepspeed_engine.py  DeepSpeed, on CPUs and without ZeRO
 grid.py      the same on smaller layouts: how a factor grows
 run.py       ``plait verify --engine``
 """

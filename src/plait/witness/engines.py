@@ -27,6 +27,7 @@ from plait.engine.pipeline.chain import chain_of
 from plait.engine.step import num_samples
 from plait.job.job import Job
 from plait.schedule.partition import even
+from plait.tensor_parallel.plan import plan_of
 from plait.witness.pieces import named
 
 Step: TypeAlias = Callable[[Sequence[Any], int, float | None], object]
@@ -37,9 +38,11 @@ class Driven(NamedTuple):
 
     model: nn.Module
     optimizer: Optimizer
-    step: Step
+    step: Step | None = None
     told: Mapping[str, Any] = {}
     """What ``plait.witness`` has to be told besides."""
+    train: Callable[[Sequence[Sequence[Any]], float | None], object] | None = None
+    """In the place of a step, where an engine has its own loop: the microbatches of each step, the norm to clip to."""
 
 
 Adapter: TypeAlias = Callable[[Job, nn.Module, Comm], Driven | tuple[nn.Module, Optimizer, Step]]
@@ -52,8 +55,8 @@ class EngineRow:
     adapter: Adapter
     axes: tuple[str, ...]
     """Of the mesh, those that it has a meaning for."""
-    package: str = "torch"
-    """What has to be installed."""
+    packages: tuple[str, ...] = ()
+    """What has to be installed, besides torch."""
     refuses: Callable[[nn.Module, Mesh, int], str] = field(default=lambda model, mesh, batch: "")
     """Why it cannot train a model on a mesh, with so many samples in a microbatch; empty where it can."""
 
@@ -126,8 +129,7 @@ def dtensor(job: Job, model: nn.Module, comm: Comm) -> Driven:
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
     styles = {"column": ColwiseParallel, "row": RowwiseParallel}
-    written: Mapping[str, str] = model.tensor_plan()  # type: ignore[operator]
-    plan = {name: styles[kind]() for name, kind in written.items() if kind in styles}
+    plan = {name: styles[kind]() for name, kind in plan_of(model).items() if kind in styles}
     sizes = comm.mesh.data_size, comm.mesh.axis("tensor")
     device_mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("data", "tensor"))
     parallelize_module(model, device_mesh["tensor"], plan)
@@ -193,6 +195,18 @@ def accelerate(job: Job, model: nn.Module, comm: Comm) -> Driven:
     return Driven(wrapped, optimizer, step)
 
 
+def _trainer(job: Job, model: nn.Module, comm: Comm) -> Driven:
+    from plait.witness.trainer import trainer
+
+    return trainer(job, model, comm)
+
+
+def _deepspeed(job: Job, model: nn.Module, comm: Comm) -> Driven:
+    from plait.witness.deepspeed_engine import deepspeed_engine
+
+    return deepspeed_engine(job, model, comm)
+
+
 def _stages_alone(model: nn.Module, mesh: Mesh, batch: int) -> str:
     shared = len(list(model.parameters())) < len(list(model.named_parameters(remove_duplicate=False)))
     if shared:
@@ -205,7 +219,10 @@ def _stages_alone(model: nn.Module, mesh: Mesh, batch: int) -> str:
 
 
 def _has_plan(model: nn.Module, mesh: Mesh, batch: int) -> str:
-    return "" if hasattr(model, "tensor_plan") else "it reads the model's tensor_plan(), and this one has none"
+    try:
+        return "" if plan_of(model) else "the model's tensor plan is empty"
+    except ValueError as error:
+        return str(error)
 
 
 DATA = ("replica", "shard")
@@ -216,7 +233,9 @@ ENGINES: dict[str, EngineRow] = {
     "zero-redundancy": EngineRow(zero_redundancy, DATA),
     "dtensor": EngineRow(dtensor, (*DATA, "tensor"), refuses=_has_plan),
     "torch-pipelining": EngineRow(torch_pipelining, ("pipe",), refuses=_stages_alone),
-    "accelerate": EngineRow(accelerate, DATA, package="accelerate"),
+    "accelerate": EngineRow(accelerate, DATA, packages=("accelerate",)),
+    "trainer": EngineRow(_trainer, DATA, packages=("transformers", "accelerate")),
+    "deepspeed": EngineRow(_deepspeed, DATA, packages=("deepspeed",)),
 }
 """A new one is a row."""
 
@@ -228,8 +247,9 @@ def check_engine(name: str, model: nn.Module, mesh: Mesh, batch: int, microbatch
     if name not in ENGINES:
         raise ValueError(f"unknown engine {name!r}: choose one of {', '.join(ENGINES)}, or write FILE.py:NAME")
     row = ENGINES[name]
-    if importlib.util.find_spec(row.package) is None:
-        raise ValueError(f"engine {name} needs {row.package}, which is not installed: pip install {row.package}")
+    for package in row.packages:
+        if importlib.util.find_spec(package) is None:
+            raise ValueError(f"engine {name} needs {package}, which is not installed: pip install {package}")
     if strange := [axis for axis in AXES if mesh.axis(axis) > 1 and axis not in row.axes]:
         raise ValueError(f"engine {name} has no {strange[0]} axis: give --mesh with {' and '.join(row.axes)} alone")
     if reason := row.refuses(model, mesh, batch):

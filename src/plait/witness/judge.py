@@ -20,6 +20,7 @@ from plait.job.config import JobConfig
 from plait.job.job import Job, make_job
 from plait.job.own import UserJob
 from plait.referee.difference import factor_text
+from plait.witness.batch_norm import judge_batch_norm, over_samples
 from plait.witness.drift import BLIND, PARTS, Echo, Slack, apart, in_parts, slack_of
 from plait.witness.gradient import Parts, Setting, compare, judge_gradient
 from plait.witness.inputs import ForwardCall, groups_of, judge_inputs
@@ -90,6 +91,12 @@ class _Trial:
             if wrong := self._step(number, steps):
                 return wrong
             if self.echo and self.echo.share > BLIND:
+                if not number:
+                    raise ValueError(
+                        f"no step can be judged by a few elements: halves of the first batch add up to another gradient "
+                        f"than the whole, {self.echo.share:.1%} off (BatchNorm, or a loss that compares samples): "
+                        f"write everything, without elements="
+                    )
                 count = number
                 beyond = (
                     f"; not judged from step {number} on, where rounding alone may be {self.echo.share:.1%} of a "
@@ -158,14 +165,18 @@ class _Trial:
             slack,
         )
         seen, most = compare(setting, steps)
-        if self.echo is None and any(one.wrong for one in seen):  # of a model that makes much of rounding?
+        alone = self.echo is None and not over_samples(replay.model)
+        if alone and any(one.wrong for one in seen):  # of a model that makes much of rounding?
             others = (in_parts(replay, number, right, self.clip, parts) for parts in PARTS)
             share = min(max(apart(other, right) for other in others), BLIND)
             setting = replace(setting, slack=slack_of(share, right))
             seen, most = compare(setting, steps)
         self.residual = max(self.residual, most)
         if any(one.wrong for one in seen):
-            parts = self._parts(number, groups_of(steps, self.rows[number]), count, scaled)
+            groups = groups_of(steps, self.rows[number])
+            if len(groups) <= MOST_PARTS and (wrong := judge_batch_norm(setting, seen, steps, groups, replay)):
+                return wrong
+            parts = self._parts(number, groups, count, scaled)
             if self.last is not None and (wrong := self._stale(setting, steps)):
                 return wrong
             if wrong := judge_gradient(setting, seen, parts, self.previous):

@@ -6,6 +6,7 @@ count, and the job's own optimizer is given the gradient that was witnessed.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -39,6 +40,9 @@ class Replay:
         self.job, self.model = job, job.build()
         materialise(self.model, job.seed, torch.device("cpu"), job.weights)
         check_replayable(self.model)
+        for module in self.model.modules():
+            if isinstance(module, nn.SyncBatchNorm):  # one process has nobody to synchronise with
+                module.forward = partial(_BatchNorm.forward, module)  # type: ignore[method-assign]
         self.parameters = dict(self.model.named_parameters())
         self.shapes = {name: tuple(p.shape) for name, p in self.parameters.items()}
         trained = [p for p in self.parameters.values() if p.requires_grad]
@@ -111,11 +115,6 @@ def check_replayable(model: nn.Module) -> None:
             raise ValueError(
                 f"module {name!r} drops with p={module.p:g}, and every engine draws other masks: judge the job without "
                 f"dropout (--dropout 0, or nn.Dropout(0.0) in the job)"
-            )
-        if isinstance(module, _BatchNorm):
-            raise ValueError(
-                f"module {name!r} normalises over the samples of a call, so its gradient is not a sum over samples: "
-                f"judge the job with its BatchNorm frozen or replaced"
             )
 
 

@@ -66,13 +66,16 @@ def drive(job: Job, config: VerifyConfig, comm: Comm, folder: Path, elements: in
     model = job.build()
     materialise(model, job.seed, comm.device, job.weights)
     made = Driven(*find_adapter(config.engine)(job, model, comm))
-    schedule = job.scheduler(made.optimizer) if job.scheduler else None
     where, parts = comm.mesh.data_rank(comm.rank), config.microbatches
+    steps = [job.microbatches(step, where, comm.mesh.data_size, parts) for step in range(job.steps)]
+    schedule = job.scheduler(made.optimizer) if job.scheduler and not made.train else None
     given = {"steps": job.steps, "elements": elements, "rank": comm.rank, "ranks": comm.mesh.size, **made.told}
     with witness(made.model, made.optimizer, folder, **given):
-        for step in range(job.steps):
-            batches = job.microbatches(step, where, comm.mesh.data_size, parts)
+        if made.train is not None:
+            made.train(steps, config.clip)
+        for step, batches in enumerate(steps if made.train is None else []):
             (whole,) = job.microbatches(step, 0, 1, 1)
+            assert made.step is not None
             made.step(batches, whole_count(job.count_fn(whole)), config.clip)
             if schedule:
                 schedule.step()

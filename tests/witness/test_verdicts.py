@@ -1,0 +1,78 @@
+"""Engines of others on gpt, llama and a ResNet: what docs/guide/judge-any-engine.md says of each is what is seen."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.multiprocessing as mp
+from ports import free_port
+
+pytest.importorskip("transformers", reason="the ResNet is transformers'")
+pytest.importorskip("accelerate", reason="Trainer needs accelerate")
+
+import verdict_ranks
+from engine_ranks import config_of
+
+from plait.witness.run import with_engine
+
+PAGE = Path(__file__).parents[2] / "docs/guide/judge-any-engine.md"
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Any]:
+    """What became of each case, from worlds of two and three processes."""
+    outcomes: dict[str, Any] = {}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("OMP_NUM_THREADS", "1")
+        for ranks in (2, 3):
+            path = tmp_path_factory.mktemp("verdicts") / "found.json"
+            mp.spawn(verdict_ranks.rank_main, (ranks, free_port(), str(path)), nprocs=ranks)
+            outcomes |= json.loads(path.read_text())
+    return outcomes
+
+
+def refused(engine: str, model: str) -> str:
+    case = {"engine": engine, "mesh": "tensor=2", **verdict_ranks.MODELS[model]}
+    with pytest.raises(ValueError, match="carries no tensor plan"):
+        with_engine(config_of(case))
+    return "refused"
+
+
+def test_the_table_of_the_guide_is_what_is_seen(found: Mapping[str, Any]) -> None:
+    lines = [f"| | {' | '.join(verdict_ranks.MODELS)} |", "|---|" + "---|" * len(verdict_ranks.MODELS)]
+    for engine in verdict_ranks.ENGINES:
+        cells = []
+        for model in verdict_ranks.MODELS:
+            said = {found[name]["equal"] for name in found if name.startswith(f"{engine}, {model}, ")}
+            cells.append("different" if False in said else "equal" if said else refused(engine, model))
+        lines.append(f"| `{engine}` | {' | '.join(cells)} |")
+    assert "\n".join(lines) in PAGE.read_text(), "\n".join(lines)
+
+
+@pytest.mark.parametrize("name", [name for name in verdict_ranks.CASES if "BatchNorm" in name])
+def test_a_batch_norm_that_is_not_synchronised_is_called_so(found: Mapping[str, Any], name: str) -> None:
+    said, own = found[name]["text"], 3 if "2 ranks" in name else 2
+    assert f"over the samples of each forward, {own} of the step's 12, and nothing else is wrong" in said, said
+    assert "synchronise it (nn.SyncBatchNorm)" in said, said
+
+
+@pytest.mark.parametrize("name", [name for name in verdict_ranks.CASES if name.startswith("synchronised")])
+def test_a_batch_norm_that_is_synchronised(found: Mapping[str, Any], name: str) -> None:
+    said = found[name]["text"]
+    if name == "synchronised":
+        assert found[name]["equal"], said
+    else:
+        assert "over the samples of one forward on all ranks, 6 of the step's 12" in said, said
+
+
+def test_another_fault_beside_a_batch_norm_is_that_fault(found: Mapping[str, Any]) -> None:
+    assert "no all-reduce" in found["nothing sent"]["text"], found["nothing sent"]
+
+
+@pytest.mark.parametrize("name", [name for name in verdict_ranks.CASES if "ranks" in name and "Batch" not in name])
+def test_a_model_whose_samples_are_their_own_is_equal(found: Mapping[str, Any], name: str) -> None:
+    assert found[name]["equal"] and found[name]["residual"] <= 1e-5, found[name]

@@ -93,8 +93,8 @@ class _Trial:
             if self.echo and self.echo.share > BLIND:
                 if not number:
                     raise ValueError(
-                        f"no step can be judged by a few elements: halves of the first batch add up to another gradient "
-                        f"than the whole, {self.echo.share:.1%} off (BatchNorm, or a loss that compares samples): "
+                        f"no step can be judged by a few elements: halves of the first batch add up to another "
+                        f"gradient than the whole, {self.echo.share:.1%} off (BatchNorm, or a loss that compares samples): "
                         f"write everything, without elements="
                     )
                 count = number

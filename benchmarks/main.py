@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import datetime
 import os
+import signal
 import sys
 import tempfile
 from dataclasses import dataclass
@@ -99,7 +100,13 @@ def main(arguments: Arguments) -> int:
     return 1 if problems else 0
 
 
+def asked_to_end(number: int, frame: object) -> None:
+    """SIGTERM ends the suite that runs too, as Ctrl-C does."""
+    raise KeyboardInterrupt
+
+
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, asked_to_end)
     try:
         raise SystemExit(main(tyro.cli(Arguments)))
     except KeyboardInterrupt:

@@ -45,9 +45,9 @@ EVERY = (
         "collectives",
         "collectives/main.py",
         ("--rounds", "7"),
-        ("--rounds", "3"),
-        1200,
-        300,
+        ("--rounds", "3", "--sizes", "4KB", "1MB", "16MB"),
+        1800,
+        600,
     ),
     Suite(
         "data_parallel",
@@ -55,7 +55,7 @@ EVERY = (
         ("--only", *ENGINES, *OURS, *ON_OURS),
         ("--rounds", "3", "--no-memory", "--only", *QUICK_ENGINES, *QUICK_OURS, *ON_OURS),
         3600,
-        900,
+        1200,
     ),
     Suite(
         "compiled",
@@ -72,7 +72,7 @@ EVERY = (
         ("--model", "both"),
         ("--model", "both", "--rounds", "3", "--only", *QUICK_PLANS),
         1800,
-        400,
+        600,
     ),
     Suite(
         "dispatch",

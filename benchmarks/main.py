@@ -22,7 +22,8 @@ from pathlib import Path
 
 import tyro
 from summary.machine import ROOT, load, these_versions, this_machine
-from summary.page import PAGE, PICTURES, page, with_table
+from summary.page import PAGE, PICTURES, page
+from summary.readme import with_table
 from summary.records import Record, RecordError, begun, read_all, with_run, write
 from summary.running import run_suite
 from summary.suites import chosen
@@ -66,7 +67,7 @@ def write_page(records: list[Record]) -> None:
 
 
 def measured(arguments: Arguments) -> list[str]:
-    """Runs the suites, adds each to the results as it ends; the names of those that did not end well, with the reason."""
+    """Runs the suites, adds each to the results as it ends; those that did not end well, with the reason."""
     suites, left_out = chosen(arguments.only, arguments.deepspeed)
     print("\n".join(left_out), end="\n" if left_out else "")
     machine, versions, date = this_machine(), these_versions(), datetime.date.today().isoformat()

@@ -1,9 +1,9 @@
 """A measurement as a row of a results file: what, against whom, the ratio, and what was wanted.
 
-    Row("data_parallel", "mlp4, 2 ranks", "plait/shm-zero3", "fsdp2", Spread(2.8, 2.6, 2.9), Spread(51.5, 50.2, 53.0), "ms", 3.5)
+    Row("tensor", "mlp16, 2 ranks", "plait-tensor", "torch-blocks", Spread(1.4, 1.2, 1.5), Spread(90, 88, 95), "ms", 1.25)
 
-A row with a peer has a ratio, peer's value / contestant's: 2 is twice as fast, or half of the memory, and the goal is the
-least ratio that is wanted.  A row without a peer has only its value, and its goal is the largest value that is wanted.
+A row with a peer has a ratio, peer's value / contestant's: 2 is twice as fast, or half of the memory, and the goal is
+the least ratio that is wanted.  A row without a peer has only its value, and its goal is the largest that is wanted.
 Every suite writes its rows under the key ``rows`` of its ``--json``; ``benchmarks/main.py`` collects them.
 """
 

@@ -112,14 +112,15 @@ def step(arguments: Arguments) -> tuple[dict[str, Any], list[str]]:
     seconds = result["seconds"] = with_ideal(result["seconds"], arguments.ranks)
     print_times(arguments.model, seconds, matches(seconds))
     print_best(seconds)
-    rows = step_rows("pipeline", arguments.model, arguments.ranks, seconds, (*matches(seconds), *best_matches(seconds)))
+    pairs = (*matches(seconds), *best_matches(seconds))
+    measured = step_rows("pipeline", arguments.model, arguments.ranks, seconds, pairs)
     if arguments.verbose:
         for name, losses in result["losses"].items():
             print(f"  {name:28} " + "  ".join(f"{loss:.7f}" for loss in losses))
     problems = loss_disagreements(result["losses"], [SIDE_BY_SIDE])
     if not problems:
         print("losses: all contestants agree")
-    return {**result, "link_costs": costs, "rows": as_json(rows)}, problems
+    return {**result, "link_costs": costs, "rows": as_json(measured)}, problems
 
 
 def compared_splits(costs: Sequence[float], arguments: Arguments) -> list[tuple[str, tuple[int, ...], Placement]]:

@@ -8,5 +8,5 @@ verdicts.py  a row beside its goal
 page.py      docs/benchmarks.md and the table of the README
 plots.py     its pictures
 
-main.py ── running ── a suite's main.py --json ── rows ── records ── results/*.json ── page, plots
+main.py ── running ── a suite's main.py --json ── rows ── records ── results/*.json ── page, readme, plots
 """

@@ -28,6 +28,8 @@ def this_machine() -> Machine:
         said.setdefault(key.strip().lower(), value.strip())
     flags = (said.get("flags") or said.get("features") or "").split()
     processor = said.get("model name") or said.get("cpu part") or "unknown processor"
+    if "cpu family" in said and "model" in said:  # a virtual machine may tell no more than the maker by name
+        processor += f" (family {said['cpu family']}, model {said['model']})"
     units = tuple(unit for unit in VECTOR_UNITS if unit in flags)
     return Machine(processor, len(os.sched_getaffinity(0)), units, f"{platform.system()} {platform.release()}")
 

@@ -1,4 +1,4 @@
-"""docs/benchmarks.md: every results file, machines side by side, each number beside its goal; the README's table.
+"""docs/benchmarks.md: every results file, machines side by side, each number beside its goal.
 
 Pure: records in, text out.  A line is a suite's work, contestant and peer; a column is a machine on a day.
 """
@@ -16,7 +16,6 @@ from summary.verdicts import BUSY, verdict
 
 PAGE = "benchmarks.md"
 PICTURES = ("benchmarks-goals.svg", "benchmarks-collectives.svg")
-START, END = "<!-- speed: made by benchmarks/main.py -->", "<!-- speed: end -->"
 
 TITLES = {
     "collectives": ("Collectives", "collectives"),
@@ -34,13 +33,13 @@ TITLES = {
 
 OPENING = """# Benchmarks
 
-plait against its peers, on every machine on which `make bench` has run. `python benchmarks/main.py` makes this page of the
-files in `benchmarks/results` ([the suites, and how each measures](../benchmarks/README.md)).
+plait against its peers, on every machine on which `make bench` has run. `python benchmarks/main.py` makes this page of
+the files in `benchmarks/results` ([the suites, and how each measures](../benchmarks/README.md)).
 
-A *ratio* is the peer's time (or memory) over plait's, formed inside a round in which both take a turn: 2 is twice as fast.
-The table gives the median over rounds, then the lowest and highest. *met* and *missed* are the median's; *ranges overlap*
-means that the goal lies between the lowest and highest round, so that another run may say the opposite. Milliseconds of
-different machines, or of different runs, do not compare.
+A *ratio* is the peer's time (or memory) over plait's, formed inside a round in which both take a turn: 2 is twice as
+fast. The table gives the median over rounds, then the lowest and highest. *met* and *missed* are the median's; *ranges
+overlap* means that the goal lies between the lowest and highest round, so that another run may say the opposite.
+Milliseconds of different machines, or of different runs, do not compare.
 """
 
 Key = tuple[str, str, str, str | None]
@@ -76,7 +75,7 @@ def is_busy(record: Record, suite: str) -> bool:
     return any(run.suite == suite and run.load_before > BUSY * record.machine.cores for run in record.runs)
 
 
-def _table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
+def table_of(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
     line = "| {} |".format
     return [line(" | ".join(heads)), line(" | ".join(["---"] * len(heads))), *(line(" | ".join(row)) for row in rows)]
 
@@ -87,7 +86,7 @@ def _machines(records: Sequence[Record]) -> list[str]:
         of = record.machine
         units = ", ".join(of.vector_units) or "none known"
         rows.append([label(number), of.processor, str(of.cores), units, of.kernel, record.date])
-    text = ["## Machines\n", *_table(["", "processor", "cores", "vector units", "kernel", "date"], rows), ""]
+    text = ["## Machines\n", *table_of(["", "processor", "cores", "vector units", "kernel", "date"], rows), ""]
     runs = []
     for number, record in enumerate(records):
         for run in record.runs:
@@ -97,19 +96,16 @@ def _machines(records: Sequence[Record]) -> list[str]:
             versions = f"plait {of.plait} ({of.commit}), torch {of.torch}, Python {of.python}"
             runs.append([label(number), run.suite, load, f"{run.seconds:.0f} s", ended, versions])
     heads = ["", "suite", "load before, after", "took", "ended", "with"]
-    text += [
-        "A load average above half of the cores before a suite (*busy*) means that other programs took part. Ranges are wide "
-        "then, and a verdict is a hint: measure on an idle machine.\n",
-        *_table(heads, runs),
+    commands = [(label(n), run.suite, run.command) for n, record in enumerate(records) for run in record.runs]
+    return [
+        *text,
+        "A load average above half of the cores before a suite (*busy*) means that other programs took part. Ranges "
+        "are wide then, and a verdict is a hint: measure on an idle machine.\n",
+        *table_of(heads, runs),
         "",
-        *(
-            f"- {label(n)}, {run.suite}: `{_cell(run.command)}`"
-            for n, record in enumerate(records)
-            for run in record.runs
-        ),
+        *(f"- {where}, {suite}: `{_cell(command)}`" for where, suite, command in commands),
         "",
     ]
-    return text
 
 
 def _goals(records: Sequence[Record]) -> list[str]:
@@ -119,8 +115,8 @@ def _goals(records: Sequence[Record]) -> list[str]:
         counts = Counter((found.word, found.open) for _, found in judged)
         met, missed = (counts[word, False] + counts[word, True] for word in ("met", "missed"))
         text.append(
-            f"**{label(number)}, {record.date}: {met} of {len(judged)} goals met, {missed} missed.** The range has the goal "
-            f"inside for {counts['met', True]} of those met and {counts['missed', True]} of those missed.\n"
+            f"**{label(number)}, {record.date}: {met} of {len(judged)} goals met, {missed} missed.** The range has the "
+            f"goal inside for {counts['met', True]} of those met and {counts['missed', True]} of those missed.\n"
         )
         text += _missed([row for row, found in judged if found.word == "missed"])
     return text
@@ -155,24 +151,20 @@ def _suite(suite: str, records: Sequence[Record]) -> list[str]:
     with_rows = [
         (n, {key_of(row): row for row in record.rows if row.suite == suite}) for n, record in enumerate(records)
     ]
-    with_rows = [(n, rows) for n, rows in with_rows if rows]
+    every = [{key_of(row): row for row in record.rows if row.suite == suite} for record in records]
+    with_rows = [(number, rows) for number, rows in enumerate(every) if rows]
     keys: dict[Key, Row] = {}
     for _, rows in with_rows:
         for key, row in rows.items():
             if row.peer is not None or row.goal is not None:
                 keys.setdefault(key, row)
-    heads = [
-        "work",
-        "row",
-        "against",
-        "goal",
-        *(label(n) + (" *busy*" if is_busy(records[n], suite) else "") for n, _ in with_rows),
-    ]
+    columns = [label(n) + (" *busy*" if is_busy(records[n], suite) else "") for n, _ in with_rows]
+    works = list(dict.fromkeys(work for _, work, _, _ in keys))
     body = []
-    for key, row in sorted(keys.items(), key=lambda item: list(dict.fromkeys(k[1] for k in keys)).index(item[0][1])):
+    for key, row in sorted(keys.items(), key=lambda item: works.index(item[0][1])):
         cells = [_result(rows[key]) if key in rows else "" for _, rows in with_rows]
         body.append([row.work, f"`{row.contestant}`", f"`{row.peer}`" if row.peer else "", _goal(row), *cells])
-    return [*text, *_table(heads, body), ""]
+    return [*text, *table_of(["work", "row", "against", "goal", *columns], body), ""]
 
 
 def _result(row: Row) -> str:
@@ -208,97 +200,3 @@ def _number(value: float) -> str:
 
 def _cell(text: str) -> str:
     return text.replace("|", "\\|").replace("\n", " ")
-
-
-# ---- README -------------------------------------------------------------------------------------------------------
-
-LINES: tuple[tuple[str, str, str, str | None, tuple[str, ...]], ...] = (
-    (
-        "`ddp` against the fastest torch DDP",
-        "data_parallel",
-        "plait/shm-ddp",
-        "fastest DDP",
-        ("mlp4", "mlp16", "gpt256"),
-    ),
-    (
-        "`zero1` against the fastest torch DDP",
-        "data_parallel",
-        "plait/shm-zero1",
-        "fastest DDP",
-        ("mlp4", "mlp16", "gpt256"),
-    ),
-    ("`zero3` against FSDP2", "data_parallel", "plait/shm-zero3", "fsdp2", ("mlp4", "mlp16", "gpt256")),
-    ("`zero3` against ranks that never talk", "data_parallel", "plait/shm-zero3", "local", ("mlp4", "mlp16", "gpt256")),
-    ("the same over gloo: `ddp`", "data_parallel", "plait-ddp", "fastest DDP", ("mlp4", "mlp16", "gpt256")),
-    ("the same over gloo: `zero3`", "data_parallel", "plait-zero3", "fsdp2", ("mlp4", "mlp16", "gpt256")),
-    (
-        "`tensor=2` against torch's fastest plan",
-        "tensor",
-        "plait/shm-tensor",
-        "torch's fastest plan",
-        ("mlp16", "gpt256"),
-    ),
-    (
-        "`pipe=2`, 8 microbatches, against torch's best order",
-        "pipeline",
-        "plait/shm, best order",
-        "torch's best order",
-        ("gpt256",),
-    ),
-)
-"""What, suite, contestant, peer, models: the lines of the README's table."""
-MODELS = {"mlp4": "4-layer MLP", "mlp16": "16-layer MLP", "gpt256": "8-layer GPT"}
-
-
-def newest(records: Sequence[Record]) -> list[tuple[int, Record]]:
-    """The latest of each machine, with its number on the page."""
-    latest: dict[tuple[str, int], tuple[int, Record]] = {}
-    for number, record in enumerate(records):
-        machine = (record.machine.processor, record.machine.cores)
-        if machine not in latest or latest[machine][1].date < record.date:
-            latest[machine] = (number, record)
-    return list(latest.values())
-
-
-def readme_table(records: Sequence[Record]) -> str:
-    """Medians of two ranks, with what was wanted, for each machine's latest day."""
-    text = []
-    for number, record in newest(records):
-        found = {key_of(row): row for row in record.rows}
-        body = []
-        for words, suite, contestant, peer, models in LINES:
-            cells = []
-            for model in MODELS:
-                row = found.get((suite, f"{model}, 2 ranks", contestant, peer)) if model in models else None
-                cells.append("" if row is None else _short(row))
-            if any(cells):
-                body.append([words, *cells])
-        busy = sorted({line[1] for line in LINES if is_busy(record, line[1])})
-        note = f"; other programs ran as well, ranges are wide ({', '.join(busy)})" if busy else ""
-        units = (
-            "AVX-512"
-            if "avx512f" in record.machine.vector_units
-            else "AVX2"
-            if "avx2" in record.machine.vector_units
-            else ""
-        )
-        where = ", ".join(filter(None, [record.machine.processor, f"{record.machine.cores} cores", units]))
-        text += [f"{label(number)}: {where}, {record.date}{note}.\n"] if body else []
-        text += [*_table(["", *MODELS.values()], body), ""] if body else []
-    return "\n".join(text).rstrip() or "Nothing has been measured yet."
-
-
-def _short(row: Row) -> str:
-    """A ratio, and the goal where it is missed."""
-    assert row.ratio is not None
-    found = verdict(row)
-    return f"{row.ratio.median:.2f}" + (f" (goal {row.goal:g})" if found is not None and found.word == "missed" else "")
-
-
-def with_table(readme: str, records: Sequence[Record]) -> str:
-    """The README with the table between its two marks; ValueError where they are not there."""
-    before, start, rest = readme.partition(START)
-    _, end, after = rest.partition(END)
-    if not start or not end:
-        raise ValueError(f"README.md lacks {START} and {END} around the table of its section on speed")
-    return f"{before}{START}\n\n{readme_table(records)}\n\n{END}{after}"

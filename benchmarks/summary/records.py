@@ -63,7 +63,7 @@ class Run:
     suite: str
     command: str
     outcome: Outcome
-    """failed: an exit status other than 0; stopped: its deadline was over. Rows that it had written until then count."""
+    """failed: an exit status other than 0; stopped: its deadline was over. Rows written until then count."""
     reason: str
     """Of a failure; empty where it is done."""
     seconds: float
@@ -177,7 +177,7 @@ def name_of(machine: Machine, date: str) -> str:
 
 
 def with_run(record: Record, run: Run, rows: Sequence[Row]) -> Record:
-    """A suite's run and rows in the place of its earlier ones; a run that brought no row leaves those of the earlier."""
+    """A suite's run and rows in the place of its earlier ones; a run without any row leaves the earlier as they are."""
     if not rows and any(row.suite == run.suite for row in record.rows):
         return record
     return dataclasses.replace(

@@ -15,7 +15,7 @@ ON_OURS = ("ddp/plait_shm", "fsdp2/plait_shm")
 COMPILED = ("ddp/compiled", "fsdp2/compiled", "plait/compiled-ddp", "plait/compiled-zero3", "plait-ddp", "plait-zero3")
 QUICK_ENGINES = ("local", "ddp", "ddp-view-static", "fsdp2")
 QUICK_OURS = tuple(f"{who}-{row}" for who in ("plait", "plait/shm") for row in ("ddp", "zero1", "zero3"))
-QUICK_PLANS = ("torch-blocks-shared", "torch-loss-shared", "plait-tensor", "plait/shm-tensor")
+QUICK_PLANS = ("torch-blocks", "torch-blocks-shared", "torch-loss-shared", "plait-tensor", "plait/shm-tensor")
 QUICK_ORDERS = ("torch-gpipe", "torch-1f1b", "torch-zbv", "plait-gpipe", "plait-1f1b", "plait-zbv")
 QUICK_ORDERS += tuple(f"plait/shm-{order}" for order in ("gpipe", "1f1b", "zbv"))
 

@@ -123,22 +123,25 @@ def _goals(records: Sequence[Record]) -> list[str]:
 
 
 def _missed(rows: Sequence[Row]) -> list[str]:
-    """By suite, what is missed."""
+    """All that is missed, by suite."""
     if not rows:
         return []
-    lines = []
-    for suite in dict.fromkeys(row.suite for row in rows):
-        said = [_one_missed(row) for row in rows if row.suite == suite]
-        lines.append(f"- {TITLES.get(suite, (suite, ''))[0]}: {'; '.join(said)}")
-    return ["Missed:\n", *lines, ""]
+    heads = ["missed: suite", "work", "row", "against", "goal", "found"]
+    return [*table_of(heads, [[row.suite, row.work, *_names(row), _goal(row), _found(row)] for row in rows]), ""]
 
 
-def _one_missed(row: Row) -> str:
-    found = row.value if row.ratio is None else row.ratio
-    against = f" against {row.peer}" if row.peer else ""
-    overlap = ", ranges overlap" if getattr(verdict(row), "open", False) else ""
-    unit = "" if row.peer else f" {_unit(row)}"
-    return f"{row.work}, `{row.contestant}`{against} {_number(found.median)}{unit} (goal {_goal(row)}{overlap})"
+def _names(row: Row) -> tuple[str, str]:
+    """The contestant and the peer; words stay words, names are code."""
+    contestant, peer = (name if " " in name else f"`{name}`" for name in (row.contestant, row.peer or " "))
+    return contestant, peer.strip()
+
+
+def _found(row: Row) -> str:
+    """The median, the range, and whether the goal is inside."""
+    of = row.value if row.ratio is None else row.ratio
+    found = verdict(row)
+    overlap = ", ranges overlap" if found is not None and found.open else ""
+    return f"{_number(of.median)} ({_range(of)}){overlap}"
 
 
 def _suite(suite: str, records: Sequence[Record]) -> list[str]:
@@ -163,7 +166,7 @@ def _suite(suite: str, records: Sequence[Record]) -> list[str]:
     body = []
     for key, row in sorted(keys.items(), key=lambda item: works.index(item[0][1])):
         cells = [_result(rows[key]) if key in rows else "" for _, rows in with_rows]
-        body.append([row.work, f"`{row.contestant}`", f"`{row.peer}`" if row.peer else "", _goal(row), *cells])
+        body.append([row.work, *_names(row), _goal(row), *cells])
     return [*text, *table_of(["work", "row", "against", "goal", *columns], body), ""]
 
 

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator, NullLocator, StrMethodFormatter
 
 from summary.drawn import curves, digest, dots
 from summary.page import PICTURES, label
@@ -49,6 +50,9 @@ def _goals(records: Sequence[Record]) -> Figure:
         axes.errorbar([d.median for d in of], heights, xerr=errors, fmt="o", ms=3, lw=1, color=colour, label=title)
     axes.axvline(1, color="black", lw=0.8)
     axes.set_xscale("log")
+    axes.xaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+    axes.xaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
+    axes.xaxis.set_minor_locator(NullLocator())
     axes.set_yticks(range(len(names)), [f"{suite}: {text}" for suite, text in names])
     axes.set_ylim(len(names) - 0.5, -0.5)
     axes.set_xlabel("result over goal; right of the line the goal is met")
@@ -73,6 +77,7 @@ def _collectives(records: Sequence[Record]) -> Figure:
             axes.set_title(f"{label(number)}, {records[number].date}, {count} ranks")
             axes.set_xscale("log", base=2)
             axes.set_yscale("log", base=2)
+            axes.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
             axes.axhline(1, color="black", lw=0.8)
             axes.set_xlabel("bytes of the whole array")
             axes.grid(lw=0.3)

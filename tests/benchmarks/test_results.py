@@ -172,7 +172,8 @@ def test_what_became_of_a_suite_is_said(tmp_path: Path, body: str, outcome: str,
 
 
 def test_a_suite_that_hangs_is_stopped_with_its_children_and_keeps_its_rows(tmp_path: Path) -> None:
-    child = "subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'], stdout=open(file + '.pid', 'w'))"
+    deaf = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(60)"
+    child = f"subprocess.Popen([sys.executable, '-c', {deaf!r}])"
     body = f"{GIVE}\nchild = {child}\nopen(file + '.pid', 'w').write(str(child.pid))\ntime.sleep(60)"
     run, rows = run_suite("tensor", suite_of(tmp_path, body), 3.0, tmp_path, VERSIONS)
     assert (run.outcome, run.reason, len(rows)) == ("stopped", "not done in 3 s", 2)

@@ -44,7 +44,7 @@ def run_suite(
             outcome, reason = "failed", reason or str(error)
     elif outcome == "done":
         outcome, reason = "failed", "wrote no rows"
-    shown = " ".join(["python", f"benchmarks/{words[0]}", *words[1:]])
+    shown = " ".join(["python", f"benchmarks/{words[0]}", *(_without_folder(word) for word in words[1:])])
     seconds = round(time.perf_counter() - start, 1)
     return Run(suite, shown, outcome, reason, seconds, before, load(), versions), rows  # type: ignore[arg-type]
 
@@ -52,6 +52,11 @@ def run_suite(
 def _path(there: str) -> str:
     """The repository's plait before an installed one."""
     return os.pathsep.join([str(ROOT / "src"), *filter(None, [there])])
+
+
+def _without_folder(word: str) -> str:
+    """Results are public, and where somebody keeps an interpreter is not."""
+    return Path(word).name if word.startswith("/") else word
 
 
 def _reason(status: int) -> str:

@@ -81,6 +81,15 @@ def profile_task(model: str, name: str, out: Path | None) -> str:
     return f"{workload.name}, {name}: {table}"
 
 
+def write_json(arguments: Arguments, result: dict[str, Any]) -> None:
+    """Every number; after each workload, so that those of the earlier are there if a later one is stopped."""
+    if arguments.json is not None:
+        asked = {"what": arguments.what, "model": arguments.model, "ranks": arguments.ranks}
+        others = {name: found for name, found in result.items() if name != "rows"}
+        text = {"machine": machine(), **asked, "rows": result["rows"], "result": others}
+        arguments.json.write_text(json.dumps(text, indent=1) + "\n")
+
+
 def step(arguments: Arguments) -> tuple[dict[str, Any], list[str]]:
     """The training step: every number, and what is wrong."""
     names = named(arguments, arguments.only)
@@ -102,6 +111,7 @@ def step(arguments: Arguments) -> tuple[dict[str, Any], list[str]]:
             print("losses: all contestants agree")
         problems += [f"{model}: {line}" for line in found]
         results[model] = result
+        write_json(arguments, results)
     return results, problems
 
 
@@ -128,10 +138,7 @@ def main(arguments: Arguments) -> int:
     result, problems = {"step": step, "dispatch": dispatch}[arguments.what](arguments)
     if problems:
         print("\n".join(problems))
-    if arguments.json is not None:
-        asked = {"what": arguments.what, "model": arguments.model, "ranks": arguments.ranks}
-        text = {"machine": machine(), **asked, "rows": result.pop("rows"), "result": result}
-        arguments.json.write_text(json.dumps(text, indent=1) + "\n")
+    write_json(arguments, result)
     return 1 if problems else 0
 
 

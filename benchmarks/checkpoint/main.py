@@ -194,6 +194,8 @@ def main(arguments: Arguments) -> int:
             results["sizes"][size] = launch(times, arguments.ranks, size, arguments.rounds, folder)
             print_times(results["sizes"][size])
             results["rows"] += as_json(rows_of(results["sizes"][size], arguments.ranks))
+            if arguments.json:
+                arguments.json.write_text(json.dumps(results, indent=1) + "\n")
         if arguments.memory:
             print(f"\n| MB more than before, {sizes[-1]} | save | asynchronous save | load |\n|---|---|---|---|")
             for name in CONTESTANTS:

@@ -153,7 +153,8 @@ def rows_of(found: dict[str, dict[str, list[float]]], ranks: int) -> list[Row]:
         for who in (SHARED, LENT):
             ours = (who, times[who])
             rows.append(ratio_row("collectives", work, ours, (GLOO, times[GLOO]), "us", goal(kind, int(size), ranks)))
-            rows.append(ratio_row("collectives", work, ours, (MEMCPY, times[MEMCPY]), "us"))
+            if int(size) >= MEBIBYTE:  # what is smaller lies in a cache
+                rows.append(ratio_row("collectives", work, ours, (MEMCPY, times[MEMCPY]), "us"))
     return rows
 
 

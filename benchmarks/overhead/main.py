@@ -113,10 +113,10 @@ def main(arguments: Arguments) -> int:
             print_case(what, name, answer["rows"], before.get(what, {}).get(name, {}))
             measured += rows_of(what, name, answer["rows"])
             problems += [f"{name}: {line}" for line in _disagreements(answer["losses"])]
+        if arguments.json is not None:  # after each mesh, so that those are there if a later one is stopped
+            text = {"machine": machine(), "rounds": arguments.rounds, "rows": as_json(measured), "results": results}
+            arguments.json.write_text(json.dumps(text, indent=1) + "\n")
     print("\n" + ("\n".join(problems) if problems else "losses: all contestants agree"))
-    if arguments.json is not None:
-        text = {"machine": machine(), "rounds": arguments.rounds, "rows": as_json(measured), "results": results}
-        arguments.json.write_text(json.dumps(text, indent=1) + "\n")
     return 1 if problems else 0
 
 

@@ -196,6 +196,8 @@ def _unit(row: Row) -> str:
 
 def _number(value: float) -> str:
     """Three digits or so."""
+    if 0 < abs(value) < 0.1:
+        return f"{value:.2g}" if abs(value) >= 1e-4 else f"{value:.0e}"
     if abs(value) >= 1000:
         return f"{value:,.0f}"
     return f"{value:.0f}" if abs(value) >= 100 else f"{value:.1f}" if abs(value) >= 10 else f"{value:.2f}"

@@ -1,4 +1,4 @@
-"""The table of the README's section on speed: the medians of a few rows, for each machine's latest day."""
+"""The table of the README's section on speed: a few rows, for each machine's latest day."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def newest(records: Sequence[Record]) -> list[tuple[int, Record]]:
 
 
 def readme_table(records: Sequence[Record]) -> str:
-    """Times as fast on two ranks; the goal stands beside a ratio that misses it."""
+    """Times as fast on two ranks: median, lowest and highest round; the goal stands beside a median that misses it."""
     text = []
     for number, record in newest(records):
         found = {key_of(row): row for row in record.rows}
@@ -70,6 +70,8 @@ def _head(number: int, record: Record) -> str:
 
 
 def _short(row: Row) -> str:
+    """The median and the range, and the goal where it is missed."""
     assert row.ratio is not None
     found = verdict(row)
-    return f"{row.ratio.median:.2f}" + (f" (goal {row.goal:g})" if found is not None and found.word == "missed" else "")
+    goal = f", goal {row.goal:g}" if found is not None and found.word == "missed" else ""
+    return f"{row.ratio.median:.2f} ({row.ratio.low:.2f} - {row.ratio.high:.2f}){goal}"

@@ -222,7 +222,10 @@ def test_the_page_puts_machines_side_by_side_and_says_which_were_busy() -> None:
 def test_the_readme_has_the_latest_day_of_a_machine_and_the_goal_that_is_missed() -> None:
     later = replace(RECORD, date="2026-11-25", rows=(replace(ROWS[1], goal=2.0),))
     text = readme_table([RECORD, later])
-    assert "| `tensor=2` against torch's fastest plan |  | 1.45 (goal 2) |  |" in text and "2026-11-23" not in text
+    assert (
+        "| `tensor=2` against torch's fastest plan |  | 1.45 (1.30 - 1.60), goal 2 |  |" in text
+        and "2026-11-23" not in text
+    )
 
 
 def test_this_machine_has_a_name_and_cores() -> None:

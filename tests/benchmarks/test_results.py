@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import subprocess
 import sys
@@ -182,6 +183,29 @@ def test_a_suite_that_hangs_is_stopped_with_its_children_and_keeps_its_rows(tmp_
     while is_running(number) and time.monotonic() < end:  # it is killed, and may take a moment to die
         time.sleep(0.05)
     assert not is_running(number)
+
+
+def test_a_suite_that_fails_is_named_and_the_others_go_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    spec = importlib.util.spec_from_file_location("every_benchmark", ROOT / "benchmarks" / "main.py")
+    assert spec is not None and spec.loader is not None
+    command = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, "every_benchmark", command)
+    spec.loader.exec_module(command)
+    for name, body in (("loading", "sys.exit(3)"), ("tensor", GIVE)):
+        (tmp_path / name).mkdir()
+        suite_of(tmp_path / name, body)
+    listed = [
+        suites.Suite(name, str(tmp_path / name / "suite.py"), (), (), 30.0, 30.0) for name in ("loading", "tensor")
+    ]
+    monkeypatch.setattr(command, "chosen", lambda only, python: (listed, []))
+    results = tmp_path / "results"
+    assert command.main(command.Arguments(results=results, page=False)) == 1
+    assert "not done:\nloading: failed, exit status 3\n" in capsys.readouterr().out
+    (record,) = read_all(results)
+    assert [(run.suite, run.outcome) for run in record.runs] == [("loading", "failed"), ("tensor", "done")]
+    assert record.rows == ROWS
 
 
 def test_every_suite_has_a_script_and_a_deadline_and_deepspeed_needs_its_python() -> None:

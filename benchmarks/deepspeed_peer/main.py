@@ -23,10 +23,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 import tyro
+from torch.distributed import TCPStore
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from harness.groups import MEMORY, free_port
+from harness.groups import MEMORY
 from harness.report import Match, chosen, loss_disagreements, machine, print_times
 from harness.rows import as_json, step_rows
 from harness.turns import rotated
@@ -98,9 +99,17 @@ class World:
 @contextmanager
 def world(name: str, python: str, model: str, ranks: int, folder: Path) -> Iterator[World]:
     """Starts the ranks of a contestant, ends them."""
-    port, processes, answers = free_port(), [], []
+    # This process has the store, so that nobody else can take the port while ranks import their engines.
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    processes, answers = [], []
     log = folder / f"{name.replace('/', '-')}.log"
-    shared = {**os.environ, **MEMORY, "OMP_NUM_THREADS": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    shared = {
+        **os.environ,
+        **MEMORY,
+        "OMP_NUM_THREADS": "1",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(store.port),
+    }
     shared |= {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
     with log.open("w") as output:
         for rank in range(ranks):

@@ -33,8 +33,10 @@ NUM_BATCHES = 4
 
 def main(name: str, model: str, descriptor: int) -> None:
     torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    workload, rank, ranks = WORKLOADS[model], dist.get_rank(), dist.get_world_size()
+    rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
+    workload = WORKLOADS[model]
     batches = [workload.batch(step, rank, ranks) for step in range(NUM_BATCHES)]
     contestant = {**PEERS, **rows()[0], **STAGES}[name](workload, ranks)
     acts = {

@@ -175,8 +175,9 @@ def _result(row: Row) -> str:
     of = row.value if row.ratio is None else row.ratio
     found = verdict(row)
     judged = "" if found is None else f" **{found.word}**{', ranges overlap' if found.open else ''}"
-    value = f"; {_number(row.value.median)} {_unit(row)}" if row.ratio is not None else f" {_unit(row)}"
-    return f"{_number(of.median)} ({_range(of)}){judged}{value}"
+    if row.ratio is None:
+        return f"{_number(of.median)} {_unit(row)} ({_range(of)}){judged}"
+    return f"{_number(of.median)} ({_range(of)}){judged}; {_number(row.value.median)} {_unit(row)}"
 
 
 def _range(of: Spread) -> str:

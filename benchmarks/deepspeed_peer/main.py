@@ -111,7 +111,7 @@ def world(name: str, python: str, model: str, ranks: int, folder: Path) -> Itera
         "MASTER_PORT": str(store.port),
     }
     shared |= {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
-    # What DeepSpeed compiles has a folder of this run: in the common one a lock that somebody left is waited for for ever.
+    # What DeepSpeed compiles has a folder of this run: a lock that somebody left in the common one is never given up.
     shared.setdefault("TORCH_EXTENSIONS_DIR", str(folder / "extensions"))
     with log.open("w") as output:
         for rank in range(ranks):

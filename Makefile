@@ -4,6 +4,8 @@
 # test-full     what test leaves out of all pairs of rows, meshes, ...; faults, processes, oracles, documentation, the
 #               small matrix: five times as long
 # test-nightly  every test there is, full products and the full matrix among them: hours
+# bench         all of plait against its peers on this machine: two hours, ARGS=--quick half an hour; the results go
+#               to benchmarks/results and docs/benchmarks.md
 # docs          README, guide and the reference of the calls as one site, in build/docs; a warning is an error
 #
 # PYTHON=...       the interpreter that .venv is made from (3.11 or newer; the first one found)
@@ -77,8 +79,11 @@ format: setup
 	$(BIN)/ruff check --fix $(CODE)
 	$(BIN)/ruff format $(CODE)
 
+# Without matplotlib everything is measured, and the pictures stay as they are.
 bench: setup
-	@$(BIN)/plait bench comm --mesh shard=2 $(ARGS)
+	@$(BIN)/python -c 'import matplotlib' 2>/dev/null || \
+	  $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-build-isolation -e '.[bench]' || true
+	@$(BIN)/python benchmarks/main.py $(ARGS)
 
 clean:
 	rm -rf .venv build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis runs

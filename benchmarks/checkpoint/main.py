@@ -30,6 +30,7 @@ from harness.groups import launch
 from harness.memory import peak_of
 from harness.models import Block, Workload, decoder
 from harness.report import machine
+from harness.rows import Row, as_json, ratio_row, value_row
 from harness.turns import Spread, no_collection, over_ranks, ratios, rotated
 
 MB = 1e6
@@ -40,6 +41,7 @@ SIZES: dict[str, dict[str, int]] = {
 }
 PEERS = tuple(name for name in CONTESTANTS if name != "plait")
 ACTS = ("save", "load", "pause", "written")
+WORDS = {"save": "save", "load": "load", "pause": "pause of an asynchronous save", "written": "until that is written"}
 
 
 @dataclass(frozen=True)
@@ -162,14 +164,38 @@ def print_times(answer: dict[str, Any]) -> None:
         )
 
 
+def rows_of(answer: dict[str, Any], ranks: int) -> list[Row]:
+    """Milliseconds of everybody, and ours beside each of torch's."""
+    found: list[Row] = []
+    for act, words in WORDS.items():
+        work = f"{words}, {answer['bytes'] / MB:.0f} MB, {ranks} ranks"
+        ms = {name: [1e3 * value for value in answer["rows"][name][act]] for name in CONTESTANTS}
+        found += [value_row("checkpoint", work, name, values, "ms") for name, values in ms.items()]
+        found += [ratio_row("checkpoint", work, ("plait", ms["plait"]), (peer, ms[peer]), "ms") for peer in PEERS]
+    return found
+
+
+def peak_rows(peaks: dict[str, dict[str, int]], size: str, ranks: int) -> list[Row]:
+    """The growth of memory, in MB; a single measurement of each."""
+    found: list[Row] = []
+    for act in peaks["plait"]:
+        work = f"peak memory of a {act}, {size}, {ranks} ranks".replace("a asy", "an asy")
+        mb = {name: [of[act] / MB] for name, of in peaks.items()}
+        found += [value_row("checkpoint", work, name, value, "MB") for name, value in mb.items()]
+    return found
+
+
 def main(arguments: Arguments) -> int:
     sizes = list(SIZES) if arguments.size == "all" else [arguments.size]
-    results: dict[str, Any] = {"machine": machine(), "ranks": arguments.ranks, "sizes": {}, "peaks": {}}
+    results: dict[str, Any] = {"machine": machine(), "ranks": arguments.ranks, "rows": [], "sizes": {}, "peaks": {}}
     print(f"{machine()}, {arguments.ranks} ranks; median (lowest - highest) of {arguments.rounds} rounds")
     with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
         for size in sizes:
             results["sizes"][size] = launch(times, arguments.ranks, size, arguments.rounds, folder)
             print_times(results["sizes"][size])
+            results["rows"] += as_json(rows_of(results["sizes"][size], arguments.ranks))
+            if arguments.json:
+                arguments.json.write_text(json.dumps(results, indent=1) + "\n")
         if arguments.memory:
             print(f"\n| MB more than before, {sizes[-1]} | save | asynchronous save | load |\n|---|---|---|---|")
             for name in CONTESTANTS:
@@ -179,6 +205,7 @@ def main(arguments: Arguments) -> int:
                 }
                 results["peaks"][name] = found
                 print(f"| {name} | " + " | ".join(f"{value / MB:.1f}" for value in found.values()) + " |")
+            results["rows"] += as_json(peak_rows(results["peaks"], sizes[-1], arguments.ranks))
     if arguments.json:
         arguments.json.write_text(json.dumps(results, indent=1) + "\n")
     return 0

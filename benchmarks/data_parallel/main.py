@@ -24,6 +24,7 @@ from harness.contestants import Build
 from harness.groups import launch
 from harness.models import Workload
 from harness.report import chosen, loss_disagreements, machine, print_times
+from harness.rows import as_json, ratio_row, step_rows, value_row
 from harness.turns import checked_losses, interleave, profiled
 from measure import memory_mebibytes
 from models import WORKLOADS
@@ -52,6 +53,8 @@ class Arguments:
     """Name of one contestant: print torch.profiler's table of its steps on rank 0 instead."""
     profile_out: Path | None = None
     """Where the table goes; beside it a Chrome trace of the same name ending in .trace.json."""
+    suite: str = "data_parallel"
+    """The name of the suite in the rows of ``json``."""
     verbose: bool = field(default=False)
     """Print the losses of every contestant."""
 
@@ -93,6 +96,7 @@ def compare(workload: Workload, names: list[str], arguments: Arguments) -> tuple
     print(f"\n## {workload.name}, {arguments.ranks} ranks", flush=True)
     result = launch(time_task, arguments.ranks, workload.name, names, arguments.rounds)
     print_times(workload.name, result["seconds"], MATCHES)
+    rows = step_rows(arguments.suite, workload.name, arguments.ranks, result["seconds"], MATCHES)
     if arguments.verbose:
         for name, losses in result["losses"].items():
             print(f"  {name:24} " + "  ".join(f"{loss:.7f}" for loss in losses))
@@ -101,6 +105,13 @@ def compare(workload: Workload, names: list[str], arguments: Arguments) -> tuple
     if arguments.memory:
         result["memory"] = {name: launch(memory_task, arguments.ranks, workload.name, name) for name in names}
         print_memory(result["memory"])
+        work = f"peak memory, {workload.name}, {arguments.ranks} ranks"
+        peaks = {name: [found["peak_pss"]] for name, found in result["memory"].items()}
+        rows += [value_row(arguments.suite, work, name, peak, "MiB") for name, peak in peaks.items()]
+        if {"plait-zero3", "fsdp2"} <= peaks.keys():
+            pair = [(name, peaks[name]) for name in ("plait-zero3", "fsdp2")]
+            rows.append(ratio_row(arguments.suite, work, *pair, "MiB", 1.0))
+    result["rows"] = as_json(rows)
     return result, not problems
 
 
@@ -119,10 +130,11 @@ def main(arguments: Arguments) -> int:
         return 0
     names = chosen(list(contestants()), arguments.only)
     print(machine())
-    results: dict[str, Any] = {"machine": machine(), "ranks": arguments.ranks, "models": {}}
+    results: dict[str, Any] = {"machine": machine(), "ranks": arguments.ranks, "rows": [], "models": {}}
     all_agree = True
     for model in models:
         results["models"][model], agree = compare(WORKLOADS[model], names, arguments)
+        results["rows"] += results["models"][model].pop("rows")
         all_agree &= agree
         if arguments.json is not None:
             arguments.json.write_text(json.dumps(results, indent=1) + "\n")

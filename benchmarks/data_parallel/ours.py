@@ -15,24 +15,40 @@ from peers import DDP_VARIANTS, PEERS
 
 ROWS = ("ddp", "zero1", "zero2", "zero3")
 
+EVEN = {"mlp4": 1.0, "mlp16": 1.0, "gpt256": 1.0}
+FEWER = {"mlp4": 1.5, "mlp16": 1.5, "gpt256": 1.15}
+SHARED_EVEN = {"mlp4": 1.35, "mlp16": 1.35, "gpt256": 1.0}
+SHARED_FEWER = {"mlp4": 3.5, "mlp16": 3.5, "gpt256": 1.25}
+OF_LOCAL = {
+    "ddp": {"mlp4": 0.88, "mlp16": 0.88, "gpt256": 0.97},
+    "zero1": {"mlp4": 0.88, "mlp16": 0.88, "gpt256": 0.97},
+    "zero3": {"mlp4": 0.95, "mlp16": 0.95, "gpt256": 0.97},
+}
+"""Of ranks that never talk, over shared memory."""
+DDP = "fastest DDP"
 
-_EVEN = {"mlp4": 1.0, "mlp16": 1.0, "gpt256": 1.0}
-MATCHES = tuple(
-    match
-    for who in GEMMS
-    for match in (
-        Match(f"{who}-ddp", tuple(DDP_VARIANTS), _EVEN),
-        Match(f"{who}-zero1", tuple(DDP_VARIANTS), _EVEN),
+
+def _matches(who: str) -> tuple[Match, ...]:
+    shared, ddp = who == SHARED, tuple(DDP_VARIANTS)
+    even, fewer = (SHARED_EVEN, SHARED_FEWER) if shared else (EVEN, FEWER)
+    return (
+        Match(f"{who}-ddp", ddp, even, DDP),
+        Match(f"{who}-zero1", ddp, even, DDP),
         Match(f"{who}-zero1", ("redundancy",), {}),
         Match(f"{who}-zero2", ("fsdp2",), {}),
-        Match(f"{who}-zero3", ("fsdp2",), {"mlp4": 1.5, "mlp16": 1.5, "gpt256": 1.15}),
+        Match(f"{who}-zero3", ("fsdp2",), fewer),
+        *(Match(f"{who}-{row}", ("local",), goal) for row, goal in OF_LOCAL.items() if shared),
     )
-)
+
+
+MATCHES = tuple(match for who in GEMMS for match in _matches(who))
 MATCHES += (Match("ddp/plait_shm", ("ddp",), {"mlp16": 1.3}), Match("fsdp2/plait_shm", ("fsdp2",), {"mlp16": 2.0}))
-
-
-MATCHES += tuple(Match(f"{COMPILED}-{row}", ("ddp/compiled",), {}) for row in ("ddp", "zero1"))
-MATCHES += tuple(Match(f"{COMPILED}-{row}", ("fsdp2/compiled",), {}) for row in ("zero2", "zero3"))
+MATCHES += (
+    Match(f"{COMPILED}-ddp", ("ddp/compiled",), {"gpt256": 1.0}),
+    Match(f"{COMPILED}-zero1", ("ddp/compiled",), {}),
+    Match(f"{COMPILED}-zero2", ("fsdp2/compiled",), {}),
+    Match(f"{COMPILED}-zero3", ("fsdp2/compiled",), {"gpt256": 1.2}),
+)
 MATCHES += tuple(Match(f"{COMPILED}-{row}", (f"plait-{row}",), {}) for row in ("ddp", "zero3"))
 
 

@@ -7,6 +7,7 @@
     turns.py        contestants take turns; times, ratios inside a round, losses, a profile
     memory.py       what a process holds, and its peak
     report.py       the tables, the verdicts, the machine
+    rows.py         measurements as rows of a results file
 
 Every benchmark is a script beside its own modules, whose first line of code puts this folder's parent on the path.
 """

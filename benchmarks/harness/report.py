@@ -51,6 +51,10 @@ class Match:
     row: str
     peers: tuple[str, ...]
     goal: dict[str, float]
+    against: str = ""
+    """Words for the peers, where there are several."""
+    title: str = ""
+    """Words for the row, where it was chosen among several."""
 
 
 def best_peer(match: Match, seconds: dict[str, list[float]]) -> str | None:

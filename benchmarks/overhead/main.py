@@ -23,6 +23,7 @@ from cases import CASES, task
 from clock import median
 from harness.groups import launch
 from harness.report import loss_disagreements, machine
+from harness.rows import Row, as_json, ratio_row, value_row
 
 UNIT_GOAL = 50.0
 """Microseconds a unit and step, of zero3 on one rank."""
@@ -80,10 +81,28 @@ def print_case(what: str, case: str, rows: dict[str, Any], before: dict[str, Any
         )
 
 
+def rows_of(what: str, case: str, rows: dict[str, Any]) -> list[Row]:
+    """Microseconds on the thread that trains; our zero3 also beside FSDP2."""
+    own = {name: clocks["own"] for name, clocks in rows.items()}
+    work = f"{case}: beyond a plain loop, per {what}"
+    found = []
+    for name, values in own.items():
+        ours = name.startswith("plait")
+        limit = OPERATOR_GOAL if ours and what == "operator" else None
+        if ours and what == "unit" and "zero3" in name and case.endswith("1 rank"):
+            limit = UNIT_GOAL
+        if not name.startswith("plain"):
+            found.append(value_row("overhead", work, name, values, "us", limit))
+        if ours and "zero3" in name and (peer := own.get("torch FSDP2")):
+            found.append(ratio_row("overhead", work, (name, values), ("torch FSDP2", peer), "us", 1.0))
+    return found
+
+
 def main(arguments: Arguments) -> int:
     print(machine())
     before: Results = json.loads(arguments.before.read_text())["results"] if arguments.before else {}
     results: Results = {}
+    measured: list[Row] = []
     problems: list[str] = []
     chosen = [c for c in CASES.values() if arguments.what in (c.what, "all") and arguments.only in c.name]
     for mesh, ranks in {case.mesh: case.ranks for case in chosen}.items():
@@ -92,11 +111,12 @@ def main(arguments: Arguments) -> int:
             what = CASES[name].what
             results.setdefault(what, {})[name] = answer["rows"]
             print_case(what, name, answer["rows"], before.get(what, {}).get(name, {}))
+            measured += rows_of(what, name, answer["rows"])
             problems += [f"{name}: {line}" for line in _disagreements(answer["losses"])]
+        if arguments.json is not None:  # after each mesh, so that those are there if a later one is stopped
+            text = {"machine": machine(), "rounds": arguments.rounds, "rows": as_json(measured), "results": results}
+            arguments.json.write_text(json.dumps(text, indent=1) + "\n")
     print("\n" + ("\n".join(problems) if problems else "losses: all contestants agree"))
-    if arguments.json is not None:
-        text = json.dumps({"machine": machine(), "rounds": arguments.rounds, "results": results}, indent=1)
-        arguments.json.write_text(text + "\n")
     return 1 if problems else 0
 
 

@@ -27,6 +27,7 @@ from harness.arguments import StepArguments
 from harness.contestants import Build
 from harness.groups import launch
 from harness.report import best_peer, chosen, loss_disagreements, machine, print_times
+from harness.rows import as_json, step_rows
 from harness.turns import checked_losses, interleave, profiled, ratios
 from idle import idle_task, print_idle
 from models import WORKLOADS, link_names
@@ -111,13 +112,15 @@ def step(arguments: Arguments) -> tuple[dict[str, Any], list[str]]:
     seconds = result["seconds"] = with_ideal(result["seconds"], arguments.ranks)
     print_times(arguments.model, seconds, matches(seconds))
     print_best(seconds)
+    pairs = (*matches(seconds), *best_matches(seconds))
+    measured = step_rows("pipeline", arguments.model, arguments.ranks, seconds, pairs)
     if arguments.verbose:
         for name, losses in result["losses"].items():
             print(f"  {name:28} " + "  ".join(f"{loss:.7f}" for loss in losses))
     problems = loss_disagreements(result["losses"], [SIDE_BY_SIDE])
     if not problems:
         print("losses: all contestants agree")
-    return {**result, "link_costs": costs}, problems
+    return {**result, "link_costs": costs, "rows": as_json(measured)}, problems
 
 
 def compared_splits(costs: Sequence[float], arguments: Arguments) -> list[tuple[str, tuple[int, ...], Placement]]:
@@ -171,7 +174,8 @@ def main(arguments: Arguments) -> int:
         print("\n".join(problems))
     if arguments.json is not None:
         asked = {"what": arguments.what, "model": arguments.model, "ranks": arguments.ranks}
-        arguments.json.write_text(json.dumps({"machine": machine(), **asked, "result": result}, indent=1) + "\n")
+        text = {"machine": machine(), **asked, "rows": result.pop("rows", []), "result": result}
+        arguments.json.write_text(json.dumps(text, indent=1) + "\n")
     return 1 if problems else 0
 
 

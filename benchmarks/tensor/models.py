@@ -1,5 +1,7 @@
 """What is trained: the decoder of the data-parallel benchmark, its projections separate so that each can be cut.
 
+And its 16-layer MLP, in pairs of which one is cut by columns and the other by rows.
+
     x ── norm1 ── attention: query, key, value, out ── + ── norm2 ── mlp: up, down ── +
 
 Attention counts its heads on the tensors that it gets, so the same code runs on all heads or on a rank's.
@@ -7,8 +9,9 @@ Attention counts its heads on the tensors that it gets, so the same code runs on
 
 from __future__ import annotations
 
+import torch
 import torch.nn.functional as F
-from harness.models import decoder, rotate
+from harness.models import Batch, Workload, decoder, rotate
 from torch import Tensor, nn
 
 
@@ -65,4 +68,45 @@ class Block(nn.Module):
         return x_BTC + hidden
 
 
-WORKLOADS = {w.name: w for w in (decoder(Block, 256, 2), decoder(Block, 512, 2))}
+class Pair(nn.Module):
+    """gelu(down(gelu(up(x)))): two layers of the MLP."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(width, width, bias=False), nn.Linear(width, width, bias=False)
+        for layer in (self.up, self.down):
+            nn.init.normal_(layer.weight, std=(2.0 / width) ** 0.5)
+
+    def forward(self, x_BC: Tensor) -> Tensor:
+        return F.gelu(self.down(F.gelu(self.up(x_BC))))
+
+
+class Pairs(nn.Module):
+    """The layers of data_parallel's MLP."""
+
+    def __init__(self, num_layers: int, width: int) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Pair(width) for _ in range(num_layers // 2))
+
+    def forward(self, x_BC: Tensor) -> Tensor:
+        for block in self.blocks:
+            x_BC = block(x_BC)
+        return x_BC
+
+
+def square_sum(output: Tensor, target: Tensor) -> Tensor:
+    return F.mse_loss(output, target, reduction="sum")
+
+
+def _mlp(num_layers: int, steps_per_round: int, width: int = 1024, samples: int = 128) -> Workload:
+    def global_batch(generator: torch.Generator) -> Batch:
+        pair = torch.randn(2, samples, width, generator=generator)
+        return pair[0], pair[1]
+
+    name = f"mlp{num_layers}"
+    return Workload(name, lambda: Pairs(num_layers, width), global_batch, square_sum, steps_per_round, 1e-4)
+
+
+WORKLOADS = {w.name: w for w in (_mlp(16, 6), decoder(Block, 256, 2), decoder(Block, 512, 2))}
+MLPS = ("mlp16",)
+"""Without a vocabulary, a stream or heads: fewer plans."""

@@ -10,7 +10,8 @@ from __future__ import annotations
 from harness.contestants import GEMMS, SHARED, Build, Contestant, adamw, comm_beside
 from harness.models import Batch, Workload
 from harness.report import Match
-from peers import COLUMNS, PLANS, ROWS
+from models import MLPS
+from peers import COLUMNS, ROWS, plans
 from torch import Tensor, nn
 
 PLAN = {
@@ -24,30 +25,38 @@ PLAN = {
 """In sequence parallelism the norms work on a stream that is cut in time; without it their style says nothing."""
 
 
-def matches(ranks: int) -> tuple[Match, ...]:
+MLP_PLAN = {"blocks.*.up": "column", "blocks.*.down": "row"}
+FASTEST = "torch's fastest plan"
+
+
+def matches(model: str, ranks: int) -> tuple[Match, ...]:
     """Ours against the fastest plan of all; sequence parallelism also against its like."""
-    goal = {"gpt256": 1.25, "gpt512": 1.25} if ranks == 2 else {}
+
+    def goal(who: str) -> dict[str, float]:
+        wanted = 1.4 if who == SHARED else 1.25
+        return {"gpt256": wanted, "gpt512": wanted, "mlp16": wanted} if ranks == 2 else {}
+
     return tuple(
         match
         for who in GEMMS
         for match in (
-            Match(f"{who}-tensor", tuple(PLANS), goal),
+            Match(f"{who}-tensor", tuple(plans(model)), goal(who), FASTEST),
             Match(f"{who}-tensor", ("torch-blocks",), {}),
             Match(f"{who}-tensor", ("torch-loss",), {}),
             Match(f"{who}-tensor", ("alone",), {}),
-            Match(f"{who}-sequence", tuple(PLANS), {}),
+            Match(f"{who}-sequence", tuple(plans(model)), {}, FASTEST),
             Match(f"{who}-sequence", ("torch-titan",), {}),
         )
     )
 
 
-def rows() -> tuple[dict[str, Build], str]:
+def rows(model: str) -> tuple[dict[str, Build], str]:
     """plait's contestants by name, and why there are none ("" if there are)."""
     try:
         from plait.engine import Engine  # noqa: F401
     except ImportError as reason:
         return {}, f"{reason}"
-    kinds = {"tensor": False, "sequence": True}
+    kinds = {"tensor": False} if model in MLPS else {"tensor": False, "sequence": True}
     return {f"{who}-{kind}": _row(s, gemm, who) for who, gemm in GEMMS.items() for kind, s in kinds.items()}, ""
 
 
@@ -60,15 +69,16 @@ def _row(sequence: bool, gemm: str, who: str) -> Build:
         def loss_sum(model: nn.Module, batch: Batch) -> Tensor:
             return cross_entropy_sum(model(batch[0]), batch[1])
 
+        is_mlp = workload.name in MLPS
         model = workload.build()
         engine = Engine(
             model,
             comm_beside(Mesh(tensor=ranks), f"{workload.name} {sequence} {who}", shared_memory=who == SHARED),
             strategy="ddp",
             optimizer=adamw(model.parameters(), workload.learning_rate),
-            loss_fn=loss_sum,
+            loss_fn=workload.loss_sum if is_mlp else loss_sum,
             count_fn=workload.count,
-            tensor_plan=PLAN,
+            tensor_plan=MLP_PLAN if is_mlp else PLAN,
             sequence_parallel=sequence,
             gemm=gemm,
         )

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from harness.contestants import Build, Contestant, adamw, alone
 from harness.models import Batch, Workload
+from models import MLPS
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -74,6 +75,11 @@ def _prepared(layout: Replicate | Shard, num_inputs: int) -> PrepareModuleInput:
     return PrepareModuleInput(input_layouts=(layout, *rest), desired_input_layouts=(Replicate(), *rest))
 
 
+def pair_plan() -> Plan:
+    """A layer by columns, the next by rows."""
+    return {"blocks.*.up": ColwiseParallel(), "blocks.*.down": RowwiseParallel()}
+
+
 PLANS: dict[str, tuple[Callable[[], Plan], bool]] = {
     "torch-blocks": (lambda: block_plan(shared=False), False),
     "torch-blocks-shared": (lambda: block_plan(shared=True), False),
@@ -82,6 +88,7 @@ PLANS: dict[str, tuple[Callable[[], Plan], bool]] = {
     "torch-titan": (titan_plan, True),
 }
 """Name -> (plan, whether the loss is computed on cut logits)."""
+MLP_PLANS: dict[str, tuple[Callable[[], Plan], bool]] = {"torch-blocks": (pair_plan, False)}
 
 
 def _grouped(parameters: list[nn.Parameter]) -> list[dict[str, Any]]:
@@ -105,9 +112,7 @@ def _loop(workload: Workload, model: nn.Module, *, cut_loss: bool) -> Callable[[
     return step
 
 
-def _plan(name: str) -> Build:
-    plan, cut_loss = PLANS[name]
-
+def _plan(plan: Callable[[], Plan], cut_loss: bool) -> Build:
     def build(workload: Workload, ranks: int) -> Contestant:
         model = parallelize_module(workload.build(), init_device_mesh("cpu", (ranks,)), plan())
         return Contestant(_loop(workload, model, cut_loss=cut_loss), loss_is_global=True)
@@ -115,4 +120,10 @@ def _plan(name: str) -> Build:
     return build
 
 
-PEERS: dict[str, Build] = {"alone": lambda workload, ranks: alone(workload), **{name: _plan(name) for name in PLANS}}
+def plans(model: str) -> dict[str, tuple[Callable[[], Plan], bool]]:
+    """Of torch, for a workload."""
+    return MLP_PLANS if model in MLPS else PLANS
+
+
+def peers(model: str) -> dict[str, Build]:
+    return {"alone": lambda workload, ranks: alone(workload), **{n: _plan(*plan) for n, plan in plans(model).items()}}

@@ -94,8 +94,8 @@ class _Trial:
                 if not number:
                     raise ValueError(
                         f"no step can be judged by a few elements: halves of the first batch add up to another "
-                        f"gradient than the whole, {self.echo.share:.1%} off (BatchNorm, or a loss that compares samples): "
-                        f"write everything, without elements="
+                        f"gradient than the whole, {self.echo.share:.1%} off (BatchNorm, a loss that compares "
+                        f"samples): write everything, without elements="
                     )
                 count = number
                 beyond = (

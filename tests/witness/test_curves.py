@@ -33,7 +33,8 @@ def apart(one: list[float], other: list[float]) -> float:
 
 def rows() -> list[list[str]]:
     """The cells of the page's table, a row for each bug in their order."""
-    lines = [line for line in PAGE.read_text().splitlines() if line.startswith("| ") and "| thread |" not in line]
+    table = PAGE.read_text().split("| thread | told |")[1].split("\n\n")[0]
+    lines = [line for line in table.splitlines() if line.startswith("| ")]
     return [[cell.strip() for cell in line.strip("|").split(" | ")] for line in lines]
 
 

@@ -1,7 +1,7 @@
 """All suites against their peers on this machine, one after the other; a results file and the page that is made of all.
 
     make bench                                         # everything: about two hours on 2 cores
-    make bench ARGS=--quick                            # few rounds of what has goals: about a quarter of an hour
+    make bench ARGS=--quick                            # few rounds of what has goals: half an hour
     python benchmarks/main.py --only collectives tensor
     python benchmarks/main.py --deepspeed ~/deepspeed/bin/python
     python benchmarks/main.py --page-only              # docs/benchmarks.md of the results that are there

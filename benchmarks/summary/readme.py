@@ -64,7 +64,8 @@ def _head(number: int, record: Record) -> str:
     has, of = record.machine.vector_units, record.machine
     units = "AVX-512" if "avx512f" in has else "AVX2" if "avx2" in has else ""
     where = ", ".join(filter(None, [of.processor, f"{of.cores} cores", units, record.date]))
-    loads = [run.load_before for run in record.runs if is_busy(record, run.suite)]
+    shown = {suite for _, suite, _, _ in LINES}
+    loads = [run.load_before for run in record.runs if run.suite in shown and is_busy(record, run.suite)]
     note = f"; other programs took part (load average up to {max(loads):.0f}), so these are hints" if loads else ""
     return f"{where}{note}. {label(number)} in [docs/benchmarks.md](docs/benchmarks.md#machines):"
 

@@ -110,7 +110,7 @@ EVERY = (
         "loading",
         "loading/main.py",
         (),
-        ("--ranks", "2"),
+        (),
         600,
         300,
     ),

@@ -11,6 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import plait
+from plait.core.tensor_plan import BACKWARD
+from plait.engine.forward.tensor_parallel import StageAxis
 from plait.verify import run
 from plait.verify.reference import Record
 
@@ -121,3 +123,18 @@ def test_units_that_run_more_than_once_or_never_are_told_and_not_called_wrong(st
         assert verdict.irregular["blocks.0"] == verdict.irregular["blocks.1"] == 3
     else:
         assert not verdict.irregular
+
+
+def test_a_fault_of_the_tensor_axis_is_named_and_not_the_gradient_of_rounding(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A backward's sum over the axis is wrong in the first block; the second's key bias, before it, is rounding."""
+    original = StageAxis.start_sum
+
+    def wrong(self: StageAxis, x: Tensor, note: Any) -> Any:
+        if (note.phase, note.unit) == (BACKWARD, "blocks.0") and self.index == 1:
+            x = x * 1.001
+        return original(self, x, note)
+
+    monkeypatch.setattr(StageAxis, "start_sum", wrong)
+    verdict = plait.verify(JOB, "tensor=3", "ddp", dtype="fp64", steps=2)
+    assert verdict.word == "different" and verdict.first is not None
+    assert "key.bias" not in verdict.first.name and verdict.first.phase == "backward", verdict

@@ -4,6 +4,7 @@ Exit codes: 0 equal, 1 different, 2 bad input.
 """
 
 import json
+import shlex
 import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
@@ -44,22 +45,22 @@ class JudgeConfig(JobConfig):
     """Write the judgement here as JSON; "-" is the standard output."""
 
 
-def run_judge(config: JudgeConfig) -> int:
-    """The judgement, shown and written."""
+def run_judge(config: JudgeConfig, argv: Sequence[str] = ()) -> int:
+    """The judgement, shown and written; ``argv`` asks for it again."""
     config = with_job(config)
     if config.dtype.endswith("-mixed"):
         raise ValueError(f"dtype {config.dtype}: a judgement is of one dtype, that of the loop's parameters")
     judgement = judge(make_job(config), config.folder, clip=config.clip)
-    code = told(judgement, config.json)
+    code = told(judgement, config.json, argv)
     if config.json != "-":
         screen(soft_wrap=True).print(f"recording: {judgement.recording}", highlight=False)
     return code
 
 
-def run_verify_engine(config: VerifyConfig, comm: Comm) -> int:
+def run_verify_engine(config: VerifyConfig, comm: Comm, argv: Sequence[str] = ()) -> int:
     """This rank's part of ``plait verify --engine``; rank 0 judges, prints and returns the exit code."""
     judgement = run_engine(config, comm)
-    return 0 if judgement is None else told(judgement, config.json)
+    return 0 if judgement is None else told(judgement, config.json, argv)
 
 
 def run_grid(config: VerifyConfig, argv: Sequence[str]) -> int:
@@ -80,7 +81,7 @@ def run_grid(config: VerifyConfig, argv: Sequence[str]) -> int:
             place = Path(folder) / "told.json"
             own = ["--no-grid", "--mesh", cell.mesh, "--microbatches", str(one.microbatches), "--json", str(place)]
             console.print(str(cell), style="bold")  # the judgement is said by the cell's own rank 0
-            body = partial(run_verify_engine, replace(one, json=str(place)))
+            body = partial(run_verify_engine, replace(one, json=str(place)), argv=[*words, *own[:-2]])
             code = launch(one, body, ["-m", "plait", *words, *own])
             if code > 1 or not place.exists():
                 return code or 1
@@ -97,10 +98,10 @@ def run_grid(config: VerifyConfig, argv: Sequence[str]) -> int:
     return 0 if all(one["equal"] for one in found) else 1
 
 
-def told(judgement: Judgement, place: str | None) -> int:
+def told(judgement: Judgement, place: str | None, argv: Sequence[str]) -> int:
     """Prints a judgement, or writes it; its exit code."""
     if place is not None:
-        write_json(place, {**asdict(judgement), "equal": judgement.equal})
+        write_json(place, {**asdict(judgement), "equal": judgement.equal, "command": shlex.join(["plait", *argv])})
     if place != "-":
         word = ("equal", "bold green") if judgement.equal else ("different", "bold red")
         screen(soft_wrap=True).print(Text.assemble(word, f": {judgement.text}"))

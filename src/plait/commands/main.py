@@ -106,7 +106,7 @@ def run(argv: list[str]) -> int:
         case ChaosConfig():
             return run_chaos(command)
         case JudgeConfig():
-            return run_judge(command)
+            return run_judge(command, argv)
         case ExplainConfig():
             return run_explain(command)
         case ScheduleCommand():
@@ -133,12 +133,12 @@ def run(argv: list[str]) -> int:
         case VerifyConfig(engine=None, matrix=None):
             command = configs.with_job(command)
             configs.validate(command)
-            body = partial(run_verify, command)
+            body = partial(run_verify, command, argv=argv)
         case VerifyConfig(engine=str()):
             command = configs.with_job(command)
             configs.validate(command)
             command = with_engine(command)
-            body = partial(run_verify_engine, command)
+            body = partial(run_verify_engine, command, argv=argv)
         case VerifyConfig():
             return run_matrix(command)
     return launch(command, body, ["-m", "plait", *argv], limits)

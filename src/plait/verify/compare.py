@@ -103,10 +103,15 @@ class Finding:
         return self.bitwise or within or (self.spread > 0 and self.max_abs <= MARGIN * self.spread)
 
     @property
+    def excused(self) -> bool:
+        """Whether it is equal because honest runs differ as much, and not by its tolerance."""
+        return self.equal and not self.bitwise and self.measured > self.tolerance
+
+    @property
     def asked(self) -> str:
         """What is required of it, in words."""
         unit = "" if self.measure == "relative" else " lr*k"
-        if self.spread and self.measured > self.tolerance:
+        if self.excused:
             return f"{MARGIN:g} spreads"
         return "bitwise" if self.tolerance == 0 else f"{self.tolerance:.0e}{unit}"
 
@@ -210,6 +215,11 @@ def _against_tree(
 def label_of(piece: Piece, step: int, rank: int) -> str:
     """How a finding calls a rank's piece of a gradient."""
     return f"{_label(piece)}, step {step + 1}, rank {rank}"
+
+
+def name_of(finding: Finding) -> str:
+    """The parameter of a finding of a gradient."""
+    return finding.name.rpartition("[")[0]
 
 
 def _label(piece: Piece) -> str:

@@ -10,7 +10,7 @@ The earliest difference is the fault's place, for all that comes before it is ri
 
 import math
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -22,7 +22,7 @@ from plait.core.additions import additions
 from plait.job.job import Job
 from plait.referee.difference import Discrepancy, describe
 from plait.referee.wrong import FirstWrong, cause_of_norm
-from plait.verify.compare import BITWISE, TOLERANCES, Finding, against_tree, asked, label_of, same_run
+from plait.verify.compare import BITWISE, TOLERANCES, Finding, against_tree, asked, label_of, name_of, same_run
 from plait.verify.ends import first_clipped, first_in_norm, first_in_sums, first_published, first_updated
 from plait.verify.passes import first_in_passes
 from plait.verify.plain import loss_in_parts
@@ -32,20 +32,24 @@ from plait.verify.traced import RankTrace, ReferenceTracer, trace_layout
 from plait.verify.traces import Traces
 
 
-def locate(job: Job, config: RunConfig, ranks: Sequence[RankRecord], reference: Record) -> FirstWrong | None:
+def locate(
+    job: Job, config: RunConfig, ranks: Sequence[RankRecord], reference: Record, findings: Sequence[Finding]
+) -> FirstWrong | None:
     """Run a layout that is not its replay once more, and the replay, and find the first wrong tensor.
 
     Neither is compiled: a tape needs to see into the modules.
 
     Args:
         ranks: what the ranks recorded, and ``reference`` what the replay did.
+        findings: of ``against_tree``; what honest runs excuse is not looked at.
 
     Returns:
         None where the layout is right this time, among threads of one process.
     """
-    window = window_of(first_step(config, ranks, reference))
+    rounding = {name_of(f) for f in findings if f.kind == "gradient" and f.excused}
+    window = window_of(first_step(config, ranks, reference, rounding))
     job, config = replace(job, compile=False), replace(config, compile=False)
-    return search(trace_layout(job, config, window), job, config, window, ranks[0].ties)
+    return search(trace_layout(job, config, window), job, config, window, ranks[0].ties, rounding)
 
 
 def locate_in_plain(
@@ -111,7 +115,12 @@ def window_of(step: int) -> range:
 
 
 def search(
-    ranks: Sequence[RankTrace], job: Job, config: RunConfig, window: Sequence[int], ties: TiedWeights
+    ranks: Sequence[RankTrace],
+    job: Job,
+    config: RunConfig,
+    window: Sequence[int],
+    ties: TiedWeights,
+    rounding: Collection[str] = (),
 ) -> FirstWrong | None:
     """Replay a layout of which these are the traces, and find the first difference."""
     one, within = ReferenceTracer(window), asked(config)
@@ -121,7 +130,7 @@ def search(
     record = run_reference(job, mesh, config.microbatches, order, window[-1] + 1, keep_gradients=False, **settings)
     for step, traced in one.steps.items():
         traced.norm = record.norms[step]
-    traces = Traces(ranks, one, config, within, ties)
+    traces = Traces(ranks, one, config, within, ties, rounding)
     for step in window:
         for look in (first_in_passes, first_in_sums, first_in_norm, first_clipped, first_updated):
             if (found := look(traces, step)) is not None:
@@ -129,15 +138,20 @@ def search(
     return first_published(traces)
 
 
-def first_step(config: RunConfig, ranks: Sequence[RankRecord], reference: Record) -> int:
-    """The first step, from 0, in which a loss, gradient or norm is not what was asked; the last one if none is."""
+def first_step(
+    config: RunConfig, ranks: Sequence[RankRecord], reference: Record, rounding: Collection[str] = ()
+) -> int:
+    """The first step, from 0, in which a loss, gradient or norm is not what was asked; the last one if none is.
+
+    ``rounding`` names parameters whose gradients are not looked at.
+    """
     within = asked(config)
 
     def differs(step: int) -> bool:  # in this step, or before it
         lists = reference.losses, reference.microbatch_losses, reference.gradients, reference.norms
         until = Record(*(one[: step + 1] for one in lists))  # type: ignore[arg-type]
         findings = against_tree([_until(record, step) for record in ranks], until, within)
-        return not all(finding.equal for finding in findings)
+        return not all(f.equal or (f.kind == "gradient" and name_of(f) in rounding) for f in findings)
 
     return bisect_left(range(len(reference.losses) - 1), True, key=differs)
 

@@ -7,6 +7,7 @@ the table's predicted messages and bytes        ──► the ledger
 """
 
 import json
+import shlex
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -191,29 +192,33 @@ def placed(
     if config.device != "cpu":
         return replace(verdict, unplaced="the first wrong tensor is looked for on CPUs only")
     try:
-        first = locate(job, config, ranks, tree)
+        first = locate(job, config, ranks, tree, verdict.tree)
     except Exception as error:  # the verdict stands, whatever comes of this
         return replace(verdict, unplaced=f"the first wrong tensor could not be looked for: {one_line(str(error))}")
     right = "the layout is right where it is not compiled" if config.compile else RIGHT_THIS_TIME
     return replace(verdict, first=first, unplaced="" if first else right)
 
 
-def run_verify(config: VerifyConfig, comm: Comm) -> int:
-    """This rank's part of a verification; rank 0 compares, prints and returns the exit code (0 equal, 1 not)."""
+def run_verify(config: VerifyConfig, comm: Comm, argv: Sequence[str] = ()) -> int:
+    """This rank's part of a verification; rank 0 compares, prints and returns the exit code (0 equal, 1 not).
+
+    ``argv`` asks for the same again.
+    """
     job = make_job(config)
     config = replace(config, steps=job.steps)  # epochs have become steps
     ranks = collect_records(comm, record_run(job, config, comm))
     if ranks is None:
         return 0
     tree, plain = references(job, config, ranks)
+    again = {"command": shlex.join(["plait", *argv])}
     verdict = judge(job, config, ranks, tree, plain)
     if config.json != "-":
         show(verdict, screen(), every_tensor=config.tensors)
         if config.json:
-            write_json(config.json, report(verdict))  # the search may not fit into memory
+            write_json(config.json, report(verdict) | again)  # the search may not fit into memory
     verdict = placed(verdict, job, config, ranks, (tree, plain))
     if config.json and (config.json == "-" or verdict.first or verdict.unplaced):
-        write_json(config.json, report(verdict))
+        write_json(config.json, report(verdict) | again)
     if config.json != "-" and (verdict.first or verdict.unplaced):
         screen().print(Text(str(verdict.first or verdict.unplaced)), soft_wrap=True)
     return 0 if verdict.equal else 1

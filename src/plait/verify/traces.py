@@ -1,6 +1,6 @@
 """The traces of a layout beside that of its replay: what a search for the first wrong tensor compares."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -37,6 +37,8 @@ class Traces:
     config: RunConfig
     asked: Measures
     ties: TiedWeights
+    rounding: Collection[str] = ()
+    """Parameters whose gradients are made of rounding alone: honest runs differ in them as the layout does."""
 
     @property
     def tensor(self) -> int:

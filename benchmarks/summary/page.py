@@ -99,9 +99,9 @@ def _machines(records: Sequence[Record]) -> list[str]:
     commands = [(label(n), run.suite, run.command) for n, record in enumerate(records) for run in record.runs]
     return [
         *text,
-        "A suite leaves a load average of about as many as there are cores to the one after it. More than one and a half "
-        "times the cores before a suite (*busy*) means that other programs took part. Ranges are wide then, and a "
-        "verdict is a hint: measure on an idle machine.\n",
+        "A suite leaves a load average of about as many as there are cores to the one after it. More than one and a "
+        "half times the cores before a suite (*busy*) means that other programs took part. Ranges are wide then, and "
+        "a verdict is a hint: measure on an idle machine.\n",
         *table_of(heads, runs),
         "",
         *(f"- {where}, {suite}: `{_cell(command)}`" for where, suite, command in commands),

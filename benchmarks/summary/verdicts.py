@@ -6,7 +6,7 @@ from typing import Literal, NamedTuple
 
 from harness.rows import Row
 
-BUSY = 0.5
+BUSY = 1.5
 """Load per core before a suite from which on other programs took part."""
 
 

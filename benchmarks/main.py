@@ -97,7 +97,8 @@ def main(arguments: Arguments) -> int:
     except (RecordError, ValueError) as error:
         print(f"benchmarks: {error}", file=sys.stderr)
         return 2
-    print("\n".join(["", "not done:", *problems] if problems else ["", "all suites are done"]))
+    if not arguments.page_only:
+        print("\n".join(["", "not done:", *problems] if problems else ["", "all suites are done"]))
     return 1 if problems else 0
 
 

@@ -57,6 +57,33 @@ class Normalised(nn.Sequential):
         super().__init__(nn.Flatten(), nn.Linear(21, WIDTH), nn.BatchNorm1d(WIDTH), nn.Linear(WIDTH, CLASSES))
 
 
+class Tied(nn.Module):
+    """Embedding and head have one weight.  It is laid where it is written first: in the head, in CamemBERT, which runs
+    last and lends it to what runs first."""
+
+    def __init__(self, *, head_first: bool, frozen: bool) -> None:
+        super().__init__()
+        if head_first:
+            self.head = nn.Linear(WIDTH, CLASSES, bias=False)
+        self.embed, self.blocks = nn.Embedding(CLASSES, WIDTH), nn.ModuleList([Attention(), Attention()])
+        if not head_first:
+            self.head = nn.Linear(WIDTH, CLASSES, bias=False)
+        self.embed.weight = self.head.weight
+        self.head.requires_grad_(not frozen)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x)
+        y: Tensor = self.head(x.mean(1))
+        return y
+
+
+def tokens(step: int) -> tuple[Tensor, Tensor]:
+    random = torch.Generator().manual_seed(step)
+    return torch.randint(CLASSES, (12, 7), generator=random), torch.randint(CLASSES, (12,), generator=random)
+
+
 def batch(step: int) -> tuple[Tensor, Tensor]:
     random = torch.Generator().manual_seed(step)
     return torch.randn(12, 7, 3, generator=random), torch.randint(CLASSES, (12,), generator=random)
@@ -123,6 +150,19 @@ def test_units_that_run_more_than_once_or_never_are_told_and_not_called_wrong(st
         assert verdict.irregular["blocks.0"] == verdict.irregular["blocks.1"] == 3
     else:
         assert not verdict.irregular
+
+
+@pytest.mark.parametrize(
+    ("strategy", "settings"),
+    [
+        *((row, {"head_first": True, "frozen": False}) for row in ("zero3", "hpz", "zero3_keep")),
+        *((row, {"head_first": False, "frozen": True}) for row in ("zero3", "hsdp")),
+    ],
+)
+def test_tied_weights_are_gathered_as_predicted(strategy: str, settings: dict[str, bool]) -> None:
+    job = plait.UserJob(lambda: Tied(**settings), loss_sum, tokens)
+    verdict = plait.verify(job, "replica=2 shard=2", strategy, microbatches=2, steps=2)
+    assert verdict.word == "bitwise" and not verdict.irregular, verdict
 
 
 def test_a_fault_of_the_tensor_axis_is_named_and_not_the_gradient_of_rounding(monkeypatch: pytest.MonkeyPatch) -> None:

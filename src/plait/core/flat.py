@@ -246,3 +246,7 @@ class UnitLayout:
     """Which flats have gradients that are pending over the tensor axis; none where it is empty."""
     differentiated: bool = True
     """Whether a backward goes through it: not through frozen layers before which nothing trains."""
+    backward_uses: int | None = None
+    """Of these uses, those through which a backward goes; None: all."""
+    earlier: int = 0
+    """Of those, the ones by units that run before it: in a backward it is open for them, for its last gradient."""

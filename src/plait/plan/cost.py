@@ -77,10 +77,14 @@ def predict_line(
         microbatch: int = -1,
         *,
         later: Sequence[Move] = (),
+        waits: bool = False,
         trained: bool = False,
         summed: bool = False,
     ) -> None:
-        """The messages of a path, on every flat buffer of a stage; ``later`` is the path of a unit's further uses."""
+        """The messages of a path, on every flat buffer of a stage; ``later`` is the path of a unit's further uses.
+
+        ``waits``: until its last gradient has come, a unit that trains stays open for what ran before it.
+        """
         cell = strategy.grads if phase in ("microbatch", "step") else strategy.params
         for unit in stages[stage].units:
             if phase == "backward" and not unit.differentiated:
@@ -88,7 +92,10 @@ def predict_line(
             for index, flat in enumerate(unit.flats):
                 if (trained and not unit.trainable[index]) or (summed and not (unit.summed and unit.summed[index])):
                     continue
-                steps = [*first, *[*later] * (unit.uses - 1)]
+                uses = unit.uses
+                if phase == "backward" and unit.backward_uses is not None:
+                    uses = unit.backward_uses - (unit.earlier if waits and any(unit.trainable) else 0)
+                steps = [*first, *[*later] * (uses - 1)]
                 for message in chain.from_iterable(lower(step, flat, mesh, rank) for step in steps):
                     size = message.numel * flat.itemsize_in(cell)
                     root = mesh.index(rank, message.axes) == message.root
@@ -114,7 +121,7 @@ def predict_line(
                         add("forward", s, path.backward if flying[s] else path.forward, m, later=path.backward)
                 case Kind.BACKWARD | Kind.INPUT:
                     if not holds:
-                        add("backward", s, path.backward, m, later=path.backward)
+                        add("backward", s, path.backward, m, later=path.backward, waits=part.kind is Kind.BACKWARD)
                 case Kind.SEND_F | Kind.RECV_F | Kind.SEND_B | Kind.RECV_B as message:
                     value, is_send = carries(part), message in (Kind.SEND_F, Kind.SEND_B)
                     note = Note(ACTIVATION if value.way == "F" else GRADIENT, f"stage {value.stage}", m)

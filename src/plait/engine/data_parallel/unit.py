@@ -155,10 +155,14 @@ class Unit:
         note = Note("publish", self.name)
         return [work for flat in self.flats if flat.trainable for work in flat.publish(note)]
 
-    def layout(self, uses: int) -> UnitLayout:
-        """The unit as the planner sees it."""
+    def layout(self, borrowers: Sequence[Unit], before: Sequence[Unit]) -> UnitLayout:
+        """The unit as the planner sees it; ``before``: those of its borrowers that run before it."""
         layouts, trainable = tuple(f.layout for f in self.flats), tuple(f.trainable for f in self.flats)
-        return UnitLayout(self.name, layouts, trainable, uses, tuple(f.summed for f in self.flats), self.differentiated)
+        summed = tuple(f.summed for f in self.flats)
+        backward = sum(unit.differentiated for unit in (self, *borrowers))
+        earlier = sum(unit.differentiated for unit in before) if self.differentiated else 0
+        uses = 1 + len(borrowers)
+        return UnitLayout(self.name, layouts, trainable, uses, summed, backward > 0, backward, earlier)
 
 
 class OpenUnits:

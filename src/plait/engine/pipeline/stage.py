@@ -186,10 +186,13 @@ class Stage:
     def layouts(self) -> tuple[UnitLayout, ...]:
         """The units as the planner sees them; before the first step a backward is expected of frozen layers too.
 
-        One whose parameters a unit inside of it borrows is open then, and is not gathered for that.
+        One whose parameters a unit inside of it borrows is open then, and is not gathered for that.  Which of two runs
+        first is known after the first step; before it, the owner is expected to.
         """
-        borrowed = [u for unit in self.units for u in unit.needs if u is not unit and u not in unit.ancestors]
-        return tuple(unit.layout(1 + sum(b is unit for b in borrowed)) for unit in self.units if unit.flats)
+        ran = {unit: place for place, unit in enumerate(self.unsharding.runs)}
+        lent = {u: [o for o in self.units if u in o.needs and o is not u and u not in o.ancestors] for u in self.units}
+        before = {u: [o for o in others if ran.get(o, len(ran)) < ran.get(u, 0)] for u, others in lent.items()}
+        return tuple(unit.layout(lent[unit], before[unit]) for unit in self.units if unit.flats)
 
     # ---- passes -------------------------------------------------------------------------------------------------
 

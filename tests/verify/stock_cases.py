@@ -23,10 +23,12 @@ from plait.core.additions import additions
 from plait.core.cells import find_strategy
 from plait.core.mesh import Mesh
 from plait.core.parallelism import Parallelism
+from plait.core.tensor_plan import Passings, everywhere
 from plait.data import Batches
 from plait.engine import empty_parameters
 from plait.job.job import Job
 from plait.models import hf
+from plait.tensor_parallel import Parallel
 from plait.verify.compare import Finding, against_tree
 from plait.verify.record import RankRecord, record_layout
 from plait.verify.reference import run_reference
@@ -94,6 +96,7 @@ def causal(build: Callable[[], nn.Module], width: int, dtype: torch.dtype = torc
         dtype,
         0,
         lambda batch: tuple(batch["tokens"].shape),
+        lambda batch, parallel: everywhere(parallel.sites, tuple(batch["tokens"].shape)),
         width,
     )
     return replace(job, **changes)
@@ -233,7 +236,9 @@ def job_of(
     samples = len(next(iter(batches[0].values())))
     dtype = next(build().parameters()).dtype
     given = Given(batches, least)
-    return Job(build, loss, count, given, adamw, samples, dtype, 0, lambda b: (len(next(iter(b.values()))),), width)
+    leading: Callable[[Any], tuple[int, ...]] = lambda b: (len(next(iter(b.values()))),)
+    passing: Callable[[Any, Parallel], Passings] = lambda b, parallel: everywhere(parallel.sites, leading(b))
+    return Job(build, loss, count, given, adamw, samples, dtype, 0, leading, passing, width)
 
 
 # ---- the question -------------------------------------------------------------------------------------------------

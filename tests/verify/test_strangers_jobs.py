@@ -156,7 +156,7 @@ def test_units_that_run_more_than_once_or_never_are_told_and_not_called_wrong(st
     ("strategy", "settings"),
     [
         *((row, {"head_first": True, "frozen": False}) for row in ("zero3", "hpz", "zero3_keep")),
-        *((row, {"head_first": False, "frozen": True}) for row in ("zero3", "hsdp")),
+        *((row, {"head_first": False, "frozen": True}) for row in ("zero3", "hsdp", "zero3_keep", "hpz")),
     ],
 )
 def test_tied_weights_are_gathered_as_predicted(strategy: str, settings: dict[str, bool]) -> None:

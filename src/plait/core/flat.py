@@ -248,5 +248,7 @@ class UnitLayout:
     """Whether a backward goes through it: not through frozen layers before which nothing trains."""
     backward_uses: int | None = None
     """Of these uses, those through which a backward goes; None: all."""
+    unkept: int = 0
+    """Uses without a backward that come first: nothing is kept after them for the next."""
     earlier: int = 0
-    """Of those, the ones by units that run before it: in a backward it is open for them, for its last gradient."""
+    """Uses with a backward, by units that run before it: it is open for them then, waiting for its last gradient."""

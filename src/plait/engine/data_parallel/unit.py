@@ -161,8 +161,9 @@ class Unit:
         summed = tuple(f.summed for f in self.flats)
         backward = sum(unit.differentiated for unit in (self, *borrowers))
         earlier = sum(unit.differentiated for unit in before) if self.differentiated else 0
-        uses = 1 + len(borrowers)
-        return UnitLayout(self.name, layouts, trainable, uses, summed, backward > 0, backward, earlier)
+        order = [*before, self, *(unit for unit in borrowers if unit not in before)]
+        unkept = next((place for place, unit in enumerate(order) if unit.differentiated), 0)
+        return UnitLayout(self.name, layouts, trainable, len(order), summed, backward > 0, backward, unkept, earlier)
 
 
 class OpenUnits:

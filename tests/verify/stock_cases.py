@@ -236,8 +236,13 @@ def job_of(
     samples = len(next(iter(batches[0].values())))
     dtype = next(build().parameters()).dtype
     given = Given(batches, least)
-    leading: Callable[[Any], tuple[int, ...]] = lambda b: (len(next(iter(b.values()))),)
-    passing: Callable[[Any, Parallel], Passings] = lambda b, parallel: everywhere(parallel.sites, leading(b))
+
+    def leading(batch: Any) -> tuple[int, ...]:
+        return (len(next(iter(batch.values()))),)
+
+    def passing(batch: Any, parallel: Parallel) -> Passings:
+        return everywhere(parallel.sites, leading(batch))
+
     return Job(build, loss, count, given, adamw, samples, dtype, 0, leading, passing, width)
 
 

@@ -192,6 +192,7 @@ def test_processes_make_the_same_run(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     told = json.loads(out.read_text())
     assert told["verdict"] == "equal" and not told["ledger_differences"]
+    assert told["command"].startswith("plait verify --")
     threads = gpt("tensor=2", "zero3", sequence=True).verdict.tree
     assert [f["name"] for f in told["against_tree"]] == [f.name for f in threads], "nothing is left out"
     assert max(f["max_rel"] for f in told["against_tree"] if f["kind"] == "gradient") < 1e-13

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
+from pathlib import Path
 
 import engine_ranks
 import pytest
+from loops import run
 
 from plait.commands.main import main
 from plait.core.mesh import Mesh
@@ -60,3 +63,21 @@ def test_a_grid_of_nothing_is_refused(capsys: pytest.CaptureFixture[str]) -> Non
     assert "grid without engine" in capsys.readouterr().err
     assert main(["verify", "--grid", "--engine", "ddp", "--json", "-"]) == 2
     assert "json - beside grid" in capsys.readouterr().err
+
+
+def test_witnessed_runs_of_one_loop_say_how_a_factor_grows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "jobs.py").write_text("from loops import user_job\njob = user_job()\n")
+    folders = []
+    for ranks, calls in ((1, 1), (2, 1), (1, 2), (2, 3)):
+        folders.append(str(tmp_path / f"{ranks}-{calls}"))
+        run(Path(folders[-1]), "not divided", ranks=ranks, calls=calls)
+    words = ["--job", f"{tmp_path / 'jobs.py'}:job"]
+    assert main(["judge", *folders, *words, "--json", str(tmp_path / "told.json")]) == 1
+    law = "the factor is 2 where microbatches=2, 3 where ranks=2 microbatches=3: it grows as the number of microbatches"
+    assert law in capsys.readouterr().out
+    found = json.loads((tmp_path / "told.json").read_text())
+    assert [row["layout"] for row in found["layouts"]][-1] == "ranks=2, microbatches=3" and law in found["growth"]
+    assert found["command"].startswith("plait judge ")
+    assert main(["judge", *folders[:2], *words]) == 0
+    assert "equal on 2 layouts" in capsys.readouterr().out
+    assert main(["judge", folders[0], str(tmp_path / "none"), *words]) == 2

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import tyro
 from rich.text import Text
@@ -22,10 +23,11 @@ from plait.job.job import make_job
 from plait.launch import launch
 from plait.report.screen import screen
 from plait.verify.run import write_json
-from plait.witness.grid import MICROBATCHES, cells_up_to, growth, told_factor
+from plait.witness.grid import MICROBATCHES, RANKS, GridCell, cells_up_to, growth, told_factor
 from plait.witness.judge import judge
 from plait.witness.judgement import Judgement
 from plait.witness.run import run_engine, with_engine
+from plait.witness.stored import read_witnessed
 
 
 @dataclass(frozen=True)
@@ -35,8 +37,9 @@ class JudgeConfig(JobConfig):
     Exit code 0: equal, 1: different, 2: bad input.
     """
 
-    folder: tyro.conf.Positional[str] = ""
-    """What plait.witness has written, all ranks in one folder."""
+    folder: tyro.conf.Positional[tuple[str, ...]] = ()
+    """What plait.witness has written, all ranks in one folder; several, of one loop on other numbers of ranks or with
+    other numbers of forwards: how a factor grows."""
     dropout: float = 0.0
     """The probability of dropping, with which no engine can be replayed."""
     clip: float | None = None
@@ -50,11 +53,30 @@ def run_judge(config: JudgeConfig, argv: Sequence[str] = ()) -> int:
     config = with_job(config)
     if config.dtype.endswith("-mixed"):
         raise ValueError(f"dtype {config.dtype}: a judgement is of one dtype, that of the loop's parameters")
-    judgement = judge(make_job(config), config.folder, clip=config.clip)
+    if len(config.folder) != 1:
+        return _run_judge_grid(config, argv)
+    judgement = judge(make_job(config), config.folder[0], clip=config.clip)
     code = told(judgement, config.json, argv)
     if config.json != "-":
         screen(soft_wrap=True).print(f"recording: {judgement.recording}", highlight=False)
     return code
+
+
+def _run_judge_grid(config: JudgeConfig, argv: Sequence[str]) -> int:
+    """Several witnessed runs of one loop: each judgement, and how the factor grows."""
+    if not config.folder:
+        raise ValueError("folder is empty: give what plait.witness has written")
+    job, cells, found = make_job(config), [], []
+    for folder in config.folder:
+        witnessed = read_witnessed(folder)
+        forwards = max(len(run.step(0).calls) for run in witnessed.runs)
+        cells.append(GridCell({RANKS: len(witnessed.runs), MICROBATCHES: forwards}))
+        judgement = judge(job, folder, clip=config.clip)
+        found.append(asdict(judgement) | {"equal": judgement.equal})
+        if config.json != "-":
+            screen(soft_wrap=True).print(folder, style="bold", markup=False)
+            told(judgement, None, argv)
+    return _told_growth(cells, found, config.json, argv)
 
 
 def run_verify_engine(config: VerifyConfig, comm: Comm, argv: Sequence[str] = ()) -> int:
@@ -87,14 +109,22 @@ def run_grid(config: VerifyConfig, argv: Sequence[str]) -> int:
                 return code or 1
             found.append(json.loads(read_text(place, "a judgement")))
             place.unlink()
+    return _told_growth(cells, found, config.json, argv)
+
+
+def _told_growth(
+    cells: Sequence[GridCell], found: Sequence[dict[str, Any]], place: str | None, argv: Sequence[str]
+) -> int:
+    """How a factor grows over layouts, printed and written; the exit code."""
     law = growth(cells, [told_factor(one["factor"], equal=one["equal"]) for one in found])
     if law:
         first = next(one for one in found if not one["equal"])
         law = f"{first['phase']} {first['name']}".strip() + f": {law}"
-    if config.json is not None:
+    if place is not None:
         rows = [{"layout": str(cell), **one} for cell, one in zip(cells, found, strict=True)]
-        write_json(config.json, {"layouts": rows, "growth": law})
-    console.print(law or f"equal on {len(cells)} layouts")
+        write_json(place, {"layouts": rows, "growth": law, "command": shlex.join(["plait", *argv])})
+    if place != "-":
+        screen(soft_wrap=True).print(law or f"equal on {len(cells)} layouts", markup=False)
     return 0 if all(one["equal"] for one in found) else 1
 
 

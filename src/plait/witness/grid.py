@@ -18,6 +18,8 @@ FEW = 3
 POWERS = (0, 1, -1, 2, -2)
 NEAR = 1e-2
 MICROBATCHES = "microbatches"
+RANKS = "ranks"
+"""Of a loop that was witnessed, whose mesh nobody tells."""
 
 
 @dataclass(frozen=True)
@@ -94,7 +96,7 @@ def _words(names: Sequence[str], powers: Sequence[int]) -> str:
     words = []
     for name, power in zip(names, powers, strict=True):
         if power:
-            what = "the number of microbatches" if name == MICROBATCHES else f"the {name} axis"
+            what = f"the number of {name}" if name in (MICROBATCHES, RANKS) else f"the {name} axis"
             square = " squared" if abs(power) == 2 else ""
             words.append(f"{'as' if power > 0 else 'as one over'} {what}{square}")
     return " and ".join(words)

@@ -12,7 +12,7 @@ Perturbation as the measure of a tolerance: TTrace (arXiv 2506.09280).
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import permutations
 from typing import Any
@@ -120,7 +120,9 @@ class _Off(torch.autograd.Function):
 
 def honest_runs(job: Job, config: RunConfig, ranks: Sequence[RankRecord], runs: int = RUNS) -> HonestRuns:
     """The single process as it is, and repeated: its additions in other orders, each value off by a unit in the last
-    place.  Of the layout it takes the order of additions and which weights are tied, and no number."""
+    place.  Of the layout it takes the order of additions and which weights are tied, and no number.  They are not
+    compiled: ``Jitter`` needs to see into the modules."""
+    job = replace(job, compile=False)
     orders = list(permutations(additions(config.row)))
     run = partial(run_reference, clip=config.clip, ties=ranks[0].ties)
     mesh, num, steps = config.parsed_mesh, config.microbatches, config.steps

@@ -93,8 +93,9 @@ def predict_line(
                 if (trained and not unit.trainable[index]) or (summed and not (unit.summed and unit.summed[index])):
                     continue
                 uses, again = unit.uses, unit.unkept if phase == "forward" else 0
-                if phase == "backward" and unit.backward_uses is not None:
-                    uses = unit.backward_uses - (unit.earlier if waits and any(unit.trainable) else 0)
+                if phase == "backward":
+                    uses = unit.uses if unit.backward_uses is None else unit.backward_uses
+                    uses -= unit.earlier if waits and any(unit.trainable) else 0
                 steps = [*[*first] * (1 + again), *[*later] * (uses - 1 - again)]
                 for message in chain.from_iterable(lower(step, flat, mesh, rank) for step in steps):
                     size = message.numel * flat.itemsize_in(cell)

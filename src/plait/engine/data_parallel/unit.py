@@ -163,7 +163,8 @@ class Unit:
         earlier = sum(unit.differentiated for unit in before) if self.differentiated else 0
         order = [*before, self, *(unit for unit in borrowers if unit not in before)]
         unkept = next((place for place, unit in enumerate(order) if unit.differentiated), 0)
-        return UnitLayout(self.name, layouts, trainable, len(order), summed, backward > 0, backward, unkept, earlier)
+        some = backward if backward < len(order) else None
+        return UnitLayout(self.name, layouts, trainable, len(order), summed, backward > 0, some, unkept, earlier)
 
 
 class OpenUnits:

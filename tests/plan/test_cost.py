@@ -29,7 +29,7 @@ def units_for(mesh: Mesh, *, uses: int = 1, trains: bool = True, cut: Cut = "ele
     for name, num_tensors in (("a", n), ("b", 2 * n)):
         flat = lay([(f"{name}{i}", (4, 16)) for i in range(num_tensors)], 4, n, cut)
         assert flat.numel == 64 * num_tensors
-        units.append(UnitLayout(name, (flat,), (trains,), uses))
+        units.append(UnitLayout(name, (flat,), (trains,), (True,) * uses))
     return units
 
 
@@ -148,7 +148,7 @@ def test_frozen_units_are_gathered_and_nothing_else(row: str) -> None:
 def test_no_backward_goes_through_frozen_layers_before_which_nothing_trains() -> None:
     mesh = Mesh(shard=3)
     entries = predict_step(
-        [replace(u, differentiated=False) for u in units_for(mesh, trains=False)], mesh, TABLE["zero3"], 2, 0
+        [replace(u, uses=(False,)) for u in units_for(mesh, trains=False)], mesh, TABLE["zero3"], 2, 0
     )
     assert {e.note.phase for e in entries} & set(STATE) == {"forward"}
 

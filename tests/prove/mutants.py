@@ -61,7 +61,7 @@ def make(
     schedule = pipeline.completed(microbatches, strategy)
     flat = tiny(on.data_size, even=even)
     names = ("a", "b") if pipeline.num_stages == 1 else ("a",)
-    units = [UnitLayout(name, (flat,), (True,), 1, (on.tensor > 1,)) for name in names]
+    units = [UnitLayout(name, (flat,), (True,), summed=(on.tensor > 1,)) for name in names]
     laid = {(s, t): units for s in range(pipeline.num_stages) for t in range(on.tensor)}
     sums = Sums()
     name = f"{row}, {mesh}, {order}, hold {hold}, {'even' if even else 'uneven'}"

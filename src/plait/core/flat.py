@@ -240,15 +240,29 @@ class UnitLayout:
     name: str
     flats: tuple[FlatLayout, ...]
     trainable: tuple[bool, ...]
-    uses: int = 1
-    """Gathers of one forward pass: 1, and one more for every other unit that reads a parameter laid here (tied)."""
+    uses: tuple[bool, ...] = (True,)
+    """The gathers of one forward pass, in their order: the unit's own, and those of other units that read a parameter
+    laid here (tied); whether a backward goes through what reads it: not through frozen layers before which nothing
+    trains."""
     summed: tuple[bool, ...] = ()
     """Which flats have gradients that are pending over the tensor axis; none where it is empty."""
-    differentiated: bool = True
-    """Whether a backward goes through it: not through frozen layers before which nothing trains."""
-    backward_uses: int | None = None
-    """Of these uses, those through which a backward goes; None: all."""
-    unkept: int = 0
-    """Uses without a backward that come first: nothing is kept after them for the next."""
-    earlier: int = 0
-    """Uses with a backward, by units that run before it: it is open for them then, waiting for its last gradient."""
+    own: int = 0
+    """The place of the unit's own use among them."""
+
+    @property
+    def differentiated(self) -> bool:
+        """Whether a backward goes through it."""
+        return any(self.uses)
+
+    @property
+    def unkept(self) -> int:
+        """Uses after which nothing is kept for the next: those without a backward that come first."""
+        return self.uses.index(True) if self.differentiated else 0
+
+    def backward_uses(self, *, open_still: bool) -> int:
+        """The gathers of one backward pass.
+
+        ``open_still``: a unit that trains waits for its last gradient, so what ran before it finds it open.
+        """
+        waits = open_still and any(self.trainable) and self.uses[self.own]
+        return sum(self.uses) - (sum(self.uses[: self.own]) if waits else 0)

@@ -81,10 +81,8 @@ def predict_line(
         trained: bool = False,
         summed: bool = False,
     ) -> None:
-        """The messages of a path, on every flat buffer of a stage; ``later`` is the path of a unit's further uses.
-
-        ``waits``: until its last gradient has come, a unit that trains stays open for what ran before it.
-        """
+        """The messages of a path, on every flat buffer of a stage; ``later`` is the path of a unit's further uses,
+        ``waits`` as ``open_still`` of ``UnitLayout.backward_uses``."""
         cell = strategy.grads if phase in ("microbatch", "step") else strategy.params
         for unit in stages[stage].units:
             if phase == "backward" and not unit.differentiated:
@@ -92,10 +90,8 @@ def predict_line(
             for index, flat in enumerate(unit.flats):
                 if (trained and not unit.trainable[index]) or (summed and not (unit.summed and unit.summed[index])):
                     continue
-                uses, again = unit.uses, unit.unkept if phase == "forward" else 0
-                if phase == "backward":
-                    uses = unit.uses if unit.backward_uses is None else unit.backward_uses
-                    uses -= unit.earlier if waits and any(unit.trainable) else 0
+                again = unit.unkept if phase == "forward" else 0
+                uses = unit.backward_uses(open_still=waits) if phase == "backward" else len(unit.uses)
                 steps = [*[*first] * (1 + again), *[*later] * (uses - 1 - again)]
                 for message in chain.from_iterable(lower(step, flat, mesh, rank) for step in steps):
                     size = message.numel * flat.itemsize_in(cell)

@@ -192,7 +192,7 @@ def lay_stage(
         if cut == "tensor":
             sizes = [(b - a) * itemsize for a, b in pairwise(first.bounds)]
             loads = [load + size for load, size in zip(loads, sizes, strict=True)]
-        units.append(UnitLayout("root" if link == "model.norm" else link, (own,), (True,), 1, (False,)))
+        units.append(UnitLayout("root" if link == "model.norm" else link, (own,), (True,), summed=(False,)))
     return tuple(units)
 
 

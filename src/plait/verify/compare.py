@@ -100,7 +100,8 @@ class Finding:
     @property
     def equal(self) -> bool:
         within = self.tolerance > 0 and self.measured <= self.tolerance
-        return self.bitwise or within or (self.spread > 0 and self.max_abs <= MARGIN * self.spread)
+        honest = 0 < self.spread < math.inf and self.max_abs <= MARGIN * self.spread
+        return self.bitwise or within or honest
 
     @property
     def excused(self) -> bool:

@@ -22,7 +22,8 @@ class HonestRuns:
     """Honest runs around one that is exact; ``unit`` is one in the last place of 1, in the dtype of the computation.
 
     The spread of a value is the largest difference between ``exact`` and one of the runs, and at least a unit in the
-    last place of its largest element.  Nothing in it is taken from a layout, or a layout's fault would widen it.
+    last place of its largest element, for a few runs may have the same number.  Nothing in it is taken from a layout,
+    or a layout's fault would widen it.
     """
 
     exact: Record
@@ -51,7 +52,9 @@ class HonestRuns:
     def state(self, name: str, key: str) -> float:
         """The spread of what the optimizer keeps of a parameter; 0 where it keeps nothing."""
         whole = self.exact.state.get(name, {}).get(key)
-        return 0.0 if whole is None else self._of_tensor([run.state[name][key] for run in self.runs], whole)
+        if whole is None:
+            return 0.0
+        return self._of_tensor([run.state.get(name, {}).get(key, whole) for run in self.runs], whole)
 
     def _of_number(self, values: Sequence[float | None], exact: float | None) -> float:
         if exact is None:

@@ -82,7 +82,7 @@ def locate_in_plain(
 def not_a_sum(job: Job, num_parts: int) -> str:
     """Why the loss of a whole batch is another number in a layout, where plain PyTorch says so too; else empty."""
     whole, parts = loss_in_parts(job, num_parts)
-    if abs(whole - parts) <= TOLERANCES[job.dtype][0] * abs(whole):
+    if not math.isfinite(whole) or abs(whole - parts) <= TOLERANCES[job.dtype][0] * abs(whole):
         return ""
     norms = [name for name, module in job.build().named_modules() if isinstance(module, BatchNorm)]
     why = (

@@ -6,7 +6,7 @@ parameters, which every rank records whole.
 
 import json
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass, field
 from typing import Any
 
@@ -141,8 +141,9 @@ def irregular(engine: Engine, num_microbatches: int) -> dict[str, float]:
 
     How often such a unit is gathered depends on what else is open at the time: its gathers are not predicted.
     """
-    units = [(stage.unsharding.runs[u], u) for stage in engine.stages.values() for u in stage.units if u.split_needs]
-    return {unit.name: runs / num_microbatches for runs, unit in units if runs != num_microbatches}
+    ran = [(stage.unsharding.runs, stage.units) for stage in engine.stages.values() if stage.unsharding.runs]
+    units = [(runs[unit], unit) for runs, units in ran for unit in units if unit.split_needs]
+    return {unit.name: times / num_microbatches for times, unit in units if times != num_microbatches}
 
 
 def left_out(units: Mapping[str, float]) -> str:
@@ -151,8 +152,10 @@ def left_out(units: Mapping[str, float]) -> str:
     return f"not predicted: the gathers of units that do not run once in a forward: {named}"
 
 
-def _is_gather(entry: Entry, units: Collection[str]) -> bool:
-    return entry.note.unit in units and entry.note.phase in ("forward", "backward", "microbatch")
+def _is_gather(entry: Entry, units: Mapping[str, float]) -> bool:
+    """Of one of these units; one that never runs may have no gradient to reduce either."""
+    phases = ("forward", "backward") if units.get(entry.note.unit) else ("forward", "backward", "microbatch")
+    return entry.note.unit in units and entry.note.phase in phases
 
 
 def predict(engine: Engine, job: Job, batches: Sequence[Any]) -> tuple[Entry, ...]:

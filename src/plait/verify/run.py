@@ -111,7 +111,7 @@ def judge(job: Job, config: VerifyConfig, ranks: Sequence[RankRecord], tree: Rec
     honest = honest_runs(job, config, ranks, runs) if runs else None
     of_tree, of_plain = _findings(job, config, ranks, tree, plain, None)
     if _may_be_rounding(config, of_tree, of_plain):
-        excusing = honest or honest_runs(job, config, ranks)
+        excusing = replace(honest or honest_runs(job, config, ranks), unit=0.0)  # by what was seen, and no more
         of_tree, of_plain = _findings(job, config, ranks, tree, plain, excusing)
     return Verdict(
         f"{config.row.name} on {config.parsed_mesh}, microbatches per rank: {config.microbatches}",
@@ -187,11 +187,12 @@ def placed(
         return verdict
     if all(f.equal for f in (*verdict.tree, *verdict.plain)):
         return replace(verdict, unplaced=WITHIN_TOLERANCE)
-    if all(f.equal for f in verdict.tree):
-        return replace(verdict, first=locate_in_plain(job, ranks, tree, plain, verdict.plain))
-    if config.device != "cpu":
+    only_plain = all(f.equal for f in verdict.tree)
+    if config.device != "cpu" and not only_plain:
         return replace(verdict, unplaced="the first wrong tensor is looked for on CPUs only")
     try:
+        if only_plain:
+            return replace(verdict, first=locate_in_plain(job, ranks, tree, plain, verdict.plain))
         first = locate(job, config, ranks, tree, verdict.tree)
     except Exception as error:  # the verdict stands, whatever comes of this
         return replace(verdict, unplaced=f"the first wrong tensor could not be looked for: {one_line(str(error))}")

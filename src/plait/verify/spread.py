@@ -44,7 +44,7 @@ class Outside:
     @property
     def times(self) -> float:
         """The gap in spreads."""
-        if math.isnan(self.gap):
+        if not math.isfinite(self.gap):
             return math.inf
         return self.gap / self.spread if self.spread else (math.inf if self.gap else 0.0)
 

@@ -155,16 +155,12 @@ class Unit:
         note = Note("publish", self.name)
         return [work for flat in self.flats if flat.trainable for work in flat.publish(note)]
 
-    def layout(self, borrowers: Sequence[Unit], before: Sequence[Unit]) -> UnitLayout:
-        """The unit as the planner sees it; ``before``: those of its borrowers that run before it."""
+    def layout(self, before: Sequence[Unit], after: Sequence[Unit]) -> UnitLayout:
+        """The unit as the planner sees it; units that borrow its parameters run ``before`` it and ``after``."""
         layouts, trainable = tuple(f.layout for f in self.flats), tuple(f.trainable for f in self.flats)
+        uses = tuple(unit.differentiated for unit in (*before, self, *after))
         summed = tuple(f.summed for f in self.flats)
-        backward = sum(unit.differentiated for unit in (self, *borrowers))
-        earlier = sum(unit.differentiated for unit in before) if self.differentiated else 0
-        order = [*before, self, *(unit for unit in borrowers if unit not in before)]
-        unkept = next((place for place, unit in enumerate(order) if unit.differentiated), 0)
-        some = backward if backward < len(order) else None
-        return UnitLayout(self.name, layouts, trainable, len(order), summed, backward > 0, some, unkept, earlier)
+        return UnitLayout(self.name, layouts, trainable, uses, summed, own=len(before))
 
 
 class OpenUnits:

@@ -74,7 +74,8 @@ class Unsharding(StaysHere):
         self.peak_bytes = 0
         """The most bytes of gathered parameters at once, of all stages of the rank."""
         self.runs: Counter[Unit] = Counter()
-        """How often the forward of each unit that is gathered has run in this step, apart from recomputations."""
+        """How often the forward of each gathered unit has run in the last step, recomputations left out, in their
+        order."""
         self.peers: list[Unsharding] = [self]
         """Those of all stages of the rank."""
         self._inside: list[Unit] = []
@@ -208,10 +209,14 @@ class Unsharding(StaysHere):
             self.orders[self.phase].begin()
 
     def begin_step(self) -> None:
+        """Before the first forward of a step."""
+        self.runs.clear()
+        self._drop()
+
+    def _drop(self) -> None:
         """Drops whatever an earlier step left behind when it raised."""
         self.held = False
         self.num_flying = 0
-        self.runs.clear()
         self.pins.end_step()
         self._recover()
         self._hooks.drop()
@@ -219,7 +224,7 @@ class Unsharding(StaysHere):
     @contextmanager
     def evaluation(self) -> Iterator[None]:
         """Forwards inside have no backward, and leave the order of the step's gathers alone."""
-        self.begin_step()
+        self._drop()
         self.phase = EVALUATE
         try:
             yield

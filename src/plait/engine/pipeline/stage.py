@@ -190,9 +190,13 @@ class Stage:
         first is known after the first step; before it, the owner is expected to.
         """
         ran = {unit: place for place, unit in enumerate(self.unsharding.runs)}
-        lent = {u: [o for o in self.units if u in o.needs and o is not u and u not in o.ancestors] for u in self.units}
-        before = {u: [o for o in others if ran.get(o, len(ran)) < ran.get(u, 0)] for u, others in lent.items()}
-        return tuple(unit.layout(lent[unit], before[unit]) for unit in self.units if unit.flats)
+
+        def layout(unit: Unit) -> UnitLayout:
+            lent = [o for o in self.units if unit in o.needs and o is not unit and unit not in o.ancestors]
+            before = [other for other in lent if ran.get(other, len(ran)) < ran.get(unit, 0)]
+            return unit.layout(before, [other for other in lent if other not in before])
+
+        return tuple(layout(unit) for unit in self.units if unit.flats)
 
     # ---- passes -------------------------------------------------------------------------------------------------
 

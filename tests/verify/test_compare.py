@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -108,6 +109,15 @@ def test_find_measures_the_worst_element_against_the_tensor() -> None:
     finding = find("gradient", "w", ours, theirs, tolerance=0.1)
     assert (finding.max_abs, finding.max_rel, finding.bitwise, finding.equal) == (1.0, 0.2, False, False)
     assert find("gradient", "w", ours, theirs, tolerance=0.2).equal
+
+
+def test_honest_runs_that_are_no_numbers_excuse_nothing() -> None:
+    ours, theirs = torch.tensor([1.0, 2.0]), torch.tensor([1.0, 3.0])
+    assert find("gradient", "w", ours, theirs, 0.01, spread=0.2).equal
+    for spread in (0.0, 0.1, math.inf, math.nan):
+        assert not find("gradient", "w", ours, theirs, 0.01, spread=spread).equal
+    lost = torch.tensor([1.0, math.nan])
+    assert not any(find("gradient", "w", lost, theirs, 0.01, spread=s).equal for s in (0.2, math.inf, math.nan))
 
 
 def test_find_holds_parameters_against_the_distance_gone() -> None:

@@ -126,6 +126,21 @@ def test_a_gradient_of_rounding_that_is_more_than_rounding_is_named(monkeypatch:
     assert (verdict.first.phase, verdict.first.name) == ("sum", "blocks.1.key.bias")
 
 
+def test_what_16_bits_resolve_excuses_no_wrong_parameter(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A parameter that no honest run moves as far is wrong, though by less than a few units in its last place."""
+    right = run.run_plain
+
+    def wrong(*args: Any) -> Record:
+        record = right(*args)
+        record.parameters["head.weight"] *= 1.03
+        return record
+
+    monkeypatch.setattr(run, "run_plain", wrong)
+    verdict = plait.verify(JOB, "shard=3", "zero3", dtype="bf16", steps=3, lr=1e-5)
+    assert verdict.word == "different" and verdict.first is not None
+    assert (verdict.first.phase, verdict.first.name) == ("update", "head.weight")
+
+
 @pytest.mark.parametrize(
     ("job", "told"),
     [

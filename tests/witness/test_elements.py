@@ -209,6 +209,34 @@ def test_where_rounding_has_grown_the_judge_says_that_it_stops(tmp_path: Path) -
     assert whole.equal and whole.text.startswith("40 steps of 1 rank"), whole
 
 
+class Compared(Net):
+    """Samples are held against the batch, so that parts of it do not add up."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x - x.mean(0))
+
+
+def at_once(folder: Path, factor: float, elements: int | None) -> Judgement:
+    """What is said of a loop of one forward a step, whose gradients are ``factor`` times what they should be."""
+    torch.manual_seed(0)
+    model = Compared()
+    optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
+    with plait.witness(model, optimizer, folder, steps=2, elements=elements):
+        for number in range(2):
+            optimizer.zero_grad()
+            (factor * loss_sum(model, batch(number)) / terms(batch(number))).backward()  # type: ignore[no-untyped-call]
+            optimizer.step()
+    job = plait.UserJob(Compared, loss_sum, batch, terms, lambda ps: torch.optim.SGD(ps, lr=RATE))
+    return judge(job, folder)
+
+
+def test_a_loss_that_compares_samples_is_not_taken_for_rounding(tmp_path: Path) -> None:
+    assert at_once(tmp_path / "right", 1.0, None).equal
+    assert round(at_once(tmp_path / "wrong", 1.005, None).factor or 0, 4) == 1.005
+    with pytest.raises(ValueError, match=r"no step can be judged by a few elements.*without elements="):
+        at_once(tmp_path / "few", 1.0, 4)
+
+
 # ---- what is written ---------------------------------------------------------------------------------------------
 
 

@@ -26,6 +26,8 @@ MARGIN = 10.0
 PARTS = (2, 3, 5, 8)
 """Into which a batch is cut where a gradient seems wrong."""
 BLIND = 1e-3
+NO_SUM = 0.05
+"""Parts of a batch that are further off than this share do not add up to it: the loss compares samples."""
 
 ELEMENTWISE = (
     torch.optim.SGD,

@@ -21,7 +21,7 @@ from plait.job.job import Job, make_job
 from plait.job.own import UserJob
 from plait.referee.difference import factor_text
 from plait.witness.batch_norm import judge_batch_norm, over_samples
-from plait.witness.drift import BLIND, PARTS, Echo, Slack, apart, in_parts, slack_of
+from plait.witness.drift import BLIND, NO_SUM, PARTS, Echo, Slack, apart, in_parts, slack_of
 from plait.witness.gradient import Parts, Setting, compare, judge_gradient
 from plait.witness.inputs import ForwardCall, groups_of, judge_inputs
 from plait.witness.judgement import Judgement, ranks_text, tolerance
@@ -95,7 +95,7 @@ class _Trial:
                     raise ValueError(
                         f"no step can be judged by a few elements: halves of the first batch add up to another "
                         f"gradient than the whole, {self.echo.share:.1%} off (BatchNorm, a loss that compares "
-                        f"samples): write everything, without elements="
+                        f"samples, 16 bits): write everything, without elements="
                     )
                 count = number
                 beyond = (
@@ -168,9 +168,10 @@ class _Trial:
         alone = self.echo is None and not over_samples(replay.model)
         if alone and any(one.wrong for one in seen):  # of a model that makes much of rounding?
             others = (in_parts(replay, number, right, self.clip, parts) for parts in PARTS)
-            share = min(max(apart(other, right) for other in others), BLIND)
-            setting = replace(setting, slack=slack_of(share, right))
-            seen, most = compare(setting, steps)
+            share = max(apart(other, right) for other in others)
+            if share <= NO_SUM:
+                setting = replace(setting, slack=slack_of(min(share, BLIND), right))
+                seen, most = compare(setting, steps)
         self.residual = max(self.residual, most)
         if any(one.wrong for one in seen):
             groups = groups_of(steps, self.rows[number])

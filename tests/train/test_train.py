@@ -168,9 +168,10 @@ def test_a_second_run_does_not_replace_the_first_unless_told_to(
     assert "overwrite" not in (tmp_path / "out" / "config.toml").read_text()
 
 
-def test_an_evaluation_at_the_end_only_none_or_of_a_part(train: Any, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_evaluation_at_the_end_only_none_or_of_a_part(train: Any) -> None:
     def steps(*words: str) -> list[tuple[int, int]]:
-        metrics = train("--mesh", "shard=2", "--steps", "3", *words)[1]
+        _, metrics, out = train("--mesh", "shard=2", "--steps", "3", *words)
+        assert "to the byte" in out and "not predicted" not in out, "told of the last step, not of the evaluation"
         return [(line["step"], line["eval_tokens"]) for line in metrics if "eval_loss" in line]
 
     assert steps() == []
@@ -178,7 +179,6 @@ def test_an_evaluation_at_the_end_only_none_or_of_a_part(train: Any, capsys: pyt
     assert at == 3
     assert steps("--eval-every", "0", "--eval-steps", "1") == [(3, 5 * 16)]
     assert all_tokens > 5 * 16
-    assert "not predicted" not in capsys.readouterr().out, "of the last step, not of the evaluation"
 
 
 def test_the_resolved_config_is_the_same_run_again(train: Any, tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ samples (they average gradients over ranks), plait wants a *sum* and a *count* (
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
@@ -60,6 +60,50 @@ class Workload:
     def loss_mean(self, model: nn.Module, batch: Batch) -> Tensor:
         """torch's face: the mean over this rank's samples."""
         return self.loss_sum(model, batch) / self.count(batch)
+
+
+class Layer(nn.Module):
+    """gelu(x @ W): one matrix, nothing to hide behind."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(width, width, bias=False)
+        nn.init.normal_(self.linear.weight, std=(2.0 / width) ** 0.5)
+
+    def forward(self, x_BC: Tensor) -> Tensor:
+        return F.gelu(self.linear(x_BC))
+
+
+class Chain(nn.Module):
+    """Blocks in turn; every weight is used once for a sample, so bytes per flop are as high as they get."""
+
+    def __init__(self, blocks: Iterable[nn.Module]) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(blocks)
+
+    def forward(self, x_BC: Tensor) -> Tensor:
+        for block in self.blocks:
+            x_BC = block(x_BC)
+        return x_BC
+
+
+def square_sum(output: Tensor, target: Tensor) -> Tensor:
+    return F.mse_loss(output, target, reduction="sum")
+
+
+def mlp(
+    name: str, num_blocks: int, steps_per_round: int, block: Callable[[int], nn.Module] = Layer, width: int = 1024
+) -> Workload:
+    """A chain of blocks on 128 random samples, square loss: nearly all communication."""
+
+    def global_batch(generator: torch.Generator) -> Batch:
+        pair = torch.randn(2, 128, width, generator=generator)
+        return pair[0], pair[1]
+
+    def build() -> nn.Module:
+        return Chain(block(width) for _ in range(num_blocks))
+
+    return Workload(name, build, global_batch, square_sum, steps_per_round, 1e-4)
 
 
 def rotate(x_BHTD: Tensor, cos_TD: Tensor, sin_TD: Tensor) -> Tensor:

@@ -9,9 +9,8 @@ Attention counts its heads on the tensors that it gets, so the same code runs on
 
 from __future__ import annotations
 
-import torch
 import torch.nn.functional as F
-from harness.models import Batch, Workload, decoder, rotate
+from harness.models import decoder, mlp, rotate
 from torch import Tensor, nn
 
 
@@ -81,32 +80,6 @@ class Pair(nn.Module):
         return F.gelu(self.down(F.gelu(self.up(x_BC))))
 
 
-class Pairs(nn.Module):
-    """The layers of data_parallel's MLP."""
-
-    def __init__(self, num_layers: int, width: int) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(Pair(width) for _ in range(num_layers // 2))
-
-    def forward(self, x_BC: Tensor) -> Tensor:
-        for block in self.blocks:
-            x_BC = block(x_BC)
-        return x_BC
-
-
-def square_sum(output: Tensor, target: Tensor) -> Tensor:
-    return F.mse_loss(output, target, reduction="sum")
-
-
-def _mlp(num_layers: int, steps_per_round: int, width: int = 1024, samples: int = 128) -> Workload:
-    def global_batch(generator: torch.Generator) -> Batch:
-        pair = torch.randn(2, samples, width, generator=generator)
-        return pair[0], pair[1]
-
-    name = f"mlp{num_layers}"
-    return Workload(name, lambda: Pairs(num_layers, width), global_batch, square_sum, steps_per_round, 1e-4)
-
-
-WORKLOADS = {w.name: w for w in (_mlp(16, 6), decoder(Block, 256, 2), decoder(Block, 512, 2))}
+WORKLOADS = {w.name: w for w in (mlp("mlp16", 8, 6, Pair), decoder(Block, 256, 2), decoder(Block, 512, 2))}
 MLPS = ("mlp16",)
 """Without a vocabulary, a stream or heads: fewer plans."""

@@ -8,11 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from harness.contestants import Contestant, adamw, training_loop
-from harness.models import Batch, Block, Workload, decoder
+from harness.models import Batch, Block, Workload, decoder, mlp
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -27,44 +25,7 @@ RECORDINGS: dict[str, dict[str, Any] | None] = {"none": None, "elements": {"elem
 """What ``plait.witness`` is given, by the name of the row; None: there is no witness."""
 
 
-class Layer(nn.Module):
-    """gelu(x @ W), and the name by which FSDP2's blocks are found."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.linear = nn.Linear(width, width, bias=False)
-        nn.init.normal_(self.linear.weight, std=(2.0 / width) ** 0.5)
-
-    def forward(self, x_BC: Tensor) -> Tensor:
-        return F.gelu(self.linear(x_BC))
-
-
-class MLP(nn.Module):
-    """Every weight is used once for a sample: a step has as little arithmetic for a byte of a gradient as it can."""
-
-    def __init__(self, num_layers: int, width: int) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(Layer(width) for _ in range(num_layers))
-
-    def forward(self, x_BC: Tensor) -> Tensor:
-        for block in self.blocks:
-            x_BC = block(x_BC)
-        return x_BC
-
-
-def _square_sum(output: Tensor, target: Tensor) -> Tensor:
-    return F.mse_loss(output, target, reduction="sum")
-
-
-def mlp(num_layers: int, width: int, samples: int, steps_per_round: int) -> Workload:
-    def global_batch(generator: torch.Generator) -> Batch:
-        pair = torch.randn(2, samples, width, generator=generator)
-        return pair[0], pair[1]
-
-    return Workload(f"mlp{width}", lambda: MLP(num_layers, width), global_batch, _square_sum, steps_per_round, 1e-4)
-
-
-WORKLOADS = {w.name: w for w in (decoder(Block, 256, 1), mlp(8, 1024, 128, 4))}
+WORKLOADS = {w.name: w for w in (decoder(Block, 256, 1), mlp("mlp1024", 8, 4))}
 
 
 def single(model: nn.Module) -> nn.Module:

@@ -9,7 +9,10 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
+import torch.multiprocessing as mp
+from ports import free_port
 from torch import nn
 
 import plait
@@ -55,11 +58,11 @@ sequential = plait.UserJob(
 )
 
 
-def installed(name: str) -> bool:
+def installed(case: dict[str, Any]) -> bool:
     """Whether the package of an engine that is not torch's is there."""
-    if CASES[name]["engine"] == PIPELINE:
+    if case["engine"] == PIPELINE:
         return find_spec("deepspeed") is not None
-    row = ENGINES.get(CASES[name]["engine"])
+    row = ENGINES.get(case["engine"])
     return row is None or all(find_spec(package) for package in row.packages)
 
 
@@ -97,13 +100,13 @@ def become(rank: int, ranks: int, port: int) -> None:
     torch.set_num_threads(1)
 
 
-def rank_main(rank: int, ranks: int, port: int, path: str) -> None:
+def rank_main(rank: int, ranks: int, port: int, path: str, cases: dict[str, dict[str, Any]]) -> None:
     """Runs the cases for so many ranks; rank 0 writes what became of each."""
     become(rank, ranks, port)
     found = {}
-    for name, case in CASES.items():
+    for name, case in cases.items():
         config = config_of(case)
-        if config.parsed_mesh.size != ranks or not installed(name):
+        if config.parsed_mesh.size != ranks or not installed(case):
             continue
         validate(config)
         config = with_engine(config)
@@ -114,3 +117,15 @@ def rank_main(rank: int, ranks: int, port: int, path: str) -> None:
         comm.close()
     if rank == 0:
         Path(path).write_text(json.dumps(found))
+
+
+def outcomes(cases: dict[str, dict[str, Any]], folder: Path) -> dict[str, Any]:
+    """What became of each case, from worlds of two and three processes."""
+    found: dict[str, Any] = {}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("OMP_NUM_THREADS", "1")
+        for ranks in (2, 3):
+            path = folder / f"{ranks}.json"
+            mp.spawn(rank_main, (ranks, free_port(), str(path), cases), nprocs=ranks)
+            found |= json.loads(path.read_text())
+    return found

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from typing import Any
 
 import engine_ranks
 import pytest
-import torch.multiprocessing as mp
-from ports import free_port
 
 from plait.commands.main import main
 
@@ -17,19 +14,12 @@ from plait.commands.main import main
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Any]:
     """What became of each case, from worlds of two and three processes."""
-    outcomes: dict[str, Any] = {}
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("OMP_NUM_THREADS", "1")
-        for ranks in (2, 3):
-            path = tmp_path_factory.mktemp("engines") / "found.json"
-            mp.spawn(engine_ranks.rank_main, (ranks, free_port(), str(path)), nprocs=ranks)
-            outcomes |= json.loads(path.read_text())
-    return outcomes
+    return engine_ranks.outcomes(engine_ranks.CASES, tmp_path_factory.mktemp("engines"))
 
 
 @pytest.mark.parametrize("name", [name for name in engine_ranks.CASES if name != "wrong"])
 def test_an_engine_is_the_run_of_a_single_process(found: Mapping[str, Any], name: str) -> None:
-    if not engine_ranks.installed(name):
+    if not engine_ranks.installed(engine_ranks.CASES[name]):
         pytest.skip(f"{engine_ranks.CASES[name]['engine']} is not installed")
     assert found[name]["equal"], found[name]
     assert found[name]["text"].startswith("2 steps of "), found[name]

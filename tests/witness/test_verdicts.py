@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch.multiprocessing as mp
-from ports import free_port
 
 pytest.importorskip("transformers", reason="the ResNet is transformers'")
 pytest.importorskip("accelerate", reason="Trainer needs accelerate")
 
+import engine_ranks
 import verdict_ranks
 from engine_ranks import config_of
 
@@ -25,14 +23,7 @@ PAGE = Path(__file__).parents[2] / "docs/guide/judge-any-engine.md"
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Any]:
     """What became of each case, from worlds of two and three processes."""
-    outcomes: dict[str, Any] = {}
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("OMP_NUM_THREADS", "1")
-        for ranks in (2, 3):
-            path = tmp_path_factory.mktemp("verdicts") / "found.json"
-            mp.spawn(verdict_ranks.rank_main, (ranks, free_port(), str(path)), nprocs=ranks)
-            outcomes |= json.loads(path.read_text())
-    return outcomes
+    return engine_ranks.outcomes(verdict_ranks.CASES, tmp_path_factory.mktemp("verdicts"))
 
 
 def refused(engine: str, model: str) -> str:

@@ -74,8 +74,7 @@ class Unsharding(StaysHere):
         self.peak_bytes = 0
         """The most bytes of gathered parameters at once, of all stages of the rank."""
         self.runs: Counter[Unit] = Counter()
-        """How often the forward of each gathered unit has run in the last step, recomputations left out, in their
-        order."""
+        """Forwards of each gathered unit in the last step, in their order; recomputations are left out."""
         self.peers: list[Unsharding] = [self]
         """Those of all stages of the rank."""
         self._inside: list[Unit] = []
@@ -208,12 +207,7 @@ class Unsharding(StaysHere):
             self._before_root(args, kwargs)
             self.orders[self.phase].begin()
 
-    def begin_step(self) -> None:
-        """Before the first forward of a step."""
-        self.runs.clear()
-        self._drop()
-
-    def _drop(self) -> None:
+    def drop_step(self) -> None:
         """Drops whatever an earlier step left behind when it raised."""
         self.held = False
         self.num_flying = 0
@@ -224,7 +218,7 @@ class Unsharding(StaysHere):
     @contextmanager
     def evaluation(self) -> Iterator[None]:
         """Forwards inside have no backward, and leave the order of the step's gathers alone."""
-        self._drop()
+        self.drop_step()
         self.phase = EVALUATE
         try:
             yield

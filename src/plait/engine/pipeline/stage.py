@@ -164,7 +164,8 @@ class Stage:
 
     def begin_step(self) -> None:
         """Before the first forward of a step; drops what an earlier one left when it raised."""
-        self.unsharding.begin_step()
+        self.unsharding.drop_step()
+        self.unsharding.runs.clear()
         self.flights.clear()
         for module, original in self._twins:
             module.training = original.training

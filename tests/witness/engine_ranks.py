@@ -1,4 +1,7 @@
-"""What processes do for ``test_engines.py``: jobs under torch's engines, one after the other, and a wrong engine."""
+"""What processes do for ``engine_worlds.py``: jobs under torch's engines, one after the other; wrong engines.
+
+``plait verify --engine`` loads this file too, in ranks that know nothing of the tests' folders.
+"""
 
 from __future__ import annotations
 
@@ -9,10 +12,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
-import torch.multiprocessing as mp
-from ports import free_port
 from torch import nn
 
 import plait
@@ -117,15 +117,3 @@ def rank_main(rank: int, ranks: int, port: int, path: str, cases: dict[str, dict
         comm.close()
     if rank == 0:
         Path(path).write_text(json.dumps(found))
-
-
-def outcomes(cases: dict[str, dict[str, Any]], folder: Path) -> dict[str, Any]:
-    """What became of each case, from worlds of two and three processes."""
-    found: dict[str, Any] = {}
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("OMP_NUM_THREADS", "1")
-        for ranks in (2, 3):
-            path = folder / f"{ranks}.json"
-            mp.spawn(rank_main, (ranks, free_port(), str(path), cases), nprocs=ranks)
-            found |= json.loads(path.read_text())
-    return found

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import engine_ranks
+import engine_worlds
 import pytest
 
 from plait.commands.main import main
@@ -14,7 +15,7 @@ from plait.commands.main import main
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Any]:
     """What became of each case, from worlds of two and three processes."""
-    return engine_ranks.outcomes(engine_ranks.CASES, tmp_path_factory.mktemp("engines"))
+    return engine_worlds.outcomes(engine_ranks.CASES, tmp_path_factory.mktemp("engines"))
 
 
 @pytest.mark.parametrize("name", [name for name in engine_ranks.CASES if name != "wrong"])

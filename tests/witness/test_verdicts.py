@@ -11,7 +11,7 @@ import pytest
 pytest.importorskip("transformers", reason="the ResNet is transformers'")
 pytest.importorskip("accelerate", reason="Trainer needs accelerate")
 
-import engine_ranks
+import engine_worlds
 import verdict_ranks
 from engine_ranks import config_of
 
@@ -23,7 +23,7 @@ PAGE = Path(__file__).parents[2] / "docs/guide/judge-any-engine.md"
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Any]:
     """What became of each case, from worlds of two and three processes."""
-    return engine_ranks.outcomes(verdict_ranks.CASES, tmp_path_factory.mktemp("verdicts"))
+    return engine_worlds.outcomes(verdict_ranks.CASES, tmp_path_factory.mktemp("verdicts"))
 
 
 def refused(engine: str, model: str) -> str:

@@ -42,10 +42,11 @@ class FailureReports:
         TimeoutError where the deadline passed, a ConnectionError where the connection broke."""
         late = isinstance(cause, TimeoutError) or "timed out" in str(cause).lower()
         report = f"waited {deadline:g} s in {operation}" if late else f"lost its connections in {operation}"
-        reports = dict.fromkeys(others, "reported nothing: it is gone, or still computing")
-        # The store's own rank may be the one that is gone or stopped: then there is nothing to read.
-        with contextlib.suppress(RuntimeError, TimeoutError):
-            reports |= within(PATIENCE_SECONDS + 1, lambda: self._exchange(report, others))
+        try:
+            posted = within(PATIENCE_SECONDS + 1, lambda: self._exchange(report, others))
+            reports = dict.fromkeys(others, "reported nothing: it is gone, or still computing") | posted
+        except (RuntimeError, TimeoutError):  # the store's own host or process may be gone, stopped or cut off
+            reports = dict.fromkeys(others, "could not be asked: the store where the ranks met does not answer")
         lines = [f"rank {self._rank} {report}"]
         lines += [f"  {self._names.get(r, f'rank {r}')}: {text}" for r, text in reports.items()]
         if not late:

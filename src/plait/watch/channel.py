@@ -6,6 +6,9 @@
       ├── nonce S, MAC(key, "sender" L S) ────►│   no proof in time, or a wrong one: dropped and counted
       │◄──────────── MAC(key, "listener" L S) ─┤   the sender says nothing before it has seen this
       ├── length, MAC(session, n, body), body ►│   body n = 0, 1, ... is JSON, of at most 64 KiB
+      │◄──────────── MAC(session, "taken" n) ──┤   a receipt: who sends knows what has arrived
+
+A cut link shows nowhere else: what is written to a socket is taken by the kernel of this host.
 
 MAC is HMAC-SHA256, and the session's key is MAC(key, "session" L S).  Until a peer has proved itself it is 64 bytes
 of a fixed form, which are compared and never parsed; afterwards a frame whose MAC is wrong ends the connection.  JSON
@@ -40,7 +43,7 @@ from plait.watch.key import ChannelKey
 Address: TypeAlias = tuple[str, int]
 Message: TypeAlias = dict[str, Any]
 
-HELLO = b"plait 1\n"
+HELLO = b"plait 2\n"
 NONCE, MAC = 32, 32
 PROOF = NONCE + MAC
 HEADER = 4 + MAC
@@ -58,10 +61,10 @@ MOST_PER_SECOND = 100
 MOST_ADDRESSES = 1024
 """That are remembered, for one line of log each."""
 SEND_SECONDS = 2.0
-"""For each of connecting, proving and sending."""
+"""For each of connecting, proving, and sending until the receipt is there."""
 PAUSE_SECONDS = 0.05
 """Between two tries to accept where nothing makes room."""
-RETRY_SECONDS = 1.0
+NO_PROOF = ": it has another key, or is no listener of plait"
 
 log = logging.getLogger("plait.watch.channel")
 
@@ -216,6 +219,7 @@ class Listener:
         elif (message := _parsed(body)) is None:
             self._drop(peer, "sent what is no JSON object")
         else:
+            self._send(peer, _receipt(peer.session, number))
             try:
                 self._on_message(message)
             except Exception as error:
@@ -262,7 +266,8 @@ class Sender:
         """Sends one message.
 
         Raises:
-            ConnectionError, TimeoutError: the listener cannot be reached, or has another key; the next call tries anew.
+            ConnectionError, TimeoutError: the listener cannot be reached, sends no receipt, or has another key; the
+                next call tries anew.
             ValueError: more than 64 KiB of JSON.
         """
         body = json.dumps(message, separators=(",", ":")).encode()
@@ -272,7 +277,11 @@ class Sender:
             if self._socket is None:
                 self._socket = self._connected()
             mac = _mac(self._session, self._count.to_bytes(8, "big"), body)
+            end = time.monotonic() + self._patience
+            self._socket.settimeout(self._patience)
             self._socket.sendall(len(body).to_bytes(4, "big") + mac + body)
+            if not hmac.compare_digest(_exactly(self._socket, MAC, end), _receipt(self._session, self._count)):
+                raise ConnectionError("its receipt is of another message")
             self._count += 1
         except OSError as error:
             self.close()
@@ -284,18 +293,17 @@ class Sender:
         end = time.monotonic() + self._patience
         connection = socket.create_connection(self.address, timeout=self._patience)
         try:
-            hello = _exactly(connection, len(HELLO) + NONCE, end)
+            hello = _exactly(connection, len(HELLO) + NONCE, end, NO_PROOF)
             if not hello.startswith(HELLO):
                 raise ConnectionError(f"it answers '{shown(hello)}', as no listener of plait does")
             theirs, mine = hello[len(HELLO) :], secrets.token_bytes(NONCE)
             connection.sendall(mine + _mac(self._key, b"sender", theirs, mine))
-            answer = _exactly(connection, MAC, end)
+            answer = _exactly(connection, MAC, end, NO_PROOF)
             if not hmac.compare_digest(answer, _mac(self._key, b"listener", theirs, mine)):
                 raise ConnectionError("it has another key")
         except BaseException:
             connection.close()
             raise
-        connection.settimeout(self._patience)
         self._session, self._count = _mac(self._key, b"session", theirs, mine), 0
         return connection
 
@@ -312,13 +320,13 @@ class Sender:
         self.close()
 
 
-def _exactly(connection: socket.socket, size: int, end: float) -> bytes:
+def _exactly(connection: socket.socket, size: int, end: float, why: str = "") -> bytes:
     data = b""
     while len(data) < size:
         connection.settimeout(max(0.01, end - time.monotonic()))
         part = connection.recv(size - len(data))
         if not part:
-            raise ConnectionError("it closed the connection: it has another key, or is no listener of plait")
+            raise ConnectionError(f"it closed the connection{why}")
         data += part
     return data
 
@@ -327,6 +335,11 @@ def _mac(key: bytes, *parts: bytes) -> bytes:
     """Of parts whose lengths are part of what is proved."""
     whole = b"".join(len(part).to_bytes(4, "big") + part for part in parts)
     return hmac.new(key, whole, hashlib.sha256).digest()
+
+
+def _receipt(session: bytes, number: int) -> bytes:
+    """That message ``number`` has been taken."""
+    return _mac(session, b"taken", number.to_bytes(8, "big"))
 
 
 def _parsed(body: bytes) -> Message | None:

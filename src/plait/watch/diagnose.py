@@ -22,7 +22,7 @@ import signal
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from typing import Literal, TypeAlias, get_args
 
 from plait.core.escape import one_line
 from plait.core.mesh import Mesh
@@ -31,6 +31,8 @@ from plait.watch.processes import ProcessState
 from plait.watch.straggler import stragglers
 
 Kind: TypeAlias = Literal["killed", "failed", "left", "stopped", "stands still", "crossed", "straggler"]
+
+KINDS: tuple[Kind, ...] = get_args(Kind)
 
 ENDED: frozenset[Kind] = frozenset({"killed", "failed", "left"})
 """Diagnoses behind which no step is made any more."""

@@ -2,7 +2,9 @@
 
     host a (rank 0)                                      host b
     HostBoard ◄── Listener ◄──── the channel ◄── Sender ◄── the page of b, once in a second
-        └── host b (ranks 4 to 7) was last heard 6 s ago     └── host a of rank 0 has not taken a word for 6 s
+        │                                    ◄── Sender ◄── what a rank of b has found wrong and told on its own screen
+        ├── host b (ranks 4 to 7) was last heard 6 s ago     └── host a of rank 0 has not taken a word for 6 s
+        └── what b found; what all pages together show (``joined.py``)
 
 The lowest rank of each host speaks for it, and says when it leaves, after which nobody waits for its word.  Times are
 sent as ages, because clocks differ.  Who wants it says where the host of rank 0 listens, and gives all hosts one key:
@@ -13,12 +15,13 @@ sent as ages, because clocks differ.  Who wants it says where the host of rank 0
 from __future__ import annotations
 
 import atexit
+import contextlib
 import os
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 from plait.comm.agree import named
 from plait.comm.base import Comm
@@ -26,7 +29,8 @@ from plait.comm.observer import Observer
 from plait.comm.peer import Peer
 from plait.core.escape import one_line, say
 from plait.watch.channel import Address, Listener, Message, Sender
-from plait.watch.key import read_key
+from plait.watch.diagnose import KINDS, Diagnosis, Kind
+from plait.watch.key import ChannelKey, read_key
 from plait.watch.page import STATES, Page, Status
 
 EVERY = 1.0
@@ -35,7 +39,12 @@ SILENT = 5.0
 """Seconds after which a host that says nothing is told."""
 AT_ONCE = 16
 """Ranks in one message."""
-LONGEST = 300
+LONGEST, LONGEST_LINE = 300, 400
+"""Characters of a text, and of a line for the screen."""
+MOST_LINES = 100
+"""Of what another host has found."""
+STEPS = 16
+"""The last steps whose times are sent: of steps above an eighth of a second they are enough to find a straggler."""
 CHANNEL = "PLAIT_CHANNEL"
 
 
@@ -58,11 +67,21 @@ class Lost:
 
 
 class HostBoard:
-    """What was last heard of each of the other hosts."""
+    """What was last heard of each of the other hosts.
 
-    def __init__(self, peers: Sequence[Peer], clock: Callable[[], float] = time.monotonic) -> None:
+    ``tell`` is given what they find, as text for the screen.
+    """
+
+    def __init__(
+        self,
+        peers: Sequence[Peer],
+        clock: Callable[[], float] = time.monotonic,
+        tell: Callable[[str], object] = say,
+    ) -> None:
         home = next(peer.host for peer in peers if peer.rank == 0)
-        self._clock, self._lock, start = clock, threading.Lock(), clock()
+        self._clock, self._tell, self._lock, start = clock, tell, threading.Lock(), clock()
+        self.found = dict[tuple[Kind, int], int]()
+        """The step of what they have found last, by kind and rank, so that it is not told twice."""
         self.ranks = {host: tuple(p.rank for p in peers if p.host == host) for host in hosts_of(peers) if host != home}
         self._heard = dict.fromkeys(self.ranks, start)
         self._statuses: dict[int, Status] = {}
@@ -79,19 +98,37 @@ class HostBoard:
             if host not in self.ranks:
                 raise ValueError(f"this run has no other host '{one_line(host, 80)}'")
             statuses = [_status(host, row, self._clock()) for row in message["ranks"]]
-            if strange := [s.rank for s in statuses if s.rank not in self.ranks[host]]:
+            found = {(_kind(kind), int(rank)): int(step) for kind, rank, step in message.get("found", ())}
+            text = "".join(f"{one_line(str(line), LONGEST_LINE)}\n" for line in message.get("text", ())[:MOST_LINES])
+            named_ranks = [s.rank for s in statuses] + [rank for _, rank in found]
+            if strange := [rank for rank in named_ranks if rank not in self.ranks[host]]:
                 raise ValueError(f"host {one_line(host, 80)} has no {named(strange)}")
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"no report of a host: {one_line(repr(error), 200)}") from error
         with self._lock:
-            self._left = self._left | {host} if message.get("leaves") is True else self._left - {host}
+            if "leaves" in message:
+                self._left = self._left | {host} if message["leaves"] is True else self._left - {host}
             self._heard[host] = self._clock()
             self._statuses |= {s.rank: s for s in statuses}
+            self.found |= found
+        if text:
+            self._tell(text)
 
     def statuses(self) -> list[Status]:
-        """Of all ranks on other hosts that have said something, with times of this host's clock."""
+        """Of the ranks on other hosts that have said something and are heard, with times of this host's clock."""
         with self._lock:
-            return [self._statuses[rank] for rank in sorted(self._statuses)]
+            heard = {rank for host, ranks in self.ranks.items() if self._is_heard(host) for rank in ranks}
+            return [self._statuses[rank] for rank in sorted(self._statuses) if rank in heard]
+
+    def has_told(self, diagnosis: Diagnosis) -> bool:
+        """Whether its host has told it, or another of the same rank in the same step; a straggler is told once."""
+        with self._lock:
+            if diagnosis.kind == "straggler":
+                return ("straggler", diagnosis.rank) in self.found
+            return diagnosis.step in {step for (_, rank), step in self.found.items() if rank == diagnosis.rank}
+
+    def _is_heard(self, host: str) -> bool:
+        return self._clock() - self._heard[host] <= SILENT
 
     def lost(self) -> list[Lost]:
         """The hosts that are not heard, the longest silent first.  One whose ranks are all done may be, and one that
@@ -102,7 +139,7 @@ class HostBoard:
             for host, heard in self._heard.items():
                 last = tuple(self._statuses[rank] for rank in self.ranks[host] if rank in self._statuses)
                 done = len(last) == len(self.ranks[host]) and all(s.state in ("done", "failed") for s in last)
-                if now - heard > SILENT and not done and host not in self._left:
+                if not self._is_heard(host) and not done and host not in self._left:
                     silent.append(Lost(host, now - heard, last, self.ranks[host]))
         return sorted(silent, key=lambda lost: -lost.seconds)
 
@@ -126,11 +163,20 @@ def report_of(host: str, statuses: Sequence[Status], now: float, leaves: bool = 
             "waited": s.waited,
             "since": now - s.since,
             "heartbeat": now - s.heartbeat,
+            "peers": s.peers,
+            "finished": s.finished,
+            "steps": [[round(seconds, 6) for seconds in step] for step in s.steps[-STEPS:]],
         }
         for s in statuses
     ]
     parts = [rows[i : i + AT_ONCE] for i in range(0, max(1, len(rows)), AT_ONCE)]
     return [{"host": host, "ranks": part, "leaves": leaves} for part in parts]
+
+
+def _kind(word: object) -> Kind:
+    if (kind := next((kind for kind in KINDS if kind == word), None)) is None:
+        raise ValueError(f"nothing that is found is called '{one_line(str(word), 40)}'")
+    return kind
 
 
 def _status(host: str, row: Mapping[str, Any], now: float) -> Status:
@@ -150,6 +196,9 @@ def _status(host: str, row: Mapping[str, Any], now: float) -> Status:
         waited=float(row["waited"]),
         since=now - float(row["since"]),
         heartbeat=now - float(row["heartbeat"]),
+        peers=tuple(int(rank) for rank in row["peers"]),
+        finished=int(row["finished"]),
+        steps=tuple((float(computed), float(waited)) for computed, waited in row["steps"]),
     )
 
 
@@ -219,26 +268,59 @@ class HostSide(Observer):
         return {}
 
 
-def watch_hosts(comm: Comm, page: Page, environment: Mapping[str, str] = os.environ) -> None:
-    """Starts this rank's part where there are several hosts, a channel and a key, and it is the lowest of its host.
+@dataclass(frozen=True)
+class HostChannel:
+    """Where the host of rank 0 listens, with the key of the run; what this rank has to do with other hosts."""
 
-    Raises:
-        ValueError: an address or a key that cannot be.
-        OSError: the address cannot be listened on.
-    """
-    peers, given = comm.peers, environment.get(CHANNEL)
-    hosts = hosts_of(peers)
-    if len(hosts) < 2 or not given:
-        return
-    mine = next(peer.host for peer in peers if peer.rank == comm.rank)
-    if comm.rank != min(peer.rank for peer in peers if peer.host == mine):
-        return
-    address, key = parse_address(given), read_key(environment)
-    if key is None:
-        raise ValueError(f"{CHANNEL} is set, but no key: give all hosts the same PLAIT_KEY_FILE")
-    board = HostBoard(peers) if mine == hosts[0] else None
-    end = Sender(address, key) if board is None else Listener(address, key, board.take)
-    comm.observers += (HostSide(peers, comm.rank, page, end, board, say),)
+    address: Address
+    key: ChannelKey
+    peers: tuple[Peer, ...]
+    host: str
+    """This rank's."""
+
+    @classmethod
+    def of(cls, comm: Comm, environment: Mapping[str, str] = os.environ) -> Self | None:
+        """None where there is one host, or no channel was asked for.
+
+        Raises:
+            ValueError: an address or a key that cannot be.
+            OSError: a key that cannot be read.
+        """
+        given = environment.get(CHANNEL)
+        if len(hosts_of(comm.peers)) < 2 or not given:
+            return None
+        address, key = parse_address(given), read_key(environment)
+        if key is None:
+            raise ValueError(f"{CHANNEL} is set, but no key: give all hosts the same PLAIT_KEY_FILE")
+        return cls(address, key, tuple(comm.peers), next(p.host for p in comm.peers if p.rank == comm.rank))
+
+    @property
+    def is_home(self) -> bool:
+        """Whether this is the host of rank 0."""
+        return self.host == hosts_of(self.peers)[0]
+
+    def watch(self, comm: Comm, page: Page) -> HostBoard | None:
+        """Starts this rank's part, if it is the lowest of its host; the board, if it is rank 0.
+
+        Raises:
+            OSError: the address cannot be listened on.
+        """
+        if comm.rank != min(peer.rank for peer in self.peers if peer.host == self.host):
+            return None
+        board = HostBoard(self.peers) if self.is_home else None
+        end = Sender(self.address, self.key) if board is None else Listener(self.address, self.key, board.take)
+        comm.observers += (HostSide(self.peers, comm.rank, page, end, board, say),)
+        return board
+
+    def send_home(self, text: str, diagnoses: Sequence[Diagnosis]) -> None:
+        """Sends what a rank of this host has found wrong, and told as ``text``, to the host of rank 0, if that can be
+        reached."""
+        if self.is_home:
+            return
+        lines = [one_line(line, LONGEST_LINE) for line in text.splitlines()[:MOST_LINES]]
+        found = [(d.kind, d.rank, d.step) for d in diagnoses]
+        with contextlib.suppress(OSError), Sender(self.address, self.key) as sender:
+            sender.send({"host": self.host, "ranks": [], "text": lines, "found": found})
 
 
 def parse_address(text: str) -> Address:

@@ -7,6 +7,9 @@
 
 The lowest rank that lives looks at the others once in a second, and at once when one of them ends, which the kernel
 tells (a pidfd).  What it finds it writes to stderr, before torchrun's agent can end it: SIGTERM waits for the report.
+Where hosts speak with each other (``hosts.py``) it is told on the host of rank 0 too, and rank 0 looks at the ranks of
+other hosts for what none of them can see alone: that they are waited for.
+
 The last rank that leaves removes the folder.
 """
 
@@ -25,9 +28,9 @@ from pathlib import Path
 from plait.comm.base import Comm
 from plait.core.escape import one_line, say
 from plait.watch import processes
-from plait.watch.diagnose import ENDED, block, diagnose
+from plait.watch.diagnose import ENDED, LONG, STANDING, Diagnosis, block, diagnose
 from plait.watch.folder import PAGE, WATCH, locked_folder
-from plait.watch.hosts import watch_hosts
+from plait.watch.hosts import HostBoard, HostChannel
 from plait.watch.page import Page, Status
 from plait.watch.processes import ProcessState, ran_out_of_memory, readable
 from plait.watch.rank import BEAT, RankSide
@@ -35,6 +38,9 @@ from plait.watch.stacks import with_stacks
 
 LOOK = 1.0
 """Seconds between two looks at the others while nothing happens."""
+
+LATER = 3.0
+"""Seconds by which rank 0 waits longer for a rank of another host, whose own ranks know more of it."""
 
 SETTLE = 0.15
 """Seconds between the end of a rank and the report, in which the others come to their waits."""
@@ -46,9 +52,11 @@ def watch_joined(comm: Comm) -> None:
     try:
         folder, lock = (Path(given), -1) if given else locked_folder(_name(comm))
         page = _page(folder / PAGE, comm.world_size)
-        RankSide(comm, page, folder, None if given else Neighbours(comm, page, folder, lock))
+        neighbours = None if given else Neighbours(comm, page, folder, lock)
+        RankSide(comm, page, folder, neighbours)
         lacks = "word of other hosts"
-        watch_hosts(comm, page)
+        if neighbours is not None and (channel := HostChannel.of(comm)) is not None:
+            neighbours.channel, neighbours.board = channel, channel.watch(comm, page)
     except (OSError, ValueError) as error:
         say(f"plait: rank {comm.rank} runs without {lacks}: {one_line(str(error))}\n")
 
@@ -84,6 +92,9 @@ class Neighbours:
         self._ended: dict[int, ProcessState] = {}
         self._told: set[str] = set()
         self._looked, self._memory = time.monotonic(), processes.out_of_memory_kills()
+        self.channel: HostChannel | None = None
+        self.board: HostBoard | None = None
+        """Of other hosts; rank 0's alone."""
 
     def descriptors(self) -> list[int]:
         return list(self._open.values())
@@ -156,7 +167,7 @@ class Neighbours:
         """Writes the diagnoses of these kinds that nobody has told."""
         statuses = [s for s in self.page.read_all() if s.pid]
         states = [self._ended.get(s.rank) or processes.look(s.pid, s.born) for s in statuses]
-        found = diagnose(statuses, states, time.monotonic(), self.comm.mesh)
+        found = self._diagnosed(statuses, states, time.monotonic())
         found = [f for f in found if f.kind in kinds and f.rank != but]
         ended = [f for f in found if f.kind in ENDED]
         fresh = ended if ended and self._claim("ended") else []
@@ -165,8 +176,27 @@ class Neighbours:
         if not fresh:
             return
         ids = {s.rank: s.pid for s in statuses if s.rank != self.comm.rank}
-        say(block(with_stacks(fresh, self.folder, ids)))
+        text = block(with_stacks(fresh, self.folder, ids))
+        say(text)
         sys.stderr.flush()
+        if self.channel is not None:
+            self.channel.send_home(text, fresh)
+
+    def _diagnosed(self, statuses: list[Status], states: list[ProcessState], now: float) -> list[Diagnosis]:
+        """What is wrong on this host, and of other hosts what they have not told themselves."""
+        near = diagnose(statuses, states, now, self.comm.mesh)
+        far = {s.rank: s for s in (self.board.statuses() if self.board is not None else ())}
+        if not far:
+            return near
+        assert self.board is not None
+        running = [ProcessState(s.pid, "running") for s in far.values()]
+        whole = diagnose([*statuses, *far.values()], [*states, *running], now, self.comm.mesh)
+        for one in whole:
+            if one.rank not in far or self.board.has_told(one):
+                continue
+            if one.kind not in STANDING or now > far[one.rank].since + LONG + LATER:
+                near.append(one)
+        return near
 
     def _claim(self, what: str) -> bool:
         """Whether this rank is the first to tell it."""

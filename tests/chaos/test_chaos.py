@@ -104,9 +104,39 @@ def test_what_cannot_be_asked_for_is_one_line(words: list[str], says: str, capsy
     assert re.search(says, error) and error.count("\n") == 1
 
 
-@pytest.mark.parametrize("name", ["kill", "launcher", "signal", "stop", "disk", "exception", "stranger"])
+SHORT = {
+    "kill": 1,
+    "launcher": 1,
+    "signal": 1,
+    "stop": 1,
+    "disk": 1,
+    "exception": 1,
+    "stranger": 1,
+    "hosts": 2,
+    "link": 2,
+}
+
+
+@pytest.mark.parametrize("name", SHORT)
 def test_a_short_campaign(name: str, tmp_path: Path) -> None:
     """Whether it is right; how fast, a loaded machine cannot tell."""
     (found,) = (row for row in ROWS if row.name == name)
-    *_, last = run_campaign([found], tmp_path, times=1, seed=7)
+    if why := found.needs():
+        pytest.skip(why)
+    *_, last = run_campaign([found], tmp_path, times=SHORT[name], seed=7)
     assert isinstance(last, RowResult) and not last.wrong, last.wrong
+
+
+def test_a_row_that_cannot_be_tried_is_said(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = (
+        CampaignRow("a", "b", "c", lambda ground, number: Result(), needs=lambda: "no root"),
+        CampaignRow("d", "e", "f", lambda ground, number: Result()),
+    )
+    monkeypatch.setattr("plait.commands.chaos.ROWS", rows)
+    assert main(["chaos", "--times", "1"]) == 0
+    shown = capsys.readouterr()
+    assert "a: not tried: no root" in shown.out and "d 0: right" in shown.out, shown
+    assert main(["chaos", "--rows", "a"]) == 2
+    assert "row 'a' can't be tried here: no root" in capsys.readouterr().err

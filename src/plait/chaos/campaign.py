@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
 
-from plait.chaos import refusals, trials
+from plait.chaos import between_hosts, refusals, trials, two_hosts
 from plait.chaos.ground import Ground
 from plait.chaos.trials import Result
 
@@ -35,6 +35,8 @@ class CampaignRow:
     """Trials of the whole campaign."""
     short: int = 1
     """Trials of a short one."""
+    needs: Callable[[], str] = str
+    """Why it can't be tried on this machine; empty: it can."""
 
 
 ROWS = (
@@ -65,6 +67,24 @@ ROWS = (
         {"told": 5.0},
         times=50,
         short=1,
+    ),
+    CampaignRow(
+        "hosts",
+        "SIGKILL or SIGSTOP of a rank of another host",
+        "named on its host and on that of rank 0",
+        between_hosts.ended_or_stopped,
+        {"told": 5.0},
+        short=2,
+        needs=two_hosts.missing,
+    ),
+    CampaignRow(
+        "link",
+        "the link between two hosts is cut, or cut and mended",
+        "each host names the other; all end, or go on, to the bit",
+        between_hosts.link_cut,
+        {"told": 10.0},
+        short=2,
+        needs=two_hosts.missing,
     ),
     CampaignRow("slow", "a rank that is twice as slow", "told, and not ended", trials.slow, {"steps": 20}),
     CampaignRow("even", "no rank is slow", "nobody is told to be", trials.even, {"share": 0.01}),

@@ -49,6 +49,10 @@ def run_chaos(config: ChaosConfig) -> int:
         if Path(config.folder).is_dir() and any(Path(config.folder).iterdir()):
             raise ValueError(f"folder {config.folder!r} is not empty: give a new one")
     rows = [known[name] for name in dict.fromkeys(config.rows or known)]
+    why = {row.name: row.needs() for row in rows}
+    if config.rows and (absent := [name for name, reason in why.items() if reason]):
+        raise ValueError(f"row {absent[0]!r} can't be tried here: {why[absent[0]]}")
+    rows = [row for row in rows if not why[row.name]]
     console = screen(stderr=config.json == "-", soft_wrap=True)
     found: list[RowResult] = []
     folder = None if config.folder is None else Path(config.folder)
@@ -61,6 +65,9 @@ def run_chaos(config: ChaosConfig) -> int:
             row, number, result = event
             seen = ", ".join(f"{name} {value:.3g}" for name, value in result.seen.items())
             console.print(f"{row.name} {number}: {result.wrong or 'right'}{f' ({seen})' if seen else ''}")
+    for name, reason in why.items():
+        if reason:
+            console.print(f"{name}: not tried: {reason}")
     console.print(table_of(found))
     if config.json is not None:
         write_json(config.json, {"rows": [as_json(result) for result in found]})

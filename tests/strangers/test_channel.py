@@ -11,6 +11,7 @@ import os
 import pickle
 import socket
 import ssl
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
@@ -109,6 +110,29 @@ def test_a_listener_without_the_key_gets_no_message() -> None:
             sender.send({"secret": 1})
         connection, _ = false.accept()
         connection.close()
+
+
+@pytest.mark.parametrize(("receipt", "says"), [(b"", "timed out"), (bytes(32), "its receipt is of another message")])
+def test_who_sends_knows_that_it_has_arrived(receipt: bytes, says: str) -> None:
+    """A listener behind a cut link takes nothing, though the socket does."""
+
+    def listen() -> None:
+        connection, _ = false.accept()
+        nonce = os.urandom(NONCE)
+        connection.sendall(HELLO + nonce)
+        theirs = connection.recv(NONCE + 32, socket.MSG_WAITALL)[:NONCE]
+        connection.sendall(mac(KEY.secret, b"listener", nonce, theirs) + receipt)
+        ended.wait(PATIENT)
+        connection.close()
+
+    ended = threading.Event()
+    with socket.create_server(LOOPBACK) as false, Sender(false.getsockname(), KEY, patience=1.0) as sender:
+        thread = threading.Thread(target=listen)
+        thread.start()
+        with pytest.raises(OSError, match=says):
+            sender.send({"a": 1})
+        ended.set()
+        thread.join()
 
 
 class Harm:

@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from plait.comm.peer import Peer
+from plait.core.mesh import Mesh
 from plait.watch.channel import Listener, Message, Sender
-from plait.watch.hosts import SILENT, HostBoard, HostSide, parse_address, report_of
+from plait.watch.diagnose import LONG, Diagnosis, block
+from plait.watch.hosts import SILENT, HostBoard, HostChannel, HostSide, parse_address, report_of
+from plait.watch.joined import LATER, Neighbours
 from plait.watch.key import ChannelKey
 from plait.watch.page import Page, Status, StatusRecord
+from plait.watch.processes import ProcessState
 
 PEERS = [Peer(0, "a", 1), Peer(1, "a", 2), Peer(2, "b", 3), Peer(3, "b", 4)]
 KEY = ChannelKey(b"sixteen bytes or more")
@@ -95,6 +102,7 @@ def test_a_program_that_ends_says_that_it_leaves(end: str, tmp_path: Path) -> No
         script = f"""
 from pathlib import Path
 from plait.comm.peer import Peer
+from plait.core.mesh import Mesh
 from plait.watch.channel import Sender
 from plait.watch.hosts import HostSide
 from plait.watch.key import ChannelKey
@@ -135,6 +143,80 @@ def test_text_of_another_host_is_escaped() -> None:
     board.take(report_of("b", [status(2, phase="\x1b[2J", error="a\nb")], 50.0)[0])
     [two] = board.statuses()
     assert two.phase == "\\x1b[2J" and two.error == "a\\nb"
+
+
+def _place(folder: Path) -> tuple[Page, Path, int]:
+    """A page of two ranks, its folder, and no lock."""
+    return Page.create(folder / "page", 2), folder, -1
+
+
+def told_by_b(board: HostBoard, *found: Diagnosis) -> None:
+    """What host b sends when it finds something, without the channel."""
+    sent = list[Message]()
+    with Listener(("127.0.0.1", 0), KEY, sent.append) as listener:
+        HostChannel(listener.address, KEY, tuple(PEERS), "b").send_home(block(found), found)
+        HostChannel(listener.address, KEY, tuple(PEERS), "a").send_home("of its own", found)
+        end = time.monotonic() + 30
+        while not sent and time.monotonic() < end:
+            time.sleep(0.01)
+    for message in sent:
+        board.take(message)
+
+
+def test_what_another_host_finds_is_told_here_and_escaped() -> None:
+    shown = list[str]()
+    board = HostBoard(PEERS, Clock(), shown.append)
+    stopped = Diagnosis("stopped", 3, "is stopped\x1b[2J", "on host b", step=7)
+    told_by_b(board, stopped)
+    assert shown == ["plait: rank 3 is stopped\\x1b[2J\n  on host b\n"]
+    assert board.has_told(stopped) and board.has_told(replace(stopped, kind="stands still"))
+    assert not board.has_told(replace(stopped, step=8)) and not board.has_told(replace(stopped, rank=2))
+    assert not board.has_told(replace(stopped, kind="straggler"))
+    assert not board.lost()
+
+
+@pytest.mark.parametrize("found", [[["dancing", 2, 1]], [["stopped", 1, 1]], [[["stopped"], 2, 1]], [2]])
+def test_nothing_is_found_of_a_rank_that_is_not_theirs(found: Any) -> None:
+    shown = list[str]()
+    board = HostBoard(PEERS, Clock(), shown.append)
+    with pytest.raises(ValueError, match=r"no report|has no|nothing that is found"):
+        board.take({"host": "b", "ranks": [], "text": ["a"], "found": found})
+    assert not shown and not board.found
+
+
+def test_a_rank_that_its_own_host_cannot_accuse_is_found_by_rank_0(tmp_path: Path) -> None:
+    """One rank on each host: on its own host nobody waits for the one that stands still."""
+    peers = [Peer(0, "a", os.getpid()), Peer(1, "b", 3)]
+    shown = list[str]()
+    neighbours = Neighbours(SimpleNamespace(rank=0, mesh=Mesh(shard=2)), *_place(tmp_path))  # type: ignore[arg-type]
+    neighbours.board = HostBoard(peers, time.monotonic, shown.append)
+    mine = Status(0, "a", os.getpid(), "waiting", 7, operation="all_reduce", peers=(0, 1))
+    theirs = Status(1, "b", 13, "running", 7)
+
+    def found(waited: float, stood: float) -> list[tuple[str, int]]:
+        now = time.monotonic()
+        neighbours.board.take(report_of("b", [replace(theirs, since=now - stood, heartbeat=now)], now)[0])  # type: ignore[union-attr]
+        state = [ProcessState(os.getpid(), "running")]
+        return [(f.kind, f.rank) for f in neighbours._diagnosed([replace(mine, since=now - waited)], state, now)]
+
+    assert found(LONG + 1, LONG + 1) == [], "its own host may still say more of it"
+    assert found(LONG + LATER + 1, LONG + LATER + 1) == [("stands still", 1)]
+    assert found(LONG + LATER + 1, 1.0) == [], "it has gone on"
+    told_by_b(neighbours.board, Diagnosis("stands still", 1, "has stood still", "on host b", step=7))
+    assert found(LONG + LATER + 1, LONG + LATER + 1) == [], "its own host has told it"
+    neighbours.board._heard["b"] -= SILENT + 1
+    assert neighbours.board.statuses() == [], "of a host that is not heard nothing is known"
+
+
+def test_steps_of_another_host_are_compared(tmp_path: Path) -> None:
+    peers = [Peer(0, "a", os.getpid()), Peer(1, "b", 3)]
+    neighbours = Neighbours(SimpleNamespace(rank=0, mesh=Mesh(shard=2)), *_place(tmp_path))  # type: ignore[arg-type]
+    neighbours.board, now = HostBoard(peers), time.monotonic()
+    fast = Status(0, "a", os.getpid(), "running", 40, steps=((0.2, 0.2),) * 40, finished=40, since=now)
+    slow = Status(1, "b", 13, "running", 40, steps=((0.4, 0.0),) * 40, finished=39, since=now)
+    neighbours.board.take(report_of("b", [slow], now)[0])
+    (one,) = neighbours._diagnosed([fast], [ProcessState(os.getpid(), "running")], now)
+    assert (one.kind, one.rank) == ("straggler", 1) and "2.0 times as long" in one.what
 
 
 def test_many_ranks_go_in_several_messages() -> None:

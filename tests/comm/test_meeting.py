@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+from plait.comm import init_process
 from plait.comm.deadline import within
 from plait.comm.environment import WorldVariables
 from plait.comm.init_process import PING, VALIDATE, open_store, probe
@@ -188,11 +189,22 @@ def test_who_does_not_come_is_named_and_nobody_waits_longer() -> None:
     assert isinstance(alone, TimeoutError) and "for 3 ranks: rank 0 did not come" in str(alone)
 
 
-def test_a_host_whose_name_leads_to_itself_is_refused_where_there_are_others() -> None:
+def unknown(*_: object) -> None:
+    raise socket.gaierror(-2, "Name or service not known")
+
+
+def test_a_host_whose_name_leads_to_itself_is_refused_where_there_are_others(monkeypatch: pytest.MonkeyPatch) -> None:
     for outcome in met([peer(0, "a"), peer(1, "b", loopback=True)], 2):
-        assert "the host of rank 1 (host b, process 101) resolves to loopback" in str(outcome)
+        assert "the host of rank 1 (host b, process 101) leads to loopback" in str(outcome)
     assert not isinstance(met([peer(0, loopback=True), peer(1, loopback=True)], 2)[0], Exception)
     assert loopback_only("localhost") and loopback_only("127.0.1.1")
+    with monkeypatch.context() as patch:  # gloo takes loopback where the name leads nowhere
+        patch.setattr(socket, "getaddrinfo", unknown)
+        patch.setattr(init_process, "loopback_only", lambda name: loopback_only(name, socket.getaddrinfo))
+        patch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+        assert init_process._on_loopback()
+        patch.setenv("GLOO_SOCKET_IFNAME", "eth0")
+        assert not init_process._on_loopback()
     assert not loopback_only("x", lambda *_: [(2, 1, 6, "", ("127.0.1.1", 0)), (2, 1, 6, "", ("10.0.0.1", 0))])
 
 

@@ -121,10 +121,12 @@ ASKED = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 
 
 def asked_to_end(ground: Ground, number: int) -> Result:
-    """A signal to the launcher, or to one rank: a last checkpoint, then the same run goes on."""
-    name, out = ASKED[number % len(ASKED)], ground.new()
+    """A signal to the launcher, or to one rank: a last checkpoint, then the same run goes on.  One that this process
+    was told to ignore (``nohup``) its runs ignore too."""
+    heard = [name for name in ASKED if signal.getsignal(name) is not signal.SIG_IGN]
+    name, out = heard[number % len(heard)], ground.new()
     step = ground.random.randrange(3, ground.steps - 5)
-    to_rank = number // len(ASKED) % 2
+    to_rank = number // len(heard) % 2
     fault = ("--inject", f"signal={name.name}@rank={number % RANKS},step={step}") if to_rank else ()
     child = ground.start(ground.words(out, *fault))
     if to_rank:

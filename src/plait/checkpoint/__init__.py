@@ -9,6 +9,7 @@ retention.py     which old checkpoints go, and when
 load.py          ``plait.load``: into any layout, each rank reads its regions
 as_saved.py      after a load: every piece compared with what lies in the files
 storage.py       what saving and loading ask of a place
+same_folder.py   whether all hosts see the same folder
 folder.py        a place on a file system: folders that are whole or not there
 objects.py       a place under a URL, where nothing can be renamed
 manifest.py      what a checkpoint says of itself, checked field by field

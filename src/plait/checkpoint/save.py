@@ -18,6 +18,7 @@ from types import TracebackType
 from typing import Any
 
 from plait.checkpoint.folder import begin, place, step_name
+from plait.checkpoint.same_folder import check_same_folder
 from plait.checkpoint.snapshot import HostMemory, numbers_of, taken
 from plait.checkpoint.storage import Storage
 from plait.checkpoint.writing import FAILED, RUNNING, Save, Writing, saying
@@ -160,6 +161,8 @@ class Saver:
             error = problem
         name = step_name(engine.steps)
         self._check_together(error, self.place.partial(name, own))
+        if self._published is None and isinstance(folder := self.place.given(), Path):
+            check_same_folder(folder, comm)
         own = broadcast_text(comm, own, Note("state"))
         partial = self.place.partial(name, own)
         about = Save(partial, own, engine.steps, self.keep, self.deadline, comm.deadline)

@@ -209,13 +209,15 @@ def _first(error: BaseException) -> str:
 
 
 def _on_loopback() -> bool:
-    """Whether gloo would listen on loopback, because this host's name leads there."""
+    """Whether gloo would listen on loopback, because this host's name leads there or nowhere."""
     if os.environ.get("GLOO_SOCKET_IFNAME"):
         return False
     try:
         return within(RESOLVE_SECONDS, lambda: loopback_only(socket.gethostname()))
-    except (OSError, UnicodeError):
+    except TimeoutError:
         return False
+    except (OSError, UnicodeError):
+        return True
 
 
 def code_facts(read: Callable[[Path], bytes] = Path.read_bytes) -> dict[str, str]:

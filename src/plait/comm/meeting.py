@@ -229,8 +229,8 @@ def _problem(peers: Sequence[Peer]) -> str:
     alone = [peer for peer in peers if peer.loopback]
     if alone and len({peer.host for peer in peers}) > 1:
         return (
-            f"the name of the host of {alone[0]} resolves to loopback there, where other hosts cannot reach it: set "
-            f"GLOO_SOCKET_IFNAME to its network interface (ip -brief address shows them), or mend its /etc/hosts"
+            f"the name of the host of {alone[0]} leads to loopback there, or nowhere, so no other host can reach it: "
+            f"set GLOO_SOCKET_IFNAME to its network interface (ip -brief address shows them), or mend its /etc/hosts"
         )
     return ""
 

@@ -128,6 +128,7 @@ class RankAgent(SimpleElasticAgent):
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         assert self._look is not None
         ended = self._ended()
+        self._look.tell_signals()
         failures = [recorded(rank, code, note_of(self._host.attempt, rank)) for rank, code in ended.items() if code]
         if failures:
             first = first_of(failures)

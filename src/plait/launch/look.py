@@ -48,6 +48,12 @@ class Look:
         time.sleep(SETTLE_SECONDS)
         return block([one for one in self._found(ended) if one.kind in ENDED])
 
+    def tell_signals(self) -> None:
+        """Tells which ranks were asked to end.  All may have ended behind their step within a moment."""
+        for status in [] if self.page.stop else self.page.read_all():
+            if status.signal > 0 and self._is_new("signal", status.rank, time.monotonic()):
+                say(f"plait: rank {status.rank} got {signal_name(status.signal)}: all ranks end behind their step\n")
+
     def tell(self, ended: Mapping[int, int], ranks: Mapping[int, int]) -> Diagnosis | None:
         """Tells what is new; the finding that has lasted for the deadline, if there is one.
 
@@ -59,9 +65,6 @@ class Look:
         if now < self._next:
             return None
         self._next = now + BETWEEN_SECONDS
-        for status in self.page.read_all():
-            if status.signal > 0 and not self.page.stop and self._is_new("signal", status.rank, now):
-                say(f"plait: rank {status.rank} got {signal_name(status.signal)}: all ranks end behind their step\n")
         found = [one for one in self._found(ended) if one.kind not in ENDED]
         lasting = {(one.kind, one.rank) for one in found} | {("signal", rank) for rank in ranks}
         lasting |= {key for key in self._told if key[0] == "straggler"}

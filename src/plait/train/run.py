@@ -22,6 +22,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from plait import __version__
 from plait.checkpoint.huggingface import write_folder
+from plait.checkpoint.same_folder import check_same_folder
 from plait.checkpoint.save import Saver
 from plait.comm import Comm
 from plait.comm.agree import gather_ints
@@ -112,6 +113,8 @@ def run_train(config: TrainConfig, comm: Comm, argv: Sequence[str] = ()) -> int:
         if config.out:
             write_text(Path(config.out) / SETTINGS, to_toml(config))
     training.saver = saver_of(config, engine)
+    if config.out and training.saver is not None:
+        check_same_folder(Path(config.out), comm)
     inject(engine, config.inject, threads=config.world == "thread")
     with sinks, watch as watched, view, stream, training.saver or nullcontext():
         try:

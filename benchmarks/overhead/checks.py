@@ -1,15 +1,17 @@
-"""What the checks cost: steps with and without them in turns, in one run.
+"""What checks and the watch cost: steps with and without them in turns, in one run.
 
-    plain  collectives  drift | plain  collectives  drift | ...    a turn is some steps; ratios of medians are printed
+    plain  collectives  drift  unwatched | collectives  drift  ... | ...    a turn is some steps; medians are compared
 
 ``python benchmarks/overhead/checks.py [--steps STEPS-OF-A-TURN] [--rounds N] FLAG-OF-PLAIT-TRAIN...``; in the turn
-"drift" every step is checked, so that a run with --check-drift N pays one N-th of what it is slower.
+"drift" every step is checked, so that a run with --check-drift N pays one N-th of what it is slower.  In "unwatched" no
+operation is written on the status page; the heartbeat's thread goes on, and its processor time is printed beside it.
 """
 
 from __future__ import annotations
 
 import statistics
 import sys
+import threading
 import time
 
 import tyro
@@ -23,8 +25,9 @@ from plait.core.mesh import AXES
 from plait.engine.drift import DriftCheck
 from plait.job.job import make_job
 from plait.launch import launch
+from plait.watch.rank import RankObserver
 
-TURNS = ("plain", "collectives", "drift")
+TURNS = ("plain", "collectives", "drift", "unwatched")
 
 
 def measure(comm: Comm, config: TrainConfig, steps: int, rounds: int) -> int:
@@ -32,26 +35,34 @@ def measure(comm: Comm, config: TrainConfig, steps: int, rounds: int) -> int:
     job = make_job(config)
     engine, _ = job.engine(comm, config.parallelism)
     batches = job.microbatches(0, comm.mesh.data_rank(comm.rank), comm.mesh.data_size, config.microbatches)
-    check = CollectiveCheck(comm)
+    check, observers = CollectiveCheck(comm), comm.observers
+    unwatched = tuple(one for one in observers if not isinstance(one, RankObserver))
+    beat = next(thread for thread in threading.enumerate() if thread.name == "plait heartbeat")
+    clock = time.pthread_getcpuclockid(beat.ident or 0)
+    began, beats = time.perf_counter(), time.clock_gettime(clock)
     seconds: dict[str, list[float]] = {turn: [] for turn in TURNS}
     for number in range(rounds + 1):
-        for turn in TURNS[number % 3 :] + TURNS[: number % 3]:
+        for turn in TURNS[number % len(TURNS) :] + TURNS[: number % len(TURNS)]:
             comm.barrier(AXES)
             comm.check = check if turn == "collectives" else None
+            comm.observers = unwatched if turn == "unwatched" else observers
             engine._drift = DriftCheck(engine, 1 if turn == "drift" else 0)
             for _ in range(steps):
                 comm.ledger.clear()
                 start = time.perf_counter()
                 engine.step(batches)
                 seconds[turn] += [time.perf_counter() - start] if number else []  # the first round warms up
-            comm.check = None
+            comm.check, comm.observers = None, observers
+    share = (time.clock_gettime(clock) - beats) / (time.perf_counter() - began)
     mine = [statistics.median(seconds[turn]) for turn in TURNS]
     slowest = dict(zip(TURNS, map(max, zip(*gather_floats(comm, mine, AXES, Note("bench")), strict=True)), strict=True))
     if not comm.rank:
-        plain, checked, drift = (slowest[turn] for turn in TURNS)
+        plain, checked, drift, unwatched_step = (slowest[turn] for turn in TURNS)
         print(f"{comm.mesh}, {config.row.name}, {engine.num_parameters:,} parameters: {plain * 1e3:.2f} ms a step")
         print(f"  --check-collectives {checked * 1e3:.2f} ms: {checked / plain:.2f} times")
         print(
+            f"  the status page {(plain - unwatched_step) * 1e6:.0f} us: {(plain / unwatched_step - 1) * 100:.2f} %\n"
+            f"  the heartbeat's thread {share * 100:.3f} % of a core\n"
             f"  a check of drift {(drift - plain) * 1e3:.2f} ms: every 100 steps {(drift / plain - 1):.2f} %",
             flush=True,
         )

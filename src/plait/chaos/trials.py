@@ -149,13 +149,15 @@ def asked_to_end(ground: Ground, number: int) -> Result:
     return Result(result.wrong or ground.same_run(out), seen)
 
 
+LONGER = ("--microbatches", "4")
+"""Steps of a tenth of a second or more: of shorter ones more are looked at, since many short ones together say little."""
 SLOWER = r"computes [0-9.]+ times as long"
 
 
 def slow(ground: Ground, number: int) -> Result:
     """A rank that takes twice as long: told, and not ended."""
     rank, out = number % RANKS, ground.new()
-    child = ground.start(ground.words(out, "--inject", f"slow=2x@rank={rank},step=5"))
+    child = ground.start(ground.words(out, *LONGER, "--inject", f"slow=2x@rank={rank},step=5"))
     injected(child)
     told = child.wait_for(rf"rank {rank} {SLOWER}", PATIENCE)
     metrics = lines_of(out / "metrics.jsonl")
@@ -167,7 +169,7 @@ def slow(ground: Ground, number: int) -> Result:
 
 def even(ground: Ground, number: int) -> Result:
     """Nobody is slow: nobody is told to be."""
-    child = ground.start(ground.words(ground.new()))
+    child = ground.start(ground.words(ground.new(), *LONGER))
     result = outcome(child, "", {})
     alarms = len(re.findall(SLOWER, child.text()))
     return Result(result.wrong, {"share": alarms / ground.steps})

@@ -97,7 +97,7 @@ def line_of(entry: object, row: Row, layouts: tuple[str, ...]) -> str:
     for name in layouts:
         result = row[name]
         why = f" ({result['why']})" if result["why"] else ""
-        ledger = " LEDGER" if result["ledger"] and result["once"] else ""
+        ledger = " LEDGER" if result["ledger"] else ""
         said.append(f"{name} {result['word']}{why}{ledger} {result['seconds']:.0f}s")
     return f"{entry}: {'; '.join(said)}"
 

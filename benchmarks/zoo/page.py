@@ -34,8 +34,8 @@ Other people's models, trained by plait with not a line of theirs changed, each 
 Each model is small (four layers, a few heads, random weights) and trains two steps of ragged batches in fp64.
 *bitwise*: every parameter is the same number. *equal*: within 1e-10. *refused*: plait says why, before anything is
 wrong. *crash*: an error that nobody has written. An asterisk: the messages that were sent are not those predicted.
-The prediction takes it that each unit runs once in a forward and gets its gradients; models in which one runs more
-often, or never, or is not used by the loss, are not counted for it (in brackets).
+In brackets: a unit runs more than once in a forward, or never, or a first step had to see who else reads it; its
+gathers are not predicted, all else is.
 """
 
 
@@ -83,7 +83,7 @@ def _summary(rows: Sequence[Row], column: str) -> str:
 
 def _cell(result: Mapping[str, Any], numbers: Mapping[str, int]) -> str:
     if result["word"] in RIGHT:
-        star = "" if not result["ledger"] else "*" if result["once"] else " (*)"
+        star = "*" if result["ledger"] else "" if result["once"] else " (*)"
         return result["word"] + star
     return f"{result['word']} [{numbers[result['why']]}](#why-not)"
 

@@ -16,7 +16,6 @@ import math
 import time
 import traceback
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -29,9 +28,8 @@ from wide import wide
 
 import plait
 from plait.comm import Comm
-from plait.plan.cost import differences
 from plait.tensor_parallel.passing import PassingOf
-from plait.verify.record import predict
+from plait.verify.record import irregular, predict, unlike
 
 STEPS = 2
 TOLERANCE = 1e-10
@@ -82,7 +80,7 @@ class Result:
     ledger: list[str] = field(default_factory=list)
     """Messages that were not as predicted; the first few."""
     once: bool = True
-    """Whether each unit ran once in a forward and all its parameters got gradients, as the prediction assumes."""
+    """Whether all was compared: not the gathers of units that ``plait.verify.record.irregular`` names."""
     seconds: float = 0.0
     traceback: str = ""
 
@@ -143,10 +141,7 @@ def ours(model: nn.Module, batches: Batches, layout: Layout) -> Run:
             mine, comm, strategy=layout.strategy, optimizer=optimizer, loss_fn=loss_sum, count_fn=count,
             **layout.settings,
         )  # fmt: skip
-        losses, ledger = [], []
-        forwards = [0] * len(engine.units)
-        for index, unit in enumerate(engine.units):
-            unit.module.register_forward_pre_hook(partial(_counted, forwards, index))
+        losses, ledger, once = [], [], True
         first = comm.mesh.data_rank(comm.rank) * num
         for step in range(STEPS):
             made = [batches.microbatch(step, first + m) for m in range(num)]
@@ -155,8 +150,9 @@ def ours(model: nn.Module, batches: Batches, layout: Layout) -> Run:
             losses.append(engine.step(made).loss)
             job = SimpleNamespace(width=0, leading=leading, passing=observed, dtype=torch.float64)
             sent = [e for e in comm.ledger.since(mark) if e.note.phase != "setup" or not checks]
-            ledger += differences(predict(engine, job, made), sent)
-        once = set(forwards) == {STEPS * num} and all(engine.update.have_gradient.values())
+            runs = irregular(engine, num)
+            ledger += unlike(predict(engine, job, made), sent, runs)
+            once = once and not runs
         return Run(losses, engine.full_state_dict(), ledger, once)
 
     runs = plait.run_threads(layout.mesh, body, deadline=DEADLINE)
@@ -165,11 +161,8 @@ def ours(model: nn.Module, batches: Batches, layout: Layout) -> Run:
             not torch.equal(value, other.parameters[name]) for name, value in runs[0].parameters.items()
         ):
             raise AssertionError("ranks end with different losses or parameters")
-    return Run(runs[0].losses, runs[0].parameters, [line for run in runs for line in run.ledger], runs[0].once)
-
-
-def _counted(forwards: list[int], index: int, module: nn.Module, args: Any) -> None:
-    forwards[index] += 1
+    once = all(run.once for run in runs)
+    return Run(runs[0].losses, runs[0].parameters, [line for run in runs for line in run.ledger], once)
 
 
 def compare(run: Run, expected: Run) -> Result:

@@ -102,6 +102,27 @@ def test_a_rank_reads_its_rows_and_nothing_else(tmp_path: Path, mesh: str) -> No
     assert all(every[name] >= p.numel() for name, p in parameters.items())
 
 
+@pytest.mark.parametrize("mesh", ["shard=3", "shard=2 tensor=2"])
+def test_no_more_is_read_at_a_time_than_a_few_elements(
+    tmp_path: Path, mesh: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither a large piece nor a long row is in memory twice."""
+    read, sizes = FolderWeights.read, list[int]()
+
+    def counted(self: FolderWeights, name: str, region: Region) -> Tensor:
+        value = read(self, name, region)
+        sizes.append(value.numel())
+        return value
+
+    monkeypatch.setattr(FolderWeights, "read", counted)
+    monkeypatch.setattr("plait.engine.state.weights.MOST", 7)
+    folder = folders.write(tmp_path)
+    truth = folders.load(folder).state_dict()
+    for state, *_ in loaded(folder, mesh, strategy="zero3"):
+        agree(state, truth)
+    assert max(sizes) == 7
+
+
 @pytest.mark.parametrize(("stored", "wanted"), [("bfloat16", "float32"), ("float32", "bfloat16")])
 def test_values_take_the_dtype_of_the_model(tmp_path: Path, stored: str, wanted: str) -> None:
     folder = folders.write(tmp_path, dtype=getattr(torch, stored))

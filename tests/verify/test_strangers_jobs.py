@@ -52,6 +52,25 @@ class Encoder(nn.Module):
         return y
 
 
+class Pooled(Encoder):
+    """A unit runs, and the loss does not use it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embed(x)
+        for block in self.blocks:
+            x = block(x)
+        self.unused(x)
+        y: Tensor = self.head(x.mean(1))
+        return y
+
+
+class Reading(Encoder):
+    """The model's own code reads a weight of a unit inside of it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + (x.mean(1) @ self.embed.weight.T)[:, :CLASSES]
+
+
 class Normalised(nn.Sequential):
     def __init__(self) -> None:
         super().__init__(nn.Flatten(), nn.Linear(21, WIDTH), nn.BatchNorm1d(WIDTH), nn.Linear(WIDTH, CLASSES))
@@ -178,6 +197,19 @@ def test_tied_weights_are_gathered_as_predicted(strategy: str, settings: dict[st
     job = plait.UserJob(lambda: Tied(**settings), loss_sum, tokens)
     verdict = plait.verify(job, "replica=2 shard=2", strategy, microbatches=2, steps=2)
     assert verdict.word == "bitwise" and not verdict.irregular, verdict
+
+
+@pytest.mark.parametrize(
+    ("mesh", "strategy"), [("shard=3", "zero3"), ("shard=3", "zero2"), ("pipe=2 shard=2", "zero3")]
+)
+def test_a_unit_that_the_loss_does_not_use_sends_as_predicted(mesh: str, strategy: str) -> None:
+    verdict = plait.verify(replace(JOB, build=Pooled), mesh, strategy, microbatches=2, steps=2)
+    assert verdict.word == "bitwise" and not verdict.irregular, verdict
+
+
+def test_who_reads_a_unit_from_around_it_is_seen_in_the_first_step_and_told() -> None:
+    verdict = plait.verify(replace(JOB, build=Reading), "shard=3", "zero3", microbatches=2, steps=2)
+    assert verdict.word == "bitwise" and verdict.irregular == {"embed": 1, "unused": 0}, verdict
 
 
 def test_a_fault_of_the_tensor_axis_is_named_and_not_the_gradient_of_rounding(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -247,7 +247,11 @@ class UnitLayout:
     summed: tuple[bool, ...] = ()
     """Which flats have gradients that are pending over the tensor axis; none where it is empty."""
     own: int = 0
-    """The place of the unit's own use among them."""
+    """The place of the unit's own use among ``uses``, or of that by a unit around it, which holds it open."""
+    held: int = 0
+    """The place of the last use that a backward holds open to its end."""
+    reduced: bool = True
+    """Whether a microbatch's gradients are reduced: not those of a split unit that gets none."""
 
     @property
     def differentiated(self) -> bool:
@@ -262,7 +266,8 @@ class UnitLayout:
     def backward_uses(self, *, open_still: bool) -> int:
         """The gathers of one backward pass.
 
-        ``open_still``: a unit that trains waits for its last gradient, so what ran before it finds it open.
+        What ran before a use that is held open finds it open; ``open_still``: and a unit that trains waits for its last
+        gradient.
         """
         waits = open_still and any(self.trainable) and self.uses[self.own]
-        return sum(self.uses) - (sum(self.uses[: self.own]) if waits else 0)
+        return sum(self.uses[max(self.held, self.own if waits else 0) :])

@@ -85,7 +85,7 @@ def predict_line(
         ``waits`` as ``open_still`` of ``UnitLayout.backward_uses``."""
         cell = strategy.grads if phase in ("microbatch", "step") else strategy.params
         for unit in stages[stage].units:
-            if phase == "backward" and not unit.differentiated:
+            if (phase == "backward" and not unit.differentiated) or (phase == "microbatch" and not unit.reduced):
                 continue
             for index, flat in enumerate(unit.flats):
                 if (trained and not unit.trainable[index]) or (summed and not (unit.summed and unit.summed[index])):

@@ -6,7 +6,7 @@ parameters, which every rank records whole.
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import astuple, dataclass, field
 from typing import Any
 
@@ -131,25 +131,33 @@ def record_layout(
         measured = [e for e in comm.ledger.since(mark) if e.note.phase != "setup" or not checking]
         runs = irregular(engine, len(batches))
         recorder.record.irregular |= runs
-        found = differences(*([e for e in entries if not _is_gather(e, runs)] for entries in (predicted, measured)))
-        recorder.record.ledger_differences += found
+        recorder.record.ledger_differences += unlike(predicted, measured, runs)
     return recorder.finish(engine)
 
 
 def irregular(engine: Engine, num_microbatches: int) -> dict[str, float]:
-    """The gathered units that did not run once in each forward of the last step, and how often they did.
+    """The gathered units that did not run once in each forward of the last step, and how often they did; and those that
+    a unit around them was first seen to read in it.
 
     How often such a unit is gathered depends on what else is open at the time: its gathers are not predicted.
     """
-    ran = [(stage.unsharding.runs, stage.units) for stage in engine.stages.values() if stage.unsharding.runs]
-    units = [(runs[unit], unit) for runs, units in ran for unit in units if unit.split_needs]
-    return {unit.name: times / num_microbatches for times, unit in units if times != num_microbatches}
+    ran = [stage.unsharding for stage in engine.stages.values() if stage.unsharding.runs]
+    units = [(u.runs[unit], unit, unit in u.found) for u in ran for unit in u.units if unit.split_needs]
+    return {unit.name: n / num_microbatches for n, unit, found in units if found or n != num_microbatches}
 
 
 def left_out(units: Mapping[str, float]) -> str:
     """What the prediction leaves out, for people."""
     named = ", ".join(f"{name!r} ({runs:g} times)" for name, runs in units.items())
-    return f"not predicted: the gathers of units that do not run once in a forward: {named}"
+    return (
+        f"not predicted: the gathers of units that do not run once in a forward, or that a unit around them is first "
+        f"seen to read: {named}"
+    )
+
+
+def unlike(predicted: Iterable[Entry], measured: Iterable[Entry], units: Mapping[str, float]) -> list[str]:
+    """What stands in one ledger and not in the other, the gathers of these units left out."""
+    return differences(*([e for e in entries if not _is_gather(e, units)] for entries in (predicted, measured)))
 
 
 def _is_gather(entry: Entry, units: Mapping[str, float]) -> bool:

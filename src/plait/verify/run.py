@@ -47,7 +47,7 @@ class Verdict:
     ``tree`` has the findings against the replay of the layout's tree, ``plain`` those against one plain full-batch
     step, ``ledger`` the messages in which prediction and measurement differ.  ``left_out`` counts the steps that were
     skipped, because their scaled gradients were not finite; where none was made, nothing is proved.  ``irregular`` has
-    the units that do not run once in a forward, and how often they do: their gathers are not compared.  ``spread`` is
+    the units that ``record.irregular`` names, and how often they run: their gathers are not compared.  ``spread`` is
     how the layout lies among honest runs.  ``first`` is the first wrong tensor, where it was looked for and found;
     ``unplaced`` says why it was not.
     """

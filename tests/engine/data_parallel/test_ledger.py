@@ -39,6 +39,38 @@ def tied() -> nn.Module:
     return cases.distinct(model)
 
 
+class Reader(cases.Net):
+    """The model's own code reads what lies in a unit inside of it."""
+
+    def forward(self, x_BC: cases.Tensor) -> cases.Tensor:
+        return super().forward(x_BC) + (x_BC @ self.first.weight)[:, :3]
+
+
+class Unused(cases.Net):
+    """A unit whose output the loss does not use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.unused = nn.Linear(3, cases.WIDTH)
+
+    def forward(self, x_BC: cases.Tensor) -> cases.Tensor:
+        y_BC = super().forward(x_BC)
+        self.unused(y_BC)
+        return y_BC
+
+
+class TwoStreams(cases.Net):
+    """A second stream enters by a tied weight, later than the first; neither input wants a gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.second = nn.Linear(cases.WIDTH, cases.WIDTH, bias=False)
+        self.second.weight = self.first.weight
+
+    def forward(self, x_BC: cases.Tensor) -> cases.Tensor:
+        return super().forward(x_BC) + self.second(x_BC)[:, :3]
+
+
 @pytest.mark.parametrize("row", [*ROWS, "mine: shard | full | shard, pending(replica) | shard/replica"])
 @pytest.mark.parametrize("mesh", ["shard=1", "shard=2", "replica=2", "shard=3", "replica=2 shard=2"])
 def test_the_ledger_is_the_prediction_byte_for_byte(mesh: str, row: str) -> None:
@@ -51,6 +83,12 @@ def test_the_ledger_is_the_prediction_byte_for_byte(mesh: str, row: str) -> None
 @pytest.mark.parametrize("settings", [{"cut": "tensor"}, {"prefetch": 0}, {"prefetch": 9}, {"units": ("blocks.0.up",)}])
 def test_so_it_is_with_other_settings(row: str, settings: dict[str, object]) -> None:
     ledgers(net(), "replica=2 shard=2", row, 2, **settings)
+
+
+@pytest.mark.parametrize("row", ROWS)
+@pytest.mark.parametrize("model", [Reader, Unused, TwoStreams])
+def test_so_it_is_where_units_are_read_from_around_or_late_or_not_used(row: str, model: type[cases.Net]) -> None:
+    ledgers(cases.distinct(model()), "replica=2 shard=2", row, 2)
 
 
 @pytest.mark.parametrize("row", ["hsdp", "psdp"])

@@ -4,8 +4,6 @@ the last pass    0 1 2 3 4
 this one         0 1 . . .     expected next: 2; after 0 1 4 nothing is
 """
 
-from collections.abc import Sequence
-
 from plait.engine.data_parallel.unit import Unit
 
 
@@ -16,10 +14,9 @@ class GatherOrder:
         self.expected: list[Unit] = []
         self.seen: list[Unit] = []
 
-    def begin(self, guess: Sequence[Unit] = ()) -> None:
-        """A new pass: expected to repeat the last one, or to follow the guess when there was none."""
-        self.expected = self.seen or list(guess)
-        self.seen = []
+    def begin(self) -> None:
+        """A new pass: expected to repeat the last one; of the first, nothing is expected."""
+        self.expected, self.seen = self.seen, []
 
     def record(self, unit: Unit) -> None:
         """What the pass unshards now; once it leaves the expected order, nothing is prefetched for the rest of it."""

@@ -207,6 +207,8 @@ class Gradients:
 
     def end_microbatch(self) -> None:
         """After a backward: units that did not run here, but may have elsewhere, take part with zeros."""
+        for unit in self.order:
+            unit.unit.gets_gradients = unit.due is not None
         for unit in self._in_fixed_order:
             unit.complete = True
         self._reduce_in_fixed_order()

@@ -11,7 +11,6 @@ master   what the optimizer updates, where its cell has another dtype or device 
          rounded from it after each update.  Elsewhere the optimizer updates a part of ``rest``
 """
 
-import math
 from collections.abc import Sequence
 
 import torch
@@ -121,23 +120,23 @@ class Flat:
         """Every parameter as a view of a whole flat buffer."""
         return [buffer[slot.offset : slot.end].view(slot.shape) for slot in self.layout.slots]
 
-    def write(self, slot_index: int, value: Tensor, first_row: int | None = None) -> None:
+    def write(self, slot_index: int, value: Tensor, first: int | None = None) -> None:
         """Write what this rank has at rest of a parameter.
 
         Args:
-            value: the whole parameter, or, given ``first_row``, rows of this tensor rank's piece from that row on.
+            value: the whole parameter, or, given ``first``, elements of this tensor rank's piece from that one on.
         """
         slot, cut = self.layout.slots[slot_index], self.cuts[slot_index]
-        skipped = (first_row or 0) * math.prod(slot.shape[1:])
-        if cut is not None and first_row is None:
+        if cut is not None and first is None:
             value = piece_of(value, cut, self.tensor_rank)
-        elements = value.reshape(-1)
+        elements, begin = value.reshape(-1), first or 0
         masters = [] if self.master is None else [(self.master, self.optim_place)]
         for piece, place in [(self.rest, self.held), *masters]:
             for run in self.layout.runs(*place):
-                if run.slot is slot:
-                    here = slice(run.offset, run.offset + run.numel)
-                    piece[here].copy_(elements[run.start - skipped : run.stop - skipped])
+                low, high = max(run.start, begin), min(run.stop, begin + elements.numel())
+                if run.slot is slot and low < high:
+                    shift = run.offset - run.start
+                    piece[low + shift : high + shift].copy_(elements[low - begin : high - begin])
 
     def publish(self, note: Note) -> list[Work]:
         """After an update: start to send the updated pieces, rounded, to whoever has them at rest."""

@@ -56,7 +56,12 @@ class Unit:
         self.pinned = False
         """Someone else reads them (see ``pins``): passes leave the unit open."""
         self.differentiated = True
-        """Its output required a gradient in the last training forward, which is known from the first one on."""
+        """A backward goes through it: its output required a gradient in the last training forward and, where it is
+        gathered, got one in the last backward."""
+        self.stays_open = False
+        """It was open until the end of the last backward, for no input of it wants a gradient that would end it."""
+        self.gets_gradients = True
+        """Gradients of its parameters came in the last backward."""
         self.open_units = OpenUnits()
         self.relate([], [])
         self._works: list[Work] = []
@@ -155,12 +160,14 @@ class Unit:
         note = Note("publish", self.name)
         return [work for flat in self.flats if flat.trainable for work in flat.publish(note)]
 
-    def layout(self, before: Sequence[Unit], after: Sequence[Unit]) -> UnitLayout:
-        """The unit as the planner sees it; units that borrow its parameters run ``before`` it and ``after``."""
+    def layout(self, readers: Sequence[Unit], own: int) -> UnitLayout:
+        """The unit as the planner sees it; ``readers`` are those that it is gathered for, in the order in which they
+        run: itself or one around it in the place ``own``, and others that borrow its parameters."""
         layouts, trainable = tuple(f.layout for f in self.flats), tuple(f.trainable for f in self.flats)
-        uses = tuple(unit.differentiated for unit in (*before, self, *after))
-        summed = tuple(f.summed for f in self.flats)
-        return UnitLayout(self.name, layouts, trainable, uses, summed, own=len(before))
+        uses = tuple(unit.differentiated for unit in readers)
+        summed, reduced = tuple(f.summed for f in self.flats), self.gets_gradients or not self.split
+        held = max((place for place, unit in enumerate(readers) if unit.stays_open), default=0)
+        return UnitLayout(self.name, layouts, trainable, uses, summed, own, held, reduced)
 
 
 class OpenUnits:

@@ -75,6 +75,8 @@ class Unsharding(StaysHere):
         """The most bytes of gathered parameters at once, of all stages of the rank."""
         self.runs: Counter[Unit] = Counter()
         """Forwards of each gathered unit in the last step, in their order; recomputations are left out."""
+        self.found: set[Unit] = set()
+        """Units that in the last step one around them was first seen to read; from then on it holds them open."""
         self.peers: list[Unsharding] = [self]
         """Those of all stages of the rank."""
         self._inside: list[Unit] = []
@@ -82,10 +84,8 @@ class Unsharding(StaysHere):
         self._in_inner = False
         """A program's own backward has come to a unit, and is not over."""
         self._backward_open: dict[Unit, None] = {}
-        self._ran_backward: set[Unit] = set()
-        self._has_gradients: set[Unit] = set()
-        self._hooks = ActivationHooks()
-        self._before_root = before_root
+        self._ran_backward, self._has_gradients = set[Unit](), set[Unit]()
+        self._hooks, self._before_root = ActivationHooks(), before_root
         self._running: dict[Unit, RunningUnit] = {}
         for unit in units:
             unit.open_units = self.open_units
@@ -140,6 +140,8 @@ class Unsharding(StaysHere):
         self._check_seen(unit, [owner])
         with torch._C.DisableTorchFunction():
             unit.borrow(owner)
+            if unit in owner.ancestors:
+                self.found.add(owner)
             self._unshard_for(unit, owner, self.phase, self.orders[self.phase])
 
     def reshard(self, unit: Unit, *, keep: bool, keep_borrowed: bool) -> None:
@@ -318,8 +320,7 @@ class Unsharding(StaysHere):
         if microbatch is not None:
             self._hooks.microbatch = microbatch
         self.split_backward, self.in_pass = split, True
-        ran = reversed(self.orders["forward"].seen)
-        self.orders["backward"].begin(guess=[unit for unit in ran if unit.differentiated])
+        self.orders["backward"].begin()
         self._ran_backward.clear()
 
     def begin_weights(self) -> None:
@@ -381,15 +382,18 @@ class Unsharding(StaysHere):
 
     def end_backward(self) -> None:
         """After the backward of a microbatch: back to rest with whatever is still gathered."""
-        for unit in list(self._backward_open):
+        left = list(self._backward_open)
+        for unit in left:
             self._end_backward_of(unit)
-        self._has_gradients.clear()
-        self._ran_backward.clear()
         self._hooks.drop(self._hooks.microbatch)
         self.num_flying = max(0, self.num_flying - 1)
         for unit in self.units:
+            if unit.split_needs:
+                unit.differentiated, unit.stays_open = unit in self._ran_backward, unit in left
             users = unit.users - self.held
             assert users == 0, f"unit {unit.name!r} still has {users} users after the backward pass"
+        self._has_gradients.clear()
+        self._ran_backward.clear()
         self.pins.num_backwards += 1
         self.in_pass = False
         if not self.held and not self.num_flying:

@@ -166,6 +166,7 @@ class Stage:
         """Before the first forward of a step; drops what an earlier one left when it raised."""
         self.unsharding.drop_step()
         self.unsharding.runs.clear()
+        self.unsharding.found.clear()
         self.flights.clear()
         for module, original in self._twins:
             module.training = original.training
@@ -187,15 +188,19 @@ class Stage:
     def layouts(self) -> tuple[UnitLayout, ...]:
         """The units as the planner sees them; before the first step a backward is expected of frozen layers too.
 
-        One whose parameters a unit inside of it borrows is open then, and is not gathered for that.  Which of two runs
-        first is known after the first step; before it, the owner is expected to.
+        A parameter that is read inside of a unit that reads it too is open then, and is not gathered for that.  Which
+        of two runs first is known after the first step; before it, the owner is expected to.
         """
         ran = {unit: place for place, unit in enumerate(self.unsharding.runs)}
 
         def layout(unit: Unit) -> UnitLayout:
-            lent = [o for o in self.units if unit in o.needs and o is not unit and unit not in o.ancestors]
-            before = [other for other in lent if ran.get(other, len(ran)) < ran.get(unit, 0)]
-            return unit.layout(before, [other for other in lent if other not in before])
+            reading = [other for other in self.units if unit in other.needs]
+            outer = [other for other in reading if not set(other.ancestors) & set(reading)]
+            (own,) = (other for other in outer if other is unit or other in unit.ancestors)
+            lent = [other for other in outer if other is not own]
+            before = [other for other in lent if ran.get(other, len(ran)) < ran.get(own, 0)]
+            after = [other for other in lent if other not in before]
+            return unit.layout((*before, own, *after), len(before))
 
         return tuple(layout(unit) for unit in self.units if unit.flats)
 

@@ -14,8 +14,11 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from plait.core.layout import Region
+from plait.core.layout import Region, blocks
 from plait.engine.data_parallel.storage import Flat
+
+MOST = 1 << 22
+"""Elements to read at a time: a request that is worth its way to an object store, and little beside a rank's pieces."""
 
 
 class Weights(Protocol):
@@ -27,7 +30,7 @@ class Weights(Protocol):
 
 
 def read_piece(weights: Weights, name: str, flat: Flat, index: int) -> None:
-    """Read what this rank has at rest of a parameter, and write it into place."""
+    """Read what this rank has at rest of a parameter, and write it into place, at most ``MOST`` elements at a time."""
     slot, cut = flat.layout.slots[index], flat.cuts[index]
     run = next((run for run in flat.layout.runs(*flat.held) if run.slot is slot), None)
     if run is None:
@@ -35,12 +38,13 @@ def read_piece(weights: Weights, name: str, flat: Flat, index: int) -> None:
     row = math.prod(slot.shape[1:])
     rows = (run.start // row, -(-run.stop // row))
     here = (rows, *((0, size) for size in slot.shape[1:])) if slot.shape else ()
-    if cut is not None:
-        blocks = cut.regions(flat.tensor_rank, here)
-        value = torch.cat([weights.read(name, block) for block in blocks], cut.dim)
-    else:
-        value = weights.read(name, here)
-    flat.write(index, value, rows[0])
+    strides = [math.prod(slot.shape[dim + 1 :]) for dim in range(len(slot.shape))]
+    for part in blocks(here, MOST):
+        if cut is not None:
+            value = torch.cat([weights.read(name, one) for one in cut.regions(flat.tensor_rank, part)], cut.dim)
+        else:
+            value = weights.read(name, part)
+        flat.write(index, value, sum(low * stride for (low, _), stride in zip(part, strides, strict=True)))
 
 
 def whole_values(model: nn.Module, weights: Weights, device: torch.device) -> Iterator[tuple[nn.Parameter, Tensor]]:

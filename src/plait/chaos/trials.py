@@ -150,7 +150,7 @@ def asked_to_end(ground: Ground, number: int) -> Result:
 
 
 LONGER = ("--microbatches", "4")
-"""Steps of a tenth of a second or more: of shorter ones more are looked at, since many short ones together say little."""
+"""Steps of a tenth of a second or more: of shorter ones more are looked at, since many of them together say little."""
 SLOWER = r"computes [0-9.]+ times as long"
 
 

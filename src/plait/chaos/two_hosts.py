@@ -118,8 +118,8 @@ def two_hosts(folder: Path) -> Iterator[TwoHosts]:
         yield TwoHosts(a, b)
     finally:
         for child in started:
-            child.kill()  # unshare --kill-child: and so its first process, and so all of them
-            child.wait()
+            with child:
+                child.kill()  # unshare --kill-child: and so its first process, and so all of them
 
 
 def _start(name: str, names: Path) -> subprocess.Popen[str]:

@@ -119,6 +119,8 @@ def rank_main(folder: Path, notes: Path, trial: Trial, rank: int, port: int, tol
         if number == 1 and rank == trial.victim and trial.operation is not None:
             arm(trial.operation)
         saver.save(extra={"step": engine.steps})
+        if not number:
+            saver.wait()  # what kills have left beyond what is kept is gone then
 
 
 def arm(operation: int) -> None:

@@ -112,8 +112,10 @@ def test_a_listener_without_the_key_gets_no_message() -> None:
         connection.close()
 
 
-@pytest.mark.parametrize(("receipt", "says"), [(b"", "timed out"), (bytes(32), "its receipt is of another message")])
-def test_who_sends_knows_that_it_has_arrived(receipt: bytes, says: str) -> None:
+@pytest.mark.parametrize(
+    ("answer", "says"), [(b"", "timed out"), (bytes(32), "its acknowledgement is of another message")]
+)
+def test_who_sends_knows_that_it_has_arrived(answer: bytes, says: str) -> None:
     """A listener behind a cut link takes nothing, though the socket does."""
 
     def listen() -> None:
@@ -121,7 +123,7 @@ def test_who_sends_knows_that_it_has_arrived(receipt: bytes, says: str) -> None:
         nonce = os.urandom(NONCE)
         connection.sendall(HELLO + nonce)
         theirs = connection.recv(NONCE + 32, socket.MSG_WAITALL)[:NONCE]
-        connection.sendall(mac(KEY.secret, b"listener", nonce, theirs) + receipt)
+        connection.sendall(mac(KEY.secret, b"listener", nonce, theirs) + answer)
         ended.wait(PATIENT)
         connection.close()
 

@@ -180,7 +180,7 @@ def test_nothing_is_found_of_a_rank_that_is_not_theirs(found: Any) -> None:
     shown = list[str]()
     board = HostBoard(PEERS, Clock(), shown.append)
     with pytest.raises(ValueError, match=r"no report|has no|nothing that is found"):
-        board.take({"host": "b", "ranks": [], "text": ["a"], "found": found})
+        board.take({"host": "b", "ranks": [], "text": "a", "found": found})
     assert not shown and not board.found
 
 
@@ -220,7 +220,24 @@ def test_steps_of_another_host_are_compared(tmp_path: Path) -> None:
 
 
 def test_many_ranks_go_in_several_messages() -> None:
-    assert [len(m["ranks"]) for m in report_of("b", [status(r) for r in range(40)], 0.0)] == [16, 16, 8]
+    assert [len(m["ranks"]) for m in report_of("b", [status(r) for r in range(10)], 0.0)] == [4, 4, 2]
+
+
+def test_the_longest_that_ranks_can_say_gets_through() -> None:
+    """The page cuts their texts by bytes, what is told is cut by characters, and JSON escapes them."""
+    heard, wide = list[Message](), "\U0001f600" * 400
+    full = replace(status(2), phase=wide[:300], operation=wide[:300], error=wide[:300], peers=tuple(range(63)))
+    full = replace(full, steps=((123456.123456, 123456.123456),) * 500, finished=10**9, count=10**12, pid=10**7)
+    found = [Diagnosis("stands still", 2, wide, wide, others=(wide,) * 64, stack=wide * 100, step=10**9)] * 64
+    with Listener(("127.0.0.1", 0), KEY, heard.append) as listener, Sender(listener.address, KEY) as sender:
+        sent = report_of("b", [full] * 8, 0.0)
+        for message in sent:
+            sender.send(message)
+        HostChannel(listener.address, KEY, tuple(PEERS), "b").send_home(block(found), found)
+        end = time.monotonic() + 30
+        while len(heard) < len(sent) + 1 and time.monotonic() < end:
+            time.sleep(0.01)
+    assert len(heard) == len(sent) + 1 and heard[-1]["text"]
 
 
 def test_two_hosts_over_the_channel(tmp_path: Path) -> None:

@@ -86,7 +86,9 @@ ROWS = (
         short=2,
         needs=two_hosts.missing,
     ),
-    CampaignRow("slow", "a rank that is twice as slow", "told, and not ended", trials.slow, {"steps": 20}),
+    CampaignRow(
+        "slow", "a rank that is twice as slow, in steps of 0.1 s", "told, and not ended", trials.slow, {"steps": 20}
+    ),
     CampaignRow("even", "no rank is slow", "nobody is told to be", trials.even, {"share": 0.01}),
     CampaignRow(
         "ranks",

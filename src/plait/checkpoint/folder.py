@@ -229,7 +229,12 @@ def find(path: str | Path | Storage) -> Storage:
 def checkpoints(path: str | Path | Storage) -> list[Storage]:
     """The checkpoints in a place, the newest last; a damaged one is among them."""
     path = place(path)
-    return [path / name for name in sorted(path.checkpoints(), key=lambda name: int(name.removeprefix("step-")))]
+    return sorted((path / name for name in path.checkpoints()), key=step_of)
+
+
+def step_of(checkpoint: Storage) -> int:
+    """The steps that it has made, from its name."""
+    return int(checkpoint.name.removeprefix("step-"))
 
 
 def begin(parent: Storage, step: int, own: str, *, first: bool = True) -> Storage:

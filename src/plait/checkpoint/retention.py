@@ -6,7 +6,9 @@
 What goes is renamed to a hidden name first, so a run that is killed leaves a checkpoint whole or not there.
 """
 
-from plait.checkpoint.folder import checkpoints, read_manifest
+from contextlib import suppress
+
+from plait.checkpoint.folder import checkpoints, read_manifest, step_of
 from plait.checkpoint.manifest import NAME, Manifest
 from plait.checkpoint.storage import Storage
 from plait.checkpoint.stored import check_contents
@@ -35,6 +37,19 @@ def remove_older(newest: Storage, keep: int) -> None:
         raise ValueError(f"{str(newest)!r} has been saved, but {error}; no older checkpoint was removed") from error
     for folder in going:
         folder.discard()
+
+
+def remove_left_over(place: Storage, step: int, keep: int) -> None:
+    """Before a run's first save, of ``step``: remove what several runs have left that were ended behind a save, and
+    before this.
+
+    One more than ``keep`` stays, since the newest of them may be lost yet; so there are never more than two more,
+    however often a run is killed.  Where the newest is damaged all stay, and the save decides.
+    """
+    earlier = [folder for folder in checkpoints(place) if step_of(folder) < step]
+    if earlier:
+        with suppress(ValueError):
+            remove_older(earlier[-1], keep + 1)
 
 
 def _may_go(folder: Storage) -> bool:

@@ -18,6 +18,7 @@ from types import TracebackType
 from typing import Any
 
 from plait.checkpoint.folder import begin, place, step_name
+from plait.checkpoint.retention import remove_left_over
 from plait.checkpoint.same_folder import check_same_folder
 from plait.checkpoint.snapshot import HostMemory, numbers_of, taken
 from plait.checkpoint.storage import Storage
@@ -156,6 +157,8 @@ class Saver:
                 pieces = self._memory.copies(pieces)
             if not comm.rank:
                 with saying(self.place, sum(piece.tensor.nbytes for piece in pieces)):
+                    if self.keep is not None and self._published is None:
+                        remove_left_over(self.place, engine.steps, self.keep)
                     begin(self.place, engine.steps, own, first=self._published is None)
         except Exception as problem:
             error = problem

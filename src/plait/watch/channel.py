@@ -6,7 +6,7 @@
       ├── nonce S, MAC(key, "sender" L S) ────►│   no proof in time, or a wrong one: dropped and counted
       │◄──────────── MAC(key, "listener" L S) ─┤   the sender says nothing before it has seen this
       ├── length, MAC(session, n, body), body ►│   body n = 0, 1, ... is JSON, of at most 64 KiB
-      │◄──────────── MAC(session, "taken" n) ──┤   a receipt: who sends knows what has arrived
+      │◄──────────── MAC(session, "taken" n) ──┤   an acknowledgement: who sends knows that it arrived
 
 A cut link shows nowhere else: what is written to a socket is taken by the kernel of this host.
 
@@ -61,7 +61,7 @@ MOST_PER_SECOND = 100
 MOST_ADDRESSES = 1024
 """That are remembered, for one line of log each."""
 SEND_SECONDS = 2.0
-"""For each of connecting, proving, and sending until the receipt is there."""
+"""For each of connecting, proving, and sending until it is acknowledged."""
 PAUSE_SECONDS = 0.05
 """Between two tries to accept where nothing makes room."""
 NO_PROOF = ": it has another key, or is no listener of plait"
@@ -219,7 +219,7 @@ class Listener:
         elif (message := _parsed(body)) is None:
             self._drop(peer, "sent what is no JSON object")
         else:
-            self._send(peer, _receipt(peer.session, number))
+            self._send(peer, _acknowledgement(peer.session, number))
             try:
                 self._on_message(message)
             except Exception as error:
@@ -266,8 +266,8 @@ class Sender:
         """Sends one message.
 
         Raises:
-            ConnectionError, TimeoutError: the listener cannot be reached, sends no receipt, or has another key; the
-                next call tries anew.
+            ConnectionError, TimeoutError: the listener cannot be reached, acknowledges nothing, or has another
+                key; the next call tries anew.
             ValueError: more than 64 KiB of JSON.
         """
         body = json.dumps(message, separators=(",", ":")).encode()
@@ -280,8 +280,8 @@ class Sender:
             end = time.monotonic() + self._patience
             self._socket.settimeout(self._patience)
             self._socket.sendall(len(body).to_bytes(4, "big") + mac + body)
-            if not hmac.compare_digest(_exactly(self._socket, MAC, end), _receipt(self._session, self._count)):
-                raise ConnectionError("its receipt is of another message")
+            if not hmac.compare_digest(_exactly(self._socket, MAC, end), _acknowledgement(self._session, self._count)):
+                raise ConnectionError("its acknowledgement is of another message")
             self._count += 1
         except OSError as error:
             self.close()
@@ -337,7 +337,7 @@ def _mac(key: bytes, *parts: bytes) -> bytes:
     return hmac.new(key, whole, hashlib.sha256).digest()
 
 
-def _receipt(session: bytes, number: int) -> bytes:
+def _acknowledgement(session: bytes, number: int) -> bytes:
     """That message ``number`` has been taken."""
     return _mac(session, b"taken", number.to_bytes(8, "big"))
 

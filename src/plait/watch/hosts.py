@@ -37,12 +37,13 @@ EVERY = 1.0
 """Seconds between two reports of a host."""
 SILENT = 5.0
 """Seconds after which a host that says nothing is told."""
-AT_ONCE = 16
-"""Ranks in one message."""
+AT_ONCE = 4
+"""Ranks in one message: with the longest texts of the widest characters it stays below ``MOST_BYTES``."""
 LONGEST, LONGEST_LINE = 300, 400
 """Characters of a text, and of a line for the screen."""
-MOST_LINES = 100
-"""Of what another host has found."""
+MOST_TEXT = 5_000
+"""Characters of what a host has found, which may take twelve bytes each."""
+MOST_FOUND = 64
 STEPS = 16
 """The last steps whose times are sent: of steps above an eighth of a second they are enough to find a straggler."""
 CHANNEL = "PLAIT_CHANNEL"
@@ -99,7 +100,8 @@ class HostBoard:
                 raise ValueError(f"this run has no other host '{one_line(host, 80)}'")
             statuses = [_status(host, row, self._clock()) for row in message["ranks"]]
             found = {(_kind(kind), int(rank)): int(step) for kind, rank, step in message.get("found", ())}
-            text = "".join(f"{one_line(str(line), LONGEST_LINE)}\n" for line in message.get("text", ())[:MOST_LINES])
+            lines = str(message.get("text", ""))[:MOST_TEXT].splitlines()
+            text = "".join(f"{one_line(line, LONGEST_LINE)}\n" for line in lines)
             named_ranks = [s.rank for s in statuses] + [rank for _, rank in found]
             if strange := [rank for rank in named_ranks if rank not in self.ranks[host]]:
                 raise ValueError(f"host {one_line(host, 80)} has no {named(strange)}")
@@ -317,10 +319,9 @@ class HostChannel:
         reached."""
         if self.is_home:
             return
-        lines = [one_line(line, LONGEST_LINE) for line in text.splitlines()[:MOST_LINES]]
-        found = [(d.kind, d.rank, d.step) for d in diagnoses]
+        found = [(d.kind, d.rank, d.step) for d in diagnoses[:MOST_FOUND]]
         with contextlib.suppress(OSError), Sender(self.address, self.key) as sender:
-            sender.send({"host": self.host, "ranks": [], "text": lines, "found": found})
+            sender.send({"host": self.host, "ranks": [], "text": text[:MOST_TEXT], "found": found})
 
 
 def parse_address(text: str) -> Address:

@@ -71,6 +71,30 @@ class Frozen(Patches):
         return y
 
 
+class Latent(nn.Module):
+    """Siblings that read activations of two widths; and a block of which only a number is kept."""
+
+    tensor_plan: ClassVar = {
+        "wide": "column",
+        "narrow": "column",
+        "down": "row",
+        "aside.up": "column",
+        "aside.down": "row",
+    }
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.squeeze, self.head = nn.Linear(96, WIDTH), nn.Linear(WIDTH, 6), nn.Linear(WIDTH, 5)
+        self.wide, self.narrow, self.down = nn.Linear(WIDTH, HIDDEN), nn.Linear(6, HIDDEN), nn.Linear(HIDDEN, WIDTH)
+        self.aside = Block()
+
+    def forward(self, images: Tensor) -> Tensor:
+        x = self.embed(images.flatten(1))
+        self.seen = self.aside(x).detach().square().sum()
+        y: Tensor = self.head(x + self.down(self.wide(x).tanh() * self.narrow(self.squeeze(x))))
+        return y
+
+
 class Cross(nn.Module):
     """Queries of one stream, keys and values of another; asks for a value, which meta tensors do not have."""
 
@@ -144,6 +168,7 @@ def llama() -> nn.Module:
 JOBS: dict[str, tuple[Callable[[], nn.Module], Any, Any]] = {
     "patches": (Patches, of_image, images),
     "frozen": (Frozen, of_image, images),
+    "latent": (Latent, of_image, images),
     "two streams": (TwoStreams, of_pair, pairs),
     "labels": (llama, of_labels, pairs),
 }
@@ -197,7 +222,7 @@ def test_a_forward_shows_what_our_own_families_say(model: str, sequence: bool) -
     assert one == other
 
 
-@pytest.mark.parametrize("name", ["patches", "frozen", "labels", "two streams"])
+@pytest.mark.parametrize("name", ["patches", "frozen", "latent", "labels", "two streams"])
 def test_a_large_model_shows_it_on_fake_tensors(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of the two streams one is asked for a value, so the model runs as it is."""
     job = job_of(name, "tensor=2")

@@ -121,11 +121,11 @@ def never_zero_gradients(patch: Patch) -> None:
 
 def dropout_by_local_sample(patch: Patch) -> None:
     """Masks drawn from the place in the microbatch instead of the global sample index."""
-    patch.setattr("plait.engine.engine.RNGPosition", lambda step, m, first, count: RNGPosition(step, m, 0, count))
+    patch.setattr("plait.engine.engine.RNGPosition", lambda step, m, first, *sizes: RNGPosition(step, m, 0, *sizes))
 
 
 def dropout_the_same_in_every_step(patch: Patch) -> None:
-    patch.setattr("plait.engine.engine.RNGPosition", lambda step, m, first, count: RNGPosition(0, m, first, count))
+    patch.setattr("plait.engine.engine.RNGPosition", lambda step, m, first, *sizes: RNGPosition(0, m, first, *sizes))
 
 
 def norm_counts_replicas_twice(patch: Patch) -> None:

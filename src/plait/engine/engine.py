@@ -43,7 +43,7 @@ from plait.engine.reduction import returning_sums
 from plait.engine.standing import Standing
 from plait.engine.state.identity import code_of
 from plait.engine.state.weights import Weights
-from plait.engine.step import OpenStep, StepResult, num_samples, whole_count
+from plait.engine.step import OpenStep, StepResult, num_samples, token_counts, whole_count
 from plait.engine.turns import Optimizers, StepTurns, several
 from plait.engine.update import Update
 
@@ -180,7 +180,9 @@ class Engine(OwnLoop):
             stage.begin_step()
         place = self.comm.mesh.data_rank(self.comm.rank) * num
         brought = [
-            Microbatch(batch, RNGPosition(self.steps, place + m, first + sum(samples[:m]), samples[m]))
+            Microbatch(
+                batch, RNGPosition(self.steps, place + m, first + sum(samples[:m]), samples[m], token_counts(batch))
+            )
             for m, batch in enumerate(microbatches)
         ]
         self._broken = self.comm.mesh.pipe > 1
@@ -249,16 +251,16 @@ class Engine(OwnLoop):
             stage.look_at_model()
         if not self.model.training:
             return  # nothing is drawn
-        size = num_samples((args, kwargs))
+        size, lengths = num_samples((args, kwargs)), token_counts((args, kwargs))
         place = self.comm.mesh.data_rank(self.comm.rank)
         if not torch.is_grad_enabled():
-            stage.begin_alone(RNGPosition(self.steps, -1 - place, place * size, size))
+            stage.begin_alone(RNGPosition(self.steps, -1 - place, place * size, size, lengths))
             return
         self._begin_step()
         self._host.begin(self.steps)
         first = (self._forwards << 40) + place * size  # how many microbatches will come is not known: number them apart
         microbatch = place + self._forwards * self.comm.mesh.data_size
-        stage.begin_alone(RNGPosition(self.steps, microbatch, first, size), self._forwards)
+        stage.begin_alone(RNGPosition(self.steps, microbatch, first, size, lengths), self._forwards)
         self._forwards += 1
 
     def _before_update(self, optimizer: Optimizer) -> None:

@@ -6,11 +6,14 @@ or one without values yet, fake tensors have the shapes, and cost neither memory
 
     plain model ── hooks on what the plan names ──►  {Site: (Passing(shape, trains), ...)}  ──►  plan.predict_tensor
 
-What siblings read enters once, so a site has as many activations as its siblings read different ones.
+What siblings read enters once, so a site has as many activations as its siblings read different ones.  An activation
+*trains* if it wants a gradient and the loss depends on what was made of it: a module that only ranks tokens, say, makes
+what the graph of the loss does not hold.
 """
 
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from functools import partial
 from threading import Lock
 from typing import Any
@@ -19,8 +22,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
+from torch.autograd.graph import Node
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils.hooks import RemovableHandle
 
 from plait.core.tensor_plan import Passing, Passings, Site
 from plait.tensor_parallel.plan import Parallel, site_of
@@ -97,16 +102,48 @@ def _like(tensor: Tensor) -> Tensor:
 
 def passings(model: nn.Module, loss_fn: Callable[[nn.Module, Any], Tensor], batch: Any, parallel: Parallel) -> Passings:
     """What passes the sites of ``parallel`` when the plain ``model`` runs a batch once."""
-    seen: dict[Site, list[Passing]] = {site: [] for site in parallel.sites}
+    seen: Seen = {site: [] for site in parallel.sites}
     with torch.enable_grad(), _hooked(model, parallel, seen):
-        loss_fn(model, batch)
-    return {site: tuple(found) for site, found in seen.items()}
+        loss = loss_fn(model, batch)
+    graph = _graph(loss)
+    return {site: tuple(each.passing(graph) for each in found) for site, found in seen.items()}
+
+
+@dataclass(eq=False)
+class SeenActivation:
+    """What passed a site, and what was made of it."""
+
+    shape: tuple[int, ...]
+    wants_gradient: bool
+    made: list[Node] | None = None
+    """The nodes of what the modules that read it have returned, or its own; None where nobody looked."""
+
+    def passing(self, graph: Set[Node]) -> Passing:
+        """``graph``: what the loss depends on."""
+        reached = self.made is None or not graph.isdisjoint(self.made)
+        return Passing(self.shape, self.wants_gradient and reached)
+
+
+Seen = dict[Site, list[SeenActivation]]
+
+
+def _graph(loss: Tensor) -> set[Node]:
+    """The nodes of autograd that the backward of a loss goes through."""
+    found: set[Node] = set()
+    waiting = [loss.grad_fn]
+    while waiting:
+        node = waiting.pop()
+        if node is not None and node not in found:
+            found.add(node)
+            waiting += [following for following, _ in node.next_functions]
+    return found
 
 
 @contextmanager
-def _hooked(model: nn.Module, parallel: Parallel, seen: dict[Site, list[Passing]]) -> Iterator[None]:
+def _hooked(model: nn.Module, parallel: Parallel, seen: Seen) -> Iterator[None]:
     """Hooks on the modules of a plan that fill ``seen``; they are gone afterwards."""
-    entering = _Entering(parallel, seen)
+    reading = _Reading()
+    entering = _Entering(parallel, seen, reading)
     losses = _Losses(model, parallel, seen)
     handles = [model.register_forward_pre_hook(losses.begins, with_kwargs=True)]
     for name in losses.heads:
@@ -118,10 +155,11 @@ def _hooked(model: nn.Module, parallel: Parallel, seen: dict[Site, list[Passing]
                 handles.append(module.register_forward_hook(partial(_after, site, seen)))
             else:
                 number = [s for s in parallel.sites if (s.kind, s.name) == (site.kind, site.name)].index(site)
-                handles.append(module.register_forward_pre_hook(partial(_before, site, number, seen), with_kwargs=True))
-    for name, site in entering.sites.items():
-        hook = partial(entering, site)
-        handles.append(model.get_submodule(name).register_forward_pre_hook(hook, with_kwargs=True))
+                hook = partial(_before, site, number, seen, reading)
+                handles += [module.register_forward_pre_hook(hook, with_kwargs=True), reading.until_end_of(module)]
+    for name, sites in entering.sites.items():
+        module, enters = model.get_submodule(name), partial(entering, sites)
+        handles += [module.register_forward_pre_hook(enters, with_kwargs=True), reading.until_end_of(module)]
     try:
         with losses:
             yield
@@ -130,50 +168,77 @@ def _hooked(model: nn.Module, parallel: Parallel, seen: dict[Site, list[Passing]
             handle.remove()
 
 
-def _before(
-    site: Site, number: int, seen: dict[Site, list[Passing]], module: nn.Module, args: Any, kwargs: Any
-) -> None:
+class _Reading:
+    """Notes what the modules that run have made of what they were given."""
+
+    def __init__(self) -> None:
+        self._given: dict[nn.Module, list[SeenActivation]] = {}
+
+    def __call__(self, module: nn.Module, activation: SeenActivation) -> None:
+        """The module is given it now."""
+        self._given.setdefault(module, []).append(activation)
+
+    def until_end_of(self, module: nn.Module) -> RemovableHandle:
+        return module.register_forward_hook(self._ends)
+
+    def _ends(self, module: nn.Module, args: Any, output: Any) -> None:
+        nodes = [x.grad_fn for x in _floats(output) if x.grad_fn is not None]
+        for activation in self._given.pop(module, ()):
+            activation.made = [*(activation.made or ()), *nodes]
+
+
+def _before(site: Site, number: int, seen: Seen, reading: _Reading, module: nn.Module, args: Any, kwargs: Any) -> None:
     """The ``number``-th floating-point tensor that a module is given."""
     if number < len(given := _floats((args, kwargs))):
-        seen[site].append(_passing(given[number], site.width if site.kind == "share" else 0))
+        seen[site].append(_seen(given[number], site.width if site.kind == "share" else 0))
+        reading(module, seen[site][-1])
 
 
-def _after(site: Site, seen: dict[Site, list[Passing]], module: nn.Module, args: Any, output: Any) -> None:
-    seen[site].extend(_passing(x, site.width if site.kind == "sum" else 0) for x in _floats(output)[:1])
+def _after(site: Site, seen: Seen, module: nn.Module, args: Any, output: Any) -> None:
+    for x in _floats(output)[:1]:
+        seen[site].append(_seen(x, site.width if site.kind == "sum" else 0))
+        seen[site][-1].made = [x.grad_fn] if x.grad_fn is not None else []
 
 
 def _floats(values: Any) -> list[Tensor]:
     return [x for x in tree_leaves(values) if isinstance(x, Tensor) and x.is_floating_point()]
 
 
-def _passing(x: Tensor, width: int = 0) -> Passing:
+def _seen(x: Tensor, width: int = 0) -> SeenActivation:
     """With ``width``, of that many numbers in a row: experts may read one activation for each of them."""
-    return Passing((x.numel() // width,) if width else tuple(x.shape[:-1]), x.requires_grad)
+    return SeenActivation((x.numel() // width,) if width else tuple(x.shape[:-1]), x.requires_grad)
 
 
 class _Entering:
-    """Enters what siblings read as the engine does: the tensor that entered last, unchanged, does not enter again."""
+    """Enters what siblings read as the engine does: the tensor that entered last, unchanged, does not enter again.
 
-    def __init__(self, parallel: Parallel, seen: dict[Site, list[Passing]]) -> None:
-        of = {site.name: site for site in parallel.sites if site.kind == "enter"}
+    Siblings may read activations of several widths, and then there is a site for each.
+    """
+
+    def __init__(self, parallel: Parallel, seen: Seen, reading: _Reading) -> None:
+        of: dict[str, dict[int, Site]] = {}
+        for site in parallel.sites:
+            if site.kind == "enter":
+                of.setdefault(site.name, {})[site.width] = site
         head = {name for name, style in parallel.styles.items() if style.kind == "vocabulary"}
         names = [n for n, style in parallel.styles.items() if style.enters or n in head]
-        self.sites = {name: of[site] for name in names if (site := site_of(name, parallel)) in of}
-        self._seen = seen
+        self.sites = {name: of[site_of(name, parallel)] for name in names if site_of(name, parallel) in of}
+        self._seen, self._reading = seen, reading
         self._last: tuple[Site, Tensor, int] | None = None
 
-    def __call__(self, site: Site, module: nn.Module, args: Any, kwargs: Any) -> None:
+    def __call__(self, sites: Mapping[int, Site], module: nn.Module, args: Any, kwargs: Any) -> None:
         (x,) = _floats((args, kwargs))[:1]
-        last = self._last
+        site, last = sites[x.size(-1)], self._last
         if last is None or last[0] != site or last[1] is not x or last[2] != x._version:
             self._last = site, x, x._version
-            self._seen[site].append(_passing(x))
+            self._seen[site].append(_seen(x))
+        self._reading(module, self._seen[site][-1])
 
 
 class _Losses(TorchFunctionMode):
     """Sees cross-entropy of the head's classes; of a model that is given ``labels``, the logits, which are gathered."""
 
-    def __init__(self, model: nn.Module, parallel: Parallel, seen: dict[Site, list[Passing]]) -> None:
+    def __init__(self, model: nn.Module, parallel: Parallel, seen: Seen) -> None:
         self._site = next((site for site in parallel.sites if site.kind == "loss"), None)
         vocabulary = [n for n, style in parallel.styles.items() if style.kind == "vocabulary"]
         modules: Mapping[str, Any] = {n: model.get_submodule(n) for n in vocabulary}
@@ -187,7 +252,7 @@ class _Losses(TorchFunctionMode):
     def after_head(self, name: str, module: nn.Module, args: Any, logits: Tensor) -> None:
         if self._whole:
             gathers = Site("gather", name, self.heads[name])
-            self._seen.setdefault(gathers, []).append(_passing(logits))
+            self._seen.setdefault(gathers, []).append(_seen(logits))
 
     def __torch_function__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -196,5 +261,5 @@ class _Losses(TorchFunctionMode):
         if func is F.cross_entropy and self._site is not None:
             logits = args[0] if args else kwargs["input"]
             if not self._whole and logits.size(-1) in self.heads.values():
-                self._seen[self._site].append(Passing(tuple(logits.shape[:-1]), logits.requires_grad))
+                self._seen[self._site].append(_seen(logits))
         return func(*args, **kwargs)

@@ -35,7 +35,7 @@ from plait.core.cells import LONG
 from plait.engine.forward.context import RNGPosition
 from plait.engine.forward.random_streams import STREAMS
 from plait.engine.state.init import materialise
-from plait.engine.step import num_samples, whole_count
+from plait.engine.step import num_samples, token_counts, whole_count
 from plait.job.job import Job
 from plait.sharded.masks import stream_key
 from plait.verify.reference import Record
@@ -59,9 +59,9 @@ def run_plain(job: Job, config: RunConfig) -> Record:
         (batch,) = job.microbatches(step, 0, 1, 1)
         count = whole_count(job.count_fn(batch))
         model.zero_grad()
-        with masks.of(step, samples := num_samples(batch)):
+        with masks.of(step, batch):
             loss = job.loss_fn(model, batch)
-        with masks.of(step, samples):  # a model that recomputes draws its masks again
+        with masks.of(step, batch):  # a model that recomputes draws its masks again
             (loss * scale / count).backward()
         record.losses.append(loss.item() / count)
         gradients = {
@@ -150,9 +150,9 @@ class Masks(TorchDispatchMode):
         self.calls.pop()
 
     @contextmanager
-    def of(self, step: int, num_samples: int) -> Iterator[None]:
+    def of(self, step: int, batch: Any) -> Iterator[None]:
         """Inside, the forward of a step runs, or its backward."""
-        self.step, self.num_samples = step, num_samples
+        self.step, self.num_samples, self.lengths = step, num_samples(batch), token_counts(batch)
         self.drawn: dict[str, int] = {}
         with self, Noise(self):
             yield
@@ -161,7 +161,7 @@ class Masks(TorchDispatchMode):
         """Where the running module's next draw is, as ``random_streams`` asks for it."""
         module = self.calls[-1]
         draw = self.drawn[module] = self.drawn.get(module, -1) + 1
-        return RNGPosition(self.step, 0, 0, self.num_samples), module, f"{module}#{draw}"
+        return RNGPosition(self.step, 0, 0, self.num_samples, self.lengths), module, f"{module}#{draw}"
 
     def sample_keys(self, kind: str, site: str) -> list[int]:
         """One for each sample of the whole batch."""
@@ -179,7 +179,8 @@ class Masks(TorchDispatchMode):
     def mask(self, shape: torch.Size, p: float) -> Tensor:
         """True where an element survives."""
         _, _, site = self.site()
-        kind, rows = ("dropout", self.num_samples) if shape[0] == self.num_samples else ("microbatch dropout", 1)
+        of_samples = shape[0] in (self.num_samples, *(self.num_samples * length for length in self.lengths))
+        kind, rows = ("dropout", self.num_samples) if of_samples else ("microbatch dropout", 1)
         words = [(kind, self.seed, self.step, row, site) for row in range(rows)]
         return torch.stack([keep(words_, math.prod(shape) // rows, p) for words_ in words]).view(shape)
 

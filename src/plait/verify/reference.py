@@ -22,7 +22,7 @@ from plait.engine.forward.dropout import DropoutRNG
 from plait.engine.forward.interceptor import Handler, Interceptor
 from plait.engine.forward.products import Products
 from plait.engine.state.init import materialise
-from plait.engine.step import num_samples, whole_count
+from plait.engine.step import num_samples, token_counts, whole_count
 from plait.job.job import Job
 from plait.tensor_parallel.gemm import find_gemm
 
@@ -117,7 +117,8 @@ class SingleProcess:
         own = self.buffers[data_rank]
         for name, buffer in self.model.named_buffers():
             buffer.copy_(own[name])
-        self.current.begin(RNGPosition(self.step, place, sum(self.samples[:place]), self.samples[place]))
+        lengths, first = token_counts(self.batches[place]), sum(self.samples[:place])
+        self.current.begin(RNGPosition(self.step, place, first, self.samples[place], lengths))
         self.model.zero_grad(set_to_none=True)
         loss = self.job.loss_fn(self.model, self.batches[place])
         loss.backward(torch.full_like(loss, 1 / self.count * self.scale))

@@ -23,6 +23,7 @@ from plait.engine import Engine
 from plait.engine.forward.context import CurrentForward, RNGPosition
 from plait.engine.forward.dropout import DropoutRNG
 from plait.engine.forward.interceptor import Interceptor
+from plait.engine.step import token_counts
 
 
 def timm_drop_path(x: Tensor) -> Tensor:
@@ -53,6 +54,8 @@ RECIPES: dict[str, Callable[[Tensor], Tensor]] = {
     "tensor bernoulli": lambda x: x * torch.full_like(x, 0.6).bernoulli(),
     "exponential": lambda x: x * torch.empty_like(x).exponential_(2.0),
     "gumbel": lambda x: x * F.gumbel_softmax(x, tau=0.7),
+    "router": lambda x: x * torch.rand(x.numel(), 3, dtype=x.dtype).mean(1).view_as(x),  # a draw for each token
+    "dropout of tokens": lambda x: x + F.dropout(x.reshape(-1, 1).expand(-1, 3), 0.3).sum(1).view_as(x),
     "twice": lambda x: x + torch.rand_like(x) - torch.rand_like(x) + F.dropout(x, 0.2),
 }
 
@@ -77,7 +80,7 @@ def one_process(template: nn.Module, data: list[cases.Batch]) -> tuple[list[floa
     Interceptor(current, [DropoutRNG(0, current)]).follow(model)
     optimizer, losses = adamw(model.parameters()), []
     for step, batch in enumerate(data):
-        current.begin(RNGPosition(step, 0, 0, len(batch["x"])))
+        current.begin(RNGPosition(step, 0, 0, len(batch["x"]), token_counts(batch)))
         loss = loss_sum(model, batch) / count(batch)
         loss.backward()
         losses.append(loss.item())
@@ -183,7 +186,7 @@ def test_uniform_numbers_stay_below_one(dtype: torch.dtype) -> None:
 
 
 REFUSED: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
-    "flat": (lambda x: x + torch.rand(x.numel(), dtype=x.dtype).view_as(x), r"draws rand of shape \(\d+,\)"),
+    "pairs": (lambda x: x + torch.rand(2 * x.numel(), dtype=x.dtype)[::2].view_as(x), r"draws rand of shape \(\d+,\)"),
     "batch": (lambda x: x * torch.rand(1, 1, dtype=x.dtype), r"of shape \(1, 1\), which belongs neither"),
     "permutation": (lambda x: x[:, torch.randperm(5)], "'randperm', which no stream serves"),
     "multinomial": (lambda x: x * torch.multinomial(x.exp(), 1), "'multinomial', which no stream serves"),

@@ -11,7 +11,7 @@ Handlers, hooks and messages ask ``current.context``; nothing else remembers any
 written to, by all contexts of their forward.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -49,13 +49,21 @@ def checkpoint_around() -> object:
 class RNGPosition:
     """Where in the run a forward stands: what its dropout masks depend on, besides the seed.
 
-    ``first_sample`` is the global index of the microbatch's first sample within the step.
+    ``first_sample`` is the global index of the microbatch's first sample within the step; ``lengths`` are those that
+    its samples may have in time, as ``token_counts`` finds them.
     """
 
     step: int
     microbatch: int
     first_sample: int
     num_samples: int
+    lengths: tuple[int, ...] = ()
+
+    def of_samples(self, shape: Sequence[int]) -> bool:
+        """Whether the rows of a tensor belong to the samples: [samples, ...], or [samples * time, ...] where the
+        tokens of each sample follow one another, as a router of experts has them."""
+        rows = shape[0] if shape else -1
+        return rows == self.num_samples or rows in (self.num_samples * length for length in self.lengths)
 
 
 class ModuleCall(NamedTuple):

@@ -49,8 +49,8 @@ class DropoutRNG(Handler):
     def mask(self, shape: Sequence[int], p: float, device: torch.device) -> Tensor:
         """The next mask of the running module: bool, ``shape``, True where an element survives.
 
-        The first dim is samples when its size is the microbatch's number of samples; otherwise the module has lost the
-        sample dim, and the mask belongs to the global microbatch.
+        Its rows are samples or tokens where there are as many (``RNGPosition.of_samples``); otherwise the module has
+        lost the sample dim, and the mask belongs to the global microbatch.
         """
         keys = self.keys(shape)
         place = self.place(self.current.context.module.name, shape)
@@ -59,7 +59,7 @@ class DropoutRNG(Handler):
     def keys(self, shape: Sequence[int]) -> list[int]:
         """Those of the next mask of the running module: one for each sample, or one for the microbatch."""
         position, _, site = self.site()
-        if shape and shape[0] == position.num_samples:
+        if position.of_samples(shape):
             return self.sample_keys("dropout", site)
         return [stream_key("microbatch dropout", self.seed, position.step, position.microbatch, site)]
 

@@ -1,12 +1,13 @@
 """Random numbers other than dropout: noise, stochastic depth, jitter, from streams that know their place in the run.
 
     torch.rand(B, 1, 1), randn_like(x), x.new_empty(B, 1).bernoulli_(p), ...      one stream for each sample
+    torch.rand(B * T, E): what a router draws for each token                      the same
     torch.rand([])                                                                one for the step (layerdrop)
     anything else                                                                 refused
 
-A draw belongs to the samples if its first dim is the microbatch's number of samples, and to the step if it has no dim:
-then no cut of the batch changes it, and all ranks drop the same layer.  Of other shapes nobody can say what they
-belong to.
+A draw belongs to the samples if its first dim is the microbatch's number of samples, or of its tokens (samples * a
+length that the batch has), and to the step if it has no dim: then no cut of the batch changes it, and all ranks drop
+the same layer.  Of other shapes nobody can say what they belong to.
 
     bits            32 for each element, and 32 more for the normal distribution       (``sharded.masks``)
     uniform         the first bits, as many as the dtype has digits, / 2**digits       [0, 1)
@@ -46,20 +47,26 @@ def _bits(draws: Draws, like: Tensor, words: int, name: str) -> list[Tensor]:
     """
     position, module, site = draws.site()
     shape = tuple(like.shape)
-    if shape and shape[0] != position.num_samples:
+    if shape and not position.of_samples(shape):
         where = f"module {module!r}" if module else "the model"
         raise ValueError(
             f"{where} draws {name} of shape {shape}, which belongs neither to the {position.num_samples} samples of "
-            f"the microbatch (its first dim) nor, without dims, to the step: another cut would have others. "
-            f"Draw [samples, ...] before dims are flattened, pass generator=..., or draw it in the data pipeline"
+            f"the microbatch (its first dim{_or_tokens(position)}) nor, without dims, to the step: another cut would "
+            f"have others. Draw [samples, ...] or [samples * time, ...], pass generator=..., or draw it in the data "
+            f"pipeline"
         )
     found = []
     for word in range(words):
         kind = f"draw {word}"
         keys = draws.sample_keys(kind, site) if shape else [stream_key(f"step {kind}", draws.seed, position.step, site)]
         place = draws.place(module, shape) if shape else None
-        found.append(stream_bits(keys, math.prod(shape[1:]), like.device, place).view(shape))
+        found.append(stream_bits(keys, math.prod(shape) // max(len(keys), 1), like.device, place).view(shape))
     return found
+
+
+def _or_tokens(position: RNGPosition) -> str:
+    tokens = sorted({position.num_samples * length for length in position.lengths})
+    return f", or their {' or '.join(map(str, tokens))} tokens" if tokens else ""
 
 
 def _open(bits: Tensor) -> Tensor:

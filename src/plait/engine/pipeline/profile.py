@@ -25,6 +25,7 @@ from plait.engine.pipeline.chain import chain_of
 from plait.engine.pipeline.handover import HandOver
 from plait.engine.pipeline.stage import LossFn, StageSettings
 from plait.engine.pipeline.stage_model import StageModel
+from plait.engine.step import token_counts
 from plait.tensor_parallel import Parallel
 from plait.tensor_parallel.gemm import TORCH, Gemm
 
@@ -51,7 +52,7 @@ def link_costs(
     """
     chain = chain_of(model)
     comm = ThreadWorld(Mesh(), device=device).comm(0)
-    position = RNGPosition(0, 0, 0, num_samples)
+    position = RNGPosition(0, 0, 0, num_samples, token_counts(batch))
     parallelism = Parallelism(TABLE["ddp"], recompute=recompute)
     received: HandOver | None = None
     for index in range(len(chain)):

@@ -33,7 +33,7 @@ from plait.core.parallelism import Parallelism
 from plait.core.precision import LossScale
 from plait.engine.drift import DriftCheck
 from plait.engine.evaluation import Evaluation, Evaluator
-from plait.engine.forward.context import RNGPosition
+from plait.engine.forward.context import RNGPosition, token_counts
 from plait.engine.host_random import HostRandomness
 from plait.engine.nonfinite import NonFinite
 from plait.engine.own_loop import OwnLoop
@@ -43,7 +43,7 @@ from plait.engine.reduction import returning_sums
 from plait.engine.standing import Standing
 from plait.engine.state.identity import code_of
 from plait.engine.state.weights import Weights
-from plait.engine.step import OpenStep, StepResult, num_samples, token_counts, whole_count
+from plait.engine.step import OpenStep, StepResult, num_samples, whole_count
 from plait.engine.turns import Optimizers, StepTurns, several
 from plait.engine.update import Update
 
@@ -179,12 +179,11 @@ class Engine(OwnLoop):
         for stage in self.stages.values():
             stage.begin_step()
         place = self.comm.mesh.data_rank(self.comm.rank) * num
-        brought = [
-            Microbatch(
-                batch, RNGPosition(self.steps, place + m, first + sum(samples[:m]), samples[m], token_counts(batch))
-            )
-            for m, batch in enumerate(microbatches)
-        ]
+        brought = []
+        for m, batch in enumerate(microbatches):
+            lengths = token_counts(batch, samples[m])
+            position = RNGPosition(self.steps, place + m, first + sum(samples[:m]), samples[m], lengths)
+            brought.append(Microbatch(batch, position))
         self._broken = self.comm.mesh.pipe > 1
         self._host.begin(self.steps)
         loss_fn = loss_fn if self.steps else returning_sums(loss_fn, count_fn)
@@ -251,7 +250,8 @@ class Engine(OwnLoop):
             stage.look_at_model()
         if not self.model.training:
             return  # nothing is drawn
-        size, lengths = num_samples((args, kwargs)), token_counts((args, kwargs))
+        size = num_samples((args, kwargs))
+        lengths = token_counts((args, kwargs), size)
         place = self.comm.mesh.data_rank(self.comm.rank)
         if not torch.is_grad_enabled():
             stage.begin_alone(RNGPosition(self.steps, -1 - place, place * size, size, lengths))

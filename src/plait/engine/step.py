@@ -54,10 +54,3 @@ def num_samples(batch: Any) -> int:
     raise ValueError(
         f"no tensor found in the batch of type {type(batch).__name__}: its first dim tells the number of samples"
     )
-
-
-def token_counts(batch: Any) -> tuple[int, ...]:
-    """How many tokens a sample of a batch may have: the second dims of the tensors whose first one is the samples."""
-    samples = num_samples(batch)
-    tensors = (leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.dim() > 1)
-    return tuple({leaf.size(1): None for leaf in tensors if leaf.size(0) == samples})

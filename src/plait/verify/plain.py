@@ -32,10 +32,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from plait.config import RunConfig
 from plait.core.cells import LONG
-from plait.engine.forward.context import RNGPosition
+from plait.engine.forward.context import RNGPosition, token_counts
 from plait.engine.forward.random_streams import STREAMS
 from plait.engine.state.init import materialise
-from plait.engine.step import num_samples, token_counts, whole_count
+from plait.engine.step import num_samples, whole_count
 from plait.job.job import Job
 from plait.sharded.masks import stream_key
 from plait.verify.reference import Record
@@ -152,7 +152,8 @@ class Masks(TorchDispatchMode):
     @contextmanager
     def of(self, step: int, batch: Any) -> Iterator[None]:
         """Inside, the forward of a step runs, or its backward."""
-        self.step, self.num_samples, self.lengths = step, num_samples(batch), token_counts(batch)
+        self.step, self.num_samples = step, num_samples(batch)
+        self.lengths = token_counts(batch, self.num_samples)
         self.drawn: dict[str, int] = {}
         with self, Noise(self):
             yield

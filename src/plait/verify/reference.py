@@ -17,12 +17,12 @@ from plait.engine.data_parallel.optim import clip_factor, square_sum
 from plait.engine.data_parallel.storage import dtype_in
 from plait.engine.data_parallel.wrap import automatic
 from plait.engine.forward.compiled import CompiledUnits, closed_units
-from plait.engine.forward.context import CurrentForward, RNGPosition
+from plait.engine.forward.context import CurrentForward, RNGPosition, token_counts
 from plait.engine.forward.dropout import DropoutRNG
 from plait.engine.forward.interceptor import Handler, Interceptor
 from plait.engine.forward.products import Products
 from plait.engine.state.init import materialise
-from plait.engine.step import num_samples, token_counts, whole_count
+from plait.engine.step import num_samples, whole_count
 from plait.job.job import Job
 from plait.tensor_parallel.gemm import find_gemm
 
@@ -117,7 +117,7 @@ class SingleProcess:
         own = self.buffers[data_rank]
         for name, buffer in self.model.named_buffers():
             buffer.copy_(own[name])
-        lengths, first = token_counts(self.batches[place]), sum(self.samples[:place])
+        lengths, first = token_counts(self.batches[place], self.samples[place]), sum(self.samples[:place])
         self.current.begin(RNGPosition(self.step, place, first, self.samples[place], lengths))
         self.model.zero_grad(set_to_none=True)
         loss = self.job.loss_fn(self.model, self.batches[place])

@@ -20,10 +20,9 @@ from torch import Tensor, nn
 from plait.comm import Comm, run
 from plait.core.mesh import Mesh
 from plait.engine import Engine
-from plait.engine.forward.context import CurrentForward, RNGPosition
+from plait.engine.forward.context import CurrentForward, RNGPosition, token_counts
 from plait.engine.forward.dropout import DropoutRNG
 from plait.engine.forward.interceptor import Interceptor
-from plait.engine.step import token_counts
 
 
 def timm_drop_path(x: Tensor) -> Tensor:
@@ -80,7 +79,7 @@ def one_process(template: nn.Module, data: list[cases.Batch]) -> tuple[list[floa
     Interceptor(current, [DropoutRNG(0, current)]).follow(model)
     optimizer, losses = adamw(model.parameters()), []
     for step, batch in enumerate(data):
-        current.begin(RNGPosition(step, 0, 0, len(batch["x"]), token_counts(batch)))
+        current.begin(RNGPosition(step, 0, 0, len(batch["x"]), token_counts(batch, len(batch["x"]))))
         loss = loss_sum(model, batch) / count(batch)
         loss.backward()
         losses.append(loss.item())

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 
 def in_backward() -> bool:
@@ -64,6 +65,12 @@ class RNGPosition:
         tokens of each sample follow one another, as a router of experts has them."""
         rows = shape[0] if shape else -1
         return rows == self.num_samples or rows in (self.num_samples * length for length in self.lengths)
+
+
+def token_counts(batch: Any, num_samples: int) -> tuple[int, ...]:
+    """How many tokens a sample of a batch may have: the second dims of the tensors whose first one is the samples."""
+    tensors = (leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.dim() > 1)
+    return tuple({leaf.size(1): None for leaf in tensors if leaf.size(0) == num_samples})
 
 
 class ModuleCall(NamedTuple):

@@ -19,13 +19,12 @@ from plait.core.collectives import Note
 from plait.core.mesh import AXES, Mesh
 from plait.core.parallelism import Parallelism, Recompute
 from plait.engine.data_parallel.build import SourceModel
-from plait.engine.forward.context import RNGPosition
+from plait.engine.forward.context import RNGPosition, token_counts
 from plait.engine.pipeline.build_stages import lay_stages
 from plait.engine.pipeline.chain import chain_of
 from plait.engine.pipeline.handover import HandOver
 from plait.engine.pipeline.stage import LossFn, StageSettings
 from plait.engine.pipeline.stage_model import StageModel
-from plait.engine.step import token_counts
 from plait.tensor_parallel import Parallel
 from plait.tensor_parallel.gemm import TORCH, Gemm
 
@@ -52,7 +51,7 @@ def link_costs(
     """
     chain = chain_of(model)
     comm = ThreadWorld(Mesh(), device=device).comm(0)
-    position = RNGPosition(0, 0, 0, num_samples, token_counts(batch))
+    position = RNGPosition(0, 0, 0, num_samples, token_counts(batch, num_samples))
     parallelism = Parallelism(TABLE["ddp"], recompute=recompute)
     received: HandOver | None = None
     for index in range(len(chain)):

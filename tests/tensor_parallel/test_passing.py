@@ -71,6 +71,22 @@ class Frozen(Patches):
         return y
 
 
+class InPlace(Patches):
+    """What a product returns is a view of its rows, and is written to."""
+
+    tensor_plan: ClassVar = {"wide": "column", "narrow": "row"}
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wide, self.narrow = nn.Linear(WIDTH, HIDDEN), nn.Linear(HIDDEN, WIDTH)
+
+    def forward(self, images: Tensor) -> Tensor:
+        x = self.embed(images.unfold(1, 4, 4).unfold(2, 4, 4).reshape(len(images), -1, 16))
+        x = self.narrow(F.relu(self.wide(self.blocks[0](x)), inplace=True)).mul_(2)
+        y: Tensor = self.head(self.blocks[1](x).mean(1))
+        return y
+
+
 class Latent(nn.Module):
     """Siblings that read activations of two widths; and a block of which only a number is kept."""
 
@@ -169,6 +185,7 @@ JOBS: dict[str, tuple[Callable[[], nn.Module], Any, Any]] = {
     "patches": (Patches, of_image, images),
     "frozen": (Frozen, of_image, images),
     "latent": (Latent, of_image, images),
+    "in place": (InPlace, of_image, images),
     "two streams": (TwoStreams, of_pair, pairs),
     "labels": (llama, of_labels, pairs),
 }

@@ -128,7 +128,10 @@ class Column(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, queue: WeightGradQueue, index: int) -> Tensor:
         ctx.queue, ctx.index = queue, index
         ctx.save_for_backward(weight if queue.wants_input else None)
-        return queue.axis.gemm.linear(x, weight, bias)
+        y = queue.axis.gemm.linear(x, weight, bias)
+        # A product of more than two dims is a view of one of two, and autograd lets nobody write to such a view.
+        unviewed: Tensor = torch.ops.aten._unsafe_view.default(y, y.shape) if y._is_view() else y
+        return unviewed
 
     @staticmethod
     @first_order

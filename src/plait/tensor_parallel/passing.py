@@ -182,9 +182,16 @@ class _Reading:
         return module.register_forward_hook(self._ends)
 
     def _ends(self, module: nn.Module, args: Any, output: Any) -> None:
-        nodes = [x.grad_fn for x in _floats(output) if x.grad_fn is not None]
+        outputs = _floats(output)
         for activation in self._given.pop(module, ()):
-            activation.made = [*(activation.made or ()), *nodes]
+            if outputs:  # none: it returned an object of a class that hooks cannot look into
+                activation.made = [*(activation.made or ()), *_nodes(outputs)]
+
+
+def _nodes(outputs: Sequence[Tensor]) -> list[Node]:
+    """Those of outputs, and of what they are views of: an output that is written to becomes a view of something new."""
+    bases = [x._base for x in outputs if x._is_view() and x._base is not None]
+    return [x.grad_fn for x in (*outputs, *bases) if x.grad_fn is not None]
 
 
 def _before(site: Site, number: int, seen: Seen, reading: _Reading, module: nn.Module, args: Any, kwargs: Any) -> None:
@@ -197,7 +204,7 @@ def _before(site: Site, number: int, seen: Seen, reading: _Reading, module: nn.M
 def _after(site: Site, seen: Seen, module: nn.Module, args: Any, output: Any) -> None:
     for x in _floats(output)[:1]:
         seen[site].append(_seen(x, site.width if site.kind == "sum" else 0))
-        seen[site][-1].made = [x.grad_fn] if x.grad_fn is not None else []
+        seen[site][-1].made = _nodes([x])
 
 
 def _floats(values: Any) -> list[Tensor]:

@@ -65,6 +65,26 @@ def test_a_chain_in_a_pipeline_with_the_flags_optimizer() -> None:
     assert verdict.word == "bitwise" and not verdict.ledger, verdict
 
 
+class Between(nn.Module):
+    """A layer between the blocks: each stage of two has a copy, and one of them runs it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(7, 7) for _ in range(3))
+        self.between, self.head = nn.Linear(7, 7), nn.Linear(7, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.blocks[1](self.blocks[0](x).tanh())
+        out: Tensor = self.head(self.blocks[2](self.between(x).tanh()))
+        return out
+
+
+@pytest.mark.parametrize("mesh", ["pipe=2", "pipe=3", "pipe=2 shard=2"])
+def test_a_layer_between_blocks_in_a_pipeline(mesh: str) -> None:
+    verdict = plait.verify(replace(JOB, build=Between), mesh=mesh, strategy="zero2", microbatches=2, steps=3)
+    assert verdict.word == "bitwise", verdict
+
+
 def test_a_mean_where_a_sum_is_due_is_seen() -> None:
     mean = plait.UserJob(Net, lambda model, b: F.cross_entropy(model(b[0]), b[1]["y"]), batch)
     with pytest.raises(ValueError, match="the loss is a mean"):

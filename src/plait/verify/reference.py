@@ -7,6 +7,7 @@ It knows nothing of units, flat storage or collectives.  All it takes from the l
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 
 import torch
 from torch import Tensor, nn
@@ -119,7 +120,8 @@ class SingleProcess:
             buffer.copy_(own[name])
         lengths, first = token_counts(self.batches[place], self.samples[place]), sum(self.samples[:place])
         self.current.begin(RNGPosition(self.step, place, first, self.samples[place], lengths))
-        self.model.zero_grad(set_to_none=True)
+        for parameter in (*self.parameters.values(), *chain.from_iterable(self.uses.values())):
+            parameter.grad = None  # of a weight that stages use under one name the model holds the last use alone
         loss = self.job.loss_fn(self.model, self.batches[place])
         loss.backward(torch.full_like(loss, 1 / self.count * self.scale))
         self.losses[place] = loss.item()

@@ -109,6 +109,21 @@ def test_indices_of_a_slice_are_those_within_the_whole(dim: int) -> None:
 # ---- what the plan does not say ----------------------------------------------------------------------------------
 
 
+def test_flattened_tokens_under_sequence_parallelism_are_refused() -> None:
+    def body(comm: Comm) -> None:
+        engine = Engine(model(), comm, strategy="ddp", sequence_parallel=True, loss_fn=_sum, count_fn=len)
+        stage = engine.stages[0]
+        dropout = stage.interceptor.handlers[-1]
+        assert isinstance(dropout, DropoutRNG) and dropout.slice_of is not None
+        stage.current.replace(length=7)
+        start, stop = stage.axis.part(7)
+        assert dropout.slice_of("blocks.0.dropout", (2, stop - start, WIDTH)) == Slice(1, start, 7)
+        with pytest.raises(ValueError, match="draw before dims are flattened"):
+            dropout.slice_of("blocks.0.dropout", (2 * (stop - start), WIDTH))
+
+    plait.run_threads("tensor=2", body)
+
+
 class Pair(nn.Module):
     """up, ``between``, down, ``after``."""
 

@@ -15,6 +15,7 @@ import plait
 from plait.comm import Comm
 from plait.core.layout import part
 from plait.engine import Engine
+from plait.engine.forward.context import RNGPosition
 from plait.engine.forward.dropout import DropoutRNG
 from plait.sharded.masks import Slice
 
@@ -115,7 +116,7 @@ def test_flattened_tokens_under_sequence_parallelism_are_refused() -> None:
         stage = engine.stages[0]
         dropout = stage.interceptor.handlers[-1]
         assert isinstance(dropout, DropoutRNG) and dropout.slice_of is not None
-        stage.current.replace(length=7)
+        stage.current.replace(length=7, position=RNGPosition(0, 0, 0, 2, (7,)))
         start, stop = stage.axis.part(7)
         assert dropout.slice_of("blocks.0.dropout", (2, stop - start, WIDTH)) == Slice(1, start, 7)
         with pytest.raises(ValueError, match="draw before dims are flattened"):

@@ -354,12 +354,13 @@ class TensorParallel(Handler):
                 f"add {name!r}: 'sequence' (the stream, cut in time) or 'whole'"
             )
         if kind == "sequence" and self.axis.sequence:
-            start, stop = self.axis.part(self.axis.length)
-            if shape[1:2] != (stop - start,):
+            position = self.current.context.position
+            if position is not None and shape[0] != position.num_samples:
                 raise ValueError(
                     f"module {name!r} draws dropout of shape {tuple(shape)} under sequence parallelism, where each "
-                    f"rank has [samples, {stop - start} steps of time, ...]: draw before dims are flattened"
+                    f"rank has a part of the time of {position.num_samples} samples: draw before dims are flattened"
                 )
+            start, _ = self.axis.part(self.axis.length)
             return Slice(1, start, self.axis.length)
         if kind == "heads":
             return Slice(1, self.axis.index * shape[1], self.axis.ways * shape[1])

@@ -6,6 +6,7 @@ load FOLDER WHOLE           another decoder takes the folder by torch's own load
 
 from __future__ import annotations
 
+import os
 import sys
 from typing import Any
 
@@ -71,3 +72,5 @@ def main(what: str, folder: str, whole: str, *flags: str) -> None:
 
 if __name__ == "__main__":
     main(*sys.argv[1:])
+    sys.stdout.flush()
+    os._exit(0)  # torch's threads may still run, and C++ ends a process that destroys one (seen once, in CI)

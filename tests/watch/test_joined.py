@@ -172,6 +172,7 @@ def test_nobody_outlives_the_agent_a_stopped_rank_neither(torchrun: Callable[...
     assert run.litter == []
 
 
+@pytest.mark.timeout(900)
 def test_twenty_kills_and_twenty_stops(torchrun: Callable[..., Torchrun]) -> None:
     draw, kills, stops = random.Random(7), list[float](), list[float]()
     for number in range(20):

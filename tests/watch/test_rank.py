@@ -68,6 +68,15 @@ def test_every_step_operation_and_wait_is_on_the_page(comm: Comm, page: Page, tm
     assert (page.read(0).state, comm.observers) == ("done", ())
 
 
+def test_a_wait_that_fails_stays_on_the_page(comm: Comm, page: Page, tmp_path: Path) -> None:
+    with watch(comm, page, tmp_path):
+        comm.begin_step(4)
+        comm.observers[0].asked(OPERATION)
+        with pytest.raises(RuntimeError, match="gone"), comm.waiting(OPERATION):
+            raise RuntimeError("a peer is gone")
+        assert (page.read(0).state, page.read(0).operation) == ("waiting", str(OPERATION))
+
+
 def test_texts_that_are_kept_ready_stay_few(comm: Comm, page: Page, tmp_path: Path) -> None:
     with watch(comm, page, tmp_path):
         (observer,) = comm.observers

@@ -208,19 +208,18 @@ class Comm(ABC):
 
     @contextmanager
     def waiting(self, operation: Operation) -> Iterator[None]:
-        """Around every place where this rank may stand still for others; tells the observers."""
+        """Around every place where this rank may stand still for others; tells the observers.  One that fails is not
+        told as over: the rank gets the error, and for all that is known it waits for those who did not come."""
         if not self.observers:
             yield
             return
         for observer in self.observers:
             observer.waits(operation)
         start = time.perf_counter()
-        try:
-            yield
-        finally:
-            end = time.perf_counter()
-            for observer in self.observers:
-                observer.waited(operation, start, end)
+        yield
+        end = time.perf_counter()
+        for observer in self.observers:
+            observer.waited(operation, start, end)
 
     def begin_step(self, number: int) -> None:
         """Tells the observers that step ``number`` (from 0) begins."""

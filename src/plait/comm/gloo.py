@@ -78,8 +78,9 @@ class GlooTransport(Transport):
         chunks = (flat,) if len(flat) <= most else torch.split(flat, most)
         try:
             return [(start(chunk), chunk) for chunk in chunks]
-        except RuntimeError as error:
-            raise self._failure(operation, error) from error
+        except RuntimeError as error:  # a peer is known to be gone: this rank waits for it no less than in ``wait``
+            with self._waiting(operation):
+                raise self._failure(operation, error) from error
 
     def _receive_stack(self, operation: Operation, mine: Tensor) -> tuple[Tensor, list[Tensor]]:
         """A receive buffer, and one tensor per member: a part of the buffer, or ``mine``.  Fresh memory costs more than

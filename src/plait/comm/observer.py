@@ -24,7 +24,7 @@ class Observer:
         """From here on this rank may stand still for others."""
 
     def waited(self, operation: Operation, start: float, end: float) -> None:
-        """It waited for ``operation``, or gave up, between these times of ``time.perf_counter``."""
+        """It waited for ``operation`` between these times of ``time.perf_counter``; not told of a wait that failed."""
 
     def closed(self) -> None:
         """The world is left; nothing follows."""

@@ -6,7 +6,8 @@
                      told-...         one file per diagnosis: what was told once is told by nobody else
 
 The lowest rank that lives looks at the others once in a second, and at once when one of them ends, which the kernel
-tells (a pidfd).  What it finds it writes to stderr, before torchrun's agent can end it: SIGTERM waits for the report.
+tells (a pidfd, opened when the first step begins at the latest).  What it finds it writes to stderr, before torchrun's
+agent can end it: SIGTERM waits for the report.
 Where hosts speak with each other (``hosts.py``) it is told on the host of rank 0 too, and rank 0 looks at the ranks of
 other hosts for what none of them can see alone: that they are waited for.
 
@@ -91,6 +92,7 @@ class Neighbours:
         self._open: dict[int, int] = {}  # by rank: a descriptor that is readable once its process has ended
         self._ended: dict[int, ProcessState] = {}
         self._told: set[str] = set()
+        self._at_once = False
         self._looked, self._memory = time.monotonic(), processes.out_of_memory_kills()
         self.channel: HostChannel | None = None
         self.board: HostBoard | None = None
@@ -104,8 +106,9 @@ class Neighbours:
 
     def look(self) -> None:
         now = time.monotonic()
-        if now < self._looked + LOOK and not self._news():
+        if now < self._looked + LOOK and not self._at_once and not self._news():
             return
+        self._at_once = False
         self._looked, statuses = now, self._meet()
         mine = self._place(statuses, now)
         fresh = self._buried(statuses)
@@ -116,6 +119,9 @@ class Neighbours:
                 self._tell(ENDED)
         elif not mine:
             self._tell(frozenset({"stopped", "stands still", "crossed", "straggler"}))
+
+    def all_came(self) -> None:
+        self._at_once = True
 
     def last_look(self, *, failed: bool) -> None:
         statuses = self._meet()
@@ -151,6 +157,8 @@ class Neighbours:
                 continue
             state = processes.look(s.pid, s.born)
             if state.state == "gone":
+                if state.exit_code is None and s.rank in self._open:  # the agent was the first to ask
+                    state = replace(state, exit_code=processes.exit_code(self._open[s.rank]))
                 memory = state.exit_code == -9 and ran_out_of_memory(s.pid, self._memory, s.since)
                 self._ended[s.rank] = replace(state, out_of_memory=memory)
                 fresh.append(state)

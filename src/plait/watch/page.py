@@ -20,6 +20,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from time import monotonic
 
 from plait.core.escape import one_line
 
@@ -30,7 +31,8 @@ HEADER, RECORD = 64, 5120
 STATES = ("starting", "running", "waiting", "failed", "done")
 
 # Words of 8 bytes at the start of a record: whole numbers, and times in seconds.  Heartbeat and signal are the
-# heartbeat thread's, which writes each at once, outside of the lock.
+# heartbeat thread's, which writes each at once, outside of the lock.  A wait begins and ends by such words too, the
+# state last: it comes with every operation, and each of them is true by itself.
 NUMBER, PID, BORN, STATE, STEP, COUNT, FINISHED, SIGNAL, SINCE, WAITED, HEARTBEAT = range(11)
 
 PHASE, OPERATION, PEERS = 32, 200, 63
@@ -164,73 +166,84 @@ class Page:
 
 
 class StatusRecord:
-    """One rank's own record, as its writer has it.  Each method is one write."""
+    """One rank's own record, as its writer has it.  Each method is one write, of few words: three come with every
+    operation of a step."""
 
     def __init__(self, page: Page, rank: int, host: str, pid: int, born: int) -> None:
         self._bytes = page.record(rank)
         words = self._bytes[: (HOST.start // 8) * 8]
         self._words, self._times = words.cast("q"), words.cast("d")
         self._steps = self._bytes[FIRST_STEP * 8 :].cast("d")
-        number = self._words[NUMBER] | 1
-        self._words[NUMBER] = number
+        self._about = self._bytes[ABOUT]
+        self._number = self._words[NUMBER] | 1
+        """That of the record, odd within a write; as ``_count`` and ``_waited``, which are not read back from there."""
+        self._count, self._waited = 0, 0.0
+        self._words[NUMBER] = self._number
         self._bytes[8:] = bytes(RECORD - 8)
         self._words[PID], self._words[BORN], self._words[STEP] = pid, born, -1
-        self._times[SINCE] = self._times[HEARTBEAT] = time.monotonic()
+        self._times[SINCE] = self._times[HEARTBEAT] = monotonic()
         self._bytes[HOST] = _field(host, HOST.stop - HOST.start)
-        self._words[NUMBER] = number + 1
+        self._end()
+
+    def _begin(self) -> None:
+        self._number += 1
+        self._words[NUMBER] = self._number
+
+    def _end(self) -> None:
+        self._number += 1
+        self._words[NUMBER] = self._number
 
     def asks(self, about: bytes) -> None:
         """It asks for another operation: ``about`` says which."""
-        words = self._words
-        words[NUMBER] += 1
-        self._bytes[ABOUT] = about
+        words, number = self._words, self._number + 1
+        words[NUMBER] = number
+        self._about[:] = about
         words[STATE] = 1
-        words[COUNT] += 1
-        self._times[SINCE] = time.monotonic()
-        words[NUMBER] += 1
+        self._count += 1
+        words[COUNT] = self._count
+        self._times[SINCE] = monotonic()
+        self._number = words[NUMBER] = number + 1
 
     def waits(self, about: bytes | None = None) -> None:
         """It waits for an operation: the one that it asked for last, or ``about``."""
-        words = self._words
-        words[NUMBER] += 1
         if about is not None:
-            self._bytes[ABOUT] = about
-        words[STATE] = 2
-        self._times[SINCE] = time.monotonic()
-        words[NUMBER] += 1
+            self._begin()
+            self._about[:] = about
+            self._end()
+        self._times[SINCE] = monotonic()
+        self._words[STATE] = 2
 
     def waited(self, seconds: float) -> None:
         """It goes on after so many seconds."""
-        words, times = self._words, self._times
-        words[NUMBER] += 1
-        words[STATE] = 1
-        times[WAITED] += seconds
-        times[SINCE] = time.monotonic()
-        words[NUMBER] += 1
+        times = self._times
+        self._waited += seconds
+        times[WAITED] = self._waited
+        times[SINCE] = monotonic()
+        self._words[STATE] = 1
 
     def begins(self, step: int, before: tuple[float, float] | None) -> None:
         """Step ``step`` begins; ``before`` is what the one before cost: seconds computed, seconds waited."""
         words = self._words
-        words[NUMBER] += 1
+        self._begin()
         if before is not None:
             at = words[FINISHED] % RECENT * 2
             self._steps[at], self._steps[at + 1] = before
             words[FINISHED] += 1
         words[STEP], words[STATE] = step, 1
-        self._times[SINCE] = time.monotonic()
-        words[NUMBER] += 1
+        self._times[SINCE] = monotonic()
+        self._end()
 
     def ends(self, state: str, error: str = "") -> None:
         """It leaves: done, or failed with this error."""
-        self._words[NUMBER] += 1
+        self._begin()
         self._words[STATE] = STATES.index(state)
         self._bytes[ERROR] = _field(error, ERROR.stop - ERROR.start)
-        self._times[SINCE] = time.monotonic()
-        self._words[NUMBER] += 1
+        self._times[SINCE] = monotonic()
+        self._end()
 
     def beats(self) -> None:
         """It is alive; of the heartbeat thread, which never takes the lock."""
-        self._times[HEARTBEAT] = time.monotonic()
+        self._times[HEARTBEAT] = monotonic()
 
     def heard(self, signal_number: int) -> None:
         """A signal came that asks it to end, or ends it (negative); as ``beats``."""

@@ -2,6 +2,7 @@
 
     /proc/<pid>/stat                4711 (python) T 4242 ...  ... the exit code of one that nobody has buried yet
     <cgroup>/memory.events          oom_kill 1                 /dev/kmsg    Killed process 4711
+    a pidfd                         the exit code of one that is buried, from Linux 6.15 on
 
 A process is its id and when it was started, because ids are given away again.  Where there is no ``/proc``, all that is
 known is whether a process of that id exists.
@@ -11,10 +12,12 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import fcntl
 import os
 import re
 import select
 import signal
+import struct
 import sys
 import time
 from collections.abc import Sequence
@@ -40,6 +43,11 @@ class ProcessState:
 _PR_SET_PDEATHSIG = 1
 """Of <sys/prctl.h>."""
 
+_PIDFD_INFO = struct.Struct("Q52xi")
+"""Of <linux/pidfd.h>: what is known, and at the end of the structure's first version the status."""
+
+_PIDFD_INFO_EXIT, _PIDFD_GET_INFO = 1 << 3, 3 << 30 | _PIDFD_INFO.size << 16 | 0xFF << 8 | 11
+
 
 def look(pid: int, born: int = 0, root: Path = Path("/proc")) -> ProcessState:
     """What the kernel says of the process ``pid`` that was started at ``born`` (0: whenever)."""
@@ -50,9 +58,28 @@ def look(pid: int, born: int = 0, root: Path = Path("/proc")) -> ProcessState:
         return ProcessState(pid, "gone")
     letter = fields[0]
     if letter in "ZX":
-        code = int(fields[49]) if len(fields) > 49 else 0
-        return ProcessState(pid, "gone", -(code & 0x7F) or code >> 8)
+        return ProcessState(pid, "gone", _exit_code(int(fields[49]) if len(fields) > 49 else 0))
     return ProcessState(pid, "stopped" if letter in "Tt" else "running")
+
+
+def exit_code(descriptor: int) -> int | None:
+    """How a process ended whose parent has already asked, by a pidfd that was opened before; from Linux 6.15 on.
+
+    None where the kernel does not say: it is older, or the process lives or has not been asked for yet.
+    """
+    answer = bytearray(_PIDFD_INFO.size)
+    _PIDFD_INFO.pack_into(answer, 0, _PIDFD_INFO_EXIT, 0)
+    try:
+        fcntl.ioctl(descriptor, _PIDFD_GET_INFO, answer)
+    except OSError:
+        return None
+    known, code = _PIDFD_INFO.unpack_from(answer)
+    return _exit_code(code) if known & _PIDFD_INFO_EXIT else None
+
+
+def _exit_code(status: int) -> int:
+    """Of a status as wait gives it: minus the signal, or what the program ended with."""
+    return -(status & 0x7F) or status >> 8
 
 
 def born(pid: int, root: Path = Path("/proc")) -> int:

@@ -26,14 +26,13 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
 from plait.comm.base import Comm
 from plait.comm.observer import Observer
 from plait.comm.operation import Operation
-from plait.core.collectives import Note
 from plait.core.escape import one_line, say
 from plait.watch import processes, stacks
 from plait.watch.page import Page, StatusRecord, about
@@ -57,6 +56,9 @@ class Reporter(Protocol):
     def look(self) -> None:
         """Called at every heartbeat, and when a descriptor is readable."""
 
+    def all_came(self) -> None:
+        """Called when the first step begins: all ranks have written on the page, and the next look meets them."""
+
     def last_look(self, *, failed: bool) -> None:
         """Called when this rank leaves."""
 
@@ -69,7 +71,7 @@ class RankObserver(Observer):
 
     def __init__(self, record: StatusRecord, side: RankSide) -> None:
         self._record, self._side = record, side
-        self._texts: dict[tuple[str, Note, int, tuple[int, ...]], bytes] = {}
+        self._texts: dict[tuple[Hashable, ...], bytes] = {}
         self._began, self._waited = 0.0, 0.0
         self._last: Operation | None = None
         self.step = -1
@@ -100,12 +102,14 @@ class RankObserver(Observer):
         self._side.close()
 
     def _about(self, operation: Operation) -> bytes:
-        key = operation.kind, operation.note, operation.numel, operation.group.ranks
+        note, group = operation.note, operation.group  # two ranks at the ends tell a pair from another
+        ends = group.ranks[0], group.ranks[-1]
+        key = operation.kind, note.phase, note.unit, note.microbatch, operation.numel, group.axes, ends
         text = self._texts.get(key)
         if text is None:
             if len(self._texts) == MOST_TEXTS:
                 self._texts.clear()
-            text = about(operation.note.phase, str(operation), operation.group.ranks)
+            text = about(note.phase, str(operation), group.ranks)
             self._texts[key] = text
         return text
 
@@ -122,7 +126,7 @@ class RankSide:
         self._stop_at: tuple[int, int] | None = None  # a signal that would have ended us, and the step it came in
         self._stacks = stacks.listen(folder, comm.rank)
         _wake_when_parent_dies(self._launcher)
-        self._closing = False
+        self._closing = self._steps = False
         comm.observers += (self.observer,)
         atexit.register(self.close)
         self._thread = threading.Thread(target=self._beat, name="plait heartbeat", daemon=True)
@@ -147,6 +151,10 @@ class RankSide:
 
     def goes_on(self, step: int) -> None:
         """The program begins a step.  Where it was to stop before, it does not look: then a signal does as always."""
+        if self.reporter is not None and not self._steps:
+            self._steps = True
+            self.reporter.all_came()
+            self._signals.wake()
         if self._stop_at is not None and step > self._stop_at[1] + 1:
             self._obey(self._stop_at[0])
 

@@ -86,7 +86,7 @@ def test_the_loops_of_the_page_are_one(tmp_path: Path) -> None:
     assert len(loops) == 4
     for number, loop in enumerate(loops):  # each in processes of its own: a second group in one finds the first's keys
         save = f"\nif rank == 0:\n    torch.save(state, {str(tmp_path / f'{number}.pt')!r})\n"
-        leave = "" if "import plait" in loop else "import os\nos._exit(0)\n"  # torch's threads outlive its groups at times
+        leave = "" if "import plait" in loop else "import os\nos._exit(0)\n"  # torch's threads may outlive its group
         script = tmp_path / f"{number}.py"
         script.write_text(loop + save + leave)
         start(str(script), ranks=2)

@@ -8,7 +8,6 @@ has 512 MiB of memory, where the checkpoint has 20 kB, and seconds.  It prints a
 from __future__ import annotations
 
 import copy
-import hashlib
 import json
 import os
 import random
@@ -31,7 +30,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from run_cases import differences
 
 import plait
-from plait.checkpoint.manifest import signed
+from plait.checkpoint.manifest import HASHES, signed
 from plait.comm import Comm, run
 from plait.core.mesh import Mesh
 from plait.engine import Engine
@@ -188,7 +187,8 @@ def spoil(folder: Path, draw: random.Random) -> str:
                 rest = draw.choice([b"", rest[1:], rest + b"\0", os.urandom(len(rest)), bytes(50_000_000)])
             content = with_header(text, rest, draw)
             file.write_bytes(content)
-            data["files"][file.name] = {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+            name = draw.choice(list(HASHES))
+            data["files"][file.name] = {"bytes": len(content), name: HASHES[name](content).hexdigest()}
         case "no file":
             victim = draw.choice([file, path, folder])
             outside = folder.parent.parent / "outside"

@@ -33,7 +33,6 @@ from ports import free_port
 
 import plait
 from plait.checkpoint.folder import Folder, checkpoints, read_manifest
-from plait.checkpoint.manifest import Manifest
 from plait.checkpoint.stored import check_contents
 from plait.engine import Engine
 
@@ -172,7 +171,7 @@ def newest(folder: Path) -> int:
     """The steps of the newest checkpoint, 0 where there is none; every one that is there is whole."""
     steps = [0]
     for there in checkpoints(Folder(folder)):
-        manifest = Manifest.parse(read_manifest(there))
+        manifest = read_manifest(there)
         for name in manifest.files:
             check_contents(there, name, manifest)
         steps.append(manifest.step)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import itertools
+import json
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +14,10 @@ from run_cases import LAYOUTS, Training, differences
 from torch import nn
 
 import plait
+from plait.checkpoint.folder import OpenFile
+from plait.checkpoint.manifest import signed
 from plait.comm import Comm, run
-from plait.core.mesh import Mesh
+from plait.core.mesh import AXES, Mesh
 from plait.engine import Engine
 
 
@@ -116,6 +120,68 @@ def test_small_parameters_and_whole_tensor_states(meshes: tuple[str, str], tmp_p
 
     saved, *_ = run(Mesh.parse(meshes[0]), leave, deadline=20)
     assert not differences(run(Mesh.parse(meshes[1]), enter, deadline=20), [saved] * Mesh.parse(meshes[1]).size)
+
+
+def test_a_rank_reads_its_own_bytes_once_beside_those_that_it_verifies(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read, count = OpenFile.read, list[int]()
+
+    def counted(self: OpenFile, start: int, into: memoryview) -> None:
+        count.append(len(into))
+        read(self, start, into)
+
+    def leave(comm: Comm) -> None:
+        training = Training.begin(comm, "zero3")
+        training.go(0, 2)
+        plait.save(tmp_path, training.engine, extra={"mine": torch.arange(5.0)})
+
+    def enter(comm: Comm) -> int:
+        training = Training.begin(comm, "zero3")
+        comm.barrier(AXES)
+        loaded = plait.load(tmp_path, training.engine)
+        assert torch.equal(loaded.extra["mine"], torch.arange(5.0))
+        return sum(piece.tensor.nbytes for piece in training.engine.pieces()) + 20
+
+    run(mesh("zero3"), leave, deadline=30)
+    files = list((tmp_path / "step-000002").iterdir())
+    monkeypatch.setattr(OpenFile, "read", counted)
+    own = run(mesh("zero3"), enter, deadline=30)
+    headers = 2 * sum(8 + int.from_bytes(file.read_bytes()[:8], "little") for file in files if "rank" in file.name)
+    whole = sum(file.stat().st_size for file in files)
+    assert whole + sum(own) <= sum(count) <= whole + sum(own) + len(own) * headers
+
+
+def test_a_checkpoint_of_format_1_is_read_and_its_damage_seen(tmp_path: Path) -> None:
+    """Its files' hashes were SHA-256."""
+
+    def body(comm: Comm) -> Any:
+        training = Training.begin(comm, "zero3")
+        training.go(0, 2)
+        training.save(tmp_path)
+        comm.barrier(AXES)
+        if not comm.rank:
+            path = tmp_path / "step-000002" / "manifest.json"
+            data = json.loads(path.read_text())
+            data["format"] = 1
+            for name, file in data["files"].items():
+                assert file.pop("blake3")
+                file["sha256"] = hashlib.sha256((path.parent / name).read_bytes()).hexdigest()
+            path.write_text(signed(json.dumps(data)))
+        comm.barrier(AXES)
+        before = training.state()
+        training.go(2, 3)
+        training.load(tmp_path)
+        assert not differences(training.state(), before)
+        comm.barrier(AXES)
+        if not comm.rank:
+            file = tmp_path / "step-000002" / "rank-00001.safetensors"
+            file.write_bytes(file.read_bytes()[:-1] + b"\xff")
+        comm.barrier(AXES)
+        with pytest.raises((ValueError, RuntimeError), match="its SHA256 is another"):
+            training.load(tmp_path)
+
+    run(mesh("zero3"), body, deadline=30)
 
 
 def test_the_average_of_another_engine_is_refused(tmp_path: Path) -> None:

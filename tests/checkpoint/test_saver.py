@@ -16,6 +16,7 @@ from torch import nn
 
 import plait
 from plait.checkpoint import writing
+from plait.checkpoint.snapshot import LateCopy
 from plait.comm import Comm, run
 from plait.core.mesh import AXES, Mesh
 from plait.engine import Engine
@@ -125,6 +126,57 @@ def test_a_second_save_waits_for_the_first_and_uses_its_memory(tmp_path: Path, m
         engine = build(comm, fill=2)
         plait.load(tmp_path, engine)
         return engine.full_state_dict()
+
+    assert not differences(ranks(load), saved)
+
+
+def state_of(engine: Engine) -> Any:
+    return engine.full_state_dict(), engine.optimizer_state_dict()
+
+
+@pytest.mark.parametrize("writer", ["an update", "a load", "the program"])
+def test_what_an_optimizer_keeps_is_copied_while_the_program_goes_on(
+    writer: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Weights are free at once; whoever writes to the moments by way of the engine waits, and anybody else is told."""
+    make, copying = LateCopy.make, threading.Event()
+
+    def slow(self: LateCopy) -> None:
+        copying.set()
+        time.sleep(0.1)
+        make(self)
+
+    monkeypatch.setattr(LateCopy, "make", slow)
+
+    def body(comm: Comm) -> Any:
+        engine = build(comm)
+        go(engine)
+        at = state_of(engine)
+        saver = plait.Saver(tmp_path, engine)
+        saver.save()
+        assert copying.wait(20)
+        for piece in engine.pieces():
+            if not piece.key:
+                piece.tensor.mul_(-1)  # a weight may change at once
+            elif writer == "the program":
+                piece.tensor.mul_(-1)
+        if writer == "an update":
+            go(engine)
+        if writer == "a load":
+            state = {n: {key: 0 * value for key, value in kept.items()} for n, kept in at[1]["state"].items()}
+            engine.load_optimizer_state_dict({**at[1], "state": state})
+        saver.wait()
+        return at
+
+    if writer == "the program":
+        raised_together(body, "was written to while it was saved")
+        assert names(tmp_path) == []
+        return
+    saved = ranks(body)
+
+    def load(comm: Comm) -> Any:
+        plait.load(tmp_path, engine := build(comm, fill=2))
+        return state_of(engine)
 
     assert not differences(ranks(load), saved)
 

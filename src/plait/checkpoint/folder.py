@@ -8,7 +8,6 @@ Whatever ends a run before the rename leaves what was there before; a folder tha
 The newest is the one with the most steps: a run may end between the rename and the line.
 """
 
-import hashlib
 import os
 import re
 import secrets
@@ -19,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
-from plait.checkpoint.manifest import LARGEST, NAME, Manifest, StoredFile
+from plait.checkpoint.manifest import HASHES, LARGEST, NAME, Manifest, StoredFile
 from plait.checkpoint.storage import LATEST, Storage, exists_already
 from plait.files.reading import open_plain
 
@@ -184,19 +183,22 @@ def contents(path: Storage, largest: int) -> bytes:
     return bytes(data)
 
 
-def read_manifest(folder: Storage) -> str:
-    """The text of a checkpoint's manifest, which can be parsed; ValueError for anything else."""
-    data = contents(path := folder / NAME, LARGEST)
+def read_manifest(folder: Storage) -> Manifest:
+    """A checkpoint's manifest; ValueError for anything else."""
+    return parse_manifest(folder, contents(folder / NAME, LARGEST))
+
+
+def parse_manifest(folder: Storage, data: bytes) -> Manifest:
+    """A checkpoint's manifest, given its bytes."""
     try:
-        Manifest.parse(text := data.decode())
+        return Manifest.parse(data.decode())
     except ValueError as error:
-        raise ValueError(f"{str(path)!r} is no manifest that plait wrote: {error}") from error
-    return text
+        raise ValueError(f"{str(folder / NAME)!r} is no manifest that plait wrote: {error}") from error
 
 
 def check_file(path: Storage, stored: StoredFile) -> None:
     """Raises ValueError where a file is not, byte for byte, the one that was written."""
-    digest = hashlib.sha256()
+    digest = HASHES[stored.hash]()
     with path.opened() as file:
         if file.size != stored.bytes:
             raise ValueError(f"{str(path)!r} has {file.size} bytes, and {stored.bytes} were written")
@@ -205,8 +207,8 @@ def check_file(path: Storage, stored: StoredFile) -> None:
             part = buffer[: file.size - start]
             file.read(start, part)
             digest.update(part)
-    if digest.hexdigest() != stored.sha256:
-        raise ValueError(f"{str(path)!r} is not what was written: its SHA-256 is another")
+    if digest.hexdigest() != stored.digest:
+        raise ValueError(f"{str(path)!r} is not what was written: its {stored.hash.upper()} is another")
 
 
 def find(path: str | Path | Storage) -> Storage:

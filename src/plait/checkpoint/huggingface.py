@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from plait.checkpoint.folder import Folder, contents
 from plait.checkpoint.snapshot import is_finite
-from plait.checkpoint.tensor_file import TensorEntry, TensorFile, parsed, safetensors_header
+from plait.checkpoint.tensor_file import Check, TensorEntry, TensorFile, parsed, safetensors_header
 from plait.core.layout import Region, extent
 from plait.engine import Engine
 from plait.engine.state.full import whole_tensors
@@ -65,9 +65,13 @@ class Stored:
         """The tensor or a block of it, in memory of its own."""
         region = tuple((0, size) for size in self.entry.shape) if region is None else region
         block = torch.empty(extent(region), dtype=self.entry.dtype)
-        with self.file.opened() as file:
-            file.read(self.key, region, block)
+        self.fill(region, block)
         return block
+
+    def fill(self, region: Region, into: Tensor, check: Check | None = None) -> None:
+        """A block, into memory that is there (see ``OpenTensors.read``)."""
+        with self.file.opened() as file:
+            file.read(self.key, region, into, check)
 
 
 @dataclass(frozen=True)
@@ -76,15 +80,18 @@ class FolderWeights:
 
     places: Mapping[str, Stored]
 
-    def read(self, name: str, region: Region) -> Tensor:
-        """See ``Stored.read``; ValueError for values that are not finite."""
-        value = (at := self.places[name]).read(region)
-        if value.is_floating_point() and not is_finite(value if value.itemsize > 1 else value.float()):
-            raise ValueError(
-                f"{at.key!r} in {str(at.file.place)!r} has values that are not finite in its region {region}: the "
-                f"file is damaged, or its training had failed; take another"
-            )
-        return value
+    def fill(self, name: str, region: Region, into: Tensor) -> None:
+        """See ``Stored.fill``; ValueError for values that are not finite."""
+        at = self.places[name]
+
+        def check(part: Region, value: Tensor) -> None:
+            if value.is_floating_point() and not is_finite(value if value.itemsize > 1 else value.float()):
+                raise ValueError(
+                    f"{at.key!r} in {str(at.file.place)!r} has values that are not finite in its region {part}: the "
+                    f"file is damaged, or its training had failed; take another"
+                )
+
+        at.fill(region, into, check)
 
     def fill_buffers(self, model: nn.Module) -> None:
         """Give the model's buffers the values that the folder has for them."""

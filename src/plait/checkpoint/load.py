@@ -1,12 +1,13 @@
 """``plait.load``: a checkpoint of any layout goes into any other; each rank reads only its own regions.
 
 rank 0      finds the checkpoint, reads the manifest                      its text goes to all
-each rank   file i, where i = rank modulo ranks: size, SHA-256, header    all hear of one that is wrong
+each rank   file i, where i = rank modulo ranks: size, hash, header    all hear of one that is wrong
             names, shapes, groups, seed against the engine                refused before anything is changed
             its own regions of weights, buffers, optimizer state, average
 """
 
 import math
+import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -14,13 +15,13 @@ from pathlib import Path
 from typing import Any
 
 from plait.checkpoint.complete import check_complete
-from plait.checkpoint.folder import checkpoints, find, place, read_manifest
-from plait.checkpoint.manifest import Manifest
+from plait.checkpoint.folder import checkpoints, contents, find, parse_manifest, place, read_manifest
+from plait.checkpoint.manifest import LARGEST, NAME, Manifest
 from plait.checkpoint.storage import Storage
 from plait.checkpoint.stored import SavedTensor, SavedWeights, check_contents, is_same, saved_tensors
 from plait.checkpoint.values import decoded
 from plait.comm import Comm
-from plait.comm.agree import broadcast_text, check_together
+from plait.comm.agree import broadcast_bytes, check_together
 from plait.core.collectives import Note
 from plait.core.mesh import AXES
 from plait.engine import EMA, Engine
@@ -76,20 +77,23 @@ def load(path: str | Path, engine: Engine, *, ema: EMA | None = None) -> Loaded:
         if ema is not None:
             ema.decay = state["ema"]
             ema.load_full_state_dict(_of("ema", tensors))  # type: ignore[arg-type]
-        extra = decoded(manifest.values, lambda name: tensors[name].whole())["extra"]
+        (given,) = [value for key, value in manifest.values["dict"] if key == "extra"][-1:]
+        extra = decoded(given, lambda name: tensors[name].whole())  # of all else a rank has read its part
     return Loaded(folder.given(), manifest.step, extra)
 
 
 def read_together(path: str | Path | Storage, comm: Comm) -> tuple[Storage, Manifest]:
     """The checkpoint's folder and its manifest, as rank 0 sees them."""
-    folder, text = place(path), ""
+    folder, data = place(path), b""
     with _together(comm):
         if not comm.rank:
             folder = find(folder)
             with _offering_another(folder):
-                text = read_manifest(folder)
-    folder = place(broadcast_text(comm, str(folder), Note("state")))
-    return folder, Manifest.parse(broadcast_text(comm, text, Note("state")))
+                data = contents(folder / NAME, LARGEST)
+    where, data = broadcast_bytes(comm, os.fsencode(str(folder)) + b"\0" + data, Note("state")).split(b"\0", 1)
+    with _together(comm), _offering_another(folder := place(os.fsdecode(where))):
+        manifest = parse_manifest(folder, data)
+    return folder, manifest
 
 
 def read_values(folder: Storage) -> Any:
@@ -99,7 +103,7 @@ def read_values(folder: Storage) -> Any:
         ValueError: it is damaged.
     """
     with _offering_another(folder):
-        manifest = Manifest.parse(read_manifest(folder))
+        manifest = read_manifest(folder)
         return _state(manifest, saved_tensors(folder, manifest))
 
 

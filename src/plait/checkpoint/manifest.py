@@ -1,14 +1,14 @@
 """What a checkpoint says of itself: one JSON file, read by one rank, checked field by field before anything is opened.
 
     {"sha256":  of all that follows,
-     "format": 1, "id": "9f3c...", "step": 123,
-     "files":   {"rank-00000.safetensors": {"bytes": 4096, "sha256": "..."}, ...},
+     "format": 2, "id": "9f3c...", "step": 123,
+     "files":   {"rank-00000.safetensors": {"bytes": 4096, "blake3": "..."}, ...},
      "tensors": {"model/blocks.0.weight": {"dtype": "float32", "shape": [4, 8], "pieces":
                      [{"file": "rank-00000.safetensors", "key": "3", "region": [[0, 2], [0, 8]]}, ...]}, ...},
      "values":  all that is no tensor: groups, counters, a user's own (see ``values``)}
 
 Nothing in it is a path: files have names of one form, in the manifest's own folder.  Nothing is allocated by what it
-says: sizes are held against those of the files.
+says: sizes are held against those of the files.  Format 1 had the SHA-256 of files, and is read.
 """
 
 import hashlib
@@ -16,18 +16,21 @@ import json
 import math
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
 from typing import Any
 
 import torch
+from blake3 import blake3
 
 from plait.checkpoint.tensor_file import NAMES, is_shape, is_size, parsed
 from plait.core.layout import Region, extent
 
-FORMAT = 1
+FORMAT, READ_TOO = 2, (1,)
+HASHES: Mapping[str, Callable[..., Any]] = {"blake3": blake3, "sha256": hashlib.sha256}
+"""What files are hashed with: the first one today, the other in format 1."""
 NAME = "manifest.json"
 FILE = re.compile(r"rank-[0-9]{5,9}(\.[0-9a-f]{1,32})?\.safetensors")
 LARGEST = 1 << 28
@@ -40,10 +43,12 @@ _BEGIN = '{"sha256": "'
 
 @dataclass(frozen=True)
 class StoredFile:
-    """A file's size, and the SHA-256 of its bytes."""
+    """A file's size, and the hash of its bytes."""
 
     bytes: int
-    sha256: str
+    digest: str
+    hash: str = "blake3"
+    """Of ``HASHES``."""
 
 
 @dataclass(frozen=True)
@@ -93,7 +98,7 @@ class Manifest:
             }
             for name, tensor in self.tensors.items()
         }
-        files = {name: asdict(file) for name, file in self.files.items()}
+        files = {name: {"bytes": file.bytes, file.hash: file.digest} for name, file in self.files.items()}
         fields = {"format": FORMAT, "id": self.id, "step": self.step, "files": files, "tensors": tensors}
         return signed(json.dumps({"sha256": "", **fields, "values": self.values}, allow_nan=False))
 
@@ -104,8 +109,8 @@ class Manifest:
             raise ValueError("it is not what was written: its SHA-256 is another")
         data = parsed(text)
         match data:
-            case {"format": int(number)} if number != FORMAT:
-                raise ValueError(f"it has format {number}, and this plait reads format {FORMAT}")
+            case {"format": int(number)} if number not in (FORMAT, *READ_TOO):
+                raise ValueError(f"it has format {number}, and this plait reads formats up to {FORMAT}")
             case {"sha256": _, "format": int(), "id": str(own), "step": step, "files": dict(files),
                   "tensors": dict(tensors), "values": values, **rest} if not rest and is_size(step):  # fmt: skip
                 pass
@@ -130,8 +135,10 @@ def signed(text: str) -> str:
 
 def _file(name: str, given: Any) -> StoredFile:
     match given:
-        case {"bytes": size, "sha256": str(digest), **rest} if not rest and FILE.fullmatch(name) and is_size(size):
-            return StoredFile(size, digest)
+        case {"bytes": size, **rest} if len(rest) == 1 and FILE.fullmatch(name) and is_size(size):
+            ((kind, digest),) = rest.items()
+            if kind in HASHES and isinstance(digest, str):
+                return StoredFile(size, digest, str(kind))
     raise ValueError(f"the entry of the file {name[:80]!r} is not a size and a digest of a rank's file")
 
 

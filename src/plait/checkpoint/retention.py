@@ -9,7 +9,7 @@ What goes is renamed to a hidden name first, so a run that is killed leaves a ch
 from contextlib import suppress
 
 from plait.checkpoint.folder import checkpoints, read_manifest, step_of
-from plait.checkpoint.manifest import NAME, Manifest
+from plait.checkpoint.manifest import NAME
 from plait.checkpoint.storage import Storage
 from plait.checkpoint.stored import check_contents
 
@@ -30,7 +30,7 @@ def remove_older(newest: Storage, keep: int) -> None:
     if not going:
         return
     try:
-        manifest = Manifest.parse(read_manifest(newest))
+        manifest = read_manifest(newest)
         for name in manifest.files:
             check_contents(newest, name, manifest)
     except ValueError as error:

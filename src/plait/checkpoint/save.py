@@ -1,10 +1,10 @@
 """``plait.save`` and ``plait.Saver``: every rank writes the pieces that no rank before it has; nothing is gathered.
 
-    save        all ranks    what is to be written, checked; copied, where the program goes on    agreed
-                rank 0       a hidden folder                                                      its name to all
-    meanwhile   each rank    its file ──► a note of it                          a thread, which sends nothing
+    save        all ranks    what is to be written, checked; weights copied, where the program goes on
+                rank 0       a hidden folder                                    is all well? agreed
+    meanwhile   each rank    moments copied ──► its file ──► a note of it       a thread, which sends nothing
                 rank 0       all notes ──► manifest ──► renamed ──► latest      its thread
-    wait        all ranks    have all written, and rank 0 renamed?                                agreed
+    wait        all ranks    have all written, and rank 0 renamed? agreed
 
 What one rank cannot do (a full disk, a weight that is not finite) no rank has done: all raise, and the checkpoint
 before stays the newest.
@@ -20,7 +20,7 @@ from typing import Any
 from plait.checkpoint.folder import begin, place, step_name
 from plait.checkpoint.retention import remove_left_over
 from plait.checkpoint.same_folder import check_same_folder
-from plait.checkpoint.snapshot import HostMemory, numbers_of, taken
+from plait.checkpoint.snapshot import HostMemory, LateCopy, numbers_of, taken
 from plait.checkpoint.storage import Storage
 from plait.checkpoint.writing import FAILED, RUNNING, Save, Writing, saying
 from plait.comm.agree import broadcast_text, check_together, gather_ints
@@ -67,8 +67,9 @@ class Saver:
         ema: an average of the weights, which is saved too.
         keep: so many checkpoints are left, the newest ones; None removes none.  Before any goes, the newest is read
             back and its hashes are checked.  What has a file ``pinned`` in its folder stays.
-        background: ``save`` copies what it saves into memory of the host and returns; a thread writes.  With False
-            it returns when the checkpoint is there, and copies nothing.
+        background: ``save`` copies the weights into memory of the host and returns; a thread copies what optimizers
+            keep, for which the next update waits, and writes.  With False it returns when the checkpoint is there, and
+            copies nothing.
         deadline: seconds that a save may take until every rank has written.
 
     Raises:
@@ -96,6 +97,8 @@ class Saver:
         self._memory = HostMemory()
         self._writing: Writing | None = None
         self._published: Path | str | None = None
+        self._own, self._begun = "", 0
+        """Rank 0's word for this saver, and how many saves it has begun: the name of each, for all ranks."""
 
     def save(self, extra: Any = None) -> None:
         """Save the run as it is now; all ranks call it together, between two steps.
@@ -150,11 +153,14 @@ class Saver:
         engine, comm = self.engine, self.engine.comm
         numbers = numbers_of(engine)
         error: Exception | None = None
-        own = secrets.token_hex(8)
+        if not self._own:
+            self._own = broadcast_text(comm, secrets.token_hex(8), Note("state"))
+        self._begun += 1
+        own = f"{self._own}{self._begun:08x}"
         try:
-            pieces, state = taken(engine, self.ema, numbers, extra)
+            (pieces, state), late = taken(engine, self.ema, numbers, extra), list[LateCopy]()
             if self.background or comm.device.type != "cpu":  # what is hashed and written leaves a device once
-                pieces = self._memory.copies(pieces)
+                pieces, late = self._memory.copies(pieces)
             if not comm.rank:
                 with saying(self.place, sum(piece.tensor.nbytes for piece in pieces)):
                     if self.keep is not None and self._published is None:
@@ -166,10 +172,12 @@ class Saver:
         self._check_together(error, self.place.partial(name, own))
         if self._published is None and isinstance(folder := self.place.given(), Path):
             check_same_folder(folder, comm)
-        own = broadcast_text(comm, own, Note("state"))
         partial = self.place.partial(name, own)
         about = Save(partial, own, engine.steps, self.keep, self.deadline, comm.deadline)
-        return Writing(about, comm.rank, comm.world_size, pieces, state)
+        writing = Writing(about, comm.rank, comm.world_size, pieces, late, state)
+        if engine.owned_optimizer is not None:
+            engine.owned_optimizer.reader = writing.copied
+        return writing
 
     def _check_together(self, error: Exception | None, partial: Storage) -> None:
         """Raise what any rank raises; nothing is left of what was begun."""

@@ -7,7 +7,6 @@ tensors, end to end    |  w (rows 0..6)  |  b  | v (rows 0..2)  |
 two files              |  w[0:5]         || w[5:7]  b  v        |     cut between rows, at half of the bytes
 """
 
-import hashlib
 import math
 import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from blake3 import blake3
 from torch import Tensor
 
 from plait.checkpoint.folder import begin, find, place, publish, read_manifest
@@ -62,7 +62,7 @@ class Saved:
     def find(cls, path: str | Path | Storage) -> "Saved":
         """The checkpoint that a path means; ValueError where there is none, or no manifest that can be read."""
         folder = find(path)
-        return cls(folder, Manifest.parse(read_manifest(folder)))
+        return cls(folder, read_manifest(folder))
 
     @property
     def tensors(self) -> dict[str, Whole]:
@@ -163,7 +163,7 @@ def _write(path: Storage, regions: Sequence[tuple[Whole, Region]]) -> StoredFile
     shapes = {str(i): (extent(region), one.dtype) for i, (one, region) in enumerate(regions)}
     sizes = {key: math.prod(shape) * dtype.itemsize for key, (shape, dtype) in shapes.items()}
     header, starts, end = safetensors_header(shapes, sizes)
-    digest = hashlib.sha256(header)
+    digest = blake3(header)
     with path.created() as file:
         file.write(header)
         for key in sorted(starts, key=starts.__getitem__):

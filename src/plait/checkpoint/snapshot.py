@@ -5,7 +5,11 @@
     ema/blocks.0.weight                  an average of the weights
     value/3                              any other tensor: rank 0's
 
-The tensors are the engine's own memory until they are copied.
+The tensors are the engine's own memory until they are copied.  Where a thread writes them while the program goes on,
+what an optimizer keeps is copied by that thread too: nothing but an update writes to it, and an update waits.
+
+    program    weights copied │ forward, backward ...      │ update
+    thread                    │ moments copied ──► waits no more ──► hashed, written
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -35,6 +39,28 @@ class Written:
     tensor: Tensor
     weight: bool = False
     """It must be finite."""
+    kept: bool = False
+    """An optimizer keeps it, and nobody else writes to it."""
+
+
+@dataclass(frozen=True)
+class LateCopy:
+    """A copy that is made while the program goes on."""
+
+    name: str
+    source: Tensor
+    into: Tensor
+    version: int
+    """How often the source had been written to."""
+
+    def make(self) -> None:
+        """Raises ValueError where the source was written to meanwhile."""
+        self.into.copy_(self.source)
+        if self.source._version != self.version:
+            raise ValueError(
+                f"{self.name!r} was written to while it was saved, and not by optimizer.step(): call wait() on the "
+                f"Saver before you change an optimizer's state, or give it background=False"
+            )
 
 
 @dataclass
@@ -43,18 +69,22 @@ class HostMemory:
 
     buffer: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.uint8))
 
-    def copies(self, pieces: Sequence[Written]) -> list[Written]:
-        """The same pieces, in this memory; those that were copied before are overwritten."""
+    def copies(self, pieces: Sequence[Written]) -> tuple[list[Written], list[LateCopy]]:
+        """The same pieces, in this memory, and the copies that are still to be made; earlier ones are overwritten."""
         sizes = [piece.tensor.nbytes for piece in pieces]
         starts = list(accumulate((-(-size // ALIGNED) * ALIGNED for size in sizes), initial=0))
         if len(self.buffer) < starts[-1]:
             self.buffer = self.buffer.new_empty(0)  # the smaller one goes first
             self.buffer = self.buffer.new_empty(starts[-1])
-        copied = []
+        copied, late = list[Written](), list[LateCopy]()
         for piece, start, size in zip(pieces, starts, sizes, strict=False):
             place = self.buffer[start : start + size].view(piece.tensor.dtype).view(piece.tensor.shape)
-            copied.append(replace(piece, tensor=place.copy_(piece.tensor)))
-        return copied
+            copied.append(replace(piece, tensor=place))
+            if piece.kept and piece.tensor.device.type == "cpu":  # an accelerator's copy would stand behind its queue
+                late.append(LateCopy(piece.name, piece.tensor, place, piece.tensor._version))
+            else:
+                place.copy_(piece.tensor)
+        return copied, late
 
 
 def numbers_of(engine: Engine) -> Any:
@@ -99,7 +129,8 @@ def _pieces(engine: Engine, ema: EMA | None, values: Mapping[str, Tensor]) -> It
             name = aliases.get(piece.name, piece.name)
             if piece.first:
                 prefix = f"optimizer/{piece.key}" if piece.key else kind
-                yield Written(f"{prefix}/{name}", shapes[name][0], piece.region, piece.tensor.detach(), not piece.key)
+                tensor = piece.tensor.detach()
+                yield Written(f"{prefix}/{name}", shapes[name][0], piece.region, tensor, not piece.key, bool(piece.key))
     whole = {**{f"model/{name}": buffer for name, buffer in engine.own_buffers().items()}, **values}
     for name, tensor in whole.items():
         shape = tuple(tensor.shape)

@@ -14,7 +14,7 @@ from plait.checkpoint.folder import check_file
 from plait.checkpoint.manifest import Manifest, StoredTensor
 from plait.checkpoint.storage import Storage
 from plait.checkpoint.tensor_file import TensorFile
-from plait.core.layout import Region, blocks, extent
+from plait.core.layout import Region, blocks, extent, inside, overlap
 
 BLOCK = 1 << 24
 """Bytes of a tensor in memory at once, where no rank needs more of it."""
@@ -31,32 +31,30 @@ class SavedTensor:
     def shape(self) -> tuple[int, ...]:
         return self.stored.shape
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """In which it was saved."""
+        return self.stored.dtype
+
     def __getitem__(self, slices: tuple[slice, ...]) -> Tensor:
         return self.read(tuple((one.start, one.stop) for one in slices))
 
     def read(self, region: Region) -> Tensor:
         """A block, in memory of its own, in the dtype in which it was saved."""
-        block = torch.empty(extent(region), dtype=self.stored.dtype)
-        for piece in self.stored.pieces:
-            common = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(region, piece.region, strict=True))
-            if any(start >= stop for start, stop in common):
-                continue
-            with self.files[piece.file].opened() as file:
-                file.read(piece.key, _inside(common, piece.region), block[_slices(_inside(common, region))])
+        self.fill(region, block := torch.empty(extent(region), dtype=self.stored.dtype))
         return block
+
+    def fill(self, region: Region, into: Tensor) -> None:
+        """A block, into memory of its extent."""
+        for piece in self.stored.pieces:
+            if (common := overlap(region, piece.region)) is not None:
+                here = into[tuple(slice(*ends) for ends in inside(common, region))]
+                with self.files[piece.file].opened() as file:
+                    file.read(piece.key, inside(common, piece.region), here)
 
     def whole(self) -> Tensor:
         """All of it."""
         return self.read(tuple((0, size) for size in self.shape))
-
-
-def _inside(region: Region, outer: Region) -> Region:
-    """A region, counted from the start of another one that has it."""
-    return tuple((a - origin, b - origin) for (a, b), (origin, _) in zip(region, outer, strict=True))
-
-
-def _slices(region: Region) -> tuple[slice, ...]:
-    return tuple(slice(start, stop) for start, stop in region)
 
 
 def saved_tensors(folder: Storage, manifest: Manifest) -> dict[str, SavedTensor]:
@@ -71,9 +69,9 @@ class SavedWeights:
 
     tensors: Mapping[str, SavedTensor]
 
-    def read(self, name: str, region: Region) -> Tensor:
-        """See ``SavedTensor.read``."""
-        return self.tensors[name].read(region)
+    def fill(self, name: str, region: Region, into: Tensor) -> None:
+        """See ``SavedTensor.fill``."""
+        self.tensors[name].fill(region, into)
 
 
 def is_same(one: SavedTensor, other: SavedTensor) -> bool:

@@ -9,7 +9,7 @@ whole  [6, 4], asked for [1:5, 1:3]     . . . .
 
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from plait.checkpoint.storage import ByteSource, Storage
-from plait.core.layout import Region
+from plait.core.layout import Region, blocks, extent, inside
 
 NAMES = {
     torch.float64: "F64",
@@ -43,6 +43,10 @@ LONGEST = 100_000_000
 """Bytes of a header, as for every reader of safetensors."""
 DIMS = 64
 LARGEST = 1 << 63
+MOST = 1 << 22
+"""Elements to convert at a time: a request worth its way to an object store, and little beside a rank's pieces."""
+
+Check = Callable[[Region, Tensor], None]
 
 
 @dataclass(frozen=True)
@@ -83,10 +87,23 @@ class OpenTensors:
     file: TensorFile
     source: ByteSource
 
-    def read(self, key: str, region: Region, into: Tensor) -> None:
-        """Fill a tensor of the entry's dtype with a block."""
+    def read(self, key: str, region: Region, into: Tensor, check: Check | None = None) -> None:
+        """Fill a tensor with a block: where it has the entry's dtype, with nothing in between.
+
+        Args:
+            into: of the region's extent, in any dtype, on any device.
+            check: is given what was read, in the entry's dtype, with the region that it is.
+        """
         entry = self.file.entries[key]
-        _read(self.source, self.file.place, entry.start, entry.shape, region, into)
+        straight = into.dtype == entry.dtype and into.device.type == "cpu"
+        for part in (region,) if straight else blocks(region, MOST):
+            here = into[tuple(slice(*ends) for ends in inside(part, region))]
+            value = here if straight else torch.empty(extent(part), dtype=entry.dtype)
+            _read(self.source, self.file.place, entry.start, entry.shape, part, value)
+            if check is not None:
+                check(part, value)
+            if not straight:
+                here.copy_(value)
 
 
 def _read(source: ByteSource, place: Storage, start: int, shape: tuple[int, ...], region: Region, into: Tensor) -> None:
@@ -96,8 +113,8 @@ def _read(source: ByteSource, place: Storage, start: int, shape: tuple[int, ...]
     row = math.prod(shape[1:]) * into.itemsize
     first, last = region[0] if region else (0, 1)
     if into.is_contiguous() and region[1:] == tuple((0, size) for size in shape[1:]):
-        source.read(start + first * row, into.reshape(-1).view(torch.uint8).numpy().data)
-    elif row > place.gap:
+        source.read(start + first * row, into.view(-1).view(torch.uint8).numpy().data)
+    elif row > place.gap or last - first == 1:
         for index in range(first, last):
             _read(source, place, start + index * row, shape[1:], region[1:], into[index - first])
     else:

@@ -1,7 +1,7 @@
 """A rank's part of a save, written by a thread of its own: its file, then a note of it; rank 0 publishes them all.
 
     .step-000123.9f3c.partial/rank-00002.safetensors    hashed while it is written, flushed
-    .step-000123.9f3c.partial/rank-00002.json           its size, SHA-256, names and regions
+    .step-000123.9f3c.partial/rank-00002.json           its size, hash, names and regions
     .step-000123.9f3c.partial/manifest.json             when all notes are there, in their place; then the rename
 
 The threads send nothing, since their messages would meet those of the training: what has become of the save, the ranks
@@ -9,7 +9,6 @@ tell each other when their own threads of control wait for it (``save.py``).
 """
 
 import errno
-import hashlib
 import json
 import threading
 import time
@@ -19,12 +18,13 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
+from blake3 import blake3
 from torch import Tensor
 
 from plait.checkpoint.folder import contents, publish
 from plait.checkpoint.manifest import DTYPES, LARGEST, NAME, Manifest, StoredFile, StoredPiece, StoredTensor
 from plait.checkpoint.retention import remove_older
-from plait.checkpoint.snapshot import Written
+from plait.checkpoint.snapshot import LateCopy, Written
 from plait.checkpoint.storage import Storage
 from plait.checkpoint.tensor_file import safetensors_header
 from plait.comm.agree import named
@@ -53,13 +53,17 @@ class Writing:
     """This rank's part of a save, under way.
 
     Args:
+        late: copies that are made first.
         state: the manifest's values; of rank 0.
     """
 
-    def __init__(self, save: Save, rank: int, ranks: int, pieces: Sequence[Written], state: Any) -> None:
+    def __init__(
+        self, save: Save, rank: int, ranks: int, pieces: Sequence[Written], late: Sequence[LateCopy], state: Any
+    ) -> None:
         self.save, self.rank, self.ranks, self.pieces, self.state = save, rank, ranks, pieces, state
+        self._late = late
         self.error: Exception | None = None
-        self.done, self.stop = threading.Event(), threading.Event()
+        self.copied, self.done, self.stop = threading.Event(), threading.Event(), threading.Event()
         self._begun = time.monotonic()
         self._end = self._begun + save.deadline
         self._program = threading.current_thread()
@@ -77,7 +81,13 @@ class Writing:
         return DONE if self.done.is_set() else RUNNING
 
     def _write(self) -> None:
+        time.sleep(0)  # whoever started this thread goes on at once
         try:
+            try:
+                for copy in self._late:
+                    copy.make()
+            finally:
+                self.copied.set()
             write_part(self.save.partial, self.rank, self.pieces)
             if not self.rank and (notes := self._notes()) is not None:
                 published = publish_notes(self.save, notes, self.state)
@@ -147,7 +157,7 @@ def write_tensors(path: Storage, tensors: Sequence[Tensor]) -> StoredFile:
     shapes = {str(i): (tuple(tensor.shape), tensor.dtype) for i, tensor in enumerate(tensors)}
     header, starts, end = safetensors_header(shapes, {str(i): tensor.nbytes for i, tensor in enumerate(tensors)})
     ordered = sorted(starts, key=lambda key: (starts[key], tensors[int(key)].nbytes))
-    digest, failed = hashlib.sha256(header), list[Exception]()
+    digest, failed = blake3(header), list[Exception]()
 
     def blocks() -> Iterator[memoryview]:
         for key in ordered:
@@ -188,7 +198,7 @@ def manifest_of(save: Save, notes: Sequence[Any], state: Any) -> Manifest:
     pieces: dict[str, list[StoredPiece]] = {}
     for rank, note in enumerate(notes):
         file = save.partial.file(rank, FILE).name
-        files[file] = StoredFile(note["bytes"], note["sha256"])
+        files[file] = StoredFile(note["bytes"], note["digest"])
         for number, (name, shape, dtype, region) in enumerate(note["pieces"]):
             kind = DTYPES[dtype], tuple(shape)
             if kinds.setdefault(name, kind) != kind:

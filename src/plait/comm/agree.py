@@ -60,23 +60,29 @@ def same_tensors(comm: Comm, tensors: Iterable[Tensor], axes: Sequence[str], not
     return len({checksum for (checksum,) in gather_ints(comm, [mine], axes, note)}) == 1
 
 
-def gather_texts(comm: Comm, text: str, note: Note) -> list[str]:
-    """Every rank's text (of any length), by rank, on every rank."""
+def gather_texts(comm: Comm, text: str, note: Note, error: BaseException | None = None) -> list[str]:
+    """Every rank's text (of any length), by rank, on every rank; or what ``check_together`` raises."""
     data = text.encode()
-    sizes = [size for (size,) in gather_ints(comm, [len(data)], AXES, note)]
+    told = gather_ints(comm, [len(data), error is not None], AXES, note)
+    _raise_first(comm, error, AXES, [bad for _, bad in told])
+    sizes = [size for size, _ in told]
     longest = max(1, *sizes)
     rows = torch.empty((len(sizes), longest), dtype=torch.uint8, device=comm.device)
     comm.all_gather(rows, _bytes(comm, data.ljust(longest, b"\0")), AXES, note).wait()
-    return [bytes(row[:size].tolist()).decode() for row, size in zip(rows.cpu(), sizes, strict=True)]
+    return [row[:size].numpy().tobytes().decode() for row, size in zip(rows.cpu(), sizes, strict=True)]
 
 
 def broadcast_text(comm: Comm, text: str, note: Note) -> str:
     """Rank 0's text (of any length), on every rank; what the others bring is not looked at."""
-    data = text.encode() if not comm.rank else b""
+    return broadcast_bytes(comm, text.encode(), note).decode()
+
+
+def broadcast_bytes(comm: Comm, data: bytes, note: Note) -> bytes:
+    """Rank 0's bytes (of any number), on every rank; what the others bring is not looked at."""
     size = gather_ints(comm, [len(data)], AXES, note)[0][0]
     sent = _bytes(comm, data) if not comm.rank else torch.empty(size, dtype=torch.uint8, device=comm.device)
     comm.broadcast(sent, AXES, 0, note).wait()
-    return sent.cpu().numpy().tobytes().decode()
+    return sent.cpu().numpy().tobytes()
 
 
 def _bytes(comm: Comm, data: bytes) -> Tensor:
@@ -134,13 +140,17 @@ def gather_bytes(comm: Comm, data: bytes) -> list[bytes] | None:
 
 def check_together(comm: Comm, error: BaseException | None, axes: Sequence[str]) -> None:
     """Raises on every member if any brings an error (a file, a NaN, ...): its own there, OtherRankError elsewhere."""
-    note, ranks = Note("check"), comm.mesh.group(comm.rank, tuple(axes))
-    failed = [index for index, (bad,) in enumerate(gather_ints(comm, [error is not None], axes, note)) if bad]
+    _raise_first(comm, error, axes, [bad for (bad,) in gather_ints(comm, [error is not None], axes, Note("check"))])
+
+
+def _raise_first(comm: Comm, error: BaseException | None, axes: Sequence[str], bad: Sequence[int]) -> None:
+    """What the first of the members that bring an error brings; nothing where none does."""
+    failed, ranks = [index for index, one in enumerate(bad) if one], comm.mesh.group(comm.rank, tuple(axes))
     if not failed:
         return
     mine = b"" if error is None else f"{type(error).__name__}: {error}".encode()[:LONGEST_ERROR]
     text = _bytes(comm, mine.ljust(LONGEST_ERROR, b"\0"))
-    comm.broadcast(text, axes, failed[0], note).wait()
+    comm.broadcast(text, axes, failed[0], Note("check")).wait()
     if error is not None:
         raise error
     told = bytes(text.tolist()).rstrip(b"\0").decode(errors="replace")

@@ -1,7 +1,7 @@
 """``plait checkpoint``: what was saved, on the screen, verified, compared, and in other forms.  Nothing is trained.
 
 plait checkpoint show RUN                           the newest: step, files, tensors, groups
-plait checkpoint verify RUN --all                   each file's size, SHA-256 and header
+plait checkpoint verify RUN --all                   each file's size, hash and header
 plait checkpoint diff RUN OTHER                     tensor by tensor, value by value
 plait checkpoint reshard RUN NEW --ranks 8          the same in other files
 plait checkpoint export RUN NEW --source FOLDER     for transformers
@@ -186,7 +186,7 @@ def shape_of(value: Any, depth: int = 3) -> str:
 
 @dataclass(frozen=True)
 class VerifyCheckpoint:
-    """Read every byte: size, SHA-256, header. Exit code 0: whole, 1: damaged, 2: no checkpoint."""
+    """Read every byte: size, hash, header. Exit code 0: whole, 1: damaged, 2: no checkpoint."""
 
     path: tyro.conf.Positional[str]
     """A checkpoint, or a folder of them, of which the newest is verified."""

@@ -82,7 +82,7 @@ class EMA:
             if there is None or tuple(there.shape) != owned.place.shape:
                 found = "nothing" if there is None else f"shape {tuple(there.shape)}"
                 raise ValueError(f"the average of {owned.name!r} has shape {owned.place.shape}, the state has {found}")
-            value.copy_(owned.place.read(there).view(value.shape))
+            owned.place.fill(there, value)
 
     def pieces(self) -> Iterator[StatePiece]:
         """What this rank has of it, region by region, as ``engine.pieces()`` gives the weights."""

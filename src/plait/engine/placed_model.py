@@ -36,7 +36,7 @@ from plait.engine.state.full import Part, buffers_of, full_state_dict, load_full
 from plait.engine.state.identity import optimizer_fields
 from plait.engine.state.optimizer_state import OptimizerState
 from plait.engine.state.pieces import StatePiece, frozen_pieces
-from plait.engine.state.weights import Weights, read_piece
+from plait.engine.state.weights import Weights, read_piece, read_whole
 from plait.schedule.pipeline import Pipeline, RankProgram
 
 
@@ -202,7 +202,7 @@ class PlacedModel(StaysHere):
             for name, _, flat, index in parameters_of(part.units):
                 read_piece(weights, self.directory.aliases.get(name, name), flat, index)
             for name, buffer in buffers_of(part.model).items():
-                buffer.copy_(weights.read(name, tuple((0, size) for size in buffer.shape)))
+                read_whole(weights, name, buffer)
 
     def _put_away(self, what: str) -> None:
         """Before values are written at rest: what a forward without a backward has left gathered is given up."""

@@ -15,6 +15,7 @@ a small matrix, whole and as two flat runs, must agree to the bit.
 
 import inspect
 import math
+import threading
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -158,6 +159,8 @@ class OwnedOptimizer:
         self.masters = [g.flat.master for g in gradients if g.flat.master is not None]
         self.groups: dict[Optimizer, list[list[str]]] = {}
         """By optimizer, the names of the parameters of each of its groups, in the order in which they were given."""
+        self.reader: threading.Event | None = None
+        """Set once whoever reads what the optimizers keep (a save) has it; until then nothing of it may be written."""
         self.by_name: dict[str, list[Owned]] = {}
         for piece in self.owned:
             self.by_name.setdefault(piece.name, []).append(piece)
@@ -223,10 +226,17 @@ class OwnedOptimizer:
         return [piece.view for name in names for piece in self.by_name.get(name, ())]
 
     def give_gradients(self, touched: Mapping[str, bool]) -> None:
-        """Point each owned run at its gradient, or at None where no rank has one."""
+        """Point each owned run at its gradient, or at None where no rank has one; an update comes next."""
+        self.wait_for_reader()
         for piece in self.owned:
             gradient = piece.gradient.to(piece.view) if piece.converts else piece.gradient
             piece.view.grad = gradient if touched[piece.name] else None
+
+    def wait_for_reader(self) -> None:
+        """Returns when what the optimizers keep may be written to."""
+        if self.reader is not None:
+            self.reader.wait()
+            self.reader = None
 
     def state_bytes(self) -> int:
         """Bytes of this rank's optimizer state, step counters left out, and of its master weights."""

@@ -21,7 +21,10 @@ from plait.core.tensor_cut import TensorCut
 
 
 class Readable(Protocol):
-    """A tensor, or what can be read like one, region by region: a slice of a file, an array that is mapped."""
+    """A tensor, or what can be read like one, region by region: a slice of a file, an array that is mapped.
+
+    What has ``fill(region, into)`` as well is asked to write a region straight into memory that is there.
+    """
 
     @property
     def shape(self) -> Any: ...
@@ -53,13 +56,14 @@ class RunPlace:
             lengths = [extent(place)[self.cut.dim] for place in places] if self.cut else []
             yield from zip(places, part.split(lengths, self.cut.dim) if self.cut else (part,), strict=True)
 
-    def read(self, whole: Readable) -> Tensor:
-        """The run's elements, flat and in memory of their own, of what has one value per element of the parameter."""
-        parts = []
-        for local in self.run.regions():
-            found = [torch.as_tensor(whole[tuple(slice(*ends) for ends in place)]) for place in self._places(local)]
-            parts.append((torch.cat(found, self.cut.dim) if self.cut else found[0]).reshape(-1))
-        return torch.cat(parts)
+    def fill(self, whole: Readable, into: Tensor) -> None:
+        """The run's elements, flat, of what has one value per element of the parameter, into memory that is there."""
+        fill = getattr(whole, "fill", None)
+        for region, part in self.regions(into):
+            if fill is None:
+                part.copy_(torch.as_tensor(whole[tuple(slice(*ends) for ends in region)]))
+            else:
+                fill(region, part)
 
     def _places(self, local: Region) -> tuple[Region, ...]:
         return (local,) if self.cut is None else self.cut.regions(self.tensor_rank, local)

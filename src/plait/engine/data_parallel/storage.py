@@ -11,7 +11,7 @@ master   what the optimizer updates, where its cell has another dtype or device 
          rounded from it after each update.  Elsewhere the optimizer updates a part of ``rest``
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from plait.comm import Comm, Work
 from plait.core.cells import LONG, Cell, Strategy, moves
 from plait.core.collectives import Note
-from plait.core.flat import FlatLayout
+from plait.core.flat import FlatLayout, Run
 from plait.core.tensor_cut import TensorCut
 from plait.engine.data_parallel.transfers import send, transfers
 from plait.engine.forward.parameter import AtRest, HasMaster, as_class
@@ -120,23 +120,34 @@ class Flat:
         """Every parameter as a view of a whole flat buffer."""
         return [buffer[slot.offset : slot.end].view(slot.shape) for slot in self.layout.slots]
 
-    def write(self, slot_index: int, value: Tensor, first: int | None = None) -> None:
-        """Write what this rank has at rest of a parameter.
+    def write(self, slot_index: int, value: Tensor) -> None:
+        """Write what this rank has at rest of a whole parameter."""
+        cut = self.cuts[slot_index]
+        elements = (value if cut is None else piece_of(value, cut, self.tensor_rank)).reshape(-1)
+        for run, memory in self.at_rest(slot_index):
+            memory.copy_(elements[run.start : run.stop])
+        self.round(slot_index)
 
-        Args:
-            value: the whole parameter, or, given ``first``, elements of this tensor rank's piece from that one on.
-        """
-        slot, cut = self.layout.slots[slot_index], self.cuts[slot_index]
-        if cut is not None and first is None:
-            value = piece_of(value, cut, self.tensor_rank)
-        elements, begin = value.reshape(-1), first or 0
-        masters = [] if self.master is None else [(self.master, self.optim_place)]
-        for piece, place in [(self.rest, self.held), *masters]:
+    def at_rest(self, slot_index: int) -> Iterator[tuple[Run, Tensor]]:
+        """The runs that this rank has of a parameter, none twice, and their memory: of what the optimizer updates that
+        which it updates, which is rounded from (``round``)."""
+        (begin, end), (start, stop) = self.held, self.optim_place
+        parts = [(self.rest, self.held)]
+        if self.master is not None:
+            before, behind = self.rest[: start - begin], self.rest[stop - begin :]
+            parts = [(before, (begin, start)), (self.master, (start, stop)), (behind, (stop, end))]
+        for memory, place in parts:
             for run in self.layout.runs(*place):
-                low, high = max(run.start, begin), min(run.stop, begin + elements.numel())
-                if run.slot is slot and low < high:
-                    shift = run.offset - run.start
-                    piece[low + shift : high + shift].copy_(elements[low - begin : high - begin])
+                if run.slot is self.layout.slots[slot_index]:
+                    yield run, memory[run.offset : run.offset + run.numel]
+
+    def round(self, slot_index: int) -> None:
+        """Where the optimizer updates another copy of a parameter, what lies at rest is that copy, rounded."""
+        if self.master is not None:
+            for run in self.layout.runs(*self.optim_place):
+                if run.slot is self.layout.slots[slot_index]:
+                    place = slice(run.offset, run.offset + run.numel)
+                    self.updated_at_rest[place].copy_(self.master[place])
 
     def publish(self, note: Note) -> list[Work]:
         """After an update: start to send the updated pieces, rounded, to whoever has them at rest."""

@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from plait.comm import Comm
-from plait.comm.agree import check_together, gather_texts
+from plait.comm.agree import gather_texts
 from plait.core.collectives import Note
 from plait.core.flat import Run, Slot
 from plait.core.mesh import AXES
@@ -131,8 +131,7 @@ class OptimizerState:
             text = json.dumps([_described(piece, self.of(piece)) for piece in self.first])
         except ValueError as problem:
             error = problem
-        check_together(self.comm, error, AXES)
-        for rank, row in enumerate(gather_texts(self.comm, text, Note("state"))):
+        for rank, row in enumerate(gather_texts(self.comm, text, Note("state"), error)):
             for name, shape, start, stop, tensor_rank, values in json.loads(row):
                 run = Run(Slot(name, tuple(shape), 0), start, stop, 0)
                 place = RunPlace(run, self.cuts.get(name), tensor_rank)
@@ -209,6 +208,7 @@ class OptimizerState:
         What the optimizer has for each element of a run is written over: a rank has one run twice at a time.
         """
         groups, values = self._fitting(optimizer, state)
+        self.owner.wait_for_reader()
         for view in (view for group in optimizer.param_groups for view in group["params"]):
             for key, value in values.get((piece := self._by_view[id(view)]).name, {}).items():
                 _check_cut(piece, key, value)  # all of them, before any is written
@@ -298,6 +298,10 @@ def _read(piece: Owned, value: Any, here: Any) -> Any:
     shape = tuple(value.shape)
     if shape != piece.place.shape:
         return torch.as_tensor(value[tuple(slice(0, size) for size in shape)]).clone()
-    found = piece.place.read(value).view(piece.view.shape)
-    fits = _per_element(piece, here) and here.dtype == found.dtype
-    return here.copy_(found) if fits else found
+    dtype = getattr(value, "dtype", None)
+    if not isinstance(dtype, torch.dtype):  # an array, say
+        dtype = torch.as_tensor(value[tuple(slice(0, 0) for _ in shape)]).dtype
+    fits = _per_element(piece, here) and here.dtype == dtype
+    found = here if fits else torch.empty_like(piece.view, dtype=dtype)
+    piece.place.fill(value, found)
+    return found

@@ -7,13 +7,13 @@ an engine without              each rank's call has its own 3
 The gradient of each of them is another one.  One that is the second or the third is called so.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
-import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from plait.witness.drift import BLIND, added, apart, other_orders, slack_of
 from plait.witness.gradient import Seen, Setting, compare
 from plait.witness.inputs import ForwardCall
 from plait.witness.judgement import Judgement, ranks_text
@@ -56,17 +56,16 @@ def judge_batch_norm(
 def _explains(
     parts: Sequence[Sequence[int]], setting: Setting, steps: Sequence[RankStep], replay: Replay
 ) -> bool:  # fmt: skip
-    total: Gradients = {}
-    for samples in parts:
-        _add(total, replay.part(setting.step, samples, setting.count).gradients)
-    right, norm, scaled = clipped({n: g for n, g in total.items() if n in setting.true}, setting.clip)
-    seen, _ = compare(replace(setting, true=right, norm=norm, scaled=scaled), steps)
+    def gradient(parts: Iterable[Sequence[int]]) -> tuple[Gradients, float, float]:
+        total = added(replay, setting.step, parts, setting.count)
+        return clipped({name: g for name, g in total.items() if name in setting.true}, setting.clip)
+
+    right, norm, scaled = gradient(parts)
+    others = zip(*map(other_orders, parts), strict=False)
+    share = max((apart(gradient(other)[0], right) for other in others), default=0.0)
+    slack = slack_of(min(share, BLIND), right)
+    seen, _ = compare(replace(setting, true=right, norm=norm, scaled=scaled, slack=slack), steps)
     return not any(one.wrong for one in seen)
-
-
-def _add(total: Gradients, part: Mapping[str, torch.Tensor]) -> None:
-    for name, gradient in part.items():
-        total[name] = total[name] + gradient if name in total else gradient
 
 
 def _judgement(

@@ -10,7 +10,7 @@ step's rounding, and so may an honest engine: what lies between the two, ``MARGI
 it is more than ``BLIND`` of a gradient, nothing can be said any more.
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -57,14 +57,37 @@ class Slack:
     """Of the norm of the parameter after the update."""
 
 
+def added(replay: Replay, step: int, parts: Iterable[Sequence[int]], count: int) -> Gradients:
+    """The sum of the gradients of some parts of a step's samples, over a count."""
+    sums: Gradients = {}
+    for samples in parts:
+        for name, g in replay.part(step, samples, count).gradients.items():
+            sums[name] = sums[name] + g if name in sums else g
+    return sums
+
+
 def in_parts(replay: Replay, step: int, true: Gradients, clip: float | None, parts: int = 2) -> Gradients:
     """The clipped gradients ``true`` of a step once more, from parts of the batch that are added."""
-    count, samples = replay.count(step), num_samples(replay.batch(step))
-    sums: Gradients = {}
-    for first, number in split_samples(samples, min(parts, samples)):
-        for name, g in replay.part(step, range(first, first + number), count).gradients.items():
-            sums[name] = sums[name] + g if name in sums else g
-    return clipped({name: g for name, g in sums.items() if name in true}, clip)[0]
+    samples = num_samples(replay.batch(step))
+    ranges = (range(first, first + number) for first, number in split_samples(samples, min(parts, samples)))
+    return _clipped(added(replay, step, ranges, replay.count(step)), true, clip)
+
+
+def other_orders(samples: Sequence[int]) -> list[list[int]]:
+    """The same samples in a few other orders: what is left of sums that cancel, as in a bias before BatchNorm, is
+    rounding, and another one in each."""
+    here = list(samples)
+    return [here[::-1], *(here[at:] + here[:at] for at in sorted({1, len(here) // 3, len(here) // 2}) if at)]
+
+
+def in_other_orders(replay: Replay, step: int, true: Gradients, clip: float | None) -> Iterator[Gradients]:
+    """The clipped gradients ``true`` of a step once more, from its samples in other orders."""
+    for samples in other_orders(range(num_samples(replay.batch(step)))):
+        yield _clipped(added(replay, step, [samples], replay.count(step)), true, clip)
+
+
+def _clipped(gradients: Gradients, true: Gradients, clip: float | None) -> Gradients:
+    return clipped({name: g for name, g in gradients.items() if name in true}, clip)[0]
 
 
 def apart(gradients: Gradients, true: Gradients) -> float:

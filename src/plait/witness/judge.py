@@ -7,7 +7,7 @@ is made again from the gradient that was witnessed.  If every link holds, the ru
 that does not is the cause, and what follows from it is not told.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Literal
@@ -21,7 +21,7 @@ from plait.job.job import Job, make_job
 from plait.job.own import UserJob
 from plait.referee.difference import factor_text
 from plait.witness.batch_norm import judge_batch_norm, over_samples
-from plait.witness.drift import BLIND, NO_SUM, PARTS, Echo, Slack, apart, in_parts, slack_of
+from plait.witness.drift import BLIND, NO_SUM, PARTS, Echo, Slack, apart, in_other_orders, in_parts, slack_of
 from plait.witness.gradient import Parts, Setting, compare, judge_gradient
 from plait.witness.inputs import ForwardCall, groups_of, judge_inputs
 from plait.witness.judgement import Judgement, ranks_text, tolerance
@@ -165,9 +165,10 @@ class _Trial:
             slack,
         )
         seen, most = compare(setting, steps)
-        alone = self.echo is None and not over_samples(replay.model)
-        if alone and any(one.wrong for one in seen):  # of a model that makes much of rounding?
-            others = (in_parts(replay, number, right, self.clip, parts) for parts in PARTS)
+        if self.echo is None and any(one.wrong for one in seen):  # of a model that makes much of rounding?
+            others: Iterable[Gradients] = (in_parts(replay, number, right, self.clip, p) for p in PARTS)
+            if over_samples(replay.model):  # parts add up to another gradient
+                others = in_other_orders(replay, number, right, self.clip)
             share = max(apart(other, right) for other in others)
             if share <= NO_SUM:
                 setting = replace(setting, slack=slack_of(min(share, BLIND), right))

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from clock import CLOCKS, Times, dearest, take_turns
-from contestants import Contestant, ours, own_loop, plain, torch_ddp, torch_fsdp2, world
+from contestants import Contestant, ours, own_loop, plain, shared, torch_ddp, torch_fsdp2, world
 from models import Model, adding, chain, pairs, scalars, stock
 
 PLAN = (("*.up", "column"), ("*.down", "row"))
@@ -76,9 +76,18 @@ def _unit_builds(case: Case, comm: Any) -> Builds:
         "torch FSDP2": lambda: torch_fsdp2(model),
         "plait ddp": lambda: ours(model, comm, "ddp"),
         "plait ddp, own loop": lambda: own_loop(model, comm, "ddp"),
+        **({} if case.ranks == 1 else {"plait zero1": lambda: ours(model, comm, "zero1")}),
         "plait zero3": lambda: ours(model, comm, "zero3"),
         "plait zero3, own loop": lambda: own_loop(model, comm, "zero3"),
+        **_in_shared_memory(case),
     }
+
+
+def _in_shared_memory(case: Case) -> Builds:
+    if case.ranks == 1:
+        return {}
+    comm = shared(case.mesh)
+    return {f"plait/shm {row}": lambda row=row: ours(case.model, comm, row) for row in ("ddp", "zero1", "zero3")}  # type: ignore[misc]
 
 
 def _beyond_plain(times: Times, name: str, plain_name: str, here: float, divisor: float) -> dict[str, list[float]]:

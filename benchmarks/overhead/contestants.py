@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from harness.contestants import comm_beside
 from harness.groups import free_port
 from models import ROWS, Model, loss_sum, owners
 from torch import nn
@@ -21,6 +22,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import plait
+from plait.core.mesh import Mesh
 
 LEARNING_RATE = 1e-5
 
@@ -42,6 +44,11 @@ def world(mesh: str) -> plait.Comm:
     dist.destroy_process_group()
     os.environ["MASTER_PORT"] = str(port[0])
     return plait.join(mesh)
+
+
+def shared(mesh: str) -> plait.Comm:
+    """plait's world over memory that the ranks share, beside the other one."""
+    return comm_beside(Mesh.parse(mesh), "overhead", shared_memory=True)
 
 
 def sgd(model: nn.Module) -> torch.optim.Optimizer:

@@ -27,6 +27,15 @@ from harness.rows import Row, as_json, ratio_row, value_row
 
 UNIT_GOAL = 50.0
 """Microseconds a unit and step, of zero3 on one rank."""
+TWO_RANKS = {
+    "plait ddp": 100.0,
+    "plait zero1": 100.0,
+    "plait zero3": 400.0,
+    "plait/shm ddp": 100.0,
+    "plait/shm zero1": 100.0,
+    "plait/shm zero3": 150.0,
+}
+"""Of ``engine.step`` on two ranks."""
 OPERATOR_GOAL = 1.0
 """Microseconds an operator that nobody is interested in."""
 
@@ -53,14 +62,20 @@ def goal(what: str, case: str, row: str, rows: dict[str, Any], value: float) -> 
     """What is wanted of a row of plait, and whether it is so."""
     if not row.startswith("plait"):
         return ""
-    wanted = []
-    if what == "operator":
-        wanted.append((f"{OPERATOR_GOAL:g}", OPERATOR_GOAL))
-    elif "zero3" in row and case.endswith("1 rank"):
-        wanted.append((f"{UNIT_GOAL:g}", UNIT_GOAL))
+    limit = limit_of(what, case, row)
+    wanted = [] if limit is None else [(f"{limit:g}", limit)]
     if "zero3" in row and "torch FSDP2" in rows:
         wanted.append(("FSDP2's", median(rows["torch FSDP2"]["own"])))
     return "; ".join(f"{name}: {'met' if value <= limit else 'MISSED'}" for name, limit in wanted)
+
+
+def limit_of(what: str, case: str, row: str) -> float | None:
+    """Microseconds that a row of plait may take."""
+    if what == "operator":
+        return OPERATOR_GOAL
+    if case.endswith("2 ranks"):
+        return TWO_RANKS.get(row)
+    return UNIT_GOAL if "zero3" in row and case.endswith("1 rank") else None
 
 
 def print_case(what: str, case: str, rows: dict[str, Any], before: dict[str, Any]) -> None:
@@ -88,9 +103,7 @@ def rows_of(what: str, case: str, rows: dict[str, Any]) -> list[Row]:
     found = []
     for name, values in own.items():
         ours = name.startswith("plait")
-        limit = OPERATOR_GOAL if ours and what == "operator" else None
-        if ours and what == "unit" and "zero3" in name and case.endswith("1 rank"):
-            limit = UNIT_GOAL
+        limit = limit_of(what, case, name) if ours else None
         if not name.startswith("plain"):
             found.append(value_row("overhead", work, name, values, "us", limit))
         if ours and "zero3" in name and (peer := own.get("torch FSDP2")):

@@ -23,6 +23,7 @@ OTHER: dict[str, Any] = {
     "units": ["blocks.0"],
     "cut": "tensor",
     "prefetch": 0,
+    "bucket": 0,
     "tensor_plan": {"head": "whole"},
     "sequence_parallel": True,
     "schedule": "gpipe",
@@ -117,7 +118,9 @@ def test_what_means_the_same_is_the_same(mesh: Mesh, mine: list[dict[str, Any]])
 
 def test_an_engine_and_its_units_say_what_they_are() -> None:
     def shown(comm: Comm) -> str:
-        engine = Engine(nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2)), comm, strategy="zero3", units=["0", "1"])
+        engine = Engine(
+            nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2)), comm, strategy="zero3", units=["0", "1"], bucket=0
+        )
         return f"{engine}, {engine.units}"
 
     text = run(Mesh(), shown)[0]

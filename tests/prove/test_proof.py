@@ -34,7 +34,7 @@ TRILLION = Decoder(layers=128, hidden=25600, ffn=4 * 25600, heads=160, kv_heads=
 
 def paper(mesh: str, row: str = "zero3", order: str | None = None, decoder: Decoder = SMALL, m: int = 4) -> PaperRun:
     on = Mesh.parse(mesh)
-    return PaperRun(decoder, on, TABLE[row], Pipeline(order, on.pipe), m)
+    return PaperRun(decoder, on, TABLE[row], Pipeline(order, on.pipe), m, bucket=0)
 
 
 @pytest.mark.parametrize("row", TABLE)

@@ -31,12 +31,19 @@ from plait.verify.matrix import Outcome, References, grid, outcome_of, run_cells
 from plait.verify.reference import run_reference
 from plait.verify.run import Verdict, judge
 
-SHARDED = config_of({"model": "gpt", "strategy": "zero3", "shard": 3, "microbatches": 2})
-PIPED = config_of({"model": "mlp", "strategy": "hsdp", "pipe": 2, "replica": 2, "schedule": "zbv", "microbatches": 3})
+SHARDED = config_of({"model": "gpt", "bucket": 0, "strategy": "zero3", "shard": 3, "microbatches": 2})
+PIPED = config_of(
+    {"model": "mlp", "bucket": 0, "strategy": "hsdp", "pipe": 2, "replica": 2, "schedule": "zbv", "microbatches": 3}
+)
 TIED = config_of({"model": "gpt", "strategy": "zero2", "pipe": 3, "schedule": "gpipe", "microbatches": 2})
-SPLIT = config_of({"model": "gpt", "strategy": "zero1", "tensor": 2, "shard": 2, "sequence_parallel": True})
+SPLIT = config_of(
+    {"model": "gpt", "bucket": 0, "strategy": "zero1", "tensor": 2, "shard": 2, "sequence_parallel": True}
+)
 
 MIXED = ("bf16-mixed", "fp16-mixed")
+
+WHOLE = ("ddp", "zero1", "zero2")
+"""Rows that gather nothing."""
 
 ONE_STAGE = {None, "naive", "gpipe", "1f1b", "zb_h1", "zb_h2"}
 """Orders with one stage on a rank."""
@@ -58,7 +65,8 @@ def impossible(most: int) -> set[tuple[str, Any, str, Any]]:
     found |= {("model", "mlp", "sequence_parallel", True), ("schedule", None, "split", "uneven")}
     for hold in (0, 2, None):
         found |= {("schedule", None, "hold", hold)}
-        found |= {("strategy", row, "hold", hold) for row in ("ddp", "zero1", "zero2")}
+        found |= {("strategy", row, "hold", hold) for row in WHOLE} | {("bucket", 0, "hold", hold)}
+    found |= {("strategy", row, "bucket", 0) for row in TABLE.keys() - {*WHOLE}}
     for a, b in combinations(AXES, 2):
         found |= {(a, m, b, n) for m, n in product((1, 2, 3, 4), repeat=2) if m * n > most}
     split: list[tuple[str, Any]] = [("sequence_parallel", True), *(("tensor", t) for t in (2, 3, 4))]

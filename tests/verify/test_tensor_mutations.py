@@ -42,6 +42,7 @@ GPT = VerifyConfig(
     clip=0.3,
     dtype="fp64",
     mesh="tensor=2",
+    bucket=0,
 )
 FOUR = replace(GPT, width=32, heads=4, kv_heads=4, mesh="tensor=4")
 """The text's tokens lie below 128: on two ranks the second one's rows would never be looked up."""

@@ -72,7 +72,7 @@ SIZES = {"layers": 6, "width": 24, "heads": 2, "kv-heads": 1, "batch": 13, "leng
 
 
 def flags(**words: object) -> list[str]:
-    return [f"--{name}={value}" for name, value in {**SIZES, **words}.items()]
+    return [f"--{name}={value}" for name, value in {**SIZES, "bucket": 0, **words}.items()]
 
 
 @pytest.mark.parametrize("command", [["verify"], ["train", "--verify", "--world=thread"]], ids=" ".join)

@@ -20,9 +20,11 @@ from plait.verify.record import RankRecord, record_run
 from plait.verify.reference import Record, run_reference
 from plait.verify.run import Verdict, judge
 
-MLP = VerifyConfig(model="mlp", layers=16, width=17, batch=13, steps=5, clip=0.3)
-"""16 layers, odd widths, 13 samples: no mesh divides anything evenly."""
-GPT = VerifyConfig(model="gpt", layers=2, width=24, heads=2, kv_heads=1, batch=13, length=7, steps=5, clip=0.3)
+MLP = VerifyConfig(model="mlp", layers=16, width=17, batch=13, steps=5, clip=0.3, bucket=0)
+"""16 layers, odd widths, 13 samples: no mesh divides anything evenly.  It is small, and would be one bucket."""
+GPT = VerifyConfig(
+    model="gpt", layers=2, width=24, heads=2, kv_heads=1, batch=13, length=7, steps=5, clip=0.3, bucket=0
+)
 TINY = replace(MLP, layers=3, width=5)
 MODELS = {"mlp": MLP, "gpt": GPT}
 

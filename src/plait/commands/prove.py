@@ -15,7 +15,7 @@ from rich.table import Table
 
 from plait.config import names_a_file, read_schedule
 from plait.core.cells import find_strategy
-from plait.core.flat import Cut
+from plait.core.flat import BUCKET_BYTES, Cut
 from plait.core.mesh import Mesh
 from plait.prove import Decoder, PaperRun, Proved, Refuted, from_config, prove
 from plait.report.screen import screen
@@ -72,6 +72,8 @@ class ProveConfig:
     """Links of each stage, as in "5 4": embedding, layers, norm and head are one each. None: equally many."""
     cut: Cut = "element"
     """Where the data axes may cut: anywhere in a parameter, or only between parameters."""
+    bucket: int = BUCKET_BYTES
+    """Bytes of small neighbouring units that are laid as one where parameters are whole at rest."""
     dtype: Dtype = "fp32"
     """Of parameters and activations."""
     mixed: Literal["bf16", "fp16"] | None = None
@@ -100,6 +102,7 @@ class ProveConfig:
             microbatches=self.microbatches,
             split=None if self.split is None else parse_sizes(self.split),
             cut=self.cut,
+            bucket=self.bucket,
             dtype=self.dtype,
             batch=self.batch,
             length=self.length,

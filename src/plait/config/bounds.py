@@ -47,6 +47,7 @@ BOUNDS: dict[str, Bounds] = {
     "chunks": Bounds(1, 1 << 10),
     "hold": Bounds(0, 1 << 16),
     "prefetch": Bounds(0, 1 << 16),
+    "bucket": Bounds(0, 1 << 40),
     **dict.fromkeys(("steps", "epochs", "log_every", "save_every", "keep", "eval_steps"), _COUNT),
     **dict.fromkeys(("warmup", "eval_every", "check_drift"), Bounds(0, MANY)),
     "spread": Bounds(0, 1 << 10),

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 import tyro
 
-from plait.core.flat import Cut
+from plait.core.flat import BUCKET_BYTES, Cut
 from plait.files.reading import read_text
 from plait.schedule.actions import Schedule, parse_schedule
 from plait.schedule.orders import ORDERS, describe_chunks, describe_orders
@@ -40,6 +40,9 @@ class LayoutConfig:
     """Where the data axes may cut: anywhere in a parameter, or only between parameters."""
     prefetch: int = 1
     """How many units are gathered ahead of the running one."""
+    bucket: int = BUCKET_BYTES
+    """Bytes: where parameters are whole at rest, neighbouring units of at most so many are laid as one, and what they
+    send is one message; 0: none are."""
     sequence_parallel: bool = False
     """Cut the activations between tensor-parallel products in time (over one rank: nothing)."""
     recompute: Literal["full", "selective"] | None = None

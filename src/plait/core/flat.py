@@ -30,6 +30,12 @@ GRAIN = 16
 BOUNDARY_BYTES = 64
 """Parameters start on multiples of this many bytes (one cache line, one AVX-512 register)."""
 
+BUCKET_BYTES = 2**20
+"""Of small units that are laid as one where nothing is gathered."""
+
+LEAST_BYTES = 2**12
+"""That a parameter counts for in a bucket, so that a bucket has a few hundred at most."""
+
 Cut = Literal["element", "tensor"]
 
 
@@ -137,12 +143,35 @@ class FlatLayout:
 
     def runs(self, start: int, stop: int) -> tuple[Run, ...]:
         """The runs in the elements ``start..stop``: one per parameter that has any there."""
-        found = []
-        for slot in self.slots:
-            low, high = max(slot.offset, start), min(slot.end, stop)
-            if low < high:
-                found.append(Run(slot, low - slot.offset, high - slot.offset, low - start))
-        return tuple(found)
+        found = (self.run(index, start, stop) for index in range(len(self.slots)))
+        return tuple(run for run in found if run is not None)
+
+    def run(self, index: int, start: int, stop: int) -> Run | None:
+        """What of a parameter lies in the elements ``start..stop``."""
+        slot = self.slots[index]
+        low, high = max(slot.offset, start), min(slot.end, stop)
+        return Run(slot, low - slot.offset, high - slot.offset, low - start) if low < high else None
+
+
+def buckets(units: Sequence[Iterable[tuple[int, int]]], most: int = BUCKET_BYTES) -> list[range]:
+    """Neighbours that together have at most so many bytes; a larger unit stands alone.
+
+    Where nothing is gathered, they are laid as one unit: what many small ones would send is one message.
+
+    Args:
+        units: for each unit elements and bytes of an element of its parameters.
+    """
+    sizes = [sum(max(numel * itemsize, LEAST_BYTES) for numel, itemsize in unit) for unit in units]
+    runs: list[range] = []
+    together = 0
+    for number, size in enumerate(sizes):
+        together += size
+        if runs and together <= most:
+            runs[-1] = range(runs[-1].start, number + 1)
+        else:
+            runs.append(range(number, number + 1))
+            together = size
+    return runs
 
 
 def lay(

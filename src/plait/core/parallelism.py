@@ -14,7 +14,7 @@ from dataclasses import dataclass, fields
 from typing import Any, Literal
 
 from plait.core.cells import TABLE, Strategy, find_strategy
-from plait.core.flat import Cut
+from plait.core.flat import BUCKET_BYTES, Cut
 from plait.core.tensor_plan import Style
 
 Recompute = Literal["full", "selective"]
@@ -27,7 +27,7 @@ class Parallelism:
     A strategy may be given by its name or text, ``units`` in any order, and lists where the fields are tuples.
 
     Raises:
-        ValueError: no such strategy, or a negative ``prefetch``.
+        ValueError: no such strategy, or a negative ``prefetch`` or ``bucket``.
     """
 
     strategy: Strategy = TABLE["zero3"]
@@ -38,6 +38,9 @@ class Parallelism:
     """``"element"`` cuts parameters anywhere; ``"tensor"`` gives each to one owner."""
     prefetch: int = 1
     """How many units are gathered ahead of the running one."""
+    bucket: int = BUCKET_BYTES
+    """Bytes: where parameters are whole at rest, neighbouring units of at most so many are laid as one, and what they
+    send is one message; 0: none are."""
     tensor_plan: Mapping[str, str | Style] | None = None
     """For a mesh with a tensor axis (see ``core.tensor_plan``); None takes the plan that the model carries."""
     sequence_parallel: bool = False
@@ -62,6 +65,8 @@ class Parallelism:
     def __post_init__(self) -> None:
         if self.prefetch < 0:
             raise ValueError(f"prefetch={self.prefetch}: it is a number of units, from 0")
+        if self.bucket < 0:
+            raise ValueError(f"bucket={self.bucket}: it is a number of bytes, from 0")
         schedule = self.schedule
         normal = {
             "strategy": find_strategy(self.strategy),

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from plait.core.cells import ITEMSIZE, Strategy
-from plait.core.flat import Cut, FlatLayout, UnitLayout, lay
+from plait.core.flat import Cut, FlatLayout, UnitLayout, buckets, lay
 from plait.core.mesh import Mesh
 from plait.core.tensor_cut import TensorCut
 from plait.core.tensor_plan import Site
@@ -172,18 +172,25 @@ KEYS = {
 
 
 def lay_stage(
-    decoder: Decoder, links: Sequence[str], mesh: Mesh, strategy: Strategy, tensor: int, cut: Cut, dtype: str
+    decoder: Decoder,
+    links: Sequence[str],
+    mesh: Mesh,
+    strategy: Strategy,
+    tensor: int,
+    cut: Cut,
+    bucket: int,
+    dtype: str,
 ) -> tuple[UnitLayout, ...]:
     """The units of a stage with these links on one tensor rank, in the engine's order: the root, then by link."""
     itemsize = strategy.params.itemsize(ITEMSIZE[dtype])
     loads = [0] * mesh.data_size
-    units = []
-    for link in sorted(links, key=lambda link: link != "model.norm"):
+    names, units = sorted(links, key=lambda link: link != "model.norm"), []
+    of_links = [[(math.prod(shape), ITEMSIZE[dtype]) for _, shape, _ in decoder.parameters(link)] for link in names]
+    gathers = mesh.count(strategy.params.split) > 1
+    for numbers in buckets(of_links, 0 if gathers else bucket):
+        parameters = [parameter for number in numbers for parameter in decoder.parameters(names[number])]
         shapes = [
-            tuple(
-                (name, _local(decoder, (name, shape, dim), mesh.tensor, t))
-                for name, shape, dim in decoder.parameters(link)
-            )
+            tuple((name, _local(decoder, (name, shape, dim), mesh.tensor, t)) for name, shape, dim in parameters)
             for t in (tensor, 0)
         ]
         own, first = (
@@ -192,7 +199,8 @@ def lay_stage(
         if cut == "tensor":
             sizes = [(b - a) * itemsize for a, b in pairwise(first.bounds)]
             loads = [load + size for load, size in zip(loads, sizes, strict=True)]
-        units.append(UnitLayout("root" if link == "model.norm" else link, (own,), (True,), summed=(False,)))
+        ends = ["root" if names[number] == "model.norm" else names[number] for number in (numbers[0], numbers[-1])]
+        units.append(UnitLayout(" .. ".join(dict.fromkeys(ends)), (own,), (True,), summed=(False,)))
     return tuple(units)
 
 

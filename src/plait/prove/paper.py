@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from plait.core.cells import Strategy
-from plait.core.flat import Cut, UnitLayout
+from plait.core.flat import BUCKET_BYTES, Cut, UnitLayout
 from plait.core.mesh import Mesh
 from plait.prove.decoder import Decoder, lay_stage
 from plait.schedule.partition import by_sizes, even
@@ -22,6 +22,7 @@ class PaperRun:
     split: tuple[int, ...] | None = None
     """Links of each stage; None: equally many."""
     cut: Cut = "element"
+    bucket: int = BUCKET_BYTES
     dtype: str = "fp32"
     """Of parameters and activations, where the row's cells say no other."""
     batch: int = 1
@@ -45,7 +46,7 @@ class PaperRun:
     def laid(self) -> dict[tuple[int, int], tuple[UnitLayout, ...]]:
         """The units of every stage on every tensor rank."""
         return {
-            (s, t): lay_stage(self.decoder, links, self.mesh, self.strategy, t, self.cut, self.dtype)
+            (s, t): lay_stage(self.decoder, links, self.mesh, self.strategy, t, self.cut, self.bucket, self.dtype)
             for s, links in enumerate(self.links())
             for t in range(self.mesh.tensor)
         }

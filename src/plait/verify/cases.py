@@ -19,6 +19,7 @@ from typing import Any, Literal
 
 from plait.config import VerifyConfig, with_job
 from plait.core.cells import TABLE
+from plait.core.flat import BUCKET_BYTES
 from plait.core.mesh import AXES, Mesh
 from plait.engine.pipeline.chain import chain_of
 from plait.job.job import build_model
@@ -30,7 +31,7 @@ from plait.verify.covering import Rule, covering
 Size = Literal["small", "full"]
 
 LINKS = 9  # of either model
-OF_A_JOB = ("strategy", "replica", "shard", "microbatches", "cut", "offload")
+OF_A_JOB = ("strategy", "replica", "shard", "microbatches", "cut", "bucket", "offload")
 SIZES = VerifyConfig(steps=2, batch=67, length=7, clip=0.3)
 MODELS = {
     "gpt": replace(SIZES, model="gpt", layers=LINKS - 3, width=24, heads=12, kv_heads=12),
@@ -44,6 +45,7 @@ DIMENSIONS: dict[str, tuple[Any, ...]] = {
     "schedule": (None, *ORDERS),
     "microbatches": COUNTS,
     "cut": ("element", "tensor"),
+    "bucket": (0, BUCKET_BYTES),
     "sequence_parallel": (False, True),
     "optimizer": tuple(OPTIMIZERS),
     "chunks": (None, 3),
@@ -70,6 +72,7 @@ RULES = (
     Rule(("tensor", "sequence_parallel"), lambda tensor, sequence: tensor > 1 or not sequence),
     Rule(("model", "sequence_parallel"), lambda model, sequence: model == "gpt" or not sequence),
     Rule(("schedule", "hold"), lambda schedule, hold: schedule is not None or hold == 1),
+    Rule(("strategy", "bucket"), lambda row, bucket: bool(bucket) or not TABLE[row].params.split),
     Rule(("strategy", "hold"), lambda row, hold: hold == 1 or bool(TABLE[row].params.split)),
     Rule(("pipe", "schedule", "split"), lambda pipe, order, split: split == "even" or stages(pipe, order, None) > 1),
     Rule(("tensor", "dtype"), lambda tensor, dtype: tensor == 1 or dtype == "full"),

@@ -23,6 +23,7 @@ from plait.engine.forward.parameter import AtRest
 
 def engine_on(model: nn.Module, comm: Comm, row: str, **settings: Any) -> Engine:
     optimizer = adamw(model.parameters())
+    settings = {"bucket": 0, **settings}
     return Engine(model, comm, strategy=row, optimizer=optimizer, loss_fn=loss_sum, count_fn=count, **settings)
 
 

@@ -21,7 +21,7 @@ from plait.core.parallelism import Parallelism
 from plait.core.tensor_cut import TensorCut
 from plait.engine.data_parallel.storage import Flat, dtype_in
 from plait.engine.data_parallel.unit import Unit
-from plait.engine.data_parallel.wrap import wrap
+from plait.engine.data_parallel.wrap import bucketed, wrap
 from plait.tensor_parallel import Parallel
 
 
@@ -59,6 +59,8 @@ class BuiltUnits:
     fresh: list[Unmaterialized]
     shapes: dict[int, tuple[int, ...]]
     """Whole shapes, by ``id`` of the whole model's parameter, of those that are cut over the tensor axis."""
+    names: list[str]
+    """Of the modules that are units, the model itself left out; in a bucket several are laid as one."""
 
 
 def build_units(
@@ -77,6 +79,9 @@ def build_units(
     """
     strategy, cut, modules = parallelism.strategy, parallelism.cut, dict(model.named_modules())
     wrapped = wrap(model, parallelism.units and [name for name in parallelism.units if name in modules])
+    names = [w.name for w in wrapped if w.name]
+    if comm.mesh.count(strategy.params.split) == 1:
+        wrapped = bucketed(wrapped, parallelism.bucket)
     for module in modules.values():
         for name, buffer in module._buffers.items():
             if buffer is not None:
@@ -114,7 +119,7 @@ def build_units(
         around = [units[a] for a in units if w.name != a and (a == "" or w.name.startswith(a + "."))]
         units[w.name].relate([units[name] for name in w.borrows], around)
     shapes = {id(origin[key]): cut.shape for key, cut in parallel.cuts.items()}
-    return BuiltUnits(model, list(units.values()), fresh, shapes)
+    return BuiltUnits(model, list(units.values()), fresh, shapes, names)
 
 
 def _shapes(

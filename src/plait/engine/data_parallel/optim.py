@@ -65,10 +65,12 @@ def owned_runs(gradients: Iterable[FlatGradient]) -> list[Owned]:
     for g in gradients:
         flat, updated, sums = g.flat, g.flat.updated, g.owned
         converts = (sums.dtype, sums.device) != (updated.dtype, updated.device)
-        for run in flat.layout.runs(*flat.optim_place):
+        for cut, run in ((cut, flat.layout.run(i, *flat.optim_place)) for i, cut in enumerate(flat.cuts)):
+            if run is None:
+                continue
             here = slice(run.offset, run.offset + run.numel)
             shape = run.slot.shape if run.whole else (run.numel,)
-            view, cut = nn.Parameter(updated[here].view(shape)), flat.cuts[flat.layout.slots.index(run.slot)]
+            view = nn.Parameter(updated[here].view(shape))
             owned.append(Owned(run.slot.name, run, flat, cut, view, sums[here].view(shape), converts))
     return owned
 

@@ -137,17 +137,16 @@ class Flat:
             before, behind = self.rest[: start - begin], self.rest[stop - begin :]
             parts = [(before, (begin, start)), (self.master, (start, stop)), (behind, (stop, end))]
         for memory, place in parts:
-            for run in self.layout.runs(*place):
-                if run.slot is self.layout.slots[slot_index]:
-                    yield run, memory[run.offset : run.offset + run.numel]
+            if (run := self.layout.run(slot_index, *place)) is not None:
+                yield run, memory[run.offset : run.offset + run.numel]
 
     def round(self, slot_index: int) -> None:
         """Where the optimizer updates another copy of a parameter, what lies at rest is that copy, rounded."""
         if self.master is not None:
-            for run in self.layout.runs(*self.optim_place):
-                if run.slot is self.layout.slots[slot_index]:
-                    place = slice(run.offset, run.offset + run.numel)
-                    self.updated_at_rest[place].copy_(self.master[place])
+            run = self.layout.run(slot_index, *self.optim_place)
+            if run is not None:
+                place = slice(run.offset, run.offset + run.numel)
+                self.updated_at_rest[place].copy_(self.master[place])
 
     def publish(self, note: Note) -> list[Work]:
         """After an update: start to send the updated pieces, rounded, to whoever has them at rest."""

@@ -6,16 +6,21 @@ Automatic wrapping takes, in the order of ``named_modules``:
 - outside the blocks, every module that owns a parameter of two or more dims: embedding, head, convolution;
 - the rest (final norms, scalars) stays with the model itself, the root unit.
 
+Where a row, or a mesh, leaves parameters whole, nothing is gathered for a unit, and small neighbours are laid as one
+(``bucketed``): what they would send one by one is one message, as DDP's buckets are, without a copy.
+
 A user can name the units instead; they may nest, and a parameter belongs to the innermost one around it.  A parameter
 that several units use is laid in the first; the others *borrow* it.  Which units read another's parameter without being
 tied to it (a head that is a product with the embedding) shows when they run: they borrow it from then on.
 """
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from torch import nn
+
+from plait.core.flat import buckets
 
 CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 """Modules without a forward of their own: nothing would unshard them."""
@@ -29,6 +34,21 @@ class Wrapped:
     module: nn.Module
     parameters: tuple[tuple[str, nn.Parameter], ...]
     borrows: tuple[str, ...]
+
+
+def bucketed(wrapped: Sequence[Wrapped], most: int) -> tuple[Wrapped, ...]:
+    """Small neighbours as one unit, which has no module that runs when its parameters are read."""
+    wrapped = [w for w in wrapped if w.parameters]
+    sizes = [[(p.numel(), p.element_size()) for _, p in w.parameters] for w in wrapped]
+    return tuple(
+        Wrapped(
+            f"{run[0].name or 'root'} .. {run[-1].name}" if run[1:] else run[0].name,  # as ``prove.decoder`` has it
+            run[0].module,
+            tuple(parameter for one in run for parameter in one.parameters),
+            (),
+        )
+        for run in ([wrapped[number] for number in numbers] for numbers in buckets(sizes, most))
+    )
 
 
 def automatic(model: nn.Module) -> tuple[str, ...]:

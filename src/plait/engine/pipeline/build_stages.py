@@ -127,7 +127,7 @@ def lay_stages(
         error = problem
     if weights is not None:  # a rank reads its own rows, and what is wrong with them is wrong for all
         check_together(comm, error, AXES)
-    stages = {s: Stage(settings, s, part, plans[s], laid[s].units) for s, part in parts.items()}
+    stages = {s: Stage(settings, s, part, plans[s], laid[s]) for s, part in parts.items()}
     for stage in stages.values():
         stage.unsharding.beside([peer.unsharding for peer in stages.values()])
     return stages

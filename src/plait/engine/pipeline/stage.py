@@ -25,7 +25,7 @@ from plait.comm.agree import gather_ints
 from plait.core.collectives import Note
 from plait.core.flat import UnitLayout
 from plait.core.parallelism import Parallelism
-from plait.engine.data_parallel.build import SourceModel
+from plait.engine.data_parallel.build import BuiltUnits, SourceModel
 from plait.engine.data_parallel.gradients import Gradients
 from plait.engine.data_parallel.unit import Unit, parameters_of
 from plait.engine.data_parallel.unshard import Unsharding
@@ -97,16 +97,16 @@ class Stage:
     """A stage, built from its part of the model, whose parameters are laid in units already."""
 
     def __init__(
-        self, settings: StageSettings, number: int, part: StageModel, parallel: Parallel, units: list[Unit]
+        self, settings: StageSettings, number: int, part: StageModel, parallel: Parallel, laid: BuiltUnits
     ) -> None:
-        self.model, self.comm, self.units, self.parallel = part.model, settings.comm, units, parallel
+        self.model, self.comm, self.units, self.parallel = part.model, settings.comm, laid.units, parallel
         self.number, self.count, self.last = number, settings.count, number == settings.count - 1
         parallelism = settings.parallelism
         self.current = CurrentForward()
         self.axis = StageAxis(self.comm, self.current, sequence=parallelism.sequence_parallel, gemm=settings.gemm)
         self.products: Products | None = None
         self.interceptor = Interceptor(self.current, self._handlers(settings, part.chain.links))
-        names = [unit.name for unit in self.units if unit.module is not self.model]
+        names = laid.names
         around = [] if part.chain.links else [""]
         closed = closed_units(self.model, [*around, *names], part.chain.links) if parallelism.compile else []
         self.interceptor.follow(self.model, part.sites, every=bool(parallel.styles), closed=closed)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import re
 import time
+from dataclasses import replace
 from typing import Any
 
 import engine_cases as cases
@@ -14,8 +15,9 @@ import tensor_models
 import torch
 from torch import nn
 
-from plait.comm import DONE, AbortedError, Comm, MismatchError, run
+from plait.comm import DONE, AbortedError, Comm, MismatchError, Work, run
 from plait.comm.check import COMM, check_collectives
+from plait.comm.prepared import Prepared
 from plait.core.mesh import Mesh
 from plait.engine import Engine
 
@@ -25,21 +27,23 @@ NAMED = r"rank 1: .* at \w+/\w+.py:\d+, called from engine/\w+.py:\d+"
 
 def harmed(comm: Comm, kind: str, harm: str) -> None:
     """From here on, the next operation of this kind is left out, asked for twice, or for another unit."""
-    ask, armed = comm._ask, [True]
+    begin, armed = comm.begin, [True]
 
-    def otherwise(of: str, group: Any, note: Any, *rest: Any) -> Any:
-        if of != kind or note.phase in ("count", "report") or not armed:
-            return ask(of, group, note, *rest)
+    def otherwise(prepared: Prepared) -> Work:
+        operation = prepared.operation
+        if operation.kind != kind or operation.note.phase in ("count", "report") or not armed:
+            return begin(prepared)
         armed.clear()
         if harm == "skipped":
             return DONE
         if harm == "doubled":
-            ask(of, group, note, *rest).wait()
-            return ask(of, group, note, *rest)
-        return ask(of, group, type(note)(note.phase, "another", note.microbatch), *rest)
+            begin(prepared).wait()
+            return begin(prepared)
+        another = replace(operation, note=replace(operation.note, unit="another"))
+        return begin(Prepared(comm, prepared.entry, another, prepared.what, prepared.method))
 
     otherwise.__code__ = otherwise.__code__.replace(co_filename=COMM + "base.py")  # no line of its own
-    comm._ask = otherwise  # type: ignore[method-assign]
+    comm.begin = otherwise  # type: ignore[method-assign]
 
 
 def told(template: nn.Module, mesh: str, row: str, kind: str, harm: str, batches: Any, **settings: Any) -> list[str]:

@@ -82,16 +82,7 @@ def drop_the_sum_after_the_embedding(patch: Patch) -> None:
 
 def forget_to_sum_what_is_summed(patch: Patch) -> None:
     """The gradients of norms under sequence parallelism stay this rank's share of time."""
-    import plait.engine.data_parallel.gradients as gradients
-
-    original = gradients.send
-
-    def send(comm: Any, message: Any, array: Tensor, base: int, note: Note, out: Tensor | None = None) -> Any:
-        if message.axes == ("tensor",) and note.unit == "blocks.1":
-            return DONE
-        return original(comm, message, array, base, note, out)
-
-    patch.setattr(gradients, "send", send)
+    cases.not_sent(patch, lambda message, note: message.axes == ("tensor",) and note.unit == "blocks.1")
 
 
 def norm_counts_whole_parameters_on_every_tensor_rank(patch: Patch) -> None:

@@ -6,13 +6,19 @@ runs too, so a reference is kept by (job, mesh, microbatches, tree, runs of the 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
+import pytest
+
 from plait.comm import run
+from plait.comm.prepared import Alone
 from plait.config import VerifyConfig, section
 from plait.core.additions import additions
+from plait.core.collectives import Note
 from plait.core.precision import Precision
+from plait.engine.data_parallel import flat_gradient, gradients
 from plait.job.config import JobConfig
 from plait.job.job import Job, make_job
 from plait.verify.plain import run_plain
@@ -81,3 +87,17 @@ def judged(config: VerifyConfig, ranks: list[RankRecord]) -> Verified:
     if plain_key not in _PLAIN:
         _PLAIN[plain_key] = run_plain(job, config)
     return Verified(ranks, _TREES[key], judge(job, config, ranks, _TREES[key], _PLAIN[plain_key]))
+
+
+def not_sent(patch: pytest.MonkeyPatch, lost: Callable[[Any, Note], bool]) -> None:
+    """Those messages of gradients of which ``lost`` is true are never sent: a mutation."""
+    prepare, send = flat_gradient.prepare, gradients.send
+
+    def instead(original: Callable[..., Any], nothing: Callable[[], Any]) -> Callable[..., Any]:
+        def begin(comm: Any, message: Any, array: Any, base: int, note: Note, out: Any = None) -> Any:
+            return nothing() if lost(message, note) else original(comm, message, array, base, note, out)
+
+        return begin
+
+    patch.setattr(flat_gradient, "prepare", instead(prepare, Alone))
+    patch.setattr(gradients, "send", instead(send, Alone().start))

@@ -4,6 +4,7 @@
 
     base.py            Comm: what may be asked; the same checks and ledger for all     start here
     operation.py       one operation, its group, and what is refused before anything moves
+    prepared.py        one that is checked once and begun in every step
     ordered_reduce.py  the order in which a group's values are added
     ledger.py          one line per message
     agree.py           small agreements: rows of numbers, checksums, bytes, errors

@@ -22,17 +22,17 @@ Rules of every world:
 from __future__ import annotations
 
 import os
-import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from plait.comm.ledger import Ledger
-from plait.comm.observer import Observer
+from plait.comm.observer import NOBODY, Observer, Waiting
 from plait.comm.operation import (
     DONE,
     NO_NOTE,
@@ -52,6 +52,7 @@ from plait.comm.operation import (
     same_dtype,
 )
 from plait.comm.peer import Peer
+from plait.comm.prepared import Alone, Prepared
 from plait.core.collectives import Entry, Note, bytes_sent
 from plait.core.mesh import Mesh
 
@@ -113,34 +114,34 @@ class Comm(ABC):
     def all_gather(self, out: Tensor, piece: Tensor, axes: Sequence[str], note: Note = NO_NOTE) -> Work:
         """Every member's ``piece``, end to end in group order, into every member's ``out``; nothing is copied where
         ``piece`` is the very slice of ``out`` at this rank's index."""
-        return self._cut("all_gather", out, piece, axes, note)
+        return self._cut("all_gather", out, piece, axes, note).start()
 
     def reduce_scatter(
         self, out: Tensor, whole: Tensor, axes: Sequence[str], op: str = "sum", note: Note = NO_NOTE
     ) -> Work:
         """The reduction of all members' ``whole``, cut in equal pieces; member k keeps piece k in ``out``, which may be
         the very slice of ``whole`` at this rank's index."""
-        return self._cut("reduce_scatter", whole, out, axes, note, op)
+        return self._cut("reduce_scatter", whole, out, axes, note, op).start()
 
     def all_reduce(self, tensor: Tensor, axes: Sequence[str], op: str = "sum", note: Note = NO_NOTE) -> Work:
         """The reduction of all members' ``tensor``, in place on every member."""
-        return self._one("all_reduce", tensor, axes, note, op)
+        return self._one("all_reduce", tensor, axes, note, op).start()
 
     def broadcast(self, tensor: Tensor, axes: Sequence[str], src: int, note: Note = NO_NOTE) -> Work:
         """The ``tensor`` of the group's member ``src`` (an index within the group), on every member."""
-        return self._one("broadcast", tensor, axes, note, None, src)
+        return self._one("broadcast", tensor, axes, note, None, src).start()
 
     def reduce(self, tensor: Tensor, axes: Sequence[str], dst: int, op: str = "sum", note: Note = NO_NOTE) -> Work:
         """The reduction of all members' ``tensor``, in place on member ``dst``; the others' stay as they are."""
-        return self._one("reduce", tensor, axes, note, op, dst)
+        return self._one("reduce", tensor, axes, note, op, dst).start()
 
     def scatter(self, out: Tensor, whole: Tensor | None, axes: Sequence[str], src: int, note: Note = NO_NOTE) -> Work:
         """Piece k of member ``src``'s ``whole`` into member k's ``out``; ``whole`` is None off the root."""
-        return self._cut("scatter", whole, out, axes, note, None, src)
+        return self._cut("scatter", whole, out, axes, note, None, src).start()
 
     def gather(self, out: Tensor | None, piece: Tensor, axes: Sequence[str], dst: int, note: Note = NO_NOTE) -> Work:
         """Every member's ``piece``, end to end, into ``out`` of member ``dst``; it is None elsewhere."""
-        return self._cut("gather", out, piece, axes, note, None, dst)
+        return self._cut("gather", out, piece, axes, note, None, dst).start()
 
     def all_to_all(self, out: Tensor, whole: Tensor, axes: Sequence[str], note: Note = NO_NOTE) -> Work:
         """Piece k of ``whole`` to member k; piece k of ``out`` from member k."""
@@ -157,7 +158,28 @@ class Comm(ABC):
             return copied(out, whole)
         if overlap(out, whole):
             raise ValueError("all_to_all cannot write over what it still has to send: give it another out")
-        return self._ask("all_to_all", group, note, whole.numel(), whole.dtype, (out, whole))
+        return self._ask("all_to_all", group, note, whole.numel(), whole.dtype, (out, whole)).start()
+
+    def prepare(
+        self,
+        kind: str,
+        whole: Tensor,
+        piece: Tensor | None,
+        axes: Sequence[str],
+        note: Note = NO_NOTE,
+        root: int | None = None,
+    ) -> Prepared | Alone:
+        """One of these, to be started as often as wanted: checked now, on these tensors, whose memory may move.
+
+        Args:
+            kind: all_gather, reduce_scatter (a sum), all_reduce (a sum), broadcast or reduce (a sum).
+            piece: of the first two.
+            root: of the last two, an index within the group.
+        """
+        op = None if kind in ("all_gather", "broadcast") else "sum"
+        if piece is None:
+            return self._one(kind, whole, axes, note, op, root)
+        return self._cut(kind, whole, piece, axes, note, op)
 
     def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
         """A tensor of 1 dim in memory that is best for what is gathered and reduced in place."""
@@ -195,7 +217,7 @@ class Comm(ABC):
         """Returns when every member has come."""
         group = self._group(axes)
         if len(group.ranks) > 1:
-            self._ask("barrier", group, note, 0, torch.uint8, ())
+            self._ask("barrier", group, note, 0, torch.uint8, ()).start()
 
     def close(self) -> None:
         """Frees what the world has, and tells the observers.  No operation may follow."""
@@ -206,20 +228,9 @@ class Comm(ABC):
         for observer in self.observers:
             observer.closed()
 
-    @contextmanager
-    def waiting(self, operation: Operation) -> Iterator[None]:
-        """Around every place where this rank may stand still for others; tells the observers.  One that fails is not
-        told as over: the rank gets the error, and for all that is known it waits for those who did not come."""
-        if not self.observers:
-            yield
-            return
-        for observer in self.observers:
-            observer.waits(operation)
-        start = time.perf_counter()
-        yield
-        end = time.perf_counter()
-        for observer in self.observers:
-            observer.waited(operation, start, end)
+    def waiting(self, operation: Operation) -> AbstractContextManager[None]:
+        """Around every place where this rank may stand still for others; tells the observers."""
+        return Waiting(self.observers, operation) if self.observers else NOBODY
 
     def begin_step(self, number: int) -> None:
         """Tells the observers that step ``number`` (from 0) begins."""
@@ -311,20 +322,27 @@ class Comm(ABC):
         what: Sequence[Tensor | int | None],
         op: str | None = None,
         root: int | None = None,
-    ) -> Work:
-        """Writes the line of an operation into the ledger and leaves the rest to the world's own method."""
+    ) -> Prepared:
+        """An operation as it was asked for, for the world's own method."""
         size = numel * dtype.itemsize
         sent = bytes_sent(kind, size, len(group.ranks), root=root == group.index)
-        self.ledger.add(Entry(kind, group.axes, size, sent, note))
         operation = Operation(kind, group, note, numel, dtype, op or "", -1 if root is None else root)
+        return Prepared(self, Entry(kind, group.axes, size, sent, note), operation, what, getattr(self, f"_{kind}"))
+
+    def begin(self, prepared: Prepared) -> Work:
+        """Writes the line of an operation into the ledger, tells the observers, and leaves the rest to the world."""
+        operation, what = prepared.operation, prepared.what
+        self.ledger.add(prepared.entry)
         for observer in self.observers:
             observer.asked(operation)
         if self.check is not None:
             operation = self.check.begin(operation, what)
-        method: Callable[..., Work] = getattr(self, f"_{kind}")
-        with torch.no_grad():
-            work = method(operation, *what)
-        return self.check.receive(operation, what, work) if self.check and kind == "recv" else work
+        if torch.is_grad_enabled():
+            with torch.no_grad():
+                work = prepared.method(operation, *what)
+        else:
+            work = prepared.method(operation, *what)
+        return self.check.receive(operation, what, work) if self.check and operation.kind == "recv" else work
 
     def _cut(
         self,
@@ -335,7 +353,7 @@ class Comm(ABC):
         note: Note,
         op: str | None = None,
         root: int | None = None,
-    ) -> Work:
+    ) -> Prepared | Alone:
         """Gathers and scatters: equal pieces on all members, and the whole, which only the root has if there is one."""
         group, gathers = self._checked(kind, axes, op, root), kind in ("all_gather", "gather")
         whole_name, piece_name = ("out", "piece") if gathers else ("whole", "out")
@@ -350,20 +368,20 @@ class Comm(ABC):
             raise ValueError(f"{kind}: rank {self.rank} is not the root ({root_is}): {whole_name} is None here")
         out, source = (whole, piece) if gathers else (piece, whole)
         if n == 1 and out is not None and source is not None:
-            return copied(out, source)
+            return Alone(partial(copied, out, source))
         return self._ask(kind, group, note, n * piece.numel(), piece.dtype, (out, source), op, root)
 
     def _one(
         self, kind: str, tensor: Tensor, axes: Sequence[str], note: Note, op: str | None, root: int | None = None
-    ) -> Work:
+    ) -> Prepared | Alone:
         """all_reduce, broadcast and reduce: one tensor, in place."""
         group, tensor = self._checked(kind, axes, op, root), flat(tensor, "tensor", kind, self.device)
         if len(group.ranks) == 1:
-            return DONE
+            return Alone()
         return self._ask(kind, group, note, tensor.numel(), tensor.dtype, (tensor,), op, root)
 
     def _message(self, kind: str, tensor: Tensor, peer: int, note: Note) -> Work:
         """send and recv."""
         flat(tensor, "tensor", kind, self.device)
         group = pair_of(self.mesh, self.rank, kind, peer)
-        return self._ask(kind, group, note, tensor.numel(), tensor.dtype, (tensor, peer))
+        return self._ask(kind, group, note, tensor.numel(), tensor.dtype, (tensor, peer)).start()

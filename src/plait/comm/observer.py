@@ -8,7 +8,15 @@ The status page of a run, the log of a pipeline's step and injected faults are o
 what it did.
 """
 
+import time
+from collections.abc import Sequence
+from contextlib import nullcontext
+from types import TracebackType
+
 from plait.comm.operation import Operation
+
+NOBODY = nullcontext()
+"""Around a wait that nobody observes."""
 
 
 class Observer:
@@ -28,3 +36,29 @@ class Observer:
 
     def closed(self) -> None:
         """The world is left; nothing follows."""
+
+
+class Waiting:
+    """Around a place where a rank may stand still for others.
+
+    One that fails is not told as over: the rank gets the error, and for all that is known it waits for those who did
+    not come.
+    """
+
+    __slots__ = ("_observers", "_operation", "_start")
+
+    def __init__(self, observers: Sequence[Observer], operation: Operation) -> None:
+        self._observers, self._operation, self._start = observers, operation, 0.0
+
+    def __enter__(self) -> None:
+        for observer in self._observers:
+            observer.waits(self._operation)
+        self._start = time.perf_counter()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is None:
+            end = time.perf_counter()
+            for observer in self._observers:
+                observer.waited(self._operation, self._start, end)

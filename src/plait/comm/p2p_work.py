@@ -11,11 +11,15 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from contextlib import nullcontext
 
 import torch
 
 from plait.comm.operation import Operation, Work
 from plait.comm.transport import Started, Transport
+
+NO_GRADIENTS = nullcontext()
+"""Where none are recorded anyway, as in a backward."""
 
 
 class P2PWork:
@@ -41,13 +45,12 @@ class P2PWork:
         """Waits for the messages, then finishes; a second time nothing."""
         if not self.is_under_way:
             return
-        try:
-            with torch.no_grad():
+        with torch.no_grad() if torch.is_grad_enabled() else NO_GRADIENTS:
+            try:
                 self._transport.wait(self._operation, self._works)
-        finally:
-            del self._under_way[id(self)]
-        if self._finish is not None:
-            with torch.no_grad():
+            finally:
+                del self._under_way[id(self)]
+            if self._finish is not None:
                 self._finish()
         self._works, self._finish = [], None
 

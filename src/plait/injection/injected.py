@@ -15,8 +15,9 @@ from typing import Any
 
 import torch
 
-from plait.comm.base import DONE, Comm, Operation
+from plait.comm.base import DONE, Comm, Operation, Work
 from plait.comm.observer import Observer
+from plait.comm.prepared import Prepared
 from plait.core.escape import say
 from plait.engine import Engine
 from plait.injection.faults import Fault, parse_fault
@@ -148,16 +149,16 @@ class Slowed(Observer):
 
 def _leave_out(comm: Comm, injected: Injected) -> None:
     """One collective of this rank returns at once, and its tensors are left as they are."""
-    ask: Any = comm._ask
+    begin = comm.begin
 
-    def asked(kind: str, group: Any, note: Any, numel: int, dtype: torch.dtype, *rest: Any) -> Any:
-        operation = Operation(kind, group, note, numel, dtype, "", -1)
-        if kind in SKIPPED and injected.due(operation):
+    def left_out(prepared: Prepared) -> Work:
+        operation = prepared.operation
+        if operation.kind in SKIPPED and injected.due(operation):
             injected.say(operation)
             return DONE
-        return ask(kind, group, note, numel, dtype, *rest)
+        return begin(prepared)
 
-    comm._ask = asked  # type: ignore[method-assign, assignment]
+    comm.begin = left_out  # type: ignore[method-assign]
 
 
 def _poison(engine: Engine, injected: Injected) -> None:

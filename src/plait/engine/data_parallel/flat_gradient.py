@@ -4,13 +4,22 @@ Where the accumulator has every element, gradients go straight into it: the firs
 added.  Elsewhere they go to a transient buffer, which is reduced to this rank's piece.
 """
 
+from __future__ import annotations
+
+from collections.abc import Hashable
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from plait.comm import Comm
+from plait.comm import Comm, Work
 from plait.core.cells import Moves
+from plait.core.collectives import Note
 from plait.engine.data_parallel.storage import Flat
-from plait.engine.data_parallel.transfers import transfers
+from plait.engine.data_parallel.transfers import prepare, transfers
+
+MOST_MADE = 1024
+"""Things that are kept with a buffer: views and messages of the units that take turns with it, by microbatch."""
 
 
 class Buffers:
@@ -21,24 +30,31 @@ class Buffers:
     """
 
     def __init__(self, comm: Comm) -> None:
-        self._comm = comm
-        self._free: list[Tensor] = []
-        self._bases: dict[int, Tensor] = {}
+        self.comm = comm
+        self._free: list[Buffer] = []
+        self._used: dict[int, Buffer] = {}
 
     def take(self, numel: int, dtype: torch.dtype) -> Tensor:
         """``numel`` elements, with whatever was in them before."""
-        same = sorted((t for t in self._free if t.dtype == dtype), key=Tensor.numel)
-        base = next((t for t in same if t.numel() >= numel), same[-1] if same else None)
-        self._free = [t for t in self._free if t is not base]
-        if base is None or base.numel() < numel:
-            base = self._comm.empty(numel, dtype).zero_()
-        view = base[:numel]
-        self._bases[id(view)] = base
+        free = None
+        for buffer in self._free:  # the smallest that is large enough, or the largest
+            if buffer.base.dtype == dtype and (free is None or buffer.fits_better(free, numel)):
+                free = buffer
+        if free is not None:
+            self._free.remove(free)
+        if free is None or free.numel < numel:
+            free = Buffer(self.comm.empty(numel, dtype).zero_())
+        view = free.view(numel)
+        self._used[id(view)] = free
         return view
 
     def give(self, view: Tensor) -> None:
         """What ``take`` returned is free again."""
-        self._free.append(self._bases.pop(id(view)))
+        self._free.append(self._used.pop(id(view)))
+
+    def made_on(self, view: Tensor) -> dict[Hashable, Any]:
+        """What was made on what ``take`` returned, to be found there the next time it is the same memory."""
+        return self._used[id(view)].made
 
     def clear(self) -> None:
         """Give up the memory of those that are free."""
@@ -46,7 +62,28 @@ class Buffers:
 
     @property
     def bytes(self) -> int:
-        return sum(buffer.nbytes for buffer in self._free)
+        return sum(buffer.base.nbytes for buffer in self._free)
+
+
+class Buffer:
+    """The memory of one, its beginnings, and what was made on them: views, messages."""
+
+    def __init__(self, base: Tensor) -> None:
+        self.base, self.numel = base, base.numel()
+        self.made: dict[Hashable, Any] = {}
+
+    def view(self, numel: int) -> Tensor:
+        """Its first elements: the same tensor each time."""
+        if numel not in self.made:
+            self.made[numel] = self.base[:numel]
+        found: Tensor = self.made[numel]
+        return found
+
+    def fits_better(self, other: Buffer, numel: int) -> bool:
+        """Whether it is nearer to a size than another one: large enough, and no larger than need be."""
+        if self.numel < numel or other.numel < numel:
+            return self.numel > other.numel
+        return self.numel < other.numel
 
 
 class FlatGradient:
@@ -99,8 +136,22 @@ class FlatGradient:
     def make_transient(self) -> Tensor:
         """A buffer for the whole gradient of a microbatch."""
         self.transient = self.buffers.take(self.flat.layout.numel, self.flat.sum_dtype)
-        self.views = self.flat.views(self.transient)
+        made = self.buffers.made_on(self.transient)
+        if (self, "views") not in made:
+            made[self, "views"] = self.flat.views(self.transient)
+        self.views = made[self, "views"]
         return self.transient
+
+    def reductions(self, whole: Tensor, piece: Tensor, unit: str, microbatch: int) -> list[Work]:
+        """Starts to reduce what ``hand_over`` has returned."""
+        made, key = self.buffers.made_on(whole), (self, microbatch, piece is self.accumulated)
+        if key not in made:
+            if len(made) >= MOST_MADE:
+                made.clear()
+            note = Note("microbatch", unit, microbatch)
+            comm, messages = self.buffers.comm, self.microbatch_messages
+            made[key] = [prepare(comm, m, whole, 0, note, out=piece) for m in messages]
+        return [message.start() for message in made[key]]
 
     def hand_over(self) -> tuple[Tensor, Tensor]:
         """The microbatch's whole gradient, zeros where none came, and the piece of it that this rank accumulates.

@@ -25,7 +25,7 @@ from weakref import ref
 import torch
 from torch import Tensor
 
-from plait.comm import Comm
+from plait.comm import Comm, Work
 from plait.core.collectives import Note
 from plait.engine.data_parallel.flat_gradient import Buffers, FlatGradient
 from plait.engine.data_parallel.gradient_watch import GradientWatch
@@ -229,13 +229,13 @@ class Gradients:
 
     def _microbatch_flow(self, unit: UnitGradients) -> Flow:
         """Reduce a unit's transient gradients over the axes that the gradient cell splits, and add the pieces."""
-        note, last = Note("microbatch", unit.unit.name, self.unsharding.microbatch), self._last
-        works, arriving = [], []
+        microbatch, last = self.unsharding.microbatch, self._last
+        works, arriving = list[Work](), []
         for gradient in unit.flats:
             if not gradient.direct:
                 whole, piece = gradient.hand_over()
                 arriving.append((gradient, whole, piece))
-                works += [send(self.comm, m, whole, 0, note, out=piece) for m in gradient.microbatch_messages]
+                works += gradient.reductions(whole, piece, unit.unit.name, microbatch)
         if works:
             yield
         for work in works:

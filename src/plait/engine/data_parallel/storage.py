@@ -17,13 +17,17 @@ import torch
 from torch import Tensor, nn
 
 from plait.comm import Comm, Work
+from plait.comm.prepared import Alone, Prepared
 from plait.core.cells import LONG, Cell, Strategy, moves
 from plait.core.collectives import Note
 from plait.core.flat import FlatLayout, Run
 from plait.core.tensor_cut import TensorCut
-from plait.engine.data_parallel.transfers import send, transfers
+from plait.engine.data_parallel.transfers import prepare, send, transfers
 from plait.engine.forward.parameter import AtRest, HasMaster, as_class
 from plait.tensor_parallel.pieces import piece_of
+
+MOST_GATHERS = 64
+"""Of a unit, that are kept prepared: phases times microbatches."""
 
 
 def dtype_in(cell: Cell, own: torch.dtype) -> torch.dtype:
@@ -167,9 +171,16 @@ class Flat:
             (start, stop), piece, messages = self.held, self.rest, self._forward
         else:
             (start, stop), piece, messages = self.kept_place, self.kept, self._backward
+        key = note, self.kept is None
+        if key not in self._gathers:
+            if len(self._gathers) >= MOST_GATHERS:
+                self._gathers.clear()
+            began = [prepare(self.comm, message, self.full, 0, note) for message in messages]
+            self._gathers[key] = self.full[start:stop], began
+        own_piece, began = self._gathers[key]
         if self.full is not self.common:
-            self.full[start:stop].copy_(piece)
-        return [send(self.comm, message, self.full, 0, note) for message in messages]
+            own_piece.copy_(piece)
+        return [message.start() for message in began]
 
     def show(self) -> None:
         """Point the parameters at ``full``."""
@@ -258,6 +269,8 @@ class Flat:
         self._point_views()
 
     def _point_views(self) -> None:
+        self._gathers: dict[tuple[Note, bool], tuple[Tensor, list[Prepared | Alone]]] = {}
+        """What fills ``full``: this rank's part of it and the messages, by phase and microbatch."""
         self._views = self.views(self.full)
         self._holders = self._share_memory()
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from plait.comm import Comm, Work
+from plait.comm.prepared import Alone, Prepared
 from plait.core.cells import Move
 from plait.core.collectives import Note
 from plait.core.flat import FlatLayout, Message, lower
@@ -29,22 +30,20 @@ def transfers(moves: Sequence[Move], layout: FlatLayout, comm: Comm) -> tuple[Tr
     return tuple(messages)
 
 
-def send(comm: Comm, message: Transfer, array: Tensor, base: int, note: Note, out: Tensor | None = None) -> Work:
-    """Start one message on ``array``, which has the flat elements from ``base`` on.
+def prepare(
+    comm: Comm, message: Transfer, array: Tensor, base: int, note: Note, out: Tensor | None = None
+) -> Prepared | Alone:
+    """One message on ``array``, which has the flat elements from ``base`` on, to be started as often as it is wanted.
 
     A reduce-scatter writes this rank's piece to ``out``, or in place where it is not given.
     """
     view, (first, end) = array[message.start - base : message.stop - base], message.own
-    match message.kind:
-        case "all_gather":
-            return comm.all_gather(view, array[first - base : end - base], message.axes, note=note)
-        case "reduce_scatter":
-            piece = array[first - base : end - base] if out is None else out
-            return comm.reduce_scatter(piece, view, message.axes, note=note)
-        case "all_reduce":
-            return comm.all_reduce(view, message.axes, note=note)
-        case "broadcast":
-            return comm.broadcast(view, message.axes, message.root, note=note)
-        case "reduce":
-            return comm.reduce(view, message.axes, message.root, note=note)
-    raise AssertionError(f"no way to send {message}")
+    piece = None
+    if message.kind in ("all_gather", "reduce_scatter"):
+        piece = array[first - base : end - base] if out is None else out
+    return comm.prepare(message.kind, view, piece, message.axes, note, None if message.root < 0 else message.root)
+
+
+def send(comm: Comm, message: Transfer, array: Tensor, base: int, note: Note, out: Tensor | None = None) -> Work:
+    """Start it once."""
+    return prepare(comm, message, array, base, note, out).start()

@@ -200,8 +200,8 @@ class OpenUnits:
 
     def check_bound(self, running: Unit, prefetch: int, *, backward: bool) -> None:
         """Asserts the bound; units that the row keeps open from forward to backward, or pinned ones, do not count."""
-        if running.keeps_open:
-            return
+        if running.keeps_open or len(self.units) <= self.peak <= prefetch + 1:
+            return  # or there are no more than there have been
         around = {needed for above in running.ancestors if above.users for needed in above.needs}
         beside = [unit for unit in self.units if unit not in around and not unit.pinned]
         counted = [unit for unit in beside if unit not in running.ancestors]

@@ -51,8 +51,8 @@ def join(
         deterministic: add in rank order, so that runs are reproducible to the bit.
         check_collectives: compare every collective and message across its ranks before it runs, for a search; all
             ranks say the same.
-        shared_memory: the ranks are processes of one Linux host, and move tensors of CPUs through memory that they
-            share; all ranks say the same.
+        shared_memory: ranks of a Linux host move tensors of CPUs through memory that they share, and those of several
+            hosts over sockets; all ranks say the same.
 
     Raises:
         ValueError: a mesh that does not multiply to the number of ranks, variables that cannot be, ranks that differ.

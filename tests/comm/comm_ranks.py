@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import socket
 import sys
 import time
 from typing import Any
@@ -16,6 +17,7 @@ from plait_lessons.script import init
 from plait.comm import MismatchError, ProcessComm
 from plait.comm.check import check_collectives
 from plait.comm.gloo import GlooTransport
+from plait.comm.hosts import HostsTransport
 from plait.comm.nccl import NcclTransport
 from plait.comm.transport import Wires
 from plait.core.collectives import Note
@@ -23,17 +25,23 @@ from plait.core.mesh import Mesh
 
 
 def world(mesh: Mesh, deadline: float) -> ProcessComm:
-    return ProcessComm.from_env(mesh, deadline=deadline, shared_memory=sys.argv[4:] == ["shared"])
+    shared, *hosts = sys.argv[4:] or [""]
+    if hosts:  # a letter for each rank's
+        socket.gethostname = lambda: hosts[0][int(os.environ["RANK"])]
+        os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    return ProcessComm.from_env(mesh, deadline=deadline, shared_memory=shared == "shared")
 
 
 def everything(comm: ProcessComm) -> None:
     for check in comm_checks.EVERYTHING:
         check(comm)
         comm.barrier(("pipe", "replica", "shard", "tensor"))
-    if isinstance(comm.transport, GlooTransport):
-        assert sum(len(b) for b in comm.transport._spare.values()) < 12  # buffers are used again
-    else:
-        assert sum(s.size for s in comm.transport._arena._segments) <= 2**26  # and blocks
+    both = isinstance(comm.transport, HostsTransport)
+    for transport in (comm.transport.inside, comm.transport.across) if both else (comm.transport,):
+        if isinstance(transport, GlooTransport):
+            assert sum(len(b) for b in transport._spare.values()) < 12  # buffers are used again
+        else:
+            assert sum(s.size for s in transport._arena._segments) <= 2**26  # and blocks
 
 
 def gone(comm: ProcessComm) -> None:
@@ -51,6 +59,28 @@ def gone(comm: ProcessComm) -> None:
         else:
             raise AssertionError("no error")
     assert time.monotonic() - started < 15, "not at once"
+
+
+def ring(comm: ProcessComm) -> None:
+    """Ranks 0, 1 on a host, 2, 3 on another.  Rank 0 waits for 2, which waits for 3, which waits for 1, which waits for
+    what 0 has begun to send through shared memory: it goes on while 0 waits."""
+    a, b = ("shard",), ("replica",)
+    pieces, number = torch.full((2**23,), float(comm.rank)), torch.ones(1)
+    steps = {
+        "begin": lambda: comm.all_gather(torch.empty(2**24), pieces, a),
+        "across": lambda: comm.all_reduce(number, b).wait(),
+    }
+    order = {0: ("begin", "across", "end"), 1: ("begin", "end", "across")}
+    order |= {2: ("begin", "end", "across"), 3: ("across", "begin", "end")}
+    begun: Any = None
+    for step in order[comm.rank]:
+        if step == "end":
+            begun.wait()
+        elif step == "begin":
+            begun = steps["begin"]()
+        else:
+            steps["across"]()
+    assert number.item() == 2
 
 
 def disagree(comm: ProcessComm) -> None:
@@ -205,6 +235,7 @@ SCENES = {
     for f in (
         everything,
         gone,
+        ring,
         disagree,
         other_shape,
         line,

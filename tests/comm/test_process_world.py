@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -29,16 +30,25 @@ def play(
     ranks: int | None = None,
     port: int | None = None,
     shared: bool = False,
+    hosts: str = "",
 ) -> list[tuple[int, str]]:
-    """Exit status and output of each rank; ``ranks`` of them are started (all, unless told)."""
+    """Exit status and output of each rank; ``ranks`` of them start (all, unless told), on ``hosts``, by letter."""
     size, port = Mesh.parse(mesh).size, port or free_port()
     count = size if ranks is None else ranks
     with ThreadPoolExecutor(count) as pool:
-        return list(pool.map(lambda rank: play_one(scene, mesh, rank, size, port, deadline, shared), range(count)))
+        one = partial(play_one, deadline=deadline, shared=shared, hosts=hosts)
+        return list(pool.map(lambda rank: one(scene, mesh, rank, size, port), range(count)))
 
 
 def play_one(
-    scene: str, mesh: str, rank: int, size: int, port: int, deadline: float = 30, shared: bool = False
+    scene: str,
+    mesh: str,
+    rank: int,
+    size: int,
+    port: int,
+    deadline: float = 30,
+    shared: bool = False,
+    hosts: str = "",
 ) -> tuple[int, str]:
     env = os.environ | {
         "RANK": str(rank),
@@ -47,7 +57,8 @@ def play_one(
         "MASTER_PORT": str(port),
         "OMP_NUM_THREADS": "1",
     }
-    command = [sys.executable, "-W", "ignore", str(RANKS), scene, mesh, str(deadline), *(["shared"] if shared else [])]
+    command = [sys.executable, "-W", "ignore", str(RANKS), scene, mesh, str(deadline)]
+    command += ["shared" if shared else "", *([hosts] if hosts else [])]
     with subprocess.Popen(command, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as process:
         try:
             output = process.communicate(timeout=110)[0]
@@ -60,6 +71,19 @@ def play_one(
 @pytest.mark.parametrize("mesh", ["shard=2", "shard=3", "shard=2 replica=2"])
 def test_does_what_every_world_does(mesh: str, shared: bool) -> None:
     for status, output in play("everything", mesh, shared=shared):
+        assert status == 0 and output == "done\n", output
+
+
+@pytest.mark.parametrize(
+    ("mesh", "hosts"), [("shard=3", "aab"), ("shard=2 replica=2", "aabb"), ("shard=2 replica=2", "abba")]
+)
+def test_so_does_one_of_several_hosts(mesh: str, hosts: str) -> None:
+    for status, output in play("everything", mesh, shared=True, hosts=hosts):
+        assert status == 0 and output == "done\n", output
+
+
+def test_hosts_do_not_wait_for_each_other_in_a_ring() -> None:
+    for status, output in play("ring", "replica=2 shard=2", deadline=20, shared=True, hosts="aabb"):
         assert status == 0 and output == "done\n", output
 
 

@@ -7,6 +7,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import comm_checks
@@ -16,6 +17,8 @@ import torch.distributed as dist
 from shared_worlds import play
 
 from plait.comm import ProcessComm
+from plait.comm.c10d import SharedMemoryGroup
+from plait.comm.hosts import on_hosts
 from plait.comm.operation import NO_NOTE, Operation, pair_of
 from plait.comm.peer import Peer
 from plait.comm.shared_memory import alarm, mailbox, outgoing
@@ -325,10 +328,32 @@ def test_bytes_of_another_dtype_are_not_taken_for_ones_own(world: Callable[..., 
     assert "rank 0 sent 16 bytes of float32 where 16 of int32 were meant" in str(error)
 
 
-def test_two_hosts_are_refused_with_their_ranks(world: Callable[..., list[object]]) -> None:
+def test_two_hosts_need_sockets_too(world: Callable[..., list[object]]) -> None:
     for error in world("shard=3", lambda comm: None, hosts="aab"):
         assert isinstance(error, ValueError)
-        assert "shared memory joins the ranks of one host: rank" in str(error) and "--world process" in str(error)
+        assert "messages over sockets need torch's default process group" in str(error)
+
+
+def test_which_hosts_a_mesh_is_on() -> None:
+    def on(mesh: str, hosts: str) -> str:
+        peers = [Peer(rank, host, 1) for rank, host in enumerate(hosts)]
+        return str(on_hosts(Mesh.parse(mesh), peers))
+
+    assert on("replica=2 shard=2", "aabb") == "replica=2 shard=2 hosts=2"
+    assert on("shard=3", "abc") == "shard=3 hosts=3"
+    for hosts in ("aaaa", "aaab", "abab", "abba"):  # one, or not alike, or not one after the other
+        assert on("replica=2 shard=2", hosts) == "replica=2 shard=2"
+    for hosts in ("aaaa", "aabb", "abab"):  # said so: on one host it is tried what would be on two
+        assert on("replica=2 shard=2 hosts=2", hosts) == "replica=2 shard=2 hosts=2"
+    with pytest.raises(ValueError, match="the mesh says hosts=2, and its ranks are on 4 hosts: leave hosts out"):
+        on("replica=2 shard=2 hosts=2", "abcd")
+
+
+def test_torchs_backend_is_of_one_host() -> None:
+    store = dist.HashStore()
+    store.set("plait/1", Peer(1, "elsewhere", 1).text)
+    with pytest.raises(ValueError, match=r"plait_shm joins the ranks of one host: rank 0 .* and rank 1 .* are on two"):
+        SharedMemoryGroup(store, 0, 2, timedelta(seconds=5))
 
 
 def test_gpus_are_refused() -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import ast
 import re
+from dataclasses import replace
 from itertools import permutations, product
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -29,13 +31,18 @@ SUBSETS = st.sampled_from([axes for n in range(5) for axes in permutations(AXES,
         ("  tensor=4 ,  pipe=2 ", Mesh(pipe=2, tensor=4)),
         ("shard=1", Mesh()),
         ("", Mesh()),
+        ("replica=2 shard=3 hosts=2", Mesh(replica=2, shard=3, hosts=2)),
     ],
 )
 def test_a_mesh_is_written_as_axes_and_sizes_in_any_order(text: str, mesh: Mesh) -> None:
     assert Mesh.parse(text) == mesh
 
 
-@given(mesh=MESHES)
+def on_hosts(mesh: Mesh) -> st.SearchStrategy[Mesh]:
+    return st.sampled_from([replace(mesh, hosts=n) for n in range(1, mesh.size + 1) if mesh.size % n == 0])
+
+
+@given(mesh=MESHES.flatmap(on_hosts))
 def test_what_a_mesh_prints_it_reads(mesh: Mesh) -> None:
     assert Mesh.parse(str(mesh)) == mesh
 
@@ -51,6 +58,8 @@ def test_what_a_mesh_prints_it_reads(mesh: Mesh) -> None:
         ("shard=two", ["'shard=two'", "from 1"]),
         ("shard=²", ["'shard=²'", "from 1"]),
         ("shard = 2", ["'shard'", "from 1"]),
+        ("shard=2 host=2", ["'host'", "hosts=N"]),
+        ("shard=2 hosts=0", ["'hosts=0'", "from 1"]),
     ],
 )
 def test_a_mistake_in_the_text_is_named_with_its_fix(text: str, says: list[str]) -> None:
@@ -63,6 +72,19 @@ def test_a_mistake_in_the_text_is_named_with_its_fix(text: str, says: list[str])
 def test_sizes_are_whole_numbers_from_1(size: object) -> None:
     with pytest.raises(ValueError, match=f"axis 'replica' has size {re.escape(repr(size))}.*from 1"):
         Mesh(replica=size)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("hosts", [0, 4, 1.5])
+def test_hosts_have_equally_many_ranks(hosts: Any) -> None:
+    with pytest.raises(ValueError, match=f"6 ranks on hosts={hosts}: give a number of hosts that divides them"):
+        Mesh(replica=2, shard=3, hosts=hosts)
+
+
+@given(mesh=MESHES.flatmap(on_hosts))
+def test_an_axis_crosses_hosts_where_a_group_has_ranks_of_two(mesh: Mesh) -> None:
+    here = mesh.size // mesh.hosts
+    crossing = [a for a in AXES if any(len({rank // here for rank in group}) > 1 for group in mesh.groups((a,)))]
+    assert list(mesh.crossing) == crossing
 
 
 # ---- places ----------------------------------------------------------------------------------------------

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
+from dataclasses import replace
 from itertools import pairwise, permutations, product
 
 import pytest
@@ -22,10 +23,10 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from plait.comm import Comm, run
-from plait.core.cells import FULL, TABLE, UNREDUCED, Cell, Move, Strategy, move, moves
+from plait.core.cells import FULL, TABLE, UNREDUCED, Cell, Move, Strategy, by_host, move, moves
 from plait.core.collectives import Note
 from plait.core.flat import Cut, lay
-from plait.core.mesh import DATA_AXES, Mesh
+from plait.core.mesh import DATA_AXES, ONE_HOST, Mesh
 from plait.engine import Engine
 from plait.engine.data_parallel.storage import Flat
 from plait.engine.data_parallel.transfers import send, transfers
@@ -112,10 +113,10 @@ def carry_out(step: Move, state: Toy, mesh: Mesh, numel: int) -> Toy:
 
 
 def follow(start: Cell, *cells: Cell, mesh: Mesh, numel: int) -> None:
-    """Walk from cell to cell and hold the state against each cell's meaning."""
+    """Walk from cell to cell, by way of the hosts, and hold the state against each cell's meaning."""
     state, here = meaning(start, mesh, numel), start
     for end in cells:
-        for step in move(here, end):
+        for step in (part for whole in move(here, end) for part in by_host(whole, mesh)):
             state = carry_out(step, state, mesh, numel)
         assert state == meaning(end, mesh, numel), f"{here} -> {end}: {', '.join(map(str, move(here, end)))}"
         here = end
@@ -138,7 +139,11 @@ def test_every_move_ends_in_the_meaning_of_its_cell(start: Cell) -> None:
                 move(start, end)
 
 
-MESHES = st.builds(Mesh, pipe=st.integers(1, 2), replica=SIZES, shard=SIZES, tensor=st.integers(1, 2))
+def on_hosts(mesh: Mesh) -> st.SearchStrategy[Mesh]:
+    return st.sampled_from([replace(mesh, hosts=n) for n in range(1, mesh.size + 1) if mesh.size % n == 0])
+
+
+MESHES = st.builds(Mesh, pipe=st.integers(1, 2), replica=SIZES, shard=SIZES, tensor=st.integers(1, 2)).flatmap(on_hosts)
 
 
 @settings(max_examples=120, deadline=None)
@@ -172,6 +177,28 @@ def test_the_toy_state_notices_a_wrong_move() -> None:
     assert carry_out(Move("all_reduce", ("shard",)), once, mesh, numel) != once  # a sum taken twice
 
 
+def test_what_crosses_hosts_goes_by_way_of_them() -> None:
+    """Each rank sends a part of it, and the sums are taken in the same order."""
+    mesh = Mesh(replica=2, shard=4, hosts=2)
+    both, inside, across = DATA_AXES, ("shard",), ("replica",)
+    summed, split = Move("reduce_scatter", inside), Move("reduce_scatter", across, inside)
+    spread, joined = Move("all_gather", inside), Move("all_gather", across, inside)
+    assert by_host(Move("all_reduce", both), mesh) == (summed, Move("all_reduce", across, inside), spread)
+    assert by_host(Move("reduce_scatter", both), mesh) == (summed, split)
+    assert by_host(Move("all_gather", both), mesh) == (joined, spread)
+    for one, there in (
+        (Move("all_reduce", both), ONE_HOST),
+        (Move("all_reduce", both), replace(mesh, hosts=1)),
+        (Move("all_reduce", both), replace(mesh, hosts=4)),  # both axes cross
+        (Move("reduce_scatter", ("replica", "shard")), mesh),  # the sum over hosts is taken first
+        (Move("all_reduce", across, inside), mesh),
+        (Move("all_gather", inside), mesh),
+        (Move("slice", both), mesh),
+        (Move("all_reduce", both), Mesh(replica=4, hosts=2)),  # nothing to sum inside
+    ):
+        assert by_host(one, there) == (one,), f"{one} on {there}"
+
+
 # ---- real tensors ----------------------------------------------------------------------------------------
 
 SHAPES = st.lists(st.lists(st.integers(0, 9), max_size=3).map(tuple), min_size=1, max_size=4)
@@ -180,6 +207,8 @@ WORLDS = st.sampled_from(
         *(Mesh(replica=r, shard=s) for r, s in ((1, 1), (1, 2), (2, 1), (2, 2), (1, 3), (3, 1), (2, 3), (3, 2))),
         Mesh(replica=2, shard=2, tensor=2),
         Mesh(pipe=2, shard=3),
+        *(Mesh(replica=r, shard=s, hosts=r) for r, s in ((2, 2), (2, 3), (3, 2))),
+        Mesh(pipe=2, replica=2, shard=2, hosts=4),
     ]
 )
 CUTS: st.SearchStrategy[Cut] = st.sampled_from(["element", "tensor"])
@@ -232,7 +261,7 @@ def test_a_unit_gathers_what_was_written_and_what_was_updated(
     layout = lay(named, dtype.itemsize, mesh.data_size, cut)
 
     def rank_main(comm: Comm) -> None:
-        plan = moves(row)
+        plan = moves(row, mesh)
         parameters = [nn.Parameter(torch.zeros_like(v)) for v in values]
         flat = Flat(layout, parameters, row, comm, [None] * len(values), False)
         unit = Unit("u", nn.Module(), [flat], plan, comm)

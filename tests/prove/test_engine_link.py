@@ -121,6 +121,9 @@ TRACED = (
     ("hsdp", "replica=16 shard=2 tensor=2", 31, "element"),
     ("psdp", "replica=8 shard=8", 50, "element"),
     ("hpz", "replica=8 shard=4 tensor=2", 13, "element"),
+    ("ddp", "replica=8 shard=8 hosts=8", 21, "element"),
+    ("zero1", "replica=3 shard=2 hosts=3", 4, "tensor"),
+    ("zero3", "replica=4 shard=6 tensor=2 hosts=4", 25, "element"),
 )
 
 
@@ -144,6 +147,7 @@ THREADED = (
     ("hsdp", "pipe=2 replica=2 shard=2", "dualpipe_v", 1),
     ("hpz", "pipe=2 replica=2 shard=2", "interleaved", None),
     ("psdp", "pipe=2 replica=2 shard=2 tensor=2", "gpipe", 1),
+    ("zero2", "pipe=2 replica=2 shard=2 hosts=4", "1f1b", 1),
 )
 
 

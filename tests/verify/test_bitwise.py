@@ -59,6 +59,21 @@ def test_six_ranks(row: str) -> None:
     assert runs("gpt", "replica=3 shard=2", row, 2).verdict.word == "bitwise"
 
 
+@pytest.mark.parametrize("row", [*ROWS, OWN_ROW, OTHER_WAY])
+@pytest.mark.parametrize("mesh", ["replica=2 shard=2 hosts=2", "replica=2 shard=3 hosts=2"])
+def test_by_way_of_hosts(mesh: str, row: str) -> None:
+    """What crosses hosts is summed inside of each first: other messages, as predicted, and the same order of sums."""
+    result = runs("gpt", mesh, row, 2)
+    assert result.verdict.word == "bitwise" and not result.verdict.ledger, result.different()
+
+
+@pytest.mark.parametrize("cut", ["element", "tensor"])
+def test_by_way_of_hosts_under_a_pipeline(cut: str) -> None:
+    mesh = "pipe=2 replica=2 shard=2 hosts=4"
+    result = verify(GPT, mesh=mesh, strategy="zero3", microbatches=3, schedule="1f1b", cut=cut)
+    assert result.verdict.word == "bitwise" and not result.verdict.ledger, result.different()
+
+
 @pytest.mark.parametrize("row", [OWN_ROW, OTHER_WAY])
 @pytest.mark.parametrize("mesh", ["shard=2", "replica=2", "replica=2 shard=2"])
 @pytest.mark.parametrize("microbatches", [1, 3])

@@ -54,6 +54,9 @@ class SharedMemoryGroup(_Group):  # type: ignore[misc]
         super().__init__(rank, size)
         deadline = timeout.total_seconds()
         peers = _meet(store, rank, size, deadline)
+        if far := [peer for peer in peers if peer.host != peers[rank].host]:
+            text = f"{NAME} joins the ranks of one host: {peers[rank]} and {far[0]} are on two"
+            raise ValueError(f"{text}. Give cpu:gloo, or plait's own world with shared_memory=True")
         self._comm = ProcessComm(Mesh(shard=size), rank, store, peers, deadline=deadline, shared_memory=True)
         assert isinstance(self._comm.transport, SharedMemoryTransport)
         self._transport = self._comm.transport

@@ -28,8 +28,11 @@ class GlooTransport(Transport):
 
     def __init__(self, wires: Wires) -> None:
         super().__init__(wires)
-        group = dist.group.WORLD
-        assert group is not None, "the default process group is made first"
+        group = dist.group.WORLD if dist.is_initialized() else None
+        if group is None:
+            raise ValueError(
+                "messages over sockets need torch's default process group: init_process_group('gloo') first"
+            )
         self._group = group
         self._spare: dict[torch.dtype, list[Tensor]] = {}
 
@@ -68,7 +71,7 @@ class GlooTransport(Transport):
                 for work, _ in works:
                     work.wait(timedelta(seconds=max(0.001, end - time.monotonic())))
             except RuntimeError as error:
-                raise self._failure(operation, error) from error
+                raise self.failure(operation, error) from error
 
     def _start(self, operation: Operation, tensor: Tensor, start: Callable[[Tensor], Any]) -> list[Started]:
         self._check(operation)
@@ -80,7 +83,7 @@ class GlooTransport(Transport):
             return [(start(chunk), chunk) for chunk in chunks]
         except RuntimeError as error:  # a peer is known to be gone: this rank waits for it no less than in ``wait``
             with self._waiting(operation):
-                raise self._failure(operation, error) from error
+                raise self.failure(operation, error) from error
 
     def _receive_stack(self, operation: Operation, mine: Tensor) -> tuple[Tensor, list[Tensor]]:
         """A receive buffer, and one tensor per member: a part of the buffer, or ``mine``.  Fresh memory costs more than

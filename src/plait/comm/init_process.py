@@ -47,11 +47,13 @@ LATE_SECONDS = 1.0
 PACKAGE = Path(__file__).parents[1]
 
 
-def init_process(place: WorldVariables, backend: str, deadline: float, facts: dict[str, str]) -> Met:
+def init_process(
+    place: WorldVariables, backend: Callable[[Sequence[Peer]], str], deadline: float, facts: dict[str, str]
+) -> Met:
     """Meets the other ranks and makes torch's default process group.
 
     Args:
-        backend: torch's, of the process group; none is made where it is empty.
+        backend: torch's, of a process group of these ranks; none is made where it is empty.
         facts: what must be the same on all ranks, by name, besides WORLD_SIZE.
 
     Raises:
@@ -67,14 +69,13 @@ def init_process(place: WorldVariables, backend: str, deadline: float, facts: di
     with _told(f"{lost}: its host is gone, stopped, or no store of torch", deadline, place.hint):
         left = max(0.0, end - time.monotonic())
         met = within(left + LATE_SECONDS, lambda: meet(store, mine, place.size, end))
-    if not backend:
+    chosen = backend(met.peers)
+    if not chosen:
         return met
     left = max(1.0, end - time.monotonic())
     with _told(f"rank {rank} met all {place.size} ranks but could not connect to them", deadline):
         options: dict[str, Any] = {"store": met.store, "rank": rank, "world_size": place.size}
-        within(
-            left + LATE_SECONDS, lambda: dist.init_process_group(backend, timeout=timedelta(seconds=left), **options)
-        )
+        within(left + LATE_SECONDS, lambda: dist.init_process_group(chosen, timeout=timedelta(seconds=left), **options))
     return met
 
 

@@ -12,7 +12,7 @@ only the newest lines are kept, some steps of a large run.
 """
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import islice
@@ -29,7 +29,8 @@ class Ledger:
     def __init__(self) -> None:
         self._kept: deque[Entry] = deque(maxlen=MOST_KEPT)
         self._written = 0
-        self._sent: dict[str, int] = {}
+        self._sent: dict[tuple[str, tuple[str, ...]], int] = {}
+        """Bytes, by phase and axes."""
         self._phase: str | None = None
 
     def add(self, entry: Entry) -> None:
@@ -37,7 +38,8 @@ class Ledger:
             entry = replace(entry, note=replace(entry.note, phase=self._phase))
         self._kept.append(entry)
         self._written += 1
-        self._sent[entry.note.phase] = self._sent.get(entry.note.phase, 0) + entry.sent
+        key = entry.note.phase, entry.axes
+        self._sent[key] = self._sent.get(key, 0) + entry.sent
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -79,7 +81,16 @@ class Ledger:
 
     def sent_by_phase(self) -> dict[str, int]:
         """Bytes this rank had to send, by the phase of the step."""
-        return dict(self._sent)
+        by_phase: dict[str, int] = {}
+        for (phase, _), sent in self._sent.items():
+            by_phase[phase] = by_phase.get(phase, 0) + sent
+        return by_phase
+
+    def sent_over(self, axes: Collection[str], *, without: Collection[str] = ()) -> int:
+        """Bytes of messages over any of these axes, some phases left out; ``mesh.crossing``: of what crosses hosts."""
+        return sum(
+            sent for (phase, over), sent in self._sent.items() if phase not in without and any(a in axes for a in over)
+        )
 
     def clear(self) -> None:
         """Forgets every line, and the totals."""

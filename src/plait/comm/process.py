@@ -32,6 +32,7 @@ from plait.comm.base import Comm, Operation, Work
 from plait.comm.environment import WorldVariables
 from plait.comm.failures import FailureReports
 from plait.comm.gloo import GlooTransport
+from plait.comm.hosts import HostsTransport, on_hosts
 from plait.comm.init_process import code_facts, init_process
 from plait.comm.nccl import NcclTransport
 from plait.comm.operation import NO_NOTE, Group, copied, label
@@ -81,8 +82,11 @@ class ProcessComm(Comm):
         if shared_memory and self.device.type != "cpu":
             raise ValueError(f"shared memory moves tensors of CPUs, and this world is on {self.device}: leave it out")
         if shared_memory:
-            office = Office(rank, store, self.peers, time.monotonic() + deadline)
-            self.transport = SharedMemoryTransport(office, wires)
+            here = [peer for peer in self.peers if peer.host == self.peers[rank].host]
+            several = len(here) < len(self.peers)
+            across = GlooTransport(wires) if several else None
+            inside = SharedMemoryTransport(Office(rank, store, here, time.monotonic() + deadline), wires)
+            self.transport = HostsTransport(here, inside, across, wires) if across else inside
         elif self.device.type == "cuda":
             self.transport = NcclTransport(mesh, self.device, deterministic, wires)
         else:
@@ -110,7 +114,7 @@ class ProcessComm(Comm):
 
         Args:
             facts: what else must be the same on all ranks, by name.
-            shared_memory: the ranks are processes of one host, and move tensors through memory that they share.
+            shared_memory: the ranks of a host move tensors of CPUs through memory that they share.
 
         Raises:
             ValueError: variables missing or wrong, another number of processes than the mesh has ranks, ranks that
@@ -119,9 +123,8 @@ class ProcessComm(Comm):
         """
         place, device = WorldVariables.read(ranks=mesh.size), torch.device(device)
         place.check(mesh)
-        if dist.is_initialized() and not shared_memory:
-            fix = "close() that world first, or make ProcessComm(mesh, rank, store) on top of it"
-            raise ValueError(f"torch.distributed is already initialised here: {fix}")
+        if not shared_memory:
+            _check_is_free()
         alike = {
             "mesh": str(mesh),
             "shared memory": str(shared_memory),
@@ -130,9 +133,16 @@ class ProcessComm(Comm):
             **code_facts(),
             **(facts or {}),
         }
-        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "" if shared_memory else "gloo"
+
+        def backend(peers: Sequence[Peer]) -> str:
+            if shared_memory and len({peer.host for peer in peers}) == 1:
+                return ""
+            _check_is_free()
+            return "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+
         met = init_process(place, backend, deadline, alike)
         how: dict[str, Any] = {"device": device, "deadline": deadline, "deterministic": deterministic}
+        mesh = on_hosts(mesh, met.peers) if device.type == "cpu" else mesh
         comm = cls(mesh, place.rank, met.store, met.peers, shared_memory=shared_memory, **how)
         comm.attempt = met.attempt
         return comm
@@ -154,7 +164,7 @@ class ProcessComm(Comm):
         finally:
             self.transport.close()
             super().close()
-            if dist.is_initialized() and isinstance(self.transport, GlooTransport):
+            if dist.is_initialized() and isinstance(self.transport, GlooTransport | HostsTransport):
                 dist.destroy_process_group()
 
     # ---- collectives ---------------------------------------------------------------------------
@@ -294,6 +304,13 @@ class ProcessComm(Comm):
                 self._tags.clear()
             self._tags[key] = zlib.crc32(repr(key).encode())
         return zlib.crc32(self._number(members).to_bytes(8), self._tags[key]) & 0x7FFFFFFF
+
+
+def _check_is_free() -> None:
+    """Refuses to make torch's default process group where there is one."""
+    if dist.is_initialized():
+        fix = "close() that world first, or make ProcessComm(mesh, rank, store) on top of it"
+        raise ValueError(f"torch.distributed is already initialised here: {fix}")
 
 
 def _checksum(*parts: object) -> int:

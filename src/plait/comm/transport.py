@@ -2,6 +2,7 @@
 
     gloo.py, nccl.py     sockets and GPUs, over torch.distributed
     shared_memory/       memory that the ranks of a host share
+    hosts.py             both, on several hosts
 
 After its first failure a transport starts nothing more, because nothing is promised about what is still under way.
 """
@@ -106,7 +107,8 @@ class Transport(ABC):
         if self.broken:
             raise ConnectionError(f"rank {self.rank} in {operation}: {self.broken}")
 
-    def _failure(self, operation: Operation, error: BaseException) -> OSError:
+    def failure(self, operation: Operation, error: BaseException) -> OSError:
+        """What a rank raises where an operation fails; it starts nothing more."""
         if self.broken:
             return ConnectionError(f"rank {self.rank} in {operation}: {self.broken}")
         self.broken = f"this world broke down earlier, in {operation}"

@@ -24,7 +24,7 @@ computation in 16 bits, gradients summed and reduced in fp32, and the optimizer 
 
 ZeRO stage 1 splits the optimizer state, stage 2 the gradients as well, stage 3 the parameters too (see ``TABLE``).
 ``replica`` and ``shard`` are two axes only so that some rows can treat them differently: inside a host and across
-hosts, say.
+hosts, say.  A collective over both goes by way of the hosts where only the one crosses them (``by_host``).
 
 Sources: ZeRO (Rajbhandari et al. 2020), PyTorch FSDP (Zhao et al. 2023), ZeRO++ (Wang et al. 2023, ``hpz``),
 MiCS (Zhang et al. 2022, ``hsdp``).
@@ -37,7 +37,7 @@ import re
 from dataclasses import dataclass, replace
 from itertools import takewhile
 
-from plait.core.mesh import DATA_AXES
+from plait.core.mesh import DATA_AXES, ONE_HOST, Mesh
 
 ITEMSIZE = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
 """Bytes of an element, by the names that dtypes have in a table."""
@@ -108,6 +108,10 @@ class Move:
     kind: str
     axes: tuple[str, ...]
     outer: tuple[str, ...] = ()
+
+    def sends(self, mesh: Mesh) -> bool:
+        """Whether it sends anything on a mesh."""
+        return self.kind != "slice" and mesh.count(self.axes) > 1
 
     def __str__(self) -> str:
         inside = f" inside {'/'.join(self.outer)}" if self.outer else ""
@@ -314,15 +318,49 @@ class Moves:
     masters: tuple[Move, ...]
 
 
-def moves(strategy: Strategy) -> Moves:
-    """The collectives of a step, derived from the row."""
+def moves(strategy: Strategy, mesh: Mesh = ONE_HOST) -> Moves:
+    """The collectives of a step, derived from the row.  On several hosts they go by way of them (``by_host``)."""
+
+    def path(start: Cell, end: Cell) -> tuple[Move, ...]:
+        return tuple(part for whole in move(start, end) for part in by_host(whole, mesh))
+
     return Moves(
-        forward=move(strategy.params, FULL),
-        keep=move(FULL, strategy.kept),
-        backward=move(strategy.kept, FULL),
-        microbatch=move(UNREDUCED, strategy.grads),
+        forward=path(strategy.params, FULL),
+        keep=path(FULL, strategy.kept),
+        backward=path(strategy.kept, FULL),
+        microbatch=path(UNREDUCED, strategy.grads),
         summed=(Move("all_reduce", ("tensor",), strategy.grads.split),),
-        step=move(strategy.grads, strategy.optim),
-        publish=move(strategy.optim, strategy.params),
-        masters=move(strategy.optim, FULL),
+        step=path(strategy.grads, strategy.optim),
+        publish=path(strategy.optim, strategy.params),
+        masters=path(strategy.optim, FULL),
     )
+
+
+def by_host(whole: Move, mesh: Mesh) -> tuple[Move, ...]:
+    """A collective over axes of which some cross hosts, as several: inside of every host, and across with what is left.
+
+    .. code-block:: text
+
+        all_reduce(shard, replica)       reduce_scatter(shard), all_reduce(replica) inside shard, all_gather(shard)
+        reduce_scatter(shard, replica)   reduce_scatter(shard), reduce_scatter(replica) inside shard
+        all_gather(shard, replica)       all_gather(replica) inside shard, all_gather(shard)
+
+    So what crosses hosts is divided by the ranks of a host.  The first axes are folded first
+    (``comm/ordered_reduce.py``), so the order of additions is the same.
+
+    Source: hierarchical all-reduce, as in Horovod (Sergeev and Del Balso 2018) and ZeRO++ (Wang et al. 2023).
+    """
+    crossing = tuple(axis for axis in whole.axes if mesh.crosses(axis))
+    inside = whole.axes[: len(whole.axes) - len(crossing)]
+    if whole.axes != (*inside, *crossing) or not crossing or mesh.count(inside) == 1:
+        return (whole,)
+    outer = (*whole.outer, *inside)
+    match whole.kind:
+        case "all_reduce":
+            first, last = Move("reduce_scatter", inside, whole.outer), Move("all_gather", inside, whole.outer)
+            return first, Move("all_reduce", crossing, outer), last
+        case "reduce_scatter":
+            return Move("reduce_scatter", inside, whole.outer), Move("reduce_scatter", crossing, outer)
+        case "all_gather":
+            return Move("all_gather", crossing, outer), Move("all_gather", inside, whole.outer)
+    return (whole,)

@@ -12,6 +12,9 @@ coordinates, the first axis named outermost, so rank 4 (replica 1, shard 1) has
     group(4, ("shard",))            -> (3, 4, 5)
     group(4, ("replica",))          -> (1, 4)
     group(4, ("shard", "replica"))  -> (0, 3, 1, 4, 2, 5)     the k-th has piece k of a shard/replica cut
+
+Ranks may stand on several hosts, equally many on each, one host after the other.  With ``hosts=2`` here, a host has
+one replica: groups over ``shard`` are inside of a host, and groups over ``replica`` cross hosts.
 """
 
 from __future__ import annotations
@@ -35,12 +38,13 @@ MOST_RANKS = 1 << 20
 
 @dataclass(frozen=True)
 class Mesh:
-    """Sizes of the named axes; an axis that is not given has size 1."""
+    """Sizes of the named axes, and the number of hosts; what is not given is 1."""
 
     pipe: int = 1
     replica: int = 1
     shard: int = 1
     tensor: int = 1
+    hosts: int = 1
 
     def __post_init__(self) -> None:
         for axis in AXES:
@@ -49,15 +53,19 @@ class Mesh:
                 raise ValueError(f"axis {axis!r} has size {size!r}: sizes are whole numbers from 1")
         if self.size > MOST_RANKS:
             raise ValueError(f"a mesh of more than {MOST_RANKS:,} ranks: give smaller axes")
+        if not isinstance(self.hosts, int) or self.hosts < 1 or self.size % self.hosts:
+            raise ValueError(f"{self.size} ranks on hosts={self.hosts}: give a number of hosts that divides them")
 
     @classmethod
     def parse(cls, text: str) -> Mesh:
-        """``"replica=2 shard=2"`` (spaces or commas between) as a mesh; ValueError where it says anything else."""
+        """``"replica=2 shard=2"`` or ``"replica=2 shard=2 hosts=2"`` (spaces or commas between) as a mesh; ValueError
+        where it says anything else."""
         sizes: dict[str, int] = {}
         for word in text.replace(",", " ").split():
             axis, equals, size = word.partition("=")
-            if axis not in AXES:
-                raise ValueError(f"unknown mesh axis {axis!r} in {text!r}: the axes are {', '.join(AXES)}")
+            if axis not in (*AXES, "hosts"):
+                known = f"the axes are {', '.join(AXES)}"
+                raise ValueError(f"unknown mesh axis {axis!r} in {text!r}: {known}; hosts=N says on how many hosts")
             if axis in sizes:
                 raise ValueError(f"mesh axis {axis!r} stands twice in {text!r}")
             if not equals or not (size.isascii() and size.isdecimal()) or len(size) > 9 or int(size) < 1:
@@ -67,7 +75,8 @@ class Mesh:
 
     def __str__(self) -> str:
         """The axes larger than 1, in the form that ``parse`` reads."""
-        return " ".join(f"{a}={self.axis(a)}" for a in AXES if self.axis(a) > 1) or "shard=1"
+        axes = " ".join(f"{a}={self.axis(a)}" for a in AXES if self.axis(a) > 1) or "shard=1"
+        return f"{axes} hosts={self.hosts}" if self.hosts > 1 else axes
 
     def axis(self, name: str) -> int:
         """The size of one axis."""
@@ -83,6 +92,20 @@ class Mesh:
     def count(self, axes: Iterable[str]) -> int:
         """How many ranks a group over these axes has."""
         return math.prod(self.axis(a) for a in axes)
+
+    def crosses(self, axis: str) -> bool:
+        """Whether a group over an axis has ranks of several hosts."""
+        if self.axis(axis) == 1:
+            return False
+        span = self.count(
+            AXES[AXES.index(axis) :]
+        )  # from a group's first rank to behind its last, and they are aligned
+        return self.size // self.hosts % span != 0
+
+    @cached_property
+    def crossing(self) -> tuple[str, ...]:
+        """The axes whose groups have ranks of several hosts."""
+        return tuple(axis for axis in AXES if self.crosses(axis))
 
     def coordinates(self, rank: int) -> dict[str, int]:
         """Where a rank stands on every axis."""
@@ -133,3 +156,7 @@ class Mesh:
     def data_rank(self, rank: int) -> int:
         """Which part of the batch a rank reads: ``replica * |shard| + shard``."""
         return self.index(rank, ("replica", "shard"))
+
+
+ONE_HOST = Mesh()
+"""Where nothing crosses hosts."""

@@ -67,7 +67,7 @@ def predict_line(
         num_trainable: trainable parameters of the whole model.
         tied: weights that stages of this rank share with others.
     """
-    path = moves(strategy)
+    path = moves(strategy, mesh)
     entries: list[Entry] = []
 
     def add(

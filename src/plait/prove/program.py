@@ -158,9 +158,9 @@ def settle_all(
     """The flat buffers of a rank, by stage, in the order of its units.
 
     Args:
-        path: the moves of the row, where they are not ``moves(strategy)``.
+        path: the moves of the row, where they are not ``moves(strategy, mesh)``.
     """
-    path = moves(strategy) if path is None else path
+    path = moves(strategy, mesh) if path is None else path
     return {
         s: [settle(s, unit, i, mesh, strategy, path, rank) for unit in units for i in range(len(unit.flats))]
         for s, units in stages.items()

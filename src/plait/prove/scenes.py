@@ -183,7 +183,7 @@ def of_ranks(
     stage: int, unit: UnitLayout, index: int, mesh: Mesh, strategy: Strategy, ranks: Sequence[int]
 ) -> dict[int, dict[Key, Settled]]:
     """One buffer of a unit, on each of some ranks."""
-    path, stages = moves(strategy), {stage: (alone(unit, index),)}
+    path, stages = moves(strategy, mesh), {stage: (alone(unit, index),)}
     return {rank: by_key(settle_all(stages, mesh, strategy, rank, path)) for rank in ranks}
 
 

@@ -25,11 +25,11 @@ def check_symmetry(mesh: Mesh, strategy: Strategy, layouts: Sequence[FlatLayout]
     Returns:
         How many facts were compared.
     """
-    path = moves(strategy) if path is None else path
+    path = moves(strategy, mesh) if path is None else path
     sent = [
         (move, layout)
         for move in dict.fromkeys(m for p in PHASES for m in getattr(path, p))
-        if move.kind != "slice" and mesh.count(move.axes) > 1
+        if move.sends(mesh)
         for layout in layouts
     ]
     axes = tuple(dict.fromkeys(move.axes for move, _ in sent))

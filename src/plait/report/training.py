@@ -90,6 +90,9 @@ class RankBytes:
     measured: Held
     sent_predicted: int
     sent_measured: int
+    crossing_predicted: int
+    """Of what is sent, over axes that cross hosts."""
+    crossing_measured: int
     gathered_peak: int
     """The most that gathered parameters took on top of what is held."""
     peak_open: int
@@ -111,7 +114,10 @@ def bytes_table(ranks: Sequence[RankBytes]) -> Table:
             ("held: gradients", r.predicted.grads, r.measured.grads),
             ("held: optimizer state", r.predicted.optimizer, r.measured.optimizer),
             ("sent per step", r.sent_predicted, r.sent_measured),
+            ("of that across hosts", r.crossing_predicted, r.crossing_measured),
         ):
+            if name.startswith("of that") and not predicted and not measured:
+                continue
             agree = "to the byte" if predicted == measured else f"{measured - predicted:+,} B"
             table.add_row(who, name, human(predicted), human(measured), agree)
             who = ""

@@ -54,6 +54,9 @@ from plait.verify.run import findings_table, replay, write_json
 STATES = ("params", "grads", "optimizer")
 """What a rank holds between steps."""
 
+UNPREDICTED = ("setup", "state")
+"""Phases that the prediction of a step leaves out."""
+
 
 @dataclass
 class Training:
@@ -74,6 +77,8 @@ class Training:
     """(rank, signal): it was asked to end, and all ranks did."""
     sent: int | None = None
     """Bytes that this rank sent in the first step, which is the one that is predicted."""
+    crossed: int = 0
+    """Those of them over axes that cross hosts."""
 
     @property
     def place(self) -> tuple[int, int, int]:
@@ -178,6 +183,9 @@ def _show_header(training: Training, console: Console) -> None:
     )
     console.print(f"{engine.strategy}")
     console.print(f"mesh {mesh}: {mesh.size} ranks ({resolve_world(config)} world)")
+    if mesh.replica == 1 and "shard" in mesh.crossing and mesh.shard % mesh.hosts == 0 and mesh.shard > mesh.hosts:
+        better = replace(mesh, replica=mesh.hosts, shard=mesh.shard // mesh.hosts, hosts=1)
+        console.print(f'shard crosses hosts: with --mesh "{better}" less does, for what is on one host is summed first')
     if engine.pipeline.num_stages > 1:
         for stage, rank in sorted(engine.pipeline.owner.items()):
             names = engine.links_of(stage)
@@ -211,8 +219,9 @@ def _steps(training: Training, stream: StepStream) -> Iterator[dict[str, Any]]:
         if training.scheduler is not None:
             training.scheduler.step()
         if training.sent is None:
-            phases = comm.ledger.sent_by_phase()  # the prediction of a step leaves two of them out
-            training.sent = sum(size for phase, size in phases.items() if phase not in ("setup", "state"))
+            phases = comm.ledger.sent_by_phase()
+            training.sent = sum(size for phase, size in phases.items() if phase not in UNPREDICTED)
+            training.crossed = comm.ledger.sent_over(comm.mesh.crossing, without=UNPREDICTED)
         if config.verify:  # it keeps the losses of all steps
             training.recorder.step(result)
         bytes_held = engine.bytes_held()
@@ -223,6 +232,7 @@ def _steps(training: Training, stream: StepStream) -> Iterator[dict[str, Any]]:
             "tokens": result.count,
             "seconds": seconds,
             "bytes_sent": comm.ledger.sent,
+            **({"bytes_across_hosts": comm.ledger.sent_over(comm.mesh.crossing)} if comm.mesh.hosts > 1 else {}),
             "bytes_held": sum(bytes_held[kind] for kind in STATES),
             "grad_norm": result.grad_norm,
             **({} if engine.update.loss_scale is None else {"loss_scale": engine.update.scale}),
@@ -267,11 +277,14 @@ def _bytes_per_rank(training: Training) -> list[RankBytes]:
     job, comm, engine = training.job, training.comm, training.engine
     measured = engine.bytes_held()
     predicted = held(engine.layouts(), comm.mesh, engine.strategy, comm.rank, training.config.optimizer_row.states)
+    entries, crossing = predict(engine, job, job.microbatches(0, *training.place)), comm.mesh.crossing
     mine = [
         *astuple(predicted),
         *(measured[kind] for kind in STATES),
-        sum(entry.sent for entry in predict(engine, job, job.microbatches(0, *training.place))),
+        sum(entry.sent for entry in entries),
         training.sent or 0,
+        sum(entry.sent for entry in entries if any(axis in crossing for axis in entry.axes)),
+        training.crossed,
         measured["gathered_peak"],
         engine.peak_open,
     ]

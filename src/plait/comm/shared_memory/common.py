@@ -19,15 +19,20 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 
-from plait.comm.operation import Group
+from plait.comm.operation import Group, Operation
 from plait.comm.shared_memory import semaphore
 from plait.comm.shared_memory.arena import ALIGNMENT
+from plait.comm.shared_memory.office import Office
 from plait.comm.shared_memory.segment import Segment
 from plait.comm.shared_memory.semaphore import Semaphore
+from plait.comm.transport import Transport
 
 FIRST_BYTES, LARGEST_BYTES = 2**18, 2**26
 SPARE = 16
 """A segment is an allocation, or at least this part of what there is: 1/16."""
+
+COMMON = 2
+"""The tag of what is told to make common memory."""
 
 Share = Callable[[int, Callable[[Segment], None]], Segment]
 """A segment of so many bytes for all members of a group; the second is called with it before the others see it."""
@@ -90,3 +95,30 @@ def _bells(segment: Segment) -> list[Semaphore]:
 def _begin(segment: Segment) -> None:
     for bell in _bells(segment):
         bell.begin()
+
+
+def share_segment(
+    transport: Transport, office: Office, operation: Operation, size: int, prepare: Callable[[Segment], None]
+) -> Segment:
+    """A segment that the first member of a group makes, and all of them open."""
+    (first, *others), opened = operation.group.ranks, torch.zeros(1, dtype=torch.uint8)
+    if transport.rank == first:
+        try:
+            segment = Segment.make(size, office.name)
+        except MemoryError as error:  # the others, who wait for it, read why
+            transport.give_up(f"rank {transport.rank}: {error}")
+            raise
+        prepare(segment)
+        for dst in others:
+            transport.send(operation, torch.tensor([segment.descriptor]), dst, COMMON)
+        transport.wait(operation, [w for src in others for w in transport.recv(operation, opened, src, COMMON)])
+        segment.close()
+        return segment
+    descriptor = torch.zeros(1, dtype=torch.int64)
+    transport.wait(operation, transport.recv(operation, descriptor, first, COMMON))
+    try:
+        segment = office.open(first, int(descriptor))
+    except OSError as error:
+        raise transport.failure(operation, error) from error
+    transport.send(operation, opened, first, COMMON)
+    return segment

@@ -27,32 +27,29 @@ if TYPE_CHECKING:
 
 
 class Office:
-    """The mailboxes of rank ``rank``: ``inboxes`` from and ``outboxes`` to each other rank.
+    """The mailboxes of rank ``rank``: ``inboxes`` from and ``outboxes`` to each other rank of its host.
 
     Args:
-        peers: all ranks, by number.
+        peers: the ranks of the host.
         end: when to give up, as of ``time.monotonic``.
 
     Raises:
-        ValueError: ranks are on several hosts, or cannot see each other's processes.
+        ValueError: they cannot see each other's processes.
         TimeoutError: a rank did not publish its mailboxes.
     """
 
     def __init__(self, rank: int, store: Store, peers: Sequence[Peer], end: float) -> None:
-        far = [peer for peer in peers if peer.host != peers[rank].host]
-        if far:
-            text = f"shared memory joins the ranks of one host: {peers[rank]} and {far[0]} are on two"
-            raise ValueError(f"{text}. Take --world process")
-        self.rank, self.process_ids = rank, [peer.pid for peer in peers]
+        place = {peer.rank: place * mailbox.BYTES for place, peer in enumerate(peers)}
+        self.rank, self.process_ids = rank, {peer.rank: peer.pid for peer in peers}
         self.name = f"plait-{secrets.token_hex(8)}"
         """Of all segments of this rank in this world."""
         self._names: dict[int, str] = {}
         self._mine = Segment.make(len(peers) * mailbox.BYTES, self.name)
         others = [peer for peer in peers if peer.rank != rank]
-        self.inboxes = {peer.rank: Mailbox(self._mine, peer.rank * mailbox.BYTES) for peer in others}
+        self.inboxes = {peer.rank: Mailbox(self._mine, place[peer.rank]) for peer in others}
         for box in self.inboxes.values():
             box.begin()
-        self.alarm = Alarm(self._mine.address + rank * mailbox.BYTES)  # where a mailbox for oneself would be
+        self.alarm = Alarm(self._mine.address + place[rank])  # where a mailbox for oneself would be
         self.alarm.begin()
         self.alarms: dict[int, Alarm] = {}
         """Of the other ranks."""
@@ -77,8 +74,8 @@ class Office:
             try:
                 hold = os.pidfd_open(process_id)
                 theirs = self.segment(peer.rank, descriptor)
-                self.outboxes[peer.rank] = Mailbox(theirs, rank * mailbox.BYTES)
-                self.alarms[peer.rank] = Alarm(theirs.address + peer.rank * mailbox.BYTES)
+                self.outboxes[peer.rank] = Mailbox(theirs, place[rank])
+                self.alarms[peer.rank] = Alarm(theirs.address + place[peer.rank])
             except OSError as error:
                 text = f"rank {rank} cannot reach the memory of {peer} on {socket.gethostname()} ({error.strerror})"
                 raise ValueError(

@@ -23,7 +23,7 @@ from __future__ import annotations
 import os
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 
 import torch
@@ -33,11 +33,10 @@ from plait.comm.header import DTYPES
 from plait.comm.operation import NO_NOTE, Operation, copied, name_of
 from plait.comm.shared_memory.arena import Arena
 from plait.comm.shared_memory.arrivals import Adding, Arrival, Copying, Hearing
-from plait.comm.shared_memory.common import CommonMemory
+from plait.comm.shared_memory.common import CommonMemory, share_segment
 from plait.comm.shared_memory.mailbox import DATA, HERE, LEFT, READ, MailRecord
 from plait.comm.shared_memory.office import Office
 from plait.comm.shared_memory.outgoing import Outgoing, chunks, sliced
-from plait.comm.shared_memory.segment import Segment
 from plait.comm.transport import Started, Transport, Wires
 
 WHOLE_BYTES = 2**16
@@ -54,10 +53,6 @@ LAST_SECONDS = 2.0
 
 NAP_SECONDS = 0.001
 """Between two looks at a mailbox that is full, and at who has what was sent."""
-
-
-COMMON = 2
-"""The tag of what is told to make common memory."""
 
 CODES = {dtype: code for code, dtype in enumerate(DTYPES)}
 """What a record says of a dtype."""
@@ -125,7 +120,7 @@ class SharedMemoryTransport(Transport):
         """Memory that the members of a group have in common, zeros; all of them ask for it."""
         ranks = operation.group.ranks
         if ranks not in self._common:
-            self._common[ranks] = CommonMemory(operation.group, partial(self._share, operation))
+            self._common[ranks] = CommonMemory(operation.group, partial(share_segment, self, self._office, operation))
         return self._common[ranks].empty(operation.numel, operation.dtype)
 
     def all_reduce(self, operation: Operation, tensor: Tensor, tag: int) -> list[Started]:
@@ -177,10 +172,24 @@ class SharedMemoryTransport(Transport):
                 for finish, _ in works:
                     finish(end)
             except (ConnectionError, TimeoutError) as error:
-                raise self._failure(operation, error) from error
+                raise self.failure(operation, error) from error
             except BaseException:
                 self.broken = self.broken or f"this world broke down earlier, in {operation}"
                 raise
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether something is under way that others may wait for, and that goes on only in this rank's waits."""
+        return bool(self._unsent or self._under_way)
+
+    def get_on(self, operation: Operation) -> None:
+        """Goes on with what is under way, while this rank waits for ``operation`` elsewhere."""
+        try:
+            self._drain_all()
+            self._advance()
+            self._send_rest()
+        except (ConnectionError, TimeoutError) as error:
+            raise self.failure(operation, error) from error
 
     def has_come(self, src: int, tag: int) -> bool:
         """Whether a wait for a message ends at once: it is there, or never will be."""
@@ -230,7 +239,7 @@ class SharedMemoryTransport(Transport):
         try:
             self._pump(outgoing)
         except (ConnectionError, TimeoutError) as error:
-            raise self._failure(outgoing.operation, error) from error
+            raise self.failure(outgoing.operation, error) from error
 
     def _pump(self, outgoing: Outgoing, *, all_of_it: bool = False) -> None:
         """Sends on, as far as the window allows."""
@@ -296,30 +305,6 @@ class SharedMemoryTransport(Transport):
         self._under_way[id(arrival)] = arrival
         return [(partial(self._until, arrival), memory)]
 
-    def _share(self, operation: Operation, size: int, prepare: Callable[[Segment], None]) -> Segment:
-        """A segment that the first member of a group makes, and all of them open."""
-        (first, *others), opened = operation.group.ranks, torch.zeros(1, dtype=torch.uint8)
-        if self.rank == first:
-            try:
-                segment = Segment.make(size, self._office.name)
-            except MemoryError as error:  # the others, who wait for it, read why
-                self.give_up(f"rank {self.rank}: {error}")
-                raise
-            prepare(segment)
-            for dst in others:
-                self.send(operation, torch.tensor([segment.descriptor]), dst, COMMON)
-            self.wait(operation, [work for src in others for work in self.recv(operation, opened, src, COMMON)])
-            segment.close()
-        else:
-            descriptor = torch.zeros(1, dtype=torch.int64)
-            self.wait(operation, self.recv(operation, descriptor, first, COMMON))
-            try:
-                segment = self._office.open(first, int(descriptor))
-            except OSError as error:
-                raise self._failure(operation, error) from error
-            self.send(operation, opened, first, COMMON)
-        return segment
-
     def _until(self, arrival: Arrival, end: float) -> None:
         """Takes in what comes until it is over: looks at first, then sleeps.
 
@@ -333,16 +318,24 @@ class SharedMemoryTransport(Transport):
                 continue
             for src in arrival.waits_for():
                 self._hope_for(src, end)
-            for other in list(self._under_way.values()):
-                if other is not arrival and other.advance():
-                    del self._under_way[id(other)]
+            self._advance(but=arrival)
             nap = min(LOOK_SECONDS, max(0.001, end - time.monotonic()))
             if not self._office.alarm.sleep(lambda: arrival.advance() or self._drain_all(), nap):
                 self._look()
             if self._unsent and time.monotonic() > patience:
-                for outgoing in list(self._unsent.values()):
-                    self._pump(outgoing, all_of_it=True)
+                self._send_rest()
         self._under_way.pop(id(arrival), None)
+
+    def _advance(self, but: Arrival | None = None) -> None:
+        """Gets on with all that is under way, but one."""
+        for key, arrival in list(self._under_way.items()):
+            if arrival is not but and arrival.advance():
+                del self._under_way[key]
+
+    def _send_rest(self) -> None:
+        """Sends all that was begun, whatever the window."""
+        for outgoing in list(self._unsent.values()):
+            self._pump(outgoing, all_of_it=True)
 
     def _drain_all(self) -> bool:
         """Takes in what has come from anybody, so blocks that were read can be used again; whether anything had."""

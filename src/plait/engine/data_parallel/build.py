@@ -86,7 +86,7 @@ def build_units(
         for name, buffer in module._buffers.items():
             if buffer is not None:
                 module._buffers[name] = buffer.to(comm.device)
-    collectives, tensor_rank = moves(strategy), comm.mesh.index(comm.rank, ("tensor",))
+    collectives, tensor_rank = moves(strategy, comm.mesh), comm.mesh.index(comm.rank, ("tensor",))
     loads = unloaded = [0] * comm.mesh.data_size  # a tied weight has the same owner on each of its stages
     fresh: list[Unmaterialized] = []
     units: dict[str, Unit] = {}

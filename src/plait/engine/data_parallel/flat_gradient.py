@@ -105,7 +105,8 @@ class FlatGradient:
         """The accumulator has a microbatch's sum."""
         self.claimed = False
         """A reduction writes, or has written, the first one into it."""
-        self.microbatch_messages = () if self.direct else transfers(moves.microbatch, flat.layout, comm)
+        self.microbatch_messages = [() if self.direct else transfers([m], flat.layout, comm) for m in moves.microbatch]
+        """By move."""
 
     def name(self, index: int) -> str:
         """A parameter's name."""
@@ -142,15 +143,15 @@ class FlatGradient:
         self.views = made[self, "views"]
         return self.transient
 
-    def reductions(self, whole: Tensor, piece: Tensor, unit: str, microbatch: int) -> list[Work]:
-        """Starts to reduce what ``hand_over`` has returned."""
-        made, key = self.buffers.made_on(whole), (self, microbatch, piece is self.accumulated)
+    def reduce(self, number: int, whole: Tensor, piece: Tensor, note: Note) -> list[Work]:
+        """Starts the move of this number on what ``hand_over`` has returned; the last one writes ``piece``."""
+        out = piece if number == len(self.microbatch_messages) - 1 else None
+        made, key = self.buffers.made_on(whole), (self, number, note, piece is self.accumulated)
         if key not in made:
             if len(made) >= MOST_MADE:
                 made.clear()
-            note = Note("microbatch", unit, microbatch)
-            comm, messages = self.buffers.comm, self.microbatch_messages
-            made[key] = [prepare(comm, m, whole, 0, note, out=piece) for m in messages]
+            messages = self.microbatch_messages[number]
+            made[key] = [prepare(self.buffers.comm, m, whole, 0, note, out=out) for m in messages]
         return [message.start() for message in made[key]]
 
     def hand_over(self) -> tuple[Tensor, Tensor]:

@@ -25,7 +25,8 @@ from weakref import ref
 import torch
 from torch import Tensor
 
-from plait.comm import Comm, Work
+from plait.comm import Comm
+from plait.core.cells import Move
 from plait.core.collectives import Note
 from plait.engine.data_parallel.flat_gradient import Buffers, FlatGradient
 from plait.engine.data_parallel.gradient_watch import GradientWatch
@@ -56,8 +57,11 @@ class UnitGradients:
         """All microbatches have been added: the step's own reductions may start."""
         summed = [gradient for gradient in self.flats if gradient.flat.summed]
         path = [(move, summed) for move in unit.moves.summed] + [(move, self.flats) for move in unit.moves.step]
-        steps = [[(g, m) for g in flats for m in transfers([move], g.flat.layout, comm)] for move, flats in path]
-        self.step_messages = [messages for messages in steps if messages]
+        self.step_messages = [
+            (move, [(g, m) for g in flats for m in transfers([move], g.flat.layout, comm)])
+            for move, flats in path
+            if flats and move.sends(comm.mesh)
+        ]
         """Move by move: each starts from what the one before has left."""
 
 
@@ -229,22 +233,26 @@ class Gradients:
 
     def _microbatch_flow(self, unit: UnitGradients) -> Flow:
         """Reduce a unit's transient gradients over the axes that the gradient cell splits, and add the pieces."""
-        microbatch, last = self.unsharding.microbatch, self._last
-        works, arriving = list[Work](), []
-        for gradient in unit.flats:
-            if not gradient.direct:
-                whole, piece = gradient.hand_over()
-                arriving.append((gradient, whole, piece))
-                works += gradient.reductions(whole, piece, unit.unit.name, microbatch)
-        if works:
-            yield
-        for work in works:
-            work.wait()
-        for gradient, whole, piece in arriving:
+        note, last = Note("microbatch", unit.unit.name, self.unsharding.microbatch), self._last
+        arriving = [(gradient, gradient.hand_over()) for gradient in unit.flats if not gradient.direct]
+        for number, move in enumerate(unit.unit.moves.microbatch):
+            works = [
+                work for gradient, (whole, piece) in arriving for work in gradient.reduce(number, whole, piece, note)
+            ]
+            if self._travels(move):
+                yield
+            for work in works:
+                work.wait()
+        for gradient, (whole, piece) in arriving:
             gradient.accumulate(piece)
             self.buffers.give(whole)
         if last:
             self._has_sum(unit)
+
+    def _travels(self, move: Move) -> bool:
+        """Whether a move goes on while this rank computes.  Not one inside of hosts: what crosses them starts early."""
+        mesh = self.comm.mesh
+        return move.sends(mesh) and (mesh.hosts == 1 or any(map(mesh.crosses, move.axes)))
 
     def _start(self, flow: Flow) -> None:
         """Issue a flow's first messages, and finish those before it: one unit's are under way at once."""
@@ -277,9 +285,10 @@ class Gradients:
     def _step_flow(self, unit: UnitGradients) -> Flow:
         """The moves from the gradients' cell to the optimizer's."""
         note = Note("step", unit.unit.name)
-        for messages in unit.step_messages:
+        for move, messages in unit.step_messages:
             works = [send(self.comm, m, g.accumulated, g.flat.grads_place[0], note) for g, m in messages]
-            yield
+            if self._travels(move):
+                yield
             for work in works:
                 work.wait()
 

@@ -22,7 +22,7 @@ from plait.core.cells import LONG, Cell, Strategy, moves
 from plait.core.collectives import Note
 from plait.core.flat import FlatLayout, Run
 from plait.core.tensor_cut import TensorCut
-from plait.engine.data_parallel.transfers import prepare, send, transfers
+from plait.engine.data_parallel.transfers import move_by_move, prepare, start
 from plait.engine.forward.parameter import AtRest, HasMaster, as_class
 from plait.tensor_parallel.pieces import piece_of
 
@@ -100,9 +100,10 @@ class Flat:
         self.bytes_full = layout.numel * self.dtype.itemsize
         self.kept: Tensor | None = None
         self._point_views()
-        collectives = moves(strategy)
+        collectives = moves(strategy, comm.mesh)
         self._forward, self._backward, self._publish = (
-            transfers(path, layout, comm) for path in (collectives.forward, collectives.backward, collectives.publish)
+            move_by_move(path, layout, comm)
+            for path in (collectives.forward, collectives.backward, collectives.publish)
         )
         nothing = placeholder(self.dtype, device)
         self._placeholders = [nothing.expand(s.shape) for s in layout.slots]
@@ -156,7 +157,8 @@ class Flat:
         """After an update: start to send the updated pieces, rounded, to whoever has them at rest."""
         if self.master is not None:
             self.updated_at_rest.copy_(self.master)
-        return [send(self.comm, message, self.rest, self.held[0], note) for message in self._publish]
+        first = self.held[0]
+        return start([[prepare(self.comm, m, self.rest, first, note) for m in move] for move in self._publish])
 
     def unshard(self, note: Note, *, own: bool) -> list[Work]:
         """Give ``full`` its memory and issue the messages that fill it from what is kept, or lies at rest.
@@ -168,19 +170,19 @@ class Flat:
         elif own:
             self._renew()
         if self.kept is None:
-            (start, stop), piece, messages = self.held, self.rest, self._forward
+            (first, last), piece, path = self.held, self.rest, self._forward
         else:
-            (start, stop), piece, messages = self.kept_place, self.kept, self._backward
+            (first, last), piece, path = self.kept_place, self.kept, self._backward
         key = note, self.kept is None
         if key not in self._gathers:
             if len(self._gathers) >= MOST_GATHERS:
                 self._gathers.clear()
-            began = [prepare(self.comm, message, self.full, 0, note) for message in messages]
-            self._gathers[key] = self.full[start:stop], began
-        own_piece, began = self._gathers[key]
+            gathers = [[prepare(self.comm, message, self.full, 0, note) for message in move] for move in path]
+            self._gathers[key] = self.full[first:last], gathers
+        own_piece, gathers = self._gathers[key]
         if self.full is not self.common:
             own_piece.copy_(piece)
-        return [message.start() for message in began]
+        return start(gathers)
 
     def show(self) -> None:
         """Point the parameters at ``full``."""
@@ -269,7 +271,7 @@ class Flat:
         self._point_views()
 
     def _point_views(self) -> None:
-        self._gathers: dict[tuple[Note, bool], tuple[Tensor, list[Prepared | Alone]]] = {}
+        self._gathers: dict[tuple[Note, bool], tuple[Tensor, list[list[Prepared | Alone]]]] = {}
         """What fills ``full``: this rank's part of it and the messages, by phase and microbatch."""
         self._views = self.views(self.full)
         self._holders = self._share_memory()

@@ -1,5 +1,6 @@
 """The moves of a row as this rank's messages on one flat buffer: made once, sent in every step."""
 
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -28,6 +29,36 @@ def transfers(moves: Sequence[Move], layout: FlatLayout, comm: Comm) -> tuple[Tr
             first = m.start + comm.mesh.index(comm.rank, m.axes) * piece
             messages.append(Transfer(m.kind, m.axes, m.start, m.stop, m.root, (first, first + piece)))
     return tuple(messages)
+
+
+def move_by_move(moves: Sequence[Move], layout: FlatLayout, comm: Comm) -> list[tuple[Transfer, ...]]:
+    """The same, by move; those of a move start from what the move before has left.  Uneven pieces may be empty here and
+    not elsewhere: a move is one on all ranks."""
+    return [transfers([move], layout, comm) for move in moves if move.sends(comm.mesh)]
+
+
+class InTurn:
+    """Messages of several moves under way: those of the next move start when those of this one have been waited for."""
+
+    def __init__(self, moves: Sequence[Sequence[Prepared | Alone]]) -> None:
+        self._rest = deque(moves)
+        self._works = [message.start() for message in self._rest.popleft()]
+
+    def wait(self) -> None:
+        """Waits for all of them."""
+        for work in self._works:
+            work.wait()
+        self._works = []
+        while self._rest:
+            for work in [message.start() for message in self._rest.popleft()]:
+                work.wait()
+
+
+def start(moves: Sequence[Sequence[Prepared | Alone]]) -> list[Work]:
+    """Starts the messages of some moves; whoever waits for the works starts those of further moves."""
+    if len(moves) > 1:
+        return [InTurn(moves)]
+    return [message.start() for messages in moves for message in messages]
 
 
 def prepare(

@@ -1,0 +1,132 @@
+"""Ranks on several hosts: shared memory inside of a host, sockets across.
+
+    group inside of a host     shared_memory/      no socket
+    group across               gloo.py             threads of its own move the messages
+
+Which of the two an operation takes is read off its group.  What moves through shared memory moves when a rank waits
+for it, so a rank that waits for another host gets on with what its own host waits for; else two hosts could wait for
+each other in a ring.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import replace
+from itertools import groupby
+from threading import Thread
+
+import torch
+from torch import Tensor
+
+from plait.comm.gloo import GlooTransport
+from plait.comm.operation import Operation
+from plait.comm.peer import Peer
+from plait.comm.shared_memory.transport import SharedMemoryTransport
+from plait.comm.transport import Started, Transport, Wires
+from plait.core.mesh import Mesh
+
+NAP_SECONDS = 0.0005
+"""Between two looks at what the own host waits for, while this rank waits for another host."""
+
+
+def on_hosts(mesh: Mesh, peers: Sequence[Peer]) -> Mesh:
+    """The mesh, with the hosts on which its ranks are, where each has equally many, one host after the other.
+
+    Raises:
+        ValueError: the mesh says that there is another number.
+    """
+    runs = [(host, len(list(run))) for host, run in groupby(peers, key=lambda peer: peer.host)]
+    names = dict.fromkeys(host for host, _ in runs)
+    if mesh.hosts > 1 and len(names) not in (1, mesh.hosts):
+        raise ValueError(f"the mesh says hosts={mesh.hosts}, and its ranks are on {len(names)} hosts: leave hosts out")
+    if mesh.hosts == 1 and len(names) == len(runs) and len({size for _, size in runs}) == 1:
+        return replace(mesh, hosts=len(runs))
+    return mesh
+
+
+class HostsTransport(Transport):
+    """Messages of one rank.
+
+    Args:
+        here: the ranks of its host.
+    """
+
+    def __init__(
+        self, here: Sequence[Peer], inside: SharedMemoryTransport, across: GlooTransport, wires: Wires
+    ) -> None:
+        self._here, self.inside, self.across = {peer.rank for peer in here}, inside, across
+        super().__init__(wires)
+
+    @property
+    def broken(self) -> str:
+        """Why nothing can be started any more: one that is broken breaks the other."""
+        return self.inside.broken or self.across.broken
+
+    @broken.setter
+    def broken(self, why: str) -> None:
+        self.inside.broken = self.inside.broken or why
+        self.across.broken = self.across.broken or why
+
+    def _of(self, operation: Operation) -> SharedMemoryTransport | GlooTransport:
+        self.broken = self.broken
+        return self.inside if self._here.issuperset(operation.group.ranks) else self.across
+
+    def send(self, operation: Operation, tensor: Tensor, dst: int, tag: int) -> list[Started]:
+        return self._of(operation).send(operation, tensor, dst, tag)
+
+    def recv(self, operation: Operation, tensor: Tensor, src: int, tag: int) -> list[Started]:
+        return self._of(operation).recv(operation, tensor, src, tag)
+
+    def exchange(
+        self, operation: Operation, slots: Sequence[Tensor], slices: Sequence[Tensor], tag: int
+    ) -> list[Started]:
+        return self._of(operation).exchange(operation, slots, slices, tag)
+
+    def reduce(
+        self, operation: Operation, mine: Tensor, slices: Sequence[Tensor], out: Tensor, tag: int
+    ) -> tuple[list[Started], Callable[[], None] | None]:
+        return self._of(operation).reduce(operation, mine, slices, out, tag)
+
+    def all_reduce(self, operation: Operation, tensor: Tensor, tag: int) -> list[Started]:
+        return self._of(operation).all_reduce(operation, tensor, tag)
+
+    def library(self, operation: Operation, out: Tensor, source: Tensor) -> list[Started]:
+        return self._of(operation).library(operation, out, source)
+
+    def empty(self, numel: int, dtype: torch.dtype) -> Tensor | None:
+        return self.inside.empty(numel, dtype)
+
+    def common(self, operation: Operation) -> Tensor | None:
+        return self._of(operation).common(operation)
+
+    def wait_for_readers(self) -> None:
+        self.inside.wait_for_readers()
+
+    def wait(self, operation: Operation, works: Sequence[Started]) -> None:
+        part = self._of(operation)
+        if part is self.inside or not self.inside.is_busy:
+            part.wait(operation, works)
+            return
+        outcome: Future[None] = Future()
+
+        def wait() -> None:
+            try:
+                outcome.set_result(part.wait(operation, works))
+            except BaseException as error:
+                outcome.set_exception(error)
+
+        Thread(target=wait, name="plait-across", daemon=True).start()
+        while not outcome.done():
+            self.inside.get_on(operation)
+            time.sleep(NAP_SECONDS)
+        outcome.result()
+
+    def give_up(self, why: str) -> None:
+        self.inside.give_up(why)
+        self.broken = why
+
+    def close(self) -> None:
+        self.inside.close()
+        self.across.close()

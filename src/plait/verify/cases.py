@@ -13,7 +13,7 @@ a head cannot be parted.
 import math
 import shlex
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, fields, replace
+from dataclasses import fields, replace
 from itertools import cycle, product
 from typing import Any, Literal
 
@@ -31,7 +31,7 @@ from plait.verify.covering import Rule, covering
 Size = Literal["small", "full"]
 
 LINKS = 9  # of either model
-OF_A_JOB = ("strategy", "replica", "shard", "microbatches", "cut", "bucket", "offload")
+OF_A_JOB = ("strategy", "replica", "shard", "hosts", "microbatches", "cut", "bucket", "offload")
 SIZES = VerifyConfig(steps=2, batch=67, length=7, clip=0.3)
 MODELS = {
     "gpt": replace(SIZES, model="gpt", layers=LINKS - 3, width=24, heads=12, kv_heads=12),
@@ -42,6 +42,7 @@ DIMENSIONS: dict[str, tuple[Any, ...]] = {
     "model": tuple(MODELS),
     "strategy": tuple(TABLE),
     **dict.fromkeys(AXES, COUNTS),
+    "hosts": ("one", "each replica"),
     "schedule": (None, *ORDERS),
     "microbatches": COUNTS,
     "cut": ("element", "tensor"),
@@ -56,8 +57,8 @@ DIMENSIONS: dict[str, tuple[Any, ...]] = {
     "gemm": ("torch", "onednn") if has_onednn() else ("torch",),
     "offload": (False, True),
 }
-"""The fields of a config that the matrix varies; an uneven ``split`` depends on the number of stages, ``dtype`` full
-is fp64 with a tensor axis, fp32 without."""
+"""The fields of a config that the matrix varies; an uneven ``split`` depends on the number of stages, ``hosts`` are one
+or one for each replica of a stage, ``dtype`` full is fp64 with a tensor axis, fp32 without."""
 
 
 def stages(pipe: int, schedule: str | None, chunks: int | None) -> int:
@@ -69,6 +70,7 @@ RULES = (
     Rule(("pipe", "schedule"), lambda pipe, schedule: pipe == 1 or schedule is not None),
     Rule(("schedule", "chunks"), lambda schedule, chunks: not chunks or (schedule and ORDERS[schedule].takes_chunks)),
     Rule(("pipe", "schedule", "chunks"), lambda *point: stages(*point) <= LINKS),
+    Rule(("replica", "shard", "hosts"), lambda replica, shard, hosts: hosts == "one" or min(replica, shard) > 1),
     Rule(("tensor", "sequence_parallel"), lambda tensor, sequence: tensor > 1 or not sequence),
     Rule(("model", "sequence_parallel"), lambda model, sequence: model == "gpt" or not sequence),
     Rule(("schedule", "hold"), lambda schedule, hold: schedule is not None or hold == 1),
@@ -122,6 +124,8 @@ def config_of(point: Mapping[str, Any], base: VerifyConfig | None = None) -> Ver
     """The config of a point; a dimension that is not given is as in ``base``, or as the point's model has it."""
     given = dict(point)
     mesh = Mesh(**{axis: given.pop(axis, 1) for axis in AXES})
+    if given.pop("hosts", "one") != "one":
+        mesh = replace(mesh, hosts=mesh.pipe * mesh.replica)
     count = stages(mesh.pipe, given.get("schedule"), given.get("chunks"))
     split = uneven(count) if given.pop("split", "even") == "uneven" else None
     if given.get("dtype", "full") == "full":
@@ -140,7 +144,7 @@ def uneven(num_stages: int) -> str:
 def decoder(mesh: Mesh, row: str, order: str | None, **settings: Any) -> VerifyConfig:
     """The decoder on a mesh, with two microbatches."""
     point = {"model": "gpt", "strategy": row, "schedule": order, "microbatches": 2}
-    return config_of({**point, **asdict(mesh), **settings})
+    return config_of({**point, **{axis: mesh.axis(axis) for axis in AXES}, **settings})
 
 
 def every_row_on_every_mesh() -> Iterator[VerifyConfig]:

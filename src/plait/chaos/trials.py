@@ -149,7 +149,7 @@ def asked_to_end(ground: Ground, number: int) -> Result:
     return Result(result.wrong or ground.same_run(out), seen)
 
 
-LONGER = ("--microbatches", "4")
+LONGER = ("--microbatches", "4", "--layers", "4")
 """Steps of a tenth of a second or more: of shorter ones more are looked at, since many of them together say little."""
 SLOWER = r"computes [0-9.]+ times as long"
 

@@ -22,7 +22,8 @@ class MachineConfig:
     """The settings of every command that starts ranks."""
 
     mesh: str = "shard=4"
-    """Ranks on named axes, as in "replica=2 shard=2"; their product is the number of ranks."""
+    """Ranks on named axes, as in "replica=2 shard=2"; their product is the number of ranks. "hosts=2" behind them says
+    on how many hosts they will be."""
     world: World = "auto"
     """What a rank is: a process, one that shares memory with the others of its host, or a thread of this one; auto is
     shared_memory for CPUs of this machine, where the system has it, and process elsewhere."""

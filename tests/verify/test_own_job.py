@@ -6,7 +6,7 @@ import random
 import re
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -17,6 +17,8 @@ import plait
 from plait.comm.operation import MismatchError
 from plait.commands.main import main
 from plait.config import VerifyConfig
+from plait.core.tensor_plan import FORWARD
+from plait.verify import record
 from plait.verify.cases import cells_of_job
 
 
@@ -83,6 +85,41 @@ class Between(nn.Module):
 def test_a_layer_between_blocks_in_a_pipeline(mesh: str) -> None:
     verdict = plait.verify(replace(JOB, build=Between), mesh=mesh, strategy="zero2", microbatches=2, steps=3)
     assert verdict.word == "bitwise", verdict
+
+
+class Block(nn.Module):
+    """Two products, of which the first is cut by its outputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(7, 12), nn.Linear(12, 7)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.down(self.up(x).tanh())
+        return out
+
+
+class CutBetween(Between):
+    tensor_plan: ClassVar = {"blocks.*.up": "column", "blocks.*.down": "row", "between": "gathered"}
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+
+
+def test_it_sends_over_the_tensor_axis_where_it_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its messages are predicted of both stages; one that sends some of them, and not all, is seen."""
+    job = replace(JOB, build=CutBetween)
+    verdict = plait.verify(job, mesh="pipe=2 tensor=2", strategy="zero2", microbatches=2, steps=2)
+    assert verdict.word == "equal" and not verdict.ledger, verdict
+    measured = record.unlike
+
+    def without_one(predicted: Any, sent: list[Any], units: Any) -> Any:
+        return measured(predicted, [e for e in sent if (e.note.unit, e.note.phase) != ("between", FORWARD)], units)
+
+    monkeypatch.setattr(record, "unlike", without_one)
+    verdict = plait.verify(job, mesh="pipe=2 tensor=2", strategy="zero2", microbatches=2, steps=2)
+    assert all("'between'" in line for line in verdict.ledger) and len(verdict.ledger) == 8, verdict
 
 
 def test_a_mean_where_a_sum_is_due_is_seen() -> None:

@@ -6,6 +6,7 @@ parameters, which every rank records whole.
 
 import json
 import math
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import astuple, dataclass, field
 from typing import Any
@@ -23,6 +24,7 @@ from plait.core.collectives import Entry
 from plait.core.escape import one_line
 from plait.core.parallelism import Parallelism
 from plait.core.tensor_cut import TensorCut
+from plait.core.tensor_plan import BACKWARD, FORWARD
 from plait.engine import Engine, StepResult
 from plait.engine.data_parallel.optim import Owned
 from plait.engine.pipeline.stage import Stage
@@ -131,6 +133,7 @@ def record_layout(
         measured = [e for e in comm.ledger.since(mark) if e.note.phase != "setup" or not checking]
         runs = irregular(engine, len(batches))
         recorder.record.irregular |= runs
+        predicted = where_it_ran(engine, predicted, measured)
         recorder.record.ledger_differences += unlike(predicted, measured, runs)
     return recorder.finish(engine)
 
@@ -144,6 +147,22 @@ def irregular(engine: Engine, num_microbatches: int) -> dict[str, float]:
     ran = [stage.unsharding for stage in engine.stages.values() if stage.unsharding.runs]
     units = [(u.runs[unit], unit, unit in u.found) for u in ran for unit in u.units if unit.split_needs]
     return {unit.name: n / num_microbatches for n, unit, found in units if found or n != num_microbatches}
+
+
+def where_it_ran(engine: Engine, predicted: Iterable[Entry], measured: Iterable[Entry]) -> tuple[Entry, ...]:
+    """The prediction, in which a module outside of the links sends over the tensor axis where it ran.
+
+    Several stages have such a module, and its messages are predicted of each, but one of them runs it.  It sends all of
+    them or none: a module that sends some of its messages is left as it was predicted.
+    """
+    due, sent = Counter(predicted), Counter(measured)
+    copies = Counter(name for stage in engine.stages.values() for name in stage.boundary.own)
+    for name, count in copies.items() if len(engine.pipeline.owner) > 1 else ():
+        own = [e for e in due if e.note.phase in (FORWARD, BACKWARD) and f"{e.note.unit}.".startswith(f"{name}.")]
+        runs = {count * sent[entry] / due[entry] for entry in own}
+        if len(runs) == 1 and (times := runs.pop()) in range(count):
+            due.update({entry: int(due[entry] * times / count) - due[entry] for entry in own})
+    return tuple(due.elements())
 
 
 def left_out(units: Mapping[str, float]) -> str:

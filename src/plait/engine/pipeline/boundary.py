@@ -59,7 +59,8 @@ class StageBoundary:
         self.links, self.names = part.links, part.chain.links
         self._indices: dict[int, list[int]] = {}
         self._name_of: dict[int, str] = {}
-        self._own = {name: module for name, module in part.outside.items() if not isinstance(module, ForeignLayer)}
+        self.own = {name: module for name, module in part.outside.items() if not isinstance(module, ForeignLayer)}
+        """Modules outside of the links that this stage has; another one may have a copy, and run it."""
         for index, name in enumerate(self.names):
             link = part.model.get_submodule(name)
             self._indices.setdefault(id(link), []).append(index)
@@ -223,7 +224,7 @@ class StageBoundary:
 
     def _behind(self, boundary: BoundaryState) -> Any:
         """What stands for the output of the stage's last link, and of later ones."""
-        boundary.silence(self._own)
+        boundary.silence(self.own)
         tree = tree_of(boundary.output, tensors := list[Tensor]())
         return value_of(tree, [boundary.not_here(shape_of(tensor)) for tensor in tensors])
 

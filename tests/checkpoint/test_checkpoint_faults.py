@@ -200,7 +200,7 @@ WRONG: dict[str, Callable[[Any], Any]] = {
     "a list": lambda data: data.__setitem__("tensors", []),
     "a step of -1": _set("step", -1),
     "another step": _set("step", 7),
-    "another format": _set("format", 3),
+    "another format": _set("format", 4),
     "a surplus field": _set("more", 1),
     "no values": _set("values", None),
     "a wrong value": _set("values", {"dict": [[["a"], 1]]}),

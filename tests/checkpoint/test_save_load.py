@@ -5,16 +5,19 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from blake3 import blake3
 from run_cases import LAYOUTS, Training, differences
 from torch import nn
 
 import plait
 from plait.checkpoint.folder import OpenFile
+from plait.checkpoint.hashing import TODAY
 from plait.checkpoint.manifest import signed
 from plait.comm import Comm, run
 from plait.core.mesh import AXES, Mesh
@@ -152,8 +155,11 @@ def test_a_rank_reads_its_own_bytes_once_beside_those_that_it_verifies(
     assert whole + sum(own) <= sum(count) <= whole + sum(own) + len(own) * headers
 
 
-def test_a_checkpoint_of_format_1_is_read_and_its_damage_seen(tmp_path: Path) -> None:
-    """Its files' hashes were SHA-256."""
+@pytest.mark.parametrize(("number", "name", "new"), [(1, "sha256", hashlib.sha256), (2, "blake3", blake3)])
+def test_a_checkpoint_of_an_earlier_format_is_read_and_its_damage_seen(
+    tmp_path: Path, number: int, name: str, new: Callable[[bytes], Any]
+) -> None:
+    """Its files' hashes were of one stream."""
 
     def body(comm: Comm) -> Any:
         training = Training.begin(comm, "zero3")
@@ -163,10 +169,10 @@ def test_a_checkpoint_of_format_1_is_read_and_its_damage_seen(tmp_path: Path) ->
         if not comm.rank:
             path = tmp_path / "step-000002" / "manifest.json"
             data = json.loads(path.read_text())
-            data["format"] = 1
-            for name, file in data["files"].items():
-                assert file.pop("blake3")
-                file["sha256"] = hashlib.sha256((path.parent / name).read_bytes()).hexdigest()
+            data["format"] = number
+            for own, file in data["files"].items():
+                assert file.pop(TODAY)
+                file[name] = new((path.parent / own).read_bytes()).hexdigest()
             path.write_text(signed(json.dumps(data)))
         comm.barrier(AXES)
         before = training.state()
@@ -178,7 +184,7 @@ def test_a_checkpoint_of_format_1_is_read_and_its_damage_seen(tmp_path: Path) ->
             file = tmp_path / "step-000002" / "rank-00001.safetensors"
             file.write_bytes(file.read_bytes()[:-1] + b"\xff")
         comm.barrier(AXES)
-        with pytest.raises((ValueError, RuntimeError), match="its SHA256 is another"):
+        with pytest.raises((ValueError, RuntimeError), match=rf"its digest \({name}\) is another"):
             training.load(tmp_path)
 
     run(mesh("zero3"), body, deadline=30)

@@ -18,7 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
-from plait.checkpoint.manifest import HASHES, LARGEST, NAME, Manifest, StoredFile
+from plait.checkpoint.hashing import digest_of
+from plait.checkpoint.manifest import LARGEST, NAME, Manifest, StoredFile
 from plait.checkpoint.storage import LATEST, Storage, exists_already
 from plait.files.reading import open_plain
 
@@ -196,19 +197,14 @@ def parse_manifest(folder: Storage, data: bytes) -> Manifest:
         raise ValueError(f"{str(folder / NAME)!r} is no manifest that plait wrote: {error}") from error
 
 
-def check_file(path: Storage, stored: StoredFile) -> None:
-    """Raises ValueError where a file is not, byte for byte, the one that was written."""
-    digest = HASHES[stored.hash]()
+def check_file(path: Storage, stored: StoredFile, threads: int = 1) -> None:
+    """Raises ValueError where a file is not, byte for byte, the one that was written; so many threads read it."""
     with path.opened() as file:
         if file.size != stored.bytes:
             raise ValueError(f"{str(path)!r} has {file.size} bytes, and {stored.bytes} were written")
-        buffer = memoryview(bytearray(min(file.size, path.chunk)))
-        for start in range(0, file.size, path.chunk):
-            part = buffer[: file.size - start]
-            file.read(start, part)
-            digest.update(part)
-    if digest.hexdigest() != stored.digest:
-        raise ValueError(f"{str(path)!r} is not what was written: its {stored.hash.upper()} is another")
+        digest = digest_of(stored.hash, file.size, path.chunk, threads, file.read)
+    if digest != stored.digest:
+        raise ValueError(f"{str(path)!r} is not what was written: its digest ({stored.hash}) is another")
 
 
 def find(path: str | Path | Storage) -> Storage:

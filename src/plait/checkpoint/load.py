@@ -16,6 +16,7 @@ from typing import Any
 
 from plait.checkpoint.complete import check_complete
 from plait.checkpoint.folder import checkpoints, contents, find, parse_manifest, place, read_manifest
+from plait.checkpoint.hashing import threads_for
 from plait.checkpoint.manifest import LARGEST, NAME, Manifest
 from plait.checkpoint.storage import Storage
 from plait.checkpoint.stored import SavedTensor, SavedWeights, check_contents, is_same, saved_tensors
@@ -63,7 +64,7 @@ def load(path: str | Path, engine: Engine, *, ema: EMA | None = None) -> Loaded:
         for number, name in enumerate(sorted(manifest.files)):
             if number % comm.world_size == comm.rank:
                 with _offering_another(folder):
-                    check_contents(folder, name, manifest)
+                    check_contents(folder, name, manifest, threads_for(comm.local_world_size))
     tensors = saved_tensors(folder, manifest)
     with _together(comm):
         with _offering_another(folder):

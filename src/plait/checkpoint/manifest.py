@@ -1,14 +1,15 @@
 """What a checkpoint says of itself: one JSON file, read by one rank, checked field by field before anything is opened.
 
     {"sha256":  of all that follows,
-     "format": 2, "id": "9f3c...", "step": 123,
-     "files":   {"rank-00000.safetensors": {"bytes": 4096, "blake3": "..."}, ...},
+     "format": 3, "id": "9f3c...", "step": 123,
+     "files":   {"rank-00000.safetensors": {"bytes": 4096, "blake3 of 16 MiB parts": "..."}, ...},
      "tensors": {"model/blocks.0.weight": {"dtype": "float32", "shape": [4, 8], "pieces":
                      [{"file": "rank-00000.safetensors", "key": "3", "region": [[0, 2], [0, 8]]}, ...]}, ...},
      "values":  all that is no tensor: groups, counters, a user's own (see ``values``)}
 
 Nothing in it is a path: files have names of one form, in the manifest's own folder.  Nothing is allocated by what it
-says: sizes are held against those of the files.  Format 1 had the SHA-256 of files, and is read.
+says: sizes are held against those of the files.  Earlier formats hashed files in other ways (see ``hashing``), and are
+read.
 """
 
 import hashlib
@@ -16,21 +17,19 @@ import json
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
 from typing import Any
 
 import torch
-from blake3 import blake3
 
+from plait.checkpoint.hashing import HASHES, TODAY
 from plait.checkpoint.tensor_file import NAMES, is_shape, is_size, parsed
 from plait.core.layout import Region, extent
 
-FORMAT, READ_TOO = 2, (1,)
-HASHES: Mapping[str, Callable[..., Any]] = {"blake3": blake3, "sha256": hashlib.sha256}
-"""What files are hashed with: the first one today, the other in format 1."""
+FORMAT, READ_TOO = 3, (1, 2)
 NAME = "manifest.json"
 FILE = re.compile(r"rank-[0-9]{5,9}(\.[0-9a-f]{1,32})?\.safetensors")
 LARGEST = 1 << 28
@@ -47,8 +46,8 @@ class StoredFile:
 
     bytes: int
     digest: str
-    hash: str = "blake3"
-    """Of ``HASHES``."""
+    hash: str = TODAY
+    """Of ``hashing.HASHES``."""
 
 
 @dataclass(frozen=True)

@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from blake3 import blake3
 from torch import Tensor
 
 from plait.checkpoint.folder import begin, find, place, publish, read_manifest
+from plait.checkpoint.hashing import Hasher, threads_for
 from plait.checkpoint.manifest import Manifest, StoredFile, StoredPiece, StoredTensor
 from plait.checkpoint.storage import Storage
 from plait.checkpoint.stored import BLOCK, check_contents, saved_tensors
@@ -90,7 +90,7 @@ class Saved:
         found = {}
         for name in sorted(self.manifest.files):
             try:
-                check_contents(self.folder, name, self.manifest)
+                check_contents(self.folder, name, self.manifest, threads_for(1))
             except (ValueError, OSError) as error:
                 found[name] = str(error)
         return found
@@ -163,7 +163,8 @@ def _write(path: Storage, regions: Sequence[tuple[Whole, Region]]) -> StoredFile
     shapes = {str(i): (extent(region), one.dtype) for i, (one, region) in enumerate(regions)}
     sizes = {key: math.prod(shape) * dtype.itemsize for key, (shape, dtype) in shapes.items()}
     header, starts, end = safetensors_header(shapes, sizes)
-    digest = blake3(header)
+    digest = Hasher()
+    digest.update(header)
     with path.created() as file:
         file.write(header)
         for key in sorted(starts, key=starts.__getitem__):

@@ -82,11 +82,15 @@ def is_same(one: SavedTensor, other: SavedTensor) -> bool:
     return all(torch.equal(one.read(part), other.read(part)) for part in parts)
 
 
-def check_contents(folder: Storage, name: str, manifest: Manifest) -> None:
-    """Raises ValueError where a file is not the one that was written, or has not the tensors that its manifest says."""
+def check_contents(folder: Storage, name: str, manifest: Manifest, threads: int = 1) -> None:
+    """Raises ValueError where a file is not the one that was written, or has not the tensors that its manifest says.
+
+    Args:
+        threads: so many read it.
+    """
     pieces = manifest.contents[name]
     try:
-        check_file(folder / name, manifest.files[name])
+        check_file(folder / name, manifest.files[name], threads)
     except ValueError as error:
         names = list(dict.fromkeys(tensor for tensor, _ in pieces))
         first = ", ".join(repr(tensor[:80]) for tensor in names[:3])

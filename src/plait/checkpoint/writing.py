@@ -18,10 +18,10 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
-from blake3 import blake3
 from torch import Tensor
 
 from plait.checkpoint.folder import contents, publish
+from plait.checkpoint.hashing import Hasher
 from plait.checkpoint.manifest import DTYPES, LARGEST, NAME, Manifest, StoredFile, StoredPiece, StoredTensor
 from plait.checkpoint.retention import remove_older
 from plait.checkpoint.snapshot import LateCopy, Written
@@ -157,7 +157,8 @@ def write_tensors(path: Storage, tensors: Sequence[Tensor]) -> StoredFile:
     shapes = {str(i): (tuple(tensor.shape), tensor.dtype) for i, tensor in enumerate(tensors)}
     header, starts, end = safetensors_header(shapes, {str(i): tensor.nbytes for i, tensor in enumerate(tensors)})
     ordered = sorted(starts, key=lambda key: (starts[key], tensors[int(key)].nbytes))
-    digest, failed = blake3(header), list[Exception]()
+    digest, failed = Hasher(), list[Exception]()
+    digest.update(header)
 
     def blocks() -> Iterator[memoryview]:
         for key in ordered:

@@ -104,10 +104,15 @@ class Comm(ABC):
         return int(os.environ.get("LOCAL_RANK") or self.rank)
 
     @property
+    def local_world_size(self) -> int:
+        """The number of ranks on this rank's machine, which launchers tell in ``LOCAL_WORLD_SIZE``."""
+        return int(os.environ.get("LOCAL_WORLD_SIZE") or self.mesh.size)
+
+    @property
     def overlaps(self) -> bool:
         """Whether messages travel beside computation: on GPUs, and where there are more cores than ranks use."""
-        ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE") or self.mesh.size)
-        return self.device.type == "cuda" or (os.cpu_count() or 1) > ranks_here * torch.get_num_threads()
+        cores = os.cpu_count() or 1
+        return self.device.type == "cuda" or cores > self.local_world_size * torch.get_num_threads()
 
     # ---- what may be asked ------------------------------------------------------------------------------
 

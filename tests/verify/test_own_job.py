@@ -132,6 +132,21 @@ def test_a_mean_where_a_sum_is_due_is_seen() -> None:
     assert "loss step 1" in str(verdict) and "DIFFERENT" in str(verdict)
 
 
+class InRow(nn.Sequential):
+    """Columns that one module holds and that read different tensors: no siblings, wherever the chain is cut."""
+
+    tensor_plan: ClassVar = {"0": "gathered", "2": "gathered", "4": "gathered"}
+
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(7, 7), nn.ReLU(), nn.Linear(7, 6), nn.ReLU(), nn.Linear(6, 3))
+
+
+@pytest.mark.parametrize("mesh", ["tensor=3", "pipe=2 tensor=2"])
+def test_the_columns_of_a_list_are_predicted_one_by_one(mesh: str) -> None:
+    verdict = plait.verify(replace(JOB, build=InRow), mesh=mesh, strategy="zero2", microbatches=2, steps=2)
+    assert verdict.word == "equal" and not verdict.ledger, verdict
+
+
 FILE = """
 import torch, plait
 from torch import nn

@@ -19,15 +19,19 @@ from plait.tensor_parallel.vocabulary import LOSS
 OWN_CODE = ("experts", "local", "enter", "unsplit")
 """The styles of modules whose own code may read pieces of their parameters."""
 
+LISTS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
+
 
 @dataclass(frozen=True)
 class Parallel:
-    """A plan resolved on a model; ``cuts`` and ``summed`` go by its parameters' ``id``, ``styles`` by module name."""
+    """A plan resolved on a model; ``cuts`` and ``summed`` go by its parameters' ``id``, all else by module name."""
 
     styles: Mapping[str, Style] = field(default_factory=dict)
     cuts: Mapping[int, TensorCut] = field(default_factory=dict)
     summed: frozenset[int] = frozenset()
     sites: tuple[Site, ...] = ()
+    lists: frozenset[str] = frozenset()
+    """What holds modules that are called one after the other."""
 
     @property
     def splits(self) -> bool:
@@ -38,7 +42,7 @@ class Parallel:
         """The column-cut modules that have this one's parent, in order; they may read one tensor."""
         parent = name.rpartition(".")[0]
         same = [n for n in self.styles if self.styles[n].enters and n.rpartition(".")[0] == parent]
-        return same if name in same else [name]
+        return same if name in same and parent not in self.lists else [name]
 
 
 def plan_of(model: nn.Module, *, sequence: bool = False) -> dict[str, str]:
@@ -103,7 +107,8 @@ def parallel_plan(
         )
     for name in (name for name, style in styles.items() if style.kind == "experts"):
         _check_experts(name, modules[name], cuts, summed)
-    parallel = Parallel(styles, cuts, frozenset(summed))
+    lists = frozenset(name for name, module in modules.items() if isinstance(module, LISTS))
+    parallel = Parallel(styles, cuts, frozenset(summed), lists=lists)
     return replace(parallel, sites=tuple(dict.fromkeys(_sites(parallel, modules))))
 
 

@@ -259,7 +259,8 @@ class TensorParallel(Handler):
 
     def _changes_input(self, name: str, kind: str) -> Callable[..., Any]:
         """A hook that gives a module its stream whole (``enter``), for all its columns, or cut in time (``split``)."""
-        siblings = [n for n, s in self.parallel.styles.items() if s.enters and n.rpartition(".")[0] == name]
+        inside = [n for n, s in self.parallel.styles.items() if s.enters and n.rpartition(".")[0] == name]
+        siblings = self.parallel.siblings(inside[0]) if inside else []
 
         def stream(x: Tensor) -> Tensor:
             if kind == "enter":

@@ -267,4 +267,5 @@ def parallel_of(parallel: Parallel, part: StageModel, *, last: bool) -> Parallel
         {key: parallel.cuts[old] for key, old in origin.items() if old in parallel.cuts},
         frozenset(key for key, old in origin.items() if old in parallel.summed),
         tuple(site for site in parallel.sites if site.name in here or (last and site.kind == "loss")),
+        parallel.lists,
     )

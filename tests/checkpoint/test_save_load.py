@@ -203,3 +203,31 @@ def test_the_average_of_another_engine_is_refused(tmp_path: Path) -> None:
             plait.load(tmp_path, one.engine, ema=other.ema)
 
     run(mesh("zero3"), body, deadline=30)
+
+
+def test_a_parameter_that_no_optimizer_has_yet_is_no_obstacle(tmp_path: Path) -> None:
+    """It trains, and a group for it comes later, or never."""
+
+    def begun(comm: Comm) -> tuple[nn.Module, Engine]:
+        model = nn.Linear(4, 4)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.fill_(0.1)
+        return model, Engine(model, comm, strategy="zero1", optimizer=torch.optim.AdamW([model.weight], lr=0.1))
+
+    def go(model: nn.Module, engine: Engine) -> None:
+        engine.backward(model(torch.ones(2, 4)).square().sum(), 2)
+        engine.optimizers[0].step()
+
+    def body(comm: Comm) -> None:
+        model, engine = begun(comm)
+        go(model, engine)
+        plait.save(tmp_path, engine)
+        go(model, engine)
+        other, again = begun(comm)
+        plait.load(tmp_path, again)
+        go(other, again)
+        assert not differences(engine.full_state_dict(), again.full_state_dict())
+        assert not differences(engine.optimizer_state_dict(), again.optimizer_state_dict())
+
+    run(mesh("zero1"), body, deadline=30)

@@ -26,7 +26,7 @@ def remove_older(newest: Storage, keep: int) -> None:
     home, name = newest.home()
     folders = checkpoints(home)
     older = [folder for folder in folders[: folders.index(home / name)] if _may_go(folder)]
-    going = older[: len(older) - (keep - 1)]
+    going = older[: max(0, len(older) - (keep - 1))]
     if not going:
         return
     try:

@@ -193,8 +193,9 @@ class Comm(ABC):
     def common(self, numel: int, dtype: torch.dtype, axes: Sequence[str]) -> Tensor | None:
         """Memory of which the ranks of a group have one copy, all zeros; None where this world has no such memory.
 
-        What one rank writes, all of them see, once an ``all_gather`` or a ``broadcast`` into it was waited for: these
-        move nothing then, and are written into the ledger like others.  All members ask, for the same.
+        What one rank writes, all of them see, once it has said so (``wrote_common``) and an ``all_gather`` or a
+        ``broadcast`` into it was waited for: these move nothing then, and are written into the ledger like others.  All
+        members ask, for the same.
         """
         group = self._group(axes)
         return None if len(group.ranks) == 1 or not numel else self._common(group, numel, dtype)
@@ -203,6 +204,13 @@ class Comm(ABC):
         """Returns when all ranks that have common memory with this one have called it too, so that none reads any.
 
         Before it is written where no other collective among them has been since it was last read.
+        """
+        return None
+
+    def wrote_common(self) -> None:
+        """Says that this rank has written to common memory; all say so equally often, and who gathers waits for it.
+
+        What is written before the first gather, or after ``wait_for_readers``, the next gather says.
         """
         return None
 

@@ -92,7 +92,7 @@ class HostsTransport(Transport):
     def all_reduce(self, operation: Operation, tensor: Tensor, tag: int) -> list[Started]:
         return self._of(operation).all_reduce(operation, tensor, tag)
 
-    def library(self, operation: Operation, out: Tensor, source: Tensor) -> list[Started]:
+    def library(self, operation: Operation, out: Tensor, source: Tensor) -> list[Started] | None:
         return self._of(operation).library(operation, out, source)
 
     def empty(self, numel: int, dtype: torch.dtype) -> Tensor | None:
@@ -103,6 +103,9 @@ class HostsTransport(Transport):
 
     def wait_for_readers(self) -> None:
         self.inside.wait_for_readers()
+
+    def wrote_common(self) -> None:
+        self.inside.wrote_common()
 
     def wait(self, operation: Operation, works: Sequence[Started]) -> None:
         part = self._of(operation)

@@ -94,18 +94,18 @@ class NcclTransport(GlooTransport):
         from_ = [slices[k] if k != index else nothing for k in order]
         return [(dist.all_to_all(into, from_, group=group, async_op=True), slots[0])]
 
-    def library(self, operation: Operation, out: Tensor, source: Tensor) -> list[Started]:
+    def library(self, operation: Operation, out: Tensor, source: Tensor) -> list[Started] | None:
         group, order = self._group_of(operation)
         kind, in_order = operation.kind, order == sorted(order)
         settings: dict[str, Any] = {"group": group, "async_op": True}
         if kind == "all_gather" and in_order:
             return [(_all_gather_single(out, source, **settings), out)]
         if self._deterministic or not operation.op:
-            return []
+            return None
         op = {"sum": dist.ReduceOp.SUM, "min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX}[operation.op]
         if kind == "reduce_scatter" and in_order:
             return [(_reduce_scatter_single(out, source, op=op, **settings), source)]
-        return [(dist.all_reduce(out, op=op, **settings), out)] if kind == "all_reduce" else []
+        return [(dist.all_reduce(out, op=op, **settings), out)] if kind == "all_reduce" else None
 
     def wait(self, operation: Operation, works: Sequence[Started]) -> None:
         """On the GPU a wait orders streams and does not stop this thread; nccl's watchdog has the deadline."""

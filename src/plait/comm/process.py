@@ -35,7 +35,7 @@ from plait.comm.gloo import GlooTransport
 from plait.comm.hosts import HostsTransport, on_hosts
 from plait.comm.init_process import code_facts, init_process
 from plait.comm.nccl import NcclTransport
-from plait.comm.operation import NO_NOTE, Group, copied, label
+from plait.comm.operation import DONE, NO_NOTE, Group, copied, label
 from plait.comm.ordered_reduce import ordered_sum
 from plait.comm.p2p_work import P2PWork, Sent, TwoPhase
 from plait.comm.peer import Peer
@@ -170,7 +170,7 @@ class ProcessComm(Comm):
     # ---- collectives ---------------------------------------------------------------------------
 
     def _all_gather(self, operation: Operation, out: Tensor, piece: Tensor) -> Work:
-        if works := self.transport.library(operation, out, piece):
+        if (works := self.transport.library(operation, out, piece)) is not None:
             return self._work(operation, works)
         slots = out.tensor_split(len(operation.group.ranks))
         copied(mine := slots[operation.group.index], piece)
@@ -178,13 +178,13 @@ class ProcessComm(Comm):
         return self._work(operation, works)
 
     def _reduce_scatter(self, operation: Operation, out: Tensor, whole: Tensor) -> Work:
-        if works := self.transport.library(operation, out, whole):
+        if (works := self.transport.library(operation, out, whole)) is not None:
             return self._work(operation, works)
         slices = whole.tensor_split(len(operation.group.ranks))
         return self._exchanged(operation, slices[operation.group.index], slices, out, self._tag(operation))
 
     def _all_reduce(self, operation: Operation, tensor: Tensor) -> Work:
-        if works := self.transport.library(operation, tensor, tensor):
+        if (works := self.transport.library(operation, tensor, tensor)) is not None:
             return self._work(operation, works)
         n = len(operation.group.ranks)
         tag = self._tag(operation)
@@ -208,7 +208,7 @@ class ProcessComm(Comm):
         return self._work(operation, works, finish)
 
     def _broadcast(self, operation: Operation, tensor: Tensor) -> Work:
-        if works := self.transport.library(operation, tensor, tensor):
+        if (works := self.transport.library(operation, tensor, tensor)) is not None:
             return self._work(operation, works)
         is_root = operation.group.index == operation.root
         parts = [tensor] * len(operation.group.ranks) if is_root else None
@@ -256,6 +256,9 @@ class ProcessComm(Comm):
     def wait_for_readers(self) -> None:
         self.transport.wait_for_readers()
 
+    def wrote_common(self) -> None:
+        self.transport.wrote_common()
+
     # ---- messages ------------------------------------------------------------------------------
 
     def _send(self, operation: Operation, tensor: Tensor, dst: int) -> Work:
@@ -282,7 +285,9 @@ class ProcessComm(Comm):
 
     # ---- what they are made of -----------------------------------------------------------------
 
-    def _work(self, operation: Operation, works: list[Started], finish: Callable[[], None] | None = None) -> P2PWork:
+    def _work(self, operation: Operation, works: list[Started], finish: Callable[[], None] | None = None) -> Work:
+        if not works and finish is None:
+            return DONE
         return P2PWork(self.transport, operation, works, self._under_way, finish)
 
     def _rooted(

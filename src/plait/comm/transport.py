@@ -77,9 +77,9 @@ class Transport(ABC):
         """An all-reduce of messages in a way of its own; nothing where the common ones do as well."""
         return []
 
-    def library(self, operation: Operation, out: Tensor, source: Tensor) -> list[Started]:
-        """The collective as the library makes it; nothing where it is better made of messages."""
-        return []
+    def library(self, operation: Operation, out: Tensor, source: Tensor) -> list[Started] | None:
+        """The collective as the library makes it; None where it is better made of messages."""
+        return None
 
     def empty(self, numel: int, dtype: torch.dtype) -> Tensor | None:
         """Memory from which tensors are sent without a copy, where that depends on the memory."""
@@ -91,6 +91,10 @@ class Transport(ABC):
 
     def wait_for_readers(self) -> None:
         """Returns when no rank reads common memory any more."""
+        return None
+
+    def wrote_common(self) -> None:
+        """This rank has written to common memory."""
         return None
 
     def give_up(self, why: str) -> None:

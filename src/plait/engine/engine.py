@@ -313,6 +313,8 @@ class Engine(OwnLoop):
         """Hook after ``optimizer.step``; behind the last optimizer of a step the new values are published."""
         if self._turns.end(optimizer, self.optimizers):
             self._publish()
+        else:
+            self.comm.wrote_common()
 
     def _publish(self) -> None:
         """Bring the new values to where the row keeps them."""

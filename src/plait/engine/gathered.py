@@ -100,6 +100,7 @@ def gathered(unsharding: Unsharding, units: Sequence[Unit], comm: Comm, *, modif
             check_alike(flats, comm)
             for flat in flats:
                 flat.accept()
+            comm.wrote_common()
     finally:
         for flat, old in zip(flats, before, strict=True):
             if _versions(flat) != old:

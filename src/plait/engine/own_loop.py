@@ -243,6 +243,7 @@ class OwnLoop(PlacedModel):
     @torch.no_grad()
     def _exchange_values(self, others: Sequence[Tensor]) -> None:
         self.take_over()
+        self.unpin()
         self.comm.wait_for_readers()
         for piece, other in zip(self.owned, others, strict=True):
             before = piece.view.clone()

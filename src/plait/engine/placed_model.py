@@ -206,12 +206,16 @@ class PlacedModel(StaysHere):
 
     def _put_away(self, what: str) -> None:
         """Before values are written at rest: what a forward without a backward has left gathered is given up."""
-        for stage in self.stages.values():
-            stage.unsharding.pins.end_step()
-            stage.unsharding.forget()
+        self.unpin()
         if any(unit.pinned for unit in self.units):
             raise ValueError(f"{what} inside of `with engine.gathered(...)`: leave the block first")
         self.comm.wait_for_readers()
+
+    def unpin(self) -> None:
+        """Give up what a forward without a backward, or a read with gradients, has left gathered."""
+        for stage in self.stages.values():
+            stage.unsharding.pins.end_step()
+            stage.unsharding.forget()
 
     def own_buffers(self) -> dict[str, Tensor]:
         """The buffers of the model's state that this rank has before all others: data rank 0's, of its stages."""
@@ -247,6 +251,7 @@ class PlacedModel(StaysHere):
             stage.unsharding.forget()
         for work in [work for unit in self.units for work in unit.publish()]:
             work.wait()  # before anyone reads a parameter, or exits
+        self.comm.wrote_common()
 
     def take_over(self) -> None:
         """Take over what a program has written to parameters that are whole on this rank.

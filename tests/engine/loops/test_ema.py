@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from functools import partial
 from typing import Any
 
 import engine_cases as cases
@@ -204,3 +205,31 @@ def test_a_decay_beyond_one_is_refused() -> None:
 
     with pytest.raises(ValueError, match=r"a decay of 9\.99"):
         run(Mesh(), body)
+
+
+@pytest.mark.parametrize("row", ["ddp", "zero3", "zero3_keep", "hsdp"])
+@pytest.mark.parametrize("when", ["before", "inside"])
+def test_parameters_that_were_read_with_gradients_are_the_average_and_come_back(row: str, when: str) -> None:
+    """A norm that a program logs, ``no_grad`` forgotten: a backward of it may come, so its units stay gathered."""
+
+    def body(comm: Comm, read: str) -> Any:
+        engine, ema = build(comm, row)
+
+        def norm() -> None:
+            with engine.gathered():
+                sum(p.square().sum() for p in engine.model.parameters()).sqrt().item()  # type: ignore[union-attr]
+
+        steps(engine, ema, batches(2))
+        if read == "before":
+            norm()
+        with ema.swapped():
+            if read == "inside":
+                norm()
+            seen = engine.model(batches(1)[0]["x"]).detach()
+        after = engine.model(batches(1)[0]["x"]).detach()
+        steps(engine, ema, batches(3)[2:])
+        return seen, after, engine.full_state_dict()
+
+    expected, found = (run(Mesh(shard=2), partial(body, read=read))[0] for read in ("never", when))
+    assert all(torch.equal(a, b) for a, b in zip(expected[:2], found[:2], strict=True))
+    assert all(torch.equal(found[2][name], value) for name, value in expected[2].items())

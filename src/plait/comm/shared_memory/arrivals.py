@@ -129,17 +129,16 @@ class Adding:
 
 
 class Hearing:
-    """That others have written: each has rung so many times."""
+    """That others have written what they write in a turn."""
 
-    def __init__(self, memory: CommonMemory, times: Mapping[int, int]) -> None:
-        self._memory, self._times = memory, dict(times)
+    def __init__(self, memory: CommonMemory, turn: int) -> None:
+        self._memory, self._turn = memory, turn
 
     def advance(self) -> bool:
-        self._times = {src: n for src, n in self._times.items() if not self._memory.has_rung(src, n)}
-        return not self._times
+        return not self.waits_for()
 
     def waits_for(self) -> list[int]:
-        return list(self._times)
+        return self._memory.silent(self._turn)
 
 
 def _readers(outgoing: Iterable[Outgoing]) -> list[int]:

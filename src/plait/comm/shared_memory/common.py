@@ -1,10 +1,11 @@
 """Memory that the ranks of a group have in common: one copy of it, which all of them map.
 
-    rank 0   [ own piece | ......... | ......... ]         each writes its own piece; then
-    rank 1   [ ......... | own piece | ......... ]         all_gather moves nothing: it says "mine is written"
-    rank 2   [ ......... | ......... | own piece ]         to each, and waits until each has said so
+    rank 0   [ own piece | ......... | ......... ]         each writes its own piece, and says "mine is written" to
+    rank 1   [ ......... | own piece | ......... ]         each; all_gather moves nothing: it waits until each has
+    rank 2   [ ......... | ......... | own piece ]         said so, and if nobody has written since, it does nothing
 
-What is said is counted, so that an ``all_gather`` that was begun later takes nothing from one that was begun before.
+All members write in turns that all of them count alike: an update, a load.  Whoever has written in the n-th turn has
+told so n times, and whoever reads after it waits until the others have.
 
 The first rank of the group makes a segment, the others open it, and the memory of tensors is cut from it one after the
 other: all members ask for the same ones, so all cut alike.  Segments are as long-lived as the tensors in them.
@@ -12,7 +13,7 @@ other: all members ask for the same ones, so all cut alike.  Segments are as lon
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from mmap import mmap
 from weakref import WeakValueDictionary
 
@@ -57,22 +58,34 @@ class CommonMemory:
         bells = _bells(self._bells)  # of k for j: at k * n + j
         self._mine = {r: bells[me * n + k] for k, r in others}
         self._theirs = {r: bells[k * n + me] for k, r in others}
-        self._rung, self._heard = ({r: 0 for _, r in others} for _ in range(2))
+        self._told, self._heard = 0, {r: 0 for _, r in others}
+        self._settled = 0
+        """The last turn in which all have told."""
+        self.turn = 0
+        """How often its members have written, or are about to."""
 
-    def ring(self, rank: int) -> int:
-        """Tells a rank that this one's pieces are written; how many times it has told it."""
-        self._mine[rank].post()
-        self._rung[rank] += 1
-        return self._rung[rank]
+    def tell(self) -> Iterable[int]:
+        """Tells the others that this rank's pieces are written in all turns so far; the ranks that hear news."""
+        missed, self._told = self.turn - self._told, self.turn
+        for bell in self._mine.values() if missed else ():
+            for _ in range(missed):
+                bell.post()
+        return self._mine if missed else ()
 
-    def has_rung(self, rank: int, times: int) -> bool:
-        """Whether another rank has told this one so many times."""
-        while self._heard[rank] < times and self._theirs[rank].take():
-            self._heard[rank] += 1
-        return self._heard[rank] >= times
+    def silent(self, turn: int) -> list[int]:
+        """The ranks that have not told yet that their pieces are written in a turn."""
+        if turn <= self._settled:
+            return []
+        for rank, bell in self._theirs.items():
+            while self._heard[rank] < turn and bell.take():
+                self._heard[rank] += 1
+        missing = [rank for rank, heard in self._heard.items() if heard < turn]
+        self._settled = self._settled if missing else turn
+        return missing
 
     def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """The next memory of the group, zeros: so many elements; all members ask for the same."""
+        """The next memory of the group, zeros: so many elements; all members ask for the same, and write to it."""
+        self.turn += 1
         size = -(-numel * dtype.itemsize // ALIGNMENT) * ALIGNMENT
         if self._segment is None or self._used + size > self._segment.size:
             spare = min(max(self._total // SPARE, FIRST_BYTES), LARGEST_BYTES)

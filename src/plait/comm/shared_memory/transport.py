@@ -134,36 +134,47 @@ class SharedMemoryTransport(Transport):
         mine = chunks(slices[index])
         return self._begun(Adding(self, operation, mine, mine, outgoing, tag, back=True), tensor)
 
-    def library(self, operation: Operation, out: Tensor, source: Tensor) -> list[Started]:
-        """Where the result is common to the members, nothing moves: each says that its piece is written."""
+    def library(self, operation: Operation, out: Tensor, source: Tensor) -> list[Started] | None:
+        """Where the result is common to the members, nothing moves: each waits until all of it is written."""
         group = operation.group
         if operation.kind not in ("all_gather", "broadcast"):
-            return []
+            return None
         memory = next((common for common in self._common.values() if common.has(out, group.ranks)), None)
         if memory is None:
-            return []
+            return None
         self._check(operation)
-        if operation.kind == "all_gather":
+        if operation.kind == "all_gather" and source.data_ptr() != out.data_ptr() + group.index * source.nbytes:
             copied(out.tensor_split(len(group.ranks))[group.index], source)
-        return self._ring(memory, group.ranks, out)
+            memory.turn += 1
+        return self._hear(memory, out)
 
     def wait_for_readers(self) -> None:
-        """Returns when all members have come here, so none of them reads common memory."""
+        """Returns when all members have come here, so none of them reads common memory; then they write."""
         begun = []
         for memory in self._common.values():
             operation = Operation("wait for readers of common memory", memory.group, NO_NOTE, 0, torch.uint8)
             self._check(operation)
-            begun.append((operation, self._ring(memory, memory.group.ranks, torch.empty(0))))
+            memory.turn += 1
+            begun.append((operation, self._hear(memory, torch.empty(0))))
         for operation, works in begun:
             self.wait(operation, works)
+        for memory in self._common.values():
+            memory.turn += 1
 
-    def _ring(self, memory: CommonMemory, ranks: Sequence[int], out: Tensor) -> list[Started]:
-        times = {}
-        for rank in ranks:
-            if rank != self.rank:
-                times[rank] = memory.ring(rank)
-                self._office.alarms[rank].ring()
-        return self._begun(Hearing(memory, times), out)
+    def wrote_common(self) -> None:
+        """Tells all members, who may wait for it."""
+        for memory in self._common.values():
+            memory.turn += 1
+            self._tell_written(memory)
+
+    def _tell_written(self, memory: CommonMemory) -> None:
+        for rank in memory.tell():
+            self._office.alarms[rank].ring()
+
+    def _hear(self, memory: CommonMemory, out: Tensor) -> list[Started]:
+        """That all members have written in this turn, as this rank has; nothing where they have said so."""
+        self._tell_written(memory)
+        return self._begun(Hearing(memory, memory.turn), out) if memory.silent(memory.turn) else []
 
     def wait(self, operation: Operation, works: Sequence[Started]) -> None:
         end = time.monotonic() + self.deadline

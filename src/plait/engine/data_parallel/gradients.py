@@ -93,14 +93,14 @@ class Gradients:
     # ---- one microbatch -----------------------------------------------------------------------------------------
 
     def begin_step(self) -> None:
-        """Forget the last step's sums (the buffers stay)."""
+        """Forget the last step's sums (the buffers stay); what is still under way of it would write to them."""
+        self.finish()
         self.hide()
         for unit in self.order:
             unit.summed = False
         for gradient in self.flats:
             gradient.begin_step()
         self._next_step = 0
-        self._flying.clear()
 
     def begin_microbatch(self, *, last: bool) -> None:
         """Before a backward; ``last`` lets the step's own moves start as units complete."""

@@ -135,7 +135,8 @@ def run_twice(model: nn.Module, name: str, interceptor: Interceptor, parallel: P
             after = _values(module) if unseen else {}
             now = [parameter._version for parameter in parameters.values()]
         written = [key for key, old, new in zip(parameters, versions, now, strict=True) if old != new]
-        written += [key for key in after if key not in before or not same_bits(before[key], after[key])]
+        added = [key for key in after if key not in before and key not in parameters]  # buffers
+        written += added + [key for key in after if key in before and not same_bits(before[key], after[key])]
         if written:
             raise ValueError(
                 f"block {name!r} writes to its {'parameter' if written[0] in parameters else 'buffer'} {written[0]!r} "

@@ -165,7 +165,8 @@ class OptimizerState:
         for optimizer in self.owner.optimizers:
             groups, values = self._fitting(optimizer, state)
         known = {name for names in self._names() for name in names}
-        if surplus := sorted({*values, *(name for group in groups for name in group["params"])} - known):
+        kept = (n for n, own in values.items() if own or n not in self.shapes)  # empty where no optimizer has it
+        if surplus := sorted({*kept, *(name for group in groups for name in group["params"])} - known):
             raise ValueError(
                 f"the state has {len(surplus)} parameters that no optimizer of the engine has: {', '.join(surplus[:3])}"
             )

@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -17,7 +16,7 @@ from engine_cases import SPLIT_ROWS, Run, adamw, batches, count, deal, distinct,
 from shared_worlds import play
 from torch import Tensor, nn
 
-from plait.comm import ProcessComm, run
+from plait.comm import ProcessComm
 from plait.comm.operation import Group
 from plait.comm.ordered_reduce import ordered_sum
 from plait.comm.shared_memory import common, outgoing, segment
@@ -152,65 +151,6 @@ def test_parameters_are_written_when_nobody_reads_them(what: str) -> None:
     assert not torch.allclose(seen, after)
     for other in others:
         assert torch.equal(other[0], seen) and torch.equal(other[1], after)
-
-
-class SlowToUpdate(torch.optim.SGD):
-    """Writes to the parameters a while after the others have."""
-
-    seconds = 0.0
-
-    def step(self, closure: Any = None) -> Any:
-        time.sleep(self.seconds)
-        return super().step(closure)
-
-
-@pytest.mark.parametrize("mesh", ["shard=3", "replica=2 shard=2", "replica=2 shard=2 hosts=2"])
-def test_parameters_are_read_when_all_have_written_them(mesh: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One rank updates late, with two optimizers, and the others go on to the next step meanwhile; whatever they gather
-    in it waits for nobody twice."""
-    shape, told = Mesh.parse(mesh), []
-    heard = CommonMemory.silent
-    monkeypatch.setattr(CommonMemory, "silent", lambda self, turn: told.append(found := heard(self, turn)) or found)
-
-    def body(comm: Any, seconds: float = 0.15) -> tuple[list[float], Any]:
-        model = distinct(nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3)))
-        optimizers = [SlowToUpdate(layer.parameters(), lr=0.1) for layer in (model[0], model[2])]
-        for optimizer in optimizers:
-            optimizer.seconds = seconds if comm.rank == 1 else 0.0
-        engine = Engine(model, comm, strategy="zero3", optimizer=optimizers, loss_fn=loss_sum, count_fn=count)
-        losses = [engine.step(deal(batch, shape, comm.rank, 2)).loss for batch in batches(3)]
-        return losses, engine.full_state_dict()
-
-    expected = run(shape, lambda comm: body(comm, 0.0))[0]
-    for result in play(mesh, body):
-        assert isinstance(result, tuple), result
-        assert result[0] == expected[0]
-        assert all(torch.equal(result[1][name], value) for name, value in expected[1].items())
-    assert any(told) and not all(told)
-
-
-@pytest.mark.parametrize("row", ["zero2", "zero3", "psdp"])
-def test_sums_that_are_thrown_away_do_not_come_into_the_next_ones(row: str) -> None:
-    """What was under way of them when ``zero_grad`` came, or a loss raised on all ranks, ends before the next begin."""
-    shape = Mesh(shard=3)
-
-    def body(comm: Any, *, discards: bool) -> Any:
-        model = distinct(nn.Sequential(*(nn.Linear(5, 5) for _ in range(6)), nn.Linear(5, 3)))
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        engine = Engine(model, comm, strategy=row, optimizer=optimizer, loss_fn=loss_sum, count_fn=count)
-        for batch in batches(8):
-            (mine,) = deal(batch, shape, comm.rank, 1)
-            if discards:
-                engine.backward(-100 * loss_sum(model, mine), count(mine))
-                optimizer.zero_grad()
-            engine.backward(loss_sum(model, mine), count(mine))
-            optimizer.step()
-        return engine.full_state_dict()
-
-    expected = run(shape, lambda comm: body(comm, discards=False))[0]
-    for result in play("shard=3", lambda comm: body(comm, discards=True)):
-        assert isinstance(result, dict), result
-        assert all(torch.equal(result[name], value) for name, value in expected.items())
 
 
 @pytest.mark.parametrize("lenders", ["all", "one", "none"])

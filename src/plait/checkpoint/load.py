@@ -70,8 +70,9 @@ def load(path: str | Path, engine: Engine, *, ema: EMA | None = None) -> Loaded:
         with _offering_another(folder):
             state = _state(manifest, tensors)
         _check_fits(engine, ema, state, tensors)
-        engine.load_step_state(state["run"])
+        engine.check_step_state(state["run"])
     with _together(comm):
+        engine.load_step_state(state["run"])
         engine.load_weights(SavedWeights(_weights(engine, tensors)))
         if engine.optimizers:
             engine.load_optimizer_state_dict(state["optimizer"])

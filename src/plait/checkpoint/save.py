@@ -176,6 +176,7 @@ class Saver:
         about = Save(partial, own, engine.steps, self.keep, self.deadline, comm.deadline)
         writing = Writing(about, comm.rank, comm.world_size, pieces, late, state)
         if engine.owned_optimizer is not None:
+            engine.owned_optimizer.wait_for_reader()  # of another Saver
             engine.owned_optimizer.reader = writing.copied
         return writing
 

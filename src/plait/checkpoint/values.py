@@ -39,7 +39,7 @@ def encoded(value: Any, tensors: dict[str, Tensor], depth: int = 0) -> Any:
     """
     if depth > DEEPEST:
         raise ValueError(f"a value is nested more than {DEEPEST} deep, or in itself, and cannot be saved")
-    if isinstance(value, float) and not math.isfinite(value):
+    if type(value) is float and not math.isfinite(value):
         return {"float": repr(value)}
     if type(value) in _PLAIN:
         return value

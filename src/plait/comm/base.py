@@ -207,10 +207,10 @@ class Comm(ABC):
         """
         return None
 
-    def wrote_common(self) -> None:
+    def wrote_common(self, *, later: bool = False) -> None:
         """Says that this rank has written to common memory; all say so equally often, and who gathers waits for it.
 
-        What is written before the first gather, or after ``wait_for_readers``, the next gather says.
+        ``later``: its next gather says so, as it does of what is written after ``wait_for_readers``.
         """
         return None
 

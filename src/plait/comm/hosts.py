@@ -104,8 +104,8 @@ class HostsTransport(Transport):
     def wait_for_readers(self) -> None:
         self.inside.wait_for_readers()
 
-    def wrote_common(self) -> None:
-        self.inside.wrote_common()
+    def wrote_common(self, *, later: bool) -> None:
+        self.inside.wrote_common(later=later)
 
     def wait(self, operation: Operation, works: Sequence[Started]) -> None:
         part = self._of(operation)

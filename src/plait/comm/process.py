@@ -256,8 +256,8 @@ class ProcessComm(Comm):
     def wait_for_readers(self) -> None:
         self.transport.wait_for_readers()
 
-    def wrote_common(self) -> None:
-        self.transport.wrote_common()
+    def wrote_common(self, *, later: bool = False) -> None:
+        self.transport.wrote_common(later=later)
 
     # ---- messages ------------------------------------------------------------------------------
 

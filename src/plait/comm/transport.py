@@ -93,8 +93,8 @@ class Transport(ABC):
         """Returns when no rank reads common memory any more."""
         return None
 
-    def wrote_common(self) -> None:
-        """This rank has written to common memory."""
+    def wrote_common(self, *, later: bool) -> None:
+        """This rank has written to common memory, or will have when it gathers next."""
         return None
 
     def give_up(self, why: str) -> None:

@@ -44,7 +44,7 @@ from plait.engine.standing import Standing
 from plait.engine.state.identity import code_of
 from plait.engine.state.weights import Weights
 from plait.engine.step import OpenStep, StepResult, num_samples, whole_count
-from plait.engine.turns import Optimizers, StepTurns, several
+from plait.engine.turns import Optimizers, StepTurns, is_inner, several
 from plait.engine.update import Update
 
 CountFn = Callable[[Any], int]
@@ -147,8 +147,8 @@ class Engine(OwnLoop):
             self._hook(one)
 
     def _hook(self, optimizer: Optimizer) -> None:
-        optimizer.register_step_pre_hook(lambda *_: self._before_update(optimizer))
-        optimizer.register_step_post_hook(lambda *_: self._after_update(optimizer))
+        optimizer.register_step_pre_hook(lambda *_: None if is_inner(optimizer) else self._before_update(optimizer))
+        optimizer.register_step_post_hook(lambda *_: None if is_inner(optimizer) else self._after_update(optimizer))
         optimizer.zero_grad = partial(self._discard, optimizer, optimizer.zero_grad)  # type: ignore[method-assign]
 
     def step(self, microbatches: Sequence[Any]) -> StepResult:
@@ -203,6 +203,7 @@ class Engine(OwnLoop):
         if self._now is not None and self._now.count is None:
             raise ValueError("engine.evaluate in the middle of a step: call it after optimizer.step() or zero_grad()")
         self._guard.check()
+        self.comm.wrote_common(later=True)
         return self._evaluator.evaluate(microbatches, loss_fn, count_fn)
 
     def _functions(self) -> tuple[LossFn, CountFn]:
@@ -238,11 +239,13 @@ class Engine(OwnLoop):
             for stage in self.stages.values():
                 stage.begin_sums()
             self.comm.begin_step(self.steps)
+            self.comm.wrote_common(later=True)
             self._now = OpenStep()
         return self._now
 
     def _before_forward(self, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
         """Hook of the whole model: where in the run this forward stands, for dropout."""
+        self.comm.wrote_common(later=True)  # a program may have written to this rank's pieces
         if (self._now is not None and self._now.count is not None) or self.pipeline.num_stages > 1:
             return  # engine.step has said where this forward stands
         stage = self.stages[0]
@@ -267,6 +270,7 @@ class Engine(OwnLoop):
         """Hook before ``optimizer.step``; the first optimizer of a step makes the gradients of all."""
         if self._turns.begin(optimizer, self.optimizers):
             self._begin_update()
+        self.comm.wait_for_readers()  # a program may have read parameters since the ranks agreed
 
     def _begin_update(self) -> None:
         if self._blocks:

@@ -98,9 +98,13 @@ def gathered(unsharding: Unsharding, units: Sequence[Unit], comm: Comm, *, modif
             )
         if modify:
             check_alike(flats, comm)
-            for flat in flats:
-                flat.accept()
-            comm.wrote_common()
+            try:
+                for flat in flats:
+                    flat.accept()
+            finally:
+                comm.wrote_common()
+            for unit in units:
+                unit.forget()
     finally:
         for flat, old in zip(flats, before, strict=True):
             if _versions(flat) != old:

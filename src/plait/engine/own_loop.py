@@ -146,19 +146,19 @@ class OwnLoop(PlacedModel):
         return {"step": self.steps, "seed": self.seed, "loss_scale": None if scale is None else asdict(scale)}
 
     def load_step_state(self, state: Mapping[str, Any]) -> None:
-        """Go on where a run was saved.
+        """Go on where a run was saved; ValueError as ``check_step_state`` raises it."""
+        self.check_step_state(state)
+        self.steps = state["step"]
+        if state["loss_scale"] is not None:
+            self.update.loss_scale = LossScale(**state["loss_scale"])
 
-        Raises:
-            ValueError: another seed, or a loss scale where there is none (or none where there is one).
-        """
+    def check_step_state(self, state: Mapping[str, Any]) -> None:
+        """Raises ValueError for another seed, or a loss scale where there is none (or none where there is one)."""
         mine = self.step_state()
         if state["seed"] != mine["seed"]:
             raise ValueError(f"saved with seed {state['seed']}, and the engine has seed {mine['seed']}: give it that")
         if (state["loss_scale"] is None) != (mine["loss_scale"] is None):
             raise ValueError(f"saved with loss scale {state['loss_scale']}, and the engine has {mine['loss_scale']}")
-        self.steps = state["step"]
-        if state["loss_scale"] is not None:
-            self.update.loss_scale = LossScale(**state["loss_scale"])
 
     def check_between_steps(self, what: str) -> None:
         """Raises ValueError in the middle of a step, or inside of a block that has other values in the model."""

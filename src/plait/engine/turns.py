@@ -4,7 +4,9 @@ muon.step()     sums, report, clip; then its own parameters         a loop's ord
 adamw.step()    its own parameters; then all values are published
 """
 
+import sys
 from collections.abc import Iterable, Mapping, Sequence
+from types import FrameType
 from typing import Any, TypeAlias
 
 from torch.optim import Optimizer
@@ -25,6 +27,21 @@ def several(optimizers: Optimizers | None) -> tuple[Optimizer, ...]:
             f"{type(strange[0]).__name__} is no torch.optim.Optimizer: give one, or a list or a dict of several"
         )
     return as_tuple
+
+
+def is_inner(optimizer: Optimizer) -> bool:
+    """Whether a hook of ``step`` runs inside of another ``step`` of this optimizer.
+
+    torch wraps the ``step`` of every class that it makes an optimizer of, so one that calls ``super().step()`` runs its
+    hooks twice; nothing tells it from a step after one that raised, but the frames.
+    """
+    frame: FrameType | None = sys._getframe()
+    around = 0
+    while frame is not None:
+        if frame.f_code.co_name == "wrapper" and frame.f_globals.get("__name__") == Optimizer.__module__:
+            around += frame.f_locals.get("self") is optimizer
+        frame = frame.f_back
+    return around > 1
 
 
 class StepTurns:

@@ -221,3 +221,56 @@ def test_several_optimizers_are_one_state(where: str) -> None:
         assert {key for values in ours["state"].values() for key in values} >= {"momentum_buffer", "exp_avg"}
 
     run(Mesh.parse(LAYOUTS[where][0]), body, deadline=20)
+
+
+class Counts(torch.optim.SGD):
+    """Keeps what is no floating-point number of each element."""
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for p in group["params"]:
+                state = self.state[p]
+                state["calls"] = state.get("calls", torch.tensor((1 << 24) + 1)) + 2
+                state["wraps"] = state.get("wraps", torch.full_like(p, 250, dtype=torch.uint8)) + 3
+                state["word"] = "even" if state["calls"] % 2 == 0 else "odd"
+                if p.grad is not None:
+                    p.grad *= 1 + state["wraps"].to(p.dtype) / 256 + (state["calls"] % 1000).to(p.dtype) / 1000
+        return super().step(closure)
+
+
+@pytest.mark.parametrize("make", [torch.optim.NAdam, Counts])
+@pytest.mark.parametrize("row", ["ddp", "zero3"])
+def test_what_is_no_moment_keeps_its_dtype(make: Any, row: str) -> None:
+    """torch would give it the parameter's: here fp64, where NAdam has a product in fp32."""
+
+    def body(comm: Comm) -> Any:
+        def begun() -> tuple[Any, Engine]:
+            model = cases.distinct(nn.Sequential(nn.Linear(5, 4), nn.Linear(4, 3)))
+            return model, Engine(model, comm, strategy=row, optimizer=make(model.parameters(), lr=0.01))
+
+        def go(model: Any, engine: Engine) -> None:
+            for batch in cases.batches(3):
+                (mine,) = cases.deal(batch, comm.mesh, comm.rank, 1)
+                engine.backward(cases.loss_sum(model, mine), cases.count(mine))
+                engine.optimizers[0].step()
+
+        model, engine = begun()
+        go(model, engine)
+        saved, weights, place = engine.optimizer_state_dict(), engine.full_state_dict(), engine.step_state()
+        go(model, engine)
+        again, resumed = begun()
+        resumed.load_step_state(place)
+        resumed.load_full_state_dict(weights)
+        resumed.load_optimizer_state_dict(saved)
+        go(again, resumed)
+        return [(one.full_state_dict(), one.optimizer_state_dict()["state"]) for one in (engine, resumed)]
+
+    for (weights, state), (others, found) in run(Mesh(shard=3), body):
+        assert all(torch.equal(others[name], value) for name, value in weights.items())
+        for name, own in state.items():
+            for key, value in own.items():
+                assert type(found[name][key]) is type(value)
+                if isinstance(value, torch.Tensor):
+                    assert found[name][key].dtype == value.dtype and torch.equal(found[name][key], value), (name, key)
+                else:
+                    assert found[name][key] == value

@@ -209,3 +209,14 @@ def test_the_tensor_axis_does_not_cut_for_what_needs_whole_matrices() -> None:
 
     with pytest.raises(ValueError, match=r"Adafactor is not element-wise.*The tensor axis cuts \d+ of its parameters"):
         run(Mesh(tensor=2), body, deadline=20)
+
+
+def test_what_belongs_to_no_parameter_is_refused() -> None:
+    def body(comm: Comm) -> None:
+        engine = build(comm, "zero1")
+        go(engine, 0, 1)
+        engine.optimizers[0].state["seen"] = {"batches": 3}
+        engine.optimizer_state_dict()
+
+    with pytest.raises(ValueError, match="AdamW keeps 'seen', which belongs to no parameter"):
+        run(Mesh(shard=3), body, deadline=20)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from functools import partial
 from typing import Any
 
 import engine_cases as cases
@@ -207,3 +208,39 @@ def test_a_parameter_in_two_optimizers_is_refused() -> None:
 def test_what_is_no_optimizer_is_refused(given: Any) -> None:
     with pytest.raises(TypeError, match=r"is no torch\.optim\.Optimizer"):
         run(Mesh(), lambda comm: Engine(cases.net(), comm, optimizer=given) and None)
+
+
+class CallsItsBase(torch.optim.SGD):
+    """Its ``step`` is its base's, whose hooks torch runs too where there has been an optimizer of the base."""
+
+    fails = 0
+
+    def step(self, closure: Any = None) -> Any:
+        self.fails -= 1
+        if not self.fails:
+            raise RuntimeError("a bad day")
+        return super().step(closure)
+
+
+@pytest.mark.parametrize("several", [False, True])
+def test_a_step_inside_of_a_step_is_one(several: bool) -> None:
+    def body(comm: Comm, make: Any, fails: int) -> Any:
+        torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1)
+        model = cases.distinct(nn.Sequential(nn.Linear(5, 4), nn.Linear(4, 3)))
+        groups = [list(layer.parameters()) for layer in model] if several else [list(model.parameters())]
+        made = [make(group, lr=0.1) for group in groups]
+        engine = Engine(model, comm, strategy="zero2", optimizer=made, loss_fn=cases.loss_sum, count_fn=cases.count)
+        for batch in cases.batches(3):
+            engine.step(cases.deal(batch, comm.mesh, comm.rank, 1))
+        if fails:
+            made[0].fails = 1
+            with pytest.raises(RuntimeError, match="a bad day"):
+                engine.step(cases.deal(cases.batches(1)[0], comm.mesh, comm.rank, 1))
+        for batch in cases.batches(2):
+            engine.step(cases.deal(batch, comm.mesh, comm.rank, 1))
+        return engine.steps, engine.full_state_dict()
+
+    steps, expected = run(Mesh(shard=2), partial(body, make=torch.optim.SGD, fails=0))[0]
+    for fails in (0, 1):
+        found, state = run(Mesh(shard=2), partial(body, make=CallsItsBase, fails=fails))[0]
+        assert found == steps == 5 and all(torch.equal(state[name], value) for name, value in expected.items())

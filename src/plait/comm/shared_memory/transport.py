@@ -161,11 +161,12 @@ class SharedMemoryTransport(Transport):
         for memory in self._common.values():
             memory.turn += 1
 
-    def wrote_common(self) -> None:
-        """Tells all members, who may wait for it."""
+    def wrote_common(self, *, later: bool) -> None:
+        """Tells all members, who may wait for it, now or at the next gather."""
         for memory in self._common.values():
             memory.turn += 1
-            self._tell_written(memory)
+            if not later:
+                self._tell_written(memory)
 
     def _tell_written(self, memory: CommonMemory) -> None:
         for rank in memory.tell():

@@ -40,6 +40,7 @@ class Pins:
         for unit in fresh:
             if unit.state is State.UNSHARDING:
                 unit.wait()
+            unit.own()
         return mine
 
     def drop(self, units: Iterable[Unit], *, read_in_backward: bool = False) -> None:
@@ -60,7 +61,7 @@ class Pins:
 
     def _unpin(self, units: Iterable[Unit]) -> None:
         for unit in [unit for unit in units if unit not in self._held and unit not in self._awaited]:
-            unit.pinned = False
+            unit.pinned, unit.was_read = False, True
             if self._closes.pop(unit) and not unit.users:
                 unit.leave_to_holders()
                 unit.reshard()

@@ -184,6 +184,13 @@ class Flat:
             own_piece.copy_(piece)
         return start(gathers)
 
+    def own(self) -> None:
+        """Whoever writes to ``full``, or keeps a view, has memory of this rank's own; it is gathered."""
+        if self.common is not None and self.full is self.common:
+            self._renew()
+            self.full.copy_(self.common)
+            self.show()
+
     def show(self) -> None:
         """Point the parameters at ``full``."""
         with torch._C.DisableTorchFunction():

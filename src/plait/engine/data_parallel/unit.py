@@ -60,6 +60,8 @@ class Unit:
         gathered, got one in the last backward."""
         self.stays_open = False
         """It was open until the end of the last backward, for no input of it wants a gradient that would end it."""
+        self.was_read = False
+        """It was pinned since it was gathered: somebody may have a view of its parameters."""
         self.gets_gradients = True
         """Gradients of its parameters came in the last backward."""
         self.open_units = OpenUnits()
@@ -122,6 +124,9 @@ class Unit:
         if self.state is State.UNSHARDING:
             self.wait()
         assert self.state is State.UNSHARDED, f"unit {self.name!r} is {self.state.value}"
+        if self.was_read:
+            self.leave_to_holders()
+            self.was_read = False
         written = [name for flat in self._split_flats for name in flat.reshard()]
         self.state = State.SHARDED
         self.open_units.remove(self)
@@ -131,6 +136,11 @@ class Unit:
                 f"forward and backward): this rank's copy goes when the unit is resharded. Write between steps, on "
                 f"every rank the same, inside `with engine.gathered({written[0]!r}, modify=True)`"
             )
+
+    def own(self) -> None:
+        """Whole parameters that lie in common memory go into memory of this rank's own."""
+        for flat in self._split_flats:
+            flat.own()
 
     def keep(self) -> None:
         """Before a reshard between forward and backward: later gathers start from what the row keeps."""

@@ -74,10 +74,13 @@ class OptimizerState:
     ) -> None:
         self.comm, self.owner, self.shapes, self.cuts, self.first, self.whole = comm, owner, shapes, cuts, first, whole
         self._by_view = {id(piece.view): piece for piece in owner.owned}
+        self._exact: dict[Tensor, dict[str, Any]] = {}
+        """What torch would make numbers of the parameter's dtype of, while an optimizer loads."""
         for optimizer in owner.optimizers:  # the user's own: see docs/guide/your-own-loop.md
             optimizer.register_state_dict_pre_hook(self._check_whole)
             optimizer.register_state_dict_post_hook(self._numbered)
             optimizer.register_load_state_dict_pre_hook(self.cut)
+            optimizer.register_load_state_dict_post_hook(self._as_saved)
 
     # ---- out --------------------------------------------------------------------------------------------------------
 
@@ -128,6 +131,7 @@ class OptimizerState:
         """Every run of the model and what its state is, by rank."""
         found, error, text = [], None, ""
         try:
+            _check_keys(self.owner.optimizers)
             text = json.dumps([_described(piece, self.of(piece)) for piece in self.first])
         except ValueError as problem:
             error = problem
@@ -221,9 +225,17 @@ class OptimizerState:
             for piece in (self._by_view[id(view)] for view in group["params"]):
                 here = optimizer.state.get(piece.view, {})
                 pieces.append({k: _read(piece, v, here.get(k)) for k, v in values.get(piece.name, {}).items()})
+                self._exact[piece.view] = {k: v for k, v in pieces[-1].items() if k != "step" and not _may_be_cast(v)}
             options = _options(saved[frozenset(names)] if names else group)
             own_groups.append({**options, "params": list(range(start, len(pieces)))})
         return {"state": {i: piece for i, piece in enumerate(pieces) if piece}, "param_groups": own_groups}
+
+    def _as_saved(self, optimizer: Optimizer) -> None:
+        """Behind torch's own load: what is no value of each element of a run has the dtype that it had."""
+        for view, values in self._exact.items():
+            own = optimizer.state.get(view, {})
+            own |= {k: v.to(own[k].device) if isinstance(v, Tensor) else v for k, v in values.items() if k in own}
+        self._exact.clear()
 
     # ---- the optimizer's own calls ----------------------------------------------------------------------------------
 
@@ -279,6 +291,21 @@ def _described(piece: Owned, state: State) -> list[Any]:
 
 def _per_element(piece: Owned, value: Any) -> bool:
     return isinstance(value, Tensor) and value.shape == piece.view.shape
+
+
+def _check_keys(optimizers: Sequence[Optimizer]) -> None:
+    """Raises ValueError where an optimizer keeps what belongs to no parameter."""
+    for optimizer in optimizers:
+        if strange := [key for key in optimizer.state if not isinstance(key, Tensor)]:
+            raise ValueError(
+                f"{type(optimizer).__name__} keeps {strange[0]!r}, which belongs to no parameter, and the state of "
+                f"optimizers goes by parameters: keep it in a group's options, or save it yourself (extra=)"
+            )
+
+
+def _may_be_cast(value: Any) -> bool:
+    """Moments of a parameter that has another dtype now have it too; a number, a counter or a mask stays what it is."""
+    return isinstance(value, Tensor) and value.dim() > 0 and (value.is_floating_point() or value.is_complex())
 
 
 def _check_cut(piece: Owned, key: str, value: Any) -> None:

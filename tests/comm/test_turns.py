@@ -1,0 +1,176 @@
+"""When common memory is written and read: no rank reads what another has not written, or writes what another reads."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from engine_cases import batches, count, deal, distinct, loss_sum
+from shared_worlds import play
+from torch import Tensor, nn
+
+from plait.comm import run
+from plait.comm.shared_memory.common import CommonMemory
+from plait.core.mesh import Mesh
+from plait.engine import Engine
+
+pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="anonymous files are Linux's")
+
+
+class SlowToUpdate(torch.optim.SGD):
+    """Writes to the parameters a while after the others have."""
+
+    seconds = 0.0
+
+    def step(self, closure: Any = None) -> Any:
+        time.sleep(self.seconds)
+        return super().step(closure)
+
+
+@pytest.mark.parametrize("mesh", ["shard=3", "replica=2 shard=2", "replica=2 shard=2 hosts=2"])
+def test_parameters_are_read_when_all_have_written_them(mesh: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One rank updates late, with two optimizers, and the others go on to the next step meanwhile; whatever they gather
+    in it waits for nobody twice."""
+    shape, told = Mesh.parse(mesh), []
+    heard = CommonMemory.silent
+    monkeypatch.setattr(CommonMemory, "silent", lambda self, turn: told.append(found := heard(self, turn)) or found)
+
+    def body(comm: Any, seconds: float = 0.15) -> tuple[list[float], Any]:
+        model = distinct(nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3)))
+        optimizers = [SlowToUpdate(layer.parameters(), lr=0.1) for layer in (model[0], model[2])]
+        for optimizer in optimizers:
+            optimizer.seconds = seconds if comm.rank == 1 else 0.0
+        engine = Engine(model, comm, strategy="zero3", optimizer=optimizers, loss_fn=loss_sum, count_fn=count)
+        losses = [engine.step(deal(batch, shape, comm.rank, 2)).loss for batch in batches(3)]
+        return losses, engine.full_state_dict()
+
+    expected = run(shape, lambda comm: body(comm, 0.0))[0]
+    for result in play(mesh, body):
+        assert isinstance(result, tuple), result
+        assert result[0] == expected[0]
+        assert all(torch.equal(result[1][name], value) for name, value in expected[1].items())
+    assert any(told) and not all(told)
+
+
+@pytest.mark.parametrize("row", ["zero2", "zero3", "psdp"])
+def test_sums_that_are_thrown_away_do_not_come_into_the_next_ones(row: str) -> None:
+    """What was under way of them when ``zero_grad`` came, or a loss raised on all ranks, ends before the next begin."""
+    shape = Mesh(shard=3)
+
+    def body(comm: Any, *, discards: bool) -> Any:
+        model = distinct(nn.Sequential(*(nn.Linear(5, 5) for _ in range(6)), nn.Linear(5, 3)))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        engine = Engine(model, comm, strategy=row, optimizer=optimizer, loss_fn=loss_sum, count_fn=count)
+        for batch in batches(8):
+            (mine,) = deal(batch, shape, comm.rank, 1)
+            if discards:
+                engine.backward(-100 * loss_sum(model, mine), count(mine))
+                optimizer.zero_grad()
+            engine.backward(loss_sum(model, mine), count(mine))
+            optimizer.step()
+        return engine.full_state_dict()
+
+    expected = run(shape, lambda comm: body(comm, discards=False))[0]
+    for result in play("shard=3", lambda comm: body(comm, discards=True)):
+        assert isinstance(result, dict), result
+        assert all(torch.equal(result[name], value) for name, value in expected.items())
+
+
+class SlowToRead(nn.Linear):
+    """Reads its parameters a while after its forward has begun."""
+
+    seconds = 0.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        time.sleep(self.seconds)
+        return super().forward(x)
+
+
+READS: dict[str, Callable[[Any, Any, Any], Any]] = {
+    "between clipping and the update": lambda engine, read, optimizers: (
+        engine.clip_grad_norm_(1.0),
+        read(),
+        *(optimizer.step() for optimizer in optimizers),
+    ),
+    "between two optimizers": lambda engine, read, optimizers: (optimizers[0].step(), read(), optimizers[1].step()),
+    "behind a write to what the optimizers have": lambda engine, read, optimizers: (
+        *(optimizer.step() for optimizer in optimizers),
+        [p.clamp_(-0.2, 0.2) for one in optimizers for group in one.param_groups for p in group["params"]],
+        read(),
+    ),
+}
+
+
+@pytest.mark.parametrize("when", READS)
+@pytest.mark.parametrize("row", ["zero3", "hpz"])
+def test_a_forward_at_any_place_reads_what_is_due(row: str, when: str) -> None:
+    """One rank reads late, and writes late."""
+    shape = Mesh.parse("replica=2 shard=2")
+
+    def body(comm: Any, seconds: float = 0.05) -> Any:
+        late = seconds if comm.rank == 1 else 0.0
+        model = distinct(nn.Sequential(nn.Linear(5, 7), nn.Tanh(), SlowToRead(7, 3)))
+        optimizers = [SlowToUpdate(layer.parameters(), lr=0.1) for layer in (model[0], model[2])]
+        engine, seen = Engine(model, comm, strategy=row, optimizer=optimizers), []
+        x = torch.linspace(-1, 1, 10).double().view(2, 5)
+
+        def read() -> None:
+            model[2].seconds = late
+            seen.append(model(x))
+            model[2].seconds = 0.0
+
+        for batch in batches(3):
+            (mine,) = deal(batch, shape, comm.rank, 1)
+            optimizers[1].seconds = late
+            engine.backward(loss_sum(model, mine), count(mine))
+            with torch.no_grad():
+                READS[when](engine, read, optimizers)
+        return seen, engine.full_state_dict()
+
+    expected = run(shape, lambda comm: body(comm, 0.0))[0]
+    for result in play("replica=2 shard=2", body):
+        assert isinstance(result, tuple), result
+        assert all(map(torch.equal, result[0], expected[0]))
+        assert all(torch.equal(result[1][name], value) for name, value in expected[1].items())
+
+
+@pytest.mark.parametrize("row", ["zero3", "zero3_keep", "hpz"])
+@pytest.mark.parametrize("common", [False, True], ids=["threads", "common memory"])
+def test_a_step_that_was_given_up_leaves_nothing_behind(row: str, common: bool) -> None:
+    """A forward without its backward; then every rank halves the parameters, and keeps what it sees."""
+    shape = Mesh.parse("replica=2 shard=2")
+
+    def body(comm: Any) -> Any:
+        model = distinct(nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3)))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        engine, x = Engine(model, comm, strategy=row, optimizer=optimizer), batches(1)[0]["x"]
+        before = engine.full_state_dict()
+        loss_sum(model, batches(1)[0])
+        optimizer.zero_grad()
+        with engine.gathered(modify=True), torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(0.5)
+            time.sleep(0.05)
+        loss = loss_sum(model, batches(1)[0])
+        with engine.gathered():
+            kept = dict(model.state_dict())
+        engine.backward(loss, 1)
+        optimizer.step()
+        return before, kept, model(x).detach(), engine.full_state_dict()
+
+    ranks = play("replica=2 shard=2", body) if common else run(shape, body)
+    plain = distinct(nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3)))
+    with torch.no_grad():
+        for parameter in plain.parameters():
+            parameter.mul_(0.5)
+    torch.autograd.backward(loss_sum(plain, batches(1)[0]))
+    torch.optim.SGD(plain.parameters(), lr=0.1).step()
+    for result in ranks:
+        assert isinstance(result, tuple), result
+        before, kept, _, after = result
+        assert all(torch.equal(kept[name], value / 2) for name, value in before.items())
+        assert all(torch.allclose(after[name], value, rtol=1e-11) for name, value in plain.state_dict().items())

@@ -90,6 +90,14 @@ class SlowToRead(nn.Linear):
         return super().forward(x)
 
 
+def clamp(engine: Any, optimizers: Any) -> None:
+    """What each rank has, late on one of them."""
+    time.sleep(0.05 * (engine.comm.rank == 1))
+    for group in (group for one in optimizers for group in one.param_groups):
+        for piece in group["params"]:
+            piece.clamp_(-0.2, 0.2)
+
+
 READS: dict[str, Callable[[Any, Any, Any], Any]] = {
     "between clipping and the update": lambda engine, read, optimizers: (
         engine.clip_grad_norm_(1.0),
@@ -99,8 +107,12 @@ READS: dict[str, Callable[[Any, Any, Any], Any]] = {
     "between two optimizers": lambda engine, read, optimizers: (optimizers[0].step(), read(), optimizers[1].step()),
     "behind a write to what the optimizers have": lambda engine, read, optimizers: (
         *(optimizer.step() for optimizer in optimizers),
-        [p.clamp_(-0.2, 0.2) for one in optimizers for group in one.param_groups for p in group["params"]],
+        clamp(engine, optimizers),
         read(),
+    ),
+    "nowhere: the state alone": lambda engine, read, optimizers: (
+        *(optimizer.step() for optimizer in optimizers),
+        clamp(engine, optimizers),
     ),
 }
 

@@ -181,6 +181,7 @@ class PlacedModel(StaysHere):
 
         All ranks call it together; one unit is gathered at a time.
         """
+        self.comm.wrote_common(later=True)  # a program may have written to its pieces
         return full_state_dict(self.directory, self.parts(), self.comm)
 
     def load_full_state_dict(self, state: Mapping[str, Tensor]) -> None:

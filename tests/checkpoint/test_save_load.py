@@ -5,10 +5,13 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
+import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from blake3 import blake3
@@ -19,6 +22,7 @@ import plait
 from plait.checkpoint.folder import OpenFile
 from plait.checkpoint.hashing import TODAY
 from plait.checkpoint.manifest import signed
+from plait.checkpoint.snapshot import LateCopy
 from plait.comm import Comm, run
 from plait.core.mesh import AXES, Mesh
 from plait.engine import Engine
@@ -231,3 +235,52 @@ def test_a_parameter_that_no_optimizer_has_yet_is_no_obstacle(tmp_path: Path) ->
         assert not differences(engine.optimizer_state_dict(), again.optimizer_state_dict())
 
     run(mesh("zero1"), body, deadline=30)
+
+
+def test_a_load_that_one_rank_refuses_moves_nobody(tmp_path: Path) -> None:
+    """One rank has forgotten the average."""
+
+    def body(comm: Comm) -> int:
+        training = Training.begin(comm, "zero3")
+        training.go(0, 2)
+        training.save(tmp_path)
+        training.go(2, 4)
+        with pytest.raises((ValueError, RuntimeError)):
+            plait.load(tmp_path, training.engine, ema=None if comm.rank == 1 else training.ema)
+        return training.engine.steps
+
+    assert run(mesh("zero3"), body, deadline=30) == [4] * 3
+
+
+@pytest.mark.parametrize("value", ["inf", "nan", "1.5"])
+def test_a_number_of_numpys_is_refused_when_it_is_saved(value: str, tmp_path: Path) -> None:
+    def body(comm: Comm) -> None:
+        plait.save(tmp_path, Training.begin(comm, "ddp").engine, extra={"best": np.float64(value)})
+
+    with pytest.raises((ValueError, RuntimeError), match="float64 cannot be saved"):
+        run(mesh("ddp"), body, deadline=30)
+
+
+def test_two_savers_of_one_engine_save_both(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What optimizers keep is copied late for the first, while the second is done and an update wants to write."""
+    make, first = LateCopy.make, list[int]()
+
+    def late(self: LateCopy) -> None:
+        first.append(threading.get_ident())
+        time.sleep(0.1 * (first[-1] == first[0]))
+        make(self)
+
+    monkeypatch.setattr(LateCopy, "make", late)
+
+    def body(comm: Comm) -> None:
+        training = Training.begin(comm, "ddp")
+        training.go(0, 1)
+        savers = [plait.Saver(tmp_path / name, training.engine) for name in ("disk", "store")]
+        for saver in savers:
+            saver.save()
+        training.go(1, 2)
+        for saver in savers:
+            saver.wait()
+
+    run(Mesh(), body, deadline=30)
+    assert [len(list((tmp_path / name).glob("step-*"))) for name in ("disk", "store")] == [1, 1]

@@ -102,12 +102,12 @@ def test_what_is_said_is_counted() -> None:
 
     mine, theirs = (CommonMemory(Group(("shard",), (0, 1), index, (2,)), share) for index in (0, 1))
     first, second = Hearing(mine, 1), Hearing(mine, 2)
-    theirs.turn = 1
+    theirs.generation = 1
     assert list(theirs.tell()) == [0] and not list(theirs.tell())
     assert not second.advance()
     assert first.advance()
     assert second.waits_for() == [1]
-    theirs.turn = 4  # it has written three times, and says so once
+    theirs.generation = 4  # it has written three times, and says so once
     assert list(theirs.tell()) == [0]
     assert second.advance() and mine.silent(4) == [] and mine.silent(5) == [1]
 

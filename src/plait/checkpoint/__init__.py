@@ -12,7 +12,7 @@ storage.py       what saving and loading ask of a place
 same_folder.py   whether all hosts see the same folder
 folder.py        a place on a file system: folders that are whole or not there
 objects.py       a place under a URL, where nothing can be renamed
-hashing.py      what a file is known by, taken by any number of threads
+hashing.py       what a file is known by, taken by any number of threads
 manifest.py      what a checkpoint says of itself, checked field by field
 values.py        numbers, strings, lists, dicts as JSON and back
 complete.py      what is lost between a save and a load is refused

@@ -85,11 +85,11 @@ def digest_of(kind: str, size: int, chunk: int, threads: int, read: Callable[[in
         threads: at most so many read and hash, each its own part.
         read: fills a buffer with the bytes from a place on.
     """
-    hash = HASHES[kind]
-    part = hash.part or max(size, 1)
+    how = HASHES[kind]
+    part = how.part or max(size, 1)
 
     def one(begin: int) -> Any:
-        digest, end = hash.new(), min(size, begin + part)
+        digest, end = how.new(), min(size, begin + part)
         buffer = memoryview(bytearray(min(chunk, end - begin)))
         for start in range(begin, end, chunk):
             here = buffer[: end - start]
@@ -99,9 +99,9 @@ def digest_of(kind: str, size: int, chunk: int, threads: int, read: Callable[[in
 
     begins = range(0, max(size, 1), part)
     if min(threads, len(begins)) < 2:
-        return hash.of([one(begin) for begin in begins])
+        return how.of([one(begin) for begin in begins])
     with ThreadPoolExecutor(min(threads, len(begins)), "plait.hash") as pool:
-        return hash.of(list(pool.map(one, begins)))  # where one raises, those that have not begun do not
+        return how.of(list(pool.map(one, begins)))  # where one raises, those that have not begun do not
 
 
 def threads_for(ranks: int) -> int:

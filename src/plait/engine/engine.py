@@ -203,7 +203,6 @@ class Engine(OwnLoop):
         if self._now is not None and self._now.count is None:
             raise ValueError("engine.evaluate in the middle of a step: call it after optimizer.step() or zero_grad()")
         self._guard.check()
-        self.comm.wrote_common(later=True)
         return self._evaluator.evaluate(microbatches, loss_fn, count_fn)
 
     def _functions(self) -> tuple[LossFn, CountFn]:
@@ -239,7 +238,6 @@ class Engine(OwnLoop):
             for stage in self.stages.values():
                 stage.begin_sums()
             self.comm.begin_step(self.steps)
-            self.comm.wrote_common(later=True)
             self._now = OpenStep()
         return self._now
 

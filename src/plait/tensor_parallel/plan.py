@@ -20,6 +20,7 @@ OWN_CODE = ("experts", "local", "enter", "unsplit")
 """The styles of modules whose own code may read pieces of their parameters."""
 
 LISTS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
+"""What holds modules that are called one by one, each with an input of its own."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +32,7 @@ class Parallel:
     summed: frozenset[int] = frozenset()
     sites: tuple[Site, ...] = ()
     lists: frozenset[str] = frozenset()
-    """What holds modules that are called one after the other."""
+    """The names of ``LISTS`` in the model."""
 
     @property
     def splits(self) -> bool:

@@ -129,16 +129,16 @@ class Adding:
 
 
 class Hearing:
-    """That others have written what they write in a turn."""
+    """That others have written their pieces of a generation."""
 
-    def __init__(self, memory: CommonMemory, turn: int) -> None:
-        self._memory, self._turn = memory, turn
+    def __init__(self, memory: CommonMemory, generation: int) -> None:
+        self._memory, self._generation = memory, generation
 
     def advance(self) -> bool:
         return not self.waits_for()
 
     def waits_for(self) -> list[int]:
-        return self._memory.silent(self._turn)
+        return self._memory.silent(self._generation)
 
 
 def _readers(outgoing: Iterable[Outgoing]) -> list[int]:

@@ -4,8 +4,8 @@
     rank 1   [ ......... | own piece | ......... ]         each; all_gather moves nothing: it waits until each has
     rank 2   [ ......... | ......... | own piece ]         said so, and if nobody has written since, it does nothing
 
-All members write in turns that all of them count alike: an update, a load.  Whoever has written in the n-th turn has
-told so n times, and whoever reads after it waits until the others have.
+What an update or a load has written is a generation, which all members count alike.  Whoever has written its pieces of
+the n-th has told so n times, and whoever reads after it waits until the others have.
 
 The first rank of the group makes a segment, the others open it, and the memory of tensors is cut from it one after the
 other: all members ask for the same ones, so all cut alike.  Segments are as long-lived as the tensors in them.
@@ -60,32 +60,32 @@ class CommonMemory:
         self._theirs = {r: bells[k * n + me] for k, r in others}
         self._told, self._heard = 0, {r: 0 for _, r in others}
         self._settled = 0
-        """The last turn in which all have told."""
-        self.turn = 0
-        """How often its members have written, or are about to."""
+        """The last generation that is whole: all have told."""
+        self.generation = 0
+        """The one that this rank has written, or is about to."""
 
     def tell(self) -> Iterable[int]:
-        """Tells the others that this rank's pieces are written in all turns so far; the ranks that hear news."""
-        missed, self._told = self.turn - self._told, self.turn
+        """Tells the others that this rank's pieces of all generations so far are written; the ranks that hear news."""
+        missed, self._told = self.generation - self._told, self.generation
         for bell in self._mine.values() if missed else ():
             for _ in range(missed):
                 bell.post()
         return self._mine if missed else ()
 
-    def silent(self, turn: int) -> list[int]:
-        """The ranks that have not told yet that their pieces are written in a turn."""
-        if turn <= self._settled:
+    def silent(self, generation: int) -> list[int]:
+        """The ranks that have not told yet that their pieces of a generation are written."""
+        if generation <= self._settled:
             return []
         for rank, bell in self._theirs.items():
-            while self._heard[rank] < turn and bell.take():
+            while self._heard[rank] < generation and bell.take():
                 self._heard[rank] += 1
-        missing = [rank for rank, heard in self._heard.items() if heard < turn]
-        self._settled = self._settled if missing else turn
+        missing = [rank for rank, heard in self._heard.items() if heard < generation]
+        self._settled = self._settled if missing else generation
         return missing
 
     def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
         """The next memory of the group, zeros: so many elements; all members ask for the same, and write to it."""
-        self.turn += 1
+        self.generation += 1
         size = -(-numel * dtype.itemsize // ALIGNMENT) * ALIGNMENT
         if self._segment is None or self._used + size > self._segment.size:
             spare = min(max(self._total // SPARE, FIRST_BYTES), LARGEST_BYTES)

@@ -145,7 +145,7 @@ class SharedMemoryTransport(Transport):
         self._check(operation)
         if operation.kind == "all_gather" and source.data_ptr() != out.data_ptr() + group.index * source.nbytes:
             copied(out.tensor_split(len(group.ranks))[group.index], source)
-            memory.turn += 1
+            memory.generation += 1
         return self._hear(memory, out)
 
     def wait_for_readers(self) -> None:
@@ -154,17 +154,17 @@ class SharedMemoryTransport(Transport):
         for memory in self._common.values():
             operation = Operation("wait for readers of common memory", memory.group, NO_NOTE, 0, torch.uint8)
             self._check(operation)
-            memory.turn += 1
+            memory.generation += 1
             begun.append((operation, self._hear(memory, torch.empty(0))))
         for operation, works in begun:
             self.wait(operation, works)
         for memory in self._common.values():
-            memory.turn += 1
+            memory.generation += 1
 
     def wrote_common(self, *, later: bool) -> None:
         """Tells all members, who may wait for it, now or at the next gather."""
         for memory in self._common.values():
-            memory.turn += 1
+            memory.generation += 1
             if not later:
                 self._tell_written(memory)
 
@@ -173,9 +173,9 @@ class SharedMemoryTransport(Transport):
             self._office.alarms[rank].ring()
 
     def _hear(self, memory: CommonMemory, out: Tensor) -> list[Started]:
-        """That all members have written in this turn, as this rank has; nothing where they have said so."""
+        """That all members have written this generation, as this rank has; nothing where they have said so."""
         self._tell_written(memory)
-        return self._begun(Hearing(memory, memory.turn), out) if memory.silent(memory.turn) else []
+        return self._begun(Hearing(memory, memory.generation), out) if memory.silent(memory.generation) else []
 
     def wait(self, operation: Operation, works: Sequence[Started]) -> None:
         end = time.monotonic() + self.deadline

@@ -63,5 +63,4 @@ class Pins:
         for unit in [unit for unit in units if unit not in self._held and unit not in self._awaited]:
             unit.pinned, unit.was_read = False, True
             if self._closes.pop(unit) and not unit.users:
-                unit.leave_to_holders()
                 unit.reshard()

@@ -37,7 +37,7 @@ def test_parameters_are_read_when_all_have_written_them(mesh: str, monkeypatch: 
     in it waits for nobody twice."""
     shape, told = Mesh.parse(mesh), []
     heard = CommonMemory.silent
-    monkeypatch.setattr(CommonMemory, "silent", lambda self, turn: told.append(found := heard(self, turn)) or found)
+    monkeypatch.setattr(CommonMemory, "silent", lambda self, n: told.append(found := heard(self, n)) or found)
 
     def body(comm: Any, seconds: float = 0.15) -> tuple[list[float], Any]:
         model = distinct(nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3)))

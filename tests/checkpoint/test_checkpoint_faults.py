@@ -177,6 +177,10 @@ def _entry(name: str) -> Callable[[Any], Any]:
     return change
 
 
+def _value(data: Any, name: str) -> Any:
+    return next(value for key, value in data["values"]["dict"] if key == name)
+
+
 def _set(key: str, value: Any, of: Callable[[Any], Any] = lambda data: data) -> Callable[[Any], Any]:
     return lambda data: of(data).__setitem__(key, value)
 
@@ -200,8 +204,10 @@ WRONG: dict[str, Callable[[Any], Any]] = {
     "a list": lambda data: data.__setitem__("tensors", []),
     "a step of -1": _set("step", -1),
     "another step": _set("step", 7),
-    "another format": _set("format", 4),
+    "another format": _set("format", 5),
     "a surplus field": _set("more", 1),
+    "another number of optimizers": lambda data: _value(data, "optimizer_classes").append("AdamW < Adam"),
+    "an optimizer that is no word": lambda data: _value(data, "optimizer_classes").__setitem__(0, 1),
     "no values": _set("values", None),
     "a wrong value": _set("values", {"dict": [[["a"], 1]]}),
     "a number beyond its dtype": _set("values", {"number": 1 << 70, "dtype": "int64"}),
@@ -256,6 +262,10 @@ def test_another_model_or_run_is_refused_before_anything_is_changed(copied: Path
             plait.load(copied, Engine(model, comm, strategy="ddp"))
 
     ranks(another)
+    copy = shutil.copytree(copied / "step-000001", copied / "step-000009")
+    assert all(f"'{copy}' has step 1 in it, so it is a copy" in said for said in refusals(copied))
+    copy.rename(copied / "best")
+    assert ranks(lambda comm: plait.load(copied / "best", build(comm)).step) == [1, 1, 1]
 
 
 def raises_together(body: Callable[[Comm], Any], words: str) -> None:

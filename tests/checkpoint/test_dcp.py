@@ -148,6 +148,7 @@ def test_a_model_alone_is_a_model(tmp_path: Path) -> None:
         "optimizer": None,
         "run": {"step": 0, "seed": 0, "loss_scale": None},
         "ema": None,
+        "optimizer_classes": None,
         "extra": None,
     }
     assert all(torch.equal(saved.kind("model")[name].read(tuple((0, n) for n in value.shape)), value)

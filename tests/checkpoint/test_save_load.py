@@ -174,6 +174,7 @@ def test_a_checkpoint_of_an_earlier_format_is_read_and_its_damage_seen(
             path = tmp_path / "step-000002" / "manifest.json"
             data = json.loads(path.read_text())
             data["format"] = number
+            data["values"]["dict"] = [item for item in data["values"]["dict"] if item[0] != "optimizer_classes"]
             for own, file in data["files"].items():
                 assert file.pop(TODAY)
                 file[name] = new((path.parent / own).read_bytes()).hexdigest()

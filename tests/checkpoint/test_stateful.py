@@ -119,6 +119,7 @@ def test_what_was_saved_of_another_run_is_refused(tmp_path: Path) -> None:
     says(ValueError, "an optimizer was saved, and is not here", alone(kind=None))
     says(CheckpointException, "Missing key in checkpoint state_dict: app.ema", alone(), ema=True)
     says(CheckpointException, "Missing key in checkpoint state_dict: app.optimizer", alone(kind=torch.optim.SGD))
+    says(ValueError, "that of AdamW, and its optimizer here is RAdam", alone(kind=torch.optim.RAdam))
     smaller = nn.Linear(5, 7)
     with torch.no_grad():
         smaller.weight.zero_(), smaller.bias.zero_()

@@ -73,7 +73,7 @@ def test_show_says_what_there_is(saved: Path, capsys: pytest.CaptureFixture[str]
         "step 2, 3 files",
         "optimizer/exp_avg_sq",
         "23 x 5",
-        "6 parameters, lr 0.03",
+        "6 parameters, optimizer 'AdamW < Adam', lr 0.03",
         "seed: 0",
         "average: 0.5",
     ):

@@ -127,6 +127,14 @@ def test_a_table_that_a_forward_writes_to(table: nn.Module) -> None:
     plait.run_threads("shard=1", lambda comm: plait.Engine(nn.Sequential(table), comm))
 
 
+def test_a_state_that_is_no_tensor() -> None:
+    class Counts(nn.Linear):
+        def get_extra_state(self) -> int:
+            return 3
+
+    refused(r"'0' has get_extra_state\(\), which plait neither gathers nor saves", nn.Sequential(Counts(3, 3)))
+
+
 def test_compiled_modules() -> None:
     model = net()
     model[2].compile(backend="eager")  # type: ignore[operator]

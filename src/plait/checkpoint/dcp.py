@@ -74,6 +74,7 @@ def import_dcp(
     made = _steps(state) if step is None else step
     run = {"step": made, "seed": seed, "loss_scale": None}
     values = {"optimizer": state, "run": run, "ema": None, "extra": _named(extra, tensors) or None}
+    values["optimizer_classes"] = None
     return write_checkpoint(out, Manifest("", made, {}, {}, encoded(values, {})), tensors, ranks)
 
 

@@ -33,8 +33,10 @@ def place(path: str | Path | Storage) -> Storage:
     """What a path means: a URL, as ``s3://bucket/run``, is a place of fsspec; anything else is a folder.
 
     Raises:
-        ValueError: what a URL needs is not installed, or the URL is not understood.
+        ValueError: what a URL needs is not installed, the URL is not understood, or the path is none.
     """
+    if "\0" in str(path):
+        raise ValueError(f"{str(path)!r} is no path: it has a null byte")
     if isinstance(path, str) and "://" in path:
         from plait.checkpoint.objects import place_of
 
@@ -192,9 +194,15 @@ def read_manifest(folder: Storage) -> Manifest:
 def parse_manifest(folder: Storage, data: bytes) -> Manifest:
     """A checkpoint's manifest, given its bytes."""
     try:
-        return Manifest.parse(data.decode())
+        manifest = Manifest.parse(data.decode())
     except ValueError as error:
         raise ValueError(f"{str(folder / NAME)!r} is no manifest that plait wrote: {error}") from error
+    if STEP.fullmatch(folder.name) and step_of(folder) != manifest.step:
+        raise ValueError(
+            f"{str(folder)!r} has step {manifest.step} in it, so it is a copy under another's name: call it "
+            f"{step_name(manifest.step)}, or something that is no step"
+        )
+    return manifest
 
 
 def check_file(path: Storage, stored: StoredFile, threads: int = 1) -> None:

@@ -152,7 +152,8 @@ def _state(manifest: Manifest, tensors: Mapping[str, SavedTensor]) -> Any:
         raise ValueError(f"a value in it was not written by plait: {error}") from error
     match state:
         case {"optimizer": optimizer, "run": {"step": int(step), "seed": int(), "loss_scale": dict() | None},
-              "ema": float() | int() | None, "extra": _} if step == manifest.step:  # fmt: skip
+              "ema": float() | int() | None, "extra": _,
+              "optimizer_classes": list() | None as classes} if step == manifest.step:  # fmt: skip
             pass
         case _:
             raise ValueError("its values are not those of a run")
@@ -162,7 +163,8 @@ def _state(manifest: Manifest, tensors: Mapping[str, SavedTensor]) -> Any:
         case {"state": dict(values), "param_groups": list(groups)} if all(
             isinstance(own, dict) for own in values.values()
         ) and all(isinstance(group, dict) and isinstance(group.get("params"), list) for group in groups):
-            return state
+            if classes is None or (len(classes) == len(groups) and all(type(one) is str for one in classes)):
+                return state
     raise ValueError("its optimizer state has not the form of one")
 
 
@@ -203,6 +205,8 @@ def _check_fits(engine: Engine, ema: EMA | None, state: Any, tensors: Mapping[st
     if engine.optimizer_state is not None:
         engine.take_new_groups()
         engine.optimizer_state.check(state["optimizer"])
+        if state["optimizer_classes"] is not None:
+            engine.optimizer_state.check_classes(state["optimizer"], state["optimizer_classes"])
     check_complete(engine, state, tensors)
     if ema is not None:
         averaged = {engine.directory.aliases.get(name, name) for name in engine.exchange.names}

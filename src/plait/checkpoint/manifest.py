@@ -1,15 +1,15 @@
 """What a checkpoint says of itself: one JSON file, read by one rank, checked field by field before anything is opened.
 
     {"sha256":  of all that follows,
-     "format": 3, "id": "9f3c...", "step": 123,
+     "format": 4, "id": "9f3c...", "step": 123,
      "files":   {"rank-00000.safetensors": {"bytes": 4096, "blake3 of 16 MiB parts": "..."}, ...},
      "tensors": {"model/blocks.0.weight": {"dtype": "float32", "shape": [4, 8], "pieces":
                      [{"file": "rank-00000.safetensors", "key": "3", "region": [[0, 2], [0, 8]]}, ...]}, ...},
      "values":  all that is no tensor: groups, counters, a user's own (see ``values``)}
 
 Nothing in it is a path: files have names of one form, in the manifest's own folder.  Nothing is allocated by what it
-says: sizes are held against those of the files.  Earlier formats hashed files in other ways (see ``hashing``), and are
-read.
+says: sizes are held against those of the files.  Earlier formats hashed files in other ways (see ``hashing``), and
+did not name the classes of optimizers; they are read as this one.
 """
 
 import hashlib
@@ -29,7 +29,7 @@ from plait.checkpoint.hashing import HASHES, TODAY
 from plait.checkpoint.tensor_file import NAMES, is_shape, is_size, parsed
 from plait.core.layout import Region, extent
 
-FORMAT, READ_TOO = 3, (1, 2)
+FORMAT, READ_TOO = 4, (1, 2, 3)
 NAME = "manifest.json"
 FILE = re.compile(r"rank-[0-9]{5,9}(\.[0-9a-f]{1,32})?\.safetensors")
 LARGEST = 1 << 28
@@ -77,6 +77,8 @@ class Manifest:
     files: Mapping[str, StoredFile]
     tensors: Mapping[str, StoredTensor]
     values: Any
+    format: int = FORMAT
+    """In which it was read; it is written in the newest."""
 
     @cached_property
     def contents(self) -> Mapping[str, Sequence[tuple[str, StoredPiece]]]:
@@ -110,13 +112,17 @@ class Manifest:
         match data:
             case {"format": int(number)} if number not in (FORMAT, *READ_TOO):
                 raise ValueError(f"it has format {number}, and this plait reads formats up to {FORMAT}")
-            case {"sha256": _, "format": int(), "id": str(own), "step": step, "files": dict(files),
+            case {"sha256": _, "format": int(number), "id": str(own), "step": step, "files": dict(files),
                   "tensors": dict(tensors), "values": values, **rest} if not rest and is_size(step):  # fmt: skip
                 pass
             case _:
                 raise ValueError("it has not the fields format, id, step, files, tensors and values")
         known = {name: _file(name, file) for name, file in files.items()}
-        read = cls(own, step, known, {name: _tensor(name, tensor, known) for name, tensor in tensors.items()}, values)
+        match values:
+            case {"dict": list(items)} if number < 4:
+                values = {"dict": [*items, ["optimizer_classes", None]]}
+        stored = {name: _tensor(name, tensor, known) for name, tensor in tensors.items()}
+        read = cls(own, step, known, stored, values, number)
         for file, pieces in read.contents.items():
             if len({piece.key for _, piece in pieces}) != len(pieces):
                 raise ValueError(f"two pieces are the same tensor of the file {file!r}")

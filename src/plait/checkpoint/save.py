@@ -17,7 +17,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from plait.checkpoint.folder import begin, place, step_name
+from plait.checkpoint.folder import Folder, begin, place, step_name
 from plait.checkpoint.retention import remove_left_over
 from plait.checkpoint.same_folder import check_same_folder
 from plait.checkpoint.snapshot import HostMemory, LateCopy, numbers_of, taken
@@ -90,7 +90,9 @@ class Saver:
             raise ValueError(f"keep={keep}: at least the newest checkpoint stays; None removes none")
         if ema is not None:
             ema.check_of(engine)
-        self.place, self.engine, self.ema, self.keep = place(path), engine, ema, keep
+        given = place(path)
+        self.place = Folder(given.path.absolute()) if isinstance(given, Folder) else given
+        self.engine, self.ema, self.keep = engine, ema, keep
         self.background, self.deadline = background, deadline
         self.waited = 0.0
         """Seconds that the last ``save`` waited for the one before it."""

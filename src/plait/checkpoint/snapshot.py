@@ -116,6 +116,8 @@ def taken(engine: Engine, ema: EMA | None, numbers: Any, extra: Any) -> tuple[li
     if not engine.comm.rank:
         decay = None if ema is None else ema.decay
         own = {"optimizer": numbers, "run": engine.step_state(), "ema": decay, "extra": extra}
+        if engine.optimizer_state is not None:
+            own["optimizer_classes"] = engine.optimizer_state.classes()
         state = encoded(own, values)
     pieces = list(_pieces(engine, ema, values))
     _check_savable(pieces)

@@ -78,9 +78,10 @@ class Checkpointed:
             "model": {alias: Pieces.of(*shapes[name], pieces.get(("", name), ())) for alias, name in aliases.items()}
         }
         about: dict[str, Any] = {"run": engine.step_state(), "names": {n: list(s) for n, (s, _) in shapes.items()}}
-        if engine.optimizers:
+        if engine.optimizer_state is not None:
             now = engine.optimizer_state_dict(elements=False)
             about["optimizer"] = {**now, "state": _in_file(now["state"])}
+            about["optimizer_classes"] = engine.optimizer_state.classes()
             values: dict[str, dict[str, Any]] = {name: {} for name in now["state"]}
             for name, kept in now["state"].items():
                 for key, value in kept.items():
@@ -128,6 +129,8 @@ class Checkpointed:
         ):
             if here != there:
                 raise ValueError(f"{what} {'was' if there else 'was not'} saved, and {'is' if here else 'is not'} here")
+        if engine.optimizer_state is not None and "optimizer_classes" in about:
+            engine.optimizer_state.check_classes(about["optimizer"], about["optimizer_classes"])
         engine.load_step_state(about["run"])
         engine.publish()
         if engine.optimizers:

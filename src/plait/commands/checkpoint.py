@@ -44,6 +44,10 @@ from plait.verify.run import write_json
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16, "fp64": torch.float64}
 
 
+_SHOWN = ("optimizer", "optimizer_classes", "run", "ema")
+"""Values that are told by themselves."""
+
+
 @contextmanager
 def refused() -> Iterator[None]:
     """What a disk refuses is a mistake of the call: one line."""
@@ -95,10 +99,12 @@ class ShowCheckpoint:
             {"parameters": len(group["params"]), **{key: _plain(one) for key, one in group.items() if key != "params"}}
             for group in optimizer.get("param_groups", ())
         ]
+        if isinstance(classes := values.get("optimizer_classes"), list):
+            groups = [{"optimizer": own, **group} for own, group in zip(classes, groups, strict=False)]
         facts = {
             "path": str(saved.folder),
             "step": manifest.step,
-            "format": 1,
+            "format": manifest.format,
             "id": manifest.id,
             "files": {name: file.bytes for name, file in sorted(manifest.files.items())},
             "kinds": _kinds(tensors),
@@ -114,7 +120,7 @@ class ShowCheckpoint:
             "seed": run.get("seed"),
             "loss_scale": _plain(run.get("loss_scale")),
             "average": values.get("ema"),
-            "values": {key: shape_of(one) for key, one in values.items() if key not in ("optimizer", "run", "ema")},
+            "values": {key: shape_of(one) for key, one in values.items() if key not in _SHOWN},
             "others": others,
         }
         show(facts, console_of(self.json))

@@ -122,7 +122,15 @@ class PlacedModel(StaysHere):
         first = [piece for piece in self.owned if self.norm.counts(piece)]
         mesh = self.comm.mesh
         whole = mesh.count(self.strategy.optim.split) * mesh.pipe == 1 and not self._cuts
-        return OptimizerState(self.comm, self.owned_optimizer, self._shapes, self._cuts, first, whole=whole)
+        return OptimizerState(
+            self.comm,
+            self.owned_optimizer,
+            self._shapes,
+            self._cuts,
+            first,
+            trainable=self.exchange.names,
+            whole=whole,
+        )
 
     @property
     def optimizer(self) -> Optimizer | None:

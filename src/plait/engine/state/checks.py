@@ -37,6 +37,12 @@ def check_model(model: nn.Module, comm: Comm) -> None:
             f"{scripted[0] or 'the model'!r} is a torch.jit.ScriptModule, which runs outside of Python, where the "
             f"engine's hooks are: build the model of plain modules, and script functions inside of them instead"
         )
+    extra = [n for n, m in model.named_modules() if type(m).get_extra_state is not nn.Module.get_extra_state]
+    if extra:
+        raise ValueError(
+            f"{extra[0] or 'the model'!r} has get_extra_state(), which plait neither gathers nor saves: keep what it "
+            f"returns in a buffer, or take the method away and give its value to plait.save(extra=...)"
+        )
     tables = [(name, m) for name, m in model.named_modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag)]
     bounded = [name for name, table in tables if table.max_norm]
     if bounded and comm.mesh.size > 1:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -59,6 +59,7 @@ class OptimizerState:
         shapes: of the model's parameters, whole, by name.
         cuts: over the tensor axis, of those that have one.
         first: the runs of this rank that no rank before it has.
+        trainable: the parameters that were not frozen when the model was placed.
         whole: every rank has the whole state.
     """
 
@@ -70,9 +71,11 @@ class OptimizerState:
         cuts: Mapping[str, TensorCut],
         first: Sequence[Owned],
         *,
+        trainable: Collection[str],
         whole: bool,
     ) -> None:
         self.comm, self.owner, self.shapes, self.cuts, self.first, self.whole = comm, owner, shapes, cuts, first, whole
+        self.trainable = frozenset(trainable)
         self._by_view = {id(piece.view): piece for piece in owner.owned}
         self._exact: dict[Tensor, dict[str, Any]] = {}
         """What torch would make numbers of the parameter's dtype of, while an optimizer loads."""
@@ -146,6 +149,10 @@ class OptimizerState:
         """Every group of the optimizers: the names of its parameters, and its options."""
         return ((own, _options(group)) for group, own in zip(self._own_groups(), self._names(), strict=True))
 
+    def classes(self) -> list[str]:
+        """Of each group, the class of its optimizer, and those that it is made from: ``AdamW < Adam``."""
+        return [_classes(optimizer) for optimizer in self.owner.optimizers for _ in self.owner.groups[optimizer]]
+
     def _own_groups(self) -> Iterator[dict[str, Any]]:
         return (group for optimizer in self.owner.optimizers for group in optimizer.param_groups)
 
@@ -167,66 +174,104 @@ class OptimizerState:
     def check(self, state: State) -> None:
         """Raises ValueError where groups or parameters are not those of the optimizers."""
         for optimizer in self.owner.optimizers:
-            groups, values = self._fitting(optimizer, state)
+            groups, values = self._named(optimizer, state)
+            self._fitting(optimizer, groups)
         known = {name for names in self._names() for name in names}
         kept = (n for n, own in values.items() if own or n not in self.shapes)  # empty where no optimizer has it
         if surplus := sorted({*kept, *(name for group in groups for name in group["params"])} - known):
             raise ValueError(
                 f"the state has {len(surplus)} parameters that no optimizer of the engine has: {', '.join(surplus[:3])}"
             )
+        if frozen := sorted({name for name in known if values.get(name)} - self.trainable):
+            raise ValueError(
+                f"the state has values of {len(frozen)} parameters that were frozen when the engine was built, so that "
+                f"they have no place here: {', '.join(frozen[:3])}. Freeze them after the load"
+            )
 
-    def _fitting(self, optimizer: Optimizer, state: State) -> tuple[Sequence[State], Mapping[str, State]]:
-        """Groups and values by name; ValueError where a group of the optimizer is not there."""
+    def check_classes(self, state: State, classes: Sequence[str]) -> None:
+        """Raises ValueError where a group was saved by an optimizer of another class; one made from it is not another.
+
+        Two classes may keep values of the same names (Adam, RAdam) and mean other things by them.
+        """
+        saved = {frozenset(group["params"]): one for group, one in zip(state["param_groups"], classes, strict=True)}
+        for optimizer in self.owner.optimizers:
+            own = _classes(optimizer).split(" < ")
+            for names in filter(None, self.owner.groups[optimizer]):
+                there = saved[frozenset(names)].split(" < ")
+                if own[0] not in there and there[0] not in own:
+                    raise ValueError(
+                        f"the state of the group of {names[0]!r} is that of {there[0]}, and its optimizer here is "
+                        f"{own[0]}: build it with {there[0]}"
+                    )
+
+    def _named(self, optimizer: Optimizer, state: State) -> tuple[list[State], Mapping[str, State]]:
+        """Groups and values by name; ValueError where those by numbers are not the optimizer's."""
         groups, values, own = state["param_groups"], state["state"], self.owner.groups[optimizer]
         given = [name for group in groups for name in group["params"]]
-        if given and not isinstance(given[0], str):
-            sizes, own_sizes = ([len(x) for x in names] for names in ([g["params"] for g in groups], own))
-            if sizes != own_sizes:
-                raise ValueError(
-                    f"the state has groups of {sizes} parameters, with numbers in the place of names, and the "
-                    f"optimizer {type(optimizer).__name__} groups of {own_sizes}: build it as the one that was saved"
-                )
-            known = dict(zip(given, [name for names in own for name in names], strict=True))
-            values = {known[number]: value for number, value in values.items()}
-            groups = [{**group, "params": [known[number] for number in group["params"]]} for group in groups]
+        if not given or isinstance(given[0], str):
+            return list(groups), values
+        sizes, own_sizes = ([len(x) for x in names] for names in ([g["params"] for g in groups], own))
+        if sizes != own_sizes:
+            raise ValueError(
+                f"the state has groups of {sizes} parameters, with numbers in the place of names, and the optimizer "
+                f"{type(optimizer).__name__} groups of {own_sizes}: build it as the one that was saved"
+            )
+        known = dict(zip(given, [name for names in own for name in names], strict=True))
+        values = {known[number]: value for number, value in values.items()}
+        return [{**group, "params": [known[number] for number in group["params"]]} for group in groups], values
+
+    def _fitting(self, optimizer: Optimizer, groups: Sequence[State]) -> list[State | None]:
+        """Of these groups, one for each of the optimizer's; ValueError where one is not there.
+
+        Those without parameters are known by their order; None where there is another number of them.
+        """
         there = {frozenset(group["params"]): group for group in groups}
+        without = [group for group in groups if not group["params"]]
+        own = [one for one in self.owner.optimizers for names in self.owner.groups[one] if not names]
+        if len(own) != len(without):  # the state may be this optimizer's alone
+            own = [one for one in own if one is optimizer]
+        pairs = zip(own, without, strict=True) if len(own) == len(without) else ()
+        empty = iter([group for one, group in pairs if one is optimizer])
         kind = type(optimizer).__name__
         options = [key for key, value in optimizer.defaults.items() if value is not None and type(value) is not bool]
-        for number, names in enumerate(own):
-            saved = there.get(frozenset(names)) if names else None
+        found: list[State | None] = []
+        for number, names in enumerate(self.owner.groups[optimizer]):
+            saved = there.get(frozenset(names)) if names else next(empty, None)
             if names and saved is None:
                 raise ValueError(
                     f"no group of the state has the parameters of group {number} of {kind}, {len(names)} of them "
                     f"({', '.join(names[:3])}, ...): build its groups as they were when the state was saved"
                 )
-            if lacking := [key for key in options if saved is not None and key not in saved]:
+            if saved is not None and (lacking := [key for key in options if key not in saved]):
+                of = repr(names[0]) if names else "no parameter"
                 raise ValueError(
-                    f"the state is another optimizer's: its group of {names[0]!r} has no {', '.join(lacking)}, which "
-                    f"{kind} needs, but {', '.join(key for key in saved or () if key != 'params')}. Build that "
-                    f"optimizer, or begin with a new state by leaving this one out"
+                    f"the state is another optimizer's: its group of {of} has no {', '.join(lacking)}, which "
+                    f"{kind} needs, but {', '.join(key for key in saved if key != 'params')}. Build that optimizer, "
+                    f"or begin with a new state by leaving this one out"
                 )
-        return groups, values
+            found.append(saved)
+        return found
 
     def cut(self, optimizer: Optimizer, state: State) -> dict[str, Any]:
         """This rank's part of a state for one optimizer, in the form in which torch loads it.
 
         What the optimizer has for each element of a run is written over: a rank has one run twice at a time.
         """
-        groups, values = self._fitting(optimizer, state)
+        groups, values = self._named(optimizer, state)
+        saved = self._fitting(optimizer, groups)
         self.owner.wait_for_reader()
         for view in (view for group in optimizer.param_groups for view in group["params"]):
             for key, value in values.get((piece := self._by_view[id(view)]).name, {}).items():
                 _check_cut(piece, key, value)  # all of them, before any is written
-        saved = {frozenset(group["params"]): group for group in groups}
         pieces: list[dict[str, Any]] = []
         own_groups = []
-        for group, names in zip(optimizer.param_groups, self.owner.groups[optimizer], strict=True):
+        for group, given in zip(optimizer.param_groups, saved, strict=True):
             start = len(pieces)
             for piece in (self._by_view[id(view)] for view in group["params"]):
                 here = optimizer.state.get(piece.view, {})
                 pieces.append({k: _read(piece, v, here.get(k)) for k, v in values.get(piece.name, {}).items()})
                 self._exact[piece.view] = {k: v for k, v in pieces[-1].items() if k != "step" and not _may_be_cast(v)}
-            options = _options(saved[frozenset(names)] if names else group)
+            options = _options(group if given is None else given)
             own_groups.append({**options, "params": list(range(start, len(pieces)))})
         return {"state": {i: piece for i, piece in enumerate(pieces) if piece}, "param_groups": own_groups}
 
@@ -258,6 +303,12 @@ class OptimizerState:
             "state": {numbers[self._by_view[id(views[i])].name]: value for i, value in state["state"].items()},
             "param_groups": [{**group, "params": [numbers[name] for name in own]} for group, own in groups],
         }
+
+
+def _classes(optimizer: Optimizer) -> str:
+    """The names of its class and of those that this is made from, but for what all optimizers are."""
+    made_from = [one for one in type(optimizer).__mro__ if one is not Optimizer and issubclass(one, Optimizer)]
+    return " < ".join(one.__name__ for one in made_from)
 
 
 def _options(group: Mapping[str, Any]) -> dict[str, Any]:

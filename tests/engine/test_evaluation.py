@@ -207,6 +207,10 @@ def test_a_loop_of_ones_own_goes_on_as_well() -> None:
                     with pytest.raises(ValueError, match="in the middle of a step"):
                         evaluate(engine, batch, 2)
                 engine.backward(loss, count(part))
+                engine.clip_grad_norm_(1e9)
+                if evaluations:
+                    with pytest.raises(ValueError, match="in the middle of a step"):
+                        evaluate(engine, batch, 2)
                 engine.optimizer.step()
                 found.append(engine.last)
             losses.append(found)

@@ -200,7 +200,7 @@ class Engine(OwnLoop):
             ValueError: as ``step``; between a forward and the ``optimizer.step()`` of a loop of one's own.
         """
         loss_fn, count_fn = self._functions()
-        if self._now is not None and self._now.count is None:
+        if self._now is not None and (self._now.count is None or self._now.prepared):
             raise ValueError("engine.evaluate in the middle of a step: call it after optimizer.step() or zero_grad()")
         self._guard.check()
         return self._evaluator.evaluate(microbatches, loss_fn, count_fn)
@@ -243,8 +243,10 @@ class Engine(OwnLoop):
 
     def _before_forward(self, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
         """Hook of the whole model: where in the run this forward stands, for dropout."""
+        self._turns.check_all(self.optimizers)  # some parameters would be new, others old, and which depends on the row
         self.comm.wrote_common(later=True)  # a program may have written to this rank's pieces
-        if (self._now is not None and self._now.count is not None) or self.pipeline.num_stages > 1:
+        now = self._now
+        if (now is not None and now.count is not None and not now.prepared) or self.pipeline.num_stages > 1:
             return  # engine.step has said where this forward stands
         stage = self.stages[0]
         if torch.is_grad_enabled():

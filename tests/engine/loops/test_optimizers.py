@@ -176,6 +176,9 @@ def loop_of_two(wrong: str) -> None:
             first.step()
             if wrong == "twice":
                 first.step()
+            if wrong == "looks between":
+                with torch.no_grad():
+                    loss_sum(model.eval(), batch)
             if wrong != "forgotten":
                 second.step()
 
@@ -187,6 +190,7 @@ def loop_of_two(wrong: str) -> None:
     [
         ("forgotten", r"AdamW has not stepped since the last backward: call step\(\) of every optimizer once"),
         ("twice", "AdamW has not stepped since the last backward"),
+        ("looks between", "AdamW has not stepped since the last backward"),
         ("zero one", "SGD had its zero_grad.* zero all of them, or none"),
     ],
 )

@@ -347,7 +347,10 @@ def test_losses_that_read_attributes() -> None:
 
 @BOTH
 def test_mixed_precisions(order: str) -> None:
-    """fp64, fp32 and bf16 weights with casts between; and autocast around everything: as one stage does it."""
+    """fp64, fp32 and bf16 weights with casts between; and autocast around everything: as one stage does it.
+
+    The squares of ranks are added in another order: the last bit of an fp64 norm, and of what it clips, is open.
+    """
 
     class Cast(nn.Module):
         def __init__(self, dtype: torch.dtype) -> None:
@@ -374,7 +377,8 @@ def test_mixed_precisions(order: str) -> None:
             schedule, cut = (order, split) if comm.mesh.pipe > 1 else (None, None)  # noqa: B023
             engine = build(model, comm, loss_fn=loss, clip=0.1, schedule=schedule, split=cut)  # noqa: B023
             results = [step(engine, batch) for batch in batches(3)]
-            return [(result.loss, result.grad_norm) for result in results]
+            return [number for result in results for number in (result.loss, result.grad_norm)]
 
         wanted = on("pipe=1", body)[0]
-        assert on("pipe=3", body) == [wanted] * 3
+        for found in on("pipe=3", body):
+            assert found == pytest.approx(wanted, rel=1e-13)

@@ -1,7 +1,7 @@
 """How much of a difference rounding alone may be: what two honest runs of the same job differ by.
 
     judge      the whole batch at once               a few elements: at its own parameters, but for those that were kept
-    echo       the same in two halves, added         at its own parameters
+    echo       the same in parts, added              at its own parameters
 
 Where everything was kept both are at the witnessed parameters, and the echo is asked only where a gradient seems wrong:
 of a model that makes much of rounding it says how much.  Where a few elements were kept, it trains beside the judge.
@@ -24,7 +24,8 @@ from plait.witness.replay import Gradients, Replay, clipped
 
 MARGIN = 10.0
 PARTS = (2, 3, 5, 8)
-"""Into which a batch is cut where a gradient seems wrong."""
+"""Into which a batch is cut for the echo, and where a gradient seems wrong.  How a product of so many rows is rounded
+depends on the processor: of some it is as in the whole, and that alone would say nothing."""
 BLIND = 1e-3
 NO_SUM = 0.05
 """Parts of a batch that are further off than this share do not add up to it: the loss compares samples."""
@@ -66,7 +67,7 @@ def added(replay: Replay, step: int, parts: Iterable[Sequence[int]], count: int)
     return sums
 
 
-def in_parts(replay: Replay, step: int, true: Gradients, clip: float | None, parts: int = 2) -> Gradients:
+def in_parts(replay: Replay, step: int, true: Gradients, clip: float | None, parts: int) -> Gradients:
     """The clipped gradients ``true`` of a step once more, from parts of the batch that are added."""
     samples = num_samples(replay.batch(step))
     ranges = (range(first, first + number) for first, number in split_samples(samples, min(parts, samples)))
@@ -115,13 +116,17 @@ class Echo:
         self._before = {name: value.clone() for name, value in start.items()}
         self._gradients: Gradients = {}
         self._apart: dict[str, float] = {}
+        self._parts = 0
+        """Into which it cuts each batch: those of the first batch that are furthest from the whole."""
         self.share = 0.0
         """Of a gradient, by which the two runs have been apart: in the step and the parameter where it was most, for it
         goes up and down."""
 
     def gradient(self, step: int, true: Gradients, clip: float | None) -> Slack:
         """What rounding may have made of the clipped gradients ``true`` of a step."""
-        self._gradients = in_parts(self._replay, step, true, clip)
+        if not self._parts:
+            self._parts = max(PARTS, key=lambda n: apart(in_parts(self._replay, step, true, clip, n), true))
+        self._gradients = in_parts(self._replay, step, true, clip, self._parts)
         self.share = max(self.share, apart(self._gradients, true))
         return slack_of(self.share, true)
 

@@ -93,7 +93,7 @@ class _Trial:
             if self.echo and self.echo.share > BLIND:
                 if not number:
                     raise ValueError(
-                        f"no step can be judged by a few elements: halves of the first batch add up to another "
+                        f"no step can be judged by a few elements: parts of the first batch add up to another "
                         f"gradient than the whole, {self.echo.share:.1%} off (BatchNorm, a loss that compares "
                         f"samples, 16 bits): write everything, without elements="
                     )

@@ -104,7 +104,6 @@ READS: dict[str, Callable[[Any, Any, Any], Any]] = {
         read(),
         *(optimizer.step() for optimizer in optimizers),
     ),
-    "between two optimizers": lambda engine, read, optimizers: (optimizers[0].step(), read(), optimizers[1].step()),
     "behind a write to what the optimizers have": lambda engine, read, optimizers: (
         *(optimizer.step() for optimizer in optimizers),
         clamp(engine, optimizers),

@@ -239,6 +239,8 @@ def test_each_module_has_its_own_mode_again(mesh: str, order: str | None, raises
         engine = build(template, comm, loss_fn=loss, schedule=order)
         engine.model.get_submodule("l1").eval()
         modes = {name: module.training for name, module in engine.model.named_modules()}
+        for stage in engine.stages.values():
+            stage.follow_model()
         parts = [{m: m.training for m in stage.model.modules()} for stage in engine.stages.values()]
         if raises:
             with pytest.raises((ArithmeticError, RuntimeError)):  # RuntimeError: of who waits for what does not come

@@ -171,7 +171,8 @@ class Engine(OwnLoop):
         if min(counts) < 0:  # the sum goes to the others, and they refuse it too
             counts = [min(counts)]
         samples = [num_samples(batch) for batch in microbatches]
-        first, total = self.exchange.counts(num, sum(counts), sum(samples), self._guard.frozen())
+        brought = microbatches if self.comm.mesh.pipe * self.comm.mesh.tensor > 1 else ()
+        first, total = self.exchange.counts(num, sum(counts), sum(samples), self._guard.frozen(), brought)
         self._now = OpenStep(count=total)  # whatever an earlier step left behind when it raised is gone
         if self.pipeline.num_stages > 1:
             self._guard.check()
@@ -203,6 +204,8 @@ class Engine(OwnLoop):
         if self._now is not None and (self._now.count is None or self._now.prepared):
             raise ValueError("engine.evaluate in the middle of a step: call it after optimizer.step() or zero_grad()")
         self._guard.check()
+        for stage in self.stages.values():
+            stage.follow_model()
         return self._evaluator.evaluate(microbatches, loss_fn, count_fn)
 
     def _functions(self) -> tuple[LossFn, CountFn]:

@@ -15,6 +15,10 @@ from plait.comm.agree import differences, gather_floats, gather_ints, named, sam
 from plait.core.agreement import AGREEING, BITS, IN_STAGE, counted
 from plait.core.collectives import Note
 
+_SAMPLES = (1 << 32) - 1
+LOOKED_AT = 1024
+"""Elements of each tensor of a batch that ranks compare in every step, at most twice as many."""
+
 
 class Report(NamedTuple):
     """What all ranks know before the update."""
@@ -44,17 +48,21 @@ class Exchange:
         self.losses_at = losses_at
         self._same_batches = False
 
-    def counts(self, microbatches: int, targets: int, samples: int, frozen: Sequence[str] = ()) -> tuple[int, int]:
+    def counts(
+        self, microbatches: int, targets: int, samples: int, frozen: Sequence[str] = (), brought: Sequence[Any] = ()
+    ) -> tuple[int, int]:
         """The global index of this rank's first sample, and the global number of targets.
 
         Args:
             frozen: the parameters that were frozen since the model was placed.
+            brought: the microbatches, where ranks of one data rank could bring other ones.
 
         Raises:
             ValueError: different numbers of microbatches, different batches in one data rank, or no target anywhere;
                 ranks that have frozen different parameters.
         """
         told = ", ".join(frozen) or "none"
+        samples |= _digest(brought) << 32  # one number: ranks that work on the same samples compare both
         table = gather_ints(self.comm, [microbatches, targets, samples, crc32(told.encode())], AGREEING, Note("count"))
         if len({row.pop() for row in table}) > 1:
             fields = {"what was frozen since the Engine was built": told}
@@ -82,7 +90,7 @@ class Exchange:
         total = sum(row[1] for row in data)
         if total == 0:
             raise ValueError("there is no target in any rank's microbatches: their counts are all 0")
-        return sum(row[2] for row in data[: self.comm.mesh.data_rank(self.comm.rank)]), total
+        return sum(row[2] & _SAMPLES for row in data[: self.comm.mesh.data_rank(self.comm.rank)]), total
 
     def check_batches(self, microbatches: Sequence[Any]) -> None:
         """Raises ValueError, the first time, where ranks of a pipeline bring different samples of the same sizes."""
@@ -140,3 +148,13 @@ class Exchange:
         rows = torch.tensor(gather_floats(self.comm, mine, IN_STAGE, Note("setup")), dtype=torch.float64)
         sums: list[list[float]] = rows.view(-1, self.tensor, len(mine)).sum(0).tolist()
         return sums
+
+
+def _digest(microbatches: Sequence[Any]) -> int:
+    """31 bits of some elements of every tensor that is on the host."""
+    digest = 0
+    for leaf in tree_leaves(list(microbatches)):
+        if isinstance(leaf, Tensor) and leaf.device.type == "cpu" and leaf.layout is torch.strided and leaf.numel():
+            few = leaf.detach().reshape(-1)[:: max(1, leaf.numel() // LOOKED_AT)].resolve_conj().resolve_neg()
+            digest = crc32(few.contiguous().view(torch.uint8).numpy().data, digest)
+    return digest >> 1

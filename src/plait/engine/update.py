@@ -18,6 +18,7 @@ from plait.engine.data_parallel.unit import parameters_of
 from plait.engine.exchange import Report
 from plait.engine.nonfinite import NonFinite, described, encoded
 from plait.engine.norm import check_whole
+from plait.engine.pipeline.copies import ForwardWrites
 from plait.engine.placed_model import PlacedModel
 from plait.engine.standing import Standing
 from plait.engine.step import OpenStep, StepResult
@@ -84,9 +85,11 @@ class Update:
         squares = square_sum(o.gradient for o in owned if norm.counts(o)) if measured else 0.0
         touched = {name for stage in placed.stages.values() for name in stage.gradients.touched()}
         signal = float(placed.comm.stop_signal)
-        marks = [float(encoded(self.watch.first(), exchange.names)), signal, *standing.numbers()]
+        written = ForwardWrites(stage.copies for stage in placed.stages.values())
+        marks = [float(encoded(self.watch.first(), exchange.names)), signal, *standing.numbers(), written.number()]
         report = exchange.report(squares, losses, touched, marks)
-        standing.check(placed.comm, [row[2:] for row in report.marks])
+        standing.check(placed.comm, [row[2:-1] for row in report.marks])
+        written.agree(placed.comm, [row[-1] for row in report.marks], exchange.in_stage)
         total, losses_by_rank, self.have_gradient = report.squares, report.losses, report.have_gradient
         self.made = self._finite(report, standing.step)
         losses = tuple(losses_by_rank[placed.comm.mesh.data_rank(placed.comm.rank)])

@@ -170,14 +170,18 @@ def test_a_loop_of_ones_own(late: bool, recompute: str) -> None:
 
 
 class Counted(Drops):
-    """Counts its forwards and, apart, those of its first layer."""
+    """Counts its forwards, in a list: a number would be as if they ran once."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.forwards = 0
+        self.ran = [0]
+
+    @property
+    def forwards(self) -> int:
+        return self.ran[0]
 
     def forward(self, x_BC: Tensor) -> Tensor:
-        self.forwards += 1
+        self.ran[0] += 1
         return super().forward(x_BC)
 
 
@@ -203,6 +207,23 @@ def test_a_block_runs_twice_and_the_second_time_in_the_input_part(monkeypatch: p
                 model, "pipe=2", "ddp", batches(1), microbatches=3, look=look, schedule=schedule, recompute=mode
             )
             assert sorted(n for rank in ranks for n in rank.seen) == [3 * times] * 3
+
+
+class Counts(nn.Module):
+    """Every call makes something else of the input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.calls = nn.Linear(WIDTH, WIDTH), 0
+
+    def forward(self, x_BC: Tensor) -> Tensor:
+        self.calls += 1
+        return torch.tanh(self.inner(x_BC)) / self.calls
+
+
+@pytest.mark.parametrize("row", ["ddp", "zero3"])
+def test_a_block_that_counts_its_calls(row: str) -> None:
+    unchanged(model_of(Counts(), Counts()), "shard=2", row, "full")
 
 
 def test_nothing_runs_twice_where_no_gradient_is_asked_for() -> None:

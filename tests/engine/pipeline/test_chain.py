@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import engine_cases as cases
@@ -47,6 +48,49 @@ class Indexed(Base):
         return self.tail(x)
 
 
+class Renamed(Base):
+    """Whose first parameter has another name, and it calls something else ``self``."""
+
+    def forward(module, self: Tensor) -> Any:  # noqa: N805
+        x = module.ahead(self.tail(1) if self.dim() == 3 else self)  # type: ignore[operator]
+        for block in module.blocks:
+            x = block(x)
+        return module.tail(x) * module.weight
+
+    ahead = lambda this, x: this.start(x)  # noqa: E731
+
+
+class Kept(Base):
+    """Its forward, and a method that this calls, are set on the object."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.forward, self.behind = self.run, self.end  # type: ignore[method-assign, assignment]
+
+    def run(self, x: Tensor) -> Any:
+        x = self.start(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.behind(x)
+
+    def end(self, x: Tensor) -> Any:
+        return self.tail(x) * self.weight
+
+
+class Listed(Base):
+    """Has its modules a second time, where nobody registers them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._order, self.ends = list(self.blocks), {"first": (self.start,), "last": self.tail}
+
+    def forward(self, x: Tensor) -> Any:
+        last = self.ends["last"]
+        for block in self._order:
+            x = block(x)
+        return last(x) * self.weight
+
+
 class Silent(Base):
     forward = None  # type: ignore[assignment]
 
@@ -66,6 +110,9 @@ class Wrapped(nn.Module):
         (Plain(), {"start": {0, 1, 2, 3}, "tail": {3}, "weight": {3}}),
         (Nested(), {"start": {0}, "tail": {3}, "weight": {0}}),
         (Indexed(), {"start": {0}, "tail": {3}, "weight": {0, 1, 2, 3}}),
+        (Renamed(), {"start": {0}, "tail": {3}, "weight": {3}}),
+        (Kept(), {"start": {0}, "tail": {3}, "weight": {3}}),
+        (Listed(), {"start": {0}, "tail": {0}, "weight": {3}}),
         (Silent(), {"start": {0}, "tail": {0}, "weight": {0, 1, 2, 3}}),
         (Wrapped(), {"base.start": {0, 3}, "base.tail": {3}, "base.weight": {0}, "head": {3}}),
     ],
@@ -76,6 +123,33 @@ def test_what_stands_outside_of_the_links(model: nn.Module, outside: dict[str, s
     prefix = "base." if isinstance(model, Wrapped) else ""
     assert chain.links == tuple(f"{prefix}blocks.{i}" for i in range(3))
     assert {name: set(before) for name, before in chain.outside.items()} == outside
+
+
+def test_a_forward_on_the_object_that_knows_the_whole_model_is_refused() -> None:
+    model = Wrapped()
+    model.base.forward = model.base.run  # type: ignore[method-assign]
+    chain_of(model)
+    model.base.forward = partial(model.base.run)  # type: ignore[method-assign]
+    with pytest.raises(ValueError, match=r"forward of 'base' is set on the object, to a partial that .*MethodType"):
+        chain_of(model)
+
+
+@pytest.mark.parametrize("links", [None, "blocks", [], [nn.Linear(2, 2)], 3], ids=repr)
+def test_links_that_are_no_names_are_refused(links: Any) -> None:
+    model = Plain()
+    words = r"pipeline_links\(\) of Plain gives .*: let it return a list with the names of modules"
+    for model.pipeline_links in (lambda: links, *([links] if links is not None else [])):  # type: ignore[assignment]
+        with pytest.raises(ValueError, match=words):
+            chain_of(model)
+
+
+def test_a_link_that_is_named_twice_is_refused_with_the_way_to_name_it() -> None:
+    model = Plain()
+    for model.pipeline_links in (lambda: ["start", "tail", "start"], ["start"] * 2):  # type: ignore[assignment]
+        with pytest.raises(
+            ValueError, match=r"'start' of Plain stands twice: give .* nn.ModuleList\(\[block, block\]\)"
+        ):
+            chain_of(model)
 
 
 def test_a_stage_has_its_links_and_what_runs_before_them() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from engine_cases import distinct
-from pipeline_cases import refused
+from pipeline_cases import linear, refused
 from test_crossing import Biased, Tower
 from torch import Tensor, nn
 
@@ -93,6 +93,140 @@ class Elsewhere(Tower):
         return out
 
 
+class Counting(Tower):
+    """A module in front of the blocks returns a number, which is read behind them."""
+
+    class Embed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = linear()
+
+        def forward(self, x: Tensor) -> tuple[Tensor, Any]:
+            return self.inner(x), self.number(x)
+
+        def number(self, x: Tensor) -> Any:
+            return 0.5 if x[0, 0] > 0 else 0.25
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = self.Embed()  # type: ignore[assignment]
+
+    def forward(self, x: Tensor) -> Tensor:
+        x, number = self.embed(x)
+        for block in self.blocks:
+            x = block(x)
+        out: Tensor = self.head(self.norm(x)) * number
+        return out
+
+
+class Deep(Counting):
+    """The number is a key in a dict, and changes its kind."""
+
+    class Embed(Counting.Embed):
+        def number(self, x: Tensor) -> Any:
+            return {"a": [None if x[0, 0] > 0 else "text"]}
+
+    def forward(self, x: Tensor) -> Tensor:
+        x, found = self.embed(x)
+        for block in self.blocks:
+            x = block(x)
+        out: Tensor = self.head(self.norm(x)) * len(str(found["a"]))
+        return out
+
+
+class Once(Counting):
+    """The number becomes a thing that only this process knows."""
+
+    class Embed(Counting.Embed):
+        calls = 0
+
+        def number(self, x: Tensor) -> Any:
+            self.calls += 1
+            return 2 if self.calls < 3 else Numbers()  # microbatches are of two sizes
+
+
+class Numbers:
+    def __rmul__(self, x: Tensor) -> Tensor:
+        return x * 3
+
+
+class Kept(Counting):
+    """The number is how long a tensor is."""
+
+    class Embed(Counting.Embed):
+        def number(self, x: Tensor) -> Any:
+            return x[x[:, 0] > 0]
+
+    def forward(self, x: Tensor) -> Tensor:
+        x, found = self.embed(x)
+        for block in self.blocks:
+            x = block(x)
+        out: Tensor = self.head(self.norm(x)) * len(found)
+        return out
+
+
+class Largest(Tower):
+    """Each block returns a number."""
+
+    class Block(Biased):
+        def forward(self, x: Any) -> Any:  # type: ignore[override]
+            return super().forward(x), x.detach().abs().max().item()
+
+    block = Block
+
+    def forward(self, x: Tensor) -> Tensor:
+        x, total = self.embed(x), 0.0
+        for block in self.blocks:
+            x, largest = block(x)
+            total += largest
+        out: Tensor = self.head(self.norm(x)) * total
+        return out
+
+
+class Sparse(Tower):
+    class Block(Biased):
+        def forward(self, x: Tensor) -> Any:  # type: ignore[override]
+            return super().forward(x), x.detach().to_sparse()
+
+    block = Block
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embed(x)
+        for block in self.blocks:
+            x, _ = block(x)
+        out: Tensor = self.head(self.norm(x))
+        return out
+
+
+class SparseBias(Tower):
+    """A sparse tensor that is made between blocks is given to all."""
+
+    class Block(Biased):
+        def forward(self, x: Tensor, bias: Tensor) -> Tensor:  # type: ignore[override]
+            return super().forward(x, bias.to_dense())
+
+    block = Block
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embed(x)
+        bias = x.detach().to_sparse()
+        for block in self.blocks:
+            x = block(x, bias)
+        out: Tensor = self.head(self.norm(x))
+        return out
+
+
+class Inferring(Tower):
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.inference_mode():
+            x = self.blocks[0](self.embed(x))
+        x = x.clone()
+        for block in self.blocks[1:]:  # type: ignore[union-attr]
+            x = block(x)
+        out: Tensor = self.head(self.norm(x))
+        return out
+
+
 @pytest.mark.parametrize(
     "kind, words",
     [
@@ -100,6 +234,17 @@ class Elsewhere(Tower):
         (Noting, r"'blocks\.\d' writes into a list or a dict"),
         (Hooked, r"the modules inside of 'blocks\.\d' belongs to another stage"),
         (Hidden, "stage 0 ends with 'blocks.2', which returns object"),
+        (
+            Counting,
+            r"'embed' returns 0\.2?5 where it returned 0\.2?5 for an earlier batch .*, or return .* as a tensor",
+        ),
+        (Deep, r"'embed' returns (None|'text') where it returned (None|'text') for"),
+        (Once, "'embed', of which later stages know what it returned before, returns Numbers: from stage to stage go"),
+        (Kept, r"'embed' returns float64 \[\d, 5\], .* where it returned float64 \[\d, 5\], .* pad what varies"),
+        (Largest, r"'blocks\.0' returns \d\.\d+ where it returned \d\.\d+ for"),
+        (Sparse, "stage 0 ends with 'blocks.2', which returns a sparse_coo tensor: .* to_dense"),
+        (SparseBias, r"what 'blocks\.\d' is given is read behind .*, and is a sparse_coo tensor"),
+        (Inferring, r"under torch.inference_mode\(\), .*: use torch.no_grad\(\)"),
         (Overwriting, "loss_fn uses something .* which another stage has"),
         (Elsewhere, "'norm' belongs to no link of the pipeline and was taken to run elsewhere, but stage 0 calls it"),
     ],

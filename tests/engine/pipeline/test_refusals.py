@@ -8,7 +8,7 @@ from typing import Any
 import engine_cases as cases
 import pytest
 import torch
-from engine_cases import Batch, batches, distinct, loss_sum
+from engine_cases import WIDTH, Batch, batches, distinct, loss_sum
 from pipeline_cases import Chain, build, chain, linear, on, refused, same, step
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -271,6 +271,8 @@ GOOD = "0F0 0F1 0B0 0B1\n1F0 1B0 1F1 1B1"
         ("1 \\+ 2 = 3 links, but the model has 4", {"split": (1, 2)}),
         ("at least one", {"split": (4, 0)}),
         ("at least one", {"split": (5, -1)}),
+        (r"a split with 2\.0: give whole numbers, .* as in \(5, 4\)", {"split": (2.0, 2.0)}),
+        ("a split with '2': give whole numbers", {"split": ["2", "2"]}),
         ("for 3 stages, but the pipeline has 2", {"split": (1, 2, 1)}),
         ("1B1 is missing", {"schedule": GOOD.removesuffix(" 1B1")}),
         ("1B1 is doubled", {"schedule": GOOD + " 1B1"}),
@@ -347,8 +349,9 @@ def test_a_step_without_gradients() -> None:
 
 def test_ranks_that_bring_different_batches() -> None:
     def values(comm: Comm) -> None:
-        batch = batches(2)[comm.rank]
-        step(build(chain(), comm), batch | {"mask": torch.ones_like(batch["mask"])})
+        many = {"x": torch.ones(9000, WIDTH, dtype=torch.float64), "mask": torch.ones(9000, dtype=torch.float64)}
+        many["x"][1, 1] += comm.rank  # not among the elements that every step looks at
+        step(build(chain(), comm), many, 1)
 
     def numbers(comm: Comm) -> None:
         step(build(chain(), comm), batches(1)[0], 3 + comm.rank)

@@ -20,7 +20,7 @@ section 5): the core of attention has most of a layer's activations (5as/h of 34
 
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from functools import partial, wraps
+from functools import wraps
 from typing import Any
 
 import torch
@@ -112,18 +112,23 @@ def run_twice(model: nn.Module, name: str, interceptor: Interceptor, parallel: P
     once, checked, parameters = module.forward, set[bool](), dict(module.named_parameters())
     # torch ends a recomputation once it has what was saved: the message of these may come after that, last in a block
     early_stop = inside.isdisjoint({"gathered", "vocabulary"})
-    call = partial(called_twice, interceptor.current, once, seen_by=interceptor, early_stop=early_stop)
+    counts = False
 
     @wraps(once)
     def forward(*args: Any, **kwargs: Any) -> Any:
+        nonlocal counts
         if not torch.is_grad_enabled():
             return once(*args, **kwargs)
         unseen = module.training not in checked and not in_backward()
         with torch._C.DisableTorchFunction():
             versions = [parameter._version for parameter in parameters.values()]
             before = _values(module) if unseen else {}
+        numbers = _numbers(module) if unseen or counts else {}
+        function = _WithNumbers(module, once, numbers) if numbers else once
         try:
-            output = call(args, kwargs)
+            output = called_twice(
+                interceptor.current, function, args, kwargs, seen_by=interceptor, early_stop=early_stop
+            )
         except RuntimeError as error:
             if "saved tensor hooks" not in str(error):
                 raise
@@ -145,9 +150,39 @@ def run_twice(model: nn.Module, name: str, interceptor: Interceptor, parallel: P
             )
         if unseen:
             checked.add(module.training)
+            counts = counts or numbers != _numbers(module)
         return output
 
     module.forward = forward
+
+
+class _WithNumbers:
+    """A block's forward that begins with the same numbers when it runs again, and leaves those that it finds then."""
+
+    def __init__(self, module: nn.Module, forward: Function, numbers: Mapping[tuple[nn.Module, str], Any]) -> None:
+        self._module, self._forward, self._numbers, self._ran = module, forward, numbers, False
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not self._ran:
+            self._ran = True
+            return self._forward(*args, **kwargs)
+        now = _numbers(self._module)
+        _set(self._numbers)
+        try:
+            return self._forward(*args, **kwargs)
+        finally:
+            _set(now)
+
+
+def _numbers(module: nn.Module) -> dict[tuple[nn.Module, str], Any]:
+    """What a block and the modules inside keep as plain numbers (a counter)."""
+    modules = [*module.modules()]
+    return {(m, key): v for m in modules for key, v in vars(m).items() if type(v) in (int, float)}
+
+
+def _set(numbers: Mapping[tuple[nn.Module, str], Any]) -> None:
+    for (module, key), value in numbers.items():
+        vars(module)[key] = value
 
 
 def _values(module: nn.Module) -> dict[str, Tensor]:

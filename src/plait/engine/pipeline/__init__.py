@@ -4,6 +4,7 @@ stage.py           one stage: its part of the model, its units, its passes      
 chain.py           which links a model has, and before which of them all else runs
 stage_model.py     the part of a model that one stage runs
 build_stages.py    from a model and a pipeline to the stages of this rank
+copies.py          what programs set on the user's modules and forwards write to them, on every stage
 boundary.py        where a forward enters a stage and leaves it
 crossing.py        one microbatch's way over these boundaries
 not_here.py        what stands for values that another stage has

@@ -7,7 +7,7 @@
            ├► drop(x)                      passes through: NotHere in, NotHere out
            ├► (embed was the last before ours: returns what stage 0 sent)    BoundaryState.enter
            ├► blocks.0    ours             runs; what it is given besides the stream and is NotHere, stage 0 sent too
-           ├► blocks.1    ours, the last   its hook raises StageDone ────────────────┐
+           ├► blocks.1    ours, the last   behind its hooks: raises StageDone ───────┐
            ┆  norm, head                   never reached                             │
       ┆  cross_entropy                     never reached                             │
     Stage._call   ◄──────────────────────────────────────────────── except StageDone ┘   goes to stage 2
@@ -25,7 +25,8 @@ What later stages read besides the stream (a bias table, an encoder's output, a 
 ``crossing``.  To find it out, the first call for the shapes of a batch goes on behind the stage's last link.
 """
 
-from collections.abc import Mapping, MutableMapping, MutableSequence, MutableSet
+from collections.abc import Callable, Mapping, MutableMapping, MutableSequence, MutableSet
+from functools import partial
 from typing import Any
 
 import torch
@@ -33,7 +34,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from plait.engine.forward.context import CurrentForward, in_backward
-from plait.engine.pipeline.crossing import BoundaryState
+from plait.engine.pipeline.crossing import BoundaryState, version_of
 from plait.engine.pipeline.handover import Key, shape_of, tree_of, value_of
 from plait.engine.pipeline.not_here import NotHere
 from plait.engine.pipeline.stage_model import CHILDREN, ForeignLayer, StageModel
@@ -48,6 +49,12 @@ SHARED = MutableMapping, MutableSequence, MutableSet
 
 def _inside(container: Any) -> list[int]:
     return [id(one) for one in (container.values() if isinstance(container, MutableMapping) else container)]
+
+
+def _call(
+    module: nn.Module, call: Callable[..., Any], after: Callable[[nn.Module, Any], Any], *args: Any, **kw: Any
+) -> Any:
+    return after(module, call(*args, **kw))
 
 
 class StageBoundary:
@@ -68,15 +75,19 @@ class StageBoundary:
                 link.at_call, link.at_look = self._at_foreign_link, self._at_look
         for link in dict.fromkeys(part.model.get_submodule(self.names[index]) for index in self.links):
             link.register_forward_pre_hook(self._before_link, with_kwargs=True)  # after other hooks of theirs
-            link.register_forward_hook(self._after_link)
+            self._follow(link, self._after_link)
         for name, module in part.outside.items():
             self._name_of[id(module)] = name
             if isinstance(module, ForeignLayer):
                 module.at_call, module.at_look = self._at_foreign_module, self._at_look
             elif not last:
-                module.register_forward_hook(self._after_module)
+                self._follow(module, self._after_module)
         if not last:
             part.model.register_forward_hook(self._after_model, prepend=True)  # before its units are left
+
+    def _follow(self, module: nn.Module, after: Callable[[nn.Module, Any], Any]) -> None:
+        """Have ``after`` called with what a module returns, behind all hooks of its, also those that come later."""
+        vars(module)["_call_impl"] = partial(_call, module, module._call_impl, after)
 
     @property
     def state(self) -> BoundaryState | None:
@@ -150,11 +161,13 @@ class StageBoundary:
             return None
         boundary = self._reached(module)
         ends_here = boundary.next_link == self.links.stop and not self.last
-        boundary.shared = []
-        if not (ends_here or kwargs) and {*map(type, args)} == {Tensor}:
+        boundary.shared, boundary.beside = [], []
+        if not (ends_here or kwargs) and len(args) == 1 and type(args[0]) is Tensor:
             return None  # nothing to look into: most links are given their stream alone
         name = self.names[boundary.next_link - 1]
         boundary.shared = [(one, _inside(one)) for one in (*args, *kwargs.values()) if isinstance(one, SHARED)]
+        beside = (one for one in (*args[1:], *kwargs.values()) if isinstance(one, Tensor))
+        boundary.beside = [(one, version_of(one)) for one in beside if not isinstance(one, NotHere)]
         leaves, spec = tree_flatten((args, kwargs))
         if ends_here:
             for place, leaf in enumerate(leaves):
@@ -173,9 +186,9 @@ class StageBoundary:
                     )
         return tree_unflatten(leaves, spec)
 
-    def _after_link(self, module: nn.Module, args: Any, output: Any) -> Any:
+    def _after_link(self, module: nn.Module, output: Any) -> Any:
         if in_backward():
-            return None
+            return output
         boundary: BoundaryState | None = self.current.context.boundary
         assert boundary is not None
         name = self.names[boundary.next_link - 1]
@@ -184,11 +197,18 @@ class StageBoundary:
                 f"the pipeline's link {name!r} writes into a list or a dict that it is given: links on other stages "
                 f"would not see it; let it return what others need"
             )
+        if any(one._version != version for one, version in boundary.beside):
+            returned = {id(leaf) for leaf in tree_leaves(output)}
+            if any(one._version != version and id(one) not in returned for one, version in boundary.beside):
+                raise ValueError(
+                    f"the pipeline's link {name!r} writes in place to a tensor that it is given beside the stream: "
+                    f"links on other stages would not see it; let it return what others need"
+                )
         if self.last:
-            return None
+            return output
         boundary.returns(name, output)
         if boundary.next_link < self.links.stop:
-            return None
+            return output
         try:
             tensors: list[Tensor] = []
             tree_of(output, tensors)
@@ -208,10 +228,11 @@ class StageBoundary:
             raise StageDone
         return self._behind(boundary)
 
-    def _after_module(self, module: nn.Module, args: Any, output: Any) -> None:
+    def _after_module(self, module: nn.Module, output: Any) -> Any:
         boundary = self.state
         if boundary is not None and boundary.output is None and not in_backward():
             boundary.returns(self._name_of[id(module)], output)
+        return output
 
     # ---- behind the last link -------------------------------------------------------------------------------------
 

@@ -8,6 +8,7 @@ Without a pipeline there is one stage; no link is named, no container copied, an
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import SupportsIndex
 
 from torch import nn
 
@@ -61,6 +62,8 @@ def split_of(chain: Chain, num_stages: int, sizes: Sequence[int] | None) -> tupl
     try:
         if sizes is None:
             return even(len(chain), num_stages)
+        if wrong := [size for size in sizes if not isinstance(size, SupportsIndex)]:
+            raise ValueError(f"a split with {wrong[0]!r}: give whole numbers, the links of each stage, as in (5, 4)")
         if len(sizes) != num_stages:
             raise ValueError(f"a split for {len(sizes)} stages, but the pipeline has {num_stages}: give as many sizes")
         return by_sizes(sizes, len(chain))

@@ -18,11 +18,13 @@ import inspect
 import textwrap
 import threading
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MethodType
 from typing import Any
 
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 PARSING = threading.Lock()
 """Python's parser counts how deep it is for all threads together."""
@@ -51,8 +53,8 @@ def chain_of(model: nn.Module) -> Chain:
     of a Hugging Face model, or its list of blocks.  ValueError where there is none, or what it names does not fit the
     model."""
     own = getattr(model, "pipeline_links", None)
-    if callable(own):
-        links = tuple(own())
+    if own is not None:
+        links = _named(model, own() if callable(own) else own)
     elif isinstance(model, nn.Sequential):
         links = tuple(model._modules)
     else:
@@ -73,6 +75,17 @@ def chain_of(model: nn.Module) -> Chain:
                 f"in several places: each stage would change it for itself; put it into a module of the chain"
             )
     return Chain(links, outside)
+
+
+def _named(model: nn.Module, links: Any) -> tuple[str, ...]:
+    """What the model's own ``pipeline_links()`` returned."""
+    names = tuple(links) if isinstance(links, Iterable) and not isinstance(links, str) else ()
+    if not names or not all(isinstance(name, str) for name in names):
+        raise ValueError(
+            f"pipeline_links() of {type(model).__name__} gives {links!r:.60}: let it return a list with the names of "
+            f"modules, as named_modules() has them, in the order in which they run"
+        )
+    return names
 
 
 def _planned(model: nn.Module) -> tuple[str, ...]:
@@ -116,11 +129,28 @@ def _check(model: nn.Module, links: Sequence[str]) -> None:
     modules = dict(model.named_modules(remove_duplicate=False))
     if unknown := [name for name in links if name not in modules]:
         raise ValueError(f"{type(model).__name__} names the pipeline link {unknown[0]!r}, which is no module of it")
+    if twice := [name for i, name in enumerate(links) if name in links[:i]]:
+        raise ValueError(
+            f"the pipeline link {twice[0]!r} of {type(model).__name__} stands twice: give a module that runs several "
+            f"times a name for each run, as in self.runs = nn.ModuleList([block, block]), and list these"
+        )
     for i, name in enumerate(links):
         if around := next((n for j, n in enumerate(links) if i != j and f"{name}.".startswith(f"{n}.")), None):
             raise ValueError(
                 f"the pipeline link {name!r} of {type(model).__name__} stands twice, as part of {around!r}"
             )
+    for name in around_links(links):
+        module = model.get_submodule(name)
+        if not _bound_to(module, forward := vars(module).get("forward")) and forward is not None:
+            raise ValueError(
+                f"forward of {name or type(model).__name__!r} is set on the object, to a {type(forward).__name__} that "
+                f"knows the modules of the whole model: a stage runs a copy that has only some. Set it on the class, "
+                f"or as a method of the object, types.MethodType(function, module)"
+            )
+
+
+def _bound_to(module: nn.Module, function: Any) -> bool:
+    return isinstance(function, MethodType) and function.__self__ is module
 
 
 def around_links(links: Sequence[str]) -> frozenset[str]:
@@ -167,7 +197,18 @@ def _outside(model: nn.Module, links: Sequence[str]) -> dict[str, frozenset[int]
                 behind = min(indices)
             elif module._modules[short] is not None:
                 found.setdefault(f"{prefix}{short}", {behind})
-    return {name: frozenset(before) for name, before in found.items()}
+    return {part: frozenset(before) for name, before in found.items() for part in _parts(model, name)}
+
+
+def _parts(model: nn.Module, name: str) -> Iterator[str]:
+    """What can be placed of a module: itself or, of one that cannot be called (a list, a dict), what is in it."""
+    path, _, last = name.rpartition(".")
+    module = model.get_submodule(path)._modules.get(last)
+    if module is None or type(module).forward is not nn.Module.forward:
+        yield name
+        return
+    for short in (*module._parameters, *module._modules):
+        yield from _parts(model, f"{name}.{short}")
 
 
 class _Uses(ast.NodeVisitor):
@@ -177,9 +218,12 @@ class _Uses(ast.NodeVisitor):
         self.model, self.module, self.name = model, model.get_submodule(name), name
         self.found: list[tuple[str, frozenset[int]]] = []
         """Names in the model, and the loops around them."""
+        self._names = {id(module): name for name, module in model.named_modules()}
         self._loops: frozenset[int] = frozenset()
         self._num_loops = 0
         self._read: set[str] = set()
+        self._own: str | None = None
+        """What the function that is read calls the module: its first parameter."""
 
     @classmethod
     def of(cls, model: nn.Module, name: str) -> list[tuple[str, frozenset[int]]]:
@@ -191,6 +235,9 @@ class _Uses(ast.NodeVisitor):
         """The source of a method, or of a property; nothing where there is none, or it has been read."""
         function: Any = inspect.getattr_static(type(self.module), method, None)
         function = function.fget if isinstance(function, property) else function
+        if method in vars(self.module):
+            own = vars(self.module)[method]
+            function = own.__func__ if _bound_to(self.module, own) else None
         known = method in self._read or (method != "forward" and hasattr(nn.Module, method))
         if known or not inspect.isfunction(function):
             return
@@ -201,7 +248,10 @@ class _Uses(ast.NodeVisitor):
                 tree = ast.parse(source)
         except (OSError, TypeError, SyntaxError):
             return
+        functions = (node.args for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.Lambda))
+        before, self._own = self._own, next((a.arg for f in functions for a in (*f.posonlyargs, *f.args)), None)
         self.visit(tree)
+        self._own = before
 
     def visit_Call(self, node: ast.Call) -> None:
         for argument in (*node.args, *node.keywords, node.func):
@@ -211,7 +261,7 @@ class _Uses(ast.NodeVisitor):
         path, base = [node.attr], node.value
         while isinstance(base, ast.Attribute):
             path, base = [base.attr, *path], base.value
-        if not (isinstance(base, ast.Name) and base.id == "self"):
+        if not (isinstance(base, ast.Name) and base.id == self._own):
             self.generic_visit(node)
             return
         module, names = self.module, [self.name] if self.name else []
@@ -225,8 +275,10 @@ class _Uses(ast.NodeVisitor):
             module, names = child, [*names, attribute]
         if module is not self.module:
             self.found.append((".".join(names), self._loops))
-        else:
-            self.read(path[0])
+            return
+        held = [id(one) for one in tree_leaves(vars(self.module).get(path[0])) if isinstance(one, nn.Module)]
+        self.found += [(self._names[one], self._loops) for one in held if one in self._names]
+        self.read(path[0])
 
     def _loop(self, node: ast.AST) -> None:
         self._num_loops += 1

@@ -12,7 +12,7 @@ last link, on ``NotHere``, to the end of the model; nothing computes there.  Wha
 tensors goes along, if it has a name that all stages know: a module returned it, or a link is given it.
 """
 
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -25,7 +25,19 @@ from torch.utils._pytree import tree_leaves
 
 from plait.comm.header import Shape
 from plait.engine.forward.interceptor import EngineMode, only_metadata
-from plait.engine.pipeline.handover import HandOver, HandOverForm, Key, Tree, number_of, shape_of, tree_of, value_of
+from plait.engine.pipeline.handover import (
+    HandOver,
+    HandOverForm,
+    Key,
+    Tree,
+    difference,
+    number_of,
+    shape_of,
+    shapes_in_words,
+    tree_of,
+    value_of,
+    words_for,
+)
 from plait.engine.pipeline.not_here import NotHere, not_here
 
 NOTHING = HandOverForm(())
@@ -60,6 +72,33 @@ class Search(EngineMode):
         return out
 
 
+def version_of(tensor: Tensor) -> int:
+    """Counts what is written to a tensor in place."""
+    if tensor.is_inference():
+        raise ValueError(
+            "a link or module of the pipeline is given or returns a tensor that was made under torch.inference_mode(), "
+            "and of such ones nobody can tell when they are written to: use torch.no_grad() instead"
+        )
+    return tensor._version
+
+
+def _check_same(name: str, before: tuple[Tree, list[Shape]], now: tuple[Tree, list[Shape]]) -> None:
+    """ValueError if a module returned something else than later stages have been told."""
+    if before == now:
+        return
+    if found := difference(before[0], now[0]):
+        old, new = map(words_for, found)
+    elif before[1] != now[1]:
+        old, new = map(shapes_in_words, (before[1], now[1]))
+    else:  # NaN and NaN
+        return
+    raise ValueError(
+        f"{name!r} returns {new} where it returned {old} for an earlier batch of the same shapes, which is what later "
+        f"stages go by: let numbers, text and shapes in it depend on the shapes of the batch only, or return a number "
+        f"as a tensor, and pad what varies"
+    )
+
+
 class BoundaryState:
     """One microbatch's way over the boundary of a stage, from what the stage before sent, if there is one.
 
@@ -82,9 +121,11 @@ class BoundaryState:
         self.values: dict[Key, tuple[Tensor, int]] = {}
         """What goes on besides the stream, with the versions in which it shall go."""
         known = {**self.form.returned, **(learned or NOTHING).returned}
-        self.returned: dict[str, list[tuple[Tree, list[Shape]]]] = defaultdict(list, known)
+        self.returned: dict[str, list[tuple[Tree, list[Shape]]]] = known
         self.shared: list[tuple[Any, list[int]]] = []
         """Lists and dicts that the link which runs was given, and what was in them."""
+        self.beside: list[tuple[Tensor, int]] = []
+        """The tensors beside its stream that the link which runs was given, with their versions."""
         self.output: Any = None
         """What the stage's last link returned."""
         self._copies: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
@@ -163,7 +204,7 @@ class BoundaryState:
         if isinstance(tensor, NotHere):
             return
         if self.search is not None:
-            self.search.known.setdefault(id(tensor), (key, tensor._version))
+            self.search.known.setdefault(id(tensor), (key, version_of(tensor)))
         elif self._wanted(key):
             self.values[key] = tensor, tensor._version
 
@@ -171,26 +212,33 @@ class BoundaryState:
         return self.learned is not None and key in self.learned.values
 
     def returns(self, name: str, output: Any) -> None:
-        """A module here returned this."""
-        if self.learned is not None and name not in self.learned.modules:
-            return
+        """A module here returned this; ValueError where later stages go by something else."""
+        call, known, tensors = self.calls[name], self.returned.get(name, []), list[Tensor]()
+        told = self.search is None and len(self.form.returned.get(name, ())) <= call < len(known)  # by this stage
+        self.calls[name] += 1
         try:
-            tensors: list[Tensor] = []
             tree = tree_of(output, tensors)
-        except ValueError:  # for later stages it is a tensor like the stream
-            return
+        except ValueError as error:
+            if told:
+                raise ValueError(
+                    f"{name!r}, of which later stages know what it returned before, returns {error}"
+                ) from None
+            return  # for later stages it is a tensor like the stream
+        shapes = [shape_of(tensor) for tensor in tensors]
+        if told:
+            _check_same(name, known[call], (tree, shapes))
         if self.search is not None:
             self.search.add(output)
-            if name not in self.form.returned:
-                self.returned[name].append((tree, [shape_of(tensor) for tensor in tensors]))
-        for leaf, tensor in enumerate(tensors):
-            self.note(Key(name, self.calls[name], leaf), tensor)
-        self.calls[name] += 1
+            if call == len(known):
+                self.returned[name] = [*known, (tree, shapes)]
+        if self.learned is None or name in self.learned.modules:
+            for leaf, tensor in enumerate(tensors):
+                self.note(Key(name, call, leaf), tensor)
 
     def read_behind(self, tensor: Tensor) -> bool:
         """A tensor is read behind the stage's last link; whether it goes on under a key of its own."""
         key, version = cast(Search, self.search).known.get(id(tensor), (None, 0))
-        if key is not None and tensor._version == version:  # else it is not what the module returned
+        if key is not None and version_of(tensor) == version:  # else it is not what the module returned
             self.values.setdefault(key, (self._copy(tensor), 0))
         return key is not None
 
@@ -211,13 +259,15 @@ class BoundaryState:
 
     def _copy(self, tensor: Tensor) -> Tensor:
         """One for each version, because code behind may write to it."""
-        kept = self._copies.setdefault((id(tensor), tensor._version), (tensor, tensor.clone()))
+        kept = self._copies.setdefault((id(tensor), version_of(tensor)), (tensor, tensor.clone()))
         return kept[1]
 
     def hand_over(self) -> HandOver:
         """What goes to the next stage.  ValueError where that is not to be had."""
         stream, more, values = list[Tensor](), list[Tensor](), dict[Key, int]()
         tree = tree_of(self.output, stream)
+        if self.learned is not None:  # the same, but a NaN in it would be another one
+            tree = self.learned.stream
         for key in sorted(self.values) if self.learned is None else self.learned.values:
             tensor, version = self.values.get(key, (None, 0))
             if tensor is None or tensor._version != version:
@@ -225,7 +275,12 @@ class BoundaryState:
                     f"what {key.module!r} is given, or returns, is read behind the boundary of a stage; for an earlier "
                     f"batch it was there, and now it is not, or was written to in place: let the model make a new one"
                 )
-            values[key] = len(stream) + number_of(tensor, more)
+            try:
+                values[key] = len(stream) + number_of(tensor, more)
+            except ValueError as error:
+                raise ValueError(
+                    f"what {key.module!r} is given is read behind the boundary of a stage, and is {error}"
+                ) from None
         tensors = [*stream, *more]
         returned = self.returned if self.learned is None else self.learned.returned
         return HandOver(tensors, HandOverForm(tuple(map(shape_of, tensors)), tree, values, returned))

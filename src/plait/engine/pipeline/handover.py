@@ -81,7 +81,7 @@ class HandOverForm:
         )
 
     def __str__(self) -> str:
-        return ", ".join(f"{str(dtype).removeprefix('torch.')} {list(shape)}" for shape, dtype in self.shapes)
+        return shapes_in_words(self.shapes)
 
 
 class HandOver(NamedTuple):
@@ -93,6 +93,10 @@ class HandOver(NamedTuple):
 
 def shape_of(tensor: Tensor) -> Shape:
     return tuple(tensor.shape), tensor.dtype
+
+
+def shapes_in_words(shapes: Sequence[Shape]) -> str:
+    return ", ".join(f"{str(dtype).removeprefix('torch.')} {list(shape)}" for shape, dtype in shapes)
 
 
 def _coded(shapes: Sequence[Shape]) -> list[Any]:
@@ -114,7 +118,7 @@ def _room(shape: Shape) -> int:
 def pack(tensors: Sequence[Tensor]) -> Tensor:
     """The tensors in one: itself if there is one, else bytes."""
     if len(tensors) == 1:
-        return tensors[0].contiguous()
+        return tensors[0].resolve_conj().resolve_neg().contiguous()
     sizes = [_room(shape_of(tensor)) for tensor in tensors]
     packed = torch.zeros(sum(sizes), dtype=torch.uint8, device=tensors[0].device)
     for tensor, part in zip(tensors, packed.split(sizes), strict=True):
@@ -137,7 +141,7 @@ def tree_of(value: Any, tensors: list[Tensor]) -> Tree:
     """A value as a tree; its tensors are added to the list, each once.
 
     Raises:
-        ValueError: something in it is no tensor, number, text or container of these.
+        ValueError: something in it is no dense tensor, number, text or container of these.
     """
     if isinstance(value, Tensor):
         return {"tensor": number_of(value, tensors)}
@@ -151,8 +155,14 @@ def tree_of(value: Any, tensors: list[Tensor]) -> Tree:
     if isinstance(value, tuple) and hasattr(kind, "_fields"):
         return {"class": _place_of(kind), "items": [tree_of(one, tensors) for one in value]}
     if dataclasses.is_dataclass(kind):
-        names = [f.name for f in dataclasses.fields(kind) if f.init]
-        return {"class": _place_of(kind), "fields": {name: tree_of(getattr(value, name), tensors) for name in names}}
+        slots = {f.name: getattr(value, f.name) for f in dataclasses.fields(kind) if hasattr(value, f.name)}
+        fields = slots | getattr(value, "__dict__", {})
+        entries = value if isinstance(value, dict) else {}  # an output of transformers is both
+        return {
+            "class": _place_of(kind),
+            "fields": [[name, tree_of(one, tensors)] for name, one in fields.items()],
+            "entries": [[tree_of(key, tensors), tree_of(one, tensors)] for key, one in entries.items()],
+        }
     raise ValueError(
         f"{kind.__name__}: from stage to stage go tensors, numbers, text and None, in tuples, lists, dicts and data "
         f"classes"
@@ -160,10 +170,16 @@ def tree_of(value: Any, tensors: list[Tensor]) -> Tree:
 
 
 def number_of(tensor: Tensor, tensors: list[Tensor]) -> int:
-    """Where a tensor stands in the list, to which it is added if it is new."""
+    """Where a tensor stands in the list, to which it is added if it is new; ValueError if it is not dense."""
     for number, known in enumerate(tensors):
         if known is tensor:
             return number
+    if tensor.layout is not torch.strided or tensor.is_nested:
+        kind = "nested" if tensor.is_nested else str(tensor.layout).removeprefix("torch.")
+        raise ValueError(
+            f"a {kind} tensor: from stage to stage go dense ones, so let to_dense() or to_padded_tensor() make it one, "
+            f"or hand on its parts"
+        )
     tensors.append(tensor)
     return len(tensors) - 1
 
@@ -183,10 +199,40 @@ def value_of(tree: Tree, tensors: Sequence[Tensor]) -> Any:
         case "dict":
             return {value_of(key, tensors): value_of(one, tensors) for key, one in content}
     module, _, name = content.partition(":")
-    made = operator.attrgetter(name)(sys.modules[module])
+    kind = operator.attrgetter(name)(sys.modules[module])
     if "items" in tree:
-        return made(*(value_of(one, tensors) for one in tree["items"]))
-    return made(**{name: value_of(one, tensors) for name, one in tree["fields"].items()})
+        return kind(*(value_of(one, tensors) for one in tree["items"]))
+    made = kind.__new__(kind)  # its __init__ has run, where it was made
+    for name, one in tree["fields"]:
+        object.__setattr__(made, name, value_of(one, tensors))
+    for key, one in tree["entries"]:
+        made[value_of(key, tensors)] = value_of(one, tensors)
+    return made
+
+
+def difference(before: Tree, now: Tree) -> tuple[Tree, Tree] | None:
+    """The first place in which two trees differ: what stands there in each."""
+    if isinstance(before, dict) and isinstance(now, dict) and before.keys() == now.keys() != {"tensor"}:
+        before, now = list(before.values()), list(now.values())
+    if isinstance(before, list) and isinstance(now, list) and len(before) == len(now):
+        return next((found for pair in zip(before, now, strict=True) if (found := difference(*pair))), None)
+    same = before == now or (before != before and now != now)  # a NaN and a NaN are the same
+    return None if same else (before, now)
+
+
+def words_for(tree: Tree) -> str:
+    """A tree in a message."""
+    if isinstance(tree, list):
+        return f"{len(tree)} values"
+    if not isinstance(tree, dict):
+        return repr(tree)
+    ((kind, content), *_) = tree.items()
+    match kind:
+        case "tensor":
+            return f"tensor {content}"
+        case "class":
+            return f"a {content.partition(':')[2]}"
+    return f"a {kind} of {len(content)}"
 
 
 def _place_of(kind: type) -> str:

@@ -106,8 +106,9 @@ class Runtime:
         def forward(s: int, m: int, received: HandOver | None) -> HandOver | Tensor:
             return self.stages[s].evaluate(m, loss_fn, batches[m], received)
 
-        self._carry_out(program, batches, forward, {})
-        self.p2p.wait_all()
+        with torch.inference_mode(False), torch.no_grad():  # a boundary asks tensors for their versions
+            self._carry_out(program, batches, forward, {})
+            self.p2p.wait_all()
 
     def run(
         self,

@@ -39,11 +39,12 @@ from plait.engine.forward.products import Products
 from plait.engine.forward.recompute import AttentionRecompute, blocks_of, run_twice
 from plait.engine.forward.tensor_parallel import StageAxis, TensorParallel
 from plait.engine.pipeline.boundary import StageBoundary, StageDone
+from plait.engine.pipeline.copies import FollowingParameter
 from plait.engine.pipeline.crossing import NOTHING, BoundaryState
 from plait.engine.pipeline.handover import HandOver, HandOverForm
 from plait.engine.pipeline.not_here import NotHere
 from plait.engine.pipeline.p2p import Signature, signature_of
-from plait.engine.pipeline.stage_model import StageModel
+from plait.engine.pipeline.stage_model import ForeignLayer, StageModel
 from plait.engine.state.fingerprint import ModelFingerprint
 from plait.tensor_parallel import Parallel
 from plait.tensor_parallel.gemm import TORCH, Gemm
@@ -122,14 +123,16 @@ class Stage:
         self.guard = ModelFingerprint(self.model)
         self.flights: dict[int, Flight] = {}
         self._lengths: dict[Signature, int] = {}
-        self._forms: dict[Signature, HandOverForm] = {}
-        """Of what the stage hands over, for the shapes of a batch that it has seen."""
-        originals = dict(settings.whole.model.named_modules())
-        self._twins = [(m, originals[n]) for n, m in self.model.named_modules() if originals.get(n, m) is not m]
-        """Copied modules and those of the user's model, whose mode they follow."""
+        self._forms: dict[tuple[Signature, bool], HandOverForm] = {}
+        """Of what the stage hands over, for the shapes of a batch that it has seen, and the mode (training or not)."""
+        users_modules = dict(settings.whole.model.named_modules(remove_duplicate=False))
+        self._foreign = [(m, users_modules[n]) for n, m in self.model.named_modules() if isinstance(m, ForeignLayer)]
+        self.copies = part.copies
+        """Of the user's modules, whose mode and attributes they follow."""
         users = dict(settings.whole.model.named_parameters())
-        self._copies = [(p, users[name]) for name, p, _, _ in parameters_of(self.units) if users[name] is not p]
-        """The same of parameters, which are frozen together."""
+        copied = [(p, users[name], flat) for name, p, flat, _ in parameters_of(self.units) if users[name] is not p]
+        self._copies = [FollowingParameter(p, user, whole=not (flat.split or user.is_meta)) for p, user, flat in copied]
+        """Of the user's parameters, which an earlier stage of the rank has."""
         self.interceptor.remember()
 
     def _handlers(self, settings: StageSettings, links: Sequence[str]) -> list[Handler]:
@@ -168,10 +171,18 @@ class Stage:
         self.unsharding.runs.clear()
         self.unsharding.found.clear()
         self.flights.clear()
-        for module, original in self._twins:
-            module.training = original.training
+        self.follow_model()
+        for one in self.copies:
+            one.begin_step()
         self.look_at_model()
         self.begin_sums()
+
+    def follow_model(self) -> None:
+        """What a program has set on the user's modules, those of this stage have too."""
+        for layer, module in self._foreign:
+            layer.follow(module)
+        for one in self.copies:
+            one.follow()
 
     def begin_sums(self) -> None:
         """Before the first gradient of a step."""
@@ -179,8 +190,8 @@ class Stage:
 
     def look_at_model(self) -> None:
         """Before a forward: notice what was frozen or thawed; ValueError for any other change."""
-        for copied, original in self._copies:
-            copied.requires_grad_(original.requires_grad)
+        for parameter in self._copies:
+            parameter.follow()
         if self.guard.check():
             for unit in self.units:
                 unit.look_at_frozen()
@@ -231,7 +242,9 @@ class Stage:
         return output._replace(tensors=[t.detach() for t in output.tensors])
 
     def _boundary(self, batch: Any, received: HandOver | None) -> BoundaryState:
-        return BoundaryState(received, NOTHING if self.last else self._forms.get(signature_of(batch)))
+        return BoundaryState(
+            received, NOTHING if self.last else self._forms.get((signature_of(batch), self.model.training))
+        )
 
     def evaluate(self, microbatch: int, loss_fn: LossFn, batch: Any, received: HandOver | None) -> HandOver | Tensor:
         """What ``forward`` returns, with no backward to come: under ``no_grad``, with modules in eval mode."""
@@ -293,7 +306,7 @@ class Stage:
     def _hand_over(self, boundary: BoundaryState, batch: Any) -> HandOver:
         """The stage's part of a forward is over."""
         handed = boundary.hand_over()
-        self._forms.setdefault(signature_of(batch), handed.form)
+        self._forms.setdefault((signature_of(batch), self.model.training), handed.form)
         self.unsharding.unwind(handed.tensors)
         return handed
 

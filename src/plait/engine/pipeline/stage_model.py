@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from plait.engine.data_parallel.storage import placeholder
 from plait.engine.pipeline.chain import Chain, around_links
+from plait.engine.pipeline.copies import CopiedModule, SharedModule, plain, translated
 from plait.engine.pipeline.not_here import not_here
 from plait.tensor_parallel import Parallel
 
@@ -50,11 +51,21 @@ class ForeignLayer(nn.Module):
         if around is not None:
             self.at_call = partial(_refuse_call, type(link).__name__)
             self.at_look = lambda _, what: around.at_look(around, what)
-        plain = {k: v for k, v in vars(link).items() if not k.startswith("_") and not callable(v)}
-        plain |= {k: placed_elsewhere(p) for k, p in link._parameters.items() if p is not None}
-        plain |= {k: None for k, v in (*link._parameters.items(), *link._modules.items()) if v is None}
-        plain |= {k: ForeignLayer(child, around or self) for k, child in link._modules.items() if child is not None}
-        self._plain = {key: value for key, value in plain.items() if key not in vars(self)}
+        own: dict[str, Any] = {k: placed_elsewhere(p) for k, p in link._parameters.items() if p is not None}
+        own |= {k: None for k, v in (*link._parameters.items(), *link._modules.items()) if v is None}
+        own |= {k: ForeignLayer(child, around or self) for k, child in link._modules.items() if child is not None}
+        self._plain, self._seen = own, dict[str, Any]()
+        self.follow(link)
+
+    def follow(self, link: nn.Module) -> None:
+        """Take over what a program has set on the link, and on the modules inside."""
+        self.training = link.training
+        for key, value in plain(link).items():
+            if value is not self._seen.get(key, self) and not (key.startswith("_") or callable(value)):
+                self._plain[key] = self._seen[key] = value
+        for key, child in link._modules.items():
+            if child is not None and isinstance(inside := self._plain.get(key), ForeignLayer):
+                inside.follow(child)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self.at_call(self, args, kwargs)
@@ -117,6 +128,8 @@ class StageModel:
     """Modules that belong to no link and have parameters, or what stands for them."""
     sites: Mapping[str, tuple[str, int]]
     """Of a module that is several links: the name of its first, and how many of them earlier stages have."""
+    copies: tuple[CopiedModule, ...]
+    """The user's modules of which the part has copies, and those that other stages run too."""
 
     @classmethod
     def part(cls, model: nn.Module, chain: Chain, links: range, taken: set[int]) -> Self:
@@ -127,11 +140,13 @@ class StageModel:
             taken: modules and parameters, by ``id``, that an earlier stage of this rank has; of these the part gets
                 copies (parameters share the values), and its own are added.
         """
-        own, around, outside = chain.on_stage(links), around_links(chain.links), dict[str, nn.Module]()
+        own, outside = chain.on_stage(links), dict[str, nn.Module]()
+        around = around_links((*chain.links, *chain.outside))
         origin: dict[int, nn.Parameter] = {}
         second: dict[int, nn.Parameter] = {}
         made: dict[int, nn.Module] = {}
         foreign: dict[int, nn.Module] = {}
+        containers: list[tuple[nn.Module, nn.Module]] = []
         shares_rank = bool(taken)
 
         def of_this_stage(module: nn.Module) -> nn.Module:
@@ -169,19 +184,22 @@ class StageModel:
                 elif parameter is not None and id(parameter) in taken:
                     container._parameters[short] = again = second.setdefault(id(parameter), _again(parameter))
                     origin[id(again)] = parameter
-            for key, value in vars(module).items():
-                if isinstance(value, list | tuple | dict) and not key.startswith("_"):
-                    vars(container)[key] = _translated(value, foreign | made)
+            containers.append((module, container))
             return container
 
         part = build(model, "")
+        known = {id(module): container for module, container in containers} | foreign | made
+        for module, container in containers:
+            new = {key: translated(value, known) for key, value in plain(module).items()}
+            vars(container).update({key: value for key, value in new.items() if key in vars(container)})
         for parameter in part.parameters():
             origin.setdefault(id(parameter), parameter)
         for module in model.modules():
             if id(module) in made:
                 taken |= {id(x) for x in (*module.modules(), *module.parameters())}
         taken |= {id(origin[id(parameter)]) for parameter in part.parameters()}
-        return cls(part, origin, chain, links, outside, _sites(model, chain.links, links))
+        copies = _copies(model, part, chain.links, links, known)
+        return cls(part, origin, chain, links, outside, _sites(model, chain.links, links), copies)
 
 
 def _again(parameter: nn.Parameter) -> nn.Parameter:
@@ -205,15 +223,22 @@ def _shallow(module: nn.Module, *, buffers: bool) -> nn.Module:
     return new
 
 
-def _translated(value: Any, known: Mapping[int, nn.Module]) -> Any:
-    """A list, tuple or dict in which modules of the model are those of the part."""
-    if isinstance(value, nn.Module):
-        return known.get(id(value), value)
-    if type(value) in (list, tuple):
-        return type(value)(_translated(one, known) for one in value)
-    if type(value) is dict:
-        return {key: _translated(one, known) for key, one in value.items()}
-    return value
+def _copies(
+    model: nn.Module, part: nn.Module, chain: Sequence[str], links: range, known: Mapping[int, nn.Module]
+) -> tuple[CopiedModule, ...]:
+    """See ``StageModel.copies``."""
+    users = dict(model.named_modules(remove_duplicate=False))
+    found = [
+        CopiedModule(f"{name}." if name else "", users[name], module, known)
+        for name, module in part.named_modules()
+        if users.get(name, module) is not module and not isinstance(module, ForeignLayer)
+    ]
+    elsewhere = {id(model.get_submodule(link)) for i, link in enumerate(chain) if i not in links}
+    for link in (chain[i] for i in links if id(model.get_submodule(chain[i])) in elsewhere):
+        for name, module in part.get_submodule(link).named_modules(prefix=link):
+            if any(b is not None for b in module._buffers.values()):
+                found.append(SharedModule(f"{name}.", module, links.start))
+    return tuple(found)
 
 
 def _sites(model: nn.Module, chain: Sequence[str], links: range) -> dict[str, tuple[str, int]]:

@@ -1,0 +1,269 @@
+"""What a program sets on its model between steps, and what forwards write to it: as in a single process, or refused."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import engine_cases as cases
+import pytest
+import torch
+from engine_cases import WIDTH, batches, distinct, loss_sum
+from pipeline_cases import Chain, chain, engine_on, linear, on, refused, step
+from torch import Tensor, nn
+
+from plait.comm import Comm
+
+BEFORE, BETWEEN, BEHIND = "before the links", "between them", "behind them"
+
+
+class Settings(Chain):
+    """Reads what a program may set, and counts its calls at some place."""
+
+    def __init__(self, count: str = "") -> None:
+        super().__init__(*(linear() for _ in range(4)))
+        self.factor, self.config, self.calls, self.count = 1.0, {"factor": 1.0}, 0, count
+        self.register_buffer("replaced", torch.ones(()))
+        self.register_buffer("written", torch.ones(()))
+        self.register_buffer("counted", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for place, link in enumerate(self.links):
+            self.seen({0: BEFORE, 3: BETWEEN}.get(place, "elsewhere"))
+            x = link(x) * self.factor * self.config["factor"]
+        self.seen(BEHIND)
+        return x * self.replaced * self.written / (1 + self.calls)
+
+    def seen(self, place: str) -> None:
+        self.calls += place == self.count
+        if self.count == f"a buffer {place}":
+            self.counted += 1
+
+
+def trained(model: nn.Module, before: Callable[[Any, int], None]) -> list[float]:
+    """The losses of a single process."""
+    optimizer, losses = cases.adamw(model.parameters()), []
+    for number, batch in enumerate(batches(3)):
+        before(model, number)
+        optimizer.zero_grad()
+        loss = loss_sum(model, batch) / cases.count(batch)
+        loss.backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def as_alone(template: nn.Module, mesh: str, before: Callable[[Any, int], None], **settings: Any) -> list[Any]:
+    """Trains it on the mesh too, and returns each rank's model."""
+
+    def body(comm: Comm) -> tuple[list[float], nn.Module]:
+        engine, losses = engine_on(copy.deepcopy(template), comm, **settings), []
+        for number, batch in enumerate(batches(3)):
+            before(engine.model, number)
+            losses.append(step(engine, batch, 1).loss)
+        return losses, engine.model
+
+    wanted = trained(copy.deepcopy(template), before)
+    ranks = on(mesh, body)
+    for losses, _ in ranks:
+        assert losses == pytest.approx(wanted, rel=1e-12)
+    return [model for _, model in ranks]
+
+
+def set_number(model: Any, number: int) -> None:
+    model.factor = 1 + number / 4
+
+
+def set_inside(model: Any, number: int) -> None:
+    model.config["factor"] = 1 + number / 4
+
+
+def set_buffer(model: Any, number: int) -> None:
+    model.replaced = torch.tensor(1 + number / 4, dtype=torch.float64)
+
+
+def write_buffer(model: Any, number: int) -> None:
+    model.written.fill_(1 + number / 4)
+
+
+def delete(model: Any, number: int) -> None:
+    if number == 1:
+        model.config = {"factor": 2.0}
+
+
+@pytest.mark.parametrize("before", [set_number, set_inside, set_buffer, write_buffer, delete])
+@pytest.mark.parametrize(("mesh", "order"), [("pipe=2", "1f1b"), ("pipe=2", "zbv"), ("pipe=4", "gpipe")])
+def test_what_is_set_between_steps_is_seen_on_every_stage(before: Any, mesh: str, order: str) -> None:
+    as_alone(distinct(Settings()), mesh, before, schedule=order)
+
+
+@pytest.mark.parametrize("order", ["1f1b", "zbv"])
+def test_what_all_stages_count_the_users_model_has(order: str) -> None:
+    model = distinct(Settings(BEFORE))
+    assert [model.calls for model in as_alone(model, "pipe=2", lambda model, number: None, schedule=order)] == [3, 3]
+
+
+@pytest.mark.parametrize("count", [BETWEEN, BEHIND, f"a buffer {BETWEEN}", f"a buffer {BEHIND}"])
+@pytest.mark.parametrize("order", ["1f1b", "zbv"])
+def test_what_only_some_stages_count_is_refused(count: str, order: str) -> None:
+    name = "counted" if "buffer" in count else "calls"
+    refused(f"forwards write to {name}, and not on every stage", distinct(Settings(count)), schedule=order)
+
+
+@pytest.mark.parametrize("order", ["1f1b", "zbv"])
+def test_buffers_of_a_module_on_two_stages_are_refused_if_a_forward_writes_to_them(order: str) -> None:
+    norm = nn.BatchNorm1d(WIDTH)
+    model = chain(linear(), norm, linear(), linear(), norm, linear())
+    refused("forwards write to l1.num_batches_tracked, l4.num_batches_tracked", model, schedule=order)
+
+
+class OneScale(Chain):
+    """Each link is multiplied by one parameter of the model."""
+
+    def __init__(self) -> None:
+        super().__init__(*(linear() for _ in range(4)))
+        self.scale = nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for link in self.links:
+            x = link(x) * self.scale
+        return x
+
+
+def clamp(model: Any, number: int) -> None:
+    with torch.no_grad():
+        model.scale.clamp_(0.4, 0.5 + number)
+
+
+def clamp_data(model: Any, number: int) -> None:
+    model.scale.data.clamp_(0.4, 0.5 + number)
+
+
+@pytest.mark.parametrize("write", [clamp, clamp_data])
+@pytest.mark.parametrize("order", ["1f1b", "interleaved", "zbv"])
+@pytest.mark.parametrize("row", ["ddp", "zero1"])
+def test_a_weight_of_two_stages_is_written_once(write: Any, order: str, row: str) -> None:
+    as_alone(distinct(OneScale()), "pipe=2", write, schedule=order, strategy=row)
+
+
+class Halved:
+    """Hooks that change what they see; they may be picked up by any copy of their module."""
+
+    @staticmethod
+    def backward(module: nn.Module, given: Any, back: Any) -> Any:
+        return tuple(None if g is None else g / 2 for g in given)
+
+    @staticmethod
+    def before_backward(module: nn.Module, back: Any) -> Any:
+        return tuple(g / 2 for g in back)
+
+    @staticmethod
+    def forward(module: nn.Module, args: Any, output: Tensor) -> Tensor:
+        return output / 2
+
+
+@pytest.mark.parametrize("hook", ["backward", "before_backward"])
+@pytest.mark.parametrize("split", [(1, 3), (2, 2), (3, 1)])
+def test_hooks_of_a_link_see_its_backward_wherever_it_is(hook: str, split: tuple[int, int]) -> None:
+    model = chain(*(linear() for _ in range(4)))
+    if hook == "backward":
+        model.links[1].register_full_backward_hook(Halved.backward)
+    else:
+        model.links[1].register_full_backward_pre_hook(Halved.before_backward)
+    as_alone(model, "pipe=2", lambda model, number: None, split=split)
+
+
+@pytest.mark.parametrize("split", [(1, 3), (2, 2), (3, 1)])
+def test_a_hook_that_is_added_to_a_link_later(split: tuple[int, int]) -> None:
+    def add(model: Any, number: int) -> None:
+        if number == 1:
+            model.l1.register_forward_hook(Halved.forward)
+
+    as_alone(chain(*(linear() for _ in range(4))), "pipe=2", add, split=split)
+
+
+class Lists(nn.Module):
+    """Lists and dicts of modules and parameters before the blocks, and a second list of blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.summed = nn.ModuleList([linear(), linear()])
+        self.named = nn.ModuleDict({"up": linear(), "down": linear()})
+        self.scales = nn.ParameterList([nn.Parameter(torch.ones(WIDTH))])
+        self.encoder = nn.ModuleList([cases.Block() for _ in range(2)])
+        self.decoder = nn.ModuleList([cases.Block() for _ in range(4)])
+        self.head = linear()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = sum(layer(x) for layer in self.summed) * self.scales[0]  # type: ignore[assignment]
+        x = memory = self.named["up"](x) + self.named["down"](x)
+        for block in self.encoder:
+            memory = block(memory)
+        for block in self.decoder:
+            x = block(x + memory)
+        return self.head(x)  # type: ignore[no-any-return]
+
+    def pipeline_links(self) -> list[str]:
+        return [f"decoder.{number}" for number in range(4)]
+
+
+@pytest.mark.parametrize(("mesh", "order"), [("pipe=2", "zbv"), ("pipe=3", "1f1b")])
+def test_lists_and_dicts_of_modules_beside_the_links(mesh: str, order: str) -> None:
+    as_alone(distinct(Lists()), mesh, lambda model, number: None, schedule=order)
+
+
+class WritesBeside(Chain):
+    """Its links add to a tensor that they are all given."""
+
+    class Link(nn.Linear):
+        def forward(self, x: Tensor, total: Tensor) -> Tensor:
+            y = super().forward(x)
+            total.add_(y.square().sum())
+            return y
+
+    def __init__(self) -> None:
+        super().__init__(*(self.Link(WIDTH, WIDTH) for _ in range(4)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        total = x.new_zeros(())
+        for link in self.links:
+            x = link(x, total)
+        return x + total
+
+
+def test_a_link_that_writes_beside_its_stream_is_refused() -> None:
+    refused("'l0' writes in place to a tensor that it is given beside the stream", distinct(WritesBeside()))
+
+
+def test_other_samples_are_noticed_in_any_step() -> None:
+    def body(comm: Comm) -> None:
+        engine = engine_on(chain(), comm)
+        for number, batch in enumerate(batches(2)):
+            other = number == 1 and comm.rank == 1
+            step(engine, {**batch, "x": batch["x"].flip(0)} if other else batch)
+
+    with pytest.raises(ValueError, match="ranks that differ in pipe only bring different batches"):
+        on("pipe=2", body)
+
+
+class Reaches(Chain):
+    """Comes to its links by way of an attribute: a list of its own, or a method that is bound to it."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__(*(linear() for _ in range(4)))
+        self.way, self._order, self._walk = way, self.links, self.walk
+
+    def walk(self, x: Tensor) -> Tensor:
+        for link in self._order if self.way == "list" else self.links:
+            x = link(x)
+        return x
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self._walk(x) if self.way == "method" else self.walk(x)
+
+
+@pytest.mark.parametrize("way", ["list", "method"])
+@pytest.mark.parametrize("order", ["1f1b", "zbv"])
+def test_attributes_that_lead_to_modules_lead_to_those_of_the_stage(way: str, order: str) -> None:
+    as_alone(distinct(Reaches(way)), "pipe=2", lambda model, number: None, schedule=order)

@@ -1,0 +1,149 @@
+"""Numbers, and objects with code of their own, that go from link to link: each stage has those of a single process."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import engine_cases as cases
+import pytest
+import torch
+from engine_cases import WIDTH, batches, distinct, loss_sum
+from pipeline_cases import Chain, build, linear, on, same, step
+from test_crossing import BLOCKS, LAYOUTS, Biased, Remembered, Tower
+from torch import Tensor, nn
+
+from plait.comm import Comm
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """Works on what it is given."""
+
+    hidden: Tensor
+    scale: float = 1.5
+    twice: Tensor = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "scale", self.scale * 2)
+        object.__setattr__(self, "twice", self.hidden * 2)
+
+
+class Made(Tower):
+    """Blocks return a data class that was worked on when it was made, and a NaN."""
+
+    class Block(Biased):
+        def forward(self, x: Any) -> Any:  # type: ignore[override]
+            return Finished(super().forward(x)), float("nan")
+
+    block = Block
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embed(x)
+        for block in self.blocks:
+            made, _ = block(x)
+            x = made.hidden * made.scale - made.twice
+        out: Tensor = self.head(self.norm(x))
+        return out
+
+
+class Measured(Tower):
+    """What the embedding counts, and how large it finds the microbatch, is read at both ends: as tensors."""
+
+    class Embed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner, self.calls = linear(), 0
+
+        def forward(self, x: Tensor) -> Any:
+            self.calls += 1
+            return self.inner(x), torch.tensor(self.calls), x.abs().max()
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = self.Embed()  # type: ignore[assignment]
+
+    def forward(self, x: Tensor) -> Tensor:
+        x, number, largest = self.embed(x)
+        for block in self.blocks:
+            x = block(x)
+        out: Tensor = self.head(self.norm(x)) / number * largest.item()
+        return out if largest > 2 else -out
+
+
+class Gated(Tower):
+    """One module has a number for each of its calls, and the last one is read behind the blocks."""
+
+    class Gate(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(BLOCKS, WIDTH))
+
+        def forward(self, index: int) -> tuple[Tensor, int]:
+            return self.weight[index], 1 + index
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = self.Gate()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embed(x)
+        for index, block in enumerate(self.blocks):
+            weight, number = self.gate(index)
+            x = block(x * weight) / number
+        out: Tensor = self.head(self.norm(x)) * number
+        return out
+
+
+@pytest.mark.parametrize("mesh, row, settings", LAYOUTS, ids=str)
+def test_a_module_that_returns_another_number_in_each_of_its_calls(
+    mesh: str, row: str, settings: dict[str, Any]
+) -> None:
+    same(distinct(Gated()), mesh, row, **settings)
+
+
+@pytest.mark.parametrize("mesh, order", [("pipe=2", "gpipe"), ("pipe=3", "1f1b"), ("pipe=2", "zbv")])
+def test_a_data_class_is_not_made_again(mesh: str, order: str) -> None:
+    same(distinct(Made()), mesh, schedule=order)
+
+
+@pytest.mark.parametrize("mesh, order", [("pipe=2", "gpipe"), ("pipe=3", "1f1b"), ("pipe=2", "zbv")])
+def test_numbers_that_are_tensors_are_those_of_the_microbatch(mesh: str, order: str) -> None:
+    template = distinct(Measured())
+
+    def body(comm: Comm) -> list[float]:
+        engine = build(template, comm, schedule=order if comm.mesh.pipe > 1 else None)
+        return [step(engine, batch).loss for batch in batches(3)]
+
+    assert on(mesh, body) == [pytest.approx(on("pipe=1", body)[0], abs=1e-12)] * int(mesh[-1])
+
+
+def test_a_later_stage_knows_what_a_module_returned_in_each_of_its_calls() -> None:
+    """The second stage runs the gate too, and learns a call that the first does not make."""
+
+    class Twice(Chain):
+        def forward(self, x: Tensor) -> Tensor:
+            weight, _ = self.gate(0)
+            x = self.l0(x) * weight
+            weight, number = self.gate(1)
+            x = self.l1(x) * weight
+            out: Tensor = self.l2(x) * number
+            return out
+
+    model = Twice(linear(), linear(), linear())
+    model.gate = Gated.Gate()
+    same(distinct(model), "pipe=3")
+
+
+def test_an_evaluation_in_inference_mode() -> None:
+    template, data = distinct(Remembered()), batches(1)
+
+    def body(comm: Comm) -> tuple[float, float]:
+        engine = build(template, comm)
+        with torch.inference_mode():
+            before = engine.evaluate([data[0]]).loss
+        return before, step(engine, data[0], 1).loss
+
+    wanted = (loss_sum(template, data[0]) / cases.count(data[0])).item()
+    for found in on("pipe=3", body):
+        assert found == pytest.approx((wanted, wanted), abs=1e-12)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from typing import Any
 
 import pytest
 
@@ -49,6 +50,12 @@ def test_what_is_written_is_read_back(text: str) -> None:
 def test_text_that_is_no_style_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match=r"cannot read the style|unknown style"):
         Style.parse(text)
+
+
+@pytest.mark.parametrize("plan", [[("head", "gathered")], "head", {3: "gathered"}, {"head": None}, {"head": 2}])
+def test_what_is_no_mapping_of_texts_is_refused(plan: Any) -> None:
+    with pytest.raises(TypeError, match=r"it maps names of modules to styles|in a tensor plan: write a text"):
+        match_styles(plan, MODULES, PARAMETERS)
 
 
 @pytest.mark.parametrize(

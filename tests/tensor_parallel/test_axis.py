@@ -180,3 +180,10 @@ def test_an_unsplit_stream_keeps_its_part_of_a_whole_gradient(ways: int, length:
     for y, wanted, gradient in on_ranks(ways, body, sequence=True, length=length):
         assert torch.equal(y, whole)
         assert torch.equal(gradient, wanted)
+
+
+@pytest.mark.parametrize("given", [torch.arange(4), (torch.ones(2, 4, 3),)])
+def test_only_a_stream_is_cut_in_time(given: object) -> None:
+    """Position ids, say, that a module gets as its first argument."""
+    with pytest.raises(ValueError, match=r"'pos', whose stream .* not \[batch, time, width\]: say 'split'"):
+        on_ranks(2, lambda axis: Split.apply(given, axis, "pos"), sequence=True)

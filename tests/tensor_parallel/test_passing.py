@@ -112,7 +112,7 @@ class Latent(nn.Module):
 
 
 class Cross(nn.Module):
-    """Queries of one stream, keys and values of another; asks for a value, which meta tensors do not have."""
+    """Heads of 2, queries of one stream, keys and values of another; asks for a value, which meta tensors lack."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -120,10 +120,11 @@ class Cross(nn.Module):
         self.output = nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: Tensor, other: Tensor) -> Tensor:
-        q, k, v = self.query(x), self.key(other), self.value(other)
+        made = self.query(x), self.key(other), self.value(other)
+        q, k, v = (y.unflatten(-1, (-1, 2)).transpose(1, 2) for y in made)
         if not bool(other.isfinite().all()):
             raise FloatingPointError
-        y: Tensor = x + self.output((q @ k.transpose(1, 2)).tanh() @ v)
+        y: Tensor = x + self.output(((q @ k.mT).tanh() @ v).transpose(1, 2).flatten(2))
         return y
 
 
@@ -131,8 +132,8 @@ class TwoStreams(nn.Module):
     tensor_plan: ClassVar = {
         "read": "vocabulary",
         "write": "vocabulary",
-        **{f"cross.{name}": "column" for name in ("query", "key", "value")},
-        "cross.output": "row",
+        **{f"cross.{name}": "column by 2" for name in ("query", "key", "value")},
+        "cross.output": "row by 2",
         "block.up": "column",
         "block.down": "row",
         "head": "vocabulary",

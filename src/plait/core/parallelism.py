@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 from plait.core.cells import TABLE, Strategy, find_strategy
 from plait.core.flat import BUCKET_BYTES, Cut
-from plait.core.tensor_plan import Style
+from plait.core.tensor_plan import Style, check_mapping
 
 Recompute = Literal["full", "selective"]
 
@@ -67,6 +67,8 @@ class Parallelism:
             raise ValueError(f"prefetch={self.prefetch}: it is a number of units, from 0")
         if self.bucket < 0:
             raise ValueError(f"bucket={self.bucket}: it is a number of bytes, from 0")
+        if self.tensor_plan is not None:
+            check_mapping(self.tensor_plan)
         schedule = self.schedule
         normal = {
             "strategy": find_strategy(self.strategy),

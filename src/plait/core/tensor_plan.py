@@ -107,7 +107,12 @@ class Style:
 
     @classmethod
     def parse(cls, text: str) -> Style:
-        """``"column"``, ``"column by 16"``, ``"column 8|2|2 by 16"``, ``"column in 2"``; ValueError for others."""
+        """``"column"``, ``"column by 16"``, ``"column 8|2|2 by 16"``, ``"column in 2"``.
+
+        ValueError for others, TypeError for what is no text.
+        """
+        if not isinstance(text, str):
+            raise TypeError(f"the style {text!r} in a tensor plan: write a text, as in 'column' or 'row by 16'")
         match = re.fullmatch(r"\s*([a-z_]+)(?:\s+([0-9|]+))?(?:\s+by\s+([0-9]+))?(?:\s+in\s+([0-9]+))?\s*", text)
         if match is None:
             raise ValueError(f"cannot read the style {text!r}: write column, 'column by 16' or 'column 8|2|2 by 16'")
@@ -142,6 +147,15 @@ class Style:
         return f"{self.kind}{parts}{f' by {self.grain}' if self.grain > 1 else ''}{packed}"
 
 
+def check_mapping(plan: object) -> None:
+    """Raises TypeError for a plan that is no mapping of names."""
+    if not isinstance(plan, Mapping) or not all(isinstance(pattern, str) for pattern in plan):
+        raise TypeError(
+            f"tensor_plan={plan!r}: it maps names of modules to styles, as in {{'blocks.*.up': 'column', "
+            f"'blocks.*.down': 'row'}}"
+        )
+
+
 def match_styles(
     plan: Mapping[str, str | Style], modules: Iterable[str], parameters: Iterable[str]
 ) -> dict[str, Style]:
@@ -153,7 +167,9 @@ def match_styles(
 
     Raises:
         ValueError: a pattern that matches nothing (the nearest names are given), or a module with two styles.
+        TypeError: what is no mapping of texts.
     """
+    check_mapping(plan)
     names = list(modules)
     owners = {p: p.rpartition(".")[0] for p in parameters}
     styles: dict[str, tuple[Style, str]] = {}

@@ -18,6 +18,7 @@ import torch
 from plait.comm.base import DONE, Comm, Operation, Work
 from plait.comm.observer import Observer
 from plait.comm.prepared import Prepared
+from plait.comm.thread import ThreadComm
 from plait.core.escape import say
 from plait.engine import Engine
 from plait.injection.faults import Fault, parse_fault
@@ -38,12 +39,13 @@ def inject(engine: Engine, faults: Sequence[str | Fault], *, threads: bool = Fal
 
     Args:
         faults: as ``plait train --inject`` takes them: ``"kill@rank=2,step=20"``.
-        threads: the ranks are threads of one process.
+        threads: the ranks are threads of one process, as those of ``plait.run_threads`` are anyway.
 
     Raises:
         ValueError: a fault that cannot be, on every rank.
     """
     comm, again = engine.comm, engine.comm.attempt > 0
+    threads = threads or isinstance(comm, ThreadComm)
     parsed = [f if isinstance(f, Fault) else parse_fault(f, comm.world_size, threads=threads) for f in faults]
     for fault in parsed:
         if fault.rank == comm.rank and (fault.always or not again):

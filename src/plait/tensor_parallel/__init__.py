@@ -7,6 +7,10 @@
     transformers.py        the tensor plan that a Hugging Face model carries, in our words
     types.py               how activations lie between modules, shown by ``plait explain``
     passing.py             what passes a plan's sites, seen in a forward of the plain model
+    marks.py               which dims of an activation are cut, and how that comes through a view
+    follow.py              what is cut, followed through the operators of a forward
+    refusals.py            what is said where one of them takes a part for the whole
+    shares.py              gradients that a plan adds up, though every rank has them whole
     pieces.py              a rank's piece of a cut parameter, and the whole from all pieces
     gemm.py                who multiplies fp32 matrices on a CPU
     no_double_backward.py  backwards that can be taken once

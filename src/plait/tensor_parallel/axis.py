@@ -102,6 +102,12 @@ class Split(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, axis: TensorAxis, site: str) -> Tensor:
+        if not isinstance(x, Tensor) or x.dim() < 3:
+            given = list(x.shape) if isinstance(x, Tensor) else f"a {type(x).__name__}"
+            raise ValueError(
+                f"{site!r}, whose stream the tensor plan cuts in time, has {given} for it, not [batch, time, width]: "
+                f"say 'split' for the first module that gets the stream as its first argument, such as a block"
+            )
         ctx.axis, ctx.site, ctx.length = axis, site, x.size(1)
         axis.length = ctx.length
         start, stop = axis.part(ctx.length)

@@ -224,17 +224,24 @@ def _cuts(name: str, module: nn.Module, style: Style, ways: int) -> dict[str, Te
     dim = style.cut_dim
     assert dim is not None
     size = weight.shape[dim]
-    parts = tuple(p * style.grain for p in style.parts) or (size // style.packed,) * style.packed
     if style.kind == "vocabulary" and (ways - 1) * -(-size // ways) >= size:
         raise ValueError(f"{name!r}: a vocabulary of {size} rows leaves a rank of tensor={ways} without any; use fewer")
     cuts = {}
     for short, parameter in (("weight", weight), ("bias", bias)):
         if parameter is not None and dim < parameter.dim():
             try:
-                cuts[short] = TensorCut(tuple(parameter.shape), dim, ways, parts, style.grain)
+                cuts[short] = cut_by(style, tuple(parameter.shape), ways)
             except ValueError as error:
                 raise ValueError(f"the tensor plan's {str(style)!r} for {name!r}: {error}") from None
     return cuts
+
+
+def cut_by(style: Style, shape: tuple[int, ...], ways: int) -> TensorCut:
+    """How a linear layer's or an embedding's parameter of this whole shape is cut."""
+    dim = style.cut_dim
+    assert dim is not None
+    parts = tuple(p * style.grain for p in style.parts) or (shape[dim] // style.packed,) * style.packed
+    return TensorCut(shape, dim, ways, parts, style.grain)
 
 
 def _sites(parallel: Parallel, modules: Mapping[str, nn.Module]) -> Iterator[Site]:

@@ -7,13 +7,15 @@
     what has a state_dict()               the last_epoch of program.scheduler (loss scalers, loaders, your own classes)
     generators of random numbers          the state of program.generator; and those that the process shares
     numbers, strings, tensors, lists,     program.position
-    dicts, objects of your own classes
+    deques, sets, dicts, objects of
+    your own classes
 
 What it cannot look into (Python's generators, iterators, samplers of libraries) shows in the samples of the next step.
 """
 
 import random
 import sys
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -30,7 +32,10 @@ from plait.engine.state.full import buffers_of
 from plait.engine.state.identity import fingerprint
 
 PLAIN = (bool, int, float, complex, str, bytes, type(None))
-LIBRARIES = ("torch", "numpy", "plait", "builtins", "functools", "pathlib", "logging", "threading", "itertools")
+LIBRARIES = (
+    *("torch", "torchdata", "numpy", "plait"),
+    *("builtins", "functools", "pathlib", "logging", "threading", "multiprocessing", "itertools"),
+)
 """Objects of their classes are not looked into, where they are none of the above."""
 WITHIN_LOADER = ("sampler", "batch_sampler", "generator")
 
@@ -152,8 +157,8 @@ def _parts(value: Any, path: str, seen: set[int]) -> Iterator[tuple[str, Any]]:
     elif isinstance(value, Mapping):
         for key, one in value.items():
             yield from _parts(one, f"{path}.{key}", seen)
-    elif isinstance(value, list | tuple):
-        for number, one in enumerate(value):
+    elif isinstance(value, list | tuple | deque | set | frozenset):
+        for number, one in enumerate(sorted(value, key=repr) if isinstance(value, set | frozenset) else value):
             yield from _parts(one, f"{path}.{number}", seen)
     elif isinstance(value, DataLoader):
         for key in WITHIN_LOADER:

@@ -114,6 +114,13 @@ def compare(setting: Setting, steps: Sequence[RankStep]) -> tuple[list[Seen], fl
     return found, most
 
 
+def unjudged(true: Gradients) -> list[str]:
+    """The parameters whose gradients are so far below the largest that what rounding may be would hide 1 % of them."""
+    sizes = {name: largest(g) for name, g in true.items()}
+    overall = max(sizes.values(), default=0.0)
+    return [name for name, size in sizes.items() if size and tolerance(true[name].dtype, size, overall) > size / 100]
+
+
 def judge_gradient(
     setting: Setting,
     seen: Sequence[Seen],
@@ -297,6 +304,8 @@ def _shape(one: Seen, name: str) -> Discrepancy:
 
 def _cause(factor: float, setting: Setting, calls: int) -> str:
     """What likely makes a factor of the whole gradient."""
+    if not factor:
+        return "it is thrown away before the optimizer's step (zero_grad between backward and step)"
     n, count, samples = setting.ranks, setting.count, setting.samples
     known: list[tuple[float, str]] = []
     if calls > 1:
@@ -317,7 +326,7 @@ def _cause(factor: float, setting: Setting, calls: int) -> str:
         known += [
             (1 / setting.scaled, f"it is not clipped: the norm is {setting.norm:.4g}, and the clip {setting.clip:g}")
         ]
-    elif setting.clip is None and factor < 1:
+    elif setting.clip is None and 0 < factor < 1:
         norm = factor * setting.norm
         if abs(float(f"{norm:.1g}") / norm - 1) < EXPLAINED:
             known += [(factor, f"it is clipped to the norm {norm:.1g}: judge it with --clip {norm:.1g}")]

@@ -21,8 +21,8 @@ from plait.job.job import Job, make_job
 from plait.job.own import UserJob
 from plait.referee.difference import factor_text
 from plait.witness.batch_norm import judge_batch_norm, over_samples
-from plait.witness.drift import BLIND, NO_SUM, PARTS, Echo, Slack, apart, in_other_orders, in_parts, slack_of
-from plait.witness.gradient import Parts, Setting, compare, judge_gradient
+from plait.witness.drift import BLIND, MARGIN, NO_SUM, PARTS, Echo, Slack, apart, in_other_orders, in_parts, slack_of
+from plait.witness.gradient import Parts, Setting, compare, judge_gradient, unjudged
 from plait.witness.inputs import ForwardCall, groups_of, judge_inputs
 from plait.witness.judgement import Judgement, ranks_text, tolerance
 from plait.witness.replay import Gradients, Replay, SampleGradient, clipped
@@ -83,6 +83,10 @@ class _Trial:
         most = max(run.steps for run in witnessed.runs)
         self.rows: dict[int, Sequence[Row]] = {step: replay.rows(step) for step in range(most)}
         self.residual = 0.0
+        self.small: dict[str, None] = {}
+        """Parameters with a gradient so far below the largest that a fault of 1 % would pass."""
+        self.excused = 0.0
+        """The share of a gradient that was taken for rounding."""
 
     def judge(self) -> Judgement:
         count, ranks, beyond = self.witnessed.steps, len(self.witnessed.runs), ""
@@ -109,7 +113,20 @@ class _Trial:
             f"{count} step{'s' * (count > 1)} of {ranks} rank{'s' * (ranks > 1)}: the run of a single process; the "
             f"largest difference is {self.residual:.2g} of its tensor's largest element{beyond}"
         )
-        return Judgement(None, "equal", "", (), None, self.residual, "", text)
+        return Judgement(None, "equal", "", (), None, self.residual, "", text + self._unseen())
+
+    def _unseen(self) -> str:
+        """What could not be judged, in words."""
+        told = ""
+        if self.excused:
+            told += (
+                f"; differences of up to {self.excused:.2%} of a gradient are taken for rounding, since parts of a "
+                f"batch do not add up to it more closely"
+            )
+        if self.small:
+            few = ", ".join(list(self.small)[:3]) + (", ..." if len(self.small) > 3 else "")
+            told += f"; not judged: {len(self.small)} gradients far below the largest one ({few})"
+        return told
 
     def _step(self, number: int, steps: Sequence[RankStep]) -> Judgement | None:
         runs, replay = self.witnessed.runs, self.replay
@@ -165,6 +182,7 @@ class _Trial:
             slack,
         )
         seen, most = compare(setting, steps)
+        self.small |= dict.fromkeys(unjudged(right))
         if self.echo is None and any(one.wrong for one in seen):  # of a model that makes much of rounding?
             others: Iterable[Gradients] = (in_parts(replay, number, right, self.clip, p) for p in PARTS)
             if over_samples(replay.model):  # parts add up to another gradient
@@ -173,6 +191,7 @@ class _Trial:
             if share <= NO_SUM:
                 setting = replace(setting, slack=slack_of(min(share, BLIND), right))
                 seen, most = compare(setting, steps)
+                self.excused = max(self.excused, MARGIN * min(share, BLIND))
         self.residual = max(self.residual, most)
         if any(one.wrong for one in seen):
             groups = groups_of(steps, self.rows[number])

@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from plait.core.layout import Region
+from plait.engine.data_parallel.optim import has_stepped
 from plait.files.writing import told, write_bytes
 from plait.witness.elements import MOST_ELEMENTS, KeepAll, KeepFew, Recording
 from plait.witness.pieces import Piece, local, named, region_of, unwrapped
@@ -80,6 +81,11 @@ class Witness:
                 f"{len(strange)} of the optimizer's tensors are no parameters of the model: make the optimizer of "
                 f"the model that is given here, after it was wrapped"
             )
+        if any(map(has_stepped, optimizers)):
+            raise ValueError(
+                "the optimizer has made steps already, and the judge begins with a new one: put the witness around the "
+                "first steps of a run"
+            )
         self.pieces = [
             Piece(name, region_of(name, p, pieces), p.requires_grad, owner.get(id(p)))
             for name, p in self._parameters.items()
@@ -113,7 +119,7 @@ class Witness:
         self._write(self._place / "start.safetensors", self._start(), about)
         self._handles.append(self._model.register_forward_pre_hook(self._forward, prepend=True, with_kwargs=True))
         for number, optimizer in enumerate(self._optimizers):
-            self._handles.append(optimizer.register_step_pre_hook(lambda *_, n=number: self._before(n)))
+            self._handles.append(optimizer.register_step_pre_hook(lambda *call, n=number: self._before(n, *call)))
             self._handles.append(optimizer.register_step_post_hook(lambda *_, n=number: self._after(n)))
         return self
 
@@ -149,16 +155,25 @@ class Witness:
             self._tensors.update(changed if self.step else whole)
         self._calls.append(rows_of(args, kwargs) if self._inputs else None)
 
-    def _before(self, number: int) -> None:
+    def _before(self, number: int, optimizer: Optimizer, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        if any(callable(value) for value in (*args, *kwargs.values())):
+            raise ValueError(
+                "optimizer.step(closure) makes its gradients inside of the step, where they are not witnessed: run "
+                "forward and backward before, then call optimizer.step() (an optimizer that needs a closure cannot be "
+                "judged)"
+            )
         if number in self._stepped:
             self._close()
         if self.step >= self._steps:
             return
         groups = self._optimizers[number].param_groups
+        scale = getattr(self._optimizers[number], "grad_scale", None)  # a fused optimizer divides by it inside its step
         self._options[number] = [options_of(group) for group in groups]
         seen: dict[str, dict[str, Tensor]] = {"gradient": {}, "pending": {}}
         for parameter in (p for group in groups for p in group["params"]):
             if (gradient := parameter.grad) is not None:
+                if isinstance(scale, Tensor):
+                    gradient = gradient / scale
                 summed = not any(p.is_partial() for p in getattr(gradient, "placements", ()))
                 seen["gradient" if summed else "pending"][self._names[id(parameter)]] = gradient
         for kind, gradients in seen.items():

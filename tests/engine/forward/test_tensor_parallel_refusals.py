@@ -78,6 +78,103 @@ def test_what_mixes_features_between_column_and_row_is_refused(between: Callable
         norm("tensor=2", PAIR, between)
 
 
+@pytest.mark.parametrize(
+    ("plan", "between", "says"),
+    [
+        (PAIR, lambda x: F.softmin(x, -1), "mixes 4 of the 8 features that 'up'"),
+        (PAIR | {"": "hidden"}, lambda x: F.softmin(F.dropout(x, 0.5), -1), "mixes 4 of the 8 features that 'up'"),
+        (PAIR, lambda x: (x @ x.mT).tanh() @ x, "adds up 4 of the 8 features that 'up'"),
+        (PAIR, lambda x: F.glu(x).repeat(1, 2), "say 'column in 2' .* for 'up'"),
+        ({"up": "column by 4", "down": "row"}, lambda x: x.reshape(7, 2, -1).flatten(1), r"makes \[7, 2, -1\] of 4"),
+        ({"up": "column in 2", "down": "row"}, torch.tanh, r"leave 2\|2, the weight has 4"),
+    ],
+)
+def test_the_first_forward_is_followed_under_every_spelling(
+    plan: dict[str, str], between: Callable[[Tensor], Tensor], says: str
+) -> None:
+    with pytest.raises(ValueError, match=says):
+        norm("tensor=2", plan, between)
+
+
+def test_a_forward_is_followed_once_in_each_mode_and_no_longer_than_it_runs() -> None:
+    template = Between(torch.tanh).double().state_dict()
+
+    def body(comm: plait.Comm) -> list[int]:
+        depths: list[int] = []
+
+        def between(x: Tensor) -> Tensor:
+            depths.append(torch._C._len_torch_dispatch_stack())
+            return F.softmin(x, -1) if len(depths) == 1 else x
+
+        model = Between(between).double()
+        model.load_state_dict(template)
+        plait.Engine(model, comm, strategy="ddp", tensor_plan=PAIR | {"scale": "summed"})
+        with pytest.raises(ValueError, match="mixes"):
+            model(X)
+        depths.append(torch._C._len_torch_dispatch_stack())
+        for training in (True, False, True, False):
+            model.train(training)(X)
+        return depths
+
+    assert plait.run_threads("tensor=2", body) == [[1, 0, 0, 1, 0, 0]] * 2
+
+
+def test_what_draws_or_works_on_each_head_goes_on() -> None:
+    def between(x: Tensor) -> Tensor:
+        heads = F.dropout(x, 0.5).reshape(len(x), -1, 2)
+        return (heads * heads.softmax(-1)).flatten(1)
+
+    plan = {"up": "column by 2", "down": "row by 2", "": "hidden", "scale": "summed"}
+    assert norm("tensor=2", plan, between) == pytest.approx(norm("shard=1", {}, between), rel=1e-12)
+
+
+class Stream(nn.Module):
+    """A stream that sequence parallelism cuts, and something that is done to it ``before`` or after its block."""
+
+    def __init__(self, between: Callable[[Tensor], Tensor], before: bool) -> None:
+        super().__init__()
+        self.embed, self.norm, self.head = nn.Embedding(9, 6), nn.LayerNorm(6), nn.Linear(6, 9)
+        self.up, self.down = nn.Linear(6, 8), nn.Linear(8, 6)
+        self.between, self.before = between, before
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        x = self.between(x) if self.before else x
+        x = self.down(torch.tanh(self.up(self.norm(x))))
+        return self.head(x if self.before else self.between(x))
+
+
+@pytest.mark.parametrize("before", [True, False])
+@pytest.mark.parametrize(
+    "between",
+    [lambda x: x + F.pad(x, (0, 0, 1, 0))[:, :-1], lambda x: x - x.mean(1, keepdim=True), lambda x: x.cumsum(1)],
+)
+def test_what_works_along_time_is_refused_where_the_stream_is_cut_in_time(
+    between: Callable[[Tensor], Tensor], before: bool
+) -> None:
+    plan = PAIR | {"embed": "vocabulary", "head": "vocabulary", "norm": "sequence"}
+
+    def body(comm: plait.Comm, sequence: bool) -> None:
+        with plait.empty_parameters():
+            model = Stream(between, before)
+        plait.Engine(model, comm, strategy="ddp", tensor_plan=plan, sequence_parallel=sequence)
+        for _ in range(2):
+            model(torch.arange(8).view(2, 4))
+
+    plait.run_threads("tensor=2", lambda comm: body(comm, sequence=False))
+    with pytest.raises(ValueError, match=r"2 of the 4 steps of time that sequence .* say 'unsplit' for the module"):
+        plait.run_threads("tensor=2", lambda comm: body(comm, sequence=True))
+
+
+@pytest.mark.parametrize(("name", "style"), [("whole", "shared"), ("whole", "summed"), ("whole.bias", "summed")])
+def test_a_sum_of_what_is_whole_already_is_refused(name: str, style: str) -> None:
+    plan = PAIR | {"scale": "summed", name: style}
+    with pytest.raises(
+        ValueError, match=f"the gradient of '{name}.*' is the same on all 3 tensor ranks, and '{style}'"
+    ):
+        norm("tensor=3", plan)
+
+
 def test_a_column_that_nothing_closes_is_refused_where_its_features_are_summed() -> None:
     with pytest.raises(ValueError, match="'sum' in module 'the model' mixes 4 of the 8 features"):
         norm("tensor=2", {"up": "column", "scale": "summed"}, closed=False)

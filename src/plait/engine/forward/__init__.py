@@ -7,6 +7,8 @@ recompute.py           handler: activations that are made a second time; blocks 
 at_rest.py             handler: a parameter at rest is never read
 derivatives.py         handler: gradients that the model takes itself
 tensor_parallel.py     handler: cut modules of an unchanged model
+first_forward.py       what is cut, followed through a model's first forward
+mixing.py              functions that mix cut features, by shape, in any forward
 products.py            handler: who multiplies for linear layers, and when weight gradients are made
 dropout.py             handler: dropout that belongs to the model, not to the process
 compiled.py            units whose forward is compiled, between the engine's hooks

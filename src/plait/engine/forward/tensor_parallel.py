@@ -2,14 +2,15 @@
 
 It sees every function that reads a cut parameter: ``F.linear`` and ``F.embedding`` are carried out by
 ``plait.tensor_parallel`` in the style that the plan gives the running module; anything else raises, for it would take a
-piece for the whole.  Between a column and a row it also sees functions that mix features, and refuses those that would
-mix only a part of them.  It leaves all others alone.
+piece for the whole.  What the model's own code does with cut activations is followed, operator by operator, in its
+first forward (``first_forward``); in all others the functions that mix most often are seen, by shape (``mixing``).
 
 It also knows which activations are cut, so that dropout draws the right slice of the single process's mask.
 """
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, cast
 
@@ -24,7 +25,9 @@ from plait.core.collectives import Note
 from plait.core.layout import Layout
 from plait.core.tensor_plan import Style
 from plait.engine.forward.context import CurrentForward, CutActivation
+from plait.engine.forward.first_forward import ALONGSIDE, FirstForward
 from plait.engine.forward.interceptor import Function, Handler, read_among
+from plait.engine.forward.mixing import check_mixing, may_mix
 from plait.engine.forward.products import Products
 from plait.sharded.masks import Slice
 from plait.sharded.sharded_tensor import ShardedTensor
@@ -32,16 +35,10 @@ from plait.tensor_parallel import Parallel, TensorAxis
 from plait.tensor_parallel.axis import AXES, Divide, Gather, Leave, Share, Split, Unsplit
 from plait.tensor_parallel.gemm import TORCH, Gemm
 from plait.tensor_parallel.linear import ColumnInput, Row
-from plait.tensor_parallel.plan import OWN_CODE, site_of
+from plait.tensor_parallel.marks import Cut
+from plait.tensor_parallel.plan import OWN_CODE, cut_by, site_of
+from plait.tensor_parallel.shares import SharesCheck
 from plait.tensor_parallel.vocabulary import embedding
-
-NORMS = {"layer_norm", "rms_norm"}
-MIXES = {
-    *NORMS,
-    *("softmax", "log_softmax", "logsumexp", "cumsum", "sum", "mean", "var", "std", "norm", "vector_norm"),
-    *("max", "min", "amax", "amin", "argmax", "argmin", "normalize", "cross_entropy", "mse_loss"),
-}
-"""Functions that mix the last dim of their first argument."""
 
 AROUND = {"experts", "shared", "once"}
 """Styles that change what comes into a module, or out of it."""
@@ -96,11 +93,16 @@ class TensorParallel(Handler):
         self.parameters: Mapping[int, tuple[int, ...]] = parameters
         self.parallel, self.axis, self.current, self.products = parallel, axis, axis.current, products
         self._same_inputs = self._warned = False
+        self._shares = SharesCheck(axis)
+        self.first = FirstForward(parallel.styles, axis, self.current)
         self._experts = [name for name, s in parallel.styles.items() if s.kind == "experts"]
         self._columns_in = {name.rpartition(".")[0] for name, s in parallel.styles.items() if s.enters}
         model.register_forward_pre_hook(self._before_model, with_kwargs=True)
-        # the last input of a column would keep a whole activation and its graph
-        model.register_forward_hook(lambda *call: self.current.replace(column_input=None), always_call=True)
+        model.register_forward_hook(self._after_model, always_call=True)
+        for name, parameter in model.named_parameters():
+            owner = parallel.styles.get(name.rpartition(".")[0], Style("sequence" if axis.sequence else "summed"))
+            if id(parameter) in parallel.summed and owner.kind == "summed":  # parts of the time may well be alike
+                self._shares.watch(parameter, name, owner)
         for name, style in parallel.styles.items():
             if style.kind in AROUND and name in self.modules:
                 self._goes_around(name, style)
@@ -110,20 +112,23 @@ class TensorParallel(Handler):
                 self.modules[name].register_forward_hook(partial(self._cut_again, name))
 
     def sees(self, func: Function) -> bool:
-        return func is F.linear or getattr(func, "__name__", "") in MIXES
+        return func is F.linear or func in ALONGSIDE or may_mix(func)
 
     def __call__(self, func: Function, call_next: Function, /, *args: Any, **kwargs: Any) -> Any:
         context = self.current.context
         if context.cut.width:
-            self._check_cut_activation(func, args, kwargs)
+            check_mixing(func, args, kwargs, context, self.parallel.styles, self.parameters)
         if not read_among((*args, *kwargs.values()), self.parameters):
+            if self.first.on and func in ALONGSIDE:
+                return self.first.alongside(func, call_next, *args, **kwargs)
             return call_next(*args, **kwargs)
         name = context.module.name
         style = self.parallel.styles.get(name)
         if style is not None and style.kind in OWN_CODE:
-            return call_next(*args, **kwargs)
+            with self.first.paused():
+                return call_next(*args, **kwargs)
         if style is not None and style.cut_dim is not None:
-            with torch._C.DisableTorchFunction():
+            with self._unseen():
                 if func is F.linear:
                     return self._linear(name, style, *args, **kwargs)
                 if func is F.embedding:
@@ -134,32 +139,11 @@ class TensorParallel(Handler):
             f"the plan, or leave the parameter whole"
         )
 
-    def _check_cut_activation(self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        """Raises ValueError where a function mixes the features that a column left, of which each rank has a part."""
-        x = args[0] if args else kwargs.get("input")
-        if not isinstance(x, Tensor) or not self.sees(func):
-            return
-        context, name = self.current.context, getattr(func, "__name__", "")
-        with torch._C.DisableTorchFunction():
-            if x.shape != context.cut.shape:
-                return
-        where = context.module.name or "the model"
-        if (style := self.parallel.styles.get(where)) is not None and style.kind in ("whole", "shared"):
-            return
-        if name == "linear":
-            if id(args[1] if len(args) > 1 else kwargs["weight"]) in self.parameters:
-                return
-            what, fix = "multiplies", f"say 'row' for {where!r} in the tensor plan"
-        else:
-            dim = None if name in NORMS else kwargs.get("dim", args[1] if len(args) > 1 else None)
-            if {None, -1, x.dim() - 1}.isdisjoint(dim if isinstance(dim, tuple | list) else (dim,)):
-                return
-            what, fix = "mixes", "gather it first ('gathered' instead of 'column'), or leave the module whole"
-        raise ValueError(
-            f"{name!r} in module {where!r} {what} {x.size(-1)} of the {context.cut.width} features that a column-cut "
-            f"module left on this rank: between a column and its row only element-wise functions are right; {fix}; or "
-            f"say 'whole' for {where!r}, if what it works on is another tensor of this shape"
-        )
+    @contextmanager
+    def _unseen(self) -> Iterator[None]:
+        """Inside, this code works on pieces itself."""
+        with torch._C.DisableTorchFunction(), self.first.paused():
+            yield
 
     # ---- products -----------------------------------------------------------------------------------------------
 
@@ -175,8 +159,15 @@ class TensorParallel(Handler):
     def row(self, name: str, style: Style, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """A cut activation in, a whole one out."""
         self.current.replace(cut=CutActivation())
+        if self.first.on:
+            self.first.check_meets(input, self._parts(style, weight), name, str(style))
         y: Tensor = Row.apply(input, self.weight(weight), self.axis, name)
-        return y if bias is None else y + self.weight(bias)
+        return self.first.in_time(y if bias is None else y + self.weight(bias), name)
+
+    def _parts(self, style: Style, weight: Tensor) -> tuple[int, ...]:
+        """How much of each part of a cut weight is on this rank."""
+        cut = cut_by(style, self.parameters[id(weight)], self.axis.ways)
+        return tuple(stop - start for start, stop in cut.ranges(self.axis.index))
 
     def column(self, name: str, style: Style, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """A whole activation in, a cut one out."""
@@ -184,7 +175,10 @@ class TensorParallel(Handler):
         y = self._enter(input, site_of(name, self.parallel), siblings).column(weight, bias, siblings.index(name))
         if style.kind == "column":
             fused = max(len(style.parts), style.packed) > 1
-            self.current.replace(cut=CutActivation(self.parameters[id(weight)][0], y.shape, fused))
+            whole = self.parameters[id(weight)][0]
+            self.current.replace(cut=CutActivation(whole, y.shape, fused))
+            if self.first.on:
+                self.first.mark(y, -1, Cut(name, whole, self._parts(style, weight), style.grain))
         return y
 
     def gathered(self, name: str, style: Style, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -231,11 +225,17 @@ class TensorParallel(Handler):
                 f"with: leave them out, or leave the embedding whole"
             )
         size, whole = self.parameters[id(weight)][0], self.parallel.splits
-        return embedding(input, self.weight(weight), size, padding_idx, self.axis, name, whole=whole)
+        x = embedding(input, self.weight(weight), size, padding_idx, self.axis, name, whole=whole)
+        return x if whole else self.first.in_time(x, name)
 
     def weight(self, parameter: Any) -> Any:
         """The parameter, or what stands for it."""
         return parameter if self.products is None else self.products.stand_in(parameter)
+
+    def _after_model(self, *call: Any) -> None:
+        # the last input of a column would keep a whole activation and its graph
+        self.current.replace(column_input=None)
+        self.first.ends()
 
     def _before_model(self, module: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
         whole_logits = kwargs.get("labels") is not None
@@ -247,6 +247,7 @@ class TensorParallel(Handler):
             )
         self._warned = whole_logits
         self.current.replace(cut=CutActivation(), whole_logits=whole_logits)
+        self.first.begins(training=module.training)
         if self._same_inputs:
             return
         comm, tensors = self.axis.comm, [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
@@ -269,10 +270,10 @@ class TensorParallel(Handler):
                 whole = cast(Tensor, Unsplit.apply(x, self.axis, name))
                 self.current.replace(unsplit=True)
                 return whole
-            return cast(Tensor, Split.apply(x, self.axis, name))
+            return self.first.in_time(cast(Tensor, Split.apply(x, self.axis, name)), name)
 
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-            with torch._C.DisableTorchFunction():
+            with self._unseen():
                 if args:
                     return (stream(args[0]), *args[1:]), kwargs
                 if "hidden_states" in kwargs:
@@ -304,7 +305,7 @@ class TensorParallel(Handler):
                 raise ValueError(
                     f"{name!r}, {str(style)!r} in the tensor plan, returns a {type(y).__name__}, no tensor"
                 )
-            with torch._C.DisableTorchFunction():
+            with self._unseen():
                 return cast(Tensor, Leave.apply(y, axis, name, False))
 
         if style.kind == "experts":
@@ -312,7 +313,13 @@ class TensorParallel(Handler):
             module.register_forward_hook(after)
         elif style.kind == "shared":
             last = sum(style.parts) or None
-            module.register_forward_hook(lambda module, args, y: shares(y, last=last)[0])
+
+            def shared(module: nn.Module, args: Any, y: Tensor) -> Tensor:
+                y = shares(y, last=last)[0]
+                self._shares.watch(y, name, style, last)
+                return y
+
+            module.register_forward_hook(shared)
         else:
             module.register_forward_pre_hook(lambda module, args: (args[0] / axis.ways, *args[1:]))
 
@@ -326,8 +333,8 @@ class TensorParallel(Handler):
                 f"{name!r}, 'unsplit' in the tensor plan, returns {shape}, where sequence parallelism has a stream of "
                 f"[batch, {length}, width] to cut in time: leave sequence parallelism out"
             )
-        with torch._C.DisableTorchFunction():
-            y = cast(Tensor, Split.apply(y, self.axis, name))
+        with self._unseen():
+            y = self.first.in_time(cast(Tensor, Split.apply(y, self.axis, name)), name)
         return (y, *output[1:]) if isinstance(output, tuple) else y
 
     # ---- dropout ------------------------------------------------------------------------------------------------

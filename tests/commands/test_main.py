@@ -4,12 +4,13 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from plait.commands.main import BenchCommand, main, parse
-from plait.config import TrainConfig, VerifyConfig
+from plait.config import TrainConfig, VerifyConfig, to_toml, with_job
 
 
 @pytest.mark.parametrize(
@@ -20,6 +21,11 @@ from plait.config import TrainConfig, VerifyConfig
         (["train", "--batch", "3"], "3 samples cannot fill 4 data ranks"),
         (["verify", "--mesh", "foo=2"], "unknown mesh axis 'foo'"),
         (["verify", "--data", "/no/such/text"], "/no/such/text"),
+        (
+            ["train", "--config", "a.toml", "--steps", "3", "--config=b.toml"],
+            "--config is given 2 times ('a.toml', 'b.",
+        ),
+        (["train", "--overwrite"], "overwrite without out: there is nothing to replace"),
         (["train", "--config", "/no/such.toml"], "cannot read the config '/no/such.toml'"),
         (["train", "--steps", "9", "--epochs", "2"], "--steps 9 beside epochs 2, which are a number of steps too"),
         (["verify", "--steps=5", "--epochs=1"], "leave --steps out, or give --epochs None"),
@@ -80,6 +86,16 @@ def test_flags_win_over_the_file_and_the_file_over_defaults(tmp_path: Path) -> N
         assert (config.mesh, config.steps, config.microbatches, config.lr) == ("replica=2", 9, 3, 3e-3)
 
 
+def test_verify_reads_the_file_that_a_run_has_written(tmp_path: Path) -> None:
+    file = tmp_path / "config.toml"
+    file.write_text(to_toml(TrainConfig(mesh="shard=3", out="runs/a", save_every=5, keep=2, log_every=3)))
+    config = parse(["verify", "--config", str(file)])
+    assert isinstance(config, VerifyConfig) and config.mesh == "shard=3"
+    file.write_text("spread = 3\n")
+    with pytest.raises(ValueError, match="unknown key 'spread'"):
+        parse(["train", "--config", str(file)])
+
+
 def test_steps_beside_the_epochs_of_a_file_are_refused_unless_a_flag_takes_them_back(tmp_path: Path) -> None:
     file = tmp_path / "run.toml"
     file.write_text("epochs = 2\n")
@@ -114,6 +130,34 @@ def test_a_fault_of_ours_or_the_users_code_keeps_its_traceback(
     assert shown.startswith("Traceback")
     assert "invalid literal for int()" in shown
     assert "in broken" in shown
+
+
+JOB = """
+import sys, torch, plait
+job = plait.UserJob(lambda: torch.nn.Linear(2, 1), lambda model, x: {loss}, lambda step: {batch})
+"""
+
+
+@pytest.mark.parametrize("place", ["loss", "batch"])
+def test_a_job_that_ends_the_program_has_failed(place: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code = {"loss": "model(x).sum()", "batch": "torch.ones(4, 2)", place: "sys.exit(0)"}
+    (tmp_path / "job.py").write_text(JOB.format(**code))
+    assert main(["verify", "--steps", "1", "--job", f"{tmp_path}/job.py:job"]) == 1
+    shown = capsys.readouterr().err
+    assert shown.startswith(f"plait: error: {tmp_path}/job.py:3 ended the program in <lambda> (SystemExit: 0)")
+    assert shown.count("\n") == 1 and ("raised on rank" in shown) == (place == "loss")
+
+
+def test_the_file_of_a_jobs_run_says_what_the_job_says(tmp_path: Path) -> None:
+    (tmp_path / "job.py").write_text(JOB.format(loss="model(x).sum()", batch="torch.ones(4, 2)"))
+    first = with_job(TrainConfig(job=f"{tmp_path}/job.py:job"))
+    (tmp_path / "run.toml").write_text(to_toml(first))
+    for command in ("train", "verify"):
+        again = parse([command, "--config", str(tmp_path / "run.toml")])
+        assert isinstance(again, TrainConfig | VerifyConfig)
+        assert (with_job(again).batch, with_job(again).lr) == (4, first.lr)
+        with pytest.raises(ValueError, match="batch 5 beside job"):
+            with_job(replace(again, batch=5))
 
 
 def test_the_installed_command_and_the_module_are_the_same() -> None:

@@ -47,6 +47,9 @@ def test_the_smallest_batch_that_fills_all_parts_is_valid() -> None:
         ({"mesh": "pipe=2", "split": "3 2 2"}, ["3 stages", "the pipeline has 2"]),
         ({"mesh": "pipe=2", "split": "5 -2"}, ["split '5 -2'", "measured"]),
         ({"split": "3 4"}, ["there is one stage"]),
+        ({"hold": 3}, ["hold 3, but there is one stage"]),
+        ({"model": "hf:folder", "layers": 5}, ["layers 5 beside model 'hf:folder'", "leave it out"]),
+        ({"model": "hf:folder", "dropout": 0.0}, ["dropout 0.0 beside model 'hf:folder'"]),
         ({"mesh": "pipe=2", "hold": -1}, ["hold is -1"]),
         ({"sequence_parallel": True, "model": "mlp", "mesh": "tensor=2"}, ["mlp", "in time"]),
         ({"strategy": "zero4"}, ["unknown strategy 'zero4'", "zero3"]),
@@ -182,6 +185,11 @@ def test_a_wrong_file_is_refused(tmp_path: Path, text: str, says: list[str]) -> 
 def test_a_missing_file_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"cannot read the config .*No such file"):
         from_toml(TrainConfig, str(tmp_path / "none.toml"))
+
+
+def test_a_byte_order_mark_is_no_part_of_the_first_key(tmp_path: Path) -> None:
+    (tmp_path / "run.toml").write_text("steps = 7\n", encoding="utf-8-sig")
+    assert from_toml(TrainConfig, str(tmp_path / "run.toml")).steps == 7
 
 
 def test_a_key_of_earlier_versions_is_left_out(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import json
 import os
 import re
@@ -14,7 +15,7 @@ import pytest
 from disks import mount, small_disk
 
 from plait.files.reading import shown
-from plait.files.writing import DiskError, Lines, check_file, check_folder, told, write_text
+from plait.files.writing import DiskError, Lines, check_file, check_folder, check_free, told, write_text
 
 SAYS = re.compile(r"\[Errno \d+\] .*; need \d+ bytes, have \d+ bytes: '.*'")
 
@@ -104,19 +105,38 @@ def test_a_file_that_is_moved_away_or_replaced_is_noticed(tmp_path: Path) -> Non
 
 def test_two_runs_do_not_write_one_file(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
+    check_free(path)
     lines = Lines(path)
-    assert other(path) == errno.EAGAIN
+    for text in ("", "a\n"):
+        assert other(Lines, path) == other(check_free, path) == errno.EAGAIN
+        lines.replace(text)
+    assert other(Lines, path) == other(check_free, path) == errno.EAGAIN, "and in between it was never free"
     lines.close()
-    assert other(path) == 0
+    assert other(Lines, path) == other(check_free, path) == 0
 
 
-def other(path: Path) -> int:
+def test_a_file_that_was_replaced_while_it_was_opened_is_not_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, lock = tmp_path / "metrics.jsonl", fcntl.lockf
+
+    def late(number: int, kind: int) -> None:
+        path.rename(tmp_path / "old")
+        path.touch()
+        lock(number, kind)
+
+    monkeypatch.setattr(fcntl, "lockf", late)
+    with pytest.raises(ValueError, match="another run is writing to it"):
+        Lines(path)
+
+
+def other(opened: Callable[[Path], object], path: Path) -> int:
     """What becomes of the same in another process: its exit code."""
     if not (pid := os.fork()):
         try:
-            Lines(path)
-        except DiskError as error:
-            os._exit(error.errno or 1 if "another run is writing to it" in str(error) else 1)
+            opened(path)
+        except ValueError as error:
+            os._exit(errno.EAGAIN if "another run is writing to it" in str(error) else 1)
         os._exit(0)
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 

@@ -18,10 +18,14 @@ from plait.core.mesh import Mesh
 from plait.launch.agent import OneHost, RankAgent
 from plait.launch.limits import Limits
 from plait.launch.signals import heard
+from plait.watch.folder import PAGE, WATCH
+from plait.watch.page import Page, StatusRecord
+
+DONE = ": done; "
 
 
 class Shells:
-    """In place of the fork server: a rank is a line of shell."""
+    """In place of the fork server: a rank is a line of shell; one that begins with DONE has told so on the page."""
 
     def __init__(self, *attempts: str) -> None:
         self.attempts = list(attempts)
@@ -30,6 +34,9 @@ class Shells:
 
     def fork(self, variables: Mapping[str, str]) -> int:
         line = self.attempts[int(variables["TORCHELASTIC_RESTART_COUNT"])]
+        if line.startswith(DONE):
+            page = Page.open(Path(variables[WATCH]) / PAGE)
+            StatusRecord(page, int(variables["RANK"]), "host", os.getpid(), 0).ends("done")
         self.started.append(subprocess.Popen(["sh", "-c", line], env={"PATH": "/usr/bin:/bin", **variables}))
         self.variables.append(variables)
         return self.started[-1].pid
@@ -49,7 +56,7 @@ KILLED = "[ $RANK = 1 ] && kill -9 $$; exec sleep 100"
 
 
 def test_ranks_that_end_well_are_not_started_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    shells = Shells("exit 0")
+    shells = Shells(f"{DONE}exit 0")
     assert run(tmp_path, shells, Limits(restarts=3)).code == 0
     assert [v["RANK"] for v in shells.variables] == ["0", "1"]
     assert "MASTER_ADDR" not in shells.variables[0]
@@ -57,7 +64,7 @@ def test_ranks_that_end_well_are_not_started_again(tmp_path: Path, capsys: pytes
 
 
 def test_a_killed_rank_ends_all_and_they_are_started_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    shells = Shells(KILLED, "exit 0")
+    shells = Shells(KILLED, f"{DONE}exit 0")
     agent = run(tmp_path, shells, Limits(restarts=1, kept=lambda: "step-5"))
     assert agent.code == 0
     shown = capsys.readouterr().err
@@ -65,6 +72,17 @@ def test_a_killed_rank_ends_all_and_they_are_started_again(tmp_path: Path, capsy
     assert "plait: restart 1 of 1, from step-5\n" in shown
     stores = [v["PLAIT_STORE"] for v in shells.variables]
     assert len(set(stores)) == 2, "each attempt meets in a place of its own"
+
+
+@pytest.mark.parametrize("who", ["0 1", "1"])
+def test_ranks_that_end_before_they_are_done_have_failed(
+    who: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shells = Shells(f"case '{who}' in *$RANK*) exit 0;; esac; exec sleep 100", f"{DONE}exit 0")
+    assert run(tmp_path, shells, Limits(restarts=1)).code == 0
+    first, *_, last = capsys.readouterr().err.splitlines()
+    assert first.endswith("ended with exit code 0 before its part was done; the others were stopped")
+    assert last == "plait: restart 1 of 1, from the beginning"
 
 
 def test_the_last_attempt_is_the_exit_code(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

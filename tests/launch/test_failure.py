@@ -1,13 +1,15 @@
 """What a failed run says: the cause before its echoes."""
 
 import json
+import os
 import signal
+import sys
 from pathlib import Path
 
 import pytest
 
 from plait.core.mesh import Mesh
-from plait.launch.failure import Failure, explain, first_of, is_mistake, recorded, report
+from plait.launch.failure import Failure, explain, first_of, is_mistake, leave, open_closed, recorded, report
 
 
 def raised(make) -> BaseException:  # type: ignore[no-untyped-def]
@@ -50,6 +52,47 @@ def test_under_the_launcher_it_leaves_a_note(tmp_path: Path, capsys: pytest.Capt
     assert capsys.readouterr().err != ""  # torchrun's agent keeps the note to itself
 
 
+@pytest.fixture
+def left(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The exit codes with which this process would have ended."""
+    codes: list[int] = []
+    monkeypatch.setattr(os, "_exit", codes.append)
+    return codes
+
+
+def test_a_program_without_standard_streams_ends_as_any(left: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("stdout", "stderr"):
+        monkeypatch.setattr(sys, name, None)
+    assert report(raised(lambda: Mesh.parse("x=1")), {}) == 2
+    leave(0)
+    assert left == [0]
+
+
+def test_output_that_finds_no_room_at_the_end_is_one_line(
+    left: list[int], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with open("/dev/full", "w") as full:
+        monkeypatch.setattr(sys, "stdout", full)
+        full.write("text")
+        leave(0)
+        leave(3)
+        os.dup2(os.open(os.devnull, os.O_WRONLY), full.fileno())
+    assert left == [1, 3]
+    line = "plait: error: the standard output takes no more: No space left on device\n"
+    assert capsys.readouterr().err == line
+
+
+def test_streams_that_are_closed_lead_nowhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    if not (pid := os.fork()):
+        os.closerange(0, 3)
+        sys.stdin = sys.stdout = sys.stderr = None  # type: ignore[assignment]
+        open_closed()
+        print("text", flush=True)
+        found = [os.get_inheritable(n) and os.path.samestat(os.fstat(n), os.stat(os.devnull)) for n in range(3)]
+        os._exit(0 if all(found) and sys.stderr.fileno() == 2 else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+
+
 def test_the_first_failure_is_told_and_a_killed_rank_before_all() -> None:
     cause, echo = Failure(2, 1, "Traceback: cause\n", 10), Failure(0, 1, "Traceback: echo\n", 20)
     silent, killed = Failure(1, 1, None, 5), Failure(3, -signal.SIGSEGV, None, 30)
@@ -63,6 +106,7 @@ def test_the_first_failure_is_told_and_a_killed_rank_before_all() -> None:
     assert code == 128 + signal.SIGSEGV
     assert "rank 1 of mesh shard=4 ended with exit code 3 and left no word" in explain(Failure(1, 3), "shard=4")[0]
     assert explain(Failure(0, 2, "plait: error: no\n", 1, final=True), "shard=4") == ("plait: error: no\n", 2)
+    assert explain(left := Failure(1, 0, None, 30), "shard=4")[1] == 1 and first_of([echo, left, cause]) is left
     assert explain(Failure(0, 7, "", final=True), "shard=4") == ("", 7)
 
 

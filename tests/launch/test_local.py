@@ -170,6 +170,30 @@ def test_another_number_of_processes_than_ranks_is_refused(
     assert "shard=3" in shown
 
 
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"RANK": "0", "WORLD_SIZE": "2"}, "MASTER_ADDR, MASTER_PORT not set: start this program with torchrun"),
+        ({"RANK": "0"}, "WORLD_SIZE, MASTER_ADDR, MASTER_PORT not set"),
+        ({"SLURM_PROCID": "1", "SLURM_NTASKS": "2"}, "SLURM_PROCID is 1: srun has started this command several times"),
+        ({"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "2"}, "SLURM_STEP_NUM_TASKS is 2: srun has started"),
+        ({"RANK": "", "SLURM_PROCID": "0", "SLURM_NTASKS": "2", "SLURM_STEP_NUM_TASKS": "1"}, ""),
+    ],
+)
+def test_half_a_launcher_is_refused(
+    given: dict[str, str], says: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_ERROR_FILE"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    words = ["--world", "thread", "--mesh", "shard=2", "--model", "mlp", "--steps", "1"]
+    for command in ("train", "verify"):
+        assert main([command, *words]) == (2 if says else 0)
+        shown = capsys.readouterr().err
+        assert says in shown and shown.count("\n") == bool(says)
+
+
 def test_ranks_that_never_come_are_one_line_too(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

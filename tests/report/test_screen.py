@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import io
+import os
 import xml.etree.ElementTree as ElementTree
+from collections.abc import Iterator
+from typing import TextIO
 
 import pytest
 from rich.progress import Progress
 from rich.table import Table
 from rich.text import Text
 
-from plait.core.escape import one_line, printable, say
+from plait.core.escape import UnheardError, one_line, printable, say
 from plait.measure.plot import Panel, svg
 from plait.report.drawing import rect, svg_file, text_in
 from plait.report.screen import screen
@@ -87,3 +90,30 @@ def test_no_script_runs_in_a_picture(text: str) -> None:
         assert tags <= {"svg", "rect", "title", "text", "g", "line", "path", "polyline", "circle"}
         assert not any(name.startswith("on") or "href" in name for element in root.iter() for name in element.attrib)
         assert printable(text) in "".join(root.itertext())
+
+
+@pytest.fixture
+def unread() -> Iterator[TextIO]:
+    """A pipe whose reader has gone."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    with open(writer, "w", buffering=1) as file:
+        yield file
+
+
+def test_a_screen_that_nobody_reads_is_an_error_in_one_line(unread: TextIO) -> None:
+    with pytest.raises(UnheardError, match=r"^whoever read the standard output has gone"):
+        screen(file=unread).print("a")
+    os.dup2(os.open(os.devnull, os.O_WRONLY), unread.fileno())
+    with open("/dev/full", "w") as full:
+        with pytest.raises(UnheardError, match=r"^the standard output takes no more: No space left on device"):
+            screen(file=full).print("a")
+        os.dup2(unread.fileno(), full.fileno())
+
+
+def test_who_outlives_its_readers_says_so_once(unread: TextIO, capsys: pytest.CaptureFixture[str]) -> None:
+    console = screen(file=unread, outlived=True)
+    for text in ("a", "b", "c"):
+        console.print(text)
+    unread.flush()
+    assert capsys.readouterr().err == "plait: whoever read the standard output has gone: the run goes on without it\n"

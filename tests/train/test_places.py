@@ -127,6 +127,30 @@ def test_a_run_never_takes_anothers_folder(tmp_path: Path, capsys: pytest.Captur
     assert train(folder, "--steps", "1", "--overwrite") == 0
 
 
+@pytest.mark.parametrize("late", [False, True])
+def test_a_run_that_is_under_way_loses_nothing_to_another(
+    late: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert train(tmp_path, "--steps", "4", "--save-every", "2") == 0
+    files = {path: path.read_bytes() for path in sorted((tmp_path / "run").rglob("*")) if path.is_file()}
+    capsys.readouterr()
+    if late:  # it began when this one had been looked at
+        monkeypatch.setattr("plait.config.check.check_free", lambda path: None)
+    hold = "import fcntl, sys; file = open(sys.argv[1], 'a'); fcntl.lockf(file, fcntl.LOCK_EX); print(flush=True)"
+    words = [sys.executable, "-c", f"{hold}; input()", str(tmp_path / "run" / "metrics.jsonl")]
+    with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
+        assert other.stdout is not None and other.stdout.readline() == "\n"
+        for flags in (["--overwrite"], ["--resume", "auto", "--steps", "8"], []):
+            assert train(tmp_path, "--steps", "4", "--save-every", "2", *flags) == 2
+            shown = capsys.readouterr()
+            if flags or not late:
+                assert f"error: '{tmp_path}/run/metrics.jsonl': another run is writing to it; give" in shown.err
+            assert shown.err.count("\n") == 1 and (late or not shown.out)
+        other.communicate("\n")
+    assert files == {path: path.read_bytes() for path in sorted((tmp_path / "run").rglob("*")) if path.is_file()}
+    assert train(tmp_path, "--steps", "4", "--overwrite") == 0
+
+
 def test_a_last_line_that_was_torn_is_made_again(tmp_path: Path) -> None:
     assert train(tmp_path, "--steps", "4", "--save-every", "2", "--lr-schedule", "constant") == 0
     path = tmp_path / "run" / "metrics.jsonl"

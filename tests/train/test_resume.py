@@ -105,13 +105,15 @@ def test_three_resumes_in_an_epoch_each_in_another_layout(
 
 
 def test_another_learning_rate_is_taken_where_it_is_named(train: Train, tmp_path: Path) -> None:
-    words = ["--mesh", "shard=2", "--steps", "8", "--save-every", "4"]
+    words = ["--mesh", "shard=2", "--steps", "10", "--save-every", "2"]
     whole = train("whole", *words)
     cut_off(tmp_path / "whole", tmp_path / "part", 4)
     other = train("part", *words, "--resume", "auto", "--lr", "0.02", "--change", "lr")
     assert other[:5] == [*whole[:4], whole[4] | {"lr": 2 * whole[4]["lr"]}]
     assert [line["lr"] for line in other[4:]] == [2 * line["lr"] for line in whole[4:]]
     assert other[6]["loss"] != whole[6]["loss"]
+    cut_off(tmp_path / "part", tmp_path / "again", 6)  # the same command, in a queue that starts it again
+    assert train("again", *words, "--resume", "auto", "--lr", "0.02", "--change", "lr", "dropout") == other
 
 
 SAME = ["--mesh", "shard=2", "--steps", "6", "--save-every", "2"]
@@ -140,7 +142,8 @@ def stopped(finished: Path, tmp_path: Path) -> Path:
         ("--resume auto --seed 3 --change seed", "seed was 0 and is 3, which cannot change within a run"),
         ("--resume auto --optimizer sgd --change optimizer", "optimizer was 'adamw' and is 'sgd', which cannot"),
         ("--resume auto --dropout 0.2 --width 32", "width was 16 and is 32; dropout was 0.1 and is 0.2"),
-        ("--resume auto --change lr", "change lr: no such difference"),
+        ("--resume auto --change lr-schedule", "change lr-schedule: no such setting decides a run: did you mean lr_s"),
+        ("--resume auto --change mesh lr", "change mesh: no such setting decides a run: layout and places may differ"),
         ("--resume auto --verify --lr 0.02 --change lr", "verify beside change"),
         ("--resume nowhere", "there is no checkpoint in 'nowhere'"),
         ("--resume {whole} --steps 6", "has made 6 steps, and the run ends at 6"),

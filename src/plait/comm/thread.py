@@ -29,6 +29,7 @@ from plait.comm.base import DONE, Comm, MismatchError, Operation, Work
 from plait.comm.operation import copied, label
 from plait.comm.ordered_reduce import ordered_sum
 from plait.comm.rendezvous import AbortedError, Address, Rendezvous
+from plait.core.ended import to_its_end
 from plait.core.mesh import Mesh
 
 __all__ = ["AbortedError", "ThreadComm", "ThreadWorld", "run"]
@@ -196,7 +197,8 @@ def run(
     def rank_main(rank: int) -> None:
         world.begin(rank)
         try:
-            results[rank] = fn(world.comm(rank))
+            with to_its_end():
+                results[rank] = fn(world.comm(rank))
         except BaseException as error:
             failures.append((rank, error))
             world.abort(f"rank {rank} failed: {type(error).__name__}: {error}")

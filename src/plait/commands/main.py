@@ -6,11 +6,11 @@ Exit codes: 0 done (verify, judge: equal), 1 failed (verify, judge: not equal; p
 different), 2 bad input; 128 + n for signal n.
 """
 
-import os
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import partial
+from itertools import zip_longest
 from typing import Annotated, Any, Literal, NoReturn, TypeAlias, TypeVar, Union
 
 import tyro
@@ -18,7 +18,6 @@ import tyro
 from plait import config as configs
 from plait.comm.agree import check_together, gather_ints
 from plait.comm.base import NO_NOTE, Comm
-from plait.comm.environment import variables
 from plait.commands.bench import run_bench
 from plait.commands.chaos import ChaosConfig, run_chaos
 from plait.commands.checkpoint import CheckpointCommand
@@ -29,10 +28,12 @@ from plait.commands.prove import ProveConfig, run_prove
 from plait.commands.schedule import ScheduleCommand
 from plait.config import TrainConfig, VerifyConfig
 from plait.config.bounds import check_values
+from plait.core.ended import to_its_end
 from plait.core.escape import say
 from plait.core.mesh import AXES
+from plait.files.reading import shown
 from plait.files.writing import check_file
-from plait.launch import Limits, guarded, launch, leave
+from plait.launch import Limits, guarded, is_a_rank, launch, leave, open_closed
 from plait.measure import comm as bench
 from plait.train.resume import check_places, has_settings, newest_sound, restarted
 from plait.train.run import run_train
@@ -87,12 +88,19 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def program() -> NoReturn:
     """The program ``plait``."""
+    open_closed()
     leave(main())
 
 
 def run(argv: list[str]) -> int:
     """The command in ``argv``; mistakes are raised."""
     command = parse(argv)
+    with to_its_end():
+        return carry_out(command, argv)
+
+
+def carry_out(command: Command, argv: list[str]) -> int:
+    """A command that was parsed from ``argv``."""
     check_values(command)
     if (place := getattr(getattr(command, "what", command), "json", None)) not in (None, "-"):
         check_file("json", place)
@@ -119,7 +127,7 @@ def run(argv: list[str]) -> int:
             body = partial(run_bench, command)
         case TrainConfig():
             command = configs.with_job(command)
-            if all(name in os.environ for name in variables()):  # a rank: how often it was started, all know together
+            if is_a_rank(command):  # how often it was started, all know together
                 body = partial(train_again, command, argv=argv)
             else:
                 configs.validate(command)
@@ -184,8 +192,14 @@ def parse(argv: Sequence[str]) -> Command:
 
 def _defaults(kind: type[Config], words: Sequence[str]) -> Config:
     """The defaults of a command: the file that its words name by ``--config``, if they do."""
-    for i, word in enumerate(words):
+    files = []
+    for word, following in zip_longest(words, words[1:]):
         flag, equals, path = word.partition("=")
-        if flag == "--config" and (equals or i + 1 < len(words)):
-            return configs.from_toml(kind, path if equals else words[i + 1])
-    return kind()
+        if flag == "--config" and (equals or following is not None):
+            files.append(path if equals else following)
+    if len(files) > 1:
+        raise ValueError(f"--config is given {len(files)} times ({', '.join(map(shown, files))}): give one file")
+    if not files:
+        return kind()
+    of_a_run = [field.name for field in fields(TrainConfig)]  # plait verify, too, reads the file that a run wrote
+    return configs.from_toml(kind, files[0], others=of_a_run)

@@ -15,7 +15,7 @@ from plait.data.text import size_of
 from plait.engine.forward.compiled import check_compile
 from plait.engine.pipeline.build_stages import split_of
 from plait.engine.pipeline.chain import chain_of
-from plait.files.writing import check_file, check_folder
+from plait.files.writing import check_file, check_folder, check_free
 from plait.injection.faults import parse_fault
 from plait.job.dataset import make_data
 from plait.job.job import build_model, make_job
@@ -88,8 +88,10 @@ def _check_pipeline(config: RunConfig) -> None:
     schedule = pipeline.completed(config.microbatches, config.row)
     if isinstance(config, VerifyConfig) or (isinstance(config, TrainConfig) and config.verify):
         check(schedule, in_order=True)
-    if pipeline.num_stages == 1 and config.split is not None:
-        raise ValueError(f"split {config.split!r}, but there is one stage: give the mesh a pipe axis, or leave it out")
+    one_stage = pipeline.num_stages == 1  # of which units are gathered one by one, as hold None says
+    for name, given in (("split", config.split), ("hold", config.hold)) if one_stage else ():
+        if given not in (None, getattr(RunConfig, name)):
+            raise ValueError(f"{name} {given!r}, but there is one stage: give the mesh a pipe axis, or leave it out")
 
 
 def _check_data(config: RunConfig) -> None:
@@ -102,7 +104,10 @@ def _check_data(config: RunConfig) -> None:
 
 def _check_training(config: TrainConfig) -> None:
     """Refuses places that a run could not write to, and a limit on evaluations where there are none."""
+    if config.overwrite and config.out is None:
+        raise ValueError("overwrite without out: there is nothing to replace; give --out DIR, or leave it out")
     if config.out is not None:
+        check_free(os.path.join(config.out, METRICS))
         files = [name for name in WRITTEN if os.path.lexists(os.path.join(config.out, name))]
         if files and not (config.overwrite or config.resume):
             raise ValueError(

@@ -5,6 +5,7 @@ TrainConfig(mesh="shard=2", layers=None)  ──► mesh = "shard=2"  ──► 
 
 import difflib
 import tomllib
+from collections.abc import Collection
 from dataclasses import dataclass, fields
 from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
@@ -41,14 +42,17 @@ def to_toml(config: Any) -> str:
     return tomli_w.dumps(values)
 
 
-def from_toml(kind: type[Config], path: str) -> Config:
+def from_toml(kind: type[Config], path: str, others: Collection[str] = ()) -> Config:
     """The config in a TOML file; what it does not name keeps its default.
+
+    Args:
+        others: keys that other commands read from such a file, and this one leaves out.
 
     Raises:
         ValueError: no such file, no TOML, an unknown key (the nearest are named), a value of another type, or both
             steps and epochs.
     """
-    text = read_text(path, "the config")
+    text = read_text(path, "the config").removeprefix("\ufeff")  # which some editors write
     try:
         values = tomllib.loads(text)
     except (ValueError, RecursionError) as error:
@@ -56,7 +60,8 @@ def from_toml(kind: type[Config], path: str) -> Config:
         raise ValueError(f"the config {shown(path)} is no TOML: {reason}") from error
     hints = get_type_hints(kind)
     names = [field.name for field in fields(kind) if field.name != "config"]  # type: ignore[arg-type]
-    values = {name: value for name, value in values.items() if name not in GONE}
+    left_out = {*GONE, *others} - {*names}
+    values = {name: value for name, value in values.items() if name not in left_out}
     for name, value in values.items():
         if name not in names:
             near = difflib.get_close_matches(name, names, n=3)

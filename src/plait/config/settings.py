@@ -65,7 +65,7 @@ class RunConfig(JobConfig, LayoutConfig, MachineConfig, FileConfig):
 
 def with_job(config: AnyJob) -> AnyJob:
     """A config whose job is the user's own, with what that decides: the samples of a step and the learning rate.
-    ValueError for another setting of what the job decides."""
+    ValueError for another setting of what the job decides; a file that a run of the job has written says the same."""
     if config.job is None:
         return config
     family, defaults = config.family, type(config)()
@@ -74,10 +74,12 @@ def with_job(config: AnyJob) -> AnyJob:
         decided["optimizer"] = "optimizer lr weight_decay"
     if getattr(config, "workers", 0):
         raise ValueError("workers beside job: a job's own batches are made by the rank, so leave workers out")
+    made: dict[str, Any] = {"batch": family.samples or config.batch, "lr": family.rate or config.lr}
     for what, name in ((what, name) for what, names in decided.items() for name in names.split()):
-        if (given := getattr(config, name)) != getattr(defaults, name):
+        unsaid = getattr(defaults, name), getattr(RunConfig, name)
+        if (given := getattr(config, name)) not in (*unsaid, made.get(name, unsaid[0])):
             raise ValueError(f"{name} {given} beside job, which has the {what}: leave one of them out")
-    return replace(config, batch=family.samples or config.batch, lr=family.rate or config.lr)
+    return replace(config, **made)
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from plait.files.writing import Lines, told, write_text
+from plait.files.writing import Lines, told
 
 Line = Mapping[str, Any]
 
@@ -65,16 +65,15 @@ class Sinks(ExitStack):
 def keep_lines(path: Path, last: int) -> Lines:
     """A file of lines, to be gone on with: only those of steps up to ``last`` stay, each whole; what comes after is
     made again.  One that another run is writing to is not touched."""
-    Lines(path).close()
-    kept = []
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if last else ():
+    lines, kept = Lines(path), []
+    for line in lines.read().splitlines() if last else ():
         try:
             step = json.loads(line)["step"]
         except (ValueError, KeyError, TypeError):
             continue  # cut off by the end of its run
         kept += [f"{line}\n"] * (step <= last)
-    write_text(path, "".join(kept))
-    return Lines(path)
+    lines.replace("".join(kept))
+    return lines
 
 
 def finite(value: Any) -> Any:

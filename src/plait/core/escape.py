@@ -9,6 +9,8 @@ what prints, logs or reports it says it by ``printable``:
 """
 
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TextIO
 
 TURNING = (
@@ -46,5 +48,23 @@ def say(text: str, stream: TextIO | None = None) -> None:
     """Writes ``printable`` text, to stderr unless told: all that plait says outside of ``report.screen`` goes this way.
     What a person's own encoding lacks is escaped too."""
     stream = stream or sys.stderr
+    if not stream:  # whoever started this process has closed it
+        return
     encoding = getattr(stream, "encoding", None) or "utf-8"
-    stream.write(printable(text).encode(encoding, "backslashreplace").decode(encoding))
+    with heard("error" if stream is sys.stderr else "output"):
+        stream.write(printable(text).encode(encoding, "backslashreplace").decode(encoding))
+
+
+class UnheardError(RuntimeError):
+    """Nothing more can be said: who reads it has gone, or the disk that it goes to is full."""
+
+
+@contextmanager
+def heard(stream: str = "output") -> Iterator[None]:
+    """What is written inside to the standard ``stream`` is written, or an UnheardError says why not."""
+    try:
+        yield
+    except BrokenPipeError as error:
+        raise UnheardError(f"whoever read the standard {stream} has gone: it takes no more") from error
+    except OSError as error:
+        raise UnheardError(f"the standard {stream} takes no more: {error.strerror}") from error

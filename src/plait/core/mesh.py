@@ -69,7 +69,7 @@ class Mesh:
             if axis in sizes:
                 raise ValueError(f"mesh axis {axis!r} stands twice in {text!r}")
             if not equals or not (size.isascii() and size.isdecimal()) or len(size) > 9 or int(size) < 1:
-                raise ValueError(f"mesh axis {word!r} in {text!r} needs a size from 1, as in {axis}=2")
+                raise ValueError(f"mesh axis {word!r} in {text!r} needs a size from 1 to 999,999,999, as in {axis}=2")
             sizes[axis] = int(size)
         return cls(**sizes)
 

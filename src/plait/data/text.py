@@ -63,10 +63,11 @@ def split_text(text: Text, length: int) -> tuple[Text, Text]:
         raise ValueError(f"length is {length}: a sample has at least 1 token")
     sample = length + 1
     if len(text) < 2 * sample:
-        unit = "bytes" if isinstance(text, bytes) else "tokens"
+        unit, longest = "bytes" if isinstance(text, bytes) else "tokens", len(text) // 2 - 1
+        fix = f", or a length of at most {longest}" if longest > 0 else ""
         raise ValueError(
             f"a text of {len(text)} {unit} is too short: one training and one held-out sample of length {length} "
-            f"need {2 * sample} {unit}; give more text, or a length of at most {max(len(text) // 2 - 1, 0)}"
+            f"need {2 * sample} {unit}; give more text{fix}"
         )
     held_out = max(len(text) * HELD_OUT_PERCENT // 100, sample)
     return text[:-held_out], text[-held_out:]

@@ -1,6 +1,7 @@
 """Places to write to: tried before a run; later an error says where, how much was to be written, what is free.
 
 before the run    check_file, check_folder     a file is made there, and is gone again
+                  check_free                   nobody else adds lines to a file
 during it         Lines                        one write for a line: it is there as a whole, or not at all
 at its end        write_text                   beside it first, then renamed: never half of a file
 
@@ -17,7 +18,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from plait.files.reading import shown
+from plait.files.reading import open_plain, shown
 
 
 class DiskError(OSError):
@@ -79,30 +80,46 @@ def write_bytes(path: str | Path, data: bytes, *, lasting: bool = True) -> None:
 class Lines:
     """A file to which lines are added, by one process at a time.
 
+    The lock is of the process: it goes as soon as the process closes the file, by whichever number.
+
     Raises:
-        DiskError: it cannot be opened, or another process is adding lines.
+        DiskError: it cannot be opened.
+        ValueError: another process is adding lines.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         with told(path, 0):
-            flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK
+            flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK
             self.number = os.open(path, flags, 0o666)
             self._own = os.fstat(self.number)
             try:
                 if not stat.S_ISREG(self._own.st_mode):
                     raise OSError(errno.EINVAL, "it is no plain file")
-                fcntl.lockf(self.number, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError as error:
-                if error.errno in (errno.EACCES, errno.EAGAIN):
-                    error.strerror = "another run is writing to it"
-                if error.errno not in (
-                    errno.ENOLCK,
-                    errno.ENOTSUP,
-                    errno.ENOSYS,
-                ):  # it knows no locks
-                    os.close(self.number)
-                    raise
+                alone = _lock(self.number, fcntl.LOCK_EX) and self._is_there()
+            except OSError:
+                os.close(self.number)
+                raise
+        if not alone:
+            os.close(self.number)
+            raise ValueError(_taken(path))
+
+    def _is_there(self) -> bool:
+        """Whether the path still leads to this file."""
+        there = os.stat(self.path)
+        return (there.st_dev, there.st_ino) == (self._own.st_dev, self._own.st_ino)
+
+    def read(self) -> str:
+        """What is in it, without a word of what is no UTF-8."""
+        with told(self.path, 0):
+            return os.pread(self.number, os.fstat(self.number).st_size, 0).decode(errors="replace")
+
+    def replace(self, text: str) -> None:
+        """This text in the place of all lines; all the while no other process can add any."""
+        write_text(self.path, text)
+        new = Lines(self.path)
+        os.close(self.number)
+        self.number, self._own = new.number, new._own
 
     def write(self, line: str) -> None:
         """Add a line, by one write; where it does not fit, nothing of it stays.
@@ -112,16 +129,48 @@ class Lines:
         """
         data = f"{line}\n".encode()
         with told(self.path, len(data)):
-            there = os.stat(self.path)
-            if (there.st_dev, there.st_ino) != (self._own.st_dev, self._own.st_ino):
+            size = os.fstat(self.number).st_size
+            if not self._is_there():
                 raise FileNotFoundError(errno.ENOENT, "another file has taken its place")
             written = os.write(self.number, data)
             if written < len(data):
-                os.ftruncate(self.number, there.st_size)
+                os.ftruncate(self.number, size)
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     def close(self) -> None:
         os.close(self.number)
+
+
+def _lock(number: int, kind: int) -> bool:
+    """Whether the lock of a file, asked for without a wait, is ours; also where the file system knows no locks."""
+    try:
+        fcntl.lockf(number, kind | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno in (errno.EACCES, errno.EAGAIN):
+            return False
+        if error.errno not in (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS):
+            raise
+    return True
+
+
+def _taken(path: str | Path) -> str:
+    return (
+        f"{shown(path)}: another run is writing to it; give each run a folder of its own (--out), or end that run first"
+    )
+
+
+def check_free(path: str | Path) -> None:
+    """Refuses, by a ValueError, a file to which another process is adding lines (``Lines``); several may look at once.
+    A file that cannot be opened is no matter of this."""
+    try:
+        number, _ = open_plain(path)
+    except ValueError:
+        return
+    try:
+        if not _lock(number, fcntl.LOCK_SH):
+            raise ValueError(_taken(path))
+    finally:
+        os.close(number)
 
 
 def check_file(name: str, path: str) -> None:

@@ -31,6 +31,9 @@ from plait.models.pretrained import Pretrained
 FOLDER = "hf:"
 """What the name of a Hugging Face folder begins with; no other family has a colon in its name."""
 
+OF_THE_FOLDER = ("layers", "width", "heads", "kv_heads", "dropout")
+"""What such a folder decides itself."""
+
 
 def describe_families() -> str:
     """The families, each with its summary, for help texts."""
@@ -226,6 +229,9 @@ def _perceptron(config: ModelConfig) -> mlp.MLPConfig:
 
 
 def _folder(config: ModelConfig) -> Pretrained:
+    for name in OF_THE_FOLDER:
+        if (given := getattr(config, name)) not in (getattr(ModelConfig, name), getattr(type(config), name)):
+            raise ValueError(f"{name} {given} beside model {config.model!r}, whose own holds: leave it out")
     hf.check_installed()
     folder = Pretrained(config.model.removeprefix(FOLDER))
     if config.length > (longest := folder.max_length or config.length):

@@ -33,6 +33,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves, tree_map
 from tyro.constructors import PrimitiveConstructorSpec
 
+from plait.core.ended import to_its_end
 from plait.data import Batches
 from plait.engine.step import num_samples
 from plait.files.reading import read_file
@@ -200,5 +201,6 @@ def _load_file(path: str, what: str) -> Any:
     assert spec is not None and spec.loader is not None
     module = sys.modules[module_name] = importlib.util.module_from_spec(spec)
     sys.path.insert(0, str(Path(path).resolve().parent))  # as if it were run: it may import what lies beside it
-    spec.loader.exec_module(module)
+    with to_its_end():
+        spec.loader.exec_module(module)
     return module

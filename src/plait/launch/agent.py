@@ -8,7 +8,6 @@ RankAgent    start, look, end: torch's loop calls them
 
 import os
 import signal
-import sys
 import time
 from collections.abc import Iterable
 from contextlib import suppress
@@ -129,7 +128,11 @@ class RankAgent(SimpleElasticAgent):
         assert self._look is not None
         ended = self._ended()
         self._look.tell_signals()
-        failures = [recorded(rank, code, note_of(self._host.attempt, rank)) for rank, code in ended.items() if code]
+        failures = [
+            recorded(rank, code, note_of(self._host.attempt, rank))
+            for rank, code in ended.items()
+            if code or not self._look.is_done(rank)
+        ]
         if failures:
             first = first_of(failures)
             found = "" if first.final else self._look.of_the_end(self._ended())
@@ -198,7 +201,6 @@ class RankAgent(SimpleElasticAgent):
         """Says what has ended the attempt, by ``rank``, and ends what is left of it; torch's loop starts another where
         that may be of use."""
         assert self._look is not None
-        sys.stdout.flush()
         say(text)
         reached = self._look.reached
         self._stop_workers(self._worker_group)

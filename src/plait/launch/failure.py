@@ -4,8 +4,11 @@
     ValueError by plait                   plait: error: <message>         2
     FloatingPointError by plait           plait: error: <message>         1
     a disk that is full or gone           plait: error: <message>         1
+    SystemExit of code 0 (EndedError)     plait: error: <message>         1
+    a standard output that takes no more  plait: error: <message>         1
     any other exception                   its traceback                   1
     (killed by a signal)                  plait: rank 3 was killed ...    128 + signal
+    (ended with 0, and was not done)      plait: rank 3 ended ...         1
 
 A rank that plait started prints nothing itself.  It leaves a note in the file that ``TORCHELASTIC_ERROR_FILE`` names,
 in the form that torch's own agent reads, and the launcher prints the *first* failure: the others are only its echo.
@@ -19,12 +22,14 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
 from plait.comm.agree import OtherRankError
-from plait.core.escape import printable, say
+from plait.core.ended import EndedError
+from plait.core.escape import UnheardError, heard, printable, say
 from plait.files.writing import DiskError
 
 MISTAKE = 2
@@ -32,6 +37,9 @@ MISTAKE = 2
 
 ERROR = "plait: error:"
 """How a line begins that says all there is to say."""
+
+ONE_LINE = (DiskError, OtherRankError, EndedError, UnheardError)
+"""Errors that say all there is to say."""
 
 LAUNCHER = "PLAIT_LAUNCHER"
 """Set for ranks that plait started: the launcher's process id."""
@@ -75,17 +83,28 @@ def report(error: BaseException, environment: Mapping[str, str] = os.environ) ->
     """Prints what went wrong, or records it for the launcher to print; returns the exit code.  What plait refuses is a
     line, with a grid below it where there is one; anything else is its traceback."""
     text = "".join(traceback.format_exception(error))
-    if is_mistake(error, (ValueError, FloatingPointError)) or isinstance(error, DiskError | OtherRankError):
+    if is_mistake(error, (ValueError, FloatingPointError)) or isinstance(error, ONE_LINE):
         reason, *grid = str(error).split("\n")
         line = " ".join([ERROR, *reason.split(), *getattr(error, "__notes__", ())])
         text = "\n".join([line, *grid, ""])
-    refused = text.startswith(ERROR)
-    text = printable(text)
-    leave_note(text, final=refused, environment=environment)
-    if "TORCHELASTIC_ERROR_FILE" not in environment or LAUNCHER not in environment:
-        sys.stdout.flush()
-        say(text)
+    _tell(printable(text), environment)
     return MISTAKE if is_mistake(error) else 1
+
+
+def _tell(text: str, environment: Mapping[str, str] = os.environ) -> None:
+    """To the launcher, where it is plait's, or on the screen."""
+    leave_note(text, final=text.startswith(ERROR), environment=environment)
+    if "TORCHELASTIC_ERROR_FILE" not in environment or LAUNCHER not in environment:
+        with suppress(UnheardError):
+            _flush()
+        say(text)
+
+
+def _flush() -> None:
+    """Writes what is left for the standard output; UnheardError where it cannot be."""
+    with heard(), suppress(ValueError):  # closed by the program
+        for stream in filter(None, [sys.stdout]):  # None, where whoever started this process has closed it
+            stream.flush()
 
 
 def leave_note(text: str, *, final: bool, environment: Mapping[str, str] = os.environ) -> None:
@@ -108,8 +127,9 @@ def recorded(rank: int, exit_code: int, note: Path) -> Failure:
 
 
 def first_of(failures: list[Failure]) -> Failure:
-    """The one of which the others are echoes: a rank that a signal killed, else the first that left a note."""
-    return min(failures, key=lambda f: (f.exit_code >= 0, f.text is None, f.nanoseconds))
+    """The one of which the others are echoes: a rank that a signal killed or that left with exit code 0, else the
+    first that left a note."""
+    return min(failures, key=lambda f: (f.exit_code > 0, f.text is None, f.nanoseconds))
 
 
 def explain(failure: Failure, mesh: str, found: str = "") -> tuple[str, int]:
@@ -123,6 +143,8 @@ def explain(failure: Failure, mesh: str, found: str = "") -> tuple[str, int]:
     if code < 0:
         name = signal.Signals(-code).name if -code in set(signal.Signals) else f"signal {-code}"
         return found or f"{who} was killed by {name}; the others were stopped\n", 128 - code
+    if code == 0:
+        return found or f"{who} ended with exit code 0 before its part was done; the others were stopped\n", 1
     if failure.text is None:
         return found or f"{who} ended with exit code {code} and left no word; the others were stopped\n", code
     if failure.final:
@@ -134,9 +156,23 @@ def explain(failure: Failure, mesh: str, found: str = "") -> tuple[str, int]:
 def leave(code: int) -> NoReturn:
     """Ends this process now: what is said is written, and the interpreter's own end, a second or two with torch, is
     left out."""
-    for stream in (sys.stdout, sys.stderr):
-        try:
+    try:
+        _flush()
+    except UnheardError as error:
+        with suppress(UnheardError):
+            code = code or report(error)
+    with suppress(OSError, ValueError):
+        for stream in filter(None, [sys.stderr]):
             stream.flush()
-        except (OSError, ValueError):  # who read it is gone
-            code = code or 1
     os._exit(code)
+
+
+def open_closed() -> None:
+    """Standard streams that are closed (``>&-``) lead nowhere from now on, here and in what this process starts: or the
+    next file that is opened would get their number."""
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        if getattr(sys, name) is None:
+            nowhere = os.open(os.devnull, os.O_RDWR)
+            if nowhere == number:
+                os.set_inheritable(number, True)
+            setattr(sys, name, os.fdopen(nowhere, "w" if number else "r", encoding="utf-8"))

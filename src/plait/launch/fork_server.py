@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from plait.core.escape import say
-from plait.launch.failure import leave
+from plait.launch.failure import leave, open_closed
 from plait.launch.signals import ASKING
 from plait.watch.processes import hear_of_parents_death, look
 
@@ -134,6 +134,7 @@ def die_with(parent: int) -> None:
 def serve(line_number: int, launcher: int, command: Sequence[str]) -> None:
     """The server: a rank for each message, and a message for each rank that has ended."""
     die_with(launcher)
+    open_closed()
     before = {number: signal.signal(number, signal.SIG_IGN) for number in ASKING}  # whole groups of processes get them
     signal.pthread_sigmask(signal.SIG_UNBLOCK, ASKING)
     _preload(command)

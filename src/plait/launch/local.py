@@ -25,10 +25,11 @@ import torch
 from plait.comm import thread
 from plait.comm.base import Comm
 from plait.comm.check import check_collectives
-from plait.comm.environment import variables
+from plait.comm.environment import WorldVariables
 from plait.config import MachineConfig, resolve_device
 from plait.config.machine import resolve_world
-from plait.core.escape import say
+from plait.core.ended import to_its_end
+from plait.core.escape import one_line, say
 from plait.launch.failure import LAUNCHER, leave_note
 from plait.launch.fork_server import ForkServer
 from plait.launch.limits import Limits
@@ -37,6 +38,10 @@ from plait.watch.folder import PAGE, WATCH, private_folder
 from plait.watch.page import Page
 
 Body = Callable[[Comm], int]
+
+SEVERAL = {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1"}
+"""Variables of Slurm that say something else only where srun starts several of one command; ``SLURM_NTASKS`` does so in
+the script of a job too, which runs once."""
 
 LAUNCHER_FIRST = 5.0
 """Seconds by which a launcher that was asked as well ends its ranks before they end themselves."""
@@ -57,11 +62,30 @@ def launch(config: MachineConfig, body: Body, command: Sequence[str], limits: Li
     limits = limits or Limits()
     if config.check_collectives:
         body = _checked(body)
-    if all(name in os.environ for name in variables()):
+    if is_a_rank(config):
         return _be_a_rank(config, body, limits)
     if config.world == "thread":
         return _be_all_ranks(config, body, limits)
     return _start_ranks(config, command, limits)
+
+
+def is_a_rank(config: MachineConfig) -> bool:
+    """Whether a launcher, plait's or torchrun's, has started this process as one of the ranks.
+
+    Raises:
+        ValueError: half of what a rank must know is set, or Slurm has started the command several times over.
+    """
+    if any(os.environ.get(name, "").strip() for name in ("RANK", "WORLD_SIZE")):
+        WorldVariables.read(ranks=config.parsed_mesh.size)
+        return True
+    for name, alone in SEVERAL.items():
+        if (number := os.environ.get(name, alone)) != alone:
+            raise ValueError(
+                f"{name} is {one_line(number, 60)}: srun has started this command several times, and each would be the "
+                f"whole run: start one, which starts all ranks of this host (srun -n 1), or one torchrun on each host; "
+                f"for runs of their own unset {', '.join(SEVERAL)}"
+            )
+    return False
 
 
 def _checked(body: Body) -> Body:
@@ -94,7 +118,8 @@ def _be_a_rank(config: MachineConfig, body: Body, limits: Limits) -> int:
         else:
             stack.callback(comm.end_observers)
             watch_joined(comm)
-        code = body(comm)
+        with to_its_end():
+            code = body(comm)
     comm.close()
     # Rank 0 speaks for all, perhaps long after the others are done (a reference run).  They leave with 0, because the
     # launcher stops all ranks at the first other code.

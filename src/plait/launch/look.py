@@ -43,6 +43,10 @@ class Look:
         """The last step that any rank began; -1 before the first."""
         return max(status.step for status in self.page.read_all())
 
+    def is_done(self, rank: int) -> bool:
+        """Whether a rank has said that it came to the end of its part: one that ends with exit code 0 may have not."""
+        return self.page.read(rank).state == "done"
+
     def of_the_end(self, ended: Mapping[int, int]) -> str:
         """What is told when ranks have ended with these codes; "" where none of them has said anything."""
         time.sleep(SETTLE_SECONDS)

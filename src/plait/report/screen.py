@@ -6,18 +6,26 @@
 Text is no markup, so ``[red]`` in a name stays ``[red]``; colours are given by ``style`` and ``rich.text.Text``.
 """
 
+import os
 from collections.abc import Iterator
 from typing import Any
 
 from rich.console import Console, ConsoleOptions, ConsoleRenderable, RenderHook
 from rich.segment import Segment
 
-from plait.core.escape import printable
+from plait.core.escape import heard, printable, say
 
 
-def screen(**options: Any) -> Console:
-    """A console of rich with these options."""
-    console = _EscapingConsole(**{"highlight": False, "markup": False, "emoji": False, **options})
+def screen(*, outlived: bool = False, **options: Any) -> Console:
+    """A console of rich with these options.
+
+    Args:
+        outlived: when whoever read it has gone, this is said once, and nothing more is shown; otherwise it is an
+            UnheardError.
+    """
+    console = (_OutlivedConsole if outlived else _EscapingConsole)(
+        **{"highlight": False, "markup": False, "emoji": False, **options}
+    )
     Console.push_render_hook(console, _EscapingHook())
     return console
 
@@ -26,6 +34,22 @@ class _EscapingConsole(Console):
     def push_render_hook(self, hook: RenderHook) -> None:
         """Bars come by a hook of theirs, so what any hook gives is escaped."""
         super().push_render_hook(_EscapingHook(hook))
+
+    def print(self, *objects: Any, **options: Any) -> None:
+        with heard("error" if self.stderr else "output"):
+            super().print(*objects, **options)
+
+    def on_broken_pipe(self) -> None:
+        """rich would end the program without a word."""
+        raise BrokenPipeError
+
+
+class _OutlivedConsole(_EscapingConsole):
+    def on_broken_pipe(self) -> None:
+        self.quiet = True
+        with open(os.devnull, "wb") as nowhere:  # for what is still to be flushed
+            os.dup2(nowhere.fileno(), self.file.fileno())
+        say("plait: whoever read the standard output has gone: the run goes on without it\n")
 
 
 class _EscapingHook(RenderHook):

@@ -9,6 +9,7 @@
 A batch is a function of its step, so the step is the whole data cursor, whatever workers have read ahead.
 """
 
+import difflib
 import secrets
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
@@ -106,6 +107,10 @@ def check_places(config: TrainConfig) -> str | None:
         raise ValueError(f"keep {config.keep} without save_every: give --save-every as well")
     if config.change and config.resume is None:
         raise ValueError(f"change {' '.join(config.change)} without resume: leave it out, and give the settings alone")
+    if unknown := [name for name in config.change if name not in (*DECIDING, "data")]:
+        near = difflib.get_close_matches(unknown[0].replace("-", "_"), [*DECIDING, "data"], n=3)
+        hint = f"did you mean {' or '.join(near)}?" if near else "layout and places may differ without it; leave it out"
+        raise ValueError(f"change {' '.join(unknown)}: no such setting decides a run: {hint}")
     resumed, step = find_resumed(config), 0
     if resumed is not None:
         values = read_values(resumed)
@@ -145,9 +150,7 @@ def restarted(config: TrainConfig, attempt: int, begun: bool) -> TrainConfig:
     newest = next(reversed(checkpoints(folder_of(config))), None)
     if newest is None:
         return replace(config, overwrite=config.overwrite or _has_begun(config))
-    was = kept_of(read_values(newest), newest)["config"]
-    changed = [name for name in config.change if was.get(name, MISSING) != _plain(getattr(config, name, None))]
-    return replace(config, resume=AUTO, overwrite=False, change=tuple(changed))
+    return replace(config, resume=AUTO, overwrite=False)
 
 
 def has_settings(config: TrainConfig) -> bool:
@@ -244,13 +247,13 @@ def kept_of(values: Mapping[str, Any], path: Path | str | Storage) -> Mapping[st
 
 
 def differences(config: TrainConfig, kept: Mapping[str, Any], data: str | None = None) -> list[Difference]:
-    """What decides the run and is not as it was, as far as ``change`` names it.
+    """What decides the run and is not as it was; ``change`` may also name what is as it was.
 
     Args:
         data: a digest of the text, once it has been read.
 
     Raises:
-        ValueError: a difference that ``change`` does not name, or one that cannot be; a name that differs in nothing.
+        ValueError: a difference that ``change`` does not name, or one that cannot be.
     """
     was = kept["config"]
     pairs = [(name, was.get(name, MISSING), _plain(getattr(config, name))) for name in DECIDING]
@@ -262,7 +265,6 @@ def differences(config: TrainConfig, kept: Mapping[str, Any], data: str | None =
     if data is not None and data != kept["data"]:
         both = ((was.get("data"), kept["data"]), (config.data, data))
         found.append(Difference("data", *(" ".join(filter(None, (path, f"digest {own}"))) for path, own in both)))
-    names = [one.name for one in found]
     if fixed := [one for one in found if one.name in FIXED]:
         raise ValueError(f"{fixed[0]}, which cannot change within a run: begin a new one")
     if refused := [one for one in found if one.name not in config.change]:
@@ -270,9 +272,6 @@ def differences(config: TrainConfig, kept: Mapping[str, Any], data: str | None =
             f"this is another run than the one to go on with: {'; '.join(map(str, refused))}. Give the settings of "
             f"that run, or --change {' '.join(one.name for one in refused)}"
         )
-    known = [*DECIDING, "data"]
-    if surplus := [name for name in config.change if name not in names and (name not in known or data is not None)]:
-        raise ValueError(f"change {' '.join(surplus)}: no such difference to the run that is resumed; leave it out")
     return found
 
 

@@ -89,7 +89,8 @@ class Training:
 
 def run_train(config: TrainConfig, comm: Comm, argv: Sequence[str] = ()) -> int:
     """This rank's part of a run that was started by ``argv``; the exit code is 1 if the comparison asked for fails."""
-    console = screen(quiet=comm.rank > 0, stderr=config.json == "-", soft_wrap=True)
+    outlived = config.out is not None  # what the run is for is written there
+    console = screen(outlived=outlived, quiet=comm.rank > 0, stderr=config.json == "-", soft_wrap=True)
     job = make_job(config)
     config = replace(config, steps=job.steps)  # epochs have become steps
     of_step: dict[str, Any] = {name: getattr(config, name) for name in ("clip", "nonfinite", "check_drift")}
@@ -105,10 +106,7 @@ def run_train(config: TrainConfig, comm: Comm, argv: Sequence[str] = ()) -> int:
     stream = job.stream(range(engine.steps, config.steps), *training.place, str(comm.device), config.workers)
     sinks = Sinks()
     if comm.rank == 0:
-        if config.out:
-            remove_later(config, engine.steps)
-            (Path(config.out) / SUMMARY).unlink(missing_ok=True)
-        sinks = open_sinks(
+        sinks = open_sinks(  # first of all: a folder to which another run is writing stays as it is
             config.out,
             tensorboard=config.tensorboard,
             wandb=config.wandb,
@@ -116,6 +114,8 @@ def run_train(config: TrainConfig, comm: Comm, argv: Sequence[str] = ()) -> int:
             after=engine.steps,
         )
         if config.out:
+            remove_later(config, engine.steps)
+            (Path(config.out) / SUMMARY).unlink(missing_ok=True)
             write_text(Path(config.out) / SETTINGS, to_toml(config))
     training.saver = saver_of(config, engine)
     if config.out and training.saver is not None:

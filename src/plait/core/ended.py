@@ -1,0 +1,29 @@
+"""A program that is ended from within, by ``sys.exit()`` in code of the user's: without this it would seem done.
+
+with to_its_end():         sys.exit(), sys.exit(0), sys.exit("text")     EndedError, with the line that did it
+    job.loss_fn(...)       sys.exit(3)                                   passes: its code tells that it failed
+"""
+
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+class EndedError(RuntimeError):
+    """Code has ended the program that should have returned."""
+
+
+@contextmanager
+def to_its_end() -> Iterator[None]:
+    """What is called inside returns or raises: SystemExit without a code above 0 becomes an EndedError."""
+    try:
+        yield
+    except SystemExit as left:
+        if isinstance(left.code, int) and left.code:
+            raise
+        *_, last = traceback.extract_tb(left.__traceback__)
+        code = "" if left.code is None else f": {left.code}"
+        raise EndedError(
+            f"{last.filename}:{last.lineno} ended the program in {last.name} (SystemExit{code}) before all was done: "
+            f"let it return, or raise an exception that says what is wrong"
+        ) from left

@@ -47,7 +47,6 @@ def test_the_smallest_batch_that_fills_all_parts_is_valid() -> None:
         ({"mesh": "pipe=2", "split": "3 2 2"}, ["3 stages", "the pipeline has 2"]),
         ({"mesh": "pipe=2", "split": "5 -2"}, ["split '5 -2'", "measured"]),
         ({"split": "3 4"}, ["there is one stage"]),
-        ({"hold": 3}, ["hold 3, but there is one stage"]),
         ({"model": "hf:folder", "layers": 5}, ["layers 5 beside model 'hf:folder'", "leave it out"]),
         ({"model": "hf:folder", "dropout": 0.0}, ["dropout 0.0 beside model 'hf:folder'"]),
         ({"mesh": "pipe=2", "hold": -1}, ["hold is -1"]),

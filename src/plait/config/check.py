@@ -88,10 +88,8 @@ def _check_pipeline(config: RunConfig) -> None:
     schedule = pipeline.completed(config.microbatches, config.row)
     if isinstance(config, VerifyConfig) or (isinstance(config, TrainConfig) and config.verify):
         check(schedule, in_order=True)
-    one_stage = pipeline.num_stages == 1  # of which units are gathered one by one, as hold None says
-    for name, given in (("split", config.split), ("hold", config.hold)) if one_stage else ():
-        if given not in (None, getattr(RunConfig, name)):
-            raise ValueError(f"{name} {given!r}, but there is one stage: give the mesh a pipe axis, or leave it out")
+    if pipeline.num_stages == 1 and config.split is not None:
+        raise ValueError(f"split {config.split!r}, but there is one stage: give the mesh a pipe axis, or leave it out")
 
 
 def _check_data(config: RunConfig) -> None:

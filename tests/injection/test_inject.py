@@ -88,11 +88,16 @@ def trained(comm: Comm, *faults: str, steps: int = 4, strategy: str = "zero2") -
         count_fn=len,
         nonfinite="skip",
     )
-    inject(engine, faults, threads=True)
+    inject(engine, faults)
     x = torch.linspace(-1, 1, 10).view(2, 5) + comm.rank
     results = [engine.step([x]) for _ in range(steps)]
     weights = torch.cat([p.detach().view(-1).double() for p in engine.full_state_dict().values()])
     return [*(float(r.made) for r in results), *(r.loss for r in results), float(weights.sum())]
+
+
+def test_a_fault_of_a_process_is_refused_where_it_would_end_all_ranks() -> None:
+    with pytest.raises(ValueError, match="give --world process"):
+        run(Mesh(shard=2), lambda comm: trained(comm, "exit@rank=0,step=1"))
 
 
 def test_without_its_moment_nothing_happens() -> None:
@@ -169,7 +174,7 @@ def test_a_bit_of_a_rank_without_any_is_left_alone(capfd: pytest.CaptureFixture[
         model = filled(nn.Linear(1, 1))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         engine = Engine(model, comm, strategy="zero3", optimizer=optimizer)
-        inject(engine, ["flip@rank=2,step=1"], threads=True)
+        inject(engine, ["flip@rank=2,step=1"])
         engine.backward(engine.model(torch.ones(2, 1)).square().sum(), 2)
         optimizer.step()
         return engine.last.loss
@@ -189,7 +194,7 @@ def test_a_loss_of_a_loop_of_ones_own_is_nan_too() -> None:
         model = filled(nn.Linear(5, 3))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         engine = Engine(model, comm, strategy="zero3", optimizer=optimizer, nonfinite="skip")
-        inject(engine, ["nan@rank=1,step=2"], threads=True)
+        inject(engine, ["nan@rank=1,step=2"])
         made = []
         for _ in range(3):
             engine.backward(engine.model(torch.ones(2, 5)).square().sum(), 2)

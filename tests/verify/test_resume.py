@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import random
+from collections import deque
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -315,3 +317,42 @@ def test_what_is_wrong_with_the_question_is_said() -> None:
 
     with pytest.raises(AssertionError, match=r"saving after step 2 has changed the program: the last_epoch of"):
         plait.verify_resume(Program, Program.step, spoils, Program.load)
+
+
+class Remembers:
+    """Keeps its last losses in a deque, and the samples that it has seen in a set."""
+
+    def __init__(self, kept: str) -> None:
+        torch.manual_seed(2)
+        self.model = nn.Linear(2, 1)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
+        self.memory: Any = deque(maxlen=3) if kept == "deque" else set()
+
+    def step(self) -> Tensor:
+        loss: Tensor = self.model(torch.ones(2)).square().sum()
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        if isinstance(self.memory, set):
+            self.memory.add(len(self.memory))
+        else:
+            self.memory.append(round(loss.item(), 3))
+        return loss
+
+
+@pytest.mark.parametrize("kept", ["deque", "set"])
+def test_deques_and_sets_are_looked_into(kept: str) -> None:
+    def save(program: Remembers, path: Path) -> None:
+        torch.save([program.model.state_dict(), program.optimizer.state_dict(), program.memory], path / "all.pt")
+
+    def load(program: Remembers, path: Path, *, whole: bool) -> None:
+        model, optimizer, memory = torch.load(path / "all.pt", weights_only=False)
+        program.model.load_state_dict(model)
+        program.optimizer.load_state_dict(optimizer)
+        if whole:
+            program.memory = memory
+
+    begin = partial(Remembers, kept)
+    assert plait.verify_resume(begin, Remembers.step, save, partial(load, whole=True)).equal
+    with pytest.raises(AssertionError, match=r"after the load of step \d, .*program\.memory\.0"):
+        plait.verify_resume(begin, Remembers.step, save, partial(load, whole=False))

@@ -34,18 +34,17 @@ OF_OTHERS = ("skip-collective", "nan")
 """Faults of a collective or of the loss, which happen where that is made."""
 
 
-def inject(engine: Engine, faults: Sequence[str | Fault], *, threads: bool = False) -> None:
+def inject(engine: Engine, faults: Sequence[str | Fault]) -> None:
     """Lets faults happen in a run; call it on every rank, behind the making (and loading) of the engine.
 
     Args:
         faults: as ``plait train --inject`` takes them: ``"kill@rank=2,step=20"``.
-        threads: the ranks are threads of one process, as those of ``plait.run_threads`` are anyway.
 
     Raises:
-        ValueError: a fault that cannot be, on every rank.
+        ValueError: a fault that cannot be, on every rank; one of a whole process where ranks are threads.
     """
     comm, again = engine.comm, engine.comm.attempt > 0
-    threads = threads or isinstance(comm, ThreadComm)
+    threads = isinstance(comm, ThreadComm)
     parsed = [f if isinstance(f, Fault) else parse_fault(f, comm.world_size, threads=threads) for f in faults]
     for fault in parsed:
         if fault.rank == comm.rank and (fault.always or not again):

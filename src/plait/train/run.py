@@ -120,7 +120,7 @@ def run_train(config: TrainConfig, comm: Comm, argv: Sequence[str] = ()) -> int:
     training.saver = saver_of(config, engine)
     if config.out and training.saver is not None:
         check_same_folder(Path(config.out), comm)
-    inject(engine, config.inject, threads=config.world == "thread")
+    inject(engine, config.inject)
     with sinks, watch as watched, view, stream, training.saver or nullcontext():
         try:
             for line in _steps(training, stream):

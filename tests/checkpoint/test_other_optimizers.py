@@ -84,3 +84,17 @@ def test_groups_without_parameters_go_on_too(tmp_path: Path) -> None:
 
     plait.run_threads("shard=2", lambda comm: saved(comm, tmp_path, split=True))
     assert plait.run_threads("shard=3", other) == [[0.005, 0.05, 0.1]] * 3
+
+
+def test_a_run_without_an_optimizer_is_saved_and_loaded(tmp_path: Path) -> None:
+    def body(comm: Comm) -> bool:
+        model = nn.Linear(3, 3)
+        nn.init.ones_(model.weight), nn.init.zeros_(model.bias)
+        plait.save(tmp_path, plait.Engine(model, comm, strategy="zero3"))
+        other = nn.Linear(3, 3)
+        nn.init.zeros_(other.weight), nn.init.ones_(other.bias)
+        engine = plait.Engine(other, comm, strategy="ddp")
+        plait.load(tmp_path, engine)
+        return bool(engine.full_state_dict()["weight"].eq(1).all())
+
+    assert plait.run_threads("shard=2", body) == [True, True]

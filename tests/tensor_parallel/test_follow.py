@@ -72,7 +72,6 @@ MIXING: list[Between] = [
     lambda h: h.kthvalue(2).values,
     lambda h: h.argmax(-1),
     lambda h: h * (h > 0.5).any(-1, keepdim=True),
-    lambda h: h if bool((h > 0.7).all()) else -h,
     lambda h: h - h.max(),
     lambda h: h - h.flatten().sum(),
     lambda h: h.flip(-1),

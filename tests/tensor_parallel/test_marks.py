@@ -55,6 +55,13 @@ def test_a_rank_with_one_head_has_it_cut() -> None:
     assert cuts(regrouped(h(4), (2, 5, 1, 4), open_at=2)) == [None, None, (1,), None]
 
 
+def test_a_stream_of_length_1_or_of_one_sample_stays_in_its_place() -> None:
+    one = (*plain((1, 1)), h(8, grain=4)[2])
+    assert cuts(regrouped(one, (1, 1, 2, 4), open_at=1)) == [None, None, (2,), None]
+    alone = (*plain((2, 1)), h(4, grain=4)[2])
+    assert cuts(regrouped(alone, (2, 1, 1, 4), open_at=2)) == [None, None, (1,), None]
+
+
 @pytest.mark.parametrize(("size", "shape"), [(8, (2, 5, 1, 8)), (24, (2, 4, 5, 6)), (0, (2, 5, 0, 3))])
 def test_what_cannot_be_told_is_not(size: int, shape: tuple[int, ...]) -> None:
     """Whether the 1 is a head, what is in a 4 of 5 steps, what is in nothing."""

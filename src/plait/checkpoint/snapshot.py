@@ -116,8 +116,7 @@ def taken(engine: Engine, ema: EMA | None, numbers: Any, extra: Any) -> tuple[li
     if not engine.comm.rank:
         decay = None if ema is None else ema.decay
         own = {"optimizer": numbers, "run": engine.step_state(), "ema": decay, "extra": extra}
-        if engine.optimizer_state is not None:
-            own["optimizer_classes"] = engine.optimizer_state.classes()
+        own["optimizer_classes"] = None if engine.optimizer_state is None else engine.optimizer_state.classes()
         state = encoded(own, values)
     pieces = list(_pieces(engine, ema, values))
     _check_savable(pieces)

@@ -4,9 +4,13 @@ with to_its_end():         sys.exit(), sys.exit(0), sys.exit("text")     EndedEr
     job.loss_fn(...)       sys.exit(3)                                   passes: its code tells that it failed
 """
 
+import sysconfig
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
+
+_LIBRARY = sysconfig.get_path("stdlib")
+"""Of Python: argparse ends a program too."""
 
 
 class EndedError(RuntimeError):
@@ -21,7 +25,8 @@ def to_its_end() -> Iterator[None]:
     except SystemExit as left:
         if isinstance(left.code, int) and left.code:
             raise
-        *_, last = traceback.extract_tb(left.__traceback__)
+        frames = traceback.extract_tb(left.__traceback__)
+        last = next((frame for frame in reversed(frames) if not frame.filename.startswith(_LIBRARY)), frames[-1])
         code = "" if left.code is None else f": {left.code}"
         raise EndedError(
             f"{last.filename}:{last.lineno} ended the program in {last.name} (SystemExit{code}) before all was done: "

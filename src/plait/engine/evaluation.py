@@ -25,6 +25,7 @@ from plait.core.agreement import DATA_ORDER, MARKS
 from plait.core.collectives import Note
 from plait.engine.data_parallel.unshard import EVALUATE
 from plait.engine.exchange import Exchange
+from plait.engine.pipeline.copies import ForwardWrites
 from plait.engine.pipeline.p2p import PipelineP2P
 from plait.engine.pipeline.runtime import EventLog, Runtime
 from plait.engine.pipeline.stage import LossFn
@@ -68,13 +69,17 @@ class Evaluator:
             stack.enter_context(buffers_of_data_rank_0(models, comm))
             for stage in stages:
                 stack.enter_context(stage.unsharding.evaluation())
+            for copy in (copy for stage in stages for copy in stage.copies):
+                copy.begin_step()
             self.broken = comm.mesh.pipe > 1
             self.runtime.evaluate(program, microbatches, loss_fn)
             here = self.runtime.losses
             mine = [here[m].item() if here else 0.0 for m in range(num)]
-            losses_of_ranks = self.exchange.report(0.0, mine, set(), [0.0] * MARKS).losses
+            written = ForwardWrites(stage.copies for stage in stages)
+            report = self.exchange.report(0.0, mine, set(), [0.0] * (MARKS - 1) + [written.number()])
             self.broken = False
-        return Evaluation(math.fsum(loss for losses in losses_of_ranks for loss in losses) / total, total)
+            written.agree(comm, [row[-1] for row in report.marks], self.exchange.in_stage)
+        return Evaluation(math.fsum(loss for losses in report.losses for loss in losses) / total, total)
 
 
 @contextmanager

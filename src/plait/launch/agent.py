@@ -25,7 +25,7 @@ from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousIn
 
 from plait.comm.environment import STORE
 from plait.comm.init_process import file_store
-from plait.core.escape import say
+from plait.core.escape import UnheardError, say
 from plait.core.mesh import Mesh
 from plait.launch.failure import explain, first_of, recorded
 from plait.launch.fork_server import ForkServer
@@ -201,7 +201,8 @@ class RankAgent(SimpleElasticAgent):
         """Says what has ended the attempt, by ``rank``, and ends what is left of it; torch's loop starts another where
         that may be of use."""
         assert self._look is not None
-        say(text)
+        with suppress(UnheardError):
+            say(text)
         reached = self._look.reached
         self._stop_workers(self._worker_group)
         if final or self.asked.number or not self._limits.restarts:

@@ -8,12 +8,13 @@ Text is no markup, so ``[red]`` in a name stays ``[red]``; colours are given by 
 
 import os
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any
 
 from rich.console import Console, ConsoleOptions, ConsoleRenderable, RenderHook
 from rich.segment import Segment
 
-from plait.core.escape import heard, printable, say
+from plait.core.escape import UnheardError, heard, printable, say
 
 
 def screen(*, outlived: bool = False, **options: Any) -> Console:
@@ -49,7 +50,8 @@ class _OutlivedConsole(_EscapingConsole):
         self.quiet = True
         with open(os.devnull, "wb") as nowhere:  # for what is still to be flushed
             os.dup2(nowhere.fileno(), self.file.fileno())
-        say("plait: whoever read the standard output has gone: the run goes on without it\n")
+        with suppress(UnheardError):  # both may have gone the same way
+            say("plait: whoever read the standard output has gone: the run goes on without it\n")
 
 
 class _EscapingHook(RenderHook):

@@ -55,6 +55,9 @@ UNKNOWN = {
 }
 """Operators with a ``dim`` that do not mix what lies along it."""
 
+CHECKS = {"any", "all"}
+"""Asked of all elements at once, as ``h.isnan().any()`` is, each rank may look at its own."""
+
 SAME = {"alias", "detach", "clone", "_to_copy", "lift_fresh", "copy", "contiguous"}
 
 
@@ -153,7 +156,7 @@ class FollowCuts(TorchDispatchMode):
             self.refusals.mixes(name, dims, every)
         along = next((key for key in ("dim", "dims") if key in given), None)
         if along is None:
-            if any(a.name == "dim" for other in _overloads(func) for a in other._schema.arguments):
+            if name not in CHECKS and any(a.name == "dim" for o in _overloads(func) for a in o._schema.arguments):
                 self.refusals.mixes(name, dims, every)
             return None
         told = given[along]
@@ -286,8 +289,8 @@ class FollowCuts(TorchDispatchMode):
         dim = given["dim"] % out.dim()
         each = [self.dims(t) for t in tensors]
         along = joined([dims[dim] for dims in each])
-        others = next(dims for dims in each if marked(dims))
-        return None if along is None else (*others[:dim], along, *others[dim + 1 :])
+        others = next((dims for dims in each if marked(dims)), None)
+        return None if along is None or others is None else (*others[:dim], along, *others[dim + 1 :])
 
     def _stack(self, name: str, given: Given, out: Any) -> Any:
         dims = list(next(dims for t in given["tensors"] if marked(dims := self.dims(t))))

@@ -122,9 +122,25 @@ def joined(dims: Sequence[Dim]) -> Dim | None:
 
 
 def regrouped(dims: Dims, shape: Sequence[int], open_at: int | None = None) -> Dims | None:
-    """The dims of a view of this shape; ``open_at``: which of its sizes the view has worked out."""
+    """The dims of a view of this shape; ``open_at``: which of its sizes the view has worked out.
+
+    Dims at either end that keep their sizes stay what they are, those of size 1 too; of what is cut at the end, a 1
+    before it may be this rank's one group.
+    """
     if 0 in shape:
         return None
+    sizes = [prod(factor.size for factor in dim) for dim in dims]
+    least = min(len(sizes), len(shape))
+    first = next((i for i in range(least) if sizes[i] != shape[i]), least)
+    kept = [size if all(f.mark is None for f in dim) else -1 for size, dim in zip(sizes, dims, strict=True)]
+    last = next((i for i in range(least - first) if kept[-1 - i] != shape[-1 - i]), least - first)
+    within = shape[first : len(shape) - last]
+    at = None if open_at is None or not 0 <= open_at - first < len(within) else open_at - first
+    middle = _regrouped(dims[first : len(dims) - last], within, at)
+    return None if middle is None else (*dims[:first], *middle, *dims[len(dims) - last :])
+
+
+def _regrouped(dims: Dims, shape: Sequence[int], open_at: int | None) -> Dims | None:
     left = [factor for dim in dims for factor in dim if factor.size != 1 or factor.mark is not None]
     left.reverse()
     found: list[Dim] = []

@@ -33,7 +33,6 @@ def check(func: Any, *args: Any, style: str = "local", **kwargs: Any) -> None:
         (torch.linalg.vector_norm, (2, 2)),
         (F.normalize, (2.0, -1)),
         (F.layer_norm, ((4,),)),
-        (Tensor.any, (-1,)),
         (F.linear, (torch.ones(3, 4),)),
     ],
 )

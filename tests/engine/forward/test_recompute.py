@@ -221,9 +221,22 @@ class Counts(nn.Module):
         return torch.tanh(self.inner(x_BC)) / self.calls
 
 
+class Turns(nn.Module):
+    """Every second call is another one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.turned, self.last = nn.Linear(WIDTH, WIDTH), False, None
+
+    def forward(self, x_BC: Tensor) -> Tensor:
+        self.turned, self.last = not self.turned, 1 if self.last is None else self.last + 1
+        return torch.tanh(self.inner(x_BC)) * (2 if self.turned else 1) * self.last
+
+
 @pytest.mark.parametrize("row", ["ddp", "zero3"])
-def test_a_block_that_counts_its_calls(row: str) -> None:
-    unchanged(model_of(Counts(), Counts()), "shard=2", row, "full")
+@pytest.mark.parametrize("block", [Counts, Turns])
+def test_a_block_that_keeps_something_of_its_calls(block: Any, row: str) -> None:
+    unchanged(model_of(block(), block()), "shard=2", row, "full")
 
 
 def test_nothing_runs_twice_where_no_gradient_is_asked_for() -> None:

@@ -267,3 +267,68 @@ class Reaches(Chain):
 @pytest.mark.parametrize("order", ["1f1b", "zbv"])
 def test_attributes_that_lead_to_modules_lead_to_those_of_the_stage(way: str, order: str) -> None:
     as_alone(distinct(Reaches(way)), "pipe=2", lambda model, number: None, schedule=order)
+
+
+class Longest(nn.Module):
+    """No link, and no parameters: every stage runs it, and it keeps what it has seen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.longest = 0
+        self.register_buffer("table", torch.ones(()), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.size(0) > self.longest:
+            self.longest = x.size(0)
+            self.table = torch.ones(()) * 2
+        return self.table
+
+
+class Counting(nn.Linear):
+    """A link that counts its calls."""
+
+    def __init__(self) -> None:
+        super().__init__(WIDTH, WIDTH)
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return super().forward(x)
+
+
+class Keeps(Chain):
+    """Links that count, two of which share a weight, and a module beside them."""
+
+    def __init__(self) -> None:
+        super().__init__(*(Counting() for _ in range(4)))
+        self.l3.weight = self.l0.weight
+        self.beside = Longest()
+
+    def forward(self, x: Tensor) -> Tensor:
+        factor = self.beside(x)
+        return super().forward(x) * factor
+
+
+@pytest.mark.parametrize("order", ["1f1b", "interleaved", "zbv"])
+def test_what_a_link_or_a_module_of_all_stages_keeps_is_its_own_matter(order: str) -> None:
+    as_alone(distinct(Keeps()), "pipe=2", lambda model, number: None, schedule=order)
+
+
+@pytest.mark.parametrize("order", ["1f1b", "interleaved", "zbv"])
+def test_a_block_that_is_several_links_runs_again_on_each_stage(order: str) -> None:
+    model = nn.Sequential(*[cases.Block()] * 4, linear())
+    as_alone(distinct(model), "pipe=2", lambda model, number: None, schedule=order, recompute="full")
+
+
+@pytest.mark.parametrize("count", [BEFORE, BEHIND])
+def test_what_an_evaluation_writes_counts_too(count: str) -> None:
+    def body(comm: Comm) -> int:
+        engine = engine_on(distinct(Settings(count)), comm)
+        engine.evaluate(cases.deal(batches(1)[0], comm.mesh, comm.rank, 3))  # two of them are alike
+        return engine.model.calls  # type: ignore[return-value]
+
+    if count == BEFORE:
+        assert on("pipe=2", body) == [3, 3]
+    else:
+        with pytest.raises(ValueError, match="forwards write to calls"):
+            on("pipe=2", body)

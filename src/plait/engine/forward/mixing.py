@@ -17,7 +17,7 @@ NORMS = {"layer_norm", "rms_norm"}
 MIXES = {
     *NORMS,
     *("softmax", "log_softmax", "logsumexp", "cumsum", "sum", "mean", "var", "std", "norm", "vector_norm"),
-    *("linalg_norm", "linalg_vector_norm", "nansum", "nanmean", "prod", "any", "all"),
+    *("linalg_norm", "linalg_vector_norm", "nansum", "nanmean", "prod"),
     *("max", "min", "amax", "amin", "argmax", "argmin", "normalize", "cross_entropy", "mse_loss"),
 }
 """Functions that mix the last dim of their first argument."""

@@ -33,6 +33,9 @@ from plait.engine.forward.interceptor import Function, Handler, Interceptor
 from plait.engine.forward.parameter import AtRest
 from plait.tensor_parallel import Parallel
 
+_PLAIN = (bool, int, float, complex, str, type(None))
+_OF_TORCH = frozenset(vars(nn.Module()))
+
 
 def check_recompute(model: nn.Module, names: Iterable[str], recompute: str | None) -> None:
     """Raises ValueError for an unknown word, and for ``full`` where no unit (``names``) is a block."""
@@ -175,9 +178,9 @@ class _WithNumbers:
 
 
 def _numbers(module: nn.Module) -> dict[tuple[nn.Module, str], Any]:
-    """What a block and the modules inside keep as plain numbers (a counter)."""
+    """What a block and the modules inside keep as plain numbers, flags and words (a counter)."""
     modules = [*module.modules()]
-    return {(m, key): v for m in modules for key, v in vars(m).items() if type(v) in (int, float)}
+    return {(m, key): v for m in modules for key, v in vars(m).items() if type(v) in _PLAIN and key not in _OF_TORCH}
 
 
 def _set(numbers: Mapping[tuple[nn.Module, str], Any]) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 from zlib import crc32
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from plait.comm import Comm
 from plait.comm.agree import gather_texts
@@ -29,8 +29,12 @@ LOOKED_AT = 1024
 
 
 def plain(module: nn.Module) -> dict[str, Any]:
-    """What a program has set on a module, but for parameters, buffers and modules."""
-    return {key: value for key, value in vars(module).items() if key not in _OF_TORCH}
+    """What a program has set on a module, but for parameters, buffers and modules, and a ``forward`` that is no method
+    of it: the engine sets those, on each stage its own."""
+    found = {key: value for key, value in vars(module).items() if key not in _OF_TORCH}
+    if "forward" in found and getattr(found["forward"], "__self__", None) is not module:
+        del found["forward"]
+    return found
 
 
 def translated(value: Any, known: Mapping[int, nn.Module]) -> Any:
@@ -55,15 +59,18 @@ class CopiedModule:
     Args:
         name: where it is in the model, with a point behind.
         known: modules of the part by ``id`` of those of the model, of which a value may be made.
+        everywhere: every stage has a copy of it, so that what forwards write to it can be compared.
     """
 
-    def __init__(self, name: str, user: nn.Module, copied: nn.Module, known: Mapping[int, nn.Module]) -> None:
-        self.name, self.user, self.copied, self._known = name, user, copied, known
+    def __init__(
+        self, name: str, user: nn.Module, copied: nn.Module, known: Mapping[int, nn.Module], *, everywhere: bool = True
+    ) -> None:
+        self.name, self.user, self.copied, self._known, self._everywhere = name, user, copied, known, everywhere
         self._seen = plain(user)
         self._shared = {key for key, b in user._buffers.items() if copied._buffers.get(key) is b}
         self._buffers = {key: (b, b._version) for key, b in user._buffers.items() if b is not None}
         self._numbers: dict[str, Any] = {}
-        self._versions: dict[str, int] = {}
+        self._versions: dict[str, tuple[Tensor, int]] = {}
 
     def follow(self) -> None:
         """Take over what a program has set since."""
@@ -86,7 +93,7 @@ class CopiedModule:
     def begin_step(self) -> None:
         """What is written from here on, a forward writes."""
         self._numbers = {key: value for key, value in plain(self.copied).items() if type(value) in _NUMBERS}
-        self._versions = {key: b._version for key, b in self.copied._buffers.items() if b is not None}
+        self._versions = {key: (b, b._version) for key, b in self.copied._buffers.items() if b is not None}
 
     def numbers(self) -> dict[str, Any]:
         """Those that forwards have changed."""
@@ -96,16 +103,22 @@ class CopiedModule:
 
     def written(self) -> dict[str, str]:
         """What forwards have written, by name."""
+        if not self._everywhere:
+            return {}
         found = {f"{self.name}{key}": repr(value) for key, value in self.numbers().items()}
-        for key, before in self._versions.items():
-            if times := getattr(self.copied._buffers.get(key), "_version", before) - before:
-                found[f"{self.name}{key}"] = f"written {times} times"
+        for key, (before, version) in self._versions.items():
+            if self.copied._buffers.get(key) is not before:
+                found[f"{self.name}{key}"] = "replaced"
+            elif before._version != version:
+                found[f"{self.name}{key}"] = f"written {before._version - version} times"
         return found
 
     def give_back(self) -> None:
         """The user's module gets what forwards have written to the copy."""
         for key, value in self.numbers().items():
             self._seen[key] = vars(self.user)[key] = value
+        for key in self._shared:
+            self.user._buffers[key] = self.copied._buffers.get(key)
         self._buffers = {key: (b, b._version) for key, b in self.user._buffers.items() if b is not None}
 
 
@@ -176,9 +189,9 @@ class ForwardWrites:
             names = {key for row in stages for told in row for key in told if len({t.get(key) for t in row}) > 1}
             raise ValueError(
                 f"forwards write to {', '.join(sorted(names)[:4])}, and not on every stage of the pipeline the same "
-                f"(between or behind the links, or in a module that several stages run), so the next one would read "
-                f"another value than in a single process: write to it before the first link or between steps, have it "
-                f"in a link of one stage, or train without a pipe axis"
+                f"(between or behind the links, in a module that several stages run, or a clock), so the next one "
+                f"would read another value than in a single process: write to it before the first link or between "
+                f"steps, have it in a link of one stage, or train without a pipe axis"
             )
         for one in (one for copies in self._stages for one in copies):
             one.give_back()

@@ -198,7 +198,7 @@ class StageModel:
             if id(module) in made:
                 taken |= {id(x) for x in (*module.modules(), *module.parameters())}
         taken |= {id(origin[id(parameter)]) for parameter in part.parameters()}
-        copies = _copies(model, part, chain.links, links, known)
+        copies = _copies(model, part, chain, links, known)
         return cls(part, origin, chain, links, outside, _sites(model, chain.links, links), copies)
 
 
@@ -224,17 +224,17 @@ def _shallow(module: nn.Module, *, buffers: bool) -> nn.Module:
 
 
 def _copies(
-    model: nn.Module, part: nn.Module, chain: Sequence[str], links: range, known: Mapping[int, nn.Module]
+    model: nn.Module, part: nn.Module, chain: Chain, links: range, known: Mapping[int, nn.Module]
 ) -> tuple[CopiedModule, ...]:
     """See ``StageModel.copies``."""
-    users = dict(model.named_modules(remove_duplicate=False))
+    users, around = dict(model.named_modules(remove_duplicate=False)), around_links((*chain.links, *chain.outside))
     found = [
-        CopiedModule(f"{name}." if name else "", users[name], module, known)
+        CopiedModule(f"{name}." if name else "", users[name], module, known, everywhere=name in around)
         for name, module in part.named_modules()
         if users.get(name, module) is not module and not isinstance(module, ForeignLayer)
     ]
-    elsewhere = {id(model.get_submodule(link)) for i, link in enumerate(chain) if i not in links}
-    for link in (chain[i] for i in links if id(model.get_submodule(chain[i])) in elsewhere):
+    elsewhere = {id(model.get_submodule(link)) for i, link in enumerate(chain.links) if i not in links}
+    for link in (chain.links[i] for i in links if id(model.get_submodule(chain.links[i])) in elsewhere):
         for name, module in part.get_submodule(link).named_modules(prefix=link):
             if any(b is not None for b in module._buffers.values()):
                 found.append(SharedModule(f"{name}.", module, links.start))

@@ -201,7 +201,7 @@ class OptimizerState:
                 if own[0] not in there and there[0] not in own:
                     raise ValueError(
                         f"the state of the group of {names[0]!r} is that of {there[0]}, and its optimizer here is "
-                        f"{own[0]}: build it with {there[0]}"
+                        f"{own[0]}: build it with {there[0]}, or with a class that is made from it"
                     )
 
     def _named(self, optimizer: Optimizer, state: State) -> tuple[list[State], Mapping[str, State]]:
@@ -242,14 +242,14 @@ class OptimizerState:
                     f"no group of the state has the parameters of group {number} of {kind}, {len(names)} of them "
                     f"({', '.join(names[:3])}, ...): build its groups as they were when the state was saved"
                 )
-            if saved is not None and (lacking := [key for key in options if key not in saved]):
-                of = repr(names[0]) if names else "no parameter"
+            lacking = [] if saved is None else [key for key in options if key not in saved]
+            if saved is not None and lacking and names:
                 raise ValueError(
-                    f"the state is another optimizer's: its group of {of} has no {', '.join(lacking)}, which "
+                    f"the state is another optimizer's: its group of {names[0]!r} has no {', '.join(lacking)}, which "
                     f"{kind} needs, but {', '.join(key for key in saved if key != 'params')}. Build that optimizer, "
                     f"or begin with a new state by leaving this one out"
                 )
-            found.append(saved)
+            found.append(None if lacking else saved)
         return found
 
     def cut(self, optimizer: Optimizer, state: State) -> dict[str, Any]:

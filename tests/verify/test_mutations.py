@@ -135,8 +135,8 @@ def mean_of_means(patch: Patch) -> None:
     """Every rank divides by its own count, times the ranks."""
     original = Exchange.counts
 
-    def counts(self: Exchange, microbatches: int, targets: int, samples: int, frozen: Any = ()) -> tuple[int, int]:
-        first, _ = original(self, microbatches, targets, samples, frozen)
+    def counts(self: Exchange, microbatches: int, targets: int, *more: Any) -> tuple[int, int]:
+        first, _ = original(self, microbatches, targets, *more)
         return first, targets * self.ranks
 
     patch.setattr(Exchange, "counts", counts)

@@ -138,11 +138,14 @@ class TiedHead(nn.Linear):
 
 
 def rotary_tables(length: int, head_dim: int, base: float) -> tuple[Tensor, Tensor]:
-    """cos_TC and sin_TC, fp32 [length, head_dim / 2]: pair c at place t turns by t / base^(2c/head_dim)."""
+    """cos_TC and sin_TC, fp32 [length, head_dim / 2]: pair c at place t turns by t / base^(2c/head_dim).
+
+    Functions are taken in fp64 and rounded: in fp32 the last bit is the kernel's, and two processes had different ones.
+    """
     exponent_C = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
-    position_T = torch.arange(length, dtype=torch.float32)
-    angle_TC = position_T[:, None] * base ** -exponent_C[None, :]
-    return angle_TC.cos(), angle_TC.sin()
+    frequency_C = (base ** -exponent_C.double()).float()
+    angle_TC = (torch.arange(length, dtype=torch.float32)[:, None] * frequency_C[None, :]).double()
+    return angle_TC.cos().float(), angle_TC.sin().float()
 
 
 def rotate(x_BHTK: Tensor, cos_TC: Tensor, sin_TC: Tensor) -> Tensor:

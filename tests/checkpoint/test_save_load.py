@@ -24,6 +24,7 @@ from plait.checkpoint.hashing import TODAY
 from plait.checkpoint.manifest import signed
 from plait.checkpoint.snapshot import LateCopy
 from plait.comm import Comm, run
+from plait.comm.thread import ThreadWorld
 from plait.core.mesh import AXES, Mesh
 from plait.engine import Engine
 
@@ -285,3 +286,17 @@ def test_two_savers_of_one_engine_save_both(tmp_path: Path, monkeypatch: pytest.
 
     run(Mesh(), body, deadline=30)
     assert [len(list((tmp_path / name).glob("step-*"))) for name in ("disk", "store")] == [1, 1]
+
+
+def test_a_saver_stays_with_its_folder_when_the_program_goes_to_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path)
+    engine = Engine(nn.Linear(3, 3), ThreadWorld(Mesh()).comm(0))
+    saver = plait.Saver("run", engine)
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    saver.save()
+    assert saver.wait() == tmp_path / "run/step-000000" and not list(Path().iterdir())
+    with pytest.raises(ValueError, match=r"'a\\x00b' is no path: it has a null byte"):
+        plait.save("a\0b", engine)

@@ -1,6 +1,7 @@
 """The two small messages by which all ranks agree in each step: their shapes, for sender and planner alike.
 
-    counts   [microbatches, targets, samples, what is frozen]               int64, before the first forward
+    counts   [microbatches, targets, samples and above them a digest of     int64, before the first forward
+              some of their elements, what is frozen]
     report   [sum of squares, losses of the microbatches, gradient bits,    fp64, before the update
               first gradient that is not finite, signal, step, discarded passes, options of the optimizers,
               what forwards have written to modules that several stages have]

@@ -69,8 +69,8 @@ class Evaluator:
             stack.enter_context(buffers_of_data_rank_0(models, comm))
             for stage in stages:
                 stack.enter_context(stage.unsharding.evaluation())
-            for copy in (copy for stage in stages for copy in stage.copies):
-                copy.begin_step()
+            for copied in (copied for stage in stages for copied in stage.copies):
+                copied.begin_step()
             self.broken = comm.mesh.pipe > 1
             self.runtime.evaluate(program, microbatches, loss_fn)
             here = self.runtime.losses

@@ -129,7 +129,7 @@ def regrouped(dims: Dims, shape: Sequence[int], open_at: int | None = None) -> D
     """
     if 0 in shape:
         return None
-    sizes = [prod(factor.size for factor in dim) for dim in dims]
+    sizes = [size_of(dim) for dim in dims]
     least = min(len(sizes), len(shape))
     first = next((i for i in range(least) if sizes[i] != shape[i]), least)
     kept = [size if all(f.mark is None for f in dim) else -1 for size, dim in zip(sizes, dims, strict=True)]

@@ -91,13 +91,14 @@ def exact_of(model: nn.Module, x: Tensor) -> list[Tensor | None]:
 
 
 @pytest.mark.parametrize("bias", [False, True])
-def test_the_module(bias: bool, onednn_calls: list[tuple[int, ...]]) -> None:
+def test_the_module(bias: bool, onednn_nudged: None, onednn_calls: list[tuple[int, ...]]) -> None:
     model = nn.Linear(300, 31, bias=bias)
     x = draws(torch.empty(257, 300), 0)
     got = trained(model, [x], multiplying(ONEDNN))
     assert onednn_calls == [(257, 31), (257, 300), (31, 300)]
     y = ONEDNN.linear(x, model.weight.detach(), model.bias.detach() if bias else None)
     assert_equal(got[:1], [y])
+    assert not torch.equal(F.linear(x, model.weight, model.bias).detach(), y)
 
 
 LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {

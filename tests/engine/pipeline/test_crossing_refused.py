@@ -183,19 +183,12 @@ class Largest(Tower):
         return out
 
 
-class Sparse(Tower):
+class Sparse(Hidden):
     class Block(Biased):
         def forward(self, x: Tensor) -> Any:  # type: ignore[override]
             return super().forward(x), x.detach().to_sparse()
 
-    block = Block
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.embed(x)
-        for block in self.blocks:
-            x, _ = block(x)
-        out: Tensor = self.head(self.norm(x))
-        return out
+    block = Block  # type: ignore[assignment]
 
 
 class SparseBias(Tower):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from typing import Any
 
 import engine_cases as cases
@@ -349,7 +350,7 @@ def test_losses_that_read_attributes() -> None:
 def test_mixed_precisions(order: str) -> None:
     """fp64, fp32 and bf16 weights with casts between; and autocast around everything: as one stage does it.
 
-    The squares of ranks are added in another order: the last bit of an fp64 norm, and of what it clips, is open.
+    Ranks' squares are added in another order, so the last bit of an fp64 norm is open, and of what is clipped by it.
     """
 
     class Cast(nn.Module):
@@ -371,14 +372,22 @@ def test_mixed_precisions(order: str) -> None:
             out = model(batch["x"].float())
         return squares(out.float(), {"mask": batch["mask"].float()})
 
-    for model, loss, split in ((mixed, loss_sum, (2, 2, 3)), (chain().float(), lower, (1, 2, 1))):
+    def trained(model: nn.Module, loss: Any, split: tuple[int, ...], mesh: str, clip: float) -> list[Any]:
+        """(losses, norms) of each rank."""
 
-        def body(comm: Comm) -> list[Any]:
-            schedule, cut = (order, split) if comm.mesh.pipe > 1 else (None, None)  # noqa: B023
-            engine = build(model, comm, loss_fn=loss, clip=0.1, schedule=schedule, split=cut)  # noqa: B023
+        def body(comm: Comm) -> Any:
+            schedule, cut = (order, split) if comm.mesh.pipe > 1 else (None, None)
+            engine = build(model, comm, loss_fn=loss, clip=clip, schedule=schedule, split=cut)
             results = [step(engine, batch) for batch in batches(3)]
-            return [number for result in results for number in (result.loss, result.grad_norm)]
+            return [result.loss for result in results], [result.grad_norm for result in results]
 
-        wanted = on("pipe=1", body)[0]
-        for found in on("pipe=3", body):
-            assert found == pytest.approx(wanted, rel=1e-13)
+        return on(mesh, body)
+
+    for case in ((mixed, loss_sum, (2, 2, 3)), (chain().float(), lower, (1, 2, 1))):
+        (losses, norms), *_ = trained(*case, "pipe=1", math.inf)
+        for found, measured in trained(*case, "pipe=3", math.inf):
+            assert found == losses and measured == pytest.approx(norms, rel=1e-15)
+        (losses, norms), *_ = trained(*case, "pipe=1", 0.1)
+        for found, measured in trained(*case, "pipe=3", 0.1):
+            assert found == pytest.approx(losses, rel=1e-14) and measured == pytest.approx(norms, rel=1e-14)
+    assert trained(*case, "pipe=3", 0.1) == [(losses, norms)] * 3, "a norm in fp32 has no open bit"

@@ -28,13 +28,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from plait.engine.forward.attributes import PLAIN, attributes_of
 from plait.engine.forward.context import CurrentForward, in_backward
 from plait.engine.forward.interceptor import Function, Handler, Interceptor
 from plait.engine.forward.parameter import AtRest
 from plait.tensor_parallel import Parallel
-
-_PLAIN = (bool, int, float, complex, str, type(None))
-_OF_TORCH = frozenset(vars(nn.Module()))
 
 
 def check_recompute(model: nn.Module, names: Iterable[str], recompute: str | None) -> None:
@@ -180,7 +178,7 @@ class _WithNumbers:
 def _numbers(module: nn.Module) -> dict[tuple[nn.Module, str], Any]:
     """What a block and the modules inside keep as plain numbers, flags and words (a counter)."""
     modules = [*module.modules()]
-    return {(m, key): v for m in modules for key, v in vars(m).items() if type(v) in _PLAIN and key not in _OF_TORCH}
+    return {(m, key): v for m in modules for key, v in attributes_of(m).items() if v is None or type(v) in PLAIN}
 
 
 def _set(numbers: Mapping[tuple[nn.Module, str], Any]) -> None:

@@ -27,7 +27,8 @@ What later stages read besides the stream (a bias table, an encoder's output, a 
 
 from collections.abc import Callable, Mapping, MutableMapping, MutableSequence, MutableSet
 from functools import partial
-from typing import Any
+from types import MethodType
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -51,10 +52,9 @@ def _inside(container: Any) -> list[int]:
     return [id(one) for one in (container.values() if isinstance(container, MutableMapping) else container)]
 
 
-def _call(
-    module: nn.Module, call: Callable[..., Any], after: Callable[[nn.Module, Any], Any], *args: Any, **kw: Any
-) -> Any:
-    return after(module, call(*args, **kw))
+def _run_by(run: Callable[..., Any], module: nn.Module) -> None:
+    """Have ``run`` call a module: what that returns is known behind all of its hooks, also those that come later."""
+    vars(module)["_call_impl"] = partial(run, module._call_impl)
 
 
 class StageBoundary:
@@ -75,19 +75,15 @@ class StageBoundary:
                 link.at_call, link.at_look = self._at_foreign_link, self._at_look
         for link in dict.fromkeys(part.model.get_submodule(self.names[index]) for index in self.links):
             link.register_forward_pre_hook(self._before_link, with_kwargs=True)  # after other hooks of theirs
-            self._follow(link, self._after_link)
+            _run_by(self._run_link, link)
         for name, module in part.outside.items():
             self._name_of[id(module)] = name
             if isinstance(module, ForeignLayer):
                 module.at_call, module.at_look = self._at_foreign_module, self._at_look
             elif not last:
-                self._follow(module, self._after_module)
+                _run_by(self._run_module, module)
         if not last:
             part.model.register_forward_hook(self._after_model, prepend=True)  # before its units are left
-
-    def _follow(self, module: nn.Module, after: Callable[[nn.Module, Any], Any]) -> None:
-        """Have ``after`` called with what a module returns, behind all hooks of its, also those that come later."""
-        vars(module)["_call_impl"] = partial(_call, module, module._call_impl, after)
 
     @property
     def state(self) -> BoundaryState | None:
@@ -186,7 +182,8 @@ class StageBoundary:
                     )
         return tree_unflatten(leaves, spec)
 
-    def _after_link(self, module: nn.Module, output: Any) -> Any:
+    def _run_link(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        output = call(*args, **kwargs)
         if in_backward():
             return output
         boundary: BoundaryState | None = self.current.context.boundary
@@ -197,7 +194,7 @@ class StageBoundary:
                 f"the pipeline's link {name!r} writes into a list or a dict that it is given: links on other stages "
                 f"would not see it; let it return what others need"
             )
-        if any(one._version != version for one, version in boundary.beside):
+        if boundary.beside and any(one._version != version for one, version in boundary.beside):
             returned = {id(leaf) for leaf in tree_leaves(output)}
             if any(one._version != version and id(one) not in returned for one, version in boundary.beside):
                 raise ValueError(
@@ -228,7 +225,8 @@ class StageBoundary:
             raise StageDone
         return self._behind(boundary)
 
-    def _after_module(self, module: nn.Module, output: Any) -> Any:
+    def _run_module(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        output, module = call(*args, **kwargs), cast(MethodType, call).__self__
         boundary = self.state
         if boundary is not None and boundary.output is None and not in_backward():
             boundary.returns(self._name_of[id(module)], output)

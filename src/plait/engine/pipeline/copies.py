@@ -20,21 +20,10 @@ from torch import Tensor, nn
 from plait.comm import Comm
 from plait.comm.agree import gather_texts
 from plait.core.collectives import Note
+from plait.engine.forward.attributes import PLAIN, attributes_of
+from plait.engine.state.identity import some_elements
 
-_OF_TORCH = frozenset(vars(nn.Module())) | {"_call_impl"}
-_NUMBERS = (bool, int, float, complex, str)
 _MISSING = object()
-LOOKED_AT = 1024
-"""Elements of a parameter that are compared with those of its copy, at most twice as many."""
-
-
-def plain(module: nn.Module) -> dict[str, Any]:
-    """What a program has set on a module, but for parameters, buffers and modules, and a ``forward`` that is no method
-    of it: the engine sets those, on each stage its own."""
-    found = {key: value for key, value in vars(module).items() if key not in _OF_TORCH}
-    if "forward" in found and getattr(found["forward"], "__self__", None) is not module:
-        del found["forward"]
-    return found
 
 
 def translated(value: Any, known: Mapping[int, nn.Module]) -> Any:
@@ -66,7 +55,7 @@ class CopiedModule:
         self, name: str, user: nn.Module, copied: nn.Module, known: Mapping[int, nn.Module], *, everywhere: bool = True
     ) -> None:
         self.name, self.user, self.copied, self._known, self._everywhere = name, user, copied, known, everywhere
-        self._seen = plain(user)
+        self._seen = attributes_of(user)
         self._shared = {key for key, b in user._buffers.items() if copied._buffers.get(key) is b}
         self._buffers = {key: (b, b._version) for key, b in user._buffers.items() if b is not None}
         self._numbers: dict[str, Any] = {}
@@ -74,7 +63,7 @@ class CopiedModule:
 
     def follow(self) -> None:
         """Take over what a program has set since."""
-        user = plain(self.user)
+        user = attributes_of(self.user)
         self.copied.training = self.user.training
         for key, value in user.items():
             if value is not self._seen.get(key, _MISSING):
@@ -83,23 +72,25 @@ class CopiedModule:
             vars(self.copied).pop(key, None)
         self._seen = user
         for key, buffer in self.user._buffers.items():
-            if buffer is None or self.copied._buffers.get(key) is buffer:
+            mine = self.copied._buffers.get(key)
+            if buffer is None or mine is buffer:
                 continue
             known, version = self._buffers.get(key, (None, 0))
             if known is not buffer or version != buffer._version:
-                self.copied._buffers[key] = buffer if key in self._shared else buffer.clone()
+                device = buffer.device if mine is None else mine.device  # the engine may have moved the copy's
+                self.copied._buffers[key] = buffer.to(device, copy=key not in self._shared)
                 self._buffers[key] = buffer, buffer._version
 
     def begin_step(self) -> None:
         """What is written from here on, a forward writes."""
-        self._numbers = {key: value for key, value in plain(self.copied).items() if type(value) in _NUMBERS}
+        self._numbers = {key: value for key, value in attributes_of(self.copied).items() if type(value) in PLAIN}
         self._versions = {key: (b, b._version) for key, b in self.copied._buffers.items() if b is not None}
 
     def numbers(self) -> dict[str, Any]:
         """Those that forwards have changed."""
         now = vars(self.copied)
         changed = (key for key, before in self._numbers.items() if now.get(key, _MISSING) != before)
-        return {key: now[key] for key in changed if type(now.get(key)) in _NUMBERS}
+        return {key: now[key] for key in changed if type(now.get(key)) in PLAIN}
 
     def written(self) -> dict[str, str]:
         """What forwards have written, by name."""
@@ -157,7 +148,7 @@ class FollowingParameter:
 
     def _alike(self) -> bool:
         """Whether some elements are the same, for a write to ``.data`` has no version; not asked of an accelerator."""
-        one, other = (p.detach().reshape(-1)[:: max(1, p.numel() // LOOKED_AT)] for p in (self._copied, self._user))
+        one, other = some_elements(self._copied), some_elements(self._user)
         return one.device.type != "cpu" or torch.equal(one, other)
 
 

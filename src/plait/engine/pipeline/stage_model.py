@@ -18,8 +18,9 @@ from typing import Any, Self
 from torch import Tensor, nn
 
 from plait.engine.data_parallel.storage import placeholder
+from plait.engine.forward.attributes import attributes_of
 from plait.engine.pipeline.chain import Chain, around_links
-from plait.engine.pipeline.copies import CopiedModule, SharedModule, plain, translated
+from plait.engine.pipeline.copies import CopiedModule, SharedModule, translated
 from plait.engine.pipeline.not_here import not_here
 from plait.tensor_parallel import Parallel
 
@@ -60,7 +61,7 @@ class ForeignLayer(nn.Module):
     def follow(self, link: nn.Module) -> None:
         """Take over what a program has set on the link, and on the modules inside."""
         self.training = link.training
-        for key, value in plain(link).items():
+        for key, value in attributes_of(link).items():
             if value is not self._seen.get(key, self) and not (key.startswith("_") or callable(value)):
                 self._plain[key] = self._seen[key] = value
         for key, child in link._modules.items():
@@ -190,7 +191,7 @@ class StageModel:
         part = build(model, "")
         known = {id(module): container for module, container in containers} | foreign | made
         for module, container in containers:
-            new = {key: translated(value, known) for key, value in plain(module).items()}
+            new = {key: translated(value, known) for key, value in attributes_of(module).items()}
             vars(container).update({key: value for key, value in new.items() if key in vars(container)})
         for parameter in part.parameters():
             origin.setdefault(id(parameter), parameter)

@@ -1,0 +1,23 @@
+"""What a program keeps on its modules beside parameters, buffers and modules: settings, counters, flags.
+
+block.alpha = 0.5        a program sets it between steps         every stage's copy follows (``pipeline.copies``)
+self.calls += 1          a forward writes it                     once, also where the forward runs again (``recompute``)
+"""
+
+from typing import Any
+
+from torch import nn
+
+PLAIN = (bool, int, float, complex, str)
+"""Types of values that are compared, and set back, by what they are."""
+
+_OF_TORCH = frozenset(vars(nn.Module())) | {"_call_impl"}
+
+
+def attributes_of(module: nn.Module) -> dict[str, Any]:
+    """All that is not torch's own, and no ``forward`` that is no method of the module: the engine sets those, on each
+    stage its own."""
+    found = {key: value for key, value in vars(module).items() if key not in _OF_TORCH}
+    if "forward" in found and getattr(found["forward"], "__self__", None) is not module:
+        del found["forward"]
+    return found

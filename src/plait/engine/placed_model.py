@@ -175,7 +175,7 @@ class PlacedModel(StaysHere):
             "params": sum(flat.rest.nbytes for unit in self.units for flat in unit.flats),
             "grads": sum(gradient.accumulated.nbytes for stage in stages for gradient in stage.gradients.flats),
             "optimizer": 0 if self.owned_optimizer is None else self.owned_optimizer.state_bytes(),
-            "gathered_peak": max(stage.unsharding.peak_bytes for stage in stages),
+            "gathered_peak": max(stage.unsharding.open_units.gathered.peak for stage in stages),
             "gradient_buffers": sum(stage.gradients.buffers.bytes for stage in stages),
         }
 

@@ -190,7 +190,7 @@ def test_each_state_has_in_memory_what_the_table_says(row: str) -> None:
             assert (bytes_of(flat.full), bytes_of(flat.rest)) == (full, whole // comm.mesh.size)
             assert (flat.kept is not None) == kept
             assert all(isinstance(p, AtRest) != shown for p in flat.parameters)
-            assert (unit in count.units, unit in count.arriving, count.bytes) == (
+            assert (unit in count.units, unit in count.arriving, count.gathered.now) == (
                 full > 0,
                 expected is State.UNSHARDING,
                 full,

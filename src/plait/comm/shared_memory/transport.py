@@ -139,8 +139,10 @@ class SharedMemoryTransport(Transport):
         group = operation.group
         if operation.kind not in ("all_gather", "broadcast"):
             return None
-        memory = next((common for common in self._common.values() if common.has(out, group.ranks)), None)
-        if memory is None:
+        for memory in self._common.values():
+            if memory.has(out, group.ranks):
+                break
+        else:
             return None
         self._check(operation)
         if operation.kind == "all_gather" and source.data_ptr() != out.data_ptr() + group.index * source.nbytes:

@@ -160,7 +160,7 @@ class Flat:
         first = self.held[0]
         return start([[prepare(self.comm, m, self.rest, first, note) for m in move] for move in self._publish])
 
-    def unshard(self, note: Note, *, own: bool) -> list[Work]:
+    def unshard(self, phase: str, unit: str, microbatch: int, *, own: bool) -> list[Work]:
         """Give ``full`` its memory and issue the messages that fill it from what is kept, or lies at rest.
 
         ``own``: whoever writes to it, or keeps a view, has memory of this rank's own.
@@ -173,13 +173,15 @@ class Flat:
             (first, last), piece, path = self.held, self.rest, self._forward
         else:
             (first, last), piece, path = self.kept_place, self.kept, self._backward
-        key = note, self.kept is None
-        if key not in self._gathers:
+        key = phase, microbatch, self.kept is None
+        found = self._gathers.get(key)
+        if found is None:
             if len(self._gathers) >= MOST_GATHERS:
                 self._gathers.clear()
+            note = Note(phase, unit, microbatch)
             gathers = [[prepare(self.comm, message, self.full, 0, note) for message in move] for move in path]
-            self._gathers[key] = self.full[first:last], gathers
-        own_piece, gathers = self._gathers[key]
+            found = self._gathers[key] = self.full[first:last], gathers
+        own_piece, gathers = found
         if self.full is not self.common:
             own_piece.copy_(piece)
         return start(gathers)
@@ -278,7 +280,7 @@ class Flat:
         self._point_views()
 
     def _point_views(self) -> None:
-        self._gathers: dict[tuple[Note, bool], tuple[Tensor, list[list[Prepared | Alone]]]] = {}
+        self._gathers: dict[tuple[str, int, bool], tuple[Tensor, list[list[Prepared | Alone]]]] = {}
         """What fills ``full``: this rank's part of it and the messages, by phase and microbatch."""
         self._views = self.views(self.full)
         self._holders = self._share_memory()

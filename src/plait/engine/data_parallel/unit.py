@@ -100,9 +100,8 @@ class Unit:
         assert self.state is State.SHARDED, f"unit {self.name!r} is {self.state.value}"
         self.state = State.UNSHARDING
         self.open_units.add(self)
-        note = Note(phase, self.name, microbatch)
         for flat in self._split_flats:
-            self._works += flat.unshard(note, own=own)
+            self._works += flat.unshard(phase, self.name, microbatch, own=own)
 
     def wait(self) -> None:
         """Wait for the messages and point the parameters at the whole values."""
@@ -180,6 +179,20 @@ class Unit:
         return UnitLayout(self.name, layouts, trainable, uses, summed, own, held, reduced)
 
 
+class GatheredBytes:
+    """Bytes of gathered parameters, of all stages of the rank: ``now``, and the most that a pass has seen."""
+
+    __slots__ = ("now", "peak")
+
+    def __init__(self) -> None:
+        self.now = self.peak = 0
+
+    def see(self) -> None:
+        """A pass looks."""
+        if self.now > self.peak:
+            self.peak = self.now
+
+
 class OpenUnits:
     """The units of a stage that are UNSHARDING or UNSHARDED, counted as they change.
 
@@ -193,7 +206,7 @@ class OpenUnits:
         self.units: dict[Unit, None] = {}
         self.arriving: set[Unit] = set()
         """Those that are UNSHARDING."""
-        self.bytes = 0
+        self.gathered = GatheredBytes()
         self.peak = 0
         """The most there were, ancestors of the running unit left out."""
 
@@ -201,12 +214,12 @@ class OpenUnits:
         """A unit begins to come."""
         self.units[unit] = None
         self.arriving.add(unit)
-        self.bytes += unit.bytes_full
+        self.gathered.now += unit.bytes_full
 
     def remove(self, unit: Unit) -> None:
         """It is at rest again."""
         del self.units[unit]
-        self.bytes -= unit.bytes_full
+        self.gathered.now -= unit.bytes_full
 
     def check_bound(self, running: Unit, prefetch: int, *, backward: bool) -> None:
         """Asserts the bound; units that the row keeps open from forward to backward, or pinned ones, do not count."""

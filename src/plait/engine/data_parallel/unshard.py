@@ -71,14 +71,10 @@ class Unsharding(StaysHere):
         self.split_backward = False
         """The pass that runs leaves weight gradients to one of their own, after the units have been resharded."""
         self.open_units, self.pins = OpenUnits(), Pins()
-        self.peak_bytes = 0
-        """The most bytes of gathered parameters at once, of all stages of the rank."""
         self.runs: Counter[Unit] = Counter()
         """Forwards of each gathered unit in the last step, in their order; recomputations are left out."""
         self.found: set[Unit] = set()
         """Units that in the last step one around them was first seen to read; from then on it holds them open."""
-        self.peers: list[Unsharding] = [self]
-        """Those of all stages of the rank."""
         self._inside: list[Unit] = []
         """The units whose forward is under way, innermost last."""
         self._in_inner = False
@@ -102,10 +98,6 @@ class Unsharding(StaysHere):
     def microbatch(self) -> int:
         """Of the pass that runs, for the ledger."""
         return self.current.context.microbatch
-
-    def beside(self, peers: Sequence[Unsharding]) -> None:
-        """Says which are those of all stages of the rank, this one among them."""
-        self.peers = list(peers)
 
     # ---- unshard and reshard ------------------------------------------------------------------------------------
 
@@ -163,12 +155,9 @@ class Unsharding(StaysHere):
 
     def _check_bound(self, running: Unit, phase: str) -> None:
         """Asserts the bound on open units, unless the schedule holds them all, and notes the peaks."""
-        self._note_bytes()
+        self.open_units.gathered.see()
         if not self.held:
             self.open_units.check_bound(running, self.prefetch, backward=phase in ("backward", INNER))
-
-    def _note_bytes(self) -> None:
-        self.peak_bytes = max(self.peak_bytes, sum(peer.open_units.bytes for peer in self.peers))
 
     def hold(self) -> None:
         """The schedule's UNSHARD: gather all units at once; the first pass that reads one waits for it."""
@@ -177,7 +166,7 @@ class Unsharding(StaysHere):
             unit.users += 1
             if unit.state is State.SHARDED:
                 unit.unshard("unshard", -1)
-        self._note_bytes()
+        self.open_units.gathered.see()
 
     def release(self) -> None:
         """The schedule's RESHARD; what the row keeps is kept as long as a microbatch waits for its backward."""

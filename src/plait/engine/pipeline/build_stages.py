@@ -18,6 +18,7 @@ from plait.core.mesh import AXES
 from plait.core.parallelism import Parallelism
 from plait.engine.data_parallel.build import SourceModel, build_units
 from plait.engine.data_parallel.flat_gradient import FlatGradient
+from plait.engine.data_parallel.unit import GatheredBytes
 from plait.engine.data_parallel.wrap import automatic, wrap
 from plait.engine.forward.compiled import check_compile, check_units
 from plait.engine.forward.recompute import check_recompute
@@ -131,8 +132,9 @@ def lay_stages(
     if weights is not None:  # a rank reads its own rows, and what is wrong with them is wrong for all
         check_together(comm, error, AXES)
     stages = {s: Stage(settings, s, part, plans[s], laid[s]) for s, part in parts.items()}
-    for stage in stages.values():
-        stage.unsharding.beside([peer.unsharding for peer in stages.values()])
+    gathered = GatheredBytes()
+    for stage in stages.values():  # at rest so far
+        stage.unsharding.open_units.gathered = gathered
     return stages
 
 

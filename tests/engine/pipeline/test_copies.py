@@ -24,6 +24,7 @@ class Settings(Chain):
     def __init__(self, count: str = "") -> None:
         super().__init__(*(linear() for _ in range(4)))
         self.factor, self.config, self.calls, self.count = 1.0, {"factor": 1.0}, 0, count
+        self.once = 2.0
         self.register_buffer("replaced", torch.ones(()))
         self.register_buffer("written", torch.ones(()))
         self.register_buffer("counted", torch.zeros(()))
@@ -33,7 +34,7 @@ class Settings(Chain):
             self.seen({0: BEFORE, 3: BETWEEN}.get(place, "elsewhere"))
             x = link(x) * self.factor * self.config["factor"]
         self.seen(BEHIND)
-        return x * self.replaced * self.written / (1 + self.calls)
+        return x * self.replaced * self.written * getattr(self, "once", 1.0) / (1 + self.calls + self.training)
 
     def seen(self, place: str) -> None:
         self.calls += place == self.count
@@ -87,12 +88,24 @@ def write_buffer(model: Any, number: int) -> None:
     model.written.fill_(1 + number / 4)
 
 
-def delete(model: Any, number: int) -> None:
+def replace(model: Any, number: int) -> None:
     if number == 1:
         model.config = {"factor": 2.0}
 
 
-@pytest.mark.parametrize("before", [set_number, set_inside, set_buffer, write_buffer, delete])
+def delete(model: Any, number: int) -> None:
+    if number == 1:
+        del model.once
+
+
+def change_mode(model: Any, number: int) -> None:
+    model.train(number != 1)
+
+
+SETTERS = [set_number, set_inside, set_buffer, write_buffer, replace, delete, change_mode]
+
+
+@pytest.mark.parametrize("before", SETTERS)
 @pytest.mark.parametrize(("mesh", "order"), [("pipe=2", "1f1b"), ("pipe=2", "zbv"), ("pipe=4", "gpipe")])
 def test_what_is_set_between_steps_is_seen_on_every_stage(before: Any, mesh: str, order: str) -> None:
     as_alone(distinct(Settings()), mesh, before, schedule=order)

@@ -12,6 +12,7 @@ first_forward.py       what is cut, followed through a model's first forward
 mixing.py              functions that mix cut features, by shape, in any forward
 products.py            handler: who multiplies for linear layers, and when weight gradients are made
 dropout.py             handler: dropout that belongs to the model, not to the process
+recurrent.py           stacked LSTM and GRU with dropout, one layer at a time
 compiled.py            units whose forward is compiled, between the engine's hooks
 graph_dropout.py       the dropout of a compiled unit: keys as an input of its graph
 random_streams.py      what else draws: noise, stochastic depth, jitter

@@ -5,8 +5,9 @@ module and the number of its call.  Whoever computes a sample, in whatever micro
 mask: no cut of the batch changes it, and nothing draws from a global generator.  The bits (see ``sharded.masks``) come
 from a hash of the "hash prospector" family, which needs no generator object and runs on every device.
 
-It sees every function that draws: it serves ``F.dropout`` and the attention kernel, runs composite functions
-(multi-head attention) under a dispatch mode that serves their Bernoulli draws, and refuses every other random operator.
+It sees every function that draws: it serves ``F.dropout``, the attention kernel and recurrent layers, runs composite
+functions (multi-head attention) under a dispatch mode that serves their Bernoulli draws, and refuses every other random
+operator.
 It leaves alone what is given a generator, unless that runs twice, and everything in eval mode.
 """
 
@@ -21,8 +22,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from plait.engine.forward.context import CurrentForward, RNGPosition
 from plait.engine.forward.interceptor import Function, Handler
-from plait.engine.forward.random_ops import draws_nothing, is_random, no_stream, seeded, silent, without_dropout
+from plait.engine.forward.random_ops import draws_nothing, is_random, no_stream, seeded, silent
 from plait.engine.forward.random_streams import STREAMS
+from plait.engine.forward.recurrent import draws, is_packed, layer_by_layer
 from plait.sharded.masks import Slice, keep_mask, stream_key
 
 SliceOf = Callable[[str, Sequence[int]], Slice | None]
@@ -144,7 +146,10 @@ class DropoutRNG(Handler):
         if func in _COMPOSITE:
             with _Bernoulli(self):
                 return func(*args, **kwargs)
-        if not own_generator and not without_dropout(func, args):
+        recurrent = draws(func, args)
+        if recurrent and not is_packed(args):
+            return layer_by_layer(func, args, lambda x: self.dropout(x, args[5]))
+        if not own_generator and recurrent is not False:
             if func in STREAMS:
                 return STREAMS[func](self, *args, **kwargs)
             raise no_stream(getattr(func, "__name__", str(func)), context.module.name)

@@ -62,15 +62,6 @@ def _file_of(defined: Any) -> str:
     return name.removeprefix("torch.nn.modules.")
 
 
-def without_dropout(func: Callable[..., Any], args: Sequence[Any]) -> bool:
-    """Recurrent kernels carry the random tag, but draw nothing without dropout between their layers."""
-    if getattr(func, "__name__", "") not in ("lstm", "gru", "rnn_tanh", "rnn_relu"):
-        return False
-    weights = next(i for i, value in enumerate(args) if isinstance(value, list))
-    _has_biases, _num_layers, dropout, train = args[weights + 1 : weights + 5]
-    return not dropout or not train
-
-
 @cache
 def is_random(func: Callable[..., Any]) -> bool:
     """Whether a torch function draws from a generator, read off the tags of the operator of its name."""

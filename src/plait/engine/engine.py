@@ -44,7 +44,7 @@ from plait.engine.standing import Standing
 from plait.engine.state.identity import code_of
 from plait.engine.state.weights import Weights
 from plait.engine.step import OpenStep, StepResult, num_samples, whole_count
-from plait.engine.turns import Optimizers, StepTurns, is_inner, several
+from plait.engine.turns import Optimizers, StepTurns, check_no_closure, is_inner, several
 from plait.engine.update import Update
 
 CountFn = Callable[[Any], int]
@@ -147,7 +147,12 @@ class Engine(OwnLoop):
             self._hook(one)
 
     def _hook(self, optimizer: Optimizer) -> None:
-        optimizer.register_step_pre_hook(lambda *_: None if is_inner(optimizer) else self._before_update(optimizer))
+        def before(_: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            if not is_inner(optimizer):
+                check_no_closure((*args, *kwargs.values()))
+                self._before_update(optimizer)
+
+        optimizer.register_step_pre_hook(before)
         optimizer.register_step_post_hook(lambda *_: None if is_inner(optimizer) else self._after_update(optimizer))
         optimizer.zero_grad = partial(self._discard, optimizer, optimizer.zero_grad)  # type: ignore[method-assign]
 

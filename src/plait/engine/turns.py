@@ -4,6 +4,7 @@ muon.step()     sums, report, clip; then its own parameters         a loop's ord
 adamw.step()    its own parameters; then all values are published
 """
 
+import inspect
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from types import FrameType
@@ -15,7 +16,8 @@ Optimizers: TypeAlias = Optimizer | Sequence[Optimizer] | Mapping[str, Optimizer
 
 
 def several(optimizers: Optimizers | None) -> tuple[Optimizer, ...]:
-    """One optimizer, or several, as a tuple; TypeError for something that is no ``torch.optim.Optimizer``."""
+    """One optimizer, or several, as a tuple; TypeError for something that is no ``torch.optim.Optimizer``, ValueError
+    for one that cannot step without a closure."""
     if optimizers is None:
         return ()
     given: Any = optimizers.values() if isinstance(optimizers, Mapping) else optimizers
@@ -26,7 +28,23 @@ def several(optimizers: Optimizers | None) -> tuple[Optimizer, ...]:
         raise TypeError(
             f"{type(strange[0]).__name__} is no torch.optim.Optimizer: give one, or a list or a dict of several"
         )
+    for one in as_tuple:
+        closure = inspect.signature(type(one).step).parameters.get("closure")
+        if closure is not None and closure.default is closure.empty:
+            raise ValueError(
+                f"{type(one).__name__} computes losses and gradients inside of its step(closure), where the engine "
+                f"cannot reduce them: use an optimizer whose step needs no closure"
+            )
     return as_tuple
+
+
+def check_no_closure(arguments: Iterable[Any]) -> None:
+    """Raises ValueError where ``optimizer.step`` was given one: its backward would come after the gradients are due."""
+    if any(map(callable, arguments)):
+        raise ValueError(
+            "optimizer.step(closure): the gradients are summed over the ranks before the update, so the closure's "
+            "backward would come too late. Run it first: loss = closure(); optimizer.step()"
+        )
 
 
 def is_inner(optimizer: Optimizer) -> bool:

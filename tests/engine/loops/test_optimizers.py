@@ -248,3 +248,37 @@ def test_a_step_inside_of_a_step_is_one(several: bool) -> None:
     for fails in (0, 1):
         found, state = run(Mesh(shard=2), partial(body, make=CallsItsBase, fails=fails))[0]
         assert found == steps == 5 and all(torch.equal(state[name], value) for name, value in expected.items())
+
+
+@pytest.mark.parametrize("ran", [False, True])
+def test_a_closure_is_refused_whether_or_not_a_backward_came_before(ran: bool) -> None:
+    def body(comm: Comm) -> None:
+        model = chain()
+        optimizer = adamw(model.parameters())
+        engine = Engine(model, comm, strategy="zero3", optimizer=optimizer)
+
+        def closure() -> Tensor:
+            optimizer.zero_grad()
+            loss = loss_sum(model, batches(1)[0])
+            engine.backward(loss, count(batches(1)[0]))
+            return loss
+
+        if ran:
+            closure()
+        before = engine.full_state_dict()
+        for call in (lambda: optimizer.step(closure), lambda: optimizer.step(closure=closure)):
+            with pytest.raises(ValueError, match=r"step\(closure\).*Run it first: loss = closure\(\); optimizer"):
+                call()
+        closure()
+        optimizer.step(None)
+        after = engine.full_state_dict()
+        assert engine.steps == 1 and any(not torch.equal(before[name], after[name]) for name in after)
+
+    run(Mesh(shard=2), body, deadline=20)
+
+
+@pytest.mark.parametrize("row", ["ddp", "zero3"])
+def test_an_optimizer_that_needs_a_closure_is_refused_when_it_is_given(row: str) -> None:
+    model = chain()
+    with pytest.raises(ValueError, match=r"LBFGS computes losses and gradients inside of its step\(closure\)"):
+        run(Mesh(), lambda comm: Engine(model, comm, strategy=row, optimizer=torch.optim.LBFGS(model.parameters())))

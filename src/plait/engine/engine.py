@@ -31,6 +31,7 @@ from torch.optim import Optimizer
 from plait.comm import Comm
 from plait.core.parallelism import Parallelism
 from plait.core.precision import LossScale
+from plait.engine.data_parallel.shown import ShownGradients
 from plait.engine.drift import DriftCheck
 from plait.engine.evaluation import Evaluation, Evaluator
 from plait.engine.forward.context import RNGPosition, token_counts
@@ -114,7 +115,7 @@ class Engine(OwnLoop):
         self.loss_fn, self.count_fn, self.listener = loss_fn, count_fn, listener
         self.update = Update(self, clip, loss_scale, nonfinite)
         self._drift = DriftCheck(self, check_drift)
-        self._turns = StepTurns()
+        self._turns, self._shown = StepTurns(), ShownGradients()
         self._host = HostRandomness(model, loss_fn)
         for one in self.optimizers:
             self._hook(one)
@@ -178,6 +179,7 @@ class Engine(OwnLoop):
         samples = [num_samples(batch) for batch in microbatches]
         brought = microbatches if self.comm.mesh.pipe * self.comm.mesh.tensor > 1 else ()
         first, total = self.exchange.counts(num, sum(counts), sum(samples), self._guard.frozen(), brought)
+        self._shown.hide()
         self._now = OpenStep(count=total)  # whatever an earlier step left behind when it raised is gone
         if self.pipeline.num_stages > 1:
             self._guard.check()
@@ -285,7 +287,7 @@ class Engine(OwnLoop):
             raise ValueError("optimizer.step() inside of `with engine.gathered()` or an average: leave the block first")
         if self._now is None or not self._now.prepared:
             self._prepare(self.update.clip)
-        self._hide_gradients()
+        self._shown.hide()
         self.take_new_groups()
         self.take_over()
         self._drift.after(self.steps, {"the seed": self.seed, "the loss scale": self.update.scale})
@@ -295,30 +297,26 @@ class Engine(OwnLoop):
         now = self._now
         if now is None or not now.losses:
             raise ValueError("optimizer.step() without a backward before it: there is no gradient to step with")
-        for stage in self.stages.values():
-            stage.gradients.check_shown()
+        self._shown.check()
         now.prepared = True
         try:
             standing = Standing.of(self.steps, self.discarded, self.optimizers)
             frozen = self._guard.frozen()
             self.last = self.update.prepare(now, frozen, standing, clip, lambda: self._tell("reduced"))
         except BaseException:
-            self._hide_gradients()
+            self._shown.hide()
             self._now, self._forwards = None, 0  # its sums are used up
             self._turns.clear()
             raise
 
-    def _hide_gradients(self) -> None:
-        for stage in self.stages.values():
-            stage.gradients.hide()
-
     def _discard(self, optimizer: Optimizer, zero_grad: Callable[..., None], *args: Any, **kwargs: Any) -> None:
         """``optimizer.zero_grad`` between backward and step throws away what the step has summed so far."""
+        self._shown.hide()
         zero_grad(*args, **kwargs)
         if self._now is not None and self._turns.zeroed(optimizer, self.optimizers, summed=bool(self._now.losses)):
             if self._now.losses:  # else it stands between a forward, which has drawn its masks, and its backward
                 self.discarded, self._forwards = self.discarded + 1, 0
-            self._hide_gradients()
+            self._shown.hide()
             self._now = None
 
     def _after_update(self, optimizer: Optimizer) -> None:

@@ -16,6 +16,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
+from itertools import chain
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from torch import Tensor
 
 from plait.core.precision import LossScale
 from plait.engine.data_parallel.optim import has_stepped
+from plait.engine.data_parallel.shown import ShownGradients
 from plait.engine.gathered import gathered, units_of
 from plait.engine.host_random import HostRandomness
 from plait.engine.metrics import gathered_rows, summed
@@ -48,6 +50,7 @@ class OwnLoop(PlacedModel):
     _now: OpenStep | None
     _host: HostRandomness
     _turns: StepTurns
+    _shown: ShownGradients
 
     @abstractmethod
     def _begin_step(self) -> OpenStep: ...
@@ -95,14 +98,18 @@ class OwnLoop(PlacedModel):
                         "engine.backward after engine.clip_grad_norm_: clip behind the last backward of the step"
                     )
                 now.local_count += count
-                engine.stages[0].gradients.check_shown()
-                engine.stages[0].gradients.hide()
-                stack.callback(engine.stages[0].gradients.show)
+                engine._shown.check()
+                engine._shown.hide()
+                stack.callback(engine._show_gradients)
                 if engine is not self:
                     stack.enter_context(engine.stages[0].taking_part())
             self.stages[0].backward_from(loss, self.update.scale)
         for engine in engines:
             engine._begin_step().losses.append(loss.detach())
+
+    def _show_gradients(self) -> None:
+        pieces = ((piece.name, piece.view) for piece in self.owned)
+        self._shown.show(chain(self.stages[0].gradients.touched_parameters(), pieces))
 
     # ---- what a run leaves and takes up -----------------------------------------------------------------------------
 

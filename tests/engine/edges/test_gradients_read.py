@@ -46,25 +46,28 @@ def test_clipping_in_a_loop(row: str, mesh: str) -> None:
 @pytest.mark.parametrize(
     "read",
     [
-        lambda m: torch.nn.utils.clip_grad_norm_(m.parameters(), 1.0),
-        lambda m: torch.nn.utils.clip_grad_value_(m.parameters(), 1.0),
-        lambda m: torch.nn.utils.get_total_norm([p.grad for p in m.parameters()]),
-        lambda m: [p.grad.norm() for p in m.parameters()],
-        lambda m: [p.grad.mul_(0.5) for p in m.parameters()],
-        lambda m: m.zero_grad(set_to_none=False),
+        lambda parameters: torch.nn.utils.clip_grad_norm_(parameters, 1.0),
+        lambda parameters: torch.nn.utils.clip_grad_value_(parameters, 1.0),
+        lambda parameters: torch.nn.utils.get_total_norm([p.grad for p in parameters]),
+        lambda parameters: [p.grad.norm() for p in parameters],
+        lambda parameters: [p.grad.mul_(0.5) for p in parameters if p.grad is not None],
+        lambda parameters: nn.ParameterList(parameters).zero_grad(set_to_none=False),
     ],
 )
 def test_gradients_that_are_read_between_backward_and_step_are_refused(row: str, read: Any) -> None:
+    """The model's, and those of the pieces that the optimizer has."""
     data = data_for(row, batches(3))
 
     def program(model: nn.Module, optimizer: Any, engine: Any, part: Any, share: float) -> None:
         for batch in map(part, data):
             for _ in range(2):
                 engine.backward(loss_sum(model, batch), count(batch))
-                with pytest.raises(ValueError, match=r"reads p\.grad.*engine\.clip_grad_norm_"):
-                    read(model)
+                pieces = [p for group in optimizer.param_groups for p in group["params"]]
+                for parameters in (list(model.parameters()), pieces):
+                    with pytest.raises(ValueError, match=r"reads p\.grad.*engine\.clip_grad_norm_"):
+                        read(parameters)
             optimizer.step()
-            assert all(p.grad is None for p in model.parameters())
+            assert all(p.grad is None for p in [*model.parameters(), *pieces])
 
     on_ranks(program, model_for(row), "shard=2", row)
 
@@ -92,7 +95,7 @@ def test_what_clipping_refuses() -> None:
 
 @pytest.mark.parametrize("row", EVERY)
 @pytest.mark.parametrize("then", ["backward", "clip", "step"])
-@pytest.mark.parametrize("how", ["cleared", "replaced"])
+@pytest.mark.parametrize("how", ["cleared", "replaced", "cleared in a piece"])
 def test_gradients_that_are_taken_away_are_refused(row: str, then: str, how: str) -> None:
     """``model.zero_grad()`` would not discard what the engine has summed, nor would another gradient be used."""
     data = data_for(row, batches(2))
@@ -103,6 +106,8 @@ def test_gradients_that_are_taken_away_are_refused(row: str, then: str, how: str
         before = engine.full_state_dict()
         if how == "cleared":
             model.zero_grad()
+        elif how == "cleared in a piece":
+            optimizer.param_groups[0]["params"][0].grad = None
         else:
             model.head.weight.grad = torch.zeros_like(model.head.weight)
         with pytest.raises(ValueError, match=r"was cleared or replaced.*optimizer\.zero_grad"):

@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterator
 from weakref import ref
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from plait.comm import Comm
 from plait.core.cells import Move
@@ -33,7 +33,6 @@ from plait.engine.data_parallel.gradient_watch import GradientWatch
 from plait.engine.data_parallel.transfers import send, transfers
 from plait.engine.data_parallel.unit import State, Unit
 from plait.engine.data_parallel.unshard import Unsharding
-from plait.engine.forward.parameter import GradientElsewhere
 
 Flow = Iterator[None]
 """A reduction in steps: each ``yield`` means that messages are under way; the next step waits for them."""
@@ -83,8 +82,6 @@ class Gradients:
         self._last = False
         self._active = False
         self._flying: deque[Flow] = deque()
-        self._shown: dict[FlatGradient, dict[int, Tensor]] = {}
-        self._showing = False
         for unit in self.order:  # a hook on each of the user's parameters: see docs/guide/your-own-loop.md
             for gradient in unit.flats:
                 for index, parameter in enumerate(gradient.flat.parameters):
@@ -95,7 +92,6 @@ class Gradients:
     def begin_step(self) -> None:
         """Forget the last step's sums (the buffers stay); what is still under way of it would write to them."""
         self.finish()
-        self.hide()
         for unit in self.order:
             unit.summed = False
         for gradient in self.flats:
@@ -112,40 +108,11 @@ class Gradients:
         for gradient in self.flats:
             gradient.touched_now.clear()
 
-    def show(self) -> None:
-        """Between backward and step ``p.grad`` says where the gradients are (see ``parameter``)."""
-        with torch._C.DisableTorchFunction():
-            for gradient in self.flats:
-                shown = self._shown.setdefault(gradient, {})
-                for index in gradient.touched:
-                    parameter = gradient.flat.parameters[index]
-                    if index not in shown:
-                        shown[index] = GradientElsewhere.of(parameter)
-                    parameter.grad = shown[index]
-        self._showing = True
-
-    def hide(self) -> None:
-        """``p.grad`` is None again."""
-        if self._showing:
-            self._showing = False
-            with torch._C.DisableTorchFunction():
-                for gradient in self.flats:
-                    for index in gradient.touched:
-                        gradient.flat.parameters[index].grad = None
-
-    def check_shown(self) -> None:
-        """Raises ValueError where a program has cleared ``p.grad``, or put something else there, since ``show``."""
-        if not self._showing:
-            return
-        with torch._C.DisableTorchFunction():
-            for gradient in self.flats:
-                for index in gradient.touched:
-                    if gradient.flat.parameters[index].grad is not self._shown[gradient][index]:
-                        raise ValueError(
-                            f"the gradient of {gradient.name(index)!r} was cleared or replaced after engine.backward "
-                            f"(model.zero_grad(), p.grad = ...), which would change nothing: discard a step's "
-                            f"gradients by optimizer.zero_grad(), and change them in a listener"
-                        )
+    def touched_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Those that got a gradient on this rank in this step, by name."""
+        for gradient in self.flats:
+            for index in gradient.touched:
+                yield gradient.name(index), gradient.flat.parameters[index]
 
     @staticmethod
     def _hook(unit: UnitGradients, gradient: FlatGradient, index: int) -> Callable[[Tensor], None]:

@@ -165,6 +165,21 @@ class Kept(Counting):
         return out
 
 
+class Longer(Counting):
+    """The number is how long the stream is."""
+
+    class Embed(Counting.Embed):
+        def forward(self, x: Tensor) -> Any:
+            return torch.stack([self.inner(x)] * (1 if x[0, 0] > 0 else 2), 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embed(x)
+        length = x.size(1)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x)).mean(1) * length
+
+
 class Largest(Tower):
     """Each block returns a number."""
 
@@ -234,6 +249,7 @@ class Inferring(Tower):
         (Deep, r"'embed' returns (None|'text') where it returned (None|'text') for"),
         (Once, "'embed', of which later stages know what it returned before, returns Numbers: from stage to stage go"),
         (Kept, r"'embed' returns float64 \[\d, 5\], .* where it returned float64 \[\d, 5\], .* pad what varies"),
+        (Longer, r"'embed' returns float64 \[\d, \d, 5\] where it returned float64 \[\d, \d, 5\] for an earlier batch"),
         (Largest, r"'blocks\.0' returns \d\.\d+ where it returned \d\.\d+ for"),
         (Sparse, "stage 0 ends with 'blocks.2', which returns a sparse_coo tensor: .* to_dense"),
         (SparseBias, r"what 'blocks\.\d' is given is read behind .*, and is a sparse_coo tensor"),

@@ -1,9 +1,9 @@
 """What ``p.grad`` is in a loop of one's own, between ``engine.backward`` and the step: something that refuses.
 
-    backward    gradients go into the engine's buffers, not yet summed over the ranks
-                p.grad of the user's parameters, and of the pieces in optimizer.param_groups     GradientElsewhere
-    step        sums, clips                               the pieces'                            the real ones
-                updates                                   both                                   None
+backward    gradients go into the engine's buffers, not yet summed over the ranks
+            p.grad of the user's parameters, and of the pieces in optimizer.param_groups     GradientElsewhere
+step        sums, clips                               the pieces'                            the real ones
+            updates                                   both                                   None
 """
 
 from collections.abc import Iterable

@@ -25,7 +25,8 @@ from torch.optim import Optimizer
 from plait.checkpoint.values import InFile, decoded, encoded
 from plait.core.layout import Region, extent
 from plait.engine import EMA, Engine
-from plait.engine.data_parallel.optim import Owned, rebuilt
+from plait.engine.data_parallel.optim import Owned
+from plait.engine.data_parallel.probe import rebuilt
 from plait.engine.state.full import buffers_of
 from plait.engine.state.pieces import StatePiece
 

@@ -100,8 +100,10 @@ class PlacedModel(StaysHere):
         return [g for stage in self.stages.values() for g in stage.gradients.flats]
 
     def _owner_of(self, optimizers: Sequence[Optimizer], names: Mapping[int, str]) -> OwnedOptimizer:
-        cuts = self.parallelism.cut == "element" and self.comm.mesh.count(self.strategy.optim.split) > 1
-        return OwnedOptimizer(optimizers, names, self._flats(), cuts=cuts, over_tensor=self._cuts)
+        mesh = self.comm.mesh
+        split = mesh.count(self.strategy.optim.split) > 1
+        cuts, apart = split and self.parallelism.cut == "element", split or mesh.pipe * mesh.tensor > 1
+        return OwnedOptimizer(optimizers, names, self._flats(), cuts=cuts, apart=apart, over_tensor=self._cuts)
 
     def take_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
         """Optimizers that were built after the model was placed."""

@@ -165,6 +165,46 @@ def test_what_looks_at_whole_tensors_is_refused_where_they_are_cut(make: Any, ro
         train(distinct(Matrices()), "shard=2", row, batches(), optimizer=make)
 
 
+class ByTheNorm(torch.optim.SGD):
+    """Clips inside of its step, by the norm of all gradients that it has."""
+
+    limit = 30.0
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        gradients = [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
+        norm = sum(gradient.square().sum().item() for gradient in gradients) ** 0.5
+        for gradient in gradients:
+            gradient.mul_(min(1.0, self.limit / (norm + 1e-6)))
+        return super().step(closure)
+
+
+class FindsItsRate(torch.optim.SGD):
+    """As D-Adaptation does: the rate grows with a sum over all parameters."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        for group in self.param_groups:
+            group.setdefault("found", 1e-3)
+            super().step(closure)
+            group["found"] = max(group["found"], sum(p.abs().sum().item() for p in group["params"]))
+            group["lr"] = min(0.01, group["found"] * 1e-4)
+        return None
+
+
+@pytest.mark.parametrize("make", [ByTheNorm, FindsItsRate])
+@pytest.mark.parametrize(
+    ("mesh", "row", "cut"),
+    [("shard=2", "zero1", "element"), ("shard=2", "zero3", "tensor"), ("pipe=2", "ddp", "element")],
+)
+def test_what_looks_at_all_parameters_is_refused_where_ranks_own_some(make: Any, mesh: str, row: str, cut: str) -> None:
+    template = distinct(nn.Sequential(*(cases.Block() for _ in range(3))))
+    sgd = partial(make, lr=0.01)
+    agree(train(template, "shard=2", "ddp", batches(), optimizer=sgd), plain(template, batches(), optimizer=sgd))
+    with pytest.raises(ValueError, match=rf"an update of {make.__name__} depends on other parameters too.*\(ddp\)"):
+        train(template, mesh, row, batches(), optimizer=sgd, cut=cut)
+
+
 def test_a_rate_of_zero_does_not_blind_the_probe() -> None:
     """A warm-up that starts at 0 moves nothing, so nothing would differ."""
 

@@ -15,4 +15,5 @@ gradient_watch.py     gradients that are not finite, seen before they are reduce
 flat_gradient.py      where the gradient of a flat buffer lies
 place.py              where a run lies in the whole parameter, as regions
 optim.py              a stock optimizer, pointed at the pieces that this rank owns
+probe.py              whether it may be: element-wise, and of each parameter alone
 """

@@ -9,25 +9,23 @@ parameter groups, each parameter by views of the runs of it that lie in this ran
 States are made at the first step, so those of elements that a rank does not own never exist.  Updates happen in place
 in the unit's storage, and learning-rate schedules that hold the optimizer go on working.
 
-Cutting a parameter is right only for *element-wise* optimizers.  That is probed, not looked up in a list: two steps on
-a small matrix, whole and as two flat runs, must agree to the bit.
+Cutting a parameter is right only for *element-wise* optimizers, and that is probed (see ``probe``).
 """
 
-import inspect
 import math
 import threading
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from plait.core.flat import BOUNDARY_BYTES, GRAIN, Run
+from plait.core.flat import Run
 from plait.core.tensor_cut import TensorCut
 from plait.engine.data_parallel.flat_gradient import FlatGradient
 from plait.engine.data_parallel.place import RunPlace
+from plait.engine.data_parallel.probe import has_state_at_once, probe_apart, probe_elementwise, rebuilt
 from plait.engine.data_parallel.storage import Flat
 
 SQUARED = 1 << 16
@@ -75,56 +73,6 @@ def owned_runs(gradients: Iterable[FlatGradient]) -> list[Owned]:
     return owned
 
 
-def rebuilt(optimizer: Optimizer, groups: Sequence[Mapping[str, Any]]) -> Optimizer:
-    """A new optimizer of the same class and settings on other parameters."""
-    signature = inspect.signature(type(optimizer).__init__).parameters
-    takes_any = any(p.kind is p.VAR_KEYWORD for p in signature.values())
-    settings = {k: v for k, v in optimizer.defaults.items() if takes_any or k in signature}
-    return type(optimizer)([dict(group) for group in groups], **settings)
-
-
-def probe_elementwise(optimizer: Optimizer, dtype: torch.dtype | None) -> str | None:
-    """Why the optimizer is not element-wise; None when two probing steps say that it is.
-
-    The settings of each parameter group are tried on an 8 x 12 matrix, whole and cut where a flat layout may cut, in
-    the dtype of what it will update (None: of the group's first parameter).
-    """
-    for number, group in enumerate(optimizer.param_groups):
-        own = group["params"][0].dtype if group["params"] else torch.float32
-        settings = {k: v for k, v in group.items() if k != "params"}
-        if "lr" in settings and float(settings["lr"]) == 0:
-            settings["lr"] = 0.1  # a schedule that warms up from 0 would let any optimizer pass
-        values = torch.linspace(-1, 1, 96, dtype=torch.float64).sin().to(dtype or own)
-        cut = max(GRAIN, BOUNDARY_BYTES // values.element_size())  # where flat layouts may cut this dtype
-        stepped = []
-        try:
-            for sizes, shape in (([96], (8, 12)), ([cut, 96 - cut], (-1,))):
-                parameters = [nn.Parameter(part.clone().view(shape)) for part in values.split(sizes)]
-                probe = rebuilt(optimizer, [{**settings, "params": parameters}])
-                for step in (1, 2):
-                    gradients = (values * 3 + step).cos().split(sizes)
-                    for parameter, gradient in zip(parameters, gradients, strict=True):
-                        parameter.grad = gradient.clone().view(shape)
-                    probe.step()
-                stepped.append(torch.cat([parameter.detach().view(-1) for parameter in parameters]))
-        except Exception as error:  # whatever a class raises on flat runs is its reason
-            return f"{type(error).__name__} on flat runs of a matrix: {error}"
-        if not torch.equal(*stepped):
-            worst = (stepped[0] - stepped[1]).abs().max().item()
-            return f"two steps on a matrix and on two flat runs of it differ by up to {worst:.3g} (group {number})"
-    return None
-
-
-def has_state_at_once(optimizer: Optimizer) -> bool:
-    """Whether the class makes its states when it is built (Adagrad) and not at the first step; tried on meta."""
-    groups = []
-    for group in optimizer.param_groups:
-        on_meta = [nn.Parameter(torch.empty_like(p, device="meta"), p.requires_grad) for p in group["params"]]
-        if on_meta:
-            groups.append({**group, "params": on_meta})
-    return bool(rebuilt(optimizer, groups).state)
-
-
 def has_stepped(optimizer: Optimizer) -> bool:
     """Whether it has made steps, itself or in the run that its state was loaded from."""
     for state in optimizer.state.values():
@@ -138,8 +86,8 @@ class OwnedOptimizer:
     """The user's optimizer, changed in place to have only what this rank owns of all flat gradients.
 
     Several optimizers may share the parameters, each of which is in one of them.  ``names`` are those of the model's
-    own parameters by ``id``; ``cuts`` says whether a run may be part of a parameter, and ``over_tensor`` names those
-    that the tensor axis cuts.
+    own parameters by ``id``; ``cuts`` says whether a run may be part of a parameter, ``apart`` whether ranks own
+    different parameters, and ``over_tensor`` names those that the tensor axis cuts.
 
     Raises:
         ValueError: parameters that are not the model's, an optimizer that has made steps already, or one that is not
@@ -153,6 +101,7 @@ class OwnedOptimizer:
         gradients: Sequence[FlatGradient],
         *,
         cuts: bool,
+        apart: bool = False,
         over_tensor: Collection[str] = (),
     ) -> None:
         self.optimizers = tuple(optimizers)
@@ -174,7 +123,7 @@ class OwnedOptimizer:
                         f"{names.get(id(parameter), 'a parameter')!r} is in two optimizers, "
                         f"{type(seen[id(parameter)]).__name__} and {type(optimizer).__name__}: give it to one of them"
                     )
-        self._updated, self._cuts, self._over_tensor = updated, cuts, set(over_tensor)
+        self._updated, self._cuts, self._apart, self._over_tensor = updated, cuts, apart, set(over_tensor)
         for optimizer in optimizers:
             self.groups[optimizer] = []
             eager = has_state_at_once(optimizer)
@@ -207,6 +156,12 @@ class OwnedOptimizer:
         given = {name for name_lists in self.groups.values() for group in name_lists for name in group}
         if twice := sorted(given & {name for group in own for name in group}):
             raise ValueError(f"{twice[0]!r} is in two groups of the optimizers: give it to one of them")
+        if self._apart and (reason := probe_apart(optimizer, self._updated)):
+            raise ValueError(
+                f"an update of {type(optimizer).__name__} depends on other parameters too, and ranks own different "
+                f"ones here: {reason}. Use a row that keeps the optimizer state full (ddp), without a pipe or tensor "
+                f"axis; if it clips by the norm of all gradients, leave that to Engine(clip=...)"
+            )
         parted = sorted(self._over_tensor & {name for group in own for name in group})
         if (self._cuts or parted) and (reason := probe_elementwise(optimizer, self._updated)):
             way_out = 'Use cut="tensor" (whole tensors on one owner) or a row that keeps the optimizer state full (ddp)'

@@ -1,0 +1,100 @@
+"""What an optimizer may be given: pieces, or some of the parameters.  It is probed, not looked up in a list.
+
+element-wise    steps on a small matrix, whole and as two flat runs, agree to the bit     AdamW, SGD; not Muon
+apart           steps on two matrices, in one optimizer and each in its own, do           Muon too; not what divides
+                                                                                          by the norm of all
+"""
+
+import inspect
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from plait.core.flat import BOUNDARY_BYTES, GRAIN
+
+STEPS = 3
+"""What is found from gradients, or from all states, may count from the second step on only."""
+LARGE = 100.0
+"""The last step's gradients are as many times larger: a limit on norms may let the others pass."""
+
+
+def rebuilt(optimizer: Optimizer, groups: Sequence[Mapping[str, Any]]) -> Optimizer:
+    """A new optimizer of the same class and settings on other parameters."""
+    signature = inspect.signature(type(optimizer).__init__).parameters
+    takes_any = any(p.kind is p.VAR_KEYWORD for p in signature.values())
+    settings = {k: v for k, v in optimizer.defaults.items() if takes_any or k in signature}
+    return type(optimizer)([dict(group) for group in groups], **settings)
+
+
+def probe_elementwise(optimizer: Optimizer, dtype: torch.dtype | None) -> str | None:
+    """Why the optimizer is not element-wise; None when probing steps say that it is.
+
+    The settings of each parameter group are tried on an 8 x 12 matrix, whole and cut where a flat layout may cut, in
+    the dtype of what it will update (None: of the group's first parameter).
+    """
+    for number, settings, values in _probed(optimizer, dtype):
+        cut = max(GRAIN, BOUNDARY_BYTES // values.element_size())  # where flat layouts may cut this dtype
+        matrix, runs = [values.view(8, 12)], list(values.split([cut, 96 - cut]))
+        try:
+            whole, parts = (_updated(optimizer, settings, [one]) for one in (matrix, runs))
+        except Exception as error:  # whatever a class raises on flat runs is its reason
+            return f"{type(error).__name__} on flat runs of a matrix: {error}"
+        if not torch.equal(whole, parts):
+            worst = (whole - parts).abs().max().item()
+            return f"steps on a matrix and on two flat runs of it differ by up to {worst:.3g} (group {number})"
+    return None
+
+
+def probe_apart(optimizer: Optimizer, dtype: torch.dtype | None) -> str | None:
+    """Why an update of one parameter depends on others (a norm over all, a step size that is found from all); None when
+    probing steps say that it does not, or the class cannot be built for a probe."""
+    for number, settings, values in _probed(optimizer, dtype):
+        first, second = values.view(8, 12), values.flip(0).view(6, 16) * 2
+        try:
+            together = _updated(optimizer, settings, [[first, second]])
+            apart = _updated(optimizer, settings, [[first], [second]])
+        except Exception:
+            return None
+        if not torch.equal(together, apart):
+            worst = (together - apart).abs().max().item()
+            return f"steps on two matrices, in one optimizer and in two, differ by up to {worst:.3g} (group {number})"
+    return None
+
+
+def _probed(optimizer: Optimizer, dtype: torch.dtype | None) -> Iterator[tuple[int, dict[str, Any], Tensor]]:
+    """The settings of each group, and 96 numbers to try them on."""
+    for number, group in enumerate(optimizer.param_groups):
+        own = group["params"][0].dtype if group["params"] else torch.float32
+        settings = {k: v for k, v in group.items() if k != "params"}
+        if "lr" in settings and float(settings["lr"]) == 0:
+            settings["lr"] = 0.1  # a schedule that warms up from 0 would let any optimizer pass
+        yield number, settings, torch.linspace(-1, 1, 96, dtype=torch.float64).sin().to(dtype or own)
+
+
+def _updated(optimizer: Optimizer, settings: Mapping[str, Any], several: Sequence[Sequence[Tensor]]) -> Tensor:
+    """All values, end to end, after steps of one new optimizer for each of several lists of them."""
+    parameters = [[nn.Parameter(value.clone()) for value in values] for values in several]
+    probes = [rebuilt(optimizer, [{**settings, "params": own}]) for own in parameters]
+    every = [parameter for own in parameters for parameter in own]
+    values = torch.cat([parameter.detach().view(-1) for parameter in every])
+    for step in range(1, STEPS + 1):
+        large = LARGE if step == STEPS else 1.0
+        gradients = (large * (values * 3 + step).cos()).split([parameter.numel() for parameter in every])
+        for parameter, gradient in zip(every, gradients, strict=True):
+            parameter.grad = gradient.clone().view(parameter.shape)
+        for probe in probes:
+            probe.step()
+    return torch.cat([parameter.detach().view(-1) for parameter in every])
+
+
+def has_state_at_once(optimizer: Optimizer) -> bool:
+    """Whether the class makes its states when it is built (Adagrad) and not at the first step; tried on meta."""
+    groups = []
+    for group in optimizer.param_groups:
+        on_meta = [nn.Parameter(torch.empty_like(p, device="meta"), p.requires_grad) for p in group["params"]]
+        if on_meta:
+            groups.append({**group, "params": on_meta})
+    return bool(rebuilt(optimizer, groups).state)

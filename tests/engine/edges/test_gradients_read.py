@@ -138,3 +138,25 @@ def test_a_step_of_the_engine_after_a_backward_of_ones_own(row: str) -> None:
     _, truth = alone(lambda m, o, e, part, share: step(m, o, e, part(batches(2)[1])), model_for(row))
     for _, state in on_ranks(program, model_for(row), "shard=2", row, loss_fn=loss_sum, count_fn=count):
         assert same(state, truth, row)
+
+
+@pytest.mark.parametrize("row", EVERY)
+def test_a_hook_that_would_come_too_late_is_refused(row: str) -> None:
+    """It would see None; when it is gone, training goes on."""
+
+    def program(model: nn.Module, optimizer: Any, engine: Any, part: Any, share: float) -> None:
+        for batch in map(part, batches(2)):
+            step(model, optimizer, engine, batch)
+
+    def late(model: nn.Module, optimizer: Any, engine: Any, part: Any, share: float) -> None:
+        program(model, optimizer, engine, part, share)
+        handle = model.head.weight.register_post_accumulate_grad_hook(lambda p: None)  # type: ignore[union-attr]
+        with pytest.raises(
+            ValueError, match=r"on 'head\.weight' by register_post_accumulate_grad_hook after its Engine"
+        ):
+            step(model, optimizer, engine, part(batches(1)[0]))
+        handle.remove()
+        optimizer.zero_grad()
+        step(model, optimizer, engine, part(batches(1)[0]))
+
+    on_ranks(late, model_for(row), "shard=2", row)

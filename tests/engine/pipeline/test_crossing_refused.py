@@ -254,7 +254,7 @@ class Inferring(Tower):
         (Sparse, "stage 0 ends with 'blocks.2', which returns a sparse_coo tensor: .* to_dense"),
         (SparseBias, r"what 'blocks\.\d' is given is read behind .*, and is a sparse_coo tensor"),
         (Inferring, r"under torch.inference_mode\(\), .*: use torch.no_grad\(\)"),
-        (Overwriting, "loss_fn uses something .* which another stage has"),
+        (Overwriting, "loss_fn, or the model behind its links, uses what another stage has"),
         (Elsewhere, "'norm' belongs to no link of the pipeline and was taken to run elsewhere, but stage 0 calls it"),
     ],
 )

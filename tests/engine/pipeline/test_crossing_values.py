@@ -147,3 +147,37 @@ def test_an_evaluation_in_inference_mode() -> None:
     wanted = (loss_sum(template, data[0]) / cases.count(data[0])).item()
     for found in on("pipe=3", body):
         assert found == pytest.approx((wanted, wanted), abs=1e-12)
+
+
+LAYOUTS_OF_A_PARAMETER = [
+    ("pipe=2", "ddp", "gpipe"),
+    ("pipe=3", "ddp", "1f1b"),
+    ("pipe=2 shard=2", "zero3", "1f1b"),
+    ("pipe=2", "zero1", "interleaved"),
+    ("pipe=3", "zero3", "zb_h1"),
+]
+
+
+class Relative(Tower):
+    """Each block is given a parameter of the model's own, or of a module beside the blocks, as it is."""
+
+    block = Biased
+
+    def __init__(self, where: str) -> None:
+        super().__init__()
+        self.where, self.rel, self.bias = where, nn.Embedding(1, WIDTH), nn.Parameter(torch.zeros(1, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x, given = self.embed(x), self.bias if self.where == "root" else self.rel.weight
+        for block in self.blocks:
+            x = block(x, given)
+        out: Tensor = self.head(self.norm(x))
+        return out
+
+
+@pytest.mark.parametrize("where", ["root", "module"])
+@pytest.mark.parametrize(("mesh", "row", "order"), LAYOUTS_OF_A_PARAMETER)
+def test_a_parameter_that_every_link_is_given_has_its_new_values_in_each_forward(
+    where: str, mesh: str, row: str, order: str
+) -> None:
+    same(distinct(Relative(where)), mesh, row, schedule=order, data=batches(3))

@@ -147,6 +147,13 @@ class Gradients:
         """One parameter's gradient goes into the buffer."""
         if not self._active:
             parameter.grad = None
+            if self.unsharding.in_pass:
+                raise ValueError(
+                    f"a gradient of {gradient.name(index)!r} came in the input part of a backward that the schedule "
+                    f"splits: an autograd.Function (SyncBatchNorm has one) is given the parameter, or links of later "
+                    f"stages are, as it is. Hand on what is made of it (parameter * 1), or use a schedule that does "
+                    f"not split backwards (1f1b, gpipe, interleaved)"
+                )
             raise ValueError(
                 f"a gradient of {gradient.name(index)!r} came outside of its engine's backward: call "
                 f"engine.backward(loss, count) instead of loss.backward(); where another engine's loss goes through "

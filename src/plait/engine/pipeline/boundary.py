@@ -38,7 +38,7 @@ from plait.engine.forward.context import CurrentForward, in_backward
 from plait.engine.pipeline.crossing import BoundaryState, version_of
 from plait.engine.pipeline.handover import Key, shape_of, tree_of, value_of
 from plait.engine.pipeline.not_here import NotHere
-from plait.engine.pipeline.stage_model import CHILDREN, ForeignLayer, StageModel
+from plait.engine.pipeline.stage_model import CHILDREN, ForeignLayer, StageModel, empty
 
 
 class StageDone(Exception):  # noqa: N818 (it is no error)
@@ -63,7 +63,7 @@ class StageBoundary:
 
     def __init__(self, part: StageModel, number: int, current: CurrentForward, *, last: bool) -> None:
         self.number, self.current, self.last = number, current, last
-        self.links, self.names = part.links, part.chain.links
+        self.model, self.links, self.names = part.model, part.links, part.chain.links
         self._indices: dict[int, list[int]] = {}
         self._name_of: dict[int, str] = {}
         self.own = {name: module for name, module in part.outside.items() if not isinstance(module, ForeignLayer)}
@@ -149,6 +149,12 @@ class StageBoundary:
                 f"link hand on what the loss needs in what it returns, and the last one make it; or train without a "
                 f"pipe axis"
             )
+
+    def over(self, boundary: BoundaryState) -> None:
+        """The forward is over: parameters of other stages that were filled in it stand for nothing again."""
+        boundary.leave()
+        if boundary.filled:
+            empty(self.model, set(map(id, boundary.filled)))
 
     # ---- what this stage has --------------------------------------------------------------------------------------
 

@@ -131,6 +131,8 @@ class BoundaryState:
         """The tensors beside its stream that the link which runs was given, with their versions."""
         self.output: Any = None
         """What the stage's last link returned."""
+        self.filled: list[Tensor] = []
+        """What stood for values that have come, and is them now."""
         self._copies: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
         self._silenced: list[tuple[nn.Module, Any]] = []
 
@@ -169,6 +171,7 @@ class BoundaryState:
                         f"what the pipeline's link {name!r} is given is read behind it, on the next stage, which "
                         f"cannot put it into place ({error}): let the link return what is read"
                     ) from None
+                self.filled.append(tensor)
                 if self.search is not None:
                     self.search.add(tensor)
         self.returns(name, stream := value_of(self.form.stream, self.tensors))
@@ -206,10 +209,14 @@ class BoundaryState:
         """A tensor that later stages may want."""
         if isinstance(tensor, NotHere):
             return
+        if isinstance(tensor, nn.Parameter):  # it goes on as what a link reads of it now: behind it may be at rest
+            goes_on = self._copy(tensor)
+        else:
+            goes_on = tensor
         if self.search is not None:
             self.search.known.setdefault(id(tensor), (key, version_of(tensor)))
         elif self._wanted(key):
-            self.values[key] = tensor, tensor._version
+            self.values[key] = goes_on, goes_on._version
 
     def _wanted(self, key: Key) -> bool:
         return self.learned is not None and key in self.learned.values

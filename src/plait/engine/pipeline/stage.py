@@ -285,7 +285,7 @@ class Stage:
             ) from error
         finally:
             self.current.replace(boundary=None)
-            boundary.leave()
+            self.boundary.over(boundary)
         if not self.last:
             raise ValueError(
                 "loss_fn did not call the model, or caught what ends its call: under a pipeline every stage runs it, "
@@ -296,8 +296,8 @@ class Stage:
             raise ValueError(f"the loss has shape {shape}: return the sum over the microbatch, a scalar")
         if isinstance(loss, NotHere):
             raise ValueError(
-                f"loss_fn uses something that the model made of an early link's output, which another stage has (an "
-                f"auxiliary loss, hidden states): let the last link make what the loss needs. The links are "
+                f"loss_fn, or the model behind its links, uses what another stage has (an early link's output, an "
+                f"auxiliary loss, a parameter): let the last link make what the loss needs. The links are "
                 f"{self.boundary.names[0]} to {self.boundary.names[-1]}; if other blocks run behind them, name all of "
                 f"them in pipeline_links()"
             )

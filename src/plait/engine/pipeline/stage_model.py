@@ -10,7 +10,7 @@ know that there are stages.  A weight that two stages use is two parameters, who
 """
 
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Self
@@ -110,6 +110,15 @@ def _refuse_call(kind: str, *call: Any) -> Any:
 def placed_elsewhere(parameter: Tensor) -> Tensor:
     """What stands for a parameter of another stage; it takes no memory."""
     return not_here((), parameter.dtype, None).expand(parameter.shape)
+
+
+def empty(model: nn.Module, filled: Container[int]) -> None:
+    """Parameters of other stages that, by ``id``, were given values for a forward have none again."""
+    for module in model.modules():
+        held = module._plain if isinstance(module, ForeignLayer) else vars(module)
+        for key, value in held.items():
+            if id(value) in filled:
+                held[key] = placed_elsewhere(value)
 
 
 @dataclass(frozen=True)

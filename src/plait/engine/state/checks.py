@@ -5,9 +5,10 @@ show all values to each other.
 """
 
 from collections.abc import Mapping
+from itertools import pairwise
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from plait.comm import Comm
@@ -51,6 +52,7 @@ def check_model(model: nn.Module, comm: Comm) -> None:
             f"replicas would part; leave max_norm out, and normalise what the table returns"
         )
     check_buffers(model)
+    check_memory(model)
     if not any(True for _ in model.parameters()):
         raise ValueError("the model has no parameters: there is nothing to train")
     check_replicas(model, comm)
@@ -63,6 +65,32 @@ def check_buffers(model: nn.Module) -> None:
             f"{len(empty)} buffers are on the meta device and have no values ({', '.join(empty[:3])}): build the model "
             f"inside plait.empty_parameters(), which computes buffers for real, instead of torch.device('meta')"
         )
+
+
+def check_memory(model: nn.Module) -> None:
+    """Raises ValueError where a parameter that trains shares memory with another one, a buffer or an attribute: in the
+    engine's memory they would part."""
+    owners: dict[int, list[tuple[int, int, str, Tensor]]] = {}
+    named = [*model.named_parameters(), *model.named_buffers()]
+    for place, module in model.named_modules():
+        attributes = ((f"{place}.{key}" if place else key, value) for key, value in vars(module).items())
+        named += [(name, value) for name, value in attributes if isinstance(value, Tensor)]
+    for name, tensor in named:
+        if tensor.layout is torch.strided and tensor.numel() and type(tensor) in (Tensor, nn.Parameter, nn.Buffer):
+            last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+            start, size = int(tensor.storage_offset()), tensor.element_size()
+            lies = start * size, (start + int(last) + 1) * size, name, tensor
+            owners.setdefault(tensor.untyped_storage()._cdata, []).append(lies)
+    for sharing in owners.values():
+        sharing.sort(key=lambda owner: owner[:2])
+        for (_, end, first, one), (start, _, second, other) in pairwise(sharing):
+            trained = any(isinstance(t, nn.Parameter) and t.requires_grad for t in (one, other))
+            if one is not other and start < end and trained:
+                raise ValueError(
+                    f"{first!r} and {second!r} are two tensors in one memory. The engine lays parameters in memory of "
+                    f"its own, where an update of one would not reach the other: share the parameter itself "
+                    f"(head.weight = embed.weight), or make the other from it in the forward"
+                )
 
 
 NAMED = 6

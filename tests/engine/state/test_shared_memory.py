@@ -1,0 +1,72 @@
+"""Tensors of a model that lie in one memory: refused where they would part, and no others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+from plait.comm import run
+from plait.core.mesh import Mesh
+from plait.engine import Engine, empty_parameters
+
+
+def pair() -> nn.Sequential:
+    return nn.Sequential(nn.Embedding(5, 4), nn.Linear(4, 5, bias=False))
+
+
+def as_parameter(model: nn.Sequential) -> None:
+    model[1].weight = nn.Parameter(model[0].weight)
+
+
+def as_data(model: nn.Sequential) -> None:
+    model[1].weight.data = model[0].weight.data
+
+
+def as_part(model: nn.Sequential) -> None:
+    model[1].weight = nn.Parameter(model[0].weight.detach()[1:])
+
+
+def as_buffer(model: nn.Sequential) -> None:
+    model.register_buffer("table", model[0].weight.detach())
+
+
+def as_attribute(model: nn.Sequential) -> None:
+    model[1].turned = model[0].weight.t()
+
+
+SHARED = [as_parameter, as_data, as_part, as_buffer, as_attribute]
+
+
+def engine_on(model: nn.Module) -> Engine:
+    return run(Mesh(), lambda comm: Engine(model, comm))[0]
+
+
+@pytest.mark.parametrize("share", SHARED)
+def test_what_shares_memory_with_a_parameter_that_trains_is_refused(share: Callable[[nn.Sequential], None]) -> None:
+    model = pair()
+    share(model)
+    with pytest.raises(ValueError, match=r"'.*' and '.*' are two tensors in one memory.*share the parameter itself"):
+        engine_on(model)
+    engine_on(model.requires_grad_(False))  # neither moves
+
+
+def test_also_without_memory() -> None:
+    with empty_parameters():
+        model = pair()
+        as_parameter(model)
+    with pytest.raises(ValueError, match="two tensors in one memory"):
+        engine_on(model)
+
+
+def test_what_lies_side_by_side_is_taken() -> None:
+    """As a recurrent layer of torch's has its weights on an accelerator, and a model that another engine has laid."""
+    model, flat = pair(), torch.zeros(40)
+    for parameter, memory in zip(model.parameters(), flat.split(20), strict=True):
+        parameter.data = memory.view(parameter.shape)
+    engine_on(model)
+    tied = pair()
+    tied[1].weight = tied[0].weight
+    engine_on(tied)

@@ -188,3 +188,38 @@ def test_hooks_on_what_is_gone_do_not_pile_up(monkeypatch: pytest.MonkeyPatch) -
         return sum(map(len, engine.stages[0].unsharding._hooks._handles.values()))
 
     assert max(run(Mesh(shard=2), body, deadline=20)) <= 16
+
+
+class WithWeight(nn.Module):
+    """A criterion that learns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.tensor(0.5, dtype=torch.float64))
+
+    def forward(self, loss: Tensor) -> Tensor:
+        return loss * torch.exp(-self.weight) + self.weight
+
+
+@pytest.mark.parametrize(
+    ("mesh", "row", "own"),
+    [("shard=1", "ddp", True), ("shard=2", "zero3", True), ("shard=2", "ddp", False), ("pipe=2", "ddp", False)],
+)
+def test_a_parameter_that_no_engine_has_is_refused(mesh: str, row: str, own: bool) -> None:
+    def body(comm: Comm) -> None:
+        model, criterion = cases.distinct(nn.Sequential(*(cases.Block() for _ in range(2)))), WithWeight()
+
+        def loss(model: nn.Module, batch: Any) -> Tensor:
+            value: Tensor = criterion(cases.loss_sum(model, batch))
+            return value
+
+        optimizer = cases.adamw(model.parameters())
+        engine = Engine(model, comm, strategy=row, optimizer=optimizer, loss_fn=loss, count_fn=cases.count)
+        (batch,) = cases.batches(1)
+        if own:
+            engine.backward(loss(model, batch), cases.count(batch))
+        else:
+            engine.step([batch])
+
+    with pytest.raises(ValueError, match=r"a trainable parameter of shape \(\) that is not the engine's"):
+        run(Mesh.parse(mesh), body, deadline=20)

@@ -5,6 +5,7 @@ chain.py           which links a model has, and before which of them all else ru
 stage_model.py     the part of a model that one stage runs
 build_stages.py    from a model and a pipeline to the stages of this rank
 copies.py          what programs set on the user's modules and forwards write to them, on every stage
+explained.py       what a backward is told that fails, or reaches parameters of nobody
 boundary.py        where a forward enters a stage and leaves it
 crossing.py        one microbatch's way over these boundaries
 not_here.py        what stands for values that another stage has

@@ -11,7 +11,7 @@ stages.  Between forward and backward a stage keeps, for each microbatch, what i
 the graph; not the output itself, whose memory goes with the message.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -41,6 +41,7 @@ from plait.engine.forward.tensor_parallel import StageAxis, TensorParallel
 from plait.engine.pipeline.boundary import StageBoundary, StageDone
 from plait.engine.pipeline.copies import FollowingParameter
 from plait.engine.pipeline.crossing import NOTHING, BoundaryState
+from plait.engine.pipeline.explained import OutsideParameters, writes_explained
 from plait.engine.pipeline.handover import HandOver, HandOverForm
 from plait.engine.pipeline.not_here import NotHere
 from plait.engine.pipeline.p2p import Signature, signature_of
@@ -79,21 +80,6 @@ class Flight:
     """What the backward starts from: the loss, or what was handed over; None for what nothing before it trains."""
 
 
-@contextmanager
-def writes_explained(flights: Mapping[int, Flight]) -> Iterator[None]:
-    """Says what autograd cannot know of a tensor that was written to: forwards of other microbatches came between."""
-    try:
-        yield
-    except RuntimeError as error:
-        if not flights or "modified by an inplace operation" not in str(error):
-            raise
-        raise ValueError(
-            f"a forward writes in place to a tensor that an earlier microbatch's backward still reads (a buffer?); "
-            f"in a pipeline several are under way at once, here with {sorted(flights)}: let the forward read a copy, "
-            f"as in x * self.scale.clone(). PyTorch says: {error}"
-        ) from error
-
-
 class Stage:
     """A stage, built from its part of the model, whose parameters are laid in units already."""
 
@@ -122,6 +108,7 @@ class Stage:
         self.gradients = Gradients(self.unsharding, self.comm)
         self.guard = ModelFingerprint(self.model)
         self.flights: dict[int, Flight] = {}
+        self._outside = OutsideParameters()
         self._lengths: dict[Signature, int] = {}
         self._forms: dict[tuple[Signature, bool], HandOverForm] = {}
         """Of what the stage hands over, for the shapes of a batch that it has seen, and the mode (training or not)."""
@@ -357,7 +344,11 @@ class Stage:
         made = [(out, gradient) for out, gradient in zip(flight.outputs, gradients, strict=True) if out is not None]
         if made:
             flight.outputs, (outputs, seeds) = (), zip(*made, strict=True)
-            with torch.autograd.set_multithreading_enabled(False), writes_explained(self.flights):
+            with (
+                self._outside.refused(outputs),
+                torch.autograd.set_multithreading_enabled(False),
+                writes_explained(self.flights),
+            ):
                 torch.autograd.backward(outputs, seeds)
         if not split:
             self.gradients.end_microbatch()

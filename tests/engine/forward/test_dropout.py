@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from plait.comm import Comm, run
 from plait.core.mesh import Mesh
 from plait.engine import Engine
+from plait.engine.forward.dropout import written_out
 
 WIDTH = cases.WIDTH
 
@@ -289,6 +290,35 @@ def test_packed_sequences_with_dropout_are_refused() -> None:
 
     with pytest.raises(ValueError, match="random operator 'lstm'"):
         train(distinct(Body(Packed())), "shard=2", "zero3", batches(1))
+
+
+@pytest.mark.parametrize("kind", ["hidden", "far below", "causal", "grouped", "scale", "negative scale", "fp16"])
+def test_attention_that_is_written_out_is_torchs(kind: str) -> None:
+    """Also where a query may attend to nothing, and where a product would overflow before it is scaled."""
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(2, 4, 5, 8, generator=generator, dtype=torch.float64) for _ in range(3))
+    settings: dict[str, Any] = {}
+    mask = torch.rand(2, 1, 5, 5, generator=generator) < 0.6
+    mask[0, :, 2], mask[1, :, 0] = False, False
+    if kind == "hidden":
+        settings["attn_mask"] = mask
+    elif kind == "far below":
+        settings["attn_mask"] = torch.zeros(2, 1, 5, 5, dtype=torch.float64).masked_fill(~mask, float("-inf"))
+    elif kind == "causal":
+        settings["is_causal"] = True
+    elif kind == "grouped":
+        k, v, settings["enable_gqa"] = k[:, :2], v[:, :2], True
+    elif "scale" in kind:
+        settings["scale"] = -0.3 if "negative" in kind else 0.3
+    else:
+        q, k, v = (120 * q).half(), (120 * k).half(), v.half()
+    results = []
+    for attend in (F.scaled_dot_product_attention, partial(written_out, lambda weights: weights)):
+        leaves = [tensor.detach().requires_grad_() for tensor in (q, k, v)]
+        out = attend(*leaves, **settings)
+        results.append([out, *torch.autograd.grad(out.square().sum(), leaves)])
+    for ours, theirs in zip(*results, strict=True):
+        assert theirs.isfinite().all() and torch.allclose(ours, theirs, 2e-2 if kind == "fp16" else 1e-10, 1e-12)
 
 
 @pytest.mark.parametrize("row", ["ddp", "zero3"])

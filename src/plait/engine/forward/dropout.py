@@ -166,17 +166,22 @@ def written_out(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """``F.scaled_dot_product_attention``, its weights through ``drop``."""
+    """``F.scaled_dot_product_attention``, its weights through ``drop``; as torch's, it scales queries and keys alike (fp16
+    overflows late), and a query that may attend to nothing gets zeros."""
     if enable_gqa:
         groups = query.size(-3) // key.size(-3)
         key, value = key.repeat_interleave(groups, -3), value.repeat_interleave(groups, -3)
-    scores = query @ key.transpose(-2, -1) * (query.size(-1) ** -0.5 if scale is None else scale)
+    scale = query.size(-1) ** -0.5 if scale is None else scale
+    root = math.sqrt(abs(scale))
+    scores = (query * math.copysign(root, scale)) @ (key * root).transpose(-2, -1)
     if is_causal:
         future = torch.ones(query.size(-2), key.size(-2), dtype=torch.bool, device=query.device).triu(1)
         scores = scores.masked_fill(future, float("-inf"))
     if attn_mask is not None:
         hidden = attn_mask.dtype == torch.bool
         scores = scores.masked_fill(~attn_mask, float("-inf")) if hidden else scores + attn_mask
+        nothing = scores.isneginf().all(-1, keepdim=True)
+        return drop(scores.masked_fill(nothing, 0).softmax(-1).masked_fill(nothing, 0)) @ value
     return drop(scores.softmax(-1)) @ value
 
 

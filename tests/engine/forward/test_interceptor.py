@@ -301,3 +301,36 @@ def test_a_hook_on_all_modules_is_served_its_dropout() -> None:
         return loss
 
     assert losses(1) == losses(2)
+
+
+def hooked(model: nn.Module) -> None:
+    model[1].register_forward_hook(lambda *call: None)  # type: ignore[index]
+
+
+def tagged(model: nn.Module) -> None:
+    model.tag = 1  # type: ignore[assignment]
+
+
+@pytest.mark.parametrize("own", [False, True])
+@pytest.mark.parametrize("change", [hooked, tagged, lambda model: None])
+@pytest.mark.parametrize("row", ["ddp", "zero3"])
+def test_what_the_loop_draws_between_forwards_is_torchs_own(row: str, change: Any, own: bool) -> None:
+    """Also where a model that draws nothing was left alone, and is followed from a later forward on."""
+
+    def body(comm: Comm) -> None:
+        middle = nn.SyncBatchNorm(cases.WIDTH) if own else nn.Tanh()
+        model = nn.Sequential(nn.Linear(cases.WIDTH, cases.WIDTH), middle, nn.Linear(cases.WIDTH, 3)).double()
+        for parameter in model.parameters():
+            nn.init.constant_(parameter, 0.1)
+        optimizer = sgd(model.parameters())
+        engine = Engine(model, comm, strategy=row, optimizer=optimizer)
+        change(model)
+        for _ in range(4):
+            engine.backward(model(torch.ones(4, cases.WIDTH, dtype=torch.float64)).sum(), 4)
+            assert not torch._C._len_torch_function_stack()
+            optimizer.step()
+            with torch.no_grad():
+                model(torch.ones(2, cases.WIDTH, dtype=torch.float64))
+            assert not torch._C._len_torch_function_stack()
+
+    run(Mesh(shard=2), body, deadline=20)

@@ -166,8 +166,8 @@ def written_out(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """``F.scaled_dot_product_attention``, its weights through ``drop``; as torch's, it scales queries and keys alike (fp16
-    overflows late), and a query that may attend to nothing gets zeros."""
+    """``F.scaled_dot_product_attention``, its weights through ``drop``; as torch's, it scales queries and keys alike
+    (fp16 overflows late), and a query that may attend to nothing gets zeros."""
     if enable_gqa:
         groups = query.size(-3) // key.size(-3)
         key, value = key.repeat_interleave(groups, -3), value.repeat_interleave(groups, -3)

@@ -109,7 +109,7 @@ class Interceptor(EngineMode, StaysHere):
         self._watched: list[Any] = []
         """The hooks and attributes of a model that is left alone; ``_sizes`` is how many there were."""
         self._sizes: list[int] = []
-        self._paused = False
+        self._paused = self._followed_late = False
         self._closed: Collection[str] = ()
         self._known_sites: Mapping[str, tuple[str, int]] = {}
         self._every = False
@@ -184,7 +184,7 @@ class Interceptor(EngineMode, StaysHere):
             self._watched = hooks
             for module in model.modules():
                 self._watched += [module._forward_pre_hooks, module._forward_hooks, vars(module)]
-            model.register_forward_pre_hook(partial(self._leave_alone, sites), prepend=True)
+            model.register_forward_pre_hook(self._leave_alone, prepend=True)
             model.register_forward_hook(self._come_back, always_call=True)
             return
         for name, module in model.named_modules():
@@ -222,14 +222,18 @@ class Interceptor(EngineMode, StaysHere):
         if self.current.leave_module().switched_on:
             self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
 
-    def _leave_alone(self, sites: Mapping[str, tuple[str, int]] | None, model: nn.Module, args: Any) -> None:
-        if not self._sizes:
-            return
-        if self._sizes != list(map(len, self._watched)):
-            self._sizes = []
-            self._watched = []
-            self.follow(model, sites, closed=self._closed)
+    def _leave_alone(self, model: nn.Module, args: Any) -> None:
+        if self._sizes and self._sizes != list(map(len, self._watched)):
+            self._sizes, self._watched = [], []
+            for name, module in model.named_modules():
+                if module is not model and not any(_inside(name, one) for one in self._closed):
+                    self._track(model, name, module)
+            model.register_forward_hook(self._leave, always_call=True)
+            self._followed_late = True
+        if self._followed_late:  # here, for a hook of its own would come before those that begin the engine's forward
             self._enter(model, "", model, args)
+        elif not self._sizes:
+            return
         elif self in _active_modes()[-1:]:
             self._paused = True
             self.__exit__(None, None, None)  # type: ignore[no-untyped-call]

@@ -10,7 +10,6 @@ A loop of your own changes by a few lines (``torchrun --nproc-per-node 4 script.
         optimizer.step()                                            # the same optimizer object
 """
 
-import os
 from collections.abc import Callable, Sized
 from typing import Any, TypeVar
 
@@ -20,7 +19,7 @@ from torch.utils.data import DistributedSampler
 
 from plait.comm import Comm, ThreadWorld
 from plait.comm.check import check_collectives as checked
-from plait.comm.environment import WorldVariables
+from plait.comm.environment import WorldVariables, launched
 from plait.comm.thread import run
 from plait.core.mesh import Mesh
 from plait.data.rank_batches import RankBatches
@@ -58,11 +57,11 @@ def join(
         ValueError: a mesh that does not multiply to the number of ranks, variables that cannot be, ranks that differ.
         ConnectionError, TimeoutError: the others were not found within the deadline; the message says who and where.
     """
-    launched = "RANK" in os.environ
+    several = launched(fix="start one torchrun on each host, or set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT")
     if mesh is None:
-        mesh = Mesh(shard=WorldVariables.read().size if launched else 1)
+        mesh = Mesh(shard=WorldVariables.read().size if several else 1)
     shape = Mesh.parse(mesh) if isinstance(mesh, str) else mesh
-    if launched or shape.size > 1:  # a larger mesh alone: the error says how to start its ranks
+    if several or shape.size > 1:  # a larger mesh alone: the error says how to start its ranks
         from plait.comm.process import ProcessComm
 
         how: dict[str, Any] = {"device": device, "deadline": deadline, "deterministic": deterministic}

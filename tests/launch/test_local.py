@@ -1,6 +1,7 @@
 """Own processes, threads and torchrun: who speaks, what a failure says, and that nothing is left behind."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -12,6 +13,7 @@ import pytest
 from ports import free_port
 from sockets import children, listening
 
+import plait
 from plait.comm.base import Comm
 from plait.commands.main import main
 from plait.launch import launch
@@ -175,8 +177,16 @@ def test_another_number_of_processes_than_ranks_is_refused(
     [
         ({"RANK": "0", "WORLD_SIZE": "2"}, "MASTER_ADDR, MASTER_PORT not set: start this program with torchrun"),
         ({"RANK": "0"}, "WORLD_SIZE, MASTER_ADDR, MASTER_PORT not set"),
-        ({"SLURM_PROCID": "1", "SLURM_NTASKS": "2"}, "SLURM_PROCID is 1: srun has started this command several times"),
-        ({"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "2"}, "SLURM_STEP_NUM_TASKS is 2: srun has started"),
+        ({"SLURM_PROCID": "1", "SLURM_NTASKS": "2"}, "SLURM_PROCID is 1: this program has been started several times"),
+        (
+            {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "2"},
+            "SLURM_STEP_NUM_TASKS is 2: this program has been started",
+        ),
+        (
+            {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "0"},
+            "OMPI_COMM_WORLD_SIZE is 2: this program",
+        ),
+        ({"WORLD_SIZE": "2", "SLURM_PROCID": "1"}, "RANK, MASTER_ADDR, MASTER_PORT not set"),
         ({"RANK": "", "SLURM_PROCID": "0", "SLURM_NTASKS": "2", "SLURM_STEP_NUM_TASKS": "1"}, ""),
     ],
 )
@@ -192,6 +202,11 @@ def test_half_a_launcher_is_refused(
         assert main([command, *words]) == (2 if says else 0)
         shown = capsys.readouterr().err
         assert says in shown and shown.count("\n") == bool(says)
+    if says:
+        with pytest.raises(ValueError, match=re.escape(says)):
+            plait.join()
+    else:
+        assert plait.join().world_size == 1
 
 
 def test_ranks_that_never_come_are_one_line_too(

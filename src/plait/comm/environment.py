@@ -25,6 +25,33 @@ def variables(given: Mapping[str, str] = os.environ) -> tuple[str, ...]:
     return ("RANK", "WORLD_SIZE") if given.get(STORE) else VARIABLES
 
 
+SEVERAL = {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1", "OMPI_COMM_WORLD_SIZE": "1", "PMI_SIZE": "1"}
+"""Variables of Slurm and of mpirun that say something else only where one command was started several times;
+``SLURM_NTASKS`` does so in the script of a job too, which runs once."""
+
+
+def launched(environment: Mapping[str, str] = os.environ, ranks: int | None = None, *, fix: str) -> bool:
+    """Whether a launcher has started this process as one of several ranks, and said so in torchrun's variables.
+
+    Args:
+        ranks: where they are known, told to a user who forgot torchrun.
+        fix: how to start the ranks, for whoever started this program several times over.
+
+    Raises:
+        ValueError: half of what a rank must know is set, or this program runs several times, each as a whole run.
+    """
+    if any(environment.get(name, "").strip() for name in ("RANK", "WORLD_SIZE")):
+        WorldVariables.read(environment, ranks)
+        return True
+    for name, alone in SEVERAL.items():
+        if (number := environment.get(name, alone)) != alone:
+            raise ValueError(
+                f"{name} is {one_line(number, 60)}: this program has been started several times, and each would be "
+                f"the whole run: {fix}; for runs of their own unset {', '.join(SEVERAL)}"
+            )
+    return False
+
+
 @dataclass(frozen=True)
 class WorldVariables:
     """A process's place, as its environment says it."""

@@ -287,8 +287,9 @@ class Engine(OwnLoop):
             raise ValueError("optimizer.step() inside of `with engine.gathered()` or an average: leave the block first")
         if self._now is None or not self._now.prepared:
             self._prepare(self.update.clip)
-        self._shown.hide()
         self.take_new_groups()
+        if self._shown:
+            self._shown.hide(but=set(self.exchange.names) - self._in_optimizers())
         self.take_over()
         self._drift.after(self.steps, {"the seed": self.seed, "the loss scale": self.update.scale})
 

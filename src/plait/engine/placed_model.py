@@ -113,6 +113,11 @@ class PlacedModel(StaysHere):
         self.owned, self.optimizers = self.owned_optimizer.owned, tuple(optimizers)
         self.optimizer_state = self._state_of_optimizers()
 
+    def _in_optimizers(self) -> set[str]:
+        """The names of parameters that an optimizer has."""
+        groups = () if self.owned_optimizer is None else self.owned_optimizer.groups.values()
+        return {name for of_one in groups for group in of_one for name in group}
+
     def take_new_groups(self) -> None:
         """Groups that a program has added to an optimizer since."""
         if self.owned_optimizer is not None:

@@ -25,11 +25,11 @@ import torch
 from plait.comm import thread
 from plait.comm.base import Comm
 from plait.comm.check import check_collectives
-from plait.comm.environment import WorldVariables
+from plait.comm.environment import launched
 from plait.config import MachineConfig, resolve_device
 from plait.config.machine import resolve_world
 from plait.core.ended import to_its_end
-from plait.core.escape import one_line, say
+from plait.core.escape import say
 from plait.launch.failure import LAUNCHER, leave_note
 from plait.launch.fork_server import ForkServer
 from plait.launch.limits import Limits
@@ -38,10 +38,6 @@ from plait.watch.folder import PAGE, WATCH, private_folder
 from plait.watch.page import Page
 
 Body = Callable[[Comm], int]
-
-SEVERAL = {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1"}
-"""Variables of Slurm that say something else only where srun starts several of one command; ``SLURM_NTASKS`` does so in
-the script of a job too, which runs once."""
 
 LAUNCHER_FIRST = 5.0
 """Seconds by which a launcher that was asked as well ends its ranks before they end themselves."""
@@ -73,19 +69,12 @@ def is_a_rank(config: MachineConfig) -> bool:
     """Whether a launcher, plait's or torchrun's, has started this process as one of the ranks.
 
     Raises:
-        ValueError: half of what a rank must know is set, or Slurm has started the command several times over.
+        ValueError: half of what a rank must know is set, or Slurm or mpirun has started the command several times.
     """
-    if any(os.environ.get(name, "").strip() for name in ("RANK", "WORLD_SIZE")):
-        WorldVariables.read(ranks=config.parsed_mesh.size)
-        return True
-    for name, alone in SEVERAL.items():
-        if (number := os.environ.get(name, alone)) != alone:
-            raise ValueError(
-                f"{name} is {one_line(number, 60)}: srun has started this command several times, and each would be the "
-                f"whole run: start one, which starts all ranks of this host (srun -n 1), or one torchrun on each host; "
-                f"for runs of their own unset {', '.join(SEVERAL)}"
-            )
-    return False
+    return launched(
+        ranks=config.parsed_mesh.size,
+        fix="start one, which starts all ranks of this host (srun -n 1), or one torchrun on each host",
+    )
 
 
 def _checked(body: Body) -> Body:

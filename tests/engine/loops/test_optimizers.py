@@ -282,3 +282,28 @@ def test_an_optimizer_that_needs_a_closure_is_refused_when_it_is_given(row: str)
     model = chain()
     with pytest.raises(ValueError, match=r"LBFGS computes losses and gradients inside of its step\(closure\)"):
         run(Mesh(), lambda comm: Engine(model, comm, strategy=row, optimizer=torch.optim.LBFGS(model.parameters())))
+
+
+@pytest.mark.parametrize("row", ["ddp", "zero3"])
+@pytest.mark.parametrize("first", [False, True])
+def test_an_optimizer_that_the_engine_was_not_given_is_told_when_it_steps(row: str, first: bool) -> None:
+    """Its parameters would never train.  A loop that trains some of the parameters on purpose goes on."""
+
+    words = r"reads p\.grad, but after engine\.backward" if row == "ddp" else "while its unit is at rest"
+
+    def body(comm: Comm) -> None:
+        model = chain()
+        given, other = (adamw(list(model[part].parameters())) for part in (0, 2))  # type: ignore[index]
+        engine = Engine(model, comm, strategy=row, optimizer=given)
+        for _ in range(2):
+            engine.backward(loss_sum(model, batches(1)[0]), count(batches(1)[0]))
+            if first:
+                with pytest.raises(ValueError, match=words):
+                    other.step()
+            given.step()
+            with pytest.raises(ValueError, match=words):
+                other.step()
+            model.zero_grad()
+        assert engine.steps == 2
+
+    run(Mesh(shard=2), body, deadline=20)

@@ -1,4 +1,4 @@
-"""Tensors of a model that lie in one memory: refused where they would part, and no others."""
+"""What lies in the memory of something else, or of another engine: refused where it would part, and nothing else."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from plait.comm import run
+from plait.comm import Comm, run
 from plait.core.mesh import Mesh
 from plait.engine import Engine, empty_parameters
 
@@ -70,3 +70,18 @@ def test_what_lies_side_by_side_is_taken() -> None:
     tied = pair()
     tied[1].weight = tied[0].weight
     engine_on(tied)
+
+
+@pytest.mark.parametrize("row", ["ddp", "zero1", "zero3"])
+def test_a_parameter_has_one_engine(row: str) -> None:
+    def body(comm: Comm) -> None:
+        encoder = nn.Linear(4, 4)
+        first, second = (nn.Sequential(encoder, nn.Linear(4, 1)) for _ in range(2))
+        for parameter in [*first.parameters(), *second.parameters()]:
+            nn.init.constant_(parameter, 0.1)
+        Engine(first, comm, strategy=row)
+        for again in (second, first):
+            with pytest.raises(ValueError, match=r"'0\.weight' is a parameter that another Engine drives.*model anew"):
+                Engine(again, comm, strategy=row)
+
+    run(Mesh(shard=2), body)

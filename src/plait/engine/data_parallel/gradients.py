@@ -19,7 +19,7 @@ unit first; a unit that did not run here still takes part, with zeros.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, cast
 from weakref import ref
 
@@ -65,6 +65,27 @@ class UnitGradients:
         """Move by move: each starts from what the one before has left."""
 
 
+class GradientHook:
+    """What autograd calls with a parameter that has its gradient.
+
+    Its references are weak: Python's collector does not see these hooks from their parameter, so one that held the
+    engine, and through it the parameter, would keep both forever.
+    """
+
+    def __init__(self, unit: UnitGradients, gradient: FlatGradient, index: int) -> None:
+        self._unit, self._gradient, self._index = ref(unit), ref(gradient), index
+
+    def __call__(self, parameter: Tensor) -> None:
+        unit, gradient = self._unit(), self._gradient()
+        if unit is not None and gradient is not None:
+            unit.owner.take(parameter, unit, gradient, self._index)
+
+    @property
+    def alive(self) -> bool:
+        """Whether its engine is."""
+        return self._unit() is not None
+
+
 class Gradients:
     """The gradients of every unit of a stage, from hook to owner; ``unsharding`` is told when a unit's are complete."""
 
@@ -89,7 +110,7 @@ class Gradients:
             for unit in self.order:  # a hook on each of the user's parameters: see docs/guide/your-own-loop.md
                 for gradient in unit.flats:
                     for index, parameter in enumerate(gradient.flat.parameters):
-                        handle = parameter.register_post_accumulate_grad_hook(self._hook(unit, gradient, index))
+                        handle = parameter.register_post_accumulate_grad_hook(GradientHook(unit, gradient, index))
                         hooks = cast(Any, parameter)._post_accumulate_grad_hooks
                         self._hooks.append((hooks, handle.id, gradient.name(index)))
 
@@ -126,22 +147,6 @@ class Gradients:
         for gradient in self.flats:
             for index in gradient.touched:
                 yield gradient.name(index), gradient.flat.parameters[index]
-
-    @staticmethod
-    def _hook(unit: UnitGradients, gradient: FlatGradient, index: int) -> Callable[[Tensor], None]:
-        """What autograd calls with a parameter that has its gradient.
-
-        Its references are weak: Python's collector does not see these hooks from their parameter, so one that held the
-        engine, and through it the parameter, would keep both forever.
-        """
-        of_unit, of_gradient = ref(unit), ref(gradient)
-
-        def hook(parameter: Tensor) -> None:
-            unit, gradient = of_unit(), of_gradient()
-            if unit is not None and gradient is not None:
-                unit.owner.take(parameter, unit, gradient, index)
-
-        return hook
 
     def take(self, parameter: Tensor, unit: UnitGradients, gradient: FlatGradient, index: int) -> None:
         """One parameter's gradient goes into the buffer."""

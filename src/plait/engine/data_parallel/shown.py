@@ -6,7 +6,7 @@ step        sums, clips                               the pieces'               
             updates                                   both                                   None
 """
 
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 
 import torch
 from torch import Tensor, nn
@@ -19,8 +19,13 @@ class ShownGradients:
 
     def __init__(self) -> None:
         self._now: list[tuple[str, nn.Parameter, Tensor]] = []
+        self._left: list[tuple[str, nn.Parameter, Tensor]] = []
+        """Those that keep theirs until the next backward."""
         self._made: dict[int, Tensor] = {}
         """Stand-ins by ``id`` of their parameter."""
+
+    def __bool__(self) -> bool:
+        return bool(self._now)
 
     def show(self, parameters: Iterable[tuple[str, nn.Parameter]]) -> None:
         """These have gradients, elsewhere."""
@@ -32,12 +37,17 @@ class ShownGradients:
                 parameter.grad = stand_in
                 self._now.append((name, parameter, stand_in))
 
-    def hide(self) -> None:
-        """Stand-ins go; real gradients, which pieces may have by now, stay."""
+    def hide(self, *, but: Container[str] = ()) -> None:
+        """Stand-ins go; real gradients, which pieces may have by now, stay.
+
+        ``but``: by name, parameters that the step does not update: an optimizer that the engine does not know of, and
+        that would step them, reads a gradient that refuses.  A program may clear it.
+        """
         with torch._C.DisableTorchFunction():
-            for _, parameter, stand_in in self._now:
-                if parameter.grad is stand_in:
+            for name, parameter, stand_in in [*self._now, *self._left]:
+                if parameter.grad is stand_in and name not in but:
                     parameter.grad = None
+        self._left = [one for one in self._now if one[0] in but]
         self._now.clear()
 
     def check(self) -> None:

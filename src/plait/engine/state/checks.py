@@ -6,6 +6,7 @@ show all values to each other.
 
 from collections.abc import Mapping
 from itertools import pairwise
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +16,8 @@ from plait.comm import Comm
 from plait.comm.agree import differences, same_everywhere
 from plait.core.collectives import Note
 from plait.core.mesh import AXES
+from plait.engine.data_parallel.gradients import GradientHook
+from plait.engine.forward.parameter import AtRest
 from plait.engine.state.identity import fingerprint, model_fields, of_the_model, text_of
 
 
@@ -52,6 +55,7 @@ def check_model(model: nn.Module, comm: Comm) -> None:
             f"replicas would part; leave max_norm out, and normalise what the table returns"
         )
     check_buffers(model)
+    check_driven(model)
     check_memory(model)
     if not any(True for _ in model.parameters()):
         raise ValueError("the model has no parameters: there is nothing to train")
@@ -65,6 +69,24 @@ def check_buffers(model: nn.Module) -> None:
             f"{len(empty)} buffers are on the meta device and have no values ({', '.join(empty[:3])}): build the model "
             f"inside plait.empty_parameters(), which computes buffers for real, instead of torch.device('meta')"
         )
+
+
+def check_driven(model: nn.Module) -> None:
+    """Raises ValueError where another engine has a parameter of the model, or had it and left nothing in it."""
+    with torch._C.DisableTorchFunctionSubclass():
+        for name, parameter in model.named_parameters():
+            hooks = cast(Any, parameter)._post_accumulate_grad_hooks or {}
+            if any(isinstance(hook, GradientHook) and hook.alive for hook in hooks.values()):
+                raise ValueError(
+                    f"{name!r} is a parameter that another Engine drives, and each would lay it in memory of its own: "
+                    f"put what shares it into one model with one Engine; or, where that one is done with, build the "
+                    f"model anew"
+                )
+            if isinstance(parameter, AtRest):
+                raise ValueError(
+                    f"the values of {name!r} went with the Engine that had it at rest: build the model anew, and load "
+                    f"what the engine's full_state_dict() returned"
+                )
 
 
 def check_memory(model: nn.Module) -> None:

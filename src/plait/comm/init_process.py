@@ -118,7 +118,8 @@ def open_store(place: WorldVariables, deadline: float) -> Store:
             text = f"{start} found no store at {place.where} within {deadline:g} s: {_first(error)}"
             raise kind(f"{text}. Is rank 0 stopped, or is the port another program's?") from error
         fix = "Set MASTER_PORT (torchrun --master-port) to a free one, or end the program that holds it"
-        used = f": the port is in use. {fix}" if isinstance(error, OSError) or _in_use(error) else ""
+        in_use = _in_use(error) or (isinstance(error, OSError) and not isinstance(error, TimeoutError))
+        used = f": the port is in use. {fix}" if in_use else ": is MASTER_ADDR the name or address of this host?"
         raise ConnectionError(f"{start} cannot listen on {place.where}{used} ({_first(error)})") from error
 
 

@@ -178,11 +178,14 @@ def _texts(name: str, content: bytes) -> list[bytes]:
             continue
         try:
             value = json.loads(line)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ValueError(f"{name}, line {number} is not JSON ({error}): give one object per line") from error
         if not isinstance(value, dict) or not isinstance(value.get("text"), str):
             raise ValueError(f'{name}, line {number} has no "text": give one object per line, with a string under it')
-        texts.append(value["text"].encode())
+        try:
+            texts.append(value["text"].encode())
+        except UnicodeEncodeError as error:
+            raise ValueError(f"{name}, line {number} has half a character (a lone surrogate): {error}") from error
     if not any(texts):
         raise ValueError(f'{name} holds no text: give one object with a "text" per line')
     return texts

@@ -148,3 +148,25 @@ class Inner(cases.Block):
 
 def test_what_torch_cannot_run_again_is_said_so() -> None:
     refused(model_of(Inner(), Inner()), "block 'blocks.0' calls torch.func.grad or its like")
+
+
+class Caching(cases.Block):
+    """Adds to a cache, as decoders do: it is longer the second time."""
+
+    def __init__(self, joined: bool) -> None:
+        super().__init__()
+        self.rows: list[Tensor] = []
+        self.joined = joined
+
+    def forward(self, x_BC: Tensor) -> Tensor:
+        self.rows.append(super().forward(x_BC))
+        every = torch.stack(self.rows)
+        out: Tensor = (every * every.detach()).sum(0) if self.joined else every.view(x_BC.shape)
+        return out
+
+
+@pytest.mark.parametrize(("joined", "words"), [(True, "made other tensors"), (False, "fails when it is run again")])
+def test_what_a_block_wrote_to_is_said_to_stay_written(joined: bool, words: str) -> None:
+    refused(
+        model_of(Caching(joined)), rf"a forward .*{words}.*: what it has written to stays written .*use_cache = False"
+    )

@@ -62,6 +62,13 @@ def blocks_of(model: nn.Module, names: Iterable[str]) -> list[str]:
     return blocks
 
 
+WRITTEN = (
+    "what it has written to stays written (a cache: model.config.use_cache = False; a tensor that it was given, in "
+    "place; an object), or its path depends on something else than its arguments"
+)
+"""Why a forward cannot be run again."""
+
+
 def called_twice(
     current: CurrentForward,
     function: Function,
@@ -90,9 +97,16 @@ def called_twice(
                 stack.enter_context(current.swapped(again))
                 if seen_by is not None:
                     stack.enter_context(seen_by.on())
-            ran = True
+            first, ran = not ran, True
             stack.enter_context(current.runs_twice())
-            return function(*args, **kwargs)
+            try:
+                return function(*args, **kwargs)
+            except RuntimeError as error:
+                if first:
+                    raise
+                raise ValueError(
+                    f"a forward fails when it is run again in the backward ({error}): {WRITTEN}"
+                ) from error
 
     preserve = not again.draws  # else every draw is served
     return checkpoint(run, *args, use_reentrant=False, preserve_rng_state=preserve, early_stop=early_stop)

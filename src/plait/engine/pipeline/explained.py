@@ -11,13 +11,19 @@ from typing import Any
 
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
+from torch.utils.checkpoint import CheckpointError
+
+from plait.engine.forward.recompute import WRITTEN
 
 
 @contextmanager
 def writes_explained(flights: Mapping[int, object]) -> Iterator[None]:
-    """Says what autograd cannot know of a tensor that was written to: forwards of other microbatches came between."""
+    """Says what autograd cannot know of a tensor that was written to: forwards of other microbatches came between, or
+    the forward that is run again has written to it."""
     try:
         yield
+    except CheckpointError as error:
+        raise ValueError(f"a forward that was run again in the backward made other tensors: {WRITTEN}") from error
     except RuntimeError as error:
         if not flights or "modified by an inplace operation" not in str(error):
             raise

@@ -159,10 +159,9 @@ class Caching(cases.Block):
         self.joined = joined
 
     def forward(self, x_BC: Tensor) -> Tensor:
-        self.rows.append(super().forward(x_BC))
+        self.rows.append(x_BC)
         every = torch.stack(self.rows)
-        out: Tensor = (every * every.detach()).sum(0) if self.joined else every.view(x_BC.shape)
-        return out
+        return super().forward((every * every.detach()).sum(0) if self.joined else every.view(x_BC.shape))
 
 
 @pytest.mark.parametrize(("joined", "words"), [(True, "made other tensors"), (False, "fails when it is run again")])

@@ -61,7 +61,8 @@ def test_a_file_that_was_written_since_this_process_began_is_not_what_runs(
 def test_whether_collectives_are_checked_is_a_fact(monkeypatch: pytest.MonkeyPatch) -> None:
     told = list[object]()
     monkeypatch.setattr(ProcessComm, "from_env", lambda *_, **how: told.append(how["facts"]) or 1 / 0)
-    monkeypatch.setenv("RANK", "0")
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}.items():
+        monkeypatch.setenv(name, value)
     for on in (True, False):
         with pytest.raises(ZeroDivisionError):
             plait.join("shard=2", check_collectives=on)

@@ -153,6 +153,7 @@ LAYOUTS_OF_A_PARAMETER = [
     ("pipe=2", "ddp", "gpipe"),
     ("pipe=3", "ddp", "1f1b"),
     ("pipe=2 shard=2", "zero3", "1f1b"),
+    ("pipe=2 shard=2", "zero3", "interleaved"),
     ("pipe=2", "zero1", "interleaved"),
     ("pipe=3", "zero3", "zb_h1"),
 ]

@@ -85,7 +85,8 @@ class Unsharding(StaysHere):
         self._running: dict[Unit, RunningUnit] = {}
         for unit in units:
             unit.open_units = self.open_units
-            self._running[unit] = RunningUnit(partial(self._begin_backward_of, unit), partial(self._borrow, unit))
+            calls = (partial(call, unit) for call in (self._begin_backward_of, self._borrow, self._found))
+            self._running[unit] = RunningUnit(*calls)
             if unit.split_needs or (unit.module is model and any(other.split for other in units)):
                 # hooks on the user's modules: docs/guide/your-own-loop.md
                 # before hooks of the user's, which may read parameters (weight_norm), as the one behind is after them
@@ -126,9 +127,18 @@ class Unsharding(StaysHere):
             if needed.state is State.UNSHARDING:
                 needed.wait()
 
+    def _owner_of(self, parameter: Tensor) -> Unit:
+        return next(u for u in self.units for flat in u.flats if any(p is parameter for p in flat.parameters))
+
+    def _found(self, unit: Unit, parameter: Tensor) -> None:
+        """A unit reads, in its forward, a parameter that is gathered.  Where the schedule holds all of them that says
+        nothing of its backward, in which it may be the first to read it."""
+        if self.held and self._owner_of(parameter) not in (*unit.needs, *unit.ancestors):
+            self._borrow(unit, parameter)
+
     def _borrow(self, unit: Unit, parameter: Tensor) -> None:
         """A unit reads, in its forward, a parameter that is laid in another one."""
-        owner = next(u for u in self.units for flat in u.flats if any(p is parameter for p in flat.parameters))
+        owner = self._owner_of(parameter)
         self._check_seen(unit, [owner])
         with torch._C.DisableTorchFunction():
             unit.borrow(owner)

@@ -36,6 +36,8 @@ class AtRestCheck(Handler):
     def __init__(self, current: CurrentForward, split: Mapping[int, nn.Parameter], staged: set[int]) -> None:
         self.current, self.split, self.staged = current, split, staged
         self.parameters = split.keys() | staged
+        self._readers: set[tuple[int, int]] = set()
+        """Which unit has read which parameter while it was gathered, by ``id``."""
 
     def __call__(self, func: Function, call_next: Function, /, *args: Any, **kwargs: Any) -> Any:
         context, arguments = self.current.context, (*args, *kwargs.values())
@@ -51,6 +53,11 @@ class AtRestCheck(Handler):
                 if not context.units or in_backward():
                     raise parameter.refusal(func, [parameter])
                 context.units[-1].borrow(parameter)
+            elif context.units and not in_backward():
+                reader = id(context.units[-1]), id(parameter)
+                if reader not in self._readers:
+                    self._readers.add(reader)
+                    context.units[-1].found(parameter)
         if read and name_of(func) == "data":
             if func.__name__ == "__set__":
                 if _is_itself(*args):  # as module.to() does with the dtype that it has

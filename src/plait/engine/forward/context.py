@@ -94,6 +94,7 @@ class RunningUnit(NamedTuple):
 
     open_again: Callable[[], None]  # unshards it in a backward
     borrow: Callable[[Tensor], None]  # gathers another unit's parameter for it, from now on whenever it runs
+    found: Callable[[Tensor], None]  # a parameter that it reads is gathered already
 
 
 class CutActivation(NamedTuple):

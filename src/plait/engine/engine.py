@@ -312,12 +312,12 @@ class Engine(OwnLoop):
 
     def _discard(self, optimizer: Optimizer, zero_grad: Callable[..., None], *args: Any, **kwargs: Any) -> None:
         """``optimizer.zero_grad`` between backward and step throws away what the step has summed so far."""
-        self._shown.hide()
+        if self._shown:
+            self._shown.hide()
         zero_grad(*args, **kwargs)
         if self._now is not None and self._turns.zeroed(optimizer, self.optimizers, summed=bool(self._now.losses)):
             if self._now.losses:  # else it stands between a forward, which has drawn its masks, and its backward
                 self.discarded, self._forwards = self.discarded + 1, 0
-            self._shown.hide()
             self._now = None
 
     def _after_update(self, optimizer: Optimizer) -> None:

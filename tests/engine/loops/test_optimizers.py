@@ -301,6 +301,7 @@ def test_an_optimizer_that_the_engine_was_not_given_is_told_when_it_steps(row: s
                 with pytest.raises(ValueError, match=words):
                     other.step()
             given.step()
+            given.zero_grad()
             with pytest.raises(ValueError, match=words):
                 other.step()
             model.zero_grad()

@@ -207,15 +207,13 @@ class BoundaryState:
 
     def note(self, key: Key, tensor: Tensor) -> None:
         """A tensor that later stages may want."""
-        if isinstance(tensor, NotHere):
+        if isinstance(tensor, NotHere) or not (self.search is not None or self._wanted(key)):
             return
-        if isinstance(tensor, nn.Parameter):  # it goes on as what a link reads of it now: behind it may be at rest
-            goes_on = self._copy(tensor)
-        else:
-            goes_on = tensor
+        parameter = isinstance(tensor, nn.Parameter)
+        goes_on = self._copy(tensor) if parameter else tensor  # it is read now, for behind the links it may be at rest
         if self.search is not None:
             self.search.known.setdefault(id(tensor), (key, version_of(tensor)))
-        elif self._wanted(key):
+        else:
             self.values[key] = goes_on, goes_on._version
 
     def _wanted(self, key: Key) -> bool:

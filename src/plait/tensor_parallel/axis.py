@@ -51,7 +51,8 @@ class TensorAxis:
             raise ValueError(
                 f"{site!r} gets {list(x.shape)} under sequence parallelism, where rank {self.index} of the tensor axis "
                 f"works on {steps} of {self.length} steps of [batch, time, width]: something before it cut the stream "
-                f"in time itself; leave sequence parallelism out for such a call"
+                f"in time itself, or gathered it (an 'enter' around it: say 'unsplit' there); else leave sequence "
+                f"parallelism out for such a call"
             )
 
     def note(self, phase: str, site: str) -> Note:

@@ -118,9 +118,17 @@ def open_store(place: WorldVariables, deadline: float) -> Store:
             text = f"{start} found no store at {place.where} within {deadline:g} s: {_first(error)}"
             raise kind(f"{text}. Is rank 0 stopped, or is the port another program's?") from error
         fix = "Set MASTER_PORT (torchrun --master-port) to a free one, or end the program that holds it"
-        in_use = _in_use(error) or (isinstance(error, OSError) and not isinstance(error, TimeoutError))
+        in_use = _in_use(error) or (isinstance(error, OSError) and _is_known(place.address))
         used = f": the port is in use. {fix}" if in_use else ": is MASTER_ADDR the name or address of this host?"
         raise ConnectionError(f"{start} cannot listen on {place.where}{used} ({_first(error)})") from error
+
+
+def _is_known(address: str) -> bool:
+    """Whether a host of this name can be looked up."""
+    try:
+        return bool(socket.getaddrinfo(address, None))
+    except (OSError, UnicodeError):
+        return False
 
 
 def _in_use(error: Exception) -> bool:

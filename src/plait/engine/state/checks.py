@@ -90,13 +90,14 @@ def check_driven(model: nn.Module) -> None:
 
 
 def check_memory(model: nn.Module) -> None:
-    """Raises ValueError where a parameter that trains shares memory with another one, a buffer or an attribute: in the
-    engine's memory they would part."""
+    """Raises ValueError where a parameter that trains shares memory with another one, a buffer or an attribute that was
+    made of it: in the engine's memory they would part.  (What ``nn.utils.spectral_norm`` leaves is made anew in each
+    forward, and needs no gradient until then.)"""
     owners: dict[int, list[tuple[int, int, str, Tensor]]] = {}
     named = [*model.named_parameters(), *model.named_buffers()]
     for place, module in model.named_modules():
         attributes = ((f"{place}.{key}" if place else key, value) for key, value in vars(module).items())
-        named += [(name, value) for name, value in attributes if isinstance(value, Tensor)]
+        named += [(name, value) for name, value in attributes if isinstance(value, Tensor) and value.requires_grad]
     for name, tensor in named:
         if tensor.layout is torch.strided and tensor.numel() and type(tensor) in (Tensor, nn.Parameter, nn.Buffer):
             last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))

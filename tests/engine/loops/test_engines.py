@@ -216,7 +216,10 @@ def test_a_parameter_that_no_engine_has_is_refused(mesh: str, row: str, own: boo
         optimizer = cases.adamw(model.parameters())
         engine = Engine(model, comm, strategy=row, optimizer=optimizer, loss_fn=loss, count_fn=cases.count)
         (batch,) = cases.batches(1)
-        if own:
+        if own:  # a program that catches it, and goes on, is told again
+            with pytest.raises(ValueError, match="that is not the engine's"):
+                engine.backward(loss(model, batch), cases.count(batch))
+            optimizer.zero_grad()
             engine.backward(loss(model, batch), cases.count(batch))
         else:
             engine.step([batch])

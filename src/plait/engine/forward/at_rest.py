@@ -5,6 +5,8 @@ parameter of a stage:
 
 - a unit that reads a parameter *at rest* borrows it: it is gathered now, and from then on whenever that unit is;
 - outside of a unit's forward this raises, with the names of the parameter and the function;
+- a unit that reads another's parameter *while the schedule holds it gathered* borrows it too, for in its backward it
+  may be the first to read it;
 - the node that the function leaves in the autograd graph will unshard the running unit before it runs.  A unit's
   outputs do so as well (see ``unshard``); this catches what leaves a module in other ways, an auxiliary loss for
   example.

@@ -35,7 +35,7 @@ def writes_explained(flights: Mapping[int, object]) -> Iterator[None]:
 
 
 class OutsideParameters:
-    """Looks, in the first backward, for trainable parameters that no engine has."""
+    """Looks for trainable parameters that no engine has, until a backward has met none."""
 
     def __init__(self) -> None:
         self._looked = False
@@ -45,8 +45,8 @@ class OutsideParameters:
         """Around a backward from these: ValueError where a parameter keeps the gradient that it got."""
         reached = [] if self._looked else [p for p in reached_by(outputs) if p.grad is None]
         yield
-        self._looked = True
         kept = [parameter for parameter in reached if parameter.grad is not None]
+        self._looked = not kept
         if kept:
             for parameter in kept:
                 parameter.grad = None

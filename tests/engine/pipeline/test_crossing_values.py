@@ -182,3 +182,27 @@ def test_a_parameter_that_every_link_is_given_has_its_new_values_in_each_forward
     where: str, mesh: str, row: str, order: str
 ) -> None:
     same(distinct(Relative(where)), mesh, row, schedule=order, data=batches(3))
+
+
+class EachTime(Tower):
+    """The parameter is asked for in the loop over the blocks, so that every stage has it."""
+
+    block = Biased
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bias = nn.Parameter(torch.zeros(1, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embed(x)
+        for block in self.blocks:
+            x = block(x, self.bias)
+        out: Tensor = self.head(self.norm(x))
+        return out
+
+
+@pytest.mark.parametrize(("mesh", "row"), [("pipe=3", "ddp"), ("pipe=3 shard=2", "zero3")])
+def test_a_parameter_that_each_stage_gives_its_last_link_gets_its_gradient_in_the_weight_part(
+    mesh: str, row: str
+) -> None:
+    same(distinct(EachTime()), mesh, row, schedule="zb_h1", data=batches(3))

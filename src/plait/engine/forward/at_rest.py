@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_leaves
 from plait.engine.forward.context import CurrentForward, in_backward
 from plait.engine.forward.interceptor import Function, Handler, read_among
 from plait.engine.forward.parameter import AtRest, name_of
+from plait.engine.forward.random_ops import all_silent
 
 
 def _is_itself(parameter: Tensor, value: Tensor) -> bool:
@@ -40,6 +41,9 @@ class AtRestCheck(Handler):
         self.parameters = split.keys() | staged
         self._readers: set[tuple[int, int]] = set()
         """Which unit has read which parameter while it was gathered, by ``id``."""
+
+    def needed_in(self, model: nn.Module) -> bool:
+        return not all_silent(model)  # torch's own layers read their own parameters, and hand out nothing else
 
     def __call__(self, func: Function, call_next: Function, /, *args: Any, **kwargs: Any) -> Any:
         context, arguments = self.current.context, (*args, *kwargs.values())

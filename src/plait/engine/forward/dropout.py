@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from plait.engine.forward.context import CurrentForward, RNGPosition
 from plait.engine.forward.interceptor import Function, Handler
-from plait.engine.forward.random_ops import draws_nothing, is_random, no_stream, seeded, silent
+from plait.engine.forward.random_ops import all_silent, draws_nothing, is_random, no_stream, seeded
 from plait.engine.forward.random_streams import STREAMS
 from plait.engine.forward.recurrent import draws, is_packed, layer_by_layer
 from plait.sharded.masks import Slice, keep_mask, stream_key
@@ -43,7 +43,7 @@ class DropoutRNG(Handler):
         return func in _SERVED or func in _COMPOSITE or is_random(func)
 
     def needed_in(self, model: nn.Module) -> bool:
-        return self.recomputes or not all(map(silent, model.modules()))
+        return self.recomputes or not all_silent(model)
 
     def idle(self) -> bool:
         return not self.current.context.draws and not self.recomputes

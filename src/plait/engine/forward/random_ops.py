@@ -45,11 +45,22 @@ def quiet(module: nn.Module) -> bool:
     return _file_of(forward) in _QUIET and not drawing and not _changed(module)
 
 
+class OwnLayer(nn.Module):
+    """A module that the engine has put into the model: nothing of the user's runs in its call, and it draws nothing."""
+
+
 def silent(module: nn.Module) -> bool:
     """Whether it certainly draws nothing: one of torch's own quiet layers, or its ``Sequential`` around others."""
     if type(module) is nn.Sequential:
         return not _changed(module)
+    if isinstance(module, OwnLayer):
+        return True
     return quiet(module) and _file_of(type(module)) in _QUIET
+
+
+def all_silent(model: nn.Module) -> bool:
+    """Whether no module of the model runs code of the user's, or may draw."""
+    return all(map(silent, model.modules()))
 
 
 def _changed(module: nn.Module) -> bool:

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from plait.engine.data_parallel.storage import placeholder
 from plait.engine.forward.attributes import attributes_of
+from plait.engine.forward.random_ops import OwnLayer
 from plait.engine.pipeline.chain import Chain, around_links
 from plait.engine.pipeline.copies import CopiedModule, SharedModule, translated
 from plait.engine.pipeline.not_here import not_here
@@ -35,7 +36,7 @@ class PlacedElsewhereError(AttributeError, ValueError):
     """Something is asked of a module that another stage has; ``hasattr`` and ``getattr`` with a default go on."""
 
 
-class ForeignLayer(nn.Module):
+class ForeignLayer(OwnLayer):
     """In the place of a module that another stage has; the ``StageBoundary`` decides what it returns.
 
     It has the module's plain attributes (its kind of attention, its number), ``NotHere`` for its parameters, and the

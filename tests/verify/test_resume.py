@@ -103,7 +103,7 @@ def test_the_right_one_is_right() -> None:
     report = verify()
     assert report.equal and "to the bit" in str(report)
     kinds = {finding.kind for finding in report.findings}
-    assert kinds == {"parameter", "buffer", "optimizer", "group", "state", "random", "samples", "loss"}
+    assert kinds == {"parameter", "buffer", "optimizer", "group", "state", "generator", "random", "samples", "loss"}
     assert torch.equal(torch.get_rng_state(), before[0]) and random.getstate() == before[1], "left as they were"
     assert verify(at=(1, 4, 5), state=lambda program: {"all": [program.model, program.sampler.position]}).equal
 

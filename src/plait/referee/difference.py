@@ -107,9 +107,10 @@ def factor_text(factor: float) -> str:
         return str(factor)
     near = Fraction(factor).limit_denominator(LARGEST_DENOMINATOR)
     simple = near.denominator == 1 or abs(near.numerator) <= 4 * LARGEST_DENOMINATOR
-    if near and simple and abs(float(near) / factor - 1) < 1e-4:
+    if near and simple and near != 1 and abs(float(near) / factor - 1) < 1e-4:
         return str(near)
-    return f"{factor:.4g}"
+    text = f"{factor:.4g}"
+    return text if float(text) != 1 else f"{factor:.8g}"
 
 
 def _region(differs: Tensor) -> tuple[int, int, int] | None:

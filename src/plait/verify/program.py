@@ -8,7 +8,14 @@
     generators of random numbers          the state of program.generator; and those that the process shares
     numbers, strings, tensors, lists,     program.position
     deques, sets, dicts, objects of
-    your own classes
+    your own classes, slots too
+
+    found, and compared from the step behind a load on, since that step may make it anew (a cache, a position)
+
+    what an object of your own class      program.loader.seen
+    has besides its state_dict()
+    numbers, strings, tensors of your     the attribute '0.calls' of program.model
+    own modules
 
 What it cannot look into (Python's generators, iterators, samplers of libraries) shows in the samples of the next step.
 """
@@ -17,27 +24,28 @@ import random
 import sys
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Executor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from queue import Queue
+from threading import Thread
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from plait.engine import EMA, Engine
 from plait.engine.state.full import buffers_of
 from plait.engine.state.identity import fingerprint
+from plait.verify.own import attributes, is_library, own_attributes
 
 PLAIN = (bool, int, float, complex, str, bytes, type(None))
-LIBRARIES = (
-    *("torch", "torchdata", "numpy", "plait"),
-    *("builtins", "functools", "pathlib", "logging", "threading", "multiprocessing", "itertools"),
-)
-"""Objects of their classes are not looked into, where they are none of the above."""
 WITHIN_LOADER = ("sampler", "batch_sampler", "generator")
+AHEAD = (Queue, Thread, Executor)
+"""How far they are depends on time."""
 
 
 @dataclass(frozen=True)
@@ -48,9 +56,19 @@ class Field:
     """parameter, buffer, average, optimizer, group, state, generator; random: what the process shares."""
     words: str
     """What it is, as in "the lr of group 1 of program.optimizer"."""
+    later: bool = field(default=False, compare=False)
+    """Whether it counts only behind a program's first step, which may make it anew."""
 
 
 Fields = dict[Field, Any]
+
+
+class _Part(NamedTuple):
+    """One of the things that a program is made of, and the way that leads to it."""
+
+    path: str
+    value: Any
+    later: bool = False
 
 
 def fields_of(program: Any, *, shared_random: bool) -> Fields:
@@ -58,22 +76,24 @@ def fields_of(program: Any, *, shared_random: bool) -> Fields:
 
     ``shared_random``: with the process's own generators of random numbers.
     """
-    found = _without_owned(list(_parts(program, "program", set())))
+    found = _all_parts(program)
     names: dict[int, str] = {}
-    for _, part in found:
-        if isinstance(part, nn.Module):
-            for name, parameter in part.named_parameters():
+    for part in found:
+        if isinstance(part.value, nn.Module):
+            for name, parameter in part.value.named_parameters():
                 names.setdefault(id(parameter), name)
     fields: Fields = {}
-    for path, part in found:
-        for field, value in _fields(path, part, names):
-            fields[field] = _copied(value)
-    return fields | (_shared_random() if shared_random else {})
+    for part in _without_owned(found):
+        for one, value in _fields(part.path, part.value, names):
+            fields[replace(one, later=one.later or part.later)] = _copied(value)
+    fields |= _shared_random() if shared_random else {}
+    return fields
 
 
 def modules_of(program: Any) -> list[nn.Module]:
     """Those that are no part of another one, engines' models among them."""
-    parts = [part.model if isinstance(part, Engine) else part for _, part in _parts(program, "program", set())]
+    values = [part.value for part in _all_parts(program)]
+    parts = [value.model if isinstance(value, Engine) else value for value in values]
     modules = {id(part): part for part in parts if isinstance(part, nn.Module)}
     inner = {id(module) for outer in modules.values() for module in outer.modules() if module is not outer}
     return [module for key, module in modules.items() if key not in inner]
@@ -85,7 +105,7 @@ def spoil(program: Any) -> None:
 
     That are the parameters that train, the buffers that a state dict has, averages, what an optimizer keeps already.
     """
-    for _, part in _without_owned(list(_parts(program, "program", set()))):
+    for _, part, _ in _without_owned(list(_parts(program, "program", set()))):
         tensors: list[Tensor] = []
         if isinstance(part, Engine):
             part.comm.wait_for_readers()
@@ -143,17 +163,41 @@ def random_kept() -> Iterator[Callable[[int], None]]:
             numpy.set_state(array)
 
 
-def _parts(value: Any, path: str, seen: set[int]) -> Iterator[tuple[str, Any]]:
-    """What a program is made of, each thing once, with the way that leads to it."""
+def _all_parts(program: Any) -> list[_Part]:
+    """What a program is made of, and what its objects keep besides what their ``state_dict()`` says."""
+    seen: set[int] = set()
+    found = list(_parts(program, "program", seen))
+    return found + [part._replace(later=True) for part in _besides(found, seen)]
+
+
+def _besides(parts: list[_Part], seen: set[int]) -> Iterator[_Part]:
+    """The attributes of objects of one's own classes that have a ``state_dict()``; modules say theirs themselves."""
+    for path, value, _ in parts:
+        if not _is_stateful(value) or isinstance(value, nn.Module | Engine | EMA):
+            continue
+        kept = {key: one for key, one in own_attributes(value).items() if not _stays_apart(one)}
+        inner = [part for key, one in kept.items() for part in _parts(one, f"{path}.{key}", seen)]
+        yield from inner
+        yield from _besides(inner, seen)
+
+
+def _stays_apart(value: Any) -> bool:
+    """What a ``state_dict()`` rightly leaves out: data, and what reads ahead."""
+    data = isinstance(value, Dataset) and not isinstance(value, IterableDataset)
+    return data or isinstance(value, AHEAD) or (_is_array(value) and type(value).__name__ == "memmap")
+
+
+def _parts(value: Any, path: str, seen: set[int]) -> Iterator[_Part]:
+    """What a program is made of, each thing once."""
     if isinstance(value, PLAIN):
-        yield path, value
+        yield _Part(path, value, later=value is None)  # it may become an iterator, which is not looked at
         return
     if id(value) in seen or isinstance(value, type | ModuleType):
         return
     seen.add(id(value))
     known = isinstance(value, Tensor | nn.Module | Engine | EMA) or _is_array(value)
     if known or _is_stateful(value) or _random_state(value) is not None:
-        yield path, value
+        yield _Part(path, value)
     elif isinstance(value, Mapping):
         for key, one in value.items():
             yield from _parts(one, f"{path}.{key}", seen)
@@ -163,17 +207,17 @@ def _parts(value: Any, path: str, seen: set[int]) -> Iterator[tuple[str, Any]]:
     elif isinstance(value, DataLoader):
         for key in WITHIN_LOADER:
             yield from _parts(getattr(value, key), f"{path}.{key}", seen)
-    elif type(value).__module__.partition(".")[0] not in LIBRARIES:
-        for key, one in getattr(value, "__dict__", {}).items():
+    elif not is_library(type(value)):
+        for key, one in attributes(value).items():
             yield from _parts(one, f"{path}.{key}", seen)
 
 
-def _without_owned(parts: list[tuple[str, Any]]) -> list[tuple[str, Any]]:
+def _without_owned(parts: list[_Part]) -> list[_Part]:
     """Without the models and optimizers that an engine among them speaks for."""
-    engines = [part for _, part in parts if isinstance(part, Engine)]
-    engines += [part.engine for _, part in parts if isinstance(part, EMA)]
+    engines = [part.value for part in parts if isinstance(part.value, Engine)]
+    engines += [part.value.engine for part in parts if isinstance(part.value, EMA)]
     owned = {id(one) for engine in engines for one in (engine.model, *engine.optimizers)}
-    return [(path, part) for path, part in parts if id(part) not in owned]
+    return [part for part in parts if id(part.value) not in owned]
 
 
 def _fields(path: str, part: Any, names: Mapping[int, str]) -> Iterator[tuple[Field, Any]]:
@@ -190,6 +234,7 @@ def _fields(path: str, part: Any, names: Mapping[int, str]) -> Iterator[tuple[Fi
                 yield Field(kind, f"the {kind} {name!r} of {path}"), value
         for name, parameter in part.named_parameters():
             yield Field("state", f"whether {name!r} of {path} trains"), parameter.requires_grad
+        yield from _attributes_of_modules(path, part)
     elif isinstance(part, Optimizer):
         values = {names.get(id(p), f"parameter {n}"): own for n, (p, own) in enumerate(part.state.items())}
         groups = [{**g, "params": [names.get(id(p), "?") for p in g["params"]]} for g in part.param_groups]
@@ -212,6 +257,23 @@ def _fields_of_engine(path: str, engine: Engine) -> Iterator[tuple[Field, Any]]:
         yield from _fields_of_optimizer(f"{path}.optimizer", engine.optimizer_state_dict())
     for key, value in engine.step_state().items():
         yield from _leaves("state", f"the {key} of {path}", value)
+    yield from _attributes_of_modules(path, engine.model)
+
+
+def _attributes_of_modules(path: str, model: nn.Module) -> Iterator[tuple[Field, Any]]:
+    """Numbers, strings and tensors that are no parameters or buffers, which somebody's own modules keep."""
+    for prefix, module in model.named_modules():
+        for key, value in own_attributes(module).items():
+            if isinstance(value, PLAIN) or _is_array(value) or (isinstance(value, Tensor) and _has_values(value)):
+                name = f"{prefix}.{key}".lstrip(".")
+                yield Field("state", f"the attribute {name!r} of {path} (neither parameter nor buffer)", True), value
+
+
+def _has_values(tensor: Tensor) -> bool:
+    """Whether it is a plain one, in memory that is there: no view of what a wrapper has freed."""
+    if isinstance(tensor, nn.Parameter) or tensor.layout is not torch.strided or tensor.is_meta:
+        return False
+    return not tensor.numel() or _local(tensor).untyped_storage().size() > 0
 
 
 def _own_buffers(engine: Engine) -> dict[str, Tensor]:
@@ -268,6 +330,9 @@ def _random_state(value: Any) -> Any:
 
 
 def _is_stateful(value: Any) -> bool:
+    """Whether it says by itself what goes on; a library's iterator is its loader's, and made anew by each."""
+    if is_library(type(value)) and hasattr(value, "__next__"):
+        return False
     return all(callable(getattr(value, name, None)) for name in ("state_dict", "load_state_dict"))
 
 
@@ -283,7 +348,9 @@ def _local(tensor: Tensor) -> Tensor:
 def _copied(value: Any) -> Any:
     if isinstance(value, Tensor):
         return _local(value.detach()).detach().to("cpu", copy=True)
-    return torch.as_tensor(value).clone() if _is_array(value) else value
+    if _is_array(value):
+        return torch.as_tensor(value).clone() if value.dtype.kind in "biufc" else value.tolist()
+    return value
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:

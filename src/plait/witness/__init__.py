@@ -11,7 +11,9 @@ inputs.py    which samples of a step each rank saw
 drift.py     what rounding alone may make of a difference
 gradient.py  which samples a gradient holds, and how often
 batch_norm.py  over whose samples BatchNorm normalised
+one_sided.py  gradients that only one side has, or that are not finite
 update.py    what the optimizer made of it
+unseen.py    what could not be judged, in words
 judgement.py  the words of a judgement, and tolerances
 engines.py   engines of others on a job of ours, a screenful each
 trainer.py   transformers' Trainer, which has its own loop

@@ -114,13 +114,6 @@ def compare(setting: Setting, steps: Sequence[RankStep]) -> tuple[list[Seen], fl
     return found, most
 
 
-def unjudged(true: Gradients) -> list[str]:
-    """The parameters whose gradients are so far below the largest that what rounding may be would hide 1 % of them."""
-    sizes = {name: largest(g) for name, g in true.items()}
-    overall = max(sizes.values(), default=0.0)
-    return [name for name, size in sizes.items() if size and tolerance(true[name].dtype, size, overall) > size / 100]
-
-
 def judge_gradient(
     setting: Setting,
     seen: Sequence[Seen],
@@ -268,7 +261,7 @@ def _not_added(name: str, faulty: Sequence[Seen], setting: Setting) -> bool:
 def _by_parameter(setting: Setting, faulty: Sequence[Seen], start: str) -> Judgement:
     """The first wrong parameter in the order of the backward, one that has a factor before others."""
     shapes: list[tuple[Seen, str, Discrepancy]] = [
-        (one, name, _shape(one, name)) for one in faulty for name in reversed(list(one.wrong))
+        (one, name, _shape(one, name)) for name in reversed(list(setting.true)) for one in faulty if name in one.wrong
     ]
     _, name, shape = next((row for row in shapes if row[2].pattern in ("factor", "nothing", "region")), shapes[0])
     ranks = tuple(other.rank for other in faulty if name in other.wrong)
@@ -318,7 +311,7 @@ def _cause(factor: float, setting: Setting, calls: int) -> str:
         known += [(n * calls, f"neither the {calls} forwards of a step nor the {n} ranks are divided by")]
         known += [(1 / n / calls, f"{calls} forwards of a step and {n} ranks are divided by once too often")]
     if count > 1:
-        known += [(count, f"the sum of the losses is not divided by its count, {count}")]
+        known += [(count, f"the sum of the losses is not divided by its count, {count}, or the job's loss is no sum")]
         known += [(count / n, f"a sum of losses, of which only the mean over {n} ranks is taken")] * (n > 1)
         known += [(1 / count, f"it is divided by the count, {count}, once too often")]
         known += [(count / samples, f"the sum is divided by the {samples} samples, and has {count} terms")]

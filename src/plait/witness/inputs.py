@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from plait.witness.judgement import Judgement, Phase, ranks_text
+from plait.witness.replay import Replay
 from plait.witness.rows import Row
 from plait.witness.stored import RankStep
 
@@ -24,8 +25,12 @@ class ForwardCall:
     rank: int
     call: int
     samples: tuple[int, ...]
+    every: bool = False
+    """It stands for all forwards of the rank."""
 
     def __str__(self) -> str:
+        if self.every:
+            return f"rank {self.rank}"
         return f"forward {self.call} of rank {self.rank}"
 
 
@@ -44,6 +49,34 @@ def groups_of(steps: Sequence[RankStep], rows: Sequence[Row]) -> list[ForwardCal
     return [] if any(places.values()) else found
 
 
+def by_rank(groups: Sequence[ForwardCall]) -> list[ForwardCall]:
+    """The forwards of each rank as one."""
+    samples: dict[int, tuple[int, ...]] = {}
+    for group in groups:
+        samples[group.rank] = (*samples.get(group.rank, ()), *group.samples)
+    return [ForwardCall(rank, 0, own, every=True) for rank, own in samples.items()]
+
+
+def repeats_alone(steps: Sequence[RankStep], rows: Sequence[Row]) -> bool:
+    """Whether all that is strange about a step's samples is that a rank made a forward again, of the same ones, as
+    torch's pipelines do to learn shapes.  Whether it counts shows in the gradient."""
+    once: Counter[Row] = Counter()
+    for step in steps:
+        for call in dict.fromkeys(tuple(call) for call in step.calls if call):
+            once.update(call)
+    return once == Counter(rows)
+
+
+def covers(ends: Sequence[RankStep], replay: Replay, step: int) -> bool:
+    """Whether the samples that the ranks saw behind their last update are the whole batch of the next step."""
+    try:
+        wanted = Counter(replay.rows(step))
+    except Exception:  # a job of the user's may have no such batch
+        return False
+    seen = Counter(row for end in ends for call in end.calls for row in call or ())
+    return bool(wanted) and wanted <= seen
+
+
 def judge_inputs(number: int, steps: Sequence[RankStep], rows: Mapping[int, Sequence[Row]]) -> Judgement | None:
     """What is wrong with the samples of a step; None where every one was seen equally often.
 
@@ -52,7 +85,7 @@ def judge_inputs(number: int, steps: Sequence[RankStep], rows: Mapping[int, Sequ
         rows: the true samples of each step of the run.
     """
     ranks = len(steps)
-    if again := tuple(rank for rank, step in enumerate(steps) if not step.calls):
+    if (again := tuple(rank for rank, step in enumerate(steps) if not step.calls)) and number:
         cause = "the optimizer's step was called again with no forward in between: the update is applied twice"
         what = f"{ranks_text(again, ranks)} made it again"
         return _judgement("update", max(number - 1, 0), again, 2.0, cause, what)

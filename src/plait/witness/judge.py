@@ -7,6 +7,7 @@ is made again from the gradient that was witnessed.  If every link holds, the ru
 that does not is the cause, and what follows from it is not told.
 """
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -22,12 +23,14 @@ from plait.job.own import UserJob
 from plait.referee.difference import factor_text
 from plait.witness.batch_norm import judge_batch_norm, over_samples
 from plait.witness.drift import BLIND, MARGIN, NO_SUM, PARTS, Echo, Slack, apart, in_other_orders, in_parts, slack_of
-from plait.witness.gradient import Parts, Setting, compare, judge_gradient, unjudged
-from plait.witness.inputs import ForwardCall, groups_of, judge_inputs
+from plait.witness.gradient import Parts, Setting, compare, judge_gradient
+from plait.witness.inputs import ForwardCall, by_rank, covers, groups_of, judge_inputs, repeats_alone
 from plait.witness.judgement import Judgement, ranks_text, tolerance
+from plait.witness.one_sided import explain_update, judge_not_finite, judge_unasked, not_finite
 from plait.witness.replay import Gradients, Replay, SampleGradient, clipped
 from plait.witness.rows import Row
 from plait.witness.stored import RankRun, RankStep, Witnessed, read_witnessed, slices
+from plait.witness.unseen import Unseen
 from plait.witness.update import judge_between, judge_options, judge_replicas, judge_update
 
 MOST_PARTS = 64
@@ -35,7 +38,12 @@ MOST_PARTS = 64
 
 
 def judge(
-    job: Job | UserJob, folder: str | Path, *, clip: float | None = None, dtype: Literal["fp32", "fp64"] = "fp32"
+    job: Job | UserJob,
+    folder: str | Path,
+    *,
+    clip: float | None = None,
+    dtype: Literal["fp32", "fp64"] = "fp32",
+    steps: int | None = None,
 ) -> Judgement:
     """Replay a witnessed run of a job by a single process, and say whether it is the same::
 
@@ -46,6 +54,7 @@ def judge(
         folder: what ``plait.witness`` has written, all ranks in one place.
         clip: the global norm to which the loop clips; None: it does not.
         dtype: in which a user's job is computed.
+        steps: how many the loop was to make, or to be witnessed in; None: as many as there are.
 
     Returns:
         The judgement: ``equal``, or the first thing that is wrong (``step``, ``phase``, ``name`` of the parameter,
@@ -54,18 +63,20 @@ def judge(
     Raises:
         ValueError: a folder that is none, is damaged, or is of another job; a job that cannot be replayed.
     """
+    if clip is not None and not (isinstance(clip, int | float) and 0 < clip < math.inf):
+        raise ValueError(f"clip is {clip!r}: give the norm that the loop clips to, a number above 0, or None")
     if isinstance(job, UserJob):
         job = make_job(JobConfig(job=job, dtype=dtype, batch=num_samples(job.batch(0))))
     witnessed, replay = read_witnessed(folder), Replay(job)
     check_same_job(witnessed, replay)
-    return replace(_Trial(witnessed, replay, clip).judge(), recording=witnessed.recording)
+    return replace(_Trial(witnessed, replay, clip, steps).judge(), recording=witnessed.recording)
 
 
 class _Trial:
     """A run under judgement, step by step."""
 
-    def __init__(self, witnessed: Witnessed, replay: Replay, clip: float | None) -> None:
-        self.witnessed, self.replay, self.clip = witnessed, replay, clip
+    def __init__(self, witnessed: Witnessed, replay: Replay, clip: float | None, due: int | None) -> None:
+        self.witnessed, self.replay, self.clip, self.due_steps = witnessed, replay, clip, due
         self.pieces: list[Mapping[str, Tensor]] = [run.start for run in witnessed.runs]
         """Each rank's parameters."""
         self.last: list[Mapping[str, Tensor]] | None = None
@@ -83,50 +94,27 @@ class _Trial:
         most = max(run.steps for run in witnessed.runs)
         self.rows: dict[int, Sequence[Row]] = {step: replay.rows(step) for step in range(most)}
         self.residual = 0.0
-        self.small: dict[str, None] = {}
-        """Parameters with a gradient so far below the largest that a fault of 1 % would pass."""
-        self.excused = 0.0
-        """The share of a gradient that was taken for rounding."""
+        self.unseen = Unseen(witnessed)
+        self.beyond = ""
+        """Why nothing is judged from this step on."""
 
     def judge(self) -> Judgement:
-        count, ranks, beyond = self.witnessed.steps, len(self.witnessed.runs), ""
+        count, ranks = self.witnessed.steps, len(self.witnessed.runs)
         for number in range(self.witnessed.steps):
             steps = [run.step(number) for run in self.witnessed.runs]
             if wrong := self._step(number, steps):
                 return wrong
-            if self.echo and self.echo.share > BLIND:
-                if not number:
-                    raise ValueError(
-                        f"no step can be judged by a few elements: parts of the first batch add up to another "
-                        f"gradient than the whole, {self.echo.share:.1%} off (BatchNorm, a loss that compares "
-                        f"samples, 16 bits): write everything, without elements="
-                    )
+            if self.beyond:
                 count = number
-                beyond = (
-                    f"; not judged from step {number} on, where rounding alone may be {self.echo.share:.1%} of a "
-                    f"gradient: a witness without elements= has no such end"
-                )
                 break
-        if not beyond and (wrong := self._end()):
+            self.unseen.see_step(number, steps)
+        if wrong := self.unseen.judge_forgotten() or (self._end() if not self.beyond else None):
             return wrong
         text = (
             f"{count} step{'s' * (count > 1)} of {ranks} rank{'s' * (ranks > 1)}: the run of a single process; the "
-            f"largest difference is {self.residual:.2g} of its tensor's largest element{beyond}"
+            f"largest difference is {self.residual:.2g} of its tensor's largest element{self.beyond}"
         )
-        return Judgement(None, "equal", "", (), None, self.residual, "", text + self._unseen())
-
-    def _unseen(self) -> str:
-        """What could not be judged, in words."""
-        told = ""
-        if self.excused:
-            told += (
-                f"; differences of up to {self.excused:.2%} of a gradient are taken for rounding, since parts of a "
-                f"batch do not add up to it more closely"
-            )
-        if self.small:
-            few = ", ".join(list(self.small)[:3]) + (", ..." if len(self.small) > 3 else "")
-            told += f"; not judged: {len(self.small)} gradients far below the largest one ({few})"
-        return told
+        return Judgement(None, "equal", "", (), None, self.residual, "", text + self.unseen.text())
 
     def _step(self, number: int, steps: Sequence[RankStep]) -> Judgement | None:
         runs, replay = self.witnessed.runs, self.replay
@@ -151,16 +139,24 @@ class _Trial:
         names = {id(p): name for name, p in replay.parameters.items()}
         if wrong := judge_options(number, self.witnessed, steps, names, replay.optimizer):
             return wrong
-        if wrong := judge_inputs(number, steps, self.rows):
-            return wrong
+        strange = judge_inputs(number, steps, self.rows)  # no fault, if the gradient is right all the same
         for run, step in zip(runs, steps, strict=True):
             if pending := step.of("pending"):
                 name = next(iter(pending))
                 cause = "its gradient is still a part of a sum over the mesh"
                 text = f"step {number}, gradient of {name}: rank {run.rank}: {cause}"
-                return Judgement(number, "gradient", name, (run.rank,), None, 1.0, cause, text)
+                return strange or Judgement(number, "gradient", name, (run.rank,), None, 1.0, cause, text)
         count = replay.count(number)
         true = replay.part(number, None, count)
+        if odd := not_finite(true.gradients):
+            if wrong := judge_not_finite(number, self.witnessed, steps, true.gradients):
+                return wrong
+            if not number:
+                raise ValueError(
+                    f"no step can be judged: in the first one the job's own gradient of {odd[-1]} is not finite"
+                )
+            self.beyond = f"; not judged from step {number} on, where the job's own gradient of {odd[-1]} is not finite"
+            return None
         stepped = {
             name: g
             for name, g in true.gradients.items()
@@ -169,6 +165,16 @@ class _Trial:
         right, norm, scaled = clipped(stepped, self.clip)
         slack = self.echo.gradient(number, right, self.clip) if self.echo else Slack()
         if self.echo and self.echo.share > BLIND:
+            if not number:
+                raise ValueError(
+                    f"no step can be judged by a few elements: parts of the first batch add up to another gradient "
+                    f"than the whole, {self.echo.share:.1%} off (BatchNorm, a loss that compares samples, 16 bits): "
+                    f"write everything, without elements="
+                )
+            self.beyond = (
+                f"; not judged from step {number} on, where rounding alone may be {self.echo.share:.1%} of a gradient: "
+                f"a witness without elements= has no such end"
+            )
             return None
         setting = Setting(
             number,
@@ -182,7 +188,9 @@ class _Trial:
             slack,
         )
         seen, most = compare(setting, steps)
-        self.small |= dict.fromkeys(unjudged(right))
+        self.unseen.see_gradients(right)
+        if any(one.wrong for one in seen):
+            self._check_draws_nothing(number, true, count)
         if self.echo is None and any(one.wrong for one in seen):  # of a model that makes much of rounding?
             others: Iterable[Gradients] = (in_parts(replay, number, right, self.clip, p) for p in PARTS)
             if over_samples(replay.model):  # parts add up to another gradient
@@ -191,9 +199,11 @@ class _Trial:
             if share <= NO_SUM:
                 setting = replace(setting, slack=slack_of(min(share, BLIND), right))
                 seen, most = compare(setting, steps)
-                self.excused = max(self.excused, MARGIN * min(share, BLIND))
+                self.unseen.excused = max(self.unseen.excused, MARGIN * min(share, BLIND))
         self.residual = max(self.residual, most)
         if any(one.wrong for one in seen):
+            if strange and not repeats_alone(steps, self.rows[number]):
+                return strange
             groups = groups_of(steps, self.rows[number])
             if len(groups) <= MOST_PARTS and (wrong := judge_batch_norm(setting, seen, steps, groups, replay)):
                 return wrong
@@ -202,19 +212,31 @@ class _Trial:
                 return wrong
             if wrong := judge_gradient(setting, seen, parts, self.previous):
                 return wrong
-        self.previous = self.witnessed.whole(
+        if wrong := judge_unasked(number, self.witnessed, steps, true.gradients, self.previous):
+            return wrong
+        given = self.witnessed.whole(
             {run.rank: s.of("gradient") for run, s in zip(runs, steps, strict=True)},
             replay.shapes,
             right if self.echo else None,
-        )
+        )  # to the job's optimizer those that the job has, zeros too
+        self.previous = {name: given[name] if name in given else torch.zeros_like(g) for name, g in right.items()}
         due = self.due = replay.update(self.previous)
         slack = self.echo.update(due, start, self.previous.keys()) if self.echo else slack
         wrong, most = judge_update(number, self.witnessed, steps, self.pieces, due, start, slack)
         if wrong:
-            return wrong
+            return explain_update(wrong, steps, true.gradients)
+        self.unseen.see_updates(due, start)
         self.residual = max(self.residual, most)
         self.last, self.pieces = list(self.pieces), [step.of("after") for step in steps]
         return self._losses(number, steps, start, true, count)
+
+    def _check_draws_nothing(self, number: int, true: SampleGradient, count: int) -> None:
+        again = apart(self.replay.part(number, None, count).gradients, true.gradients)
+        if again > tolerance(self.replay.job.dtype, 1.0):
+            raise ValueError(
+                f"the job draws random numbers in its forward: the gradient of step {number} is another one each time, "
+                f"{again:.1%} apart, and every engine draws others still: judge the job without them"
+            )
 
     def _stale(self, setting: Setting, steps: Sequence[RankStep]) -> Judgement | None:
         """Whether the gradients are right at the parameters before the last update."""
@@ -233,10 +255,10 @@ class _Trial:
         return Judgement(number, "gradient", "", ranks, None, 0.0, cause, text)
 
     def _parts(self, number: int, groups: Sequence[ForwardCall], count: int, scaled: float) -> Parts:
-        """The gradient of each forward, with the factor of the whole's clip."""
-        if not 0 < len(groups) <= MOST_PARTS:
+        """The gradient of each forward (of each rank, where there are many), with the factor of the whole's clip."""
+        groups, found = by_rank(groups) if len(groups) > MOST_PARTS else groups, []
+        if len(groups) > MOST_PARTS:
             return []
-        found = []
         for group in groups:
             part = self.replay.part(number, group.samples, count)
             if any(g.any() for g in part.gradients.values()):  # not of blank samples alone
@@ -257,7 +279,8 @@ class _Trial:
         if not any(told):
             return None
         self.replay.set(start)
-        parts = self._parts(number, groups_of(steps, self.rows[number]), count, 1.0)
+        groups = groups_of(steps, self.rows[number])
+        parts = self._parts(number, groups, count, 1.0) if len(groups) <= MOST_PARTS else []
         mean, wrong = true.loss / count, []
         for rank, values in enumerate(told):
             own = [part for group, part in parts if group.rank == rank]
@@ -268,6 +291,9 @@ class _Trial:
             given = (sum(values), sum(values) / len(values)) if values else known
             dtype = self.replay.job.dtype
             if not any(abs(value - due) <= 10 * tolerance(dtype, abs(due)) for value in given for due in known):
+                if not parts:  # it may be of this rank's own samples, which are not known one by one
+                    self.unseen.losses = True
+                    continue
                 wrong.append((rank, sum(values) / len(values), known[min(1, len(known) - 1)]))
         if not wrong:
             return None
@@ -285,6 +311,8 @@ class _Trial:
         if not all(run.end for run in runs):
             return None
         number, ends = self.witnessed.steps - 1, [run.end for run in runs if run.end]
+        if wrong := self._stopped(number + 1, ends):
+            return wrong
         made = [run.steps for run in runs]
         if len(set(made)) > 1:
             ranks = tuple(run.rank for run in runs if run.steps < max(made))
@@ -292,6 +320,20 @@ class _Trial:
             text = f"step {number + 1}, update: {ranks_text(ranks, len(runs))} made {min(made)} of {max(made)} steps"
             return Judgement(number + 1, "update", "", ranks, 0.0, 1.0, cause, f"{text}: {cause}")
         return judge_between(number, self.witnessed, self.pieces, [end.of("before") for end in ends], self.last)
+
+    def _stopped(self, number: int, ends: Sequence[RankStep]) -> Judgement | None:
+        """Whether updates stop while the samples of step ``number`` go on."""
+        ranks = len(ends)
+        if self.due_steps is not None and number < self.due_steps:
+            what = f"the loop made {number} of {self.due_steps} steps"
+        else:
+            self.unseen.behind = max((len(end.calls) for end in ends), default=0)
+            if not self.unseen.behind or not covers(ends, self.replay, number):
+                return None
+            what = "its samples enter the model, and no update follows"
+        cause = "the optimizer's step was left out"
+        text = f"step {number}, update: {ranks_text(tuple(range(ranks)), ranks)}: {what}: {cause}"
+        return Judgement(number, "update", "", tuple(range(ranks)), 0.0, 1.0, cause, text)
 
 
 def check_same_job(witnessed: Witnessed, replay: Replay) -> None:
@@ -307,7 +349,7 @@ def check_same_job(witnessed: Witnessed, replay: Replay) -> None:
             shape, value = replay.shapes[name], run.start[name]
             if value.dtype != known[name].dtype:
                 raise ValueError(
-                    f"{where}: {name!r} is {value.dtype}, and the job's is {known[name].dtype}: give --dtype"
+                    f"{where}: {name!r} is {value.dtype}, and the job's is {known[name].dtype}: give --dtype (dtype=)"
                 )
             if len(region) != len(shape) or any(
                 not 0 <= a <= b <= size for (a, b), size in zip(region, shape, strict=True)

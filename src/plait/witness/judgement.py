@@ -52,6 +52,12 @@ def tolerance(dtype: torch.dtype, largest: float = 0.0, overall: float = 0.0) ->
     return ROUNDING.get(dtype, 0.0) * max(largest, SMALL * overall)
 
 
+def gaps(one: Tensor, other: Tensor) -> Tensor:
+    """|one - other| of each element, 0 where both are the same NaN or infinity."""
+    a, b = one.double(), other.double()
+    return torch.where((a == b) | (a.isnan() & b.isnan()), 0.0, (a - b).abs()).nan_to_num(torch.inf, torch.inf)
+
+
 def last_bits(dtype: torch.dtype, size: float) -> float:
     """What rounding makes of a number of that size, a few times."""
     return 4 * torch.finfo(dtype).eps * size if dtype.is_floating_point else 0.0

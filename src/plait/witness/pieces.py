@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from plait.core.layout import Region
@@ -51,7 +52,7 @@ def named(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
 def piece_of(tensor: Tensor) -> Tensor:
     """What this rank has of it: a DTensor's piece, or all."""
     piece: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
-    return piece.detach()
+    return piece.detach() if piece.layout is torch.strided else piece.detach().to_dense()
 
 
 def local(tensor: Tensor) -> Tensor:

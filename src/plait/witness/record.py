@@ -17,6 +17,7 @@ tensors of a step it keeps all, or a few elements each (elements.py); the parame
 
 import json
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -40,6 +41,8 @@ KEY = "plait"
 """Under which a file's metadata has the JSON."""
 
 MOST_STEPS = 100_000
+MOST_CALLS = 1024
+"""Forwards behind the last update that are told."""
 
 
 def rank_folder(folder: str | Path, rank: int) -> Path:
@@ -76,6 +79,12 @@ class Witness:
         owner = {id(p): (i, j) for i, j, group in groups for p in group["params"]}
         self._parameters = {names.get(name, name): p for name, p in named(self._model)}
         self._names = {id(p): name for name, p in self._parameters.items()}
+        given = Counter(id(p) for _, _, group in groups for p in group["params"])
+        if twice := [i for i, times in given.items() if times > 1]:
+            raise ValueError(
+                f"{self._names.get(twice[0], 'a parameter')!r} is in two groups of the optimizers, and is updated "
+                f"twice a step: give it to one of them"
+            )
         if strange := [i for i in owner if i not in self._names]:
             raise ValueError(
                 f"{len(strange)} of the optimizer's tensors are no parameters of the model: make the optimizer of "
@@ -95,6 +104,8 @@ class Witness:
             device = next((p.device for p in self._parameters.values()), torch.device("cpu"))
             self._recording = KeepFew(self.pieces, elements, device)
         self._handles: list[Any] = []
+        self._within: Counter[int] = Counter()
+        """How deep in its ``step`` each optimizer is: one of a subclass may call its parent's."""
         self.step = 0
         """Of how many steps all was written."""
         self._last: dict[str, Tensor] = {}
@@ -133,7 +144,12 @@ class Witness:
             return
         if self._stepped:
             self._close()
-        about = {"steps": self.step, "all": self.step < self._steps, "calls": len(self._calls), "late": self._late}
+        about = {
+            "steps": self.step,
+            "all": self.step < self._steps,
+            "calls": self._calls[:MOST_CALLS],
+            "late": self._late,
+        }
         tensors = self._recording.changed(self._parameters, self._last) if about["all"] else {}
         self._write(self._place / "end.safetensors", tensors, about)
 
@@ -148,6 +164,7 @@ class Witness:
     def _forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self.step >= self._steps or not torch.is_grad_enabled():  # an evaluation
             return
+        self._within.clear()
         if self._stepped:  # not all optimizers make a step each time
             self._close()
         if not self._calls and (changed := self._recording.changed(self._parameters, self._last)):
@@ -156,6 +173,9 @@ class Witness:
         self._calls.append(rows_of(args, kwargs) if self._inputs else None)
 
     def _before(self, number: int, optimizer: Optimizer, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        self._within[number] += 1
+        if self._within[number] > 1:
+            return
         if any(callable(value) for value in (*args, *kwargs.values())):
             raise ValueError(
                 "optimizer.step(closure) makes its gradients inside of the step, where they are not witnessed: run "
@@ -182,7 +202,8 @@ class Witness:
                 self._tensors[key] = torch.cat(own) if len(own) > 1 else value  # of several optimizers
 
     def _after(self, number: int) -> None:
-        if self.step >= self._steps:
+        self._within[number] -= 1
+        if self._within[number] or self.step >= self._steps:
             return
         self._stepped.append(number)
         if len(self._stepped) == len(self._optimizers):

@@ -4,7 +4,8 @@ No engine, no ranks: the whole batch of a step enters the model once, the sum of
 count, and the job's own optimizer is given the gradient that was witnessed.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -18,6 +19,7 @@ from torch.utils._pytree import tree_map
 from plait.engine.state.init import materialise
 from plait.engine.step import num_samples, whole_count
 from plait.job.job import Job
+from plait.witness.pieces import piece_of
 from plait.witness.rows import Row, rows_of
 
 Gradients = dict[str, Tensor]
@@ -46,6 +48,8 @@ class Replay:
         self.parameters = dict(self.model.named_parameters())
         self.shapes = {name: tuple(p.shape) for name, p in self.parameters.items()}
         trained = [p for p in self.parameters.values() if p.requires_grad]
+        self._next: dict[str, Tensor] = {}
+        """What the forward of a step's whole batch has made of the buffers, for the step behind it."""
         self.optimizer = job.optimizer(trained)
         self.scheduler = job.scheduler(self.optimizer) if job.scheduler else None
 
@@ -59,6 +63,23 @@ class Replay:
         """The whole batch of a step."""
         return self.job.microbatches(step, 0, 1, 1)[0]
 
+    @contextmanager
+    def _buffers_kept(self) -> Iterator[None]:
+        """A forward inside leaves the buffers as they are: each of a step's starts from those of the step."""
+        before = self._buffers()
+        try:
+            yield
+        finally:
+            self._set_buffers(before)
+
+    def _buffers(self) -> dict[str, Tensor]:
+        return {name: buffer.detach().clone() for name, buffer in self.model.named_buffers()}
+
+    def _set_buffers(self, values: Mapping[str, Tensor]) -> None:
+        for name, buffer in self.model.named_buffers():  # which a forward may have replaced
+            if name in values:
+                buffer.data = values[name]
+
     def rows(self, step: int) -> tuple[Row, ...]:
         """The checksums of a step's samples, in order; none where the model does not see them one by one."""
         found: list[tuple[Row, ...]] = []
@@ -66,7 +87,7 @@ class Replay:
             lambda module, args, kwargs: found.append(rows_of(args, kwargs)), prepend=True, with_kwargs=True
         )
         try:
-            with torch.no_grad():
+            with torch.no_grad(), self._buffers_kept():
                 self.job.loss_fn(self.model, batch := self.batch(step))
         finally:
             handle.remove()
@@ -80,9 +101,12 @@ class Replay:
             batch = tree_map(lambda leaf: leaf[index] if _cut(leaf, num) else leaf, batch)
         count = whole_count(self.job.count_fn(batch))
         self.model.zero_grad()
-        loss = self.job.loss_fn(self.model, batch)
-        (loss / whole).backward()
-        gradients = {n: p.grad.detach().clone() for n, p in self.parameters.items() if p.grad is not None}
+        with self._buffers_kept():
+            loss = self.job.loss_fn(self.model, batch)
+            (loss / whole).backward()
+            if samples is None:
+                self._next = self._buffers()
+        gradients = {n: piece_of(p.grad).clone() for n, p in self.parameters.items() if p.grad is not None}
         self.model.zero_grad()
         return SampleGradient(gradients, count, loss.item())
 
@@ -91,7 +115,9 @@ class Replay:
         return whole_count(self.job.count_fn(self.batch(step)))
 
     def update(self, gradients: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """What the job's optimizer makes of gradients; the schedule of the learning rate goes on."""
+        """What the job's optimizer makes of gradients; buffers and the schedule of the learning rate go on."""
+        self._set_buffers(self._next)
+        self._next = {}
         for name, parameter in self.parameters.items():
             parameter.grad = gradients[name].clone() if name in gradients else None
         self.optimizer.step()

@@ -54,7 +54,7 @@ def run_engine(config: VerifyConfig, comm: Comm, elements: int | None = None) ->
     try:
         drive(job, config, comm, folder, elements)
         check_together(comm, None, AXES)
-        return judge(job, folder, clip=config.clip) if not comm.rank else None
+        return judge(job, folder, clip=config.clip, steps=job.steps) if not comm.rank else None
     finally:
         if not comm.rank:
             shutil.rmtree(folder, ignore_errors=True)

@@ -217,7 +217,7 @@ def _run(place: Path, rank: int) -> RankRun:
     if not last.exists():
         return run
     about, ending = _read(last)
-    if not _numbers(about.get("late", [])):
+    if not _numbers(about.get("late", [])) or not _is_calls(about.get("calls")):
         raise _damaged(last, "it is no end of a witness")
     return replace(run, end=_kept(last, about, ending, run, whole=False))
 
@@ -225,9 +225,7 @@ def _run(place: Path, rank: int) -> RankRun:
 def _is_step(about: Mapping[str, Any], groups: Iterable[tuple[int, int]]) -> bool:
     """Whether what is told of a step is of the kinds that a witness tells, for these groups of its optimizers."""
     calls, stepped, options = (about.get(name) for name in ("calls", "stepped", "options"))
-    if not isinstance(calls, list) or not isinstance(stepped, list) or not isinstance(options, list):
-        return False
-    if not all(c is None or (isinstance(c, list) and all(isinstance(row, str) for row in c)) for c in calls):
+    if not _is_calls(calls) or not isinstance(stepped, list) or not isinstance(options, list):
         return False
     if not all(type(number) is int and 0 <= number < len(options) for number in stepped):
         return False
@@ -235,6 +233,13 @@ def _is_step(about: Mapping[str, Any], groups: Iterable[tuple[int, int]]) -> boo
         return False
     there = all(0 <= j < len(options[i]) for i, j in groups if i in stepped)
     return there and _numbers(about.get("losses")) and _numbers(about.get("late"))
+
+
+def _is_calls(calls: Any) -> bool:
+    """Whether it is what is told of forwards: the samples of each, or None."""
+    if not isinstance(calls, list):
+        return False
+    return all(c is None or (isinstance(c, list) and all(isinstance(row, str) for row in c)) for c in calls)
 
 
 def _numbers(values: Any) -> bool:

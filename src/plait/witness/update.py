@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from plait.referee.difference import describe, factor_text
 from plait.witness.drift import Slack
 from plait.witness.elements import norms_of
-from plait.witness.judgement import Judgement, fit, largest, last_bits, ranks_text, tolerance
+from plait.witness.judgement import Judgement, fit, gaps, largest, last_bits, ranks_text, tolerance
 from plait.witness.record import options_of
 from plait.witness.stored import RankRun, RankStep, Witnessed, slices
 
@@ -31,6 +31,16 @@ MATHEMATICS = (
     "nesterov",
     "maximize",
     "amsgrad",
+    "centered",
+    "momentum_decay",
+    "decoupled_weight_decay",
+    "lr_decay",
+    "rho",
+    "lambd",
+    "t0",
+    "etas",
+    "step_sizes",
+    "ns_steps",
 )
 """Options that change the numbers; the others choose a kernel."""
 
@@ -90,8 +100,10 @@ def judge_update(
                 new[name].double() - old[name].double(),
                 run.take(name, due[name]).double() - run.take(name, start[name]).double(),
             )
-            size, gap = largest(due[name]), largest(made - right)
-            allowed = tolerance(new[name].dtype, largest(due[name] - start[name])) + last_bits(new[name].dtype, size)
+            size = largest(due[name])
+            bits = last_bits(new[name].dtype, 1.0) * torch.maximum(old[name].abs(), run.take(name, due[name]).abs())
+            gap = largest((gaps(made, right) - bits.double()).clamp(min=0.0))
+            allowed = tolerance(new[name].dtype, largest(due[name] - start[name]))
             allowed = max(allowed, slack.update.get(name, 0.0))
             if gap <= allowed and (off := _beside(run, step, name, due[name], allowed, slack)):
                 found[run.rank, name] = None, off
@@ -102,7 +114,7 @@ def judge_update(
                 clean += bool(right.numel())
                 continue
             worst = max(worst, gap / max(largest(right), 1e-300))
-            factor = fit(made, right, allowed)
+            factor = fit(made, right, allowed + largest(bits))
             what = f"is {factor_text(round(factor, 3))} times" if factor is not None else ""
             found[run.rank, name] = factor, what or f"differs, {describe(made, right, allowed).text}"
     if not found:
@@ -120,7 +132,7 @@ def judge_update(
     elif abs(factor) < 1e-2:
         cause = "the optimizer's step was left out" if every else "the optimizer leaves it out"
     elif abs(factor - 2) < 2e-2:
-        cause = "the update was applied twice"
+        cause = "the update was applied twice, or with twice the learning rate that the optimizer says"
     else:
         cause = "another learning rate than the one that the optimizer says, or a scaled gradient"
     amount = "was not made" if factor is not None and abs(factor) < 1e-2 else amount

@@ -1,0 +1,104 @@
+"""What a judgement could not look at: said beside the verdict, so that nobody takes silence for a proof."""
+
+from collections.abc import Mapping, Sequence
+
+from torch import Tensor
+
+from plait.witness.judgement import Judgement, largest, tolerance
+from plait.witness.one_sided import hidden_updates
+from plait.witness.replay import Gradients
+from plait.witness.stored import RankStep, Witnessed
+
+
+class Unseen:
+    """What could not be judged, collected step by step."""
+
+    def __init__(self, witnessed: Witnessed) -> None:
+        self.witnessed = witnessed
+        self.excused = 0.0
+        """The share of a gradient's largest element that was taken for rounding."""
+        self.losses = False
+        """Some that were told may be of samples that are not known."""
+        self.behind = 0
+        """Forwards after the last update."""
+        self._small: dict[str, None] = {}
+        self._spread: dict[str, None] = {}
+        self._hidden: dict[str, None] = {}
+        self._idle: dict[int, list[int]] = {}
+        """By optimizer, the steps in which it made none."""
+        self._steps = 0
+
+    def see_gradients(self, true: Gradients) -> None:
+        """A step's true gradients: those so far below the largest that rounding would hide 1 % of them, and those most
+        of whose elements are so far below their own largest that they might as well be zero."""
+        sizes = {name: largest(g) for name, g in true.items()}
+        overall = max(sizes.values(), default=0.0)
+        for name, size in sizes.items():
+            allowed = tolerance(true[name].dtype, size, overall)
+            if size and allowed > size / 100:
+                self._small[name] = None
+            elif 2 * ((true[name] != 0) & (true[name].abs() <= allowed)).sum() > (true[name] != 0).sum():
+                self._spread[name] = None
+
+    def see_updates(self, due: Mapping[str, Tensor], start: Mapping[str, Tensor]) -> None:
+        """The updates of a step, as they should be."""
+        self._hidden |= dict.fromkeys(hidden_updates(due, start))
+
+    def see_step(self, number: int, steps: Sequence[RankStep]) -> None:
+        """A step that was right."""
+        self._steps += 1
+        for optimizer in self._optimizers():
+            if all(optimizer not in step.about["stepped"] for step in steps):
+                self._idle.setdefault(optimizer, []).append(number)
+
+    def _optimizers(self) -> list[int]:
+        return sorted({piece.group[0] for run in self.witnessed.runs for piece in run.pieces if piece.group})
+
+    def _of(self, optimizer: int) -> list[str]:
+        pieces = (piece for run in self.witnessed.runs for piece in run.pieces)
+        return list(dict.fromkeys(p.name for p in pieces if p.group and p.group[0] == optimizer and p.trained))
+
+    def judge_forgotten(self) -> Judgement | None:
+        """An optimizer that never made a step."""
+        for optimizer, steps in self._idle.items():
+            if len(steps) == self._steps and (names := self._of(optimizer)):
+                ranks = tuple(run.rank for run in self.witnessed.runs)
+                cause = f"its optimizer, number {optimizer}, made none of {self._steps} steps"
+                text = f"step 0, update of {names[0]}: it was not made, nor those of {len(names) - 1} others: {cause}"
+                return Judgement(0, "update", names[0], ranks, 0.0, 1.0, cause, text)
+        return None
+
+    def text(self) -> str:
+        """In words; empty where all was judged."""
+        told = ""
+        if self.excused:
+            told += (
+                f"; differences of up to {self.excused:.2%} of a gradient's largest element are taken for rounding, "
+                f"since parts of a batch do not add up to it more closely"
+            )
+        if self._small:
+            told += f"; not judged: {len(self._small)} gradients far below the largest one ({_few(self._small)})"
+        if self._spread:
+            told += (
+                f"; hardly judged: {len(self._spread)} gradients most of whose elements are far below their largest "
+            )
+            told += f"({_few(self._spread)})"
+        if self._hidden:
+            told += (
+                f"; not judged: {len(self._hidden)} updates in the last bits of their parameters ({_few(self._hidden)})"
+            )
+        for optimizer, steps in self._idle.items():
+            told += (
+                f"; not judged: {len(self._of(optimizer))} parameters in the {len(steps)} steps that their optimizer, "
+            )
+            told += f"number {optimizer}, did not make ({_few(map(str, steps))})"
+        if self.losses:
+            told += "; not judged: the losses that the loop told, which may be of samples that are not known one by one"
+        if self.behind:
+            told += f"; not judged: {self.behind} forwards after the last update"
+        return told
+
+
+def _few(names: object) -> str:
+    shown = list(names)  # type: ignore[call-overload]
+    return ", ".join(shown[:3]) + (", ..." if len(shown) > 3 else "")

@@ -1,5 +1,7 @@
 """The command as its user sees it: exit codes, one line per mistake, help for every command."""
 
+import errno
+import io
 import json
 import os
 import subprocess
@@ -75,6 +77,21 @@ def test_every_command_explains_itself(command: str, capsys: pytest.CaptureFixtu
         main([command, "--help"])
     assert left.value.code == 0
     assert f"plait {command}" in capsys.readouterr().out
+
+
+class Full(io.StringIO):
+    def write(self, text: str) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def test_a_help_text_that_nobody_takes_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for words in (["train", "--help"], ["--help"]):
+        with monkeypatch.context() as patch:
+            patch.setattr("sys.stdout", Full())
+            assert main(words) == 1
+        assert capsys.readouterr().err == "plait: error: the standard output takes no more: No space left on device\n"
 
 
 def test_flags_win_over_the_file_and_the_file_over_defaults(tmp_path: Path) -> None:

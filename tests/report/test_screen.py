@@ -17,6 +17,7 @@ from plait.core.escape import UnheardError, one_line, printable, say
 from plait.measure.plot import Panel, svg
 from plait.report.drawing import rect, svg_file, text_in
 from plait.report.screen import screen
+from plait.report.training import spark
 
 HARM = [
     "\x1b[2J\x1b]0;owned\x07",
@@ -77,6 +78,18 @@ def test_what_is_said_is_escaped_even_where_the_encoding_is_poor() -> None:
     say("\x1b[31mgröße\udc80\n", stream)
     stream.flush()
     assert raw.getvalue() == b"\\x1b[31mgr\\xf6\\xdfe\\udc80\n"
+
+
+@pytest.mark.parametrize("encoding", ["latin-1", "ascii", "cp1252", "utf-8"])
+def test_a_screen_shows_what_an_encoding_has_and_escapes_the_rest(encoding: str) -> None:
+    raw = io.BytesIO()
+    stream = io.TextIOWrapper(raw, encoding=encoding)
+    console = screen(file=stream, width=80)
+    curve = spark([1.0, 3.0, 2.0], encoding=console.encoding)
+    console.print(f"loss {curve} of 重量")
+    stream.flush()
+    shown = raw.getvalue().decode(encoding)
+    assert shown == ("loss ▁█▅ of 重量\n" if encoding == "utf-8" else "loss _#= of \\u91cd\\u91cf\n")
 
 
 @pytest.mark.parametrize(

@@ -29,7 +29,7 @@ from plait.commands.schedule import ScheduleCommand
 from plait.config import TrainConfig, VerifyConfig
 from plait.config.bounds import check_values
 from plait.core.ended import to_its_end
-from plait.core.escape import say
+from plait.core.escape import heard, say
 from plait.core.mesh import AXES
 from plait.files.reading import shown
 from plait.files.writing import check_file
@@ -176,10 +176,12 @@ def parse(argv: Sequence[str]) -> Command:
     command: Command
     if name in COMMANDS:  # a parser of its own, so that its errors lead to its own help
         defaults = {"default": _defaults(COMMANDS[name], words)} if name in ("train", "verify") else {}
-        command = tyro.cli(COMMANDS[name], prog=f"plait {name}", args=words, **defaults)
+        with heard():  # a help text may be printed
+            command = tyro.cli(COMMANDS[name], prog=f"plait {name}", args=words, **defaults)
     else:
         kinds: Any = Union[*(Annotated[kind, tyro.conf.subcommand(name)] for name, kind in COMMANDS.items())]
-        command = tyro.cli(kinds, prog="plait", description="Train one model over many ranks.", args=list(argv))
+        with heard():
+            command = tyro.cli(kinds, prog="plait", description="Train one model over many ranks.", args=list(argv))
     flags = {word.partition("=")[0] for word in argv}
     if isinstance(command, TrainConfig | VerifyConfig) and command.epochs is not None and "--steps" in flags:
         where = f" of {command.config}" if command.config and "--epochs" not in flags else ""

@@ -44,6 +44,11 @@ def _harmless(c: str) -> bool:
     return c in "\n\t" or not (control or c in TURNING)
 
 
+def encodable(text: str, encoding: str) -> str:
+    """``printable`` text in which what an encoding lacks is escaped too."""
+    return printable(text).encode(encoding, "backslashreplace").decode(encoding)
+
+
 def say(text: str, stream: TextIO | None = None) -> None:
     """Writes ``printable`` text, to stderr unless told: all that plait says outside of ``report.screen`` goes this way.
     What a person's own encoding lacks is escaped too."""
@@ -52,7 +57,7 @@ def say(text: str, stream: TextIO | None = None) -> None:
         return
     encoding = getattr(stream, "encoding", None) or "utf-8"
     with heard("error" if stream is sys.stderr else "output"):
-        stream.write(printable(text).encode(encoding, "backslashreplace").decode(encoding))
+        stream.write(encodable(text, encoding))
 
 
 class UnheardError(RuntimeError):

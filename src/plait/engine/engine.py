@@ -263,16 +263,18 @@ class Engine(OwnLoop):
             stage.look_at_model()
         if not self.model.training:
             return  # nothing is drawn
-        size = num_samples((args, kwargs))
+        size = _samples_of((args, kwargs))
         lengths = token_counts((args, kwargs), size)
-        place = self.comm.mesh.data_rank(self.comm.rank)
+        place, ranks = self.comm.mesh.data_rank(self.comm.rank), self.comm.mesh.data_size
+        # as if all ranks brought equally many samples, and apart from those of ranks that do not
+        here = (size * ranks << 80) + place * size
         if not torch.is_grad_enabled():
-            stage.begin_alone(RNGPosition(self.steps, -1 - place, place * size, size, lengths))
+            stage.begin_alone(RNGPosition(self.steps, -1 - place, here, size, lengths))
             return
         self._begin_step()
         self._host.begin(self.steps)
-        first = (self._forwards << 40) + place * size  # how many microbatches will come is not known: number them apart
-        microbatch = place + self._forwards * self.comm.mesh.data_size
+        first = here + (self._forwards << 40)  # how many microbatches will come is not known: number them apart
+        microbatch = place + self._forwards * ranks
         stage.begin_alone(RNGPosition(self.steps, microbatch, first, size, lengths), self._forwards)
         self._forwards += 1
 
@@ -322,6 +324,8 @@ class Engine(OwnLoop):
 
     def _after_update(self, optimizer: Optimizer) -> None:
         """Hook after ``optimizer.step``; behind the last optimizer of a step the new values are published."""
+        if self.owned_optimizer is not None:
+            self.owned_optimizer.after_step(optimizer)
         if self._turns.end(optimizer, self.optimizers):
             self._publish()
         else:
@@ -341,3 +345,12 @@ class Engine(OwnLoop):
     def _tell(self, event: str) -> None:
         if self.listener:
             self.listener(event, self)
+
+
+def _samples_of(call: Any) -> int:
+    """How many samples a call of the model has; none where it has no tensor (a module around one parameter), so that
+    whatever is drawn in it belongs to the microbatch."""
+    try:
+        return num_samples(call)
+    except ValueError:
+        return 0

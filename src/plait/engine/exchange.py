@@ -8,11 +8,11 @@ from zlib import crc32
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
 from plait.comm import Comm
 from plait.comm.agree import differences, gather_floats, gather_ints, named, same_tensors
 from plait.core.agreement import AGREEING, BITS, IN_STAGE, counted
+from plait.core.batch import batch_tensors
 from plait.core.collectives import Note
 from plait.engine.state.identity import some_elements
 
@@ -96,8 +96,7 @@ class Exchange:
         """Raises ValueError, the first time, where ranks of a pipeline bring different samples of the same sizes."""
         if self._same_batches or self.comm.mesh.pipe == 1:
             return
-        leaves = [leaf for leaf in tree_leaves(list(microbatches)) if isinstance(leaf, Tensor)]
-        if not same_tensors(self.comm, leaves, ("pipe",), Note("setup")):
+        if not same_tensors(self.comm, list(batch_tensors(list(microbatches))), ("pipe",), Note("setup")):
             raise ValueError(
                 "the ranks of a pipeline bring different batches: its stages work on the same samples, so read the "
                 "batch of comm.mesh.data_rank(comm.rank)"
@@ -153,7 +152,7 @@ class Exchange:
 def _digest(microbatches: Sequence[Any]) -> int:
     """31 bits of some elements of every tensor that is on the host."""
     digest = 0
-    for leaf in tree_leaves(list(microbatches)):
+    for leaf in batch_tensors(list(microbatches)):
         known = type(leaf) is Tensor and leaf.layout is torch.strided and not leaf.is_nested
         if known and leaf.device.type == "cpu" and leaf.numel():
             few = some_elements(leaf).resolve_conj().resolve_neg().contiguous()

@@ -4,7 +4,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
+
+from plait.core.batch import batch_tensors
 
 
 @dataclass(frozen=True)
@@ -48,9 +49,10 @@ def whole_count(count: Any) -> int:
 
 def num_samples(batch: Any) -> int:
     """The size of the first dim of the first tensor in a batch."""
-    for leaf in tree_leaves(batch):
-        if isinstance(leaf, Tensor) and leaf.dim() > 0:
-            return leaf.size(0)
+    for tensor in batch_tensors(batch):
+        if tensor.dim() > 0:
+            return tensor.size(0)
     raise ValueError(
-        f"no tensor found in the batch of type {type(batch).__name__}: its first dim tells the number of samples"
+        f"no tensor found in the batch of type {type(batch).__name__}: the first dim of its first one tells the number "
+        f"of samples. Give a tensor, or tuples, lists, dicts or dataclasses of them"
     )

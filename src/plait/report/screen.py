@@ -14,7 +14,7 @@ from typing import Any
 from rich.console import Console, ConsoleOptions, ConsoleRenderable, RenderHook
 from rich.segment import Segment
 
-from plait.core.escape import UnheardError, heard, printable, say
+from plait.core.escape import UnheardError, encodable, heard, say
 
 
 def screen(*, outlived: bool = False, **options: Any) -> Console:
@@ -69,4 +69,4 @@ class _Escaped:
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Segment]:
         for segment in console.render(self._renderable, options):
-            yield segment if segment.control else Segment(printable(segment.text), segment.style)
+            yield segment if segment.control else Segment(encodable(segment.text, console.encoding), segment.style)

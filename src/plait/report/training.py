@@ -126,8 +126,13 @@ def bytes_table(ranks: Sequence[RankBytes]) -> Table:
     return table
 
 
-def spark(values: Sequence[float], width: int = 60) -> str:
-    """A curve in one line of block characters, low to high; each column is a mean of what is finite."""
+LEVELS = ("▁▂▃▄▅▆▇█", "_.-~=+*#")
+"""Low to high; the second for an encoding that lacks the first."""
+
+
+def spark(values: Sequence[float], width: int = 60, encoding: str = "utf-8") -> str:
+    """A curve in one line of characters, low to high; each column is a mean of what is finite."""
+    levels = next(one for one in LEVELS if one.encode(encoding, "ignore").decode(encoding) == one)
     values = [value for value in values if math.isfinite(value)]
     if not values:
         return ""
@@ -135,4 +140,4 @@ def spark(values: Sequence[float], width: int = 60) -> str:
     edges = [i * len(values) // columns for i in range(columns + 1)]
     means = [fmean(values[start:stop]) for start, stop in pairwise(edges)]
     low, high = min(means), max(means)
-    return "".join("▁▂▃▄▅▆▇█"[round((mean - low) / ((high - low) or 1) * 7)] for mean in means)
+    return "".join(levels[round((mean - low) / ((high - low) or 1) * 7)] for mean in means)

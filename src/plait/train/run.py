@@ -133,7 +133,9 @@ def run_train(config: TrainConfig, comm: Comm, argv: Sequence[str] = ()) -> int:
     if training.stopped:
         return _tell_stop(training)
     ranks, recorded, first, last = _bytes_per_rank(training), record_timeline(engine), course.first, course.last
-    console.print(f"loss {first['loss']:.4f} -> {last['loss']:.4f}  {spark(course.losses.values)}")
+    console.print(
+        f"loss {first['loss']:.4f} -> {last['loss']:.4f}  {spark(course.losses.values, encoding=console.encoding)}"
+    )
     console.print(f"{course.rate:,.0f} {config.family.unit}/s (median over steps, all ranks)")
     console.print(bytes_table(ranks))
     if runs := irregular(engine, config.microbatches):

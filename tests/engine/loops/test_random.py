@@ -290,3 +290,40 @@ def test_generators_are_left_as_they_were() -> None:
     before = random.getstate(), np.random.get_state()[1].copy()  # type: ignore[union-attr, index]
     trained("none", model_of(RECIPES["vae"]), batches(2))
     assert random.getstate() == before[0] and np.array_equal(np.random.get_state()[1], before[1])  # type: ignore[arg-type]
+
+
+class Masked(nn.Module):
+    """Shows the masks that it drew."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.dropout, self.masks = nn.Linear(4, 4), nn.Dropout(0.5), torch.empty(0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.masks = self.dropout(torch.ones(len(x), 64)).bool()
+        y: Tensor = self.linear(x)
+        return y
+
+
+@pytest.mark.parametrize("grad", [True, False])
+def test_samples_have_masks_of_their_own_whatever_number_each_rank_brings(grad: bool) -> None:
+    def masks(*sizes: int) -> Tensor:
+        def body(comm: Comm) -> Tensor:
+            model = Masked()
+            cases.distinct(model)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+            engine = Engine(model, comm, strategy="ddp", optimizer=optimizer)
+            x = torch.ones(sizes[comm.rank], 4, dtype=torch.float64)
+            with torch.set_grad_enabled(grad):
+                loss = model(x).square().sum()
+            if grad:
+                engine.backward(loss, len(x))
+                optimizer.step()
+            return model.masks
+
+        return torch.cat(run(Mesh(shard=len(sizes)), body, deadline=20))
+
+    for sizes in ((12, 4), (6, 5, 5), (2, 1, 1, 1)):
+        found = masks(*sizes)
+        assert len({tuple(row.tolist()) for row in found}) == sum(sizes), sizes
+    assert torch.equal(masks(5, 5, 5), masks(15)), "where all bring equally many, no cut changes a mask"

@@ -14,8 +14,10 @@ Cutting a parameter is right only for *element-wise* optimizers, and that is pro
 
 import math
 import threading
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -123,6 +125,11 @@ class OwnedOptimizer:
                         f"{names.get(id(parameter), 'a parameter')!r} is in two optimizers, "
                         f"{type(seen[id(parameter)]).__name__} and {type(optimizer).__name__}: give it to one of them"
                     )
+        self._homes: dict[int, int] = {}
+        """Where each piece lies while an optimizer makes its step, by ``id``."""
+        self._steps: Counter[Optimizer] = Counter()
+        self._keep_gradients: set[Optimizer] = set()
+        """Optimizers that keep gradients beyond their step: they are given copies."""
         self._updated, self._cuts, self._apart, self._over_tensor = updated, cuts, apart, set(over_tensor)
         for optimizer in optimizers:
             self.groups[optimizer] = []
@@ -185,9 +192,38 @@ class OwnedOptimizer:
     def give_gradients(self, touched: Mapping[str, bool]) -> None:
         """Point each owned run at its gradient, or at None where no rank has one; an update comes next."""
         self.wait_for_reader()
+        copied = {id(view) for one in self._keep_gradients for group in one.param_groups for view in group["params"]}
         for piece in self.owned:
             gradient = piece.gradient.to(piece.view) if piece.converts else piece.gradient
+            if id(piece.view) in copied:
+                gradient = gradient.clone()
+            self._homes[id(piece.view)] = piece.view.data_ptr()
             piece.view.grad = gradient if touched[piece.name] else None
+
+    @torch.no_grad()
+    def after_step(self, optimizer: Optimizer) -> None:
+        """Behind an optimizer's step, which may have left values and gradients where nobody looks for them.
+
+        - ``p.data = ...`` gives a piece other memory than the unit's: its values go where they belong.
+        - An optimizer that keeps ``p.grad`` (as its last gradient, as a momentum) has memory that the next sums are
+          made in: it is given a copy, and copies from then on.  Looked for in steps 1 to 8, 16, 32, ...
+        """
+        for piece in self.owned:
+            view = piece.view
+            if view.data_ptr() != self._homes.get(id(view), view.data_ptr()):
+                here = piece.flat.updated[piece.run.offset : piece.run.offset + piece.run.numel].view(view.shape)
+                here.copy_(view)
+                view.data = here
+        self._steps[optimizer] += 1
+        steps = self._steps[optimizer]
+        if steps > 8 and steps & (steps - 1):
+            return
+        buffers = {piece.gradient.untyped_storage().data_ptr() for piece in self.owned if piece.gradient.numel()}
+        for state in (*optimizer.state.values(), vars(optimizer)):
+            for key, value in state.items():
+                if _memory_of(value) in buffers:
+                    state[key] = value.clone()
+                    self._keep_gradients.add(optimizer)
 
     def wait_for_reader(self) -> None:
         """Returns when what the optimizers keep may be written to."""
@@ -200,6 +236,12 @@ class OwnedOptimizer:
         states = [one.state.get(piece.view, {}) for piece in self.owned for one in self.optimizers]
         tensors = [v for state in states for key, v in state.items() if torch.is_tensor(v) and key != "step"]
         return sum(tensor.nbytes for tensor in [*self.masters, *tensors])
+
+
+def _memory_of(value: Any) -> int:
+    """Where a tensor's storage lies; 0 for anything else."""
+    plain = isinstance(value, Tensor) and value.layout is torch.strided and value.numel()
+    return value.untyped_storage().data_ptr() if plain else 0
 
 
 def square_sum(runs: Iterable[Tensor]) -> float:

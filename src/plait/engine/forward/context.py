@@ -18,7 +18,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
+
+from plait.core.batch import batch_tensors
 
 
 def in_backward() -> bool:
@@ -69,8 +70,8 @@ class RNGPosition:
 
 def token_counts(batch: Any, num_samples: int) -> tuple[int, ...]:
     """How many tokens a sample of a batch may have: the second dims of the tensors whose first one is the samples."""
-    tensors = (leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.dim() > 1)
-    return tuple({leaf.size(1): None for leaf in tensors if leaf.size(0) == num_samples})
+    sizes = (tensor.shape[:2] for tensor in batch_tensors(batch) if tensor.dim() > 1)
+    return tuple({length: None for samples, length in sizes if samples == num_samples})
 
 
 class ModuleCall(NamedTuple):

@@ -27,10 +27,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
 from plait.comm import Comm, Work
 from plait.comm.header import empty_header, header_of, shape_in
+from plait.core.batch import batch_tensors
 from plait.core.collectives import Note
 from plait.engine.pipeline.handover import HandOver, HandOverForm, pack, unpack
 from plait.schedule.acks import Key
@@ -44,7 +44,7 @@ Boundary = tuple[int, Signature]
 
 
 def signature_of(batch: Any) -> Signature:
-    return tuple(tuple(leaf.shape) for leaf in tree_leaves(batch) if isinstance(leaf, Tensor))
+    return tuple(tuple(tensor.shape) for tensor in batch_tensors(batch))
 
 
 class _Message(NamedTuple):

@@ -206,3 +206,25 @@ def test_a_parameter_that_each_stage_gives_its_last_link_gets_its_gradient_in_th
     mesh: str, row: str
 ) -> None:
     same(distinct(EachTime()), mesh, row, schedule="zb_h1", data=batches(3))
+
+
+class AddedInPlace(Tower):
+    """A module's output is written to before the first link is given it, and is read behind that."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.place = nn.Parameter(torch.zeros(1, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embed(x)
+        x += self.place
+        for block in self.blocks:
+            x = block(x) + x
+        out: Tensor = self.head(self.norm(x))
+        return out
+
+
+@pytest.mark.parametrize("mesh", ["pipe=2", "pipe=3"])
+def test_what_a_program_has_written_to_goes_on_as_it_is_then(mesh: str) -> None:
+    for split in {"pipe=2": [(1, 5), (3, 3)], "pipe=3": [(1, 2, 3)]}[mesh]:
+        same(distinct(AddedInPlace()), mesh, "ddp", schedule="1f1b", data=batches(2), split=split)

@@ -212,7 +212,9 @@ class BoundaryState:
         parameter = isinstance(tensor, nn.Parameter)
         goes_on = self._copy(tensor) if parameter else tensor  # it is read now, for behind the links it may be at rest
         if self.search is not None:
-            self.search.known.setdefault(id(tensor), (key, version_of(tensor)))
+            version = version_of(tensor)
+            if self.search.known.get(id(tensor), (key, -1))[1] != version:  # new, or written to since it had another key
+                self.search.known[id(tensor)] = key, version
         else:
             self.values[key] = goes_on, goes_on._version
 

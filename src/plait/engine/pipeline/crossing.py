@@ -213,7 +213,7 @@ class BoundaryState:
         goes_on = self._copy(tensor) if parameter else tensor  # it is read now, for behind the links it may be at rest
         if self.search is not None:
             version = version_of(tensor)
-            if self.search.known.get(id(tensor), (key, -1))[1] != version:  # new, or written to since it had another key
+            if self.search.known.get(id(tensor), (key, -1))[1] != version:  # new, or written to since
                 self.search.known[id(tensor)] = key, version
         else:
             self.values[key] = goes_on, goes_on._version

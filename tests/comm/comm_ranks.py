@@ -12,6 +12,7 @@ from typing import Any
 import collective_faults
 import comm_checks
 import torch
+import torch.distributed as dist
 from plait_lessons.script import init
 
 from plait.comm import MismatchError, ProcessComm
@@ -230,6 +231,36 @@ def alone(comm: ProcessComm) -> None:
     comm_checks.check_collectives(comm)
 
 
+def on_a_group(_: None) -> None:
+    """Somebody else, such as Ray, has made torch's process group: it is used, and left as it was."""
+    mesh, given = Mesh.parse(sys.argv[2]), dict(os.environ)
+    dist.init_process_group("gloo")
+    for shared in (False, True, False):
+        comm = world(mesh, 20) if not shared else ProcessComm.from_env(mesh, deadline=20, shared_memory=True)
+        comm_checks.check_collectives(comm)
+        if not shared:
+            refused("has joined a world already", mesh)
+        comm.close()
+        total = torch.tensor([comm.rank + 1.0])
+        dist.all_reduce(total)
+        assert total == mesh.size * (mesh.size + 1) / 2
+    os.environ["RANK"] = str(mesh.size - 1 - comm.rank)
+    refused(rf"as rank {comm.rank} of 2, but the environment has RANK={1 - comm.rank}, WORLD_SIZE=2", mesh)
+    os.environ.update(given)
+    dist.destroy_process_group()
+    world(mesh, 20).close()
+    assert not dist.is_initialized()
+
+
+def refused(told: str, mesh: Mesh) -> None:
+    try:
+        ProcessComm.from_env(mesh, deadline=20)
+    except ValueError as error:
+        assert re.search(told, str(error)), error
+    else:
+        raise AssertionError("not refused")
+
+
 SCENES = {
     f.__name__: f
     for f in (
@@ -238,7 +269,6 @@ SCENES = {
         ring,
         disagree,
         other_shape,
-        line,
         as_on_gpus,
         checked,
         checked_to_the_end,
@@ -250,8 +280,8 @@ SCENES = {
 if __name__ == "__main__":
     torch.set_num_threads(1)
     scene, mesh, deadline = sys.argv[1], Mesh.parse(sys.argv[2]), float(sys.argv[3])
-    if scene == "line":
-        line(None)
+    if scene in ("line", "on_a_group"):
+        {"line": line, "on_a_group": on_a_group}[scene](None)
     else:
         comm = world(mesh, deadline)
         SCENES[scene](comm)

@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 from plait_lessons.script import init
 from ports import free_port
 
@@ -96,6 +97,24 @@ def test_the_transport_of_gpus_does_so_too_as_far_as_gloo_can_play_it(mesh: str)
 def test_the_script_face_on_a_line() -> None:
     for status, output in play("line", "pipe=3"):
         assert status == 0 and output == "done\n", output
+
+
+def test_a_process_group_that_is_there_is_used_and_left() -> None:
+    for status, output in play("on_a_group", "shard=2"):
+        assert status == 0 and output == "done\n", output
+
+
+def test_a_process_group_without_gloo_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.distributed.get_backend_config", lambda: "cuda:nccl")
+    store = dist.HashStore()  # type: ignore[attr-defined]  # torch's stubs do not export it
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}.items():
+            monkeypatch.setenv(name, value)
+        with pytest.raises(ValueError, match=r"torch's process group has cuda:nccl.*'cpu:gloo,cuda:nccl'"):
+            ProcessComm.from_env(Mesh(shard=1))
+    finally:
+        dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("shared", [False, True], ids=["gloo", "shared"])

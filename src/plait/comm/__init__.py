@@ -18,6 +18,7 @@
     process.py         ranks are processes       torch.distributed
     init_process.py    how processes find each other
     environment.py     the variables that say who a process is
+    slurm.py           the same in Slurm's words
     peer.py            who a rank is
     meeting.py         the ranks of a world, met in a store and compared
     deadline.py        a call that may never return, given a deadline

@@ -3,15 +3,18 @@
 RANK, WORLD_SIZE              who am I, of how many
 MASTER_ADDR, MASTER_PORT      where the store listens; rank 0 (or torchrun itself) hosts it
 LOCAL_RANK, LOCAL_WORLD_SIZE  the same within this host, where the launcher says so; several may share a host
+
+A task of ``srun`` gets them here, from Slurm's own (``slurm.py``).
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
 from typing import Self
 
+from plait.comm.slurm import from_slurm
 from plait.core.escape import one_line
 from plait.core.mesh import MOST_RANKS, Mesh
 
@@ -30,8 +33,9 @@ SEVERAL = {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1", "OMPI_COMM_WORLD_SI
 ``SLURM_NTASKS`` does so in the script of a job too, which runs once."""
 
 
-def launched(environment: Mapping[str, str] = os.environ, ranks: int | None = None, *, fix: str) -> bool:
-    """Whether a launcher has started this process as one of several ranks, and said so in torchrun's variables.
+def launched(environment: MutableMapping[str, str] = os.environ, ranks: int | None = None, *, fix: str) -> bool:
+    """Whether a launcher has started this process as one of several ranks, and said so in torchrun's variables, or in
+    Slurm's: then torchrun's are set.
 
     Args:
         ranks: where they are known, told to a user who forgot torchrun.
@@ -40,6 +44,7 @@ def launched(environment: Mapping[str, str] = os.environ, ranks: int | None = No
     Raises:
         ValueError: half of what a rank must know is set, or this program runs several times, each as a whole run.
     """
+    environment.update(from_slurm(environment))
     if any(environment.get(name, "").strip() for name in ("RANK", "WORLD_SIZE")):
         WorldVariables.read(environment, ranks)
         return True

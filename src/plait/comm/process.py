@@ -98,6 +98,8 @@ class ProcessComm(Comm):
         self.sends: dict[int, P2PWork] = {}  # under way, to other ranks
         self.dropped: dict[int, P2PWork] = {}  # those of them whose handles are gone, the oldest first
         self._closed = False
+        self._borrows = False
+        """Whether torch's process group was there before, made by somebody else."""
 
     @classmethod
     def from_env(
@@ -118,15 +120,17 @@ class ProcessComm(Comm):
 
         Raises:
             ValueError: variables missing or wrong, another number of processes than the mesh has ranks, ranks that
-                differ, or a world joined here.
+                differ, a world joined here, or a process group of torch's, made before, that does not fit.
             ConnectionError, TimeoutError: as in ``init_process``.
         """
         place, device = WorldVariables.read(ranks=mesh.size), torch.device(device)
         place.check(mesh)
         if not shared_memory:
-            _check_is_free()
+            _check_group(place)
+        there = dist.is_initialized()
         alike = {
             "mesh": str(mesh),
+            "torch's process group": "made before" if there else "to be made",
             "shared memory": str(shared_memory),
             "device": device.type,
             "deterministic": str(deterministic),
@@ -137,14 +141,18 @@ class ProcessComm(Comm):
         def backend(peers: Sequence[Peer]) -> str:
             if shared_memory and len({peer.host for peer in peers}) == 1:
                 return ""
-            _check_is_free()
+            if there:
+                _check_group(place)
+                return ""
             return "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
 
         met = init_process(place, backend, deadline, alike)
         how: dict[str, Any] = {"device": device, "deadline": deadline, "deterministic": deterministic}
         mesh = on_hosts(mesh, met.peers) if device.type == "cpu" else mesh
         comm = cls(mesh, place.rank, met.store, met.peers, shared_memory=shared_memory, **how)
-        comm.attempt = met.attempt
+        comm.attempt, comm._borrows = met.attempt, there
+        if isinstance(comm.transport, GlooTransport | HostsTransport):
+            _in_use.append(dist.group.WORLD)
         return comm
 
     @property
@@ -165,7 +173,9 @@ class ProcessComm(Comm):
             self.transport.close()
             super().close()
             if dist.is_initialized() and isinstance(self.transport, GlooTransport | HostsTransport):
-                dist.destroy_process_group()
+                _in_use.clear()
+                if not self._borrows:
+                    dist.destroy_process_group()
 
     # ---- collectives ---------------------------------------------------------------------------
 
@@ -311,11 +321,24 @@ class ProcessComm(Comm):
         return zlib.crc32(self._number(members).to_bytes(8), self._tags[key]) & 0x7FFFFFFF
 
 
-def _check_is_free() -> None:
-    """Refuses to make torch's default process group where there is one."""
-    if dist.is_initialized():
-        fix = "close() that world first, or make ProcessComm(mesh, rank, store) on top of it"
-        raise ValueError(f"torch.distributed is already initialised here: {fix}")
+_in_use: list[Any] = []
+"""torch's default process group, while a world that joined here sends its messages over it."""
+
+
+def _check_group(place: WorldVariables) -> None:
+    """Refuses torch's default process group, where there is one, unless it has these ranks, is free, and has gloo."""
+    if not dist.is_initialized():
+        return
+    group, have = dist.group.WORLD, dist.get_backend_config()
+    if any(one is group for one in _in_use):
+        raise ValueError("this process has joined a world already: close() that world first")
+    if (dist.get_rank(), dist.get_world_size()) != (place.rank, place.size):
+        here, said = f"rank {dist.get_rank()} of {dist.get_world_size()}", f"RANK={place.rank}, WORLD_SIZE={place.size}"
+        fix = "make the process group of all ranks in their order, or none before joining"
+        raise ValueError(f"torch's process group has this process as {here}, but the environment has {said}: {fix}")
+    if "cpu:gloo" not in have.split(","):
+        fix = "make it with backend 'gloo' or 'cpu:gloo,cuda:nccl'"
+        raise ValueError(f"torch's process group has {have}, and plait sends what is on CPUs by gloo: {fix}")
 
 
 def _checksum(*parts: object) -> int:

@@ -12,8 +12,8 @@ from torch import Tensor
 from plait.comm import Comm
 from plait.comm.agree import differences, gather_floats, gather_ints, named, same_tensors
 from plait.core.agreement import AGREEING, BITS, IN_STAGE, counted
-from plait.core.batch import batch_tensors
 from plait.core.collectives import Note
+from plait.engine.forward.batch import batch_tensors
 from plait.engine.state.identity import some_elements
 
 _SAMPLES = (1 << 32) - 1

@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import Tensor
 
-from plait.core.batch import batch_tensors
+from plait.engine.forward.batch import batch_tensors
 
 
 @dataclass(frozen=True)

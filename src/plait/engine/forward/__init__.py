@@ -3,6 +3,7 @@
 context.py             which forward runs and where it stands, in one frozen value          start here
 interceptor.py         one function mode, and the handlers that it hands functions to
 
+batch.py               the tensors of a batch, whatever it is made of
 attributes.py          what a program keeps on its modules, and forwards write to them
 recompute.py           handler: activations that are made a second time; blocks that run again
 at_rest.py             handler: a parameter at rest is never read

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from plait.core.batch import batch_tensors
+from plait.engine.forward.batch import batch_tensors
 
 
 def in_backward() -> bool:

@@ -30,8 +30,8 @@ from torch import Tensor
 
 from plait.comm import Comm, Work
 from plait.comm.header import empty_header, header_of, shape_in
-from plait.core.batch import batch_tensors
 from plait.core.collectives import Note
+from plait.engine.forward.batch import batch_tensors
 from plait.engine.pipeline.handover import HandOver, HandOverForm, pack, unpack
 from plait.schedule.acks import Key
 from plait.schedule.actions import ACTIVATION, GRADIENT, Action, Kind, ends

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from plait.core.batch import batch_tensors
+from plait.engine.forward.batch import batch_tensors
 from plait.engine.step import num_samples
 
 Pair = namedtuple("Pair", "x y")

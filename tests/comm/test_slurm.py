@@ -1,0 +1,116 @@
+"""A task that srun started is a rank: torchrun's variables from Slurm's, as Slurm 22.05 set them on two nodes."""
+
+import pytest
+
+from plait.comm.environment import WorldVariables, launched
+from plait.comm.slurm import NAMES, first_host, from_slurm, port
+
+LAST_OF_THREE = {
+    "SLURM_DISTRIBUTION": "block",
+    "SLURM_GTIDS": "2",
+    "SLURM_JOB_ID": "6",
+    "SLURM_LOCALID": "0",
+    "SLURM_NTASKS": "3",
+    "SLURM_PROCID": "2",
+    "SLURM_STEP_ID": "0",
+    "SLURM_STEP_NODELIST": "n[1-2]",
+    "SLURM_STEP_NUM_TASKS": "3",
+    "SLURM_STEP_TASKS_PER_NODE": "2,1",
+}
+FIRST_OF_THREE = LAST_OF_THREE | {"SLURM_GTIDS": "0,1", "SLURM_PROCID": "0"}
+ONE_OF_ONE_NODE = LAST_OF_THREE | {
+    "SLURM_GTIDS": "0,1,2",
+    "SLURM_LOCALID": "1",
+    "SLURM_PROCID": "1",
+    "SLURM_STEP_ID": "4",
+    "SLURM_STEP_NODELIST": "n1",
+}
+CYCLIC = LAST_OF_THREE | {"SLURM_DISTRIBUTION": "cyclic", "SLURM_GTIDS": "0,2", "SLURM_LOCALID": "1"}
+ARBITRARY = LAST_OF_THREE | {"SLURM_DISTRIBUTION": "arbitrary", "SLURM_GTIDS": "1,2", "SLURM_LOCALID": "1"}
+BATCH = {
+    "SLURM_GTIDS": "0",
+    "SLURM_JOB_ID": "6",
+    "SLURM_LOCALID": "0",
+    "SLURM_NTASKS": "3",
+    "SLURM_PROCID": "0",
+    "SLURM_TASKS_PER_NODE": "2,1",
+}
+ALONE = FIRST_OF_THREE | {"SLURM_GTIDS": "0", "SLURM_STEP_NUM_TASKS": "1", "SLURM_STEP_NODELIST": "n1"}
+
+FIX = "start one torchrun"
+
+
+@pytest.mark.parametrize(
+    ("given", "wanted"),
+    [
+        (LAST_OF_THREE, "2 3 0 1 n1 12096"),
+        (FIRST_OF_THREE, "0 3 0 2 n1 12096"),
+        (ONE_OF_ONE_NODE, "1 3 1 3 127.0.0.1 12100"),
+        (CYCLIC, "2 3 1 2 n1 12096"),
+    ],
+)
+def test_a_task_is_a_rank(given: dict[str, str], wanted: str) -> None:
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    environment = dict(given)
+    assert launched(environment, fix=FIX)
+    assert {name: environment[name] for name in names} == dict(zip(names, wanted.split(), strict=True))
+    place = WorldVariables.read(environment)
+    assert (place.rank, place.size) == (int(given["SLURM_PROCID"]), 3)
+    before = dict(environment)
+    assert launched(environment, fix=FIX) and environment == before
+
+
+@pytest.mark.parametrize("given", [BATCH, ALONE, {}])
+def test_one_process_stays_one(given: dict[str, str]) -> None:
+    environment = dict(given)
+    assert not launched(environment, fix=FIX)
+    assert environment == given
+
+
+def test_what_the_user_has_set_wins() -> None:
+    own = {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500", "WORLD_SIZE": "3", "LOCAL_RANK": " "}
+    told = from_slurm(FIRST_OF_THREE | own)
+    assert told == {"RANK": "0", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}
+
+
+def test_who_has_a_rank_is_left_alone() -> None:
+    """Ranks of torchrun, and of plait, that run in one task of several."""
+    assert from_slurm(FIRST_OF_THREE | {"RANK": "5"}) == {}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_without_all_that_tells_a_rank_several_tasks_are_refused(name: str) -> None:
+    """A container may get only some of the variables."""
+    environment = {key: value for key, value in LAST_OF_THREE.items() if key != name}
+    with pytest.raises(ValueError, match=rf"SLURM_\w+ is \d: this program has been started several times.*{FIX}"):
+        launched(environment, fix=FIX)
+
+
+def test_where_nobody_knows_the_host_of_rank_0_its_address_is_asked_for() -> None:
+    with pytest.raises(ValueError, match="SLURM_DISTRIBUTION is arbitrary: set MASTER_ADDR"):
+        from_slurm(ARBITRARY)
+    assert from_slurm(ARBITRARY | {"MASTER_ADDR": "n2"})["RANK"] == "2"
+    assert from_slurm(ONE_OF_ONE_NODE | {"SLURM_DISTRIBUTION": "arbitrary"})["MASTER_ADDR"] == "127.0.0.1"
+
+
+@pytest.mark.parametrize(
+    ("nodes", "first"),
+    [
+        ("n1", "n1"),
+        ("n[1-2,7],m3", "n1"),
+        ("m3,n[1-2,7]", "m3"),
+        ("n[7,9-12]", "n7"),
+        ("gpu-a[003-120]", "gpu-a003"),
+        ("rack[2-3]n[01-16]", "rack2n01"),
+        ("n[1-2].cluster.example", "n1.cluster.example"),
+    ],
+)
+def test_the_first_host_of_a_list(nodes: str, first: str) -> None:
+    assert first_host(nodes) == first
+
+
+def test_steps_that_run_at_the_same_time_have_ports_of_their_own() -> None:
+    ports = {port(str(job), str(step)) for job in range(7_000_000, 7_001_000) for step in range(16)}
+    assert len(ports) == 16_000
+    assert min(ports) >= 12000 and max(ports) < 32000
+    assert 12000 <= port("+", "x") < 32000

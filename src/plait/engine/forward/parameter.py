@@ -86,8 +86,9 @@ class GradientElsewhere(Elsewhere, Tensor):
     def refusal(cls, func: Function, values: Sequence[Any]) -> ValueError:
         return ValueError(
             f"{name_of(func)!r} reads p.grad, but after engine.backward the gradients are in the engine's buffers, not "
-            f"yet summed over the ranks: clip by engine.clip_grad_norm_(max_norm) or Engine(clip=...), discard by "
-            f"optimizer.zero_grad(), and look at them with a listener"
+            f"yet summed over the ranks: clip by engine.clip_grad_norm_(max_norm) or Engine(clip=...), scale the loss of "
+            f"fp16 by Engine(loss_scale=plait.LossScale()) in the place of GradScaler, discard by optimizer.zero_grad(), "
+            f"and look at them with a listener"
         )
 
     @classmethod

@@ -9,6 +9,7 @@ from typing import Any
 import engine_cases as cases
 import pytest
 import torch
+import torch.nn.functional as F
 from engine_cases import ROWS, adamw, batches, count, deal, loss_sum, net, plain, train
 from torch import Tensor, nn
 
@@ -230,3 +231,34 @@ def test_a_loss_that_needs_no_gradient_is_refused(row: str, how: str) -> None:
         with pytest.raises(ValueError, match="the loss needs no gradient"):
             template = cases.distinct(nn.Sequential(nn.Linear(5, 5), nn.Linear(5, 5)))
             train(template, mesh, row, batches(1), loss=lost)
+
+
+class Temperature(nn.Module):
+    """A module around one parameter, called without anything."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.log = nn.Parameter(torch.ones(6, dtype=torch.float64))
+
+    def forward(self) -> Tensor:
+        return F.dropout(self.log.exp(), 0.5)
+
+
+@pytest.mark.parametrize("row", ["ddp", "zero3"])
+def test_a_model_that_is_called_without_a_tensor(row: str) -> None:
+    """It has no samples to number: its masks belong to the microbatch, each rank's and each forward's its own."""
+
+    def loop(model: nn.Module, optimizer: torch.optim.Optimizer, engine: Engine, comm: Comm) -> list[Tensor]:
+        outputs = [model() for _ in range(2)]
+        for output in outputs:
+            engine.backward(output.sum(), count=1)
+        optimizer.step()
+        return [output.detach() for output in outputs]
+
+    ranks, again = (looped("shard=2", row, loop, Temperature(), bucket=0) for _ in range(2))
+    masks = {tuple((output != 0).tolist()) for outputs, _ in ranks for output in outputs}
+    assert len(masks) == 4
+    assert torch.equal(ranks[0][1]["log"], ranks[1][1]["log"]) and not (ranks[0][1]["log"] == 1).all()
+    assert all(
+        torch.equal(*pair) for (a, _), (b, _) in zip(ranks, again, strict=True) for pair in zip(a, b, strict=True)
+    )

@@ -19,8 +19,10 @@ from torch.utils.checkpoint import checkpoint
 
 from plait import engine
 from plait.comm import Comm, run
+from plait.core.cells import TABLE, moves
 from plait.core.mesh import Mesh
 from plait.engine import Engine
+from plait.engine.data_parallel.unit import OpenUnits, Unit
 
 WIDTH = cases.WIDTH
 
@@ -240,6 +242,54 @@ def test_evaluation_between_backward_and_step_keeps_nothing_old(row: str, grad: 
     for outputs in run(Mesh(replica=2, shard=2), loop):
         for ours, theirs in zip(outputs, truth, strict=True):
             assert cases.close(ours, theirs)
+
+
+class Biased(nn.Module):
+    """A block that calls a module which stands beside the blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.own = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x_BC: Tensor, bias: nn.Module) -> Tensor:
+        out: Tensor = self.own(x_BC + bias(x_BC)).tanh()
+        return out
+
+
+class Beside(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.bias, self.blocks = nn.Linear(WIDTH, WIDTH), nn.ModuleList(Biased() for _ in range(3))
+
+    def forward(self, x_BC: Tensor) -> Tensor:
+        for block in self.blocks:
+            x_BC = x_BC + block(x_BC, self.bias)
+        return x_BC
+
+
+@pytest.mark.parametrize(
+    ("row", "prefetch", "recompute"),
+    [("zero3", 0, None), ("zero3", 1, "full"), ("psdp", 1, None), ("psdp", 0, "full"), ("hsdp", 1, None)],
+)
+def test_a_module_beside_the_blocks_that_each_of_them_calls(row: str, prefetch: int, recompute: str | None) -> None:
+    """The block is open while the module runs, though it is not around it."""
+    template = distinct(Beside())
+    ranks = train(template, "replica=2 shard=2", row, batches(), prefetch=prefetch, recompute=recompute)
+    agree(ranks, plain(template, batches()))
+
+
+def test_units_that_were_fetched_too_early_are_still_counted_in_a_forward() -> None:
+    open_units = OpenUnits()
+    units = [Unit(name, nn.Module(), [], moves(TABLE["zero3"]), None) for name in "abcd"]  # type: ignore[arg-type]
+    for unit in units[:3]:
+        open_units.add(unit)
+    caller, running, ahead, second = units
+    caller.users = running.users = 1
+    open_units.check_bound(running, 1, backward=False)
+    open_units.add(second)
+    with pytest.raises(AssertionError, match=r"3 units are unsharded .*\(b, c, d\), more than 2"):
+        open_units.check_bound(running, 1, backward=False)
+    assert not ahead.users and not second.users
 
 
 def test_only_the_unsharding_writes_its_fields() -> None:

@@ -8,7 +8,7 @@ import torch
 from engine_cases import SPLIT_ROWS, agree, batches, distinct, plain, train
 from torch import Tensor, nn
 
-from plait.engine.data_parallel.wrap import Wrapped, wrap
+from plait.engine.data_parallel.wrap import Wrapped, automatic, wrap
 
 
 def laid(wrapped: tuple[Wrapped, ...]) -> dict[str, list[str]]:
@@ -66,6 +66,30 @@ def test_a_tied_parameter_is_laid_in_the_first_unit_and_borrowed_by_the_other() 
     wrapped = {w.name: w for w in wrap(model)}
     assert [n for n, _ in wrapped["first"].parameters] == ["first.weight", "first.bias"]
     assert wrapped["head"].parameters == () and wrapped["head"].borrows == ("first",)
+
+
+class Embedded(nn.Module):
+    """A layer of a ``Sequential``, and one of a block, stand in a second container too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Sequential(nn.Tanh(), nn.Linear(cases.WIDTH, cases.WIDTH), nn.LayerNorm(cases.WIDTH))
+        self.blocks = nn.ModuleList(cases.Block() for _ in range(2))
+        self.patches = nn.Sequential(*self.embed[1:])
+        self.ups = nn.ModuleList(block.up for block in self.blocks)
+
+    def forward(self, x_BC: Tensor) -> Tensor:
+        x_BC = self.patches(x_BC)
+        for block in self.blocks:
+            x_BC = block(x_BC)
+        return x_BC * self.ups[0](x_BC).mean(1, keepdim=True)
+
+
+def test_a_module_in_two_containers_is_a_unit_under_its_first_name() -> None:
+    model = Embedded()
+    assert automatic(model) == ("", "embed.1", "embed.2", "blocks.0", "blocks.1", "blocks.0.up", "blocks.1.up")
+    names = [name for group in laid(wrap(model)).values() for name in group]
+    assert sorted(names) == sorted(name for name, _ in model.named_parameters())
 
 
 @pytest.mark.parametrize("container", [nn.ModuleList, nn.ModuleDict])
@@ -135,7 +159,7 @@ class Nested(nn.Module):
 
 
 @pytest.mark.parametrize("row", ["ddp", *SPLIT_ROWS])
-@pytest.mark.parametrize("kind", [Listed, Attending, Convolving, Nested])
+@pytest.mark.parametrize("kind", [Listed, Attending, Convolving, Nested, Embedded])
 def test_models_of_many_makes_train(kind: type[nn.Module], row: str) -> None:
     template = distinct(kind())
     agree(train(template, "replica=2 shard=2", row, batches(), microbatches=2), plain(template, batches()))

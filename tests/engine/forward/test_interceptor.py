@@ -16,7 +16,8 @@ from plait.core.mesh import Mesh
 from plait.engine import Engine
 from plait.engine.forward.context import CurrentForward
 from plait.engine.forward.interceptor import Function, Handler, Interceptor
-from plait.engine.forward.random_ops import silent
+from plait.engine.forward.random_ops import all_silent, silent
+from plait.engine.forward.recompute import blocks_of
 
 
 class Noting(Handler):
@@ -339,3 +340,12 @@ def test_what_the_loop_draws_between_forwards_is_torchs_own(row: str, change: An
             assert not torch._C._len_torch_function_stack()
 
     run(Mesh(shard=2), body, deadline=20)
+
+
+def test_a_class_that_exec_made_has_no_module_to_look_up() -> None:
+    """Nor has its forward."""
+    space: dict[str, Any] = {"nn": nn}
+    exec("class Made(nn.Module):\n    __module__ = None\n    def forward(self, x): return x", space)
+    model = nn.Sequential(nn.Linear(4, 4), space["Made"]())
+    assert space["Made"].forward.__module__ is None
+    assert not all_silent(model) and blocks_of(model, ["", "0", "1"]) == ["1"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from functools import partial
 from typing import Any
 
@@ -83,6 +84,44 @@ class Tuples(cases.Net):
             other = found["other"]
         out: Tensor = self.head(self.norm(x_BC + other) * self.scale)
         return out
+
+
+class Mixes(cases.Block):
+    """Reads what containers hold now, at several depths, and notes that it ran in one of them."""
+
+    def forward(self, earlier: list[Tensor], *, state: dict[str, Any]) -> Tensor:
+        for note in state["notes"]:
+            note.append(len(earlier))
+        out: Tensor = super().forward(torch.stack(earlier).mean(0) * state["scales"][0])
+        return out
+
+
+class Lists(cases.Net):
+    """Gives each block the containers that it goes on to change; ``alone``: to each its own."""
+
+    alone = False
+
+    def forward(self, x_BC: Tensor) -> Tensor:
+        earlier, scales, ran = [self.first(x_BC)], [x_BC.cos()], [0]
+        for block in self.blocks:
+            state = {"scales": scales, "notes": (ran,)}
+            given = ([*earlier], {**state, "scales": [*scales]}) if self.alone else (earlier, state)
+            earlier.append(block(given[0], state=given[1]))
+            scales[0] = scales[0] * 0.5
+            state["scales"] = [x_BC]
+        assert ran == [0, 1, 2, 3], "what a block writes is seen outside, and written once"
+        out: Tensor = self.head(self.norm(earlier[-1]) * self.scale)
+        return out
+
+
+@pytest.mark.parametrize("row", ["ddp", "zero3"])
+def test_lists_and_dicts_that_are_changed_behind_a_block(row: str) -> None:
+    """The block runs again with what they held."""
+    model = with_blocks(Lists, Mixes(), Mixes(), Mixes())
+    unchanged(model, row=row)
+    alone = copy.deepcopy(model)
+    alone.alone = True  # type: ignore[assignment]
+    bits(train(model, "shard=2", row, batches(), recompute="full"), train(alone, "shard=2", row, batches()))
 
 
 class Penalised(cases.Block):

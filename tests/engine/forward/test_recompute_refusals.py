@@ -169,3 +169,39 @@ def test_what_a_block_wrote_to_is_said_to_stay_written(joined: bool, words: str)
     refused(
         model_of(Caching(joined)), rf"a forward .*{words}.*: what it has written to stays written .*use_cache = False"
     )
+
+
+class Added(cases.Net):
+    """Adds to the stream in place, which the blocks are given by keyword or in a list."""
+
+    def __init__(self, listed: bool) -> None:
+        super().__init__(0)
+        self.listed = listed
+        self.blocks = nn.ModuleList([Starts(), Starts()])
+
+    def forward(self, x_BC: Tensor) -> Tensor:
+        x_BC = self.first(x_BC)
+        for block in self.blocks:
+            x_BC += block([x_BC]) if self.listed else block(x_BC=x_BC)
+        out: Tensor = self.head(self.norm(x_BC) * self.scale)
+        return out
+
+
+class Starts(nn.Module):
+    """Begins with what keeps its output, so that plain autograd has no need of the input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x_BC: Any) -> Tensor:
+        out: Tensor = self.inner((x_BC[0] if isinstance(x_BC, list) else x_BC).tanh())
+        return out
+
+
+@pytest.mark.parametrize("listed", [False, True])
+def test_an_argument_that_is_written_to_behind_a_block_is_refused(listed: bool) -> None:
+    """Without a word the block would run again on what it holds now."""
+    model = distinct(Added(listed))
+    cases.agree(train(model, "shard=2", "zero3", batches(1)), cases.plain(model, batches(1)))
+    refused(model, r"a tensor of shape \([67], 5\) that a forward was given has been written to.*not x \+= block\(x\)")

@@ -193,3 +193,45 @@ def test_lists_of_lists_are_no_links() -> None:
     model = nn.Module()
     model.stages = nn.ModuleList(nn.ModuleList(nn.Sequential(nn.Linear(2, 2)) for _ in range(2 + i)) for i in range(2))
     assert chain_of(model).links == ("stages.1.0", "stages.1.1", "stages.1.2")
+
+
+def test_none_is_no_link_and_runs_nowhere() -> None:
+    model = Indexed()
+    model.blocks.insert(1, None)  # type: ignore[arg-type]
+    model.options = nn.ModuleList([None, nn.Linear(2, 2), None])  # type: ignore[list-item]
+    model.register_parameter("bias", None)
+    model.register_module("extra", None)
+    chain = chain_of(model)
+    assert chain.links == ("blocks.0", "blocks.2", "blocks.3")
+    assert set(chain.outside) == {"start", "tail", "weight", "options.1"}
+
+
+class Again(nn.Module):
+    """Whose links also stand in a ``Sequential``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = nn.Sequential(nn.Sequential(nn.Linear(2, 2), nn.Tanh()), nn.Sequential(nn.Linear(2, 2)))
+        self.blocks = nn.ModuleList(self.encoder)
+
+    def forward(self, x: Tensor) -> Any:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+    def pipeline_links(self) -> list[str]:
+        return ["blocks.0", "blocks.1"]
+
+
+class RunAgain(Again):
+    def forward(self, x: Tensor) -> Any:
+        for block in self.blocks:
+            x = block(x)
+        return self.encoder(x)
+
+
+def test_a_link_inside_of_a_module_that_runs_too_is_refused() -> None:
+    """A stage would take it for the link's turn."""
+    assert chain_of(Again()).links == ("blocks.0", "blocks.1")
+    with pytest.raises(ValueError, match=r"the pipeline's link 'blocks\.0' of RunAgain is a part of 'encoder' too"):
+        chain_of(RunAgain())

@@ -286,6 +286,14 @@ def test_a_weight_on_every_stage() -> None:
     assert [found[f"{i}.bias"] for i in range(4)] == [(0,), (1,), (2,), (3,)]
 
 
+def test_none_in_a_list_uses_nothing() -> None:
+    model = cases.Net()
+    model.options = nn.ModuleList([None, None])  # type: ignore[list-item]
+    model.blocks.insert(1, None)  # type: ignore[arg-type]
+    found = uses(model, 2)
+    assert found["blocks.0.up.weight"] == (0,) and found["blocks.3.up.weight"] == (1,)
+
+
 # ---- a tensor plan on a part, and the model that is left ----------------------------------------------------------
 
 

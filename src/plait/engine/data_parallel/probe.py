@@ -6,6 +6,7 @@ apart           steps on two matrices, in one optimizer and each in its own, do 
 """
 
 import inspect
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -15,18 +16,37 @@ from torch.optim import Optimizer
 
 from plait.core.flat import BOUNDARY_BYTES, GRAIN
 
-STEPS = 3
+STEPS = 4
 """What is found from gradients, or from all states, may count from the second step on only."""
+ORTHOGONAL = 2
+"""The step with a gradient that is orthogonal to each row of the weights, which some project only then (AdamP)."""
 LARGE = 100.0
 """The last step's gradients are as many times larger: a limit on norms may let the others pass."""
 
 
+class NotRebuiltError(ValueError):
+    """The constructor of an optimizer's class cannot be called with its settings alone."""
+
+
 def rebuilt(optimizer: Optimizer, groups: Sequence[Mapping[str, Any]]) -> Optimizer:
-    """A new optimizer of the same class and settings on other parameters."""
+    """A new optimizer of the same class and settings on other parameters.
+
+    Raises:
+        NotRebuiltError: the constructor asks for more than the parameters and what is in the optimizer's ``defaults``.
+    """
     signature = inspect.signature(type(optimizer).__init__).parameters
     takes_any = any(p.kind is p.VAR_KEYWORD for p in signature.values())
     settings = {k: v for k, v in optimizer.defaults.items() if takes_any or k in signature}
-    return type(optimizer)([dict(group) for group in groups], **settings)
+    own = [dict(group) for group in groups]
+    try:
+        inspect.signature(type(optimizer).__init__).bind(None, own, **settings)
+    except TypeError as error:
+        kind = type(optimizer).__name__
+        raise NotRebuiltError(
+            f"a new {kind} cannot be built on other parameters ({error}): give what its constructor asks for beside "
+            f"the parameters a default, or put it into the defaults that {kind} hands to Optimizer"
+        ) from None
+    return type(optimizer)(own, **settings)
 
 
 def probe_elementwise(optimizer: Optimizer, dtype: torch.dtype | None) -> str | None:
@@ -39,7 +59,10 @@ def probe_elementwise(optimizer: Optimizer, dtype: torch.dtype | None) -> str | 
         cut = max(GRAIN, BOUNDARY_BYTES // values.element_size())  # where flat layouts may cut this dtype
         matrix, runs = [values.view(8, 12)], list(values.split([cut, 96 - cut]))
         try:
+            rebuilt(optimizer, [{**settings, "params": [nn.Parameter(matrix[0].clone())]}])
             whole, parts = (_updated(optimizer, settings, [one]) for one in (matrix, runs))
+        except NotRebuiltError as error:
+            return f"nothing shows that it is, for {error}"
         except Exception as error:  # whatever a class raises on flat runs is its reason
             return f"{type(error).__name__} on flat runs of a matrix: {error}"
         if not torch.equal(whole, parts):
@@ -81,8 +104,7 @@ def _updated(optimizer: Optimizer, settings: Mapping[str, Any], several: Sequenc
     every = [parameter for own in parameters for parameter in own]
     values = torch.cat([parameter.detach().view(-1) for parameter in every])
     for step in range(1, STEPS + 1):
-        large = LARGE if step == STEPS else 1.0
-        gradients = (large * (values * 3 + step).cos()).split([parameter.numel() for parameter in every])
+        gradients = _gradient(every, values, step).split([parameter.numel() for parameter in every])
         for parameter, gradient in zip(every, gradients, strict=True):
             parameter.grad = gradient.clone().view(parameter.shape)
         for probe in probes:
@@ -90,11 +112,24 @@ def _updated(optimizer: Optimizer, settings: Mapping[str, Any], several: Sequenc
     return torch.cat([parameter.detach().view(-1) for parameter in every])
 
 
+def _gradient(parameters: Sequence[Tensor], first: Tensor, step: int) -> Tensor:
+    """The gradients of a step, end to end; ``first`` are the values that the parameters began with."""
+    if step != ORTHOGONAL:
+        return (LARGE if step == STEPS else 1.0) * (first * 3 + step).cos()
+    left, right = torch.cat([parameter.detach().view(-1) for parameter in parameters]).view(-1, 2).unbind(1)
+    turned = torch.stack((right, -left), 1).view(-1)
+    return turned * 2.0 ** -math.frexp(turned.abs().max().item())[1]  # without rounding, to 1 at most
+
+
 def has_state_at_once(optimizer: Optimizer) -> bool:
-    """Whether the class makes its states when it is built (Adagrad) and not at the first step; tried on meta."""
+    """Whether the class makes its states when it is built (Adagrad) and not at the first step; tried on meta, or of a
+    class that cannot be built for that, seen by the optimizer, which is new."""
     groups = []
     for group in optimizer.param_groups:
         on_meta = [nn.Parameter(torch.empty_like(p, device="meta"), p.requires_grad) for p in group["params"]]
         if on_meta:
             groups.append({**group, "params": on_meta})
-    return bool(rebuilt(optimizer, groups).state)
+    try:
+        return bool(rebuilt(optimizer, groups).state)
+    except Exception:  # whatever its constructor raises
+        return bool(optimizer.state)

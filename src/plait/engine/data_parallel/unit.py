@@ -196,7 +196,8 @@ class GatheredBytes:
 class OpenUnits:
     """The units of a stage that are UNSHARDING or UNSHARDED, counted as they change.
 
-    Besides the open ancestors of the running unit, and what these read, there may be at once
+    Besides the open ancestors of the running unit and, in forward, others that it is called from, and what these read,
+    there may be at once
 
         as many as are prefetched  +  what the running unit reads: itself, and the owners of its tied parameters
         and in backward            +  those that still wait for their last gradient
@@ -208,7 +209,7 @@ class OpenUnits:
         """Those that are UNSHARDING."""
         self.gathered = GatheredBytes()
         self.peak = 0
-        """The most there were, ancestors of the running unit left out."""
+        """The most there were, ancestors of the running unit, and what else it is called from, left out."""
 
     def add(self, unit: Unit) -> None:
         """A unit begins to come."""
@@ -226,6 +227,8 @@ class OpenUnits:
         if running.keeps_open or len(self.units) <= self.peak <= prefetch + 1:
             return  # or there are no more than there have been
         around = {needed for above in running.ancestors if above.users for needed in above.needs}
+        if not backward:  # a module that lies beside the blocks may be called inside of one
+            around |= {unit for unit in self.units if unit.users and unit not in running.needs}
         beside = [unit for unit in self.units if unit not in around and not unit.pinned]
         counted = [unit for unit in beside if unit not in running.ancestors]
         late = [unit for unit in counted if unit.users and unit not in running.needs] if backward else []

@@ -52,15 +52,17 @@ def bucketed(wrapped: Sequence[Wrapped], most: int) -> tuple[Wrapped, ...]:
 
 
 def automatic(model: nn.Module) -> tuple[str, ...]:
-    """The names of the modules that automatic wrapping makes units, the root (``""``) first."""
+    """The names of the modules that automatic wrapping makes units, the root (``""``) first; of a module that stands in
+    several places its first one."""
     names: list[str] = []
+    first = {id(module): name for name, module in model.named_modules()}
     for name, module in model.named_modules():
         if any(name.startswith(unit + ".") for unit in names):
             continue
         if isinstance(module, nn.ModuleList | nn.Sequential):
-            for child_name, child in module.named_children():
+            for child in module.children():
                 if any(True for _ in child.parameters()) and not isinstance(child, (*CONTAINERS, nn.Sequential)):
-                    names.append(f"{name}.{child_name}" if name else child_name)
+                    names.append(first[id(child)])
         elif name and not isinstance(module, CONTAINERS) and any(p.dim() >= 2 for p in module.parameters(False)):
             names.append(name)
     return tuple(dict.fromkeys(("", *names)))

@@ -69,8 +69,8 @@ def _changed(module: nn.Module) -> bool:
 
 def _file_of(defined: Any) -> str:
     """Which of the files of ``torch.nn.modules`` a class or function is from."""
-    name: str = defined.__module__
-    return name.removeprefix("torch.nn.modules.")
+    name: str | None = defined.__module__  # None of what exec() made
+    return (name or "").removeprefix("torch.nn.modules.")
 
 
 @cache

@@ -18,6 +18,7 @@ Sources: full recomputation, Chen et al. 2016 (arXiv:1604.06174); selective, Kor
 section 5): the core of attention has most of a layer's activations (5as/h of 34 + 5as/h) and little of its products.
 """
 
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import wraps
@@ -26,6 +27,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.checkpoint import checkpoint
 
 from plait.engine.forward.attributes import PLAIN, attributes_of
@@ -56,7 +58,7 @@ def blocks_of(model: nn.Module, names: Iterable[str]) -> list[str]:
         repeated = any(isinstance(m, nn.ModuleList | nn.Sequential) for m in around)
         nested = any(name.startswith(other + ".") for other in blocks)
         block = modules[name]
-        stock = not list(block.children()) and type(block).forward.__module__.startswith("torch.nn.")
+        stock = not list(block.children()) and (type(block).forward.__module__ or "").startswith("torch.nn.")
         if repeated and not nested and not stock:
             blocks.append(name)
     return blocks
@@ -78,7 +80,8 @@ def called_twice(
     seen_by: Interceptor | None = None,
     early_stop: bool = True,
 ) -> Any:
-    """``function(*args, **kwargs)``, of which only the arguments are kept; in the backward it is called again.
+    """``function(*args, **kwargs)``, of which only the arguments are kept; in the backward it is called again, with
+    lists and dicts as they are now, whoever changes them in between.
 
     Args:
         seen_by: sees the functions of the modules that it calls, the second time too; None: it calls no module.
@@ -86,18 +89,20 @@ def called_twice(
     """
     units = current.context.units
     again = current.context.again(whole=seen_by is not None)
-    ran = False
+    own, named = [(args, kwargs)], _copied(kwargs)  # the caller's own objects are for the first call, and go with it
+    held = _versions((args, named))
 
-    def run(*args: Any) -> Any:
-        nonlocal ran
+    def run(*saved: Any) -> Any:
+        first = bool(own)
+        args, kwargs = own.pop() if first else _copied((saved, named))
         with ExitStack() as stack:
-            if ran:
+            if not first:
+                _check_unwritten(held)
                 if units:
                     units[-1].open_again()
                 stack.enter_context(current.swapped(again))
                 if seen_by is not None:
                     stack.enter_context(seen_by.on())
-            first, ran = not ran, True
             stack.enter_context(current.runs_twice())
             try:
                 return function(*args, **kwargs)
@@ -109,7 +114,39 @@ def called_twice(
                 ) from error
 
     preserve = not again.draws  # else every draw is served
-    return checkpoint(run, *args, use_reentrant=False, preserve_rng_state=preserve, early_stop=early_stop)
+    return checkpoint(run, *_copied(args), use_reentrant=False, preserve_rng_state=preserve, early_stop=early_stop)
+
+
+_CONTAINERS = {list, dict, OrderedDict, defaultdict, deque}
+
+
+def _stays(value: Any) -> bool:
+    return not (isinstance(value, tuple) or type(value) in _CONTAINERS)
+
+
+def _copied(value: Any) -> Any:
+    """New lists, dicts and tuples of the same leaves; other objects are leaves, even if torch can look into them."""
+    return tree_map(lambda leaf: leaf, value, is_leaf=_stays)
+
+
+def _versions(call: tuple[Sequence[Any], Mapping[str, Any]]) -> list[tuple[Tensor, int]]:
+    """Tensors of a call, and how often they were written to; torch looks after those that are arguments by place."""
+    args, kwargs = call
+    leaves = tree_leaves(([arg for arg in args if not isinstance(arg, Tensor)], kwargs), is_leaf=_stays)
+    tensors = (leaf for leaf in leaves if isinstance(leaf, Tensor) and not isinstance(leaf, nn.Parameter))
+    with torch._C.DisableTorchFunction():
+        return [(tensor, tensor._version) for tensor in tensors if not tensor.is_inference()]
+
+
+def _check_unwritten(held: Iterable[tuple[Tensor, int]]) -> None:
+    """Raises ValueError where a tensor of a call was written to since."""
+    with torch._C.DisableTorchFunction():
+        written = [tuple(tensor.shape) for tensor, version in held if tensor._version != version]
+    if written:
+        raise ValueError(
+            f"a tensor of shape {written[0]} that a forward was given has been written to, by it or since, and it "
+            f"runs again in the backward: write x = x + block(x), not x += block(x), or leave recompute out"
+        )
 
 
 def run_twice(model: nn.Module, name: str, interceptor: Interceptor, parallel: Parallel, *, sequence: bool) -> None:

@@ -117,7 +117,7 @@ def _outermost_list(model: nn.Module) -> tuple[str, ...]:
         if isinstance(module, nn.ModuleList | nn.Sequential) and len(trained) > 1 and called:
             blocks = all(any(True for _ in child.children()) for child in trained)
             rank = blocks, -name.count("."), sum(p.numel() for p in module.parameters())
-            yield rank, tuple(f"{name}.{short}" for short in module._modules)
+            yield rank, tuple(f"{name}.{short}" for short, child in module._modules.items() if child is not None)
             return
         for short, child in module.named_children():
             yield from lists(child, f"{name}.{short}" if name else short)
@@ -181,6 +181,7 @@ def _outside(model: nn.Module, links: Sequence[str]) -> dict[str, frozenset[int]
         for place, (name, indices, loops) in enumerate(uses):
             if indices:
                 continue
+            _check_no_link_in(model, links, name)
             together = {i for _, others, their in uses if their & loops for i in others}
             before = [i for _, others, _ in uses[:place] for i in others]
             after = next((others for _, others, _ in uses[place:] if others), [behind])
@@ -200,11 +201,35 @@ def _outside(model: nn.Module, links: Sequence[str]) -> dict[str, frozenset[int]
     return {part: frozenset(before) for name, before in found.items() for part in _parts(model, name)}
 
 
-def _parts(model: nn.Module, name: str) -> Iterator[str]:
-    """What can be placed of a module: itself or, of one that cannot be called (a list, a dict), what is in it."""
+def _check_no_link_in(model: nn.Module, links: Sequence[str], used: str) -> None:
+    """ValueError where a module outside of the links that runs has one of them inside: it would run it unseen."""
+    name_of = {id(model.get_submodule(link)): link for link in links}
+    for name in _parts(model, used):
+        outside = _child(model, name)
+        inside = () if outside is None else (id(module) for module in outside.modules() if module is not outside)
+        if found := next((name_of[one] for one in inside if one in name_of), None):
+            raise ValueError(
+                f"the pipeline's link {found!r} of {type(model).__name__} is a part of {name!r} too, which is no link "
+                f"and runs it unseen: give the model a method pipeline_links() that names modules which run once each"
+            )
+
+
+def _child(model: nn.Module, name: str) -> nn.Module | None:
+    """A module by its name; None for a parameter, and where None stands."""
     path, _, last = name.rpartition(".")
-    module = model.get_submodule(path)._modules.get(last)
-    if module is None or type(module).forward is not nn.Module.forward:
+    return model.get_submodule(path)._modules.get(last)
+
+
+def _parts(model: nn.Module, name: str) -> Iterator[str]:
+    """What can be placed of a module: itself or, of one that cannot be called (a list, a dict), what is in it; nothing
+    of one that is None."""
+    path, _, last = name.rpartition(".")
+    module = _child(model, name)
+    if module is None:
+        if model.get_submodule(path)._parameters.get(last) is not None:
+            yield name
+        return
+    if type(module).forward is not nn.Module.forward:
         yield name
         return
     for short in (*module._parameters, *module._modules):

@@ -86,9 +86,9 @@ class GradientElsewhere(Elsewhere, Tensor):
     def refusal(cls, func: Function, values: Sequence[Any]) -> ValueError:
         return ValueError(
             f"{name_of(func)!r} reads p.grad, but after engine.backward the gradients are in the engine's buffers, not "
-            f"yet summed over the ranks: clip by engine.clip_grad_norm_(max_norm) or Engine(clip=...), in the place of a "
-            f"GradScaler give Engine(loss_scale=plait.LossScale()), discard by optimizer.zero_grad(), look at them "
-            f"with a listener"
+            f"yet summed over the ranks: clip by engine.clip_grad_norm_(max_norm) or Engine(clip=...), give "
+            f"Engine(loss_scale=plait.LossScale()) in the place of a GradScaler, discard by optimizer.zero_grad(), and "
+            f"look at them with a listener"
         )
 
     @classmethod

@@ -228,3 +228,42 @@ class AddedInPlace(Tower):
 def test_what_a_program_has_written_to_goes_on_as_it_is_then(mesh: str) -> None:
     for split in {"pipe=2": [(1, 5), (3, 3)], "pipe=3": [(1, 2, 3)]}[mesh]:
         same(distinct(AddedInPlace()), mesh, "ddp", schedule="1f1b", data=batches(2), split=split)
+
+
+class Attending(nn.Module):
+    """Returns a value beside its output; the first one's is given to all others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = linear()
+
+    def forward(self, x: Tensor, value: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        own = self.inner(x)
+        return torch.tanh(own if value is None else own + value / 2), own
+
+
+class ValueResidual(nn.Module):
+    """Links of two classes in turns, which return a pair and a tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = linear(), linear()
+        self.attention = nn.ModuleList(Attending() for _ in range(3))
+        self.feedforward = nn.ModuleList(cases.Block() for _ in range(3))
+
+    def pipeline_links(self) -> list[str]:
+        return [f"{kind}.{number}" for number in range(3) for kind in ("attention", "feedforward")]
+
+    def forward(self, x: Tensor) -> Tensor:
+        x, first = self.embed(x), None
+        for attention, feedforward in zip(self.attention, self.feedforward, strict=True):
+            x, value = attention(x, value=first)
+            first = value if first is None else first
+            x = feedforward(x) + x
+        out: Tensor = self.head(x)
+        return out
+
+
+@pytest.mark.parametrize("split", [(1, 5), (2, 4), (3, 3), (4, 2), (5, 1)])
+def test_links_of_two_classes_stand_for_what_each_returns(split: tuple[int, int]) -> None:
+    same(distinct(ValueResidual()), "pipe=2", "ddp", schedule="1f1b", data=batches(2), split=split)

@@ -38,7 +38,7 @@ from plait.engine.forward.context import CurrentForward, in_backward
 from plait.engine.pipeline.crossing import BoundaryState, version_of
 from plait.engine.pipeline.handover import Key, shape_of, tree_of, value_of
 from plait.engine.pipeline.not_here import NotHere
-from plait.engine.pipeline.stage_model import CHILDREN, ForeignLayer, StageModel, empty
+from plait.engine.pipeline.stage_model import CHILDREN, ForeignLayer, StageModel, empty, kind_of
 
 
 class StageDone(Exception):  # noqa: N818 (it is no error)
@@ -64,6 +64,7 @@ class StageBoundary:
     def __init__(self, part: StageModel, number: int, current: CurrentForward, *, last: bool) -> None:
         self.number, self.current, self.last = number, current, last
         self.model, self.links, self.names = part.model, part.links, part.chain.links
+        self._kinds = [kind_of(part.model.get_submodule(name)) for name in self.names]
         self._indices: dict[int, list[int]] = {}
         self._name_of: dict[int, str] = {}
         self.own = {name: module for name, module in part.outside.items() if not isinstance(module, ForeignLayer)}
@@ -248,8 +249,14 @@ class StageBoundary:
         return any(self.names.index(name) >= boundary.next_link for name in given)
 
     def _behind(self, boundary: BoundaryState) -> Any:
-        """What stands for the output of the stage's last link, and of later ones."""
+        """What stands for the output of the stage's last link, and of later ones: what the last link of the same class
+        returned."""
         boundary.silence(self.own)
+        for index in reversed(range(boundary.next_link)):
+            alike = self._kinds[index] is self._kinds[boundary.next_link - 1]
+            if alike and (calls := boundary.returned.get(self.names[index])):
+                tree, shapes = calls[-1]
+                return value_of(tree, list(map(boundary.not_here, shapes)))
         tree = tree_of(boundary.output, tensors := list[Tensor]())
         return value_of(tree, [boundary.not_here(shape_of(tensor)) for tensor in tensors])
 

@@ -50,6 +50,7 @@ class ForeignLayer(OwnLayer):
 
     def __init__(self, link: nn.Module, around: "ForeignLayer | None" = None) -> None:
         super().__init__()
+        self._kind = type(link)
         if around is not None:
             self.at_call = partial(_refuse_call, type(link).__name__)
             self.at_look = lambda _, what: around.at_look(around, what)
@@ -99,6 +100,11 @@ class ForeignLayer(OwnLayer):
                 f"{name!r} is asked of a part of the model that another stage has: keep it in an attribute of the "
                 f"model or its config, or train without a pipe axis"
             ) from None
+
+
+def kind_of(link: nn.Module) -> type:
+    """A link's class, wherever it is."""
+    return link._kind if isinstance(link, ForeignLayer) else type(link)
 
 
 def _refuse_call(kind: str, *call: Any) -> Any:

@@ -8,6 +8,8 @@ from typing import Any
 import engine_cases as cases
 import pytest
 import torch
+from engine_cases import distinct
+from pipeline_cases import linear, same
 from torch import Tensor, nn
 
 from plait.engine.pipeline.chain import chain_of
@@ -188,11 +190,32 @@ def test_a_buffer_that_several_stages_would_change_is_refused() -> None:
         chain_of(wrapped)
 
 
-def test_lists_of_lists_are_no_links() -> None:
+def test_the_entries_of_lists_in_a_list_are_links() -> None:
     """Nothing calls a list, so its entries are looked into."""
     model = nn.Module()
     model.stages = nn.ModuleList(nn.ModuleList(nn.Sequential(nn.Linear(2, 2)) for _ in range(2 + i)) for i in range(2))
-    assert chain_of(model).links == ("stages.1.0", "stages.1.1", "stages.1.2")
+    assert chain_of(model).links == ("stages.0.0", "stages.0.1", "stages.1.0", "stages.1.1", "stages.1.2")
+
+
+class Pairs(nn.Module):
+    """Layers as pairs of modules in lists, as in many models of transformers that are written by hand."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = linear()
+        self.layers = nn.ModuleList(nn.ModuleList([linear(), cases.Block()]) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for first, second in self.layers:
+            x = torch.tanh(first(x)) + x
+            x = second(x) + x
+        y: Tensor = self.head(x)
+        return y
+
+
+@pytest.mark.parametrize(("mesh", "order"), [("pipe=2", "1f1b"), ("pipe=3", "zb_h1"), ("pipe=2", "interleaved")])
+def test_layers_that_are_pairs_are_cut_between_any_two(mesh: str, order: str) -> None:
+    same(distinct(Pairs()), mesh, "ddp", schedule=order)
 
 
 def test_none_is_no_link_and_runs_nowhere() -> None:

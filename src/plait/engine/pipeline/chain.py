@@ -106,18 +106,27 @@ def _planned(model: nn.Module) -> tuple[str, ...]:
     return (*names, *(name for name in head if name.removeprefix(prefix) not in plan and hasattr(model, name)))
 
 
+def _entries(module: nn.Module) -> dict[str, nn.Module]:
+    """The modules inside, one that stands twice twice."""
+    return {short: child for short, child in module._modules.items() if child is not None}
+
+
 def _outermost_list(model: nn.Module) -> tuple[str, ...]:
     """The entries of the model's list of blocks: of the lists of modules that are in no other list, one of modules with
     parts before one of single layers, an outer one before an inner one, one with more parameters before one with
-    fewer."""
+    fewer.  A list of lists of modules counts as one list of them all, as of the pairs of a transformer's layers."""
 
     def lists(module: nn.Module, name: str) -> Iterator[tuple[tuple[bool, int, int], tuple[str, ...]]]:
-        trained = [child for child in module.children() if any(True for _ in child.parameters())]
+        entries = _entries(module)
+        if isinstance(module, nn.ModuleList) and all(type(child) is nn.ModuleList for child in entries.values()):
+            rows = entries.items()
+            entries = {f"{row}.{short}": child for row, inner in rows for short, child in _entries(inner).items()}
+        trained = [child for child in entries.values() if any(True for _ in child.parameters())]
         called = not any(isinstance(child, nn.ModuleList | nn.ModuleDict) for child in trained)
         if isinstance(module, nn.ModuleList | nn.Sequential) and len(trained) > 1 and called:
             blocks = all(any(True for _ in child.children()) for child in trained)
             rank = blocks, -name.count("."), sum(p.numel() for p in module.parameters())
-            yield rank, tuple(f"{name}.{short}" for short, child in module._modules.items() if child is not None)
+            yield rank, tuple(f"{name}.{short}" for short in entries)
             return
         for short, child in module.named_children():
             yield from lists(child, f"{name}.{short}" if name else short)

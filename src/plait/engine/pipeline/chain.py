@@ -7,8 +7,8 @@
                 x = layer(x, self.bias)                bias     before 0, 1, 2 and 3    every stage has a copy
             return self.head(self.norm(x))             norm     behind link 2           the last stage has it
 
-Links are modules that run in turn.  A model names them, or they are the entries of its outermost list of modules.  What
-stands outside of them is read off the source of the containers' forwards, and where that is silent, off the order in
+Links are modules that run in turn.  A model names them, or they are the entries of its outermost list of modules (of
+lists in it, those in them).  What stands outside of them is read off the source of the containers' forwards, and where that is silent, off the order in
 which modules were registered.  That decides where parameters lie and nothing else: a stage that comes to one which it
 does not have refuses.
 """

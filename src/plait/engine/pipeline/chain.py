@@ -8,9 +8,9 @@
             return self.head(self.norm(x))             norm     behind link 2           the last stage has it
 
 Links are modules that run in turn.  A model names them, or they are the entries of its outermost list of modules (of
-lists in it, those in them).  What stands outside of them is read off the source of the containers' forwards, and where that is silent, off the order in
-which modules were registered.  That decides where parameters lie and nothing else: a stage that comes to one which it
-does not have refuses.
+lists in it, those in them).  What stands outside of them is read off the source of the containers' forwards, and where
+that is silent, off the order in which modules were registered.  That decides where parameters lie and nothing else: a
+stage that comes to one which it does not have refuses.
 """
 
 import ast

@@ -62,7 +62,7 @@ def _is_own(kind: type) -> bool:
 
 
 def _top(kind: type) -> str:
-    return kind.__module__.partition(".")[0]
+    return (kind.__module__ or "").partition(".")[0]
 
 
 @cache

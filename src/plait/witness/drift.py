@@ -18,7 +18,6 @@ from torch import Tensor
 
 from plait.data.batches import split_samples
 from plait.engine.step import num_samples
-from plait.job.job import Job
 from plait.witness.judgement import SMALL, largest
 from plait.witness.replay import Gradients, Replay, clipped
 
@@ -110,8 +109,8 @@ def _sizes(true: Gradients) -> dict[str, float]:
 class Echo:
     """A second honest run of the same job, in step with the judge's own."""
 
-    def __init__(self, job: Job, start: Mapping[str, Tensor]) -> None:
-        self._replay = Replay(job)
+    def __init__(self, replay: Replay, start: Mapping[str, Tensor]) -> None:
+        self._replay = Replay(replay.job, replay.buffers)
         self._replay.set(start)
         self._before = {name: value.clone() for name, value in start.items()}
         self._gradients: Gradients = {}

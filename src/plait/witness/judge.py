@@ -67,7 +67,8 @@ def judge(
         raise ValueError(f"clip is {clip!r}: give the norm that the loop clips to, a number above 0, or None")
     if isinstance(job, UserJob):
         job = make_job(JobConfig(job=job, dtype=dtype, batch=num_samples(job.batch(0))))
-    witnessed, replay = read_witnessed(folder), Replay(job)
+    witnessed = read_witnessed(folder)
+    replay = Replay(job, witnessed.buffers)
     check_same_job(witnessed, replay)
     return replace(_Trial(witnessed, replay, clip, steps).judge(), recording=witnessed.recording)
 
@@ -134,7 +135,7 @@ class _Trial:
             self.pieces = [
                 {n: run.few(n, p) for n, p in own.items()} for run, own in zip(runs, self.pieces, strict=True)
             ]
-            self.echo = Echo(replay.job, start)
+            self.echo = Echo(replay, start)
         replay.set(start)
         names = {id(p): name for name, p in replay.parameters.items()}
         if wrong := judge_options(number, self.witnessed, steps, names, replay.optimizer):

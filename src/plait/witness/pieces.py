@@ -46,7 +46,18 @@ def unwrapped(model: nn.Module) -> nn.Module:
 def named(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     """The parameters, each once, by their names without those of wrappers."""
     for name, parameter in model.named_parameters():
-        yield ".".join(part for part in name.split(".") if part not in INSIDE[1:]), parameter
+        yield _of_the_job(name), parameter
+
+
+def named_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """The buffers likewise, of real numbers that are there."""
+    for name, buffer in model.named_buffers():
+        if not (buffer.is_meta or buffer.is_complex()):
+            yield _of_the_job(name), buffer
+
+
+def _of_the_job(name: str) -> str:
+    return ".".join(part for part in name.split(".") if part not in INSIDE[1:])
 
 
 def piece_of(tensor: Tensor) -> Tensor:

@@ -7,7 +7,7 @@
             optimizer.step()                before it    each p.grad, the options of each group
             optimizer.zero_grad()           after it     each parameter; the step is written
 
-    witnessed/rank-00000/start.safetensors          the parameters, and where they lie in the whole
+    witnessed/rank-00000/start.safetensors          the parameters, where they lie in the whole, and the buffers
                          step-000000.safetensors    a step, there as a whole or not at all
                          end.safetensors            the loop has left the block
 
@@ -33,10 +33,12 @@ from plait.core.layout import Region
 from plait.engine.data_parallel.optim import has_stepped
 from plait.files.writing import told, write_bytes
 from plait.witness.elements import MOST_ELEMENTS, KeepAll, KeepFew, Recording
-from plait.witness.pieces import Piece, local, named, region_of, unwrapped
+from plait.witness.pieces import Piece, local, named, named_buffers, region_of, unwrapped
 from plait.witness.rows import Row, rows_of
 
 FORMAT = "plait witness 1"
+BUFFER = "buffer/"
+"""Before the names of buffers, as they are at the start."""
 KEY = "plait"
 """Under which a file's metadata has the JSON."""
 
@@ -127,7 +129,8 @@ class Witness:
         about = {"format": FORMAT, "rank": self._rank, "ranks": self._ranks, "inputs": self._inputs}
         about |= {"elements": self._elements, "pieces": [asdict(piece) for piece in self.pieces]}
         self._last = self._recording.kept("after", self._parameters)
-        self._write(self._place / "start.safetensors", self._start(), about)
+        buffers = {f"{BUFFER}{name}": local(buffer) for name, buffer in named_buffers(self._model)}
+        self._write(self._place / "start.safetensors", self._start() | buffers, about)
         self._handles.append(self._model.register_forward_pre_hook(self._forward, prepend=True, with_kwargs=True))
         for number, optimizer in enumerate(self._optimizers):
             self._handles.append(optimizer.register_step_pre_hook(lambda *call, n=number: self._before(n, *call)))

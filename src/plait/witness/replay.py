@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -36,11 +37,13 @@ class SampleGradient:
 
 
 class Replay:
-    """One process, whose parameters are set to what was witnessed."""
+    """One process, whose parameters are set to what was witnessed; it begins with its ``buffers``, by name."""
 
-    def __init__(self, job: Job) -> None:
-        self.job, self.model = job, job.build()
+    def __init__(self, job: Job, buffers: Mapping[str, Tensor] = MappingProxyType({})) -> None:
+        self.job, self.model, self.buffers = job, job.build(), buffers
         materialise(self.model, job.seed, torch.device("cpu"), job.weights)
+        known = dict(self.model.named_buffers())
+        self._set_buffers({n: b.clone() for n, b in buffers.items() if n in known and _alike(b, known[n])})
         check_replayable(self.model)
         for module in self.model.modules():
             if isinstance(module, nn.SyncBatchNorm):  # one process has nobody to synchronise with
@@ -142,6 +145,10 @@ def check_replayable(model: nn.Module) -> None:
                 f"module {name!r} drops with p={module.p:g}, and every engine draws other masks: judge the job without "
                 f"dropout (--dropout 0, or nn.Dropout(0.0) in the job)"
             )
+
+
+def _alike(one: Tensor, other: Tensor) -> bool:
+    return (one.shape, one.dtype) == (other.shape, other.dtype)
 
 
 def _cut(leaf: Any, num: int) -> bool:

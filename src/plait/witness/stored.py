@@ -21,7 +21,7 @@ from plait.core.layout import Region
 from plait.files.reading import memory, read_file, shown
 from plait.witness.elements import KINDS, MOST_ELEMENTS, places_of, unpacked
 from plait.witness.pieces import Piece
-from plait.witness.record import FORMAT, KEY, rank_folder, step_file
+from plait.witness.record import BUFFER, FORMAT, KEY, rank_folder, step_file
 
 MOST_RANKS = 4096
 
@@ -65,6 +65,8 @@ class RankRun:
     place: Path
     pieces: tuple[Piece, ...]
     start: Mapping[str, Tensor]
+    buffers: Mapping[str, Tensor]
+    """At the start."""
     end: RankStep | None
     """None: the run was killed, or failed."""
 
@@ -139,6 +141,11 @@ class Witnessed:
         """In words."""
         return "whole" if self.elements is None else f"{self.elements} elements of each piece, and its norm"
 
+    @property
+    def buffers(self) -> dict[str, Tensor]:
+        """At the start; of several ranks the first one's."""
+        return {name: value for run in reversed(self.runs) for name, value in run.buffers.items()}
+
     def whole(
         self,
         pieces: Mapping[int, Mapping[str, Tensor]],
@@ -212,7 +219,9 @@ def _run(place: Path, rank: int) -> RankRun:
         raise _damaged(path, f"it says {ranks} ranks")
     if elements is not None and not (type(elements) is int and 1 <= elements <= MOST_ELEMENTS):
         raise _damaged(path, f"it says {str(elements)[:80]!r} elements of each piece")
-    run = RankRun(rank, ranks, inputs, elements, path.parent, pieces, tensors, None)
+    buffers = {key.removeprefix(BUFFER): value for key, value in tensors.items() if key.startswith(BUFFER)}
+    start = {piece.name: tensors[piece.name] for piece in pieces}
+    run = RankRun(rank, ranks, inputs, elements, path.parent, pieces, start, buffers, None)
     last = path.with_name("end.safetensors")
     if not last.exists():
         return run

@@ -49,6 +49,8 @@ def judged(
     optimizers: Callable[[nn.Module], Any] | None = None,
     steps: int = 3,
     elements: int | None = None,
+    witnessed: int = 10,
+    due: int | None = None,
     **settings: Any,
 ) -> Judgement:
     """The judgement of a loop of one process; ``body`` is its step, the plain one if it is None."""
@@ -56,7 +58,7 @@ def judged(
     torch.manual_seed(1)
     model = build()
     own = optimizers(model) if optimizers else optimizer(model.parameters())
-    with plait.witness(model, own, path / "w", elements=elements):
+    with plait.witness(model, own, path / "w", elements=elements, steps=witnessed):
         for step in range(steps):
             if body is not None:
                 body(model, own, step)
@@ -64,7 +66,7 @@ def judged(
                 backward(model, batches(step), loss)
                 own.step()
                 own.zero_grad()
-    return plait.judge(job, path / "w", **settings)
+    return plait.judge(job, path / "w", steps=due, **settings)
 
 
 def backward(model: nn.Module, batch: Batch, loss: Callable[[nn.Module, Batch], Tensor] = squares) -> None:
@@ -83,9 +85,9 @@ def two_optimizers(model: nn.Module) -> list[torch.optim.Optimizer]:
     [
         (
             (),
-            "update of 1.weight: it was not made, nor those of 1 others: its optimizer, number 1, made none of 3 steps",
+            "of 1.weight: it was not made, nor were those of 1 other: its optimizer, number 1, made none of 3 steps",
         ),
-        ((0, 2), "not judged: 2 parameters in the 1 steps that their optimizer, number 1, did not make (1)"),
+        ((0, 2), "not judged: 2 parameters in 1 step that optimizer number 1 did not make (1)"),
         ((0, 1, 2), "the run of a single process"),
     ],
 )
@@ -111,14 +113,26 @@ def test_updates_that_stop_are_left_out_and_other_forwards_are_told(tmp_path: Pa
     def evaluates(model: nn.Module, optimizer: Any, step: int) -> None:
         stops(model, optimizer, step if step < 2 else 77)  # other samples than those of step 2
 
-    found = judged(tmp_path / "stops", stops)
+    found = judged(tmp_path / "stops", stops, steps=4)
     assert (found.step, found.phase, found.cause) == (2, "update", "the optimizer's step was left out"), found
     found = judged(tmp_path / "evaluates", evaluates)
-    assert found.equal and "not judged: 1 forwards after the last update" in found.text
+    assert found.equal and "not judged: 1 forward after the last update" in found.text
     assert judged(tmp_path / "all", steps=2).equal
     job = plait.UserJob(net, squares, batch, lambda b: b[1].numel(), adamw)
     found = plait.judge(job, tmp_path / "all" / "w", steps=5)
     assert "step 2, update: the one rank: the loop made 2 of 5 steps" in found.text
+    assert judged(tmp_path / "full", witnessed=2, due=5).equal, "the witness was to write two"
+    assert judged(tmp_path / "looks", stops, steps=3).equal, "it may be an evaluation of the next batch"
+
+
+def test_optimizers_that_had_no_turn_yet_are_told_and_not_accused(tmp_path: Path) -> None:
+    def body(model: nn.Module, optimizers: Any, step: int) -> None:
+        backward(model, batch(step))
+        optimizers[0].step()
+        model.zero_grad()
+
+    found = judged(tmp_path, body, optimizers=two_optimizers, steps=1)
+    assert found.equal and "not judged: 2 parameters in 1 step that optimizer number 1" in found.text
 
 
 # ---- gradients that one side has ------------------------------------------------------------------------------------
@@ -268,9 +282,8 @@ def test_elements_far_below_the_largest_are_told(tmp_path: Path) -> None:
         return x * torch.tensor([1e6] + [1.0] * (WIDTH - 1)), y
 
     found = judged(tmp_path, batches=uneven, build=lambda: nn.Linear(WIDTH, WIDTH, bias=False))
-    assert (
-        found.equal
-        and "hardly judged: 1 gradients most of whose elements are far below their largest (weight)" in str(found)
+    assert found.equal and "hardly judged: 1 gradient most of whose elements are far below the largest (weight)" in str(
+        found
     )
 
 

@@ -68,9 +68,10 @@ def repeats_alone(steps: Sequence[RankStep], rows: Sequence[Row]) -> bool:
 
 
 def covers(ends: Sequence[RankStep], replay: Replay, step: int) -> bool:
-    """Whether the samples that the ranks saw behind their last update are the whole batch of the next step."""
+    """Whether the samples that the ranks saw behind their last update are the whole batches of the next two steps;
+    those of one may be an evaluation."""
     try:
-        wanted = Counter(replay.rows(step))
+        wanted = Counter(replay.rows(step)) + Counter(replay.rows(step + 1))
     except Exception:  # a job of the user's may have no such batch
         return False
     seen = Counter(row for end in ends for call in end.calls for row in call or ())

@@ -54,7 +54,8 @@ def judge(
         folder: what ``plait.witness`` has written, all ranks in one place.
         clip: the global norm to which the loop clips; None: it does not.
         dtype: in which a user's job is computed.
-        steps: how many the loop was to make, or to be witnessed in; None: as many as there are.
+        steps: how many updates the loop was to make; None: as many as there are. Nothing is said of those that come
+            after the last one that ``plait.witness`` writes.
 
     Returns:
         The judgement: ``equal``, or the first thing that is wrong (``step``, ``phase``, ``name`` of the parameter,
@@ -151,7 +152,7 @@ class _Trial:
         true = replay.part(number, None, count)
         if odd := not_finite(true.gradients):
             if wrong := judge_not_finite(number, self.witnessed, steps, true.gradients):
-                return wrong
+                return strange or wrong
             if not number:
                 raise ValueError(
                     f"no step can be judged: in the first one the job's own gradient of {odd[-1]} is not finite"
@@ -325,7 +326,8 @@ class _Trial:
     def _stopped(self, number: int, ends: Sequence[RankStep]) -> Judgement | None:
         """Whether updates stop while the samples of step ``number`` go on."""
         ranks = len(ends)
-        if self.due_steps is not None and number < self.due_steps:
+        ended = all(end.about.get("all") for end in ends)  # before the witness had written as many as it was to
+        if self.due_steps is not None and ended and number < self.due_steps:
             what = f"the loop made {number} of {self.due_steps} steps"
         else:
             self.unseen.behind = max((len(end.calls) for end in ends), default=0)

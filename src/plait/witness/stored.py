@@ -226,6 +226,8 @@ def _run(place: Path, rank: int) -> RankRun:
     if not last.exists():
         return run
     about, ending = _read(last)
+    if type(about.get("calls")) is int:  # earlier versions counted them
+        about["calls"] = []
     if not _numbers(about.get("late", [])) or not _is_calls(about.get("calls")):
         raise _damaged(last, "it is no end of a witness")
     return replace(run, end=_kept(last, about, ending, run, whole=False))

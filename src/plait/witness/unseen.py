@@ -1,6 +1,6 @@
 """What a judgement could not look at: said beside the verdict, so that nobody takes silence for a proof."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from torch import Tensor
 
@@ -61,10 +61,12 @@ class Unseen:
     def judge_forgotten(self) -> Judgement | None:
         """An optimizer that never made a step."""
         for optimizer, steps in self._idle.items():
-            if len(steps) == self._steps and (names := self._of(optimizer)):
+            took_turns = self._steps < len(self._optimizers())  # it may have had none yet
+            if len(steps) == self._steps and not took_turns and (names := self._of(optimizer)):
                 ranks = tuple(run.rank for run in self.witnessed.runs)
-                cause = f"its optimizer, number {optimizer}, made none of {self._steps} steps"
-                text = f"step 0, update of {names[0]}: it was not made, nor those of {len(names) - 1} others: {cause}"
+                cause = f"its optimizer, number {optimizer}, made none of {_counted(self._steps, 'step')}"
+                others = f", nor were those of {_counted(len(names) - 1, 'other')}" * (len(names) > 1)
+                text = f"step 0, update of {names[0]}: it was not made{others}: {cause}"
                 return Judgement(0, "update", names[0], ranks, 0.0, 1.0, cause, text)
         return None
 
@@ -77,28 +79,30 @@ class Unseen:
                 f"since parts of a batch do not add up to it more closely"
             )
         if self._small:
-            told += f"; not judged: {len(self._small)} gradients far below the largest one ({_few(self._small)})"
+            told += f"; not judged: {_counted(len(self._small), 'gradient')} far below the largest one "
+            told += f"({_few(self._small)})"
         if self._spread:
-            told += (
-                f"; hardly judged: {len(self._spread)} gradients most of whose elements are far below their largest "
-            )
-            told += f"({_few(self._spread)})"
+            told += f"; hardly judged: {_counted(len(self._spread), 'gradient')} most of whose elements are far below "
+            told += f"the largest ({_few(self._spread)})"
         if self._hidden:
-            told += (
-                f"; not judged: {len(self._hidden)} updates in the last bits of their parameters ({_few(self._hidden)})"
-            )
+            told += f"; not judged: {_counted(len(self._hidden), 'update')} in the last bits of the parameter "
+            told += f"({_few(self._hidden)})"
         for optimizer, steps in self._idle.items():
             told += (
-                f"; not judged: {len(self._of(optimizer))} parameters in the {len(steps)} steps that their optimizer, "
+                f"; not judged: {_counted(len(self._of(optimizer)), 'parameter')} in {_counted(len(steps), 'step')} "
             )
-            told += f"number {optimizer}, did not make ({_few(map(str, steps))})"
+            told += f"that optimizer number {optimizer} did not make ({_few(map(str, steps))})"
         if self.losses:
             told += "; not judged: the losses that the loop told, which may be of samples that are not known one by one"
         if self.behind:
-            told += f"; not judged: {self.behind} forwards after the last update"
+            told += f"; not judged: {_counted(self.behind, 'forward')} after the last update"
         return told
 
 
-def _few(names: object) -> str:
-    shown = list(names)  # type: ignore[call-overload]
+def _counted(number: int, word: str) -> str:
+    return f"{number} {word}{'s' * (number != 1)}"
+
+
+def _few(names: Iterable[str]) -> str:
+    shown = list(names)
     return ", ".join(shown[:3]) + (", ..." if len(shown) > 3 else "")

@@ -2,73 +2,77 @@
 
 from __future__ import annotations
 
+from collections import deque
 from typing import Any
 
 import engine_cases as cases
 import pytest
 import torch
 from engine_cases import batches, distinct, loss_sum
-from torch import nn
+from torch import Tensor, nn
 
 
-class Rebinding(torch.optim.Optimizer):
-    """Gives parameters other memory, as hand-written optimizers do."""
-
-    def __init__(self, parameters: Any) -> None:
-        super().__init__(parameters, {"lr": 0.1})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is not None:
-                    p.data = p.data - group["lr"] * p.grad
-
-
-class Remembering(torch.optim.Optimizer):
-    """Keeps the last gradient itself, in its state or beside it."""
-
-    beside = False
+class Optimizer(torch.optim.Optimizer):
+    """Updates one parameter after the other."""
 
     def __init__(self, parameters: Any) -> None:
         super().__init__(parameters, {"lr": 0.05})
 
+    def update(self, p: nn.Parameter, gradient: Tensor, lr: float) -> None:
+        raise NotImplementedError
+
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
         for group in self.param_groups:
             for p in group["params"]:
                 if p.grad is not None:
-                    state = vars(self) if self.beside else self.state[p]
-                    key = f"last {id(p)}"
-                    last = state.get(key, torch.zeros_like(p))
-                    p.add_(p.grad + 0.5 * (p.grad - last), alpha=-group["lr"])
-                    state[key] = p.grad
+                    self.update(p, p.grad, group["lr"])
+
+
+class Rebinding(Optimizer):
+    """Gives parameters other memory, as hand-written optimizers do."""
+
+    def update(self, p: nn.Parameter, gradient: Tensor, lr: float) -> None:
+        p.data = p.data - lr * gradient
+
+
+class Remembering(Optimizer):
+    """Keeps the last gradient itself, in its state or beside it."""
+
+    beside = False
+
+    def update(self, p: nn.Parameter, gradient: Tensor, lr: float) -> None:
+        state, key = vars(self) if self.beside else self.state[p], f"last {id(p)}"
+        p.add_(gradient + 0.5 * (gradient - state.get(key, torch.zeros_like(p))), alpha=-lr)
+        state[key] = gradient
 
 
 class RememberingBeside(Remembering):
     beside = True
 
 
-class Accumulating(torch.optim.Optimizer):
+class Collecting(Optimizer):
+    """Keeps the last two gradients in a list, and views of them."""
+
+    def update(self, p: nn.Parameter, gradient: Tensor, lr: float) -> None:
+        history = self.state[p].setdefault("history", deque(maxlen=2))
+        history.append(gradient.view(-1))
+        p.add_(torch.stack(list(history)).mean(0).view_as(p), alpha=-lr)
+
+
+class Accumulating(Optimizer):
     """Its momentum is the first gradient."""
 
-    def __init__(self, parameters: Any) -> None:
-        super().__init__(parameters, {"lr": 0.05})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is not None:
-                    state = self.state[p]
-                    if "momentum" in state:
-                        state["momentum"].mul_(0.9).add_(p.grad)
-                    else:
-                        state["momentum"] = p.grad
-                    p.add_(state["momentum"], alpha=-group["lr"])
+    def update(self, p: nn.Parameter, gradient: Tensor, lr: float) -> None:
+        state = self.state[p]
+        if "momentum" in state:
+            state["momentum"].mul_(0.9).add_(gradient)
+        else:
+            state["momentum"] = gradient
+        p.add_(state["momentum"], alpha=-lr)
 
 
-@pytest.mark.parametrize("optimizer", [Rebinding, Remembering, RememberingBeside, Accumulating])
+@pytest.mark.parametrize("optimizer", [Rebinding, Remembering, RememberingBeside, Collecting, Accumulating])
 @pytest.mark.parametrize(("mesh", "row"), [("shard=1", "ddp"), ("shard=3", "zero1"), ("replica=2 shard=2", "zero3")])
 def test_an_optimizer_makes_what_it_makes_in_a_single_process(optimizer: Any, mesh: str, row: str) -> None:
     template, data = distinct(nn.Sequential(nn.Linear(cases.WIDTH, 7), nn.Tanh(), nn.Linear(7, 3))), batches(5)

@@ -14,7 +14,7 @@ Cutting a parameter is right only for *element-wise* optimizers, and that is pro
 
 import math
 import threading
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -220,10 +220,8 @@ class OwnedOptimizer:
             return
         buffers = {piece.gradient.untyped_storage().data_ptr() for piece in self.owned if piece.gradient.numel()}
         for state in (*optimizer.state.values(), vars(optimizer)):
-            for key, value in state.items():
-                if _memory_of(value) in buffers:
-                    state[key] = value.clone()
-                    self._keep_gradients.add(optimizer)
+            if _take_out(state, buffers):
+                self._keep_gradients.add(optimizer)
 
     def wait_for_reader(self) -> None:
         """Returns when what the optimizers keep may be written to."""
@@ -238,10 +236,17 @@ class OwnedOptimizer:
         return sum(tensor.nbytes for tensor in [*self.masters, *tensors])
 
 
-def _memory_of(value: Any) -> int:
-    """Where a tensor's storage lies; 0 for anything else."""
-    plain = isinstance(value, Tensor) and value.layout is torch.strided and value.numel()
-    return value.untyped_storage().data_ptr() if plain else 0
+def _take_out(kept: Any, buffers: Collection[int]) -> bool:
+    """Puts copies in the place of tensors that lie in these storages, also in lists; whether there were any."""
+    found = False
+    for key, value in list(kept.items() if isinstance(kept, dict) else enumerate(kept)):
+        if isinstance(value, list | deque):
+            found |= _take_out(value, buffers)
+            continue
+        plain = isinstance(value, Tensor) and value.layout is torch.strided and value.numel()
+        if plain and value.untyped_storage().data_ptr() in buffers:
+            kept[key], found = value.clone(), True
+    return found
 
 
 def square_sum(runs: Iterable[Tensor]) -> float:

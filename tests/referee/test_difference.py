@@ -73,7 +73,8 @@ def test_what_should_be_zero() -> None:
 
 
 @pytest.mark.parametrize(
-    "factor, text", [(2.0, "2"), (0.25, "1/4"), (4 / 3, "4/3"), (0.123456, "0.1235"), (-2.0, "-2")]
+    "factor, text",
+    [(2.0, "2"), (0.25, "1/4"), (4 / 3, "4/3"), (0.123456, "0.1235"), (-2.0, "-2"), (1.00005, "1.00005")],
 )
 def test_factors_as_people_write_them(factor: float, text: str) -> None:
     assert factor_text(factor) == text

@@ -3,6 +3,7 @@ right loops that do things in another way."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 import plait
@@ -123,6 +125,14 @@ def test_updates_that_stop_are_left_out_and_other_forwards_are_told(tmp_path: Pa
     assert "step 2, update: the one rank: the loop made 2 of 5 steps" in found.text
     assert judged(tmp_path / "full", witnessed=2, due=5).equal, "the witness was to write two"
     assert judged(tmp_path / "looks", stops, steps=3).equal, "it may be an evaluation of the next batch"
+
+
+def test_what_an_earlier_version_has_witnessed_is_judged(tmp_path: Path) -> None:
+    assert judged(tmp_path, steps=2).equal
+    about = {"steps": 2, "all": True, "calls": 0, "late": []}  # forwards were counted, and are listed now
+    save_file({}, tmp_path / "w/rank-00000/end.safetensors", {"plait": json.dumps(about)})
+    job = plait.UserJob(net, squares, batch, lambda b: b[1].numel(), adamw)
+    assert plait.judge(job, tmp_path / "w").equal
 
 
 def test_optimizers_that_had_no_turn_yet_are_told_and_not_accused(tmp_path: Path) -> None:
@@ -345,13 +355,34 @@ def test_right_loops_are_right(tmp_path: Path) -> None:
 
 def test_extra_forwards_do_not_hide_what_is_wrong(tmp_path: Path) -> None:
     def body(model: nn.Module, optimizer: Any, step: int) -> None:
-        model(batch(step)[0])
-        (2 * squares(model, batch(step)) / batch(step)[1].numel()).backward()
+        x, y = batch(step)
+        model(x[:6])  # as a pipeline learns the shapes of a microbatch
+        for rows in (slice(0, 6), slice(6, 12)):
+            (2 * squares(model, (x[rows], y[rows])) / y.numel()).backward()
         optimizer.step()
         optimizer.zero_grad()
 
     found = judged(tmp_path, body)
     assert (found.phase, found.factor) == ("gradient", pytest.approx(2)), found
+
+
+def test_of_two_stages_the_last_one_is_named_first(tmp_path: Path) -> None:
+    """What is wrong behind the model is wrong in all of it, and began at its end."""
+    layers = lambda: nn.Sequential(nn.Linear(WIDTH, 16), nn.Linear(16, WIDTH))  # noqa: E731
+    job = plait.UserJob(layers, squares, batch, lambda b: b[1].numel(), adamw)
+    stages = [nn.Sequential(layer) for layer in job.model(0)]  # type: ignore[arg-type]
+    optimizers = [adamw(stage.parameters()) for stage in stages]
+    renamed = {f"0.{kind}": f"1.{kind}" for kind in ("weight", "bias")}
+    with (
+        plait.witness(stages[0], optimizers[0], tmp_path, rank=0, ranks=2),
+        plait.witness(stages[1], optimizers[1], tmp_path, rank=1, ranks=2, names=renamed, inputs=False),
+    ):
+        x, y = batch(0)
+        backward(nn.Sequential(*stages), (x, y.flip(0)))
+        for optimizer in optimizers:
+            optimizer.step()
+    found = plait.judge(job, tmp_path)
+    assert (found.phase, found.name, found.ranks) == ("gradient", "1.weight", (1,)), found
 
 
 def test_sparse_gradients_are_kept_whole(tmp_path: Path) -> None:

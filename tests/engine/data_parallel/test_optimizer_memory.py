@@ -75,6 +75,6 @@ class Accumulating(Optimizer):
 @pytest.mark.parametrize("optimizer", [Rebinding, Remembering, RememberingBeside, Collecting, Accumulating])
 @pytest.mark.parametrize(("mesh", "row"), [("shard=1", "ddp"), ("shard=3", "zero1"), ("replica=2 shard=2", "zero3")])
 def test_an_optimizer_makes_what_it_makes_in_a_single_process(optimizer: Any, mesh: str, row: str) -> None:
-    template, data = distinct(nn.Sequential(nn.Linear(cases.WIDTH, 7), nn.Tanh(), nn.Linear(7, 3))), batches(5)
+    template, data = distinct(nn.Sequential(nn.Linear(cases.WIDTH, 7), nn.Tanh(), nn.Linear(7, 3))), batches(12)
     truth = cases.plain(template, data, optimizer, loss_sum, None)
     cases.agree(cases.train(template, mesh, row, data, optimizer), truth)

@@ -1,79 +1,18 @@
-"""Where a judge might look away: steps that are not made, gradients that one side has, numbers that are not finite, and
-right loops that do things in another way."""
+"""Where a judge might look away: steps that are not made, gradients that one side has, numbers that are not finite."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
+from judged_cases import WIDTH, Batch, adamw, backward, batch, judged, net, squares
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
 import plait
-from plait.witness.judgement import Judgement
-
-Batch = tuple[Tensor, ...]
-Body = Callable[[nn.Module, Any, int], None]
-WIDTH = 8
-
-
-def batch(step: int) -> Batch:
-    x = torch.randn(12, WIDTH, generator=torch.Generator().manual_seed(step))
-    return x, x.sin()
-
-
-def squares(model: nn.Module, batch: Batch) -> Tensor:
-    loss: Tensor = (model(batch[0]) - batch[1]).square().sum()
-    return loss
-
-
-def net() -> nn.Module:
-    return nn.Sequential(nn.Linear(WIDTH, 16), nn.LayerNorm(16), nn.Linear(16, WIDTH))
-
-
-def adamw(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(parameters, lr=1e-2)
-
-
-def judged(
-    path: Path,
-    body: Body | None = None,
-    *,
-    build: Callable[[], nn.Module] = net,
-    loss: Callable[[nn.Module, Batch], Tensor] = squares,
-    batches: Callable[[int], Batch] = batch,
-    optimizer: Callable[[Any], Any] = adamw,
-    optimizers: Callable[[nn.Module], Any] | None = None,
-    steps: int = 3,
-    elements: int | None = None,
-    witnessed: int = 10,
-    due: int | None = None,
-    **settings: Any,
-) -> Judgement:
-    """The judgement of a loop of one process; ``body`` is its step, the plain one if it is None."""
-    job = plait.UserJob(build, loss, batches, lambda b: b[1].numel(), optimizer)
-    torch.manual_seed(1)
-    model = build()
-    own = optimizers(model) if optimizers else optimizer(model.parameters())
-    with plait.witness(model, own, path / "w", elements=elements, steps=witnessed):
-        for step in range(steps):
-            if body is not None:
-                body(model, own, step)
-            else:
-                backward(model, batches(step), loss)
-                own.step()
-                own.zero_grad()
-    return plait.judge(job, path / "w", steps=due, **settings)
-
-
-def backward(model: nn.Module, batch: Batch, loss: Callable[[nn.Module, Batch], Tensor] = squares) -> None:
-    (loss(model, batch) / batch[1].numel()).backward()
-
 
 # ---- steps that are not made ----------------------------------------------------------------------------------------
 
@@ -295,128 +234,3 @@ def test_elements_far_below_the_largest_are_told(tmp_path: Path) -> None:
     assert found.equal and "hardly judged: 1 gradient most of whose elements are far below the largest (weight)" in str(
         found
     )
-
-
-# ---- right loops that do it in another way --------------------------------------------------------------------------
-
-
-class Centred(nn.Module):
-    """Changes a buffer in each training forward, and reads it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
-        self.register_buffer("mean", torch.zeros(WIDTH))
-
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.linear(x - self.mean)
-        if self.training:
-            self.mean = self.mean.lerp(x.detach().mean(0), 0.1)
-        return y
-
-
-def normalised() -> nn.Module:
-    return nn.Sequential(nn.utils.parametrizations.spectral_norm(nn.Linear(WIDTH, 16)), nn.Linear(16, WIDTH))
-
-
-@pytest.mark.parametrize("build", [Centred, normalised])
-def test_buffers_that_a_forward_changes_go_on_with_the_steps(build: Any, tmp_path: Path) -> None:
-    assert judged(tmp_path, build=build).equal, "the loop draws other buffers than the job"
-    assert judged(tmp_path / "few", build=build, elements=3).equal
-
-
-class Calls(torch.optim.AdamW):
-    def step(self, closure: Any = None) -> Any:
-        return super().step()
-
-
-def by_forward(model: nn.Module, optimizer: Any, step: int) -> None:
-    x, y = batch(step)
-    ((model.forward(x) - y).square().sum() / y.numel()).backward()
-    optimizer.step()
-    optimizer.zero_grad()
-
-
-def looks_twice(model: nn.Module, optimizer: Any, step: int) -> None:
-    model(batch(step)[0])  # to learn shapes, or to evaluate, with a graph that nobody uses
-    model(batch(99)[0])
-    backward(model, batch(step))
-    optimizer.step()
-    optimizer.zero_grad()
-
-
-def test_right_loops_are_right(tmp_path: Path) -> None:
-    torch.optim.AdamW([nn.Parameter(torch.ones(1))])  # torch puts its hooks around the parent's step too
-    own: Callable[[nn.Module], Any] = lambda model: Calls(model.parameters(), lr=1e-2)  # noqa: E731
-    assert judged(tmp_path / "super", optimizers=own).equal
-    assert judged(tmp_path / "forward", by_forward).equal
-    assert judged(tmp_path / "twice", looks_twice).equal
-
-
-def test_extra_forwards_do_not_hide_what_is_wrong(tmp_path: Path) -> None:
-    def body(model: nn.Module, optimizer: Any, step: int) -> None:
-        x, y = batch(step)
-        model(x[:6])  # as a pipeline learns the shapes of a microbatch
-        for rows in (slice(0, 6), slice(6, 12)):
-            (2 * squares(model, (x[rows], y[rows])) / y.numel()).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-    found = judged(tmp_path, body)
-    assert (found.phase, found.factor) == ("gradient", pytest.approx(2)), found
-
-
-def test_of_two_stages_the_last_one_is_named_first(tmp_path: Path) -> None:
-    """What is wrong behind the model is wrong in all of it, and began at its end."""
-    layers = lambda: nn.Sequential(nn.Linear(WIDTH, 16), nn.Linear(16, WIDTH))  # noqa: E731
-    job = plait.UserJob(layers, squares, batch, lambda b: b[1].numel(), adamw)
-    stages = [nn.Sequential(layer) for layer in job.model(0)]  # type: ignore[arg-type]
-    optimizers = [adamw(stage.parameters()) for stage in stages]
-    renamed = {f"0.{kind}": f"1.{kind}" for kind in ("weight", "bias")}
-    with (
-        plait.witness(stages[0], optimizers[0], tmp_path, rank=0, ranks=2),
-        plait.witness(stages[1], optimizers[1], tmp_path, rank=1, ranks=2, names=renamed, inputs=False),
-    ):
-        x, y = batch(0)
-        backward(nn.Sequential(*stages), (x, y.flip(0)))
-        for optimizer in optimizers:
-            optimizer.step()
-    found = plait.judge(job, tmp_path)
-    assert (found.phase, found.name, found.ranks) == ("gradient", "1.weight", (1,)), found
-
-
-def test_sparse_gradients_are_kept_whole(tmp_path: Path) -> None:
-    class Words(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.table = nn.Embedding(10, WIDTH, sparse=True)
-
-        def forward(self, x: Tensor) -> Tensor:
-            y: Tensor = self.table(x)
-            return y
-
-    def words(step: int) -> Batch:
-        return torch.arange(12) % (3 + step), batch(step)[1]
-
-    assert judged(tmp_path, build=Words, batches=words, optimizer=lambda p: torch.optim.SGD(p, lr=0.1)).equal
-
-
-# ---- what cannot be judged ------------------------------------------------------------------------------------------
-
-
-def test_what_cannot_be_judged_is_refused(tmp_path: Path) -> None:
-    def drops(model: nn.Module, batch: Batch) -> Tensor:
-        loss: Tensor = (F.dropout(model(batch[0]), 0.5) - batch[1]).square().sum()
-        return loss
-
-    with pytest.raises(ValueError, match=r"draws random numbers in its forward: the gradient of step 0 is another one"):
-        judged(tmp_path / "drops", loss=drops)
-    for clip in (float("nan"), -1.0, 0.0, "1.0"):
-        with pytest.raises(ValueError, match=r"clip is .*: give the norm that the loop clips to, a number above 0"):
-            judged(tmp_path / f"clip {clip}", clip=clip)
-
-    def shared(model: nn.Module) -> list[Any]:
-        return [adamw(model.parameters()), adamw(model[1].parameters())]  # type: ignore[index]
-
-    with pytest.raises(ValueError, match=r"'1.weight' is in two groups of the optimizers, and is updated twice a step"):
-        judged(tmp_path / "shared", optimizers=shared)

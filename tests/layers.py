@@ -79,6 +79,7 @@ SHARES: dict[str, Share] = {
     "commands/test_main.py::test_the_installed_command_and_the_module_are_the_same": PROCESSES,
     "config/test_sizes.py::test_it_is_padded_and_equal": Share("few", "all"),
     "data/test_workers.py": PROCESSES,
+    "device": PROCESSES,
     "docs": DOCUMENTATION,
     "engine": TRAINING,
     "engine/loops/test_optimizer_state.py::test_it_enters_any_other_layout_to_the_bit": Share("few", "values"),

@@ -19,11 +19,11 @@ from torch.utils.data import DistributedSampler
 
 from plait.comm import Comm, ThreadWorld
 from plait.comm.check import check_collectives as checked
-from plait.comm.environment import WorldVariables, launched
+from plait.comm.environment import WorldVariables, launched, own_device
 from plait.comm.thread import run
 from plait.core.mesh import Mesh
 from plait.data.rank_batches import RankBatches
-from plait.engine.reduction import as_sum
+from plait.engine.reduction import Weighted, as_sum
 from plait.watch.joined import watch_joined
 
 Result = TypeVar("Result")
@@ -45,7 +45,7 @@ def join(
 
     Args:
         mesh: the axes and their sizes; None puts all ranks on ``shard``.
-        device: where this rank computes and holds its tensors.
+        device: where this rank computes and holds its tensors; ``"cuda"`` is the GPU of its number on its host.
         deadline: seconds after which a wait for another rank raises and says which one.
         deterministic: add in rank order, so that runs are reproducible to the bit.
         check_collectives: compare every collective and message across its ranks before it runs, for a search; all
@@ -69,7 +69,7 @@ def join(
         comm = ProcessComm.from_env(shape, **how, facts={"check_collectives": str(check_collectives)})
         watch_joined(comm)
         return checked(comm) if check_collectives else comm
-    return ThreadWorld(shape, deadline, deterministic, device).comm(0)
+    return ThreadWorld(shape, deadline, deterministic, own_device(device)).comm(0)
 
 
 def run_threads(
@@ -168,7 +168,9 @@ def sum_of_mean(
             'Engine(loss_fn=...); in a loop of your own call engine.backward(loss, count, reduction="mean")'
         )
 
+    weighted = Weighted()
+
     def loss_sum(model: nn.Module, batch: Any) -> Tensor:
-        return as_sum(mean_loss(model, batch), count(batch), "mean")
+        return as_sum(mean_loss(model, batch), count(batch), "mean", weighted)
 
     return loss_sum

@@ -103,6 +103,25 @@ def test_more_process_ranks_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatc
         validate(TrainConfig(device="auto", mesh="shard=4"))
 
 
+LAUNCHED = {"RANK": "9", "WORLD_SIZE": "16", "MASTER_ADDR": "n1", "MASTER_PORT": "1", "LOCAL_WORLD_SIZE": "8"}
+SRUN = {"SLURM_STEP_NUM_TASKS": "16", "SLURM_PROCID": "9", "SLURM_GTIDS": "8,9,10,11,12,13,14,15", "SLURM_LOCALID": "1"}
+SRUN |= {"SLURM_STEP_NODELIST": "n[1-2]", "SLURM_JOB_ID": "3", "SLURM_STEP_ID": "0"}
+
+
+@pytest.mark.parametrize("variables", [LAUNCHED, SRUN], ids=["torchrun", "srun"])
+def test_a_host_has_gpus_for_its_own_ranks(monkeypatch: pytest.MonkeyPatch, variables: dict[str, str]) -> None:
+    """Of 16 ranks on two hosts; a launcher may also show each rank one GPU, its own."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    for gpus in (8, 1):
+        monkeypatch.setattr(torch.cuda, "device_count", lambda gpus=gpus: gpus)
+        validate(TrainConfig(device="cuda", mesh="shard=16"))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    with pytest.raises(ValueError, match="8 ranks on 4 CUDA devices of this host"):
+        validate(TrainConfig(device="cuda", mesh="shard=16"))
+
+
 SECTIONS = (FileConfig, MachineConfig, LayoutConfig, ModelConfig, DataConfig, OptimizerConfig)
 
 

@@ -14,6 +14,8 @@ from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
 from typing import Self
 
+import torch
+
 from plait.comm.slurm import from_slurm
 from plait.core.escape import one_line
 from plait.core.mesh import MOST_RANKS, Mesh
@@ -55,6 +57,40 @@ def launched(environment: MutableMapping[str, str] = os.environ, ranks: int | No
                 f"the whole run: {fix}; for runs of their own unset {', '.join(SEVERAL)}"
             )
     return False
+
+
+def started(environment: Mapping[str, str] = os.environ) -> bool:
+    """Whether a launcher, Slurm's ``srun`` too, has started this process as one of several ranks."""
+    return bool({**environment, **from_slurm(environment)}.get("WORLD_SIZE", "").strip())
+
+
+def ranks_here(ranks: int, environment: Mapping[str, str] = os.environ) -> int:
+    """How many of a mesh's ranks this host has: all, unless a launcher has started this process as one of them."""
+    if not started(environment):
+        return ranks
+    return _number({**environment, **from_slurm(environment)}, "LOCAL_WORLD_SIZE", 1, MOST_RANKS, default=1)
+
+
+def own_device(device: torch.device | str, environment: Mapping[str, str] = os.environ) -> torch.device:
+    """``cuda`` without a number is the GPU of this rank's number on its host, or the only one that it sees: Ray, and
+    Slurm's ``--gpus-per-task``, show each rank its own.
+
+    Raises:
+        ValueError: there is no such GPU.
+    """
+    device = torch.device(device)
+    if device.type != "cuda":
+        return device
+    gpus, number = torch.cuda.device_count(), _number(environment, "LOCAL_RANK", 0, MOST_RANKS, default=0)
+    if not gpus:
+        raise ValueError(f"device {device}: torch sees no CUDA device here; see plait doctor, or use device cpu")
+    index = device.index if device.index is not None else number if gpus > 1 else 0
+    if index >= gpus:
+        raise ValueError(
+            f"cuda:{index} is wanted by the rank with number {number} on this host (LOCAL_RANK), where torch sees "
+            f"{gpus} CUDA devices: start one rank for each"
+        )
+    return torch.device("cuda", index)
 
 
 @dataclass(frozen=True)

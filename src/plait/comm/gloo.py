@@ -34,7 +34,7 @@ class GlooTransport(Transport):
                 "messages over sockets need torch's default process group: init_process_group('gloo') first"
             )
         self._group = group
-        self._spare: dict[torch.dtype, list[Tensor]] = {}
+        self._spare: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
 
     def send(self, operation: Operation, tensor: Tensor, dst: int, tag: int) -> list[Started]:
         return self._start(operation, tensor, lambda chunk: self._group.send([chunk], dst, tag))
@@ -60,7 +60,7 @@ class GlooTransport(Transport):
 
         def finish() -> None:
             ordered_sum(stack, operation.group.sizes, operation.op, out)
-            self._spare[buffer.dtype].append(buffer)
+            self._spare[buffer.dtype, buffer.device].append(buffer)
 
         return self.exchange(operation, stack, slices, tag), finish
 
@@ -89,7 +89,7 @@ class GlooTransport(Transport):
         """A receive buffer, and one tensor per member: a part of the buffer, or ``mine``.  Fresh memory costs more than
         the message, so buffers are used again."""
         n, m = len(operation.group.ranks), mine.numel()
-        spare = self._spare.setdefault(mine.dtype, [])
+        spare = self._spare.setdefault((mine.dtype, mine.device), [])
         spare.sort(key=torch.Tensor.numel)
         fits = next((i for i, buffer in enumerate(spare) if buffer.numel() >= (n - 1) * m), None)
         if fits is not None:

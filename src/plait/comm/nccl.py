@@ -95,6 +95,8 @@ class NcclTransport(GlooTransport):
         return [(dist.all_to_all(into, from_, group=group, async_op=True), slots[0])]
 
     def library(self, operation: Operation, out: Tensor, source: Tensor) -> list[Started] | None:
+        if not self._takes(source):
+            return None
         group, order = self._group_of(operation)
         kind, in_order = operation.kind, order == sorted(order)
         settings: dict[str, Any] = {"group": group, "async_op": True}

@@ -29,7 +29,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from plait.comm.base import Comm, Operation, Work
-from plait.comm.environment import WorldVariables
+from plait.comm.environment import WorldVariables, own_device
 from plait.comm.failures import FailureReports
 from plait.comm.gloo import GlooTransport
 from plait.comm.hosts import HostsTransport, on_hosts
@@ -123,8 +123,9 @@ class ProcessComm(Comm):
                 differ, a world joined here, or a process group of torch's, made before, that does not fit.
             ConnectionError, TimeoutError: as in ``init_process``.
         """
-        place, device = WorldVariables.read(ranks=mesh.size), torch.device(device)
+        place = WorldVariables.read(ranks=mesh.size)
         place.check(mesh)
+        device = own_device(device)
         if not shared_memory:
             _check_group(place)
         there = dist.is_initialized()

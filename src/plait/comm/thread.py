@@ -208,7 +208,8 @@ def run(
     def rank_main(rank: int) -> None:
         world.begin(rank)
         try:
-            with to_its_end():
+            # torch has one thread for the backwards of a GPU, in which a rank would wait for another that is behind it
+            with to_its_end(), torch.autograd.set_multithreading_enabled(False):
                 results[rank] = fn(world.comm(rank))
         except BaseException as error:
             failures.append((rank, error))

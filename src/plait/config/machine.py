@@ -7,6 +7,7 @@ from typing import Literal
 
 import torch
 
+from plait.comm.environment import ranks_here, started
 from plait.core.mesh import Mesh
 
 World = Literal["auto", "process", "shared_memory", "thread"]
@@ -43,8 +44,9 @@ class MachineConfig:
 
 def check_machine(config: MachineConfig) -> None:
     """Refuses devices that this machine does not have, and more ranks than it could start."""
-    ranks, gpus = config.parsed_mesh.size, torch.cuda.device_count()
-    if ranks > MOST_ON_ONE_HOST and "WORLD_SIZE" not in os.environ:
+    ranks = config.parsed_mesh.size
+    here, gpus = ranks_here(ranks), torch.cuda.device_count()
+    if ranks > MOST_ON_ONE_HOST and not started():
         raise ValueError(
             f"{ranks:,} ranks on one host: give a mesh of at most {MOST_ON_ONE_HOST:,}, or start it with torchrun"
         )
@@ -56,10 +58,11 @@ def check_machine(config: MachineConfig) -> None:
         raise ValueError("world shared_memory moves tensors of CPUs: use --world process, or --device cpu")
     if config.device == "cuda" and not torch.cuda.is_available():
         raise ValueError("device cuda: torch sees no CUDA device here; use --device cpu, or see plait doctor")
-    if resolve_device(config.device) == "cuda" and resolve_world(config) == "process" and ranks > gpus:
+    isolated = gpus == 1 and started() and not _ours()  # the launcher shows each rank its own
+    if resolve_device(config.device) == "cuda" and resolve_world(config) == "process" and here > gpus and not isolated:
         raise ValueError(
-            f"{ranks} ranks on {gpus} CUDA devices: NCCL needs one each; "
-            f"use a mesh of {gpus} or fewer, --world thread, or --device cpu"
+            f"{here} ranks on {gpus} CUDA devices of this host: NCCL needs one each; start {gpus} or fewer on a host, "
+            f"or use --world thread or --device cpu"
         )
 
 
@@ -70,8 +73,12 @@ def resolve_world(config: MachineConfig) -> Literal["process", "shared_memory", 
     """
     if config.world != "auto":
         return config.world
-    ours = "PLAIT_LAUNCHER" in os.environ or "WORLD_SIZE" not in os.environ
-    return "shared_memory" if ours and resolve_device(config.device) == "cpu" and _can_share() else "process"
+    return "shared_memory" if _ours() and resolve_device(config.device) == "cpu" and _can_share() else "process"
+
+
+def _ours() -> bool:
+    """Whether plait starts the ranks, or has started this one."""
+    return "PLAIT_LAUNCHER" in os.environ or not started()
 
 
 def _can_share() -> bool:

@@ -28,7 +28,7 @@ BITS = 32
 COUNTS = 4
 """Numbers that a rank brings to ``counts``."""
 
-MARKS = 6
+MARKS = 7
 """Numbers at the end of a ``report``, after the bits."""
 
 

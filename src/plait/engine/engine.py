@@ -337,7 +337,8 @@ class Engine(OwnLoop):
             stage.unsharding.pins.end_step()
         self.publish()
         for piece in self.owned:
-            piece.view.grad = None
+            if piece.view.grad is not piece.gradient:  # memory of its own; the other stays for who looks behind a step
+                piece.view.grad = None
         self._now, self._forwards = None, 0
         self.steps += 1
         self._tell("updated")

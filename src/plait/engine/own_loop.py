@@ -88,7 +88,7 @@ class OwnLoop(PlacedModel):
         if count < 0:
             raise ValueError(f"a count of {count}: it is the number of terms of the loss, 0 or more")
         count = whole_count(count)
-        loss = as_sum(loss, count, reduction)
+        loss = as_sum(loss, count, reduction, self.update.weighted)
         with ExitStack() as stack:
             for engine in engines:
                 engine._host.check(alone=False)

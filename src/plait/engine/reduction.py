@@ -8,7 +8,7 @@ A mean that is taken for a sum is divided twice, and nothing would look wrong.  
 operation is read, unless the caller says what the loss is.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import torch
@@ -22,13 +22,87 @@ _MEAN = 1
 """As torch's loss functions number their reductions."""
 
 
-def as_sum(loss: Tensor, count: int, reduction: Reduction | None) -> Tensor:
+class Weighted:
+    """Means of torch's cross entropy over what has other weights than the count says, seen where it goes wrong.
+
+        mean * count = sum, and so right, where the weight behind the mean is the count, or always as many times it
+
+    Targets that are ignored, or classes with weights, make the weight another in each microbatch.
+    """
+
+    LOOKS = 8
+    """On a GPU the first so many are looked at, for each makes this thread wait."""
+
+    def __init__(self) -> None:
+        self.ratio = 0.0
+        """The weight of a term; negative where all targets weigh the same so far, 0 until there was such a mean."""
+        self._looks = 0
+        self._advice = ""
+
+    def check(self, loss: Tensor, count: int) -> None:
+        """Raises ValueError for a mean whose weight is not in the proportion to its count that others were in."""
+        node: Any = loss.grad_fn
+        total = getattr(node, "_saved_total_weight", None) if count else None
+        if total is None or (self._looks >= self.LOOKS and loss.device.type != "cpu"):
+            return
+        self._looks += 1
+        weights, targets = node._saved_weight, node._saved_target
+        if not (weight := total.item()):
+            return
+        uneven = weights is not None or weight != targets.numel()
+        ratio, before = weight / count, abs(self.ratio)
+        if uneven:
+            self._advice = _instead(weights)
+        if (uneven or self.ratio > 0) and before and _differ(ratio, before):
+            raise ValueError(
+                f"the loss is a mean over {_what(weights, weight, targets)}, {ratio:.6g} for each of the {count} terms "
+                f"of its count, and {before:.6g} in an earlier microbatch: added up they are the mean of nothing. "
+                f"{self._advice}"
+            )
+        self.ratio = ratio if uneven or self.ratio > 0 else -ratio
+
+    def agree(self, ratios: Sequence[float]) -> None:
+        """Raises ValueError, on all ranks, where they have different ones."""
+        first, *others = [(rank, abs(ratio)) for rank, ratio in enumerate(ratios) if ratio] or [(0, 0.0)]
+        for rank, ratio in others if max(ratios) > 0 else ():
+            if _differ(ratio, first[1]):
+                raise ValueError(
+                    f"the loss is a mean, whose weight is {first[1]:.6g} for each term of its count on rank {first[0]} "
+                    f"and {ratio:.6g} on rank {rank}: added up they are the mean of nothing. {self._advice}"
+                )
+
+
+def _differ(ratio: float, other: float) -> bool:
+    return abs(ratio / other - 1) > 1e-6
+
+
+def _what(weights: Tensor | None, weight: float, targets: Tensor) -> str:
+    if weights is not None:
+        return f"classes with weights, {weight:.6g} in all"
+    return f"{weight:.0f} targets, where {targets.numel() - weight:.0f} are ignored"
+
+
+def _instead(weights: Tensor | None) -> str:
+    if weights is None:
+        return "Count the targets that the loss counts, those that are not ignored, as in (y != -100).sum()"
+    return (
+        'Take reduction="sum" of cross_entropy, divide it by the weights of all targets of the step on all ranks '
+        "(engine.sum), and give a count that is 1 in one microbatch of one rank and 0 in all others"
+    )
+
+
+def as_sum(loss: Tensor, count: int, reduction: Reduction | None, weighted: Weighted | None = None) -> Tensor:
     """The sum of a loss's ``count`` terms; without a reduction, the loss itself, if nothing speaks against it.
 
+    Args:
+        weighted: of the means before it.
+
     Raises:
-        ValueError: another reduction, or a loss that is a mean although nobody said so.
+        ValueError: another reduction, a loss that is a mean although nobody said so, or one of other weights.
     """
     if reduction == "mean":
+        if weighted is not None:
+            weighted.check(loss, count)
         return loss * count if count else loss.nan_to_num(0.0, 0.0, 0.0) * 0.0  # without terms a mean is NaN
     if reduction is None:
         check_sum(loss, count)

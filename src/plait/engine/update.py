@@ -20,6 +20,7 @@ from plait.engine.nonfinite import NonFinite, described, encoded
 from plait.engine.norm import check_whole
 from plait.engine.pipeline.copies import ForwardWrites
 from plait.engine.placed_model import PlacedModel
+from plait.engine.reduction import Weighted
 from plait.engine.standing import Standing
 from plait.engine.step import OpenStep, StepResult
 
@@ -40,6 +41,8 @@ class Update:
         self.have_gradient: dict[str, bool] = {}
         """Which parameters got a gradient on any rank in the last step."""
         self.watch = GradientWatch()
+        self.weighted = Weighted()
+        """The means that a loop of the program's own brings."""
         if loss_scale is None:
             for stage in placed.stages.values():
                 stage.gradients.watch = self.watch
@@ -86,9 +89,16 @@ class Update:
         touched = {name for stage in placed.stages.values() for name in stage.gradients.touched()}
         signal = float(placed.comm.stop_signal)
         written = ForwardWrites(stage.copies for stage in placed.stages.values())
-        marks = [float(encoded(self.watch.first(), exchange.names)), signal, *standing.numbers(), written.number()]
+        marks = [
+            float(encoded(self.watch.first(), exchange.names)),
+            signal,
+            self.weighted.ratio,
+            *standing.numbers(),
+            written.number(),
+        ]
         report = exchange.report(squares, losses, touched, marks)
-        standing.check(placed.comm, [row[2:-1] for row in report.marks])
+        standing.check(placed.comm, [row[3:-1] for row in report.marks])
+        self.weighted.agree([row[2] for row in report.marks])
         written.agree(placed.comm, [row[-1] for row in report.marks], exchange.in_stage)
         total, losses_by_rank, self.have_gradient = report.squares, report.losses, report.have_gradient
         self.made = self._finite(report, standing.step)

@@ -88,8 +88,6 @@ def _be_a_rank(config: MachineConfig, body: Body, limits: Limits) -> int:
 
     torch.set_num_threads(config.threads)
     device = resolve_device(config.device)
-    if device == "cuda":
-        device = f"cuda:{os.environ.get('LOCAL_RANK') or '0'}"  # type: ignore[assignment]
     try:
         mesh, alike = config.parsed_mesh, shared_settings(config)
         shared = resolve_world(config) == "shared_memory"

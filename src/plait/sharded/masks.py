@@ -77,12 +77,26 @@ class Slice:
         return whole_index
 
 
+def on_device(numbers: Tensor, device: torch.device) -> Tensor:
+    """Numbers of this process, where they are computed with.  They come to a GPU from pinned memory, for which nobody
+    waits: from other memory a copy stops this thread until the GPU has done all that it was asked for."""
+    if device.type == "cuda":
+        numbers = numbers.pin_memory()
+    return numbers.to(device, non_blocking=True)
+
+
+def _halves(keys: Sequence[int], device: torch.device) -> tuple[Tensor, Tensor]:
+    """The lower and the upper halves of keys, each int64 [len(keys), 1]."""
+    halves = torch.tensor([[key & LOW32 for key in keys], [key >> 32 for key in keys]], dtype=torch.int64)
+    low, high = on_device(halves, device)[..., None]
+    return low, high
+
+
 def stream_bits(
     keys: Sequence[int], numel: int, device: torch.device, place: Callable[[Tensor], Tensor] | None = None
 ) -> Tensor:
     """32 random bits for every element: int64 [len(keys), numel], one key a row; ``place`` is that of ``keep_mask``."""
-    low = torch.tensor([k & LOW32 for k in keys], dtype=torch.int64, device=device)[:, None]
-    high = torch.tensor([k >> 32 for k in keys], dtype=torch.int64, device=device)[:, None]
+    low, high = _halves(keys, device)
     index = torch.arange(numel, dtype=torch.int64, device=device)
     return random_bits(index if place is None else place(index), low, high)
 
@@ -96,8 +110,7 @@ def keep_mask(
     where this is a slice of it.
     """
     threshold = math.floor(p * 2**32)
-    low = torch.tensor([k & LOW32 for k in keys], dtype=torch.int64, device=device)[:, None]
-    high = torch.tensor([k >> 32 for k in keys], dtype=torch.int64, device=device)[:, None]
+    low, high = _halves(keys, device)
     keep = torch.empty(len(keys), numel, dtype=torch.bool, device=device)
     width = _CHUNK if device.type == "cpu" else numel
     for start in range(0, numel, max(width, 1)):

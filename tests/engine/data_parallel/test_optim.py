@@ -11,7 +11,6 @@ from typing import Any
 import engine_cases as cases
 import pytest
 import torch
-import torch.nn.functional as F
 from engine_cases import ROWS, agree, batches, count, deal, distinct, loss_sum, net, plain, train
 from torch import Tensor, nn
 from torch.optim import SGD, Adagrad, Adam, AdamW, NAdam, Optimizer, RMSprop
@@ -20,7 +19,6 @@ from torch.optim.lr_scheduler import LambdaLR, StepLR
 from plait.comm import Comm, run
 from plait.core.mesh import Mesh
 from plait.engine import Engine
-from plait.engine.data_parallel.probe import probe_apart, probe_elementwise
 from plait.plan.memory import held
 
 ELEMENTWISE: dict[str, Callable[..., Optimizer]] = {
@@ -205,30 +203,6 @@ def test_what_looks_at_all_parameters_is_refused_where_ranks_own_some(make: Any,
     agree(train(template, "shard=2", "ddp", batches(), optimizer=sgd), plain(template, batches(), optimizer=sgd))
     with pytest.raises(ValueError, match=rf"an update of {make.__name__} depends on other parameters too.*\(ddp\)"):
         train(template, mesh, row, batches(), optimizer=sgd, cut=cut)
-
-
-class Projects(torch.optim.SGD):
-    """As AdamP and SGDP do: of a gradient orthogonal to the weights, what the buffer has along them is left out."""
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
-        for group in self.param_groups:
-            for p in (p for p in group["params"] if p.grad is not None):
-                buffer = self.state[p].setdefault("buffer", torch.zeros_like(p)).mul_(0.9).add_(p.grad)
-                rows = p.view(p.shape[0], -1)
-                along = F.cosine_similarity(rows, p.grad.view_as(rows), dim=1).abs().max()
-                if p.dim() > 1 and along < 0.1 / rows.shape[1] ** 0.5:
-                    unit = rows / rows.norm(dim=1, keepdim=True)
-                    buffer = buffer - (unit * (unit * buffer.view_as(rows)).sum(1, keepdim=True)).view_as(p)
-                p.add_(buffer, alpha=-group["lr"])
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-def test_what_looks_at_rows_for_some_gradients_only_is_refused(dtype: torch.dtype) -> None:
-    optimizer = Projects(nn.Linear(4, 4, dtype=dtype).parameters(), lr=0.01)
-    assert "differ" in (probe_elementwise(optimizer, None) or "") and probe_apart(optimizer, None) is None
-    for make in ELEMENTWISE.values():
-        assert probe_elementwise(make(nn.Linear(4, 4, dtype=dtype).parameters()), None) is None
 
 
 class Counting(Optimizer):

@@ -127,3 +127,47 @@ def test_a_loss_fn_that_returns_a_mean_is_refused_or_made_a_sum(where: str) -> N
     truth = cases.plain(template, data).losses
     for losses in run(mesh, lambda comm: body(comm, plait.sum_of_mean(mean, count)), deadline=20):
         assert losses == pytest.approx(truth, rel=1e-12)
+
+
+LABELS = torch.tensor([0, 1, 2, -100, 1, 0, 2, 2, 1, -100, -100, 0])
+WEIGHT = torch.tensor([0.1, 2.0, 0.5])
+
+
+def counted(count_of: Any, **how: Any) -> Any:
+    """Two steps of two microbatches on two ranks."""
+    template = nn.Linear(4, 3)
+
+    def body(comm: Comm) -> None:
+        model = copy.deepcopy(template)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        engine = Engine(model, comm, strategy="zero3", optimizer=optimizer)
+        for _ in range(2):
+            for labels in LABELS.view(2, 2, 3)[:, comm.rank]:
+                loss = F.cross_entropy(model(torch.ones(len(labels), 4)), labels, **how)
+                engine.backward(loss, count_of(labels), "mean")
+            optimizer.step()
+
+    return run(Mesh(shard=2), body, deadline=20)
+
+
+def test_the_weight_behind_a_mean_is_its_count() -> None:
+    counted(lambda labels: int((labels != -100).sum()))
+    with pytest.raises(ValueError, match=r"targets, where \d are ignored.*Count the targets that the loss counts"):
+        counted(len)
+    with pytest.raises(ValueError, match=r'over classes with weights.*Take reduction="sum"'):
+        counted(len, weight=WEIGHT)
+
+
+def test_weights_behind_means_are_compared_over_the_ranks() -> None:
+    template = nn.Linear(4, 3)
+
+    def body(comm: Comm) -> None:
+        model = copy.deepcopy(template)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        engine = Engine(model, comm, strategy="ddp", optimizer=optimizer)
+        labels = torch.tensor([[0, 1, 2, 0], [0, 1, -100, 2]][comm.rank])
+        engine.backward(F.cross_entropy(model(torch.ones(4, 4)), labels), 4, "mean")
+        optimizer.step()
+
+    with pytest.raises(ValueError, match=r"1 for each term of its count on rank 0 and 0\.75 on"):
+        run(Mesh(shard=2), body, deadline=20)

@@ -337,3 +337,25 @@ def test_the_stages_of_a_rank_keep_their_values() -> None:
     assert model[0].weight.isnan().all() and not model[1].weight.isnan().any()
     with pytest.raises(ValueError, match=r"engine\.full_state_dict"):
         model.state_dict()
+
+
+class Placed(nn.Module):
+    """A parameter of its own beside the blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.places, self.blocks = nn.Parameter(torch.ones(4)), nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+
+    def forward(self, x_BC: Tensor) -> Tensor:
+        x_BC = x_BC + self.places
+        for block in self.blocks:
+            x_BC = block(x_BC)
+        return x_BC
+
+
+def test_what_stands_for_parameters_is_where_the_stage_computes() -> None:
+    """A GPU refuses tensors of the CPU beside its own."""
+    model = Placed()
+    part = StageModel.part(model, chain_of(model), range(1, 2), set(), "meta")
+    assert part.model.places.device.type == "meta"
+    assert part.model.blocks[0].weight.device.type == "meta"

@@ -131,6 +131,7 @@ class OwnedOptimizer:
         self._keep_gradients: set[Optimizer] = set()
         """Optimizers that keep gradients beyond their step: they are given copies."""
         self._updated, self._cuts, self._apart, self._over_tensor = updated, cuts, apart, set(over_tensor)
+        self._published = any(gradient.flat.published for gradient in gradients)
         for optimizer in optimizers:
             self.groups[optimizer] = []
             eager = has_state_at_once(optimizer)
@@ -158,6 +159,11 @@ class OwnedOptimizer:
             raise ValueError(
                 "the optimizer holds parameters that are not the model's: build it on model.parameters() of this very "
                 "model, before plait cuts them"
+            )
+        if self._published and all(callable(getattr(optimizer, mode, None)) for mode in ("train", "eval")):
+            raise ValueError(
+                f"{type(optimizer).__name__} changes parameters between steps, in train() and eval(), and under this "
+                f"row that would reach neither the other ranks nor the forward: use ddp or zero3, in full precision"
             )
         own = [[names[id(p)] for p in group["params"]] for group in new]
         given = {name for name_lists in self.groups.values() for group in name_lists for name in group}

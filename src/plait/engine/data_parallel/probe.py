@@ -16,10 +16,14 @@ from torch.optim import Optimizer
 
 from plait.core.flat import BOUNDARY_BYTES, GRAIN
 
-STEPS = 4
-"""What is found from gradients, or from all states, may count from the second step on only."""
-ORTHOGONAL = 2
-"""The step with a gradient that is orthogonal to each row of the weights, which some project only then (AdamP)."""
+STEPS = 12
+"""What is found from gradients, or from all states, may count from a later step on only: from the second, or where
+gradients are kept for ten steps (AdaShift) from the eleventh."""
+ORTHOGONAL, NEARLY = 2, 3
+"""The steps with a gradient that is orthogonal to each row of the weights, and nearly so: some project only then
+(AdamP; SGDP, for which the first has nothing to take away)."""
+FALLING = 5
+"""Over so many steps the gradients become smaller, each time by half: some act when norms fall (AdaNorm)."""
 LARGE = 100.0
 """The last step's gradients are as many times larger: a limit on norms may let the others pass."""
 
@@ -114,10 +118,13 @@ def _updated(optimizer: Optimizer, settings: Mapping[str, Any], several: Sequenc
 
 def _gradient(parameters: Sequence[Tensor], first: Tensor, step: int) -> Tensor:
     """The gradients of a step, end to end; ``first`` are the values that the parameters began with."""
-    if step != ORTHOGONAL:
-        return (LARGE if step == STEPS else 1.0) * (first * 3 + step).cos()
-    left, right = torch.cat([parameter.detach().view(-1) for parameter in parameters]).view(-1, 2).unbind(1)
+    if step not in (ORTHOGONAL, NEARLY):
+        return (LARGE if step == STEPS else 2.0 ** -(step % FALLING)) * (first * 3 + step).cos()
+    values = torch.cat([parameter.detach().view(-1) for parameter in parameters])
+    left, right = values.view(-1, 2).unbind(1)
     turned = torch.stack((right, -left), 1).view(-1)
+    if step == NEARLY:
+        turned = turned + values / 256
     return turned * 2.0 ** -math.frexp(turned.abs().max().item())[1]  # without rounding, to 1 at most
 
 

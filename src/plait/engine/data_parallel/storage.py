@@ -153,6 +153,11 @@ class Flat:
                 place = slice(run.offset, run.offset + run.numel)
                 self.updated_at_rest[place].copy_(self.master[place])
 
+    @property
+    def published(self) -> bool:
+        """What forwards read, here or on other ranks, is a copy of what the optimizer updates."""
+        return self.master is not None or any(self._publish)
+
     def publish(self, note: Note) -> list[Work]:
         """After an update: start to send the updated pieces, rounded, to whoever has them at rest."""
         if self.master is not None:

@@ -35,6 +35,7 @@ from plait.engine.forward.dropout import DropoutRNG
 from plait.engine.forward.graph_dropout import GraphMask, NotCompiledError, refuse_random, rows_of, serve
 from plait.engine.forward.interceptor import EngineMode, Interceptor, hidden_modes
 from plait.engine.forward.products import Products
+from plait.sharded.masks import on_device
 
 MOST = 512
 """Classes of units, times shapes of their inputs, times modes (training, evaluation): each is compiled."""
@@ -248,7 +249,7 @@ class CompiledUnits:
             if module:
                 current.leave_module()
         numbers = [row for place in sorted(rows) for row in rows[place]]
-        return (torch.tensor(numbers, dtype=torch.int64).reshape(-1, 3).T.contiguous().to(device),)
+        return (on_device(torch.tensor(numbers, dtype=torch.int64).reshape(-1, 3).T.contiguous(), device),)
 
     def _gather_in_backward(self, outputs: Sequence[Any]) -> None:
         """Whatever leaves the unit has it gathered before its node runs."""

@@ -81,7 +81,12 @@ class DropoutRNG(Handler):
         """Where the running module's next draw is: the forward's place, the module, and the number of the draw."""
         context = self.current.context
         position, counts, module = context.position, context.counts, context.module.name
-        assert position is not None
+        if position is None:
+            raise ValueError(
+                f"{f'module {module!r}' if module else 'the program'} draws random numbers before the model itself was "
+                f"called: where they stand in the run is told by the model's forward; let it call what is called here "
+                f"(a method of the model), or draw with a generator of your own"
+            )
         if not self.current.comes_back:
             raise ValueError(
                 f"{f'module {module!r}' if module else 'loss_fn'} draws dropout in a checkpoint around a function that "

@@ -104,7 +104,8 @@ def build_stages(
     edges = _edges(model, chain, split, using)
     whole = SourceModel(model, names, frozenset(key for key, stages in using.items() if len(stages) > 1))
     here, taken = comm.mesh.coordinates(comm.rank)["pipe"], set[int]()
-    parts = {s: StageModel.part(model, chain, split[s], taken) for s in range(count) if owner[s] == here}
+    mine = [stage for stage in range(count) if owner[stage] == here]
+    parts = {s: StageModel.part(model, chain, split[s], taken, comm.device) for s in mine}
     if units is not None:
         wrap(model, units)  # refuses names that are nowhere
     settings = StageSettings(whole, comm, parallelism, gemm, count, seed, pipeline.splits_backward, before_forward)

@@ -58,7 +58,7 @@ def link_costs(
         fresh = {id(p): nn.Parameter(p.detach(), p.requires_grad) for p in model.parameters()}
         copied: nn.Module = copy.deepcopy(model, fresh)  # values are shared, or on meta
         whole = SourceModel(copied, {id(p): n for n, p in copied.named_parameters()})
-        parts = {index: StageModel.part(copied, chain, range(index, index + 1), set())}
+        parts = {index: StageModel.part(copied, chain, range(index, index + 1), set(), comm.device)}
         settings = StageSettings(whole, comm, parallelism, gemm, len(chain))
         stage = lay_stages(settings, parts, Parallel())[index]
         seconds: list[tuple[float, float]] = []

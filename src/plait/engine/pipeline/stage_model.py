@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Self
 
+import torch
 from torch import Tensor, nn
 
 from plait.engine.data_parallel.storage import placeholder
@@ -48,15 +49,16 @@ class ForeignLayer(OwnLayer):
     at_call: Callable[[nn.Module, Any, Any], Any]
     at_look: Callable[[nn.Module, str], None] = staticmethod(lambda link, what: None)
 
-    def __init__(self, link: nn.Module, around: "ForeignLayer | None" = None) -> None:
+    def __init__(self, link: nn.Module, device: torch.device, around: "ForeignLayer | None" = None) -> None:
         super().__init__()
         self._kind = type(link)
         if around is not None:
             self.at_call = partial(_refuse_call, type(link).__name__)
             self.at_look = lambda _, what: around.at_look(around, what)
-        own: dict[str, Any] = {k: placed_elsewhere(p) for k, p in link._parameters.items() if p is not None}
+        own: dict[str, Any] = {k: placed_elsewhere(p, device) for k, p in link._parameters.items() if p is not None}
         own |= {k: None for k, v in (*link._parameters.items(), *link._modules.items()) if v is None}
-        own |= {k: ForeignLayer(child, around or self) for k, child in link._modules.items() if child is not None}
+        inside = ((k, child) for k, child in link._modules.items() if child is not None)
+        own |= {k: ForeignLayer(child, device, around or self) for k, child in inside}
         self._plain, self._seen = own, dict[str, Any]()
         self.follow(link)
 
@@ -114,9 +116,9 @@ def _refuse_call(kind: str, *call: Any) -> Any:
     )
 
 
-def placed_elsewhere(parameter: Tensor) -> Tensor:
+def placed_elsewhere(parameter: Tensor, device: torch.device) -> Tensor:
     """What stands for a parameter of another stage; it takes no memory."""
-    return not_here((), parameter.dtype, None).expand(parameter.shape)
+    return not_here((), parameter.dtype, device).expand(parameter.shape)
 
 
 def empty(model: nn.Module, filled: Container[int]) -> None:
@@ -125,7 +127,7 @@ def empty(model: nn.Module, filled: Container[int]) -> None:
         held = module._plain if isinstance(module, ForeignLayer) else vars(module)
         for key, value in held.items():
             if id(value) in filled:
-                held[key] = placed_elsewhere(value)
+                held[key] = placed_elsewhere(value, value.device)
 
 
 @dataclass(frozen=True)
@@ -149,14 +151,18 @@ class StageModel:
     """The user's modules of which the part has copies, and those that other stages run too."""
 
     @classmethod
-    def part(cls, model: nn.Module, chain: Chain, links: range, taken: set[int]) -> Self:
+    def part(
+        cls, model: nn.Module, chain: Chain, links: range, taken: set[int], device: torch.device | str = "cpu"
+    ) -> Self:
         """The part that runs some links: the model's own modules, in copies of the containers around them.  Of a chain
         without links it is the model itself.
 
         Args:
             taken: modules and parameters, by ``id``, that an earlier stage of this rank has; of these the part gets
                 copies (parameters share the values), and its own are added.
+            device: where the stage computes, and so what stands for parameters of other stages.
         """
+        device = torch.device(device)
         own, outside = chain.on_stage(links), dict[str, nn.Module]()
         around = around_links((*chain.links, *chain.outside))
         origin: dict[int, nn.Parameter] = {}
@@ -184,7 +190,7 @@ class StageModel:
                 if name in own or not (placed or name in chain.links):  # else rotary tables, a loss
                     here = of_this_stage(module)
                 else:
-                    here = foreign.setdefault(id(module), ForeignLayer(module))
+                    here = foreign.setdefault(id(module), ForeignLayer(module, device))
                 if placed:
                     outside[name] = here
                 return here
@@ -197,7 +203,7 @@ class StageModel:
             for short, parameter in module._parameters.items():
                 if parameter is not None and f"{prefix}{short}" not in own:
                     del container._parameters[short]
-                    vars(container)[short] = placed_elsewhere(parameter)
+                    vars(container)[short] = placed_elsewhere(parameter, device)
                 elif parameter is not None and id(parameter) in taken:
                     container._parameters[short] = again = second.setdefault(id(parameter), _again(parameter))
                     origin[id(again)] = parameter

@@ -11,10 +11,12 @@ from typing import Any
 
 import pytest
 import torch
+from rich.progress import Progress
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import plait
+from plait.verify.program import fields_of, spoil
 
 
 class Sampler:
@@ -96,6 +98,44 @@ class Program:
 
 def verify(load: Callable[[Program, Path], Any] = Program.load, **settings: Any) -> Any:
     return plait.verify_resume(Program, Program.step, Program.save, load, **settings)
+
+
+class Evaluates(Program):
+    def save(self, path: Path) -> None:
+        self.model.eval()
+        super().save(path)
+
+
+class Shows(Program):
+    """It has an object of an installed package, which counts what it pleases."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.progress = Progress(disable=True)
+
+    def save(self, path: Path) -> None:
+        self.progress.add_task("saving")
+        super().save(path)
+
+
+def test_a_save_that_evaluates_leaves_the_mode_as_it_was() -> None:
+    with pytest.raises(
+        AssertionError, match=r"saving after step 2 has changed the program: .* is in eval mode and was"
+    ):
+        plait.verify_resume(Evaluates, Program.step, Evaluates.save, Program.load)
+
+
+def test_objects_of_installed_packages_keep_what_they_like() -> None:
+    report = plait.verify_resume(Shows, Program.step, Shows.save, Program.load, state=lambda p: [vars(p)])
+    assert report.equal
+
+
+def test_a_state_that_another_rank_has() -> None:
+    """ZeroRedundancyOptimizer leaves None for it."""
+    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1)
+    optimizer.state[optimizer.param_groups[0]["params"][0]] = None
+    spoil([optimizer])
+    assert {field.kind for field in fields_of([optimizer], shared_random=False)} >= {"group"}
 
 
 def test_the_right_one_is_right() -> None:

@@ -26,6 +26,12 @@ def is_library(kind: type) -> bool:
     return _top(kind) in LIBRARIES
 
 
+def is_installed(kind: type) -> bool:
+    """Whether an installed package has the class."""
+    file = getattr(sys.modules.get(kind.__module__), "__file__", None) or ""
+    return any(folder in file for folder in INSTALLED)
+
+
 def attributes(value: Any) -> dict[str, Any]:
     """All that an object keeps, by name: in its ``__dict__`` and in the slots of classes of one's own."""
     found = dict(getattr(value, "__dict__", {}))
@@ -56,9 +62,8 @@ def own_attributes(value: Any) -> dict[str, Any]:
 @cache
 def _is_own(kind: type) -> bool:
     """Whether neither Python nor an installed package has the class."""
-    file = getattr(sys.modules.get(kind.__module__), "__file__", None) or ""
     known = _top(kind) in LIBRARIES or _top(kind) in sys.stdlib_module_names
-    return not known and not any(folder in file for folder in INSTALLED)
+    return not known and not is_installed(kind)
 
 
 def _top(kind: type) -> str:

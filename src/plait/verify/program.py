@@ -40,7 +40,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 from plait.engine import EMA, Engine
 from plait.engine.state.full import buffers_of
 from plait.engine.state.identity import fingerprint
-from plait.verify.own import attributes, is_library, own_attributes
+from plait.verify.own import attributes, is_installed, is_library, own_attributes
 
 PLAIN = (bool, int, float, complex, str, bytes, type(None))
 WITHIN_LOADER = ("sampler", "batch_sampler", "generator")
@@ -99,6 +99,16 @@ def modules_of(program: Any) -> list[nn.Module]:
     return [module for key, module in modules.items() if key not in inner]
 
 
+def modes_of(program: Any) -> dict[str, bool]:
+    """Of each module, whether it trains (or evaluates), in words."""
+    found = {}
+    for path, part, *_ in _parts(program, "program", set()):
+        model = part.model if isinstance(part, Engine) else part
+        for name, module in model.named_modules() if isinstance(model, nn.Module) else ():
+            found[f"{name!r} of {path}" if name else path] = module.training
+    return found
+
+
 @torch.no_grad()
 def spoil(program: Any) -> None:
     """Add 1 to what a load overwrites, so that what it leaves out is seen even where nothing has changed it yet.
@@ -118,7 +128,8 @@ def spoil(program: Any) -> None:
             unique = {id(value): value for value in kept if isinstance(value, Tensor) and id(value) not in frozen}
             tensors = list(unique.values())
         elif isinstance(part, Optimizer):
-            tensors = [value for own in part.state.values() for value in own.values() if isinstance(value, Tensor)]
+            states = [own or {} for own in part.state.values()]
+            tensors = [value for own in states for value in own.values() if isinstance(value, Tensor)]
         for tensor in map(_local, tensors):
             if tensor.is_floating_point():
                 tensor.add_(1)
@@ -207,7 +218,7 @@ def _parts(value: Any, path: str, seen: set[int]) -> Iterator[_Part]:
     elif isinstance(value, DataLoader):
         for key in WITHIN_LOADER:
             yield from _parts(getattr(value, key), f"{path}.{key}", seen)
-    elif not is_library(type(value)):
+    elif not (is_library(type(value)) or is_installed(type(value))):
         for key, one in attributes(value).items():
             yield from _parts(one, f"{path}.{key}", seen)
 
@@ -283,7 +294,7 @@ def _own_buffers(engine: Engine) -> dict[str, Tensor]:
 
 def _fields_of_optimizer(path: str, state: Mapping[str, Any]) -> Iterator[tuple[Field, Any]]:
     for name, own in state["state"].items():
-        for key, value in own.items():
+        for key, value in (own or {}).items():  # None: another rank has it (ZeroRedundancyOptimizer)
             yield from _leaves("optimizer", f"the {key} of {name!r} in {path}", value)
     for number, group in enumerate(state["param_groups"]):
         for key, value in group.items():

@@ -26,6 +26,8 @@ PARTS = (2, 3, 5, 8)
 """Into which a batch is cut for the echo, and where a gradient seems wrong.  How a product of so many rows is rounded
 depends on the processor: of some it is as in the whole, and that alone would say nothing."""
 BLIND = 1e-3
+CERTAIN = 0.3
+"""Where rounding is seen to make a larger share (16 bits), three times as much of it is taken for rounding, not ten."""
 NO_SUM = 0.05
 """Parts of a batch that are further off than this share do not add up to it: the loss compares samples."""
 

@@ -214,12 +214,12 @@ def _only_own(one: Seen, c: Sequence[float], groups: Sequence[ForwardCall]) -> b
 def _mean_of_means(c: Sequence[float], parts: Parts) -> str:
     """The cause, where each forward, or each rank, has the same weight whatever its count."""
     counts = [part.count for _, part in parts]
-    if _alike([x * n for x, n in zip(c, counts, strict=True)]):
+    if len({*counts}) > 1 and _alike([x * n for x, n in zip(c, counts, strict=True)]):
         many = len({group.call for group, _ in parts}) > 1
         where = "forwards of different counts" if many else "ranks of different counts"
         return f"the means of {where} are averaged, where sums are due that are divided once by the count of the step"
     own = _by_rank(parts, counts)
-    if _alike([x * own[group.rank] for x, (group, _) in zip(c, parts, strict=True)]):
+    if len({*own.values()}) > 1 and _alike([x * own[group.rank] for x, (group, _) in zip(c, parts, strict=True)]):
         return "each rank divides by its own count, where all have to divide by the count of the step"
     return ""
 

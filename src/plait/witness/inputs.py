@@ -78,15 +78,18 @@ def covers(ends: Sequence[RankStep], replay: Replay, step: int) -> bool:
     return bool(wanted) and wanted <= seen
 
 
-def judge_inputs(number: int, steps: Sequence[RankStep], rows: Mapping[int, Sequence[Row]]) -> Judgement | None:
+def judge_inputs(
+    number: int, steps: Sequence[RankStep], rows: Mapping[int, Sequence[Row]], called: bool
+) -> Judgement | None:
     """What is wrong with the samples of a step; None where every one was seen equally often.
 
     Args:
         steps: what each rank did in it.
         rows: the true samples of each step of the run.
+        called: whether forwards of the model were seen so far. A loop may call its parts, or ``forward`` itself.
     """
     ranks = len(steps)
-    if (again := tuple(rank for rank, step in enumerate(steps) if not step.calls)) and number:
+    if called and (again := tuple(rank for rank, step in enumerate(steps) if not step.calls)) and number:
         cause = "the optimizer's step was called again with no forward in between: the update is applied twice"
         what = f"{ranks_text(again, ranks)} made it again"
         return _judgement("update", max(number - 1, 0), again, 2.0, cause, what)

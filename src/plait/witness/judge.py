@@ -22,7 +22,19 @@ from plait.job.job import Job, make_job
 from plait.job.own import UserJob
 from plait.referee.difference import factor_text
 from plait.witness.batch_norm import judge_batch_norm, over_samples
-from plait.witness.drift import BLIND, MARGIN, NO_SUM, PARTS, Echo, Slack, apart, in_other_orders, in_parts, slack_of
+from plait.witness.drift import (
+    BLIND,
+    CERTAIN,
+    MARGIN,
+    NO_SUM,
+    PARTS,
+    Echo,
+    Slack,
+    apart,
+    in_other_orders,
+    in_parts,
+    slack_of,
+)
 from plait.witness.gradient import Parts, Setting, compare, judge_gradient
 from plait.witness.inputs import ForwardCall, by_rank, covers, groups_of, judge_inputs, repeats_alone
 from plait.witness.judgement import Judgement, ranks_text, tolerance
@@ -66,12 +78,21 @@ def judge(
     """
     if clip is not None and not (isinstance(clip, int | float) and 0 < clip < math.inf):
         raise ValueError(f"clip is {clip!r}: give the norm that the loop clips to, a number above 0, or None")
+    if dtype not in JUDGED:
+        raise ValueError(
+            f"dtype is {dtype!r}: give {' or '.join(JUDGED)}, in which the job is computed again. A run of 16 bits is "
+            f"judged by its fp32 parameters (autocast)"
+        )
     if isinstance(job, UserJob):
         job = make_job(JobConfig(job=job, dtype=dtype, batch=num_samples(job.batch(0))))
     witnessed = read_witnessed(folder)
     replay = Replay(job, witnessed.buffers)
     check_same_job(witnessed, replay)
     return replace(_Trial(witnessed, replay, clip, steps).judge(), recording=witnessed.recording)
+
+
+JUDGED = ("fp32", "fp64")
+"""In which the job of a user's own is computed once more."""
 
 
 class _Trial:
@@ -95,7 +116,7 @@ class _Trial:
         """The gradients of the step before, as they were seen."""
         most = max(run.steps for run in witnessed.runs)
         self.rows: dict[int, Sequence[Row]] = {step: replay.rows(step) for step in range(most)}
-        self.residual = 0.0
+        self.residual, self.called = 0.0, False
         self.unseen = Unseen(witnessed)
         self.beyond = ""
         """Why nothing is judged from this step on."""
@@ -141,7 +162,8 @@ class _Trial:
         names = {id(p): name for name, p in replay.parameters.items()}
         if wrong := judge_options(number, self.witnessed, steps, names, replay.optimizer):
             return wrong
-        strange = judge_inputs(number, steps, self.rows)  # no fault, if the gradient is right all the same
+        self.called |= any(step.calls for step in steps)
+        strange = judge_inputs(number, steps, self.rows, self.called)  # no fault, if the gradient is right all the same
         for run, step in zip(runs, steps, strict=True):
             if pending := step.of("pending"):
                 name = next(iter(pending))
@@ -190,7 +212,6 @@ class _Trial:
             slack,
         )
         seen, most = compare(setting, steps)
-        self.unseen.see_gradients(right)
         if any(one.wrong for one in seen):
             self._check_draws_nothing(number, true, count)
         if self.echo is None and any(one.wrong for one in seen):  # of a model that makes much of rounding?
@@ -199,10 +220,12 @@ class _Trial:
                 others = in_other_orders(replay, number, right, self.clip)
             share = max(apart(other, right) for other in others)
             if share <= NO_SUM:
-                setting = replace(setting, slack=slack_of(min(share, BLIND), right))
+                share = max(min(share, BLIND), share * CERTAIN)
+                setting = replace(setting, slack=slack_of(share, right))
                 seen, most = compare(setting, steps)
-                self.unseen.excused = max(self.unseen.excused, MARGIN * min(share, BLIND))
+                self.unseen.excused = max(self.unseen.excused, MARGIN * share)
         self.residual = max(self.residual, most)
+        self.unseen.see_gradients(right, setting.slack)
         if any(one.wrong for one in seen):
             if strange and not repeats_alone(steps, self.rows[number]):
                 return strange

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from plait.core.layout import Region
 
-INSIDE = ("module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
+INSIDE = ("module", "_orig_mod", "_forward_module", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 """What wrappers call the module that they wrap."""
 
 

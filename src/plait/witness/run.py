@@ -8,6 +8,9 @@ import shutil
 import tempfile
 from dataclasses import fields, replace
 from pathlib import Path
+from typing import Any
+
+from torch import nn
 
 from plait.comm.agree import broadcast_text, check_together
 from plait.comm.base import NO_NOTE, Comm
@@ -60,12 +63,25 @@ def run_engine(config: VerifyConfig, comm: Comm, elements: int | None = None) ->
             shutil.rmtree(folder, ignore_errors=True)
 
 
+def _driven(engine: str, made: Any) -> Driven:
+    """What an adapter returned; ValueError where it is not what it has to be."""
+    parts = made if isinstance(made, tuple) else ()
+    right = 3 <= len(parts) <= len(Driven._fields) and isinstance(parts[0], nn.Module)
+    if not (right and hasattr(parts[1], "param_groups") and (callable(parts[2]) or callable(parts[-1]))):
+        kinds = ", ".join(type(part).__name__ for part in parts) if parts else type(made).__name__
+        raise ValueError(
+            f"--engine {engine} returned ({kinds}): return the model, its optimizer and a function that makes a step, "
+            f"step(batches, count, clip)"
+        )
+    return Driven(*parts)
+
+
 def drive(job: Job, config: VerifyConfig, comm: Comm, folder: Path, elements: int | None = None) -> None:
     """Train a job under an engine, witnessed in a folder."""
     assert config.engine is not None
     model = job.build()
     materialise(model, job.seed, comm.device, job.weights)
-    made = Driven(*find_adapter(config.engine)(job, model, comm))
+    made = _driven(config.engine, find_adapter(config.engine)(job, model, comm))
     where, parts = comm.mesh.data_rank(comm.rank), config.microbatches
     steps = [job.microbatches(step, where, comm.mesh.data_size, parts) for step in range(job.steps)]
     schedule = job.scheduler(made.optimizer) if job.scheduler and not made.train else None

@@ -4,10 +4,14 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from torch import Tensor
 
+from plait.witness.drift import Slack
 from plait.witness.judgement import Judgement, largest, tolerance
 from plait.witness.one_sided import hidden_updates
 from plait.witness.replay import Gradients
 from plait.witness.stored import RankStep, Witnessed
+
+COARSE, HIDDEN = 0.011, 0.25
+"""Shares of a gradient's largest element: where more may be rounding it is judged to that only, or not at all."""
 
 
 class Unseen:
@@ -22,21 +26,25 @@ class Unseen:
         self.behind = 0
         """Forwards after the last update."""
         self._small: dict[str, None] = {}
+        self._coarse: dict[str, float] = {}
+        """Gradients that are judged to a share of their largest element only."""
         self._spread: dict[str, None] = {}
         self._hidden: dict[str, None] = {}
         self._idle: dict[int, list[int]] = {}
         """By optimizer, the steps in which it made none."""
         self._steps = 0
 
-    def see_gradients(self, true: Gradients) -> None:
-        """A step's true gradients: those so far below the largest that rounding would hide 1 % of them, and those most
-        of whose elements are so far below their own largest that they might as well be zero."""
+    def see_gradients(self, true: Gradients, slack: Slack) -> None:
+        """A step's true gradients: those so far below the largest that rounding would hide them, or more than 1 % of
+        them, and those most of whose elements are so far below their own largest that they might as well be zero."""
         sizes = {name: largest(g) for name, g in true.items()}
         overall = max(sizes.values(), default=0.0)
         for name, size in sizes.items():
-            allowed = tolerance(true[name].dtype, size, overall)
-            if size and allowed > size / 100:
+            allowed = max(tolerance(true[name].dtype, size, overall), slack.gradient.get(name, 0.0))
+            if size and allowed > HIDDEN * size:
                 self._small[name] = None
+            elif size and allowed > COARSE * size:
+                self._coarse[name] = max(allowed / size, self._coarse.get(name, 0.0))
             elif 2 * ((true[name] != 0) & (true[name].abs() <= allowed)).sum() > (true[name] != 0).sum():
                 self._spread[name] = None
 
@@ -78,6 +86,10 @@ class Unseen:
                 f"; differences of up to {self.excused:.2%} of a gradient's largest element are taken for rounding, "
                 f"since parts of a batch do not add up to it more closely"
             )
+        worst = max(self._coarse.values(), default=0.0)
+        coarse = [name for name in self._coarse if name not in self._small]
+        if coarse and worst > 1.001 * self.excused:  # else that is said already
+            told += f"; judged to {worst:.1%} only: {_counted(len(coarse), 'gradient')} ({_few(coarse)})"
         if self._small:
             told += f"; not judged: {_counted(len(self._small), 'gradient')} far below the largest one "
             told += f"({_few(self._small)})"

@@ -1,0 +1,110 @@
+"""Causes that are told are those that are there, and what noise hides is said."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from judged_cases import WIDTH, batch, judged, squares
+from torch import nn
+
+import plait
+from plait.witness.run import _driven
+
+
+def through_forward(model: nn.Module, optimizer: Any, step: int) -> None:
+    """As a pipeline's stages are: nobody calls the model itself; the gradients of step 1 count twice."""
+    x, y = batch(step)
+    ((model.forward(x) - y).square().sum() * (2 if step == 1 else 1) / y.numel()).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def test_a_gradient_is_told_where_forwards_are_not_seen(tmp_path: Path) -> None:
+    judgement = judged(tmp_path, through_forward, optimizer=lambda p: torch.optim.SGD(p, lr=0.1))
+    assert (judgement.step, judgement.phase, judgement.factor) == (1, "gradient", pytest.approx(2, rel=1e-4))
+
+
+def normalised() -> nn.Module:
+    return nn.Sequential(nn.Linear(WIDTH, 16), nn.BatchNorm1d(16), nn.Linear(16, WIDTH))
+
+
+def undivided(model: nn.Module, optimizer: Any, step: int) -> None:
+    x, y = batch(step)
+    for part, target in zip(x.split(6), y.split(6), strict=True):
+        ((model(part) - target).square().sum() / target.numel()).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def test_forwards_of_one_count_are_no_means_of_different_counts(tmp_path: Path) -> None:
+    judgement = judged(tmp_path, undivided, build=normalised)
+    assert judgement.phase == "gradient" and "different counts" not in judgement.text
+
+
+class Scaled(nn.Module):
+    """A branch that begins with a factor of 1e-4 (LayerScale), in 16 bits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.out = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            out: torch.Tensor = self.out(x + 1e-4 * self.up(x).tanh())
+        return out.float()
+
+
+def in_halves(change: Callable[[nn.Module], None]) -> Any:
+    def body(model: nn.Module, optimizer: Any, step: int) -> None:
+        x, y = batch(step)
+        for part, target in zip(x.split(5), y.split(5), strict=True):
+            (squares(model, (part, target)) / y.numel()).backward()
+        change(model)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return body
+
+
+def test_what_the_noise_of_16_bits_hides_is_said(tmp_path: Path) -> None:
+    def no_branch(model: Any) -> None:
+        model.up.weight.grad.zero_()
+
+    def no_head(model: Any) -> None:
+        model.out.weight.grad.mul_(1.5)
+
+    for change in (lambda model: None, no_branch):
+        judgement = judged(tmp_path / change.__name__, in_halves(change), build=Scaled)
+        assert judgement.equal and "not judged: 2 gradients far below the largest one (up.weight" in judgement.text
+    assert not judged(tmp_path / "head", in_halves(no_head), build=Scaled).equal
+
+
+def test_a_dtype_that_is_none_is_refused(tmp_path: Path) -> None:
+    judged(tmp_path)
+    job = plait.UserJob(nn.Module, squares, batch, len, torch.optim.SGD)
+    with pytest.raises(ValueError, match="dtype is 'float32': give fp32 or fp64"):
+        plait.judge(job, tmp_path / "w", dtype="float32")  # type: ignore[arg-type]
+
+
+def test_an_optimizer_that_runs_no_hooks_is_refused(tmp_path: Path) -> None:
+    class Around(torch.optim.Optimizer):
+        """As torch's PostLocalSGDOptimizer: it calls no constructor of its base."""
+
+        def __init__(self, optim: torch.optim.Optimizer) -> None:
+            self.optim, self.param_groups, self.state = optim, optim.param_groups, optim.state
+
+    model = nn.Linear(2, 2)
+    around: Any = Around(torch.optim.SGD(model.parameters(), lr=0.1))
+    refused = pytest.raises(ValueError, match=r"Around does not run the hooks of torch's Optimizer\.step")
+    with refused, plait.witness(model, around, tmp_path / "w"):
+        pass
+
+
+@pytest.mark.parametrize("made", [None, (nn.Linear(2, 2), "sgd", len), (nn.Linear(2, 2), None)])
+def test_an_adapter_that_returns_something_else_is_refused(made: Any) -> None:
+    with pytest.raises(ValueError, match=r"--engine mine\.py:engine returned .*: return the model, its optimizer and"):
+        _driven("mine.py:engine", made)

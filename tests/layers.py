@@ -55,6 +55,7 @@ SHARES: dict[str, Share] = {
     "": FAST,
     "benchmarks/test_results.py::test_the_command_refuses_a_damaged_file_and_a_suite_that_is_not_there": PROCESSES,
     "benchmarks/test_results.py::test_a_suite_that_hangs_is_stopped_with_its_children_and_keeps_its_rows": PROCESSES,
+    "benchmarks/test_gpu.py": PROCESSES,
     "chaos/test_chaos.py::test_a_short_campaign": PROCESSES,
     "checkpoint/test_dcp_oracle.py": ORACLES,
     "checkpoint/test_dropped_keys.py": FULL,

@@ -20,7 +20,7 @@ uneven ranks agree with a single process.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import Any
 
@@ -32,6 +32,7 @@ from plait.comm import Comm
 from plait.core.parallelism import Parallelism
 from plait.core.precision import LossScale
 from plait.engine.data_parallel.shown import ShownGradients
+from plait.engine.data_parallel.step_hooks import watch_hooks
 from plait.engine.drift import DriftCheck
 from plait.engine.evaluation import Evaluation, Evaluator
 from plait.engine.forward.context import RNGPosition, token_counts
@@ -148,14 +149,27 @@ class Engine(OwnLoop):
             self._hook(one)
 
     def _hook(self, optimizer: Optimizer) -> None:
+        own = set[int]()
+
         def before(_: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             if not is_inner(optimizer):
                 check_no_closure((*args, *kwargs.values()))
+                self._watch_hooks(optimizer, own)
                 self._before_update(optimizer)
 
-        optimizer.register_step_pre_hook(before)
-        optimizer.register_step_post_hook(lambda *_: None if is_inner(optimizer) else self._after_update(optimizer))
+        def after(*_: Any) -> None:
+            if not is_inner(optimizer):
+                self._after_update(optimizer)
+
+        first, hooks = optimizer.register_step_pre_hook(before), optimizer._optimizer_step_pre_hooks
+        hooks.move_to_end(first.id, last=False)  # type: ignore[attr-defined]  # the program's see summed gradients
+        own |= {first.id, optimizer.register_step_post_hook(after).id}
+        self._watch_hooks(optimizer, own)
         optimizer.zero_grad = partial(self._discard, optimizer, optimizer.zero_grad)  # type: ignore[method-assign]
+
+    def _watch_hooks(self, optimizer: Optimizer, own: Collection[int]) -> None:
+        if self.owned_optimizer is not None and self.owned_optimizer.gives_pieces:
+            watch_hooks(optimizer, own)
 
     def step(self, microbatches: Sequence[Any]) -> StepResult:
         """One optimizer step on this rank's microbatches; every rank brings equally many.

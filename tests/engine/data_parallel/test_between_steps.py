@@ -63,3 +63,55 @@ def test_gradients_are_there_behind_the_step(row: str) -> None:
         return [p.grad is not None for p in optimizer.param_groups[0]["params"]]
 
     assert run(Mesh(), body)[0] and all(all(of_rank) for of_rank in run(Mesh(), body))
+
+
+def reads(optimizer: torch.optim.Optimizer, *call: Any) -> None:
+    sum(p.grad.norm() for group in optimizer.param_groups for p in group["params"] if p.grad is not None)
+
+
+@torch.no_grad()
+def clips_each(optimizer: torch.optim.Optimizer, *call: Any) -> None:
+    for p in (p for group in optimizer.param_groups for p in group["params"] if p.grad is not None):
+        p.grad.mul_(torch.clamp(0.05 / p.grad.norm(), max=1))
+
+
+@torch.no_grad()
+def keeps_small(optimizer: torch.optim.Optimizer, *call: Any) -> None:
+    for p in (p for group in optimizer.param_groups for p in group["params"]):
+        p.data.renorm_(2, 0, 0.5) if p.dim() > 1 else p.data.clamp_(-0.1, 0.1)
+
+
+@pytest.mark.parametrize("early", [True, False], ids=["before the engine", "behind it"])
+@pytest.mark.parametrize("hook", [reads, clips_each, keeps_small])
+@pytest.mark.parametrize("row", ["ddp", "zero1", "zero3"])
+def test_hooks_of_a_program_on_the_step(row: str, hook: Any, early: bool) -> None:
+    template = nn.Linear(5, 3)
+
+    def train(model: nn.Module, comm: Comm | None) -> Any:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        add = optimizer.register_step_post_hook if hook is keeps_small else optimizer.register_step_pre_hook
+        if early:
+            add(hook)
+        engine = None if comm is None else Engine(model, comm, strategy=row, optimizer=optimizer)
+        if not early:
+            add(hook)
+        x = torch.linspace(-1, 1, 20).view(4, 5)
+        for _ in range(3):
+            optimizer.zero_grad()
+            if engine is None:
+                (model(x).square().sum() / 4).backward()
+            else:
+                engine.backward(model(x.chunk(2)[comm.rank]).square().sum(), 2)  # type: ignore[union-attr]
+            optimizer.step()
+        return model.state_dict() if engine is None else engine.full_state_dict()
+
+    def body(comm: Comm) -> Any:
+        return train(copy.deepcopy(template), comm)
+
+    if row != "ddp" and hook is not reads:
+        with pytest.raises(ValueError, match=rf"(?s)the hook '{hook.__name__}' of SGD.step writes to|not element-wise"):
+            run(Mesh(shard=2), body, deadline=20)
+    else:
+        right = train(copy.deepcopy(template), None)
+        for state in run(Mesh(shard=2), body, deadline=20):
+            assert all(torch.allclose(state[name], value, atol=1e-6) for name, value in right.items())

@@ -1,0 +1,35 @@
+"""The benchmark of a GPU, tried on the CPU: every contestant trains the same model; what there is not is refused."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+SCRIPT = Path(__file__).parents[2] / "benchmarks" / "gpu" / "main.py"
+
+
+def test_every_contestant_runs_and_agrees(tmp_path: Path) -> None:
+    asked = [
+        "--device",
+        "cpu",
+        "--sizes",
+        "tiny",
+        "--rounds",
+        "1",
+        "--steps",
+        "1",
+        "--json",
+        str(tmp_path / "all.json"),
+    ]
+    ran = subprocess.run([sys.executable, str(SCRIPT), *asked], capture_output=True, text=True, timeout=300)
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    assert "losses: all that ran agree" in ran.stdout
+    turns = json.loads((tmp_path / "all.json").read_text())["sizes"]["tiny"]
+    assert len(turns) == 5 and all(one["seconds"] for of_name in turns.values() for one in of_name)
+
+
+def test_a_contestant_that_is_none_is_refused() -> None:
+    ran = subprocess.run([sys.executable, str(SCRIPT), "--only", "jax"], capture_output=True, text=True, timeout=120)
+    assert ran.returncode == 2 and "no contestant 'jax'" in ran.stderr

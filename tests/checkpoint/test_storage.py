@@ -13,7 +13,7 @@ from run_cases import differences
 from torch import nn
 
 import plait
-from plait.checkpoint.folder import Folder, checkpoints, place
+from plait.checkpoint.folder import CHECKPOINTS, Folder, all_of, checkpoints, find, place
 from plait.checkpoint.objects import Objects, OpenObject
 from plait.checkpoint.tensor_file import TensorFile, safetensors_header
 from plait.comm import Comm, run
@@ -291,3 +291,11 @@ def test_an_object_that_is_put_in_part_is_not_there(url: str, name: str, monkeyp
 def test_a_run_s_folder_leads_to_its_checkpoints(url: str) -> None:
     saved(f"{url}/checkpoints")
     assert loads(url)[0] == f"{url}/checkpoints/step-000001"
+
+
+def test_the_newest_of_a_run_is_that_of_both_places(tmp_path: Path) -> None:
+    """A conversion may have put one beside the folder in which the run saves."""
+    for folder in ("step-000005", f"{CHECKPOINTS}/step-000004", f"{CHECKPOINTS}/step-000008"):
+        (tmp_path / folder).mkdir(parents=True)
+    assert [found.name for found in all_of(tmp_path)] == ["step-000004", "step-000005", "step-000008"]
+    assert str(find(tmp_path)) == str(tmp_path / CHECKPOINTS / "step-000008")

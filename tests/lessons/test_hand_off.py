@@ -121,3 +121,10 @@ def test_without_the_gradient_part_1_learns_something_else() -> None:
     part1 = copy.deepcopy(halves(model)[0])
     part1(batch(model)[0]).sum().backward()
     assert same({n: g for n, g in gradients.items() if n[0] in "012"}, taken(part1)), "the gradient of y's sum"
+
+
+def test_a_module_that_comes_twice_is_cut_as_two() -> None:
+    act, x = nn.Tanh(), torch.linspace(-1, 1, 12).view(4, 3)
+    model = nn.Sequential(nn.Linear(3, 3), act, nn.Linear(3, 3), act, nn.Linear(3, 2))
+    first, second = hand_off.cut(model, 2)
+    assert (len(first), len(second)) == (3, 2) and torch.equal(second(first(x)), model(x))

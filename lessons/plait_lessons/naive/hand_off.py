@@ -38,7 +38,7 @@ def cut(model: nn.Sequential, num_parts: int) -> tuple[nn.Sequential, ...]:
     Raises:
         ValueError: more parts than modules.
     """
-    children = list(model.named_children())
+    children = [(name, child) for name, child in model._modules.items() if child is not None]  # one may come twice
     return tuple(nn.Sequential(OrderedDict(children[i] for i in links)) for links in even(len(children), num_parts))
 
 

@@ -9,6 +9,7 @@ Both may stand below one more key, as under a ``Stateful``, and the optimizer's 
 (``state.name.exp_avg``).  A folder with nothing but tensors is a model.
 """
 
+import io
 import math
 import os
 import pickle
@@ -270,8 +271,9 @@ def _write_dcp(folder: Path, leaves: Mapping[Keys, Any]) -> None:
     with (folder / file).open("xb") as stream:
 
         def put(value: Any) -> _StorageInfo:
-            begin = stream.tell()
-            torch.save(value, stream)
+            begin, whole = stream.tell(), io.BytesIO()
+            torch.save(value, whole)  # onto a full disk it would raise what says nothing of the disk
+            stream.write(whole.getbuffer())
             return _StorageInfo(file, begin, stream.tell() - begin)
 
         for path, value in leaves.items():

@@ -224,12 +224,18 @@ def find(path: str | Path | Storage) -> Storage:
     path = place(path)
     if NAME in path.names():
         return path
-    for folder in (path, path / CHECKPOINTS):
-        if others := checkpoints(folder):
-            return others[-1]
+    if others := all_of(path):
+        return others[-1]
     if STEP.fullmatch(path.name):
         raise ValueError(f"{str(path / NAME)!r} is not there: {str(path)!r} is no whole checkpoint")
     raise ValueError(f"there is no checkpoint in {str(path)!r}: it has no folder {step_name(1)} or the like")
+
+
+def all_of(path: str | Path | Storage) -> list[Storage]:
+    """The checkpoints in a place, and in what a run in it has written, the newest last: somebody may have brought one
+    beside those of a run."""
+    path = place(path)
+    return sorted((*checkpoints(path), *checkpoints(path / CHECKPOINTS)), key=step_of)
 
 
 def checkpoints(path: str | Path | Storage) -> list[Storage]:

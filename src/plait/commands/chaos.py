@@ -55,7 +55,7 @@ def run_chaos(config: ChaosConfig) -> int:
     rows = [row for row in rows if not why[row.name]]
     console = screen(stderr=config.json == "-", soft_wrap=True)
     found: list[RowResult] = []
-    folder = None if config.folder is None else Path(config.folder)
+    folder = None if config.folder is None else Path(config.folder).resolve()
     events = run_campaign(rows, folder, times=config.times, short=config.short, seed=config.seed)
     with heard(Asked(lambda _: None, grace=0.0)), closing(events):  # a signal ends it, and all of its runs
         for event in events:

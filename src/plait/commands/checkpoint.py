@@ -29,12 +29,13 @@ from safetensors import SafetensorError
 from plait.checkpoint.dcp import export_dcp, import_dcp
 from plait.checkpoint.examine import differences
 from plait.checkpoint.export import export
-from plait.checkpoint.folder import checkpoints, find, place
+from plait.checkpoint.folder import all_of, checkpoints, find, place
 from plait.checkpoint.saved import Saved, Whole, reshard
 from plait.checkpoint.storage import Storage
 from plait.commands.bench import size_text
 from plait.core.escape import one_line
 from plait.engine import empty_parameters
+from plait.files.writing import DiskError, told
 from plait.job.families import FOLDER
 from plait.models.hf import check_installed
 from plait.models.pretrained import Pretrained
@@ -53,6 +54,8 @@ def refused() -> Iterator[None]:
     """What a disk refuses is a mistake of the call: one line."""
     try:
         yield
+    except DiskError:
+        raise
     except OSError as error:
         raise ValueError(f"{str(error.filename or '')!r}: {error.strerror or error}") from error
     except SafetensorError as error:
@@ -202,7 +205,7 @@ class VerifyCheckpoint:
     def run(self) -> int:
         console = console_of(None)
         newest = find(self.path)
-        folders = checkpoints(newest.home()[0]) if self.all and newest != place(self.path) else [newest]
+        folders = all_of(self.path) if self.all and newest != place(self.path) else [newest]
         damaged = 0
         for folder in folders:
             problems = []
@@ -212,7 +215,7 @@ class VerifyCheckpoint:
                 problems = [str(error)]
             else:
                 problems = list(saved.damages().values())
-            size = "" if problems else f": whole, {sum(file.bytes for file in saved.manifest.files.values()):,} bytes"
+            size = "" if problems else f": whole, {_bytes_of(saved):,} bytes"
             console.print(one_line(f"{folder}{size}{f': damaged, {len(problems)} files' if problems else ''}"))
             for text in problems:
                 console.print(one_line(f"  {text}"))
@@ -259,7 +262,9 @@ class ReshardCheckpoint:
     """Files to write."""
 
     def run(self) -> int:
-        return written(reshard(Saved.find(self.path), self.out, self.ranks))
+        saved = Saved.find(self.path)
+        with told(self.out, _bytes_of(saved)):
+            return written(reshard(saved, self.out, self.ranks))
 
 
 @dataclass(frozen=True)
@@ -330,8 +335,14 @@ class ExportDCP:
 
     def run(self) -> int:
         ties = dict(pair.partition("=")[::2] for pair in self.tie)
-        export_dcp(Saved.find(self.path), self.out, ties=ties)
+        saved = Saved.find(self.path)
+        with told(self.out, _bytes_of(saved)):
+            export_dcp(saved, self.out, ties=ties)
         return written(Path(self.out))
+
+
+def _bytes_of(saved: Saved) -> int:
+    return sum(file.bytes for file in saved.manifest.files.values())
 
 
 def written(path: Storage | Path) -> int:

@@ -116,5 +116,6 @@ def bubbles(
         return Bubbles()  # no formula, or the last ranks have less to do
     equal = EqualRanks(num_stages // chunks, num_microbatches, chunks, forward, input, weight)
     waits, peaks = formula(equal)
-    share = None if waits is None else waits[0] / (waits[0] + num_microbatches * chunks * (equal.F + equal.B))
+    busy = num_microbatches * chunks * (equal.F + equal.B)
+    share = None if waits is None or not waits[0] + busy else waits[0] / (waits[0] + busy)
     return Bubbles(None if waits is None else tuple(waits), share, None if peaks is None else tuple(peaks))

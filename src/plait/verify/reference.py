@@ -5,9 +5,11 @@ It knows nothing of units, flat storage or collectives.  All it takes from the l
 """
 
 import math
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -54,6 +56,44 @@ class Record:
         return Record(losses, microbatch_losses, gradients, norms, self.parameters, self.buffers, self.state, step)  # type: ignore[arg-type]
 
 
+class Turns:
+    """Parameters by the name under which they are used, also where one module has several names.
+
+    blocks.0, blocks.1, ... are one block       its n-th call in a forward is that of its n-th name
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self._names: dict[nn.Module, list[str]] = {}
+        for name, module in model.named_modules(remove_duplicate=False):
+            self._names.setdefault(module, []).append(name)
+        self._turns: dict[nn.Module, dict[str, list[tuple[nn.Module, str, nn.Parameter]]]] = {}
+        self._calls = Counter[nn.Module]()
+
+    def place(self, parameter: nn.Parameter, keys: Sequence[str]) -> None:
+        """Use a parameter under these names, and only there."""
+        for key in keys:
+            owner, _, short = key.rpartition(".")
+            module, parts = self.model.get_submodule(owner), owner.split(".")
+            around = (".".join(parts[:end]) for end in range(1, len(parts) + 1))
+            name = next((one for one in around if len(self._names[self.model.get_submodule(one)]) > 1), None)
+            if name is None:
+                setattr(module, short, parameter)
+                continue
+            shared = self.model.get_submodule(name)  # the outermost that has several names
+            if shared not in self._turns:
+                self._turns[shared] = {}
+                shared.register_forward_pre_hook(self._begin, prepend=True)
+            self._turns[shared].setdefault(name, []).append((module, short, parameter))
+
+    def _begin(self, shared: nn.Module, *call: Any) -> None:
+        names = self._names[shared]
+        name = names[self._calls[shared] % len(names)]
+        self._calls[shared] += 1
+        for module, short, parameter in self._turns[shared].get(name, ()):
+            module._parameters[short] = parameter
+
+
 class SingleProcess:
     """A whole model in one process, which can play any data rank: it keeps one set of buffers for each.
 
@@ -82,7 +122,11 @@ class SingleProcess:
         self.scheduler = job.scheduler(self.optimizer) if job.scheduler else None
         self.buffers = [{name: b.clone() for name, b in self.model.named_buffers()} for _ in range(num_data_ranks)]
         self.losses: list[float] = []
-        self.uses = {name: [self._use(name, keys) for keys in others] for name, (_, *others) in ties.items()}
+        self.turns = Turns(self.model)
+        self.uses = {name: [self._use(name) for _ in others] for name, (_, *others) in ties.items()}
+        for name, keys in ties.items():
+            for parameter, own in zip((self.parameters[name], *self.uses[name]), keys, strict=True):
+                self.turns.place(parameter, own)
 
     def _master(self, parameter: nn.Parameter) -> nn.Parameter:
         """Gives a parameter the dtype of the computation; returns what the optimizer updates."""
@@ -95,13 +139,9 @@ class SingleProcess:
     def scale(self) -> float:
         return 1.0 if self.loss_scale is None else self.loss_scale.scale
 
-    def _use(self, name: str, keys: Sequence[str]) -> nn.Parameter:
-        """A second parameter over the memory of the first, under the given names."""
-        use = nn.Parameter(self.parameters[name].detach(), self.parameters[name].requires_grad)
-        for key in keys:
-            module, _, short = key.rpartition(".")
-            setattr(self.model.get_submodule(module), short, use)
-        return use
+    def _use(self, name: str) -> nn.Parameter:
+        """A second parameter over the memory of the first."""
+        return nn.Parameter(self.parameters[name].detach(), self.parameters[name].requires_grad)
 
     def begin(self, step: int) -> int:
         """Fetch the batches of all data ranks; returns the number of targets."""

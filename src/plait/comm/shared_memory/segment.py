@@ -55,7 +55,7 @@ class Segment:
             os.posix_fallocate(descriptor, 0, size)  # else a page that cannot be had is a SIGBUS later
         except OSError as error:
             os.close(descriptor)
-            if error.errno not in (errno.ENOSPC, errno.ENOMEM):
+            if error.errno not in (errno.ENOSPC, errno.ENOMEM, errno.EFBIG):
                 raise
             raise MemoryError(f"{text} ({os.strerror(error.errno)}): {fix}") from error
         return cls(descriptor, size)

@@ -14,6 +14,7 @@ shown.py              what ``p.grad`` is until then, in a loop of one's own
 gradient_watch.py     gradients that are not finite, seen before they are reduced
 flat_gradient.py      where the gradient of a flat buffer lies
 place.py              where a run lies in the whole parameter, as regions
+step_hooks.py         hooks of the program's own on the optimizer's step, which may read
 optim.py              a stock optimizer, pointed at the pieces that this rank owns
 probe.py              whether it may be: element-wise, and of each parameter alone
 """

@@ -3,10 +3,14 @@
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
 from plait.core.ended import EndedError
+from plait.job.families import _states_of
 from plait.job.own import load_name
 
 
@@ -24,3 +28,18 @@ def test_a_file_that_ends_the_program_is_no_job(tmp_path: Path) -> None:
     (tmp_path / "job.py").write_text("import sys\nsys.exit(0)\n")
     with pytest.raises(EndedError, match=r"job\.py:2 ended the program in <module> \(SystemExit: 0\)"):
         load_name(f"{tmp_path}/job.py:job", "job")
+
+
+@pytest.mark.parametrize(
+    ("make", "states"),
+    [
+        (lambda p: torch.optim.SGD(p, lr=0.1), 0),
+        (lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9), 1),
+        (lambda p: torch.optim.AdamW(p, lr=0.1), 2),
+        (lambda p: torch.optim.AdamW(p, lr=0.1, amsgrad=True), 3),
+        (lambda p: torch.optim.LBFGS(p), 2),
+    ],
+)
+def test_what_an_own_optimizer_keeps_is_seen(make: Any, states: int) -> None:
+    """It is predicted, for a job of one's own too."""
+    assert _states_of(make(list(nn.Linear(4, 3).parameters()))) == states

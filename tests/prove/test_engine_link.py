@@ -7,6 +7,7 @@ other ranks are threads.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from plait.core.cells import TABLE, Strategy
 from plait.core.collectives import Entry, Note, bytes_sent
 from plait.core.flat import Cut
 from plait.core.mesh import AXES, Mesh
+from plait.core.parallelism import Recompute
 from plait.core.tensor_plan import everywhere
 from plait.engine import Engine, empty_parameters
 from plait.models import hf
@@ -55,12 +57,15 @@ class Echo(TraceComm):
         return DONE
 
 
-def measured(comm: Comm, row: str, order: str | None, cut: Cut, hold: int | None) -> tuple[object, tuple[Entry, ...]]:
+def measured(
+    comm: Comm, row: str, order: str | None, cut: Cut, hold: int | None, recompute: Recompute | None = None
+) -> tuple[object, tuple[Entry, ...]]:
     """The engine's buffers on a rank, and the ledger of its second step."""
     with empty_parameters():
         model = hf.build(SIZES)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     settings = {"strategy": row, "schedule": order, "cut": cut, "hold": hold, "optimizer": optimizer}
+    settings |= {"recompute": recompute}
     engine = Engine(model, comm, loss_fn=hf.loss_sum, count_fn=hf.token_count, **settings)
     tokens = torch.arange(BATCH * (LENGTH + 1)).view(BATCH, -1) % 71
     batch = {"tokens": tokens[:, :-1].contiguous(), "targets": tokens[:, 1:].contiguous()}
@@ -165,3 +170,12 @@ def test_ranks_of_a_pipeline_send_what_was_proved(row: str, mesh: str, order: st
         messages += len(ledger)
     total = prove(paper).traffic
     assert (total.messages, total.bytes) == (messages, sent)
+
+
+@pytest.mark.parametrize("recompute", ["full", "selective"])
+def test_forwards_that_run_again_are_counted_again(recompute: Recompute) -> None:
+    on = Mesh.parse("tensor=2 shard=2")
+    found = run(on, lambda comm: measured(comm, "zero3", None, "element", 1, recompute)[1])
+    total = prove(replace(paper_run(on, TABLE["zero3"], None), recompute=recompute)).traffic
+    entries = [entry for of_rank in found for entry in of_rank]
+    assert (total.messages, total.bytes) == (len(entries), sum(entry.sent for entry in entries))

@@ -68,6 +68,18 @@ def test_explicit_redistributions_and_full_are_seen_also_of_tensors_from_outside
     run_threads("tensor=3", body)
 
 
+def test_a_tensor_that_comes_twice_is_gathered_once() -> None:
+    def body(comm: Comm) -> None:
+        x = shard(values((4, 3)), "a/tensor b", comm)
+        with auto_redistribute():
+            told = explain(lambda y: torch.cat([y, y]), x).entries
+            mark = len(comm.ledger)
+            torch.cat([x, x])
+        assert told == tuple(comm.ledger.since(mark)) and told
+
+    run_threads("tensor=2", body)
+
+
 def test_what_would_be_refused_is_refused() -> None:
     comm = TraceComm(Mesh(tensor=2))
     x = shard(values((5, 6)), "a b/tensor", comm)

@@ -133,8 +133,8 @@ class Family:
 
     @property
     def unit(self) -> str:
-        """What the speed of a run counts."""
-        return "tokens" if self.reads_text else "samples"
+        """What the speed of a run counts; of a user's job what its loss has."""
+        return "terms" if self.samples else "tokens" if self.reads_text else "samples"
 
 
 def find_family(model: str) -> Family:
@@ -171,7 +171,7 @@ def own_family(job: UserJob) -> Family:
         made = job.optimizer(model.parameters())
         if not isinstance(made, Optimizer):
             raise ValueError(f"the job's optimizer is {type(made).__name__}: return one of torch.optim's kind")
-        row = OptimizerRow(job.optimizer, states=2, amplifies=not isinstance(made, SGD))
+        row = OptimizerRow(job.optimizer, states=_states_of(made), amplifies=not isinstance(made, SGD))
         rate = max(float(group["lr"]) for group in made.param_groups)
     return Family(
         "a job of the user's",
@@ -187,6 +187,22 @@ def own_family(job: UserJob) -> Family:
         optimizer=row,
         rate=rate,
     )
+
+
+def _states_of(optimizer: Optimizer) -> int:
+    """How many numbers of a parameter's size an optimizer keeps, as a step on its smallest matrix shows; 2 where it
+    makes none without more (a closure)."""
+    every = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+    for p in every:
+        p.grad = None
+    one = min((p for p in every if p.dim() > 1), default=every[0], key=Tensor.numel)
+    one.grad = torch.zeros_like(one)
+    try:
+        optimizer.step()
+    except Exception:  # whatever a class of somebody's raises where others have no gradient
+        return 2
+    kept = optimizer.state[one].values()
+    return sum(isinstance(value, Tensor) and value.shape == one.shape for value in kept)
 
 
 def leading_dims(batch: Any) -> tuple[int, ...]:

@@ -29,12 +29,12 @@ from plait.prove.claims import Counterexample, Refuted
 from plait.prove.machine import Machine
 from plait.prove.paper import PaperRun
 from plait.prove.program import COLLECTIVES, Key, Program, Settled
-from plait.prove.room import Room, room_of
+from plait.prove.room import AROUND, Room, room_of
 from plait.prove.scenes import Laid, OneFlat, of_flat, of_pipe, of_ranks, one_flat, whole
 from plait.prove.sums import Sums
 from plait.prove.symmetry import check_symmetry, model_ranks
 from plait.schedule.actions import ADDS_GRADIENTS, SENDS, Schedule, owners, placed
-from plait.schedule.check import check, peaks
+from plait.schedule.check import check
 
 SMALL = 200
 """Ranks times microbatches times stages on all tensor ranks, of layouts that are carried out as a whole too."""
@@ -111,7 +111,7 @@ def prove(run: PaperRun) -> Proved:
             Machine(everyone.scene, everyone.programs, sums).run()
             operations += sum(map(len, everyone.programs.values()))
     with timed(seconds, "memory"):
-        room = room_of(run, schedule, laid, peaks(schedule))
+        room = room_of(run, schedule, laid)
         if run.memory is not None and room.total > run.memory:
             text = f"it needs {room.total:,} bytes of {run.memory:,}: {room}"
             raise Refuted(Counterexample("memory", text, room.rank))
@@ -242,9 +242,9 @@ def _with_others(run: PaperRun, schedule: Schedule, traffic: Traffic) -> Traffic
     handed = run.batch * run.length * decoder.hidden * itemsize
     traffic = traffic.plus(2 * sends * alike, sends * handed * alike)
     for links in run.links():
-        entries = predict_tensor(
-            [everywhere(decoder.sites(links), (run.batch, run.length))], mesh, itemsize, sequence=False
-        )
+        twice = [link for link in links if link not in AROUND] if run.recompute == "full" else ()
+        sites = [everywhere(decoder.sites(links), (run.batch, run.length))]
+        entries = predict_tensor(sites, mesh, itemsize, sequence=False, twice=twice)
         times = run.microbatches * alike
         traffic = traffic.plus(len(entries) * times, sum(entry.sent for entry in entries) * times)
     if mesh.size > 1:

@@ -2,13 +2,16 @@
 
 state         parameters at rest, gradients, optimizer, master weights                           exact, with padding
 gathered      whole parameters at once, at most, one unit ahead, and what is kept for backwards   an upper bound
-gradients     whole gradients of a microbatch that are being reduced: two units                   an upper bound
-activations   of the microbatches in flight, by ``plan.activations`` (a norm and a loss as plait's own decoder
-              writes them, which keep more than fused ones)                                       an estimate
+gradients     whole gradients of a microbatch that are being reduced: two units of each stage     an upper bound
+activations   of the microbatches in flight on each stage, and of the block that is recomputed    an estimate
+
+Activations are those of ``plan.activations``: a norm and a loss as plait's own decoder writes them, which keep more
+than fused ones.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
 
 from plait.core.cells import ITEMSIZE, Cell
 from plait.core.flat import FlatLayout, UnitLayout
@@ -16,7 +19,7 @@ from plait.plan.activations import DecoderSizes, decoder
 from plait.prove.paper import PaperRun
 from plait.prove.program import settle_all, write_program
 from plait.prove.scenes import Laid
-from plait.schedule.actions import Line, Schedule, owners
+from plait.schedule.actions import Line, Schedule, activations, owners
 
 
 @dataclass(frozen=True)
@@ -38,13 +41,19 @@ class Room:
         return ", ".join(f"{name} {getattr(self, name):,}" for name in kinds)
 
 
-def room_of(run: PaperRun, schedule: Schedule, laid: Laid, peaks: Sequence[int]) -> Room:
-    """Of the rank that needs most; ``peaks`` are the activations in flight of each pipeline rank, as ``check`` says."""
+AROUND = {"model.embed_tokens": "embed", "model.norm": "norm", "lm_head": "head"}
+"""The links that are no blocks, in the words of ``plan.activations``."""
+
+
+def room_of(run: PaperRun, schedule: Schedule, laid: Laid) -> Room:
+    """Of the rank that needs most."""
     owner, links = owners(schedule), run.links()
     found = []
     for pipe, line in enumerate(schedule):
         stages = [s for s in owner if owner[s] == pipe]
-        each = max(_activations(run, links[s]) for s in stages)
+        each = {s: _activations(run, links[s]) for s in stages}
+        most = max(accumulate(each[a.stage] * activations(a) if a.stage in each else 0 for a in line), default=0)
+        most += _again(run, [link for s in stages for link in links[s]])
         for tensor in range(run.mesh.tensor):
             units = {s: laid[s, tensor] for s in stages}
             flats = [flat for s in stages for unit in units[s] for flat in unit.flats]
@@ -53,14 +62,14 @@ def room_of(run: PaperRun, schedule: Schedule, laid: Laid, peaks: Sequence[int])
                 place = divmod(data, run.mesh.shard)
                 rank = run.mesh.rank(pipe=pipe, replica=place[0], shard=place[1], tensor=tensor)
                 state = sum(_state(run, flat, rank) for flat in flats)
-                found.append((state, rank, flats, each * peaks[pipe], line, units))
+                found.append((state, rank, flats, most, line, units))
     rooms = []
     known: dict[object, tuple[int, int]] = {}
-    for state, rank, flats, activations, line, units in found:
+    for state, rank, flats, in_flight, line, units in found:
         kind = id(line), tuple(flat.numel for flat in flats)
         if kind not in known:
-            known[kind] = _gathered(run, line, units, rank), _reduced(run, flats)
-        rooms.append(Room(rank, state, *known[kind], activations))
+            known[kind] = _gathered(run, line, units, rank), _reduced(run, units)
+        rooms.append(Room(rank, state, *known[kind], in_flight))
     return max(rooms, key=lambda room: room.total)
 
 
@@ -99,11 +108,19 @@ def _gathered(run: PaperRun, line: Line, units: dict[int, Sequence[UnitLayout]],
     return most + (ahead if run.pipeline.hold is None or run.pipeline.num_stages == 1 else 0)
 
 
-def _reduced(run: PaperRun, flats: Sequence[FlatLayout]) -> int:
-    """Of the two largest whole gradients."""
+def _reduced(run: PaperRun, units: Mapping[int, Sequence[UnitLayout]]) -> int:
+    """Of the two largest whole gradients of each stage, which has buffers of its own."""
     if run.mesh.count(run.strategy.grads.split) == 1:
         return 0
-    return sum(sorted(flat.numel * flat.itemsize_in(run.strategy.grads) for flat in flats)[-2:])
+    stages = ([flat for unit in of_stage for flat in unit.flats] for of_stage in units.values())
+    sizes = (sorted(flat.numel * flat.itemsize_in(run.strategy.grads) for flat in flats) for flats in stages)
+    return sum(sum(of_stage[-2:]) for of_stage in sizes)
+
+
+def _again(run: PaperRun, links: Sequence[str]) -> int:
+    """Of the block whose activations are made again while its backward runs."""
+    blocks = [link for link in links if link not in AROUND]
+    return _activations(replace(run, recompute=None), blocks[:1]) if run.recompute == "full" and blocks else 0
 
 
 def _activations(run: PaperRun, links: Sequence[str]) -> int:
@@ -121,5 +138,4 @@ def _activations(run: PaperRun, links: Sequence[str]) -> int:
         dropout=False,
         ways=run.mesh.tensor,
     )
-    words = {"model.embed_tokens": "embed", "model.norm": "norm", "lm_head": "head"}
-    return decoder(sizes, [words.get(link, "blocks") for link in links], run.recompute)
+    return decoder(sizes, [AROUND.get(link, "blocks") for link in links], run.recompute)

@@ -84,13 +84,16 @@ class _OnPaper(TorchFunctionMode):
     def __init__(self, comm: TraceComm) -> None:
         super().__init__()
         self.comm = comm
+        self._made: dict[int, tuple[ShardedTensor, ShardedTensor]] = {}
 
     def _copy(self, x: Tensor) -> Tensor:
         if not isinstance(x, ShardedTensor):
             return x.detach().to("meta")
         if x.comm is self.comm:
             return x
-        return ShardedTensor(x.local.detach().to("meta"), x.sharding, self.comm, tuple(x.shape))
+        if id(x) not in self._made:  # one that comes twice is one, and is gathered once
+            self._made[id(x)] = x, ShardedTensor(x.local.detach().to("meta"), x.sharding, self.comm, tuple(x.shape))
+        return self._made[id(x)][1]
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

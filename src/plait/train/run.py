@@ -279,7 +279,8 @@ def _bytes_per_rank(training: Training) -> list[RankBytes]:
     job, comm, engine = training.job, training.comm, training.engine
     measured = engine.bytes_held()
     predicted = held(engine.layouts(), comm.mesh, engine.strategy, comm.rank, training.config.optimizer_row.states)
-    entries, crossing = predict(engine, job, job.microbatches(0, *training.place)), comm.mesh.crossing
+    batches = job.microbatches(training.first, *training.place)  # of the step whose messages were counted
+    entries, crossing = predict(engine, job, batches), comm.mesh.crossing
     mine = [
         *astuple(predicted),
         *(measured[kind] for kind in STATES),

@@ -35,7 +35,7 @@ from plait.checkpoint.storage import Storage
 from plait.commands.bench import size_text
 from plait.core.escape import one_line
 from plait.engine import empty_parameters
-from plait.files.writing import DiskError, told
+from plait.files.writing import told
 from plait.job.families import FOLDER
 from plait.models.hf import check_installed
 from plait.models.pretrained import Pretrained
@@ -54,8 +54,6 @@ def refused() -> Iterator[None]:
     """What a disk refuses is a mistake of the call: one line."""
     try:
         yield
-    except DiskError:
-        raise
     except OSError as error:
         raise ValueError(f"{str(error.filename or '')!r}: {error.strerror or error}") from error
     except SafetensorError as error:

@@ -3,7 +3,8 @@
 backward    gradients go into the engine's buffers, not yet summed over the ranks
             p.grad of the user's parameters, and of the pieces in optimizer.param_groups     GradientElsewhere
 step        sums, clips                               the pieces'                            the real ones
-            updates                                   both                                   None
+            updates                                   the user's                             None
+                                                      the pieces'                            the real ones still
 """
 
 from collections.abc import Container, Iterable

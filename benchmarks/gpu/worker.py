@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import os
 import sys
+import threading
 import time
 import warnings
 from collections.abc import Callable
@@ -84,7 +84,9 @@ def plait_step(size: Size, comm: plait.Comm, model: nn.Module, strategy: str) ->
     return lambda: engine.step([own]).loss
 
 
-def timed(step: Step, device: torch.device, steps: int, meet: Step = lambda: None) -> dict[str, Any]:
+def timed(
+    step: Step, device: torch.device, steps: int, meet: Step = lambda: None, *, alone: bool = True
+) -> dict[str, Any]:
     """Seconds of each step, the loss of the first, the most memory, and how often the host waited in one."""
     wait = torch.cuda.synchronize if device.type == "cuda" else lambda: None
     losses = [float(step()) for _ in range(UNTIMED)]
@@ -97,7 +99,12 @@ def timed(step: Step, device: torch.device, steps: int, meet: Step = lambda: Non
         wait()
         seconds.append(time.perf_counter() - start)
     peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
-    return {"seconds": seconds, "loss": losses[0], "peak_bytes": peak, "waits": host_waits(step, device)}
+    return {
+        "seconds": seconds,
+        "loss": losses[0],
+        "peak_bytes": peak,
+        "waits": host_waits(step, device) if alone else None,
+    }
 
 
 def host_waits(step: Step, device: torch.device) -> int | None:
@@ -111,7 +118,7 @@ def host_waits(step: Step, device: torch.device) -> int | None:
             step()
         finally:
             torch.cuda.set_sync_debug_mode("default")
-    return sum("synchroniz" in str(one.message) for one in told)
+    return sum("called a synchronizing" in str(one.message) for one in told)
 
 
 def product_rate(device: torch.device) -> float:
@@ -130,14 +137,16 @@ def product_rate(device: torch.device) -> float:
 
 def in_threads(size: Size, device: torch.device, steps: int) -> dict[str, Any]:
     """Two ranks on one device, each with half of the samples."""
-    template = model_of(size, device)
+    one_by_one = threading.Lock()  # they share torch's generator
 
     def body(comm: plait.Comm) -> dict[str, Any]:
-        step = plait_step(size, comm, copy.deepcopy(template), "zero3")
-        return timed(step, device, steps, lambda: comm.barrier(("shard",)))
+        with one_by_one:
+            model = model_of(size, device)
+        step = plait_step(size, comm, model, "zero3")
+        return timed(step, device, steps, lambda: comm.barrier(("shard",)), alone=False)
 
     first, second = plait.run_threads("shard=2", body, device=device)
-    return {**first, "seconds": list(map(max, first["seconds"], second["seconds"])), "waits": None}
+    return {**first, "seconds": list(map(max, first["seconds"], second["seconds"]))}
 
 
 def main(name: str, size: Size, device: torch.device, steps: int) -> None:

@@ -23,7 +23,7 @@ from plait.comm.environment import WorldVariables, launched, own_device
 from plait.comm.thread import run
 from plait.core.mesh import Mesh
 from plait.data.rank_batches import RankBatches
-from plait.engine.reduction import Weighted, as_sum
+from plait.engine.reduction import as_sum
 from plait.watch.joined import watch_joined
 
 Result = TypeVar("Result")
@@ -168,9 +168,7 @@ def sum_of_mean(
             'Engine(loss_fn=...); in a loop of your own call engine.backward(loss, count, reduction="mean")'
         )
 
-    weighted = Weighted()
-
     def loss_sum(model: nn.Module, batch: Any) -> Tensor:
-        return as_sum(mean_loss(model, batch), count(batch), "mean", weighted)
+        return as_sum(mean_loss(model, batch), count(batch), "mean")
 
     return loss_sum

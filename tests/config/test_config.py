@@ -114,8 +114,11 @@ def test_a_host_has_gpus_for_its_own_ranks(monkeypatch: pytest.MonkeyPatch, vari
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    for gpus in (8, 1):
-        monkeypatch.setattr(torch.cuda, "device_count", lambda gpus=gpus: gpus)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+    validate(TrainConfig(device="cuda", mesh="shard=16"))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    with monkeypatch.context() as own:
+        own.setenv("CUDA_VISIBLE_DEVICES", "3")
         validate(TrainConfig(device="cuda", mesh="shard=16"))
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     with pytest.raises(ValueError, match="8 ranks on 4 CUDA devices of this host"):

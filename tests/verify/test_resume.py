@@ -100,12 +100,6 @@ def verify(load: Callable[[Program, Path], Any] = Program.load, **settings: Any)
     return plait.verify_resume(Program, Program.step, Program.save, load, **settings)
 
 
-class Evaluates(Program):
-    def save(self, path: Path) -> None:
-        self.model.eval()
-        super().save(path)
-
-
 class Shows(Program):
     """It has an object of an installed package, which counts what it pleases."""
 
@@ -116,13 +110,6 @@ class Shows(Program):
     def save(self, path: Path) -> None:
         self.progress.add_task("saving")
         super().save(path)
-
-
-def test_a_save_that_evaluates_leaves_the_mode_as_it_was() -> None:
-    with pytest.raises(
-        AssertionError, match=r"saving after step 2 has changed the program: .* is in eval mode and was"
-    ):
-        plait.verify_resume(Evaluates, Program.step, Evaluates.save, Program.load)
 
 
 def test_objects_of_installed_packages_keep_what_they_like() -> None:

@@ -72,8 +72,8 @@ def ranks_here(ranks: int, environment: Mapping[str, str] = os.environ) -> int:
 
 
 def own_device(device: torch.device | str, environment: Mapping[str, str] = os.environ) -> torch.device:
-    """``cuda`` without a number is the GPU of this rank's number on its host, or the only one that it sees: Ray, and
-    Slurm's ``--gpus-per-task``, show each rank its own.
+    """``cuda`` without a number is the GPU of this rank's number on its host, or the first of those that it sees: Ray,
+    and Slurm's ``--gpus-per-task``, show each rank its own (``CUDA_VISIBLE_DEVICES``).
 
     Raises:
         ValueError: there is no such GPU.
@@ -81,16 +81,22 @@ def own_device(device: torch.device | str, environment: Mapping[str, str] = os.e
     device = torch.device(device)
     if device.type != "cuda":
         return device
-    gpus, number = torch.cuda.device_count(), _number(environment, "LOCAL_RANK", 0, MOST_RANKS, default=0)
+    gpus = torch.cuda.device_count()
     if not gpus:
         raise ValueError(f"device {device}: torch sees no CUDA device here; see plait doctor, or use device cpu")
-    index = device.index if device.index is not None else number if gpus > 1 else 0
-    if index >= gpus:
+    index: int | None = device.index
+    if index is not None:
+        if index >= gpus:
+            raise ValueError(f"device {device}: torch sees {gpus} CUDA devices here, counted from 0")
+        return device
+    name = "LOCAL_RANK" if environment.get("LOCAL_RANK", "").strip() else "RANK"
+    number = _number(environment, name, 0, MOST_RANKS, default=0)
+    if number >= gpus and "CUDA_VISIBLE_DEVICES" not in environment:
         raise ValueError(
-            f"cuda:{index} is wanted by the rank with number {number} on this host (LOCAL_RANK), where torch sees "
-            f"{gpus} CUDA devices: start one rank for each"
+            f"cuda:{number} is wanted by the rank with number {number} ({name}), and torch sees {gpus} CUDA devices "
+            f"here: start one rank for each"
         )
-    return torch.device("cuda", index)
+    return torch.device("cuda", number if number < gpus else 0)
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ A name in a checkpoint is text from somebody else's file: it is shown with its c
 
 from __future__ import annotations
 
+import errno
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -261,7 +262,7 @@ class ReshardCheckpoint:
 
     def run(self) -> int:
         saved = Saved.find(self.path)
-        with told(self.out, _bytes_of(saved)):
+        with _room(self.out, _bytes_of(saved)):
             return written(reshard(saved, self.out, self.ranks))
 
 
@@ -334,9 +335,21 @@ class ExportDCP:
     def run(self) -> int:
         ties = dict(pair.partition("=")[::2] for pair in self.tie)
         saved = Saved.find(self.path)
-        with told(self.out, _bytes_of(saved)):
+        with _room(self.out, _bytes_of(saved)):
             export_dcp(saved, self.out, ties=ties)
         return written(Path(self.out))
+
+
+@contextmanager
+def _room(path: str | Path, need: int) -> Iterator[None]:
+    """A disk that is full is told with what it needs; what else it refuses stays as it is."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            raise
+        with told(path, need):
+            raise
 
 
 def _bytes_of(saved: Saved) -> int:

@@ -58,7 +58,7 @@ def check_machine(config: MachineConfig) -> None:
         raise ValueError("world shared_memory moves tensors of CPUs: use --world process, or --device cpu")
     if config.device == "cuda" and not torch.cuda.is_available():
         raise ValueError("device cuda: torch sees no CUDA device here; use --device cpu, or see plait doctor")
-    isolated = gpus == 1 and started() and not _ours()  # the launcher shows each rank its own
+    isolated = "CUDA_VISIBLE_DEVICES" in os.environ and started() and not _ours()  # each rank may see its own
     if resolve_device(config.device) == "cuda" and resolve_world(config) == "process" and here > gpus and not isolated:
         raise ValueError(
             f"{here} ranks on {gpus} CUDA devices of this host: NCCL needs one each; start {gpus} or fewer on a host, "

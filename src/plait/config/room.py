@@ -9,6 +9,7 @@ A run that needs less than this may still be too large; one that needs more is r
 
 import os
 
+from plait.comm.environment import started
 from plait.config.machine import resolve_device
 from plait.config.settings import RunConfig, TrainConfig
 from plait.files.reading import memory
@@ -26,7 +27,7 @@ def check_room(config: RunConfig) -> None:
     if given.isdecimal() and len(given) < 9:
         ranks = min(int(given), size)
     else:  # started by hand, perhaps one on each host, or by plait
-        ranks = 1 if "WORLD_SIZE" in os.environ else size
+        ranks = 1 if started() else size
     kinds = {"state": _state(config), "a step's samples": _samples(config), "activations": _activations(config)}
     need, have = ranks * sum(kinds.values()), memory(1 if config.world == "thread" else ranks)
     if need > have:

@@ -123,7 +123,7 @@ class Engine(OwnLoop):
         self.steps = 0
         self.discarded = 0
         """Times that ``zero_grad`` threw gradients away."""
-        self._blocks = 0
+        self._blocks = self._modified = 0
         self._evaluator = Evaluator(self)
         self._broken = False
         self._now: OpenStep | None = None
@@ -169,7 +169,7 @@ class Engine(OwnLoop):
 
     def _watch_hooks(self, optimizer: Optimizer, own: Collection[int]) -> None:
         if self.owned_optimizer is not None and self.owned_optimizer.gives_pieces:
-            watch_hooks(optimizer, own)
+            watch_hooks(optimizer, own, lambda: self._modified)
 
     def step(self, microbatches: Sequence[Any]) -> StepResult:
         """One optimizer step on this rank's microbatches; every rank brings equally many.
@@ -334,6 +334,7 @@ class Engine(OwnLoop):
         if self._now is not None and self._turns.zeroed(optimizer, self.optimizers, summed=bool(self._now.losses)):
             if self._now.losses:  # else it stands between a forward, which has drawn its masks, and its backward
                 self.discarded, self._forwards = self.discarded + 1, 0
+            self.update.weighted.begin_step()
             self._now = None
 
     def _after_update(self, optimizer: Optimizer) -> None:

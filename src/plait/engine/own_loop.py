@@ -45,6 +45,8 @@ class OwnLoop(PlacedModel):
     steps: int
     _blocks: int
     """``gathered`` blocks that are open."""
+    _modified: int
+    """Those that there were with ``modify``."""
     _broken: bool
     """A step failed inside of a pipeline."""
     _now: OpenStep | None
@@ -221,6 +223,7 @@ class OwnLoop(PlacedModel):
         units = units_of(self.units, names, self.directory.aliases)
         self.take_over()
         self._blocks += 1
+        self._modified += modify
         try:
             with gathered(self.stages[0].unsharding, units, self.comm, modify=modify):
                 yield

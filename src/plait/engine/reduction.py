@@ -23,11 +23,11 @@ _MEAN = 1
 
 
 class Weighted:
-    """Means of torch's cross entropy over what has other weights than the count says, seen where it goes wrong.
+    """Means of torch's cross entropy over what has other weights than the count says, seen where a step adds them up.
 
         mean * count = sum, and so right, where the weight behind the mean is the count, or always as many times it
 
-    Targets that are ignored, or classes with weights, make the weight another in each microbatch.
+    Targets that are ignored, or classes with weights, make the weight another in each microbatch and on each rank.
     """
 
     LOOKS = 8
@@ -35,60 +35,76 @@ class Weighted:
 
     def __init__(self) -> None:
         self.ratio = 0.0
-        """The weight of a term; negative where all targets weigh the same so far, 0 until there was such a mean."""
+        """The weight of a term in this step; negative where all targets weigh the same so far, 0 before any mean."""
         self._looks = 0
-        self._advice = ""
+
+    def begin_step(self) -> None:
+        """Means of other steps are not added to those to come."""
+        self.ratio = 0.0
 
     def check(self, loss: Tensor, count: int) -> None:
-        """Raises ValueError for a mean whose weight is not in the proportion to its count that others were in."""
+        """Raises ValueError for a mean whose weight is not in the proportion to its count that others were in.
+
+        One term has no weight beside others: a count of 1 says that means are to be averaged.
+        """
         node: Any = loss.grad_fn
-        total = getattr(node, "_saved_total_weight", None) if count else None
-        if total is None or (self._looks >= self.LOOKS and loss.device.type != "cpu"):
+        if count < 2 or not type(node).__name__.startswith("NllLoss"):
+            return
+        if self._looks >= self.LOOKS and loss.is_cuda:
+            return
+        if _is_packed(node):
             return
         self._looks += 1
-        weights, targets = node._saved_weight, node._saved_target
-        if not (weight := total.item()):
+        targets, weights = node._saved_target, node._saved_weight
+        counted = targets[targets != node._saved_ignore_index]
+        weight = float(len(counted) if weights is None else weights.double()[counted].sum())
+        if not weight:
             return
-        uneven = weights is not None or weight != targets.numel()
-        ratio, before = weight / count, abs(self.ratio)
-        if uneven:
-            self._advice = _instead(weights)
-        if (uneven or self.ratio > 0) and before and _differ(ratio, before):
+        uneven, ratio = weights is not None or len(counted) < targets.numel(), weight / count
+        if uneven and self.ratio > 0 and _differ(ratio, self.ratio):
+            ignored = targets.numel() - len(counted)
+            over = f"{ignored} of {targets.numel()} targets are ignored" if weights is None else "classes have weights"
             raise ValueError(
-                f"the loss is a mean over {_what(weights, weight, targets)}, {ratio:.6g} for each of the {count} terms "
-                f"of its count, and {before:.6g} in an earlier microbatch: added up they are the mean of nothing. "
-                f"{self._advice}"
+                f"the loss is a mean in which {over}: its weight is {ratio:.6g} for each of the {count} terms of its "
+                f"count, and {self.ratio:.6g} in an earlier microbatch: added up they are the mean of nothing. {ADVICE}"
             )
-        self.ratio = ratio if uneven or self.ratio > 0 else -ratio
+        if uneven or self.ratio <= 0:
+            self.ratio = ratio if uneven else -ratio
 
     def agree(self, ratios: Sequence[float]) -> None:
-        """Raises ValueError, on all ranks, where they have different ones."""
+        """The step ends; raises ValueError, on all ranks, where they have different ones."""
+        self.begin_step()
         first, *others = [(rank, abs(ratio)) for rank, ratio in enumerate(ratios) if ratio] or [(0, 0.0)]
         for rank, ratio in others if max(ratios) > 0 else ():
             if _differ(ratio, first[1]):
                 raise ValueError(
                     f"the loss is a mean, whose weight is {first[1]:.6g} for each term of its count on rank {first[0]} "
-                    f"and {ratio:.6g} on rank {rank}: added up they are the mean of nothing. {self._advice}"
+                    f"and {ratio:.6g} on rank {rank}: added up they are the mean of nothing. {ADVICE}"
                 )
+
+
+ADVICE = (
+    "Count the targets that the loss counts, those that are not ignored, as in (y != -100).sum(). With class weights "
+    'take reduction="sum" of cross_entropy, divide it by the weights of all targets of the step on all ranks '
+    "(engine.sum), and give a count that is 1 in one microbatch of one rank and 0 in all others"
+)
+
+
+def _is_packed(node: Any) -> bool:
+    """Whether what a node has saved was handed to hooks (a checkpoint), which make it anew whenever it is asked for."""
+    try:
+        node._raw_saved_target.register_hooks(_itself, _itself)
+    except RuntimeError:  # it has some
+        return True
+    return False
+
+
+def _itself(tensor: Tensor) -> Tensor:
+    return tensor
 
 
 def _differ(ratio: float, other: float) -> bool:
     return abs(ratio / other - 1) > 1e-6
-
-
-def _what(weights: Tensor | None, weight: float, targets: Tensor) -> str:
-    if weights is not None:
-        return f"classes with weights, {weight:.6g} in all"
-    return f"{weight:.0f} targets, where {targets.numel() - weight:.0f} are ignored"
-
-
-def _instead(weights: Tensor | None) -> str:
-    if weights is None:
-        return "Count the targets that the loss counts, those that are not ignored, as in (y != -100).sum()"
-    return (
-        'Take reduction="sum" of cross_entropy, divide it by the weights of all targets of the step on all ranks '
-        "(engine.sum), and give a count that is 1 in one microbatch of one rank and 0 in all others"
-    )
 
 
 def as_sum(loss: Tensor, count: int, reduction: Reduction | None, weighted: Weighted | None = None) -> Tensor:

@@ -195,13 +195,15 @@ def _states_of(optimizer: Optimizer) -> int:
     every = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
     for p in every:
         p.grad = None
-    one = min((p for p in every if p.dim() > 1), default=every[0], key=Tensor.numel)
+    if not every:
+        return 2
+    one = min([p for p in every if p.dim() > 1] or every, key=Tensor.numel)
     one.grad = torch.zeros_like(one)
     try:
         optimizer.step()
+        kept = list(optimizer.state[one].values())
     except Exception:  # whatever a class of somebody's raises where others have no gradient
         return 2
-    kept = optimizer.state[one].values()
     return sum(isinstance(value, Tensor) and value.shape == one.shape for value in kept)
 
 

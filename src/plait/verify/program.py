@@ -61,6 +61,7 @@ class Field:
 
 
 Fields = dict[Field, Any]
+PROGRAM = "program"
 
 
 class _Part(NamedTuple):
@@ -99,23 +100,13 @@ def modules_of(program: Any) -> list[nn.Module]:
     return [module for key, module in modules.items() if key not in inner]
 
 
-def modes_of(program: Any) -> dict[str, bool]:
-    """Of each module, whether it trains (or evaluates), in words."""
-    found = {}
-    for path, part, *_ in _parts(program, "program", set()):
-        model = part.model if isinstance(part, Engine) else part
-        for name, module in model.named_modules() if isinstance(model, nn.Module) else ():
-            found[f"{name!r} of {path}" if name else path] = module.training
-    return found
-
-
 @torch.no_grad()
 def spoil(program: Any) -> None:
     """Add 1 to what a load overwrites, so that what it leaves out is seen even where nothing has changed it yet.
 
     That are the parameters that train, the buffers that a state dict has, averages, what an optimizer keeps already.
     """
-    for _, part, _ in _without_owned(list(_parts(program, "program", set()))):
+    for _, part, _ in _without_owned(list(_parts(program, PROGRAM, set()))):
         tensors: list[Tensor] = []
         if isinstance(part, Engine):
             part.comm.wait_for_readers()
@@ -198,10 +189,11 @@ def _stays_apart(value: Any) -> bool:
     return data or isinstance(value, AHEAD) or (_is_array(value) and type(value).__name__ == "memmap")
 
 
-def _parts(value: Any, path: str, seen: set[int]) -> Iterator[_Part]:
-    """What a program is made of, each thing once."""
+def _parts(value: Any, path: str, seen: set[int], *, quiet: bool = False) -> Iterator[_Part]:
+    """What a program is made of, each thing once; ``quiet``: without the numbers and texts that it keeps."""
     if isinstance(value, PLAIN):
-        yield _Part(path, value, later=value is None)  # it may become an iterator, which is not looked at
+        if not quiet:
+            yield _Part(path, value, later=value is None)  # it may become an iterator, which is not looked at
         return
     if id(value) in seen or isinstance(value, type | ModuleType):
         return
@@ -211,16 +203,17 @@ def _parts(value: Any, path: str, seen: set[int]) -> Iterator[_Part]:
         yield _Part(path, value)
     elif isinstance(value, Mapping):
         for key, one in value.items():
-            yield from _parts(one, f"{path}.{key}", seen)
+            yield from _parts(one, f"{path}.{key}", seen, quiet=quiet)
     elif isinstance(value, list | tuple | deque | set | frozenset):
         for number, one in enumerate(sorted(value, key=repr) if isinstance(value, set | frozenset) else value):
-            yield from _parts(one, f"{path}.{number}", seen)
+            yield from _parts(one, f"{path}.{number}", seen, quiet=quiet)
     elif isinstance(value, DataLoader):
         for key in WITHIN_LOADER:
             yield from _parts(getattr(value, key), f"{path}.{key}", seen)
-    elif not (is_library(type(value)) or is_installed(type(value))):
+    elif not is_library(type(value)):
+        quiet |= is_installed(type(value)) and path != PROGRAM  # a package's objects keep what they like
         for key, one in attributes(value).items():
-            yield from _parts(one, f"{path}.{key}", seen)
+            yield from _parts(one, f"{path}.{key}", seen, quiet=quiet)
 
 
 def _without_owned(parts: list[_Part]) -> list[_Part]:

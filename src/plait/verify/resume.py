@@ -10,7 +10,7 @@ loss, and everything again.  The comparison ends where the first thing is wrong:
 """
 
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -26,7 +26,7 @@ from plait.core.collectives import Note
 from plait.core.mesh import Mesh
 from plait.report.screen import screen
 from plait.verify.compare import Finding, find, incomparable, number
-from plait.verify.program import Field, Fields, fields_of, modes_of, random_kept, samples_seen, spoil
+from plait.verify.program import Field, Fields, fields_of, random_kept, samples_seen, spoil
 from plait.verify.run import findings_table
 
 Program = TypeVar("Program")
@@ -114,10 +114,8 @@ def verify_resume(
         for made in range(steps):
             if made in at:
                 own = new_folder()
-                modes = modes_of(runs.shown(program))
                 save(program, own)
                 runs.compare_state(program, made, f"saving after step {made} has changed the program: ")
-                runs.compare_modes(program, modes, made)
                 seed(made)
                 program = begin()
                 if spoiled:
@@ -186,14 +184,6 @@ class _Runs(Generic[Program]):
         loss, samples = loss if isinstance(loss, tuple) else (loss, seen)
         value = loss.detach().to("cpu", copy=True) if isinstance(loss, Tensor) else loss
         return {Field("loss", "the loss"): value}, samples
-
-    def compare_modes(self, program: Program, before: Mapping[str, bool], made: int) -> None:
-        """A save that evaluates must not leave the model so."""
-        now = modes_of(self.shown(program)).items()
-        words = {True: "train", False: "eval"}
-        changed = [(name, mode) for name, mode in now if before.get(name, mode) != mode]
-        when = f"saving after step {made} has changed the program: "
-        self._judge([f"{when}{n} is in {words[m]} mode and was not" for n, m in changed], resumed=True)
 
     def compare_step(self, program: Program, made: int, *, resumed: bool) -> None:
         """Make step ``made + 1``, and compare its samples, its loss and what it leaves."""

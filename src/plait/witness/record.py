@@ -122,6 +122,12 @@ class Witness:
     # ---- what the loop does --------------------------------------------------------------------------------------
 
     def __enter__(self) -> Self:
+        for optimizer in self._optimizers:
+            if not hasattr(optimizer, "_optimizer_step_pre_hooks"):
+                raise ValueError(
+                    f"{type(optimizer).__name__} does not run the hooks of torch's Optimizer.step, by which a step is "
+                    f"seen: give the optimizer inside of it, as in optimizer.optim"
+                )
         with told(self._place, 0):
             self._place.mkdir(parents=True, exist_ok=True)
         if any(self._place.iterdir()):
@@ -133,11 +139,6 @@ class Witness:
         self._write(self._place / "start.safetensors", self._start() | buffers, about)
         self._handles.append(self._model.register_forward_pre_hook(self._forward, prepend=True, with_kwargs=True))
         for number, optimizer in enumerate(self._optimizers):
-            if not hasattr(optimizer, "_optimizer_step_pre_hooks"):
-                raise ValueError(
-                    f"{type(optimizer).__name__} does not run the hooks of torch's Optimizer.step, by which a step is "
-                    f"seen: give the optimizer inside of it, as in optimizer.optim"
-                )
             self._handles.append(optimizer.register_step_pre_hook(lambda *call, n=number: self._before(n, *call)))
             self._handles.append(optimizer.register_step_post_hook(lambda *_, n=number: self._after(n)))
         return self

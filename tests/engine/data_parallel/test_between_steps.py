@@ -115,3 +115,28 @@ def test_hooks_of_a_program_on_the_step(row: str, hook: Any, early: bool) -> Non
         right = train(copy.deepcopy(template), None)
         for state in run(Mesh(shard=2), body, deadline=20):
             assert all(torch.allclose(state[name], value, atol=1e-6) for name, value in right.items())
+
+
+@pytest.mark.parametrize("row", ["zero1", "zero3"])
+def test_hooks_behind_a_step_that_take_the_right_door(row: str) -> None:
+    """They clear gradients, and write to whole parameters on every rank."""
+    template = nn.Linear(5, 3)
+
+    def body(comm: Comm) -> Any:
+        model = copy.deepcopy(template)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        engine = Engine(model, comm, strategy=row, optimizer=optimizer)
+
+        def keeps_small(*call: Any) -> None:
+            optimizer.zero_grad(set_to_none=False)
+            with torch.no_grad(), engine.gathered(modify=True):
+                model.weight.clamp_(-0.1, 0.1)
+
+        optimizer.register_step_post_hook(keeps_small)
+        for _ in range(3):
+            engine.backward(model(torch.ones(2, 5)).square().sum(), 2)
+            optimizer.step()
+        return engine.full_state_dict()
+
+    for state in run(Mesh(shard=2), body, deadline=20):
+        assert state["weight"].abs().max() <= 0.1

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from engine_cases import adamw, batches, count, deal
 from loop_cases import ALONE, LAYOUTS, layout
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import plait
 from plait.comm import Comm, run
@@ -129,45 +130,61 @@ def test_a_loss_fn_that_returns_a_mean_is_refused_or_made_a_sum(where: str) -> N
         assert losses == pytest.approx(truth, rel=1e-12)
 
 
-LABELS = torch.tensor([0, 1, 2, -100, 1, 0, 2, 2, 1, -100, -100, 0])
+LABELS = torch.tensor([[[0, 1, -100, 2], [1, 0, 2, 2]], [[1, -100, -100, 0], [2, 1, 0, 1]]])
+"""By microbatch, then by rank."""
 WEIGHT = torch.tensor([0.1, 2.0, 0.5])
 
 
-def counted(count_of: Any, **how: Any) -> Any:
-    """Two steps of two microbatches on two ranks."""
-    template = nn.Linear(4, 3)
+def counted(count_of: Any, labels: Tensor = LABELS, *, packed: bool = False, dtype: Any = None, **how: Any) -> Any:
+    """Two steps of some microbatches, dealt to as many ranks as there are labels for."""
+    template = nn.Sequential(nn.Linear(4, 3), nn.Dropout(0.1))
+
+    def loss_of(model: nn.Module, y: Tensor) -> Tensor:
+        return F.cross_entropy(model(torch.ones(len(y), 4, dtype=dtype)), y, **how)
 
     def body(comm: Comm) -> None:
-        model = copy.deepcopy(template)
+        model = copy.deepcopy(template).to(dtype)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         engine = Engine(model, comm, strategy="zero3", optimizer=optimizer)
         for _ in range(2):
-            for labels in LABELS.view(2, 2, 3)[:, comm.rank]:
-                loss = F.cross_entropy(model(torch.ones(len(labels), 4)), labels, **how)
-                engine.backward(loss, count_of(labels), "mean")
+            for y in labels[:, comm.rank]:
+                loss = checkpoint(loss_of, model, y, use_reentrant=False) if packed else loss_of(model, y)
+                engine.backward(loss, count_of(y), "mean")
             optimizer.step()
 
-    return run(Mesh(shard=2), body, deadline=20)
+    return run(Mesh(shard=labels.shape[1]), body, deadline=20)
+
+
+def kept(labels: Tensor) -> int:
+    return int((labels != -100).sum())
 
 
 def test_the_weight_behind_a_mean_is_its_count() -> None:
-    counted(lambda labels: int((labels != -100).sum()))
-    with pytest.raises(ValueError, match=r"targets, where \d are ignored.*Count the targets that the loss counts"):
+    counted(kept)
+    with pytest.raises(ValueError, match=r"of 4 targets are ignored.*Count the targets that the loss counts"):
         counted(len)
-    with pytest.raises(ValueError, match=r'over classes with weights.*Take reduction="sum"'):
+    with pytest.raises(ValueError, match=r'classes have weights.*take reduction="sum"'):
         counted(len, weight=WEIGHT)
 
 
 def test_weights_behind_means_are_compared_over_the_ranks() -> None:
-    template = nn.Linear(4, 3)
+    with pytest.raises(ValueError, match=r"0\.75 for each term of its count on rank 0 and 1 on rank 1"):
+        counted(len, LABELS[:1])
 
-    def body(comm: Comm) -> None:
-        model = copy.deepcopy(template)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        engine = Engine(model, comm, strategy="ddp", optimizer=optimizer)
-        labels = torch.tensor([[0, 1, 2, 0], [0, 1, -100, 2]][comm.rank])
-        engine.backward(F.cross_entropy(model(torch.ones(4, 4)), labels), 4, "mean")
-        optimizer.step()
 
-    with pytest.raises(ValueError, match=r"1 for each term of its count on rank 0 and 0\.75 on"):
-        run(Mesh(shard=2), body, deadline=20)
+def test_means_that_no_step_adds_up_are_as_in_plain_pytorch() -> None:
+    """One microbatch of one rank; a count of 1, by which means are averaged; the same share of each is ignored."""
+    counted(len, LABELS[:1, :1], weight=WEIGHT)
+    counted(lambda labels: 1)
+    counted(len, torch.cat((LABELS[:1, :1], LABELS[:1, :1].roll(1, -1))))
+
+
+def test_long_batches_in_16_bits_are_counted_exactly() -> None:
+    labels = torch.zeros(2, 1, 515, dtype=torch.int64)
+    labels[1, 0, :3] = -100
+    counted(kept, labels, dtype=torch.bfloat16)
+
+
+def test_a_loss_inside_of_a_checkpoint_is_left_alone() -> None:
+    """What it has saved would be made anew for each look."""
+    counted(len, packed=True)

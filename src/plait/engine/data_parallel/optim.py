@@ -149,7 +149,7 @@ class OwnedOptimizer:
     @property
     def gives_pieces(self) -> bool:
         """Whether an optimizer has parts of parameters, or other ranks have copies of what it has."""
-        return self._cuts or self._published or bool(self._over_tensor)
+        return self._cuts or self._apart or self._published or bool(self._over_tensor)
 
     def take_new_groups(self, model: nn.Module) -> None:
         """Groups that a program has added to the optimizers (``add_param_group``) are pointed at the pieces too."""

@@ -231,6 +231,10 @@ def test_four_stages(m: int, share: float) -> None:
     assert simulate(one_f_one_b(4, m), Costs()).idle_share() == pytest.approx(share, abs=5e-4)
 
 
+def test_passes_that_take_no_time_have_no_share() -> None:
+    assert bubbles(ORDERS["1f1b"].formula, 4, 8, 1, 0, 0, 0).idle_share is None
+
+
 def test_conditions_are_needed() -> None:
     """Where a formula is not given, it would indeed be wrong."""
     assert bubbles(ORDERS["zb_h2"].formula, 4, 6, 1, 1, 1, 1).waits is None

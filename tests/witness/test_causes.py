@@ -108,3 +108,39 @@ def test_an_optimizer_that_runs_no_hooks_is_refused(tmp_path: Path) -> None:
 def test_an_adapter_that_returns_something_else_is_refused(made: Any) -> None:
     with pytest.raises(ValueError, match=r"--engine mine\.py:engine returned .*: return the model, its optimizer and"):
         _driven("mine.py:engine", made)
+
+
+class Residual(nn.Module):
+    """A stack of residual MLPs behind norms, in 16 bits: much of its gradients is rounding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(WIDTH, 64), nn.Linear(64, WIDTH)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.LayerNorm(64), nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 64)) for _ in range(4)
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            h = self.first(x)
+            for block in self.blocks:
+                h = h + block(h)
+            out: torch.Tensor = self.last(h)
+        return out.float()
+
+
+def many(step: int) -> Any:
+    x = torch.randn(64, WIDTH, generator=torch.Generator().manual_seed(step))
+    return x, x.sin()
+
+
+def in_quarters(model: nn.Module, optimizer: Any, step: int) -> None:
+    x, y = many(step)
+    for part, target in zip(x.split(15), y.split(15), strict=True):
+        (squares(model, (part, target)) / y.numel()).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def test_a_right_loop_in_16_bits_is_right(tmp_path: Path) -> None:
+    assert judged(tmp_path, in_quarters, build=Residual, batches=many).equal

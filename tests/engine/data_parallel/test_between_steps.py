@@ -128,11 +128,11 @@ def test_hooks_behind_a_step_that_take_the_right_door(row: str) -> None:
         engine = Engine(model, comm, strategy=row, optimizer=optimizer)
 
         def keeps_small(*call: Any) -> None:
-            optimizer.zero_grad(set_to_none=False)
             with torch.no_grad(), engine.gathered(modify=True):
                 model.weight.clamp_(-0.1, 0.1)
 
         optimizer.register_step_post_hook(keeps_small)
+        optimizer.register_step_post_hook(lambda *_: optimizer.zero_grad(set_to_none=False))
         for _ in range(3):
             engine.backward(model(torch.ones(2, 5)).square().sum(), 2)
             optimizer.step()
@@ -140,3 +140,19 @@ def test_hooks_behind_a_step_that_take_the_right_door(row: str) -> None:
 
     for state in run(Mesh(shard=2), body, deadline=20):
         assert state["weight"].abs().max() <= 0.1
+
+
+def test_hooks_where_ranks_have_other_parameters() -> None:
+    """Whole tensors, but of each rank its own: a norm over them is another on each."""
+    template = nn.Sequential(nn.Linear(5, 3), nn.Linear(3, 3))
+
+    def body(comm: Comm) -> None:
+        model = copy.deepcopy(template)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        engine = Engine(model, comm, strategy="zero3", cut="tensor", optimizer=optimizer)
+        optimizer.register_step_pre_hook(clips_each)
+        engine.backward(model(torch.ones(2, 5)).square().sum(), 2)
+        optimizer.step()
+
+    with pytest.raises(ValueError, match=r"the hook 'clips_each' of SGD\.step writes"):
+        run(Mesh(shard=2), body, deadline=20)

@@ -51,7 +51,7 @@ class Late(torch.optim.SGD):
                 if self.delay and len(gradients) > 10:
                     p.add_(gradients[-11] / gradients[-1].abs().max(), alpha=-group["lr"])
                 if not self.delay:
-                    p.add_(p.grad * (mean / norm).clamp(min=1), alpha=-group["lr"])
+                    p.add_(p.grad * (mean / norm if mean > 1.3 * norm else 1), alpha=-group["lr"])
 
 
 @pytest.mark.parametrize("delay", [True, False])

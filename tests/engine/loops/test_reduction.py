@@ -135,8 +135,10 @@ LABELS = torch.tensor([[[0, 1, -100, 2], [1, 0, 2, 2]], [[1, -100, -100, 0], [2,
 WEIGHT = torch.tensor([0.1, 2.0, 0.5])
 
 
-def counted(count_of: Any, labels: Tensor = LABELS, *, packed: bool = False, dtype: Any = None, **how: Any) -> Any:
-    """Two steps of some microbatches, dealt to as many ranks as there are labels for."""
+def counted(
+    count_of: Any, labels: Tensor = LABELS, later: Any = None, *, packed: bool = False, dtype: Any = None, **how: Any
+) -> Any:
+    """Two steps of some microbatches, dealt to as many ranks as there are labels for; ``later``: of the second step."""
     template = nn.Sequential(nn.Linear(4, 3), nn.Dropout(0.1))
 
     def loss_of(model: nn.Module, y: Tensor) -> Tensor:
@@ -146,8 +148,8 @@ def counted(count_of: Any, labels: Tensor = LABELS, *, packed: bool = False, dty
         model = copy.deepcopy(template).to(dtype)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         engine = Engine(model, comm, strategy="zero3", optimizer=optimizer)
-        for _ in range(2):
-            for y in labels[:, comm.rank]:
+        for step in range(2):
+            for y in (later if step and later is not None else labels)[:, comm.rank]:
                 loss = checkpoint(loss_of, model, y, use_reentrant=False) if packed else loss_of(model, y)
                 engine.backward(loss, count_of(y), "mean")
             optimizer.step()
@@ -173,15 +175,16 @@ def test_weights_behind_means_are_compared_over_the_ranks() -> None:
 
 
 def test_means_that_no_step_adds_up_are_as_in_plain_pytorch() -> None:
-    """One microbatch of one rank; a count of 1, by which means are averaged; the same share of each is ignored."""
+    """One microbatch of one rank in each step; a count of 1, which averages means; the same share of each ignored."""
     counted(len, LABELS[:1, :1], weight=WEIGHT)
+    counted(len, LABELS[:1, :1], LABELS[1:, :1])
     counted(lambda labels: 1)
     counted(len, torch.cat((LABELS[:1, :1], LABELS[:1, :1].roll(1, -1))))
 
 
 def test_long_batches_in_16_bits_are_counted_exactly() -> None:
     labels = torch.zeros(2, 1, 515, dtype=torch.int64)
-    labels[1, 0, :3] = -100
+    labels[0, 0, :1] = labels[1, 0, :3] = -100
     counted(kept, labels, dtype=torch.bfloat16)
 
 

@@ -12,9 +12,12 @@ it is more than ``BLIND`` of a gradient, nothing can be said any more.
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from plait.data.batches import split_samples
 from plait.engine.step import num_samples
@@ -27,8 +30,9 @@ PARTS = (2, 3, 5, 8)
 depends on the processor: of some it is as in the whole, and that alone would say nothing."""
 BLIND = 1e-3
 CERTAIN = 0.3
-"""Where rounding is seen to make a larger share (16 bits), three times as much of it is taken for rounding, not ten."""
+"""Where a job in 16 bits makes a larger share, three times as much of it is taken for rounding, not ten."""
 NO_SUM = 0.05
+NO_SUM_IN_16 = 0.1
 """Parts of a batch that are further off than this share do not add up to it: the loss compares samples."""
 
 ELEMENTWISE = (
@@ -90,6 +94,33 @@ def in_other_orders(replay: Replay, step: int, true: Gradients, clip: float | No
 
 def _clipped(gradients: Gradients, true: Gradients, clip: float | None) -> Gradients:
     return clipped({name: g for name, g in gradients.items() if name in true}, clip)[0]
+
+
+class _Dtypes(TorchDispatchMode):
+    """Notes those of all that is computed."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.seen = set[torch.dtype]()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        self.seen |= {leaf.dtype for leaf in tree_leaves(out) if isinstance(leaf, Tensor)}
+        return out
+
+
+def excused(replay: Replay, step: int, share: float) -> float:
+    """The share that is taken for rounding, a ``MARGIN`` of it left out, where parts of the batch are off by ``share``.
+
+    In fp32 and fp64 a large one is no rounding (the loss compares samples), and so does not excuse more.
+    """
+    if share <= BLIND:
+        return share
+    with _Dtypes() as found:
+        replay.part(step, None, replay.count(step))
+    if found.seen & {torch.bfloat16, torch.float16}:
+        return max(BLIND, CERTAIN * share) if share <= NO_SUM_IN_16 else 0.0
+    return BLIND if share <= NO_SUM else 0.0
 
 
 def apart(gradients: Gradients, true: Gradients) -> float:

@@ -24,13 +24,12 @@ from plait.referee.difference import factor_text
 from plait.witness.batch_norm import judge_batch_norm, over_samples
 from plait.witness.drift import (
     BLIND,
-    CERTAIN,
     MARGIN,
-    NO_SUM,
     PARTS,
     Echo,
     Slack,
     apart,
+    excused,
     in_other_orders,
     in_parts,
     slack_of,
@@ -219,8 +218,7 @@ class _Trial:
             if over_samples(replay.model):  # parts add up to another gradient
                 others = in_other_orders(replay, number, right, self.clip)
             share = max(apart(other, right) for other in others)
-            if share <= NO_SUM:
-                share = max(min(share, BLIND), share * CERTAIN)
+            if share := excused(replay, number, share):
                 setting = replace(setting, slack=slack_of(share, right))
                 seen, most = compare(setting, steps)
                 self.unseen.excused = max(self.unseen.excused, MARGIN * share)

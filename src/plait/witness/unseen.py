@@ -86,9 +86,8 @@ class Unseen:
                 f"; differences of up to {self.excused:.2%} of a gradient's largest element are taken for rounding, "
                 f"since parts of a batch do not add up to it more closely"
             )
-        worst = max(self._coarse.values(), default=0.0)
-        coarse = [name for name in self._coarse if name not in self._small]
-        if coarse and worst > 1.001 * self.excused:  # else that is said already
+        coarse = {name: share for name, share in self._coarse.items() if name not in self._small}
+        if (worst := max(coarse.values(), default=0.0)) > 1.001 * self.excused:  # else that is said already
             told += f"; judged to {worst:.1%} only: {_counted(len(coarse), 'gradient')} ({_few(coarse)})"
         if self._small:
             told += f"; not judged: {_counted(len(self._small), 'gradient')} far below the largest one "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from plait.comm import Comm, run
 from plait.core.cells import TABLE
 from plait.core.mesh import Mesh
 from plait.engine import Engine
+from plait.engine.data_parallel.step_hooks import watch_hooks
 
 
 class TwoModes(torch.optim.SGD):
@@ -156,3 +158,17 @@ def test_hooks_where_ranks_have_other_parameters() -> None:
 
     with pytest.raises(ValueError, match=r"the hook 'clips_each' of SGD\.step writes"):
         run(Mesh(shard=2), body, deadline=20)
+
+
+def test_a_hook_may_read_complex_parameters() -> None:
+    def body(comm: Comm) -> None:
+        model = nn.ParameterList([nn.Parameter(torch.ones(6, dtype=torch.complex64))])
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        optimizer.register_step_pre_hook(lambda *_: None)
+        watch_hooks(optimizer, (), lambda: 0)
+        model[0].grad = torch.ones_like(model[0])
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            optimizer.step()
+
+    run(Mesh(), body)

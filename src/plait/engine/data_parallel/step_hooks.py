@@ -42,7 +42,8 @@ class WatchedHook:
         tensors = [p.detach() for p in pieces]
         if not self._behind:
             tensors += [p.grad for p in pieces if p.grad is not None]
-        sums = [torch.stack((x.sum(dtype=torch.float64), x.double().square().sum())) for x in tensors if x.numel()]
+        real = [torch.view_as_real(x) if x.is_complex() else x for x in tensors if x.numel()]
+        sums = [torch.stack((x.sum(dtype=torch.float64), x.double().square().sum())) for x in real]
         return list(map(repr, torch.cat(sums).tolist())) if sums else []  # NaN has the text of NaN
 
 

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,7 +21,7 @@ import torch.distributed as dist
 from plait.comm import init_process
 from plait.comm.deadline import within
 from plait.comm.environment import WorldVariables
-from plait.comm.init_process import PING, VALIDATE, open_store, probe
+from plait.comm.init_process import PING, VALIDATE, file_store, open_store, probe
 from plait.comm.meeting import UNKNOWN, Met, loopback_only, meet
 from plait.comm.peer import Peer, born
 
@@ -363,3 +364,9 @@ def test_a_call_that_never_returns_is_left_behind() -> None:
     assert within(30, lambda: 3) == 3
     with pytest.raises(KeyError):
         within(30, lambda: {}["x"])
+
+
+def test_a_file_to_meet_in_has_the_deadline_and_where_it_cannot_be_that_is_said_at_once(tmp_path: Path) -> None:
+    assert file_store(str(tmp_path / "store"), 3).timeout == timedelta(seconds=3)
+    with pytest.raises(ConnectionError, match=r"in a file of the temporary folder: \[Errno 2\].*'.*removed/store'"):
+        file_store(str(tmp_path / "removed" / "store"), 3)

@@ -6,19 +6,21 @@ import json
 import os
 import signal
 import subprocess
+import tempfile
 import threading
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
+from disks import small_disk
 from torch.distributed.elastic.agent.server.api import SimpleElasticAgent
 
 from plait.core.mesh import Mesh
 from plait.launch.agent import OneHost, RankAgent
 from plait.launch.limits import Limits
 from plait.launch.signals import heard
-from plait.watch.folder import PAGE, WATCH
+from plait.watch.folder import PAGE, WATCH, private_folder
 from plait.watch.page import Page, StatusRecord
 
 DONE = ": done; "
@@ -72,6 +74,25 @@ def test_a_killed_rank_ends_all_and_they_are_started_again(tmp_path: Path, capsy
     assert "plait: restart 1 of 1, from step-5\n" in shown
     stores = [v["PLAIT_STORE"] for v in shells.variables]
     assert len(set(stores)) == 2, "each attempt meets in a place of its own"
+
+
+HARM = {
+    "removed": 'rm -r "${PLAIT_WATCH%/*}"',
+    "full": 'cat /dev/zero > "$PLAIT_WATCH/../../more"',
+    "without inodes": 'cd "$PLAIT_WATCH/../.."; for i in $(seq 30); do : > $i; done',
+}
+
+
+@pytest.mark.parametrize("harm", HARM.values(), ids=HARM)
+def test_a_temporary_folder_that_takes_no_more_is_no_reason_to_stay_down(
+    harm: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with small_disk(tmp_path / "small", "64k,nr_inodes=20") as place:
+        monkeypatch.setattr(tempfile, "tempdir", str(place))
+        with private_folder() as folder:
+            meets = f': > "$PLAIT_STORE"; [ $RANK = 1 ] || exec sleep 100; ({harm}) 2> /dev/null; {KILLED}'
+            shells = Shells(meets, f'{DONE}: > "$PLAIT_STORE" || exit 4; exit 0')
+            assert run(folder, shells, Limits(restarts=1)).code == 0
 
 
 @pytest.mark.parametrize("who", ["0 1", "1"])

@@ -52,6 +52,12 @@ def test_under_the_launcher_it_leaves_a_note(tmp_path: Path, capsys: pytest.Capt
     assert capsys.readouterr().err != ""  # torchrun's agent keeps the note to itself
 
 
+def test_a_note_that_finds_no_room_is_said_instead(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    environment = {"TORCHELASTIC_ERROR_FILE": str(tmp_path / "removed" / "error.json"), "PLAIT_LAUNCHER": "1"}
+    assert report(raised(lambda: Mesh.parse("x=1")), environment) == 2
+    assert capsys.readouterr().err.startswith("plait: error: unknown mesh axis 'x'")
+
+
 @pytest.fixture
 def left(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The exit codes with which this process would have ended."""

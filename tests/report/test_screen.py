@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+import sys
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Iterator
 from typing import TextIO
@@ -105,10 +106,10 @@ def test_no_script_runs_in_a_picture(text: str) -> None:
         assert printable(text) in "".join(root.itertext())
 
 
-@pytest.fixture
-def unread() -> Iterator[TextIO]:
-    """A pipe whose reader has gone."""
-    reader, writer = os.pipe()
+@pytest.fixture(params=[os.pipe, os.openpty])
+def unread(request: pytest.FixtureRequest) -> Iterator[TextIO]:
+    """A pipe, or a terminal, whose reader has gone."""
+    reader, writer = request.param()
     os.close(reader)
     with open(writer, "w", buffering=1) as file:
         yield file
@@ -130,3 +131,9 @@ def test_who_outlives_its_readers_says_so_once(unread: TextIO, capsys: pytest.Ca
         console.print(text)
     unread.flush()
     assert capsys.readouterr().err == "plait: whoever read the standard output has gone: the run goes on without it\n"
+
+
+def test_an_error_stream_that_nobody_reads_changes_nothing(unread: TextIO, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stderr", unread)
+    say("a\n")
+    say("b\n")

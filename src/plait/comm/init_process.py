@@ -82,7 +82,7 @@ def init_process(
 def open_store(place: WorldVariables, deadline: float) -> Store:
     """The store in which the ranks meet."""
     if place.file:
-        return file_store(place.file)
+        return file_store(place.file, deadline)
     end, start = time.monotonic() + deadline, f"rank {place.rank}"
 
     def opened(host: bool) -> Store:
@@ -135,9 +135,18 @@ def _in_use(error: Exception) -> bool:
     return "EADDRINUSE" in str(error) or "address already in use" in str(error).lower()
 
 
-def file_store(path: str) -> Store:
-    """A store in a file, for the processes of one host that may open it; who made its folder removes it."""
-    store: Store = _file_store(path, -1)
+def file_store(path: str, deadline: float) -> Store:
+    """A store in a file, for the processes of one host that may open it; who made its folder removes it.
+
+    Raises:
+        ConnectionError: its folder is gone, or there is no room in it.
+    """
+    try:
+        os.close(os.open(path, os.O_RDWR | os.O_CREAT, 0o600))  # torch would look for its folder for 300 s
+        store: Store = _file_store(path, -1)
+    except (OSError, RuntimeError) as error:
+        raise ConnectionError(f"the ranks cannot meet in a file of the temporary folder: {_first(error)}") from error
+    store.set_timeout(timedelta(seconds=deadline))
     return store
 
 

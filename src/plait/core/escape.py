@@ -8,10 +8,12 @@ what prints, logs or reports it says it by ``printable``:
     printable("w\\x1b[31m")   'w\\\\x1b[31m'
 """
 
+import errno
+import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TextIO
+from typing import IO, TextIO
 
 TURNING = (
     frozenset("\u061c\u200e\u200f\u2028\u2029\ufeff\ufffe\uffff")
@@ -51,13 +53,18 @@ def encodable(text: str, encoding: str) -> str:
 
 def say(text: str, stream: TextIO | None = None) -> None:
     """Writes ``printable`` text, to stderr unless told: all that plait says outside of ``report.screen`` goes this way.
-    What a person's own encoding lacks is escaped too."""
+    What a person's own encoding lacks is escaped too.  A stderr that takes no more changes no outcome: it is left."""
     stream = stream or sys.stderr
     if not stream:  # whoever started this process has closed it
         return
     encoding = getattr(stream, "encoding", None) or "utf-8"
-    with heard("error" if stream is sys.stderr else "output"):
-        stream.write(encodable(text, encoding))
+    try:
+        with heard():
+            stream.write(encodable(text, encoding))
+    except UnheardError:
+        if stream is not sys.stderr:
+            raise
+        silence(stream)
 
 
 class UnheardError(RuntimeError):
@@ -69,7 +76,13 @@ def heard(stream: str = "output") -> Iterator[None]:
     """What is written inside to the standard ``stream`` is written, or an UnheardError says why not."""
     try:
         yield
-    except BrokenPipeError as error:
-        raise UnheardError(f"whoever read the standard {stream} has gone: it takes no more") from error
     except OSError as error:
+        if isinstance(error, BrokenPipeError) or error.errno == errno.EIO:  # a pipe's, a terminal's
+            raise UnheardError(f"whoever read the standard {stream} has gone: it takes no more") from error
         raise UnheardError(f"the standard {stream} takes no more: {error.strerror}") from error
+
+
+def silence(stream: IO[str]) -> None:
+    """Leads a stream nowhere from now on, with what it still holds."""
+    with open(os.devnull, "wb") as nowhere:
+        os.dup2(nowhere.fileno(), stream.fileno())

@@ -7,6 +7,7 @@ RankAgent    start, look, end: torch's loop calls them
 """
 
 import os
+import shutil
 import signal
 import time
 from collections.abc import Iterable
@@ -14,6 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
 from torch.distributed.elastic.agent.server.api import (
     RunResult,
     SimpleElasticAgent,
@@ -24,15 +26,17 @@ from torch.distributed.elastic.agent.server.api import (
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
 
 from plait.comm.environment import STORE
-from plait.comm.init_process import file_store
-from plait.core.escape import UnheardError, say
+from plait.core.escape import say
 from plait.core.mesh import Mesh
+from plait.files.writing import told
 from plait.launch.failure import explain, first_of, recorded
 from plait.launch.fork_server import ForkServer
 from plait.launch.limits import Limits, Restarts
 from plait.launch.look import Look
 from plait.launch.signals import Asked, announced
-from plait.watch.folder import WATCH
+from plait.watch.folder import WATCH, make_again
+
+_hash_store: Any = dist.HashStore  # type: ignore[attr-defined]  # torch's stubs do not export it
 
 LOOK_SECONDS = 0.05
 """Between two looks at the ranks."""
@@ -57,13 +61,16 @@ class OneHost(RendezvousHandler):
         return self._folder / f"attempt-{self._attempt}"
 
     def next_rendezvous(self) -> RendezvousInfo:
+        shutil.rmtree(self.attempt, ignore_errors=True)  # its room is the next one's
         self._attempt += 1
-        self.attempt.mkdir(mode=0o700)
-        store = file_store(str(self.attempt / "agent"))
-        return RendezvousInfo(store, 0, 1, RendezvousStoreInfo("", 0))
+        with told(self.attempt, 0):
+            if not self._folder.exists():  # somebody has cleared the temporary folder
+                make_again(self._folder)
+            self.attempt.mkdir(mode=0o700)
+        return RendezvousInfo(_hash_store(), 0, 1, RendezvousStoreInfo("", 0))
 
     def get_backend(self) -> str:
-        return "file"
+        return "hash"
 
     def get_run_id(self) -> str:
         return self._folder.name
@@ -201,9 +208,8 @@ class RankAgent(SimpleElasticAgent):
         """Says what has ended the attempt, by ``rank``, and ends what is left of it; torch's loop starts another where
         that may be of use."""
         assert self._look is not None
-        with suppress(UnheardError):
-            say(text)
-        reached = self._look.reached
+        say(text)
+        reached, self._look = self._look.reached, None  # what is mapped keeps its room
         self._stop_workers(self._worker_group)
         if final or self.asked.number or not self._limits.restarts:
             self._remaining_restarts = 0

@@ -93,8 +93,7 @@ def report(error: BaseException, environment: Mapping[str, str] = os.environ) ->
 
 def _tell(text: str, environment: Mapping[str, str] = os.environ) -> None:
     """To the launcher, where it is plait's, or on the screen."""
-    leave_note(text, final=text.startswith(ERROR), environment=environment)
-    if "TORCHELASTIC_ERROR_FILE" not in environment or LAUNCHER not in environment:
+    if not leave_note(text, final=text.startswith(ERROR), environment=environment) or LAUNCHER not in environment:
         with suppress(UnheardError):
             _flush()
         say(text)
@@ -107,13 +106,15 @@ def _flush() -> None:
             stream.flush()
 
 
-def leave_note(text: str, *, final: bool, environment: Mapping[str, str] = os.environ) -> None:
-    """Tells whoever started this rank why it ends with another code than 0."""
-    path = environment.get("TORCHELASTIC_ERROR_FILE")
-    if path:
-        now = time.time_ns()
-        extra = {"py_callstack": text, "timestamp": str(now // 10**9), "nanoseconds": now, "final": final}
-        Path(path).write_text(json.dumps({"message": {"message": text, "extraInfo": extra}}), encoding="utf-8")
+def leave_note(text: str, *, final: bool, environment: Mapping[str, str] = os.environ) -> bool:
+    """Tells the launcher why this rank ends with another code than 0; False where there is no launcher, or no room."""
+    path, now = environment.get("TORCHELASTIC_ERROR_FILE"), time.time_ns()
+    extra = {"py_callstack": text, "timestamp": str(now // 10**9), "nanoseconds": now, "final": final}
+    with suppress(OSError):
+        if path:
+            Path(path).write_text(json.dumps({"message": {"message": text, "extraInfo": extra}}), encoding="utf-8")
+            return True
+    return False
 
 
 def recorded(rank: int, exit_code: int, note: Path) -> Failure:

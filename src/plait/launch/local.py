@@ -30,6 +30,7 @@ from plait.config import MachineConfig, resolve_device
 from plait.config.machine import resolve_world
 from plait.core.ended import to_its_end
 from plait.core.escape import say
+from plait.files.writing import told
 from plait.launch.failure import LAUNCHER, leave_note
 from plait.launch.fork_server import ForkServer
 from plait.launch.limits import Limits
@@ -101,7 +102,9 @@ def _be_a_rank(config: MachineConfig, body: Body, limits: Limits) -> int:
             grace = limits.grace + (LAUNCHER_FIRST if LAUNCHER in os.environ else 0)
             stack.enter_context(heard(Asked(lambda number: _ask([comm], number), grace=grace)))
         if folder := os.environ.get(WATCH):
-            stack.enter_context(watch(comm, Page.open(Path(folder) / PAGE), Path(folder)))
+            with told(folder, 0):
+                page = Page.open(Path(folder) / PAGE)
+            stack.enter_context(watch(comm, page, Path(folder)))
         else:
             stack.callback(comm.end_observers)
             watch_joined(comm)
@@ -176,7 +179,8 @@ def _start_ranks(config: MachineConfig, command: Sequence[str], limits: Limits) 
     environment = {**os.environ, **rank_environment(config)}
     with contextlib.ExitStack() as stack:
         stack.enter_context(_agent_kept_quiet())
-        folder = stack.enter_context(private_folder())
+        with told(os.environ.get("TMPDIR", "/tmp"), 0):
+            folder = stack.enter_context(private_folder())
         server = ForkServer(command, environment, config.deadline)
         stack.callback(server.close)
         agent = RankAgent(config.parsed_mesh, folder, server, limits, config.deadline)

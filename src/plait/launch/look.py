@@ -10,9 +10,10 @@ from pathlib import Path
 
 from plait.core.escape import say
 from plait.core.mesh import Mesh
+from plait.files.writing import told
 from plait.watch.diagnose import ENDED, LONG, Diagnosis, block, diagnose, signal_name
 from plait.watch.folder import PAGE
-from plait.watch.page import Page
+from plait.watch.page import HEADER, RECORD, Page
 from plait.watch.processes import ProcessState, look, out_of_memory_kills, ran_out_of_memory
 from plait.watch.stacks import with_stacks
 
@@ -33,7 +34,8 @@ class Look:
 
     def __init__(self, mesh: Mesh, folder: Path, deadline: float) -> None:
         self._mesh, self._folder, self._deadline = mesh, folder, deadline
-        self.page = Page.create(folder / PAGE, mesh.size)
+        with told(folder / PAGE, HEADER + RECORD * mesh.size):
+            self.page = Page.create(folder / PAGE, mesh.size)
         self._long, self._next = min(LONG, deadline / 2), 0.0
         self._told: dict[tuple[str, int], float] = {}
         self._memory = out_of_memory_kills()

@@ -6,15 +6,14 @@
 Text is no markup, so ``[red]`` in a name stays ``[red]``; colours are given by ``style`` and ``rich.text.Text``.
 """
 
-import os
+import errno
 from collections.abc import Iterator
-from contextlib import suppress
 from typing import Any
 
 from rich.console import Console, ConsoleOptions, ConsoleRenderable, RenderHook
 from rich.segment import Segment
 
-from plait.core.escape import UnheardError, encodable, heard, say
+from plait.core.escape import encodable, heard, say, silence
 
 
 def screen(*, outlived: bool = False, **options: Any) -> Console:
@@ -40,6 +39,15 @@ class _EscapingConsole(Console):
         with heard("error" if self.stderr else "output"):
             super().print(*objects, **options)
 
+    def _write_buffer(self) -> None:
+        """rich knows the end of a pipe's reader, but not of a terminal, which is EIO."""
+        try:
+            super()._write_buffer()
+        except OSError as error:
+            if error.errno == errno.EIO:
+                raise BrokenPipeError from error
+            raise
+
     def on_broken_pipe(self) -> None:
         """rich would end the program without a word."""
         raise BrokenPipeError
@@ -48,10 +56,8 @@ class _EscapingConsole(Console):
 class _OutlivedConsole(_EscapingConsole):
     def on_broken_pipe(self) -> None:
         self.quiet = True
-        with open(os.devnull, "wb") as nowhere:  # for what is still to be flushed
-            os.dup2(nowhere.fileno(), self.file.fileno())
-        with suppress(UnheardError):  # both may have gone the same way
-            say("plait: whoever read the standard output has gone: the run goes on without it\n")
+        silence(self.file)
+        say("plait: whoever read the standard output has gone: the run goes on without it\n")
 
 
 class _EscapingHook(RenderHook):

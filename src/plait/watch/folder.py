@@ -47,6 +47,15 @@ def private_folder() -> Iterator[Path]:
         os.close(lock)
 
 
+def make_again(folder: Path) -> None:
+    """Makes a folder of ``private_folder`` that somebody has removed; it keeps its lock as long as this process lives.
+
+    Raises:
+        ValueError, OSError: as ``locked_folder``.
+    """
+    locked_folder(folder.name.removeprefix(f"{PREFIX}-{os.getuid()}-"))
+
+
 def locked_folder(name: str) -> tuple[Path, int]:
     """The folder of this name, which only this user may enter, made where it is not there, and the descriptor of its
     lock: nobody sweeps it before that is closed, or this process is gone.

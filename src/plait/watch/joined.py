@@ -211,7 +211,10 @@ class Neighbours:
         if what in self._told:
             return False
         self._told.add(what)
-        with contextlib.suppress(OSError):
+        try:
             os.close(os.open(self.folder / f"told-{what.replace(' ', '-')}", os.O_CREAT | os.O_EXCL, 0o600))
-            return True
-        return False
+        except FileExistsError:
+            return False
+        except OSError:  # no room, or no folder any more: better twice than never
+            pass
+        return True

@@ -30,14 +30,17 @@ def file_of(folder: Path, rank: int) -> Path:
 
 
 def listen(folder: Path, rank: int) -> TextIO | None:
-    """From now on this process writes its stacks when it is asked; None where the user has a handler of their own."""
+    """From now on this process writes its stacks when it is asked; None where the user has a handler of their own, or
+    the folder no room."""
     if signal.getsignal(STACKS) != signal.SIG_DFL:
         return None
     draft = folder / f".stack-{rank}"
-    file = open(draft, "w")  # noqa: SIM115 - faulthandler writes into it for as long as the rank lives
-    faulthandler.register(STACKS, file=file, all_threads=True)
-    draft.rename(file_of(folder, rank))
-    return file
+    with contextlib.suppress(OSError):
+        file = open(draft, "w")  # noqa: SIM115 - faulthandler writes into it for as long as the rank lives
+        faulthandler.register(STACKS, file=file, all_threads=True)
+        draft.rename(file_of(folder, rank))
+        return file
+    return None
 
 
 def hush(file: TextIO | None, folder: Path, rank: int) -> None:

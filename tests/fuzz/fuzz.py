@@ -228,7 +228,8 @@ def try_seed(seed: int, *, show: bool = False) -> Outcome:
     return outcome("right")
 
 
-def main() -> None:
+def main(try_seed: Callable[..., Outcome]) -> None:
+    """Tries the seeds of the command line."""
     parser = argparse.ArgumentParser(description="fuzz plait with random models")
     parser.add_argument("first", type=int)
     parser.add_argument("stop", type=int, nargs="?")
@@ -241,4 +242,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(try_seed)

@@ -8,11 +8,11 @@
     products         as the run multiplies                 torch's
 
 A fault that a layout and its replay have in common is bitwise there, and different here.  What is left in common: the
-model, its loss, its data, its initial values, and random operators other than dropout.
+model, its loss, its data, its initial values, names of sites, and random operators other than dropout.
 
 Its dropout formula, of (seed, step, global sample, site, element), for decision 007:
 
-    key     64 bits of BLAKE2b of "dropout", seed, step, sample and site, joined by 0x1f; site is "module#draw"
+    key     64 bits of BLAKE2b of "dropout", seed, step, sample and site, joined by 0x1f; site is "name#draw"
     hash    (x ^ x >> 16) * 0x7feb352d, (x ^ x >> 15) * 0x6c078965, x ^ x >> 16, modulo 2^32
     keep    hash(hash(element ^ low half of the key) + high half) >= p * 2^32
 """
@@ -34,6 +34,7 @@ from plait.config import RunConfig
 from plait.core.cells import LONG
 from plait.engine.forward.context import RNGPosition, token_counts
 from plait.engine.forward.random_streams import STREAMS
+from plait.engine.forward.sites import Sites, Turns
 from plait.engine.state.init import materialise
 from plait.engine.step import num_samples, whole_count
 from plait.job.job import Job
@@ -141,10 +142,13 @@ class Masks(TorchDispatchMode):
 
     def __init__(self, model: nn.Module, seed: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.seed, self.calls = seed, [""]
+        self.seed, self.calls, self.sites, self.turns = seed, [""], Sites(model), Turns()
         for name, module in model.named_modules():
-            module.register_forward_pre_hook(lambda module, args, name=name: self.calls.append(name))
+            module.register_forward_pre_hook(lambda module, args, name=name: self._enter(name))
             module.register_forward_hook(lambda module, args, out: self._leave(), always_call=True)
+
+    def _enter(self, name: str) -> None:
+        self.calls.append(self.sites.enter(self.calls[-1], name, self.turns))
 
     def _leave(self) -> None:
         self.calls.pop()

@@ -214,6 +214,34 @@ def test_dropout_is_the_same_on_any_pipeline_also_where_it_is_drawn_again(order:
         assert all(cases.close(weights[name], state[name]) for name in state)
 
 
+class Drops(nn.Module):
+    """Draws twice in a call, once by a module that others may call too."""
+
+    def __init__(self, drop: nn.Module, *, contains: bool) -> None:
+        super().__init__()
+        self.linear, self.calls = linear(), [drop]
+        if contains:
+            self.drop = drop
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.linear(nn.functional.dropout(self.calls[0](x), 0.2, self.training))
+        return out
+
+
+@pytest.mark.parametrize("sharing", ["one dropout", "a dropout that blocks only refer to", "one block"])
+@pytest.mark.parametrize("order", ["1f1b", "zbv", "dualpipe_v"])
+def test_a_draw_that_stages_share_is_that_of_one_process(order: str, sharing: str) -> None:
+    drop = nn.Dropout(0.4)
+    blocks = [Drops(drop, contains=sharing != "a dropout that blocks only refer to") for _ in range(4)]
+    model = chain(linear(), *(blocks[:1] * 4 if sharing == "one block" else blocks), nn.Sequential(drop, linear()))
+
+    def body(comm: Comm) -> list[float]:
+        engine = build(model, comm, schedule=order if comm.mesh.pipe > 1 else None)
+        return [step(engine, batch).loss for batch in batches(2)]
+
+    assert on("pipe=2", body) == [pytest.approx(on("shard=1", body)[0], abs=1e-12)] * 2
+
+
 # ---- memory -------------------------------------------------------------------------------------------------
 
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from plait.engine.forward.sites import Sites
 from plait.engine.pipeline.chain import Chain, chain_of
 from plait.engine.pipeline.not_here import NotHere
 from plait.engine.pipeline.stage_model import ForeignLayer, StageModel, cut_off, parallel_of, stages_using
@@ -309,7 +310,7 @@ def test_a_tensor_plan_reads_on_a_part_as_on_the_whole() -> None:
     sites = []
     for number, links in enumerate(even(6, 3)):
         part = part_of(model, links)
-        here = parallel_of(parallel, part, last=number == 2)
+        here = parallel_of(parallel, part, Sites(model), last=number == 2)
         names = dict(part.model.named_parameters(remove_duplicate=False))
         cuts = {name: here.cuts[id(p)] for name, p in names.items() if id(p) in here.cuts}
         assert cuts == {name: cut for name, cut in whole.items() if name in names}

@@ -12,6 +12,7 @@ tensor_parallel.py     handler: cut modules of an unchanged model
 first_forward.py       what is cut, followed through a model's first forward
 mixing.py              functions that mix cut features, by shape, in any forward
 products.py            handler: who multiplies for linear layers, and when weight gradients are made
+sites.py               the names of the places where a forward draws
 dropout.py             handler: dropout that belongs to the model, not to the process
 recurrent.py           stacked LSTM and GRU with dropout, one layer at a time
 compiled.py            units whose forward is compiled, between the engine's hooks

@@ -35,6 +35,7 @@ from plait.engine.forward.dropout import DropoutRNG
 from plait.engine.forward.graph_dropout import GraphMask, NotCompiledError, refuse_random, rows_of, serve
 from plait.engine.forward.interceptor import EngineMode, Interceptor, hidden_modes
 from plait.engine.forward.products import Products
+from plait.engine.forward.sites import Sites
 from plait.sharded.masks import on_device
 
 MOST = 512
@@ -110,22 +111,14 @@ class CompiledUnits:
     Args:
         interceptor: follows the model, and leaves the insides of these units to this.
         names: of the units.
-        sites: as ``Interceptor.follow`` takes them.
     """
 
-    def __init__(
-        self,
-        interceptor: Interceptor,
-        model: nn.Module,
-        names: Collection[str],
-        sites: Mapping[str, tuple[str, int]] | None = None,
-    ) -> None:
+    def __init__(self, interceptor: Interceptor, model: nn.Module, names: Collection[str]) -> None:
         self.interceptor, self.current, self.graphs = interceptor, interceptor.current, 0
         """``graphs``: how many were compiled."""
         handlers = interceptor.handlers
         self._dropout = next(handler for handler in handlers if isinstance(handler, DropoutRNG))
         self._products = next((handler for handler in handlers if isinstance(handler, Products)), None)
-        self._sites = {name: site for name, (site, _) in (sites or {}).items()}
         self._name, self._module = "", model
         self._modes: list[EngineMode] = []
         """The unit that runs, and who sees functions around it."""
@@ -210,7 +203,8 @@ class CompiledUnits:
         self.graphs += 1
         names = {str(id(one)): name for name, one in self._module.named_modules()}
         graph = _copied(module.graph)  # Dynamo goes on with its own
-        draws = serve(graph, lambda node: _module_of(node, names))
+        sites = Sites(self._module)
+        draws = serve(graph, lambda node: _site_of(node, names, sites))
         module = torch.fx.GraphModule(module, graph)
         keys: tuple[Tensor, ...] = ()
         if draws:
@@ -242,7 +236,7 @@ class CompiledUnits:
         for module in dict.fromkeys(draw.module for draw in draws):
             name = ".".join(filter(None, (self._name, module)))
             if module:
-                current.enter_module(self._sites.get(name, name), switched_on=False, is_model=False)
+                current.enter_module(name, switched_on=False, is_model=False)
             for place, draw in enumerate(draws):
                 if draw.module == module:
                     rows[place] = rows_of(self._dropout, draw)
@@ -299,10 +293,15 @@ def _copied(graph: torch.fx.Graph) -> torch.fx.Graph:
     return copy
 
 
-def _module_of(node: torch.fx.Node, names: Mapping[str, str]) -> str:
-    """The innermost module around a node that the unit knows, by its name in the unit."""
-    calls = reversed((node.meta.get("nn_module_stack") or {}).keys())
-    return next((names[key] for key in (str(call).split("@")[0] for call in calls) if key in names), "")
+def _site_of(node: torch.fx.Node, names: Mapping[str, str], sites: Sites) -> str:
+    """The site of a node that draws, in the unit."""
+    site = ""
+    for key in (str(call).split("@")[0] for call in node.meta.get("nn_module_stack") or {}):
+        if key in names:
+            site, *others = sites.inside(site, names[key])
+            if others or sites.inside("", site) != [site]:
+                raise NotCompiledError(f"it draws in module {site!r}, which is in it several times")
+    return site
 
 
 def _first_line(error: BaseException) -> str:

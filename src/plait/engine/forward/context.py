@@ -11,15 +11,16 @@ Handlers, hooks and messages ask ``current.context``; nothing else remembers any
 written to, by all contexts of their forward.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from plait.engine.forward.batch import batch_tensors
+from plait.engine.forward.sites import Sites, Turns
 
 
 def in_backward() -> bool:
@@ -80,10 +81,11 @@ class ModuleCall(NamedTuple):
     name: str = ""
     outer: "ModuleCall | None" = None  # the call around it; None outside of the model
     checkpoint: object = None  # around it when it was called (see ``checkpoint_around``)
-    again: bool = False  # called in a backward: it counts its masks anew
+    again: int = 0  # called in a backward, it counts its masks anew: how many calls of the forward it may repeat
     twice: bool = False  # what runs in it will run again in the backward, or is running for the second time
     switched_on: bool = False  # the interceptor is on for this call, and no longer
     in_model: bool = False  # the stage's model, or called by it; not a part of it that ``loss_fn`` calls
+    site: str = ""  # where it draws (see ``sites``)
 
 
 OUTSIDE = ModuleCall()
@@ -107,15 +109,17 @@ class CutActivation(NamedTuple):
 
 
 class Counts:
-    """How often each module of a forward was called, and how many masks it has drawn, on earlier stages too."""
+    """The masks that each site of a forward has drawn, its calls, and the site of each module."""
 
-    def __init__(self, before: Mapping[str, int]) -> None:
-        self.before, self.masks, self.calls = before, dict(before), dict[str, int]()
+    def __init__(self) -> None:
+        self.masks, self.calls, self.turns = dict[str, int](), dict[str, int](), Turns()
+        self.sites: dict[str, str | None] = {}
+        """None for a module that was called at several sites, or that has none of its own."""
 
-    def resumed(self, name: str) -> "Counts":
-        """Those of a recomputation that begins here, in the module of this name."""
-        again = Counts(self.before)
-        again.masks[name], again.calls = self.masks.get(name, 0), self.calls
+    def resumed(self, site: str) -> "Counts":
+        """The counts of a recomputation that begins here, at this site."""
+        again = Counts()
+        again.masks[site], again.calls, again.sites = self.masks.get(site, 0), self.calls, self.sites
         return again
 
 
@@ -134,7 +138,7 @@ class ForwardContext(NamedTuple):
     microbatch: int = -1  # for the ledger
     draws: bool = False  # randomness is served
     stand_ins: dict[int, Tensor] | None = None  # for parameters, by ``id``, where the backward comes in two parts
-    counts: Counts = Counts({})
+    counts: Counts = Counts()
 
     def within(self, module: ModuleCall) -> "ForwardContext":
         """The same in another module (``_replace`` takes five times as long, and this is called for each module)."""
@@ -143,9 +147,9 @@ class ForwardContext(NamedTuple):
     def again(self, *, whole: bool) -> "ForwardContext":
         """For the recomputation that begins here, of ``whole`` modules or of a function that calls none; it keeps no
         tensor and no checkpoint alive."""
-        module, counts = self.module, self.counts.resumed(self.module.name)
+        module, counts = self.module, self.counts.resumed(self.module.site)
         around = None if module.outer is None else OUTSIDE
-        inside = ModuleCall(module.name, around, None, whole, True, in_model=module.in_model)
+        inside = ModuleCall(module.name, around, None, int(whole), True, in_model=module.in_model, site=module.site)
         return self._replace(module=inside, units=(), column_input=None, boundary=None, counts=counts)
 
 
@@ -154,12 +158,11 @@ class CurrentForward:
 
     def __init__(self) -> None:
         self.context = ForwardContext()
-        self.masks_before: Mapping[str, int] = {}
-        """Masks that modules have drawn on earlier stages, by name."""
+        self.sites = Sites(nn.Module())
 
     def begin(self, position: RNGPosition | None = None, **fields: Any) -> None:
         """A forward begins; ``fields`` are those of its context."""
-        self.context = ForwardContext(position=position, counts=Counts(self.masks_before), **fields)
+        self.context = ForwardContext(position=position, counts=Counts(), **fields)
 
     def replace(self, **fields: Any) -> None:
         """The same forward, a step further."""
@@ -177,15 +180,25 @@ class CurrentForward:
     # ---- modules and units --------------------------------------------------------------------------------------
 
     def enter_module(self, name: str, *, switched_on: bool, is_model: bool) -> None:
-        context, again = self.context, in_backward()
+        context, again, key = self.context, 0, self.sites.key(name)
         counts, outer = context.counts, context.module
-        if again:
-            counts.masks[name] = counts.before.get(name, 0)
+        if in_backward() and not outer.again:  # a checkpoint of the program's begins here
+            known = counts.sites.get(key, key)
+            site, again = (key, 2) if known is None else (known, counts.calls.get(known, 1))
+            counts.masks[site] = 0
         else:
-            counts.calls[name] = counts.calls.get(name, 0) + 1
+            site = self.sites.enter(outer.site, name, counts.turns)
+            if site == outer.site and name:  # a part of the module that calls it
+                counts.sites[key], again = None, outer.again
+            elif outer.again:
+                counts.masks[site], again = 0, max(outer.again, counts.calls.get(site, 1))
+            else:
+                counts.calls[site] = counts.calls.get(site, 0) + 1
+                counts.sites[key] = site if counts.sites.get(key, site) == site else None
         in_model = is_model or outer.in_model
-        call = ModuleCall(name, outer, checkpoint_around(), again, outer.twice, switched_on, in_model)
-        self.context = context.within(call)
+        self.context = context.within(
+            ModuleCall(name, outer, checkpoint_around(), again, outer.twice, switched_on, in_model, site)
+        )
 
     def leave_module(self) -> ModuleCall:
         """The innermost module's forward has ended, or raised; nothing to leave if it raised before it began."""

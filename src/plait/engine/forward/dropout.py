@@ -1,9 +1,9 @@
 """Dropout that belongs to the model, not to the process: a handler.
 
-A mask is a pure function of (seed, step, *global sample index*, site, element index), where the site is the name of the
-module and the number of its call.  Whoever computes a sample, in whatever microbatch, on whatever rank, draws the same
-mask: no cut of the batch changes it, and nothing draws from a global generator.  The bits (see ``sharded.masks``) come
-from a hash of the "hash prospector" family, which needs no generator object and runs on every device.
+A mask is a pure function of (seed, step, *global sample index*, site, number of the draw there, element index), and the
+name of a site comes from ``sites``.  Whoever computes a sample, in whatever microbatch, on whatever rank, draws the
+same mask: no cut of the batch changes it, and nothing draws from a global generator.  The bits (see ``sharded.masks``)
+come from a hash of the "hash prospector" family, which needs no generator object and runs on every device.
 
 It sees every function that draws: it serves ``F.dropout``, the attention kernel and recurrent layers, runs composite
 functions (multi-head attention) under a dispatch mode that serves their Bernoulli draws, and refuses every other random
@@ -80,7 +80,7 @@ class DropoutRNG(Handler):
     def site(self) -> tuple[RNGPosition, str, str]:
         """Where the running module's next draw is: the forward's place, the module, and the number of the draw."""
         context = self.current.context
-        position, counts, module = context.position, context.counts, context.module.name
+        position, counts, module, site = context.position, context.counts, context.module.name, context.module.site
         if position is None:
             raise ValueError(
                 f"{f'module {module!r}' if module else 'the program'} draws random numbers before the model itself was "
@@ -93,15 +93,14 @@ class DropoutRNG(Handler):
                 f"is no module's call: in the backward nobody would know which mask to draw again; checkpoint a "
                 f"module's call, as in checkpoint(self.block, x, use_reentrant=False), or let the engine recompute"
             )
-        if context.module.again and counts.calls.get(module, 0) > 1:
+        if context.module.again > 1:
             raise ValueError(
-                f"module {module!r} ran {counts.calls[module]} times in this forward and draws dropout while it is "
-                f"recomputed: which call's mask to draw again is not known; recompute around it, or give each call its "
-                f"own module"
+                f"module {module!r} ran several times in this forward and draws dropout while it is recomputed: which "
+                f"call's mask to draw again is not known; recompute around it, or give each call its own module"
             )
-        drawn = counts.masks.get(module, 0)
-        counts.masks[module] = drawn + 1
-        return position, module, f"{module}#{drawn}"
+        drawn = counts.masks.get(site, 0)
+        counts.masks[site] = drawn + 1
+        return position, module, f"{site}#{drawn}"
 
     def dropout(self, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
         """``F.dropout``, with the next mask of the running module."""

@@ -26,6 +26,7 @@ from torch.overrides import TorchFunctionMode
 
 from plait.engine.forward.context import CurrentForward
 from plait.engine.forward.random_ops import quiet
+from plait.engine.forward.sites import Sites
 from plait.engine.forward.stays import StaysHere
 
 Function = Callable[..., Any]
@@ -111,7 +112,6 @@ class Interceptor(EngineMode, StaysHere):
         self._sizes: list[int] = []
         self._paused = self._followed_late = False
         self._closed: Collection[str] = ()
-        self._known_sites: Mapping[str, tuple[str, int]] = {}
         self._every = False
         """What ``follow`` was told."""
 
@@ -161,7 +161,7 @@ class Interceptor(EngineMode, StaysHere):
     def follow(
         self,
         model: nn.Module,
-        sites: Mapping[str, tuple[str, int]] | None = None,
+        sites: Sites | None = None,
         *,
         every: bool = False,
         closed: Collection[str] = (),
@@ -172,13 +172,11 @@ class Interceptor(EngineMode, StaysHere):
         then it is followed.
 
         Args:
-            sites: modules that another part of the model calls first: under which name, and how often.
+            sites: those of the whole model, of which this one is a part.
             every: also those of torch's layers that draw nothing.
             closed: modules whose insides are left to somebody else (see ``compiled``).
         """
-        known = sites or {}
-        self._closed, self._known_sites, self._every = closed, known, every
-        self.current.masks_before = dict(known.values())
+        self._closed, self._every, self.current.sites = closed, every, sites or Sites(model)
         hooks: list[Any] = [every_module._global_forward_pre_hooks, every_module._global_forward_hooks]
         if not any(hooks) and not any(handler.needed_in(model) for handler in self.handlers):
             self._watched = hooks
@@ -199,8 +197,7 @@ class Interceptor(EngineMode, StaysHere):
 
     def _track(self, model: nn.Module, name: str, module: nn.Module) -> None:
         if self._every or module is model or not quiet(module):
-            enter = partial(self._enter, model, self._known_sites.get(name, (name, 0))[0])
-            module.register_forward_pre_hook(enter, prepend=True)
+            module.register_forward_pre_hook(partial(self._enter, model, name), prepend=True)
             module.register_forward_hook(self._leave, always_call=True)
 
     def remember(self) -> None:
@@ -212,11 +209,17 @@ class Interceptor(EngineMode, StaysHere):
         if current.context.module.outer is None:
             if current.context.draws != model.training:
                 current.replace(draws=model.training)
-            if self._idle():
+            if self._idle() or self._runs_elsewhere():
                 return
             if switches_on := self not in _active_modes():
                 self.__enter__()  # type: ignore[no-untyped-call]
         current.enter_module(name, switched_on=switches_on, is_model=module is model)
+
+    def _runs_elsewhere(self) -> bool:
+        """Whether a stage of the same model runs that has this module in its own parts, or by a reference alone."""
+        sites, modes = self.current.sites, _active_modes()
+        others = (mode for mode in modes if isinstance(mode, Interceptor) and mode is not self)
+        return self not in modes and any(mode.current.sites is sites for mode in others)
 
     def _leave(self, *call: Any) -> None:
         if self.current.leave_module().switched_on:

@@ -120,7 +120,7 @@ def lay_stages(
 ) -> dict[int, Stage]:
     """The stages of these parts, by number, with their units laid and their values drawn or read."""
     whole, comm = settings.whole, settings.comm
-    plans = {s: parallel_of(parallel, part, last=s == settings.count - 1) for s, part in parts.items()}
+    plans = {s: parallel_of(parallel, part, settings.sites, last=s == settings.count - 1) for s, part in parts.items()}
     cut = settings.parallelism
     laid = {s: build_units(part.model, part.origin, whole, comm, cut, plans[s]) for s, part in parts.items()}
     error: Exception | None = None

@@ -14,6 +14,7 @@ the graph; not the output itself, whose memory goes with the message.
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -37,6 +38,7 @@ from plait.engine.forward.dropout import DropoutRNG
 from plait.engine.forward.interceptor import Handler, Interceptor
 from plait.engine.forward.products import Products
 from plait.engine.forward.recompute import AttentionRecompute, blocks_of, run_twice
+from plait.engine.forward.sites import Sites
 from plait.engine.forward.tensor_parallel import StageAxis, TensorParallel
 from plait.engine.pipeline.boundary import StageBoundary, StageDone
 from plait.engine.pipeline.copies import FollowingParameter
@@ -69,6 +71,11 @@ class StageSettings:
     before_root: BeforeForward = lambda args, kwargs: None
     """Called with the model's arguments before each forward (see ``Unsharding``)."""
 
+    @cached_property
+    def sites(self) -> Sites:
+        """Those of the whole model."""
+        return Sites(self.whole.model)
+
 
 @dataclass
 class Flight:
@@ -96,8 +103,8 @@ class Stage:
         names = laid.names
         around = [] if part.chain.links else [""]
         closed = closed_units(self.model, [*around, *names], part.chain.links) if parallelism.compile else []
-        self.interceptor.follow(self.model, part.sites, every=bool(parallel.styles), closed=closed)
-        self.compiled = CompiledUnits(self.interceptor, self.model, closed, part.sites) if closed else None
+        self.interceptor.follow(self.model, settings.sites, every=bool(parallel.styles), closed=closed)
+        self.compiled = CompiledUnits(self.interceptor, self.model, closed) if closed else None
         """The forwards of units that are compiled."""
         self.unsharding = Unsharding(self.model, self.units, parallelism.prefetch, self.current, settings.before_root)
         self.boundary = StageBoundary(part, number, self.current, last=self.last)

@@ -11,7 +11,7 @@ know that there are stages.  A weight that two stages use is two parameters, who
 
 import copy
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Self
 
@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from plait.engine.data_parallel.storage import placeholder
 from plait.engine.forward.attributes import attributes_of
 from plait.engine.forward.random_ops import OwnLayer
+from plait.engine.forward.sites import Sites
 from plait.engine.pipeline.chain import Chain, around_links
 from plait.engine.pipeline.copies import CopiedModule, SharedModule, translated
 from plait.engine.pipeline.not_here import not_here
@@ -145,8 +146,6 @@ class StageModel:
     """Which links of the chain it has."""
     outside: Mapping[str, nn.Module]
     """Modules that belong to no link and have parameters, or what stands for them."""
-    sites: Mapping[str, tuple[str, int]]
-    """Of a module that is several links: the name of its first, and how many of them earlier stages have."""
     copies: tuple[CopiedModule, ...]
     """The user's modules of which the part has copies, and those that other stages run too."""
 
@@ -222,7 +221,7 @@ class StageModel:
                 taken |= {id(x) for x in (*module.modules(), *module.parameters())}
         taken |= {id(origin[id(parameter)]) for parameter in part.parameters()}
         copies = _copies(model, part, chain, links, known)
-        return cls(part, origin, chain, links, outside, _sites(model, chain.links, links), copies)
+        return cls(part, origin, chain, links, outside, copies)
 
 
 def _again(parameter: nn.Parameter) -> nn.Parameter:
@@ -264,19 +263,6 @@ def _copies(
     return tuple(found)
 
 
-def _sites(model: nn.Module, chain: Sequence[str], links: range) -> dict[str, tuple[str, int]]:
-    """See ``StageModel.sites``; its submodules have as many earlier calls as it has."""
-    modules = dict(model.named_modules(remove_duplicate=False))
-    sites = {}
-    for index in links:
-        name = chain[index]
-        before = [i for i in range(index) if modules[chain[i]] is modules[name]]
-        if before and before[-1] < links.start:
-            for inside, _ in modules[name].named_modules(prefix=name):
-                sites[inside] = chain[before[0]] + inside.removeprefix(name), len(before)
-    return sites
-
-
 def cut_off(model: nn.Module, parts: Sequence[StageModel]) -> None:
     """Free the values that only other ranks need; the model refuses to run from here on, and to give its state."""
     here = {id(p) for part in parts for p in part.model.parameters()}
@@ -305,15 +291,20 @@ def stages_using(model: nn.Module, chain: Chain, split: Sequence[range]) -> Uses
     return {id(p): tuple(s for s, ids in enumerate(stages) if id(p) in ids) for p in model.parameters()}
 
 
-def parallel_of(parallel: Parallel, part: StageModel, *, last: bool) -> Parallel:
+def parallel_of(parallel: Parallel, part: StageModel, sites: Sites, *, last: bool) -> Parallel:
     """A tensor plan, resolved on the whole model, as it reads on one stage's part; the ``last`` one has the loss."""
-    here = {name for name, module in part.model.named_modules() if not isinstance(module, ForeignLayer)}
+    here = [name for name, module in part.model.named_modules() if not isinstance(module, ForeignLayer)]
+    own = {sites.key(name): name for name in here}
     names = dict(part.model.named_parameters(remove_duplicate=False))
     origin = {key: id(p) for key, p in part.origin.items()}
     return Parallel(
-        {name: style for name, style in parallel.styles.items() if name in here or name in names},
+        {name: style for name in (*here, *names) if (style := parallel.styles.get(sites.key(name))) is not None},
         {key: parallel.cuts[old] for key, old in origin.items() if old in parallel.cuts},
         frozenset(key for key, old in origin.items() if old in parallel.summed),
-        tuple(site for site in parallel.sites if site.name in here or (last and site.kind == "loss")),
+        tuple(
+            replace(s, name=own.get(s.name, s.name))
+            for s in parallel.sites
+            if s.name in own or (last and s.kind == "loss")
+        ),
         parallel.lists,
     )

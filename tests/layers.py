@@ -83,6 +83,10 @@ SHARES: dict[str, Share] = {
     "device": PROCESSES,
     "docs": DOCUMENTATION,
     "engine": TRAINING,
+    "engine/data_parallel/test_probe.py::test_the_table_of_torchs_classes_is_right": Share("values", "all"),
+    "engine/data_parallel/test_probe.py::test_other_optimizers_have_whole_tensors_or_are_declared": Share(
+        "values", "all"
+    ),
     "engine/loops/test_optimizer_state.py::test_it_enters_any_other_layout_to_the_bit": Share("few", "values"),
     "engine/test_checked_collectives.py": Share("values", "all"),
     "engine/test_drift.py": FAST,

@@ -41,7 +41,7 @@ from plait.core.layout import Layout
 from plait.core.mesh import Mesh
 from plait.core.parallelism import Parallelism
 from plait.core.precision import LossScale
-from plait.engine import EMA, Engine, Evaluation, StepResult, empty_parameters
+from plait.engine import EMA, Engine, Evaluation, StepResult, elementwise, empty_parameters
 from plait.injection import inject
 from plait.job.own import UserJob
 from plait.sharded import (
@@ -93,6 +93,6 @@ __all__ = [
     "StepResult",
 ]
 __all__ += ["Strategy", "distributed_sampler", "empty_parameters", "join", "load", "parse_strategy", "rank_batches"]
-__all__ += ["run_threads", "save", "sum_of_mean"]
+__all__ += ["elementwise", "run_threads", "save", "sum_of_mean"]
 __all__ += ["LayoutError", "ShardedTensor", "annotate", "auto_redistribute", "cross_entropy_sum", "dropout_stream"]
 __all__ += ["UserJob", "explain", "from_dtensor", "inject", "judge", "to_dtensor", "verify", "verify_resume", "witness"]

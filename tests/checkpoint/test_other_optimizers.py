@@ -27,7 +27,7 @@ def built(comm: Comm, kind: Any, *, frozen: str = "", split: bool = False) -> tu
             parameter.copy_(torch.linspace(-1, number / 9, parameter.numel()).view(parameter.shape))
             parameter.requires_grad_(name != frozen)
     groups = [{"params": model.parameters()}, {"params": [], "lr": 0.1}, {"params": [], "lr": 0.2}]
-    optimizer = kind(groups[: 3 if split else 1], lr=0.01)
+    optimizer = plait.elementwise(kind(groups[: 3 if split else 1], lr=0.01))
     return plait.Engine(model, comm, strategy="zero3", optimizer=optimizer), optimizer
 
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from plait.comm import run
 from plait.comm.shared_memory.common import CommonMemory
 from plait.core.mesh import Mesh
-from plait.engine import Engine
+from plait.engine import Engine, elementwise
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="anonymous files are Linux's")
 
@@ -41,7 +41,7 @@ def test_parameters_are_read_when_all_have_written_them(mesh: str, monkeypatch: 
 
     def body(comm: Any, seconds: float = 0.15) -> tuple[list[float], Any]:
         model = distinct(nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3)))
-        optimizers = [SlowToUpdate(layer.parameters(), lr=0.1) for layer in (model[0], model[2])]
+        optimizers = [elementwise(SlowToUpdate(layer.parameters(), lr=0.1)) for layer in (model[0], model[2])]
         for optimizer in optimizers:
             optimizer.seconds = seconds if comm.rank == 1 else 0.0
         engine = Engine(model, comm, strategy="zero3", optimizer=optimizers, loss_fn=loss_sum, count_fn=count)
@@ -125,7 +125,7 @@ def test_a_forward_at_any_place_reads_what_is_due(row: str, when: str) -> None:
     def body(comm: Any, seconds: float = 0.05) -> Any:
         late = seconds if comm.rank == 1 else 0.0
         model = distinct(nn.Sequential(nn.Linear(5, 7), nn.Tanh(), SlowToRead(7, 3)))
-        optimizers = [SlowToUpdate(layer.parameters(), lr=0.1) for layer in (model[0], model[2])]
+        optimizers = [elementwise(SlowToUpdate(layer.parameters(), lr=0.1)) for layer in (model[0], model[2])]
         engine, seen = Engine(model, comm, strategy=row, optimizer=optimizers), []
         x = torch.linspace(-1, 1, 10).double().view(2, 5)
 

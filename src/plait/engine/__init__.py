@@ -25,10 +25,11 @@ pipeline/        stages, what goes from one to the next, and the runtime that ob
 state/           initial values, weights read from files, whole tensors in and out
 """
 
+from plait.engine.data_parallel.probe import elementwise
 from plait.engine.ema import EMA
 from plait.engine.engine import Engine
 from plait.engine.evaluation import Evaluation
 from plait.engine.state.init import empty_parameters
 from plait.engine.step import StepResult
 
-__all__ = ["EMA", "Engine", "Evaluation", "StepResult", "empty_parameters"]
+__all__ = ["EMA", "Engine", "Evaluation", "StepResult", "elementwise", "empty_parameters"]

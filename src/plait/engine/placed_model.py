@@ -15,12 +15,14 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from plait.comm import Comm
+from plait.comm.agree import check_together
 from plait.core.flat import UnitLayout
-from plait.core.mesh import DATA_AXES
+from plait.core.mesh import AXES, DATA_AXES
 from plait.core.parallelism import Parallelism
 from plait.engine.batch_norm import synchronise
 from plait.engine.data_parallel.flat_gradient import FlatGradient
 from plait.engine.data_parallel.optim import OwnedOptimizer, owned_runs
+from plait.engine.data_parallel.probe import declared
 from plait.engine.data_parallel.storage import dtype_in
 from plait.engine.data_parallel.unit import Unit, parameters_of
 from plait.engine.exchange import Exchange
@@ -103,7 +105,17 @@ class PlacedModel(StaysHere):
         mesh = self.comm.mesh
         split = mesh.count(self.strategy.optim.split) > 1
         cuts, apart = split and self.parallelism.cut == "element", split or mesh.pipe * mesh.tensor > 1
-        return OwnedOptimizer(optimizers, names, self._flats(), cuts=cuts, apart=apart, over_tensor=self._cuts)
+        owner, error = None, None
+        try:
+            owner = OwnedOptimizer(optimizers, names, self._flats(), cuts=cuts, apart=apart, over_tensor=self._cuts)
+        except ValueError as problem:
+            error = problem
+        if any(map(declared, optimizers)):  # each rank has tried other pieces
+            check_together(self.comm, error, AXES)
+        if owner is None:
+            assert error is not None
+            raise error
+        return owner
 
     def take_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
         """Optimizers that were built after the model was placed."""

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+import plait
 from plait.comm import Comm, run
 from plait.core.cells import TABLE
 from plait.core.mesh import Mesh
@@ -38,7 +39,7 @@ def test_parameters_that_an_optimizer_changes_between_steps(row: str) -> None:
 
     def body(comm: Comm) -> Any:
         model = copy.deepcopy(template)
-        optimizer = TwoModes(model.parameters(), lr=0.1)
+        optimizer = plait.elementwise(TwoModes(model.parameters(), lr=0.1))
         engine = Engine(model, comm, strategy=strategy, optimizer=optimizer)
         optimizer.eval()
         state = engine.full_state_dict()
@@ -50,6 +51,60 @@ def test_parameters_that_an_optimizer_changes_between_steps(row: str) -> None:
     else:
         with pytest.raises(ValueError, match=r"TwoModes changes parameters between steps, in train\(\) and eval\(\)"):
             run(Mesh(shard=2), body)
+
+
+class ScheduleFree(torch.optim.Optimizer):
+    """As the official one: it steps in its training mode only, and looks into its state when that begins."""
+
+    def __init__(self, parameters: Any, lr: float = 0.1, beta: float = 0.9) -> None:
+        super().__init__(parameters, {"lr": lr, "beta": beta, "train_mode": False, "k": 0})
+
+    @torch.no_grad()
+    def turn(self, mode: bool) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                if "z" in self.state[p] and group["train_mode"] != mode:
+                    p.lerp_(self.state[p]["z"], 1 - (group["beta"] if mode else 1 / group["beta"]))
+            group["train_mode"] = mode
+
+    def train(self) -> None:
+        self.turn(True)
+
+    def eval(self) -> None:
+        self.turn(False)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            assert group["train_mode"], "not in train mode"
+            group["k"] += 1
+            for p in (p for p in group["params"] if p.grad is not None):
+                z = self.state[p].setdefault("z", p.clone())
+                p.lerp_(z, 1 / group["k"]).sub_(p.grad, alpha=group["lr"] * (1 - group["beta"]))
+                z.sub_(p.grad, alpha=group["lr"])
+
+
+@pytest.mark.parametrize("row", ["ddp", "zero3"])
+def test_a_schedule_free_optimizer_in_its_modes(row: str) -> None:
+    x_BC, template = torch.linspace(-1, 1, 12, dtype=torch.float64).sin().view(2, 6), nn.Linear(6, 7).double()
+
+    def body(comm: Comm, row: str = row) -> list[Any]:
+        model, seen = copy.deepcopy(template), []
+        optimizer = plait.elementwise(ScheduleFree(model.parameters()))
+        optimizer.train()
+        engine = Engine(model, comm, strategy=row, optimizer=optimizer)
+        for _ in range(3):
+            mine = x_BC[comm.rank :: comm.mesh.size]
+            engine.backward(model(mine).square().sum(), len(mine))
+            optimizer.step()
+            optimizer.eval()
+            seen.append(engine.full_state_dict()["weight"])
+            optimizer.train()
+        return seen
+
+    (truth,) = run(Mesh(), lambda comm: body(comm, "ddp"))
+    for seen in run(Mesh(shard=2), body, deadline=20):
+        assert all(torch.allclose(one, other, rtol=1e-12) for one, other in zip(seen, truth, strict=True))
 
 
 @pytest.mark.parametrize("row", ["ddp", "zero3"])

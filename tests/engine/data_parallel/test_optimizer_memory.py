@@ -11,6 +11,8 @@ import torch
 from engine_cases import batches, distinct, loss_sum
 from torch import Tensor, nn
 
+from plait.engine import elementwise
+
 
 class Optimizer(torch.optim.Optimizer):
     """Updates one parameter after the other."""
@@ -77,4 +79,4 @@ class Accumulating(Optimizer):
 def test_an_optimizer_makes_what_it_makes_in_a_single_process(optimizer: Any, mesh: str, row: str) -> None:
     template, data = distinct(nn.Sequential(nn.Linear(cases.WIDTH, 7), nn.Tanh(), nn.Linear(7, 3))), batches(12)
     truth = cases.plain(template, data, optimizer, loss_sum, None)
-    cases.agree(cases.train(template, mesh, row, data, optimizer), truth)
+    cases.agree(cases.train(template, mesh, row, data, lambda given: elementwise(optimizer(given))), truth)

@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, se
 from plait.comm import Comm, run
 from plait.core.cells import TABLE
 from plait.core.mesh import Mesh
-from plait.engine import Engine
+from plait.engine import Engine, elementwise
 
 
 @pytest.mark.parametrize("where", LAYOUTS)
@@ -246,7 +246,8 @@ def test_what_is_no_moment_keeps_its_dtype(make: Any, row: str) -> None:
     def body(comm: Comm) -> Any:
         def begun() -> tuple[Any, Engine]:
             model = cases.distinct(nn.Sequential(nn.Linear(5, 4), nn.Linear(4, 3)))
-            return model, Engine(model, comm, strategy=row, optimizer=make(model.parameters(), lr=0.01))
+            optimizer = elementwise(make(model.parameters(), lr=0.01))
+            return model, Engine(model, comm, strategy=row, optimizer=optimizer)
 
         def go(model: Any, engine: Engine) -> None:
             for batch in cases.batches(3):

@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 from plait.comm import Comm, run
 from plait.core.mesh import Mesh
-from plait.engine import Engine
+from plait.engine import Engine, elementwise
 
 # ---- the optimizer's own calls -----------------------------------------------------------------------------------
 
@@ -193,7 +193,7 @@ class Odd(torch.optim.SGD):
 
 def test_a_state_that_cannot_be_put_together_is_refused_on_all_ranks() -> None:
     def body(comm: Comm) -> str:
-        engine = build(comm, "zero3", lambda m: Odd(m.parameters(), lr=0.1, momentum=0.9))
+        engine = build(comm, "zero3", lambda m: elementwise(Odd(m.parameters(), lr=0.1, momentum=0.9)))
         go(engine, 0, 1)
         with pytest.raises((ValueError, RuntimeError), match=r"'history' of '.*' is list"):
             engine.optimizer_state_dict()

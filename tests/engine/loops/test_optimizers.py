@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from plait.comm import Comm, run
 from plait.core.mesh import Mesh
-from plait.engine import Engine, empty_parameters
+from plait.engine import Engine, elementwise, empty_parameters
 
 
 def chain() -> nn.Module:
@@ -232,7 +232,7 @@ def test_a_step_inside_of_a_step_is_one(several: bool) -> None:
         torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1)
         model = cases.distinct(nn.Sequential(nn.Linear(5, 4), nn.Linear(4, 3)))
         groups = [list(layer.parameters()) for layer in model] if several else [list(model.parameters())]
-        made = [make(group, lr=0.1) for group in groups]
+        made = [elementwise(make(group, lr=0.1)) for group in groups]
         engine = Engine(model, comm, strategy="zero2", optimizer=made, loss_fn=cases.loss_sum, count_fn=cases.count)
         for batch in cases.batches(3):
             engine.step(cases.deal(batch, comm.mesh, comm.rank, 1))

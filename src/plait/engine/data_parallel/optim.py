@@ -9,7 +9,8 @@ parameter groups, each parameter by views of the runs of it that lie in this ran
 States are made at the first step, so those of elements that a rank does not own never exist.  Updates happen in place
 in the unit's storage, and learning-rate schedules that hold the optimizer go on working.
 
-Cutting a parameter is right only for *element-wise* optimizers, and that is probed (see ``probe``).
+Cutting a parameter is right only for *element-wise* optimizers: torch's own, and those that their users declare (see
+``probe``).
 """
 
 import math
@@ -27,7 +28,15 @@ from plait.core.flat import Run
 from plait.core.tensor_cut import TensorCut
 from plait.engine.data_parallel.flat_gradient import FlatGradient
 from plait.engine.data_parallel.place import RunPlace
-from plait.engine.data_parallel.probe import has_state_at_once, probe_apart, probe_elementwise, rebuilt
+from plait.engine.data_parallel.probe import (
+    APART,
+    ELEMENTWISE,
+    declared,
+    has_state_at_once,
+    probe_apart,
+    probe_elementwise,
+    rebuilt,
+)
 from plait.engine.data_parallel.storage import Flat
 
 SQUARED = 1 << 16
@@ -108,7 +117,7 @@ class OwnedOptimizer:
     ) -> None:
         self.optimizers = tuple(optimizers)
         self.owned = owned_runs(gradients)
-        updated = gradients[0].flat.updated.dtype if gradients else None  # the same on ranks that own nothing
+        updated = gradients[0].flat.updated if gradients else None
         self.masters = [g.flat.master for g in gradients if g.flat.master is not None]
         self.groups: dict[Optimizer, list[list[str]]] = {}
         """By optimizer, the names of the parameters of each of its groups, in the order in which they were given."""
@@ -135,7 +144,7 @@ class OwnedOptimizer:
         for optimizer in optimizers:
             self.groups[optimizer] = []
             eager = has_state_at_once(optimizer)
-            if has_stepped(optimizer) or (optimizer.state and not eager):
+            if has_stepped(optimizer) or (any(optimizer.state.values()) and not eager):
                 raise ValueError(
                     "the optimizer has made steps already: hand over a new one, and give it the state of this one by "
                     "engine.load_optimizer_state_dict(old.state_dict())"
@@ -174,27 +183,46 @@ class OwnedOptimizer:
         given = {name for name_lists in self.groups.values() for group in name_lists for name in group}
         if twice := sorted(given & {name for group in own for name in group}):
             raise ValueError(f"{twice[0]!r} is in two groups of the optimizers: give it to one of them")
-        if self._apart and (reason := probe_apart(optimizer, self._updated)):
-            raise ValueError(
-                f"an update of {type(optimizer).__name__} depends on other parameters too, and ranks own different "
-                f"ones here: {reason}. Use a row that keeps the optimizer state full (ddp), without a pipe or tensor "
-                f"axis; if it clips by the norm of all gradients, leave that to Engine(clip=...)"
-            )
-        parted = sorted(self._over_tensor & {name for group in own for name in group})
-        if (self._cuts or parted) and (reason := probe_elementwise(optimizer, self._updated)):
-            way_out = 'Use cut="tensor" (whole tensors on one owner) or a row that keeps the optimizer state full (ddp)'
-            if parted:
-                way_out = (
-                    f"The tensor axis cuts {len(parted)} of its parameters ({', '.join(parted[:3])}, ...): give these "
-                    f"to another optimizer, or leave their modules out of the tensor plan"
+        kind = type(optimizer)
+        for group in new if self._apart and kind not in APART else ():
+            if reason := probe_apart(optimizer, group, self._updated):
+                raise ValueError(
+                    f"an update of {kind.__name__} depends on other parameters too, and ranks own different ones here: "
+                    f"{reason}. Use a row that keeps the optimizer state full (ddp), without a pipe or tensor axis; if "
+                    f"it clips by the norm of all gradients, leave that to Engine(clip=...)"
                 )
-            raise ValueError(
-                f"{type(optimizer).__name__} is not element-wise, so parameters cannot be cut anywhere: {reason}. "
-                f"{way_out}"
-            )
+        parted = sorted(self._over_tensor & {name for group in own for name in group})
+        if (self._cuts or parted) and kind not in ELEMENTWISE:
+            self._check_elementwise(optimizer, list(zip(new, own, strict=True)), parted)
         self.groups[optimizer] += own
         for group, names_of_group in zip(new, own, strict=True):
             group["params"] = self.views(names_of_group)  # the user's own: see docs/guide/your-own-loop.md
+
+    def _check_elementwise(
+        self, optimizer: Optimizer, groups: Sequence[tuple[dict[str, Any], list[str]]], parted: Sequence[str]
+    ) -> None:
+        """Raises ValueError for an optimizer that is not torch's, and not declared or not found to be element-wise."""
+        name, way_out = type(optimizer).__name__, 'Use cut="tensor" (whole tensors on one owner)'
+        way_out += " or a row that keeps the optimizer state full (ddp)"
+        if parted:
+            way_out = (
+                f"The tensor axis cuts {len(parted)} of its parameters ({', '.join(parted[:3])}, ...): give these to "
+                f"another optimizer, or leave their modules out of the tensor plan"
+            )
+        if type(optimizer) in APART:
+            raise ValueError(f"{name} is not element-wise, so parameters cannot be cut anywhere. {way_out}")
+        if not declared(optimizer):
+            raise ValueError(
+                f"{name} is not one of torch's element-wise optimizers, so it is not known whether parameters can be "
+                f"cut anywhere. {way_out}; or, if it updates each element from the gradient and state of that element "
+                f"alone, say so: plait.elementwise(optimizer)"
+            )
+        for group, names in groups:
+            pieces = [(piece.place, piece.view) for key in names for piece in self.by_name.get(key, ())]
+            if reason := probe_elementwise(optimizer, group, pieces):
+                raise ValueError(
+                    f"{name} cannot be cut anywhere, though it was declared element-wise: {reason}. {way_out}"
+                )
 
     def views(self, names: Iterable[str]) -> list[nn.Parameter]:
         """What this rank updates of these parameters."""

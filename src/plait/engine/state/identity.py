@@ -24,6 +24,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from plait.engine.data_parallel.probe import declared
+
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.Size, slice, enum.Enum)
 _FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, types.MethodType)
 LEFT_OUT = {"training", "name_or_path"}
@@ -55,7 +57,7 @@ def optimizer_fields(optimizers: Sequence[Optimizer], names: Mapping[int, str]) 
     fields = {}
     for number, optimizer in enumerate(optimizers):
         which = f"optimizer {number}" if len(optimizers) > 1 else "optimizer"
-        fields[which] = _name_of(type(optimizer))
+        fields[which] = _name_of(type(optimizer)) + (", declared element-wise" if declared(optimizer) else "")
         for place, group in enumerate(optimizer.param_groups):
             for key, value in group.items():
                 if key == "params":

@@ -92,7 +92,7 @@ SHARES: dict[str, Share] = {
     "engine/test_drift.py": FAST,
     "engine/pipeline/test_failures.py::test_a_process_fails_with_its_traceback_alone_and_the_others_end": PROCESSES,
     "engine/pipeline/test_failures.py::test_processes_keep_few_messages_and_train_as_one": PROCESSES,
-    "extending/test_job.py::test_a_script_with_rows_of_its_own_is_a_command": PROCESSES,
+    "extending/test_job.py::test_processes_run_a_plugin_and_a_script_cannot_lose_its_exit_code": PROCESSES,
     "fuzz": Share("none", "few"),
     "launch/test_fork_server.py::test_each_rank_draws_its_own_numbers_from_numpy": PROCESSES,
     "launch/test_fork_server.py::test_what_a_rank_leaves_with_is_said": PROCESSES,

@@ -59,7 +59,7 @@ def wrong_maps(text: str, folder: Path) -> list[str]:
     """
     source = ROOT / "src"
     homes = [ROOT, source, source / "plait", source / "plait" / "engine", ROOT / "lessons", folder]
-    paths = PATH.findall(re.sub(r"torchrun .*|(my_job|FILE)\.py", "", text))  # those are the reader's
+    paths = PATH.findall(re.sub(r"torchrun .*|(my_job|my_rows|FILE)\.py", "", text))  # those are the reader's
     wrong = [path for path in paths if not any((home / path).exists() for home in homes)]
     return wrong + [name for name in DOTTED.findall(text) if not leads_somewhere(name)]
 

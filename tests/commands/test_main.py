@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+import plait
 from plait.commands.main import BenchCommand, main, parse
 from plait.config import TrainConfig, VerifyConfig, to_toml, with_job
 
@@ -187,6 +188,12 @@ def test_the_installed_command_and_the_module_are_the_same() -> None:
             "plait: error: a batch of 1 samples cannot fill 4 data ranks x 1 microbatches = 4 parts: "
             "give batch >= 4, or fewer microbatches\n"
         )
+
+
+def test_the_version_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--version"]) == 0
+    shown = capsys.readouterr().out
+    assert shown.startswith(f"plait {plait.__version__} (torch ") and shown.count("\n") == 1
 
 
 def test_doctor_as_json(capsys: pytest.CaptureFixture[str]) -> None:

@@ -7,6 +7,8 @@ import pytest
 from guide import code_of, run_section
 
 from plait.commands.main import main
+from plait.config import TrainConfig, from_toml
+from plait.job.plugin import load_installed
 
 LAYOUTS = {
     "data": ["--mesh", "replica=2 shard=2", "--strategy", "hsdp", "--microbatches", "2"],
@@ -44,13 +46,68 @@ def test_before_they_are_added_they_are_refused(capsys: pytest.CaptureFixture[st
         assert said in capsys.readouterr().err
 
 
-def test_a_script_with_rows_of_its_own_is_a_command(tmp_path: Path, start) -> None:
-    lines = [code_of("A model family"), code_of("An optimizer"), "import sys", "from plait.commands.main import main"]
-    script = tmp_path / "mine.py"
-    script.write_text("\n".join([*lines, "sys.exit(main())"]))
-    flags = ["--model", "bigram", "--optimizer", "rmsprop", "--width", "16", "--steps", "1", "--mesh", "shard=2"]
-    elastic = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    for launcher, world in ((elastic, "process"), ([], "thread")):
-        process = start(sys.executable, *launcher, str(script), "verify", *flags, "--world", world)
+ROWS = ["--model", "bigram", "--optimizer", "rmsprop", "--width", "16", "--steps", "1", "--mesh", "shard=2"]
+
+
+def plugin_of(folder: Path, *last: str) -> str:
+    """A file with the rows of the guide and these last lines."""
+    file = folder / "my_rows.py"
+    file.write_text("\n".join([code_of("A model family"), code_of("An optimizer"), *last]))
+    return str(file)
+
+
+def test_a_plugin_has_the_rows_in_every_command_and_in_the_file_of_a_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    mine, out = plugin_of(tmp_path), tmp_path / "out"
+    with pytest.raises(SystemExit):
+        main(["--plugin", mine, "verify", "--help"])
+    assert "bigram" in capsys.readouterr().out
+    assert main(["train", f"--plugin={mine}", *ROWS, "--world", "thread", "--length", "16", "--out", str(out)]) == 0
+    assert from_toml(TrainConfig, str(out / "config.toml")).plugin == (mine,)
+
+
+@pytest.mark.parametrize(
+    ("last", "says"),
+    [
+        ("OPTIMIZERS['x'] = nothing", "line 2: NameError: name 'nothing' is not defined"),
+        ("def (", "line 2: SyntaxError"),
+        ("raise SystemExit(3)", "line 2: SystemExit: 3"),
+        ("import sys; sys.exit()", "ended the program"),
+        ("import plait; plait.parse_strategy('a: full')", "line 2: ValueError: "),
+        (None, "give a file of Python, as in --plugin my_rows.py"),
+    ],
+)
+def test_a_wrong_plugin_is_one_line(
+    last: str | None, says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "wrong.py"
+    if last is not None:
+        file.write_text(f"from plait.job.optimizer import OPTIMIZERS\n{last}\n")
+    assert main(["--plugin", str(file), "train"]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("plait: error: plugin ") and says in said and said.count("\n") == 1
+
+
+def test_a_wrong_plugin_of_an_installed_package_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    info = tmp_path / "rows-1.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: rows\nVersion: 1\n")
+    (info / "entry_points.txt").write_text("[plait_plugins]\nmine = rows_of_nobody\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    load_installed.cache_clear()
+    assert main(["prove", "--mesh", "shard=2"]) == 2
+    assert "plugin 'mine' of the installed package rows: ModuleNotFoundError" in capsys.readouterr().err
+
+
+def test_processes_run_a_plugin_and_a_script_cannot_lose_its_exit_code(tmp_path: Path, start) -> None:
+    mine = plugin_of(tmp_path, "if __name__ == '__main__':", "    from plait.commands.main import main; main()")
+    for words, code, says in (
+        (["-m", "plait", "--plugin", mine, "verify", *ROWS, "--world", "process"], 0, "verdict: bitwise"),
+        ([mine, "verify", *ROWS, "--batch", "1"], 2, "plait: error: a batch of 1 samples"),
+    ):
+        process = start(sys.executable, *words)
         out, err = process.communicate(timeout=100)
-        assert process.returncode == 0 and "verdict: bitwise" in out, out + err
+        assert process.returncode == code and says in out + err, out + err

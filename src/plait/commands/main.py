@@ -6,15 +6,18 @@ Exit codes: 0 done (verify, judge: equal), 1 failed (verify, judge: not equal; p
 different), 2 bad input; 128 + n for signal n.
 """
 
+import platform
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import partial
+from importlib.metadata import version
 from itertools import zip_longest
 from typing import Annotated, Any, Literal, NoReturn, TypeAlias, TypeVar, Union
 
 import tyro
 
+from plait import __version__
 from plait import config as configs
 from plait.comm.agree import check_together, gather_ints
 from plait.comm.base import NO_NOTE, Comm
@@ -33,6 +36,7 @@ from plait.core.escape import heard, say
 from plait.core.mesh import AXES
 from plait.files.reading import shown
 from plait.files.writing import check_file
+from plait.job.plugin import FLAG, load_installed, load_plugin, take_plugins
 from plait.launch import Limits, guarded, is_a_rank, launch, leave, open_closed
 from plait.measure import comm as bench
 from plait.train.resume import check_places, has_settings, newest_sound, restarted
@@ -79,22 +83,38 @@ COMMANDS: dict[str, Any] = {
 }
 """What each command is parsed into."""
 
+DESCRIPTION = f"""Train one model over many ranks, and prove the result equal to one process.
+
+plait --version: the versions of plait, torch and Python. plait {FLAG} FILE.py COMMAND ...: with rows of your own."""
+
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one command and returns its exit code; an error is a line (a mistake of the user) or its traceback."""
-    words = list(sys.argv[1:] if argv is None else argv)
-    return guarded(lambda: run(words))
+    """Runs one command; an error is a line (a mistake of the user) or its traceback.
+
+    Returns:
+        The exit code. Without ``argv`` this is the whole program: it ends the process with that code, so that a script
+        which calls ``main()`` cannot lose it.
+    """
+    if argv is None:
+        program()
+    return guarded(lambda: run(list(argv)))
 
 
 def program() -> NoReturn:
     """The program ``plait``."""
     open_closed()
-    leave(main())
+    leave(main(sys.argv[1:]))
 
 
 def run(argv: list[str]) -> int:
     """The command in ``argv``; mistakes are raised."""
+    if argv[:1] == ["--version"]:
+        say(f"plait {__version__} (torch {version('torch')}, Python {platform.python_version()})\n", sys.stdout)
+        return 0
+    load_installed()
     command = parse(argv)
+    for file in getattr(command, "plugin", ()):  # a file of settings may name some
+        load_plugin(file)
     with to_its_end():
         return carry_out(command, argv)
 
@@ -172,6 +192,9 @@ def train_again(config: TrainConfig, comm: Comm, argv: Sequence[str]) -> int:
 
 def parse(argv: Sequence[str]) -> Command:
     """The command line as one of the configs; usage errors leave with exit code 2, as argparse's do."""
+    argv, plugins = take_plugins(argv)
+    for file in plugins:  # its rows are in the help texts too
+        load_plugin(file)
     name, *words = argv or [""]
     command: Command
     if name in COMMANDS:  # a parser of its own, so that its errors lead to its own help
@@ -181,7 +204,9 @@ def parse(argv: Sequence[str]) -> Command:
     else:
         kinds: Any = Union[*(Annotated[kind, tyro.conf.subcommand(name)] for name, kind in COMMANDS.items())]
         with heard():
-            command = tyro.cli(kinds, prog="plait", description="Train one model over many ranks.", args=list(argv))
+            command = tyro.cli(kinds, prog="plait", description=DESCRIPTION, args=list(argv))
+    if plugins and isinstance(command, TrainConfig | VerifyConfig):
+        command = replace(command, plugin=plugins)
     flags = {word.partition("=")[0] for word in argv}
     if isinstance(command, TrainConfig | VerifyConfig) and command.epochs is not None and "--steps" in flags:
         where = f" of {command.config}" if command.config and "--epochs" not in flags else ""

@@ -7,9 +7,10 @@ import difflib
 import tomllib
 from collections.abc import Collection
 from dataclasses import dataclass, fields
-from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 import tomli_w
+import tyro
 
 from plait.files.reading import read_text, shown
 
@@ -28,6 +29,8 @@ class FileConfig:
 
     config: str | None = None
     """A TOML file whose keys are the names of the flags, with _ for -; flags on the command line win."""
+    plugin: Annotated[tuple[str, ...], tyro.conf.UseAppendAction, tyro.conf.arg(metavar="FILE.py")] = ()
+    """Run this file first, on every rank: it adds strategies, orders, styles, models, optimizers. May be repeated."""
 
 
 def to_toml(config: Any) -> str:

@@ -175,7 +175,7 @@ def load_name(place: str, what: str, kind: type = object) -> Any:
         raise ValueError(f"{what} {place!r}: give a file and a name in it, as in my_{what}.py:{what}")
     if not os.path.isfile(path):
         raise ValueError(f"{what} {place!r}: there is no file {path!r}")
-    module = _load_file(path, what)
+    module = load_file(path, what)
     if not hasattr(module, name):
         names = ", ".join(n for n, value in vars(module).items() if isinstance(value, kind)) or "none"
         raise ValueError(f"{what} {place!r}: {path} has no {name!r}; the {what}s in it: {names}")
@@ -194,13 +194,14 @@ class _AsWritten(SourceFileLoader):
         return code
 
 
-def _load_file(path: str, what: str) -> Any:
+def load_file(path: str, what: str) -> Any:
+    """Runs a file and returns its module; it may import what is beside it."""
     read_file(path, f"the {what}")  # a file that nobody has written is refused before Python reads it
     module_name = f"plait_{what}_{Path(path).stem}"
     spec = importlib.util.spec_from_file_location(module_name, path, loader=_AsWritten(module_name, path))
     assert spec is not None and spec.loader is not None
     module = sys.modules[module_name] = importlib.util.module_from_spec(spec)
-    sys.path.insert(0, str(Path(path).resolve().parent))  # as if it were run: it may import what lies beside it
+    sys.path.insert(0, str(Path(path).resolve().parent))  # as if it were run
     with to_its_end():
         spec.loader.exec_module(module)
     return module

@@ -124,13 +124,20 @@ PLACES = {"config", "data", "out", "json", "export", "tensorboard", "wandb", "wo
 
 
 def shared_settings(config: MachineConfig) -> dict[str, str]:
-    """What all ranks must be told alike, by flag, and the text of a job's file."""
+    """What all ranks must be told alike, by flag, and the texts of a job's file and of plugins."""
     given = {field.name: getattr(config, field.name) for field in fields(config) if field.name not in PLACES}
     facts = {f"--{name.replace('_', '-')}": str(value) for name, value in given.items()}
-    job = str(given.get("job") or "").rpartition(":")[0]
-    if job and Path(job).is_file():
-        facts["--job"] = f"{Path(job).name} {hashlib.sha256(Path(job).read_bytes()).hexdigest()[:12]}"
+    for name, files in {
+        "job": [str(given.get("job") or "").rpartition(":")[0]],
+        "plugin": given.get("plugin", ()),
+    }.items():
+        if told := [f"{Path(f).name} {_digest(Path(f))}" for f in files if Path(f).is_file()]:
+            facts[f"--{name}"] = ", ".join(told)
     return facts
+
+
+def _digest(file: Path) -> str:
+    return hashlib.sha256(file.read_bytes()).hexdigest()[:12]
 
 
 def _ask(comms: Sequence[Comm], number: signal.Signals) -> None:

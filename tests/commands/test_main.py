@@ -4,6 +4,7 @@ import errno
 import io
 import json
 import os
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -28,6 +29,14 @@ from plait.config import TrainConfig, VerifyConfig, to_toml, with_job
             ["train", "--config", "a.toml", "--steps", "3", "--config=b.toml"],
             "--config is given 2 times ('a.toml', 'b.",
         ),
+        (["train", "--stepz", "3"], "no flag --stepz: did you mean --steps? plait train --help lists all flags"),
+        (["train", "--batch-size", "3"], "did you mean --batch?"),
+        (["prove", "--hidden_size=3"], "did you mean --width?"),
+        (["verify", "--no-ragd"], "did you mean --no-ragged or --ragged?"),
+        (["explain", "--bogus"], "no flag --bogus: plait explain --help lists all flags"),
+        (["train", "--strategy", "ZeRO-3"], "did you mean zero3?"),
+        (["train", "--model", "GPT"], "did you mean gpt?"),
+        (["train", "--length", "65536", "--mesh", "shard=16"], "one change that fits is --recompute full: "),
         (["train", "--overwrite"], "overwrite without out: there is nothing to replace"),
         (["train", "--config", "/no/such.toml"], "cannot read the config '/no/such.toml'"),
         (["train", "--steps", "9", "--epochs", "2"], "--steps 9 beside epochs 2, which are a number of steps too"),
@@ -53,9 +62,7 @@ def test_a_mistake_is_one_line_and_exit_code_2(words: list[str], says: str, caps
     assert says in shown.err
 
 
-@pytest.mark.parametrize(
-    "words", [[], ["brain"], ["train", "--stepz", "3"], ["train", "--steps", "many"], ["bench", "gpu"]]
-)
+@pytest.mark.parametrize("words", [[], ["brain"], ["train", "-x"], ["train", "--steps", "many"], ["bench", "gpu"]])
 def test_a_usage_error_is_exit_code_2(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as left:
         main(words)
@@ -65,11 +72,15 @@ def test_a_usage_error_is_exit_code_2(words: list[str], capsys: pytest.CaptureFi
     assert shown.err + shown.out
 
 
-@pytest.mark.parametrize("words", ["train --bogus", "verify --bogus", "schedule chek", "doctor --x", "bench comm --y"])
+@pytest.mark.parametrize("words", ["train --steps x", "verify x", "schedule chek", "checkpoint --x", "bench commm"])
 def test_a_usage_error_leads_to_the_help_of_its_command(words: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(words.split())
     assert f"plait {words.split()[0]} --help" in capsys.readouterr().err
+
+
+SHARED = ["model", "data", "optimizer", "layout", "machine", "file"]
+GROUPS = {"train": [*SHARED, "course", "output"], "verify": [*SHARED, "comparison"]}
 
 
 @pytest.mark.parametrize("command", ["train", "verify", "schedule", "doctor", "bench"])
@@ -77,7 +88,10 @@ def test_every_command_explains_itself(command: str, capsys: pytest.CaptureFixtu
     with pytest.raises(SystemExit) as left:
         main([command, "--help"])
     assert left.value.code == 0
-    assert f"plait {command}" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert f"plait {command}" in shown
+    groups = re.findall(r"^\W*(\w+) options\b", shown, re.MULTILINE)
+    assert groups == GROUPS.get(command, [])
 
 
 class Full(io.StringIO):

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
 
-from plait.commands.main import main
-from plait.commands.prove import parse_bytes
+from plait.commands.main import main, parse
+from plait.commands.prove import ProveConfig, parse_bytes
+from plait.config import TrainConfig
 
 
 @pytest.fixture(autouse=True)
@@ -16,7 +18,7 @@ def wide(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "200")
 
 
-SIZES = ["--layers", "5", "--hidden", "32", "--heads", "4", "--vocab", "71"]
+SIZES = ["--layers", "5", "--width", "32", "--heads", "4", "--vocab", "71"]
 
 
 def said(capsys: pytest.CaptureFixture[str], code: int, *words: str) -> str:
@@ -37,7 +39,10 @@ def test_what_was_proved_is_said_in_words(capsys: pytest.CaptureFixture[str]) ->
 def test_a_counterexample_is_an_answer_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "proof.json"
     shown = said(capsys, 1, "--mesh", "shard=2", "--memory", "1MB", "--json", str(file), *SIZES)
-    assert shown.startswith("refuted: memory: it needs ")
+    assert shown.startswith("refuted: memory: it needs 15.91 MiB of 976.56 KiB: state 558.25 KiB, ")
+    assert "no single change fits (--recompute selective: 15.21 MiB, --recompute full: 4.94 MiB)" in shown
+    shown = said(capsys, 1, "--mesh", "shard=2", "--memory", "8MB", *SIZES)
+    assert "; one change that fits is --recompute full: 4.94 MiB (rank 0" in shown
     found = json.loads(file.read_text())
     assert not found["proved"] and found["counterexample"]["what"] == "memory"
 
@@ -63,12 +68,21 @@ def test_the_result_as_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
         (["--mesh", "pipe=2", "--split", "3 4 1", *SIZES], "a split for 3 stages, but the pipeline has 2"),
         (["--mesh", "pipe=2", "--split", "8;0", *SIZES], 'give the links of each stage, as in "5 4"'),
         (["--mesh", "shard=2", "--layers", "0", *SIZES[2:]], "layers is 0"),
+        (["--mesh", "shard=2", "--batch", "3", *SIZES], "3 samples cannot fill 16 parts"),
     ],
 )
 def test_mistakes_are_told_before_anything_is_proved(
     words: list[str], says: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert says in said(capsys, 2, *words)
+
+
+def test_its_flags_mean_what_those_of_train_mean() -> None:
+    words = ["--mesh", "shard=2", "--batch", "48", "--dtype", "bf16-mixed", *SIZES]
+    run = parse(["prove", *words]).paper()
+    assert (run.batch, run.strategy.params.dtype, run.decoder.hidden) == (3, "bf16", 32)
+    flags = {field.name for field in fields(ProveConfig)} - {"gated", "memory"}
+    assert flags <= {field.name for field in fields(TrainConfig)}
 
 
 def test_bytes_are_read_with_their_units() -> None:

@@ -68,6 +68,8 @@ def test_the_smallest_batch_that_fills_all_parts_is_valid() -> None:
         ({"heads": 3, "kv_heads": 2, "width": 96}, ["3 heads", "2 key/value"]),
         ({"width": 100, "heads": 8}, ["width 100", "multiple of 16"]),
         ({"layers": 0}, ["layers is 0"]),
+        ({"vocab": 100}, ["the data has token 226", "vocabulary ends at 99: give --vocab 227"]),
+        ({"rope_base": 1.0}, ["rope_base is 1.0", "above 1"]),
         ({"epochs": 0}, ["epochs is 0", "from 1"]),
         ({"epochs": 2, "model": "mlp"}, ["epochs is for text", "mlp"]),
         ({"pack": True, "model": "mlp"}, ["pack is for text", "mlp"]),
@@ -125,7 +127,7 @@ def test_a_host_has_gpus_for_its_own_ranks(monkeypatch: pytest.MonkeyPatch, vari
         validate(TrainConfig(device="cuda", mesh="shard=16"))
 
 
-SECTIONS = (FileConfig, MachineConfig, LayoutConfig, ModelConfig, DataConfig, OptimizerConfig)
+SECTIONS = (FileConfig, MachineConfig, LayoutConfig, OptimizerConfig, DataConfig, ModelConfig)
 
 
 @pytest.mark.parametrize("kind", [*SECTIONS, RunConfig, TrainConfig, VerifyConfig, BenchConfig])
@@ -148,7 +150,7 @@ def test_the_sections_are_values_and_make_the_whole() -> None:
     assert section(config, JobConfig).precision == config.precision
     names = [field.name for kind in SECTIONS for field in fields(kind)]
     assert sorted(names) == sorted(set(names)), "two sections have the same flag"
-    assert [f.name for f in fields(RunConfig)] == [*names, "json"]
+    assert [f.name for f in fields(RunConfig)] == names
 
 
 def test_what_follows_from_a_config_is_computed_once(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from guide import code_of, run_section
 
 from plait.commands.main import main
 from plait.config import TrainConfig, from_toml
-from plait.job.plugin import load_installed
+from plait.job.user_code import load_installed
 
 LAYOUTS = {
     "data": ["--mesh", "replica=2 shard=2", "--strategy", "hsdp", "--microbatches", "2"],

@@ -88,7 +88,7 @@ def test_tokens_of_another_encoding(path: str, pack: bool, monkeypatch: pytest.M
         return row[::2] * 256 + row[1::2]
 
     monkeypatch.setitem(FAMILIES, "pairs", replace(FAMILIES["gpt"], encoder=lambda sizes: encode))
-    data = make_data(config(path, pack=pack, batch=4, model="pairs"))
+    data = make_data(config(path, pack=pack, batch=4, model="pairs", vocab=1 << 16))
     batch = data.batches.samples(0, 0, 4, 4)
     assert batch["tokens"].dtype == torch.int64 and batch["tokens"].max() > 256
     assert data.held_out is not None and data.held_out.samples(0, 0, 1, 1)["tokens"].max() > 256

@@ -11,7 +11,7 @@ from torch import nn
 
 from plait.core.ended import EndedError
 from plait.job.families import _states_of
-from plait.job.own import load_name
+from plait.job.user_code import load_name
 
 
 def test_a_file_that_was_edited_within_a_second_is_read_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,7 @@
 """The ``plait`` command: words and flags in, an exit code out; the work is done in the other packages.
 
 main.py        ``plait WORD ...``: parses, validates, launches                 start here
+flags.py       words as a config: groups of flags, hints for a wrong one
 schedule.py    ``plait schedule``: schedules on the screen, proved, and as a picture
 checkpoint.py  ``plait checkpoint``: checkpoints shown, verified, compared, and in other forms
 prove.py       ``plait prove``: a layout proved without running it

@@ -26,6 +26,7 @@ from plait.commands.chaos import ChaosConfig, run_chaos
 from plait.commands.checkpoint import CheckpointCommand
 from plait.commands.doctor import DoctorConfig, run_doctor
 from plait.commands.explain import ExplainConfig, run_explain
+from plait.commands.flags import check_flags, parse_sections
 from plait.commands.judge import JudgeConfig, run_grid, run_judge, run_verify_engine
 from plait.commands.prove import ProveConfig, run_prove
 from plait.commands.schedule import ScheduleCommand
@@ -36,7 +37,7 @@ from plait.core.escape import heard, say
 from plait.core.mesh import AXES
 from plait.files.reading import shown
 from plait.files.writing import check_file
-from plait.job.plugin import FLAG, load_installed, load_plugin, take_plugins
+from plait.job.user_code import FLAG, load_installed, load_plugin, take_plugins
 from plait.launch import Limits, guarded, is_a_rank, launch, leave, open_closed
 from plait.measure import comm as bench
 from plait.train.resume import check_places, has_settings, newest_sound, restarted
@@ -82,6 +83,9 @@ COMMANDS: dict[str, Any] = {
     "judge": JudgeConfig,
 }
 """What each command is parsed into."""
+
+NESTED = ("schedule", "checkpoint")
+"""Commands that have commands of their own."""
 
 DESCRIPTION = f"""Train one model over many ranks, and prove the result equal to one process.
 
@@ -198,9 +202,14 @@ def parse(argv: Sequence[str]) -> Command:
     name, *words = argv or [""]
     command: Command
     if name in COMMANDS:  # a parser of its own, so that its errors lead to its own help
-        defaults = {"default": _defaults(COMMANDS[name], words)} if name in ("train", "verify") else {}
+        kind, prog = COMMANDS[name], f"plait {name}"
+        if name not in NESTED:
+            check_flags(name, kind, words)
         with heard():  # a help text may be printed
-            command = tyro.cli(COMMANDS[name], prog=f"plait {name}", args=words, **defaults)
+            if kind in (TrainConfig, VerifyConfig):
+                command = parse_sections(_defaults(kind, words), prog, words)
+            else:
+                command = tyro.cli(kind, prog=prog, args=words)
     else:
         kinds: Any = Union[*(Annotated[kind, tyro.conf.subcommand(name)] for name, kind in COMMANDS.items())]
         with heard():

@@ -1,7 +1,7 @@
 """``plait prove``: a layout proved from the table, the plan and the schedule.  Nothing runs, and no rank is needed.
 
 plait prove --mesh "shard=128 tensor=8 pipe=16" --strategy zero2 --schedule interleaved --microbatches 16 \\
-    --layers 126 --hidden 16384 --ffn 53248 --heads 128 --kv-heads 8 --vocab 128256 --mixed bf16 --memory 80GB
+    --layers 126 --width 16384 --ffn 53248 --heads 128 --kv-heads 8 --vocab 128256 --dtype bf16-mixed --memory 80GB
 """
 
 from __future__ import annotations
@@ -17,14 +17,12 @@ from plait.config import names_a_file, read_schedule
 from plait.core.cells import find_strategy
 from plait.core.flat import BUCKET_BYTES, Cut
 from plait.core.mesh import Mesh
+from plait.core.wording import human
 from plait.prove import Decoder, PaperRun, Proved, Refuted, from_config, prove
 from plait.report.screen import screen
-from plait.report.training import human
 from plait.schedule.orders import describe_chunks, describe_orders
 from plait.schedule.pipeline import Pipeline
 from plait.verify.run import write_json
-
-Dtype = Literal["fp32", "bf16", "fp16"]
 
 UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 UNITS |= {"KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
@@ -43,10 +41,10 @@ class ProveConfig:
     """hf:PATH, a Hugging Face config.json or a folder with one; its weights are not read. None: the sizes below."""
     layers: int | None = None
     """Layers of a decoder."""
-    hidden: int | None = None
-    """Its width."""
+    width: int | None = None
+    """Elements of a hidden vector."""
     ffn: int | None = None
-    """The width inside its MLP; 4 x hidden unless given."""
+    """The width inside its MLP; unless given 8/3 of the width, up to a multiple of 32, or 4 x width if not gated."""
     heads: int | None = None
     """Attention heads."""
     kv_heads: int | None = None
@@ -74,12 +72,10 @@ class ProveConfig:
     """Where the data axes may cut: anywhere in a parameter, or only between parameters."""
     bucket: int = BUCKET_BYTES
     """Bytes of small neighbouring units that are laid as one where parameters are whole at rest."""
-    dtype: Dtype = "fp32"
-    """Of parameters and activations."""
-    mixed: Literal["bf16", "fp16"] | None = None
-    """Parameters and computation in this dtype, sums and the optimizer in fp32."""
-    batch: int = 1
-    """Samples of a microbatch on one data rank."""
+    dtype: Literal["fp32", "bf16", "bf16-mixed", "fp16-mixed"] = "fp32"
+    """Of parameters and activations; mixed: sums of gradients and the optimizer are in fp32."""
+    batch: int | None = None
+    """Samples of one step, over all ranks and microbatches. None: one for each microbatch of each data rank."""
     length: int = 1024
     """Tokens of a sample."""
     recompute: Literal["full", "selective"] | None = None
@@ -94,17 +90,21 @@ class ProveConfig:
         mesh, strategy = Mesh.parse(self.mesh), find_strategy(self.strategy)
         named = self.schedule is not None and names_a_file(self.schedule)
         order = read_schedule(self.schedule) if named and self.schedule else self.schedule
+        dtype, _, mixed = self.dtype.partition("-")
+        parts = mesh.data_size * self.microbatches
+        if self.batch is not None and self.batch < parts:
+            raise ValueError(f"a batch of {self.batch} samples cannot fill {parts} parts: give batch >= {parts}")
         return PaperRun(
             decoder=self.decoder(),
             mesh=mesh,
-            strategy=strategy.mixed(self.mixed) if self.mixed else strategy,
+            strategy=strategy.mixed(dtype) if mixed else strategy,
             pipeline=Pipeline(order, mesh.pipe, self.chunks, self.hold),
             microbatches=self.microbatches,
             split=None if self.split is None else parse_sizes(self.split),
             cut=self.cut,
             bucket=self.bucket,
-            dtype=self.dtype,
-            batch=self.batch,
+            dtype="fp32" if mixed else dtype,
+            batch=-(-(self.batch or parts) // parts),
             length=self.length,
             recompute=self.recompute,
             memory=None if self.memory is None else parse_bytes(self.memory),
@@ -112,21 +112,22 @@ class ProveConfig:
 
     def decoder(self) -> Decoder:
         """The model's sizes, from its config or from the flags."""
-        flags = {name: getattr(self, name) for name in ("layers", "hidden", "ffn", "heads", "kv_heads", "vocab")}
+        flags = {name: getattr(self, name) for name in ("layers", "width", "ffn", "heads", "kv_heads", "vocab")}
         given = [f"--{name.replace('_', '-')}" for name, value in flags.items() if value is not None]
         if self.model is not None:
             if given:
                 raise ValueError(f"{given[0]} beside --model {self.model}, which says it: leave one of them out")
             kind, _, path = self.model.partition(":")
             if kind != "hf" or not path:
-                raise ValueError(f"model {self.model!r}: give hf:PATH, or sizes: --layers --hidden --heads --vocab")
+                raise ValueError(f"model {self.model!r}: give hf:PATH, or sizes: --layers --width --heads --vocab")
             return from_config(path)
-        needed = ("layers", "hidden", "heads", "vocab")
+        needed = ("layers", "width", "heads", "vocab")
         if missing := [name for name in needed if flags[name] is None]:
-            raise ValueError(f"no {missing[0]}: give --model hf:PATH, or --layers --hidden --heads --vocab")
-        flags["ffn"] = flags["ffn"] or 4 * flags["hidden"]
+            raise ValueError(f"no {missing[0]}: give --model hf:PATH, or --layers --width --heads --vocab")
+        width = flags.pop("width")
+        flags["ffn"] = flags["ffn"] or (-(-8 * width // 96) * 32 if self.gated else 4 * width)
         flags["kv_heads"] = flags["kv_heads"] or flags["heads"]
-        return Decoder(**flags, gated=self.gated)
+        return Decoder(**flags, hidden=width, gated=self.gated)
 
 
 def parse_bytes(text: str) -> int:

@@ -35,10 +35,11 @@ _COUNT, _TIME = Bounds(1, MANY), Bounds(0, 1e12)
 
 BOUNDS: dict[str, Bounds] = {
     "layers": Bounds(1, 1_000),
-    **dict.fromkeys(("width", "hidden"), Bounds(1, 1 << 17)),
+    "width": Bounds(1, 1 << 17),
     **dict.fromkeys(("ffn", "vocab"), Bounds(1, 1 << 22)),
     "heads": Bounds(1, 1 << 12),
     "kv_heads": Bounds(1, 1 << 12),
+    "rope_base": Bounds(0, 1e30, above=True),
     "length": Bounds(1, 1 << 22),
     "dropout": Bounds(0, 1),
     "batch": Bounds(1, 1 << 24),

@@ -12,6 +12,7 @@ from plait.config.settings import RunConfig, TrainConfig, VerifyConfig
 from plait.config.sinks import METRICS, check_sinks
 from plait.core.precision import LossScale
 from plait.data.text import size_of
+from plait.data.tokens import token_files
 from plait.engine.forward.compiled import check_compile
 from plait.engine.pipeline.build_stages import split_of
 from plait.engine.pipeline.chain import chain_of
@@ -94,7 +95,8 @@ def _check_pipeline(config: RunConfig) -> None:
 
 def _check_data(config: RunConfig) -> None:
     """Refuses a text that is none, or too little for a step; a large one is read by the ranks alone."""
-    if config.data is not None and size_of(config.data) > LOOKED_INTO and config.family.reads_text:
+    mapped = token_files(config.data)
+    if config.data is not None and not mapped and size_of(config.data) > LOOKED_INTO and config.family.reads_text:
         return
     if config.family.weights is None and config.job is None:
         make_data(config)

@@ -3,7 +3,6 @@
 TrainConfig(mesh="shard=2", layers=None)  ──► mesh = "shard=2"  ──► TrainConfig(mesh="shard=2", layers=None)
 """
 
-import difflib
 import tomllib
 from collections.abc import Collection
 from dataclasses import dataclass, fields
@@ -12,6 +11,7 @@ from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_t
 import tomli_w
 import tyro
 
+from plait.core.wording import did_you_mean
 from plait.files.reading import read_text, shown
 
 Config = TypeVar("Config")
@@ -25,12 +25,14 @@ GONE = ("port",)
 
 @dataclass(frozen=True)
 class FileConfig:
-    """Where settings are read from."""
+    """Files that a command reads and writes."""
 
     config: str | None = None
     """A TOML file whose keys are the names of the flags, with _ for -; flags on the command line win."""
     plugin: Annotated[tuple[str, ...], tyro.conf.UseAppendAction, tyro.conf.arg(metavar="FILE.py")] = ()
     """Run this file first, on every rank: it adds strategies, orders, styles, models, optimizers. May be repeated."""
+    json: str | None = None
+    """Write the results here as JSON; "-" is the standard output."""
 
 
 def to_toml(config: Any) -> str:
@@ -67,8 +69,7 @@ def from_toml(kind: type[Config], path: str, others: Collection[str] = ()) -> Co
     values = {name: value for name, value in values.items() if name not in left_out}
     for name, value in values.items():
         if name not in names:
-            near = difflib.get_close_matches(name, names, n=3)
-            hint = f"did you mean {' or '.join(near)}?" if near else f"the keys are {', '.join(names)}"
+            hint = did_you_mean(name, names, f"the keys are {', '.join(names)}", most=3)
             raise ValueError(f"unknown key {name!r} in the config {shown(path)}: {hint}")
         values[name] = _typed(value, hints[name], f"{name} in the config {shown(path)}")
     if "steps" in values and values.get("epochs") is not None:

@@ -8,14 +8,18 @@ A run that needs less than this may still be too large; one that needs more is r
 """
 
 import os
+from dataclasses import replace
 
 from plait.comm.environment import started
 from plait.config.machine import resolve_device
 from plait.config.settings import RunConfig, TrainConfig
+from plait.core.parallelism import Recompute
+from plait.core.wording import fitting, human
 from plait.files.reading import memory
 from plait.plan.activations import DecoderSizes, decoder
 from plait.plan.memory import formula
-from plait.report.training import human
+
+RECOMPUTED: tuple[Recompute, ...] = ("selective", "full")
 
 
 def check_room(config: RunConfig) -> None:
@@ -28,14 +32,31 @@ def check_room(config: RunConfig) -> None:
         ranks = min(int(given), size)
     else:  # started by hand, perhaps one on each host, or by plait
         ranks = 1 if started() else size
-    kinds = {"state": _state(config), "a step's samples": _samples(config), "activations": _activations(config)}
-    need, have = ranks * sum(kinds.values()), memory(1 if config.world == "thread" else ranks)
+    kinds, have = _kinds(config), memory(1 if config.world == "thread" else ranks)
+    need = ranks * sum(kinds.values())
     if need > have:
         parts = ", ".join(f"{human(one)} of {what}" for what, one in kinds.items())
+        needs = {name: ranks * sum(_kinds(one).values()) for name, one in _changes(config).items()}
         raise ValueError(
             f"{ranks} ranks need at least {human(need)} of memory, and this machine has {human(have)} ({parts} on each "
-            f"rank): give smaller sizes or a smaller batch, more microbatches, or more hosts"
+            f"rank): {fitting(needs, need, have)}; or give smaller sizes, or more hosts"
         )
+
+
+def _kinds(config: RunConfig) -> dict[str, int]:
+    """Bytes that one rank needs, by what they are for."""
+    return {"state": _state(config), "a step's samples": _samples(config), "activations": _activations(config)}
+
+
+def _changes(config: RunConfig) -> dict[str, RunConfig]:
+    """The run with one setting changed so that it needs less."""
+    most = config.batch // config.parsed_mesh.data_size
+    changed = {f"--microbatches {most}": replace(config, microbatches=most)}
+    if config.family.predicted and not config.pack:
+        changed |= {f"--recompute {kind}": replace(config, recompute=kind) for kind in RECOMPUTED}
+    if not config.row.params.split and not config.row.params.dtype:
+        changed["--strategy zero3"] = replace(config, strategy="zero3")
+    return changed
 
 
 def checkpoint_bytes(config: TrainConfig) -> int:

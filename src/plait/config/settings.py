@@ -20,7 +20,7 @@ from plait.config.machine import MachineConfig, World
 from plait.core.cells import Strategy, find_strategy
 from plait.core.parallelism import Parallelism
 from plait.job.config import JobConfig
-from plait.job.families import stock_families
+from plait.job.families import OF_THE_FOLDER, stock_families
 from plait.job.job import Job
 from plait.schedule.pipeline import Pipeline
 
@@ -31,9 +31,6 @@ AnyJob = TypeVar("AnyJob", bound=JobConfig)
 @dataclass(frozen=True)
 class RunConfig(JobConfig, LayoutConfig, MachineConfig, FileConfig):
     """What training and verifying have in common; a wrong setting raises ValueError where its value is made."""
-
-    json: str | None = None
-    """Write the results here as JSON; "-" is the standard output."""
 
     @cached_property
     def row(self) -> Strategy:
@@ -69,7 +66,7 @@ def with_job(config: AnyJob) -> AnyJob:
     if config.job is None:
         return config
     family, defaults = config.family, type(config)()
-    decided = {"model": "model layers width heads kv_heads dropout", "data": "length data ragged batch"}
+    decided = {"model": f"model {' '.join(OF_THE_FOLDER)}", "data": "length data ragged batch"}
     if family.optimizer is not None:
         decided["optimizer"] = "optimizer lr weight_decay"
     if getattr(config, "workers", 0):
@@ -83,8 +80,8 @@ def with_job(config: AnyJob) -> AnyJob:
 
 
 @dataclass(frozen=True)
-class TrainConfig(RunConfig):
-    """Train a model on a mesh; show its loss, its speed and its bytes, predicted and measured."""
+class OutputConfig:
+    """Where a run writes, and from where it goes on."""
 
     out: str | None = None
     """A folder for metrics.jsonl (one object a step), the summary, and the timeline of a step (SVG, Perfetto)."""
@@ -96,32 +93,14 @@ class TrainConfig(RunConfig):
     """How many checkpoints stay, the newest ones; None: all."""
     resume: str | None = None
     """Go on from a checkpoint, or the newest of a folder of them; auto: from the newest in out, if there is one."""
-    restarts: int = 0
-    """How often ranks that died, failed or stood still are started again, from the newest checkpoint."""
-    grace: float = 60.0
-    """Seconds to end behind the step, with a checkpoint, after SIGTERM, SIGINT, SIGHUP or SIGUSR1; 0: at once."""
     change: tuple[str, ...] = ()
     """Settings that may differ from those of the run that is resumed, by name, as in: --change lr steps"""
-    verify: bool = False
-    """At the end, train again as one process and compare."""
     export: Annotated[
         str | None,
-        tyro.conf.arg(help=f"A new folder for the trained model, as transformers loads it ({stock_families()})."),
+        tyro.conf.arg(
+            help=lambda: f"A new folder for the trained model, as transformers loads it ({stock_families()})."
+        ),
     ] = None
-    nonfinite: Literal["raise", "skip"] = "raise"
-    """A step whose loss or gradient is inf or NaN on any rank ends the run, or is left out (as always in fp16)."""
-    inject: tuple[str, ...] = ()
-    """Faults that are to happen, as in: --inject kill@rank=2,step=20 (see plait chaos)."""
-    check_drift: int = 100
-    """Steps between two checks that ranks which hold the same state have the same bits; 0: none."""
-    workers: int = 0
-    """Processes of each rank that make the batches of the coming steps; 0: the rank makes them itself."""
-    log_every: int = 10
-    """Steps between two lines on the screen."""
-    eval_every: int | None = None
-    """Steps between two losses on the held-out text; the last step has one too. 0: only that one. None: none."""
-    eval_steps: int | None = 20
-    """Batches of one evaluation at most; None: all of the held-out text."""
     tensorboard: bool = False
     """Write TensorBoard's event files into the folder out as well."""
     wandb: str | None = None
@@ -129,19 +108,40 @@ class TrainConfig(RunConfig):
 
 
 @dataclass(frozen=True)
-class VerifyConfig(RunConfig):
-    """Hold a layout against the single process: losses, every gradient, norm, parameters, optimizer state.
+class CourseConfig:
+    """How a run proceeds: its checks, its evaluations, faults and ends."""
 
-    Exit code 0: equal, 1: not equal, 2: bad input.
-    """
+    verify: bool = False
+    """At the end, train again as one process and compare."""
+    log_every: int = 10
+    """Steps between two lines on the screen."""
+    eval_every: int | None = None
+    """Steps between two losses on the held-out text; the last step has one too. 0: only that one. None: none."""
+    eval_steps: int | None = 20
+    """Batches of one evaluation at most; None: all of the held-out text."""
+    nonfinite: Literal["raise", "skip"] = "raise"
+    """A step whose loss or gradient is inf or NaN on any rank ends the run, or is left out (as always in fp16)."""
+    check_drift: int = 100
+    """Steps between two checks that ranks which hold the same state have the same bits; 0: none."""
+    workers: int = 0
+    """Processes of each rank that make the batches of the coming steps; 0: the rank makes them itself."""
+    restarts: int = 0
+    """How often ranks that died, failed or stood still are started again, from the newest checkpoint."""
+    grace: float = 60.0
+    """Seconds to end behind the step, with a checkpoint, after SIGTERM, SIGINT, SIGHUP or SIGUSR1; 0: at once."""
+    inject: tuple[str, ...] = ()
+    """Faults that are to happen, as in: --inject kill@rank=2,step=20 (see plait chaos)."""
 
-    mesh: str = "shard=2"
-    steps: int = 5
-    width: int = 64
-    batch: int = 12
-    length: int = 32
-    ragged: bool = True
-    world: World = "thread"
+
+@dataclass(frozen=True)
+class TrainConfig(RunConfig, CourseConfig, OutputConfig):
+    """Train a model on a mesh; show its loss, its speed and its bytes, predicted and measured."""
+
+
+@dataclass(frozen=True)
+class ComparisonConfig:
+    """Which layouts are compared, and how."""
+
     matrix: Literal["small", "full"] | None = None
     """Go through many layouts instead of one: every two settings together, on up to 8 ranks (small) or 16 (full)."""
     engine: str | None = None
@@ -156,6 +156,22 @@ class VerifyConfig(RunConfig):
     spread: int | None = None
     """How many honest runs (other orders of additions, last bits perturbed) the layout is held beside: none where bits
     are equal, 8 where 16 bits meet a tensor axis."""
+
+
+@dataclass(frozen=True)
+class VerifyConfig(RunConfig, ComparisonConfig):
+    """Hold a layout against the single process: losses, every gradient, norm, parameters, optimizer state.
+
+    Exit code 0: equal, 1: not equal, 2: bad input.
+    """
+
+    mesh: str = "shard=2"
+    steps: int = 5
+    width: int = 64
+    batch: int = 12
+    length: int = 32
+    ragged: bool = True
+    world: World = "thread"
 
 
 def section(config: Any, kind: type[Section]) -> Section:

@@ -11,6 +11,7 @@ layout.py       how a tensor is cut over the axes of a mesh, and the way from on
 tensor_cut.py   how tensor parallelism cuts a parameter
 tensor_plan.py  a tensor plan as data: which module is cut how, and what it sends
 parallelism.py  all settings of a layout as one value
+wording.py      sizes with units, hints for names that are nearly right
 escape.py       text from outside, made harmless where it is shown
 ended.py        a program that code of the user's ends is not done
 """

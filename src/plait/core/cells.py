@@ -32,12 +32,12 @@ MiCS (Zhang et al. 2022, ``hsdp``).
 
 from __future__ import annotations
 
-import difflib
 import re
 from dataclasses import dataclass, replace
 from itertools import takewhile
 
 from plait.core.mesh import DATA_AXES, ONE_HOST, Mesh
+from plait.core.wording import did_you_mean
 
 ITEMSIZE = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
 """Bytes of an element, by the names that dtypes have in a table."""
@@ -289,11 +289,9 @@ def find_strategy(which: str | Strategy) -> Strategy:
         return TABLE[which]
     if ":" in which:
         return parse_strategy(which)
-    known = ELSEWHERE.get(which.lower())
-    near = [known] if known else difflib.get_close_matches(which, TABLE, n=2)
-    hint = f"did you mean {' or '.join(near)}? " if near else ""
+    hint = did_you_mean(ELSEWHERE.get(which.lower(), which), TABLE)
     raise ValueError(
-        f"unknown strategy {which!r}: {hint}the rows are {', '.join(TABLE)}; or write your own as "
+        f"unknown strategy {which!r}: {hint}{' ' * bool(hint)}the rows are {', '.join(TABLE)}; or write your own as "
         f"'name: params | kept | grads | optimizer state'"
     )
 

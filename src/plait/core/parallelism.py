@@ -8,7 +8,6 @@ Ranks with different settings would wait for each other forever, so the engine c
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Literal
@@ -16,6 +15,7 @@ from typing import Any, Literal
 from plait.core.cells import TABLE, Strategy, find_strategy
 from plait.core.flat import BUCKET_BYTES, Cut
 from plait.core.tensor_plan import Style, check_mapping
+from plait.core.wording import did_you_mean
 
 Recompute = Literal["full", "selective"]
 
@@ -84,8 +84,7 @@ class Parallelism:
         """From keywords; TypeError for one that is no field (the nearest are named)."""
         names = [field.name for field in fields(cls)]
         for name in settings.keys() - set(names):
-            near = difflib.get_close_matches(name, names, n=2)
-            hint = f"did you mean {' or '.join(near)}?" if near else f"the settings are {', '.join(names)}"
+            hint = did_you_mean(name, names, f"the settings are {', '.join(names)}")
             raise TypeError(f"unknown setting {name!r}: {hint}")
         return cls(**settings)
 

@@ -53,6 +53,8 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import NamedTuple
 
+from plait.core.wording import did_you_mean
+
 
 @dataclass(frozen=True)
 class StyleKind:
@@ -118,9 +120,8 @@ class Style:
             raise ValueError(f"cannot read the style {text!r}: write column, 'column by 16' or 'column 8|2|2 by 16'")
         kind, parts, grain, packed = match.groups()
         if kind not in KINDS:
-            near = difflib.get_close_matches(kind, KINDS, n=2)
-            hint = f"did you mean {' or '.join(near)}? " if near else ""
-            raise ValueError(f"unknown style {kind!r}: {hint}the styles are {', '.join(KINDS)}")
+            hint = did_you_mean(kind, KINDS)
+            raise ValueError(f"unknown style {kind!r}: {hint}{' ' * bool(hint)}the styles are {', '.join(KINDS)}")
         counted = KINDS[kind].counts and (parts or "").isdecimal() and not grain and not packed
         if (parts or grain or packed) and KINDS[kind].cut_dim is None and not counted:
             cutting = ", ".join(name for name, row in KINDS.items() if row.cut_dim is not None)

@@ -4,6 +4,7 @@ order.py         the order of the samples, as a function                  start 
 batches.py       a rank's microbatches of a step, from its place in the run
 corpus.py        finitely many samples, and where the steps of an epoch end
 text.py          text as bytes, and the part that is held out
+tokens.py        files of token numbers, mapped into memory
 windows.py       a text as windows of equal length
 packing.py       documents of different lengths in rows of one length
 regression.py    regression data out of a hash

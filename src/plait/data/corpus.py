@@ -13,8 +13,10 @@ gets a blank one, which has no loss.
 """
 
 from abc import abstractmethod
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from plait.data.batches import Batch, Batches, check_slice
 from plait.data.order import sample_at
@@ -24,6 +26,22 @@ class Corpus(Batches):
     """Samples by number.  A new corpus sets ``seed`` and implements ``num_samples``, ``sample`` and ``blank``."""
 
     seed: int
+    vocabulary: int | None = None
+    """How many tokens the model knows; None: it reads none, or any."""
+    _tokens: Any
+    """All tokens, in a row that can be sliced."""
+
+    def check_tokens(self, most: int) -> None:
+        """Raises ValueError for one of the first ``most`` tokens that the model does not know."""
+        self._check(self._tokens[:most].long())
+
+    def _check(self, tokens: Tensor) -> None:
+        largest = int(tokens.max()) if tokens.numel() and self.vocabulary is not None else 0
+        if self.vocabulary is not None and largest >= self.vocabulary:
+            raise ValueError(
+                f"the data has token {largest}, but the model's vocabulary ends at {self.vocabulary - 1}: give "
+                f"--vocab {largest + 1} or more, or the data of this model's tokenizer"
+            )
 
     @property
     @abstractmethod
@@ -49,7 +67,10 @@ class Corpus(Batches):
             epoch, index = divmod(entry, self.num_samples)
             number = sample_at(self.seed, epoch, index, self.num_samples) if shuffled else index
             rows.append(self.sample(number, entry))
-        return {name: torch.stack([row[name] for row in rows])[:count] for name in rows[0]}
+        batch = {name: torch.stack([row[name] for row in rows])[:count] for name in rows[0]}
+        for name in ("tokens", "targets"):
+            self._check(batch.get(name, torch.empty(0)))
+        return batch
 
 
 class Epochs(Batches):

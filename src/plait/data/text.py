@@ -22,12 +22,13 @@ from typing import TypeVar
 
 from torch import Tensor
 
+from plait.data.tokens import Tokens
 from plait.files.reading import memory, read_file
 
 STANDARD_LIBRARY_BYTES = 3_000_000  # at most
 MOST_FILES = 1_000_000
 HELD_OUT_PERCENT = 5
-Text = TypeVar("Text", bytes, Tensor)
+Text = TypeVar("Text", bytes, Tensor, Tokens)
 
 
 def load_text(path: str | None = None) -> bytes:

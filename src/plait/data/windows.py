@@ -13,6 +13,7 @@ from torch import Tensor
 from plait.data.batches import IGNORED, Batch
 from plait.data.corpus import Corpus
 from plait.data.order import mix
+from plait.data.tokens import Tokens
 
 _LENGTHS = 0x1E46  # keeps the hash that draws lengths apart from the one that draws the order
 WHOLE_NUMBERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
@@ -41,10 +42,10 @@ class TextBatches(Corpus):
     Raises ValueError for a text shorter than one sample, or tokens that are not a row of whole numbers.
     """
 
-    def __init__(self, tokens: bytes | Tensor, length: int, seed: int, ragged: bool = False) -> None:
+    def __init__(self, tokens: bytes | Tensor | Tokens, length: int, seed: int, ragged: bool = False) -> None:
         if length < 1:
             raise ValueError(f"length is {length}: a sample has at least 1 token")
-        self._tokens = as_tokens(tokens)
+        self._tokens = tokens if isinstance(tokens, Tokens) else as_tokens(tokens)
         if len(tokens) < length + 1:
             raise ValueError(
                 f"a text of {len(tokens)} tokens is shorter than one sample: length {length} needs {length + 1} (the "

@@ -2,7 +2,7 @@
 
 config.py      ``JobConfig``: the flags, in sections, and the values that follow from them
 own.py         ``UserJob``: a job of the user's, and ``--job FILE.py:NAME``
-plugin.py      ``--plugin FILE.py``: rows of the user's
+user_code.py   files of the user's that are run: ``FILE.py:NAME``, ``--plugin FILE.py``
 families.py    ``FAMILIES``: the models that can be chosen, a row each
 optimizer.py   ``OPTIMIZERS``, a row each; decay groups, the learning rate of each step
 dataset.py     what is trained on, and what is held out

@@ -34,13 +34,14 @@ class DataConfig:
     ragged: bool = False
     """Samples of different token counts, so that ranks and microbatches differ too."""
     data: str | None = None
-    """A file or folder of text, or of .jsonl with a "text" a line; None: the source of Python's standard library."""
+    """A file or folder of text, of .jsonl with a "text" a line, or of tokens (.npy, .bin, .safetensors). None: the
+    source of Python's standard library."""
     seed: int = 0
     """Decides initial weights, data order and dropout."""
 
 
 @dataclass(frozen=True)
-class JobConfig(OptimizerConfig, DataConfig, ModelConfig):
+class JobConfig(ModelConfig, DataConfig, OptimizerConfig):
     """A job: what is trained, apart from how.  A setting that is wrong raises ValueError where its value is made."""
 
     @cached_property

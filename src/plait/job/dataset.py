@@ -16,7 +16,11 @@ from torch.utils._pytree import tree_leaves
 
 from plait.data import Batches, Corpus, Epochs, PackedBatches, TextBatches
 from plait.data.text import load_documents, load_text, split_documents, split_text
+from plait.data.tokens import load_tokens, token_files
 from plait.job.config import JobConfig
+
+LOOKED_AT = 1 << 24
+"""Tokens that are held against the vocabulary before a run; of those that follow, each batch is."""
 
 
 @dataclass(frozen=True)
@@ -55,17 +59,27 @@ def make_data(config: JobConfig) -> JobData:
             return digest_of(leaf for leaf in tree_leaves(whole) if isinstance(leaf, Tensor))
 
         return JobData(batches, None, config.steps, first_batch if config.job is not None else lambda: None)
-    encode, length, seed = config.family.encoder(config.sizes), config.length, config.seed
+    length, seed, vocabulary = config.length, config.seed, getattr(config.sizes, "vocabulary", None)
     corpus: Corpus
     rest: Corpus
-    if config.pack:
+    if shards := token_files(config.data):
+        if config.pack:
+            raise ValueError("pack is for text, which has documents; files of tokens have none: leave it out")
+        row, row_end = split_text(load_tokens(shards, vocabulary or 1), length)
+        corpus, rest = TextBatches(row, length, seed, ragged=config.ragged), TextBatches(row_end, length, seed)
+        digest = cache(lambda: digest_of(part for half in (row, row_end) for part in half.sampled()))
+    elif config.pack:
+        encode = config.family.encoder(config.sizes)
         documents, last = parts = split_documents([encode(document) for document in load_documents(config.data)])
         corpus, rest = PackedBatches(documents, length, seed, ragged=config.ragged), PackedBatches(last, length, seed)
         digest = cache(partial(digest_of, [document for part in parts for document in part]))
     else:
-        text, end = split_text(encode(load_text(config.data)), length)
+        text, end = split_text(config.family.encoder(config.sizes)(load_text(config.data)), length)
         corpus, rest = TextBatches(text, length, seed, ragged=config.ragged), TextBatches(end, length, seed)
         digest = cache(partial(digest_of, (text, end)))
+    for part in (corpus, rest):
+        part.vocabulary = vocabulary
+        part.check_tokens(LOOKED_AT)
     held_out = Epochs(rest, shuffled=False)
     if config.epochs is not None:
         epochs = Epochs(corpus)

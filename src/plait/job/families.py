@@ -7,7 +7,6 @@ Nothing else knows the families by name.
 
 from __future__ import annotations
 
-import difflib
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ from torch.optim import SGD, Optimizer
 from torch.utils._pytree import tree_leaves
 
 from plait.checkpoint.huggingface import open_folder
+from plait.core.wording import did_you_mean
 from plait.data import Batches, SyntheticRegression, as_tokens
 from plait.engine.state.weights import Weights
 from plait.engine.step import num_samples
@@ -31,7 +31,7 @@ from plait.models.pretrained import Pretrained
 FOLDER = "hf:"
 """What the name of a Hugging Face folder begins with; no other family has a colon in its name."""
 
-OF_THE_FOLDER = ("layers", "width", "heads", "kv_heads", "dropout")
+OF_THE_FOLDER = ("layers", "width", "ffn", "heads", "kv_heads", "vocab", "rope_base", "dropout")
 """What such a folder decides itself."""
 
 
@@ -69,8 +69,13 @@ class ModelConfig:
     layers: Annotated[int | None, tyro.conf.arg(help=describe_layers())] = None
     width: int = 128
     """Elements of a hidden vector."""
+    ffn: Annotated[
+        int | None, for_text("The width inside the MLP; unless given 8/3 of the width, up to a multiple of 32")
+    ] = None
     heads: Annotated[int, for_text("Attention heads")] = 4
     kv_heads: Annotated[int, for_text("Key/value heads, shared by groups of heads")] = 2
+    vocab: Annotated[int, for_text("Tokens of the vocabulary; 256 are the bytes of a text")] = 256
+    rope_base: Annotated[float, for_text("The base of the rotary angles")] = 10000.0
     length: Annotated[int, for_text("Tokens of one sample")] = 128
     dropout: float = 0.1
     """The probability of dropping (llama, qwen2: attention weights only)."""
@@ -145,8 +150,7 @@ def find_family(model: str) -> Family:
     if os.path.isdir(model):
         raise ValueError(f"unknown model {model!r}: for the folder write {FOLDER}{model}")
     names = [name for name in FAMILIES if name != FOLDER]
-    near = difflib.get_close_matches(model, names, n=2)
-    hint = f"did you mean {' or '.join(near)}?" if near else f"choose one of {', '.join(names)}, or {FOLDER}PATH"
+    hint = did_you_mean(model, names, f"choose one of {', '.join(names)}, or {FOLDER}PATH")
     raise ValueError(f"unknown model {model!r}: {hint}")
 
 
@@ -224,12 +228,15 @@ def _layers(config: ModelConfig) -> int:
 
 def _decoder(config: ModelConfig) -> gpt.GPTConfig:
     return gpt.GPTConfig(
+        vocabulary=config.vocab,
         num_layers=_layers(config),
         width=config.width,
+        hidden=config.ffn,
         num_heads=config.heads,
         num_kv_heads=config.kv_heads,
         max_length=config.length,
         dropout=config.dropout,
+        rope_base=config.rope_base,
     )
 
 

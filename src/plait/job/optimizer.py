@@ -12,7 +12,6 @@ All of it is stock torch, so a layout and the single process that it is compared
 
 from __future__ import annotations
 
-import difflib
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -23,6 +22,8 @@ import tyro
 from torch import nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
+
+from plait.core.wording import did_you_mean
 
 
 @dataclass(frozen=True)
@@ -70,8 +71,7 @@ def find_optimizer(name: str) -> OptimizerRow:
     """The row of an optimizer; ValueError, with the nearest names, if there is none."""
     if name in OPTIMIZERS:
         return OPTIMIZERS[name]
-    near = difflib.get_close_matches(name, OPTIMIZERS, n=2)
-    hint = f"did you mean {' or '.join(near)}?" if near else f"choose one of {', '.join(OPTIMIZERS)}"
+    hint = did_you_mean(name, OPTIMIZERS, f"choose one of {', '.join(OPTIMIZERS)}")
     raise ValueError(f"unknown optimizer {name!r}: {hint}")
 
 

@@ -14,17 +14,11 @@ A job says nothing of ranks: plait cuts each step's batch by samples, builds the
 under any layout.
 """
 
-import importlib.util
 import inspect
-import os
-import sys
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
-from importlib.machinery import SourceFileLoader
-from pathlib import Path
-from types import CodeType
 from typing import Any
 
 import torch
@@ -33,10 +27,9 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves, tree_map
 from tyro.constructors import PrimitiveConstructorSpec
 
-from plait.core.ended import to_its_end
 from plait.data import Batches
 from plait.engine.step import num_samples
-from plait.files.reading import read_file
+from plait.job.user_code import load_name
 
 PLACE = PrimitiveConstructorSpec[Any](
     nargs=1,
@@ -158,50 +151,3 @@ def load_job(place: str) -> UserJob:
     if not isinstance(job, UserJob):
         raise ValueError(f"job {place!r} is {type(job).__name__}: give a plait.UserJob, or a function that returns one")
     return job
-
-
-def load_name(place: str, what: str, kind: type = object) -> Any:
-    """What ``FILE.py:NAME`` names; the file is run.
-
-    Args:
-        what: the setting, for messages.
-        kind: of what is looked for, to tell which names a file has.
-
-    Raises:
-        ValueError: no such file or name.
-    """
-    path, colon, name = place.rpartition(":")
-    if not (colon and path.endswith(".py") and name.isidentifier()):
-        raise ValueError(f"{what} {place!r}: give a file and a name in it, as in my_{what}.py:{what}")
-    if not os.path.isfile(path):
-        raise ValueError(f"{what} {place!r}: there is no file {path!r}")
-    module = load_file(path, what)
-    if not hasattr(module, name):
-        names = ", ".join(n for n, value in vars(module).items() if isinstance(value, kind)) or "none"
-        raise ValueError(f"{what} {place!r}: {path} has no {name!r}; the {what}s in it: {names}")
-    return getattr(module, name)
-
-
-class _AsWritten(SourceFileLoader):
-    """Compiles what the file says now.
-
-    Python keeps compiled files by the second and the size of the source, so it would run an edit of that second as it
-    was before.
-    """
-
-    def get_code(self, fullname: str) -> CodeType:
-        code: CodeType = self.source_to_code(self.get_data(self.path), self.path)
-        return code
-
-
-def load_file(path: str, what: str) -> Any:
-    """Runs a file and returns its module; it may import what is beside it."""
-    read_file(path, f"the {what}")  # a file that nobody has written is refused before Python reads it
-    module_name = f"plait_{what}_{Path(path).stem}"
-    spec = importlib.util.spec_from_file_location(module_name, path, loader=_AsWritten(module_name, path))
-    assert spec is not None and spec.loader is not None
-    module = sys.modules[module_name] = importlib.util.module_from_spec(spec)
-    sys.path.insert(0, str(Path(path).resolve().parent))  # as if it were run
-    with to_its_end():
-        spec.loader.exec_module(module)
-    return module

@@ -23,11 +23,11 @@ from plait.config import MachineConfig, check_machine, resolve_device
 from plait.config.bounds import check_values
 from plait.core.collectives import bus_factor
 from plait.core.mesh import AXES
+from plait.core.wording import human
 from plait.files.reading import memory
 from plait.files.writing import check_file, check_folder
 from plait.measure.machine import synchronise
 from plait.measure.operations import COLLECTIVES, NOTE, build
-from plait.report.training import human
 
 WRITTEN = ("comm.json", "comm.svg")
 """What goes into the folder ``out``."""

@@ -24,12 +24,13 @@ from plait.core.cells import ITEMSIZE, Cell
 from plait.core.collectives import bytes_sent
 from plait.core.mesh import Mesh
 from plait.core.tensor_plan import everywhere
+from plait.core.wording import human
 from plait.plan.tensor import predict_tensor
 from plait.prove.claims import Counterexample, Refuted
 from plait.prove.machine import Machine
 from plait.prove.paper import PaperRun
 from plait.prove.program import COLLECTIVES, Key, Program, Settled
-from plait.prove.room import AROUND, Room, room_of
+from plait.prove.room import AROUND, Room, changes, room_of
 from plait.prove.scenes import Laid, OneFlat, of_flat, of_pipe, of_ranks, one_flat, whole
 from plait.prove.sums import Sums
 from plait.prove.symmetry import check_symmetry, model_ranks
@@ -113,7 +114,8 @@ def prove(run: PaperRun) -> Proved:
     with timed(seconds, "memory"):
         room = room_of(run, schedule, laid)
         if run.memory is not None and room.total > run.memory:
-            text = f"it needs {room.total:,} bytes of {run.memory:,}: {room}"
+            fix = changes(run, schedule, laid, room.total)
+            text = f"it needs {human(room.total)} of {human(run.memory)}: {room}; {fix}"
             raise Refuted(Counterexample("memory", text, room.rank))
     return Proved(
         ranks=mesh.size,

@@ -13,8 +13,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
-from plait.core.cells import ITEMSIZE, Cell
+from plait.core.cells import ITEMSIZE, TABLE, Cell
 from plait.core.flat import FlatLayout, UnitLayout
+from plait.core.wording import fitting, human
 from plait.plan.activations import DecoderSizes, decoder
 from plait.prove.paper import PaperRun
 from plait.prove.program import settle_all, write_program
@@ -38,9 +39,10 @@ class Room:
 
     def __str__(self) -> str:
         kinds = ("state", "gathered", "gradients", "activations")
-        return ", ".join(f"{name} {getattr(self, name):,}" for name in kinds)
+        return ", ".join(f"{name} {human(getattr(self, name))}" for name in kinds)
 
 
+RECOMPUTE = ("selective", "full")
 AROUND = {"model.embed_tokens": "embed", "model.norm": "norm", "lm_head": "head"}
 """The links that are no blocks, in the words of ``plan.activations``."""
 
@@ -71,6 +73,16 @@ def room_of(run: PaperRun, schedule: Schedule, laid: Laid) -> Room:
             known[kind] = _gathered(run, line, units, rank), _reduced(run, units)
         rooms.append(Room(rank, state, *known[kind], in_flight))
     return max(rooms, key=lambda room: room.total)
+
+
+def changes(run: PaperRun, schedule: Schedule, laid: Laid, need: int) -> str:
+    """The single changes of a run with which its fullest rank has room, with what that rank then needs."""
+    tried = {f"--recompute {kind}": room_of(replace(run, recompute=kind), schedule, laid) for kind in RECOMPUTE}
+    mixed = run.strategy.params.dtype
+    sharded = replace(run, strategy=TABLE["zero3"].mixed(mixed) if mixed else TABLE["zero3"])
+    completed = run.pipeline.completed(run.microbatches, sharded.strategy)
+    tried["--strategy zero3"] = room_of(sharded, completed, sharded.laid())
+    return fitting({name: room.total for name, room in tried.items()}, need, run.memory or 0)
 
 
 def _state(run: PaperRun, flat: FlatLayout, rank: int) -> int:

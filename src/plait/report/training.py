@@ -21,6 +21,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Table
 
+from plait.core.wording import human
 from plait.plan.memory import Held
 
 
@@ -71,14 +72,6 @@ class ProgressView:
             self._console.print(f"step {step}: skipped, loss or gradients not finite{scale}")
         if "eval_loss" in line:
             self._console.print(f"step {step}: held-out loss {line['eval_loss']:.4f} ({line['eval_tokens']:,} tokens)")
-
-
-def human(size: float) -> str:
-    """Bytes with a unit, powers of 1024, three digits: ``1.50 MiB``."""
-    units, power = ("B", "KiB", "MiB", "GiB", "TiB"), 0
-    while size >= 1024 and power < 4:
-        size, power = size / 1024, power + 1
-    return f"{size:.{2 if power else 0}f} {units[power]}"
 
 
 @dataclass(frozen=True)

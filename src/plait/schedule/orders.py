@@ -27,10 +27,10 @@ Sources: GPipe (Huang et al. 2019), PipeDream-flush / 1F1B and its interleaving 
 zero bubble (Qi et al. 2023).
 """
 
-import difflib
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from plait.core.wording import did_you_mean
 from plait.schedule import bubbles
 from plait.schedule.actions import Action, Kind, Line, Schedule, check_sizes, check_written, count_microbatches, keep
 from plait.schedule.orders_v import dualpipe_v, zbv
@@ -172,9 +172,8 @@ ORDERS: dict[str, Order] = {
 def find_order(name: str) -> Order:
     """The row of an order; a ValueError with the nearest names where there is none."""
     if name not in ORDERS:
-        near = difflib.get_close_matches(name, ORDERS, n=2)
-        hint = f"did you mean {' or '.join(near)}? " if near else ""
-        raise ValueError(f"unknown order {name!r}: {hint}the orders are {', '.join(ORDERS)}")
+        hint = did_you_mean(name, ORDERS)
+        raise ValueError(f"unknown order {name!r}: {hint}{' ' * bool(hint)}the orders are {', '.join(ORDERS)}")
     return ORDERS[name]
 
 

@@ -9,7 +9,6 @@
 A batch is a function of its step, so the step is the whole data cursor, whatever workers have read ahead.
 """
 
-import difflib
 import secrets
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
@@ -33,6 +32,7 @@ from plait.config import TrainConfig, from_toml
 from plait.config.sinks import METRICS
 from plait.core.collectives import Note
 from plait.core.escape import say
+from plait.core.wording import did_you_mean
 from plait.engine import Engine
 from plait.job.config import JobConfig
 from plait.job.job import Job
@@ -108,8 +108,8 @@ def check_places(config: TrainConfig) -> str | None:
     if config.change and config.resume is None:
         raise ValueError(f"change {' '.join(config.change)} without resume: leave it out, and give the settings alone")
     if unknown := [name for name in config.change if name not in (*DECIDING, "data")]:
-        near = difflib.get_close_matches(unknown[0].replace("-", "_"), [*DECIDING, "data"], n=3)
-        hint = f"did you mean {' or '.join(near)}?" if near else "layout and places may differ without it; leave it out"
+        otherwise = "layout and places may differ without it; leave it out"
+        hint = did_you_mean(unknown[0], [*DECIDING, "data"], otherwise, most=3)
         raise ValueError(f"change {' '.join(unknown)}: no such setting decides a run: {hint}")
     resumed, step = find_resumed(config), 0
     if resumed is not None:
@@ -256,7 +256,7 @@ def differences(config: TrainConfig, kept: Mapping[str, Any], data: str | None =
         ValueError: a difference that ``change`` does not name, or one that cannot be.
     """
     was = kept["config"]
-    pairs = [(name, was.get(name, MISSING), _plain(getattr(config, name))) for name in DECIDING]
+    pairs = [(name, was.get(name, getattr(JobConfig, name)), _plain(getattr(config, name))) for name in DECIDING]
     if config.lr_schedule == "constant":  # then the length of a run decides nothing in it
         pairs = [pair for pair in pairs if pair[0] not in ("steps", "epochs")]
     elif config.epochs is not None:  # steps follow from them, and are known when the text has been read

@@ -33,6 +33,7 @@ from plait.config.sinks import Sinks, open_sinks
 from plait.core.collectives import Note
 from plait.core.escape import say
 from plait.core.mesh import AXES
+from plait.core.wording import human
 from plait.data import StepStream
 from plait.engine import Engine
 from plait.files.writing import write_text
@@ -43,7 +44,7 @@ from plait.measure.machine import peak_memory
 from plait.plan.activations import decoder
 from plait.plan.memory import Held, held
 from plait.report.screen import screen
-from plait.report.training import ProgressView, RankBytes, bytes_table, human, spark
+from plait.report.training import ProgressView, RankBytes, bytes_table, spark
 from plait.train.course import Course
 from plait.train.resume import SETTINGS, SUMMARY, extra_of, layout_of, remove_later, resume, saver_of
 from plait.train.timeline import record_timeline, show_timeline, write_timeline

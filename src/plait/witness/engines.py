@@ -266,7 +266,7 @@ def check_engine(name: str, model: nn.Module, mesh: Mesh, batch: int, microbatch
 @cache
 def find_adapter(name: str) -> Adapter:
     """The adapter of a name, or of ``FILE.py:NAME``; ValueError where there is none."""
-    from plait.job.own import load_name
+    from plait.job.user_code import load_name
 
     if not name.rpartition(":")[1]:
         return ENGINES[name].adapter

@@ -1,0 +1,36 @@
+"""Words for people.
+
+did_you_mean("ZeRO-3", TABLE)    did you mean zero3?
+human(1572864)                   1.50 MiB
+"""
+
+import difflib
+import re
+from collections.abc import Iterable, Mapping
+
+
+def did_you_mean(name: str, names: Iterable[str], otherwise: str = "", most: int = 2) -> str:
+    """The names nearest to ``name`` as a question, or ``otherwise``; case, blanks and punctuation do not count."""
+    plain = {_plain(one): one for one in names}
+    near = [_plain(name)] if _plain(name) in plain else difflib.get_close_matches(_plain(name), plain, n=most)
+    return f"did you mean {' or '.join(plain[one] for one in near)}?" if near else otherwise
+
+
+def human(size: float) -> str:
+    """Bytes with a unit, powers of 1024, three digits: ``1.50 MiB``."""
+    units, power = ("B", "KiB", "MiB", "GiB", "TiB"), 0
+    while size >= 1024 and power < 4:
+        size, power = size / 1024, power + 1
+    return f"{size:.{2 if power else 0}f} {units[power]}"
+
+
+def fitting(needs: Mapping[str, float], need: float, have: float) -> str:
+    """Names the single changes with which a run fits.  ``needs`` are its bytes with each, ``need`` those without."""
+    needs = {change: now for change, now in needs.items() if now < need}
+    fits = [f"{change}: {human(now)}" for change, now in needs.items() if now <= have]
+    tried = ", ".join(f"{change}: {human(now)}" for change, now in needs.items())
+    return f"one change that fits is {' or '.join(fits)}" if fits else f"no single change fits ({tried})"
+
+
+def _plain(name: str) -> str:
+    return re.sub(r"[\W_]", "", name).lower()

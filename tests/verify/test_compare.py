@@ -11,6 +11,12 @@ import pytest
 import torch
 from verify_cases import TINY, Verified, judged, verify
 
+from plait.comm import thread
+from plait.core.cells import TABLE
+from plait.core.mesh import Mesh
+from plait.engine.data_parallel.optim import square_sum
+from plait.engine.norm import Norm
+from plait.verify import reference
 from plait.verify.compare import find, number
 from plait.verify.record import RankRecord
 
@@ -140,3 +146,11 @@ def test_shapes_that_differ_are_different() -> None:
     for tolerance in (0.0, 1e9):
         assert not number("norm", "x", None, 1.0, tolerance).equal
         assert not number("norm", "x", 1.0, None, tolerance).equal
+
+
+def test_engine_and_reference_take_the_same_root_of_the_squares() -> None:
+    norms = thread.run(Mesh(), lambda comm: Norm(comm, TABLE["ddp"], {torch.float64}))
+    pairs = torch.rand(4000, 2, 1, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    assert any(norms[0].of(square_sum(pair)) != square_sum(pair) ** 0.5 for pair in pairs)  # a power may round apart
+    for v, w in pairs:
+        assert reference._clip({"v": v, "w": w}, 1e9, None) == norms[0].of(square_sum([v, w]))

@@ -336,3 +336,19 @@ def test_parameters_that_only_some_ranks_use(strategy: str) -> None:
 def test_units_that_only_some_ranks_gather_are_named() -> None:
     with pytest.raises(MismatchError, match=r"in all_gather of unit 'experts.\d' .*in all_gather of unit 'experts.\d'"):
         plait.verify(EXPERTS, "replica=2 shard=2", "zero3", microbatches=2, steps=4, lr=0.01)
+
+
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128], ids=str)
+def test_complex_weights_are_bitwise(dtype: torch.dtype) -> None:
+    def numbers(step: int) -> Tensor:
+        return torch.randn(12, 3, generator=torch.Generator().manual_seed(step), dtype=dtype)
+
+    def loss(model: nn.Module, batch: Tensor) -> Tensor:
+        value: Tensor = (model(batch) - batch[:, :2]).abs().square().sum()
+        return value
+
+    job = plait.UserJob(lambda: nn.Linear(3, 2, dtype=dtype), loss, numbers, optimizer=JOB.optimizer)
+    settings: dict[str, Any] = {"dtype": "fp64"} if dtype == torch.complex128 else {}
+    for strategy, mesh in (("ddp", "shard=1"), ("zero3", "shard=2")):
+        verdict = plait.verify(job, mesh=mesh, strategy=strategy, microbatches=2, clip=0.1, spread=2, **settings)
+        assert verdict.word == "bitwise", verdict

@@ -14,6 +14,7 @@ from loops import run, the_job
 from safetensors.torch import load_file, save_file
 
 from plait.commands.main import main
+from plait.referee.values import storable
 from plait.witness.judge import judge
 
 JOB = "from loops import user_job\njob = user_job()\nother = user_job('adamw')\n"
@@ -92,6 +93,12 @@ def pipe(folder: Path) -> None:
     (folder / "rank-00000/start.safetensors").mkdir()
 
 
+def change(folder: Path, kind: str, dtype: torch.dtype) -> None:
+    file = folder / "rank-00001/step-000001.safetensors"
+    tensors = {key: t.to(dtype) if key.startswith(kind) else t for key, t in load_file(file).items()}
+    save_file(storable(tensors), file, {"plait": read(file, 1)})
+
+
 def read(path: Path, step: int) -> str:
     """The JSON of a step, as if it were another step's."""
     data = path.read_bytes()
@@ -99,7 +106,9 @@ def read(path: Path, step: int) -> str:
     return json.dumps({**told, "step": step})
 
 
+LONG = int("9" * 4299)
 JUNK: list[Any] = [None, True, -1, 7, 1e308, "x", [], ["x"], [[]], [None], [{}], [[7]], {}, {"x": 1}]
+JUNK += [LONG, [LONG], [[{"lr": LONG}]], {"x": LONG}]
 
 
 @pytest.mark.parametrize("key", ["step", "calls", "losses", "late", "stepped", "options"])
@@ -150,6 +159,32 @@ def test_harm_is_refused(
     assert main(["judge", str(tmp_path / "w"), "--job", job]) == 2
     shown = capsys.readouterr().err
     assert says in shown and shown.count("\n") == 1, shown
+
+
+DTYPES = [torch.float64, torch.complex64, torch.float8_e4m3fn, torch.float8_e5m2, torch.int64, torch.bool]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("kind", ["gradient", "after", "before"])
+def test_tensors_of_another_dtype_are_judged_or_refused(
+    witnessed: Path, tmp_path: Path, kind: str, dtype: torch.dtype
+) -> None:
+    shutil.copytree(witnessed, tmp_path / "w")
+    change(tmp_path / "w", kind, dtype)
+    if kind == "before" or (kind, dtype) == ("gradient", torch.float64):
+        assert judge(the_job(), tmp_path / "w").equal
+        return
+    with pytest.raises(ValueError, match="is no piece that this rank has"):
+        judge(the_job(), tmp_path / "w")
+
+
+def test_a_number_of_ten_thousand_digits_is_refused(witnessed: Path, tmp_path: Path) -> None:
+    shutil.copytree(witnessed, tmp_path / "w")
+    for file in sorted((tmp_path / "w/rank-00001").iterdir()):
+        told = read(file, 1)
+        save_file(load_file(file), file, {"plait": told[:-1] + ', "more": ' + "7" * 10_000 + "}"})
+        with pytest.raises(ValueError, match="is damaged, ValueError: a number has 10000 digits"):
+            judge(the_job(), tmp_path / "w")
 
 
 def test_no_folder_and_another_job(

@@ -15,28 +15,30 @@ import torch
 from plait.comm import Comm
 from plait.core.cells import Strategy
 from plait.core.mesh import DATA_AXES
-from plait.engine.data_parallel.optim import Owned, square_sum
+from plait.engine.data_parallel.optim import Owned, dtype_of_norm, norm_of, square_sum
 from plait.engine.exchange import Exchange
 
 
 class Norm:
-    """Who counts what; ``wide``: any gradient is fp64; ``copies``: flats, by ``id``, that another stage counts."""
+    """Who counts what; ``dtypes`` are the gradients'; ``copies``: flats, by ``id``, that another stage counts."""
 
-    def __init__(self, comm: Comm, strategy: Strategy, *, wide: bool, copies: Collection[int] = ()) -> None:
+    def __init__(
+        self, comm: Comm, strategy: Strategy, dtypes: Collection[torch.dtype], copies: Collection[int] = ()
+    ) -> None:
         here = comm.mesh.coordinates(comm.rank)
         self.first_copy = all(here[a] == 0 for a in DATA_AXES if a not in strategy.optim.split)
         self.first_tensor = here["tensor"] == 0
         self.copies = copies
-        self.dtype = torch.float64 if wide else torch.float32
+        self.dtype = dtype_of_norm(dtypes)
 
     def counts(self, owned: Owned) -> bool:
         """Whether this rank adds a run's squares: of the ranks with the same run, the first does."""
         first = self.first_copy and (self.first_tensor or owned.cut is not None)
         return first and id(owned.flat) not in self.copies
 
-    def rounded(self, norm: float) -> float:
-        """The norm, summed in fp64, in the gradients' precision (fp32 at least)."""
-        return torch.tensor(norm, dtype=self.dtype).item()
+    def of(self, squares: float) -> float:
+        """``norm_of`` a sum of squares over all ranks."""
+        return norm_of(squares, self.dtype)
 
 
 def check_whole(norm: Norm, owned: Sequence[Owned], exchange: Exchange, names: Sequence[str]) -> list[str]:

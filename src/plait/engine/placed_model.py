@@ -10,7 +10,6 @@ model ── check ──► stages of this rank ──► units, flat storage, 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -90,7 +89,7 @@ class PlacedModel(StaysHere):
         self.owned_optimizer = self._owner_of(self.optimizers, names) if self.optimizers else None
         self.owned = owned_runs(self._flats()) if self.owned_optimizer is None else self.owned_optimizer.owned
         self.ties = TiedWeights(built.edges, comm, built.gradients(), p2p.rank_of)
-        self.norm = Norm(comm, self.strategy, wide=torch.float64 in dtypes, copies=self.ties.copies)
+        self.norm = Norm(comm, self.strategy, dtypes, copies=self.ties.copies)
         self.parallel = built.parallel
         """How tensor parallelism cuts the whole model."""
         self.optimizer_state = self._state_of_optimizers()

@@ -109,7 +109,7 @@ class Update:
         reduced()
         grad_norm = None
         if clip is not None and self.made:
-            grad_norm = norm.rounded(math.sqrt(total))
+            grad_norm = norm.of(total)
             factor = clip_factor(grad_norm, clip)
             if factor < 1:
                 scale(gradients, factor)

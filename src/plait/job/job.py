@@ -161,7 +161,7 @@ def build_model(config: JobConfig) -> nn.Module:
 def _cast(model: nn.Module, dtype: torch.dtype) -> nn.Module:
     """Of the parameters, and not of the buffers: in bf16 a rotary angle would be off by radians."""
     for parameter in model.parameters():
-        if parameter.is_floating_point():
+        if parameter.is_floating_point() and parameter.itemsize > 1:  # fp8 is how frozen weights are stored
             parameter.data = parameter.data.to(dtype)
     return model
 

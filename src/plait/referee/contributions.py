@@ -17,7 +17,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from plait.referee.difference import ROUNDING, factor_text
+from plait.referee.difference import factor_text
+from plait.referee.values import rounding, wide
 
 CONDITION = 1e9
 """Of the parts' normalised Gram matrix: beyond it they are too much alike to be told apart."""
@@ -51,12 +52,14 @@ def contributions(observed: Sequence[Tensor], parts: Sequence[Sequence[Tensor]])
     right = torch.zeros(count, dtype=torch.float64)
     total, numel = 0.0, 0
     for index, tensor in enumerate(observed):
-        a = torch.stack([part[index].detach().double().reshape(-1) for part in parts])
-        b = tensor.detach().double().reshape(-1)
+        a = torch.stack([wide(part[index].to(_double([tensor]))).reshape(-1) for part in parts])
+        b = wide(tensor).reshape(-1)
         gram += a @ a.T
         right += a @ b
         total += b.dot(b).item()
         numel += b.numel()
+    if not math.isfinite(total) or not (gram.isfinite().all() and right.isfinite().all()):
+        return Contributions((math.nan,) * count, math.inf, False)
     norms = gram.diagonal().sqrt()
     present = norms > 0
     scale = torch.where(present, norms, 1.0)
@@ -148,7 +151,7 @@ def cause_of_sum(
         within: the groupings to try, coarse to fine.
         before: the sum of the step before, which should not be in it.
     """
-    limit = 10 * max(ROUNDING.get(tensor.dtype, 1e-5) for tensor in observed)
+    limit = 10 * max(rounding(tensor.dtype, 1e-5) for tensor in observed)
     for grouping in within:
         grouped = [[sum_of([parts[i][k] for i in of]) for k in range(len(observed))] for of in grouping.members]
         found = contributions(observed, [*grouped, before] if before is not None else grouped)
@@ -163,8 +166,12 @@ def cause_of_sum(
 
 
 def sum_of(tensors: Sequence[Tensor]) -> Tensor:
-    """The sum of tensors in fp64."""
-    return torch.stack([tensor.detach().double() for tensor in tensors]).sum(0)
+    """The sum of tensors in fp64, or in complex128."""
+    return torch.stack([tensor.detach().to(_double(tensors)) for tensor in tensors]).sum(0)
+
+
+def _double(tensors: Sequence[Tensor]) -> torch.dtype:
+    return torch.complex128 if any(tensor.is_complex() for tensor in tensors) else torch.float64
 
 
 def _near(value: float, target: float) -> bool:

@@ -19,10 +19,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-Pattern = Literal["equal", "shape", "not finite", "nothing", "factor", "region", "permutation", "noise"]
+from plait.referee.values import finite, gaps, rounding, scale_of, wide
 
-ROUNDING = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}
-"""What remains of a tensor of that dtype, beside it, where all that it is off by is a factor."""
+Pattern = Literal["equal", "shape", "not finite", "nothing", "factor", "region", "permutation", "noise"]
 
 LARGEST_DENOMINATOR = 16
 
@@ -55,39 +54,45 @@ def describe(ours: Tensor, theirs: Tensor, within: float = 0.0) -> Discrepancy:
         theirs: what it should be, of the same shape.
         within: max|a - b| / max|b| that counts as equal; 0: the same numbers.
     """
+    unit = rounding(ours.dtype, 1e-5)
     if ours.shape != theirs.shape:
         return Discrepancy("shape", math.inf, math.inf, text=f"{_size(ours)} instead of {_size(theirs)}")
-    a, b = ours.detach().double(), theirs.detach().double()
-    odd = ~(a.isfinite() & b.isfinite()) & (a != b) & ~(a.isnan() & b.isnan())
+    parts = ours.is_complex() or theirs.is_complex()
+    if parts:
+        ours, theirs = ours.to(torch.complex128), theirs.to(torch.complex128)
+    gap, a, b = gaps(ours, theirs), wide(ours), wide(theirs)
+    odd = (gap > 0) & ~(a.isfinite() & b.isfinite())
+    odd = odd.any(-1) if parts else odd
     if odd.any():
-        which = "not finite" if (odd & ~a.isfinite()).any() else "finite, where it should not be,"
-        text = f"{which} in {int(odd.sum())} of {a.numel()} elements, first at {_first(odd)}"
+        which = "not finite" if (odd & ~finite(ours)).any() else "finite, where it should not be,"
+        text = f"{which} in {int(odd.sum())} of {ours.numel()} elements, first at {_first(odd)}"
         return Discrepancy("not finite", math.inf, math.inf, text=text)
-    gap = (a - b).nan_to_num(0.0).abs()
-    most = gap.max().item() if gap.numel() else 0.0
-    scale = b.nan_to_num(0.0, 0.0, 0.0).abs().max().item() if b.numel() else 0.0
+    a, b = a.nan_to_num(0.0, 0.0, 0.0), b.nan_to_num(0.0, 0.0, 0.0)  # what is not finite is the same on both sides
+    most, scale = gap.max().item() if gap.numel() else 0.0, scale_of(b)
     relative = most / scale if scale else (math.inf if most else 0.0)
     if relative <= within:
         return Discrepancy("equal", most, relative)
-    rounding = max(within, ROUNDING.get(ours.dtype, 1e-5))
-    pattern, factor, text = _whole(a, b, rounding)
+    unit = max(within, unit)
+    pattern, factor, text = _whole(a, b, unit)
     if pattern == "noise" and (part := _region(gap > within * scale)) is not None:
         dim, start, stop = part
         cut = a.narrow(dim, start, stop - start), b.narrow(dim, start, stop - start)
-        inside, factor, what = _whole(*cut, rounding)
+        inside, factor, what = _whole(*cut, unit)
         place = f"{_indices(start, stop)} of {a.shape[dim]} of dim {dim}"
+        if parts and dim == ours.dim():
+            place = f"the {'imaginary' if start else 'real'} part"
         return Discrepancy("region", most, relative, factor, part, inside, f"only {place}: {what}")
     return Discrepancy(pattern, most, relative, factor, text=text)
 
 
-def _whole(a: Tensor, b: Tensor, rounding: float) -> tuple[Pattern, float | None, str]:
+def _whole(a: Tensor, b: Tensor, unit: float) -> tuple[Pattern, float | None, str]:
     """The pattern of a whole tensor, a region left aside; its factor; in words."""
     ours, theirs = a.norm().item(), b.norm().item()
-    if ours <= rounding * theirs:
+    if ours <= unit * theirs:
         return "nothing", 0.0, "zero" if not ours else f"{ours / theirs:.1g} of what it should be"
     if theirs:
         factor = (torch.dot(a.reshape(-1), b.reshape(-1)) / theirs**2).item()
-        scaled = abs(factor - 1) > rounding and (a - factor * b).norm().item() <= rounding * abs(factor) * theirs
+        scaled = abs(factor - 1) > unit and (a - factor * b).norm().item() <= unit * abs(factor) * theirs
         if scaled and a.numel() > 1:
             return "factor", factor, f"{factor_text(factor)} times what it should be"
         if scaled:

@@ -78,7 +78,11 @@ class Tape:
         if microbatch is None:
             return
         call = self._calls[microbatch, name] = self._calls.get((microbatch, name), -1) + 1
-        leaves = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
+        leaves = [
+            leaf
+            for leaf in tree_leaves(output)
+            if isinstance(leaf, Tensor) and (leaf.is_floating_point() or leaf.is_complex())
+        ]
         for index, leaf in enumerate(leaves):
             part = name if len(leaves) == 1 else f"{name}[{index}]"
             self.marks[Mark(microbatch, "output", part, call)] = _copy(leaf)

@@ -22,6 +22,8 @@ from torch import Tensor
 
 from plait.config import RunConfig
 from plait.core.tensor_cut import TensorCut
+from plait.referee.values import gap as gap_of
+from plait.referee.values import scale_of
 from plait.tensor_parallel.pieces import piece_of
 from plait.verify.honest import MARGIN, HonestRuns
 from plait.verify.record import RankRecord
@@ -126,14 +128,10 @@ def find(
     The difference is relative to ``step_length``, which is lr * k; without one to the largest element of ``whole``, of
     which ``theirs`` is a piece.
     """
-    a, b = ours.detach().double().reshape(-1), theirs.detach().double().reshape(-1)
-    if a.shape != b.shape:
+    if ours.numel() != theirs.numel():
         return incomparable(kind, name)
-    same = torch.equal(ours.reshape(-1), theirs.reshape(-1))
-    gap = (a - b).abs().max().item() if len(a) else 0.0
-    gap = math.inf if math.isnan(gap) else gap
-    scaling = b if whole is None else whole.detach().double()
-    scale = scaling.abs().max().item() if scaling.numel() else 0.0
+    gap, scale = gap_of(ours, theirs), scale_of(theirs if whole is None else whole)
+    same = ours.dtype == theirs.dtype and gap == 0
     relative = gap / scale if scale else (0.0 if gap == 0 else math.inf)
     measure, measured = ("relative", relative) if step_length is None else ("steps", gap / step_length)
     return Finding(kind, name, gap, relative, same, tolerance, measure, measured, spread)

@@ -8,6 +8,7 @@ from torch import Tensor
 from plait.referee.contributions import cause_of_sum, contributions, explain, groupings
 from plait.referee.difference import Discrepancy, describe
 from plait.referee.tape import Mark
+from plait.referee.values import wide
 from plait.referee.wrong import FirstWrong, Phase, cause_of_norm, cause_of_parameter, cause_of_update
 from plait.verify.compare import same_run
 from plait.verify.reference import Piece
@@ -148,13 +149,13 @@ def _contribution(trace: RankTrace, right: TracedStep, microbatch: int, key: str
     part = right.marks.get(Mark(microbatch, "contribution", key))
     if part is None:
         return torch.zeros(piece[2] - piece[1], dtype=torch.float64)
-    return same_run(trace, part, piece).double() / right.scale
+    return same_run(trace, part, piece) / right.scale
 
 
 def _squares(trace: RankTrace, right: TracedStep) -> float:
     """The sum of the squares of what a rank owns, as the single process has it."""
     pieces = [same_run(trace, right.summed[p[0]], p) for p in trace.norm_pieces if p[0] in right.summed]
-    return float(sum(piece.double().square().sum().item() for piece in pieces))
+    return float(sum(wide(piece).square().sum().item() for piece in pieces))
 
 
 def _same_number(ours: float | None, right: float | None, within: float) -> bool:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from plait.referee.values import gap, scale_of
 from plait.verify.reference import Record
 
 MARGIN = 8.0
@@ -62,11 +63,4 @@ class HonestRuns:
         return max(*(math.inf if v is None else abs(v - exact) for v in values), self.unit * abs(exact))
 
     def _of_tensor(self, values: Sequence[Tensor], whole: Tensor) -> float:
-        least = self.unit * whole.double().abs().max().item() if whole.numel() else 0.0
-        return max(*(gap(value, whole) for value in values), least)
-
-
-def gap(ours: Tensor, theirs: Tensor) -> float:
-    """max|a - b|; infinite where that is no number."""
-    found = (ours.double().reshape(-1) - theirs.double().reshape(-1)).abs()
-    return math.inf if found.isnan().any() else found.max().item() if len(found) else 0.0
+        return max(*(gap(value, whole) for value in values), self.unit * scale_of(whole))

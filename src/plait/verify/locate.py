@@ -21,6 +21,7 @@ from plait.config import RunConfig
 from plait.core.additions import additions
 from plait.job.job import Job
 from plait.referee.difference import Discrepancy, describe
+from plait.referee.values import wide
 from plait.referee.wrong import FirstWrong, cause_of_norm
 from plait.verify.compare import BITWISE, TOLERANCES, Finding, against_tree, asked, label_of, name_of, same_run
 from plait.verify.ends import first_clipped, first_in_norm, first_in_sums, first_published, first_updated
@@ -106,7 +107,7 @@ def _described(ours: float | None, right: float | None) -> Discrepancy:
 
 def _square(record: RankRecord, piece: Piece, plain: Record) -> float:
     whole = plain.gradients[0].get(piece[0])
-    return 0.0 if whole is None else same_run(record, whole, piece).double().square().sum().item()
+    return 0.0 if whole is None else wide(same_run(record, whole, piece)).square().sum().item()
 
 
 def window_of(step: int) -> range:

@@ -12,6 +12,7 @@ from torch import Tensor
 from plait.referee.contributions import Contributions, explain, groupings
 from plait.referee.difference import describe
 from plait.referee.tape import Event, Mark
+from plait.referee.values import wide
 from plait.referee.wrong import FirstWrong, Phase, cause_of_parameter, said
 from plait.verify.compare import same_run
 from plait.verify.traced import RankTrace, TracedStep
@@ -151,7 +152,7 @@ def _known_values(traces: Traces, wrong: Wrong, step: int) -> bool:
     assert wrong.mark is not None
     trace, marks = traces.of(wrong.rank), traces.one.steps[step].marks
     ours = trace.steps[step].marks[wrong.mark].reshape(-1)
-    right = torch.cat([v.reshape(-1) for mark, v in marks.items() if mark.event == "parameter"])
+    right = torch.cat([wide(v).reshape(-1) for mark, v in marks.items() if mark.event == "parameter"])
     theirs = same_run(trace, marks[wrong.mark], (wrong.name, 0, len(ours)))
-    odd = ours[(ours != theirs) & (ours != 0)]
+    odd = wide(ours[(ours != theirs) & (ours != 0)]).reshape(-1)
     return len(odd) > 0 and bool(torch.isin(odd, right).float().mean() > 0.5)

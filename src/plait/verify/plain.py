@@ -49,7 +49,7 @@ def run_plain(job: Job, config: RunConfig) -> Record:
     parameters = dict(model.named_parameters())
     masters = {name: nn.Parameter(p.detach().clone(), p.requires_grad) for name, p in parameters.items()}
     for p in parameters.values():
-        p.data = p.data.to(config.torch_dtype)
+        p.data = cast(p.data, config.torch_dtype)
     optimizer = make(config, masters)
     scale = job.precision.first_scale or 1.0
     sums = LONG.get(job.precision.sums.dtype or "", "")
@@ -66,7 +66,7 @@ def run_plain(job: Job, config: RunConfig) -> Record:
             (loss * scale / count).backward()
         record.losses.append(loss.item() / count)
         gradients = {
-            name: p.grad.to(getattr(torch, sums) if sums else p.grad.dtype) / scale
+            name: cast(p.grad, getattr(torch, sums) if sums else p.grad.dtype) / scale
             for name, p in parameters.items()
             if p.grad is not None
         }
@@ -88,13 +88,18 @@ def run_plain(job: Job, config: RunConfig) -> Record:
     return record
 
 
+def cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """A floating-point tensor in a dtype; others as they are."""
+    return tensor.to(dtype) if tensor.is_floating_point() else tensor
+
+
 def loss_in_parts(job: Job, num_parts: int) -> tuple[float, float]:
     """The loss of the first step's batch, as a sum over its terms: at once, and of its parts added up; no dropout."""
     model = job.build()
     materialise(model, job.seed, torch.device("cpu"), job.weights)
     with torch.no_grad(), NoDropout():
         for p in model.parameters():
-            p.data = p.data.to(job.dtype)
+            p.data = cast(p.data, job.dtype)
         whole, *parts = (
             job.loss_fn(model, batch).item()
             for batches in (job.microbatches(0, 0, 1, 1), job.microbatches(0, 0, 1, num_parts))

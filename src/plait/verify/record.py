@@ -31,6 +31,7 @@ from plait.engine.pipeline.stage import Stage
 from plait.job.job import Job
 from plait.plan.cost import StageTraffic, TiedTraffic, differences, predict_line
 from plait.plan.tensor import predict_tensor
+from plait.referee.values import restored, storable
 from plait.verify.reference import Piece
 
 
@@ -241,14 +242,14 @@ def packed(record: RankRecord) -> bytes:
     tensors: dict[str, Tensor] = {}
     values = json.dumps(encoded(record.__dict__, tensors)).encode()
     whole = {name: tensor.cpu().contiguous().clone() for name, tensor in tensors.items()}
-    return len(values).to_bytes(8, "little") + values + safetensors.torch.save(whole)
+    return len(values).to_bytes(8, "little") + values + safetensors.torch.save(storable(whole))
 
 
 def unpacked(data: bytes) -> RankRecord:
     """What ``packed`` wrote; a ValueError for anything else."""
     end = 8 + int.from_bytes(data[:8], "little")
     try:
-        tensors = safetensors.torch.load(data[end:])
+        tensors = restored(safetensors.torch.load(data[end:]))
         return RankRecord(**decoded(json.loads(data[8:end]), tensors.__getitem__))
     except (TypeError, KeyError, SafetensorError) as error:
         raise ValueError(f"what came from a rank is no record: {one_line(str(error))}") from error

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from plait.core.additions import MICROBATCH, fold
 from plait.core.mesh import Mesh
-from plait.engine.data_parallel.optim import clip_factor, square_sum
+from plait.engine.data_parallel.optim import clip_factor, dtype_of_norm, norm_of, square_sum
 from plait.engine.data_parallel.storage import dtype_in
 from plait.engine.data_parallel.wrap import automatic
 from plait.engine.forward.compiled import CompiledUnits, closed_units
@@ -258,8 +258,7 @@ def _clip(gradients: Gradients, clip: float | None, pieces: Sequence[Sequence[Pi
         total = 0.0
         for rank in pieces:
             total += square_sum(gradients[n].reshape(-1)[a:b] for n, a, b in rank if n in gradients)
-    wide = any(g.dtype == torch.float64 for g in gradients.values())
-    norm = torch.tensor(total**0.5, dtype=torch.float64 if wide else torch.float32).item()
+    norm = norm_of(total, dtype_of_norm({g.dtype for g in gradients.values()}))
     factor = clip_factor(norm, clip)
     if factor < 1:
         for gradient in gradients.values():

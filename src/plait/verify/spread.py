@@ -24,8 +24,9 @@ from torch.utils._pytree import tree_map
 from plait.config import RunConfig
 from plait.core.additions import additions
 from plait.job.job import Job
+from plait.referee.values import gap, wide
 from plait.verify.compare import same_run
-from plait.verify.honest import MARGIN, HonestRuns, gap
+from plait.verify.honest import MARGIN, HonestRuns
 from plait.verify.record import RankRecord
 from plait.verify.reference import Gradients, SingleProcess, run_reference
 
@@ -91,7 +92,7 @@ class Jitter:
         return tree_map(self._activation, output)
 
     def _activation(self, value: Any) -> Any:
-        if not isinstance(value, Tensor) or not value.is_floating_point():
+        if not isinstance(value, Tensor) or not (value.is_floating_point() or value.is_complex()):
             return value
         made: Tensor = _Off.apply(value, self.off)  # type: ignore[no-untyped-call]
         return made
@@ -99,9 +100,10 @@ class Jitter:
     def off(self, value: Tensor) -> Tensor:
         """A tensor off by up to a unit in the last place, element by element."""
         with torch._C.DisableTorchFunction(), torch.no_grad():
-            wide = value.double()
-            noise = torch.rand(value.shape, generator=self.random, dtype=torch.float64) * 2 - 1
-            return (wide + wide * noise * torch.finfo(value.dtype).eps).to(value.dtype)
+            exact = wide(value)
+            noise = torch.rand(exact.shape, generator=self.random, dtype=torch.float64) * 2 - 1
+            made = exact + exact * noise * torch.finfo(value.dtype).eps
+            return (torch.view_as_complex(made) if value.is_complex() else made).to(value.dtype)
 
 
 class _Off(torch.autograd.Function):

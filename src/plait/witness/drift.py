@@ -21,7 +21,8 @@ from torch.utils._pytree import tree_leaves
 
 from plait.data.batches import split_samples
 from plait.engine.step import num_samples
-from plait.witness.judgement import SMALL, largest
+from plait.referee.values import gap, gaps, largest
+from plait.witness.judgement import SMALL
 from plait.witness.replay import Gradients, Replay, clipped
 
 MARGIN = 10.0
@@ -126,7 +127,7 @@ def excused(replay: Replay, step: int, share: float) -> float:
 def apart(gradients: Gradients, true: Gradients) -> float:
     """The share by which a gradient differs, of the parameter where it is most."""
     sizes = _sizes(true)
-    return max([0.0, *(largest(g - true[name]) / sizes[name] for name, g in gradients.items() if sizes[name])])
+    return max([0.0, *(gap(g, true[name]) / sizes[name] for name, g in gradients.items() if sizes[name])])
 
 
 def slack_of(share: float, true: Gradients) -> Slack:
@@ -167,12 +168,11 @@ class Echo:
         gradient are updated."""
         after = self._replay.update({name: g for name, g in self._gradients.items() if name in given})
         for name, value in after.items():
-            self._apart[name] = max(self._apart.get(name, 0.0), (value - due[name]).double().norm().item())
+            self._apart[name] = max(self._apart.get(name, 0.0), gaps(value, due[name]).norm().item())
         update = {}
         if type(self._replay.optimizer) not in ELEMENTWISE:
             update = {
-                name: MARGIN * largest((value - self._before[name]) - (due[name] - start[name]))
-                for name, value in after.items()
+                name: MARGIN * gap(value - self._before[name], due[name] - start[name]) for name, value in after.items()
             }
         self._before = after
         return Slack(update=update, norm={name: MARGIN * gap for name, gap in self._apart.items()})

@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 
 from plait.core.layout import Region
-from plait.referee.difference import ROUNDING, Discrepancy, describe
+from plait.referee.difference import Discrepancy, describe
+from plait.referee.values import ROUNDING, gaps, rounding, scale_of, wide
 from plait.witness.pieces import Piece, local, piece_of
 
 MOST_ELEMENTS = 10_000
@@ -78,7 +79,7 @@ class KeepFew:
             return {}
         pieces = {name: piece_of(tensor) for name, tensor in tensors.items()}
         found = {
-            kind: packed([torch.take(piece, self._places[name]) for name, piece in pieces.items()]),
+            kind: packed([piece.reshape(-1)[self._places[name]] for name, piece in pieces.items()]),
             f"{kind} pieces": torch.tensor([self._numbers[name] for name in pieces]),
         }
         if norms:
@@ -98,14 +99,16 @@ class KeepFew:
 def packed(elements: Sequence[Tensor]) -> Tensor:
     """Elements of several tensors in one, on the CPU; of several dtypes in double precision."""
     if len({one.dtype for one in elements}) > 1:
-        elements = [one.double() for one in elements]
+        elements = [
+            one.to(torch.complex128 if any(e.is_complex() for e in elements) else torch.float64) for one in elements
+        ]
     return torch.cat([one.reshape(-1) for one in elements]).cpu()
 
 
 @torch.no_grad()
 def norms_of(tensors: Sequence[Tensor]) -> Tensor:
     """The norm of each, in double precision, on the CPU."""
-    floats = [tensor if tensor.is_floating_point() else tensor.double() for tensor in tensors]
+    floats = [tensor if tensor.dtype in ROUNDING else wide(tensor) for tensor in tensors]
     return torch.stack([norm.double() for norm in torch._foreach_norm(floats)]).cpu()
 
 
@@ -137,10 +140,12 @@ def describe_few(observed: Tensor, true: Tensor, places: Tensor, sizes: Sequence
         sizes: of the piece.
     """
     found = describe(observed, true)
-    if found.pattern not in ("region", "permutation", "noise") or not sizes:
+    part = found.region is not None and found.region[0] == observed.dim()  # of complex numbers
+    if found.pattern not in ("region", "permutation", "noise") or not sizes or part:
         return found
     text = f"off by up to {found.max_abs:.3g}"
-    off = (observed.double() - true.double()).abs() > ROUNDING.get(true.dtype, 1e-5) * true.abs().max()
+    off = gaps(observed, true) > rounding(true.dtype, 1e-5) * scale_of(true)
+    off = off.any(-1) if off.dim() > 1 else off
     best: tuple[float, int, int, int] | None = None
     for dim, at in enumerate(torch.unravel_index(places, list(sizes))):
         start, stop = int(at[off].min()), int(at[off].max()) + 1

@@ -19,10 +19,12 @@ from torch import Tensor
 
 from plait.referee.contributions import NEAR, Contributions, contributions, explain
 from plait.referee.difference import Discrepancy, describe, factor_text
+from plait.referee.values import finite, largest, wide
+from plait.referee.values import gap as apart
 from plait.witness.drift import Slack
 from plait.witness.elements import describe_few, norms_of
 from plait.witness.inputs import ForwardCall
-from plait.witness.judgement import Judgement, largest, ranks_text, tolerance
+from plait.witness.judgement import Judgement, ranks_text, tolerance
 from plait.witness.replay import Gradients, SampleGradient, clipped
 from plait.witness.stored import RankRun, RankStep, Witnessed, slices
 
@@ -97,7 +99,7 @@ def compare(setting: Setting, steps: Sequence[RankStep]) -> tuple[list[Seen], fl
         norms = {name: step.norms["gradient"].get(name, 0.0) for name in right} if run.elements is not None else {}
         for name, piece in right.items():
             size = largest(setting.true[name])
-            gap = largest(observed[name].double() - piece.double())
+            gap = apart(observed[name], piece)
             relative = gap / max(size, 1e-300)
             allowed = max(tolerance(piece.dtype, size, overall), setting.slack.gradient.get(name, 0.0))
             if not gap <= allowed:
@@ -165,7 +167,7 @@ def _as_a_sum(
         pieces = [
             [one.run.take(n, g[n]) if n in g else torch.zeros_like(one.true[n]) for n in one.true] for g in sources
         ]
-        if not pieces or not one.flat(one.observed).isfinite().all():
+        if not pieces or not finite(one.flat(one.observed)).all():
             return None
         found = contributions([one.observed[n] for n in one.true], pieces)
         if found.rest > EXPLAINED or not found.determined:
@@ -253,9 +255,9 @@ def _not_added(name: str, faulty: Sequence[Seen], setting: Setting) -> bool:
     own = [one for one in faulty if name in one.wrong and one.run.regions[name] == whole]
     if len(own) != setting.ranks or setting.ranks == 1:
         return False
-    total = torch.stack([one.observed[name].double() for one in own]).sum(0)
+    total = torch.stack([wide(one.observed[name]) for one in own]).sum(0)
     within = tolerance(own[0].true[name].dtype, largest(setting.true[name]))
-    return largest(total - own[0].true[name].double()) <= setting.ranks * within
+    return largest(total - wide(own[0].true[name])) <= setting.ranks * within
 
 
 def _by_parameter(setting: Setting, faulty: Sequence[Seen], start: str) -> Judgement:

@@ -6,7 +6,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from plait.referee.difference import ROUNDING
+from plait.referee.values import ROUNDING, largest, rounding, wide
 
 Phase = Literal["equal", "initial", "options", "between", "inputs", "gradient", "update", "loss"]
 """In the order of cause and effect; ``between`` an update and the next forward nothing may change."""
@@ -49,33 +49,23 @@ def tolerance(dtype: torch.dtype, largest: float = 0.0, overall: float = 0.0) ->
         largest: the tensor's largest absolute element.
         overall: the largest of all tensors of its kind.
     """
-    return ROUNDING.get(dtype, 0.0) * max(largest, SMALL * overall)
-
-
-def gaps(one: Tensor, other: Tensor) -> Tensor:
-    """|one - other| of each element, 0 where both are the same NaN or infinity."""
-    a, b = one.double(), other.double()
-    return torch.where((a == b) | (a.isnan() & b.isnan()), 0.0, (a - b).abs()).nan_to_num(torch.inf, torch.inf)
+    return rounding(dtype) * max(largest, SMALL * overall)
 
 
 def last_bits(dtype: torch.dtype, size: float) -> float:
-    """What rounding makes of a number of that size, a few times."""
-    return 4 * torch.finfo(dtype).eps * size if dtype.is_floating_point else 0.0
+    """The rounding of a number of that size, a few times; nothing is computed in integers and in fp8."""
+    real = dtype.to_real() if dtype.is_complex else dtype
+    return 4 * torch.finfo(real).eps * size if real in ROUNDING else 0.0
 
 
 def fit(one: Tensor, other: Tensor, slack: float) -> float | None:
     """The c of one = c * other; None where an element is off by more than ``slack``."""
-    a, b = one.double().reshape(-1), other.double().reshape(-1)
+    a, b = wide(one).reshape(-1), wide(other).reshape(-1)
     square = b.dot(b).item()
     if not square or not a.isfinite().all():
         return None
     factor = a.dot(b).item() / square
     return factor if largest(a - factor * b) <= slack * max(1.0, abs(factor)) else None
-
-
-def largest(tensor: Tensor) -> float:
-    """The largest absolute element; 0 where there is none."""
-    return tensor.detach().abs().max().item() if tensor.numel() else 0.0
 
 
 def ranks_text(ranks: tuple[int, ...], of: int) -> str:

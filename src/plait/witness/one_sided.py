@@ -14,7 +14,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from plait.witness.judgement import Judgement, gaps, largest, last_bits, ranks_text, tolerance
+from plait.referee.values import finite, gap, largest, scale_of, wide
+from plait.witness.judgement import Judgement, last_bits, ranks_text, tolerance
 from plait.witness.replay import Gradients
 from plait.witness.stored import RankRun, RankStep, Witnessed
 
@@ -52,7 +53,7 @@ def judge_unasked(
 
 
 def _same(one: Tensor, other: Tensor) -> bool:
-    return not largest(gaps(one, other)) > tolerance(one.dtype, largest(other))
+    return gap(one, other) <= tolerance(one.dtype, scale_of(other))
 
 
 def explain_update(wrong: Judgement, steps: Sequence[RankStep], true: Mapping[str, Tensor]) -> Judgement:
@@ -68,7 +69,7 @@ def explain_update(wrong: Judgement, steps: Sequence[RankStep], true: Mapping[st
 
 def not_finite(gradients: Mapping[str, Tensor]) -> list[str]:
     """Those that are not finite everywhere."""
-    return [name for name, gradient in gradients.items() if not gradient.isfinite().all()]
+    return [name for name, gradient in gradients.items() if not finite(gradient).all()]
 
 
 def judge_not_finite(
@@ -79,8 +80,8 @@ def judge_not_finite(
         ranks = []
         for run, step in zip(witnessed.runs, steps, strict=True):
             if name in run.regions and (given := step.of("gradient").get(name)) is not None:
-                odd = ~run.take(name, true[name]).isfinite()
-                if bool((odd & given.isfinite()).any()):
+                odd = ~finite(run.take(name, true[name]))
+                if bool((odd & finite(given)).any()):
                     ranks.append(run.rank)
         if ranks:
             cause = "something replaces what is not finite (nan_to_num, a sum that skips it)"
@@ -94,8 +95,8 @@ def hidden_updates(due: Mapping[str, Tensor], start: Mapping[str, Tensor]) -> li
     """Parameters whose whole update lies in their last bits: one that is left out would pass."""
     found = []
     for name, value in due.items():
-        bits = last_bits(value.dtype, 1.0) * torch.maximum(value.abs(), start[name].abs()).double()
-        moved = (value.double() - start[name].double()).abs()
+        bits = last_bits(value.dtype, 1.0) * torch.maximum(wide(value).abs(), wide(start[name]).abs())
+        moved = (wide(value) - wide(start[name])).abs()
         if moved.any() and bool((moved <= bits).all()):
             found.append(name)
     return found

@@ -32,6 +32,7 @@ from torch.optim import Optimizer
 from plait.core.layout import Region
 from plait.engine.data_parallel.optim import has_stepped
 from plait.files.writing import told, write_bytes
+from plait.referee.values import storable
 from plait.witness.elements import MOST_ELEMENTS, KeepAll, KeepFew, Recording
 from plait.witness.pieces import Piece, local, named, named_buffers, region_of, unwrapped
 from plait.witness.rows import Row, rows_of
@@ -239,7 +240,7 @@ class Witness:
         return {name: local(parameter) for name, parameter in self._parameters.items()}
 
     def _write(self, path: Path, tensors: Mapping[str, Tensor], about: Mapping[str, Any]) -> None:
-        write_bytes(path, save(dict(tensors), {KEY: json.dumps(about)}), lasting=False)  # the loop waits for it
+        write_bytes(path, save(storable(tensors), {KEY: json.dumps(about)}), lasting=False)  # the loop waits for it
 
 
 def options_of(group: Mapping[str, Any]) -> dict[str, Any]:

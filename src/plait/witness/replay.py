@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_map
 from plait.engine.state.init import materialise
 from plait.engine.step import num_samples, whole_count
 from plait.job.job import Job
+from plait.referee.values import wide
 from plait.witness.pieces import piece_of
 from plait.witness.rows import Row, rows_of
 
@@ -122,7 +123,7 @@ class Replay:
         self._set_buffers(self._next)
         self._next = {}
         for name, parameter in self.parameters.items():
-            parameter.grad = gradients[name].clone() if name in gradients else None
+            parameter.grad = gradients[name].to(parameter.dtype, copy=True) if name in gradients else None
         self.optimizer.step()
         if self.scheduler:
             self.scheduler.step()
@@ -132,7 +133,7 @@ class Replay:
 
 def clipped(gradients: Mapping[str, Tensor], clip: float | None) -> tuple[Gradients, float, float]:
     """Gradients clipped to a global norm; the norm before, and the factor."""
-    norm = torch.stack([g.double().norm() for g in gradients.values()]).norm().item() if gradients else 0.0
+    norm = torch.stack([wide(g).norm() for g in gradients.values()]).norm().item() if gradients else 0.0
     factor = 1.0 if clip is None else min(1.0, clip / (norm + 1e-6))
     return {name: g * factor for name, g in gradients.items()}, norm, factor
 

@@ -19,11 +19,14 @@ from torch import Tensor
 
 from plait.core.layout import Region
 from plait.files.reading import memory, read_file, shown
+from plait.referee.values import ROUNDING, restored
 from plait.witness.elements import KINDS, MOST_ELEMENTS, places_of, unpacked
 from plait.witness.pieces import Piece
 from plait.witness.record import BUFFER, FORMAT, KEY, rank_folder, step_file
 
 MOST_RANKS = 4096
+LONGEST_NUMBER = 20
+"""Digits of a whole number."""
 
 
 @dataclass(frozen=True)
@@ -270,6 +273,7 @@ def _kept(
         kind, _, name = key.partition("/")
         own = run.regions.get(name)
         fits = own is not None and tuple(tensor.shape) == tuple(stop - start for start, stop in own)
+        fits = fits and _is_of(tensor, kind, run.start[name].dtype)
         if not fits or (run.elements is not None and not (whole and kind == "before")):
             raise _damaged(path, f"its {key[:80]!r} is no piece that this rank has")
     if run.elements is None:
@@ -286,6 +290,13 @@ def _kept(
     return RankStep(about, found, norms)
 
 
+def _is_of(tensor: Tensor, kind: str, dtype: torch.dtype) -> bool:
+    """True where a tensor of a kind may have its dtype: a parameter its own, a gradient a wider or a narrower one."""
+    if kind in ("after", "before"):
+        return tensor.dtype == dtype
+    return (tensor.dtype.is_complex, tensor.dtype in ROUNDING) == (dtype.is_complex, dtype in ROUNDING)
+
+
 def _pieces(told: Any, tensors: Mapping[str, Tensor]) -> Iterator[Piece]:
     for one in told:
         region = tuple((int(start), int(stop)) for start, stop in one["region"])
@@ -296,16 +307,22 @@ def _pieces(told: Any, tensors: Mapping[str, Tensor]) -> Iterator[Piece]:
 
 
 def _read(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    data = read_file(path, "what was witnessed", memory())
     try:
-        data = read_file(path, "what was witnessed", memory())
         size = int.from_bytes(data[:8], "little")
-        about = json.loads(json.loads(data[8 : 8 + size].decode())["__metadata__"][KEY])
-        tensors = load(data)
-    except (SafetensorError, KeyError, TypeError, UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
+        about = json.loads(json.loads(data[8 : 8 + size].decode())["__metadata__"][KEY], parse_int=_short)
+        tensors = restored(load(data))
+    except (SafetensorError, KeyError, TypeError, ValueError, RecursionError) as error:
         raise _damaged(path, f"{type(error).__name__}: {str(error)[:100]}") from error
     if not isinstance(about, dict):
         raise _damaged(path, "it is not what a witness writes")
     return about, tensors
+
+
+def _short(digits: str) -> int:
+    if len(digits) > LONGEST_NUMBER:
+        raise ValueError(f"a number has {len(digits)} digits")
+    return int(digits)
 
 
 def _damaged(path: Path, why: str) -> ValueError:

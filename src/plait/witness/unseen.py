@@ -4,8 +4,9 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from torch import Tensor
 
+from plait.referee.values import largest, wide
 from plait.witness.drift import Slack
-from plait.witness.judgement import Judgement, largest, tolerance
+from plait.witness.judgement import Judgement, tolerance
 from plait.witness.one_sided import hidden_updates
 from plait.witness.replay import Gradients
 from plait.witness.stored import RankStep, Witnessed
@@ -45,7 +46,7 @@ class Unseen:
                 self._small[name] = None
             elif size and allowed > COARSE * size:
                 self._coarse[name] = max(allowed / size, self._coarse.get(name, 0.0))
-            elif 2 * ((true[name] != 0) & (true[name].abs() <= allowed)).sum() > (true[name] != 0).sum():
+            elif 2 * ((there := wide(true[name]).abs() > 0) & (wide(true[name]).abs() <= allowed)).sum() > there.sum():
                 self._spread[name] = None
 
     def see_updates(self, due: Mapping[str, Tensor], start: Mapping[str, Tensor]) -> None:

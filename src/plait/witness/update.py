@@ -12,9 +12,11 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from plait.referee.difference import describe, factor_text
+from plait.referee.values import gap as apart
+from plait.referee.values import gaps, largest, scale_of, wide
 from plait.witness.drift import Slack
 from plait.witness.elements import norms_of
-from plait.witness.judgement import Judgement, fit, gaps, largest, last_bits, ranks_text, tolerance
+from plait.witness.judgement import Judgement, fit, last_bits, ranks_text, tolerance
 from plait.witness.record import options_of
 from plait.witness.stored import RankRun, RankStep, Witnessed, slices
 
@@ -97,13 +99,15 @@ def judge_update(
         new = step.of("after")
         for name in (name for name in run.regions if name in due):
             made, right = (
-                new[name].double() - old[name].double(),
-                run.take(name, due[name]).double() - run.take(name, start[name]).double(),
+                wide(new[name]) - wide(old[name]),
+                wide(run.take(name, due[name])) - wide(run.take(name, start[name])),
             )
-            size = largest(due[name])
-            bits = last_bits(new[name].dtype, 1.0) * torch.maximum(old[name].abs(), run.take(name, due[name]).abs())
-            gap = largest((gaps(made, right) - bits.double()).clamp(min=0.0))
-            allowed = tolerance(new[name].dtype, largest(due[name] - start[name]))
+            size = scale_of(due[name])
+            bits = last_bits(new[name].dtype, 1.0) * torch.maximum(
+                wide(old[name]).abs(), wide(run.take(name, due[name])).abs()
+            )
+            gap = largest((gaps(made, right) - bits.nan_to_num(0.0, 0.0)).clamp(min=0.0))
+            allowed = tolerance(new[name].dtype, scale_of(wide(due[name]) - wide(start[name])))
             allowed = max(allowed, slack.update.get(name, 0.0))
             if gap <= allowed and (off := _beside(run, step, name, due[name], allowed, slack)):
                 found[run.rank, name] = None, off
@@ -113,8 +117,8 @@ def judge_update(
                 most = max(most, gap / max(size, 1e-300))
                 clean += bool(right.numel())
                 continue
-            worst = max(worst, gap / max(largest(right), 1e-300))
-            factor = fit(made, right, allowed + largest(bits))
+            worst = max(worst, gap / max(scale_of(right), 1e-300))
+            factor = fit(made, right, allowed + scale_of(bits))
             what = f"is {factor_text(round(factor, 3))} times" if factor is not None else ""
             found[run.rank, name] = factor, what or f"differs, {describe(made, right, allowed).text}"
     if not found:
@@ -147,6 +151,8 @@ def _beside(run: RankRun, step: RankStep, name: str, due: Tensor, allowed: float
         return ""
     piece = due[slices(run.regions[name])]
     told, right = step.norms["after"].get(name, 0.0), norms_of([piece]).item()
+    if not (math.isfinite(told) or math.isfinite(right)):  # such a norm says no more
+        return ""
     if abs(told - right) <= allowed * math.sqrt(piece.numel()) + slack.norm.get(name, 0.0):
         return ""
     return f"has the norm {told:.6g} where {right:.6g} is due, and the elements that were kept are right"
@@ -169,17 +175,17 @@ def judge_between(
     """
     for run, old, new in zip(witnessed.runs, left, found, strict=True):
         for name, value in new.items():
-            gap = largest(value.double() - old[name].double())
-            if gap <= last_bits(value.dtype, largest(old[name])):
+            gap = apart(value, old[name])
+            if gap <= last_bits(value.dtype, scale_of(old[name])):
                 continue
             ranks = tuple(r.rank for r, pieces in zip(witnessed.runs, found, strict=True) if name in pieces)
             factor, cause = None, "something besides the optimizer writes parameters"
             if last is not None:
                 update, slack = (
-                    old[name].double() - last[run.rank][name].double(),
-                    last_bits(value.dtype, largest(value)),
+                    wide(old[name]) - wide(last[run.rank][name]),
+                    last_bits(value.dtype, scale_of(value)),
                 )
-                again = fit(value.double() - old[name].double(), update, slack)
+                again = fit(wide(value) - wide(old[name]), update, slack)
                 if again is not None and again > 0:
                     factor = 1 + again
                     cause = f"the update was applied {'twice' if abs(factor - 2) < 2e-2 else f'{factor:.3g} times'}"
@@ -193,17 +199,18 @@ def judge_replicas(number: int, witnessed: Witnessed, pieces: Sequence[Mapping[s
     """An initial parameter that ranks hold alike, and that is not alike."""
     first: dict[str, Tensor] = {}
     owner: dict[str, Tensor] = {}
+    dtypes = {name: value.dtype for own in pieces for name, value in own.items()}
     regions = [region for run in witnessed.runs for region in run.regions.items()]
     for name in dict.fromkeys(name for name, _ in regions):
         dims = zip(*(region for n, region in regions if n == name), strict=True)
         owner[name] = torch.full([max(stop for _, stop in dim) for dim in dims], -1)
-        first[name] = torch.zeros(owner[name].shape, dtype=torch.float64)
+        first[name] = torch.zeros(owner[name].shape, dtype=dtypes[name])
     for run, own in zip(witnessed.runs, pieces, strict=True):
         for name, value in own.items():
             place = slices(run.regions[name])
             both = owner[name][place] >= 0
-            gap = largest(torch.where(both, value.double() - first[name][place], 0.0))
-            if not gap <= last_bits(value.dtype, largest(value)):  # NaN is none
+            gap = apart(value[both], first[name][place][both])
+            if gap > last_bits(value.dtype, scale_of(value)):
                 other = int(owner[name][place][both].min())
                 cause = "each rank made its own weights: seed them alike, or send rank 0's"
                 text = (
@@ -211,7 +218,7 @@ def judge_replicas(number: int, witnessed: Witnessed, pieces: Sequence[Mapping[s
                 )
                 text += f"{run.rank}: {cause}"
                 return Judgement(number, "initial", name, (other, run.rank), None, gap, cause, text)
-            first[name][place], owner[name][place] = value.double(), run.rank
+            first[name][place], owner[name][place] = value, run.rank
     return None
 
 

@@ -296,6 +296,16 @@ def square_sum(runs: Iterable[Tensor]) -> float:
     return math.fsum(norm * norm for norm in norms)
 
 
+def dtype_of_norm(dtypes: Collection[torch.dtype]) -> torch.dtype:
+    """The precision in which gradients of these dtypes have a norm: fp32 at least."""
+    return torch.float64 if torch.float64 in dtypes or torch.complex128 in dtypes else torch.float32
+
+
+def norm_of(squares: float, dtype: torch.dtype) -> float:
+    """The norm with this sum of squares, rounded once to ``dtype``."""
+    return torch.tensor(math.sqrt(squares), dtype=dtype).item()
+
+
 @torch.no_grad()
 def scale(runs: Iterable[Tensor], factor: float) -> None:
     """Multiply gradients in place; ``_foreach_mul_`` would round the factor to bf16 first, and so change bits."""

@@ -1,0 +1,86 @@
+"""Numbers of every dtype, made comparable in this one place.
+
+dtype                        in fp64                                 equal
+fp64, fp32, bf16, fp16, fp8  the same number                         the same number; NaN equals NaN
+complex                      [..., 2]: real and imaginary part       both parts
+integers, bool               the nearest                             exactly, also beyond 2^53
+"""
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+ROUNDING = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}
+"""What remains of a tensor of that dtype, beside it, where all that it is off by is a factor."""
+
+STORED = "#complex"
+"""Ends the names of tensors that ``storable`` has written as reals."""
+
+
+def wide(tensor: Tensor) -> Tensor:
+    """A tensor's numbers in fp64; complex ones as [..., 2], their real and imaginary parts."""
+    plain = tensor.detach()
+    return torch.view_as_real(plain.resolve_conj()).double() if plain.is_complex() else plain.double()
+
+
+def gaps(one: Tensor, other: Tensor) -> Tensor:
+    """|one - other| of each number, shaped as ``wide``: 0 where both are the same number, NaN or infinity, and
+    infinite where one alone is finite."""
+    if one.is_complex() != other.is_complex():
+        one, other = one.to(torch.complex128), other.to(torch.complex128)
+    a, b = wide(one), wide(other)
+    same, apart = (a == b) | (a.isnan() & b.isnan()), (a - b).abs().nan_to_num(torch.inf, torch.inf)
+    if one.dtype == other.dtype and not (one.is_complex() or one.is_floating_point()):
+        same, apart = one == other, apart.clamp(min=1.0)  # fp64 has not all integers
+    return torch.where(same, 0.0, apart)
+
+
+def gap(one: Tensor, other: Tensor) -> float:
+    """The largest of ``gaps`` between two tensors of as many elements; 0 where there are none."""
+    return largest(gaps(one.reshape(-1), other.reshape(-1)))
+
+
+def same(one: Tensor, other: Tensor) -> bool:
+    """True where two tensors have one dtype, one shape, and the same number in every element."""
+    return (one.dtype, one.shape) == (other.dtype, other.shape) and not gap(one, other)
+
+
+def largest(tensor: Tensor) -> float:
+    """The largest absolute number, NaN where there is one; 0 where there are none."""
+    return wide(tensor).abs().max().item() if tensor.numel() else 0.0
+
+
+def scale_of(tensor: Tensor) -> float:
+    """The largest absolute number of those that are finite."""
+    return largest(wide(tensor).nan_to_num(0.0, 0.0, 0.0))
+
+
+def finite(tensor: Tensor) -> Tensor:
+    """True where a number is finite; of a complex one, both parts."""
+    found = wide(tensor).isfinite()
+    return found.all(-1) if tensor.is_complex() else found
+
+
+def rounding(dtype: torch.dtype, other: float = 0.0) -> float:
+    """``ROUNDING`` of every dtype; ``other`` for integers."""
+    real = dtype.to_real() if dtype.is_complex else dtype
+    return ROUNDING.get(real, 2.5 * torch.finfo(real).eps if real.is_floating_point else other)
+
+
+def storable(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Tensors as safetensors takes them: complex ones as reals, under a name that says so."""
+    return {
+        f"{name}{STORED}" if tensor.is_complex() else name: torch.view_as_real(tensor.resolve_conj())
+        if tensor.is_complex()
+        else tensor
+        for name, tensor in tensors.items()
+    }
+
+
+def restored(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors that ``storable`` was given."""
+    return {
+        name.removesuffix(STORED): torch.view_as_complex(tensor) if name.endswith(STORED) else tensor
+        for name, tensor in tensors.items()
+    }

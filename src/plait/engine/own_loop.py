@@ -268,7 +268,8 @@ class OwnLoop(PlacedModel):
 
         All ranks call it together, with the same names and shapes.  Under a pipeline only what ranks with the last
         stage bring counts; the others may bring None.  Integers and booleans are summed as int64, numbers as fp64,
-        tensors in fp32 at least; the additions go by rank.
+        tensors in fp32 at least; the additions go by rank.  Without a pipeline a tensor may be differentiated, as a
+        part of every rank's loss: its gradient is the sum of theirs.
 
         Raises:
             ValueError: something else, or different things on different ranks.
@@ -278,7 +279,8 @@ class OwnLoop(PlacedModel):
     def gather(self, rows: Tensor | None) -> Tensor:
         """The rows of all data ranks, of any number each, end to end by data rank, on every rank.
 
-        All ranks call it together; under a pipeline those without the last stage may bring None.
+        All ranks call it together; under a pipeline those without the last stage may bring None.  Without one, rows
+        may be differentiated, as a part of every rank's loss: each rank's get the sum of all gradients.
 
         Raises:
             ValueError: no rows, or other dtypes or shapes on other ranks.

@@ -1,9 +1,12 @@
-# make setup | demo | test | test-full | test-nightly | check | docs | format | bench | clean
+# make setup | demo | test | test-full | test-nightly | test-oldest | test-newest | check | docs | format | bench | clean
 #
 # test          a few cases of everything: minutes
 # test-full     what test leaves out of all pairs of rows, meshes, ...; faults, processes, oracles, documentation, the
 #               small matrix: five times as long
 # test-nightly  every test there is, full products and the full matrix among them: hours
+# test-oldest   what test runs, in .venv-oldest, with the oldest torch that pyproject.toml allows
+# test-newest   what test runs, in .venv-newest, with the newest torch that there is. Each of the two environments
+#               takes 6 GB where torch comes with CUDA; all other packages are those of requirements.lock
 # bench         all of plait against its peers on this machine: two hours, ARGS=--quick half an hour; the results go
 #               to benchmarks/results and docs/benchmarks.md
 # docs          README, guide and the reference of the calls as one site, in build/docs; a warning is an error
@@ -15,7 +18,7 @@
 # ARGS=...         further arguments for demo, bench and the tests: ARGS=tests/oracle runs one folder's of the layer
 
 .DEFAULT_GOAL := setup
-.PHONY: setup demo test test-full test-nightly check docs format bench clean
+.PHONY: setup demo test test-full test-nightly test-oldest test-newest newest check docs format bench clean
 SHELL := /bin/bash
 
 CANDIDATES := $(or $(PYTHON),python3.11 python3.12 python3.13 python3.14 python3)
@@ -54,16 +57,37 @@ demo: setup
 	@$(BIN)/plait train --mesh shard=4 --strategy zero3 --verify --out runs/demo --overwrite $(ARGS)
 
 # Tests of a file share what they have computed, so a file stays with one worker; long files come first.
-PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+PYTEST = -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 test: setup
-	$(PYTEST) -m fast $(ARGS)
+	$(BIN)/python $(PYTEST) -m fast $(ARGS)
 
 test-full: setup
-	$(PYTEST) -m full $(ARGS)
+	$(BIN)/python $(PYTEST) -m full $(ARGS)
 
 test-nightly: setup
-	$(PYTEST) $(ARGS)
+	$(BIN)/python $(PYTEST) $(ARGS)
+
+# The lock's torch is left out, and its setuptools, which some releases of torch are too old for.
+.venv-%/.ready: requirements.lock pyproject.toml | setup
+	@[ -x .venv-$*/bin/python ] || $(BIN)/python -m venv .venv-$*
+	@grep -vE '^(torch|setuptools)==' requirements.lock > .venv-$*/others.txt
+	@echo "plait: installing $(TORCH) and the other packages of requirements.lock into .venv-$*"
+	@.venv-$*/bin/python -m pip install --quiet --disable-pip-version-check --upgrade \
+	  $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) '$(TORCH)' 'setuptools>=77.0.3' -r .venv-$*/others.txt
+	@.venv-$*/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
+	@touch $@
+
+BOUNDS := $(shell sed -n 's/^ *"\(torch>=.*\)",.*/\1/p' pyproject.toml)
+.venv-oldest/.ready: TORCH = $(firstword $(subst $(comma), ,$(subst >=,==,$(BOUNDS)))).*
+.venv-newest/.ready: TORCH = $(BOUNDS)
+.venv-newest/.ready: newest   # asks each time: newer ones appear
+newest:
+comma := ,
+
+test-oldest test-newest: test-%: .venv-%/.ready
+	@.venv-$*/bin/python -c 'import torch; print(f"plait: torch {torch.__version__}")'
+	.venv-$*/bin/python $(PYTEST) -m fast $(ARGS)
 
 check: setup
 	$(BIN)/ruff check $(CODE)
@@ -86,6 +110,6 @@ bench: setup
 	@$(BIN)/python benchmarks/main.py $(ARGS)
 
 clean:
-	rm -rf .venv build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis runs
+	rm -rf .venv .venv-oldest .venv-newest build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis runs
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 	rm -rf src/*.egg-info

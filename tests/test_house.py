@@ -11,10 +11,11 @@ imports nothing
 
 import ast
 import re
-from importlib.metadata import distribution
+from importlib.metadata import distribution, distributions
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
 ROOT = Path(__file__).parent.parent
@@ -300,3 +301,13 @@ def test_locked_packages_run_on_the_oldest_python() -> None:
     names = re.findall(r"^([\w.-]+)==", (ROOT / "requirements.lock").read_text(), re.MULTILINE)
     wanted = {name: distribution(name).metadata["Requires-Python"] for name in names}
     assert names and not {n: text for n, text in wanted.items() if text and not SpecifierSet(text).contains("3.11.0")}
+
+
+def test_nothing_shuts_out_a_newer_torch() -> None:
+    """A bound that this project, or a package that it needs, would set keeps every new user away."""
+    ours = re.search(r'^ +"(torch\b.*)",', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
+    assert ours
+    wanted = {f"{d.name}: {text}": text for d in distributions() if d.name != "plait" for text in d.requires or ()}
+    wanted["pyproject.toml"] = ours[1]
+    bounds = {where: Requirement(text).specifier for where, text in wanted.items() if re.match(r"torch\b(?!-)", text)}
+    assert not [where for where, bound in bounds.items() if not bound.contains("2.999")]

@@ -21,6 +21,9 @@ from plait.core.mesh import Mesh
 
 MESHES = ["shard=2", "shard=3", "replica=4", "shard=2 replica=2", "replica=2 shard=3", "pipe=5"]
 
+NEVER = 3600.0
+"""A deadline that no test lives to see."""
+
 
 @pytest.mark.parametrize("mesh", MESHES)
 @pytest.mark.parametrize("check", comm_checks.EVERYTHING, ids=lambda check: check.__name__)
@@ -72,23 +75,25 @@ def test_ranks_that_mean_different_things_are_both_told_at_once(mine, words: str
             return str(error)
         return "no error"
 
-    started = time.monotonic()
-    for text in run(Mesh(shard=2), disagree):
+    for text in run(Mesh(shard=2), disagree, deadline=NEVER):
         assert "rank 0" in text and "rank 1" in text and "blocks.3" in text and words in text, text
-    assert time.monotonic() - started < 2
 
 
 def test_who_does_not_come_is_named() -> None:
+    begun, over = threading.Barrier(2), threading.Barrier(3)
+
     def stay_away(comm: Comm) -> str:
         if comm.rank == 1:
-            time.sleep(0.6)
+            over.wait()
             return ""
+        begun.wait()
         with pytest.raises(TimeoutError) as caught:
             comm.all_reduce(torch.ones(3), ("shard",), note=Note("backward", "head"))
+        over.wait()
         return str(caught.value)
 
-    texts = run(Mesh(shard=3), stay_away, deadline=0.2)
-    assert re.search(r"waited 0.2 s in sum all_reduce of unit 'head' over shard .* rank 1 did not", texts[0])
+    texts = run(Mesh(shard=3), stay_away, deadline=0.5)
+    assert re.search(r"waited 0.5 s in sum all_reduce of unit 'head' over shard .* rank 1 did not", texts[0])
     assert "rank 1 did not come" in texts[2]
 
 
@@ -106,11 +111,16 @@ def test_a_message_of_another_shape_names_both_sides() -> None:
 
 
 def test_a_message_that_is_not_sent_is_named() -> None:
+    over = threading.Event()
+
     def wait_for_it(comm: Comm) -> None:
         if comm.rank == 0:
-            time.sleep(0.5)
+            over.wait()
         else:
-            comm.recv(torch.empty(1), 0, Note("forward")).wait()
+            try:
+                comm.recv(torch.empty(1), 0, Note("forward")).wait()
+            finally:
+                over.set()
 
     with pytest.raises(TimeoutError, match=r"rank 1 waited 0.1 s in recv .*rank 0 did not send"):
         run(Mesh(pipe=2), wait_for_it, deadline=0.1)
@@ -197,10 +207,8 @@ def test_a_rank_that_has_returned_is_not_waited_for(how: str) -> None:
         elif comm.rank == 0:
             comm.recv(torch.empty(1), 1).wait()
 
-    started = time.monotonic()
     with pytest.raises(RuntimeError, match="rank 1 returned without"):
-        run(Mesh(pipe=2), one_leaves, deadline=20)
-    assert time.monotonic() - started < 2
+        run(Mesh(pipe=2), one_leaves, deadline=NEVER)
 
 
 @pytest.mark.parametrize("where", ["collective", "message", "other group"])
@@ -218,10 +226,8 @@ def test_when_a_rank_raises_the_others_stop_and_its_own_error_comes_out(where: s
         else:
             comm.all_reduce(torch.ones(2), ("replica",))
 
-    started = time.monotonic()
     with pytest.raises(ZeroDivisionError, match="of rank 3") as caught:
-        run(Mesh(shard=2, replica=2), bad_luck, deadline=20)
-    assert time.monotonic() - started < 2
+        run(Mesh(shard=2, replica=2), bad_luck, deadline=NEVER)
     assert any(f.name == "bad_luck" for f in traceback.extract_tb(caught.value.__traceback__))
     assert "rank 3" in caught.value.__notes__[0]
 

@@ -7,7 +7,6 @@ refused("the words", model, ...)                            a ValueError of thes
 from __future__ import annotations
 
 import copy
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -87,12 +86,10 @@ def same(
 
 
 def refused(words: str, model: nn.Module, mesh: str = "pipe=2", row: str = "ddp", **settings: Any) -> None:
-    """A ValueError of these words, from the rank that noticed, before anybody's deadline."""
-    started = time.monotonic()
+    """A ValueError of these words, from the rank that noticed; at a deadline another rank would raise TimeoutError."""
     microbatches = settings.pop("microbatches", 3)
     with pytest.raises(ValueError, match=words):
         cases.train(model, mesh, row, batches(1), microbatches=microbatches, **settings)
-    assert time.monotonic() - started < 10
 
 
 def engine_on(model: nn.Module, comm: Comm, **settings: Any) -> Engine:

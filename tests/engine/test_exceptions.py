@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import time
 import traceback
 
 import engine_cases as cases
@@ -57,10 +56,8 @@ def test_one_rank_raising_ends_all_at_once_with_its_own_traceback(where: str, ro
         engine.model.blocks[1].broken = where if comm.rank == 2 else ""  # type: ignore[union-attr, index]
         engine.step(deal(batches(1)[0], comm.mesh, comm.rank, 2))
 
-    started = time.monotonic()
     with pytest.raises(ArithmeticError, match="of the user's own") as caught:
-        run(Mesh(replica=2, shard=2), body, deadline=60)
-    assert time.monotonic() - started < 10, "nobody waits for the deadline"
+        run(Mesh(replica=2, shard=2), body, deadline=3600)  # the test would end before this wait does
     lines = "".join(traceback.format_exception(caught.value))
     assert "test_exceptions.py" in lines and "rank 2" in lines
 

@@ -175,6 +175,22 @@ def test_what_torch_func_made_is_refused_beside_a_sharded_tensor() -> None:
     run_threads("tensor=2", body)
 
 
+@pytest.mark.parametrize("transform", ["grad", "vmap", "jacrev", "jacfwd", "hessian", "functionalize"])
+def test_torch_func_of_a_sharded_tensor_is_refused(transform: str) -> None:
+    """It asks no class of a tensor, and would take this rank's piece for the whole: a mean over half of it."""
+
+    def body(comm: Comm) -> None:
+        x = shard(values((6, 5), 1, False), "a/tensor b", comm)
+        with pytest.raises(LayoutError, match=r"torch\.func"):
+            getattr(torch.func, transform)(lambda x: x.mean())(x)
+        with pytest.raises(LayoutError, match=r"torch\.func"):
+            torch.func.vjp(torch.sin, x)
+        plain = torch.ones(5)
+        assert torch.equal(torch.func.grad(lambda x: x.square().sum())(plain), 2 * plain), "nothing is left open"
+
+    run_threads("tensor=2", body)
+
+
 def test_a_traced_function_would_hold_a_piece() -> None:
     def body(comm: Comm) -> None:
         x = shard(values((5, 5), 1, False), "a/tensor b", comm)
@@ -182,7 +198,7 @@ def test_a_traced_function_would_hold_a_piece() -> None:
         with pytest.raises(LayoutError, match=r"torch\.jit\.trace of relu"):
             torch.jit.trace(lambda x: x.relu(), x, check_trace=False)
 
-    with pytest.warns(DeprecationWarning):
+    with pytest.warns((DeprecationWarning, FutureWarning)):
         run_threads("tensor=1", body)
 
 

@@ -128,7 +128,10 @@ def test_who_sends_knows_that_it_has_arrived(answer: bytes, says: str) -> None:
         connection.close()
 
     ended = threading.Event()
-    with socket.create_server(LOOPBACK) as false, Sender(false.getsockname(), KEY, patience=1.0) as sender:
+    with (
+        socket.create_server(LOOPBACK) as false,
+        Sender(false.getsockname(), KEY, patience=PATIENT if answer else 1.0) as sender,
+    ):
         thread = threading.Thread(target=listen)
         thread.start()
         with pytest.raises(OSError, match=says):
@@ -231,8 +234,9 @@ def test_who_connects_and_says_nothing_is_dropped() -> None:
     heard = Heard(patience=0.2)
     with heard.listener, socket.create_connection(heard.address, timeout=PATIENT) as silent:
         assert silent.recv(len(HELLO) + NONCE, socket.MSG_WAITALL).startswith(HELLO)
-        silent.sendall(b"x")
-        assert silent.recv(1) == b""
+        with suppress(ConnectionError):  # the process may have slept for longer than that
+            silent.sendall(b"x")
+            assert silent.recv(1) == b""
         heard.dropped()
 
 

@@ -35,7 +35,7 @@ def on_ranks(ways: int, body: Callable[[TensorAxis], Any], *, sequence: bool = F
         axis.length = length
         return body(axis)
 
-    return plait.run_threads(f"tensor={ways}", start, deadline=10)
+    return plait.run_threads(f"tensor={ways}", start, deadline=20)
 
 
 def is_close(ours: Tensor | None, theirs: Tensor | None, what: str = "") -> None:

@@ -1,11 +1,16 @@
-"""``torch.autograd.backward``, ``grad`` and hooks on ShardedTensors: as on plain tensors, seeded by the dual table."""
+"""``torch.autograd.backward``, ``grad`` and hooks on ShardedTensors: as on plain tensors, seeded by the dual table.
 
+``torch.func`` (``grad``, ``vmap``, ...) is refused.
+"""
+
+from functools import wraps
 from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch._functorch import eager_transforms, vmap
 
-from plait.sharded.dispatch import DIRECT
+from plait.sharded.dispatch import DIRECT, IN_TORCH_FUNC, LayoutError
 from plait.sharded.gradients import seed
 from plait.sharded.sharded_tensor import ShardedTensor, wrap
 
@@ -46,6 +51,25 @@ def _register_hook(x: ShardedTensor, hook: Any) -> Any:
         return Tensor.register_hook(x, hook)
 
 
+def _refusing(enter: Any) -> Any:
+    """An entrance of torch.func, which asks no class of a tensor: it would take this rank's piece for the whole."""
+
+    @wraps(enter)
+    def enter_plain(tensor: Tensor, *rest: Any) -> Any:
+        if type(tensor) is ShardedTensor:
+            raise LayoutError(IN_TORCH_FUNC)
+        return enter(tensor, *rest)
+
+    return enter_plain
+
+
+for module, name in (
+    (eager_transforms, "_wrap_for_grad"),
+    (eager_transforms, "_wrap_functional_tensor"),
+    (vmap, "_add_batch_dim"),
+):
+    if hasattr(module, name):  # torch's own names, which may move
+        setattr(module, name, _refusing(getattr(module, name)))
 DIRECT[torch.autograd.backward] = _backward
 DIRECT[torch.autograd.grad] = _grad
 DIRECT[Tensor.register_hook] = _register_hook

@@ -30,6 +30,11 @@ DIRECT: dict[Any, Callable[..., Any]] = {}
 MOST_KEPT = 4096
 """``OpPlan``s kept per spec: an operator whose number changes with every call must not fill the memory."""
 
+IN_TORCH_FUNC = (
+    "a ShardedTensor meets torch.func (grad, vmap, ...), whose tensors cannot carry its layout: "
+    "use torch.autograd.grad, and a batch dim instead of vmap"
+)
+
 BY_TYPE = {Tensor.__getitem__, *named("std", "var")}
 """Functions to which 1 and True, one key of a dict, are two things."""
 
@@ -123,10 +128,7 @@ def plain_spec(tensor: Tensor, cache: SpecCache) -> Spec:
         LayoutError: it cannot be.
     """
     if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
-        raise LayoutError(
-            "a tensor of torch.func (grad, vmap, ...) meets ShardedTensors, whose layouts it cannot carry: "
-            "use torch.autograd.grad, and a batch dim instead of vmap"
-        )
+        raise LayoutError(IN_TORCH_FUNC)
     if tensor.requires_grad and torch.is_grad_enabled():
         raise LayoutError(
             f"a plain tensor {list(tensor.shape)} that requires a gradient meets ShardedTensors: its gradient would "

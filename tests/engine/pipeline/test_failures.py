@@ -57,10 +57,8 @@ def test_one_stage_that_fails_ends_all_with_its_own_traceback(how: str, stage: i
         model.links[stage][1].how = how  # type: ignore[index]
         step(build(model, comm, schedule=order), batches(1)[0], 6)
 
-    started = time.monotonic()
     with pytest.raises(ArithmeticError, match="of the user's own") as caught:
-        run(Mesh.parse("pipe=3"), body, deadline=60)
-    assert time.monotonic() - started < 10, "nobody waits for the deadline"
+        run(Mesh.parse("pipe=3"), body, deadline=3600)  # the test would end before this wait does
     lines = "".join(traceback.format_exception(caught.value))
     assert "test_failures.py" in lines and f"rank {stage} of 3" in lines
 
@@ -71,7 +69,7 @@ def test_a_step_after_one_that_failed_in_a_pipeline_is_refused_at_once(order: st
     together = threading.Barrier(2)
     data = batches(2, samples=12)
 
-    def body(comm: Comm) -> float:
+    def body(comm: Comm) -> int:
         bad = [True, False, False, False] if comm.rank == 0 else [True]  # in which microbatch, from behind
 
         def loss(model: nn.Module, batch: Batch) -> Tensor:
@@ -84,12 +82,12 @@ def test_a_step_after_one_that_failed_in_a_pipeline_is_refused_at_once(order: st
             step(engine, data[0])
         together.wait(20)
         bad.clear()
-        started = time.monotonic()
+        sent = len(comm.ledger.entries)
         with pytest.raises(ValueError, match="failed inside a pipeline"):
             step(engine, data[1])
-        return time.monotonic() - started
+        return len(comm.ledger.entries) - sent
 
-    assert max(on("pipe=2", body, deadline=2)) < 1
+    assert on("pipe=2", body, deadline=2) == [0, 0], "nothing is sent, and nothing waited for"
 
 
 def test_a_step_that_is_refused_before_it_began_can_be_made_again() -> None:

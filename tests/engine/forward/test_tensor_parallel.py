@@ -160,6 +160,25 @@ def test_modules_that_call_their_products_otherwise(pair: type[Pair], mesh: str,
     equal(around(pair), mesh, row)
 
 
+class NowAndThen(Pair):
+    """Calls its second column in every other forward; what it leaves then reaches no loss in every fourth."""
+
+    calls = 0
+
+    def forward(self, x_BD: Tensor) -> Tensor:
+        self.calls += 1
+        h = torch.tanh(self.up(x_BD))
+        factor = self.gate(x_BD) if self.calls % 2 else 1.0
+        out: Tensor = self.down(h if self.calls % 4 == 1 else h * factor)
+        return out
+
+
+@pytest.mark.parametrize("pair", [OneUnused, NowAndThen])
+def test_a_sibling_in_a_unit_of_its_own_may_be_left_out(pair: type[Pair]) -> None:
+    units = ["pairs.0.up", "pairs.0.gate", "pairs.1.gate"]
+    equal(around(pair), "shard=2 tensor=2", "zero3", steps=5, units=units)
+
+
 def freeze(template: nn.Module, *names: str) -> nn.Module:
     for name, parameter in template.named_parameters():
         parameter.requires_grad_(not any(part in name for part in names))

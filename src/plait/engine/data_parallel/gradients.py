@@ -164,12 +164,14 @@ class Gradients:
                 f"engine.backward(loss, count) instead of loss.backward(); where another engine's loss goes through "
                 f"this model too, name this engine there, as in other.backward(loss, count, also=[engine])"
             )
+        value, parameter.grad = parameter.grad, None
         if unit.unit.split and unit.unit.state is not State.UNSHARDED and not self.unsharding.split_backward:
+            if value is None:  # an uncalled sibling of a column-cut module: nothing of its unit runs here
+                return
             raise ValueError(
                 f"the gradient of {gradient.name(index)!r} came while its unit {unit.unit.name!r} was not gathered: "
                 f"the module hands a tensor out beside its return value; return it, so that its backward can be seen"
             )
-        value, parameter.grad = parameter.grad, None
         if value is not None:  # a function of the user's, or siblings that were not called, may have none to give
             if value.is_sparse:
                 raise ValueError(

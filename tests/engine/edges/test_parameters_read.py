@@ -164,6 +164,24 @@ def test_a_norm_that_no_backward_follows(row: str) -> None:
         assert norms == pytest.approx(wanted, rel=0.02 if row in COPIES else 1e-11)
 
 
+@pytest.mark.parametrize("row", SPLIT)
+@pytest.mark.parametrize("called", ["a layer", "the model"])
+def test_ranks_may_call_layers_inside_a_different_number_of_times(row: str, called: str) -> None:
+    """As generations of different lengths do, between two steps."""
+    data = data_for(row, batches(4))
+
+    def program(model: nn.Module, optimizer: Any, engine: Any, part: Any, share: float) -> None:
+        rank = engine.comm.rank if isinstance(engine, Engine) else 0
+        for number, batch in enumerate(map(part, data)):
+            with engine.gathered(), torch.no_grad():
+                for _ in range((rank + number) % 3):
+                    model(batch["x"]) if called == "the model" else model.blocks[1](torch.ones(2, 5).to(batch["x"]))
+            step(model, optimizer, engine, batch)
+
+    _, truth = alone(program, model_for(row))
+    assert all(same(state, truth, row) for _, state in on_ranks(program, model_for(row), "shard=3", row))
+
+
 @pytest.mark.parametrize("row", ["ddp", "zero3", "hpz"])
 def test_what_gathered_refuses(row: str) -> None:
     def program(model: nn.Module, optimizer: Any, engine: Any, part: Any, share: float) -> None:

@@ -119,7 +119,7 @@ class Unsharding(StaysHere):
     def _unshard_for(self, unit: Unit, needed: Unit, phase: str, order: GatherOrder | None) -> None:
         needed.users += 1
         if needed.split and (needed.users == 1 or needed.state is not State.UNSHARDED):
-            if order is not None:
+            if order is not None and not needed.pinned:  # of what is open already, ranks may call more or less
                 order.record(needed)
             if needed.state is State.SHARDED:
                 needed.unshard(phase, self.microbatch)

@@ -333,6 +333,38 @@ def test_a_block_that_is_several_links_runs_again_on_each_stage(order: str) -> N
     as_alone(distinct(model), "pipe=2", lambda model, number: None, schedule=order, recompute="full")
 
 
+class Filling(nn.Module):
+    """Counts its samples, and adds what a program sets."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = linear()
+        self.register_buffer("seen", torch.zeros(()))
+        self.register_buffer("bias", torch.zeros(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen += len(x)
+        return self.linear(x) + self.bias  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("order, here", [("1f1b", [(0, 1), (2, 3)]), ("zbv", [(0, 3), (1, 2)])])
+def test_a_buffer_of_another_stage_can_be_set_and_not_read(order: str, here: list[tuple[int, ...]]) -> None:
+    def before(model: Any, number: int) -> None:
+        for link in model.links:
+            link.bias.fill_(number)
+            link.bias += 0.5
+
+    models = as_alone(chain(*(Filling() for _ in range(4))), "pipe=2", before, schedule=order)
+    for own, model in zip(here, models, strict=True):
+        for number, link in enumerate(model.links):
+            assert link.seen.shape == ()
+            if number in own:
+                assert link.seen == sum(len(batch["x"]) for batch in batches(3))
+            else:
+                with pytest.raises(ValueError, match=rf"buffer 'l{number}.seen' is read by 'add', and another stage"):
+                    link.seen + 1
+
+
 @pytest.mark.parametrize("count", [BEFORE, BEHIND])
 def test_what_an_evaluation_writes_counts_too(count: str) -> None:
     def body(comm: Comm) -> int:

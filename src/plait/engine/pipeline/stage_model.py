@@ -24,7 +24,7 @@ from plait.engine.forward.random_ops import OwnLayer
 from plait.engine.forward.sites import Sites
 from plait.engine.pipeline.chain import Chain, around_links
 from plait.engine.pipeline.copies import CopiedModule, SharedModule, translated
-from plait.engine.pipeline.not_here import not_here
+from plait.engine.pipeline.not_here import BufferElsewhere, not_here
 from plait.tensor_parallel import Parallel
 
 Uses = Mapping[int, tuple[int, ...]]
@@ -269,6 +269,12 @@ def cut_off(model: nn.Module, parts: Sequence[StageModel]) -> None:
     for parameter in model.parameters():
         if id(parameter) not in here and not parameter.is_meta:
             parameter.data = placeholder(parameter.dtype, parameter.device).expand(parameter.shape)
+    modules = [m for part in parts for m in (*part.model.modules(), *(copied.user for copied in part.copies))]
+    kept = {id(one) for module in modules for one in (module, *module._buffers.values())}
+    for name, module in model.named_modules():
+        for key, buffer in module._buffers.items():
+            if buffer is not None and not {id(module), id(buffer)} & kept:
+                module._buffers[key] = BufferElsewhere.of(buffer, f"{name}.{key}".removeprefix("."))
 
     def refuse(*_: Any) -> None:
         raise ValueError(
